@@ -22,9 +22,9 @@ import jax
 import tyro
 from jax.sharding import Mesh
 from recipes import LARGE, Mesh as RecipeMesh, Recipe
-from support.attending import attention_line, CACHED
 from support.check import check
 from support.command import entry
+from support.kernel_report import DECODING, kernel_lines
 from support.mesh import abstract_plan, check_plan, choices, flags, in_flags, plan_of, recipe_under, state_of, step_of
 from support.multiplying import products_line
 from support.nearest import looking, nearest
@@ -89,9 +89,9 @@ def tell(command: Command) -> None:
         print(json.dumps(row | {"compiled": made and made.as_dict()}, indent=1))
     else:
         one = topology.accelerator
-        lines = [CACHED]
+        lines = [DECODING]
         if not command.decode:
-            lines = [attention_line(recipe, model, one.platform), products_line(recipe, model, one.name)]
+            lines = [*kernel_lines(recipe, model, one.platform), products_line(recipe, model, one.name)]
         line = "\n".join(filter(None, lines))
         summary = parallel.summary(plan, model, rows=recipe.batch, seq=1 if command.decode else recipe.seq)
         print(f"{topology}; {summary}; {run.found.parameters:,} parameters\n{line}\n\nby formulas:")

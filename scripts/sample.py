@@ -18,8 +18,8 @@ import equinox as eqx
 import jax
 import tyro
 from recipes import Mesh, Recipe
-from support.attending import CACHED, KERNELS, platform_here
 from support.command import entry
+from support.kernel_report import DECODING, has_kernels, platform_here
 from support.mesh import plan_of
 from support.processes import devices_of, Machine
 from support.published import companions_of, published_tokenizer, recipe_of_folder, Tokenizer, tokenizer_of
@@ -193,8 +193,8 @@ def prompt_of(command: Command, writer: Writer) -> tuple[str, list[int]]:
 def write(command: Command) -> None:
     """Stream the text to standard output."""
     writer = writer_of(command)
-    if platform_here() in KERNELS:
-        Screen(errors=True).note(CACHED)
+    if has_kernels(platform_here()):
+        Screen(errors=True).note(DECODING)
     shown, prompt = prompt_of(command, writer)
     ids = generation.stream(
         writer.model,

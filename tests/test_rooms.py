@@ -13,14 +13,15 @@ from eqformer.parallel import COLLECTIVES as NAMES
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "eqformer"
 ROOMS = {
-    "nn": set(),
+    "kernels": set(),
+    "nn": {"kernels"},
     "data": set(),
     "models": {"nn", "parallel"},
-    "parallel": {"nn"},
+    "parallel": {"nn", "kernels"},
     "generation": {"nn"},
-    "training": {"nn", "parallel"},
-    "planning": {"nn", "parallel", "training"},
-    "systems": {"nn", "parallel", "planning"},
+    "training": {"nn", "kernels", "parallel"},
+    "planning": {"nn", "kernels", "parallel", "training"},
+    "systems": {"nn", "kernels", "parallel", "planning"},
 }
 SENDING = {"psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "ppermute", "pshuffle", "all_to_all"}
 COLLECTIVES = {*SENDING, "axis_index"}

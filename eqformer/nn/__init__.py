@@ -1,5 +1,13 @@
 """Components: arrays and their named dims. Nothing here knows a family, a device or a training run."""
 
+from ..kernels import (
+    causal as causal,
+    chunked as chunked,
+    full as full,
+    Mask as Mask,
+    sliding_window as sliding_window,
+    window_both_ways as window_both_ways,
+)
 from ._activation import (
     ACTIVATIONS as ACTIVATIONS,
     clipped_gelu as clipped_gelu,
@@ -100,7 +108,6 @@ from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import GatedMLP as GatedMLP, MLP as MLP
 from ._module import Module as Module
 from ._norm import Clipped as Clipped, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
-from ._pallas import compilers as compilers, cpu_or as cpu_or, traced_for as traced_for
 from ._precision import cast as cast, Precision as Precision
 from ._prediction_head import PredictionHead as PredictionHead
 from ._predictor import Predictor as Predictor
@@ -134,14 +141,6 @@ from .attention._cross_attention import CrossAttention as CrossAttention
 from .attention._cross_layer_attention import CrossLayerAttention as CrossLayerAttention
 from .attention._indexer import Choice as Choice, Indexer as Indexer
 from .attention._latent_attention import LatentAttention as LatentAttention
-from .attention._mask import (
-    causal as causal,
-    chunked as chunked,
-    full as full,
-    Mask as Mask,
-    sliding_window as sliding_window,
-    window_both_ways as window_both_ways,
-)
 from .attention._merged_attention import MergedAttention as MergedAttention
 from .attention._relative_bias import RelativeBias as RelativeBias
 from .attention._rotary import Rotary as Rotary
@@ -157,12 +156,6 @@ from .attention._rotary_scaling import (
     YarnScaling as YarnScaling,
 )
 from .attention._temperature import LogTemperature as LogTemperature
-from .cores import _blocks, _blockwise, _fused, _kernel
-from .cores._auto import AutoCore as AutoCore, CudnnCore as CudnnCore, SplashCore as SplashCore
-from .cores._blockwise import BlockwiseCore as BlockwiseCore
-from .cores._contract import Core as Core, Fused as Fused
-from .cores._core import DotProductCore as DotProductCore, lowest as lowest, ReferenceCore as ReferenceCore
-from .cores._refusals import attention_refusals as attention_refusals
 from .experts import _dispatch
 from .experts._balance import (
     BalanceLoss as BalanceLoss,
@@ -197,8 +190,4 @@ from .recurrent._mamba import Mamba2Mixer as Mamba2Mixer
 
 
 # Files listed whole, each with its names. Type checkers take an import under another name for private, so assigned.
-blocks = _blocks
-blockwise = _blockwise
-fused = _fused
-kernel = _kernel
 dispatch = _dispatch

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..kernels import Mask
 from ._module import Module
 from ._tokens import Tokens
-from .attention._mask import Mask
 
 
 Channels = tuple[tuple[int, ...], ...]  # (heads, channels of each) of what a token has; a cost adds them up

@@ -8,10 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-
-def at_least_float32(dtype: np.dtype) -> np.dtype:
-    """float32 for narrower floating-point dtypes, and any wider one itself."""
-    return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize >= 4 else jnp.dtype("float32")
+from ..kernels import at_least_float32
 
 
 def in_float32(tree: PyTree) -> PyTree:

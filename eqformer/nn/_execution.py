@@ -1,15 +1,21 @@
 """How a model runs, as plain data."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
+from ..kernels import (
+    ATTENTION,
+    BlockwiseAttention,
+    CudnnAttention,
+    DotProductAttention,
+    Operation,
+    ReferenceAttention,
+    RequiredKernel,
+    SplashAttention,
+)
 from ._run_with import run_with
-from .cores._auto import AutoCore, CudnnCore, SplashCore
-from .cores._blockwise import BlockwiseCore
-from .cores._contract import Core
-from .cores._core import DotProductCore, ReferenceCore
 
 
 Model = TypeVar("Model")
@@ -20,7 +26,7 @@ class Execution:
     """How a model runs, in words: speed and memory, and no results. Plain data: `apply` checks it."""
 
     core: Literal["auto", "xla", "reference", "blockwise", "cudnn", "splash"] = "auto"
-    """The attention core; auto takes what the platform has: cudnn on GPUs, splash on TPUs, blockwise elsewhere."""
+    """The attention; auto takes what the platform has: cudnn on GPUs, splash on TPUs, blockwise elsewhere."""
     remat: Literal["none", "full", "dots", "dots_no_batch", "products", "products_on_host", "full_on_host"] = "products"
     """What the backward pass recomputes instead of keeping it; ..._on_host keeps what it keeps in hosts' memory."""
     unroll: int = 1
@@ -30,16 +36,16 @@ class Execution:
         """The model, or its shapes, run so; raises a `ValueError` as `run_with` does, and for an unknown core."""
         if self.core not in _CORES:
             raise ValueError(f"Execution(core={self.core!r}): the cores are {', '.join(_CORES)}.")
-        return run_with(model, core=_CORES[self.core](), remat=self.remat, unroll=self.unroll)
+        return run_with(model, core=_CORES[self.core], remat=self.remat, unroll=self.unroll)
 
 
-_CORES: Mapping[str, Callable[[], Core]] = MappingProxyType(
+_CORES: Mapping[str, Operation] = MappingProxyType(
     {
-        "auto": AutoCore,
-        "xla": DotProductCore,
-        "reference": ReferenceCore,
-        "blockwise": BlockwiseCore,
-        "cudnn": CudnnCore,
-        "splash": SplashCore,
+        "auto": ATTENTION,
+        "xla": DotProductAttention(),
+        "reference": ReferenceAttention(),
+        "blockwise": BlockwiseAttention(),
+        "cudnn": RequiredKernel("cuda", CudnnAttention()),
+        "splash": RequiredKernel("tpu", SplashAttention()),
     }
 )

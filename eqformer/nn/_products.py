@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ..kernels import cpu_or
 from ._dtype import at_least_float32
-from ._pallas import cpu_or
 
 
 @dataclasses.dataclass(frozen=True)

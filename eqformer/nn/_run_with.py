@@ -7,9 +7,9 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
+from ..kernels import Operation, unsupported_options
 from ._contracts import Mixer
 from ._stack import REMAT, Stack
-from .cores._contract import Core
 
 
 Model = TypeVar("Model")
@@ -18,7 +18,7 @@ Model = TypeVar("Model")
 def run_with(
     model: Model,
     *,
-    core: Core | None = None,
+    core: Operation | None = None,
     remat: str | None = None,
     unroll: int | None = None,
 ) -> Model:
@@ -55,13 +55,13 @@ def _has_core(node: object) -> TypeGuard[Mixer]:
     return isinstance(node, Mixer) and node.facts().attends is not None
 
 
-def _exchanged(mixer: Mixer, core: Core) -> Mixer:
+def _exchanged(mixer: Mixer, core: Operation) -> Mixer:
     attends = mixer.facts().attends
     if attends is None:
         return mixer
-    if lacking := [name for name in attends.needs if name in core.lacks()]:
+    if lacking := unsupported_options(core, attends.needs):
         raise ValueError(
             f"run_with(core={core}): an attention of the model has {' and '.join(lacking)}, which this core has not; "
-            "pass AutoCore() or ReferenceCore()."
+            "pass kernels.ATTENTION or kernels.ReferenceAttention()."
         )
     return eqx.tree_at(lambda m: m.core, mixer, core)

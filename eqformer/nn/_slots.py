@@ -13,10 +13,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._shapes import ArrayOrShape
+from ..kernels import LANES, tpu_or, writer_of
 from ._dims import dims
 from ._layer_cache import LayerCache, of_layer
-from ._pallas import tpu_or
-from ._slots_tpu import LANES, writer_of
 from ._tokens import Tokens
 from .quantization._kv_cache import dequantize_rows, quantize_rows
 

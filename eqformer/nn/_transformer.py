@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..kernels import soft_capped
 from ._contracts import ScoreBias
 from ._dropout import Dropout
 from ._dtype import at_least_float32, float_dtype
@@ -21,7 +22,6 @@ from ._slots import check_cached
 from ._stack import empty_caches, Stack
 from ._sums import wide_sum
 from ._tokens import Tokens, tokens_or_default, with_source
-from .cores._core import soft_capped
 
 
 def _compute_dtype(dtype: str) -> str:

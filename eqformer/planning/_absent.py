@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from .._prepare import compiler_flags
-from ..nn import compilers
+from ..kernels import compilers
 from ..parallel import COLLECTIVES
 from ._accelerators import Accelerator, Topology
 from ._program import Program, program_of

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .. import nn, parallel, training
+from .. import kernels, nn, parallel, training
 from .._shapes import Batch
 from ._accelerators import for_platform, Topology
 from ._compile import decode_shapes, traced_decode
@@ -140,7 +140,7 @@ def decode_forecast(
     plan = for_platform(plan, one.platform)
     served, caches = decode_shapes(plan, model, rows, capacity, cache_dtype)
     held = decode_held(served, caches)
-    with nn.traced_for(one.platform):
+    with kernels.traced_for(one.platform):
         traced = traced_decode(plan, served, caches, rows)
     sent = tuple(traced_sent(traced, parallel.axis_sizes(plan.mesh)))
     writes = eqx.tree_at(lambda m: m.encoder, model, None, is_leaf=lambda node: node is None)

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from .. import nn, training
+from .. import kernels, nn, training
 from .._shapes import Batch, is_shape
 from ._accelerators import for_platform
 from ._temporary_cuda import beside_loops, born_early, copied_bytes, gradients_last, kept_twice, last_in_flight
@@ -86,7 +86,7 @@ def _traced(states: training.PlannedState, model: nn.Transformer, batch: Batch, 
     def run(arrays: PyTree, batch: Batch, key: Any) -> PyTree:
         return eqx.filter(gradients(eqx.combine(arrays, rest), batch, key), eqx.is_array)
 
-    with nn.traced_for(platform):
+    with kernels.traced_for(platform):
         traced = jax.make_jaxpr(run)(arrays, batch, jax.eval_shape(lambda: jax.random.key(0)))
     return [needed(of_platform(jaxpr, platform)) for jaxpr in per_device(traced.jaxpr)]
 

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from .._shapes import Batch
-from ..nn import cpu_or
+from ..kernels import cpu_or
 from ..parallel import is_narrow, routed, stand_in, vary, varying_axes
 from ._gradient_norms import module_gradient_norms
 from ._loss_result import sum_and_count

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks import _ours
 from benchmarks._gpu_runs import Found
 from benchmarks._measure import Row
-from eqformer import models, nn, reason_and_fix, training
+from eqformer import kernels, models, nn, reason_and_fix, training
 
 
 GROUP, UNIT = "numbers", "1e-3 off"
@@ -129,12 +129,15 @@ def _with_gradients(call: Callable[[Any], Any], given: Any) -> Any:
 
 
 def _attentions(seq: int) -> Iterator[Check]:
-    """What `AutoCore` runs on a GPU, forward and backward."""
+    """The attention that runs on a GPU, forward and backward."""
     for name, its in CALLS.items():
-        core = nn.AutoCore() if its.softcap else nn.CudnnCore()
+        core = kernels.ATTENTION if its.softcap else kernels.CudnnAttention()
         run = partial(_attended, its)
         yield Check(
-            f"attention, {name}", partial(run, core), partial(run, nn.ReferenceCore()), partial(_asked, its, seq)
+            f"attention, {name}",
+            partial(run, core),
+            partial(run, kernels.ReferenceAttention()),
+            partial(_asked, its, seq),
         )
 
 
@@ -144,13 +147,13 @@ def _asked(its: Call, seq: int) -> dict[str, jax.Array]:
     return given | ({"sinks": jnp.linspace(-1, 1, 16)} if its.has_more else {})
 
 
-def _attended(its: Call, core: nn.Core, given: dict[str, jax.Array]) -> Any:
+def _attended(its: Call, core: kernels.Operation, given: dict[str, jax.Array]) -> Any:
     """What a core gives, nothing of it from padding, and its gradients."""
     seq = given["query"].shape[1]
     tokens = _documents(seq) if its.is_packed else nn.positions_like((ROWS, seq))
     how: dict[str, Any] = {"mask": its.mask, "tokens": tokens, "softcap": its.softcap, "scale": its.width**-0.5}
     real = (tokens.positions >= 0)[..., None, None]
-    return _with_gradients(lambda given: jnp.where(real, core(**given, **how), 0), given)
+    return _with_gradients(lambda given: jnp.where(real, core(kernels.AttentionCall(**given, **how)), 0), given)
 
 
 def _documents(seq: int) -> nn.Tokens:

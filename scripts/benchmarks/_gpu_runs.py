@@ -15,7 +15,7 @@ from support import environment
 
 from benchmarks import _ours, _peers
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
-from eqformer import models, nn, planning, reason_and_fix, training
+from eqformer import kernels, models, nn, planning, reason_and_fix, training
 from eqformer.parallel import Plan
 
 
@@ -98,16 +98,16 @@ def attention(
     draw = lambda number, count: jax.random.normal(jax.random.key(number), (rows, seq, count, head_dim), jnp.bfloat16)
     how: dict[str, Any] = {"mask": nn.causal(), "tokens": nn.positions_like((rows, seq)), "scale": head_dim**-0.5}
 
-    def ours(core: nn.Core) -> Callable[[], Any]:
+    def ours(core: kernels.Operation) -> Callable[[], Any]:
         given = draw(0, count), draw(1, kv_count), draw(2, kv_count)
-        loss = lambda *given: jnp.sum(core(*given, **how).astype(jnp.float32))
+        loss = lambda *given: jnp.sum(core(kernels.AttentionCall(*given, **how)).astype(jnp.float32))
         program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*given).compile()
         return lambda: jax.block_until_ready(program(*given))
 
-    cores: dict[str, nn.Core] = {"cuDNN": nn.CudnnCore()}
+    cores: dict[str, kernels.Operation] = {"cuDNN": kernels.CudnnAttention()}
     if not kernel_alone:
-        cores["jax.nn"] = nn.DotProductCore()
-        cores |= {f"blocks of {size}": nn.BlockwiseCore(size) for size in (128, 256, 512)}
+        cores["jax.nn"] = kernels.DotProductAttention()
+        cores |= {f"blocks of {size}": kernels.BlockwiseAttention(size) for size in (128, 256, 512)}
     theirs = partial(_peers.attention, heads, rows, seq)
     made = {"PyTorch": theirs} if peer else {name: partial(ours, core) for name, core in cores.items()}
     # Two products forward and five backward, of the half of the scores that is seen.

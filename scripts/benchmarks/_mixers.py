@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks import _peers
 from benchmarks._measure import gradient_rows, Gradients, Row, seconds_in_turn
-from eqformer import nn
+from eqformer import kernels, nn
 
 
 EMBED, HEADS, HEAD_DIM, STATE, ROWS = 256, 8, 64, 128, 2
@@ -25,7 +25,9 @@ def mixers(rounds: int) -> Iterator[Row]:
     """Tokens a second of recurrences, forward and backward, beside causal attention and transformers' layers."""
     sizes: dict[str, Any] = {"embed": EMBED, "heads": HEADS}
     key = jax.random.key(0)
-    attention = nn.Attention(**sizes, kv_heads=HEADS // 2, head_dim=HEAD_DIM, core=nn.BlockwiseCore(), key=key)
+    attention = nn.Attention(
+        **sizes, kv_heads=HEADS // 2, head_dim=HEAD_DIM, core=kernels.BlockwiseAttention(), key=key
+    )
     layers: dict[str, nn.Mixer] = {
         "gated delta net": nn.GatedDeltaNet(**sizes, kv_heads=HEADS // 2, head_dim=HEAD_DIM, v_dim=HEAD_DIM, key=key),
         "channel delta net": nn.ChannelDeltaNet(**sizes, head_dim=HEAD_DIM, key=key),

@@ -13,10 +13,10 @@ from recipes import Recipe
 
 from eqformer import data, generation, parallel, planning, training
 from eqformer.parallel import check_alike, on_all_processes, on_first_process
-from support.attending import attention_line, platform_here
 from support.check import steps_of
 from support.colored_text import color, has_choices
 from support.forked import forked
+from support.kernel_report import kernel_lines, platform_here
 from support.mesh import state_of, step_of
 from support.metric_writers import open_metrics
 from support.multiplying import chip_here, products_line
@@ -78,7 +78,7 @@ class Trainer:
             if self.plan.mesh.size > 1:
                 screen.note(self.summary)
             for line in (
-                attention_line(recipe, self.shapes, platform_here()),
+                *kernel_lines(recipe, self.shapes, platform_here()),
                 products_line(recipe, self.shapes, chip_here()),
             ):
                 if line:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from haste import FAST
 
-from eqformer import nn
+from eqformer import kernels, nn
 
 
 VOCAB, EMBED, HEADS, HEAD_DIM, LATENT, ROPE_DIM = 61, 32, 4, 8, 12, 4
@@ -57,9 +57,11 @@ KINDS = {
             rotary=_rotary(), gate=True, query_norm=_norm("head_dim", HEAD_DIM), key_norm=_norm("head_dim", HEAD_DIM)
         ),
     ),
-    "sinks and softcap": (_attention(rotary=_rotary(), kv_heads=2, sinks=True, softcap=3.0, core=nn.ReferenceCore()),),
+    "sinks and softcap": (
+        _attention(rotary=_rotary(), kv_heads=2, sinks=True, softcap=3.0, core=kernels.ReferenceAttention()),
+    ),
     "sinks, sliding window": (
-        _attention(rotary=_rotary(), sinks=True, core=nn.ReferenceCore(), mask=nn.sliding_window(5)),
+        _attention(rotary=_rotary(), sinks=True, core=kernels.ReferenceAttention(), mask=nn.sliding_window(5)),
     ),
     "latent": (_latent(rotary=_DECOUPLED),),
     "latent with biases": (_latent(rotary=_DECOUPLED, bias=True, q_latent=10, v_dim=6),),

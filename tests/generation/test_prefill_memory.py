@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqformer import models, nn
+from eqformer import kernels, models, nn
 from eqformer.generation._decode import prefill
 from eqformer.generation._generate import draws_of
 from eqformer.generation._prompts import prepare
@@ -44,7 +44,7 @@ def test_memory_grows_with_the_prompt_and_not_with_its_square(prefill_chunk):
 @pytest.mark.quick
 def test_a_core_that_holds_the_scores_is_found_out():
     """The control: all heads' scores of a prompt that is read at once."""
-    at_once = held(SHORT, 2 * SHORT, core=nn.DotProductCore())
+    at_once = held(SHORT, 2 * SHORT, core=kernels.DotProductAttention())
     assert at_once > 4 * HEADS * SHORT**2
 
 

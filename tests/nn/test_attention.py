@@ -12,7 +12,7 @@ from haste import put
 from jaxtyping import TypeCheckError
 from nn_reference import attend, close, drawn, linear, normal, replaced, rms, rotate, wide
 
-from eqformer import nn
+from eqformer import kernels, nn
 
 
 KEY = jax.random.key(0)
@@ -61,7 +61,7 @@ CORNERS = {
     "keys as values": lambda: make(
         keys_as_values=True, value_norm=nn.RMSNorm("head_dim", head_dim=4, scale=False), **head_norms()
     ),
-    "sinks": lambda: make(sinks=True, core=nn.ReferenceCore()),
+    "sinks": lambda: make(sinks=True, core=kernels.ReferenceAttention()),
     "softcap": lambda: make(softcap=0.7),
     "window": lambda: make(mask=nn.sliding_window(2)),
     "chunks": lambda: make(mask=nn.chunked(2)),
@@ -71,7 +71,7 @@ CORNERS = {
         gate=True,
         sinks=True,
         softcap=0.2,
-        core=nn.ReferenceCore(),
+        core=kernels.ReferenceAttention(),
         temperature=nn.LogTemperature(3, 0.9),
         **head_norms(),
     ),
@@ -184,7 +184,7 @@ def test_padding_is_never_attended_to():
 def test_shards_of_the_heads_give_partial_sums(kv_heads):
     norms = head_norms()
     module = make(kv_heads=kv_heads, bias=True, output_bias=False, gate=True, sinks=True, **norms)
-    module = replaced(module, core=nn.ReferenceCore())
+    module = replaced(module, core=kernels.ReferenceAttention())
     x = normal(1, 2, SEQ, EMBED)
 
     def shard(part):

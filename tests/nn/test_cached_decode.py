@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from nn_reference import close, drawn, normal, replaced
 
-from eqformer import nn
-from eqformer.nn.cores import _cached, _cached_kernel_tpu as tpu
+from eqformer import kernels, nn
+from eqformer.kernels import _op
+from eqformer.kernels.decode_attention import _tpu as tpu
 
 
 KEY = jax.random.key(0)
@@ -31,7 +32,7 @@ def latent(**options):
 
 KINDS = {
     "grouped": lambda: attention(query_norm=nn.RMSNorm("head_dim", head_dim=4), bias=True, gate=True),
-    "sinks": lambda: attention(sinks=True, softcap=3.0, core=nn.ReferenceCore(), mask=nn.sliding_window(4)),
+    "sinks": lambda: attention(sinks=True, softcap=3.0, core=kernels.ReferenceAttention(), mask=nn.sliding_window(4)),
     "window": lambda: attention(mask=nn.sliding_window(3)),
     "window of one": lambda: attention(mask=nn.sliding_window(1)),
     "window beyond capacity": lambda: attention(mask=nn.sliding_window(100)),
@@ -122,7 +123,7 @@ def test_attention_reads_its_cache_where_it_lies_unless_its_core_is_named(cache_
     """A layer's newest tokens in TPUs' programs, and as plain JAX beside the reference core."""
     make = lambda core: nn.Attention(embed=32, heads=16, kv_heads=8, head_dim=16, core=core, key=jax.random.key(0))
     narrow = lambda module: jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, module)
-    layer, named = (narrow(make(core)) for core in (None, nn.ReferenceCore()))
+    layer, named = (narrow(make(core)) for core in (None, kernels.ReferenceAttention()))
     x = jax.random.normal(jax.random.key(1), (2, 40, 32), jnp.bfloat16)
     empty = nn.KVCache.empty((2,), 256, (8, 16), (8, 16), "bfloat16")
     empty = empty.with_scales(cache_dtype) if cache_dtype == "int8" else empty
@@ -130,13 +131,13 @@ def test_attention_reads_its_cache_where_it_lies_unless_its_core_is_named(cache_
     step = lambda layer: layer(x[:, :1], nn.Tokens(jnp.full((2, 1), 40, jnp.int32)), cache)[0]
     right = np.asarray(step(named), np.float32)
     monkeypatch.setattr(tpu, "_LEAST", 0)
-    monkeypatch.setattr(_cached, "compilers", lambda: ("tpu",))
+    monkeypatch.setattr(_op, "compilers", lambda: ("tpu",))
     program = lambda layer: jax.jit(lambda: step(layer)).trace().lower(lowering_platforms=("tpu",)).as_text()
     assert "cached_attention" in program(layer)
     assert ("cached_attention" in program(named)) == (cache_dtype == "int8")  # of 8 bits blocks stand in for a core
-    interpreted = lambda rules, *given: attend_by_kernel(rules._replace(interpret=True), *given)
-    attend_by_kernel = tpu.attend_by_kernel
-    monkeypatch.setattr(tpu, "attend_by_kernel", interpreted)
+    interpreted = lambda rules, *given: attend(rules._replace(interpret=True), *given)
+    attend = tpu._attend
+    monkeypatch.setattr(tpu, "_attend", interpreted)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, tpu, default: tpu(*given))
     found = np.asarray(step(layer), np.float32)
     assert np.abs(found - right).max() < 0.01 * np.abs(right).max()

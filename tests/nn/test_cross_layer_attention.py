@@ -11,13 +11,13 @@ import pytest
 from haste import put
 from nn_reference import attend, close, linear, normal, randomised, rms, wide
 
-from eqformer import nn
+from eqformer import kernels, nn
 
 
 KEY = jax.random.key(0)
 EMBED, SEQ, LAYERS, VOCAB = 6, 9, 4, 11
 SIZES: dict[str, Any] = {"embed": EMBED, "heads": 4, "head_dim": 3, "kv_heads": 2}
-CORE = nn.ReferenceCore()
+CORE = kernels.ReferenceAttention()
 
 
 def norm():

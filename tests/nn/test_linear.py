@@ -12,7 +12,8 @@ from jaxtyping import TypeCheckError
 from nn_reference import close, drawn, normal, wide
 
 from eqformer import nn
-from eqformer.nn import _pallas, _products
+from eqformer.kernels import _platform
+from eqformer.nn import _products
 
 
 KEY = jax.random.key(0)
@@ -43,7 +44,7 @@ def test_few_vectors_do_not_make_xla_copy_the_weight():
 
 
 def test_two_or_three_vectors_meet_a_matrix_one_by_one_on_cpus_and_together_elsewhere(monkeypatch):
-    monkeypatch.setattr(_pallas, "compilers", lambda: ("cuda",))
+    monkeypatch.setattr(_platform, "compilers", lambda: ("cuda",))
     module = make("embed -> mlp")
     products = lambda rows, platform: (
         jax.jit(module.__call__).trace(normal(1, rows, 5)).lower(lowering_platforms=(platform,)).as_text()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from nn_reference import attend, close, linear, normal, randomised, rms, rotate, wide
 
-from eqformer import nn
+from eqformer import kernels, nn
 
 
 SIZES: dict[str, Any] = {"embed": 6, "heads": 4, "kv_heads": 2, "head_dim": 4}
@@ -19,7 +19,7 @@ PLACES, OWN = np.array([[0, 1, 2, 3, 4], [0, 1, 2, 0, 1]]), np.array([[0] * 5, [
 called = eqx.filter_jit(lambda module, *given: module(*given))
 
 
-def made(mask: nn.Mask, core: nn.Core | None = None) -> Any:
+def made(mask: nn.Mask, core: kernels.Operation | None = None) -> Any:
     """Of shared key heads, with norms, rotary positions and a bound of scores."""
     norms = {name: nn.RMSNorm("head_dim", head_dim=4) for name in ("query_norm", "key_norm")}
     options: dict[str, Any] = {"mask": mask, "core": core, "softcap": 2.0, "rotary": nn.Rotary(4, 100.0), **norms}
@@ -38,7 +38,7 @@ def by_loops(module: Any, x: Any, vectors: Any, own: np.ndarray, source: np.ndar
     return linear(attend(turned(query), key, value, visible, 4**-0.5, softcap=2.0), module.output)
 
 
-@pytest.mark.parametrize("core", [nn.ReferenceCore(), nn.BlockwiseCore(block=2)])
+@pytest.mark.parametrize("core", [kernels.ReferenceAttention(), kernels.BlockwiseAttention(block=2)])
 def test_one_softmax_runs_over_both(core):
     """With padding and, in the second row, two documents; the window is of the row's own tokens."""
     module, x, vectors = made(nn.sliding_window(2), core), normal(0, 2, 5, 6), normal(1, 2, 7, 6)

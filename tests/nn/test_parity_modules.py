@@ -8,7 +8,7 @@ import pytest
 from haste import put
 from nn_reference import close, drawn, golden_case, replaced
 
-from eqformer import nn
+from eqformer import kernels, nn
 
 
 POSITIONS = np.array([[0, 1, 2, 3, 4, 5, 6], [3, 4, 5, 6, 7, 8, 9]], np.int32)
@@ -73,7 +73,7 @@ CASES = {
     ),
     "gemma2_softcap": lambda: (attention(scale=24**-0.5, softcap=1.5), projections()),
     "gpt_oss_sinks": lambda: (
-        attention(sinks=True, bias=True, mask=nn.sliding_window(4), core=nn.ReferenceCore()),
+        attention(sinks=True, bias=True, mask=nn.sliding_window(4), core=kernels.ReferenceAttention()),
         projections(bias=True) | SINKS,
     ),
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from nn_reference import attend, close, drawn, linear, normal, wide
 
-from eqformer import nn
+from eqformer import kernels, nn
 from eqformer.nn.attention._relative_bias import _ranges
 
 
@@ -102,8 +102,8 @@ def test_what_has_no_place_for_a_bias_is_refused():
     module = drawn(nn.Attention, embed=6, heads=2, head_dim=3, score_bias=True, key=KEY)
     with pytest.raises(ValueError, match=r"Attention\(score_bias=True\): the tokens have no score_bias; build"):
         module(normal(0, 2, 4, 6))
-    with pytest.raises(ValueError, match=r"an attention of the model has bias, which this core has not; pass AutoCore"):
-        nn.run_with(module, core=nn.BlockwiseCore())
-    nn.run_with(module, core=nn.ReferenceCore())
+    with pytest.raises(ValueError, match=r"model has bias, which this core has not; pass kernels.ATTENTION"):
+        nn.run_with(module, core=kernels.BlockwiseAttention())
+    nn.run_with(module, core=kernels.ReferenceAttention())
     with pytest.raises(ValueError, match=r"RelativeBias\(ranges=4, farthest=1, both_ways=True\).*farthest above 1"):
         drawn(nn.RelativeBias, ranges=4, heads=2, farthest=1, both_ways=True, key=KEY)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 from nn_reference import close, drawn, replaced
 
-from eqformer import models, nn
+from eqformer import kernels, models, nn
 
 
 KEY = jax.random.key(0)
-CORE, OTHER = nn.BlockwiseCore(block=4), nn.ReferenceCore()
+CORE, OTHER = kernels.BlockwiseAttention(block=4), kernels.ReferenceAttention()
 PRESETS = ["llama-byte-1m", "gemma2-byte-500k", "qwen3-next-byte-500k", "deepseek-v3-byte-500k"]
 
 
@@ -42,9 +42,9 @@ def test_every_part_of_every_model_is_set_and_no_array_is_touched(preset):
     changed = nn.run_with(shapes, core=CORE, remat="full", unroll=2)
     assert all(one is other for one, other in zip(jax.tree.leaves(shapes), jax.tree.leaves(changed), strict=True))
     assert {(stack.remat, stack.unroll) for stack in changed.stacks} == {("full", 2)}
-    assert cores(changed) and all(core == nn.BlockwiseCore(block=4) for core in cores(changed))
+    assert cores(changed) and all(core == kernels.BlockwiseAttention(block=4) for core in cores(changed))
     assert eqx.tree_equal(nn.run_with(shapes), shapes)
-    assert eqx.tree_equal(nn.run_with(changed, core=nn.AutoCore(), remat="none", unroll=1), shapes)
+    assert eqx.tree_equal(nn.run_with(changed, core=kernels.ATTENTION, remat="none", unroll=1), shapes)
 
 
 def test_what_is_not_named_stays():
@@ -87,8 +87,8 @@ def test_refusals():
         nn.run_with(shapes, remat="some")
     with pytest.raises(ValueError, match=r"run_with\(unroll=0\): a turn of the scan runs at least one layer"):
         nn.run_with(shapes, unroll=0)
-    with pytest.raises(ValueError, match=r"has softcap, which this core has not; pass AutoCore\(\)"):
-        nn.run_with(shapes, core=nn.DotProductCore())
+    with pytest.raises(ValueError, match=r"has softcap, which this core has not; pass kernels\.ATTENTION"):
+        nn.run_with(shapes, core=kernels.DotProductAttention())
 
 
 def test_the_program_changes():
@@ -101,11 +101,17 @@ def test_the_program_changes():
 
 def test_an_execution_says_in_words_what_run_with_is_given():
     shapes = eqx.filter_eval_shape(lambda: models.build("llama-byte-1m", key=KEY))
-    words: dict[Any, Any] = {"auto": nn.AutoCore, "xla": nn.DotProductCore, "reference": nn.ReferenceCore}
-    words |= {"blockwise": nn.BlockwiseCore, "cudnn": nn.CudnnCore, "splash": nn.SplashCore}
-    for core, kind in words.items():
+    words: dict[Any, kernels.Operation] = {
+        "auto": kernels.ATTENTION,
+        "xla": kernels.DotProductAttention(),
+        "reference": kernels.ReferenceAttention(),
+        "blockwise": kernels.BlockwiseAttention(),
+        "cudnn": kernels.RequiredKernel("cuda", kernels.CudnnAttention()),
+        "splash": kernels.RequiredKernel("tpu", kernels.SplashAttention()),
+    }
+    for core, operation in words.items():
         changed = nn.Execution(core, "full", 2).apply(shapes)
-        assert eqx.tree_equal(changed, nn.run_with(shapes, core=kind(), remat="full", unroll=2))
+        assert eqx.tree_equal(changed, nn.run_with(shapes, core=operation, remat="full", unroll=2))
     assert not eqx.tree_equal(nn.Execution("xla", "full", 2).apply(shapes), nn.Execution("xla", "full").apply(shapes))
     for name, value in (("core", "flash"), ("remat", "all"), ("unroll", 0)):
         wrong = nn.Execution()

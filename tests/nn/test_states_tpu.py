@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from nn_reference import close
 
-from eqformer import models, nn
+from eqformer import kernels, models, nn
 from eqformer.nn.recurrent import _delta_rule, _state_space, _states, _states_tpu
 from eqformer.nn.recurrent._states import States
 from eqformer.nn.recurrent._states_tpu import kernel_has, step_by_kernel
@@ -70,7 +70,7 @@ def test_tpus_step_by_it_in_a_stack():
     def text(platform: str, seq: int = 1) -> str:
         ids = jnp.zeros((2, seq), jnp.int32)
         run = eqx.filter_jit(lambda model, cache: model(ids, nn.positions_like(ids.shape), cache))
-        with nn.traced_for(platform):
+        with kernels.traced_for(platform):
             return str(eqx.filter_make_jaxpr(run)(model, cache)[0])
 
     assert "name=stepped_states" in text("tpu") and "f32[3,2,1,4,64,128]" in text("tpu")
@@ -81,7 +81,7 @@ def test_its_gradients_are_those_of_the_plain_step():
     step, token, memory, found, layer = given_of("a delta rule")
 
     def total(token: Any, platform: str) -> jax.Array:
-        with nn.traced_for(platform):
+        with kernels.traced_for(platform):
             answer, after = States(memory, found == 1).stepped(step, *token)
         return jnp.sum(jnp.sin(answer)) + jnp.sum(jnp.cos(after))
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from nn_reference import drawn, normal
 
-from eqformer import nn
+from eqformer import kernels, nn
 
 
 SEQ, ROWS, KV_SEQ = 16, 8, 24
-CORES = {"dot_product": nn.DotProductCore(), "blockwise": nn.BlockwiseCore(block=4)}
+CORES = {"dot_product": kernels.DotProductAttention(), "blockwise": kernels.BlockwiseAttention(block=4)}
 MASKS = [nn.causal(), nn.sliding_window(3), nn.chunked(5), nn.full(), nn.Mask(is_causal=False, window=4)]
 
 
@@ -65,7 +65,8 @@ def differences(arrays, tokens, kv_tokens):
         worst = []
         for mask in MASKS:
             given = {"mask": mask, "tokens": tokens, "kv_tokens": kv_tokens, "scale": 0.7}
-            apart = core(*arrays, **given) - nn.ReferenceCore()(*arrays, **given)
+            call = kernels.AttentionCall(*arrays, **given)
+            apart = core(call) - kernels.ReferenceAttention()(call)
             worst.append(jnp.max(jnp.abs(jnp.where(real, apart, 0))))
         found[name] = jnp.stack(worst)
     return found
@@ -110,7 +111,7 @@ def test_whole_rows_are_as_the_mask_says_and_a_false_word_is_found_out():
 
 @pytest.mark.parametrize(
     "core",
-    [None, *(pytest.param(core, marks=pytest.mark.grid) for core in (nn.ReferenceCore(), *CORES.values()))],
+    [None, *(pytest.param(core, marks=pytest.mark.grid) for core in (kernels.ReferenceAttention(), *CORES.values()))],
     ids=["default", "reference", *CORES],
 )
 def test_left_padding_changes_no_logits_and_is_never_looked_at(core):

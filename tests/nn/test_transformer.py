@@ -9,7 +9,7 @@ from haste import put
 from jaxtyping import TypeCheckError
 from nn_reference import close, drawn, replaced, wide
 
-from eqformer import nn
+from eqformer import kernels, nn
 
 
 KEY = jax.random.key(0)
@@ -42,7 +42,7 @@ def make(tied=True, positions=False, bias=False, core=None):
 
 @pytest.fixture(scope="module")
 def tied():
-    return drawn(make, core=nn.ReferenceCore())  # jax's own core mixes dtypes, which strict promotion refuses
+    return drawn(make, core=kernels.ReferenceAttention())  # jax's own core mixes dtypes, which strict promotion refuses
 
 
 @pytest.fixture(scope="module")

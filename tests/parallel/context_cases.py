@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from haste import FAST
 
-from eqformer import nn
+from eqformer import kernels, nn
 
 
 METHODS = ["ring", "gather", "heads"]
@@ -19,7 +19,7 @@ class Case(NamedTuple):
     """One attention: its mask, its core, its sizes (of which `tensor` takes half the heads)."""
 
     mask: nn.Mask = nn.causal()
-    core: Any = nn.BlockwiseCore(block=3)
+    core: Any = kernels.BlockwiseAttention(block=3)
     heads: int = 8
     kv_heads: int = 8
     head_dim: int = 4
@@ -30,24 +30,36 @@ class Case(NamedTuple):
     is_padded: bool = False
 
 
-class Unknown(nn.Core):
-    """Somebody's own core, of which nothing is known."""
+class Unknown(kernels.Operation):
+    """Somebody's own attention, of which nothing is known."""
 
-    def __call__(self, query, key, value, **given):
+    def supports(self, call):
+        return None
+
+    def __call__(self, call):
         raise NotImplementedError
 
 
 CASES = {
-    "causal": Case(core=nn.DotProductCore()),
+    "causal": Case(core=kernels.DotProductAttention()),
     "window": Case(mask=nn.sliding_window(7), kv_heads=4),
     "chunks": Case(mask=nn.chunked(6), v_dim=6),
-    "full": Case(mask=nn.full(), core=nn.ReferenceCore(), is_padded=True),
+    "full": Case(mask=nn.full(), core=kernels.ReferenceAttention(), is_padded=True),
     "documents": Case(kv_heads=2, is_packed=True, is_padded=True),
-    "documents, any core": Case(core=nn.DotProductCore(), is_packed=True, mask=nn.sliding_window(5)),
-    "softcap": Case(core=nn.BlockwiseCore(block=8), head_dim=6, v_dim=2, softcap=0.7),
+    "documents, any core": Case(core=kernels.DotProductAttention(), is_packed=True, mask=nn.sliding_window(5)),
+    "softcap": Case(core=kernels.BlockwiseAttention(block=8), head_dim=6, v_dim=2, softcap=0.7),
     "sinks": Case(kv_heads=4, has_sinks=True, mask=nn.Mask(is_causal=False, window=9)),
     "all at once": Case(
-        nn.sliding_window(6), nn.ReferenceCore(), 8, 2, 6, 4, 0.9, has_sinks=True, is_packed=True, is_padded=True
+        nn.sliding_window(6),
+        kernels.ReferenceAttention(),
+        8,
+        2,
+        6,
+        4,
+        0.9,
+        has_sinks=True,
+        is_packed=True,
+        is_padded=True,
     ),
 }
 
@@ -76,7 +88,7 @@ def call(core, case: Case, arrays: tuple, tokens: nn.Tokens, direction: jax.Arra
     def product(arrays: tuple) -> tuple[jax.Array, jax.Array]:
         query, key, value, sinks = arrays
         given: dict[str, Any] = {"mask": case.mask, "scale": 0.6, "softcap": case.softcap, "sinks": sinks}
-        output = core(query, key, value, tokens=tokens, **given)
+        output = core(kernels.AttentionCall(query, key, value, tokens=tokens, **given))
         return jnp.sum(output * direction), output * (tokens.positions >= 0).astype(output.dtype)[..., None, None]
 
     gradients, output = jax.grad(product, has_aux=True)(arrays)

@@ -9,7 +9,7 @@ import numpy as np
 from haste import FAST
 from jax.sharding import PartitionSpec as P
 
-from eqformer import nn
+from eqformer import kernels, nn
 from eqformer.parallel import filter_shard_map, layer_order, pipeline_gradients
 from eqformer.parallel._axes import BATCH_AXES, PIPE
 from eqformer.parallel.pipeline._depth import taken_rows
@@ -32,7 +32,7 @@ def make_block(key):
                 bias=True,
                 sinks=True,
                 key=attention,
-                core=nn.ReferenceCore(),
+                core=kernels.ReferenceAttention(),
                 rotary=nn.Rotary(dim=4, theta=1e4),
             ),
             nn.RMSNorm("embed", embed=EMBED),

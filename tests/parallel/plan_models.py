@@ -13,7 +13,7 @@ from haste import put
 from plan_blocks import BLOCKS, Int8Map, Make
 from plan_parts import CORE, EMBED, HEAD_DIM, HEADS, MLP, norm
 
-from eqformer import Batch, models, nn
+from eqformer import Batch, kernels, models, nn
 from eqformer.parallel import make_mesh, Plan
 
 
@@ -69,7 +69,7 @@ FAMILIES: dict[str, Any] = {
     ),
     "long table": models.GPT2Config(vocab=50, embed=EMBED, layers=2, heads=4, max_seq=256, mlp=MLP),
 }
-CORES = {"long table": nn.ReferenceCore()}  # which takes no steps of eight tokens
+CORES = {"long table": kernels.ReferenceAttention()}  # which takes no steps of eight tokens
 
 
 # How many layers of each kind, where these are not four.

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from eqformer import nn
+from eqformer import kernels, nn
 
 
-CORE = nn.BlockwiseCore(block=8)
+CORE = kernels.BlockwiseAttention(block=8)
 EMBED, HEADS, HEAD_DIM, MLP = 32, 8, 4, 48
 
 

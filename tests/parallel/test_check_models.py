@@ -10,12 +10,12 @@ from jaxtyping import Array, Float
 from plan_models import model_of, of_blocks, plan_over, shapes
 from plan_parts import attention, EMBED, HEAD_DIM, MLP, norm
 
-from eqformer import nn
+from eqformer import kernels, nn
 
 
 def built(**options) -> nn.Transformer:
     """Four layers of an attention with these options and a feed-forward layer."""
-    options = {"core": nn.DotProductCore(), **options}
+    options = {"core": kernels.DotProductAttention(), **options}
 
     def block(key):
         mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=key)
@@ -244,7 +244,9 @@ MODELS = {
 
 def three_of_six(key):
     """A layer with six heads and three key heads."""
-    mixer = nn.Attention(embed=EMBED, heads=6, kv_heads=3, head_dim=HEAD_DIM, core=nn.DotProductCore(), key=key)
+    mixer = nn.Attention(
+        embed=EMBED, heads=6, kv_heads=3, head_dim=HEAD_DIM, core=kernels.DotProductAttention(), key=key
+    )
     return nn.Block(nn.Residual(mixer, norm()), nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=key), norm()))
 
 

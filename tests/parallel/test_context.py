@@ -11,7 +11,7 @@ import pytest
 from context_cases import BATCH, call, Case, CASES, compiled, distance, drawn, METHODS, SEQ
 from jax.sharding import PartitionSpec as P
 
-from eqformer import nn
+from eqformer import kernels, nn
 from eqformer.parallel._axes import CONTEXT, PIPE, TENSOR
 from eqformer.parallel._shard_map import filter_shard_map
 from eqformer.parallel._vary import vary
@@ -29,7 +29,7 @@ def whole(name: str):
     """In float64 on one device, by the core that writes the formula down."""
     case = CASES[name]
     with jax.enable_x64(True):
-        return jax.tree.map(np.asarray, compiled(partial(call, nn.ReferenceCore(), case), *drawn(case)))
+        return jax.tree.map(np.asarray, compiled(partial(call, kernels.ReferenceAttention(), case), *drawn(case)))
 
 
 def split(case: Case, method: str, dtype: str = "float64", context: int = 4, order=None):
@@ -49,7 +49,7 @@ def split(case: Case, method: str, dtype: str = "float64", context: int = 4, ord
     )
     arrays = (*stored(arrays[:3]), arrays[3])
     # jax's own attention relies on its standard promotion of dtypes.
-    with jax.numpy_dtype_promotion("standard" if isinstance(case.core, nn.DotProductCore) else "strict"):
+    with jax.numpy_dtype_promotion("standard" if isinstance(case.core, kernels.DotProductAttention) else "strict"):
         output, gradients = compiled(run, arrays, stored(tokens), stored(direction))
     return read(output), (*map(read, gradients[:3]), gradients[3])
 
@@ -66,7 +66,7 @@ def everything() -> list:
 def test_split_rows_are_as_whole_ones(name, method):
     with jax.enable_x64(True):
         # The softmax of jax's own attention is float32, whatever it is given; the ring never runs it.
-        is_exact = method == "ring" or not isinstance(CASES[name].core, nn.DotProductCore)
+        is_exact = method == "ring" or not isinstance(CASES[name].core, kernels.DotProductAttention)
         assert distance(split(CASES[name], method), whole(name)) < (1e-12 if is_exact else NARROW)
 
 
@@ -114,7 +114,14 @@ def test_whole_modules_and_their_weights(kind, method):
     """Frequencies hang on the rows' lengths, which a piece cannot know by itself."""
     with jax.enable_x64(True):
         key, rotary = jax.random.key(1), nn.Rotary(4, 100.0, scaling=nn.DynamicScaling(2.0, 9))
-        given = {"embed": 6, "heads": 4, "head_dim": 4, "rotary": rotary, "core": nn.BlockwiseCore(4), "key": key}
+        given = {
+            "embed": 6,
+            "heads": 4,
+            "head_dim": 4,
+            "rotary": rotary,
+            "core": kernels.BlockwiseAttention(4),
+            "key": key,
+        }
         make = (
             partial(nn.Attention, kv_heads=2, sinks=True)
             if kind == "grouped"
@@ -138,7 +145,7 @@ def test_whole_modules_and_their_weights(kind, method):
         def run(is_partial: bool, tokens: nn.Tokens):
             order, row = context_order(method, SEQ, 4), P(None, CONTEXT)
             specs = jax.tree.map(lambda x: row, tokens)
-            pieces = eqx.tree_at(lambda m: m.core, module, ContextCore(nn.BlockwiseCore(4), method))
+            pieces = eqx.tree_at(lambda m: m.core, module, ContextCore(kernels.BlockwiseAttention(4), method))
             mapped = filter_shard_map(
                 partial(gradients, is_partial),
                 make_mesh(context=4, devices=jax.devices()[:4]),
@@ -171,7 +178,7 @@ def test_in_a_branch_that_not_all_devices_take(method):
         def gradients(core: Any, times: Any, arrays: tuple, tokens: nn.Tokens, direction: jax.Array) -> tuple:
             @jax.checkpoint
             def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-                return core(query, key, value, mask=case.mask, tokens=tokens, scale=0.6)
+                return core(kernels.AttentionCall(query, key, value, mask=case.mask, tokens=tokens, scale=0.6))
 
             def loss(arrays: tuple) -> jax.Array:
                 tick = lambda x, turn: (jax.lax.cond(turn < times(), attend, lambda x, *_: x, x, *arrays[1:]), None)
@@ -190,7 +197,7 @@ def test_in_a_branch_that_not_all_devices_take(method):
         given = (query, key, value), tokens, direction
         got = compiled(mapped, *twice(jax.tree.map(lambda x: np.asarray(x)[:, order], given)))
         got = [np.asarray(x)[:, :, np.argsort(order)] for x in got]
-        one = lambda times, *given: gradients(nn.ReferenceCore(), lambda: times, *given)
+        one = lambda times, *given: gradients(kernels.ReferenceAttention(), lambda: times, *given)
         each = lambda times, *given: jax.lax.map(lambda times: one(times, *given), times)
         want = compiled(each, jnp.asarray(np.array([1, 3])), *given)
         for stage in range(2):

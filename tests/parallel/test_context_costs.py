@@ -10,7 +10,7 @@ from context_cases import call, Case, CASES, compiled, drawn, METHODS, SEQ, Unkn
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
-from eqformer import nn
+from eqformer import kernels, nn
 from eqformer.parallel._axes import CONTEXT
 from eqformer.parallel._shard_map import filter_shard_map
 from eqformer.parallel.context._context import check_context, context_order, ContextCore, zigzag, zigzag_inverse
@@ -34,7 +34,7 @@ def sent(jaxpr: Any, size: int, times: int = 1) -> dict[str, float]:
 
 def programs(method: str, context: int, seq: int, core: Any = None, **sizes: Any):
     """The jaxpr and the compiled program of an attention's gradients, with their sizes: batch 1, float32."""
-    case = Case(core=core or nn.BlockwiseCore(32), **sizes)
+    case = Case(core=core or kernels.BlockwiseAttention(32), **sizes)
     shape = lambda heads, dim: jax.ShapeDtypeStruct((1, seq, heads, dim), jnp.float32)
     arrays = shape(case.heads, case.head_dim), shape(case.kv_heads, case.head_dim), shape(case.kv_heads, case.v_dim)
     row = P(None, CONTEXT)
@@ -85,16 +85,16 @@ def test_in_a_ring_memory_does_not_grow_with_the_devices():
 
 def test_hidden_pieces_are_not_computed():
     """A key that is NaN would spoil, as 0 * NaN, every product that it is part of."""
-    case, order = Case(core=nn.BlockwiseCore(SEQ // 8)), zigzag(SEQ, 4)
+    case, order = Case(core=kernels.BlockwiseAttention(SEQ // 8)), zigzag(SEQ, 4)
     (query, key, value, _), tokens, _ = drawn(case, "float32")
     last = slice(SEQ - SEQ // 8, None)
     key, value = key.at[:, last].set(jnp.nan), value.at[:, last].set(jnp.nan)
     row = P(None, CONTEXT)
 
     def outputs(block: int) -> np.ndarray:
-        core = ContextCore(nn.BlockwiseCore(block), "ring")
+        core = ContextCore(kernels.BlockwiseAttention(block), "ring")
         run = filter_shard_map(
-            lambda q, k, v, tokens: core(q, k, v, mask=case.mask, tokens=tokens, scale=1.0),
+            lambda q, k, v, tokens: core(kernels.AttentionCall(q, k, v, mask=case.mask, tokens=tokens, scale=1.0)),
             make_mesh(context=4, devices=jax.devices()[:4]),
             (row, row, row, row),
             row,
@@ -145,20 +145,23 @@ SIZES: Any = {"seq": 32, "heads": 8, "kv_heads": 8}
         (lambda: zigzag(20, 4), r"zigzag\(seq=20, pieces=4\).*= 8 equal parts.*seq=16"),
         (lambda: zigzag(20, 0), r"pieces=0"),
         (lambda: context_order("heads", 10, 4), r"context_order\('heads', seq=10, pieces=4\).*multiple of 4.*12"),
-        (lambda: ContextCore(nn.BlockwiseCore(), "star"), r"method='star'.*ring, gather, heads"),
-        (lambda: ContextCore(Unknown(), "ring"), r"Unknown.*method='ring'.*core=BlockwiseCore\(\)"),
-        (lambda: check_context("gather", 4, nn.BlockwiseCore(), **SIZES | {"seq": 30}), r"zigzag\(seq=30, pieces=4\)"),
+        (lambda: ContextCore(kernels.BlockwiseAttention(), "star"), r"method='star'.*ring, gather, heads"),
+        (lambda: ContextCore(Unknown(), "ring"), r"Unknown.*method='ring'.*core=kernels.BlockwiseAttention\(\)"),
         (
-            lambda: check_context("heads", 4, nn.BlockwiseCore(), **SIZES | {"heads": 6}),
+            lambda: check_context("gather", 4, kernels.BlockwiseAttention(), **SIZES | {"seq": 30}),
+            r"zigzag\(seq=30, pieces=4\)",
+        ),
+        (
+            lambda: check_context("heads", 4, kernels.BlockwiseAttention(), **SIZES | {"heads": 6}),
             r"6 query heads.*over 4 devices",
         ),
         (
-            lambda: check_context("heads", 4, nn.BlockwiseCore(), seq=32, heads=12, kv_heads=6),
+            lambda: check_context("heads", 4, kernels.BlockwiseAttention(), seq=32, heads=12, kv_heads=6),
             r"6 key heads.*neither a multiple nor a divisor of the 4 devices.*'ring' or 'gather'",
         ),
         (
-            lambda: check_context("gather", 4, nn.DotProductCore(), **SIZES | {"needs": ("sinks",)}),
-            r"no place for sinks.*BlockwiseCore\(\), or method='ring'",
+            lambda: check_context("gather", 4, kernels.DotProductAttention(), **SIZES | {"needs": ("sinks",)}),
+            r"no place for sinks.*kernels.BlockwiseAttention\(\), or method='ring'",
         ),
     ],
 )
@@ -169,13 +172,13 @@ def test_what_cannot_be_split_is_refused_before_compiling(call, words):
 
 def test_what_can_be_split_is_not_refused():
     for method in METHODS:
-        check_context(method, 4, nn.BlockwiseCore(), seq=32, heads=8, kv_heads=8, needs=("sinks",))
-        check_context(method, 4, nn.DotProductCore(), seq=32, heads=8, kv_heads=2)
-    check_context("ring", 4, nn.DotProductCore(), seq=32, heads=8, kv_heads=8, needs=("sinks",))
+        check_context(method, 4, kernels.BlockwiseAttention(), seq=32, heads=8, kv_heads=8, needs=("sinks",))
+        check_context(method, 4, kernels.DotProductAttention(), seq=32, heads=8, kv_heads=2)
+    check_context("ring", 4, kernels.DotProductAttention(), seq=32, heads=8, kv_heads=8, needs=("sinks",))
 
 
 def test_a_cache_is_refused():
     (query, key, value, _), tokens, _ = drawn(CASES["causal"], "float32")
     with pytest.raises(ValueError, match=r"kv_tokens of shape \(2, 32\).*wrap the model by Planned"):
-        core = ContextCore(nn.BlockwiseCore(), "ring")
-        core(query, key, value, mask=nn.causal(), tokens=tokens, kv_tokens=tokens, scale=1.0)
+        core = ContextCore(kernels.BlockwiseAttention(), "ring")
+        core(kernels.AttentionCall(query, key, value, mask=nn.causal(), tokens=tokens, kv_tokens=tokens, scale=1.0))

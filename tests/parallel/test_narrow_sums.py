@@ -13,7 +13,7 @@ from plan_models import batch_of, filled, model_of, of_blocks
 from plan_parity import Case
 from plan_parts import EMBED
 
-from eqformer import nn
+from eqformer import kernels, nn
 from eqformer.parallel import filter_shard_map, make_mesh
 from eqformer.training import next_token_loss, planned_gradients
 from eqformer.training._step import accumulated_gradients
@@ -116,7 +116,7 @@ class NarrowBias(eqx.Module):
 def test_a_bias_that_is_added_in_16_bits_is_found():
     def block(key: Any) -> nn.Block:
         one, two = jax.random.split(key)
-        mixer = nn.Attention(embed=EMBED, heads=2, head_dim=4, core=nn.ReferenceCore(), key=one)
+        mixer = nn.Attention(embed=EMBED, heads=2, head_dim=4, core=kernels.ReferenceAttention(), key=one)
         return nn.Block(nn.Residual(mixer, nn.RMSNorm("embed", embed=EMBED)), nn.Residual(NarrowBias(jnp.zeros(EMBED))))
 
     for remat in ("none", "full"):

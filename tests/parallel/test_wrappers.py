@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from plan_models import filled
 from plan_parity import hastily
 
-from eqformer import nn
+from eqformer import kernels, nn
 from eqformer.parallel import (
     ByToken,
     ContextCore,
@@ -102,7 +102,7 @@ def linear() -> nn.Linear:
 
 def attention() -> nn.Attention:
     """Four key heads, one for each device."""
-    rotary, core = nn.Rotary(4, 1e4), nn.BlockwiseCore(4)
+    rotary, core = nn.Rotary(4, 1e4), kernels.BlockwiseAttention(4)
     sizes: dict[str, Any] = {"embed": EMBED, "heads": HEADS, "kv_heads": 4, "head_dim": 4}
     return nn.Attention(**sizes, rotary=rotary, core=core, key=jax.random.key(0))
 
@@ -121,7 +121,7 @@ def test_tensor_around_an_attention_of_shared_keys(mesh):
     """Two key heads on four devices: held whole, and each device reads the one of its query heads."""
     sizes: dict[str, Any] = {"embed": EMBED, "heads": HEADS, "kv_heads": 2, "head_dim": 4}
     parts: dict[str, Any] = {
-        "core": nn.ReferenceCore(),
+        "core": kernels.ReferenceAttention(),
         "rotary": nn.Rotary(4, 1e4),
     }  # without which a key's bias has no gradient
     alone = plain(lambda: nn.Attention(**sizes, **parts, bias=True, key=jax.random.key(0)))

@@ -10,8 +10,8 @@ import pytest
 from compilers import devices_for
 
 from eqformer import generation, models, nn
+from eqformer.kernels.decode_attention import _tpu
 from eqformer.nn import _slots
-from eqformer.nn.cores import _cached_kernel_tpu
 from eqformer.nn.recurrent import _states
 from eqformer.parallel import make_mesh, Plan
 from eqformer.planning import decode_shapes, lowered_decode, moved_bytes
@@ -78,7 +78,7 @@ def test_gpus_read_latents_once_for_all_heads():
 def test_tpus_read_latents_once_in_a_stack(monkeypatch):
     """By a kernel that is given the stack's array; before, they were read twice: 1.65 of what a step needs."""
     assert moved("tpu", config=LATENTS, rows=64, devices=8) < 1.12
-    monkeypatch.setattr(_cached_kernel_tpu, "kernel_has", lambda *_: False)
+    monkeypatch.setattr(_tpu, "kernel_has", lambda *_: False)
     assert moved("tpu", config=LATENTS, rows=64, devices=8) > 1.6
 
 

@@ -16,7 +16,7 @@ from benchmarks._gpu_numbers import Check, compiled, row_of
 from benchmarks._gpu_runs import Way, ways_that_fit, Work
 from benchmarks._measure import Row
 
-from eqformer import nn, planning
+from eqformer import kernels, nn, planning
 
 
 SMALL = _gpu.Sizes(
@@ -124,7 +124,7 @@ def test_another_window_is_wrong():
     check = next(check for check in _gpu_numbers._attentions(512) if name in check.name)
     for window, note in ((100, "at most 20"), (99, "WRONG: more than 20")):
         call = _gpu_numbers.CALLS[name]._replace(mask=nn.sliding_window(window))
-        by_blocks = check._replace(run=functools.partial(_gpu_numbers._attended, call, nn.BlockwiseCore()))
+        by_blocks = check._replace(run=functools.partial(_gpu_numbers._attended, call, kernels.BlockwiseAttention()))
         assert row_of(by_blocks, functools.partial(compiled, by_blocks)).note == note
 
 

@@ -86,27 +86,27 @@ def test_bad_input_is_one_clear_error(flags, message):
     [
         (
             "h100:1",
-            "in blocks, not by cuDNN's fused kernel: it computes in bfloat16 or float16, not float32 (--precision.",
+            "BlockwiseAttention; not CudnnAttention: it computes in bfloat16 or float16, not float32 (--precision.",
         ),
-        ("h100:1 --precision.compute bfloat16", "by cuDNN's fused kernel\n"),
+        ("h100:1 --precision.compute bfloat16", "CudnnAttention\n"),
         pytest.param(
             "h100:1 --precision.compute bfloat16 --text.packing documents",
-            "by cuDNN's fused kernel\n",
+            "CudnnAttention\n",
             marks=pytest.mark.grid,
         ),
         (
             "v5e:1x1",
-            "in blocks, not by splash attention: it takes rows of a multiple of 128 tokens, not 32 and 32 (another",
+            "BlockwiseAttention; not SplashAttention: it takes rows of a multiple of 128 tokens, not 32 and 32",
         ),
         pytest.param(
             "v5e:1x1 --seq 128 --execution.core blockwise",
-            "in blocks, not by splash attention: BlockwiseCore is asked for",
+            "BlockwiseAttention (--execution.core blockwise asks for it)",
             marks=pytest.mark.grid,
         ),
         ("v5e:1x1 --decode", "in blocks, as wherever a cache is read"),
         pytest.param(
             "v5e:1x2 --mesh.context 2 --context-method gather --seq 256",
-            "in blocks, not by splash attention: keys are gath",
+            "BlockwiseAttention; not a kernel: keys are gath",
             marks=pytest.mark.grid,
         ),
     ],

@@ -11,7 +11,7 @@ import pytest
 from same_bits import assert_same_bits, leaves
 
 from eqformer import training
-from eqformer.nn import _pallas
+from eqformer.kernels import _platform
 from eqformer.training import _step
 
 
@@ -242,7 +242,7 @@ def test_bad_arguments_are_refused(quadratic, make_batch):
 
 def test_on_accelerators_a_step_is_skipped_array_by_array_and_not_by_a_branch(monkeypatch):
     """A branch's results are beside the state on GPUs, in places of their own; the numbers are the same to the bit."""
-    monkeypatch.setattr(_pallas, "compilers", lambda: ("cuda",))
+    monkeypatch.setattr(_platform, "compilers", lambda: ("cuda",))
     update = lambda x, memory: (x / memory, memory + 1)
     state = jnp.arange(3.0), jnp.array([0.0, 2.0, 3.0])  # of which the update's first number is none
     run = jax.jit(lambda is_meant: _step.updated_if(is_meant, update, *state))

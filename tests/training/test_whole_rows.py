@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from eqformer import Batch, nn, parallel, training
-from eqformer.nn.cores import _auto
+from eqformer import Batch, kernels, nn, parallel, training
+from eqformer.kernels import _op
 from eqformer.training._loss import batch_tokens
 
 
@@ -30,7 +30,7 @@ def packed():
 def model():
     def block(key):
         one, two = jax.random.split(key)
-        given = {"embed": 8, "heads": 2, "head_dim": 4, "core": nn.DotProductCore(), "key": one}
+        given = {"embed": 8, "heads": 2, "head_dim": 4, "core": kernels.DotProductAttention(), "key": one}
         norm = nn.RMSNorm("embed", embed=8)
         return nn.Block(
             nn.Residual(nn.Attention(**given), norm), nn.Residual(nn.GatedMLP(embed=8, mlp=12, key=two), norm)
@@ -103,11 +103,16 @@ def test_rows_in_another_order_are_no_longer_whole():
 
 @pytest.mark.parametrize(("mesh", "method"), [({"fsdp": 2, "tensor": 2}, "ring"), ({"context": 2, "pipe": 2}, "heads")])
 def test_packed_documents_stay_known_over_devices(monkeypatch, mesh, method):
-    seen, known = [], _auto.known_rows
-    monkeypatch.setattr(_auto, "known_rows", lambda *given: seen.append(known(*given)) or seen[-1])
+    seen, choose = [], _op.Op.choose
+
+    def noting(op: kernels.Op, call: kernels.AttentionCall) -> kernels.Choice:
+        seen.append(None if call.unknown_rows else call)
+        return choose(op, call)
+
+    monkeypatch.setattr(_op.Op, "choose", noting)
     plan = parallel.Plan(parallel.make_mesh(**mesh, devices=jax.devices()[:4]), context_method=method)
     run = training.planned_gradients(plan)(training.next_token_loss)
-    auto = eqx.filter_eval_shape(lambda: nn.run_with(model(), core=nn.AutoCore()))
+    auto = eqx.filter_eval_shape(lambda: nn.run_with(model(), core=kernels.ATTENTION))
     given = dataclasses.replace(packed(), documents=3)
     eqx.filter_eval_shape(run, auto, given, jax.random.key(0))
     assert seen and {rows and rows.documents for rows in seen} == {3}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from ...kernels import ATTENTION, AttentionCall, causal, Mask, Operation
 from .._cache import KVCache
 from .._contracts import Attends, Mixer, MixerFacts
 from .._left import KeysAndValues, Leaving, Left
@@ -17,10 +18,7 @@ from .._norm import Norm
 from .._slots import capacity_of, without_room
 from .._sums import wide_product
 from .._tokens import document_lengths, Tokens, tokens_or_default
-from ..cores._auto import AutoCore
-from ..cores._contract import Core
-from ._mask import causal, Mask
-from ._reader import reader_of
+from ._reader import attend
 from ._rotary import Rotary
 from ._temperature import LogTemperature
 from ._turned_keys import keys_turned
@@ -47,7 +45,7 @@ class Attention(Mixer):
     gate: LinearMap | None
     sinks: Float[Array, "heads"] | None
     mask: Mask
-    core: Core
+    core: Operation
     scale: float = eqx.field(static=True)
     softcap: float | None = eqx.field(static=True)
     norms_rotated: bool = eqx.field(static=True)
@@ -73,7 +71,7 @@ class Attention(Mixer):
         gate: bool = False,
         sinks: bool = False,
         mask: Mask | None = None,
-        core: Core | None = None,
+        core: Operation | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         score_bias: bool = False,
@@ -99,9 +97,9 @@ class Attention(Mixer):
             gate: Whether each head's output is multiplied by a sigmoid of the input.
             sinks: Whether each head has a learned logit in its softmax, which takes weight and gives nothing.
             mask: Which keys a query may see; None: `causal()`.
-            core: How the attention is computed; None: `AutoCore()`, by the platform's own kernel or in blocks, in
-                memory linear in the sequence, with one derivative, in reverse mode. For others (`jax.jvp`, Hessians)
-                pass `DotProductCore()`.
+            core: How the attention is computed; None: `kernels.ATTENTION`, the platform's own kernel or a loop over
+                blocks, in memory linear in the sequence, with one derivative, in reverse mode. For others (`jax.jvp`,
+                Hessians) pass `kernels.DotProductAttention()`.
             scale: What the scores are multiplied by; None: `head_dim^-0.5`.
             softcap: The bound of the scores, `softcap * tanh(scores / softcap)` (Gemma 2).
             score_bias: Whether the model's `ScoreBias` is added to the scores.
@@ -129,7 +127,7 @@ class Attention(Mixer):
         self.gate = Linear("embed -> heads head_dim", heads=heads, bias=bias, key=keys[4], **sizes) if gate else None
         self.sinks = jnp.zeros(heads, jnp.float32) if sinks else None
         self.mask = causal() if mask is None else mask
-        self.core = AutoCore() if core is None else core
+        self.core = ATTENTION if core is None else core
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap, self.norms_rotated, self.score_bias = softcap, norms_rotated, score_bias
 
@@ -162,20 +160,20 @@ class Attention(Mixer):
         if self.temperature is not None:
             factor = self.temperature(tokens.positions, query.dtype)[..., None, None]
             query = wide_product(query, factor)
-        # All that a single token sees is what is stored.
-        core, given = reader_of(self.core, None if late or x.shape[-2] > 1 else cache, key, value)
-        if self.score_bias:
-            given["bias"] = _bias(tokens, kv_tokens)
-        attended = core(
+        call = AttentionCall(
             query,
-            **given,
+            key,
+            value,
             mask=self.mask,
             tokens=tokens,
             kv_tokens=kv_tokens,
             scale=self.scale,
             softcap=self.softcap,
             sinks=self.sinks,
+            bias=_bias(tokens, kv_tokens) if self.score_bias else None,
         )
+        # A single token sees only what is stored.
+        attended = attend(self.core, call, None if late or x.shape[-2] > 1 else cache)
         if cache is not None:
             attended = without_room(attended, tokens, cache)
         if self.gate is not None:

@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from ...kernels import ATTENTION, AttentionCall, full, Mask, Operation
 from .._cache import KVCache
 from .._contracts import Attends, Mixer, MixerFacts
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._tokens import Tokens, tokens_or_default
-from ..cores._auto import AutoCore
-from ..cores._contract import Core
-from ._mask import full, Mask
-from ._reader import reader_of
+from ._reader import attend
 
 
 class CrossAttention(Mixer):
@@ -31,7 +29,7 @@ class CrossAttention(Mixer):
     value: LinearMap
     output: LinearMap
     mask: Mask
-    core: Core
+    core: Operation
     scale: float = eqx.field(static=True)
     softcap: float | None = eqx.field(static=True)
 
@@ -45,7 +43,7 @@ class CrossAttention(Mixer):
         source: int | None = None,
         bias: bool = False,
         output_std: float | None = None,
-        core: Core | None = None,
+        core: Operation | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         key: Key[Array, ""],
@@ -60,7 +58,7 @@ class CrossAttention(Mixer):
             source: Channels of the source's vectors; None: as many as `embed`.
             bias: Whether the four maps have biases.
             output_std: The deviation of the output's weights; None: as the others'.
-            core: How the attention is computed; None: `AutoCore()`.
+            core: How the attention is computed; None: `kernels.ATTENTION`.
             scale: What the scores are multiplied by; None: `head_dim^-0.5`.
             softcap: The bound of the scores, `softcap * tanh(scores / softcap)` (T5Gemma).
             key: For the weights.
@@ -76,7 +74,7 @@ class CrossAttention(Mixer):
         self.value = Linear("source -> kv_heads head_dim", bias=bias, key=keys[2], **given)
         self.output = Linear("heads head_dim -> embed", bias=bias, std=output_std, key=keys[3], **own)
         self.mask = full()
-        self.core = AutoCore() if core is None else core
+        self.core = ATTENTION if core is None else core
         self.scale, self.softcap = head_dim**-0.5 if scale is None else scale, softcap
 
     def __call__(
@@ -87,9 +85,17 @@ class CrossAttention(Mixer):
         of_source = lambda vectors: (self.key(vectors), self.value(vectors))
         key, value, kv_tokens, cache = read_source("CrossAttention", of_source, tokens, cache, x.dtype)
         is_read = tokens.source is None and x.shape[-2] == 1
-        core, given = reader_of(self.core, cache if is_read else None, key, value)
-        given |= {"mask": self.mask, "scale": self.scale, "softcap": self.softcap}
-        return self.output(core(self.query(x), **given, tokens=tokens, kv_tokens=kv_tokens)), cache
+        call = AttentionCall(
+            self.query(x),
+            key,
+            value,
+            mask=self.mask,
+            tokens=tokens,
+            kv_tokens=kv_tokens,
+            scale=self.scale,
+            softcap=self.softcap,
+        )
+        return self.output(attend(self.core, call, cache if is_read else None)), cache
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
         """An empty cache for sources of up to `capacity` tokens."""

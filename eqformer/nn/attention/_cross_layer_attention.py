@@ -7,15 +7,13 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Key, PyTree
 
+from ...kernels import ATTENTION, AttentionCall, causal, Mask, Operation
 from .._contracts import Attends, Mixer, MixerFacts
 from .._left import KeysAndValues, Left
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
 from .._tokens import document_lengths, Tokens, tokens_or_default
-from ..cores._auto import AutoCore
-from ..cores._contract import Core
-from ._mask import causal, Mask
 from ._rotary import Rotary
 
 
@@ -32,7 +30,7 @@ class CrossLayerAttention(Mixer):
     query_norm: Norm | None
     rotary: Rotary | None
     mask: Mask
-    core: Core
+    core: Operation
     scale: float = eqx.field(static=True)
     softcap: float | None = eqx.field(static=True)
     kv_heads: int = eqx.field(static=True)
@@ -49,7 +47,7 @@ class CrossLayerAttention(Mixer):
         query_norm: Norm | None = None,
         rotary: Rotary | None = None,
         mask: Mask | None = None,
-        core: Core | None = None,
+        core: Operation | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         key: Key[Array, ""],
@@ -66,7 +64,7 @@ class CrossLayerAttention(Mixer):
             query_norm: A norm of the queries.
             rotary: Rotary positions of queries; keys are left rotated.
             mask: Which keys a query may see; None: `causal()`.
-            core: How the attention is computed; None: `AutoCore()`.
+            core: How the attention is computed; None: `kernels.ATTENTION`.
             scale: What the scores are multiplied by; None: `head_dim^-0.5`.
             softcap: The bound of the scores.
             key: For the weights.
@@ -82,7 +80,7 @@ class CrossLayerAttention(Mixer):
         self.output = Linear("heads head_dim -> embed", std=output_std, key=two, **sizes)
         self.query_norm, self.rotary = query_norm, rotary
         self.mask = causal() if mask is None else mask
-        self.core = AutoCore() if core is None else core
+        self.core = ATTENTION if core is None else core
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap, self.kv_heads = softcap, kv_heads
 
@@ -103,18 +101,17 @@ class CrossLayerAttention(Mixer):
         if self.rotary is not None:
             lengths = document_lengths(tokens, kv_tokens) if self.rotary.depends_on_length else None
             query = self.rotary(query, tokens.positions, lengths)
-        attended = self.core(
+        call = AttentionCall(
             query,
-            key=seen.keys,
-            value=seen.values,
+            seen.keys,
+            seen.values,
             mask=self.mask,
             tokens=tokens,
             kv_tokens=kv_tokens,
             scale=self.scale,
             softcap=self.softcap,
-            sinks=None,
         )
-        return self.output(attended), cache
+        return self.output(self.core(call)), cache
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """None: what it reads is in another layer's cache."""

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
+from ...kernels import AttentionCall, ChosenKeys, Mask, ReferenceAttention
 from .._dtype import at_least_float32
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._module import Module
 from .._norm import LayerNorm
 from .._tokens import Tokens
-from ..cores._core import ReferenceCore
-from ._mask import Chosen, Mask
 from ._rotary import Rotary
 
 
@@ -159,8 +158,9 @@ class Choice(eqx.Module):
         def some(tokens: Tokens, given: tuple[Array, Array]) -> Float[Array, "*batch seq heads v_dim"]:
             query, best = given
             shown = mask(tokens, kv_tokens)
-            chosen: Any = Chosen(shown & jnp.put_along_axis(jnp.zeros_like(shown), best, True, -1, inplace=False))
-            return ReferenceCore()(query, key, value, mask=chosen, tokens=tokens, kv_tokens=kv_tokens, scale=scale)
+            chosen = ChosenKeys(shown & jnp.put_along_axis(jnp.zeros_like(shown), best, True, -1, inplace=False))
+            call = AttentionCall(query, key, value, mask=chosen, tokens=tokens, kv_tokens=kv_tokens, scale=scale)
+            return ReferenceAttention()(call)
 
         return _of_some(some, tokens, query.shape[:-2], (query, self.best), self.at_once)
 

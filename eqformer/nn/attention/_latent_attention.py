@@ -9,6 +9,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from ...kernels import (
+    ATTENTION,
+    AttentionCall,
+    blockwise_of,
+    causal,
+    DecodeCall,
+    Mask,
+    Op,
+    Operation,
+    RotatedChannels,
+    StoredArrays,
+)
 from .._cache import LatentCache
 from .._contracts import Attends, Mixer, MixerFacts
 from .._dtype import float_dtype
@@ -19,13 +31,7 @@ from .._norm import Norm
 from .._slots import empty_slots, slots_for, without_room
 from .._sums import spread, wide_product, wide_sum
 from .._tokens import document_lengths, Tokens, tokens_or_default
-from ..cores._auto import AutoCore
-from ..cores._cached import attend_cached
-from ..cores._cached_read import Held
-from ..cores._contract import Core
-from ..cores._core import Rotated
 from ._indexer import Choice, Indexer
-from ._mask import causal, Mask
 from ._rotary import Rotary
 from ._temperature import LogTemperature
 
@@ -55,7 +61,7 @@ class LatentAttention(Mixer):
     temperature: LogTemperature | None
     indexer: Indexer | None
     mask: Mask
-    core: Core
+    core: Operation
     scale: float = eqx.field(static=True)
 
     def __init__(
@@ -76,7 +82,7 @@ class LatentAttention(Mixer):
         latent_bias: bool = False,
         output_std: float | None = None,
         mask: Mask | None = None,
-        core: Core | None = None,
+        core: Operation | None = None,
         scale: float | None = None,
         key: Key[Array, ""],
     ):
@@ -98,7 +104,7 @@ class LatentAttention(Mixer):
             latent_bias: Whether those to latents, and the output, have biases at least (DeepSeek).
             output_std: The deviation of the output's weights; None: as the others'.
             mask: Which keys a query may see; None: `causal()`.
-            core: How the attention is computed; None: `AutoCore()`, in memory linear in the sequence.
+            core: How the attention is computed; None: `kernels.ATTENTION`, in memory linear in the sequence.
             scale: What the scores are multiplied by; None: `(head_dim + rope_dim)^-0.5`.
             key: For the weights.
         """
@@ -131,7 +137,7 @@ class LatentAttention(Mixer):
         self.output = Linear("heads v_dim -> embed", heads=heads, v_dim=v_dim, std=output_std, key=keys[7], **edges)
         self.rotary, self.temperature, self.indexer = rotary, temperature, indexer
         self.mask = causal() if mask is None else mask
-        self.core = AutoCore() if core is None else core
+        self.core = ATTENTION if core is None else core
         self.scale = (head_dim + rope_dim) ** -0.5 if scale is None else scale
 
     def __call__(
@@ -170,13 +176,13 @@ class LatentAttention(Mixer):
         query, rotated = self._sharpened(query, tokens), None
         if self.rotary is not None and query_rope is not None:
             query_rope = self._sharpened(self.rotary(query_rope, tokens.positions, lengths), tokens)
-            rotated = Rotated(query_rope, key_rope[..., None, :])
+            rotated = RotatedChannels(query_rope, key_rope[..., None, :])
         choice, rest = self._read(given), {"mask": self.mask, "tokens": tokens, "scale": self.scale}
         if self.indexer is not None:
             asking = self.indexer.asking(x, source, tokens)
             choice = self.indexer.choose(asking, index_keys, mask=self.mask, tokens=tokens, kv_tokens=seen)
-        if cache is not None and absorbed and choice is None and self.core.ring_block():
-            attended = self._to_latents(query, rotated, latents, cache, late, kv_tokens=kv_tokens, **rest)
+        if cache is not None and absorbed and choice is None and (loop := blockwise_of(self.core)):
+            attended = self._to_latents(loop.decode, query, rotated, latents, cache, late, seen, tokens)
         else:
             key = value = latents[..., None, :]
             if not absorbed:
@@ -185,7 +191,7 @@ class LatentAttention(Mixer):
                 shared = spread(rotated.key, (*key.shape[:-1], rope_dim))
                 query, key = jnp.concatenate([query, rotated.query], -1), jnp.concatenate([key, shared], -1)
             if choice is None:
-                attended = self.core(query, key, value, kv_tokens=kv_tokens, **rest)
+                attended = self.core(AttentionCall(query, key, value, kv_tokens=kv_tokens, **rest))
             else:
                 attended = choice(query, key, value, kv_tokens=seen, **rest)
         if cache is not None:
@@ -214,22 +220,36 @@ class LatentAttention(Mixer):
 
     def _to_latents(
         self,
+        decode: Op,
         query: Float[Array, "*batch 1 heads latent"],
-        rotated: Rotated | None,
+        rotated: RotatedChannels | None,
         latents: Float[Array, "*batch kv_seq latent"],
         cache: LatentCache,
         late: bool,
-        **rest: Any,
+        kv_tokens: Tokens,
+        tokens: Tokens,
     ) -> Float[Array, "*batch 1 heads latent"]:
-        """Attention to what a cache holds as it is: joined, latents and rotated keys would be written and read anew."""
+        """Attend to what a cache stores as it is: joined, latents and rotated keys would be written and read anew."""
         key, scales = latents[..., None, :], None
         is_held = rotated is not None and not late and rotated.key.shape[-1] == cache.rotary_keys.shape[-1]
-        held = Held(cache.layer, cache.latents, rotated=cache.rotary_keys if is_held else None)
+        stored = StoredArrays(cache.layer, cache.latents, rotated=cache.rotary_keys if is_held else None)
         if cache.latent_scales is not None:
             (key, scales), (rotary, others) = ((x[..., None, :], y[..., None]) for x, y in cache.scaled())
             if rotated is not None and not late:
-                rotated = Rotated(rotated.query, rotary[..., : rotated.key.shape[-1]], others)
-        return attend_cached(query, key, None, **rest, key_scales=scales, rotated=rotated, held=held)
+                rotated = RotatedChannels(rotated.query, rotary[..., : rotated.key.shape[-1]], others)
+        visible = self.mask(tokens, kv_tokens)
+        return decode(
+            DecodeCall(
+                query,
+                key,
+                None,
+                visible=visible,
+                scale=self.scale,
+                key_scales=scales,
+                rotated=rotated,
+                stored=stored,
+            )
+        )
 
     def _sharpened(
         self, query: Float[Array, "*batch seq heads head_dim"], tokens: Tokens

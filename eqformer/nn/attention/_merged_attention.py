@@ -9,18 +9,15 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ...kernels import attend_to_sources, AttentionCall, blockwise_of, FEW, Mask, OF_SOURCE, Operation
 from .._cache import KVCache
 from .._contracts import Attends, Mixer, MixerFacts
 from .._linear_map import LinearMap
 from .._norm import Norm
 from .._slots import without_room
 from .._tokens import Tokens, tokens_or_default
-from ..cores._apart import attend_apart
-from ..cores._contract import Core
-from ..cores._core import FEW
 from ._attention import Attention
 from ._cross_attention import read_source
-from ._mask import Mask, OF_SOURCE
 from ._rotary import Rotary
 
 
@@ -41,7 +38,7 @@ class MergedAttention(Mixer):
     key_norm: Norm | None
     rotary: Rotary | None
     mask: Mask
-    core: Core
+    core: Operation
     scale: float = eqx.field(static=True)
     softcap: float | None = eqx.field(static=True)
 
@@ -80,11 +77,11 @@ class MergedAttention(Mixer):
         pieces = (keys, values), (key.astype(x.dtype), value.astype(x.dtype))
         seen = _together(read, places, x.shape[:-2])
         rules: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
-        if own is not None and x.shape[-2] <= FEW and self.core.ring_block():
-            attended = attend_apart(query, pieces, self.mask(tokens, seen), **rules)  # caches stay where they lie
+        if own is not None and x.shape[-2] <= FEW and blockwise_of(self.core):
+            attended = attend_to_sources(query, pieces, self.mask(tokens, seen), **rules)  # caches stay where they lie
         else:
             both = (jnp.concatenate(parts, axis=-3) for parts in zip(*pieces))
-            attended = self.core(query, *both, mask=self.mask, tokens=tokens, kv_tokens=seen, **rules)
+            attended = self.core(AttentionCall(query, *both, mask=self.mask, tokens=tokens, kv_tokens=seen, **rules))
         if own is None or other is None:
             return self.output(attended), None
         return self.output(without_room(attended, tokens, own)), (own, other)

@@ -1,29 +1,44 @@
-"""What attends to all that a cache holds for the newest token of each row."""
+"""Attention by the op that a module holds, or by the kernels for decoding where a cache is read by one query a row."""
 
 from typing import Any
 
 from jaxtyping import Array, Float
 
+from ...kernels import (
+    AttentionCall,
+    blockwise_of,
+    BlockwiseAttention,
+    DecodeCall,
+    decodes_by_kernels,
+    Operation,
+    StoredArrays,
+)
 from .._cache import KVCache
-from ..cores._cached import attend_cached
-from ..cores._cached_read import Held
-from ..cores._contract import Core
 
 
-def reader_of(
-    core: Core,
-    cache: KVCache | None,
-    key: Float[Array, "*batch kv_seq kv_heads head_dim"],
-    value: Float[Array, "*batch kv_seq kv_heads v_dim"],
-) -> tuple[Any, dict[str, Any]]:
-    """What computes attention, and the keys and values that it is called with.
+def attend(core: Operation, call: AttentionCall, cache: KVCache | None) -> Float[Array, "*batch seq heads v_dim"]:
+    """Compute the call by `core`, or by the kernels for decoding.
 
-    With a cache, of which `key` and `value` are all that it holds, one query a row is attended for. Cores leave that to
-    the kernels of the platforms, which read what is stored as it is: of 8 bits scores are multiplied, not keys and
-    values. A core that does not computes itself, but of 8 bits where blocks may stand in for it.
+    `cache` is the one that stores all keys and values of a call with one query a row, and None for every other call.
+    The kernels read what is stored as it is: for 8 bits, scores are multiplied by scales instead of keys and values. A
+    core of another kind computes the call itself.
     """
-    given: dict[str, Any] = {"key": key, "value": value}
-    if cache is None or not (core.leaves_caches() if cache.key_scales is None else core.ring_block()):
-        return core, given
-    held = Held(cache.layer, cache.keys, cache.values, key_scales=cache.key_scales, value_scales=cache.value_scales)
-    return attend_cached, (given if cache.key_scales is None else cache.scaled()) | {"held": held}
+    if cache is None or not (decodes_by_kernels(core) if cache.key_scales is None else blockwise_of(core)):
+        return core(call)
+    stored = StoredArrays(
+        cache.layer, cache.keys, cache.values, key_scales=cache.key_scales, value_scales=cache.value_scales
+    )
+    arrays: dict[str, Any] = {"key": call.key, "value": call.value} if cache.key_scales is None else cache.scaled()
+    decode = (blockwise_of(core) or BlockwiseAttention()).decode
+    return decode(
+        DecodeCall(
+            call.query,
+            **arrays,
+            visible=call.mask(call.tokens, call.tokens if call.kv_tokens is None else call.kv_tokens),
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            bias=call.bias,
+            stored=stored,
+        )
+    )

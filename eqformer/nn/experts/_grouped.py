@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
+from ...kernels import capability_of, compilers
 from .._linear import dense
-from .._pallas import capability_of, compilers
 from ._grouped_blocks import blocked, blocked_backward, blocked_forward
 from ._grouped_hopper import has_kernels, HOPPER
 from ._grouped_maps import map_linears, zero_of

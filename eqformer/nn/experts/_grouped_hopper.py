@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
+from ...kernels import gpu_capability, gpu_cores, varying_as
 from .._linear_map import DenseMap, linear_maps, LinearMap
-from .._pallas import gpu_capability, gpu_cores, varying_as
 from ._grouped_blocks import WHOLE
 from ._grouped_maps import Kernels, recorded
 from ._hopper_tiles import pallas, row_tiles, ROWS, STEP, sum_of_rows, Tile

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from .._pallas import varying_of
+from ...kernels import varying_of
 from ._grouped_maps import Kernels
 from ._tpu_tiles import pallas, row_tiles, ROWS, sum_of_rows, Visits, visits_of
 

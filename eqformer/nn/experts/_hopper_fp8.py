@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from .._pallas import varying_as
+from ...kernels import varying_as
 from ._grouped_fp8 import in_8_bits, OfCodes
 from ._grouped_hopper import padded, run_kernel, tile_for, tiles_of
 from ._grouped_maps import Kernels

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from ...kernels import cpu_or, tpu_or
 from .._layer_cache import of_layer, with_layer
-from .._pallas import cpu_or, tpu_or
 from ._states_tpu import kernel_has, step_by_kernel
 from ._step_order import found_of, Order, Step
 

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._pallas import varying_of
-from .._slots_tpu import is_turned, LANES
+from ...kernels import is_turned, LANES, varying_of
 from ._step_order import found_of, Order, Step
 
 

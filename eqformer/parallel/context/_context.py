@@ -1,8 +1,9 @@
 """Context parallelism: the tokens of each row split over the devices of the axis `context`.
 
-Only attention mixes tokens, so only the attention core is replaced; everything else runs on a device's own tokens.
+Only attention mixes tokens, so only the attention is replaced; everything else runs on a device's own tokens.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import get_args, Literal, NoReturn
 
@@ -13,12 +14,21 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ...nn import blockwise, Core, known_as, Mask, Mixer, spread, Tokens
+from ...kernels import (
+    AttentionCall,
+    blockwise,
+    blockwise_of,
+    BlockwiseAttention,
+    Operation,
+    TokenPositions,
+    unsupported_options,
+)
+from ...nn import Mixer, spread
 from .. import _send as send
 from .._axes import CONTEXT
 from .._ring import Ring
 from .._vary import vary, varying_axes
-from ._fused_ring import fused_ring_attend, steps_of
+from ._flash_ring import flash_ring_attend, steps_of
 from ._ring_attention import ring_attend
 
 
@@ -26,18 +36,18 @@ ContextMethod = Literal["ring", "gather", "heads"]
 CONTEXT_METHODS: tuple[str, ...] = get_args(ContextMethod)
 
 
-class ContextCore(Core):
-    """An attention core for rows split over the mesh axis `context`; inside `shard_map` it takes the place of `inner`.
+class ContextCore(Operation):
+    """Attention of rows split over the mesh axis `context`; inside `shard_map` it takes the place of `inner`.
 
     Each device passes the queries, keys, values and tokens of its piece and gets its queries' outputs; pieces are in
     the order of `context_order`. `method` says what is sent (bytes a device sends for both passes, with `c` devices,
     `T` tokens a row, and `n`, `m` bytes a token of queries or of keys and values):
 
     - `"ring"`: keys and values pass round a ring while each device attends to those it has (Liu et al., 2310.01889);
-      memory for two pieces of them; `3 m T (c-1)/c`. Computed by the fused kernels of `inner` where it has them for
-      the rows, as `Plan` stores them, or else as by `BlockwiseCore`, with the block of `inner`.
+      memory for two pieces of them; `3 m T (c-1)/c`. Computed by the kernels of `inner` where they support the
+      rows, as `Plan` stores them, or else by `BlockwiseAttention`, with the block of `inner`.
     - `"gather"`: all keys and values are gathered, in the backward pass again; `3 m T (c-1)/c`. Any `inner`. One that
-      does not name its output "attended", as all but `DotProductCore` do, has it computed again under
+      does not name its output "attended", as all but `DotProductAttention` do, has it computed again under
       `remat="products"`, which gathers once more.
     - `"heads"`: an all-to-all gives each device whole rows of `heads / c` heads and a second one brings the outputs
       back (DeepSpeed Ulysses, 2309.14509); `(4 n + 2 m) T (c-1)/c^2`. Any `inner`; `heads` must be a multiple of `c`.
@@ -45,78 +55,72 @@ class ContextCore(Core):
     Raises `ValueError` while tracing for heads that do not split, and for a cache.
     """
 
-    inner: Core
+    inner: Operation
     method: str = eqx.field(static=True)
 
     def __check_init__(self):
         if self.method not in CONTEXT_METHODS:
             raise ValueError(f"ContextCore(method={self.method!r}): the methods are {', '.join(CONTEXT_METHODS)}.")
-        if self.method == "ring" and not self.inner.fused().kernels:
-            ring_block(self.inner)
+        if self.method == "ring":
+            loop_of(self.inner)
 
-    def __call__(
-        self,
-        query: Float[Array, "*batch seq heads head_dim"],
-        key: Float[Array, "*batch seq kv_heads head_dim"],
-        value: Float[Array, "*batch seq kv_heads v_dim"],
-        *,
-        mask: Mask,
-        tokens: Tokens,
-        kv_tokens: Tokens | None = None,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Float[Array, "heads"] | None = None,
-    ) -> Float[Array, "*batch seq heads v_dim"]:
-        if kv_tokens is not None:
+    def supports(self, call: AttentionCall) -> str | None:
+        """Return the reason of the loop over blocks for a ring, and otherwise that of `inner`."""
+        return loop_of(self.inner).supports(call) if self.method == "ring" else self.inner.supports(call)
+
+    def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+        """Attend to the keys of all devices."""
+        if call.kv_tokens is not None:
             raise ValueError(
-                f"ContextCore(method={self.method!r}) was given kv_tokens of shape {kv_tokens.positions.shape}, those "
-                "of a cache: this core is for whole calls; wrap the model by Planned, which splits a cache's slots."
+                f"ContextCore(method={self.method!r}) was given kv_tokens of shape {call.kv_tokens.positions.shape}, "
+                "those of a cache: this core is for whole calls; wrap the model by Planned, which splits a cache's "
+                "slots."
             )
-        if jax.lax.axis_size(CONTEXT) > 1 and CONTEXT not in varying_axes(tokens.positions):
+        if jax.lax.axis_size(CONTEXT) > 1 and CONTEXT not in varying_axes(call.tokens.positions):
             raise ValueError(
                 f"ContextCore(method={self.method!r}) was given positions that are the same on all devices of the axis "
                 f"{CONTEXT!r}, of which each has other tokens; pass a model the tokens of its piece, such as those "
                 "that a loss is called with under a plan, as model.encode(batch.ids, tokens)."
             )
-        query, key, value, tokens = vary((query, key, value, _bare(tokens)), (CONTEXT,))
-        attend = {"ring": self._ring, "gather": self._gather, "heads": self._heads}[self.method]
-        return attend(query, key, value, tokens, sinks, {"mask": mask, "scale": scale, "softcap": softcap})
+        arrays = vary((call.query, call.key, call.value, call.tokens), (CONTEXT,))
+        query, key, value, tokens = arrays
+        call = dataclasses.replace(call, query=query, key=key, value=value, tokens=tokens)
+        return {"ring": self._ring, "gather": self._gather, "heads": self._heads}[self.method](call)
 
-    def _ring(self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict) -> Array:
+    def _ring(self, call: AttentionCall) -> Array:
         ring = Ring("keys and values round", CONTEXT)
-        if (steps := steps_of(self.inner, ring.devices, query, key, value, tokens, given)) is not None:
-            return fused_ring_attend(steps, ring, query, key, value, tokens, sinks)
-        rules = blockwise.Rules(**given, block=ring_block(self.inner))
-        output, logsum = ring_attend(rules, ring, query, key, value, tokens)
-        return output if sinks is None else blockwise.with_sinks(output, logsum, sinks)
+        if (steps := steps_of(self.inner, ring.devices, call)) is not None:
+            return flash_ring_attend(steps, ring, call)
+        settings = loop_of(self.inner).settings(call)
+        output, logsum = ring_attend(settings, ring, call.query, call.key, call.value, call.tokens)
+        return output if call.sinks is None else blockwise.with_sinks(output, logsum, call.sinks)
 
-    def _gather(
-        self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict
-    ) -> Array:
-        def attend(query: Array, key: Array, value: Array, sinks: Array | None, tokens: Tokens, kv_tokens: Tokens):
-            key, value = (_in_reading_order(x, 3) for x in (key, value))
-            return self.inner(query, key, value, tokens=tokens, kv_tokens=kv_tokens, sinks=sinks, **given)
+    def _gather(self, call: AttentionCall) -> Array:
+        def attend(call: AttentionCall, kv_tokens: TokenPositions) -> Array:
+            key, value = (_in_reading_order(x, 3) for x in (call.key, call.value))
+            return self.inner(dataclasses.replace(call, key=key, value=value, kv_tokens=kv_tokens))
 
-        kv_tokens = jax.tree.map(lambda x: _in_reading_order(x, 1), tokens)
-        # What was gathered is not kept for the backward pass but gathered again.
+        kv_tokens = jax.tree.map(lambda x: _in_reading_order(x, 1), call.tokens)
+        # Gathered keys and values are not kept for the backward pass but gathered again.
         attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names("attended"))
-        return attend(query, key, value, sinks, tokens, kv_tokens)
+        return attend(call, kv_tokens)
 
-    def _heads(self, query: Array, key: Array, value: Array, tokens: Tokens, sinks: Array | None, given: dict) -> Array:
-        size, heads = jax.lax.axis_size(CONTEXT), query.shape[-2]
-        copies = _copies(size, heads, key.shape[-2], "ContextCore(method='heads')")
-        seq, head = query.ndim - 3, query.ndim - 2
+    def _heads(self, call: AttentionCall) -> Array:
+        size, heads = jax.lax.axis_size(CONTEXT), call.query.shape[-2]
+        copies = _copies(size, heads, call.key.shape[-2], "ContextCore(method='heads')")
+        seq, head = call.query.ndim - 3, call.query.ndim - 2
 
         def swap(x: Array) -> Array:
             # Named for remat policies that keep linear maps' results: these are kept instead, and not sent again.
             return checkpoint_name(send.all_to_all("tokens to heads", x, CONTEXT, head, seq), "product")
 
-        query, key, value = swap(query), *(swap(_copied(x, copies)) for x in (key, value))
-        tokens = jax.tree.map(lambda x: send.all_gather("tokens beside heads", x, CONTEXT, -1), tokens)
+        query, key, value = swap(call.query), *(swap(_copied(x, copies)) for x in (call.key, call.value))
+        tokens = jax.tree.map(lambda x: send.all_gather("tokens beside heads", x, CONTEXT, -1), call.tokens)
+        sinks = call.sinks
         if sinks is not None:
             first = jax.lax.axis_index(CONTEXT) * (heads // size)
             sinks = jax.lax.dynamic_slice_in_dim(sinks, first, heads // size)
-        output = self.inner(query, key, value, tokens=tokens, sinks=sinks, **given)
+        output = self.inner(dataclasses.replace(call, query=query, key=key, value=value, tokens=tokens, sinks=sinks))
         return checkpoint_name(send.all_to_all("heads to tokens", output, CONTEXT, seq, head), "attended")
 
 
@@ -158,7 +162,7 @@ def context_order(method: str, seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
 
 
 def check_context(
-    method: str, size: int, core: Core, *, seq: int, heads: int, kv_heads: int, needs: Sequence[str] = ()
+    method: str, size: int, core: Operation, *, seq: int, heads: int, kv_heads: int, needs: Sequence[str] = ()
 ) -> None:
     """Raise the `ValueError` that an attention over pieces of a row would end in, before anything is compiled.
 
@@ -175,10 +179,10 @@ def check_context(
     context_order(method, seq, size)
     if method == "heads":
         _copies(size, heads, kv_heads, f"check_context('heads', size={size})")
-    if method != "ring" and (lacking := [name for name in needs if name in core.lacks()]):
+    if method != "ring" and (lacking := unsupported_options(core, needs)):
         raise ValueError(
             f"check_context({method!r}, core={core}): the core has no place for {' and '.join(lacking)}; take "
-            "core=BlockwiseCore(), or method='ring', which computes by blocks itself."
+            "core=kernels.BlockwiseAttention(), or method='ring', which computes by blocks itself."
         )
 
 
@@ -191,13 +195,13 @@ def refuse_pieces(size: int, path: str, mixer: Mixer) -> NoReturn:
     )
 
 
-def ring_block(core: Core) -> int | Literal["platform"]:
-    """The block with which the ring computes what `core` would."""
-    if (block := core.ring_block()) is not None:
-        return block
+def loop_of(core: Operation) -> BlockwiseAttention:
+    """Return the loop over blocks with which the ring computes what `core` would."""
+    if (loop := blockwise_of(core)) is not None:
+        return loop
     raise ValueError(
         f"ContextCore({core}, method='ring'): the ring combines partial results by the logarithms of their sums, which "
-        "only eqformer's own loop over blocks gives; take core=BlockwiseCore(), or method='gather' or 'heads', which "
+        "only the loop over blocks gives; take core=kernels.BlockwiseAttention(), or method='gather' or 'heads', which "
         "run any core."
     )
 
@@ -222,11 +226,6 @@ def _copied(x: Float[Array, "*batch seq kv_heads head_dim"], copies: int) -> Flo
     """Each key head as often as it is sent."""
     each = spread(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
     return each.reshape(*x.shape[:-2], -1, x.shape[-1])
-
-
-def _bare(tokens: Tokens) -> Tokens:
-    """The fields of tokens that cores read."""
-    return known_as(Tokens(tokens.positions, tokens.segments), tokens)
 
 
 def _in_reading_order(x: Array, back: int) -> Array:

@@ -5,21 +5,21 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from ...nn import at_least_float32, blocks, blockwise, lowest, Tokens
+from ...kernels import at_least_float32, blocks, blockwise, lowest, TokenPositions
 from .._ring import Ring
 from .._vary import vary, vary_like
 from ._shift import shift
 
 
 def ring_attend(
-    rules: blockwise.Rules,
+    rules: blockwise.BlockwiseSettings,
     ring: Ring,
     query: Float[Array, "*batch seq heads head_dim"],
     key: Float[Array, "*batch seq kv_heads head_dim"],
     value: Float[Array, "*batch seq kv_heads v_dim"],
-    tokens: Tokens,
+    tokens: TokenPositions,
 ) -> tuple[Float[Array, "*batch seq heads v_dim"], Float[Array, "*batch seq heads"]]:
-    """`nn`'s `attend` of this device's queries to the keys of all devices along the axis (Liu et al., 2310.01889).
+    """Attend to the keys of all devices of the axis as `blockwise.attend` would (Liu et al., 2310.01889).
 
     Each device attends to the piece it has while the next one arrives, and combines results by their logsumexps.
     Received pieces are not kept: the backward pass sends keys and values round the ring again, together with their
@@ -34,7 +34,7 @@ def ring_attend(
 
 
 def _ring_plainly(
-    rules: blockwise.Rules, ring: Ring, query: Array, key: Array, value: Array, places: Tokens
+    rules: blockwise.BlockwiseSettings, ring: Ring, query: Array, key: Array, value: Array, places: TokenPositions
 ) -> tuple[Array, Array]:
     def attended(result: tuple[Array, Array], held: tuple) -> tuple[Array, Array]:
         (output, logsum), (key, value, kv_places) = result, held
@@ -59,13 +59,15 @@ def _ring_plainly(
 _ring = jax.custom_vjp(_ring_plainly, nondiff_argnums=(0, 1))
 
 
-def _ring_forward(rules: blockwise.Rules, ring: Ring, query: Array, key: Array, value: Array, places: Tokens):
+def _ring_forward(
+    rules: blockwise.BlockwiseSettings, ring: Ring, query: Array, key: Array, value: Array, places: TokenPositions
+):
     results = _ring(rules, ring, query, key, value, places)
     output, logsum = (checkpoint_name(x, "attended") for x in results)  # for remat policies that keep it
     return (output, logsum), (query, key, value, places, output, logsum)
 
 
-def _ring_backward(rules: blockwise.Rules, ring: Ring, saved: tuple, gradients: tuple[Array, Array]):
+def _ring_backward(rules: blockwise.BlockwiseSettings, ring: Ring, saved: tuple, gradients: tuple[Array, Array]):
     query, key, value, places, output, logsum = saved
     exact = at_least_float32(query.dtype)
 

@@ -1,43 +1,41 @@
 """Attention to a cache of which each device of the axis `context` has some of the slots."""
 
+from typing import cast
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ... import nn
+from ... import kernels
+from ...kernels import blockwise
 from .. import _send as send
 from .._axes import CONTEXT
 from .._vary import vary
-from ..context._context import ring_block
+from ..context._context import loop_of
 
 
-class CacheCore(nn.Core):
-    """An attention core for caches whose slots are split over the axis `context`.
+class CacheCore(kernels.Operation):
+    """Attention to caches whose slots are split over the axis `context`.
 
-    Queries, which are replicated, attend to the keys that the device holds; the results are combined by their
+    Queries, which are replicated, attend to the keys that the device holds. The results are combined by their
     logsumexps, as in flash decoding with split keys: `2 + v_dim` numbers a query and head are reduced.
     """
 
-    inner: nn.Core
+    inner: kernels.Operation
 
-    def __call__(
-        self,
-        query: Float[Array, "*batch seq heads head_dim"],
-        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
-        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
-        *,
-        mask: nn.Mask,
-        tokens: nn.Tokens,
-        kv_tokens: nn.Tokens,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Float[Array, "heads"] | None = None,
-    ) -> Float[Array, "*batch seq heads v_dim"]:
-        rules = nn.blockwise.Rules(mask, scale, softcap, ring_block(self.inner))
-        bare = nn.Tokens(tokens.positions)
-        output, logsum = nn.blockwise.attend(rules, *vary((query, key, value, bare, kv_tokens), (CONTEXT,)))
+    def supports(self, call: kernels.AttentionCall) -> str | None:
+        """Return the reason of the loop over blocks, which computes the parts."""
+        return loop_of(self.inner).supports(call)
+
+    def __call__(self, call: kernels.AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+        """Attend to the slots of all devices."""
+        mask = cast(kernels.Mask, call.mask)
+        settings = blockwise.BlockwiseSettings(mask, call.scale, call.softcap, loop_of(self.inner).block)
+        tokens = kernels.TokenPositions(call.tokens.positions)
+        arrays = vary((call.query, call.key, call.value, tokens, call.kv_tokens), (CONTEXT,))
+        output, logsum = blockwise.attend(settings, *arrays)
         peak = send.pmax("peaks over split caches", logsum, CONTEXT)
         share = jnp.exp(logsum - peak)
         total = send.psum("sums over split caches", share, CONTEXT)
-        whole = send.psum("sums over split caches", output.astype(share.dtype) * share[..., None], CONTEXT)
-        whole = (whole / total[..., None]).astype(output.dtype)
-        return whole if sinks is None else nn.blockwise.with_sinks(whole, jnp.log(total) + peak, sinks)
+        combined = send.psum("sums over split caches", output.astype(share.dtype) * share[..., None], CONTEXT)
+        combined = (combined / total[..., None]).astype(output.dtype)
+        return combined if call.sinks is None else blockwise.with_sinks(combined, jnp.log(total) + peak, call.sinks)

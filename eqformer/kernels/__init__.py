@@ -1,0 +1,64 @@
+"""Operations that run differently on different chips: their definitions, their kernels, and the choice between them."""
+
+from ._dtype import at_least_float32 as at_least_float32
+from ._explain import explain as explain, Explanation as Explanation
+from ._op import (
+    Choice as Choice,
+    Implementation as Implementation,
+    Op as Op,
+    Operation as Operation,
+)
+from ._platform import (
+    capability_of as capability_of,
+    compilers as compilers,
+    cpu_or as cpu_or,
+    gpu_capability as gpu_capability,
+    gpu_cores as gpu_cores,
+    tpu_or as tpu_or,
+    traced_for as traced_for,
+    varying_as as varying_as,
+    varying_of as varying_of,
+)
+from .attention import _blocks, _blockwise, _flash
+from .attention._attention import (
+    ATTENTION as ATTENTION,
+    blockwise_of as blockwise_of,
+    decodes_by_kernels as decodes_by_kernels,
+    flash_choice as flash_choice,
+    RequiredKernel as RequiredKernel,
+    unsupported_options as unsupported_options,
+)
+from .attention._blockwise import BlockwiseAttention as BlockwiseAttention, FEW as FEW
+from .attention._call import AttentionCall as AttentionCall, with_one_batch_dim as with_one_batch_dim
+from .attention._cudnn import CudnnAttention as CudnnAttention
+from .attention._dot_product import DotProductAttention as DotProductAttention
+from .attention._flash import FlashAttention as FlashAttention
+from .attention._mask import (
+    causal as causal,
+    ChosenKeys as ChosenKeys,
+    chunked as chunked,
+    full as full,
+    Mask as Mask,
+    OF_SOURCE as OF_SOURCE,
+    sliding_window as sliding_window,
+    window_both_ways as window_both_ways,
+)
+from .attention._multi_source import attend_to_sources as attend_to_sources
+from .attention._positions import TokenPositions as TokenPositions
+from .attention._reference import (
+    lowest as lowest,
+    ReferenceAttention as ReferenceAttention,
+    RotatedChannels as RotatedChannels,
+    soft_capped as soft_capped,
+)
+from .attention._splash import SplashAttention as SplashAttention
+from .cache_write._tpu import is_turned as is_turned, LANES as LANES, writer_of as writer_of
+from .decode_attention._call import DecodeCall as DecodeCall, StoredArrays as StoredArrays
+from .decode_attention._decode import DECODE_ATTENTION as DECODE_ATTENTION
+from .decode_attention._gpu import FlashDecodingGpu as FlashDecodingGpu
+from .decode_attention._tpu import FlashDecodingTpu as FlashDecodingTpu
+
+
+blockwise = _blockwise
+blocks = _blocks
+flash = _flash

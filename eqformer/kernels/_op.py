@@ -1,0 +1,204 @@
+"""Operations that have several implementations, and the choice of one for each platform.
+
+A call is a record of arrays and static settings, such as `AttentionCall`. An `Implementation` computes such a call. An
+`Op` holds implementations by platform and takes, for each platform, the first that supports the call.
+"""
+
+import abc
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
+
+from ._platform import compilers
+
+
+Platform = Literal["cpu", "cuda", "tpu", "any"]
+"""A compiler as `jax.lax.platform_dependent` names it; `any` stands for all of them."""
+
+
+class Operation(eqx.Module):
+    """A function of one call, such as attention, that a module holds and calls."""
+
+    @abc.abstractmethod
+    def supports(self, call: Any) -> str | None:
+        """Return the reason why the call cannot be computed, or None if it can.
+
+        Only shapes, dtypes and static settings are known: the program is being traced.
+        """
+
+    @abc.abstractmethod
+    def __call__(self, call: Any) -> Any:
+        """Compute the call, or raise a `ValueError` with the reason why not."""
+
+
+class Implementation(Operation):
+    """One way to compute a call: plain JAX, or a kernel for one platform.
+
+    A subclass defines `supports` and `run`. Where an `Op` chooses it beside another implementation, its derivative is
+    that of the op's implementation for all platforms, so that `run` needs none. A kernel of attention that has a
+    backward pass of its own is a `FlashAttention`.
+    """
+
+    @abc.abstractmethod
+    def run(self, call: Any) -> Any:
+        """Compute a call that is supported."""
+
+    def __call__(self, call: Any) -> Any:
+        """Compute the call by this implementation alone; raise a `ValueError` with the reason if it cannot."""
+        record_choice(Choice(call.operation, (), self, ()))
+        if (reason := self.supports(call)) is not None:
+            raise ValueError(
+                f"{self} cannot compute {call.describe()}: {reason}; pass an op such as kernels.ATTENTION, which takes "
+                "another implementation where it must."
+            )
+        return self.run(call)
+
+
+class Choice(NamedTuple):
+    """The implementations that an op takes for a call.
+
+    `refusals` are the implementations that do not support the call, each with its platform and its reason.
+    """
+
+    operation: str
+    by_platform: tuple[tuple[str, Implementation], ...]
+    fallback: Implementation
+    refusals: tuple[tuple[str, Implementation, str], ...]
+
+    def implementation_for(self, platform: str) -> Implementation:
+        """Return the implementation that runs on a platform."""
+        return dict(self.by_platform).get(platform, self.fallback)
+
+
+RunChoice = Callable[[Choice, Any], Any]
+
+
+class Op(Operation):
+    """An operation with a reference, which supports every call, and implementations in the order of preference.
+
+    An `Op` is an immutable value, and a module holds the one that it uses. So an implementation from outside of the
+    package is registered with one call, `op.with_implementation("cuda", MyKernel())`, and is passed to modules as their
+    `core`, or set on a built model by `nn.run_with`. There is no registry, which JAX would not see: a program that was
+    traced before a registration would be reused after it, and a model would mean different programs in two processes.
+    An op is part of the model's tree structure instead: `jax.jit` traces a model with another op anew.
+
+    The platform is the one that a program is compiled for, also on a machine that has none such:
+    `jax.lax.platform_dependent` chooses while JAX lowers the program.
+    """
+
+    reference: Implementation
+    implementations: tuple[Implementation, ...]
+    platforms: tuple[str, ...] = eqx.field(static=True)
+    run_choice: RunChoice = eqx.field(static=True)
+
+    def __init__(
+        self,
+        reference: Implementation,
+        implementations: Sequence[tuple[Platform, Implementation]] = (),
+        run_choice: RunChoice | None = None,
+    ):
+        """Set up the op.
+
+        Args:
+            reference: The definition in plain JAX, which supports every call.
+            implementations: Platforms and the implementations for them, the preferred ones first.
+            run_choice: The function that runs a `Choice` and defines its derivative; None: the chosen implementations'
+                derivative is that of the fallback.
+        """
+        for platform, _ in implementations:
+            if platform not in (names := get_args(Platform)):
+                raise ValueError(
+                    f"Op(implementations=...): {platform!r} is no platform; name one of {', '.join(names)}."
+                )
+        self.reference = reference
+        self.platforms = tuple(platform for platform, _ in implementations)
+        self.implementations = tuple(implementation for _, implementation in implementations)
+        self.run_choice = run_with_fallback_derivative if run_choice is None else run_choice
+
+    def with_implementation(self, platform: Platform, implementation: Implementation) -> "Op":
+        """Return the same op with an implementation that is preferred to all that it has.
+
+        It replaces one of the same class for the platform.
+        """
+        others: Any = [
+            (name, one)
+            for name, one in zip(self.platforms, self.implementations)
+            if (name, type(one)) != (platform, type(implementation))
+        ]
+        return Op(self.reference, ((platform, implementation), *others), self.run_choice)
+
+    def choose(self, call: Any) -> Choice:
+        """Return the first implementation that supports the call, for each platform that can be compiled for here."""
+        supported: list[tuple[str, Implementation]] = []
+        refusals: list[tuple[str, Implementation, str]] = []
+        for platform, implementation in zip(self.platforms, self.implementations):
+            if (reason := implementation.supports(call)) is None:
+                supported.append((platform, implementation))
+            else:
+                refusals.append((platform, implementation, reason))
+        supported.append(("any", self.reference))
+        first = {name: next(pair for pair in supported if pair[0] in (name, "any")) for name in (*compilers(), "cpu")}
+        by_platform = tuple(pair for name, pair in first.items() if pair[0] == name)
+        fallback = next(implementation for platform, implementation in supported if platform == "any")
+        return Choice(call.operation, by_platform, fallback, tuple(refusals))
+
+    def supports(self, call: Any) -> str | None:
+        """Return None: the reference computes every call."""
+        return None
+
+    def __call__(self, call: Any) -> Any:
+        """Compute the call by the implementation of the platform that the program is compiled for."""
+        choice = self.choose(call)
+        record_choice(choice)
+        return self.run_choice(choice, call)
+
+
+def run_with_fallback_derivative(choice: Choice, call: Any) -> Any:
+    """Run the chosen implementation, with the derivative of the fallback."""
+    branches = {platform: implementation.run for platform, implementation in choice.by_platform}
+    return dispatch_with_derivative(branches, choice.fallback.run, call)
+
+
+def dispatch_with_derivative(
+    branches: Mapping[str, Callable[[Any], Any]], default: Callable[[Any], Any], call: PyTree
+) -> Any:
+    """Return a platform's branch of the call, or the default's on all others; the derivative is the default's."""
+    return _dispatch((tuple(branches.items()), default), call) if branches else default(call)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _dispatch(ways: tuple[tuple[tuple[str, Callable[[Any], Any]], ...], Callable[[Any], Any]], call: PyTree) -> Any:
+    branches, default = ways
+    return jax.lax.platform_dependent(call, **dict(branches), default=default)
+
+
+# A kernel has no derivative of its own.
+_dispatch.defjvp(lambda ways, primals, tangents: jax.jvp(ways[1], primals, tangents))
+
+
+# The choices of the program that `explain` is tracing. The variable is set during that call alone, as JAX's own
+# contexts are.
+_RECORDED: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("recorded", default=None)
+
+
+@contextlib.contextmanager
+def recorded_choices() -> Iterator[list[Choice]]:
+    """Collect the choices of all ops that are called within."""
+    choices: list[Choice] = []
+    before = _RECORDED.set(choices)
+    try:
+        yield choices
+    finally:
+        _RECORDED.reset(before)
+
+
+def record_choice(choice: Choice) -> None:
+    """Note a choice where `recorded_choices` collects them."""
+    if (choices := _RECORDED.get()) is not None:
+        choices.append(choice)

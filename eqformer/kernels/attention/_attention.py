@@ -1,0 +1,115 @@
+"""The attention op: the implementations that there are, how a chosen one runs, and a kernel that must run by name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._op import Choice, dispatch_with_derivative, Implementation, Op, Operation, Platform, record_choice
+from ._blockwise import BlockwiseAttention
+from ._call import AttentionCall
+from ._cudnn import CudnnAttention
+from ._flash import FlashAttention, FlashChoice, run_flash
+from ._mask import Mask
+from ._positions import TokenPositions
+from ._reference import ReferenceAttention
+from ._splash import SplashAttention
+
+
+def run_attention(choice: Choice, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+    """Run the chosen implementation; kernels with a backward pass keep the sums that it reads.
+
+    The derivative of an implementation without a backward pass is that of the fallback.
+    """
+    flash = flash_choice(choice)
+    kernels = dict(() if flash is None else flash.by_platform)
+    others = {platform: one.run for platform, one in choice.by_platform if platform not in kernels}
+
+    def run_default(call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+        return choice.fallback.run(call) if flash is None else run_flash(flash, call)
+
+    return dispatch_with_derivative(others, run_default, call)
+
+
+def flash_choice(choice: Choice) -> FlashChoice | None:
+    """Return the chosen kernels that have a backward pass, and the passes of the fallback; None if there are none."""
+    kernels = tuple((platform, one) for platform, one in choice.by_platform if isinstance(one, FlashAttention))
+    if isinstance(choice.fallback, FlashAttention) or (kernels and isinstance(choice.fallback, BlockwiseAttention)):
+        return FlashChoice(kernels, choice.fallback)
+    return None
+
+
+ATTENTION = Op(
+    ReferenceAttention(),
+    (("cuda", CudnnAttention()), ("tpu", SplashAttention()), ("any", BlockwiseAttention())),
+    run_attention,
+)
+"""Attention by what the platform has: cuDNN on NVIDIA GPUs, splash on TPUs, and elsewhere a loop over blocks."""
+
+
+class RequiredKernel(Operation):
+    """Attention by one kernel on one platform, and by nothing else; with a cache by `BlockwiseAttention`.
+
+    Raises a `ValueError` while a call is traced that the kernel cannot compute, and while a program with such a call is
+    lowered for another platform. The platform `any` runs the kernel on all platforms.
+    """
+
+    platform: Platform = eqx.field(static=True)
+    kernel: FlashAttention
+
+    def supports(self, call: AttentionCall) -> str | None:
+        """Return the kernel's reason; calls with a cache are supported."""
+        return None if call.kv_tokens is not None else self.kernel.supports(call)
+
+    def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+        """Compute the call."""
+        if call.kv_tokens is not None:
+            return BlockwiseAttention()(call)
+        if (reason := self.kernel.supports(call)) is not None:
+            raise ValueError(
+                f"{self} cannot compute {call.describe()}: {reason}; pass kernels.ATTENTION, which takes another "
+                "implementation where it must."
+            )
+        record_choice(Choice(call.operation, (), self.kernel, ()))
+        return run_flash(self.flash_choice(), call)
+
+    def flash_choice(self) -> FlashChoice:
+        """Return the choice of the kernel alone."""
+        if self.platform == "any":
+            return FlashChoice((), self.kernel)
+        return FlashChoice(((self.platform, self.kernel),), BlockwiseAttention(), str(self))
+
+
+def blockwise_of(core: Operation) -> BlockwiseAttention | None:
+    """Return the loop over blocks that computes the same as `core`; None if `core` is of no implementation here.
+
+    A ring combines partial results of this loop, and attention to caches is computed by it or in its place.
+    """
+    if isinstance(core, BlockwiseAttention):
+        return core
+    if isinstance(core, Op):
+        return next((one for one in core.implementations if isinstance(one, BlockwiseAttention)), BlockwiseAttention())
+    return BlockwiseAttention() if isinstance(core, Implementation | RequiredKernel) else None
+
+
+def decodes_by_kernels(core: Operation) -> bool:
+    """Return whether the kernels for decoding may read a cache in the place of `core`."""
+    return isinstance(core, Op | BlockwiseAttention | RequiredKernel)
+
+
+def unsupported_options(core: Operation, options: Sequence[str]) -> tuple[str, ...]:
+    """Return those of `softcap`, `sinks` and `bias` that `core` cannot compute, by asking it about small calls."""
+    values = {"softcap": 1.0, "sinks": jnp.zeros(1), "bias": jnp.zeros((1, 128, 128))}
+
+    def reason_with(**option: Any) -> str | None:
+        array = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
+        positions = jnp.arange(128, dtype=jnp.int32)[None]
+        tokens = TokenPositions(positions, whole_rows=128)
+        return core.supports(AttentionCall(array, array, array, mask=Mask(), tokens=tokens, scale=1.0, **option))
+
+    known = [name for name in options if name in values]
+    if reason_with() is not None:  # it takes no such call at all
+        return ()
+    return tuple(name for name in known if reason_with(**{name: values[name]}) is not None)

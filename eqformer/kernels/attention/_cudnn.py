@@ -1,0 +1,170 @@
+"""Attention on NVIDIA GPUs: cuDNN's fused kernels, as JAX calls them in `jax.nn.dot_product_attention`.
+
+That function keeps no statistics for remat policies, asks the machine that traces a program for its GPU, and has no
+argument for packed documents. So its two primitives are bound here.
+"""
+
+import inspect
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._platform import gpu_capability
+from ._call import AttentionCall
+from ._flash import FlashAttention, Gradients, LogSum, Output
+from ._mask import Mask
+from ._positions import TokenPositions
+
+
+class CudnnAttention(FlashAttention):
+    """cuDNN's fused attention: causal by name, windows, and packed documents by the places where they begin.
+
+    It was measured on compute capability 9.0 (H100 and H200), where it is the fastest kernel known here. Others have
+    measured it against flash-type kernels in PyTorch on A100 (8.0), A10G (8.6) and RTX Blackwell (12.0), where it took
+    7 to 22 % longer. This package has no such kernel for them, and the loop over blocks in plain XLA is no match, so
+    that it is the choice there too. `capabilities` limits it to some GPUs: `CudnnAttention(capabilities=(9.0,))` leaves
+    the others to the next implementation of an op.
+    """
+
+    capabilities: tuple[float, ...] | None = eqx.field(static=True, default=None)
+
+    def supports(self, call: AttentionCall) -> str | None:
+        """Return the reason why cuDNN cannot compute the call, or is not to, or None."""
+        query, value, mask, documents = call.query, call.value, call.mask, call.documents
+        capability, widths = gpu_capability(), {query.shape[-1], value.shape[-1]}
+        is_hopper = capability >= 9
+        widest = 256 if is_hopper else 128
+        if self.capabilities is not None and capability not in self.capabilities:
+            known = ", ".join(map(str, self.capabilities))
+            return f"it is limited to GPUs of compute capability {known}, not {capability}"
+        if call.bias is not None:
+            return "it has no bias of scores"
+        if (reason := call.unknown_rows) is not None:
+            return reason
+        assert isinstance(mask, Mask)
+        if query.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"it computes in bfloat16 or float16, not {query.dtype}"
+        if max(widths) > widest or any(width % 8 for width in widths):
+            return f"it takes heads of up to {widest} channels in eights, not {query.shape[-1]} and {value.shape[-1]}"
+        if len(widths) > 1 and not is_hopper:
+            return "values as wide as the keys alone run on GPUs before Hopper"
+        if call.softcap is not None:
+            return "it has no softcap"
+        if mask.window is not None and not mask.is_causal:
+            return "it has windows under a causal mask alone"
+        if call.piece is not None and (mask.window, documents) != (None, None):
+            return "it has no windows and no packed documents over pieces of rows"
+        if documents is not None and not is_hopper:
+            return "packed documents need a Hopper GPU or a later one"
+        if documents is not None and documents > query.shape[-1]:
+            return (
+                f"its statistics of up to {documents} documents a row would take more memory than the queries; it "
+                f"takes up to {query.shape[-1]}"
+            )
+        return None
+
+    def forward(self, call: AttentionCall) -> tuple[Output, LogSum]:
+        """Return the output and the logarithm of each row's sum of exponentials."""
+        cudnn, query, key, value = _cudnn(), call.query, call.key, call.value
+        if call.documents is None:
+            settings = _settings(call, cudnn, "wrapper") | {"is_training": True}
+            arrays = query, key, value, *_lengths(call)
+            return tuple(cudnn._dot_product_attention_fwd_p_wrapper.bind(*arrays, **settings))
+        packed = _packed(call.documents, call.tokens)
+        settings = _settings(call, cudnn, "inner") | {"is_training": True}
+        arrays = query, key, value, *packed.arguments(query, key)
+        output, statistics = cudnn._dot_product_attention_fwd_p.bind(*arrays, **settings)
+        logsum = statistics[packed.documents, :, jnp.maximum(call.tokens.positions, 0)].swapaxes(1, 2)
+        return packed.without_padding(output), jnp.where(packed.is_real[:, None], logsum, 0)
+
+    def backward(self, call: AttentionCall, output: Output, logsum: LogSum, output_grad: Output) -> Gradients:
+        """Return the gradients of query, key and value."""
+        cudnn, query, key, value = _cudnn(), call.query, call.key, call.value
+        results = output, output_grad
+        if call.documents is None:
+            settings = _settings(call, cudnn, "wrapper")
+            arrays = query, key, value, *_lengths(call), logsum, *results
+            return tuple(cudnn._dot_product_attention_bwd_p_wrapper.bind(*arrays, **settings))
+        packed = _packed(call.documents, call.tokens)
+        batch, seq, heads, _ = query.shape
+        rows = batch * call.documents
+        slots = jnp.where(packed.is_real, packed.documents, rows)  # padding has none
+        statistics = jnp.zeros_like(logsum, shape=(rows, heads, seq))
+        positions = jnp.maximum(call.tokens.positions, 0)
+        statistics = statistics.at[slots, :, positions].set(logsum.swapaxes(1, 2), mode="drop")
+        arrays = query, key, value, *packed.arguments(query, key), statistics, *results
+        gradients = cudnn._dot_product_attention_bwd_p.bind(*arrays, **_settings(call, cudnn, "inner"))
+        query_grad, key_grad, value_grad = (packed.without_padding(x) for x in gradients)
+        return query_grad, key_grad, value_grad
+
+
+class _Packed(NamedTuple):
+    """Packed rows as cuDNN reads them: the documents of all rows one after another, then empty ones."""
+
+    is_real: Array  # batch seq: not padding
+    documents: Array  # batch seq: the number of each token's document over all rows
+    sizes: Array  # batch documents: the tokens of each document, in the order of `documents`
+    starts: Array  # batch documents+1: the place of each one's first token over all rows
+
+    def arguments(self, query: Array, key: Array) -> tuple[Array, ...]:
+        """Return the arguments between the arrays and the statistics: no bias, sizes and places, no pages."""
+        nothing = jnp.zeros_like(query, shape=(0,))
+        places = (self.starts * (x.shape[-2] * x.shape[-1]) for x in (query, key))
+        return nothing, self.sizes, self.sizes, *places, nothing, nothing
+
+    def without_padding(self, x: Float[Array, "batch seq heads head_dim"]) -> Float[Array, "batch seq heads head_dim"]:
+        """Return zeros for padding, for which the kernel writes nothing."""
+        return jnp.where(self.is_real[..., None, None], x, jnp.zeros_like(x))
+
+
+def _packed(documents: int, tokens: TokenPositions) -> _Packed:
+    positions = tokens.positions
+    rows, seq = positions.shape
+    is_real, is_first = (positions >= 0).reshape(-1), (positions == 0).reshape(-1)
+    starts = jnp.nonzero(is_first, size=rows * documents, fill_value=rows * seq)[0].astype(jnp.int32)
+    before = jnp.concatenate([jnp.zeros_like(starts[:1]), jnp.cumsum(is_real, dtype=jnp.int32)])
+    after = jnp.concatenate([starts[1:], jnp.full_like(starts[:1], rows * seq)])
+    sizes = before[after] - before[starts]
+    filled = jnp.concatenate([starts, jnp.full_like(starts, rows * seq, shape=(rows,))])
+    number = jnp.maximum(jnp.cumsum(is_first, dtype=jnp.int32) - 1, 0)
+    shaped = lambda x: x.reshape(rows, -1)
+    return _Packed(shaped(is_real), shaped(number), shaped(sizes), shaped(filled))
+
+
+def _lengths(call: AttentionCall) -> tuple[Array, ...]:
+    """Return the lengths of rows of one document, where no causal order hides the padding."""
+    nothing = jnp.zeros_like(call.query, shape=(0,))
+    if _is_causal(call):
+        return (nothing,) * 7
+    sizes = jnp.maximum(jnp.sum(call.tokens.positions >= 0, axis=-1, dtype=jnp.int32), 1)
+    return nothing, sizes, sizes, nothing, nothing, nothing, nothing
+
+
+def _is_causal(call: AttentionCall) -> bool:
+    return isinstance(call.mask, Mask) and call.mask.is_causal
+
+
+def _settings(call: AttentionCall, cudnn: Any, primitive: str) -> dict[str, Any]:
+    """Return the parameters of JAX's primitives, of which newer ones have more."""
+    kinds = cudnn.MaskType
+    if call.piece == "past":
+        mask = kinds.NO_MASK
+    elif call.documents is not None:
+        mask = kinds.PADDING_CAUSAL if _is_causal(call) else kinds.PADDING
+    else:
+        mask = kinds.CAUSAL if _is_causal(call) else kinds.PADDING
+    window = call.mask.window if isinstance(call.mask, Mask) else None
+    settings = {"scale": call.scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False)}
+    settings |= {"mask_type": mask, "layout": cudnn.AttentionLayout.BTNH.value}
+    settings |= {"sliding_window_length": window}
+    if "score_mod_name" in inspect.signature(cudnn._dot_product_attention_fwd_cuda_lowering).parameters:
+        settings |= {"score_mod": None} if primitive == "wrapper" else {"score_mod_name": None, "score_mod_jaxpr": None}
+    return settings
+
+
+def _cudnn() -> Any:
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo

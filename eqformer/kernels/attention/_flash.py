@@ -1,0 +1,208 @@
+"""Attention by kernels that keep the logarithms of the softmax's sums, with one derivative for all of them.
+
+A kernel returns the output and the logarithm of each row's sum of exponentials, and its backward pass takes both, after
+FlashAttention-2 (arXiv:2307.08691). So kernels of several platforms can stand for each other within one
+`jax.custom_vjp`: `jax.lax.platform_dependent` takes one of them while JAX lowers the program.
+"""
+
+import abc
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from .._dtype import at_least_float32
+from .._op import Implementation
+from .._platform import fail_lowering
+from ._call import AttentionCall, with_one_batch_dim
+
+
+Output = Float[Array, "batch seq heads v_dim"]
+LogSum = Float[Array, "batch heads seq"]
+Gradients = tuple[
+    Float[Array, "batch seq heads head_dim"],
+    Float[Array, "batch kv_seq kv_heads head_dim"],
+    Float[Array, "batch kv_seq kv_heads v_dim"],
+]
+
+
+class TwoPasses(Protocol):
+    """A forward and a backward pass of attention, as `FlashAttention` describes them."""
+
+    def forward(self, call: AttentionCall) -> tuple[Output, LogSum]:
+        """Return the output and the logarithm of each row's sum of exponentials."""
+        ...
+
+    def backward(self, call: AttentionCall, output: Output, logsum: LogSum, output_grad: Output) -> Gradients:
+        """Return the gradients of query, key and value."""
+        ...
+
+
+class FlashAttention(Implementation):
+    """A kernel of attention with a backward pass of its own.
+
+    Both passes get a call with one dim for the batch, without sinks and without a bias: sinks are added to the sums
+    afterwards. Under `jax.vmap` the kernel is called once, with a larger batch.
+    """
+
+    @abc.abstractmethod
+    def forward(self, call: AttentionCall) -> tuple[Output, LogSum]:
+        """Return the output and the logarithm of each row's sum of exponentials."""
+
+    @abc.abstractmethod
+    def backward(self, call: AttentionCall, output: Output, logsum: LogSum, output_grad: Output) -> Gradients:
+        """Return the gradients of query, key and value.
+
+        Args:
+            call: The call.
+            output: The output of the softmax over all keys; more keys than those of the call in ring attention.
+            logsum: The logarithm of each row's sum over all keys and sinks.
+            output_grad: The gradient of the output.
+        """
+
+    def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+        """Compute the call by this kernel on every platform."""
+        return run_flash(FlashChoice((), self), call)
+
+
+class FlashChoice(NamedTuple):
+    """Kernels by platform, and the passes that run on all other platforms.
+
+    With `required_by`, the name of an op, the program cannot be compiled for other platforms.
+    """
+
+    by_platform: tuple[tuple[str, FlashAttention], ...]
+    fallback: TwoPasses
+    required_by: str | None = None
+
+
+def run_flash(choice: FlashChoice, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+    """Run the kernel of the platform that the program is compiled for."""
+    merged = with_one_batch_dim(call)
+    # Under `shard_map` a custom gradient must vary over the mesh axes that its argument varies over. So a zero that
+    # varies over the axes of all arrays is added to each of them; XLA drops it.
+    zero = jnp.zeros((), call.query.dtype)
+    for array in jax.tree.leaves(merged):
+        zero += jnp.zeros_like(array, zero.dtype, shape=())
+    merged = jax.tree.map(lambda x: x + zero.astype(x.dtype), merged)
+    return _attend(choice, merged).reshape(*call.query.shape[:-1], call.value.shape[-1])
+
+
+def _attend_by_kernels(choice: FlashChoice, call: AttentionCall) -> Output:
+    return add_sinks(*forward(choice, without_sinks(call)), call.sinks)[0]
+
+
+_attend = jax.custom_vjp(_attend_by_kernels, nondiff_argnums=(0,))
+
+
+def _attend_forward(choice: FlashChoice, call: AttentionCall) -> tuple[Output, tuple]:
+    results = add_sinks(*forward(choice, without_sinks(call)), call.sinks)
+    output, logsum = (checkpoint_name(x, "attended") for x in results)  # for remat policies that keep them
+    return output, (call, output, logsum)
+
+
+def _attend_backward(choice: FlashChoice, residuals: tuple, output_grad: Output) -> tuple[AttentionCall]:
+    call, output, logsum = residuals
+    gradients = backward(choice, without_sinks(call), output, logsum, output_grad)
+    return (call_gradient(call, *gradients, sinks_grad(call.sinks, output, logsum, output_grad)),)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def without_sinks(call: AttentionCall) -> AttentionCall:
+    """Return the call without its sinks."""
+    return eqx.tree_at(lambda call: call.sinks, call, None, is_leaf=lambda x: x is None)
+
+
+def call_gradient(call: AttentionCall, *gradients: Array | None) -> AttentionCall:
+    """Return the gradients of query, key, value and sinks in the structure of the call."""
+    differentiated = lambda call: (call.query, call.key, call.value, call.sinks)
+    nothing = jax.tree.map(lambda _: None, call)
+    return eqx.tree_at(differentiated, nothing, gradients, is_leaf=lambda x: x is None)
+
+
+def add_sinks(output: Output, logsum: LogSum, sinks: Float[Array, "heads"] | None) -> tuple[Output, LogSum]:
+    """Return the output and the sums of the softmax with sinks, from those without.
+
+    Sinks join each row's sum and no value. With the whole sum in their place, the kernels' gradients are right too.
+    """
+    if sinks is None:
+        return output, logsum
+    total = jnp.logaddexp(logsum, sinks.astype(logsum.dtype)[:, None])
+    return scale_output(output, jnp.exp(logsum - total).swapaxes(1, 2)[..., None]), total
+
+
+def scale_output(output: Float[Array, "..."], factor: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return the product, which is computed in float32 at least, in the dtype of the output."""
+    wide = at_least_float32(output.dtype)
+    return (output.astype(wide) * factor.astype(wide)).astype(output.dtype)
+
+
+def sinks_grad(
+    sinks: Float[Array, "heads"] | None, output: Output, logsum: LogSum, output_grad: Output
+) -> Float[Array, "heads"] | None:
+    """Return the gradient of the sinks, from the output and the sums that `add_sinks` gave."""
+    if sinks is None:
+        return None
+    row_sums = jnp.sum(output_grad.astype(logsum.dtype) * output.astype(logsum.dtype), axis=-1).swapaxes(1, 2)
+    weights = jnp.exp(sinks.astype(logsum.dtype)[:, None] - logsum)
+    return -jnp.sum(weights * row_sums, axis=(0, 2)).astype(sinks.dtype)
+
+
+def forward(choice: FlashChoice, call: AttentionCall) -> tuple[Output, LogSum]:
+    """Return the output and the sums by the platform's kernel, without a derivative."""
+    branches = {platform: kernel.forward for platform, kernel in choice.by_platform}
+    return _by_platform(choice, branches, choice.fallback.forward, call)
+
+
+def backward(
+    choice: FlashChoice, call: AttentionCall, output: Output, logsum: LogSum, output_grad: Output
+) -> Gradients:
+    """Return the gradients of query, key and value by the platform's kernel."""
+    branches = {platform: kernel.backward for platform, kernel in choice.by_platform}
+    return _by_platform(choice, branches, choice.fallback.backward, call, output, logsum, output_grad)
+
+
+def _by_platform(
+    choice: FlashChoice,
+    branches: dict[str, Callable[..., Any]],
+    fallback: Callable[..., Any],
+    call: AttentionCall,
+    *arrays: Array,
+) -> Any:
+    if not branches and choice.required_by is None:
+        return (
+            _over_batch(fallback)(call, *arrays)
+            if isinstance(choice.fallback, FlashAttention)
+            else fallback(call, *arrays)
+        )
+    merged_branches = {platform: _over_batch(branch) for platform, branch in branches.items()}
+
+    def run_fallback(call: AttentionCall, *arrays: Array) -> Any:
+        if choice.required_by is not None:
+            query = fail_lowering(call.query, choice.required_by, tuple(branches))
+            call = eqx.tree_at(lambda call: call.query, call, query)
+        return fallback(call, *arrays)
+
+    return jax.lax.platform_dependent(call, *arrays, **merged_branches, default=run_fallback)
+
+
+def _over_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the kernel, which under `vmap` is called once with a larger batch: all arrays begin with that dim."""
+    call = jax.custom_batching.custom_vmap(lambda *arrays: tuple(kernel(*arrays)))
+
+    @call.def_vmap
+    def rule(size: int, are_batched: Any, *arrays: Any):
+        def merge(x: Array, is_batched: bool) -> Array:
+            stacked = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            return stacked.reshape(-1, *stacked.shape[2:])
+
+        results = call(*jax.tree.map(merge, [*arrays], are_batched))
+        return tuple(x.reshape(size, -1, *x.shape[1:]) for x in results), (True,) * len(results)
+
+    return call

@@ -1,0 +1,103 @@
+"""Attention masks as functions of positions and segments; nothing of size T x T is ever stored."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from ._positions import HasPositions
+
+
+OF_SOURCE = -2  # the position of each key of another sequence, among keys of a query's own
+
+
+class Mask(eqx.Module):
+    """Which keys a query may attend to, from the positions and segments of the two tokens alone.
+
+    A key at position `j` is visible to a query at position `i` when both are of one segment, `j` is not padding (-1),
+    and each rule that is set holds: `causal` (`j <= i`), `window` (`i - j < window`, and where not causal
+    `j - i < ahead`, by default the window too), `chunk` (`i // chunk == j // chunk`). With `source` a query sees keys
+    at `OF_SOURCE` beside these, whatever its position. Cores ask for any part of the matrix, or skip a part that the
+    rules make empty.
+    """
+
+    is_causal: bool = eqx.field(static=True, default=True)
+    window: int | None = eqx.field(static=True, default=None)
+    chunk: int | None = eqx.field(static=True, default=None)
+    ahead: int | None = eqx.field(static=True, default=None)
+    source: bool = eqx.field(static=True, default=False)
+
+    def __check_init__(self):
+        for name, value in (("window", self.window), ("chunk", self.chunk), ("ahead", self.ahead)):
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"Mask({name}={value}): {name} counts tokens and must be at least 1; pass None for no {name}."
+                )
+        if self.ahead is not None and (self.is_causal or self.window is None):
+            raise ValueError(
+                f"Mask(is_causal={self.is_causal}, window={self.window}, ahead={self.ahead}): ahead is the other side "
+                "of a window that is seen both ways; pass it with a window and is_causal=False."
+            )
+
+    def reach(self, seq: int) -> int:
+        """Of the last `seq` tokens, how many a query can see at most: what a cache has to keep."""
+        return min(n for n in (seq, self.window, self.chunk) if n is not None)
+
+    def check_cached(self, mixer: str) -> None:
+        """Raise a `ValueError` where a token sees later ones, so that nothing of it can be kept for them."""
+        if not self.is_causal:
+            raise ValueError(
+                f"{mixer}.init_cache: with {self} a token sees later ones, and changes with each; call the model on "
+                "whole rows, without a cache, or take a causal mask."
+            )
+
+    def __call__(self, queries: HasPositions, keys: HasPositions) -> Bool[Array, "*batch seq kv_seq"]:
+        """True where the query of the row may attend to the key of the column."""
+        query, key = queries.positions[..., :, None], keys.positions[..., None, :]
+        visible = jnp.broadcast_to(key >= 0, jnp.broadcast_shapes(query.shape, key.shape))
+        if self.is_causal:
+            visible &= key <= query
+        if self.window is not None:
+            visible &= (query - key < self.window) & (key - query < (self.ahead or self.window))
+        if self.chunk is not None:
+            visible &= query // self.chunk == key // self.chunk
+        if self.source:
+            visible |= key == OF_SOURCE
+        if queries.segments is not None and keys.segments is not None:
+            visible &= queries.segments[..., :, None] == keys.segments[..., None, :]
+        return visible
+
+
+class ChosenKeys(eqx.Module):
+    """A matrix in the place of a mask: the keys that each query of one call sees."""
+
+    visible: Bool[Array, "*batch seq kv_seq"]
+
+    def __call__(self, queries: HasPositions, keys: HasPositions) -> Bool[Array, "*batch seq kv_seq"]:
+        """Return the matrix."""
+        return self.visible
+
+
+def causal() -> Mask:
+    """Each token sees itself and every earlier token."""
+    return Mask()
+
+
+def full() -> Mask:
+    """Each token sees every token, as in an encoder."""
+    return Mask(is_causal=False)
+
+
+def sliding_window(window: int) -> Mask:
+    """Each token sees itself and the `window - 1` tokens before it (Mistral, Gemma's local layers)."""
+    return Mask(window=window)
+
+
+def window_both_ways(window: int) -> Mask:
+    """Each token sees `window` tokens: itself, `(window - 1) // 2` before it and `window // 2` behind (T5Gemma 2)."""
+    before, ahead = (window + 1) // 2, window // 2 + 1
+    return Mask(is_causal=False, window=before, ahead=None if before == ahead else ahead)
+
+
+def chunked(chunk: int) -> Mask:
+    """Each token sees itself and the earlier tokens of its own chunk of positions (Llama 4's local layers)."""
+    return Mask(chunk=chunk)

@@ -1,0 +1,105 @@
+"""Attention in plain JAX: the definition, with every option, which all other implementations must equal."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Num
+
+from .._dtype import at_least_float32
+from .._op import Implementation
+from ._call import AttentionCall
+
+
+class RotatedChannels(NamedTuple):
+    """Channels of queries and keys in arrays of their own, such as the rotated ones of latent attention."""
+
+    query: Float[Array, "*batch seq heads rope_dim"]
+    key: Num[Array, "*batch kv_seq kv_heads rope_dim"]
+    scales: Float[Array, "*batch kv_seq kv_heads"] | None = None
+    """Factors of the keys, whose numbers are then of 8 bits."""
+
+
+class ReferenceAttention(Implementation):
+    """The definition: builds the whole matrix of probabilities, and has every option and every derivative.
+
+    Softmax and sums are float32, or float64 for such inputs.
+    """
+
+    def supports(self, call: AttentionCall) -> str | None:
+        """Return None: it computes every call."""
+        return None
+
+    def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+        """Compute the call."""
+        return attend_by_definition(call)
+
+
+def attend_by_definition(
+    call: AttentionCall,
+    *,
+    key_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
+    value_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
+    rotated: RotatedChannels | None = None,
+) -> Float[Array, "*batch seq heads v_dim"]:
+    """Return softmax(scale * query key^T + bias) value, with float32 softmax and sums.
+
+    Args:
+        call: The call.
+        key_scales: Factors of the keys; scores are multiplied in their place, so that keys are read as they are.
+        value_scales: Factors of the values; probabilities are multiplied in their place.
+        rotated: Further channels of queries and keys, whose products are added to the scores.
+    """
+    query, key, value = call.query, call.key, call.value
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    wide = at_least_float32(query.dtype)
+
+    def over_scores(scales: Float[Array, "*batch kv_seq kv_heads"]) -> Float[Array, "*batch kv_heads 1 1 kv_seq"]:
+        return jnp.moveaxis(scales, -1, -2)[..., None, None, :].astype(wide)
+
+    def products(query: Array, key: Array, scales: Array | None) -> Float[Array, "*batch kv_heads group seq kv_seq"]:
+        by_kv_head = query.reshape(*query.shape[:-2], kv_heads, heads // kv_heads, query.shape[-1])
+        dots = jnp.einsum("...qkgd,...skd->...kgqs", by_kv_head, key, preferred_element_type=wide)
+        return dots if scales is None else dots * over_scores(scales)
+
+    scores = products(query, key, key_scales)
+    scores = scores if rotated is None else scores + products(*rotated)
+    scores = soft_capped(scores * call.scale, call.softcap)
+    if (bias := call.bias) is not None:
+        scores = scores + bias.reshape(*bias.shape[:-3], kv_heads, -1, *bias.shape[-2:]).astype(wide)
+    visible = call.mask(call.tokens, call.tokens if call.kv_tokens is None else call.kv_tokens)
+    sinks = None if call.sinks is None else call.sinks.astype(wide).reshape(kv_heads, heads // kv_heads, 1, 1)
+    probabilities = softmax_of(scores, visible, sinks)
+    if value_scales is not None:
+        probabilities = probabilities * over_scores(value_scales)
+    narrow = probabilities.astype(value.dtype)
+    output = jnp.einsum("...kgqs,...skd->...kgqd", narrow, value, preferred_element_type=wide)
+    output = jnp.moveaxis(output, -2, -4).reshape(*query.shape[:-1], value.shape[-1]).astype(query.dtype)
+    return checkpoint_name(output, "attended")  # for remat policies that keep it
+
+
+def softmax_of(
+    scores: Float[Array, "*batch kv_heads group seq kv_seq"],
+    visible: Bool[Array, "*#batch seq kv_seq"],
+    sink: Float[Array, "kv_heads group 1 1"] | None = None,
+) -> Float[Array, "*batch kv_heads group seq kv_seq"]:
+    """Return the probabilities of visible keys, beside a `sink` where there is one; zeros if no key is visible."""
+    seen = visible[..., None, None, :, :]
+    scores = jnp.where(seen, scores, lowest(scores.dtype))
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    peak = jax.lax.stop_gradient(peak if sink is None else jnp.maximum(peak, sink))
+    weights = jnp.where(seen, jnp.exp(scores - peak), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = total if sink is None else total + jnp.exp(sink - peak)
+    return weights / jnp.where(total > 0, total, 1)
+
+
+def lowest(dtype: jnp.dtype) -> float:
+    """Return the score of a masked key: finite, so that the difference of two of them is not NaN."""
+    return float(jnp.finfo(dtype).min) / 4
+
+
+def soft_capped(scores: Array, softcap: float | None) -> Array:
+    """Return `softcap * tanh(scores / softcap)`, or the scores themselves."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)

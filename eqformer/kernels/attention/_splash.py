@@ -1,0 +1,164 @@
+"""Attention on TPUs: the kernels of `jax.experimental.pallas.ops.tpu.splash_attention`, typed for `shard_map`.
+
+The forward kernel and the two backward kernels, for queries and for keys and values, are called one by one, so that
+remat policies can keep the output and the sums.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from .._dtype import at_least_float32
+from .._platform import typed
+from ._call import AttentionCall
+from ._flash import FlashAttention, Gradients, LogSum, Output
+from ._mask import Mask
+
+
+LANES = 128  # of a TPU's vectors: tokens are taken in multiples of them
+
+
+class SplashAttention(FlashAttention):
+    """Splash attention, with windows, packed documents and softcaps.
+
+    `interpret` runs the kernel as plain JAX on any platform, which is slow: for tests.
+    """
+
+    interpret: bool = eqx.field(static=True, default=False)
+
+    def supports(self, call: AttentionCall) -> str | None:
+        """Return the reason why the kernel cannot compute the call, or None."""
+        query, key = call.query, call.key
+        if call.bias is not None:
+            return "it has no bias of scores"
+        if (reason := call.unknown_rows) is not None:
+            return reason
+        if query.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"it computes in bfloat16 or float32, not {query.dtype}"
+        if call.piece is not None and _mask_rule(call).window is not None:
+            return "it has no windows over pieces of rows"
+        if query.shape[-3] % LANES or key.shape[-3] % LANES:
+            return f"it takes rows of a multiple of {LANES} tokens, not {query.shape[-3]} and {key.shape[-3]}"
+        return None
+
+    def forward(self, call: AttentionCall) -> tuple[Output, LogSum]:
+        """Return the output and the logarithm of each row's sum of exponentials."""
+        query, key, value = call.query, call.key, call.value
+        kernels = _kernels()
+        mask = _block_mask(_mask_rule(call), call.piece, query.shape[-3], key.shape[-3], "forward")
+        forward = typed(kernels._splash_attention_forward, query)
+        sizes = kernels.BlockSizes(block_q=_block(query.shape[-3]), block_kv=_block(key.shape[-3]))
+
+        def of_row(query: Array, key: Array, value: Array, segments: tuple[Array, Array] | None):
+            pair = None if segments is None else kernels.SegmentIds(*segments)
+            given = {"save_residuals": True, "mask_function": mask.function, "attn_logits_soft_cap": call.softcap}
+            given |= {"is_mqa": False, "block_sizes": sizes, "residual_checkpoint_name": None}
+            lowest = kernels.DEFAULT_MASK_VALUE
+            output, (logsum,) = forward(
+                mask.info, query, key, value, pair, None, mask_value=lowest, interpret=self.interpret, **given
+            )
+            return output, logsum
+
+        segments = _segments(call)
+        arrays: tuple[Any, ...] = _scaled(call, query), _heads_first(key), _heads_first(value), segments
+        output, logsum = jax.vmap(of_row)(*arrays)
+        return _heads_first(output), logsum
+
+    def backward(self, call: AttentionCall, output: Output, logsum: LogSum, output_grad: Output) -> Gradients:
+        """Return the gradients of query, key and value."""
+        query, key, value = call.query, call.key, call.value
+        kernels, seq, kv_seq = _kernels(), query.shape[-3], key.shape[-3]
+        masks = {name: _block_mask(_mask_rule(call), call.piece, seq, kv_seq, name) for name in ("query", "key")}
+        layout = kernels.QKVLayout.HEAD_DIM_MINOR
+        given: dict[str, Any] = {"bq": _block(seq), "bkv": _block(kv_seq), "is_mqa": False, "interpret": self.interpret}
+        given |= {"mask_value": kernels.DEFAULT_MASK_VALUE, "attn_logits_soft_cap": call.softcap}
+        given |= {"q_layout": layout, "k_layout": layout, "v_layout": layout}
+        to_queries = typed(kernels._splash_attention_bwd_dq, query)
+        to_keys = typed(kernels._splash_attention_bwd_dkv, query)
+
+        def of_row(query, key, value, segments, logsum, output_grad, shared):
+            pair = None if segments is None else kernels.SegmentIds(*segments)
+            arrays = query, key, value, pair, None, logsum, output_grad, shared
+            mask = masks["query"]
+            query_grad = to_queries(*arrays, mask_info=mask.info, mask_function=mask.function, **given)
+            mask, more = masks["key"], {"bkv_compute": _block(kv_seq), "use_fused_bwd_kernel": False}
+            _, *rest = to_keys(*arrays, mask_info=mask.info, mask_function=mask.function, **more, **given)
+            return query_grad, *rest
+
+        exact = at_least_float32(query.dtype)
+        shared = jnp.sum(output.astype(exact) * output_grad.astype(exact), axis=-1).swapaxes(1, 2)
+        segments = _segments(call)
+        arrays: tuple[Any, ...] = _scaled(call, query), _heads_first(key), _heads_first(value), segments
+        arrays = *arrays, logsum, _heads_first(output_grad), shared
+        query_grad, key_grad, value_grad = jax.vmap(of_row)(*arrays)
+        query_grad = (query_grad.astype(exact) * call.scale).astype(query.dtype)
+        return _heads_first(query_grad), _heads_first(key_grad), _heads_first(value_grad)
+
+
+class _BlockMask(NamedTuple):
+    info: Any
+    function: Any
+
+
+@functools.lru_cache(maxsize=64)
+def _block_mask(rule: Mask, piece: str | None, seq: int, kv_seq: int, kernel: str) -> _BlockMask:
+    """Return the blocks that a kernel visits and masks, in numpy arrays of one head: all heads have the same."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+        splash_attention_mask_info as infos,
+    )
+
+    shape = seq, kv_seq
+    if piece == "past":
+        mask = masks.FullMask(shape)
+    elif rule.window is not None:
+        ahead = 1 if rule.is_causal else rule.ahead or rule.window
+        mask = masks.LocalMask(shape, (rule.window - 1, ahead - 1), 0)
+    else:
+        mask = masks.CausalMask(shape) if rule.is_causal else masks.FullMask(shape)
+    process = infos.process_mask_dkv if kernel == "key" else infos.process_mask
+    blocks = _block(seq), _block(kv_seq)
+    return _BlockMask(*process(masks.MultiHeadMask([mask]), blocks, head_shards=1, q_seq_shards=1))
+
+
+def _kernels() -> Any:
+    # Imported where it is used: what a CPU or a GPU runs needs none of it.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    return splash_attention_kernel
+
+
+def _block(seq: int) -> int:
+    """Tokens of a block of queries and of keys."""
+    return next(block for block in (512, 256, LANES) if seq % block == 0)
+
+
+def _mask_rule(call: AttentionCall) -> Mask:
+    """Return the mask of a call whose rows are known."""
+    assert isinstance(call.mask, Mask)
+    return call.mask
+
+
+def _segments(call: AttentionCall) -> tuple[Int[Array, "batch seq"], Int[Array, "batch kv_seq"]] | None:
+    """Return what separates documents; in rows of one document without a causal order, padding from the document."""
+    tokens, kv_tokens = call.tokens, call.tokens if call.kv_tokens is None else call.kv_tokens
+    if call.documents is not None and tokens.segments is not None and kv_tokens.segments is not None:
+        return tokens.segments, kv_tokens.segments
+    if _mask_rule(call).is_causal or call.piece == "past":
+        return None
+    return (tokens.positions >= 0).astype(jnp.int32), (kv_tokens.positions >= 0).astype(jnp.int32)
+
+
+def _scaled(call: AttentionCall, query: Array) -> Array:
+    """Return queries times the scale, for which the kernel has no argument, heads first."""
+    exact = at_least_float32(query.dtype)
+    return _heads_first((query.astype(exact) * call.scale).astype(query.dtype))
+
+
+def _heads_first(x: Array) -> Array:
+    """Swap heads and tokens."""
+    return x.swapaxes(1, 2)

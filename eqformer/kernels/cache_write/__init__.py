@@ -1,0 +1,1 @@
+"""Writes of new tokens into the slots of a cache, in place."""

@@ -1,0 +1,53 @@
+"""Attention of each row's newest token to a cache, which kernels for NVIDIA GPUs and TPUs read once.
+
+In plain XLA the scores of all slots stand in main memory in float32, and a softmax reads them three times: where many
+heads share a key head, as the eight of Llama 3 70B on each of eight devices, that is a sixth of the bytes that a decode
+step moves. The GPU's kernel (`_gpu.py`) keeps scores in registers. On TPUs latents, which are keys and values, were
+read twice, and products of few queries took longer than memory: the TPU's kernel (`_tpu.py`) reads the cache where it
+is stored.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._op import Implementation, Op
+from ..attention._call import AttentionCall
+from ..attention._mask import ChosenKeys
+from ..attention._positions import TokenPositions
+from ..attention._reference import attend_by_definition
+from ._call import DecodeCall
+from ._gpu import FlashDecodingGpu
+from ._tpu import FlashDecodingTpu
+
+
+class ReferenceDecoding(Implementation):
+    """The definition of attention, of keys and values that are read as they are stored."""
+
+    def supports(self, call: DecodeCall) -> str | None:
+        """Return None: it computes every call."""
+        return None
+
+    def run(self, call: DecodeCall) -> Float[Array, "*batch seq heads _"]:
+        """Compute the call."""
+        key, value, value_scales, rotated = call.key, call.value, call.value_scales, call.rotated
+        if value is None:
+            value, value_scales = key, call.key_scales
+        widen = lambda x: x.astype(call.query.dtype)
+        no_positions = jnp.zeros((*call.query.shape[:-3], call.query.shape[-3]), jnp.int32)  # the mask is a matrix
+        attention = AttentionCall(
+            call.query,
+            widen(key),
+            widen(value),
+            mask=ChosenKeys(call.visible),
+            tokens=TokenPositions(no_positions),
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            bias=call.bias,
+        )
+        rotated = None if rotated is None else rotated._replace(key=widen(rotated.key))
+        return attend_by_definition(attention, key_scales=call.key_scales, value_scales=value_scales, rotated=rotated)
+
+
+DECODE_ATTENTION = Op(ReferenceDecoding(), (("cuda", FlashDecodingGpu()), ("tpu", FlashDecodingTpu())))
+"""Attention to a cache: by flash-decoding for one query a row in 16 bits, and else by the definition."""

@@ -1,0 +1,292 @@
+"""The kernels by which newest tokens read a cache: their numbers as plain JAX, their gradients and their programs."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
+
+from eqformer import kernels, nn
+from eqformer.kernels import _op, RotatedChannels, StoredArrays
+from eqformer.kernels.cache_write import _tpu as _slots_tpu
+from eqformer.kernels.decode_attention import _gpu as gpu, _tpu as tpu
+
+
+class Case(NamedTuple):
+    """Sizes, of which slots fill no whole block and channels no power of two, and what a call may have beside them."""
+
+    mask: nn.Mask = nn.causal()
+    heads: int = 6
+    kv_heads: int = 2
+    v_dim: int = 24
+    softcap: float | None = None
+    has_sinks: bool = False
+    is_scaled: bool = False
+    rope_dim: int = 0
+    """Not 0: the keys are the values too, and there are so many channels more."""
+    dtype: Any = jnp.bfloat16
+
+
+CASES = {
+    "everything": Case(nn.sliding_window(50), softcap=3.0, has_sinks=True, is_scaled=True),
+    "latents of 8 bits, heads of three programs": Case(heads=38, kv_heads=1, rope_dim=6, is_scaled=True),
+    "latents": Case(kv_heads=1, rope_dim=16, has_sinks=True),
+    "causal": Case(),
+    "one key head, sinks": Case(kv_heads=1, has_sinks=True, v_dim=16),
+    "heads of their own": Case(kv_heads=6, dtype=jnp.float16),
+}
+SLOTS, LENGTHS = 150, (149, 20, 101, 180)  # so that chunks are empty, rows end within blocks, and the last has rolled
+
+
+def held() -> nn.Tokens:
+    """What the slots hold: nothing behind a row's newest token, of the third two documents behind padding."""
+    slots, last = np.arange(SLOTS), np.asarray(LENGTHS)[:, None]
+    positions = np.where(slots <= last, slots, -1)
+    positions[2, :7] = -1
+    positions[3] = np.where(slots <= LENGTHS[3] - SLOTS, slots + SLOTS, slots)
+    segments = np.where((np.arange(len(LENGTHS)) == 2)[:, None] & (slots < 60), 0, 1)
+    return nn.Tokens(jnp.asarray(positions, jnp.int32), jnp.asarray(segments, jnp.int32))
+
+
+def given_of(case: Case) -> dict[str, Any]:
+    """The arguments of a call."""
+    rng = np.random.default_rng(0)
+    rows = len(LENGTHS)
+    wide = lambda *shape: jnp.asarray(rng.normal(size=shape).astype(np.float32))
+    keys, values = (rows, SLOTS, case.kv_heads, 24), (rows, SLOTS, case.kv_heads, case.v_dim)
+    given: dict[str, Any] = {"query": wide(rows, 1, case.heads, 24).astype(case.dtype)}
+    if case.is_scaled:
+        codes = lambda shape: jnp.asarray(rng.integers(-127, 128, size=shape), jnp.int8)
+        given |= {"key": codes(keys), "value": codes(values)}
+        scales = lambda: jnp.asarray(rng.uniform(0.01, 0.02, size=keys[:3]).astype(np.float32))
+        given |= {"key_scales": scales(), "value_scales": scales()}
+    else:
+        given |= {"key": wide(*keys).astype(case.dtype), "value": wide(*values).astype(case.dtype)}
+    last = jnp.asarray(LENGTHS, jnp.int32)[:, None]
+    given |= {"tokens": nn.Tokens(last, jnp.ones_like(last)), "mask": case.mask, "scale": 0.3, "softcap": case.softcap}
+    given["kv_tokens"] = held()
+    given |= {"sinks": wide(case.heads) if case.has_sinks else None}
+    if case.rope_dim:
+        given |= {"value": None, "value_scales": None}
+        keys, asked = (*keys[:3], case.rope_dim), wide(rows, 1, case.heads, case.rope_dim).astype(case.dtype)
+        its = (codes(keys), scales()) if case.is_scaled else (wide(*keys).astype(case.dtype), None)
+        given["rotated"] = RotatedChannels(asked, *its)
+    return given
+
+
+def decode_call(query, key, value, *, mask, tokens, kv_tokens, held=None, **rest) -> kernels.DecodeCall:
+    return kernels.DecodeCall(query, key, value, visible=mask(tokens, kv_tokens), stored=held, **rest)
+
+
+def attend_cached(**given) -> jax.Array:
+    return kernels.DECODE_ATTENTION(decode_call(**given))
+
+
+def by_kernel(**given) -> jax.Array:
+    kernel = kernels.FlashDecodingGpu if given.get("held") is None else kernels.FlashDecodingTpu
+    return kernel(interpret=True).run(decode_call(**given))
+
+
+def held_by(given: dict[str, Any]) -> StoredArrays:
+    """The arrays of a call as those of the second layer of three, of which the others hold what would be seen."""
+
+    def stacked(x: jax.Array) -> jax.Array:
+        other = jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 127)
+        return jnp.stack([other, x, other]).swapaxes(-3, -2)
+
+    rotated = stacked(given["rotated"].key) if "rotated" in given else None
+    value = None if given["value"] is None else stacked(given["value"])
+    scales = lambda name: None if value is None or name not in given else stacked(given[name][..., None])[..., 0]
+    factors = {name: scales(name) for name in ("key_scales", "value_scales")}
+    return StoredArrays(jnp.asarray(1, jnp.int32), stacked(given["key"]), value, rotated, **factors)
+
+
+def wanted(given: dict[str, Any]) -> np.ndarray:
+    """Row by row and head by head in float64, of the slots that a row's token sees."""
+    exact = lambda x, scales=None: np.asarray(x, np.float64) * (1 if scales is None else np.asarray(scales)[..., None])
+    query, key = exact(given["query"]), exact(given["key"], given.get("key_scales"))
+    value = key if given["value"] is None else exact(given["value"], given.get("value_scales"))
+    if "rotated" in given:
+        asked, keys, scales = given["rotated"]
+        query, key = np.concatenate([query, exact(asked)], -1), np.concatenate([key, exact(keys, scales)], -1)
+    places, segments, window = given["kv_tokens"].positions, given["kv_tokens"].segments, given["mask"].window
+    found = np.zeros((*query.shape[:-1], value.shape[-1]))
+    for row, head in np.ndindex(query.shape[0], query.shape[2]):
+        at, kv_head = LENGTHS[row], head // (query.shape[2] // key.shape[2])
+        sees = np.asarray((places[row] >= 0) & (places[row] <= at) & (segments[row] == 1))
+        sees = sees if window is None else sees & (np.asarray(places[row]) > at - window)
+        scores = given["scale"] * key[row, sees, kv_head] @ query[row, 0, head]
+        scores = scores if given["softcap"] is None else given["softcap"] * np.tanh(scores / given["softcap"])
+        sink = 0 if given["sinks"] is None else np.exp(float(given["sinks"][head]))
+        weights = np.exp(scores)
+        found[row, 0, head] = weights @ value[row, sees, kv_head] / (weights.sum() + sink)
+    return found
+
+
+@pytest.mark.parametrize("name", [*CASES][:2] + [pytest.param(n, marks=pytest.mark.grid) for n in [*CASES][2:]])
+def test_the_kernel_is_the_reference_in_chunks(name, monkeypatch):
+    monkeypatch.setattr(gpu, "_PROGRAMS", 4 * len(LENGTHS) * CASES[name].kv_heads)
+    monkeypatch.setattr(gpu, "_TILE", 512)
+    monkeypatch.setattr(gpu, "_MOST", 512)  # 16 heads of 32 channels a program
+    given = given_of(CASES[name])
+    found, right = np.asarray(by_kernel(**given), np.float32), wanted(given)
+    assert np.abs(found - right).max() < 0.01 * np.abs(right).max()
+    seen = given["kv_tokens"]
+    without = given | {"kv_tokens": nn.Tokens(seen.positions.at[0, 130:].set(-1), seen.segments)}
+    assert np.abs(found - wanted(without)).max() > 0.02 * np.abs(right).max()  # the comparison sees slots
+
+
+OTHERS = sorted({*CASES} - {"everything", "latents"})
+# Numbers of a vector: slots fill whole ones and channels do not, and stand before them, or neither; and of a block: 20
+# slots, or 128, or all.
+LAID = [(10, 512), (128, 512), (128, 2**20)]
+
+
+@pytest.mark.parametrize("lanes, tile", LAID)
+@pytest.mark.parametrize("name", ["everything", "latents", *(pytest.param(n, marks=pytest.mark.grid) for n in OTHERS)])
+def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, tile, monkeypatch):
+    monkeypatch.setattr(tpu, "LANES", lanes)
+    monkeypatch.setattr(_slots_tpu, "LANES", lanes)
+    monkeypatch.setattr(tpu, "_TILE", tile)
+    monkeypatch.setattr(tpu, "_SUBLANES", 2)  # heads' scales are read where they lie, if a block has all slots
+    given = given_of(CASES[name])
+    found, right = np.asarray(by_kernel(**given, held=held_by(given)), np.float32), wanted(given)
+    assert np.abs(found - right).max() < 0.01 * np.abs(right).max()
+    seen = given["kv_tokens"]
+    without = given | {"kv_tokens": nn.Tokens(seen.positions.at[0, 130:].set(-1), seen.segments)}
+    assert np.abs(found - wanted(without)).max() > 0.02 * np.abs(right).max()  # the comparison sees slots
+
+
+@pytest.mark.parametrize("name, tile", [("everything", 512), ("latents", 512), ("everything", 2**20)])
+def test_tpus_fetch_what_is_counted_and_no_more_than_is_seen(name, tile, monkeypatch):
+    monkeypatch.setattr(tpu, "_TILE", tile)
+    monkeypatch.setattr(tpu, "_SUBLANES", 2)
+    monkeypatch.setattr(tpu, "LANES", 10)
+    monkeypatch.setattr(_slots_tpu, "LANES", 10)
+    calls: list[Any] = []
+
+    def pallas_call(kernel: Any, *, grid_spec: Any, out_shape: Any, cost_estimate: Any, **_: Any) -> Any:
+        def run(*given: Any) -> jax.Array:
+            calls.append((grid_spec, given, cost_estimate.bytes_accessed))
+            return jnp.zeros(out_shape.shape, out_shape.dtype)
+
+        return run
+
+    monkeypatch.setattr("jax.experimental.pallas.pallas_call", pallas_call)
+
+    def fetched_and_said(lengths: int) -> tuple[int, int]:
+        """Bytes of the blocks that programs ask for, but for those that the one before has asked for."""
+        given: dict[str, Any] = given_of(CASES[name]) | {"mask": nn.full()}
+        positions = jnp.where(jnp.arange(SLOTS) < lengths, jnp.arange(SLOTS), -1)
+        given["kv_tokens"] = nn.Tokens(jnp.broadcast_to(positions, (len(LENGTHS), SLOTS)))
+        given["tokens"] = nn.Tokens(jnp.asarray(LENGTHS, jnp.int32)[:, None])
+        by_kernel(**given, held=held_by(given))
+        grid, (*seen, arrays), said = calls.pop()
+        found = sum(x.nbytes for x in seen)
+        result = jax.ShapeDtypeStruct((grid.grid[0], *grid.out_specs.block_shape[1:]), jnp.bfloat16)
+        for spec, x in zip(jax.tree.leaves((grid.in_specs, grid.out_specs)), jax.tree.leaves((arrays, result))):
+            block, last = [size or 1 for size in spec.block_shape], None
+            for place in np.ndindex(grid.grid):
+                index = [int(number) for number in spec.index_map(*place, *seen)]
+                inside = [min(size, whole - size * number) for size, whole, number in zip(block, x.shape, index)]
+                found += int(np.prod(inside)) * x.dtype.itemsize if index != last else 0
+                last = index
+        return found, said
+
+    found, said = fetched_and_said(SLOTS)
+    assert found == said
+    if tile == 512:
+        assert fetched_and_said(70)[0] < 0.6 * said  # four blocks of eight
+
+
+def test_tpus_give_zeros_where_a_token_sees_nothing():
+    given = given_of(Case(kv_heads=1, rope_dim=16))
+    held, seen = held_by(given), given["kv_tokens"]
+    given["kv_tokens"] = nn.Tokens(seen.positions.at[1].set(-1), seen.segments)
+    found = np.asarray(by_kernel(**given, held=held), np.float32)
+    assert not found[1].any() and found[0].any() and np.isfinite(found).all()
+
+
+HEADS: Any = PartitionSpec(None, None, "heads")
+
+
+def over_heads(attend: Any, specs: Any) -> Any:
+    """A call on two devices, each with half of the heads."""
+    gpu = AbstractDevice("NVIDIA H100", 132, "gpu")  # from JAX 0.12 on it matters for which one is compiled
+    mesh = AbstractMesh((2,), ("heads",), (jax.sharding.AxisType.Auto,), abstract_device=gpu)
+    return jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=(specs,), out_specs=HEADS))
+
+
+def test_gpus_run_it_over_devices_with_types_checked_and_gradients_are_the_references(monkeypatch):
+    given = given_of(Case(kv_heads=2, heads=4))
+    arrays, rest = {name: given.pop(name) for name in ("query", "key", "value")}, given
+    attend = lambda arrays: attend_cached(**arrays, **rest)
+    run = over_heads(attend, dict.fromkeys(arrays, HEADS))
+
+    def text(platform: str, arrays: dict[str, Any] = arrays) -> str:
+        return run.trace(jax.eval_shape(lambda: arrays)).lower(lowering_platforms=(platform,)).as_text()
+
+    slope = lambda arrays: jax.grad(lambda arrays: jnp.sum(attend(arrays).astype(jnp.float32) ** 2))(arrays)["key"]
+    monkeypatch.setattr(_op, "compilers", lambda: ())
+    plain, plain_slope = text("cuda"), slope(arrays)
+    monkeypatch.setattr(_op, "compilers", lambda: ("cuda",))
+    run.clear_cache()
+    assert "triton" in text("cuda") and "triton" not in text("tpu") + text("cpu") + plain
+    assert np.array_equal(slope(arrays), plain_slope)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+    assert "triton" not in text("cuda", wide)  # exact sums in float32
+    for name, its in {"_MOST": 16 * 32 - 1, "_TRITON": "jax.experimental.absent"}.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(gpu, name, its)
+            run.clear_cache()
+            assert text("cuda") == plain  # nor what a multiprocessor has no room for, nor where JAX has no such kernels
+
+
+WHOLE: Any = PartitionSpec()
+SHARED = {
+    "query": HEADS,
+    "rotated": RotatedChannels(HEADS, WHOLE),
+    "key": WHOLE,
+    "held": StoredArrays(WHOLE, WHOLE, None, WHOLE),
+}
+SPLIT = dict.fromkeys(("query", "key", "value", "key_scales", "value_scales"), HEADS)
+SPLIT |= {"held": StoredArrays(WHOLE, HEADS, HEADS, None, HEADS, HEADS)}
+
+
+@pytest.mark.parametrize(
+    "case, specs",
+    [(Case(kv_heads=1, rope_dim=16), SHARED), (Case(heads=32, kv_heads=16, is_scaled=True), SPLIT)],
+    ids=["latents that devices share", "heads"],
+)
+def test_tpus_run_it_over_devices(case, specs, monkeypatch):
+    """With types checked: the results are each device's own, as its queries are."""
+    given = given_of(case)
+    given["held"] = held_by(given)
+    arrays = {name: given.pop(name) for name in specs}
+    run = over_heads(lambda arrays: attend_cached(**arrays, **given), specs)
+
+    def text(platform: str, arrays: dict[str, Any] = arrays) -> str:
+        return run.trace(jax.eval_shape(lambda: arrays)).lower(lowering_platforms=(platform,)).as_text()
+
+    monkeypatch.setattr(_op, "compilers", lambda: ())
+    plain = text("tpu")
+    monkeypatch.setattr(_op, "compilers", lambda: ("tpu",))
+    run.clear_cache()
+    assert "custom_call" not in text("tpu")  # so few slots are not worth a program
+    monkeypatch.setattr(tpu, "_LEAST", 0)
+    run.clear_cache()
+    assert "tpu_custom_call" in text("tpu") and "custom_call" not in text("cuda") + text("cpu") + plain
+    wide = arrays | {"query": arrays["query"].astype(jnp.float32)}
+    assert "custom_call" not in text("tpu", wide)  # exact sums in float32
+
+
+def test_scores_may_have_a_bias_where_a_cache_is_of_8_bits(monkeypatch):
+    monkeypatch.setattr(_op, "compilers", lambda: ("cuda",))
+    given = given_of(Case(is_scaled=True))
+    bias = jnp.where(jnp.arange(SLOTS) == 5, 50.0, 0.0)[None, None].repeat(6, 0)  # all read slot 5
+    found = np.asarray(attend_cached(**given, bias=bias), np.float32)[0, 0]
+    slot = np.asarray(given["value"][0, 5].astype(jnp.float32) * given["value_scales"][0, 5, :, None]).repeat(3, 0)
+    assert np.abs(found - slot).max() < 0.01 * np.abs(slot).max()
+    assert np.abs(np.asarray(attend_cached(**given), np.float32)[0, 0] - slot).max() > 0.1 * np.abs(slot).max()
