@@ -1,21 +1,25 @@
 """Documents from files of .txt, .md, .py, .jsonl and .parquet."""
 
 import codecs
+import functools
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._extra import load_extra
+from .._failures import reason_and_fix
 from ._documents import digest, Document, field_of, Source
 
 
 _PLAIN = (".txt", ".md", ".py")
 _ROWS = (".jsonl", ".parquet")
 _LONGEST = 1 << 20  # characters of a plain file that are one document
+_NAMED = 3  # names in a warning of what is left out
 _BLOCK = 1 << 16  # bytes of it that are read at once
 
 
@@ -29,12 +33,16 @@ def files(
     split into train and validation; `piece` cuts all plain files into pieces of at most that many characters. Cuts are
     at blank lines, line ends or spaces if possible, and do not depend on what follows, so text appended to a file moves
     no earlier text to another split. Each line of a .jsonl file and each row of a .parquet file is a document, with its
-    text in `field`; empty and null ones are left out. Texts are UTF-8; hidden files and folders are left out; files are
-    sorted by name. Of a plain file only one document at a time is in memory.
+    text in `field`. Texts are UTF-8; files are sorted by name. Of a plain file only one document at a time is in
+    memory.
 
-    **Raises:** `ValueError` at once if a path does not exist or holds no file of these kinds or no text; when it is
-    read, `ValueError` if a file is not UTF-8, JSON or Parquet or has no such field, and `ImportError` if .parquet needs
-    the absent package `pyarrow`.
+    Links to folders are followed, and each folder is read once. Left out are hidden files and folders, files of other
+    kinds, empty files and rows, broken links, and links to folders that are read already: a warning counts and names
+    them, for rows when they are first read.
+
+    **Raises:** `ValueError` at once if a path does not exist, cannot be listed, or holds no file of these kinds or no
+    text; when it is read, `ValueError` if a file is not UTF-8, JSON or Parquet or has no such field, and `ImportError`
+    if .parquet needs the absent package `pyarrow`.
     """
     roots = [Path(root) for root in ([path] if isinstance(path, (str, os.PathLike)) else path)]
     call = f"files({', '.join(repr(str(root)) for root in roots)}, field={field!r})"
@@ -42,19 +50,26 @@ def files(
         raise ValueError(
             f"{call}: piece counts characters and must be at least 1, but is {piece}; pass None for whole files."
         )
-    found = [entry for root in roots for entry in _entries(root, call)]
+    left_out: dict[str, list[str]] = {}
+    found = [entry for root in roots for entry in _entries(root, call, left_out)]
+    left_out["empty files"] = [entry.name for entry in found if not entry.path.stat().st_size]
     size = sum(entry.path.stat().st_size for entry in found)
     if not size:
         raise ValueError(
             f"{call}: there must be some text in them, but all {len(found)} files are empty; pass files with text."
         )
 
-    def documents() -> Iterator[Document]:
+    _warn_left_out(call, left_out)
+
+    def documents(empty_rows: list[str] | None = None) -> Iterator[Document]:
         for entry in found:
-            if entry.kind == ".jsonl":
-                yield from _from_lines(entry, field, call)
-            elif entry.kind == ".parquet":
-                yield from _from_parquet(entry, field, call)
+            if entry.kind in _ROWS:
+                read = _from_lines if entry.kind == ".jsonl" else _from_parquet
+                for document in read(entry, field, call):
+                    if document.text:
+                        yield document
+                    elif empty_rows is not None:
+                        empty_rows.append(document.name)
             else:
                 yield from _from_text(entry, piece, call)
 
@@ -64,8 +79,10 @@ def files(
         return digest(options + [part for its in parts for part in its])
 
     def check() -> None:
-        for _ in documents():
+        empty_rows: list[str] = []
+        for _ in documents(empty_rows):
             pass
+        _warn_left_out(call, {"rows without text": empty_rows})
 
     return Source(_shown(roots[0].resolve().stem), size, fingerprint, documents, check)
 
@@ -87,7 +104,19 @@ def _shown(path: str | os.PathLike[str]) -> str:
     return os.fsencode(path).decode("utf-8", errors="backslashreplace")
 
 
-def _entries(root: Path, call: str) -> list[_Entry]:
+def _warn_left_out(call: str, left_out: Mapping[str, Sequence[str]]) -> None:
+    """Warn of what is left out, by kind: how many there are and the names of the first."""
+    counts = [
+        f"{kind}: {len(names):,} ({', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''})"
+        for kind, names in left_out.items()
+        if names
+    ]
+    if counts:
+        warnings.warn(f"{call}: left out are {'; '.join(counts)}", stacklevel=3)
+
+
+def _entries(root: Path, call: str, left_out: dict[str, list[str]]) -> list[_Entry]:
+    """The files of a path that hold text; the others are added to `left_out` by kind."""
     kinds = ", ".join(_PLAIN + _ROWS)
     if root.is_file():
         kind = root.suffix.lower()
@@ -98,17 +127,53 @@ def _entries(root: Path, call: str) -> list[_Entry]:
         return [_Entry(_shown(root.name), root, kind, True)]
     if not root.is_dir():
         raise ValueError(f"{call}: the path must exist, but there is no file or folder {root}; correct it.")
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths = [Path(folder, name) for name in names if not name.startswith(".")]
-        found += [path for path in paths if path.suffix.lower() in _PLAIN + _ROWS and path.is_file()]
+    found = _files_below(root, call, left_out)
     if not found:
         raise ValueError(
             f"{call}: a folder must hold files of {kinds}, but there is none in {root}; pass another folder."
         )
     named = [(_shown(path.relative_to(root).as_posix()), path) for path in found]
     return sorted(_Entry(name, path, path.suffix.lower(), False) for name, path in named)
+
+
+def _files_below(root: Path, call: str, left_out: dict[str, list[str]]) -> list[Path]:
+    """The files of the known kinds in a folder and its sub-folders; each folder is read once, by its own path first."""
+    found: list[Path] = []
+    read: set[str] = set()
+    folders, links = [root], list[Path]()
+    leave_out = functools.partial(_leave_out, left_out, root)
+    while folders or links:
+        folder = folders.pop() if folders else links.pop(links.index(min(links)))
+        if (real := os.path.realpath(folder)) in read:
+            leave_out("links to folders that are read already", folder)
+            continue
+        read.add(real)
+        try:
+            with os.scandir(folder) as listed:
+                entries = sorted(listed, key=lambda entry: entry.name)
+        except OSError as error:
+            reason, fix = reason_and_fix(error)
+            raise ValueError(
+                f"{call}: every folder must be readable, but {folder} is not ({reason}); {fix or 'see why'}, or leave "
+                "it out."
+            ) from error
+        for entry in entries:
+            path = Path(entry.path)
+            if entry.name.startswith("."):
+                leave_out("hidden files and folders", path)
+            elif path.is_dir():
+                (links if entry.is_symlink() else folders).append(path)
+            elif not path.is_file():
+                leave_out("broken links" if entry.is_symlink() else "special files", path)
+            elif path.suffix.lower() not in _PLAIN + _ROWS:
+                leave_out("files of other kinds", path)
+            else:
+                found.append(path)
+    return found
+
+
+def _leave_out(left_out: dict[str, list[str]], root: Path, kind: str, path: Path) -> None:
+    left_out.setdefault(kind, []).append(_shown(path.relative_to(root)))
 
 
 def file_digest(path: Path) -> str:
@@ -178,6 +243,7 @@ def _cut(text: str, start: int, size: int) -> int:
 
 
 def _from_lines(entry: _Entry, field: str, call: str) -> Iterator[Document]:
+    """A document for each line of JSON; its text is empty where the line has none."""
     with entry.path.open("rb") as file:
         for number, line in enumerate(file):
             place = f"line {number + 1} of {entry.place}"
@@ -193,12 +259,11 @@ def _from_lines(entry: _Entry, field: str, call: str) -> Iterator[Document]:
                 raise ValueError(
                     f"{call}: {place} must be JSON, but {error}; correct the line or leave it out."
                 ) from error
-            text = field_of(row, field, call=call, place=place)
-            if text:
-                yield Document(f"{entry.name}#{number}", text, len(line))
+            yield Document(f"{entry.name}#{number}", field_of(row, field, call=call, place=place), len(line))
 
 
 def _from_parquet(entry: _Entry, field: str, call: str) -> Iterator[Document]:
+    """A document for each row; its text is empty where the row has none."""
     parquet = load_extra("pyarrow.parquet", extra="data", call=call)
     number = 0
     with entry.path.open("rb") as opened:
@@ -217,9 +282,8 @@ def _from_parquet(entry: _Entry, field: str, call: str) -> Iterator[Document]:
             if batch is None:
                 return
             for text in batch.column(0).to_pylist():
-                kept = field_of({field: text}, field, call=call, place=f"row {number} of {entry.place}")
-                if kept:
-                    yield Document(f"{entry.name}#{number}", kept, share)
+                place = f"row {number} of {entry.place}"
+                yield Document(f"{entry.name}#{number}", field_of({field: text}, field, call=call, place=place), share)
                 number += 1
 
 

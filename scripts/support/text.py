@@ -10,6 +10,7 @@ from pathlib import Path
 from recipes import Recipe
 
 from eqformer import data
+from eqformer.parallel import is_first_process
 from support.run_directory import RunDirectory
 from support.screen import Screen, warn
 from support.user_folder import user_folder
@@ -25,6 +26,12 @@ def sources_of(recipe: Recipe) -> dict[str, tuple[data.Source, float]]:
     given = {"--data": recipe.data, "--text.hub": text.hub, "--text.mix": " ".join(text.mix) or None}
     if len(several := [f"{flag} {value}" for flag, value in given.items() if value is not None]) > 1:
         raise ValueError(f"{' '.join(several)}: a run reads one of them; leave the others out.")
+    with _one_line_each():
+        return _sources(recipe)
+
+
+def _sources(recipe: Recipe) -> dict[str, tuple[data.Source, float]]:
+    text = recipe.text
     if not text.mix:
         source = _source(recipe.data if text.hub is None else f"{_HUB}{text.hub}", text.field)
         return {source.name: (source, 1.0)}
@@ -105,9 +112,9 @@ def shared_folder() -> list[Path]:
 
 @contextmanager
 def _one_line_each() -> Iterator[None]:
-    """Show the library's warnings inside on a line of their own."""
+    """Show the library's warnings inside on a line of their own, once for all processes of a run."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
-    for warning in caught:
+    for warning in caught if is_first_process() else ():
         warn(str(warning.message))

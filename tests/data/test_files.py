@@ -1,10 +1,16 @@
+import errno
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from eqformer.data import _files, ByteTokenizer, files, FileTokenizer, open_store, texts
+
+
+# Folders of tests hold caches and other files beside texts, of which `files` warns.
+pytestmark = pytest.mark.filterwarnings("ignore:files.*left out are:UserWarning")
 
 
 def _tree(root):
@@ -218,3 +224,50 @@ def test_parquet_rows(tmp_path):
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(ValueError, match=r"must be a whole Parquet file"):
         list(files(path, field="body"))
+
+
+def test_nothing_in_a_folder_is_left_out_without_a_line_and_a_count(tmp_path):
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    _tree(root)
+    (outside / "deep").mkdir(parents=True)
+    (outside / "deep" / "f.txt").write_text("linked")
+    (root / "linked").symlink_to(outside)
+    (outside / "deep" / "up").symlink_to(root)  # a cycle
+    (root / "again").symlink_to(root / "b")
+    (root / "gone.txt").symlink_to(tmp_path / "nothing")
+    (root / "empty.txt").touch()
+    os.mkfifo(root / "pipe.txt")
+    with pytest.warns(UserWarning) as warned:
+        source = files(root)
+    names = ["a.txt", "b/c.py", "b/d.MD", "linked/deep/f.txt", "rows.jsonl#0", "rows.jsonl#3"]
+    assert [document.name for document in source] == names
+    (line,) = [str(one.message) for one in warned]
+    for words in (
+        "hidden files and folders: 2 (.git, .hidden.txt)",
+        "files of other kinds: 1 (image.png)",
+        "links to folders that are read already: 2 (again, linked/deep/up)",
+        "broken links: 1 (gone.txt)",
+        "special files: 1 (pipe.txt)",
+        "empty files: 1 (empty.txt)",
+    ):
+        assert words in line
+    with pytest.warns(UserWarning, match=r"left out are rows without text: 2 \(rows.jsonl#1, rows.jsonl#2\)$"):
+        source.check()
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    assert [document.name for document in files(tmp_path)] == ["a.txt"]
+    scandir = os.scandir
+
+    def refuse(folder):
+        if Path(folder).name == "closed":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # as for a user who may not read it; root may read everything
+    with pytest.raises(
+        ValueError, match=r"every folder must be readable, but .*closed is not .*make it writable|readable"
+    ):
+        files(tmp_path)

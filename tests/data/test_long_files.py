@@ -10,6 +10,9 @@ from eqformer.data import _files, files
 from eqformer.data._store import is_validation
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:files.*left out are:UserWarning")  # of empty files
+
+
 def _text(number, length):
     """Words and lines and paragraphs of characters of one to four bytes."""
     draw = random.Random(number)
