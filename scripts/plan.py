@@ -173,7 +173,7 @@ def decoding(command: Command, model: nn.Transformer, topology: planning.Topolog
     if recipe.mesh.pipe == 1:
         chip = topology.accelerator
         split = recipe.mesh.tensor * recipe.mesh.fsdp
-        model = eqx.filter_eval_shape(generation.for_platform, model, chip.platform, chip.name, split)
+        model = eqx.filter_eval_shape(generation.unstack_for_platform, model, chip.platform, chip.name, split)
     sizes: dict[str, Any] = {"rows": recipe.batch, "capacity": recipe.seq, "cache_dtype": command.cache_dtype}
     found = planning.decode_forecast(abstract_plan(recipe), model, topology, **sizes)
 

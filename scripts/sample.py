@@ -153,10 +153,10 @@ def served(model: nn.Transformer, plan: parallel.Plan | None) -> generation.Mode
     """The model as it decodes in place on its devices, under the plan if there is one."""
     here = jax.default_backend(), jax.devices()[0].device_kind
     if plan is None:
-        return generation.for_platform(model, *here)
+        return generation.unstack_for_platform(model, *here)
     if not plan.is_pipelined:
         split = plan.mesh.shape["tensor"] * plan.mesh.shape["fsdp"]
-        arrays, rest = eqx.partition(generation.for_platform(model, *here, devices=split), eqx.is_array)
+        arrays, rest = eqx.partition(generation.unstack_for_platform(model, *here, devices=split), eqx.is_array)
         model = eqx.combine(jax.device_put(arrays, parallel.shardings(plan.parameter_specs(arrays), plan.mesh)), rest)
     return parallel.Planned(model, plan)
 
@@ -219,7 +219,7 @@ def write(command: Command) -> None:
         sys.stdout.write(text.push(number))
         sys.stdout.flush()
     sys.stdout.write(text.finish() + "\n")
-    if (drafted := ids.drafted) is not None:
+    if (drafted := ids.draft) is not None:
         Screen(errors=True).note(
             f"draft: {drafted.acceptance:.0%} of {drafted.proposed.sum()} proposed tokens taken, "
             f"{drafted.tokens_per_step:.2f} tokens a step"

@@ -206,6 +206,50 @@ def test_words_have_one_meaning():
     assert misnamed("eqformer/parallel", "def make_schedule(sinks): return sinks") == set()
 
 
+# Folders in plain words: no content-free local names, no docstring that opens as a riddle. The list grows to all rooms.
+PLAIN = ("generation", "nn/quantization", "systems")
+VAGUE = {
+    *("found", "given", "one", "ones", "own", "its", "said", "held", "left", "there", "each", "whole", "rest", "kept"),
+    *("told", "seen", "made", "place", "places", "thing", "things", "what", "that", "those", "these", "it", "then"),
+    *("such", "same", "other", "others", "nothing", "here", "both", "many", "more", "less"),
+}
+RIDDLE = re.compile(r"(What|That of|Those of|The same|Itself|Yes|No|Nothing|Of|Where|How|Whether one|As)\b")
+
+
+def vague_names(tree: ast.AST) -> list[str]:
+    """Return local names without content in functions of more than five lines."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    names = {
+        f"{node.id} in {function.name}"
+        for function in functions
+        if (function.end_lineno or 0) - function.lineno > 5
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id.lstrip("_") in VAGUE
+    }
+    return sorted(names)
+
+
+def riddles(tree: ast.AST) -> list[str]:
+    """Return docstrings that begin with a relative clause or a pronoun instead of a noun or a verb."""
+    documented = ast.FunctionDef | ast.ClassDef | ast.Module
+    docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
+    return [text.splitlines()[0] for text in docstrings if text and RIDDLE.match(text)]
+
+
+@pytest.mark.parametrize("folder", PLAIN)
+def test_names_and_docstrings_are_plain(folder):
+    for path in sorted((PACKAGE / folder).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        assert (vague_names(tree), riddles(tree)) == ([], []), path
+
+
+def test_the_check_of_plain_words_can_fail():
+    body = "\n".join(f"    x{i} = {i}" for i in range(6))
+    tree = ast.parse(f'def f():\n    """What is left of it."""\n    found = 1\n{body}\n    return found')
+    assert vague_names(tree) == ["found in f"] and riddles(tree) == ["What is left of it."]
+    assert riddles(ast.parse('"""Notes on x."""')) == [] == vague_names(ast.parse("def f():\n    found = 1"))
+
+
 def unencoded(tree: ast.AST) -> list[int]:
     """Lines that read or write text without saying in which encoding: the machine's settings would decide."""
     found = []

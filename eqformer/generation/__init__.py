@@ -1,10 +1,10 @@
-"""Sampling: what turns a model's distributions over the next token into text."""
+"""Sampling: from a model's distributions over the next token to text."""
 
-from ._drafts import Drafted as Drafted
 from ._generate import generate as generate, Generation as Generation
 from ._model import Model as Model
-from ._prompts import within_positions as within_positions
-from ._stream import Stream as Stream, stream as stream
+from ._prompts import fit_to_positions as fit_to_positions
+from ._speculative import DraftStatistics as DraftStatistics
+from ._stream import stream as stream, TokenStream as TokenStream
 from ._transforms import (
     Chain as Chain,
     chain as chain,
@@ -17,4 +17,4 @@ from ._transforms import (
     TopP as TopP,
     Transform as Transform,
 )
-from ._unstacked import for_platform as for_platform, unstacked as unstacked
+from ._unstack import unstack_for_platform as unstack_for_platform, unstack_layers as unstack_layers

@@ -1,4 +1,4 @@
-"""Text from a model: `generate` continues a batch of prompts."""
+"""`generate`: continue a batch of prompts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,32 +11,29 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Key
 
 from .._shapes import Array
-from ._decode import advance, Draws, prefill, Rows, Sizes
-from ._drafts import draft_of, Drafted
+from ._decode import decode_until, prefill, Rows, SamplingState, Sizes
 from ._model import Model
-from ._prompts import prepare, Prompts
-from ._speculative import Speculative, step_of, Tally, tally_of
+from ._prompts import pad_prompts, PaddedPrompts
+from ._speculative import draft_counts, DraftCounts, DraftStatistics, make_draft, make_step, SpeculativeModel
 from ._transforms import chain, Transform
 
 
 class Generation(eqx.Module):
-    """Prompts with their continuations, in one array; a row's ids are `ids[row, :lengths[row]]`.
-
-    `log_probabilities` are those of the drawn ids by the model's logits before any transform, in nats. They are 0 at
-    the prompt and at padding, so that a row's sum is the log-probability of its continuation. `drafted` says how a
-    draft has done.
-    """
+    """Prompts with their continuations in one array; the ids of a row are `ids[row, :lengths[row]]`."""
 
     ids: Int[np.ndarray, "batch seq"]
     prompt_lengths: Int[np.ndarray, "batch"]
     lengths: Int[np.ndarray, "batch"]
     log_probabilities: Float[np.ndarray, "batch seq"] | None
-    drafted: Drafted | None = None
+    """Log-probabilities of the drawn ids by the model's logits before any transform, in nats; 0 at prompt and padding,
+    so that the sum of a row is the log-probability of its continuation."""
+    draft: DraftStatistics | None = None
+    """Counts of the draft's proposals; None without a draft."""
 
     def new_ids(self) -> list[list[int]]:
-        """The ids that were drawn for each prompt, including the end of text if it was drawn."""
+        """Return the ids that were drawn for each prompt, with the end of text if it was drawn."""
         spans = zip(self.ids, self.prompt_lengths, self.lengths)
-        return [row[first:last].tolist() for row, first, last in spans]
+        return [row[start:stop].tolist() for row, start, stop in spans]
 
 
 def generate(
@@ -55,97 +52,98 @@ def generate(
     draft_tokens: int = 4,
     key: Key[jax.Array, ""],
 ) -> Generation:
-    """Continue each prompt by up to `max_new_tokens` tokens, each drawn from the model's transformed distribution.
+    """Continue each prompt by up to `max_new_tokens` tokens, drawn from the model's transformed distribution.
 
-    A row ends with the first id of `end_of_text` that it draws, and decoding when every row has ended. A row's draws
-    depend on `key`, on its number in `examples` and on positions, not on the other rows. Prefill and decode are one
+    A row ends with the first id of `end_of_text` that it draws; decoding ends when all rows have ended. The draws of a
+    row depend on `key`, on its number in `examples` and on positions, not on other rows. Prefill and decoding are one
     compiled program. Sizes are rounded up to multiples of 64, so other prompts, other counts of new tokens and other
-    temperatures mostly run without compiling again; another number of rows does not. A model with an encoder (T5) reads
-    the prompts by that, and what it returns begins with its own first id, which counts as the prompt.
-
-    Args:
-        model: What is asked for logits, with a cache.
-        prompts: A list of lists of ids, or an integer array whose rows have `lengths` ids each.
-        max_new_tokens: How many tokens are drawn at most.
-        lengths: The ids in each row of an array; None: all.
-        transforms: What is done to the logits before an id is drawn; without any, ids are drawn from the model's
-            distribution, and `sampling(temperature=0)` is greedy.
-        end_of_text: The id, or ids, that end a row; it is kept.
-        log_probabilities: Whether to return those of the drawn ids by the model itself.
-        examples: The rows' numbers; None: 0, 1, ...
-        prefill_chunk: The tokens of a prompt that are read at once, in equal chunks, so that activations do not grow
-            with the prompt; None: at most 1,024. The results are the same. An encoder reads all at once.
-        cache_dtype: What keys and values are kept in; None: the compute dtype. `"int8"` and `"fp8"` round them, with
-            a scale for each token and head.
-        draft: A smaller model of the same vocabulary that proposes tokens for `model` to check, several at once, by
-            the rule of Leviathan et al. (2023): greedy text stays the same, and draws keep their distribution. `"mtp"`
-            is the model's own predictor of a further token.
-        draft_tokens: How many tokens are proposed at a time.
-        key: For all draws.
+    temperatures mostly reuse the program; another number of rows does not. A model with an encoder (T5) reads the
+    prompts with its encoder; its rows begin with the model's start id, which counts as the prompt.
 
     Raises a `ValueError` for prompts that are empty or hold unknown ids, for more tokens than learned positions, for a
-    draft of another vocabulary, for transforms that leave a row no token, and if the model's logits are NaN.
+    draft of another vocabulary, for transforms that leave a row no token, and for NaN logits.
+
+    Args:
+        model: The model, which must have a cache.
+        prompts: A list of lists of ids, or an integer array whose rows have `lengths` ids each.
+        max_new_tokens: Most tokens to draw for a row.
+        lengths: Ids in each row of an array; None: all.
+        transforms: Changes of the logits before an id is drawn; `sampling(temperature=0)` is greedy. Without any, ids
+            are drawn from the model's distribution.
+        end_of_text: The id, or ids, that end a row; it stays in the row.
+        log_probabilities: Whether to return the model's log-probabilities of the drawn ids.
+        examples: Numbers of the rows; None: 0, 1, ...
+        prefill_chunk: Tokens of a prompt that are read at once, in equal chunks, so that activations do not grow with
+            the prompt; None: at most 1,024. Results do not depend on it. An encoder reads the prompt in one piece.
+        cache_dtype: The dtype of keys and values in the cache; None: the compute dtype. `"int8"` and `"fp8"` round
+            them, with a scale for each token and head.
+        draft: A smaller model of the same vocabulary that proposes several tokens for `model` to check at once, by the
+            rule of Leviathan et al. (2023): greedy text stays the same, and draws keep their distribution. `"mtp"` is
+            the model's own multi-token predictor.
+        draft_tokens: Tokens that the draft proposes at a time.
+        key: For all draws.
     """
-    prepared = prepare(model, prompts, lengths, max_new_tokens, prefill_chunk, cache_dtype)
-    draws = draws_of(model, len(prepared.ids), transforms, end_of_text, examples, key)
-    reader = reader_of(model, draft, draft_tokens, prepared, max_new_tokens)
-    most = whole_number(max_new_tokens)
-    rows = _whole(reader, prepared.ids, prepared.lengths, most, draws, log_probabilities, prepared.sizes)
-    check_sound(rows.sound, rows.left)
-    after, kept = np.asarray(rows.lengths), rows.log_probabilities
-    longest = int(np.max(after))
+    padded = pad_prompts(model, prompts, lengths, max_new_tokens, prefill_chunk, cache_dtype)
+    sampling = make_sampling_state(model, len(padded.ids), transforms, end_of_text, examples, key)
+    model = add_draft(model, draft, draft_tokens, padded, max_new_tokens)
+    limit = as_array(max_new_tokens)
+    rows = _generate(model, padded.ids, padded.lengths, limit, sampling, log_probabilities, padded.sizes)
+    check_logits(rows.logits_are_numbers, rows.has_candidates)
+    row_lengths = np.asarray(rows.lengths)
+    longest = int(np.max(row_lengths))
     return Generation(
         np.asarray(rows.ids)[:, :longest],
-        np.asarray(prepared.begun),
-        after,
-        None if kept is None else np.asarray(kept)[:, :longest],
-        None if rows.cache is None else drafted_of(rows.cache),
+        np.asarray(padded.initial_lengths),
+        row_lengths,
+        None if rows.log_probabilities is None else np.asarray(rows.log_probabilities)[:, :longest],
+        None if rows.cache is None else to_statistics(rows.cache),
     )
 
 
-def reader_of(
-    model: Model, draft: Model | str | None, draft_tokens: int, prepared: Prompts, max_new_tokens: int
+@eqx.filter_jit
+def _generate(
+    model: Model,
+    ids: Int[jax.Array, "batch prompt"],
+    lengths: Int[jax.Array, "batch"],
+    max_new_tokens: Int[jax.Array, ""],
+    sampling: SamplingState,
+    log_probabilities: bool,
+    sizes: Sizes,
+) -> Rows:
+    """Return the finished rows; their `cache` is replaced by the counts of the draft."""
+    rows = prefill(model, ids, lengths, max_new_tokens, sampling, log_probabilities=log_probabilities, sizes=sizes)
+    rows = decode_until(make_step(model, sampling), rows, rows.limits)
+    return dataclasses.replace(rows, cache=draft_counts(rows))
+
+
+def add_draft(
+    model: Model, draft: Model | str | None, draft_tokens: int, padded: PaddedPrompts, max_new_tokens: int
 ) -> Model:
-    """The model, together with its draft where there is one; raises a `ValueError` for a draft that does not fit."""
+    """Return the model together with its draft, if there is one; raise a `ValueError` for a draft that does not fit."""
     if draft is None:
         return model
     if model.start is not None:
         raise ValueError(
-            "generate(draft=...): the model has an encoder, and no draft is made for one; leave the draft out."
+            "generate(draft=...): the model has an encoder, and no draft supports one; leave the draft out."
         )
-    total = int(np.max(prepared.lengths)) + max_new_tokens
-    return Speculative(model, draft_of(model, draft, draft_tokens, total))
+    total = int(np.max(padded.lengths)) + max_new_tokens
+    return SpeculativeModel(model, make_draft(model, draft, draft_tokens, total))
 
 
-def drafted_of(tally: Tally) -> Drafted:
-    """What was counted of a draft, on the host."""
-    return Drafted(*map(np.asarray, (tally.steps, tally.proposed, tally.accepted, tally.added)))
+def to_statistics(counts: DraftCounts) -> DraftStatistics:
+    """Copy the counts of a draft to the host."""
+    return DraftStatistics(*map(np.asarray, (counts.steps, counts.proposed, counts.accepted, counts.added)))
 
 
-@eqx.filter_jit
-def _whole(
-    model: Model,
-    ids: Int[jax.Array, "batch prompt"],
-    lengths: Int[jax.Array, "batch"],
-    most: Int[jax.Array, ""],
-    draws: Draws,
-    log_probabilities: bool,
-    sizes: Sizes,
-) -> Rows:
-    rows = prefill(model, ids, lengths, most, draws, log_probabilities=log_probabilities, sizes=sizes)
-    rows = advance(step_of(model, draws), rows, rows.limits)
-    return dataclasses.replace(rows, cache=tally_of(rows))
-
-
-def draws_of(
+def make_sampling_state(
     model: Model,
     batch: int,
     transforms: Sequence[Transform] | Transform,
     end_of_text: int | Sequence[int] | None,
     examples: Sequence[int] | Int[Array, "batch"] | None,
     key: Key[jax.Array, ""],
-) -> Draws:
-    """The settings of a call, checked against the model; raises a `ValueError` for ids and numbers that do not fit."""
+) -> SamplingState:
+    """Check the sampling arguments of a call against the model and collect them."""
     ends = np.atleast_1d(np.asarray(_NO_ID if end_of_text is None else end_of_text, np.int32))
     if end_of_text is not None and np.any((ends < 0) | (ends >= model.vocab)):
         raise ValueError(
@@ -158,25 +156,26 @@ def draws_of(
             f"generate(examples of shape {numbers.shape}): {batch} prompts need {batch} numbers, one each."
         )
     parts = (transforms,) if callable(transforms) else transforms
-    return Draws(chain(*parts), key, jnp.asarray(numbers), jnp.asarray(ends))
+    return SamplingState(chain(*parts), key, jnp.asarray(numbers), jnp.asarray(ends))
 
 
-_NO_ID = -1  # an end of text that is never drawn, so that calls with and without one run the same program
+_NO_ID = -1
+"""An end of text that is never drawn, so that calls with and without an end of text run the same program."""
 
 
-def whole_number(number: int) -> Int[jax.Array, ""]:
-    """An array, so that another number does not compile again."""
+def as_array(number: int) -> Int[jax.Array, ""]:
+    """Return the number as an array, so that another number reuses the compiled program."""
     return jnp.asarray(number, jnp.int32)
 
 
-def check_sound(sound: Bool[Array, ""], left: Bool[Array, ""]) -> None:
-    """Raise a `ValueError` unless the logits were free of NaN, and transforms left each row a token."""
-    if not sound:
+def check_logits(are_numbers: Bool[Array, ""], have_candidates: Bool[Array, ""]) -> None:
+    """Raise a `ValueError` if logits were NaN, or if the transforms left a row no token to draw."""
+    if not are_numbers:
         raise ValueError(
             "generate: the model gave NaN logits, from which nothing can be drawn; its parameters hold NaN or "
             "infinities, or its activations overflow in their dtype (see Precision)."
         )
-    if not left:
+    if not have_candidates:
         raise ValueError(
             "generate(transforms=...): the transforms left a row no token to draw: they made all of its logits minus "
             "infinity, or one of them NaN; leave at least one, such as an end of text."

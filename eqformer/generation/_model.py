@@ -9,7 +9,7 @@ from ..nn import LearnedPositions, Predictor, Tokens
 
 @runtime_checkable
 class Model(Protocol):
-    """An `nn.Transformer`, or anything with its `encode` (ids and cache to hidden vectors and cache) and `unembed`."""
+    """A model that generates: `nn.Transformer`, or any class with its `encode`, `unembed` and `init_cache`."""
 
     @property
     def vocab(self) -> int: ...
@@ -31,7 +31,7 @@ class Model(Protocol):
 
 @runtime_checkable
 class PredictingModel(Model, Protocol):
-    """A model that may have a predictor of a further token, with `Transformer.predict` and a cache for that."""
+    """A model that may have a multi-token predictor, with `Transformer.predict` and a cache for the predictor."""
 
     @property
     def predictor(self) -> Predictor | None: ...

@@ -1,4 +1,4 @@
-"""Checks prompts, and pads them to few different sizes, so that compiled programs are reused."""
+"""Checking and padding of prompts; few padded sizes, so that compiled programs are reused."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,33 +13,35 @@ from ._decode import Sizes
 from ._model import Model
 
 
-BUCKET = 64  # sizes are rounded up to multiples of it, so that one program serves many prompts
-PREFILL = 1024  # the most tokens in a prefill chunk: larger chunks are no faster per token and need more memory
+BUCKET = 64
+"""Sizes are rounded up to multiples of this, so that one program serves many prompts."""
+PREFILL_CHUNK = 1024
+"""Most tokens of a prefill chunk: larger chunks are no faster per token and need more memory."""
 
 
-class Prompts(NamedTuple):
+class PaddedPrompts(NamedTuple):
     """Right-padded prompts in one array, and the sizes of the program that continues them."""
 
     ids: Int[jax.Array, "batch prompt"]
     lengths: Int[jax.Array, "batch"]
     sizes: Sizes
-    begun: Int[jax.Array, "batch"]
-    """How many ids each row holds before any is drawn: the prompt's or, where an encoder reads that, the first."""
+    initial_lengths: Int[jax.Array, "batch"]
+    """Ids in each row before the first draw: the prompt, or the one start id if an encoder reads the prompt."""
 
 
-def prepare(
+def pad_prompts(
     model: Model,
     prompts: Sequence[Any] | Int[Array, "batch seq"],
     lengths: Sequence[int] | Int[Array, "batch"] | None,
     max_new_tokens: int,
     prefill_chunk: int | None,
     cache_dtype: str | None = None,
-) -> Prompts:
-    """Check prompts against the model and pad them."""
+) -> PaddedPrompts:
+    """Check prompts against the model and pad them; the arguments are those of `generate`."""
     for name, value in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
         if value is not None and value < 1:
             raise ValueError(f"generate({name}={value}): {name} must be at least 1.")
-    rows = _rows(prompts, lengths)
+    rows = _split_rows(prompts, lengths)
     for number, row in enumerate(rows):
         outside = row[(row < 0) | (row >= model.vocab)]
         if len(outside):
@@ -47,71 +49,72 @@ def prepare(
                 f"generate(prompts): prompt {number} holds the id {outside[0]}, but the model's {model.vocab} ids are "
                 f"0 to {model.vocab - 1}; encode the prompt with the tokenizer that the model was trained with."
             )
-    longest, is_encoded = max(map(len, rows)), model.start is not None
-    total = (1 if is_encoded else longest) + max_new_tokens
-    width = rounded_up(total, BUCKET)
-    # A cache of a model with an encoder has slots for the prompt's keys and as many for the text's.
-    capacity = max(width, rounded_up(longest, BUCKET)) if is_encoded else width
+    longest, has_encoder = max(map(len, rows)), model.start is not None
+    total = (1 if has_encoder else longest) + max_new_tokens
+    width = round_up(total, BUCKET)
+    # The cache of a model with an encoder holds the prompt's keys in slots of their own, as many as the text's.
+    capacity = max(width, round_up(longest, BUCKET)) if has_encoder else width
     if model.positions is not None:
-        known = model.positions.weight.shape[0]
-        # The model never reads the last token that is drawn, so it needs no position.
-        if total - 1 > known:
+        limit = model.positions.weight.shape[0]
+        # The model never reads the last token that is drawn, so that token needs no position.
+        if total - 1 > limit:
             raise ValueError(
                 f"generate(max_new_tokens={max_new_tokens}): the longest prompt has {longest} tokens, and {longest} + "
-                f"{max_new_tokens} - 1 exceeds the model's {known} learned positions; ask for at most "
-                f"{max(known - longest + 1, 0)} new tokens or shorten the prompt."
+                f"{max_new_tokens} - 1 exceeds the model's {limit} learned positions; ask for at most "
+                f"{max(limit - longest + 1, 0)} new tokens or shorten the prompt."
             )
-        capacity = min(capacity, known)
+        capacity = min(capacity, limit)
     # Padding is never written to the cache, so the array of prompts may be wider than the cache.
-    padded = rounded_up(longest, BUCKET)
-    chunk = _even_chunk(padded) if prefill_chunk is None else prefill_chunk
-    chunk = None if chunk >= padded or is_encoded else chunk
-    ids = np.zeros((len(rows), padded if chunk is None else rounded_up(padded, chunk)), np.int32)
-    for row, given in zip(ids, rows):
-        row[: len(given)] = given
+    padded = round_up(longest, BUCKET)
+    chunk = _default_chunk(padded) if prefill_chunk is None else prefill_chunk
+    chunk = None if chunk >= padded or has_encoder else chunk
+    ids = np.zeros((len(rows), padded if chunk is None else round_up(padded, chunk)), np.int32)
+    for padded_row, row in zip(ids, rows):
+        padded_row[: len(row)] = row
     sizes = Sizes(width, capacity, chunk, cache_dtype)
     counts = jnp.asarray([len(row) for row in rows], jnp.int32)
-    return Prompts(jnp.asarray(ids), counts, sizes, jnp.ones_like(counts) if is_encoded else counts)
+    return PaddedPrompts(jnp.asarray(ids), counts, sizes, jnp.ones_like(counts) if has_encoder else counts)
 
 
-def within_positions(model: Model, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], int]:
-    """The end of a prompt, and how many tokens may follow, of which a model with learned positions can write on.
+def fit_to_positions(model: Model, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], int]:
+    """Cut a prompt to its end, and the number of new tokens, so that both fit a model's learned positions.
 
-    They are the prompt and `max_new_tokens` as far as there are positions, since `generate` refuses longer ones.
+    A model without learned positions changes nothing. `generate` refuses what does not fit.
     """
     if model.positions is None:
         return list(prompt), max_new_tokens
-    known = model.positions.weight.shape[0]
-    kept = list(prompt)[-known:]
-    return kept, min(max_new_tokens, known + 1 - len(kept))  # the last token is not read
+    limit = model.positions.weight.shape[0]
+    cut = list(prompt)[-limit:]
+    return cut, min(max_new_tokens, limit + 1 - len(cut))  # the last new token is never read and needs no position
 
 
-def _even_chunk(padded: int) -> int:
-    """The default size of a prefill chunk: at most `PREFILL`, and such that the last chunk has little padding."""
-    count = -(-padded // PREFILL)
-    return rounded_up(-(-padded // count), BUCKET)
+def _default_chunk(padded: int) -> int:
+    """Return the size of a prefill chunk: at most `PREFILL_CHUNK`, with little padding in the last chunk."""
+    count = -(-padded // PREFILL_CHUNK)
+    return round_up(-(-padded // count), BUCKET)
 
 
-def rounded_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below the number."""
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below the number."""
     return -(-number // multiple) * multiple
 
 
-def _rows(
+def _split_rows(
     prompts: Sequence[Any] | Int[Array, "batch seq"], lengths: Sequence[int] | Int[Array, "batch"] | None
 ) -> list[np.ndarray]:
+    """Return the ids of each prompt; raise a `ValueError` for prompts that are not rows of ids."""
     if isinstance(prompts, Sequence):
         if lengths is not None:
             raise ValueError(
-                "generate(prompts=[...], lengths=...): lists have lengths of their own; give lengths with arrays alone."
+                "generate(prompts=[...], lengths=...): lists have lengths of their own; give lengths with arrays only."
             )
         rows = [np.asarray(row) for row in prompts]
     else:
         table = np.asarray(prompts)
         if table.ndim != 2:
             raise ValueError(
-                f"generate(prompts of shape {table.shape}): an array of prompts has a row for each; give prompts[None] "
-                "for a single one."
+                f"generate(prompts of shape {table.shape}): an array of prompts has one row for each; give "
+                "prompts[None] for a single one."
             )
         counts = [table.shape[1]] * len(table) if lengths is None else [int(n) for n in np.asarray(lengths)]
         if len(counts) != len(table) or any(not 0 <= n <= table.shape[1] for n in counts):

@@ -1,22 +1,157 @@
-"""Speculative decoding: a draft proposes tokens one by one, and the model checks them all at once."""
+"""Speculative decoding: a draft proposes tokens one by one, and the model checks them in one forward pass."""
 
+import abc
 import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
+from .. import nn
 from ..nn import LearnedPositions, SlotCache, token_keys, Tokens
-from ._decode import decode_step, Draws, lengthened, pick, Rows
-from ._drafts import Draft
-from ._model import Model
+from ._decode import append_tokens, decode_step, Rows, sample_ids, SamplingState
+from ._model import Model, PredictingModel
 from ._transforms import History
 
 
-class Tally(eqx.Module):
-    """What is counted of each row: see `Drafted`."""
+# Drafts.
+
+
+class Draft(eqx.Module):
+    """A proposer of `tokens` tokens at a time; it reads a row's tokens and the model's hidden vectors before each."""
+
+    tokens: eqx.AbstractVar[int]
+
+    @abc.abstractmethod
+    def read(
+        self, ids: Int[Array, "batch seq"], hidden: Float[Array, "batch seq _"], tokens: Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
+        """Return hidden vectors after these tokens, and the cache; `hidden` belongs to the tokens before these."""
+
+    @abc.abstractmethod
+    def logits(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
+        """Return the logits of the next token."""
+
+    @abc.abstractmethod
+    def init_cache(self, batch: int, capacity: int, dtype: str | None) -> PyTree:
+        """Return an empty cache that can roll back `tokens` tokens."""
+
+
+class DraftModel(Draft):
+    """A smaller model of the same vocabulary, which reads the tokens by itself."""
+
+    model: Model
+    tokens: int = eqx.field(static=True)
+
+    def read(
+        self, ids: Int[Array, "batch seq"], hidden: Float[Array, "batch seq _"], tokens: Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
+        """Return the hidden vectors of the smaller model."""
+        draft_hidden, cache, _ = self.model.encode(ids, tokens, cache)
+        return draft_hidden, cache
+
+    def logits(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
+        """Return the logits of the smaller model."""
+        return self.model.unembed(hidden)
+
+    def init_cache(self, batch: int, capacity: int, dtype: str | None) -> PyTree:
+        """Return the smaller model's cache, of no more slots than it has learned positions."""
+        limit = capacity if self.model.positions is None else self.model.positions.weight.shape[0]
+        return self.model.init_cache(batch, min(capacity, limit), dtype, rollback=self.tokens)
+
+
+class PredictorDraft(Draft):
+    """The model's own multi-token predictor, which is fed its own hidden vectors to predict further."""
+
+    model: PredictingModel
+    tokens: int = eqx.field(static=True)
+
+    def read(
+        self, ids: Int[Array, "batch seq"], hidden: Float[Array, "batch seq _"], tokens: Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
+        """Return the hidden vectors of the predictor."""
+        return self.model.predict(ids, hidden, tokens, cache)
+
+    def logits(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
+        """Return the logits of the model's head."""
+        return self.model.unembed(hidden)
+
+    def init_cache(self, batch: int, capacity: int, dtype: str | None) -> PyTree:
+        """Return the predictor's cache."""
+        return self.model.init_predictor_cache(batch, capacity, dtype, rollback=self.tokens)
+
+
+class DraftStatistics(eqx.Module):
+    """Counts of a draft's proposals, one number for each row of a batch."""
+
+    steps: Int[np.ndarray, "batch"]
+    """Forward passes of the model that checked proposals."""
+    proposed: Int[np.ndarray, "batch"]
+    """Proposed tokens within the row's limit."""
+    accepted: Int[np.ndarray, "batch"]
+    """Proposed tokens that are in the text."""
+    added: Int[np.ndarray, "batch"]
+    """Tokens that these steps added to the text, those of the model included."""
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the proposed tokens that are in the text."""
+        return float(np.sum(self.accepted) / max(np.sum(self.proposed), 1))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a forward pass of the model adds to a row; 1 without a draft."""
+        return float(np.sum(self.added) / max(np.sum(self.steps), 1))
+
+
+def make_draft(model: Model, draft: Model | str, tokens: int, total: int) -> Draft:
+    """Return the draft of a call; raise a `ValueError` if it does not fit the model or rows of `total` tokens."""
+    if tokens < 1:
+        raise ValueError(f"generate(draft_tokens={tokens}): a draft proposes at least 1 token at a time.")
+    _check_frequencies((model, draft), total)
+    if not isinstance(draft, str):
+        _check_draft_model(model, draft, total)
+        return DraftModel(model=draft, tokens=tokens)
+    if draft != "mtp" or not isinstance(model, PredictingModel) or model.predictor is None:
+        raise ValueError(
+            f"generate(draft={draft!r}): a draft is a smaller model or, of a model that was loaded or built with "
+            f'predictor=True, its own predictor, draft="mtp"; the model is a {type(model).__name__} without one.'
+        )
+    return PredictorDraft(model=model, tokens=tokens)
+
+
+def _check_draft_model(model: Model, draft: Model, total: int) -> None:
+    if draft.vocab != model.vocab:
+        raise ValueError(
+            f"generate(draft): the draft has {draft.vocab} ids and the model {model.vocab}; a draft proposes ids of "
+            "the model's own vocabulary, so give a model of the same tokenizer."
+        )
+    if draft.positions is not None and total - 1 > (limit := draft.positions.weight.shape[0]):
+        raise ValueError(
+            f"generate(draft): rows of up to {total} tokens exceed the draft's {limit} learned positions; give shorter "
+            "prompts, fewer new tokens or no draft."
+        )
+
+
+def _check_frequencies(models: PyTree, total: int) -> None:
+    """Refuse rotary frequencies that change from token to token, since several tokens are checked at once."""
+    for rotary in nn.modules(models, nn.Rotary):
+        if rotary.changes_within(total):
+            raise ValueError(
+                f"generate(draft): rotary frequencies of {type(rotary.scaling).__name__} change with each token beyond "
+                f"its original_length, and rows have up to {total} tokens, of which several are read at once; give "
+                "shorter prompts, fewer new tokens or no draft."
+            )
+
+
+# A model with a draft.
+
+
+class DraftCounts(eqx.Module):
+    """Counts on the device; see `DraftStatistics`."""
 
     steps: Int[Array, "batch"]
     proposed: Int[Array, "batch"]
@@ -24,200 +159,222 @@ class Tally(eqx.Module):
     added: Int[Array, "batch"]
 
 
-class Caches(eqx.Module):
-    """The caches of a model and its draft; the draft has read the first `read` tokens of each row for good.
+class SpeculativeCache(eqx.Module):
+    """Caches of a model and its draft."""
 
-    `hidden` are the model's vectors after the last of these tokens and after those behind it.
-    """
-
-    own: PyTree
+    model: PyTree
     draft: PyTree
-    read: Int[Array, "batch"]
+    draft_length: Int[Array, "batch"]
+    """Tokens of each row that the draft has read and will not roll back."""
     hidden: Float[Array, "batch checked embed"]
-    tally: Tally
+    """The model's hidden vectors of the last of these tokens, and of the tokens behind it."""
+    counts: DraftCounts
 
 
-class Speculative(eqx.Module):
-    """A model with a draft, which reads prompts like a model; its cache is that of both."""
+class SpeculativeModel(eqx.Module):
+    """A model with a draft, which reads prompts like a model; its cache holds both caches."""
 
     model: Model
     draft: Draft
 
     @property
     def vocab(self) -> int:
-        """The model's."""
+        """Vocabulary size of the model."""
         return self.model.vocab
 
     @property
     def positions(self) -> LearnedPositions | None:
-        """The model's."""
+        """Learned positions of the model."""
         return self.model.positions
 
     @property
     def start(self) -> int | None:
-        """The model's."""
+        """Start id of the model, if it has an encoder."""
         return self.model.start
 
-    def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> Caches:
-        """Empty caches, of which proposals can be taken back."""
-        own = self.model.init_cache(batch, capacity, dtype, rollback=self.draft.tokens)
-        none = jnp.zeros(batch, jnp.int32)
-        one = none[:, None]
-        like = eqx.filter_eval_shape(lambda: self.model.encode(one, Tokens(one), own)[0])
-        hidden = jnp.zeros((batch, self.draft.tokens + 1, like.shape[-1]), like.dtype)
-        draft = self.draft.init_cache(batch, capacity, dtype)
-        return Caches(own, draft, none, hidden, Tally(none, none, none, none))
+    def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> SpeculativeCache:
+        """Return empty caches that can roll back proposals."""
+        model_cache = self.model.init_cache(batch, capacity, dtype, rollback=self.draft.tokens)
+        zeros = jnp.zeros(batch, jnp.int32)
+        one_token = zeros[:, None]
+        shape = eqx.filter_eval_shape(lambda: self.model.encode(one_token, Tokens(one_token), model_cache)[0])
+        hidden = jnp.zeros((batch, self.draft.tokens + 1, shape.shape[-1]), shape.dtype)
+        draft_cache = self.draft.init_cache(batch, capacity, dtype)
+        return SpeculativeCache(model_cache, draft_cache, zeros, hidden, DraftCounts(zeros, zeros, zeros, zeros))
 
     def encode(
-        self, ids: Int[Array, "batch seq"], tokens: Tokens, cache: Caches
-    ) -> tuple[Float[Array, "batch seq embed"], Caches, None]:
-        """What the model gives of a part of the prompts, which both read."""
-        hidden, own, _ = self.model.encode(ids, tokens, cache.own)
-        before = cache.hidden[:, :1]
-        _, draft = self.draft.read(ids, jnp.concatenate([before, hidden[:, :-1]], axis=1), tokens, cache.draft)
+        self, ids: Int[Array, "batch seq"], tokens: Tokens, cache: SpeculativeCache
+    ) -> tuple[Float[Array, "batch seq embed"], SpeculativeCache, None]:
+        """Read a part of the prompts with the model and the draft; return the model's hidden vectors."""
+        hidden, model_cache, _ = self.model.encode(ids, tokens, cache.model)
+        previous = cache.hidden[:, :1]
+        shifted = jnp.concatenate([previous, hidden[:, :-1]], axis=1)
+        _, draft_cache = self.draft.read(ids, shifted, tokens, cache.draft)
         count = jnp.sum(tokens.positions >= 0, axis=1, dtype=jnp.int32)
         newest = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-        last = jnp.where(count[:, None, None] > 0, newest, before)
-        return hidden, Caches(own, draft, cache.read + count, cache.hidden.at[:, :1].set(last), cache.tally), None
+        last = jnp.where(count[:, None, None] > 0, newest, previous)
+        kept_hidden = cache.hidden.at[:, :1].set(last)
+        draft_length = cache.draft_length + count
+        return hidden, SpeculativeCache(model_cache, draft_cache, draft_length, kept_hidden, cache.counts), None
 
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
-        """The model's logits."""
+        """Return the model's logits."""
         return self.model.unembed(hidden)
 
 
-def speculative_step(pair: Speculative, rows: Rows, draws: Draws) -> Rows:
-    """Propose tokens, check them, and lengthen each row by those that hold and one token of the model's own.
+def make_step(model: Model, sampling: SamplingState) -> Callable[[Rows], Rows]:
+    """Return the function of one decoding step: plain, or speculative for a model with a draft."""
+    if isinstance(model, SpeculativeModel):
+        return lambda rows: speculative_step(model, rows, sampling)
+    return lambda rows: decode_step(model, rows, sampling)
 
-    By the rule of Leviathan et al. (2023, arXiv:2211.17192) the tokens are distributed as if the model had drawn each
-    by itself; the likeliest tokens are so to the letter.
+
+def draft_counts(rows: Rows) -> DraftCounts | None:
+    """Return the counts of the draft, or None without a draft."""
+    return rows.cache.counts if isinstance(rows.cache, SpeculativeCache) else None
+
+
+def speculative_step(pair: SpeculativeModel, rows: Rows, sampling: SamplingState) -> Rows:
+    """Propose tokens, check them, and append the accepted ones and one token of the model.
+
+    By the rule of Leviathan et al. (2023, arXiv:2211.17192) the tokens have the distribution of the model alone; greedy
+    tokens are exactly those of the model alone.
     """
-    proposals, offered, draft_cache = _propose(pair.draft, rows, draws)
+    proposals, draft_probabilities, draft_cache = _propose(pair.draft, rows, sampling)
     count = proposals.shape[1]
     order = jnp.arange(count + 1, dtype=jnp.int32)
-    read = jnp.concatenate([jnp.take_along_axis(rows.ids, rows.lengths[:, None] - 1, axis=1), proposals], axis=1)
-    places = rows.lengths[:, None] - 1 + order
-    # The last token of a row is never read, nor are those of rows that are done.
-    tokens = Tokens(jnp.where(rows.done[:, None] | (places >= rows.limits[:, None] - 1), -1, places))
-    hidden, own, _ = pair.model.encode(read, tokens, rows.cache.own)
+    last_token = jnp.take_along_axis(rows.ids, rows.lengths[:, None] - 1, axis=1)
+    checked_ids = jnp.concatenate([last_token, proposals], axis=1)
+    positions = rows.lengths[:, None] - 1 + order
+    # The last token of a row is never read, and rows that are done read nothing: both count as padding.
+    tokens = Tokens(jnp.where(rows.done[:, None] | (positions >= rows.limits[:, None] - 1), -1, positions))
+    hidden, model_cache, _ = pair.model.encode(checked_ids, tokens, rows.cache.model)
     logits = pair.model.unembed(hidden.reshape(-1, hidden.shape[-1]))
-    held = _with_tokens(rows.ids, rows.lengths[:, None] + order[:count], proposals)
-    wanted = _probabilities(logits, jnp.repeat(held, count + 1, axis=0), (places + 1).reshape(-1), draws)
-    logits, wanted = (x.reshape(*read.shape, -1) for x in (logits, wanted))
-    accepted, rest = judged(wanted, offered, proposals, _shares(rows, count, draws))
-    last = pick(jnp.log(rest), rows.lengths + accepted, draws)
-    new = jnp.where(order < accepted[:, None], jnp.pad(proposals, [(0, 0), (0, 1)]), last[:, None])
-    going = ~rows.done
-    after = lengthened(rows, new, logits, jnp.where(going, accepted + 1, 0), None, draws)
-    added = after.lengths - rows.lengths
-    if not _takes_back(own):
-        known = Tokens(jnp.where(order < added[:, None], tokens.positions, -1))
-        _, own, _ = pair.model.encode(read, known, with_states_of(rows.cache.own, own))
-    was = rows.cache.tally
-    tally = Tally(
-        was.steps + going.astype(jnp.int32),
-        was.proposed + jnp.where(going, jnp.minimum(count, rows.limits - rows.lengths), 0),
-        was.accepted + jnp.where(going, jnp.minimum(accepted, added), 0),
-        was.added + added,
+    history = _write_tokens(rows.ids, rows.lengths[:, None] + order[:count], proposals)
+    repeated_history = jnp.repeat(history, count + 1, axis=0)
+    probabilities = _probabilities(logits, repeated_history, (positions + 1).reshape(-1), sampling)
+    logits, probabilities = (x.reshape(*checked_ids.shape, -1) for x in (logits, probabilities))
+    uniforms = _draw_uniforms(rows, count, sampling)
+    accepted, residual = accept_proposals(probabilities, draft_probabilities, proposals, uniforms)
+    own_token = sample_ids(jnp.log(residual), rows.lengths + accepted, sampling)
+    new_ids = jnp.where(order < accepted[:, None], jnp.pad(proposals, [(0, 0), (0, 1)]), own_token[:, None])
+    active = ~rows.done
+    new_rows = append_tokens(rows, new_ids, logits, jnp.where(active, accepted + 1, 0), None, sampling)
+    added = new_rows.lengths - rows.lengths
+    if not _can_roll_back(model_cache):
+        # A recurrent state cannot roll back: read the accepted tokens again, from the state before the proposals.
+        accepted_tokens = Tokens(jnp.where(order < added[:, None], tokens.positions, -1))
+        restored = restore_states(rows.cache.model, model_cache)
+        _, model_cache, _ = pair.model.encode(checked_ids, accepted_tokens, restored)
+    counts = rows.cache.counts
+    counts = DraftCounts(
+        counts.steps + active.astype(jnp.int32),
+        counts.proposed + jnp.where(active, jnp.minimum(count, rows.limits - rows.lengths), 0),
+        counts.accepted + jnp.where(active, jnp.minimum(accepted, added), 0),
+        counts.added + added,
     )
-    return dataclasses.replace(after, cache=Caches(own, draft_cache, rows.lengths, hidden, tally))
+    cache = SpeculativeCache(model_cache, draft_cache, rows.lengths, hidden, counts)
+    return dataclasses.replace(new_rows, cache=cache)
 
 
-def step_of(model: Model, draws: Draws) -> Callable[[Rows], Rows]:
-    """What lengthens rows, once."""
-    if isinstance(model, Speculative):
-        return lambda rows: speculative_step(model, rows, draws)
-    return lambda rows: decode_step(model, rows, draws)
-
-
-def tally_of(rows: Rows) -> Tally | None:
-    """What was counted of a draft, None where there is none."""
-    return rows.cache.tally if isinstance(rows.cache, Caches) else None
-
-
-def judged(
-    wanted: Float[Array, "batch checked vocab"],
-    offered: Float[Array, "batch proposed vocab"],
+def accept_proposals(
+    probabilities: Float[Array, "batch checked vocab"],
+    draft_probabilities: Float[Array, "batch proposed vocab"],
     proposals: Int[Array, "batch proposed"],
-    shares: Float[Array, "batch proposed"],
+    uniforms: Float[Array, "batch proposed"],
 ) -> tuple[Int[Array, "batch"], Float[Array, "batch vocab"]]:
-    """How many proposals of each row are taken, and the distribution, but for its sum, of the token behind them.
+    """Return how many proposals of each row are accepted, and the unnormalized distribution of the next token.
 
-    A proposal that the draft drew with probability `offered` is taken with probability `min(1, wanted / offered)`, by
-    its uniform share, if those before it are; in the place of the first that is not comes a token drawn in proportion
-    to `max(wanted - offered, 0)`. `wanted` has one position more, behind all of them.
+    A proposal with probability `q` by the draft and `p` by the model is accepted with probability `min(1, p / q)`, by
+    its uniform number, if all proposals before it are accepted. The token that replaces the first rejected proposal is
+    drawn in proportion to `max(p - q, 0)`. `probabilities` has one position more than there are proposals.
     """
-    at = proposals[..., None]
-    asked, given = (jnp.take_along_axis(x[:, : at.shape[1]], at, axis=2)[..., 0] for x in (wanted, offered))
-    taken = jnp.cumprod(shares * given < asked, axis=1, dtype=jnp.int32)
-    count = jnp.sum(taken, axis=1, dtype=jnp.int32)
-    of_next = lambda x: jnp.take_along_axis(x, count[:, None, None], axis=1)[:, 0]
-    wanted, offered = of_next(wanted), of_next(jnp.pad(offered, [(0, 0), (0, 1), (0, 0)]))
-    rest = jnp.maximum(wanted - offered, 0)
-    # Nothing is left where the two are equal but for rounding; nor of a draft that gives NaN, which is never taken.
-    return count, jnp.where(jnp.sum(rest, axis=1, keepdims=True) > 0, rest, wanted)
+    index = proposals[..., None]
+    target, draft = (
+        jnp.take_along_axis(x[:, : index.shape[1]], index, axis=2)[..., 0] for x in (probabilities, draft_probabilities)
+    )
+    accepted = jnp.cumprod(uniforms * draft < target, axis=1, dtype=jnp.int32)
+    count = jnp.sum(accepted, axis=1, dtype=jnp.int32)
+    at_next = lambda x: jnp.take_along_axis(x, count[:, None, None], axis=1)[:, 0]
+    next_target, next_draft = at_next(probabilities), at_next(jnp.pad(draft_probabilities, [(0, 0), (0, 1), (0, 0)]))
+    residual = jnp.maximum(next_target - next_draft, 0)
+    # The residual is empty where the two are equal up to rounding, and for a draft that gives NaN, which is never
+    # accepted: draw from the model's distribution then.
+    return count, jnp.where(jnp.sum(residual, axis=1, keepdims=True) > 0, residual, next_target)
 
 
-def with_states_of(before: PyTree, after: PyTree) -> PyTree:
-    """A cache whose slots are those of `after`, since tokens read anew take their places, and all else of `before`."""
-    return jax.tree.map(lambda old, new: new if _has_slots(new) else old, before, after, is_leaf=_has_slots)
+def restore_states(previous: PyTree, current: PyTree) -> PyTree:
+    """Return a cache with the slots of `current` and everything else (recurrent states) of `previous`.
+
+    Tokens that are read again overwrite their slots, so slots need no restoring.
+    """
+    choose = lambda old, new: new if _has_slots(new) else old
+    return jax.tree.map(choose, previous, current, is_leaf=_has_slots)
 
 
 def _propose(
-    draft: Draft, rows: Rows, draws: Draws
+    draft: Draft, rows: Rows, sampling: SamplingState
 ) -> tuple[Int[Array, "batch proposed"], Float[Array, "batch proposed vocab"], PyTree]:
-    """Tokens drawn from the draft, their distributions, and its cache with what it had not read of the rows."""
-    proposing = dataclasses.replace(draws, key=jax.random.fold_in(draws.key, _PROPOSALS))
-    places = rows.cache.read[:, None] + jnp.arange(draft.tokens + 1, dtype=jnp.int32)
-    is_new = ~rows.done[:, None] & (places < rows.lengths[:, None])
-    ids = jnp.take_along_axis(rows.ids, jnp.where(is_new, places, 0), axis=1)
-    tokens = Tokens(jnp.where(is_new, places, -1))
-    hidden, known = draft.read(ids, rows.cache.hidden, tokens, rows.cache.draft)
-    newest = jnp.maximum(rows.lengths - 1 - rows.cache.read, 0)
+    """Draw tokens from the draft; return them, their distributions, and the cache after the rows' own tokens."""
+    draft_sampling = dataclasses.replace(sampling, key=jax.random.fold_in(sampling.key, _PROPOSAL_STREAM))
+    positions = rows.cache.draft_length[:, None] + jnp.arange(draft.tokens + 1, dtype=jnp.int32)
+    is_new = ~rows.done[:, None] & (positions < rows.lengths[:, None])
+    ids = jnp.take_along_axis(rows.ids, jnp.where(is_new, positions, 0), axis=1)
+    tokens = Tokens(jnp.where(is_new, positions, -1))
+    hidden, known_cache = draft.read(ids, rows.cache.hidden, tokens, rows.cache.draft)
+    newest = jnp.maximum(rows.lengths - 1 - rows.cache.draft_length, 0)
     hidden = jnp.take_along_axis(hidden, newest[:, None, None], axis=1)[:, 0]
 
-    def choose(hidden: Array, held: Array, lengths: Array) -> tuple[Array, Array, Array]:
-        logits = draws.transforms(draft.logits(hidden), History(held, lengths))
-        chosen = jnp.maximum(pick(logits, lengths, proposing), 0)  # a draft that may propose nothing is never taken
-        return chosen, jax.nn.softmax(logits, axis=-1), _with_tokens(held, lengths[:, None], chosen[:, None])
+    def choose(hidden: Array, history: Array, lengths: Array) -> tuple[Array, Array, Array]:
+        logits = sampling.transforms(draft.logits(hidden), History(history, lengths))
+        # A draft with no candidate proposes id 0 with probability NaN, which is never accepted.
+        proposal = jnp.maximum(sample_ids(logits, lengths, draft_sampling), 0)
+        history = _write_tokens(history, lengths[:, None], proposal[:, None])
+        return proposal, jax.nn.softmax(logits, axis=-1), history
 
-    def step(carry: tuple, number: Array) -> tuple[tuple, tuple]:
-        chosen, hidden, held, cache = carry
-        place = rows.lengths + number
-        tokens = Tokens(jnp.where(rows.done | (place >= rows.limits - 1), -1, place)[:, None])
-        hidden, cache = draft.read(chosen[:, None], hidden[:, None], tokens, cache)
-        chosen, offered, held = choose(hidden[:, 0], held, place + 1)
-        return (chosen, hidden[:, 0], held, cache), (chosen, offered)
+    def propose_next(carry: tuple, number: Array) -> tuple[tuple, tuple]:
+        proposal, hidden, history, cache = carry
+        position = rows.lengths + number
+        tokens = Tokens(jnp.where(rows.done | (position >= rows.limits - 1), -1, position)[:, None])
+        hidden, cache = draft.read(proposal[:, None], hidden[:, None], tokens, cache)
+        proposal, probabilities, history = choose(hidden[:, 0], history, position + 1)
+        return (proposal, hidden[:, 0], history, cache), (proposal, probabilities)
 
-    first, offered, held = choose(hidden, rows.ids, rows.lengths)
+    first_id, first_probabilities, history = choose(hidden, rows.ids, rows.lengths)
     numbers = jnp.arange(draft.tokens - 1, dtype=jnp.int32)
-    (*_, cache), others = jax.lax.scan(step, (first, hidden, held, known), numbers)
-    ids, offered = (jnp.concatenate([one[None], more]) for one, more in zip((first, offered), others))
-    return ids.swapaxes(0, 1), offered.swapaxes(0, 1), with_states_of(known, cache)
+    carry = first_id, hidden, history, known_cache
+    (*_, cache), (later_ids, later_probabilities) = jax.lax.scan(propose_next, carry, numbers)
+    proposals = jnp.concatenate([first_id[None], later_ids])
+    probabilities = jnp.concatenate([first_probabilities[None], later_probabilities])
+    return proposals.swapaxes(0, 1), probabilities.swapaxes(0, 1), restore_states(known_cache, cache)
 
 
 def _probabilities(
-    logits: Float[Array, "batch vocab"], ids: Int[Array, "batch seq"], lengths: Int[Array, "batch"], draws: Draws
+    logits: Float[Array, "batch vocab"],
+    ids: Int[Array, "batch seq"],
+    lengths: Int[Array, "batch"],
+    sampling: SamplingState,
 ) -> Float[Array, "batch vocab"]:
-    return jax.nn.softmax(draws.transforms(logits, History(ids, lengths)), axis=-1)
+    return jax.nn.softmax(sampling.transforms(logits, History(ids, lengths)), axis=-1)
 
 
-def _shares(rows: Rows, count: int, draws: Draws) -> Float[Array, "batch proposed"]:
-    """Uniform numbers, one for each proposal by its row and position; zeros where nothing is random."""
-    places = rows.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)
-    if draws.transforms.is_greedy:
-        return jnp.zeros(places.shape, jnp.float32)
-    keys = token_keys(jax.random.fold_in(draws.key, _SHARES), draws.examples, places)
+def _draw_uniforms(rows: Rows, count: int, sampling: SamplingState) -> Float[Array, "batch proposed"]:
+    """Draw one uniform number for each proposal, by its row and position; return zeros for greedy sampling."""
+    positions = rows.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)
+    if sampling.transforms.is_greedy:
+        return jnp.zeros(positions.shape, jnp.float32)
+    keys = token_keys(jax.random.fold_in(sampling.key, _ACCEPTANCE_STREAM), sampling.examples, positions)
     return jax.vmap(jax.vmap(jax.random.uniform))(keys)
 
 
-def _with_tokens(
-    ids: Int[Array, "batch seq"], places: Int[Array, "batch new"], new: Int[Array, "batch new"]
+def _write_tokens(
+    ids: Int[Array, "batch seq"], positions: Int[Array, "batch new"], new_ids: Int[Array, "batch new"]
 ) -> Int[Array, "batch seq"]:
-    return ids.at[jnp.arange(len(ids))[:, None], places].set(new, mode="drop")
+    return ids.at[jnp.arange(len(ids))[:, None], positions].set(new_ids, mode="drop")
 
 
-def _takes_back(cache: PyTree) -> bool:
-    """Whether all that a cache holds is in slots, where tokens read anew take the places of others."""
+def _can_roll_back(cache: PyTree) -> bool:
+    """Return whether the cache consists of slots only, which tokens that are read again overwrite."""
     return all(_has_slots(node) for node in jax.tree.leaves(cache, is_leaf=_has_slots))
 
 
@@ -225,5 +382,5 @@ def _has_slots(node: object) -> bool:
     return isinstance(node, SlotCache)
 
 
-# Folded into the key, so that proposals, shares and the model's own draws at one position are independent.
-_PROPOSALS, _SHARES = 2**31 - 2, 2**31 - 3
+# Folded into the key, so that proposals, acceptance and the model's own draws at one position are independent.
+_PROPOSAL_STREAM, _ACCEPTANCE_STREAM = 2**31 - 2, 2**31 - 3

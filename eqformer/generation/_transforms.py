@@ -1,7 +1,7 @@
-"""Changes to the logits before a token is drawn: temperature, truncations, penalties; each a module, in any order.
+"""Transforms of the logits before a token is drawn: temperature, truncations, penalties; modules in any order.
 
-All compute in float32 at least, and return that. Extreme settings behave like their limit: where float32 would
-overflow, only the likeliest token is left. No setting turns finite logits into NaN.
+All compute and return float32 at least. Extreme settings behave like their limit: where float32 would overflow, only
+the likeliest token stays. No setting turns finite logits into NaN.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,9 @@ Transform = Callable[[Array, History], Array]
 
 
 class Temperature(eqx.Module):
-    """Logits divided by `temperature`; at 0 only the likeliest token is left (of equal ones the lowest id).
+    """Division of the logits by `temperature`; at 0 only the likeliest token stays (of equal ones the lowest id).
 
-    The value is an array, so that another temperature does not compile again; whether it is 0 is static.
+    The temperature is an array, so that another value reuses the compiled program; whether it is 0 is static.
     """
 
     temperature: Float[Array, ""]
@@ -48,15 +48,15 @@ class Temperature(eqx.Module):
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Flatten the distribution above 1, sharpen it below."""
-        logits = _widened(logits)
+        logits = _to_float32(logits)
         if self.is_greedy:
             likeliest = jnp.argmax(logits, axis=-1, keepdims=True)
-            return _only(jnp.arange(logits.shape[1]) == likeliest, logits)
-        return _within_range(logits / self.temperature.astype(logits.dtype), logits)
+            return _mask_logits(jnp.arange(logits.shape[1]) == likeliest, logits)
+        return _limit_overflow(logits / self.temperature.astype(logits.dtype), logits)
 
 
 class TopK(eqx.Module):
-    """The `top_k` likeliest tokens (Fan et al. 2018), exactly so many: of equal ones those with the lowest ids."""
+    """Truncation to exactly `top_k` likeliest tokens (Fan et al. 2018); of equal ones the lowest ids stay."""
 
     top_k: int = eqx.field(static=True)
 
@@ -66,15 +66,16 @@ class TopK(eqx.Module):
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Set all but the `top_k` largest logits to minus infinity."""
-        logits = _widened(logits)
+        logits = _to_float32(logits)
         if self.top_k >= logits.shape[1]:
             return logits
         least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
-        return _only(_at_least(logits, least, self.top_k), logits)
+        return _mask_logits(_select_top(logits, least, self.top_k), logits)
 
 
 class TopP(eqx.Module):
-    """The fewest likeliest tokens that together have probability `top_p` (nucleus sampling, Holtzman et al. 2020)."""
+    """Nucleus sampling: truncation to the fewest likeliest tokens of total probability `top_p` (Holtzman et al.
+    2020)."""
 
     top_p: Float[Array, ""]
 
@@ -85,7 +86,7 @@ class TopP(eqx.Module):
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Drop every token whose likelier tokens already sum to `top_p`; equal tokens are ordered by their ids."""
-        logits = _widened(logits)
+        logits = _to_float32(logits)
         falling = -jnp.sort(-logits, axis=-1)
         sums = jnp.cumsum(jax.nn.softmax(falling, axis=-1), axis=-1)
         # Shift the sums: `sums - share` would cancel, and at a tie keep a token too many.
@@ -95,11 +96,11 @@ class TopP(eqx.Module):
         inside = (sums_before < threshold) | (self.top_p >= 1)
         count = jnp.maximum(jnp.sum(inside, axis=-1, keepdims=True), 1)
         least = jnp.take_along_axis(falling, count - 1, axis=-1)
-        return _only(_at_least(logits, least, count), logits)
+        return _mask_logits(_select_top(logits, least, count), logits)
 
 
 class MinP(eqx.Module):
-    """The tokens at least `min_p` times as likely as the likeliest (Nguyen et al. 2024)."""
+    """Truncation to tokens at least `min_p` times as likely as the likeliest (Nguyen et al. 2024)."""
 
     min_p: Float[Array, ""]
 
@@ -112,17 +113,16 @@ class MinP(eqx.Module):
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Keep the tokens for which `logit - peak >= log(min_p)`."""
-        logits = _widened(logits)
+        logits = _to_float32(logits)
         peak = jnp.max(logits, axis=-1, keepdims=True)
         threshold = jnp.log(self.min_p).astype(logits.dtype) * (1 + _ROUNDING)  # at most 0
-        return _only((logits == peak) | (logits - peak >= threshold), logits)
+        return _mask_logits((logits == peak) | (logits - peak >= threshold), logits)
 
 
 class RepetitionPenalty(eqx.Module):
-    """For each token that occurs in the row, prompt included: divides a positive logit by `penalty`, multiplies a
-    negative one.
+    """Repetition penalty of CTRL (Keskar et al. 2019), for each token that occurs in the row, prompt included.
 
-    CTRL's penalty (Keskar et al. 2019) as it is commonly computed: above 1 it discourages repetition, below 1 it
+    A positive logit is divided by `penalty`, a negative one multiplied: above 1 discourages repetition, below 1
     encourages it. How often a token occurred makes no difference.
     """
 
@@ -134,47 +134,47 @@ class RepetitionPenalty(eqx.Module):
         self.penalty = _as_float32(penalty)
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
-        """Penalise the tokens in the history."""
-        logits = _widened(logits)
+        """Penalize the tokens in the history."""
+        logits = _to_float32(logits)
         batch, vocab = logits.shape
-        held = jnp.arange(history.ids.shape[1]) < history.lengths[:, None]
-        ids = jnp.where(held, history.ids, vocab)  # beyond the last token: dropped
-        seen = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], ids].set(True, mode="drop")
+        in_row = jnp.arange(history.ids.shape[1]) < history.lengths[:, None]
+        ids = jnp.where(in_row, history.ids, vocab)  # entries behind the row's last token are dropped
+        occurs = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], ids].set(True, mode="drop")
         penalty = self.penalty.astype(logits.dtype)
-        changed = lambda logits: jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+        penalize = lambda logits: jnp.where(occurs, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
         # The penalty is homogeneous: logits scaled down have scaled-down results. So where a row overflows, the scaled
         # logits still show which token is the likeliest.
         size = jnp.max(jnp.where(jnp.isfinite(logits), jnp.abs(logits), 0), axis=-1, keepdims=True)
-        return _within_range(changed(logits), changed(logits / jnp.clip(size, 1, 2.0**126)))
+        return _limit_overflow(penalize(logits), penalize(logits / jnp.clip(size, 1, 2.0**126)))
 
 
 class Chain(eqx.Module):
-    """Several transforms, applied one after another; itself a transform."""
+    """Several transforms in order; a chain is a transform, too."""
 
     transforms: tuple[Transform, ...]
 
     @property
     def is_greedy(self) -> bool:
-        """Whether one of them leaves only the likeliest token, so that no random numbers are needed."""
+        """Whether one of the transforms keeps only the likeliest token, so that no random numbers are needed."""
         return any(isinstance(transform, Temperature) and transform.is_greedy for transform in self.transforms)
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
-        """Apply them from the first to the last."""
-        logits = _widened(logits)
+        """Apply the transforms from the first to the last."""
+        logits = _to_float32(logits)
         for transform in self.transforms:
-            given, logits = logits, transform(logits, history)
-            if logits.shape != given.shape or not jnp.issubdtype(logits.dtype, jnp.floating):
+            previous, logits = logits, transform(logits, history)
+            if logits.shape != previous.shape or not jnp.issubdtype(logits.dtype, jnp.floating):
                 name = getattr(transform, "__name__", type(transform).__name__)
                 raise ValueError(
-                    f"{name}(logits, history): a transform gives a logit for each id, but of {given.dtype}"
-                    f"{[*given.shape]} it made {logits.dtype}{[*logits.shape]}; return floats of the shape that it is "
-                    "given, minus infinity for ids that must not be drawn."
+                    f"{name}(logits, history): a transform returns one logit for each id, but from {previous.dtype}"
+                    f"{[*previous.shape]} it made {logits.dtype}{[*logits.shape]}; return floats of the shape that it "
+                    "gets, minus infinity for ids that must not be drawn."
                 )
         return logits
 
 
 def chain(*transforms: Transform) -> Chain:
-    """One transform that applies `transforms` in the order given."""
+    """Join transforms to one that applies them in order."""
     flat = (part.transforms if isinstance(part, Chain) else (part,) for part in transforms)
     return Chain(tuple(part for parts in flat for part in parts))
 
@@ -187,9 +187,9 @@ def sampling(
     min_p: float | int | None = None,
     repetition_penalty: float | int | None = None,
 ) -> Chain:
-    """The usual transforms in the usual order: penalty, temperature, top-k, top-p, min-p; those not given are left out.
+    """Join the usual transforms in the usual order: penalty, temperature, top-k, top-p, min-p.
 
-    It is the order of Hugging Face's `generate`: truncations see the distribution that the temperature has shaped.
+    The order is that of transformers' `generate`: truncations see the distribution after the temperature.
     """
     return chain(
         *(() if repetition_penalty is None else (RepetitionPenalty(repetition_penalty),)),
@@ -201,35 +201,35 @@ def sampling(
 
 
 def _as_float32(setting: float | int) -> Float[Array, ""]:
-    """The setting, clamped to 2^-100 .. 2^100, so that neither it nor its reciprocal overflows; 0 stays 0."""
+    """Clamp a setting to 2^-100 .. 2^100, so that neither the setting nor its reciprocal overflows; 0 stays 0."""
     # Beyond 1e30 and 1e-30 results no longer change. XLA may replace a division by a product with the reciprocal.
     return jnp.asarray(min(max(setting, 2.0**-100), 2.0**100) if setting else 0.0, jnp.float32)
 
 
-def _widened(logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+def _to_float32(logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
     return logits.astype(at_least_float32(logits.dtype))
 
 
-def _within_range(
-    changed: Float[Array, "batch vocab"], merit: Float[Array, "batch vocab"]
+def _limit_overflow(
+    logits: Float[Array, "batch vocab"], fallback: Float[Array, "batch vocab"]
 ) -> Float[Array, "batch vocab"]:
-    """The changed logits; in rows whose maximum overflowed, only the tokens with the highest `merit` are left.
+    """Return the logits; in rows whose maximum overflowed, keep only the tokens with the highest `fallback`.
 
     That is the limit: logits of that size, if they differ at all, differ by more than any noise could make up.
     """
-    highest, best = (jnp.max(x, axis=-1, keepdims=True) for x in (changed, merit))
-    limit = jnp.where(merit == best, jnp.zeros_like(merit), -jnp.inf)
-    return jnp.where(jnp.isinf(highest) & jnp.isfinite(best), limit, changed)
+    highest, best = (jnp.max(x, axis=-1, keepdims=True) for x in (logits, fallback))
+    limit = jnp.where(fallback == best, jnp.zeros_like(fallback), -jnp.inf)
+    return jnp.where(jnp.isinf(highest) & jnp.isfinite(best), limit, logits)
 
 
-def _only(kept: Bool[Array, "batch vocab"], logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
-    return jnp.where(kept, logits, -jnp.inf)
+def _mask_logits(keep: Bool[Array, "batch vocab"], logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+    return jnp.where(keep, logits, -jnp.inf)
 
 
-def _at_least(
+def _select_top(
     logits: Float[Array, "batch vocab"], least: Float[Array, "batch 1"], count: int | Int[Array, "batch 1"]
 ) -> Bool[Array, "batch vocab"]:
-    """The logits above `least` and, of those equal to it, as many with the lowest ids as make up `count`."""
+    """Select `count` logits: all above `least` and, of those equal to `least`, the ones with the lowest ids."""
     above, equal = logits > least, logits == least
     room = count - jnp.sum(above, axis=-1, keepdims=True)
     return above | (equal & (jnp.cumsum(equal, axis=-1) <= room))

@@ -196,21 +196,21 @@ def gather_and_project(
     computed for this device's rows (over `tensor`) only. `overlap` hides the reduce-scatters behind products or, where
     `fsdp` has one device, the all-gather.
     """
-    own = (lambda y: own_part(y, TENSOR, 0)) if by_rows else (lambda y: y)
+    own_rows = (lambda y: own_part(y, TENSOR, 0)) if by_rows else (lambda y: y)
     if overlap == "none" or jax.lax.axis_size(FSDP) > 1:
         full = send.all_gather("stream for wide maps", x, TENSOR, 2)
         product = lambda w: matmul_reduce_scatter(full, w, FSDP, scatter="outputs", overlap=overlap, name="wide maps")
         products = list(map(product, weights))
-        return products, [_product(own(full), w).astype(x.dtype) for w in narrow]
+        return products, [_product(own_rows(full), w).astype(x.dtype) for w in narrow]
 
     def accumulate(sums: Sequence[Array], piece: Array, start: Array) -> Sequence[Array]:
-        parts = [piece] * len(weights) + [own(piece)] * len(narrow)
+        parts = [piece] * len(weights) + [own_rows(piece)] * len(narrow)
         columns = (_columns(w, start, piece.shape[2]) for w in (*weights, *narrow))
         return [total + _product(*pair) for total, *pair in zip(sums, parts, columns)]
 
     sum_dtype = nn.at_least_float32(x.dtype)
     zeros = [jnp.zeros((*x.shape[:2], len(w)), sum_dtype) for w in weights]
-    zeros += [jnp.zeros((*own(x).shape[:2], len(w)), sum_dtype) for w in narrow]
+    zeros += [jnp.zeros((*own_rows(x).shape[:2], len(w)), sum_dtype) for w in narrow]
     sums = circulate(Ring("stream for wide maps", TENSOR, overlap == "bidirectional"), x, 2, accumulate, zeros)
     sums = [y.astype(x.dtype) for y in sums]
     return sums[: len(weights)], sums[len(weights) :]

@@ -134,8 +134,8 @@ def _check(layout: WeightStationary) -> None:
     """Raise a `ValueError` for a mesh or a layer that the layout does not support."""
     sizes, model = axis_sizes(layout.mesh), layout.model
     call = f"WeightStationary over fsdp={sizes.get(FSDP)}, tensor={sizes.get(TENSOR)}"
-    if others := {axis: size for axis, size in sizes.items() if axis not in STREAM and size > 1}:
-        raise ValueError(f"{call}: weights are split over these two axes alone; make {others} of size 1.")
+    if other_axes := {axis: size for axis, size in sizes.items() if axis not in STREAM and size > 1}:
+        raise ValueError(f"{call}: weights are split over these two axes alone; make {other_axes} of size 1.")
     count = layout.mesh.size
     _divides(call, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
     if any(not isinstance(linear.products, nn.InComputeDtype) for linear in nn.linear_maps(model)):

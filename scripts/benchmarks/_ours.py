@@ -90,7 +90,7 @@ def decode(
 ) -> Callable[[], Any]:
     """Greedy decoding with a cache, of a model with a `change`; `apart` takes the layers out of their stack first."""
     model = eqx.filter_jit(lambda key: change(precision.apply(models.build(numbers, key=key))))(jax.random.key(0))
-    return greedy(generation.unstacked(model) if apart else model, ids, new)
+    return greedy(generation.unstack_layers(model) if apart else model, ids, new)
 
 
 def greedy(model: nn.Transformer, ids: np.ndarray, new: int) -> Callable[[], Any]:

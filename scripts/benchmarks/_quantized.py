@@ -56,7 +56,7 @@ def _of_folder(folder: Path, name: str, rounds: int) -> Iterator[Row]:
     load = partial(models.load, folder / "coded", dtype="float32")
     decoded, new = load(), 16
     found, config = {"kept": load(weights="kept"), "decoded": decoded}, models.read_config(folder / "coded")
-    apart = {way: generation.unstacked(one) for way, one in found.items()}
+    apart = {way: generation.unstack_layers(one) for way, one in found.items()}
     run = eqx.filter_jit(lambda model, ids: model(ids)[0])
     theirs = None
     if _peers.are_installed():

@@ -62,7 +62,7 @@ def _forward(folder: Path, name: str, config: models.ModelConfig, rounds: int) -
     model = models.load(folder)
     ids = np.random.default_rng(0).integers(1, SHAPE["vocab"], (ROWS, SEQ), dtype=np.int32)
     run = eqx.filter_jit(lambda model, ids: model(ids)[0])
-    apart = generation.unstacked(model)
+    apart = generation.unstack_layers(model)
     forward: dict[str, Callable[[], Any]] = {
         "eqformer": lambda: run(model, jnp.asarray(ids)).block_until_ready(),
         "eqformer, layers apart": lambda: run(apart, jnp.asarray(ids)).block_until_ready(),

@@ -227,7 +227,7 @@ class Trainer:
 
     def _write_sample(self, model: Any, step: int) -> None:
         asked = self.tokenizer.encode(self.recipe.prompt).tolist() or [self.tokenizer.end_of_text]
-        prompt, most = generation.within_positions(model, asked, 160)
+        prompt, most = generation.fit_to_positions(model, asked, 160)
         written = generation.generate(
             model,
             [prompt],

@@ -36,7 +36,7 @@ def test_a_row_without_a_token_is_an_error(model, transforms, monkeypatch):
     given = {"max_new_tokens": 5, "transforms": transforms, "key": KEY}
     with pytest.raises(ValueError, match="transforms left a row no token to draw"):
         generation.generate(model, [[5, 9], [3, 4]], **given)
-    monkeypatch.setattr(_generate, "check_sound", lambda sound, left: None)
+    monkeypatch.setattr(_generate, "check_logits", lambda are_numbers, have_candidates: None)
     assert generation.generate(model, [[5, 9], [3, 4]], **given).ids.min() == 0  # an id that nothing allowed
 
 
@@ -68,7 +68,7 @@ def test_what_are_no_logits_is_named(model, change, made):
     def changed(logits, history):
         return change(logits)
 
-    with pytest.raises(ValueError, match=rf"changed\(logits, history\): .* of float32.1, 61. it made {made}"):
+    with pytest.raises(ValueError, match=rf"changed\(logits, history\): .* from float32.1, 61. it made {made}"):
         generation.generate(model, [[5, 9]], max_new_tokens=2, transforms=changed, key=KEY)
     chain, history = generation.chain(lambda logits, history: logits), generation.History
     logits = jnp.ones((1, 61))

@@ -201,11 +201,11 @@ def test_one_program_serves_other_prompts_counts_temperatures_and_keys(plain):
 def test_weights_are_arguments_and_logits_are_of_last_tokens_alone(model):
     """In the compiled text: no constant as large as a weight, no logits of every token of the prompt."""
     from eqformer.generation._decode import Sizes
-    from eqformer.generation._generate import _whole, draws_of
+    from eqformer.generation._generate import _generate, make_sampling_state
 
     ids, lengths = jnp.ones((3, 64), jnp.int32), jnp.array([5, 1, 9], jnp.int32)
-    draws = draws_of(model, 3, (), None, None, KEY)
-    lowered = _whole.lower(model, ids, lengths, jnp.asarray(4, jnp.int32), draws, False, Sizes(64, 64, None))
+    draws = make_sampling_state(model, 3, (), None, None, KEY)
+    lowered = _generate.lower(model, ids, lengths, jnp.asarray(4, jnp.int32), draws, False, Sizes(64, 64, None))
     text = lowered.as_text()
     assert "tensor<3x64x32xf32>" in text and "tensor<3x61xf32>" in text
     assert "tensor<3x64x61xf32>" not in text
@@ -237,11 +237,11 @@ def test_bfloat16_writes_finite_text():
 @pytest.mark.quick
 def test_draws_follow_the_distribution():
     """Of many rows of one prompt, each with a number of its own, tokens come as often as they are likely."""
-    from eqformer.generation._decode import draw, Draws
+    from eqformer.generation._decode import draw, SamplingState
 
     logits = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
     count = 20_000
-    draws = Draws(generation.chain(), KEY, jnp.arange(count, dtype=jnp.int32), jnp.zeros(0, jnp.int32))
+    draws = SamplingState(generation.chain(), KEY, jnp.arange(count, dtype=jnp.int32), jnp.zeros(0, jnp.int32))
     history = generation.History(jnp.zeros((count, 1), jnp.int32), jnp.ones(count, jnp.int32))
     ids = np.asarray(eqx.filter_jit(draw)(jnp.broadcast_to(logits, (count, 4)), history, draws))
     share = np.bincount(ids, minlength=4) / count

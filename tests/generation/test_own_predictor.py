@@ -75,8 +75,8 @@ def test_greedy_text_is_unchanged_and_proposals_are_those_without_a_cache(kind):
     plain = generation.generate(model, PROMPTS, **given)
     assert found.new_ids() == plain.new_ids()
     want = [counted(model, [*row, *new], len(row)) for row, new in zip(PROMPTS, plain.new_ids())]
-    assert [*zip(found.drafted.steps.tolist(), found.drafted.accepted.tolist())] == want
-    assert 0.1 < found.drafted.acceptance < 0.9
+    assert [*zip(found.draft.steps.tolist(), found.draft.accepted.tolist())] == want
+    assert 0.1 < found.draft.acceptance < 0.9
 
 
 def test_a_model_without_a_predictor_has_no_draft_of_its_own():

@@ -8,8 +8,8 @@ import pytest
 
 from eqformer import kernels, models, nn
 from eqformer.generation._decode import prefill
-from eqformer.generation._generate import draws_of
-from eqformer.generation._prompts import prepare
+from eqformer.generation._generate import make_sampling_state
+from eqformer.generation._prompts import pad_prompts
 
 
 HEADS, SHORT, LONG = 4, 2048, 6144
@@ -20,8 +20,8 @@ def held(prompt: int, prefill_chunk: int | None = None, core=None) -> int:
     config = models.LlamaConfig(vocab=64, embed=32, layers=2, heads=HEADS, kv_heads=2, mlp=64)
     shapes = eqx.filter_eval_shape(lambda: nn.run_with(models.build(config, key=jax.random.key(0)), core=core))
     arrays, rest = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    given = prepare(shapes, [np.zeros(prompt, int)], None, 8, prefill_chunk)
-    draws = draws_of(shapes, 1, (), None, None, jax.random.key(0))
+    given = pad_prompts(shapes, [np.zeros(prompt, int)], None, 8, prefill_chunk)
+    draws = make_sampling_state(shapes, 1, (), None, None, jax.random.key(0))
 
     def run(arrays, ids, lengths, draws):
         model = eqx.combine(arrays, rest)
@@ -51,5 +51,5 @@ def test_a_core_that_holds_the_scores_is_found_out():
 def test_long_prompts_are_read_in_even_chunks():
     model = eqx.filter_eval_shape(lambda: models.build("llama-byte-1m", key=jax.random.key(0)))
     for length, width, chunk in ((3, 64, None), (1024, 1024, None), (1025, 1152, 576), (3000, 3072, 1024)):
-        given = prepare(model, [np.zeros(length, int)], None, 8, None)
+        given = pad_prompts(model, [np.zeros(length, int)], None, 8, None)
         assert (given.ids.shape[1], given.sizes.chunk) == (width, chunk)

@@ -29,7 +29,7 @@ def model():
         ([[1, 2], [3, 61]], {}, "prompt 1 holds the id 61, but the model's 61 ids are 0 to 60"),
         ([[-1]], {}, "prompt 0 holds the id -1"),
         ([[0.5]], {}, "prompt 0 holds float64; ids must be integers"),
-        ([[1]], dict(lengths=[1]), "give lengths with arrays alone"),
+        ([[1]], dict(lengths=[1]), "give lengths with arrays only"),
         (np.ones((2, 3), int), dict(lengths=[3]), "one length a row"),
         (np.ones((2, 3), int), dict(lengths=[4, 1]), "of at most 3"),
         (np.ones((2, 3), int), dict(lengths=[0, 1]), "prompt 0 has 0 ids"),
@@ -49,17 +49,17 @@ def test_bad_input_is_refused(model, prompts, given, message):
 @pytest.mark.parametrize("length, read, written", [(16, 16, 5), (30, 20, 1), (1, 1, 20)])
 def test_samples_stay_within_learned_positions(model, length, read, written):
     prompt = list(range(length))
-    kept, most = generation.within_positions(model, prompt, 160)
+    kept, most = generation.fit_to_positions(model, prompt, 160)
     assert kept == prompt[-read:] and most == written
-    _prompts.prepare(model, [kept], None, most, None)
+    _prompts.pad_prompts(model, [kept], None, most, None)
     with pytest.raises(ValueError, match="20 learned positions"):
-        _prompts.prepare(model, [kept], None, most + 1, None)
-    assert generation.within_positions(make_model("sliding window"), prompt, 160) == (prompt, 160)
+        _prompts.pad_prompts(model, [kept], None, most + 1, None)
+    assert generation.fit_to_positions(make_model("sliding window"), prompt, 160) == (prompt, 160)
 
 
 def test_an_array_of_one_prompt_is_refused():
     """Where no shapes are checked, as they are in tests."""
-    rows = inspect.unwrap(_prompts._rows)
+    rows = inspect.unwrap(_prompts._split_rows)
     assert len(rows(np.ones((1, 3), int), None)) == 1
     with pytest.raises(ValueError, match=r"prompts of shape \(3,\)\): .* give prompts\[None\] for a single one"):
         rows(np.ones(3, int), None)

@@ -14,7 +14,7 @@ from generation_reference import KINDS, LITERAL, logits_after, make_model
 
 from eqformer import generation, models
 from eqformer.generation import _speculative
-from eqformer.generation._speculative import judged
+from eqformer.generation._speculative import accept_proposals
 
 
 KEY = jax.random.key(7)
@@ -51,7 +51,7 @@ def test_greedy_text_is_unchanged(model, plain):
     found = write(model, draft, log_probabilities=True)
     assert found.new_ids() == plain.new_ids()
     np.testing.assert_allclose(found.log_probabilities, plain.log_probabilities, atol=1e-4)
-    told = found.drafted
+    told = found.draft
     assert 0.1 < told.acceptance < 0.9 and told.acceptance == told.accepted.sum() / told.proposed.sum()
     assert (told.added == NEW - 1).all() and told.tokens_per_step == told.added.sum() / told.steps.sum()
     # Each step adds what is taken and a token of the model's own, but for a limit that cuts the last one.
@@ -66,8 +66,8 @@ def test_greedy_text_is_unchanged(model, plain):
 
 def test_a_model_that_is_its_own_draft_takes_every_proposal(model, plain):
     found = write(model, model, log_probabilities=True)
-    assert found.new_ids() == plain.new_ids() and found.drafted.acceptance == 1
-    assert found.drafted.steps.tolist() == [6] * 3  # 1 + 6 * 4 tokens
+    assert found.new_ids() == plain.new_ids() and found.draft.acceptance == 1
+    assert found.draft.steps.tolist() == [6] * 3  # 1 + 6 * 4 tokens
 
 
 @pytest.mark.grid
@@ -91,8 +91,8 @@ def test_states_that_cannot_be_taken_back(make, monkeypatch):
     model = eqx.filter_jit(make)()
     plain = write(model)
     found = write(model, near(model))
-    assert found.new_ids() == plain.new_ids() and 0 < found.drafted.acceptance < 1
-    monkeypatch.setattr(_speculative, "_takes_back", lambda cache: True)
+    assert found.new_ids() == plain.new_ids() and 0 < found.draft.acceptance < 1
+    monkeypatch.setattr(_speculative, "_can_roll_back", lambda cache: True)
     eqx.clear_caches()
     try:
         assert write(model, near(model), draft_tokens=2).new_ids() != plain.new_ids()
@@ -109,7 +109,7 @@ def test_every_attention(kind):
             write(model, model)
         return
     found = write(model, near(model))
-    assert found.new_ids() == write(model).new_ids() and 0 < found.drafted.acceptance < 1
+    assert found.new_ids() == write(model).new_ids() and 0 < found.draft.acceptance < 1
 
 
 @pytest.mark.quick
@@ -129,7 +129,7 @@ def test_draws_have_the_models_distribution():
         with jax.enable_x64(True):
             of_each = lambda x: jnp.asarray(np.broadcast_to(x, (3, *x.shape)))
             proposals = of_each(np.array([one, two], np.int32))
-            counts, rests = map(np.asarray, judged(of_each(p), of_each(q), proposals, jnp.asarray(shares)))
+            counts, rests = map(np.asarray, accept_proposals(of_each(p), of_each(q), proposals, jnp.asarray(shares)))
         for chance, count, rest in zip(of_pattern, counts, rests / rests.sum(1, keepdims=True)):
             chance = chance * q[0, one] * q[1, two]
             if count == 0:
@@ -149,7 +149,7 @@ def test_many_texts_are_distributed_as_the_models_are():
     count, prompt, draft = 6000, [5, 9, 2], near(model, 0.3)
     given: dict[str, Any] = dict(max_new_tokens=3, transforms=generation.sampling(**settings), key=KEY)
     found: Any = generation.generate(model, [prompt] * count, draft=draft, draft_tokens=2, **given)
-    assert 0.2 < found.drafted.acceptance < 0.9
+    assert 0.2 < found.draft.acceptance < 0.9
     pairs = [tuple(row[:2]) for row in found.new_ids()]
 
     def chances(model):
@@ -181,7 +181,7 @@ def test_a_stream_is_the_text_of_generate_and_tells_of_its_draft(model):
     whole: Any = generation.generate(model, [PROMPTS[0]], **given)
     stream: Any = generation.stream(model, PROMPTS[0], stride=5, **given)
     assert list(stream) == whole.new_ids()[0]
-    assert stream.drafted.accepted == whole.drafted.accepted and stream.drafted.steps == whole.drafted.steps
+    assert stream.draft.accepted == whole.draft.accepted and stream.draft.steps == whole.draft.steps
 
 
 @pytest.mark.parametrize(

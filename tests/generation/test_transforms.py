@@ -253,7 +253,7 @@ def test_no_extremes_together_give_nan():
 
 def test_the_coldest_temperature_is_greedy():
     """What is drawn, noise included."""
-    draws = lambda temperature: decode.Draws(
+    draws = lambda temperature: decode.SamplingState(
         generation.sampling(temperature=temperature), jax.random.key(0), jnp.arange(ROWS), jnp.asarray([-1])
     )
     draw = eqx.filter_jit(decode.draw)

@@ -24,7 +24,7 @@ def step(model):
 
 def test_layers_apart_give_the_logits_of_the_stack():
     model = make_model("sliding window")
-    apart = generation.unstacked(model)
+    apart = generation.unstack_layers(model)
     assert [len(stack) for stack in apart.stacks] == [1, 1]
     found, wanted = quickly(step, apart), quickly(step, model)
     np.testing.assert_allclose(found, wanted, atol=2e-5)
@@ -39,7 +39,7 @@ def test_a_platform_that_copies_what_a_loop_reads_has_layers_apart():
 
     def lengths(config, *where):
         model = eqx.filter_eval_shape(models.build, config, key=jax.random.key(0))
-        return [len(stack) for stack in eqx.filter_eval_shape(generation.for_platform, model, *where).stacks]
+        return [len(stack) for stack in eqx.filter_eval_shape(generation.unstack_for_platform, model, *where).stacks]
 
     wide = models.LlamaConfig(vocab=16, embed=4096, layers=2, heads=32, kv_heads=1, mlp=2**20)
 

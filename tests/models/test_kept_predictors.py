@@ -77,4 +77,4 @@ def test_a_model_that_is_split_drafts_for_itself(tmp_path):
     )
     for other in others:
         assert np.array_equal(one.ids, other.ids)
-        assert np.array_equal(one.drafted.accepted, other.drafted.accepted)  # pyright: ignore[reportOptionalMemberAccess]
+        assert np.array_equal(one.draft.accepted, other.draft.accepted)  # pyright: ignore[reportOptionalMemberAccess]

@@ -107,8 +107,8 @@ def test_text_with_a_draft(name, mesh):
         written(model, 3, draft=draft),
         written(planned(model, plan), 3, draft=planned(draft, plan)),
     )
-    assert same(found, alone) and 0 < alone.drafted.acceptance < 1
-    assert np.array_equal(found.drafted.accepted, alone.drafted.accepted)
+    assert same(found, alone) and 0 < alone.draft.acceptance < 1
+    assert np.array_equal(found.draft.accepted, alone.draft.accepted)
 
 
 @pytest.mark.grid
@@ -127,13 +127,13 @@ def test_text_that_the_models_own_predictor_drafts(name, mesh, zero):
     model, plan = echoing(name), plan_over(mesh, zero=zero, smallest=1)
     given: dict[str, Any] = dict(draft="mtp", draft_tokens=2, temperature=0)
     alone, cut = written(model, 3, **given), planned(model, plan)
-    assert np.array_equal(alone.ids, written(model, 3, 0).ids) and 0 < alone.drafted.acceptance < 1
+    assert np.array_equal(alone.ids, written(model, 3, 0).ids) and 0 < alone.draft.acceptance < 1
     found = written(cut, 3, **given)
-    assert same(found, alone) and np.array_equal(found.drafted.accepted, alone.drafted.accepted)
+    assert same(found, alone) and np.array_equal(found.draft.accepted, alone.draft.accepted)
     assert jax.tree.leaves(cut.init_predictor_cache(3, 64)) and len(cut.init_cache(3, 64)) == len(model.stacks)
     sides = lambda m: m.predictor.merge.weight
     spoiled = written(eqx.tree_at(lambda m: sides(m.model), cut, -sides(model)), 3, **given)
-    assert same(spoiled, alone) and not np.array_equal(spoiled.drafted.accepted, alone.drafted.accepted)
+    assert same(spoiled, alone) and not np.array_equal(spoiled.draft.accepted, alone.draft.accepted)
 
 
 def echoing(name):

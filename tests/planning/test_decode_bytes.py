@@ -41,7 +41,7 @@ def moved(
     model = eqx.filter_eval_shape(make)
     if is_in_place:
         split = devices if axis == "tensor" else 1
-        model = eqx.filter_eval_shape(generation.for_platform, model, platform, chips, split)
+        model = eqx.filter_eval_shape(generation.unstack_for_platform, model, platform, chips, split)
     given: Any = Plan(mesh), model, rows, 8192, memory
     text = lowered_decode(*given, tokens=tokens).compile().as_text()
     assert text is not None
