@@ -1,8 +1,9 @@
-"""The cause of an operating system's error and what to do about it, by its number or the words of its message."""
+"""Errors of the operating system and of other libraries: their cause in a line, and what to do about them."""
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 _LONGEST = 300  # characters of a foreign message
@@ -45,6 +46,20 @@ def reason_and_fix(error: BaseException) -> tuple[str, str]:
     words = " ".join(f"{type(one).__name__} {one}" for one in family)
     fixes = (fix for _, pattern, fix in _KINDS if not numbers and re.search(pattern, words, re.IGNORECASE))
     return reason, next(fixes, "")
+
+
+@contextmanager
+def foreign_call(describe: Callable[[str], str]) -> Iterator[None]:
+    """Turn every failure of another library into a `ValueError`, whose message `describe` makes of its first line.
+
+    Libraries in Rust end a call on bad input by a panic, which Python sees as a `BaseException` and few handlers catch.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(describe(reason_and_fix(error)[0])) from error
 
 
 def bytes_asked(error: BaseException) -> int | None:

@@ -17,7 +17,7 @@ from support.published import tokenizer_of
 from support.run_directory import RunDirectory
 from support.setup import latest_model
 
-from eqformer import data
+from eqformer import data, read_utf8
 
 
 EXAMPLE = '''def load(path, encoding="utf-8"):
@@ -49,7 +49,7 @@ def write(command: Command) -> None:
         raise ValueError(f"--text ... --file {command.file}: one text is coloured; leave one out.")
     if command.tokens < 1:
         raise ValueError(f"--tokens {command.tokens}: it counts, so give at least 1.")
-    text = command.file.read_text(encoding="utf-8") if command.file is not None else command.text
+    text = read_utf8(command.file) if command.file is not None else command.text
     text = EXAMPLE if text is None else text
     tokenizer = tokenizer_of(recipe, directory)
     ids = tokenizer.encode(text)[: command.tokens].tolist()

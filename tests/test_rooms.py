@@ -273,6 +273,47 @@ def test_text_is_in_one_encoding(folder):
     assert unencoded(ast.parse("\n".join([*calls, "os.open(p, 0)"]))) == [1, 2, 3, 4]
 
 
+# Files that read what belongs to Python, to installed packages or to this process, by ways that wait for a pipe.
+READING_OTHERWISE = {
+    "eqformer/_read.py",
+    "eqformer/_xla_flags.py",
+    "eqformer/data/_documents.py",
+    "eqformer/data/_store.py",
+    "eqformer/planning/_absent.py",
+    "scripts/benchmark.py",
+    "scripts/benchmarks/_formats.py",
+    "scripts/benchmarks/_zoo.py",
+    "scripts/support/user_folder.py",
+}
+READS = {"memmap", "fromfile", "json.load", "json.loads", "np.load"}
+
+
+def unbounded_reads(tree: ast.AST) -> list[int]:
+    """Lines that read a file or parse JSON by other functions than those of `_read.py`, which hold the limits."""
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            name = function.rpartition(".")[2]
+            values = [*node.args, *(keyword.value for keyword in node.keywords)]
+            words = [value.value for value in values if isinstance(value, ast.Constant)]
+            writes = any(isinstance(word, str) and re.fullmatch("[awx]b?[+]?", word) for word in words)
+            opens = name == "open" and function != "os.open" and not writes
+            reads = name in ("read_text", "read_bytes") and isinstance(node.func, ast.Attribute)
+            if opens or reads or READS & {name, function}:
+                lines.append(node.lineno)
+    return sorted(lines)
+
+
+@pytest.mark.parametrize("folder", ["eqformer", "scripts"])
+def test_files_are_read_with_limits(folder):
+    paths = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / folder).rglob("*.py"))}
+    lines = {name: unbounded_reads(ast.parse(path.read_text())) for name, path in paths.items()}
+    assert {name for name, its in lines.items() if its} == READING_OTHERWISE & paths.keys()
+    calls = "p.read_text()", "open(p)", "p.open('rb')", "json.loads(x)", "np.memmap(p)", "p.open('a')", "parse_json(x)"
+    assert unbounded_reads(ast.parse("\n".join(calls))) == [1, 2, 3, 4, 5]
+
+
 def test_the_top_level_holds_what_it_should_and_nothing_else():
     allowed = {"pyproject.toml", "eqformer", "tests", "scripts", "docs", "README.md", "LICENSE"}
     made_by_tools = {"build", "dist", "runs", "eqformer.egg-info", "__pycache__"}

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from .._read import open_regular, read_json
 from .._whole import sync_path
 
 
@@ -111,7 +112,7 @@ def remove(target: Path) -> None:
 def read(target: Path, *, verify: bool) -> dict[str, Any]:
     """The folder's description. Raises `Damaged` if sizes (with `verify`, checksums) are not as they were written."""
     try:
-        meta = json.loads((target / _META).read_bytes())
+        meta = read_json(target / _META)
         files = {str(name): (int(entry["size"]), int(entry["crc32"])) for name, entry in meta["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{_META} is absent or unreadable ({error})") from error
@@ -127,7 +128,7 @@ def read(target: Path, *, verify: bool) -> dict[str, Any]:
 
 def _checksum(path: Path) -> int:
     value = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(1 << 22):
             value = zlib.crc32(block, value)
     return value
@@ -170,7 +171,7 @@ def _unfinished(target: Path) -> str:
 def _sweep(target: Path) -> None:
     """Remove unfinished folders of this machine's killed processes; nothing on systems without such locks."""
     for folder in target.parent.glob(f"{_unfinished(target)}.*"):
-        with contextlib.suppress(OSError), (folder / _LOCK).open("rb") as file:
+        with contextlib.suppress(OSError, ValueError), open_regular(folder / _LOCK) as file:
             if _lock(file):
                 shutil.rmtree(folder, ignore_errors=True)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .._extra import load_extra
-from ._settings import settings_of, special_tokens
+from .._read import is_there, read_utf8
+from ._settings import CONFIG, settings_of, special_tokens
 
 
 class ChatTemplate:
@@ -68,12 +69,28 @@ def has_chat_template(folder: str | os.PathLike[str]) -> bool:
 def _source(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """The template's text, or None; of several named templates the one called default."""
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        found = {its["name"]: its["template"] for its in found}.get("default")
-    return found
+    if is_there(file):
+        return read_utf8(file)
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = _default_template(template, folder / CONFIG)
+    if not isinstance(template, str | None):
+        raise ValueError(
+            f"{folder / CONFIG}: chat_template must be a text, or a list of texts with names, but is "
+            f"{type(template).__name__}."
+        )
+    return template
+
+
+def _default_template(templates: list[Any], file: Path) -> Any:
+    """Return the template that is called default in a list of `{"name": ..., "template": ...}`, or None."""
+    for entry in templates:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or "template" not in entry:
+            raise ValueError(
+                f"{file}: each template of the list chat_template must have a name and a template, but one is "
+                f"{str(entry)[:100]!r}."
+            )
+    return next((entry["template"] for entry in templates if entry["name"] == "default"), None)
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:

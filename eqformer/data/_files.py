@@ -3,7 +3,6 @@
 import codecs
 import functools
 import hashlib
-import json
 import math
 import os
 import warnings
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._extra import load_extra
-from .._failures import reason_and_fix
+from .._failures import foreign_call, reason_and_fix
+from .._read import check_regular, is_there, open_regular, parse_json
 from ._documents import digest, Document, field_of, Source
 
 
@@ -126,6 +126,8 @@ def _entries(root: Path, call: str, left_out: dict[str, list[str]]) -> list[_Ent
             )
         return [_Entry(_shown(root.name), root, kind, True)]
     if not root.is_dir():
+        if is_there(root):
+            check_regular(root)
         raise ValueError(f"{call}: the path must exist, but there is no file or folder {root}; correct it.")
     found = _files_below(root, call, left_out)
     if not found:
@@ -178,7 +180,7 @@ def _leave_out(left_out: dict[str, list[str]], root: Path, kind: str, path: Path
 
 def file_digest(path: Path) -> str:
     """A hash of a file's bytes."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
@@ -192,7 +194,7 @@ def _no_utf8(error: UnicodeDecodeError, place: int, of: str, call: str) -> Value
 def _blocks(entry: _Entry, call: str) -> Iterator[str]:
     """A file's text in blocks of about `_BLOCK` bytes."""
     decoder, read = codecs.getincrementaldecoder("utf-8-sig")(), 0
-    with entry.path.open("rb") as file:
+    with open_regular(entry.path) as file:
         is_last = False
         while not is_last:
             block = file.read(_BLOCK)
@@ -244,7 +246,7 @@ def _cut(text: str, start: int, size: int) -> int:
 
 def _from_lines(entry: _Entry, field: str, call: str) -> Iterator[Document]:
     """A document for each line of JSON; its text is empty where the line has none."""
-    with entry.path.open("rb") as file:
+    with open_regular(entry.path) as file:
         for number, line in enumerate(file):
             place = f"line {number + 1} of {entry.place}"
             try:
@@ -254,7 +256,7 @@ def _from_lines(entry: _Entry, field: str, call: str) -> Iterator[Document]:
             if not written.strip():
                 continue
             try:
-                row = json.loads(written)
+                row = parse_json(written, unique=False)
             except ValueError as error:
                 raise ValueError(
                     f"{call}: {place} must be JSON, but {error}; correct the line or leave it out."
@@ -266,7 +268,7 @@ def _from_parquet(entry: _Entry, field: str, call: str) -> Iterator[Document]:
     """A document for each row; its text is empty where the row has none."""
     parquet = load_extra("pyarrow.parquet", extra="data", call=call)
     number = 0
-    with entry.path.open("rb") as opened:
+    with open_regular(entry.path) as opened:
         file = _parquet_checked(lambda: parquet.ParquetFile(opened), entry, call)
         names = file.schema_arrow.names
         if field not in names:
@@ -288,9 +290,7 @@ def _from_parquet(entry: _Entry, field: str, call: str) -> Iterator[Document]:
 
 
 def _parquet_checked(read: Callable[[], Any], entry: _Entry, call: str) -> Any:
-    try:
+    with foreign_call(
+        lambda reason: f"{call}: {entry.place} must be a whole Parquet file, but {reason}; fetch or write it again."
+    ):
         return read()
-    except (OSError, ValueError) as error:  # pyarrow's own errors are of these two
-        raise ValueError(
-            f"{call}: {entry.place} must be a whole Parquet file, but {error}; fetch or write it again."
-        ) from error

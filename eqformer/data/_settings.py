@@ -1,9 +1,10 @@
 """The settings of a published tokenizer, as far as a chat template uses them."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from .._read import is_there, read_json
 
 
 CONFIG, OLDER_NAMES = "tokenizer_config.json", "special_tokens_map.json"
@@ -12,11 +13,11 @@ CONFIG, OLDER_NAMES = "tokenizer_config.json", "special_tokens_map.json"
 def settings_of(folder: Path) -> dict[str, Any]:
     """The settings in `tokenizer_config.json` and, in older folders, in `special_tokens_map.json`.
 
-    Raises a `ValueError` if a file is not JSON.
+    Raises a `ValueError` if a file is no JSON object.
     """
-    found = _object(folder / CONFIG)
+    settings = _read_if_there(folder / CONFIG)
     # Newer versions of transformers write `added_tokens_decoder`, and then read this file only.
-    return found if "added_tokens_decoder" in found else found | _object(folder / OLDER_NAMES)
+    return settings if "added_tokens_decoder" in settings else settings | _read_if_there(folder / OLDER_NAMES)
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -33,9 +34,5 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
-def _object(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{file}: it is no JSON that can be read ({error}).") from None
-    return found if isinstance(found, dict) else {}
+def _read_if_there(file: Path) -> dict[str, Any]:
+    return read_json(file) if is_there(file) else {}

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -10,6 +11,8 @@ import numpy as np
 from jaxtyping import Integer, UInt
 
 from .._extra import load_extra
+from .._failures import foreign_call
+from .._read import is_there, parse_json, read_bytes, read_utf8
 from ._documents import digest
 
 
@@ -158,21 +161,21 @@ class FileTokenizer:
     def __init__(self, path: str | os.PathLike[str], *, end_of_text: str | int | None = None):
         call = f"FileTokenizer({str(path)!r}, end_of_text={end_of_text!r})"
         tokenizers = load_extra("tokenizers", extra="train", call=call)
-        if not Path(path).is_file():
+        if not is_there(path):
             raise ValueError(f"{call}: the path must be a tokenizer.json, but there is no file {path}; correct it.")
-        written = Path(path).read_bytes()
-        try:
+        written = read_bytes(path)
+        with foreign_call(
+            lambda reason: (
+                f"{call}: the file must be a tokenizer.json as the package tokenizers writes it, but "
+                f"{reason}; fetch it again."
+            )
+        ):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(written)
-        except Exception as error:  # the package raises nothing more precise
-            raise ValueError(
-                f"{call}: the file must be a tokenizer.json as the package tokenizers writes it, but {error}; "
-                f"fetch it again."
-            ) from error
         self._path = Path(path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self.vocab: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.vocab: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.end_of_text: int = self._find(end_of_text, call)
         self.fingerprint = f"tokenizer.json {digest((written,))}, end of text {self.end_of_text}"
 
@@ -208,17 +211,16 @@ class FileTokenizer:
         """
         self._tokenizer.encode_special_tokens = False
         try:
-            ids = self._tokenizer.encode(text, add_special_tokens=not whole).ids
+            with self._calls("encode_prompt(text)", "the text"):
+                ids = self._tokenizer.encode(text, add_special_tokens=not whole).ids
         finally:
             self._tokenizer.encode_special_tokens = True
         return np.asarray(ids, dtype=np.uint32)
 
     def encode_each(self, texts: Sequence[str]) -> list[UInt[np.ndarray, "_"]]:
         """`encode` of every text, on all cores. Raises `ValueError` where the tokenizer cannot spell one."""
-        try:
+        with self._calls("encode_each(texts)", "a text"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the package raises nothing more precise
-            raise ValueError(f"FileTokenizer.encode_each(texts): the tokenizer refuses a text ({error}).") from error
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Ids) -> str:
@@ -229,11 +231,18 @@ class FileTokenizer:
                 f"FileTokenizer.decode(ids): ids must be 0 to {self.vocab - 1}, but one is {array.min()}; "
                 f"leave padding out."
             )
-        return self._tokenizer.decode(array.tolist(), skip_special_tokens=True)
+        with self._calls("decode(ids)", "these ids"):
+            return self._tokenizer.decode(array.tolist(), skip_special_tokens=True)
 
     def to_json(self) -> str:
         """The text of the file."""
-        return self._path.read_text(encoding="utf-8")
+        return read_utf8(self._path)
+
+    def _calls(self, method: str, subject: str) -> AbstractContextManager[None]:
+        """Calls of the package `tokenizers`, whose failures become a `ValueError` that names the file."""
+        return foreign_call(
+            lambda reason: f"FileTokenizer({str(self._path)!r}).{method}: the tokenizer refuses {subject} ({reason})."
+        )
 
 
 def tokenizer_files(tokenizer: ByteTokenizer | FileTokenizer, *, longest: int) -> dict[str, str]:
@@ -242,7 +251,7 @@ def tokenizer_files(tokenizer: ByteTokenizer | FileTokenizer, *, longest: int) -
     `longest` is the most tokens of a text; `models.save(..., files=)` takes them.
     """
     written = tokenizer.to_json()
-    added = {token["id"]: token["content"] for token in json.loads(written).get("added_tokens", [])}
+    added = {token["id"]: token["content"] for token in parse_json(written).get("added_tokens", [])}
     settings: dict[str, str | int] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
     settings |= {"eos_token": added[tokenizer.end_of_text]} if tokenizer.end_of_text in added else {}
     return {"tokenizer.json": written, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}

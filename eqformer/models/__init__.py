@@ -22,7 +22,7 @@ from ._families import (
     shapes as shapes,
 )
 from ._family import DecoderConfig as DecoderConfig, Family as Family, ModelConfig as ModelConfig
-from ._folder import ends_of_text as ends_of_text, read_json as read_json
+from ._folder import ends_of_text as ends_of_text
 from ._gguf_tokenizer import companions as companions
 from ._load import load as load, load_shapes as load_shapes, read_config as read_config
 from ._save import COMPANIONS as COMPANIONS, save as save

@@ -11,11 +11,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .._extra import load_extra
+from .._read import read_json
 from ..nn import float_dtype, LoRA, path_name, Transformer
 from ._adapter_config import AdapterConfig, read_adapter_config, write_adapter_config
 from ._adapter_sites import is_published, maps, Site, sites_of
 from ._family import Family, ModelConfig
-from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, new_folder, read_json, write_json
+from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, new_folder, write_json
 from ._kept import plain_shapes
 from ._published import check_shapes, format_of
 

@@ -5,7 +5,6 @@ import json
 import os
 import secrets
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ import ml_dtypes  # noqa: F401  # lets numpy know bfloat16
 import numpy as np
 
 from .._extra import load_extra
+from .._failures import foreign_call
+from .._read import check_regular, few_names, is_there, map_bytes, parse_json, read_json
 
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -35,6 +36,8 @@ class Folder:
         """Open every file of the folder and compare it with the index."""
         self.path, self.call = Path(path), f"{caller}({str(path)!r})"
         if not self.path.is_dir():
+            if is_there(self.path):
+                check_regular(self.path)
             raise ValueError(
                 f"{self.call}: there is no such folder; nothing is downloaded, so give the folder that a download made "
                 "(hf download OWNER/NAME --local-dir FOLDER)."
@@ -42,9 +45,9 @@ class Folder:
         index = self.path / f"{single}.index.json"
         self._maps: dict[str, np.ndarray] = {}
         self._placed: dict[str, tuple[str, list[int], int, int]] = {}  # the file's dtype, shape, first and last byte
-        if index.exists():
+        if is_there(index):
             self._file_of = self._indexed(index)
-        elif (self.path / single).exists():
+        elif is_there(self.path / single):
             self._file_of = dict.fromkeys(self._open(single), single)
         else:
             raise ValueError(
@@ -98,22 +101,22 @@ class Folder:
                 raise ValueError(f"{index}: it names {file!r}, which is no safetensors file of this folder.")
             if (held := set(self._open(file))) != listed:
                 raise ValueError(
-                    f"{self.path / file}: the index and the file disagree on {_few(held ^ listed)}; the index must "
-                    "give each array's file, once."
+                    f"{self.path / file}: the index and the file disagree on {few_names(held ^ listed)}; the index "
+                    "must give each array's file, once."
                 )
         return file_of
 
     def _open(self, file: str) -> list[str]:
-        if not (self.path / file).is_file():
-            raise ValueError(f"{self.path / file}: the file is missing.")
+        path = self.path / file
+        check_regular(path)
         safetensors = load_extra("safetensors", extra="train", call=self.call)
-        try:
-            with safetensors.safe_open(self.path / file, framework="np"):  # it compares header and size, byte by byte
-                whole = np.memmap(self.path / file, np.uint8, "r")
-        except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f"{self.path / file}: it is no whole safetensors file ({error}).") from None
-        data = 8 + int.from_bytes(whole[:8].tobytes(), "little")
-        header = json.loads(whole[8:data].tobytes())
+        with (
+            foreign_call(lambda reason: f"{path}: it is no whole safetensors file ({reason})."),
+            safetensors.safe_open(path, framework="np"),  # it compares header and size, byte by byte
+        ):
+            whole = map_bytes(path)
+            data = 8 + int.from_bytes(whole[:8].tobytes(), "little")
+            header = parse_json(whole[8:data].tobytes())
         header.pop("__metadata__", None)
         for name, its in header.items():
             start, stop = (data + offset for offset in its["data_offsets"])
@@ -171,27 +174,6 @@ def write_folder(
     write_json(path / CONFIG, config)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An object of JSON; a `ValueError` for anything else, a name that comes twice among it."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            counts = Counter(name for name, _ in pairs)
-            raise ValueError(f"it has {_few({name for name, count in counts.items() if count > 1})} twice")
-        return found
-
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: the file is missing.") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: it is no JSON that can be read ({error}).") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: it holds no JSON object.")
-    return found
-
-
 def ends_of_text(folder: str | Path) -> list[int]:
     """The ids that end a text of a published model, the main one first; empty if the folder names none.
 
@@ -199,12 +181,7 @@ def ends_of_text(folder: str | Path) -> list[int]:
     """
     for name in ("generation_config.json", CONFIG):
         file = Path(folder) / name
-        found = read_json(file).get("eos_token_id") if file.exists() else None
+        found = read_json(file).get("eos_token_id") if is_there(file) else None
         if found is not None:
             return found if isinstance(found, list) else [found]
     return []
-
-
-def _few(names: set[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 from jaxtyping import Shaped
 
+from .._read import map_bytes
 from .formats import BLOCKS, Blocks, ORDER, Parts, ROWS
 
 
@@ -42,10 +43,7 @@ class GGUF:
     def __init__(self, path: Path):
         """Read all but the arrays' numbers."""
         self.path, self.call = path, f"load({str(path)!r})"
-        try:
-            self._bytes = np.memmap(path, np.uint8, "r")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: it cannot be read ({error}).") from None
+        self._bytes = map_bytes(path)
         self._at = 0
         if bytes(self._take(4)) != b"GGUF":
             self._refuse("it does not begin with 'GGUF'")

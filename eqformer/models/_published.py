@@ -8,11 +8,12 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from .._read import read_json
 from ..nn import has_shape, path_name, Transformer
 from ._config import private_names, PublishedConfig
 from ._families import build, FAMILIES, family_of
 from ._family import Family, ModelConfig
-from ._folder import CONFIG, FLOATS, Folder, INDEX, read_json, SINGLE
+from ._folder import CONFIG, FLOATS, Folder, INDEX, SINGLE
 from ._gguf import GGUF
 from ._gguf_models import configuration_of, names_of
 from ._towers import TEXT, Tower

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from .._read import read_bytes
 from ..nn import LoRA, modules, named_modules, QuantizedLinear, Transformer
 from ._arrays import Arrays, HEAD
 from ._family import Family, ModelConfig
@@ -116,7 +117,7 @@ def _files(path: Path, whole: bool) -> dict[str, bytes]:
     """What is copied of a folder: its companions, or all that is no array and not written anew."""
     names = {file.name for file in path.iterdir() if file.is_file()} - {CONFIG}
     kept = {name for name in names if not name.endswith(_WEIGHTS)} if whole else names & {*COMPANIONS}
-    return {name: (path / name).read_bytes() for name in sorted(kept)}
+    return {name: read_bytes(path / name) for name in sorted(kept)}
 
 
 def _stored(model: Transformer, path: Path) -> Stored:

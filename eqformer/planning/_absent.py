@@ -18,6 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from .._prepare import compiler_flags
+from .._read import read_json
 from ..kernels import compilers
 from ..parallel import COLLECTIVES
 from ._accelerators import Accelerator, Topology
@@ -110,7 +111,7 @@ def compilation_of(
     path = None if folder is None else folder / f"{_key(asked)}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or another version's
         if path is not None:
-            row = json.loads(path.read_text(encoding="utf-8"))
+            row = read_json(path)
             program = None if row["program"] is None else Program.from_dict(row["program"])
             return Compilation(program, row["seconds"], True, row["failure"])
     start = time.perf_counter()

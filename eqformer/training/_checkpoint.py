@@ -1,6 +1,5 @@
 """Checkpoints: written in the background, committed by one rename, checked before they are read."""
 
-import json
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from jaxtyping import PyTree
 
 from .._extra import load_extra
 from .._failures import reason_and_fix
+from .._read import parse_json
 from .._whole import sync_path
 from ._at_exit import finished_at_exit
 from ._durable import make_folder, remove, sync_tree
@@ -217,7 +217,7 @@ class Checkpointer:
             self._writer.wait_until_finished()
             if jax.process_index() != 0:
                 return
-            manifest = {"step": step, "metadata": json.loads(metadata), "leaves": leaves}
+            manifest = {"step": step, "metadata": parse_json(metadata), "leaves": leaves}
             manifest["files"] = describe_files(folder)
             write_manifest(folder, manifest)
             sync_tree(folder)

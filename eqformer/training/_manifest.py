@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from .._read import open_regular, read_json
+
 
 MANIFEST = "manifest.json"
 
@@ -19,12 +21,12 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Any] | str:
     """The manifest that `write_manifest` wrote or, if it is missing or damaged, a sentence that says so."""
-    try:
-        read = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        manifest, is_whole = read["manifest"], read["crc32"] == _checksum(read["manifest"])
-    except FileNotFoundError:
+    if not (folder / MANIFEST).exists():
         return f"file {MANIFEST} is missing"
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    try:
+        content = read_json(folder / MANIFEST)
+        manifest, is_whole = content["manifest"], content["crc32"] == _checksum(content["manifest"])
+    except (ValueError, KeyError, TypeError) as error:
         return f"file {MANIFEST} cannot be read ({error})"
     return manifest if is_whole else f"file {MANIFEST} is damaged: its checksum is not the one that was saved"
 
@@ -56,14 +58,14 @@ def _check(folder: Path, name: str, expected: list[int]) -> str | None:
             return f"file {name} is damaged: its checksum is not the one that was saved"
     except FileNotFoundError:
         return f"file {name} is missing"
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return f"file {name} cannot be read ({error})"
     return None
 
 
 def _describe(path: Path) -> list[int]:
     size = checksum = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(2**22):
             size, checksum = size + len(block), zlib.crc32(block, checksum)
     return [size, checksum]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from .._extra import load_extra
+from .._read import open_regular, parse_json
 from .._whole import write_whole
 from ..parallel import on_first_process
 
@@ -51,22 +52,35 @@ class JsonLines:
         self._file.close()
 
     def _keep_before(self, from_step: int | None) -> None:
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        with open_regular(self._path) as file:
+            lines = file.readlines()
         kept = []
         for number, line in enumerate(lines, 1):
             try:
-                step = json.loads(line)["step"]
-            except (ValueError, KeyError, TypeError) as error:
-                if number == len(lines) and not line.endswith("\n"):
+                row = parse_row(line, f"JsonLines({str(self._path)!r}): line {number}")
+            except ValueError:
+                if number == len(lines) and not line.endswith(b"\n"):
                     continue  # the process was killed while it wrote this line
-                raise ValueError(
-                    f"JsonLines({str(self._path)!r}): line {number} is not a JSON object with a step, so the file "
-                    "cannot be continued; move it away or repair the line."
-                ) from error
-            if from_step is None or step < from_step:
-                kept.append(line if line.endswith("\n") else line + "\n")
+                raise
+            if from_step is None or row["step"] < from_step:
+                kept.append(line if line.endswith(b"\n") else line + b"\n")
         if kept != lines:
-            write_whole(self._path, "".join(kept))  # so that a kill in between loses no rows
+            write_whole(self._path, b"".join(kept).decode("utf-8"))  # so that a kill in between loses no rows
+
+
+def parse_row(line: bytes, place: str) -> dict[str, Any]:
+    """Return the row of metrics that a line of `JsonLines` holds; raises a `ValueError` that begins with `place`."""
+    try:
+        row = parse_json(line.decode("utf-8"))
+    except ValueError:
+        row = None
+    step = row.get("step") if isinstance(row, dict) else None
+    if not isinstance(row, dict) or not isinstance(step, int | float) or isinstance(step, bool):
+        raise ValueError(
+            f"{place} is not a JSON object with a number as its step, so the file cannot be continued or drawn; move "
+            "it away or repair the line."
+        )
+    return row
 
 
 class TensorBoard:

@@ -1,13 +1,15 @@
 """Pictures of a run, of the rows that `JsonLines` wrote: its losses, and the loads of its experts."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from .._extra import load_extra
+from .._read import open_regular
 from .._whole import write_whole
+from ._metric_writers import parse_row
 
 
 def picture_losses(metrics: str | Path, path: str | Path) -> None:
@@ -18,7 +20,7 @@ def picture_losses(metrics: str | Path, path: str | Path) -> None:
     """
     rows = _rows(metrics)
     trained = [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)]
-    validated = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+    validated = [(row["step"], row["validation_loss"]) for row in rows if isinstance(row.get("validation_loss"), float)]
     if not trained:
         return
     figure = figure_of("picture_losses(metrics, path)", (8, 4.5))
@@ -32,7 +34,8 @@ def picture_losses(metrics: str | Path, path: str | Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    ratios = [row["validation_loss"] / row["validation_bits_per_byte"] for row in rows if "validation_loss" in row]
+    both = [(row.get("validation_loss"), row.get("validation_bits_per_byte")) for row in rows]
+    ratios = [loss / bits for loss, bits in both if isinstance(loss, float) and isinstance(bits, float) and bits]
     if ratios:
         nats = ratios[-1]
         right = axes.secondary_yaxis("right", functions=(lambda x: np.divide(x, nats), lambda x: np.multiply(x, nats)))
@@ -45,11 +48,11 @@ def picture_loads(metrics: str | Path, path: str | Path) -> None:
 
     Nothing is drawn of rows without loads. The file is written atomically. Needs matplotlib.
     """
-    found = [(row["step"], row["expert_load"]) for row in _rows(metrics) if "expert_load" in row]
-    if not found:
+    rows = [row for row in _rows(metrics) if "expert_load" in row]
+    if not rows:
         return
-    steps, loads = [step for step, _ in found], np.asarray([load for _, load in found])  # steps layers experts
-    layers, experts = np.shape(loads[0])
+    steps, loads = [row["step"] for row in rows], _loads(rows, metrics)
+    _, layers, experts = loads.shape
     figure = figure_of("picture_loads(metrics, path)", (8, 0.6 + 1.1 * layers))
     panels = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
     for number, axes in enumerate(panels):
@@ -62,7 +65,18 @@ def picture_loads(metrics: str | Path, path: str | Path) -> None:
 
 
 def _rows(metrics: str | Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(metrics).read_text(encoding="utf-8").splitlines()]
+    with open_regular(metrics) as file:
+        return [parse_row(line, f"{metrics}: line {number}") for number, line in enumerate(file, 1)]
+
+
+def _loads(rows: list[dict[str, Any]], metrics: str | Path) -> Float[np.ndarray, "steps layers experts"]:
+    try:
+        loads = np.asarray([row["expert_load"] for row in rows], np.float64)
+    except (TypeError, ValueError):
+        loads = np.zeros(0)
+    if loads.ndim != 3:
+        raise ValueError(f"{metrics}: expert_load must have one number an expert and layer, alike in all rows.")
+    return loads
 
 
 def figure_of(call: str, size: tuple[int | float, int | float]) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
-from eqformer import models
+from eqformer import models, read_json
 
 
 Stored = dict[str, np.ndarray]
@@ -55,7 +55,7 @@ def write(folder: Path, name: str) -> int:
         drawn = rng.standard_normal(array.shape, np.float32).astype(array.dtype)
         stored |= coded(rng, key.removesuffix(".weight"), *array.shape) if is_map else {key: drawn}
     save_file(stored, folder / _FILE, metadata={"format": "pt"})
-    its = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    its = read_json(folder / "config.json")
     its |= {"quantization_config": said, "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(its), encoding="utf-8")
     return (folder / _FILE).stat().st_size

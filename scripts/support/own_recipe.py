@@ -9,6 +9,8 @@ from types import ModuleType
 
 from recipes import Recipe
 
+from eqformer import read_utf8
+
 
 _LOADED: dict[str, ModuleType] = {}  # by the file's text: a family that it registers is registered once
 
@@ -52,7 +54,7 @@ def own_recipe(name: str) -> Recipe:
 
 def loaded(file: Path) -> ModuleType:
     """The module of a file, run once in a process for the same text."""
-    text = file.read_text(encoding="utf-8")
+    text = read_utf8(file)
     if text not in _LOADED:
         spec = importlib.util.spec_from_file_location(f"own_recipe_{len(_LOADED)}", file.absolute())
         assert spec is not None and spec.loader is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 from recipes import Recipe
 
-from eqformer import models, nn, write_whole
+from eqformer import models, nn, read_json, read_utf8, write_whole
 from support.own_recipe import classes_of, file_of
 
 
@@ -70,10 +70,13 @@ def from_json(value: Any, own: Mapping[str, type] = MappingProxyType({})) -> Any
 
 def read_recipe(path: Path) -> tuple[str, Recipe]:
     """The name and the recipe in a `recipe.json`."""
+    content = read_json(path)
     with _naming_recipe(path):
-        content = json.loads(path.read_text(encoding="utf-8"))
         own = classes_of(source_beside(path)) if file_of(content["name"]) else {}
-        return content["name"], from_json(content["recipe"], own)
+        recipe = from_json(content["recipe"], own)
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"recipe is {recipe!r:.100}")
+        return content["name"], recipe
 
 
 @contextmanager
@@ -81,7 +84,7 @@ def _naming_recipe(path: Path) -> Iterator[None]:
     """Raise a `ValueError` that names the file for content that no run wrote."""
     try:
         yield
-    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (OSError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: this is not a recipe that a run wrote ({type(error).__name__}: {error}).") from error
 
 
@@ -94,14 +97,16 @@ def run_identifier(path: Path) -> str | None:
     """The random identifier of the run in a `recipe.json`; None if there is no file, or an older version wrote it."""
     if not path.exists():
         return None
-    with _naming_recipe(path):
-        return json.loads(path.read_text(encoding="utf-8")).get("run")
+    run = read_json(path).get("run")
+    if not isinstance(run, str | None):
+        raise ValueError(f"{path}: this is not a recipe that a run wrote (run is {run!r:.100}).")
+    return run
 
 
 def write_recipe(path: Path, name: str, recipe: Recipe, run: str) -> None:
     """Write a `recipe.json` with the run's identifier, and before it a copy of the recipe's own file, if it has one."""
     if (file := file_of(name)) is not None:
-        write_whole(source_beside(path), file.read_text(encoding="utf-8"))
+        write_whole(source_beside(path), read_utf8(file))
     content = {"name": name, "run": run, "recipe": to_json(recipe)}
     write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 

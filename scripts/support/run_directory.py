@@ -12,7 +12,7 @@ from typing import IO
 
 from recipes import CHANGEABLE, Recipe
 
-from eqformer import reason_and_fix, training
+from eqformer import read_utf8, reason_and_fix, training
 from support.own_recipe import classes_of, file_of
 from support.prolonged import stretches_of
 from support.recipe_file import differences, from_json, read_recipe, run_identifier, source_beside, write_recipe
@@ -141,7 +141,7 @@ class RunDirectory:
     def _check_source(self, name: str) -> None:
         """Raise a `ValueError` for a recipe of one's own whose file is another than when the run began."""
         file, kept = file_of(name), source_beside(self.recipe)
-        if file is not None and kept.exists() and file.read_text(encoding="utf-8") != kept.read_text(encoding="utf-8"):
+        if file is not None and kept.exists() and read_utf8(file) != read_utf8(kept):
             raise ValueError(
                 f"--run-dir {self.path} --recipe {name}: {file} has changed since the run began, which goes on with "
                 f"its own copy only; give --recipe {kept} and the function's name, or another --run-dir."
@@ -194,8 +194,8 @@ class RunDirectory:
     def token(self) -> str:
         """A random token of the process that claimed the folder; empty where the folder cannot be read."""
         try:
-            return self.lock.read_text(encoding="utf-8")
-        except OSError:
+            return read_utf8(self.lock)
+        except ValueError:
             return ""
 
     def __enter__(self) -> "RunDirectory":

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from eqformer.models import _folder
+from eqformer import _read, read_json
 from eqformer.models._adapter_config import read_adapter_config, write_adapter_config
-from eqformer.models._folder import Folder, INDEX, read_json
+from eqformer.models._folder import Folder, INDEX
 
 
 class Counted(str):
@@ -76,7 +76,7 @@ def reads_counted(monkeypatch):
             text, object_pairs_hook=lambda pairs: object_pairs_hook([(Counted(k), counted(v)) for k, v in pairs])
         )
 
-    monkeypatch.setattr(_folder.json, "loads", loads)
+    monkeypatch.setattr(_read.json, "loads", loads)
 
 
 def of_index(folder, number):
