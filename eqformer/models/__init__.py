@@ -1,6 +1,6 @@
 """Families: configs, builders, presets, and how all of them are published. One file a family."""
 
-from . import _layer_attributes, _rotary_attributes
+from . import _kinds, _layer_attributes, _rotary_attributes
 from ._adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from ._attributes import (
     Attribute as Attribute,
@@ -86,6 +86,7 @@ from .families._t5gemma2 import T5Gemma2Config as T5Gemma2Config
 
 
 # Files listed whole, each with its names. Type checkers take an import under another name for private, so assigned.
+kinds = _kinds
 layer_attributes = _layer_attributes
 rotary_attributes = _rotary_attributes
 tables = _common

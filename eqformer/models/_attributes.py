@@ -2,9 +2,14 @@
 
 import abc
 import dataclasses
+import functools
+import typing
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ._config import PublishedConfig, REQUIRED
+from ._kinds import converted, described_kind, fits, shown
 
 
 class Entry(abc.ABC):
@@ -17,6 +22,28 @@ class Entry(abc.ABC):
     @abc.abstractmethod
     def write(self, config: Any) -> dict[str, Any]:
         """The configuration's attributes, from the config."""
+
+
+@functools.cache
+def kinds_of(config: type) -> Mapping[str, Any]:
+    """Return the kind with which a class of configs annotates each of its fields."""
+    return MappingProxyType(typing.get_type_hints(config, include_extras=True))
+
+
+def read_entries(entries: Iterable[Entry], published: PublishedConfig, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that a table's entries read.
+
+    Raises a `ValueError` that names the attribute for a value that is not of its field's kind, of `kinds`.
+    """
+    fields = dict[str, Any]()
+    for entry in entries:
+        before = published.taken
+        for name, value in entry.read(published).items():
+            if not fits(value, kinds[name]):
+                attribute = published.names_of(value, before) or name
+                published.refuse(f"{attribute}={shown(value)}: it must be {described_kind(kinds[name], value)}.")
+            fields[name] = converted(value, kinds[name])
+    return fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """A published configuration, of which every attribute must be read or known to change nothing."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
+
+from ._kinds import converted, described_kind, fits, LARGEST_WHOLE, Number, Range, shown
 
 
 REQUIRED: Any = object()
@@ -93,48 +95,46 @@ class PublishedConfig:
         """Raise a `ValueError` that names the file."""
         raise ValueError(f"{self.source}: {text}")
 
-    def count(self, name: str, default: Any = REQUIRED, least: int = 1) -> int:
-        """The attribute's value, by which something is counted or divided: a whole number of at `least` so many."""
+    def read(self, name: str, kind: Any, default: Any = REQUIRED) -> Any:
+        """Return the attribute's value, which must be of a kind (see `_kinds`), or the default where it is null."""
         value = self.take(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            self.refuse(f"{name}={value!r}: it must be a whole number of at least {least}.")
-        return value
+        return value if value is default else self.checked(name, value, kind)
 
-    def number(self, name: str, default: Any = REQUIRED) -> int | float:
-        """The attribute's value, whole or not."""
-        value = self.take(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            self.refuse(f"{name}={value!r}: it must be a number.")
-        return value
+    def checked(self, name: str, value: Any, kind: Any) -> Any:
+        """Return an attribute's value, which must be of a kind; raises a `ValueError` that names the attribute."""
+        if not fits(value, kind):
+            self.refuse(f"{name}={shown(value)}: it must be {described_kind(kind, value)}.")
+        return converted(value, kind)
+
+    def count(self, name: str, default: Any = REQUIRED, least: int = 1) -> int:
+        """Return the attribute's value, by which something is counted or divided: a whole number, `least` or more."""
+        return self.read(name, Annotated[int, Range(least, LARGEST_WHOLE)], default)
+
+    def number(self, name: str, default: Any = REQUIRED) -> float:
+        """Return the attribute's value, a finite number."""
+        return self.read(name, Number, default)
 
     def flag(self, name: str, default: bool) -> bool:
-        """The attribute's value, by which something is switched."""
-        value = self.take(name, default)
-        if not isinstance(value, bool):
-            self.refuse(f"{name}={value!r}: it must be true or false.")
-        return value
+        """Return the attribute's value, by which something is switched."""
+        return self.read(name, bool, default)
 
     def text(self, name: str, default: Any = REQUIRED) -> str:
-        """An attribute that names something."""
-        value = self.take(name, default)
-        if not isinstance(value, str):
-            self.refuse(f"{name}={value!r}: it must be a text.")
-        return value
+        """Return the attribute's value, which names something."""
+        return self.read(name, str, default)
 
     def nested(self, name: str) -> dict[str, Any]:
-        """An attribute that has attributes of its own; none where it is missing."""
-        value = self.take(name, None) or {}
-        if not isinstance(value, dict):
-            self.refuse(f"{name}={value!r}: it must be an object.")
-        return value
+        """Return an attribute that has attributes of its own; an empty one where it is missing or null."""
+        return self.read(name, dict, None) or {}
 
-    def listed(self, name: str, *, empty: bool = False) -> list[Any] | None:
-        """An attribute that is a list; None where it is missing or null, or where an `empty` one says nothing."""
-        if (value := self.take(name, None)) is None or (empty and not value):
+    def listed(self, name: str, kind: Any = Any, *, empty: bool = False) -> list[Any] | None:
+        """Return an attribute that is a list whose items are of a kind; None where it is missing or null.
+
+        With `empty`, an empty list says nothing either.
+        """
+        value = self.take(name, None)
+        if value is None or (empty and value == []):
             return None
-        if not isinstance(value, list | tuple):
-            self.refuse(f"{name}={value!r}: it must be a list.")
-        return list(value)
+        return list(self.checked(name, list(value) if isinstance(value, tuple) else value, list[kind]))
 
     def nullable(self, name: str, missing: Any) -> Any:
         """The attribute's value; None where it is null, which says that there is no such thing, and not `missing`."""
@@ -142,9 +142,11 @@ class PublishedConfig:
 
     def expect(self, name: str, *allowed: Any) -> None:
         """Refuse any value but these; the first is the default."""
-        if (value := self.take(name, allowed[0])) not in allowed:
+        value = self.take(name, allowed[0])
+        is_flag = isinstance(value, bool)  # True equals 1, but does not mean it
+        if not any(value == option and isinstance(option, bool) == is_flag for option in allowed):
             known = ", ".join(map(repr, allowed))
-            self.refuse(f"{name}={value!r} is not supported for {self._reader}, which has {known}.")
+            self.refuse(f"{name}={shown(value)} is not supported for {self._reader}, which has {known}.")
 
     def finish(self, is_known: Callable[[str], object] = lambda name: False) -> None:
         """Raise a `ValueError` that lists every attribute that was not read, is not known and says something."""
@@ -153,5 +155,5 @@ class PublishedConfig:
         passed = lambda name: name in self._taken or name in _WITHOUT_EFFECT or name.startswith("_") or is_known(name)
         left = {name: value for name, value in sorted(self._values.items()) if not passed(name) and value not in _EMPTY}
         if left:
-            listed = ", ".join(f"{name}={value!r}" for name, value in left.items())
+            listed = ", ".join(f"{name}={shown(value)}" for name, value in left.items())
             self.refuse(f"attributes that {self._reader} does not know: {listed}.")

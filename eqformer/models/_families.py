@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ..nn import Transformer
-from ._family import Family, ModelConfig
+from ._family import check_config, Family, ModelConfig
 from ._predictors import PredictorTable
 from .families._bamba import BAMBA
 from .families._cohere import COHERE
@@ -134,6 +134,7 @@ def build(model: str | ModelConfig, *, predictor: bool = False, key: Key[Array, 
     """
     config = preset(model) if isinstance(model, str) else model
     family = family_of(call := f"build({model!r})", config)
+    check_config(call, config)
     made = family.build(config, key=key)
     if not predictor:
         return made

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from ..nn import RotaryScaling, Transformer
-from ._attributes import Entry
+from ._attributes import Entry, kinds_of, read_entries
 from ._config import PublishedConfig
-from ._kinds import read_entries
+from ._kinds import described_kind, fits, LayerCount, Length, NotNegative, Positive, shown, Size
 from ._predictors import PredictorTable
+from ._rotary_scalings import check_scaling
 from ._towers import Tower
 from ._weights import NOTHING_STORED, Rule, Stored, Weight, weights_of
 
@@ -17,9 +18,9 @@ from ._weights import NOTHING_STORED, Rule, Stored, Weight, weights_of
 class ModelConfig:
     """The sizes and choices of a model; each family has a class of its own for them."""
 
-    vocab: int
+    vocab: Size
     """Ids."""
-    embed: int
+    embed: Size
     """Channels of the residual stream."""
 
 
@@ -27,34 +28,50 @@ class ModelConfig:
 class DecoderConfig(ModelConfig):
     """The fields that most families' configs have."""
 
-    layers: int
+    layers: LayerCount
     """Layers."""
-    heads: int
+    heads: Size
     """Heads of queries."""
-    kv_heads: int
+    kv_heads: Size
     """Heads of keys and values."""
-    mlp: int
+    mlp: Size
     """Hidden features of a feed-forward layer, or of an expert."""
     _: dataclasses.KW_ONLY
-    head_dim: int | None = None
+    head_dim: Size | None = None
     """Channels of a head; None: embed / heads."""
-    theta: float = 10_000.0
+    theta: Positive = 10_000.0
     """The base of rotary positions."""
     scaling: RotaryScaling | None = None
     """Of rotary positions."""
     activation: str = "silu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
-    eps: float = 1e-6
+    eps: NotNegative = 1e-6
     """What norms add before the root."""
     tied: bool = False
     """Whether the head is the embedding's table."""
-    max_seq: int = 32_768
+    max_seq: Length = 32_768
     """The longest rows it was trained on; it changes nothing."""
 
     @property
     def head_size(self) -> int:
         """Channels of a head."""
         return self.head_dim or self.embed // self.heads
+
+
+def check_config(call: str, config: ModelConfig) -> None:
+    """Raise a `ValueError` that names a field which is not of its kind, or numbers of a scaling that do not fit."""
+
+    def refuse(text: str) -> NoReturn:
+        raise ValueError(f"{call}: {text}")
+
+    kinds = kinds_of(type(config))
+    for name in (field.name for field in dataclasses.fields(config)):
+        value = getattr(config, name)
+        if not fits(value, kinds[name]):
+            refuse(f"{name}={shown(value)}: it must be {described_kind(kinds[name], value)}.")
+        if isinstance(value, ModelConfig):
+            check_config(f"{call}: {name}", value)
+    check_scaling(config, refuse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +113,13 @@ class Family:
 
     def read(self, published: PublishedConfig) -> ModelConfig:
         """The config of a model published with this configuration; raises a `ValueError` for what is not supported."""
-        found = read_entries(self.attributes, published, self.config)
+        found = read_entries(self.attributes, published, kinds_of(self.config))
         try:
-            return self.config(**found)
+            config = self.config(**found)
         except ValueError as error:
             published.refuse(str(error))
+        check_scaling(config, published.refuse)
+        return config
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """The configuration to publish; raises a `ValueError` for what none can say."""

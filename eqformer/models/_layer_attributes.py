@@ -2,15 +2,22 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Annotated, Any
 
 from ._attributes import Entry
 from ._config import PublishedConfig
+from ._kinds import Index, LayerCount, Length, Range
 from ._rotary_attributes import FULL, SLIDING
 
 
 LAYERS = "num_hidden_layers"
+_MAY_TURN = bool | Annotated[int, Range(0, 1)]
 By = Callable[[PublishedConfig, int], Iterable[int]]  # (configuration, number of layers) -> the numbers of some of them
+
+
+def layers_of(published: PublishedConfig) -> int:
+    """Return the number of layers, which is checked before anything is listed for each of them."""
+    return published.read(LAYERS, LayerCount)
 
 
 def every(period: int, layers: int) -> tuple[int, ...]:
@@ -58,13 +65,13 @@ class LayerTypes(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """The numbers of the layers; refuse lists of other lengths and types."""
-        layers, types = published.count(LAYERS), published.listed("layer_types", empty=self.empty)
+        layers, types = layers_of(published), published.listed("layer_types", str, empty=self.empty)
         own = {*self.default(published, layers)}
         if types is None:
             types = [self.types[number not in own] for number in range(layers)]
         elif self.published is not None:
             its = dict(zip(self.published, self.types))
-            types = [its.get(name, name) if isinstance(name, str) else name for name in types]
+            types = [its.get(name, name) for name in types]
         if len(types) != layers or set(types) - {*self.types}:
             known = " or ".join(map(repr, sorted(self.types)))
             published.refuse(f"layer_types={types} must name {layers} layers, each {known}.")
@@ -79,19 +86,19 @@ class LayerTypes(Entry):
 _WINDOW = "sliding_window"
 
 
-def _counted(published: PublishedConfig, window: Any, missing: int | None) -> int | None:
+def _counted(published: PublishedConfig, window: Any) -> int | None:
     """A window that there is, which counts tokens."""
-    return None if window is None else published.count(_WINDOW, missing)
+    return None if window is None else published.checked(_WINDOW, window, Length)
 
 
 def _nullable(published: PublishedConfig, missing: int | None) -> int | None:
-    return _counted(published, published.nullable(_WINDOW, missing), missing)
+    return _counted(published, published.nullable(_WINDOW, missing))
 
 
 def _switched(published: PublishedConfig, missing: int | None) -> int | None:
     """None where windows are switched off, whatever is said of them."""
     is_on, window = published.flag("use_sliding_window", False), published.nullable(_WINDOW, missing)
-    return _counted(published, window, missing) if is_on else None
+    return _counted(published, window) if is_on else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +110,7 @@ class Windows(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """Both fields; refuse layers with a window where no window is in use."""
-        return self._read(published, _counted(published, published.take(_WINDOW, self.window), self.window))
+        return self._read(published, _counted(published, published.take(_WINDOW, self.window)))
 
     def write(self, config: Any) -> dict[str, Any]:
         """Both attributes."""
@@ -112,7 +119,7 @@ class Windows(Entry):
     def _read(self, published: PublishedConfig, window: int | None) -> dict[str, Any]:
         found = self._types(lambda *given: tuple(self.default(*given)) * (window is not None)).read(published)
         if found["window_layers"] and window is None:
-            types = published.take("layer_types")
+            types = published.take("layer_types", None)
             published.refuse(f"layer_types={types} has sliding layers, and no window is in use.")
         return {"window": window} | found
 
@@ -178,7 +185,7 @@ class NoRotaryLayers(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`no_rotary_layers`; refuse a list of another length."""
-        return {"no_rotary_layers": self(published, published.count(LAYERS))}
+        return {"no_rotary_layers": self(published, layers_of(published))}
 
     def write(self, config: Any) -> dict[str, Any]:
         """`no_rope_layers`, which in spite of its name has a 1 for each layer with rotary positions."""
@@ -187,7 +194,7 @@ class NoRotaryLayers(Entry):
     def __call__(self, published: PublishedConfig, layers: int) -> tuple[int, ...]:
         """The layers' numbers; other entries take them as their default."""
         by_default = Period(4, ("no_rope_layer_interval",))(published, layers)
-        rotated = published.listed("no_rope_layers", empty=self.empty)
+        rotated = published.listed("no_rope_layers", _MAY_TURN, empty=self.empty)
         if rotated is None:
             return by_default
         if len(rotated) != layers:
@@ -202,7 +209,7 @@ class RotaryOrNone(Entry):
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`rotary`; refuse other kinds than these."""
         published.expect("position_embedding_type", "nope", "rope")
-        return {"rotary": published.take("position_embedding_type", "nope") == "rope"}
+        return {"rotary": published.text("position_embedding_type", "nope") == "rope"}
 
     def write(self, config: Any) -> dict[str, Any]:
         """The attribute."""
@@ -219,7 +226,7 @@ class ListedLayers(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """The numbers."""
-        by_default, said = self.default(published, published.count(LAYERS)), published.listed(self.published)
+        by_default, said = self.default(published, layers_of(published)), published.listed(self.published, Index)
         return {self.name: tuple(by_default if said is None else said)}
 
     def write(self, config: Any) -> dict[str, Any]:
@@ -236,7 +243,7 @@ class AllLayers(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """Nothing; refuse others."""
-        layers, said = published.count(LAYERS), published.listed(self.published)
+        layers, said = layers_of(published), published.listed(self.published)
         if said is not None and said != [self.kind] * layers:
             published.refuse(f"{self.published}={said}: this family has {layers} layers that are {self.kind!r}.")
         return {}

@@ -6,7 +6,15 @@ from typing import Any
 from ..nn import Llama3Scaling, LongRopeScaling, ProportionalScaling, RotaryScaling, YarnScaling
 from ._attributes import Entry
 from ._config import PublishedConfig
-from ._rotary_scalings import scaling_attributes, scaling_of, SCALINGS, unknown
+from ._kinds import Fraction, Positive, Size
+from ._rotary_scalings import (
+    either_rotary_parameters,
+    rotary_parameters,
+    scaling_attributes,
+    scaling_of,
+    SCALINGS,
+    unknown,
+)
 
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -29,7 +37,7 @@ class RotaryPositions(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`theta` and `scaling`."""
-        if self.stated and not (published.nested("rope_parameters") or published.nested("rope_scaling")):
+        if self.stated and not either_rotary_parameters(published):
             published.take("rope_parameters")
         theta, scaling = read_rotary(published, self.theta, self.layer_type, beside=self.beside)
         return {"theta": theta, "scaling": scaling}
@@ -62,12 +70,12 @@ class RotaryByType(Entry):
         return {"theta": theta, "scaling": scaling} | read_local(published, self.local_theta, self.older[1])
 
     def _check(self, published: PublishedConfig, by_type: dict[str, Any]) -> None:
-        older = published.nested("rope_scaling") if self.scaled else {}
+        older = rotary_parameters(published, "rope_scaling") if self.scaled else {}
         if older and not by_type and "rope_type" not in older:
             published.refuse(f"rope_scaling={older}: newer transformers reads no such type here; say its rope_type.")
-        said = [bool((by_type.get(kind) or {}).get("rope_theta")) for kind in _TYPES]
+        said = [_of_type(by_type, kind).get("rope_theta") is not None for kind in _TYPES]
         one, name = self.older[0] == self.older[1], self.older[0]
-        if one and not all(said) and (theta := published.take(name, self.theta)) != self.theta:
+        if one and not all(said) and (theta := published.read(name, Positive, self.theta)) != self.theta:
             published.refuse(
                 f"{name}={theta}: newer transformers takes {self.theta} for layers with a window; say both in "
                 "rope_parameters, by type of layer."
@@ -90,7 +98,7 @@ class LongRotaryPositions(RotaryPositions):
         """`theta` and `scaling`; refuse a scaling of another original length than the configuration's."""
         found = super().read(published)
         # Where it is missing, transformers takes 4096, not the longest length.
-        original, scaling = published.take("original_max_position_embeddings", 4096), found["scaling"]
+        original, scaling = published.read(_ORIGINAL, Size, 4096), found["scaling"]
         if isinstance(scaling, _WITH_ORIGINAL) and scaling.original_length != original:
             published.refuse(f"original_max_position_embeddings={original}: rope_scaling says {scaling}.")
         return found
@@ -107,8 +115,9 @@ class SharpenedRotaryPositions(RotaryPositions):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`theta`, `scaling` and `temperature`, which is 0 without a scaling."""
-        given, found = published.nested("rope_parameters") or published.nested("rope_scaling"), super().read(published)
-        sharper = 0.0 if found["scaling"] is None else float(given.get("mscale_all_dim") or 0.0)
+        given, found = either_rotary_parameters(published), super().read(published)
+        stated = given.get("mscale_all_dim")
+        sharper = 0.0 if found["scaling"] is None or stated is None else stated
         return found | {"temperature": sharper}
 
     def write(self, config: Any) -> dict[str, Any]:
@@ -130,11 +139,12 @@ class GrowingPositions(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """What the positions are, `growth`, and `growth_every`; refuse a growth after no number of positions."""
-        given = published.nested("rope_parameters") or published.nested("rope_scaling")
-        growth, every = given.get("llama_4_scaling_beta") or 0.0, given.get("original_max_position_embeddings")
-        if growth and not every:
+        given = either_rotary_parameters(published)
+        growth, every = given.get("llama_4_scaling_beta"), given.get(_ORIGINAL)
+        if growth and every is None:
             published.refuse(f"llama_4_scaling_beta={growth}: no original_max_position_embeddings says after what.")
-        return self.positions.read(published) | {"growth": growth, "growth_every": every or 1}
+        growth, every = 0.0 if growth is None else growth, 1 if every is None else every
+        return self.positions.read(published) | {"growth": growth, "growth_every": every}
 
     def write(self, config: Any) -> dict[str, Any]:
         """The newer attribute; raises a `ValueError` for two lengths where it has one."""
@@ -158,18 +168,19 @@ class PositionsByType(Entry):
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`theta`, `scaling`, `local_theta` and `local_scaling`."""
         by_type = _of_types(published)
-        if by_type and (missing := [kind for kind in _TYPES if not by_type.get(kind)]):
+        if by_type and (missing := [kind for kind in _TYPES if not _of_type(by_type, kind)]):
             published.refuse(f"rope_parameters say nothing of {missing[0]}; say both types of layer.")
         local = read_local(published, 10_000.0, "rope_local_base_freq")
-        given = dict(by_type.get(FULL) or {} if by_type else _PROPORTIONAL)
+        given = dict(_of_type(by_type, FULL) if by_type else _PROPORTIONAL)
         if given.pop("rope_type", "default") != "proportional":
             theta, scaling = read_rotary(published, 1_000_000.0, FULL)
             return {"theta": theta, "scaling": scaling} | local
-        theta, part = given.pop("rope_theta", 1_000_000.0), given.pop("partial_rotary_factor", 1.0)
-        scaling = ProportionalScaling(part, given.pop("factor", 1.0))
+        defaults = {"rope_theta": 1_000_000.0, "partial_rotary_factor": 1.0, "factor": 1.0}
+        theta, part, factor = (_first(given.pop(name, None), default) for name, default in defaults.items())
+        scaling = ProportionalScaling(part, factor)
         if left := unknown(given):
             published.refuse(f"rope_type='proportional' has attributes that are not known: {left}.")
-        return {"theta": float(theta), "scaling": scaling} | local
+        return {"theta": theta, "scaling": scaling} | local
 
     def write(self, config: Any) -> dict[str, Any]:
         """Both."""
@@ -191,9 +202,8 @@ class RotaryFraction(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`rotary_fraction`, said beside the base or by itself."""
-        given = published.nested("rope_parameters") or published.nested("rope_scaling")
-        own = published.take("partial_rotary_factor", self.default)
-        return {"rotary_fraction": given.get("partial_rotary_factor") or own}
+        own = published.read("partial_rotary_factor", Fraction, self.default)
+        return {"rotary_fraction": _first(either_rotary_parameters(published).get("partial_rotary_factor"), own)}
 
     def write(self, config: Any) -> dict[str, Any]:
         """Its attribute."""
@@ -204,11 +214,22 @@ class RotaryFraction(Entry):
 
 def _of_types(published: PublishedConfig) -> dict[str, Any]:
     """`rope_parameters` by type of layer; refuse those for all, which transformers does not read of these families."""
-    given = published.nested("rope_parameters")
+    given = rotary_parameters(published, "rope_parameters")
     if given and not any(isinstance(value, dict) for value in given.values()):
         types = " and of ".join(_TYPES)
         published.refuse(f"rope_parameters={given}: this family's are by type of layer, of {types}.")
     return given
+
+
+def _of_type(parameters: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return what `rope_parameters` say of a type of layer; nothing where that is no object."""
+    own = parameters.get(kind)
+    return own if isinstance(own, dict) else {}
+
+
+def _first(*values: Any) -> Any:
+    """Return the first value that is not null."""
+    return next((value for value in values if value is not None), None)
 
 
 def read_rotary(
@@ -222,7 +243,7 @@ def read_rotary(
 
     A scaling that has no older name, and is not said by type of layer, is refused.
     """
-    given = published.nested("rope_parameters")
+    given = rotary_parameters(published, "rope_parameters")
     typed = {name for name, value in given.items() if isinstance(value, dict)}
     if typed and layer_type and (others := typed - {*_TYPES}):
         published.refuse(f"rope_parameters are by type of layer, and {sorted(others)} are no types.")
@@ -231,29 +252,31 @@ def read_rotary(
         published.refuse(f"rope_type={kind!r} is not known.")
     if typed and layer_type:
         # Whether YaRN's ramp is rounded it looks up there too, for all types, and never in theirs.
-        rounds, given = {"truncate": given.get("truncate", True)}, dict(given.get(layer_type) or {})
+        rounds, given = {"truncate": _first(given.get("truncate"), True)}, dict(_of_type(given, layer_type))
         given |= rounds if given.get("rope_type") == "yarn" else {}
     given = dict(given)
-    theta = published.take(older[0], None)
-    scaling = published.nested(older[1]) if older[1] else {}
+    theta = published.read(older[0], Positive, None)
+    scaling = rotary_parameters(published, older[1]) if older[1] else {}
     if given and scaling and _unlike(scaling, given, bool(typed)):
         published.refuse(f"{older[1]}={scaling}, and rope_parameters have {given}; give one of them.")
     given = {name: value for name, value in (given or scaling).items() if name not in beside}
     if (part := given.pop("partial_rotary_factor", None)) is not None:
         published.add("partial_rotary_factor", part)
-    theta = given.pop("rope_theta", None) or theta or default_theta
+    theta = _first(given.pop("rope_theta", None), theta, default_theta)
     kind = given.pop("rope_type", given.pop("type", None))
     longest = 0 if kind in (None, "default") else published.count("max_position_embeddings")
-    beside_it, inner = published.take(_ORIGINAL, None), given.pop(_ORIGINAL, None)
+    beside_it, inner = published.read(_ORIGINAL, Size, None), given.pop(_ORIGINAL, None)
     # By types transformers reads theirs alone; else the other one, also where both are there.
-    own = (inner or longest) if typed and layer_type else (beside_it or inner or longest)
-    if kind in ("yarn", "llama3", "longrope", "su") and [beside_it or own, inner or own] != [own, own]:
-        published.refuse(f"{_ORIGINAL}={beside_it}, and {inner or longest} beside rope_type={kind!r}; give them alike.")
-    original = own
+    original = _first(inner, longest) if typed and layer_type else _first(beside_it, inner, longest)
+    if kind in ("yarn", "llama3", "longrope", "su") and {_first(beside_it, original), _first(inner, original)} != {
+        original
+    }:
+        other = _first(inner, longest)
+        published.refuse(f"{_ORIGINAL}={beside_it}, and {other} beside rope_type={kind!r}; give them alike.")
     scaling = scaling_of(published.refuse, kind, given, original, longest)
     if scaling is not None and older[1] is None and not typed:
         published.refuse(f"rope_parameters: {layer_type} has {kind!r}, and this family no scaling.")
-    return float(theta), scaling
+    return theta, scaling
 
 
 def _unlike(older: dict[str, Any], newer: dict[str, Any], is_added: bool) -> bool:

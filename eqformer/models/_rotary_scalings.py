@@ -1,6 +1,6 @@
 """The scalings of rotary positions by their names in configurations, read and written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from ..nn import (
@@ -12,6 +12,73 @@ from ..nn import (
     yarn_magnitude,
     YarnScaling,
 )
+from ._config import PublishedConfig
+from ._kinds import Fraction, Number, Positive, Size
+
+
+# The kinds of all attributes within `rope_parameters` and `rope_scaling`, whether or not a `rope_type` uses them.
+_KINDS: Mapping[str, Any] = {
+    **dict.fromkeys(("rope_type", "type"), str),
+    **dict.fromkeys(("rope_theta", "factor", "attention_factor", "beta_fast", "beta_slow", "alpha"), Positive),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), Positive),
+    **dict.fromkeys(("short_factor", "long_factor"), list[Positive]),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), Number),
+    **dict.fromkeys(("original_max_position_embeddings", "max_position_embeddings"), Size),
+    **{"truncate": bool, "partial_rotary_factor": Fraction},
+    **dict.fromkeys(("full_attention", "sliding_attention"), dict),
+}
+
+
+def rotary_parameters(published: PublishedConfig, name: str) -> dict[str, Any]:
+    """Return `rope_parameters` or `rope_scaling`, whichever `name` is, with values of the right kinds or null.
+
+    Raises a `ValueError` that names a value of another kind, in the object itself or in that of a type of layer.
+    """
+    return _checked(published.nested(name), f"{published.source}: {name}")
+
+
+def _checked(parameters: dict[str, Any], source: str) -> dict[str, Any]:
+    published, values = PublishedConfig(parameters, source), dict(parameters)
+    for key, value in parameters.items():
+        if value is not None and key in _KINDS:
+            values[key] = published.checked(key, value, _KINDS[key])
+        if isinstance(value, dict):
+            values[key] = _checked(value, f"{source}: {key}")
+    return values
+
+
+def either_rotary_parameters(published: PublishedConfig) -> dict[str, Any]:
+    """Return `rope_parameters` or, where they say nothing, `rope_scaling`, their older name."""
+    older = rotary_parameters(published, "rope_scaling")
+    return rotary_parameters(published, "rope_parameters") or older
+
+
+def check_scaling(config: Any, refuse: Callable[[str], NoReturn]) -> None:
+    """Refuse scalings of rotary positions that do not fit the config's other numbers."""
+    for theta, name in (("theta", "scaling"), ("local_theta", "local_scaling")):
+        scaling = getattr(config, name, None)
+        if isinstance(scaling, YarnScaling) and getattr(config, theta) == 1:
+            refuse("rope_theta=1 with rope_type='yarn': its ramp is counted by logarithms of the base; give another.")
+        if isinstance(scaling, Llama3Scaling) and scaling.low_frequency_factor > scaling.high_frequency_factor:
+            refuse(
+                f"low_freq_factor={scaling.low_frequency_factor}, high_freq_factor={scaling.high_frequency_factor}: "
+                "rope_type='llama3' needs a high_freq_factor of at least low_freq_factor."
+            )
+        if isinstance(scaling, LongRopeScaling):
+            pairs = _rotated_channels(config) // 2
+            for attribute, divisors in (
+                ("short_factor", scaling.short_divisors),
+                ("long_factor", scaling.long_divisors),
+            ):
+                if len(divisors) != pairs:
+                    refuse(f"{attribute} has {len(divisors)} numbers for {pairs} pairs of channels; give one a pair.")
+
+
+def _rotated_channels(config: Any) -> int:
+    if (channels := getattr(config, "rope_dim", None)) is not None:
+        return channels
+    head_size = getattr(config, "head_size", None) or config.embed // config.heads
+    return int(head_size * getattr(config, "rotary_fraction", 1.0))
 
 
 def scaling_of(
@@ -33,7 +100,7 @@ def scaling_of(
         value = given.pop(published, None)
         if value is None and name not in _OPTIONAL:
             refuse(f"rope_type={kind!r} needs {published!r}, which is not said.")
-        found[name] = tuple(map(float, value)) if isinstance(value, list) else value
+        found[name] = tuple(value) if isinstance(value, list) else value
     if left := given if kind is None else unknown(given):
         refuse(f"rope_type={kind!r} has attributes that are not known: {left}.")
     return None if make is None else make(**found)
@@ -50,13 +117,13 @@ def _complete(kind: str, given: dict[str, Any], original: int, longest: int) -> 
         # Of a `dynamic` one that is the longest length, whatever is said; transformers reads no other.
         given["original_max_position_embeddings"] = longest if kind == "dynamic" else original
     if kind == "longrope":
-        given["factor"] = given.get("factor") or longest / original
+        given["factor"] = longest / original if given.get("factor") is None else given["factor"]
     if kind == "yarn":
         over, under = given.pop("mscale", None), given.pop("mscale_all_dim", None)
         if given.get("attention_factor") is None and given.get("factor") and over and under:
             given["attention_factor"] = yarn_magnitude(given["factor"], over) / yarn_magnitude(given["factor"], under)
-        given |= {"beta_fast": given.get("beta_fast") or 32.0, "beta_slow": given.get("beta_slow") or 1.0}
-        given.setdefault("truncate", True)
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0), ("truncate", True)):
+            given[name] = default if given.get(name) is None else given[name]
 
 
 def scaling_attributes(config: Any, name: str = "scaling") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Each family is defined in one short file: its numbers, what builds a model of them, and its tables or their names."""
+"""Each family is defined in one file: its numbers, what builds a model of them, and its tables or their names."""
 
 import ast
 import inspect
@@ -8,7 +8,7 @@ from eqformer import models
 
 
 FOLDER = Path(inspect.getfile(models)).parent / "families"
-LONGEST = 120
+LONGEST = 500
 
 
 def defined(text: str) -> int:

@@ -75,11 +75,11 @@ def test_a_value_of_another_kind_is_refused_by_its_attributes_name(family):
 def test_what_is_asked_for_is_said():
     config = case("llama")
     for said, asked in (
-        ({"rms_norm_eps": "1e-6"}, r"rms_norm_eps='1e-6': it must be a number\.$"),
-        ({"rms_norm_eps": None}, r"rms_norm_eps=None: it must be a number\.$"),
+        ({"rms_norm_eps": "1e-6"}, r"rms_norm_eps='1e-6': it must be a number of at least 0\.$"),
+        ({"rms_norm_eps": None}, r"rms_norm_eps=None: it must be a number of at least 0\.$"),
         ({"tie_word_embeddings": "false"}, r"tie_word_embeddings='false': it must be true or false\.$"),
-        ({"num_key_value_heads": 2.5}, r"num_key_value_heads=2.5: it must be a whole number\.$"),
-        ({"head_dim": "8"}, r"head_dim='8': it must be a whole number or null\.$"),
+        ({"num_key_value_heads": 2.5}, r"num_key_value_heads=2.5: it must be a whole number of at least 1\.$"),
+        ({"head_dim": "8"}, r"head_dim='8': it must be a whole number of at least 1 or null\.$"),
     ):
         with pytest.raises(ValueError, match=rf"^config.json: {asked}"):
             numbers_of(config | said)

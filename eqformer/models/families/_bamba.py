@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Ignore
 from .._family import DecoderConfig, Family
+from .._kinds import Fraction, Index, Length, NotNegative
 from .._layer_attributes import ListedLayers
 from .._rotary_attributes import RotaryFraction
 from .._weights import Rule
@@ -21,16 +22,16 @@ from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights
 class BambaConfig(NetSizes, DecoderConfig):
     """The config of a Bamba."""
 
-    attention_layers: tuple[int, ...]
+    attention_layers: tuple[Index, ...]
     """The numbers of the layers with attention."""
-    rotary_fraction: float = 0.5
+    rotary_fraction: Fraction = 0.5
     """The part of a head's channels that has rotary positions."""
     bias: bool = False
     """Whether the attention's maps have biases."""
     mlp_bias: bool = False
     """Whether the feed-forward layers' maps have biases."""
-    eps: float = 1e-5
-    max_seq: int = 262_144
+    eps: NotNegative = 1e-5
+    max_seq: Length = 262_144
 
 
 def build_bamba(config: BambaConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import LayerNorm, ParallelBlock, Residual, Transformer
 from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
+from .._kinds import Length, NotNegative, Number, Positive
 from .._rotary_attributes import RotaryPositions
 from .._weights import Rule
 from ._common import decoder_attributes, LAYER, LLAMA_WEIGHTS
@@ -19,16 +20,16 @@ from ._decoder import attention, decoder, gated_mlp, rotary_of
 class CohereConfig(DecoderConfig):
     """The config of a Command R."""
 
-    theta: float = 8_000_000.0
-    eps: float = 1e-5
+    theta: Positive = 8_000_000.0
+    eps: NotNegative = 1e-5
     bias: bool = False
     """Whether the attention's four projections have biases."""
     qk_norm: bool = False
     """Whether each head has a norm of its queries and of its keys, its own scale."""
-    logit_scale: float = 0.0625
+    logit_scale: Number = 0.0625
     """What logits are multiplied by."""
     tied: bool = True
-    max_seq: int = 8192
+    max_seq: Length = 8192
 
 
 def build_cohere(config: CohereConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -6,6 +6,7 @@ from typing import Any
 
 from .._attributes import Attribute, Count, Entry
 from .._config import PublishedConfig
+from .._kinds import Size
 from .._rotary_attributes import RotaryPositions
 from .._weights import Rule
 
@@ -28,10 +29,9 @@ class KeyHeads(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`kv_heads`."""
-        return {
-            "kv_heads": published.nullable("num_key_value_heads", self.default)
-            or published.count("num_attention_heads")
-        }
+        stated = published.nullable("num_key_value_heads", self.default)
+        kv_heads = published.read("num_attention_heads", Size) if stated is None else stated
+        return {"kv_heads": published.checked("num_key_value_heads", kv_heads, Size)}
 
     def write(self, config: Any) -> dict[str, Any]:
         """Its attribute."""

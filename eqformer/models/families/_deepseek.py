@@ -24,7 +24,8 @@ from ...nn import (
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Unpublished
 from .._config import PublishedConfig
 from .._family import ModelConfig
-from .._layer_attributes import LAYERS
+from .._kinds import Index, LayerCount, Length, NotNegative, Number, OptionalSize, Positive, Size
+from .._layer_attributes import layers_of
 from .._rotary_attributes import SharpenedRotaryPositions
 from .._weights import Rule
 from ._common import AsManyKeyHeads, EDGES, GATED, LAYER, PRE_NORMS, SIZES, WIDTH
@@ -37,57 +38,57 @@ from ._pattern import Together
 class LatentConfig(ModelConfig):
     """What the configs of DeepSeek-V2 and V3 have in common."""
 
-    layers: int
+    layers: LayerCount
     """Layers."""
-    heads: int
+    heads: Size
     """Heads."""
-    mlp: int
+    mlp: Size
     """Hidden features of a dense layer."""
-    expert_mlp: int
+    expert_mlp: Size
     """Hidden features of an expert."""
-    q_latent: int | None
+    q_latent: Size | None
     """Channels of the queries' latent; None: there is none."""
-    latent: int = 512
+    latent: Size = 512
     """Channels of the latent of keys and values."""
-    head_dim: int = 128
+    head_dim: Size = 128
     """Channels of a head's key that are not rotated."""
-    rope_dim: int = 64
+    rope_dim: Size = 64
     """Channels of the rotated key."""
-    v_dim: int = 128
+    v_dim: Size = 128
     """Channels of a head's value."""
-    experts: int
+    experts: Size
     """Experts of a layer."""
-    top_k: int
+    top_k: Size
     """Experts of a token."""
-    shared: int
+    shared: OptionalSize
     """Experts that every token has."""
-    first_dense: int
+    first_dense: Index
     """Layers at the beginning without experts."""
-    dense_layers: tuple[int, ...] = ()
+    dense_layers: tuple[Index, ...] = ()
     """The numbers of later layers without experts."""
-    groups: int
+    groups: Size
     """Groups of experts."""
-    kept_groups: int
+    kept_groups: Size
     """The groups from which a token's experts are chosen."""
-    scale: float
+    scale: Number
     """What the experts' weights are multiplied by."""
-    balance: float
+    balance: NotNegative
     """The weight of `LoadBalance`, row by row."""
-    theta: float = 10_000.0
+    theta: Positive = 10_000.0
     """The base of rotary positions."""
     scaling: RotaryScaling | None = None
     """Of rotary positions."""
-    temperature: float = 0.0
+    temperature: Number = 0.0
     """The `mscale_all_dim` beside a scaling, YaRN as a rule: with it, scores grow with its factor."""
     activation: str = "silu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     bias: bool = False
     """Whether the maps to latents, and the attention's output, have biases."""
-    eps: float = 1e-6
+    eps: NotNegative = 1e-6
     """What norms add before the root."""
     tied: bool = False
     """Whether the head is the embedding's table."""
-    max_seq: int = 163_840
+    max_seq: Length = 163_840
     """The longest rows it was trained on; it changes nothing."""
 
     @property
@@ -100,16 +101,16 @@ class LatentConfig(ModelConfig):
 class SigmoidLatentConfig(LatentConfig):
     """What the configs of DeepSeek-V3 and V3.2 have in common: experts chosen by biased sigmoids."""
 
-    experts: int = 256
-    top_k: int = 8
-    shared: int = 1
-    first_dense: int = 3
-    groups: int = 8
-    kept_groups: int = 4
-    scale: float = 2.5
+    experts: Size = 256
+    top_k: Size = 8
+    shared: OptionalSize = 1
+    first_dense: Index = 3
+    groups: Size = 8
+    kept_groups: Size = 4
+    scale: Number = 2.5
     normalise: bool = True
     """Whether a token's weights add up to 1."""
-    balance: float = 0.0001
+    balance: NotNegative = 0.0001
 
 
 class LatentKind(NamedTuple):
@@ -206,8 +207,8 @@ class LayerMixtures(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`first_dense` and `dense_layers`; refuse other kinds, and lists of another length."""
-        layers = published.count(LAYERS)
-        if (said := published.listed("mlp_layer_types")) is None:
+        layers = layers_of(published)
+        if (said := published.listed("mlp_layer_types", str)) is None:
             return {}
         if len(said) != layers or {*said} - {"dense", "sparse"}:
             published.refuse(f"mlp_layer_types={said} must name {layers} layers, each 'dense' or 'sparse'.")

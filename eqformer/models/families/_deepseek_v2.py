@@ -9,6 +9,7 @@ from ...nn import Transformer, YarnScaling
 from .._attributes import Attribute, Entry, Expect
 from .._config import PublishedConfig
 from .._family import Family
+from .._kinds import Index, NotNegative, Number, OptionalSize, Size
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
 
 
@@ -16,14 +17,14 @@ from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentCo
 class DeepSeekV2Config(LatentConfig):
     """The config of a DeepSeek-V2."""
 
-    experts: int = 64
-    top_k: int = 6
-    shared: int = 2
-    first_dense: int = 1
-    groups: int = 1
-    kept_groups: int = 1
-    scale: float = 1.0
-    balance: float = 0.001
+    experts: Size = 64
+    top_k: Size = 6
+    shared: OptionalSize = 2
+    first_dense: Index = 1
+    groups: Size = 1
+    kept_groups: Size = 1
+    scale: Number = 1.0
+    balance: NotNegative = 0.001
 
 
 def build_deepseek_v2(config: DeepSeekV2Config, *, key: Key[Array, ""]) -> Transformer:
@@ -37,7 +38,7 @@ class _Method(Entry):
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """A single group where choices are greedy, whatever other attributes say of groups; else nothing."""
         published.expect("topk_method", "greedy", "group_limited_greedy")
-        is_greedy = published.take("topk_method", "greedy") == "greedy"
+        is_greedy = published.text("topk_method", "greedy") == "greedy"
         return {"groups": 1, "kept_groups": 1} if is_greedy else {}
 
     def write(self, config: DeepSeekV2Config) -> dict[str, Any]:

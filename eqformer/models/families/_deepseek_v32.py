@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Indexer, Transformer, YarnScaling
 from .._attributes import Attribute, Count, Entry, Expect, Ignore
 from .._family import Family
+from .._kinds import Length, Size
 from .._layer_attributes import AllLayers
 from .._predictors import BEHIND
 from .._weights import Rule
@@ -30,12 +31,12 @@ from ._pattern import Together
 class DeepSeekV32Config(SigmoidLatentConfig):
     """The config of a DeepSeek-V3.2."""
 
-    q_latent: int
-    index_heads: int = 64
+    q_latent: Size
+    index_heads: Size = 64
     """Heads of the indexer."""
-    index_dim: int = 128
+    index_dim: Size = 128
     """Channels of one, of which `rope_dim` are rotated."""
-    index_top_k: int = 2048
+    index_top_k: Length = 2048
     """Keys that a query sees."""
 
 

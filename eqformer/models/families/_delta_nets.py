@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Attention, GatedDeltaNet
 from .._attributes import Activation, Attribute, Entry
 from .._family import DecoderConfig
+from .._kinds import Fraction, Index, Length, Positive, Size
 from .._layer_attributes import LayerTypes, Period
 from .._rotary_attributes import RotaryFraction
 from .._weights import Rule
@@ -19,25 +20,25 @@ from ._decoder import attention, bend, damping, head_norms, part_rotary
 class NetConfig(DecoderConfig):
     """What the configs of these hybrids have in common."""
 
-    attention_layers: tuple[int, ...]
+    attention_layers: tuple[Index, ...]
     """The numbers of the layers with attention; others have nets."""
-    net_heads: int = 32
+    net_heads: Size = 32
     """Heads of values in a net."""
-    net_kv_heads: int = 16
+    net_kv_heads: Size = 16
     """Heads of queries and keys in a net."""
-    net_head_dim: int = 128
+    net_head_dim: Size = 128
     """Channels of their heads."""
-    net_v_dim: int = 128
+    net_v_dim: Size = 128
     """Channels of a value's head in a net."""
-    taps: int = 4
+    taps: Size = 4
     """Tokens that a net's convolutions see."""
-    head_dim: int = 256
-    rotary_fraction: float = 0.25
+    head_dim: Size = 256
+    rotary_fraction: Fraction = 0.25
     """The part of a head's channels that has rotary positions."""
     bias: bool = False
     """Whether the attention's maps have biases."""
-    theta: float = 10_000_000.0
-    max_seq: int = 262_144
+    theta: Positive = 10_000_000.0
+    max_seq: Length = 262_144
 
 
 def gated_attention(config: NetConfig, key: Key[Array, ""]) -> Attention:

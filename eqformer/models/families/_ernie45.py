@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
+from .._kinds import Length, NotNegative, Positive
 from .._rotary_attributes import RotaryPositions
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, PRE_NORMS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block, rotary_of
@@ -17,12 +18,12 @@ from ._decoder import attention, decoder, gated_mlp, pre_norm_block, rotary_of
 class Ernie45Config(DecoderConfig):
     """The config of a dense ERNIE 4.5."""
 
-    theta: float = 500_000.0
-    eps: float = 1e-5
+    theta: Positive = 500_000.0
+    eps: NotNegative = 1e-5
     bias: bool = False
     """Whether all maps of attention and feed-forward layers have biases."""
     tied: bool = True
-    max_seq: int = 131_072
+    max_seq: Length = 131_072
 
 
 def build_ernie45(config: Ernie45Config, *, key: Key[Array, ""]) -> Transformer:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Linear, MoE, Transformer
 from .._family import DecoderConfig, Family
+from .._kinds import Index, Length, NotNegative, OptionalSize, Positive, Size
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block, rotary_of
 from ._ernie45_moe_tables import ATTRIBUTES, WEIGHTS
 from ._mixtures import mixture
@@ -18,28 +19,28 @@ from ._mixtures import mixture
 class Ernie45MoEConfig(DecoderConfig):
     """The config of an ERNIE 4.5 with experts; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
 
-    expert_mlp: int
+    expert_mlp: Size
     """Hidden features of an expert."""
-    moe_last: int
+    moe_last: Index
     """The last layer that may have experts."""
-    moe_first: int = 1
+    moe_first: Index = 1
     """The first layer that may have experts."""
-    moe_every: int = 1
+    moe_every: Size = 1
     """Of these, every how many have some."""
-    experts: int = 64
+    experts: Size = 64
     """Experts of a layer."""
-    top_k: int = 6
+    top_k: Size = 6
     """Experts of a token."""
-    shared: int = 2
+    shared: OptionalSize = 2
     """Experts that every token has."""
-    theta: float = 500_000.0
-    eps: float = 1e-5
+    theta: Positive = 500_000.0
+    eps: NotNegative = 1e-5
     bias: bool = False
     """Whether the maps of attention and feed-forward layers and the head have biases; experts have none."""
-    balance: float = 0.001
+    balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
     tied: bool = True
-    max_seq: int = 131_072
+    max_seq: Length = 131_072
 
     @property
     def kinds(self) -> tuple[bool, ...]:

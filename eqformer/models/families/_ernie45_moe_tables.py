@@ -4,7 +4,7 @@ from typing import Any
 
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore
 from .._config import PublishedConfig
-from .._layer_attributes import LAYERS
+from .._layer_attributes import layers_of
 from .._rotary_attributes import RotaryPositions
 from .._weights import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS
@@ -16,8 +16,8 @@ class _LastMixture(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`moe_last`."""
-        last = published.take("moe_layer_end_index", -1)
-        return {"moe_last": published.count(LAYERS) - 1 if last == -1 else last}
+        last = published.count("moe_layer_end_index", -1, least=-1)
+        return {"moe_last": layers_of(published) - 1 if last == -1 else last}
 
     def write(self, config: Any) -> dict[str, Any]:
         """Its attribute."""

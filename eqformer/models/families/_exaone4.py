@@ -10,6 +10,7 @@ from ...nn import Block, Llama3Scaling, Transformer
 from .._attributes import Activation, Expect
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
+from .._kinds import Index, Length, NotNegative, Positive
 from .._layer_attributes import all_but_every, NullableWindows, Period
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, POST_NORMS
 from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block
@@ -20,13 +21,13 @@ from ._pattern import windows_of
 class Exaone4Config(DecoderConfig):
     """The config of an EXAONE 4."""
 
-    window: int | None = 4096
+    window: Length | None = 4096
     """The tokens that the layers of `window_layers` see; None: there are no windows, and all layers are rotated."""
-    window_layers: tuple[int, ...] = ()
+    window_layers: tuple[Index, ...] = ()
     """The numbers of the layers that see a `window`; where there is one, the others have no rotary positions."""
-    theta: float = 1_000_000.0
-    eps: float = 1e-5
-    max_seq: int = 131_072
+    theta: Positive = 1_000_000.0
+    eps: NotNegative = 1e-5
+    max_seq: Length = 131_072
 
 
 def build_exaone4(config: Exaone4Config, *, key: Key[Array, ""]) -> Transformer:
@@ -45,7 +46,8 @@ def build_exaone4(config: Exaone4Config, *, key: Key[Array, ""]) -> Transformer:
 def _local(published: PublishedConfig, layers: int) -> tuple[int, ...]:
     """All but the last of each period, which is a number or spelled out as `LLLG`; none where there is no period."""
     name = "sliding_window_pattern"
-    if not (said := published.nullable(name, 4)):
+    said = published.checked(name, published.nullable(name, 4), str | Index | None)
+    if not said:  # 0 too, which transformers writes where there is no window
         return ()
     if not isinstance(said, str):
         return Period(4, (name,), but=True)(published, layers)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, ParallelMixers, Residual, ScaledActivation, Transformer
 from .._family import DecoderConfig, Family
+from .._kinds import Length, NotNegative, Number
 from ._decoder import attention, bend, decoder, gated_mlp, norm
 from ._falcon_h1_tables import ATTRIBUTES, WEIGHTS
 from ._state_spaces import mamba2, NetSizes
@@ -17,23 +18,23 @@ from ._state_spaces import mamba2, NetSizes
 class FalconH1Config(NetSizes, DecoderConfig):
     """The config of a Falcon-H1; a scale is what something is multiplied by."""
 
-    embedding_scale: float = 1.0
+    embedding_scale: Number = 1.0
     """Of looked-up vectors."""
-    attention_input_scale: float = 1.0
+    attention_input_scale: Number = 1.0
     """Of what attention is given."""
-    key_scale: float = 1.0
+    key_scale: Number = 1.0
     """Of its keys."""
-    attention_scale: float = 1.0
+    attention_scale: Number = 1.0
     """Of what it adds."""
-    net_input_scale: float = 1.0
+    net_input_scale: Number = 1.0
     """Of what a Mamba-2 is given."""
-    net_scales: tuple[float, ...] = (1.0,) * 5
+    net_scales: tuple[Number, ...] = (1.0,) * 5
     """Of its gates, values, keys, queries and steps."""
-    net_scale: float = 1.0
+    net_scale: Number = 1.0
     """Of what it adds."""
-    mlp_scales: tuple[float, ...] = (1.0, 1.0)
+    mlp_scales: tuple[Number, ...] = (1.0, 1.0)
     """Of a feed-forward layer's gate, and of what it adds."""
-    logit_scale: float = 1.0
+    logit_scale: Number = 1.0
     """Of logits."""
     net_norm: bool = False
     """Whether the Mamba-2's output is normed."""
@@ -45,8 +46,8 @@ class FalconH1Config(NetSizes, DecoderConfig):
     """Whether the Mamba-2's last map has one; `net_bias` is of the others."""
     mlp_bias: bool = False
     """Whether the feed-forward layers' maps have biases."""
-    eps: float = 1e-5
-    max_seq: int = 8192
+    eps: NotNegative = 1e-5
+    max_seq: Length = 8192
 
 
 def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transformer:

@@ -5,6 +5,7 @@ from typing import Any
 
 from .._attributes import Activation, Attribute, Entry, Expect, Ignore
 from .._config import PublishedConfig
+from .._kinds import Number
 from .._weights import Rule
 from ._common import attention_weights, decoder_attributes, gated_weights, LAYER
 from ._state_spaces import mamba_weights, STATED_MAMBA_ATTRIBUTES
@@ -20,12 +21,11 @@ class Scales(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """The multipliers; refuse a list of another length, and what is no number."""
-        said = published.listed(self.published)
+        said = published.listed(self.published, Number)
         scales = [1.0] * self.count if said is None else said
-        is_number = lambda one: isinstance(one, int | float) and not isinstance(one, bool)
-        if len(scales) != self.count or not all(map(is_number, scales)):
+        if len(scales) != self.count:
             published.refuse(f"{self.published}={said}: it must be a list of {self.count} numbers.")
-        return {self.name: tuple(map(float, scales))}
+        return {self.name: tuple(scales)}
 
     def write(self, config: Any) -> dict[str, Any]:
         """The list."""

@@ -10,6 +10,7 @@ from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Expect, names_of
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
+from .._kinds import Length, Size
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, norm, pre_norm_block
 
@@ -18,12 +19,12 @@ from ._decoder import attention, decoder, gated_mlp, norm, pre_norm_block
 class GemmaConfig(DecoderConfig):
     """The config of a Gemma."""
 
-    head_dim: int = 256
+    head_dim: Size = 256
     activation: str = "gelu_tanh"
     bias: bool = False
     """Whether the attention's four projections have biases."""
     tied: bool = True
-    max_seq: int = 8192
+    max_seq: Length = 8192
 
 
 def build_gemma(config: GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -45,7 +46,7 @@ class EitherActivation(Activation):
         """The name in `nn.ACTIVATIONS`; refuse two that differ."""
         found = super().read(published)[self.name]
         # Early checkpoints say gelu and mean its approximation.
-        own = "gelu_tanh" if published.take(self.published, self.default) == "gelu" else found
+        own = "gelu_tanh" if published.text(self.published, self.default) == "gelu" else found
         published.expect("hidden_activation", *names_of(own))
         return {self.name: own}
 

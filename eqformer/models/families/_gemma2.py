@@ -10,6 +10,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Expect, Ignore, Nullable
 from .._family import DecoderConfig, Family
+from .._kinds import Index, Length, Positive, Size
 from .._layer_attributes import all_but_every, Period, Windows
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED
 from ._decoder import attention, decoder, four_norm_block, gated_mlp, norm
@@ -20,22 +21,22 @@ from ._pattern import windows_of
 class Gemma2Config(DecoderConfig):
     """The config of a Gemma 2."""
 
-    window_layers: tuple[int, ...]
+    window_layers: tuple[Index, ...]
     """The numbers of the layers that see a `window`; the others see everything."""
-    window: int = 4096
+    window: Length = 4096
     """The tokens that the layers of `window_layers` see."""
-    head_dim: int = 256
+    head_dim: Size = 256
     activation: str = "gelu_tanh"
     bias: bool = False
     """Whether the attention's four projections have biases."""
-    query_scalar: int = 256
+    query_scalar: Size = 256
     """Scores are divided by its root."""
-    score_softcap: float | None = 50.0
+    score_softcap: Positive | None = 50.0
     """The bound of scores."""
-    logit_softcap: float | None = 30.0
+    logit_softcap: Positive | None = 30.0
     """The bound of logits."""
     tied: bool = True
-    max_seq: int = 8192
+    max_seq: Length = 8192
 
 
 def build_gemma2(config: Gemma2Config, *, key: Key[Array, ""]) -> Transformer:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Key
 from ...nn import Attention, Block, LinearScaling, Mixer, RotaryScaling, Transformer
 from .._attributes import Activation, Attribute, Expect, Ignore
 from .._family import DecoderConfig, Family
+from .._kinds import Index, Length, Positive, Size
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryByType
 from .._towers import Tower
@@ -22,25 +23,25 @@ from ._pattern import windows_of
 class Gemma3Config(DecoderConfig):
     """The config of a Gemma 3."""
 
-    window_layers: tuple[int, ...]
+    window_layers: tuple[Index, ...]
     """The numbers of the layers that see a `window`; the others have the `scaling`."""
-    window: int = 1024
+    window: Length = 1024
     """The tokens that the layers of `window_layers` see."""
-    head_dim: int = 256
+    head_dim: Size = 256
     activation: str = "gelu_tanh"
     bias: bool = False
     """Whether the attention's four projections have biases."""
-    query_scalar: int = 256
+    query_scalar: Size = 256
     """Scores are divided by its root."""
-    logit_softcap: float | None = None
+    logit_softcap: Positive | None = None
     """The bound of logits."""
-    theta: float = 1_000_000.0
-    local_theta: float = 10_000.0
+    theta: Positive = 1_000_000.0
+    local_theta: Positive = 10_000.0
     """The base of rotary positions in these layers."""
     local_scaling: RotaryScaling | None = None
     """Their scaling."""
     tied: bool = True
-    max_seq: int = 131_072
+    max_seq: Length = 131_072
 
 
 AsMixer = Callable[[Attention], Mixer]

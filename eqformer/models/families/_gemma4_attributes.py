@@ -5,7 +5,8 @@ from typing import Any
 
 from .._attributes import Entry
 from .._config import PublishedConfig
-from .._layer_attributes import all_but_every, LAYERS, Windows
+from .._kinds import OptionalSize, Size
+from .._layer_attributes import all_but_every, layers_of, Windows
 from .._weights import Rule
 from ._common import ATTENTION, EDGES, FOUR_NORMS, gated_weights, head_norm_weights, LAYER
 
@@ -18,7 +19,7 @@ class GlobalWindows(Windows):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """Both fields."""
-        found, last = super().read(published), published.count(LAYERS) - 1
+        found, last = super().read(published), layers_of(published) - 1
         return found | {"window_layers": tuple(layer for layer in found["window_layers"] if layer != last)}
 
 
@@ -27,19 +28,21 @@ class GlobalHeads(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`global_head_dim`, `global_kv_heads` and `keys_as_values`; refuse layers that differ otherwise."""
-        size, shared = published.take("global_head_dim", 512), published.flag("attention_k_eq_v", False)
-        own = published.count("num_key_value_heads", 4)
-        heads = published.take("num_global_key_value_heads", None) if shared else None
+        size, shared = published.read("global_head_dim", Size, 512), published.flag("attention_k_eq_v", False)
+        own = published.read("num_key_value_heads", Size, 4)
+        heads = published.read("num_global_key_value_heads", Size, own) if shared else own
         if by_layer := published.nested("per_layer_config"):
             windows = GlobalWindows().read(published)["window_layers"]
-            others = [str(layer) for layer in range(published.count(LAYERS)) if layer not in windows]
+            others = [str(layer) for layer in range(layers_of(published)) if layer not in windows]
             said = next(iter(by_layer.values()))
             known = isinstance(said, dict) and not {*said} - {"head_dim", "num_key_value_heads"}
             listed = {str(layer).lstrip("0") or "0" for layer in by_layer}
             if not known or listed != {*others} or any(its != said for its in by_layer.values()):
                 published.refuse(f"per_layer_config={by_layer}: layers {others}, without a window, must be alike.")
-            size, heads = said.get("head_dim", published.take("head_dim", 256)), said.get("num_key_value_heads", None)
-        return {"global_head_dim": size, "global_kv_heads": heads or own, "keys_as_values": shared}
+            within = PublishedConfig(said, f"{published.source}: per_layer_config")
+            size = within.read("head_dim", Size, published.read("head_dim", Size, 256))
+            heads = within.read("num_key_value_heads", Size, own)
+        return {"global_head_dim": size, "global_kv_heads": heads, "keys_as_values": shared}
 
     def write(self, config: Any) -> dict[str, Any]:
         """For all layers at once, as it is published, where transformers reads it so."""
@@ -56,7 +59,7 @@ class LayerVectors(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`input_mlp` and, where there are vectors, `input_vocab`."""
-        channels, ids = (published.take(name, its) for name, its in (_CHANNELS, _IDS))
+        channels, ids = published.read(*_CHANNELS), published.read(*_IDS)
         return {"input_mlp": channels, "input_vocab": ids} if channels else {}
 
     def write(self, config: Any) -> dict[str, Any]:
@@ -64,7 +67,7 @@ class LayerVectors(Entry):
         return {_CHANNELS[0]: config.input_mlp} | ({_IDS[0]: config.input_vocab} if config.input_mlp else {})
 
 
-_CHANNELS, _IDS = ("hidden_size_per_layer_input", 256), ("vocab_size_per_layer_input", 262_144)
+_CHANNELS, _IDS = ("hidden_size_per_layer_input", OptionalSize, 256), ("vocab_size_per_layer_input", Size, 262_144)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +78,7 @@ class MaybeExperts(Entry):
         """`experts`, `top_k` and `expert_mlp`."""
         names = {"experts": "num_experts", "top_k": "top_k_experts", "expert_mlp": "moe_intermediate_size"}
         if published.flag("enable_moe_block", False):
-            return {own: published.count(its) for own, its in names.items()}
+            return {own: published.read(its, Size) for own, its in names.items()}
         for its in names.values():
             published.take(its, None)
         return {}

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from ...nn import ProportionalScaling, RotaryScaling
 from .._family import DecoderConfig
+from .._kinds import Index, Length, NotNegative, OptionalSize, Positive, Size
 from ._pattern import windows_of
 
 
@@ -12,46 +13,46 @@ from ._pattern import windows_of
 class Gemma4Config(DecoderConfig):
     """The config of a Gemma 4; `head_dim` and `kv_heads` are those of layers with a window."""
 
-    window_layers: tuple[int, ...]
+    window_layers: tuple[Index, ...]
     """The numbers of the layers that see a `window`; the others see everything."""
-    window: int = 512
+    window: Length = 512
     """The tokens that the layers of `window_layers` see."""
-    head_dim: int = 256
+    head_dim: Size = 256
     activation: str = "gelu_tanh"
-    global_head_dim: int = 512
+    global_head_dim: Size = 512
     """Channels of a head in the other layers."""
-    global_kv_heads: int
+    global_kv_heads: Size
     """Heads of keys and values there."""
     keys_as_values: bool = False
     """Whether values are keys there."""
-    theta: float = 1_000_000.0
+    theta: Positive = 1_000_000.0
     scaling: RotaryScaling | None = ProportionalScaling(0.25)
-    local_theta: float = 10_000.0
+    local_theta: Positive = 10_000.0
     """The base of rotary positions in the layers of `window_layers`; the others have the `scaling`."""
     local_scaling: RotaryScaling | None = None
     """Their scaling."""
-    logit_softcap: float | None = None
+    logit_softcap: Positive | None = None
     """The bound of logits."""
     bias: bool = False
     """Whether the attention's projections have biases."""
-    experts: int = 0
+    experts: OptionalSize = 0
     """Experts of a layer, beside its dense one; 0: none."""
-    top_k: int = 1
+    top_k: Size = 1
     """Experts of a token."""
-    expert_mlp: int = 1
+    expert_mlp: Size = 1
     """Hidden features of an expert."""
-    balance: float = 0.001
+    balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
-    reading_layers: int = 0
+    reading_layers: OptionalSize = 0
     """The last layers, which read the keys and values of the last layer of their kind before them."""
     widens_reading: bool = False
     """Whether these have twice as many hidden features."""
-    input_mlp: int = 0
+    input_mlp: OptionalSize = 0
     """Channels of a vector of each token for each layer; 0: none."""
-    input_vocab: int = 262_144
+    input_vocab: Size = 262_144
     """Ids that have such vectors."""
     tied: bool = True
-    max_seq: int = 262_144
+    max_seq: Length = 262_144
 
 
 class Kind(NamedTuple):

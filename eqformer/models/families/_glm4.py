@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
+from .._kinds import Fraction, NotNegative
 from .._rotary_attributes import RotaryFraction
 from ._common import ATTENTION, decoder_attributes, EDGES, JOINED_GATED, norm_weights
 from ._decoder import attention, decoder, four_norm_block, gated_mlp, part_rotary
@@ -17,9 +18,9 @@ from ._decoder import attention, decoder, four_norm_block, gated_mlp, part_rotar
 class GLM4Config(DecoderConfig):
     """The config of a GLM-4."""
 
-    rotary_fraction: float = 0.5
+    rotary_fraction: Fraction = 0.5
     """The part of a head's channels that has rotary positions."""
-    eps: float = 1e-5
+    eps: NotNegative = 1e-5
     bias: bool = False
     """Whether queries, keys and values have biases."""
 

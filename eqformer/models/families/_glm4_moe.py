@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Ignore
 from .._family import DecoderConfig, Family
+from .._kinds import Fraction, Index, Length, NotNegative, Number, OptionalSize, Positive, Size
 from .._predictors import BEHIND
 from .._rotary_attributes import RotaryFraction
 from ._common import decoder_attributes, LLAMA_WEIGHTS
@@ -20,35 +21,35 @@ from ._mixtures import BIASED_SIGMOIDS, MIXTURE, mixture_beside_shared, SELECTIO
 class GLM4MoEConfig(DecoderConfig):
     """The config of a GLM-4.5; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
 
-    expert_mlp: int
+    expert_mlp: Size
     """Hidden features of an expert."""
-    experts: int = 128
+    experts: Size = 128
     """Experts of a layer."""
-    top_k: int = 8
+    top_k: Size = 8
     """Experts of a token."""
-    shared: int = 1
+    shared: OptionalSize = 1
     """Experts that every token has."""
-    first_dense: int = 1
+    first_dense: Index = 1
     """Layers at the beginning without experts."""
-    groups: int = 1
+    groups: Size = 1
     """Groups of experts."""
-    kept_groups: int = 1
+    kept_groups: Size = 1
     """The groups from which a token's experts are chosen."""
-    scale: float = 1.0
+    scale: Number = 1.0
     """What the experts' weights are multiplied by."""
     normalise: bool = True
     """Whether a token's weights add up to 1 before."""
-    rotary_fraction: float = 0.5
+    rotary_fraction: Fraction = 0.5
     """The part of a head's channels that has rotary positions."""
-    theta: float = 1_000_000.0
-    eps: float = 1e-5
+    theta: Positive = 1_000_000.0
+    eps: NotNegative = 1e-5
     qk_norm: bool = False
     """Whether each head's queries and keys have norms."""
     bias: bool = False
     """Whether queries, keys and values have biases."""
-    balance: float = 0.0001
+    balance: NotNegative = 0.0001
     """The weight of `LoadBalance`, row by row."""
-    max_seq: int = 131_072
+    max_seq: Length = 131_072
 
 
 def build_glm4_moe(config: GLM4MoEConfig, *, key: Key[Array, ""]) -> Transformer:

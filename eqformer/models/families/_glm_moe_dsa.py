@@ -9,7 +9,8 @@ from ...nn import Transformer
 from .._attributes import Entry, Expect
 from .._config import PublishedConfig
 from .._family import Family
-from .._layer_attributes import LAYERS
+from .._kinds import Index, Length, NotNegative, Positive, Size
+from .._layer_attributes import layers_of
 from .._predictors import BEHIND
 from ._deepseek import LatentKind
 from ._deepseek_v32 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_BYTE, DSA_WEIGHTS
@@ -20,16 +21,16 @@ from ._pattern import Together
 class GLMMoEDSAConfig(DeepSeekV32Config):
     """The config of a GLM-5."""
 
-    head_dim: int = 192
-    v_dim: int = 256
-    index_heads: int = 32
-    reading_layers: tuple[int, ...] = ()
+    head_dim: Size = 192
+    v_dim: Size = 256
+    index_heads: Size = 32
+    reading_layers: tuple[Index, ...] = ()
     """The numbers of the layers without an indexer, which see what the last one with an indexer has chosen."""
-    groups: int = 1
-    kept_groups: int = 1
-    theta: float = 1_000_000.0
-    eps: float = 1e-5
-    max_seq: int = 202_752
+    groups: Size = 1
+    kept_groups: Size = 1
+    theta: Positive = 1_000_000.0
+    eps: NotNegative = 1e-5
+    max_seq: Length = 202_752
 
 
 def build_glm_moe_dsa(config: GLMMoEDSAConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -58,12 +59,15 @@ class ReadingLayers(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`reading_layers`; refuse other kinds, lists of another length, and a first layer that reads."""
-        layers, said = published.count(LAYERS), published.listed("indexer_types")
-        pattern, period = published.take("index_topk_pattern", None), published.count("index_topk_freq", 1, least=0)
+        layers, said = layers_of(published), published.listed("indexer_types", str)
+        pattern = published.read("index_topk_pattern", str | list[str], None)
+        period = published.count("index_topk_freq", 1, least=0)
         first = published.count("index_skip_topk_offset", 2, least=0)
         if said is None and isinstance(pattern, str):
             said = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
-        if said is None and (said := published.listed("index_topk_pattern")) is None:
+        if said is None and isinstance(pattern, list):
+            said = pattern
+        if said is None:
             chooses = [max(layer - first + 1, 0) % max(period, 1) == 0 for layer in range(layers)]
             said = ["full" if its else "shared" for its in chooses]
         if len(said) != layers or {*said} - {"full", "shared"} or said[0] != "full":

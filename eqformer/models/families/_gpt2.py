@@ -21,6 +21,7 @@ from ...nn import (
     Transformer,
 )
 from .._family import Family, ModelConfig
+from .._kinds import LayerCount, Length, NotNegative, Rate, Size
 from ._decoder import bend
 from ._gpt2_tables import ATTRIBUTES, WEIGHTS
 from ._pattern import stacks_of
@@ -30,17 +31,17 @@ from ._pattern import stacks_of
 class GPT2Config(ModelConfig):
     """The config of a GPT-2. Dropout acts on the embeddings and on both residual additions, not inside the softmax."""
 
-    layers: int
+    layers: LayerCount
     """Layers."""
-    heads: int
+    heads: Size
     """Heads."""
-    max_seq: int = 1024
+    max_seq: Length = 1024
     """The longest rows: the positions of the table."""
-    mlp: int | None = None
+    mlp: Size | None = None
     """Hidden features of a feed-forward layer; None: 4 * embed."""
     activation: str = "gelu_tanh"
     """The activation of a feed-forward layer's features: a name of `nn.ACTIVATIONS`."""
-    eps: float = 1e-5
+    eps: NotNegative = 1e-5
     """What norms add before the root."""
     score_scale: bool = True
     """Whether scores are divided by the root of a head's channels."""
@@ -48,7 +49,7 @@ class GPT2Config(ModelConfig):
     """Whether they are divided by the layer's number too, counted from 1."""
     tied: bool = True
     """Whether the head is the embedding's table."""
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     """The rate, on the embeddings and on both residual additions."""
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, GatedMLP, RotaryScaling, Transformer, YarnScaling
 from .._attributes import Attribute, Count, Expect, Ignore, Unpublished
 from .._family import DecoderConfig, Family
+from .._kinds import Index, Length, NotNegative, Positive, Size
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryPositions
 from .._weights import Rule
@@ -22,26 +23,26 @@ from ._pattern import windows_of
 class GPTOSSConfig(DecoderConfig):
     """The config of a gpt-oss; `mlp` is one expert's."""
 
-    window_layers: tuple[int, ...]
+    window_layers: tuple[Index, ...]
     """The numbers of the layers that see a `window`; the others see everything."""
-    window: int = 128
+    window: Length = 128
     """The tokens that the layers of `window_layers` see."""
-    experts: int = 32
+    experts: Size = 32
     """Experts of a layer."""
-    top_k: int = 4
+    top_k: Size = 4
     """Experts of a token."""
-    limit: float = 7.0
+    limit: Positive = 7.0
     """The bound of an expert's gate and of its other factor."""
-    head_dim: int = 64
+    head_dim: Size = 64
     activation: str = "quick_gelu"
-    theta: float = 150_000.0
+    theta: Positive = 150_000.0
     scaling: RotaryScaling | None = YarnScaling(32.0, 4096, truncate=False)
-    eps: float = 1e-5
+    eps: NotNegative = 1e-5
     bias: bool = True
     """Whether the attention's four projections have biases."""
-    balance: float = 0.001
+    balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
-    max_seq: int = 131_072
+    max_seq: Length = 131_072
 
 
 def build_gpt_oss(config: GPTOSSConfig, *, key: Key[Array, ""]) -> Transformer:

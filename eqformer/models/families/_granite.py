@@ -10,6 +10,7 @@ from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
+from .._kinds import Length, NotNegative, Number
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 
@@ -18,21 +19,21 @@ from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 class GraniteConfig(DecoderConfig):
     """The config of a Granite."""
 
-    embedding_scale: float
+    embedding_scale: Number
     """What looked-up vectors are multiplied by."""
-    attention_scale: float
+    attention_scale: Number
     """What scores are multiplied by."""
-    residual_scale: float
+    residual_scale: Number
     """What multiplies what a layer adds."""
-    logit_divisor: float
+    logit_divisor: Number
     """What logits are divided by."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
     mlp_bias: bool = False
     """Whether feed-forward layers have biases."""
-    eps: float = 1e-5
+    eps: NotNegative = 1e-5
     tied: bool = True
-    max_seq: int = 4096
+    max_seq: Length = 4096
 
 
 def build_granite(config: GraniteConfig, *, key: Key[Array, ""]) -> Transformer:

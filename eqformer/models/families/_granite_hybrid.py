@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, GatedMLP, MoE, Transformer
 from .._attributes import Activation, Attribute, Count, Expect, Ignore, Unpublished
 from .._family import Family
+from .._kinds import Index, Length, NotNegative, OptionalSize, Size
 from .._layer_attributes import every, LayerTypes, RotaryOrNone
 from .._weights import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, PRE_NORMS
@@ -22,19 +23,19 @@ from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights
 class GraniteHybridConfig(NetSizes, GraniteConfig):
     """The config of a Granite 4; `mlp` is an expert's width, and without experts it changes nothing."""
 
-    attention_layers: tuple[int, ...]
+    attention_layers: tuple[Index, ...]
     """The numbers of the layers with attention."""
-    shared_mlp: int
+    shared_mlp: Size
     """Hidden features of the layer that every token has."""
     rotary: bool = False
     """Whether the attention has rotary positions."""
-    experts: int = 0
+    experts: OptionalSize = 0
     """Experts of a layer; 0: there are none."""
-    top_k: int = 2
+    top_k: Size = 2
     """Experts of a token."""
-    balance: float = 0.001
+    balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
-    max_seq: int = 131_072
+    max_seq: Length = 131_072
 
 
 def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) -> Transformer:

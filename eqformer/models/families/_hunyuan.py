@@ -10,8 +10,9 @@ from ...nn import Block, NTKScaling, Transformer
 from .._attributes import Activation, Attribute, Expect, Ignore
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
+from .._kinds import NotNegative, Positive
 from .._rotary_attributes import RotaryPositions
-from .._rotary_scalings import unknown
+from .._rotary_scalings import either_rotary_parameters, unknown
 from .._weights import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, LAYER, PRE_NORMS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
@@ -21,7 +22,7 @@ from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
 class HunyuanConfig(DecoderConfig):
     """The config of a dense Hunyuan."""
 
-    eps: float = 1e-5
+    eps: NotNegative = 1e-5
     bias: bool = False
     """Whether the attention's four projections have biases."""
 
@@ -42,13 +43,14 @@ class AlphaRotaryPositions(RotaryPositions):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`theta` and `scaling`."""
-        given = published.nested("rope_parameters") or published.nested("rope_scaling")
-        if given.get("rope_type", given.get("type")) != "dynamic" or not given.get("alpha"):
+        given = either_rotary_parameters(published)
+        if given.get("rope_type", given.get("type")) != "dynamic" or given.get("alpha") is None:
             return super().read(published)
         if left := unknown({name: value for name, value in given.items() if name not in _OWN}):
             published.refuse(f"rope_type='dynamic' with an alpha has attributes that are not known: {left}.")
-        theta = given.get("rope_theta") or published.take("rope_theta", None) or self.theta
-        return {"theta": float(theta), "scaling": NTKScaling(float(given["alpha"]))}
+        theta = published.read("rope_theta", Positive, self.theta)
+        theta = theta if given.get("rope_theta") is None else given["rope_theta"]
+        return {"theta": theta, "scaling": NTKScaling(given["alpha"])}
 
     def write(self, config: Any) -> dict[str, Any]:
         """The older attributes."""

@@ -10,7 +10,8 @@ from ...nn import Block, NTKScaling, Transformer
 from .._attributes import Attribute, Count, Entry, Expect, Ignore
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
-from .._layer_attributes import LAYERS
+from .._kinds import NotNegative, Size
+from .._layer_attributes import layers_of
 from .._weights import Rule
 from ._common import gated_weights, LAYER
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
@@ -22,14 +23,14 @@ from ._mixtures import mixture
 class HunyuanMoEConfig(DecoderConfig):
     """The config of a Hunyuan with experts; `mlp` is an expert's width, and that of the one that every token has."""
 
-    top_ks: tuple[int, ...]
+    top_ks: tuple[Size, ...]
     """Of each layer the experts of a token."""
-    experts: int = 64
+    experts: Size = 64
     """Experts of a layer."""
-    eps: float = 1e-5
+    eps: NotNegative = 1e-5
     bias: bool = False
     """Whether the attention's four projections have biases."""
-    balance: float = 0.001
+    balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
 
     def __post_init__(self):
@@ -61,12 +62,12 @@ class _ForEachLayer(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`top_ks`; refuse other shared experts than one as wide as the experts."""
-        layers, width = published.count(LAYERS), published.count("intermediate_size")
+        layers, width = layers_of(published), published.read("intermediate_size", Size)
         for name, only in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
-            said = published.take(name, only)
+            said = published.read(name, Size | list[Size], only)
             if {*(said if isinstance(said, list) else [said])} != {only}:
                 published.refuse(f"{name}={said} is not supported for this family, which has {only} in every layer.")
-        said = published.take("moe_topk", 1)
+        said = published.read("moe_topk", Size | list[Size], 1)
         return {"top_ks": tuple(said) if isinstance(said, list) else (said,) * layers}
 
     def write(self, config: HunyuanMoEConfig) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from ...nn import (
     Transformer,
 )
 from .._family import Family, ModelConfig
+from .._kinds import NotNegative, OptionalSize, Positive, Rate, Size
 from ._mixtures import mixture
 
 
@@ -35,33 +36,33 @@ from ._mixtures import mixture
 class JAXformerConfig(ModelConfig):
     """The config of a JAXformer."""
 
-    blocks: int
+    blocks: Size
     """How often the layers of a block repeat."""
-    layers_per_block: int
+    layers_per_block: Size
     """Layers of a block."""
-    heads: int
+    heads: Size
     """Heads."""
-    latent: int
+    latent: Size
     """Channels of the latent of keys and values."""
-    rope_dim: int
+    rope_dim: Size
     """Channels of the rotated key."""
-    mlp: int | None = None
+    mlp: Size | None = None
     """Hidden features; None: 4 * embed."""
-    theta: float = 10_000.0
+    theta: Positive = 10_000.0
     """The base of rotary positions."""
-    eps: float = 1e-6
+    eps: NotNegative = 1e-6
     """What norms add before the root."""
-    dropout: float = 0.0
+    dropout: Rate = 0.0
     """The rate."""
-    experts: int | None = None
+    experts: Size | None = None
     """Experts of a mixture; None: dense layers throughout."""
-    top_k: int = 2
+    top_k: Size = 2
     """Experts of a token."""
-    shared: int = 2
+    shared: OptionalSize = 2
     """Experts that see every token, as one of that many times the width."""
-    capacity: float = 1.5
+    capacity: Positive = 1.5
     """Slots of the experts, over what even loads need."""
-    balance: float = 0.01
+    balance: NotNegative = 0.01
     """The weight of the balance loss."""
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, ChannelDeltaNet, ProportionalScaling, Transformer
 from .._family import Family
+from .._kinds import Index, Length, NotNegative, Number, Size
 from .._layer_attributes import every
 from ._decoder import bend, damping, decoder, gated_mlp, pre_norm_block
 from ._deepseek import latent_attention, SigmoidLatentConfig
@@ -19,21 +20,21 @@ from ._mixtures import BIASED_SIGMOIDS, mixture_beside_shared
 class KimiLinearConfig(SigmoidLatentConfig):
     """The config of a Kimi Linear, which has no positions; `theta`, `scaling` and `temperature` are of no use."""
 
-    attention_layers: tuple[int, ...]
+    attention_layers: tuple[Index, ...]
     """The numbers of the layers with latent attention; others have nets."""
-    net_heads: int = 32
+    net_heads: Size = 32
     """Heads of a net."""
-    net_head_dim: int = 128
+    net_head_dim: Size = 128
     """Channels of its queries, keys and values."""
-    taps: int = 4
+    taps: Size = 4
     """Tokens that its convolutions see."""
-    q_latent: int | None = None
-    first_dense: int = 1
-    groups: int = 1
-    kept_groups: int = 1
-    scale: float = 2.446
-    eps: float = 1e-5
-    max_seq: int = 1_048_576
+    q_latent: Size | None = None
+    first_dense: Index = 1
+    groups: Size = 1
+    kept_groups: Size = 1
+    scale: Number = 2.446
+    eps: NotNegative = 1e-5
+    max_seq: Length = 1_048_576
 
 
 def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -5,6 +5,7 @@ from typing import Any
 
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Nullable, Unpublished
 from .._config import PublishedConfig
+from .._kinds import Size
 from .._layer_attributes import LayerTypes
 from .._weights import Rule
 from ._common import AsManyKeyHeads, gated_weights, LAYER, SIZES, WIDTH
@@ -29,7 +30,7 @@ class _Net(Entry):
         """The three."""
         nested = _of_nets(published)
         for name in ("full_attn_layers", "kda_layers"):  # other entries say what they mean
-            nested.listed(name)
+            nested.listed(name, Size)
         found = {own: nested.count(its, published.count(name, default)) for own, name, its, default in self.names}
         nested.finish()
         return found
@@ -41,7 +42,7 @@ class _Net(Entry):
 
 def _attention(published: PublishedConfig, layers: int) -> tuple[int, ...]:
     """The layers with attention where no types are listed: those of the older list, or every fourth but the first."""
-    said = _of_nets(published).listed("full_attn_layers")
+    said = _of_nets(published).listed("full_attn_layers", Size)
     return tuple(range(4, layers, 4)) if said is None else tuple(number - 1 for number in said)
 
 

@@ -10,6 +10,7 @@ from ...nn import Block, Transformer
 from .._attributes import Entry
 from .._config import PublishedConfig
 from .._family import Family
+from .._kinds import Positive, Size
 from ._decoder import decoder, gated_mlp, pre_norm_block
 from ._short_convs import CONV_ATTRIBUTES, conv_or_attention, CONV_WEIGHTS, ConvConfig
 
@@ -35,14 +36,14 @@ class _Width(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`mlp`."""
-        width = published.count("block_ff_dim", published.take("intermediate_size", 12_288))
+        width = published.read("block_ff_dim", Size, published.read("intermediate_size", Size, 12_288))
         multiple = published.count("block_multiple_of", 256)
         factor = published.nullable("block_ffn_dim_multiplier", 1.0)
+        factor = published.checked("block_ffn_dim_multiplier", factor, Positive | None)
         if published.flag("block_auto_adjust_ff_dim", True):
-            factor = None if factor is None else published.number("block_ffn_dim_multiplier", 1.0)
             width = int(2 * width / 3)
             width = width if factor is None else -(-int(factor * width) // multiple) * multiple
-        return {"mlp": width}
+        return {"mlp": published.checked("block_ffn_dim_multiplier: hidden features", width, Size)}
 
     def write(self, config: Any) -> dict[str, Any]:
         """The width as it is."""

@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Attribute, Count
 from .._family import Family
+from .._kinds import Index, NotNegative, Number, Size
 from .._weights import Rule
 from ._common import gated_weights, LAYER, WIDTH
 from ._decoder import decoder, gated_mlp, pre_norm_block
@@ -20,21 +21,21 @@ from ._short_convs import CONV_ATTRIBUTES, conv_or_attention, CONV_WEIGHTS, Conv
 class LFM2MoEConfig(ConvConfig):
     """The config of an LFM2 with experts; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
 
-    expert_mlp: int
+    expert_mlp: Size
     """Hidden features of an expert."""
-    experts: int = 32
+    experts: Size = 32
     """Experts of a layer."""
-    top_k: int = 4
+    top_k: Size = 4
     """Experts of a token."""
-    first_dense: int = 2
+    first_dense: Index = 2
     """Layers at the beginning without experts."""
     normalise: bool = True
     """Whether a token's weights are divided by their sum."""
-    scale: float = 1.0
+    scale: Number = 1.0
     """What they are multiplied by then."""
     biased: bool = True
     """Whether the choice of experts has a bias."""
-    balance: float = 0.0
+    balance: NotNegative = 0.0
     """The weight of `LoadBalance`, over the batch."""
 
 

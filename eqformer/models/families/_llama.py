@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Llama3Scaling, Transformer
 from .._attributes import Activation, Attribute, Ignore
 from .._family import DecoderConfig, Family
+from .._kinds import Length, NotNegative
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 
@@ -16,12 +17,12 @@ from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 class LlamaConfig(DecoderConfig):
     """The config of a Llama."""
 
-    eps: float = 1e-5
+    eps: NotNegative = 1e-5
     bias: bool = False
     """Whether the attention's four projections have biases."""
     mlp_bias: bool = False
     """Whether feed-forward layers have biases."""
-    max_seq: int = 8192
+    max_seq: Length = 8192
 
 
 def build_llama(config: LlamaConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Llama3Scaling, LogTemperature, LongRopeScaling, Mask, MoE, Transformer, YarnScaling
 from .._family import DecoderConfig, Family
+from .._kinds import Index, Length, NotNegative, Number, Positive, Size
 from .._layer_attributes import every
 from .._towers import Tower
 from ._decoder import attention, decoder, gated_mlp, norm, pre_norm_block, rotary_of
@@ -19,34 +20,34 @@ from ._mixtures import mixture
 class Llama4Config(DecoderConfig):
     """The config of a Llama 4; `mlp` is an expert's width and the shared expert's, `dense_mlp` a dense layer's."""
 
-    dense_mlp: int
+    dense_mlp: Size
     """Hidden features of a dense layer."""
-    moe_layers: tuple[int, ...]
+    moe_layers: tuple[Index, ...]
     """The numbers of the layers with experts."""
-    no_rotary_layers: tuple[int, ...]
+    no_rotary_layers: tuple[Index, ...]
     """Those without rotary positions, whose scores grow by `LogTemperature`."""
-    full_layers: tuple[int, ...]
+    full_layers: tuple[Index, ...]
     """Those that see whole rows."""
-    experts: int = 16
+    experts: Size = 16
     """Experts of a layer."""
-    top_k: int = 1
+    top_k: Size = 1
     """Experts of a token."""
-    chunk: int | None = 8192
+    chunk: Length | None = 8192
     """The tokens of a chunk, within which the other layers see."""
     qk_norm: bool = True
     """Whether rotated layers have norms of queries and keys."""
-    temperature: float = 0.1
+    temperature: Number = 0.1
     """The factor of `LogTemperature`."""
-    temperature_every: int = 8192
+    temperature_every: Length = 8192
     """After how many tokens it grows."""
-    head_dim: int = 128
-    theta: float = 500_000.0
-    eps: float = 1e-5
+    head_dim: Size = 128
+    theta: Positive = 500_000.0
+    eps: NotNegative = 1e-5
     bias: bool = False
     """Whether the attention's four projections have biases."""
-    balance: float = 0.001
+    balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
-    max_seq: int = 131_072
+    max_seq: Length = 131_072
 
     def __post_init__(self):
         if self.qk_norm and isinstance(self.scaling, YarnScaling | LongRopeScaling):

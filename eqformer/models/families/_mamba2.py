@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Residual, Transformer
 from .._attributes import Activation, Attribute, Count, Expect, Ignore
 from .._family import Family, ModelConfig
+from .._kinds import LayerCount, NotNegative
 from .._weights import Rule
 from ._decoder import bend, decoder, norm
 from ._state_spaces import mamba2, mamba_weights, NetSizes, StepLimits, ValueChannels
@@ -17,10 +18,10 @@ from ._state_spaces import mamba2, mamba_weights, NetSizes, StepLimits, ValueCha
 class Mamba2Config(NetSizes, ModelConfig):
     """The config of a Mamba-2."""
 
-    layers: int
+    layers: LayerCount
     """Layers."""
     _: dataclasses.KW_ONLY
-    eps: float = 1e-5
+    eps: NotNegative = 1e-5
     """What norms add before the root."""
     tied: bool = False
     """Whether the head is the embedding's table."""

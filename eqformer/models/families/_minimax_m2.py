@@ -10,6 +10,7 @@ from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Count, Expect, Ignore
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
+from .._kinds import Fraction, Length, NotNegative, Positive, Size
 from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weights import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, head_norm_weights, LAYER, OF_HEADS, PRE_NORMS
@@ -21,19 +22,19 @@ from ._mixtures import mixture
 class MiniMaxM2Config(DecoderConfig):
     """The config of a MiniMax-M2; `mlp` is one expert's."""
 
-    experts: int = 256
+    experts: Size = 256
     """Experts of a layer."""
-    top_k: int = 8
+    top_k: Size = 8
     """Experts of a token."""
-    head_dim: int = 128
-    rotary_fraction: float = 0.5
+    head_dim: Size = 128
+    rotary_fraction: Fraction = 0.5
     """The part of a head's channels that has rotary positions."""
-    theta: float = 5_000_000.0
-    jitter: float = 0.0
+    theta: Positive = 5_000_000.0
+    jitter: NotNegative = 0.0
     """While training, by how much the router's input is varied."""
-    balance: float = 0.001
+    balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
-    max_seq: int = 196_608
+    max_seq: Length = 196_608
 
 
 def build_minimax_m2(config: MiniMaxM2Config, *, key: Key[Array, ""]) -> Transformer:
@@ -56,7 +57,7 @@ class _Rotated(RotaryFraction):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`rotary_fraction`; that which is said as a fraction comes first."""
-        channels, head_dim = published.take("rotary_dim", None), published.take("head_dim", 128)
+        channels, head_dim = published.read("rotary_dim", Size, None), published.read("head_dim", Size, 128)
         return RotaryFraction(self.default if channels is None else channels / head_dim).read(published)
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, LogTemperature, RotaryScaling, Transformer, YarnScaling
 from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
+from .._kinds import Length, NotNegative, Number, Positive, Size
 from .._rotary_attributes import GrowingPositions
 from .._towers import Tower
 from ._common import decoder_attributes, LLAMA_WEIGHTS, StatedHeadSize
@@ -18,17 +19,17 @@ from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 class Ministral3Config(DecoderConfig):
     """The config of a Ministral 3."""
 
-    head_dim: int = 128
-    theta: float = 1_000_000.0
+    head_dim: Size = 128
+    theta: Positive = 1_000_000.0
     scaling: RotaryScaling | None = YarnScaling(16.0, 16_384, magnitude=1.0)
-    growth: float = 0.1
+    growth: Number = 0.1
     """The strength of `LogTemperature`; 0: none."""
-    growth_every: int = 16_384
+    growth_every: Length = 16_384
     """After how many positions it grows."""
-    window: int | None = None
+    window: Length | None = None
     """The tokens that every layer sees; None: all."""
-    eps: float = 1e-5
-    max_seq: int = 262_144
+    eps: NotNegative = 1e-5
+    max_seq: Length = 262_144
 
 
 def growth_of(config: Ministral3Config) -> LogTemperature | None:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Nullable
 from .._family import DecoderConfig, Family
+from .._kinds import Length, NotNegative
 from .._towers import Tower
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
@@ -18,8 +19,8 @@ from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 class MistralConfig(DecoderConfig):
     """The config of a Mistral."""
 
-    eps: float = 1e-5
-    window: int | None = None
+    eps: NotNegative = 1e-5
+    window: Length | None = None
     """The tokens that every layer sees; None: all."""
 
 

@@ -9,6 +9,7 @@ from ...nn import LogTemperature, RotaryScaling, Transformer, YarnScaling
 from .._attributes import Attribute, Entry
 from .._config import PublishedConfig
 from .._family import Family
+from .._kinds import Fraction, Index, Length, NotNegative, Number, OptionalSize, Size
 from .._rotary_attributes import GrowingPositions, SharpenedRotaryPositions
 from .._towers import Tower
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
@@ -19,27 +20,27 @@ from ._mixtures import FUSED
 class Mistral4Config(LatentConfig):
     """The config of a Mistral 4."""
 
-    latent: int = 256
-    head_dim: int = 64
-    experts: int = 128
-    top_k: int = 4
-    shared: int = 1
-    first_dense: int = 0
-    groups: int = 1
-    kept_groups: int = 1
-    scale: float = 1.0
+    latent: Size = 256
+    head_dim: Size = 64
+    experts: Size = 128
+    top_k: Size = 4
+    shared: OptionalSize = 1
+    first_dense: Index = 0
+    groups: Size = 1
+    kept_groups: Size = 1
+    scale: Number = 1.0
     normalise: bool = True
     """Whether a token's weights add up to 1."""
     interleaved: bool = True
     """Whether the channels that turn together are neighbours."""
-    balance: float = 0.001
+    balance: NotNegative = 0.001
     scaling: RotaryScaling | None = YarnScaling(128.0, 8192, magnitude=1.0)
-    temperature: float = 1.0
-    growth: float = 0.1
+    temperature: Number = 1.0
+    growth: Number = 0.1
     """The strength of `LogTemperature`; 0: none."""
-    growth_every: int = 8192
+    growth_every: Length = 8192
     """After how many positions it grows."""
-    max_seq: int = 1_048_576
+    max_seq: Length = 1_048_576
 
 
 def build_mistral4(config: Mistral4Config, *, key: Key[Array, ""]) -> Transformer:
@@ -55,8 +56,8 @@ class _RotatedPart(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """Nothing; refuse another part."""
-        rotated, rest = published.count("qk_rope_head_dim"), published.count("qk_nope_head_dim")
-        part = published.take("partial_rotary_factor", rotated / (rotated + rest))
+        rotated, rest = published.read("qk_rope_head_dim", Size), published.read("qk_nope_head_dim", Size)
+        part = published.read("partial_rotary_factor", Fraction, rotated / (rotated + rest))
         if int((rotated + rest) * part) != rotated:
             published.refuse(f"partial_rotary_factor={part}: {rotated} of {rotated + rest} channels are rotated.")
         return {}

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Capacity, Dropless, Transformer
 from .._attributes import Activation, Attribute, Count, Unpublished
 from .._family import DecoderConfig, Family
+from .._kinds import Length, NotNegative, Positive, Size
 from .._rotary_attributes import RotaryPositions
 from .._weights import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS
@@ -19,19 +20,19 @@ from ._mixtures import mixture
 class MixtralConfig(DecoderConfig):
     """The config of a Mixtral; `mlp` is one expert's."""
 
-    experts: int = 8
+    experts: Size = 8
     """Experts of a layer."""
-    top_k: int = 2
+    top_k: Size = 2
     """Experts of a token."""
-    theta: float = 1_000_000.0
-    eps: float = 1e-5
-    window: int | None = None
+    theta: Positive = 1_000_000.0
+    eps: NotNegative = 1e-5
+    window: Length | None = None
     """The tokens that every layer sees; None: all."""
-    balance: float = 0.02
+    balance: NotNegative = 0.02
     """The weight of `LoadBalance`, over the batch."""
-    capacity: float | None = None
+    capacity: Positive | None = None
     """Slots of the experts, over what even loads need; None: nothing is dropped."""
-    jitter: float = 0.0
+    jitter: NotNegative = 0.0
     """While training, by how much the router's input is varied."""
 
 

@@ -22,6 +22,7 @@ from ...nn import (
 from .._attributes import Attribute, Count, Entry
 from .._config import PublishedConfig
 from .._family import DecoderConfig
+from .._kinds import Index, NotNegative, Positive, Size
 from .._weights import Rule
 from ._common import gated_weights, LAYER
 from ._decoder import gated_mlp
@@ -31,20 +32,20 @@ from ._decoder import gated_mlp
 class QwenMoEConfig(DecoderConfig):
     """What the configs of Qwen's mixtures have in common."""
 
-    expert_mlp: int
+    expert_mlp: Size
     """Hidden features of an expert."""
-    experts: int
+    experts: Size
     """Experts of a layer."""
-    top_k: int
+    top_k: Size
     """Experts of a token."""
     normalise: bool
     """Whether a token's weights add up to 1."""
-    dense_layers: tuple[int, ...] = ()
+    dense_layers: tuple[Index, ...] = ()
     """The numbers of layers without experts."""
-    moe_every: int = 1
+    moe_every: Size = 1
     """Of the others, every how many have some."""
-    theta: float = 1_000_000.0
-    balance: float = 0.001
+    theta: Positive = 1_000_000.0
+    balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
 
 
@@ -138,7 +139,7 @@ class DenseLayers(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`dense_layers`."""
-        return {"dense_layers": tuple(published.listed("mlp_only_layers", empty=True) or ())}
+        return {"dense_layers": tuple(published.listed("mlp_only_layers", Index, empty=True) or ())}
 
     def write(self, config: Any) -> dict[str, Any]:
         """The list."""

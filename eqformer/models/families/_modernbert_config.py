@@ -4,32 +4,33 @@ import dataclasses
 
 from ...nn import RotaryScaling
 from .._family import ModelConfig
+from .._kinds import Index, LayerCount, Length, NotNegative, Positive, Size
 
 
 @dataclasses.dataclass(frozen=True)
 class ModernBERTConfig(ModelConfig):
     """The config of a ModernBERT."""
 
-    layers: int
+    layers: LayerCount
     """Layers."""
-    heads: int
+    heads: Size
     """Heads, of embed / heads channels."""
-    mlp: int
+    mlp: Size
     """Hidden features of a feed-forward layer."""
     _: dataclasses.KW_ONLY
-    global_layers: tuple[int, ...]
+    global_layers: tuple[Index, ...]
     """The numbers of the layers of which each token sees all others."""
-    window: int = 128
+    window: Length = 128
     """The tokens that it sees in other layers, half of them on either side."""
-    theta: float = 160_000.0
+    theta: Positive = 160_000.0
     """The base of rotary positions."""
     scaling: RotaryScaling | None = None
     """Their scaling."""
-    local_theta: float = 10_000.0
+    local_theta: Positive = 10_000.0
     """The base of layers with a window."""
     local_scaling: RotaryScaling | None = None
     """Their scaling."""
-    eps: float = 1e-5
+    eps: NotNegative = 1e-5
     """What norms add before the root."""
     activation: str = "gelu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
@@ -47,5 +48,5 @@ class ModernBERTConfig(ModelConfig):
     """Whether logits have."""
     tied: bool = True
     """Whether the head is the embedding's table."""
-    max_seq: int = 8192
+    max_seq: Length = 8192
     """The longest rows it was trained on; it changes nothing."""

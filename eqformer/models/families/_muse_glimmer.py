@@ -10,7 +10,8 @@ from ...nn import Block, Residual, Transformer
 from .._attributes import Activation, Attribute, Expect
 from .._config import PublishedConfig
 from .._family import DecoderConfig, Family
-from .._layer_attributes import all_but_every, every, LAYERS, NullableWindows
+from .._kinds import Index, Length, NotNegative, Number, Positive, Size
+from .._layer_attributes import all_but_every, every, layers_of, NullableWindows
 from .._rotary_attributes import RotaryPositions
 from .._towers import Tower
 from .._weights import Rule
@@ -23,23 +24,23 @@ from ._pattern import windows_of
 class MuseGlimmerConfig(DecoderConfig):
     """The config of a Muse Glimmer."""
 
-    window_layers: tuple[int, ...]
+    window_layers: tuple[Index, ...]
     """The numbers of the layers that see a `window`; the others see everything."""
-    no_rotary_layers: tuple[int, ...]
+    no_rotary_layers: tuple[Index, ...]
     """Those without rotary positions."""
-    window: int | None = 2048
+    window: Length | None = 2048
     """The tokens that the layers of `window_layers` see."""
-    head_dim: int = 128
-    query_scale: float = 3.87
+    head_dim: Size = 128
+    query_scale: Number = 3.87
     """What normalised queries are multiplied by, beside `head_dim^-0.5`."""
-    eps: float = 1e-5
-    output_eps: float = 1e-8
+    eps: NotNegative = 1e-5
+    output_eps: NotNegative = 1e-8
     """What the norms after sublayers add."""
-    logit_scale: float = 256**0.5 * 6656**-0.5
+    logit_scale: Number = 256**0.5 * 6656**-0.5
     """What logits are multiplied by."""
-    logit_softcap: float = 20.0
+    logit_softcap: Positive = 20.0
     """The bound that they have then."""
-    max_seq: int = 131_072
+    max_seq: Length = 131_072
 
 
 def build_muse_glimmer(config: MuseGlimmerConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -71,8 +72,8 @@ class PositionsByLayer(RotaryPositions):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """What the positions are, and `no_rotary_layers`; refuse other bases, which transformers does not turn by."""
-        found, layers = super().read(published), published.count(LAYERS)
-        if (said := published.listed("layer_rope_theta")) is None:
+        found, layers = super().read(published), layers_of(published)
+        if (said := published.listed("layer_rope_theta", NotNegative)) is None:
             return found | {"no_rotary_layers": _from_the_last(layers)}
         if len(said) != layers or any(theta not in (0, found["theta"]) for theta in said):
             published.refuse(

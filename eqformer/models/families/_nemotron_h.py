@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Layer, Linear, MLP, Residual, Transformer
 from .._family import DecoderConfig, Family
+from .._kinds import NotNegative, Number, Size
 from ._decoder import attention, bend, damping, decoder, norm
 from ._mixtures import BIASED_SIGMOIDS, mixture
 from ._nemotron_h_tables import ATTRIBUTES, KINDS, WEIGHTS
@@ -20,21 +21,21 @@ class NemotronHConfig(NetSizes, DecoderConfig):
 
     pattern: str
     """A letter for each layer: M has a Mamba-2, * an attention, - a feed-forward layer, and E experts."""
-    expert_mlp: int = 7688
+    expert_mlp: Size = 7688
     """Hidden features of an expert."""
-    expert_latent: int | None = None
+    expert_latent: Size | None = None
     """Channels of what experts read; None: those of the stream."""
-    shared_mlp: int = 7688
+    shared_mlp: Size = 7688
     """Hidden features of the layer beside experts."""
-    experts: int = 8
+    experts: Size = 8
     """Experts of a layer."""
-    top_k: int = 2
+    top_k: Size = 2
     """Experts of a token."""
-    groups: int = 1
+    groups: Size = 1
     """Groups of experts."""
-    kept_groups: int = 1
+    kept_groups: Size = 1
     """Of which a token takes experts of so many."""
-    scale: float = 1.0
+    scale: Number = 1.0
     """What weights of experts are multiplied by."""
     normalise: bool = True
     """Whether a token's weights add up to 1 before that."""
@@ -43,7 +44,7 @@ class NemotronHConfig(NetSizes, DecoderConfig):
     """The activation behind the convolutions of a Mamba-2: a name of `nn.ACTIVATIONS`."""
     mlp_bias: bool = False
     """Whether feed-forward layers have biases; experts have none."""
-    eps: float = 1e-5
+    eps: NotNegative = 1e-5
     balance: ClassVar[float] = 0.0
     """No loss balances experts: the bias of their choice does."""
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Nullable
 from .._config import PublishedConfig
+from .._kinds import LayerCount
 from .._weights import Rule
 from ._common import attention_weights, KeyHeads
 from ._state_spaces import beside_mamba, mamba_weights, StepLimits
@@ -18,12 +19,12 @@ class LayerKinds(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`pattern` and `layers`; refuse names that are none, and another number of layers."""
-        names, pattern = published.listed("layers_block_type"), published.take("hybrid_override_pattern", "ME*-")
+        names, pattern = published.listed("layers_block_type", str), published.text("hybrid_override_pattern", "ME*-")
         if names is not None:
             if unknown := [name for name in names if name not in KINDS]:
                 published.refuse(f"layers_block_type={names}: {unknown} are none of {', '.join(KINDS)}.")
             pattern = "".join(KINDS[name] for name in names)
-        return {"pattern": pattern, "layers": published.take("num_hidden_layers", len(pattern))}
+        return {"pattern": pattern, "layers": published.read("num_hidden_layers", LayerCount, len(pattern))}
 
     def write(self, config: Any) -> dict[str, Any]:
         """The pattern."""

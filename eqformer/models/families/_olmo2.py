@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
+from .._kinds import Length, Positive
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, OF_HEADS, POST_NORMS
 from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block
 
@@ -16,10 +17,10 @@ from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block
 class Olmo2Config(DecoderConfig):
     """The config of an OLMo 2."""
 
-    theta: float = 500_000.0
+    theta: Positive = 500_000.0
     bias: bool = False
     """Whether the attention's four projections have biases."""
-    max_seq: int = 4096
+    max_seq: Length = 4096
 
 
 def build_olmo2(config: Olmo2Config, *, key: Key[Array, ""]) -> Transformer:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, RotaryScaling, Transformer, YarnScaling
 from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
+from .._kinds import Index, Length, Positive
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryByType
 from ._common import decoder_attributes
@@ -21,18 +22,18 @@ from ._pattern import windows_of
 class Olmo3Config(DecoderConfig):
     """The config of an OLMo 3."""
 
-    window_layers: tuple[int, ...]
+    window_layers: tuple[Index, ...]
     """The numbers of the layers that see a `window`; the others have the `scaling`."""
-    window: int = 4096
+    window: Length = 4096
     """The tokens that the layers of `window_layers` see."""
-    theta: float = 500_000.0
-    local_theta: float = 500_000.0
+    theta: Positive = 500_000.0
+    local_theta: Positive = 500_000.0
     """The base of rotary positions in these layers."""
     local_scaling: RotaryScaling | None = None
     """Their scaling."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
-    max_seq: int = 65_536
+    max_seq: Length = 65_536
 
 
 def build_olmo3(config: Olmo3Config, *, key: Key[Array, ""]) -> Transformer:

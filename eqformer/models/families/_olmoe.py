@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Clipped, Transformer
 from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
+from .._kinds import Length, NotNegative, Positive, Size
 from ._common import ATTENTION, decoder_attributes, EDGES, head_norm_weights, OF_HEADS, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
 from ._mixtures import choice_attributes, MIXTURE, mixture
@@ -18,20 +19,20 @@ from ._mixtures import choice_attributes, MIXTURE, mixture
 class OLMoEConfig(DecoderConfig):
     """The config of an OLMoE; `mlp` is one expert's."""
 
-    experts: int = 64
+    experts: Size = 64
     """Experts of a layer."""
-    top_k: int = 8
+    top_k: Size = 8
     """Experts of a token."""
     normalise: bool = False
     """Whether a token's weights add up to 1."""
-    eps: float = 1e-5
+    eps: NotNegative = 1e-5
     bias: bool = False
     """Whether the attention's four projections have biases."""
-    clip: float | None = None
+    clip: Positive | None = None
     """How far from 0 queries, keys and values may be, the first two after their norms; None: anywhere."""
-    balance: float = 0.01
+    balance: NotNegative = 0.01
     """The weight of `LoadBalance`, over the batch."""
-    max_seq: int = 4096
+    max_seq: Length = 4096
 
 
 def build_olmoe(config: OLMoEConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Expect
 from .._family import DecoderConfig, Family
+from .._kinds import Fraction, Length, NotNegative
 from .._rotary_attributes import LongRotaryPositions, RotaryFraction
 from .._weights import Rule
 from ._common import decoder_attributes, EDGES, INTO_HEADS, JOINED_GATED, LAYER, OUT_OF_HEADS, PRE_NORMS
@@ -19,12 +20,12 @@ from ._phi3_divisors import PHI3_MINI, PHI4_MINI, PHI35_MINI
 class Phi3Config(DecoderConfig):
     """The config of a Phi-3."""
 
-    rotary_fraction: float = 1.0
+    rotary_fraction: Fraction = 1.0
     """The part of a head's channels that has rotary positions."""
-    window: int | None = None
+    window: Length | None = None
     """The tokens that every layer sees; None: all."""
-    eps: float = 1e-5
-    max_seq: int = 4096
+    eps: NotNegative = 1e-5
+    max_seq: Length = 4096
 
 
 def build_phi3(config: Phi3Config, *, key: Key[Array, ""]) -> Transformer:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation
 from .._family import DecoderConfig, Family
+from .._kinds import Index, Length, Positive
 from .._layer_attributes import LateWindows
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
@@ -18,10 +19,10 @@ from ._pattern import windows_of
 class Qwen2Config(DecoderConfig):
     """The config of a Qwen2."""
 
-    theta: float = 1_000_000.0
-    window: int | None = None
+    theta: Positive = 1_000_000.0
+    window: Length | None = None
     """The tokens that the layers of `window_layers` see."""
-    window_layers: tuple[int, ...] = ()
+    window_layers: tuple[Index, ...] = ()
     """The numbers of the layers that see a `window`; the others see everything."""
 
 

@@ -9,6 +9,7 @@ from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
 from .._config import PublishedConfig
 from .._family import Family
+from .._kinds import Index, Length, Size
 from .._layer_attributes import SwitchedWindows
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
@@ -27,16 +28,16 @@ from ._pattern import windows_of
 class Qwen2MoEConfig(QwenMoEConfig):
     """The config of a Qwen2-MoE; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` the experts'."""
 
-    shared_mlp: int
+    shared_mlp: Size
     """Hidden features of the shared expert."""
-    experts: int = 60
-    top_k: int = 4
+    experts: Size = 60
+    top_k: Size = 4
     normalise: bool = False
     bias: bool = True
     """Whether queries, keys and values have biases."""
-    window: int | None = None
+    window: Length | None = None
     """The tokens that the layers of `window_layers` see."""
-    window_layers: tuple[int, ...] = ()
+    window_layers: tuple[Index, ...] = ()
     """The numbers of the layers that see a `window`; the others see everything."""
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
+from .._kinds import Index, Length, Positive, Size
 from .._layer_attributes import LateWindows
 from .._towers import Tower
 from ._common import decoder_attributes, LLAMA_WEIGHTS
@@ -19,13 +20,13 @@ from ._pattern import windows_of
 class Qwen3Config(DecoderConfig):
     """The config of a Qwen3."""
 
-    head_dim: int = 128
-    theta: float = 1_000_000.0
+    head_dim: Size = 128
+    theta: Positive = 1_000_000.0
     bias: bool = False
     """Whether the attention's four projections have biases."""
-    window: int | None = None
+    window: Length | None = None
     """The tokens that the layers of `window_layers` see."""
-    window_layers: tuple[int, ...] = ()
+    window_layers: tuple[Index, ...] = ()
     """The numbers of the layers that see a `window`; the others see everything."""
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Attribute, Count, Ignore
 from .._family import Family
+from .._kinds import NotNegative, Size
 from .._layer_attributes import every
 from .._predictors import BESIDE
 from .._towers import Tower
@@ -23,13 +24,13 @@ from ._qwen3_5 import QWEN35_ATTRIBUTES, QWEN35_POSITIONS, QWEN35_WEIGHTS
 class Qwen35MoEConfig(NetConfig):
     """The config of a Qwen3.5 with experts; `mlp` is an expert's width, `shared_mlp` the shared expert's."""
 
-    shared_mlp: int
+    shared_mlp: Size
     """Hidden features of the shared expert."""
-    experts: int = 256
+    experts: Size = 256
     """Experts of a layer."""
-    top_k: int = 8
+    top_k: Size = 8
     """Experts of a token."""
-    balance: float = 0.001
+    balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
 
     @property

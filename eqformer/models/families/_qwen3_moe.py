@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
 from .._family import Family
+from .._kinds import Length, Size
 from .._layer_attributes import SwitchedWindow
 from .._towers import Tower
 from ._common import decoder_attributes, LLAMA_WEIGHTS
@@ -19,14 +20,14 @@ from ._mixtures import FUSED, MIXTURE, mixture, mixture_attributes, QwenMoEConfi
 class Qwen3MoEConfig(QwenMoEConfig):
     """The config of a Qwen3-MoE; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
 
-    experts: int = 128
-    top_k: int = 8
+    experts: Size = 128
+    top_k: Size = 8
     normalise: bool = True
     bias: bool = False
     """Whether the attention's four projections have biases."""
-    window: int | None = None
+    window: Length | None = None
     """The tokens that every layer sees; None: all."""
-    max_seq: int = 40_960
+    max_seq: Length = 40_960
 
 
 def build_qwen3_moe(config: Qwen3MoEConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Attribute
 from .._family import Family
+from .._kinds import Length, Positive, Size
 from .._layer_attributes import every
 from .._predictors import BESIDE
 from ._common import decoder_attributes, EDGES, GATED, head_norm_weights, PRE_NORMS
@@ -28,13 +29,13 @@ from ._mixtures import (
 class Qwen3NextConfig(NetConfig, QwenMoEConfig):
     """The config of a Qwen3-Next; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` the experts'."""
 
-    shared_mlp: int
+    shared_mlp: Size
     """Hidden features of the shared expert."""
-    experts: int = 512
-    top_k: int = 10
+    experts: Size = 512
+    top_k: Size = 10
     normalise: bool = True
-    theta: float = 10_000_000.0
-    max_seq: int = 262_144
+    theta: Positive = 10_000_000.0
+    max_seq: Length = 262_144
 
     @property
     def kinds(self) -> tuple[tuple[bool, bool], ...]:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Ignore
 from .._family import DecoderConfig, Family
+from .._kinds import Length, Positive
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, PRE_NORMS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 
@@ -16,14 +17,14 @@ from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 class SeedOSSConfig(DecoderConfig):
     """The config of a Seed-OSS."""
 
-    theta: float = 10_000_000.0
+    theta: Positive = 10_000_000.0
     bias: bool = True
     """Whether queries, keys and values have biases."""
     output_bias: bool = False
     """Whether the attention's output has one."""
     mlp_bias: bool = False
     """Whether the feed-forward layers' maps have biases."""
-    max_seq: int = 524_288
+    max_seq: Length = 524_288
 
 
 def build_seed_oss(config: SeedOSSConfig, *, key: Key[Array, ""]) -> Transformer:

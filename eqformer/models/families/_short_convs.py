@@ -9,6 +9,7 @@ from ...nn import Attention, GatedShortConv
 from .._attributes import Attribute, Entry, Expect, Ignore, Unpublished
 from .._config import PublishedConfig
 from .._family import DecoderConfig
+from .._kinds import Index, Length, NotNegative, Positive, Size
 from .._layer_attributes import LayerTypes
 from .._rotary_attributes import RotaryPositions
 from .._weights import Rule
@@ -20,16 +21,16 @@ from ._decoder import attention, damping, head_norms
 class ConvConfig(DecoderConfig):
     """What the configs of these hybrids have in common."""
 
-    attention_layers: tuple[int, ...]
+    attention_layers: tuple[Index, ...]
     """The numbers of the layers with attention; others have convolutions."""
-    taps: int = 3
+    taps: Size = 3
     """Tokens that a convolution sees."""
     bias: bool = False
     """Whether convolutions, and the maps around them, have biases."""
-    theta: float = 1_000_000.0
-    eps: float = 1e-5
+    theta: Positive = 1_000_000.0
+    eps: NotNegative = 1e-5
     tied: bool = True
-    max_seq: int = 128_000
+    max_seq: Length = 128_000
 
 
 def conv_or_attention(config: ConvConfig, is_attention: bool, key: Key[Array, ""]) -> Attention | GatedShortConv:
@@ -42,7 +43,7 @@ def conv_or_attention(config: ConvConfig, is_attention: bool, key: Key[Array, ""
 
 def _listed(published: PublishedConfig, layers: int) -> Iterable[int]:
     """The layers with attention where no types are listed: all, if nothing is said."""
-    said = published.listed("full_attn_idxs")
+    said = published.listed("full_attn_idxs", Index)
     return range(layers) if said is None else said
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
+from .._kinds import Index, Length, Positive
 from .._layer_attributes import every, NoRotaryLayers, SwitchedWindows
 from .._rotary_attributes import RotaryPositions
 from ._common import decoder_attributes, LLAMA_WEIGHTS
@@ -20,19 +21,19 @@ from ._pattern import windows_of
 class SmolLM3Config(DecoderConfig):
     """The config of a SmolLM3."""
 
-    no_rotary_layers: tuple[int, ...]
+    no_rotary_layers: tuple[Index, ...]
     """The numbers of the layers without rotary positions."""
-    theta: float = 5_000_000.0
-    window: int | None = None
+    theta: Positive = 5_000_000.0
+    window: Length | None = None
     """The tokens that the layers of `window_layers` see."""
-    window_layers: tuple[int, ...] = ()
+    window_layers: tuple[Index, ...] = ()
     """The numbers of the layers that see a `window`; the others see everything."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
     mlp_bias: bool = False
     """Whether feed-forward layers have biases."""
     tied: bool = True
-    max_seq: int = 65_536
+    max_seq: Length = 65_536
 
 
 def build_smollm3(config: SmolLM3Config, *, key: Key[Array, ""]) -> Transformer:

@@ -3,36 +3,40 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from jaxtyping import Array, Key
 
 from ...nn import Mamba2Mixer
 from .._attributes import Attribute, Count, Entry
 from .._config import PublishedConfig
+from .._kinds import fits, NotNegative, Positive, Range, Size
 from .._weights import Rule
 from ._decoder import damping
+
+
+STEP_LIMITS = tuple[NotNegative, Annotated[float, Range(0.0, math.inf)]]  # the least and the greatest; may be infinite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetSizes:
     """The fields of a `Mamba2Mixer`."""
 
-    net_heads: int
+    net_heads: Size
     """Heads of values."""
-    net_kv_heads: int = 1
+    net_kv_heads: Size = 1
     """Heads of keys and queries, which Mamba calls groups."""
-    net_head_dim: int = 128
+    net_head_dim: Size = 128
     """Their channels: the size of the state."""
-    net_v_dim: int = 64
+    net_v_dim: Size = 64
     """Channels of a value's head."""
-    taps: int = 4
+    taps: Size = 4
     """Tokens that the convolutions see."""
     net_bias: bool = False
     """Whether the maps have biases."""
     conv_bias: bool = True
     """Whether the convolutions have biases."""
-    step_limits: tuple[float, float] = (0.0, math.inf)
+    step_limits: STEP_LIMITS = (0.0, math.inf)
     """The least and the greatest step."""
 
 
@@ -61,10 +65,9 @@ class StepLimits(Entry):
         """`step_limits`; refuse what is no pair of numbers, of which the last may be infinite."""
         said = published.listed("time_step_limit")
         limits = (0.0, math.inf) if said is None else tuple(math.inf if end == _INFINITE else end for end in said)
-        is_number = lambda end: isinstance(end, int | float) and not isinstance(end, bool)
-        if len(limits) != 2 or not all(map(is_number, limits)) or not 0 <= limits[0] <= limits[1]:
+        if not fits(limits, STEP_LIMITS) or limits[0] > limits[1]:
             published.refuse(f"time_step_limit={said}: it must be a least and a greatest step of at least 0.")
-        return {"step_limits": (float(limits[0]), float(limits[1]))}
+        return {"step_limits": limits}
 
     def write(self, config: Any) -> dict[str, Any]:
         """The pair as transformers writes it, where there is a bound."""
@@ -92,15 +95,15 @@ class ValueChannels(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`net_v_dim`; refuse one that does not fit the width."""
-        heads, width = published.count(self.heads, 128), published.count("hidden_size")
-        inner = int(published.number(self.expand, 2) * width)
+        heads, width = published.read(self.heads, Size, 128), published.read("hidden_size", Size)
+        inner = int(published.read(self.expand, Positive, 2) * width)
         why = f"{inner} channels, {self.expand} * {width}"
         if self.inner is not None and (stated := published.nullable(*self.inner)) is not None:
-            inner, why = stated, f"{self.inner[0]}={stated} channels"
-        is_auto = (said := published.take(self.channels, self.default)) == "auto"
-        channels = inner // heads if is_auto else published.count(self.channels, self.default)
+            inner, why = published.checked(self.inner[0], stated, Size), f"{self.inner[0]}={stated} channels"
+        said = published.take(self.channels, self.default)
+        channels = inner // heads if said == "auto" else published.checked(self.channels, said, Size)
         if channels * heads != inner:
-            published.refuse(f"{self.channels}={said}: {heads} heads must fill {why}.")
+            published.refuse(f"{self.channels}={said}: {heads} heads ({self.heads}) must fill {why}.")
         return {"net_v_dim": channels}
 
     def write(self, config: Any) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from ...nn import (
     Transformer,
 )
 from .._family import Family, ModelConfig
+from .._kinds import LayerCount, NotNegative, Positive, Size
 from ._decoder import rotary_of
 
 
@@ -38,21 +39,21 @@ from ._decoder import rotary_of
 class GShardConfig(ModelConfig):
     """The config of a decoder in GShard's manner: top-2, the second by chance, `f p` loss of first choices."""
 
-    layers: int
+    layers: LayerCount
     """Layers: every second one a mixture, so an even number."""
-    heads: int
+    heads: Size
     """Heads."""
-    mlp: int
+    mlp: Size
     """Hidden features of a feed-forward layer and of an expert."""
-    experts: int
+    experts: Size
     """Experts of a layer."""
-    capacity: float = 1.0
+    capacity: Positive = 1.0
     """Slots for both choices, over what even loads need."""
-    balance: float = 0.01
+    balance: NotNegative = 0.01
     """The weight of the balance loss."""
-    theta: float = 10_000.0
+    theta: Positive = 10_000.0
     """The base of rotary positions."""
-    eps: float = 1e-6
+    eps: NotNegative = 1e-6
     """What norms add before the root."""
 
 
@@ -60,9 +61,9 @@ class GShardConfig(ModelConfig):
 class SwitchConfig(GShardConfig):
     """The config of a decoder in Switch's manner: top-1, jitter, capacity factor, load-balance loss."""
 
-    capacity: float = 1.25
+    capacity: Positive = 1.25
     """Slots of the experts, over what even loads need."""
-    jitter: float = 0.01
+    jitter: NotNegative = 0.01
     """While training, by how much the router's input is varied."""
 
 

@@ -24,6 +24,7 @@ from ...nn import (
     Transformer,
 )
 from .._family import Family, ModelConfig
+from .._kinds import Index, LayerCount, Length, NotNegative, Size
 from ._decoder import bend, gated_mlp
 from ._t5_attributes import T5_ATTRIBUTES
 from ._t5_tables import T5_WEIGHTS
@@ -33,16 +34,16 @@ from ._t5_tables import T5_WEIGHTS
 class T5Config(ModelConfig):
     """The config of a T5."""
 
-    layers: int
+    layers: LayerCount
     """Layers of the decoder."""
-    heads: int
+    heads: Size
     """Heads."""
-    mlp: int
+    mlp: Size
     """Hidden features of a feed-forward layer."""
     _: dataclasses.KW_ONLY
-    encoder_layers: int | None = None
+    encoder_layers: LayerCount | None = None
     """Layers of the encoder; None: as many."""
-    head_dim: int = 64
+    head_dim: Size = 64
     """Channels of a head."""
     gated: bool = True
     """Whether feed-forward layers are gated (v1.1), or plain."""
@@ -52,13 +53,13 @@ class T5Config(ModelConfig):
     """Whether the head is the embedding's table."""
     scaled: bool = False
     """Whether vectors are divided by the root of their channels before the head."""
-    ranges: int = 32
+    ranges: Size = 32
     """Ranges of distances that have a bias of scores."""
-    farthest: int = 128
+    farthest: Length = 128
     """From where on all distances are in one range."""
-    eps: float = 1e-6
+    eps: NotNegative = 1e-6
     """What norms add before the root."""
-    start: int = 0
+    start: Index = 0
     """The id with which the decoder begins."""
 
 

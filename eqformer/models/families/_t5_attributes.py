@@ -5,6 +5,7 @@ from typing import Any
 from ...nn import ACTIVATIONS
 from .._attributes import Attribute, Count, Entry, Expect, Ignore, names_of
 from .._config import PublishedConfig
+from .._kinds import LayerCount
 
 
 class _Layers(Entry):
@@ -12,8 +13,8 @@ class _Layers(Entry):
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """Both."""
-        encoder = published.count("num_layers", 6)
-        decoder = published.count("num_decoder_layers", encoder)
+        encoder = published.read("num_layers", LayerCount, 6)
+        decoder = published.read("num_decoder_layers", LayerCount, encoder)
         return {"layers": decoder, "encoder_layers": None if encoder == decoder else encoder}
 
     def write(self, config: Any) -> dict[str, Any]:
@@ -33,7 +34,7 @@ class _FeedForward(Entry):
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """`gated` and `activation`; refuse any other kind."""
         published.expect("feed_forward_proj", *_KINDS)
-        said = published.take("feed_forward_proj", "relu")
+        said = published.text("feed_forward_proj", "relu")
         for name, value in self._same(said).items():
             published.expect(name, value)
         return dict(zip(("gated", "activation"), _KINDS[said]))

@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, CrossAttention, Embedding, Encoder, full, Residual, Transformer, window_both_ways
 from .._family import Family
+from .._kinds import Index
 from ._decoder import norm
 from ._gemma2 import GEMMA2, gemma2_block, gemma2_of, Gemma2Config, scores_of
 from ._pattern import stacks_of, windows_of
@@ -20,7 +21,7 @@ class T5GemmaConfig(Gemma2Config):
 
     encoder: Gemma2Config | None = None
     """The encoder's, whose layers of `window_layers` see a `window` before a token and one behind; None: the same."""
-    start: int = 2
+    start: Index = 2
     """The id with which the decoder begins."""
 
 

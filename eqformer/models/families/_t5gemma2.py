@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Encoder, full, MergedAttention, Transformer, window_both_ways
 from .._family import Family
+from .._kinds import Index
 from ._decoder import norm
 from ._gemma3 import build_gemma3, GEMMA3, gemma3_block, Gemma3Config
 from ._pattern import stacks_of, windows_of
@@ -18,7 +19,7 @@ from ._t5gemma2_tables import T5GEMMA2_ATTRIBUTES, T5GEMMA2_WEIGHTS, UNREAD
 class T5Gemma2Config(Gemma3Config):
     """The config of a T5Gemma 2, whose encoder and decoder are of the same sizes, and share a table."""
 
-    start: int = 2
+    start: Index = 2
     """The id with which the decoder begins."""
 
     def __post_init__(self):

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
-from .._attributes import Attribute, Entry, Expect, Ignore
+from .._attributes import Attribute, Entry, Expect, Ignore, kinds_of, read_entries
 from .._config import PublishedConfig
-from .._kinds import read_entries
+from .._kinds import Index
 from .._towers import Tower
 from .._weights import Rule
 from ._common import ATTENTION, gated_weights, head_norm_weights, norm_weights
@@ -42,7 +42,7 @@ class _Halves(Entry):
 
 def _read(said: dict[str, Any], source: str) -> dict[str, Any]:
     published = PublishedConfig(GEMMA3_MISSING | said, source)
-    found = read_entries(_TABLE, published, GEMMA3.config)
+    found = read_entries(_TABLE, published, {**kinds_of(GEMMA3.config), "start": Index})
     published.finish()
     return found
 

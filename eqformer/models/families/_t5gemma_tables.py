@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from .._attributes import Attribute, Entry, Expect, Ignore
+from .._attributes import Attribute, Entry, Expect, Ignore, kinds_of, read_entries
 from .._config import PublishedConfig
-from .._kinds import read_entries
+from .._kinds import Index
 from .._weights import Rule
 from ._common import attention_weights
 from ._gemma2 import GEMMA2, Gemma2Config
@@ -24,7 +24,7 @@ class _Halves(Entry):
         read, written = (_half(published, half) for half in ("encoder", "decoder"))
         same = all(its == written[name] for name, its in read.items() if name not in ("start", "tied"))
         own: dict[str, Any] = {name: its for name, its in read.items() if name != "start"} | {"tied": True}
-        tied = published.take("tie_word_embeddings", True)
+        tied = published.flag("tie_word_embeddings", True)
         return written | {"tied": tied, "encoder": None if same else Gemma2Config(**own)}
 
     def write(self, config: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class _Halves(Entry):
 
 def _half(published: PublishedConfig, half: str) -> dict[str, Any]:
     its = PublishedConfig(_MISSING | published.nested(half), f"{published.source}: {half}")
-    found = read_entries((*GEMMA2.attributes, *_OF_HALVES), its, Gemma2Config)
+    found = read_entries((*GEMMA2.attributes, *_OF_HALVES), its, {**kinds_of(Gemma2Config), "start": Index})
     its.finish()
     return found
 
