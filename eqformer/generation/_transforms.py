@@ -155,7 +155,7 @@ class Chain(eqx.Module):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether one of the transforms keeps only the likeliest token, so that no random numbers are needed."""
+        """Whether a transform keeps only the likeliest token, so that no random numbers are needed."""
         return any(isinstance(transform, Temperature) and transform.is_greedy for transform in self.transforms)
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
