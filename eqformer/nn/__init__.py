@@ -80,10 +80,15 @@ from ._embedding import (
     LearnedPositions as LearnedPositions,
     unembed as unembed,
 )
-from ._encoder import Encoder as Encoder
+from ._encoder import Encoder as Encoder, PredictionHead as PredictionHead
 from ._execution import Execution as Execution
+from ._float32_sums import (
+    add_float32 as add_float32,
+    broadcast_float32 as broadcast_float32,
+    lookup_rows as lookup_rows,
+    multiply_float32 as multiply_float32,
+)
 from ._fp8 import Fp8Linear as Fp8Linear, with_fp8 as with_fp8, without_fp8 as without_fp8
-from ._in_turn import reads as reads
 from ._layer_cache import LayerCache as LayerCache, of_layer as of_layer, with_layer as with_layer
 from ._layer_inputs import GatedInput as GatedInput, LayerInputs as LayerInputs
 from ._left import KeysAndValues as KeysAndValues, Leaving as Leaving, Left as Left
@@ -109,19 +114,13 @@ from ._mlp import GatedMLP as GatedMLP, MLP as MLP
 from ._module import Module as Module
 from ._norm import Clipped as Clipped, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
 from ._precision import cast as cast, Precision as Precision
-from ._prediction_head import PredictionHead as PredictionHead
 from ._predictor import Predictor as Predictor
 from ._products import InComputeDtype as InComputeDtype, InFp8 as InFp8, Products as Products
 from ._residual import Residual as Residual
 from ._run_with import run_with as run_with
+from ._sequential import reads as reads
 from ._slots import check_cached as check_cached, counts as counts, SlotCache as SlotCache
 from ._stack import REMAT as REMAT, Stack as Stack
-from ._sums import (
-    look_up as look_up,
-    spread as spread,
-    wide_product as wide_product,
-    wide_sum as wide_sum,
-)
 from ._tokens import (
     document_lengths as document_lengths,
     known_as as known_as,

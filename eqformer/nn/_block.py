@@ -6,11 +6,11 @@ import equinox as eqx
 from jaxtyping import Array, Float, PyTree
 
 from ._contracts import Layer, Mixer, Routed
-from ._in_turn import in_turn
+from ._float32_sums import multiply_float32
 from ._left import with_rest
 from ._norm import Norm
 from ._residual import apply_norm, Residual
-from ._sums import wide_product
+from ._sequential import run_layers
 from ._tokens import Tokens, tokens_or_default
 
 
@@ -91,7 +91,7 @@ class Block(Layer):
             its = None if tokens.inputs is None else tokens.inputs[..., 0, :]
             x, _, _ = self.gated_input(x, tokens, number=2, beside=its)
         aux = with_rest(left, aux)
-        return x if self.scalar is None else wide_product(x, self.scalar), cache, aux
+        return x if self.scalar is None else multiply_float32(x, self.scalar), cache, aux
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The mixer's empty cache, and the other's."""
@@ -168,7 +168,7 @@ class Period(Layer):
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """Run the blocks in turn; the cache, and the `Aux` of routed layers, are tuples of theirs."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        return in_turn(self.blocks, x, tokens, cache)
+        return run_layers(self.blocks, x, tokens, cache)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """A tuple of the blocks' empty caches."""

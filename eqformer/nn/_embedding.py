@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from ._float32_sums import lookup_rows, matmul_float32
 from ._module import Module
-from ._sums import look_up, wide_map
 
 
 class Embedding(Module):
@@ -24,7 +24,7 @@ class Embedding(Module):
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
         """Look up one vector a token."""
-        x = look_up(self.weight, ids)
+        x = lookup_rows(self.weight, ids)
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
@@ -42,7 +42,7 @@ class LearnedPositions(Module):
 
     def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
         """Look up one vector a position; padding, at position -1, gets the first."""
-        return look_up(self.weight, jnp.maximum(positions, 0))
+        return lookup_rows(self.weight, jnp.maximum(positions, 0))
 
 
 class LayerEmbedding(Module):
@@ -81,7 +81,7 @@ class LayerEmbedding(Module):
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq depth mlp"]:
         """Look up a token's vectors for all layers."""
-        return self.by_layers(look_up(self.weight, ids))
+        return self.by_layers(lookup_rows(self.weight, ids))
 
     def by_layers(self, x: Float[Array, "*batch seq mlp"]) -> Float[Array, "*batch seq depth _"]:
         """The vectors of all layers, of a token's row of the table."""
@@ -91,4 +91,4 @@ class LayerEmbedding(Module):
 
 def unembed(x: Float[Array, "*batch embed"], weight: Float[Array, "vocab embed"]) -> Float[Array, "*batch vocab"]:
     """`x W^T` with products in the dtype of `x` and sums, and so logits, in float32 at least; gradients likewise."""
-    return wide_map(x, weight)
+    return matmul_float32(x, weight)

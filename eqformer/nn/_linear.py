@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Key
 
 from ._dims import named_by
 from ._dtype import at_least_float32
+from ._float32_sums import matmul_float32
 from ._linear_map import DenseMap, LinearMap
 from ._products import InComputeDtype
-from ._sums import wide_map
 
 
 class Linear(DenseMap):
@@ -75,7 +75,7 @@ def applied(
         weight.reshape(math.prod(linear.output_shape), math.prod(wanted)),
     )
     if is_widening:
-        y = wide_map(rows, matrix)
+        y = matmul_float32(rows, matrix)
     else:
         y = linear.products(rows, matrix.astype(x.dtype), x.dtype if dtype is None else dtype)
     return y.reshape(*lead, *linear.output_shape)

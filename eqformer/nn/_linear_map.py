@@ -10,9 +10,9 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
+from ._float32_sums import add_float32
 from ._module import Module
 from ._products import InComputeDtype, Products
-from ._sums import wide_sum
 
 
 class LinearMap(Module):
@@ -47,7 +47,7 @@ class LinearMap(Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Map the trailing input dims of `x` to the output dims; leading dims stay."""
-        return wide_sum(self.product(x), self.bias)
+        return add_float32(self.product(x), self.bias)
 
     def of_other(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The same of vectors that are not those of the layer's own tokens, such as a source's."""

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ._in_turn import in_turn
 from ._linear_map import LinearMap
 from ._module import Module
 from ._norm import Norm
+from ._sequential import run_layers
 from ._stack import empty_caches, Stack
 from ._tokens import Tokens
 
@@ -42,7 +42,7 @@ class Predictor(Module):
         """What the head is given, and the cache; `tokens` count the vectors of the model, each beside the next token's
         embedding."""
         x = self.merge(jnp.stack([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-2))
-        x, cache, _ = in_turn(self.stacks, x, tokens, cache)
+        x, cache, _ = run_layers(self.stacks, x, tokens, cache)
         return self.norm(x), cache
 
     def init_cache(

@@ -12,15 +12,15 @@ from ._dropout import Dropout
 from ._dtype import at_least_float32, float_dtype
 from ._embedding import Embedding, LearnedPositions
 from ._encoder import Encoder
-from ._in_turn import in_turn
+from ._float32_sums import add_float32
 from ._layer_inputs import LayerInputs
 from ._linear_map import LinearMap
 from ._module import Module
 from ._norm import Norm
 from ._predictor import Predictor
+from ._sequential import run_layers
 from ._slots import check_cached
 from ._stack import empty_caches, Stack
-from ._sums import wide_sum
 from ._tokens import Tokens, tokens_or_default, with_source
 
 
@@ -104,7 +104,7 @@ class Transformer(Module):
         tokens = self._with_encoded(tokens).replaced(score_bias=self.score_bias)
         if self.layer_inputs is not None:
             tokens = tokens.replaced(inputs=self.layer_inputs(x, ids))
-        x, cache, aux = in_turn(self.stacks, x, tokens, cache)
+        x, cache, aux = run_layers(self.stacks, x, tokens, cache)
         return self.norm(x), cache, aux
 
     def _with_encoded(self, tokens: Tokens) -> Tokens:
@@ -120,7 +120,7 @@ class Transformer(Module):
         """What the first stack is given: the tokens' vectors and, where learned, their positions'."""
         x = self.embedding(ids).astype(self.compute_dtype)
         if self.positions is not None:
-            x = wide_sum(x, self.positions(tokens.positions))
+            x = add_float32(x, self.positions(tokens.positions))
         x = x if self.embedding_norm is None else self.embedding_norm(x)
         return x if self.dropout is None else self.dropout(x, tokens.fold_in(_EMBEDDING).keys)
 
@@ -129,8 +129,8 @@ class Transformer(Module):
         if self.head is None:
             logits = self.embedding.unembed(hidden)
         else:
-            logits = wide_sum(self.head.product(hidden, at_least_float32(hidden.dtype)), self.head.bias)
-        logits = wide_sum(logits, self.logit_bias)
+            logits = add_float32(self.head.product(hidden, at_least_float32(hidden.dtype)), self.head.bias)
+        logits = add_float32(logits, self.logit_bias)
         return soft_capped(logits if self.logit_scale is None else logits * self.logit_scale, self.logit_softcap)
 
     def predict(

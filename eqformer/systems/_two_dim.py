@@ -114,7 +114,7 @@ class TwoDimBlock(nn.Layer):
             else:
                 y = send.psum("keys and values of rows", y, FSDP)
             y = y.reshape(*y.shape[:-1], *linear.output_shape)
-            keys.append(nn.wide_sum(y, linear.bias))
+            keys.append(nn.add_float32(y, linear.bias))
         return outputs, keys
 
     def _attend(
@@ -237,7 +237,7 @@ def up_projections(mlp: nn.MLP | nn.GatedMLP) -> dict[str, Any]:
 
 
 def _add_own_bias(y: Float[Array, "..."], bias: Float[Array, "..."] | None, axis: str, dim: int) -> Float[Array, "..."]:
-    return nn.wide_sum(y, None if bias is None else own_part(bias, axis, dim))
+    return nn.add_float32(y, None if bias is None else own_part(bias, axis, dim))
 
 
 def _columns(weight: Float[Array, "outputs inputs"], start: Array, length: int) -> Float[Array, "outputs _"]:

@@ -199,8 +199,8 @@ class _Local:
         def loss(parameters: PyTree, pieces: PyTree, key: None) -> tuple[Array, Count]:
             return self._loss(self.device.wrap(parameters, model), pieces)
 
-        in_turn = 1 if self.plan.is_pipelined else self.plan.microbatches
-        return accumulated_gradients(loss, in_turn, self.trained)(parameters, pieces, None, scale)
+        run_layers = 1 if self.plan.is_pipelined else self.plan.microbatches
+        return accumulated_gradients(loss, run_layers, self.trained)(parameters, pieces, None, scale)
 
     def _pipelined(self, model: PyTree, parameters: PyTree, pieces: PyTree, scale: Scale) -> Found:
         """Gradients by a pipeline schedule; parameters outside of the stack are gathered once, before the schedule

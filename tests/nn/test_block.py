@@ -104,9 +104,9 @@ def test_dropout_acts_on_both_sublayers_with_masks_of_their_own():
         ours, theirs = (tokens.fold_in(place).keys for place in (1, 0))
         return h + dropout(fed, ours), h + dropout(fed, theirs), h + dropout(beside, ours)
 
-    in_turn, same_keys, beside = by_hand(x, tokens)
+    run_layers, same_keys, beside = by_hand(x, tokens)
     found = run(module, x, tokens)[0]
-    assert close(found, in_turn, 1e-6) and not close(found, same_keys, 1e-3)
+    assert close(found, run_layers, 1e-6) and not close(found, same_keys, 1e-3)
     assert close(run(module, x)[0], run(block(), x)[0], 1e-6)  # without keys nothing is dropped
     assert close(run(side, x, tokens)[0], beside, 1e-6)
 

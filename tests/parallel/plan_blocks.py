@@ -183,7 +183,7 @@ class Bending(nn.FeedForward):
 
     def __call__(self, x):
         """Map each token by itself."""
-        return nn.wide_product(self.down(jnp.sin(self.up(x))), jax.nn.sigmoid(self.amount(x)))
+        return nn.multiply_float32(self.down(jnp.sin(self.up(x))), jax.nn.sigmoid(self.amount(x)))
 
 
 class Centred(eqx.Module):

@@ -109,7 +109,7 @@ def test_a_meshs_gradients_of_narrow_parameters_are_wide_sums(case):
 
 @pytest.mark.grid
 def test_biases_that_are_added_in_bfloat16_are_seen(monkeypatch):
-    monkeypatch.setattr(_linear_map, "wide_sum", lambda y, bias: y if bias is None else y + bias.astype(y.dtype))
+    monkeypatch.setattr(_linear_map, "add_float32", lambda y, bias: y if bias is None else y + bias.astype(y.dtype))
     model = model_of(PLAIN.model, dtypes=("float32", "bfloat16"))
     got = compiled(accumulated_gradients(next_token_loss), model, batch_of(model, *PLAIN.shape))
     found = wrong(got, PLAIN)

@@ -33,11 +33,11 @@ def looked_up(dim, parts, dtypes, table, ids, wanted):
         place = vary(jnp.zeros(table.shape, "float32"), ["fsdp"]) if parameters != "float32" else table
         value = table if parameters != "float32" else None
 
-        def look_up(place):
+        def lookup_rows(place):
             rows = -(-len(table) // parts)
-            return _table.SlicedTable(place, value, dim, sent, rows, Steps()).look_up(ids)
+            return _table.SlicedTable(place, value, dim, sent, rows, Steps()).lookup_rows(ids)
 
-        x, pull = jax.vjp(look_up, place)
+        x, pull = jax.vjp(lookup_rows, place)
         return x, pull(wanted.astype(x.dtype))[0]
 
     spec = P(*(None,) * dim, "fsdp")

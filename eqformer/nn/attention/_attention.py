@@ -11,12 +11,12 @@ from jaxtyping import Array, Float, Int, Key
 from ...kernels import ATTENTION, AttentionCall, causal, Mask, Operation
 from .._cache import KVCache
 from .._contracts import Attends, Mixer, MixerFacts
+from .._float32_sums import multiply_float32
 from .._left import KeysAndValues, Leaving, Left
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
 from .._slots import capacity_of, without_room
-from .._sums import wide_product
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ._reader import attend
 from ._rotary import Rotary
@@ -159,7 +159,7 @@ class Attention(Mixer):
             query, key = self._normed(query, key) if self.norms_rotated else (query, key)
         if self.temperature is not None:
             factor = self.temperature(tokens.positions, query.dtype)[..., None, None]
-            query = wide_product(query, factor)
+            query = multiply_float32(query, factor)
         call = AttentionCall(
             query,
             key,

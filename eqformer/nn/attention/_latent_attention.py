@@ -24,12 +24,12 @@ from ...kernels import (
 from .._cache import LatentCache
 from .._contracts import Attends, Mixer, MixerFacts
 from .._dtype import float_dtype
+from .._float32_sums import add_float32, broadcast_float32, multiply_float32
 from .._left import Leaving, Left
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
 from .._slots import empty_slots, slots_for, without_room
-from .._sums import spread, wide_product, wide_sum
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ._indexer import Choice, Indexer
 from ._rotary import Rotary
@@ -188,7 +188,7 @@ class LatentAttention(Mixer):
             if not absorbed:
                 key, value = self.key_up(latents), self.value_up(latents)
             if rotated is not None:
-                shared = spread(rotated.key, (*key.shape[:-1], rope_dim))
+                shared = broadcast_float32(rotated.key, (*key.shape[:-1], rope_dim))
                 query, key = jnp.concatenate([query, rotated.query], -1), jnp.concatenate([key, shared], -1)
             if choice is None:
                 attended = self.core(AttentionCall(query, key, value, kv_tokens=kv_tokens, **rest))
@@ -199,7 +199,7 @@ class LatentAttention(Mixer):
         if absorbed:
             up = self.value_up
             attended = einops.einsum(attended, up.matrix(x.dtype), "... h latent, h v latent -> ... h v")
-            attended = wide_sum(attended, up.bias)
+            attended = add_float32(attended, up.bias)
         return self.output(attended), Left(choice, cache) if isinstance(given, Leaving | Left) else cache
 
     def _read(self, given: PyTree) -> Choice | None:
@@ -256,7 +256,7 @@ class LatentAttention(Mixer):
     ) -> Float[Array, "*batch seq heads head_dim"]:
         if self.temperature is None:
             return query
-        return wide_product(query, self.temperature(tokens.positions, query.dtype)[..., None, None])
+        return multiply_float32(query, self.temperature(tokens.positions, query.dtype)[..., None, None])
 
     def _rotate_key(
         self, key: Float[Array, "*batch seq rope_dim"], tokens: Tokens, lengths: Int[Array, "*batch #seq"] | None

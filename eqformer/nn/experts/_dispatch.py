@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._counting import check_indices, even_share
 from .._dtype import at_least_float32
-from .._sums import look_up, wide_product
+from .._float32_sums import lookup_rows, multiply_float32
+from .._int_fractions import check_indices, even_share
 from ._contract import Dispatch, RouterFacts
 from ._experts import Experts
 from ._routing import Routing, Slots
@@ -98,7 +98,7 @@ class Capacity(Dispatch):
             return y.reshape(x.shape), dropped
         rows = x.reshape(*chosen.shape[:2], x.shape[-1])
         token = jax.vmap(lambda slot: token_of_slot(slot, len(experts) * count))(slot)
-        taken = jax.vmap(look_up)(rows, jnp.maximum(token, 0))
+        taken = jax.vmap(lookup_rows)(rows, jnp.maximum(token, 0))
         taken = jnp.where((token >= 0)[..., None], taken, 0)
         weights = jnp.where(has_slot, routing.weights.reshape(chosen.shape), 0)
         if weighs_inputs:
@@ -108,7 +108,7 @@ class Capacity(Dispatch):
         by_expert = jnp.swapaxes(taken.reshape(groups, number, count, embed), 0, 1)
         y = experts.slots(by_expert.reshape(number, groups * count, embed)).reshape(number, groups, count, embed)
         y = jnp.swapaxes(y, 0, 1).reshape(groups, number * count, embed)
-        given = jax.vmap(look_up)(y, jnp.maximum(slot, 0))
+        given = jax.vmap(lookup_rows)(y, jnp.maximum(slot, 0))
         return combine(given, weights).reshape(x.shape), dropped
 
     def kept(
@@ -180,7 +180,7 @@ def run_slots(experts: Experts, x: Float[Array, "*batch seq embed"], slots: Slot
     groups, number, count = slots.token.shape
     rows = x.reshape(groups, -1, x.shape[-1])
     token = slots.token.reshape(groups, -1)
-    taken = jax.vmap(look_up)(rows, jnp.maximum(token, 0)).reshape(groups, number, count, -1)
+    taken = jax.vmap(lookup_rows)(rows, jnp.maximum(token, 0)).reshape(groups, number, count, -1)
     y = experts.slots(jnp.swapaxes(taken, 0, 1).reshape(number, groups * count, -1))
     y = jnp.swapaxes(y.reshape(number, groups, count, -1), 0, 1).reshape(groups, number * count, -1)
     exact = at_least_float32(x.dtype)
@@ -281,7 +281,7 @@ def weight_of_slot(
 
 def scaled(x: Float[Array, "*rows embed"], weights: Float[Array, "*rows"]) -> Float[Array, "*rows embed"]:
     """Each row times its weight, multiplied in float32 at least."""
-    return wide_product(x, weights[..., None])
+    return multiply_float32(x, weights[..., None])
 
 
 def combine(

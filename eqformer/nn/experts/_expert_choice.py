@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from .._counting import even_share
+from .._int_fractions import even_share
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._tokens import Tokens

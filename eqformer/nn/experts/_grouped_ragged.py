@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._dtype import at_least_float32
+from .._float32_sums import add_float32
 from .._linear import dense
 from .._linear_map import LinearMap
 from .._products import InFp8, Products
-from .._sums import wide_sum
 from ._grouped_kernels import TPU
 from ._grouped_maps import Kernels, Maps, Parameters, recorded, replayed
 
@@ -87,7 +87,7 @@ def _maps(sizes: Array, rows: int, kernels: Kernels, in_8_bits: Kernels | None, 
 
     def forward(linear: LinearMap, x: Array) -> Array:
         y = of(linear.products).times(x, dense(linear).weight, sizes)
-        return wide_sum(y, None if linear.bias is None else jnp.where(_is_real(x, sizes), linear.bias[owners], 0))
+        return add_float32(y, None if linear.bias is None else jnp.where(_is_real(x, sizes), linear.bias[owners], 0))
 
     def backward(products: Products, parameters: Parameters, x: Array, gradient: Array) -> tuple[Parameters, Array]:
         (weight, bias), exact, its = parameters, at_least_float32(x.dtype), of(products)

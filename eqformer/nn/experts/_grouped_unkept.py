@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from .._float32_sums import add_float32
 from .._linear_map import DenseMap, linear_maps, LinearMap
 from .._products import InComputeDtype
-from .._sums import wide_sum
 from ._grouped_blocks import even_load, LEAST, outputs, Slots, WHOLE
 
 
@@ -40,7 +40,7 @@ def _left(linear: LinearMap, x: Array) -> Array:
     """
     if not isinstance(linear, DenseMap) or not isinstance(linear.products, InComputeDtype):
         return linear(x)
-    return wide_sum(jnp.einsum("oi,ni->on", linear.weight.astype(x.dtype), x).T, linear.bias)
+    return add_float32(jnp.einsum("oi,ni->on", linear.weight.astype(x.dtype), x).T, linear.bias)
 
 
 _LEFT = WHOLE._replace(forward=_left)

@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, Int, Key
 
 from .._aux import Aux
 from .._contracts import FeedForward, Routed
+from .._float32_sums import multiply_float32
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
-from .._sums import wide_product
 from .._tokens import Tokens, tokens_or_default
 from ._balance import alone, BalanceLoss, Total
 from ._contract import Dispatch, Router
@@ -155,7 +155,7 @@ class GatedShared(FeedForward):
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Map each token by itself."""
-        return wide_product(self.layer(x), jax.nn.sigmoid(self.gate(x)))
+        return multiply_float32(self.layer(x), jax.nn.sigmoid(self.gate(x)))
 
 
 def aux_of_slots(slots: Slots, tokens: Tokens, x: Float[Array, "*batch seq embed"]) -> Aux:

@@ -23,7 +23,7 @@ from ...kernels import (
     TokenPositions,
     unsupported_options,
 )
-from ...nn import Mixer, spread
+from ...nn import broadcast_float32, Mixer
 from .. import _send as send
 from .._axes import CONTEXT
 from .._ring import Ring
@@ -224,7 +224,7 @@ def _copies(size: int, heads: int, kv_heads: int, call: str) -> int:
 
 def _copied(x: Float[Array, "*batch seq kv_heads head_dim"], copies: int) -> Float[Array, "*batch seq heads head_dim"]:
     """Each key head as often as it is sent."""
-    each = spread(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
+    each = broadcast_float32(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
     return each.reshape(*x.shape[:-2], -1, x.shape[-1])
 
 

@@ -39,7 +39,7 @@ class SlicedTable(nn.Module):
     rows: int = eqx.field(static=True)
     steps: Steps = eqx.field(static=True)
 
-    def look_up(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
+    def lookup_rows(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
         """One vector for each id; NaN for an id outside the table."""
         value = None if self.value is None else vary_like(self.value, self.slice)
         rest = (self.dim, self.sent, self.rows, self.steps)
@@ -70,7 +70,7 @@ class EmbeddingInParts(nn.Module):
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
         """Look up one vector a token."""
-        x = self.table.look_up(ids)
+        x = self.table.lookup_rows(ids)
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
@@ -86,7 +86,7 @@ class LayerEmbeddingInParts(nn.Module):
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq depth mlp"]:
         """Look up a token's vectors for all layers."""
-        return self.inner.by_layers(self.table.look_up(ids))
+        return self.inner.by_layers(self.table.lookup_rows(ids))
 
 
 class TiedInParts(nn.InParts):

@@ -30,7 +30,7 @@ class SplitEmbedding(nn.Module):
         count = self.weight.shape[0]
         own = ids - jax.lax.axis_index(TENSOR) * count
         is_here = (own >= 0) & (own < count)
-        found = nn.look_up(self.weight, jnp.where(is_here, own, 0))
+        found = nn.lookup_rows(self.weight, jnp.where(is_here, own, 0))
         x = jnp.where(is_here[..., None], found, jnp.zeros_like(found))
         # As in the whole table, an id outside it gives NaN.
         x = jnp.where(((ids >= 0) & (ids < self.total))[..., None], x, jnp.full_like(x, jnp.nan))

@@ -11,7 +11,7 @@ import pytest
 from moe_cases import KEY
 
 from eqformer import nn
-from eqformer.nn._counting import check_indices, even_share, MOST
+from eqformer.nn._int_fractions import check_indices, even_share, INT32_MAX
 from eqformer.nn.experts._grouped_blocks import Slots
 
 
@@ -24,7 +24,7 @@ def test_a_share_is_exact_for_any_count():
     numbers = np.unique(
         np.concatenate([np.arange(130), 2 ** np.arange(31), 2 ** np.arange(32) - 1, [2_000_003, 10**9]])
     )
-    numbers = np.unique(np.concatenate([numbers, np.random.default_rng(0).integers(0, MOST, 200)]))
+    numbers = np.unique(np.concatenate([numbers, np.random.default_rng(0).integers(0, INT32_MAX, 200)]))
     on_device, wraps = jnp.asarray(numbers, jnp.int32), 0
     shares = jax.jit(lambda numbers: [even_share(float(f), numbers, parts) for f in FACTORS for parts in PARTS])
     found = iter(shares(on_device))
@@ -35,7 +35,7 @@ def test_a_share_is_exact_for_any_count():
             assert np.asarray(next(found)).tolist() == expected, (factor, parts)
             assert [even_share(float(factor), int(number), parts) for number in numbers] == expected
             in_int32 = -(
-                -np.int32(min(share.numerator, MOST)) * numbers.astype(np.int32) // np.int32(share.denominator)
+                -np.int32(min(share.numerator, INT32_MAX)) * numbers.astype(np.int32) // np.int32(share.denominator)
             )
             wraps += not np.array_equal(np.minimum(in_int32, numbers), expected)
     assert wraps > len(FACTORS)  # the control: the product itself leaves 32 bits
@@ -57,7 +57,7 @@ def test_more_places_than_indices_are_refused():
     ):
         with pytest.raises(ValueError, match=r"a dispatch of .* indices of 32 bits reach 2,147,483,647; run fewer"):
             jax.eval_shape(call, jax.ShapeDtypeStruct(shape, jnp.int32))
-    check_indices("a call", "places", MOST)
+    check_indices("a call", "places", INT32_MAX)
 
 
 def test_a_balance_counts_the_choices_of_many_devices():

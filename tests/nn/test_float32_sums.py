@@ -14,16 +14,16 @@ from eqformer import nn
 
 TOKENS = 4096
 WAYS = {
-    "wide_sum": lambda x, other: nn.wide_sum(x, other),
-    "wide_product": lambda x, other: nn.wide_product(x, other),
-    "spread": lambda x, other: nn.spread(other, x.shape),
-    "look_up": lambda x, other: nn.look_up(other[None], jnp.zeros(TOKENS, jnp.int32)),
+    "add_float32": lambda x, other: nn.add_float32(x, other),
+    "multiply_float32": lambda x, other: nn.multiply_float32(x, other),
+    "spread": lambda x, other: nn.broadcast_float32(other, x.shape),
+    "lookup_rows": lambda x, other: nn.lookup_rows(other[None], jnp.zeros(TOKENS, jnp.int32)),
 }
 NARROW = {
-    "wide_sum": lambda x, other: x + other.astype(x.dtype),
-    "wide_product": lambda x, other: x * other.astype(x.dtype),
+    "add_float32": lambda x, other: x + other.astype(x.dtype),
+    "multiply_float32": lambda x, other: x * other.astype(x.dtype),
     "spread": lambda x, other: jnp.broadcast_to(other, x.shape),
-    "look_up": lambda x, other: other[None].at[jnp.zeros(TOKENS, jnp.int32)].get(),
+    "lookup_rows": lambda x, other: other[None].at[jnp.zeros(TOKENS, jnp.int32)].get(),
 }
 
 
@@ -50,8 +50,8 @@ def test_no_program_adds_up_in_16_bits_but_one_without_these(name, dtype):
     x, other = jnp.ones((TOKENS, 2), jnp.bfloat16), jnp.ones(2, dtype)
     of = lambda way: narrow_sums(jax.make_jaxpr(jax.grad(lambda other: weighed(way, x, other, 1.0)))(other))
     assert of(WAYS[name]) == []
-    if dtype == "bfloat16" or name in ("wide_sum", "wide_product"):
-        assert [one.primitive for one in of(NARROW[name])] == ["scatter-add" if name == "look_up" else "reduce_sum"]
+    if dtype == "bfloat16" or name in ("add_float32", "multiply_float32"):
+        assert [one.primitive for one in of(NARROW[name])] == ["scatter-add" if name == "lookup_rows" else "reduce_sum"]
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -64,23 +64,23 @@ def test_results_are_those_of_plain_numbers(name):
     # Rounded once: the nearest of what float32 gives of the same numbers.
     wide = WAYS[name](*(y.astype(jnp.bfloat16).astype(jnp.float32) for y in (x, other)))
     assert np.array_equal(narrow, wide.astype(jnp.bfloat16))
-    assert nn.wide_sum(x, None) is x
+    assert nn.add_float32(x, None) is x
 
 
 def test_a_look_up_widens_no_table_and_has_both_derivatives():
     table, ids = jnp.arange(12.0).reshape(4, 3).astype(jnp.bfloat16), jnp.array([[3, 0], [3, 1]])
-    program = str(jax.make_jaxpr(nn.look_up)(table, ids))
+    program = str(jax.make_jaxpr(nn.lookup_rows)(table, ids))
     assert "f32" not in program and "bf16[4,3]" in program
-    found, change = jax.jvp(lambda table: nn.look_up(table, ids), (table,), (2 * table,))
+    found, change = jax.jvp(lambda table: nn.lookup_rows(table, ids), (table,), (2 * table,))
     assert np.array_equal(found, table[ids]) and np.array_equal(change, 2 * found)
-    (pulled,) = jax.vjp(lambda table: nn.look_up(table, ids), table)[1](jnp.ones_like(found))
+    (pulled,) = jax.vjp(lambda table: nn.lookup_rows(table, ids), table)[1](jnp.ones_like(found))
     assert pulled.dtype == table.dtype and pulled[:, 0].tolist() == [1, 1, 0, 2]
 
 
 def test_an_id_outside_the_table_gives_nan_and_no_gradient():
     table, ids = jnp.ones((4, 2)), jnp.array([-1, 4, 2])
-    assert np.isnan(nn.look_up(table, ids)).any(axis=1).tolist() == [True, True, False]
-    (pulled,) = jax.vjp(lambda table: nn.look_up(table, ids), table)[1](jnp.ones((3, 2)))
+    assert np.isnan(nn.lookup_rows(table, ids)).any(axis=1).tolist() == [True, True, False]
+    (pulled,) = jax.vjp(lambda table: nn.lookup_rows(table, ids), table)[1](jnp.ones((3, 2)))
     assert pulled[:, 0].tolist() == [0, 0, 1, 0]
 
 
