@@ -1,6 +1,7 @@
 """Adapters in the files of peft: read into a model's `LoRA`s, and written from them."""
 
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def load_adapter(
     """
     folder = Folder(path, ADAPTER, "load_adapter")
     call = folder.call
+    for note in folder.notes:
+        warnings.warn(note, stacklevel=2)
     dtype = None if dtype is None else float_dtype(dtype, f"{call}: dtype={dtype!r}")
     family, config = format_of(call, like, config)
     adapter = read_adapter_config(read_json(folder.path / CONFIG), str(folder.path / CONFIG))

@@ -1,13 +1,14 @@
 """Folders of safetensors as they are published: one file, or several with an index; every header is checked."""
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  # lets numpy know bfloat16
 import numpy as np
@@ -19,17 +20,42 @@ from .._read import check_regular, few_names, is_there, map_bytes, parse_json, r
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+# Files of weights by how they end, and how names of other files of a training run begin that end alike.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
+_STATES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # What other arrays of a folder are of: codes of weights, and what other parts hold.
 OTHERS = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "BOOL": "bool"}
 OTHERS |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 
 
+class _Place(NamedTuple):
+    """Where an array lies in a file."""
+
+    dtype: str
+    """The file's word for it."""
+    shape: list[int]
+    start: int
+    stop: int
+
+
+class _File(NamedTuple):
+    """An open file: its bytes, mapped into memory, and the place of each array."""
+
+    bytes: np.ndarray
+    places: dict[str, _Place]
+
+    def bytes_of(self, name: str) -> np.ndarray:
+        """Return an array's bytes."""
+        return self.bytes[self.places[name].start : self.places[name].stop]
+
+
 class Folder:
     """The arrays of a published model, or of another `single` file, by name, memory-mapped; read when asked for.
 
     Raises a `ValueError` for a folder that is not what it says: an index that names files elsewhere or arrays that its
-    files do not hold, arrays that are in two files, files whose headers do not fit them.
+    files do not hold, arrays that are in two files, files whose headers do not fit them, a single file beside shards
+    that hold other arrays.
     """
 
     def __init__(self, path: str | Path, single: str = SINGLE, caller: str = "load"):
@@ -42,27 +68,26 @@ class Folder:
                 f"{self.call}: there is no such folder; nothing is downloaded, so give the folder that a download made "
                 "(hf download OWNER/NAME --local-dir FOLDER)."
             )
-        index = self.path / f"{single}.index.json"
-        self._maps: dict[str, np.ndarray] = {}
-        self._placed: dict[str, tuple[str, list[int], int, int]] = {}  # the file's dtype, shape, first and last byte
-        if is_there(index):
-            self._file_of = self._indexed(index)
-        elif is_there(self.path / single):
-            self._file_of = dict.fromkeys(self._open(single), single)
-        else:
-            raise ValueError(
-                f"{self.call}: the folder has no {single} and no {index.name}. Pickled weights (.bin, .pt) are "
-                "never read, since they can run programs; convert them to safetensors where you trust them."
-            )
+        self._single, self._index = single, self.path / f"{single}.index.json"
+        self._files: dict[str, _File] = {}
+        self._notes: list[str] = []
+        self._file_of = self._choose_source()
+        self._tell_unused()
+        self._files = {file: self._files[file] for file in set(self._file_of.values())}
 
     @property
     def names(self) -> Set[str]:
         """Every array's name."""
         return self._file_of.keys()
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to tell of files that the folder has and that are not read, a line each."""
+        return tuple(self._notes)
+
     def dtype(self, name: str) -> str:
         """An array's dtype as JAX calls it; raises a `ValueError` for one that is no float, as only buffers are."""
-        dtype = self._placed[name][0]
+        dtype = self._place(name).dtype
         if dtype not in FLOATS:
             raise ValueError(
                 f"{self.path / self._file_of[name]}: {name} is of {dtype}; weights are {', '.join(FLOATS)}."
@@ -71,42 +96,112 @@ class Folder:
 
     def read(self, name: str) -> np.ndarray:
         """An array as it lies in its file, mapped into memory: nothing is read before it is used."""
-        _, shape, start, stop = self._placed[name]
-        return self._maps[self._file_of[name]][start:stop].view(self.dtype(name)).reshape(shape)
+        return self._bytes(name).view(self.dtype(name)).reshape(self.shape(name))
 
     def dtype_in_file(self, name: str) -> str:
         """An array's dtype as its file calls it."""
-        return self._placed[name][0]
+        return self._place(name).dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         """An array's shape."""
-        return tuple(self._placed[name][1])
+        return tuple(self._place(name).shape)
 
     def stored(self, name: str) -> np.ndarray:
         """An array of whatever dtype as it lies in its file, mapped into memory; a `ValueError` for an unknown one."""
-        dtype, shape, start, stop = self._placed[name]
+        dtype = self._place(name).dtype
         if (known := (FLOATS | OTHERS).get(dtype)) is None:
             raise ValueError(f"{self.path / self._file_of[name]}: {name} is of {dtype}, which is not known.")
-        return self._maps[self._file_of[name]][start:stop].view(known).reshape(shape)
+        return self._bytes(name).view(known).reshape(self.shape(name))
 
-    def _indexed(self, index: Path) -> dict[str, str]:
-        file_of = read_json(index).get("weight_map")
+    def _place(self, name: str) -> _Place:
+        return self._files[self._file_of[name]].places[name]
+
+    def _bytes(self, name: str) -> np.ndarray:
+        return self._files[self._file_of[name]].bytes_of(name)
+
+    def _choose_source(self) -> dict[str, str]:
+        """Return the file of each array, of the single file or of shards with an index.
+
+        Transformers reads the single file wherever there is one, even if it is older than the shards.
+        """
+        has_single = is_there(self.path / self._single)
+        if not is_there(self._index):
+            if has_single:
+                return self._read_single()
+            others = f", and what it has is not read ({few_names(files)})" if (files := self._weight_files()) else ""
+            raise ValueError(
+                f"{self.call}: the folder has no {self._single} and no {self._index.name}{others}. Pickled weights "
+                "(.bin, .pt) are never read, since they can run programs; convert them to safetensors where you trust "
+                "them."
+            )
+        file_of = self._read_index()
+        shards = set(file_of.values())
+        if has_single and not any(is_there(self.path / file) for file in shards):
+            self._notes.append(
+                f"{self.call}: the files that {self._index.name} names are gone; {self._single} is read."
+            )
+            return self._read_single()
+        self._check_index(file_of)
+        if not has_single or self._single in shards:
+            return file_of
+        if differing := self._differing(file_of):
+            raise ValueError(
+                f"{self.call}: {self._single} and the files that {self._index.name} names hold different arrays "
+                f"({few_names(differing)}), and either may be out of date; move {self._single} away, or "
+                f"{self._index.name} with {few_names(shards)}."
+            )
+        return self._read_single()  # what lies beside it holds the same
+
+    def _read_single(self) -> dict[str, str]:
+        return dict.fromkeys(self._open(self._single).places, self._single)
+
+    def _read_index(self) -> dict[str, str]:
+        file_of = read_json(self._index).get("weight_map")
         if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
-            raise ValueError(f"{index}: it has no weight_map of names to files.")
+            raise ValueError(f"{self._index}: it has no weight_map of names to files.")
+        for file in sorted(set(file_of.values())):
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise ValueError(f"{self._index}: it names {file!r}, which is no safetensors file of this folder.")
+        return file_of
+
+    def _check_index(self, file_of: Mapping[str, str]) -> None:
+        """Raise a `ValueError` unless each file holds the arrays that the index says, and no others."""
         listed_of: dict[str, set[str]] = {}
         for name, file in file_of.items():
             listed_of.setdefault(file, set()).add(name)
         for file, listed in sorted(listed_of.items()):
-            if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ValueError(f"{index}: it names {file!r}, which is no safetensors file of this folder.")
-            if (held := set(self._open(file))) != listed:
+            if (held := self._open(file).places.keys()) != listed:
                 raise ValueError(
                     f"{self.path / file}: the index and the file disagree on {few_names(held ^ listed)}; the index "
                     "must give each array's file, once."
                 )
-        return file_of
 
-    def _open(self, file: str) -> list[str]:
+    def _differing(self, file_of: Mapping[str, str]) -> set[str]:
+        """Return the names of arrays that are not the same in the single file and in shards; of values the first."""
+        single, file = self._open(self._single), {name: self._open(its) for name, its in file_of.items()}
+        if differing := single.places.keys() ^ file_of.keys():
+            return differing
+        kind = lambda place: (place.dtype, place.shape)
+        if differing := {name for name in file if kind(single.places[name]) != kind(file[name].places[name])}:
+            return differing
+        different = (name for name in file if not _are_equal(single.bytes_of(name), file[name].bytes_of(name)))
+        return set(itertools.islice(different, 1))
+
+    def _tell_unused(self) -> None:
+        """Note the weight files that are not read; beside an adapter only those of adapters."""
+        if unused := self._weight_files() - set(self._file_of.values()):
+            adapters = "; load_adapter reads adapters" if any(file.startswith("adapter_") for file in unused) else ""
+            adapters = "" if self._single == ADAPTER else adapters
+            self._notes.append(f"{self.call}: weight files that are not read: {few_names(unused)}{adapters}.")
+
+    def _weight_files(self) -> set[str]:
+        files = {file.name for file in self.path.iterdir() if file.suffix in _WEIGHTS and file.is_file()}
+        files = {file for file in files if not file.startswith((".", *_STATES))}
+        return {file for file in files if file.startswith("adapter_")} if self._single == ADAPTER else files
+
+    def _open(self, file: str) -> _File:
+        if file in self._files:
+            return self._files[file]
         path = self.path / file
         check_regular(path)
         safetensors = load_extra("safetensors", extra="train", call=self.call)
@@ -118,11 +213,17 @@ class Folder:
             data = 8 + int.from_bytes(whole[:8].tobytes(), "little")
             header = parse_json(whole[8:data].tobytes())
         header.pop("__metadata__", None)
+        places = {}
         for name, its in header.items():
             start, stop = (data + offset for offset in its["data_offsets"])
-            self._placed[name] = its["dtype"], its["shape"], start, stop
-        self._maps[file] = whole
-        return list(header)
+            places[name] = _Place(its["dtype"], its["shape"], start, stop)
+        self._files[file] = _File(whole, places)
+        return self._files[file]
+
+
+def _are_equal(own: np.ndarray, other: np.ndarray, piece: int = 1 << 24) -> bool:
+    """Compare bytes of one length, in little memory."""
+    return all(np.array_equal(own[at : at + piece], other[at : at + piece]) for at in range(0, own.size, piece))
 
 
 @contextlib.contextmanager

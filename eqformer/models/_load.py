@@ -119,7 +119,8 @@ def _to_read(path: str | Path, dtype: DTypeLike | None, weights: str, predictor:
     shapes = eqx.filter_eval_shape(lambda: build(said.config, predictor=predictor, key=jax.random.key(0)))
     rules = rules_of(arrays.shapes, said, shapes)
     _check_names(arrays, said, rules, shapes)
-    for note in (*said.notes, arrays.unread):
+    notes = () if isinstance(source, GGUF) else source.notes
+    for note in (*notes, *said.notes, arrays.unread):
         if note:
             warnings.warn(note, stacklevel=3)
     dtypes = _dtypes(arrays, rules, shapes, dtype)

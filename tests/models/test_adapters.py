@@ -262,6 +262,10 @@ def test_what_cannot_be_is_refused(tmp_path):
     ):
         models.load_adapter(model, pickled, config=numbers)
     models.save_adapter(adapted, tmp_path / "out", config=numbers)
+    (tmp_path / "out" / "adapter_model.bin").write_bytes(b"anything")
+    with pytest.warns(UserWarning, match=r"load_adapter\(.*that are not read: adapter_model.bin\.$"):
+        models.load_adapter(model, tmp_path / "out", config=numbers)
+    (tmp_path / "out" / "adapter_model.bin").unlink()
     for call in (models.save_adapter, models.load_adapter):
         with pytest.raises(ValueError, match="something is there already|has LoRAs already"):
             call(adapted, tmp_path / "out", config=numbers)

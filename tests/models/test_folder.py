@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from test_published import RECORDED, write
 
 from eqformer import models
-from eqformer.models._folder import Folder, INDEX, SINGLE
+from eqformer.models._folder import ADAPTER, Folder, INDEX, SINGLE
 
 
 NAME = "llama plain"
@@ -162,6 +162,71 @@ def test_an_array_in_two_files(tmp_path):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": file_of}))
     with pytest.raises(ValueError, match=r"model-2.safetensors: .* disagree on array 1"):
         Folder(tmp_path)
+
+
+def indexed(folder: Path, single: str = SINGLE, add: float = 0.0) -> dict[str, np.ndarray]:
+    """A single file and two shards with an index, whose last array is another by `add`; the single file's arrays."""
+    arrays = {name: np.arange(4, dtype=np.float32) for name in ("a", "b", "c")}
+    parts = {"model-1-of-2.safetensors": ["a", "b"], "model-2-of-2.safetensors": ["c"]}
+    save_file(arrays, folder / single)
+    for file, names in parts.items():
+        save_file({name: arrays[name] + add * (name == "c") for name in names}, folder / file)
+    file_of = {name: file for file, names in parts.items() for name in names}
+    (folder / f"{single}.index.json").write_text(json.dumps({"weight_map": file_of}))
+    return arrays
+
+
+@pytest.mark.parametrize("single", [SINGLE, ADAPTER])
+def test_a_single_file_beside_shards(single, tmp_path):
+    """The single file is read, as by transformers, where both hold the same; nothing is dropped without a word."""
+    arrays = indexed(tmp_path, single)
+    shards = sorted(tmp_path.glob("*-of-2.safetensors"))
+    folder = Folder(tmp_path, single)
+    assert folder.names == arrays.keys() and folder.stored("c").base is not None
+    unread = () if single == ADAPTER else ("weight files that are not read: model-1-of-2.safetensors, model-2-of-2",)
+    assert [note.split(": ", 1)[1][: len(words)] for note, words in zip(folder.notes, unread, strict=True)] == [*unread]
+    indexed(tmp_path, single, add=2.0**-20)
+    told = (
+        rf"load\(.*{single} and the files that {single}.index.json names hold different arrays \(c\), .* move {single}"
+    )
+    with pytest.raises(ValueError, match=told):
+        Folder(tmp_path, single)
+    save_file({"a": arrays["a"], "d": arrays["b"]}, tmp_path / single)
+    with pytest.raises(ValueError, match=r"different arrays \(b, c, d\)"):
+        Folder(tmp_path, single)
+    save_file({name: array.astype("float16") for name, array in arrays.items()}, tmp_path / single)
+    with pytest.raises(ValueError, match=r"different arrays \(a, b, c\)"):
+        Folder(tmp_path, single)
+    (tmp_path / single).unlink()
+    assert Folder(tmp_path, single).notes == () and Folder(tmp_path, single).read("c")[0] == np.float32(2.0**-20)
+    # transformers removes old shards when it saves one file, and leaves their index.
+    save_file(arrays, tmp_path / single)
+    for shard in shards:
+        shard.unlink()
+    (note,) = Folder(tmp_path, single).notes
+    assert note.endswith(f"the files that {single}.index.json names are gone; {single} is read.")
+    (tmp_path / single).unlink()
+    with pytest.raises(ValueError, match="model-1-of-2.safetensors: the file is missing"):
+        Folder(tmp_path, single)
+
+
+def test_weight_files_that_are_not_read_are_told(tmp_path):
+    """Whatever else of weights is in the folder is named in one line; states of a training run are no weights."""
+    write(tmp_path, NAME)
+    want = models.load(tmp_path)  # a warning would be an error
+    for name in ("optimizer.pt", "training_args.bin", "rng_state_0.pth", "tokenizer.json", ".model.safetensors.part"):
+        (tmp_path / name).write_bytes(b"")
+    models.load(tmp_path)
+    others = ("adapter_model.safetensors", "consolidated.safetensors", "model-00003-of-00002.safetensors")
+    for name in (*others, "pytorch_model.bin"):
+        (tmp_path / name).write_bytes(b"")
+    told = rf"weight files that are not read: {', '.join(others)}, pytorch_model.bin; load_adapter reads adapters\.$"
+    with pytest.warns(UserWarning, match=told) as lines:
+        assert eqx.tree_equal(models.load(tmp_path), want)
+    assert len(lines) == 1
+    (tmp_path / SINGLE).unlink()
+    with pytest.raises(ValueError, match="no model.safetensors and .*not read .*consolidated.safetensors"):
+        models.load(tmp_path)
 
 
 def test_folders_without_weights(tmp_path):
