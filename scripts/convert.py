@@ -39,6 +39,8 @@ class Command:
     """The folder to make; there must be nothing yet."""
     adapter: bool = False
     """Of a run with --lora.rank, write the low-rank changes alone, as peft does; else they are merged into the rest."""
+    trust_recipe: bool = False
+    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
 def convert(command: Command) -> None:

@@ -39,6 +39,8 @@ class Command:
     """A file with the text, of which the first --tokens are read."""
     tokens: int = 2048
     """The most tokens that are read."""
+    trust_recipe: bool = False
+    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
 def write(command: Command) -> None:

@@ -59,6 +59,8 @@ class Command:
     """Draw the layout to this PNG; and a pipeline's timeline beside it, as NAME-timeline.png."""
     run_dir: Path | None = None
     """Accepted, since pretrain.py has it, and ignored."""
+    trust_recipe: bool = False
+    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
 def report(command: Command) -> None:

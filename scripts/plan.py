@@ -65,6 +65,8 @@ class Command:
     """Draw memory by cause and time by cause to this PNG."""
     run_dir: Path | None = None
     """Accepted, since pretrain.py has it, and ignored."""
+    trust_recipe: bool = False
+    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
 OFFERED, COMPILED = 5, 2  # the most meshes that a search lists, and that it compiles

@@ -41,6 +41,8 @@ class Command:
     machine: Annotated[Machine, tyro.conf.arg(name="")] = Machine()
     run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/<recipe>)")] = None
     """The folder of the run; everything is written there, except for tokens, which runs share (docs/data.md)."""
+    trust_recipe: bool = False
+    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
 def train(command: Command) -> None:

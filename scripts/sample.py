@@ -76,6 +76,8 @@ class Command:
     """What is split over --mesh.fsdp: nothing, or (3) all weights, gathered when their layer's turn comes."""
     simulate: int | None = None
     """Have the CPU act as so many devices."""
+    trust_recipe: bool = False
+    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from support.flags import check_names, flags_of, given, naming_flags, with_hyphe
 from support.help import short_help
 from support.own_recipe import file_of, own_recipe, short_name
 from support.published import recipe_of_folder, tokenizer_of
-from support.recipe_file import source_beside
+from support.recipe_file import source_beside, trust_recipe
 from support.run_directory import RunDirectory
 from support.screen import one_message
 
@@ -53,6 +53,9 @@ def entry(
 
     def main(arguments: Sequence[str]) -> None:
         with one_message():
+            if "--trust-recipe" in given(with_hyphens(arguments)):
+                for word in (*arguments, *(argument.partition("=")[2] for argument in arguments), "runs/default"):
+                    trust_recipe(RunDirectory(Path(word)).recipe)
             has_recipe = "recipe" in typing.get_type_hints(kind)
             command = parse(kind, arguments, left_out) if has_recipe else read(kind, arguments)
             with naming_flags(command):

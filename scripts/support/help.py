@@ -20,6 +20,7 @@ GROUPS = {
     "the run": "--run-dir FOLDER, --checkpoint-every, --validate-every, --sample-every, --prompt",
     "devices": "--mesh.fsdp, --mesh.tensor, --mesh.pipe, --zero, --simulate N",
 }
+RARE = frozenset(("--trust-recipe",))  # only --help-all lists them; the error that needs one names it
 WIDTH, INDENT = 80, 36
 
 
@@ -31,7 +32,7 @@ def short_help(script: str, command: Any, recipes: str, left_out: Sequence[str] 
     purpose = (inspect.getdoc(type(command)) or "").partition("\n")[0]
     lines = [f"usage: {script} [--flag value ...]", textwrap.fill(purpose, WIDTH)]
     fields = {flag: (value, kind, name) for flag, value, kind, name in fields_of(command)}
-    known = {*re.findall(r"--[a-z.-]+", " ".join(GROUPS.values()))}
+    known = {*re.findall(r"--[a-z.-]+", " ".join(GROUPS.values()))} | RARE
     own = [flag for flag, (_, kind, _) in fields.items() if kind is type(command) and flag not in known]
     for heading, chosen in {**GROUPS, "this command": ", ".join(own)}.items():
         there = [(flag, of) for one in chosen.split(", ") for flag, _, of in [one.partition(" ")] if flag in fields]

@@ -66,10 +66,14 @@ def loaded(file: Path) -> ModuleType:
 
 
 def classes_of(file: Path) -> dict[str, type]:
-    """The dataclasses that a file defines, by name: kinds of values in its recipe."""
-    module = loaded(file)
-    defined = (value for value in vars(module).values() if isinstance(value, type))
-    return {one.__name__: one for one in defined if dataclasses.is_dataclass(one) and one.__module__ == module.__name__}
+    """The dataclasses that a file defines, by name, if this process has run the file's code; runs nothing."""
+    module = _LOADED.get(file.read_text(encoding="utf-8")) if file.is_file() else None
+    defined = [] if module is None else [value for value in vars(module).values() if isinstance(value, type)]
+    return {
+        kind.__name__: kind
+        for kind in defined
+        if dataclasses.is_dataclass(kind) and module is not None and kind.__module__ == module.__name__
+    }
 
 
 def _parts(name: str) -> tuple[Path, str] | None:

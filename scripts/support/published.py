@@ -8,7 +8,7 @@ from typing import Any
 
 from recipes import Recipe
 
-from eqformer import data, models
+from eqformer import data, models, write_whole
 from eqformer.training import Optimization
 from support.recipe_file import differences
 from support.run_directory import EVERYTHING_ELSE, RunDirectory
@@ -46,10 +46,15 @@ def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
 
 
 def tokenizer_of(recipe: Recipe, directory: RunDirectory | None = None) -> Tokenizer:
-    """The recipe's tokenizer: --text.tokenizer, or the published model's (of which the run has a copy), or bytes."""
+    """The recipe's tokenizer: --text.tokenizer, or the published model's, or bytes.
+
+    A run has copies of both files, which are read once it has a checkpoint.
+    """
     end_of_text = recipe.text.end_of_text
     if recipe.text.tokenizer is not None:
-        return data.FileTokenizer(recipe.text.tokenizer, end_of_text=end_of_text)
+        is_kept = directory is not None and directory.tokenizer.exists() and directory.checkpointer().steps
+        file = directory.tokenizer if directory is not None and is_kept else recipe.text.tokenizer
+        return data.FileTokenizer(file, end_of_text=end_of_text)
     if recipe.published is None:
         return _bytes(end_of_text)
     copied = directory is not None and directory.published.exists()
@@ -87,7 +92,9 @@ def _bytes(end_of_text: str | None) -> Tokenizer:
 
 
 def keep_companions(recipe: Recipe, directory: RunDirectory) -> None:
-    """Copy the files that the model was published with, except for its weights, into the run's folder (atomically)."""
+    """Copy the tokenizer's file, or those that the model was published with but for its weights, into the folder."""
+    if recipe.text.tokenizer is not None and not directory.checkpointer().steps:
+        write_whole(directory.tokenizer, recipe.text.tokenizer.read_text(encoding="utf-8"))
     if recipe.published is None or directory.published.exists():
         return
     part = directory.published.with_suffix(".part")
@@ -103,7 +110,7 @@ def to_publish(recipe: Recipe, directory: RunDirectory) -> dict[str, Any]:
     """The arguments that `eqformer.models.save` needs beside a run's model."""
     if directory.published.exists():
         return {"like": directory.published}
-    tokenizer = tokenizer_of(recipe)
+    tokenizer = tokenizer_of(recipe, directory)
     return {
         "config": recipe.model,
         "attributes": {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None},

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +12,8 @@ from typing import Any
 from recipes import Recipe
 
 from eqformer import models, nn, read_json, read_utf8, write_whole
-from support.own_recipe import classes_of, file_of
+from support.own_recipe import classes_of, file_of, loaded
+from support.screen import Screen
 
 
 _KINDS = {
@@ -26,6 +27,14 @@ _KINDS = {
 }
 
 _FLOAT = "__float__"  # as transformers writes what JSON has no number for
+
+
+class UnknownKindError(ValueError):
+    """A value of a recipe is of a class that is not known; `kind` is its name."""
+
+    def __init__(self, kind: object, known: Iterable[str]):
+        super().__init__(f"recipe.json: kind {kind!r} is unknown; it must be one of {sorted(known)}.")
+        self.kind = kind
 
 
 def to_json(value: Any) -> Any:
@@ -55,7 +64,7 @@ def from_json(value: Any, own: Mapping[str, type] = MappingProxyType({})) -> Any
     kinds: Mapping[str, Any] = {**_KINDS, **own}
     kind = kinds.get(value.get("kind", ""))
     if kind is None:
-        raise ValueError(f"recipe.json: kind {value.get('kind')!r} is unknown; it must be one of {sorted(kinds)}.")
+        raise UnknownKindError(value.get("kind"), kinds)
     known = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := sorted(fields.keys() - known.keys()):
         raise ValueError(
@@ -69,14 +78,51 @@ def from_json(value: Any, own: Mapping[str, type] = MappingProxyType({})) -> Any
 
 
 def read_recipe(path: Path) -> tuple[str, Recipe]:
-    """The name and the recipe in a `recipe.json`."""
+    """Return the name and the recipe in a `recipe.json`, which is data: no code of the folder is run.
+
+    Raises a `ValueError` for a recipe whose classes are defined by the code beside it, unless this process has run that
+    code: by `--recipe FILE.py:NAME` with the same text, or by `trust_recipe`.
+    """
+    try:
+        return _read_recipe(path)
+    except UnknownKindError as error:
+        if not (source := source_beside(path)).exists():
+            raise
+        raise ValueError(
+            f"{path}: the class {error.kind} of this recipe is defined by the code in {source}, and code from a run's "
+            f"folder is run only if you say so: read the file and, if you trust it, name the folder {path.parent} and "
+            "add --trust-recipe."
+        ) from error
+
+
+def _read_recipe(path: Path) -> tuple[str, Recipe]:
     content = read_json(path)
     with _naming_recipe(path):
-        own = classes_of(source_beside(path)) if file_of(content["name"]) else {}
-        recipe = from_json(content["recipe"], own)
+        recipe = from_json(content["recipe"], classes_of(source_beside(path)))
         if not isinstance(recipe, Recipe):
             raise TypeError(f"recipe is {recipe!r:.100}")
         return content["name"], recipe
+
+
+def trust_recipe(path: Path) -> None:
+    """Run the code beside a `recipe.json`, after a line that says so, if the recipe's classes are defined by it."""
+    source = source_beside(path)
+    if not path.is_file() or not source.is_file():
+        return
+    try:
+        _read_recipe(path)
+    except UnknownKindError:
+        Screen(errors=True).note(f"running the code in {source}, as --trust-recipe says")
+        loaded(source)
+
+
+def needs_code(recipe: Recipe) -> bool:
+    """Whether a recipe has values of classes that only code of one's own defines."""
+    try:
+        from_json(to_json(recipe))
+    except UnknownKindError:
+        return True
+    return False
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 from recipes import Recipe
 
 from eqformer import read_utf8, write_whole
+from support.recipe_file import needs_code
 from support.run_directory import RunDirectory
 
 
@@ -41,6 +42,7 @@ def closing(recipe: Recipe, directory: RunDirectory, done: int, skipped: int, la
         return f"stopped at step {done} of {recipe.steps}; the checkpoint is saved, the same command goes on"
     tokens = done * recipe.batch * recipe.seq
     sample = f"--run-dir {directory.path} --prompt {json.dumps(recipe.prompt)} --tokens 300 --temperature 0.8 --seed 0"
+    sample += " --trust-recipe" if needs_code(recipe) else ""
     return "\n".join(
         (
             f"trained    {done} steps, {tokens:,} tokens, {skipped} steps skipped; {speed(last)}",

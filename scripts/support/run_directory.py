@@ -38,6 +38,7 @@ class RunDirectory:
         self.samples = path / "samples.txt"
         self.data = path / "data"  # tokens, where the shared folder cannot be written
         self.published = path / "published"
+        self.tokenizer = path / "tokenizer.json"
         self.profile = path / "profile"
         self.identifier = path / "wandb-run"
         self.lock = path / ".lock"
@@ -125,18 +126,13 @@ class RunDirectory:
         saved = checkpointer.metadata().get("recipe", {}).get("recipe")
         if saved is None:
             return
-        if changed := differences(from_json(saved, self._own_classes()), recipe, CHANGEABLE):
+        if changed := differences(from_json(saved, classes_of(source_beside(self.recipe))), recipe, CHANGEABLE):
             raise ValueError(
                 f"{self.checkpoints / str(step)}: this checkpoint was trained by another recipe than the run in "
                 f"{self.path}, which differs in"
                 + "".join(f"\n  {line}" for line in changed)
                 + "\nMove the checkpoint back to its own run, or begin a new run with its weights (--from-run DIR)."
             )
-
-    def _own_classes(self) -> dict[str, type]:
-        """The classes that the recipe's own file defines, if it has one."""
-        source = source_beside(self.recipe)
-        return classes_of(source) if source.exists() else {}
 
     def _check_source(self, name: str) -> None:
         """Raise a `ValueError` for a recipe of one's own whose file is another than when the run began."""

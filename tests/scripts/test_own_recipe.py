@@ -1,15 +1,21 @@
 """Recipes in files of one's own: trained, stopped, continued over another mesh, and sampled."""
 
+import dataclasses
 import shutil
 import signal
 
 import numpy as np
 import pytest
+import sample
 from extending import BLOCK, PAGE
+from recipes import Recipe, Text
 from script_helpers import losses, run, run_here, start_until, write_corpus
 from support import own_recipe
+from support.published import keep_companions
+from support.run_directory import RunDirectory
+from support.setup import build_model
 
-from eqformer import training
+from eqformer import data, models, training
 
 
 TINY = "--model.embed 32 --model.periods 1 --model.window 8 --seq 32 --batch 4 --steps 6 --log-every 1 "
@@ -115,3 +121,48 @@ def test_it_is_killed_resumed_over_another_mesh_forked_and_sampled(file, tmp_pat
     assert losses(fork)[0] < other[0] - 1
     written = run_here("sample.py", "--run-dir", fork, "--tokens", "5", "--temperature", "0")
     assert written.returncode == 0 and len(written.stdout) > len("def "), written.stderr
+
+
+CODE = """import dataclasses, pathlib
+from eqformer.training import Optimization
+
+pathlib.Path({marker!r}).touch()
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(Optimization):
+    pass
+"""
+
+
+def test_code_in_a_run_folder_runs_only_where_a_class_needs_it_and_the_user_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_recipe, "_LOADED", {})
+    marker, its = tmp_path / "marker", RunDirectory(tmp_path / "run")
+    (tmp_path / "mine.py").write_text(CODE.format(marker=str(marker)))
+    config = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=1, mlp=64)
+    tokenizer = tmp_path / "bytes.json"
+    tokenizer.write_text(data.ByteTokenizer().to_json())
+    recipe = Recipe(config, text=Text(tokenizer=tokenizer))
+    with its:
+        its.claim(f"{tmp_path}/mine.py:make", recipe)
+        its.begin(f"{tmp_path}/mine.py:make", recipe)
+        keep_companions(recipe, its)
+    with its.checkpointer() as checkpointer:
+        checkpointer.save({"model": build_model(recipe)}, 3, {})
+    (tmp_path / "mine.py").unlink()
+    tokenizer.unlink()  # the run has a copy
+    writer = sample.of_run(sample.Command(), its.path)  # of data alone
+    assert writer.tokenizer.vocab == 256 and its.read() == (f"{tmp_path}/mine.py:make", recipe)
+    assert (its.path / "recipe.py").exists() and not marker.exists()
+    its.recipe.write_text(its.recipe.read_text().replace('"kind": "Optimization"', '"kind": "Mine"'))
+    for script, *flags in (
+        ("sample.py", "--run-dir", its.path),
+        ("pretrain.py", "--from-run", its.path, "--run-dir", tmp_path / "new"),
+        ("pretrain.py", "--run-dir", its.path, "--simulate", 1),
+    ):
+        refused = run_here(script, *flags)
+        assert refused.returncode == 2 and "if you trust it, name the folder" in refused.stderr, script
+        assert "the class Mine of this recipe is defined by the code in" in refused.stderr and not marker.exists()
+    said = run_here("convert.py", its.path, its.path, "--trust-recipe")  # which has no need of the classes
+    assert f"running the code in {its.path}/recipe.py, as --trust-recipe says" in said.stderr.replace("\n", "")
+    assert marker.exists() and type(its.read()[1].optimizer).__name__ == "Mine"
