@@ -67,7 +67,7 @@ def loaded(file: Path) -> ModuleType:
 
 def classes_of(file: Path) -> dict[str, type]:
     """The dataclasses that a file defines, by name, if this process has run the file's code; runs nothing."""
-    module = _LOADED.get(file.read_text(encoding="utf-8")) if file.is_file() else None
+    module = _LOADED.get(read_utf8(file)) if file.is_file() else None
     defined = [] if module is None else [value for value in vars(module).values() if isinstance(value, type)]
     return {
         kind.__name__: kind

@@ -93,8 +93,8 @@ def _bytes(end_of_text: str | None) -> Tokenizer:
 
 def keep_companions(recipe: Recipe, directory: RunDirectory) -> None:
     """Copy the tokenizer's file, or those that the model was published with but for its weights, into the folder."""
-    if recipe.text.tokenizer is not None and not directory.checkpointer().steps:
-        write_whole(directory.tokenizer, recipe.text.tokenizer.read_text(encoding="utf-8"))
+    if (file := recipe.text.tokenizer) is not None and not directory.checkpointer().steps:
+        write_whole(directory.tokenizer, lambda part: shutil.copyfile(file, part))
     if recipe.published is None or directory.published.exists():
         return
     part = directory.published.with_suffix(".part")
