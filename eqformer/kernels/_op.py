@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, get_args, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,8 +18,8 @@ from jaxtyping import PyTree
 from ._platform import compilers
 
 
-Platform = Literal["cpu", "cuda", "tpu", "any"]
-"""A compiler as `jax.lax.platform_dependent` names it; `any` stands for all of them."""
+PLATFORMS = ("cpu", "cuda", "tpu", "any")
+"""Compilers as `jax.lax.platform_dependent` names them; `any` stands for all of them."""
 
 
 class Operation(eqx.Module):
@@ -100,7 +100,7 @@ class Op(Operation):
     def __init__(
         self,
         reference: Implementation,
-        implementations: Sequence[tuple[Platform, Implementation]] = (),
+        implementations: Sequence[tuple[str, Implementation]] = (),
         run_choice: RunChoice | None = None,
     ):
         """Set up the op.
@@ -112,21 +112,20 @@ class Op(Operation):
                 derivative is that of the fallback.
         """
         for platform, _ in implementations:
-            if platform not in (names := get_args(Platform)):
-                raise ValueError(
-                    f"Op(implementations=...): {platform!r} is no platform; name one of {', '.join(names)}."
-                )
+            if platform not in PLATFORMS:
+                names = ", ".join(PLATFORMS)
+                raise ValueError(f"Op(implementations=...): {platform!r} is no platform; name one of {names}.")
         self.reference = reference
         self.platforms = tuple(platform for platform, _ in implementations)
         self.implementations = tuple(implementation for _, implementation in implementations)
         self.run_choice = run_with_fallback_derivative if run_choice is None else run_choice
 
-    def with_implementation(self, platform: Platform, implementation: Implementation) -> "Op":
+    def with_implementation(self, platform: str, implementation: Implementation) -> "Op":
         """Return the same op with an implementation that is preferred to all that it has.
 
         It replaces one of the same class for the platform.
         """
-        others: Any = [
+        others = [
             (name, one)
             for name, one in zip(self.platforms, self.implementations)
             if (name, type(one)) != (platform, type(implementation))

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._op import Choice, dispatch_with_derivative, Implementation, Op, Operation, Platform, record_choice
+from .._op import Choice, dispatch_with_derivative, Implementation, Op, Operation, record_choice
 from ._blockwise import BlockwiseAttention
 from ._call import AttentionCall
 from ._cudnn import CudnnAttention
@@ -56,7 +56,7 @@ class RequiredKernel(Operation):
     lowered for another platform. The platform `any` runs the kernel on all platforms.
     """
 
-    platform: Platform = eqx.field(static=True)
+    platform: str = eqx.field(static=True)
     kernel: FlashAttention
 
     def supports(self, call: AttentionCall) -> str | None:

@@ -1,10 +1,12 @@
 """The record of one attention: softmax(scale * query key^T + bias) value under a mask."""
 
+import dataclasses
 from typing import Literal
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 from ._mask import ChosenKeys, Mask
 from ._positions import optional_token_positions, token_positions, TokenPositions
@@ -80,15 +82,10 @@ def with_one_batch_dim(call: AttentionCall) -> AttentionCall:
     """Return the call with all dims of the batch merged into one, and positions of every row."""
     batch = call.query.shape[:-3]
 
-    def merge_positions(tokens: TokenPositions) -> TokenPositions:
-        shape = *batch, tokens.positions.shape[-1]
-        merge = lambda x: None if x is None else jnp.broadcast_to(x, shape).reshape(-1, shape[-1])
-        known = tokens.whole_rows, tokens.documents, tokens.pieces
-        return TokenPositions(merge(tokens.positions), merge(tokens.segments), *known)
+    def merge_rows(x: Int[Array, "*#batch seq"]) -> Int[Array, "_ seq"]:
+        return jnp.broadcast_to(x, (*batch, x.shape[-1])).reshape(-1, x.shape[-1])
 
-    merged = [x.reshape(-1, *x.shape[-3:]) for x in (call.query, call.key, call.value)]
-    kv_tokens = None if call.kv_tokens is None else merge_positions(call.kv_tokens)
-    settings = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks, "piece": call.piece}
-    return AttentionCall(
-        *merged, mask=call.mask, tokens=merge_positions(call.tokens), kv_tokens=kv_tokens, bias=call.bias, **settings
-    )
+    merge_positions = lambda tokens: jax.tree.map(merge_rows, tokens)
+    query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (call.query, call.key, call.value))
+    tokens, kv_tokens = merge_positions(call.tokens), merge_positions(call.kv_tokens)
+    return dataclasses.replace(call, query=query, key=key, value=value, tokens=tokens, kv_tokens=kv_tokens)
