@@ -148,12 +148,27 @@ class PublishedConfig:
             known = ", ".join(map(repr, allowed))
             self.refuse(f"{name}={shown(value)} is not supported for {self._reader}, which has {known}.")
 
+    def finish_strictly(self, is_without_effect: Callable[[str, Any], bool]) -> None:
+        """Raise a `ValueError` that lists every attribute that was not read and has an effect, or may have one.
+
+        False and 0 may ask for something, as `causal=False` does; only null and what is empty say nothing.
+        """
+        left = {
+            name: value
+            for name, value in sorted(self._values.items())
+            if name not in self._taken and value not in (None, "", [], {}) and not is_without_effect(name, value)
+        }
+        self._refuse_unknown(left)
+
     def finish(self, is_known: Callable[[str], object] = lambda name: False) -> None:
         """Raise a `ValueError` that lists every attribute that was not read, is not known and says something."""
         if _CAUSAL not in self._taken:
             self.expect(_CAUSAL, True)
         passed = lambda name: name in self._taken or name in _WITHOUT_EFFECT or name.startswith("_") or is_known(name)
         left = {name: value for name, value in sorted(self._values.items()) if not passed(name) and value not in _EMPTY}
+        self._refuse_unknown(left)
+
+    def _refuse_unknown(self, left: Mapping[str, Any]) -> None:
         if left:
             listed = ", ".join(f"{name}={shown(value)}" for name, value in left.items())
             self.refuse(f"attributes that {self._reader} does not know: {listed}.")

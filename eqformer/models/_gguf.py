@@ -1,22 +1,31 @@
 """GGUF: a model in one file, as llama.cpp reads it; its numbers by name, and its arrays, mapped into memory."""
 
 import dataclasses
+import math
 import struct
 from collections.abc import Set
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Shaped, UInt8
 
 from .._read import map_bytes
 from .formats import BLOCKS, Blocks, ORDER, Parts, ROWS
 
 
+# By the number that files have for a type of values.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
-# Of rotary frequencies, and no weights: of all rows, of long ones, of short ones.
+# The divisors of rotary frequencies, which are no weights: for all rows, for long ones, for short ones.
 DIVISORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# What every array is decoded to: a file mixes types of blocks, F16 and BF16 with quantized ones, and as llama.cpp and
+# transformers compute with all of them in float32, so does a model of one.
+DTYPE = "float32"
+# The fewest bytes of a value in the header (an empty name, a type, a byte), of a text, and of an array's entry.
+_VALUE_BYTES, _TEXT_BYTES, _ENTRY_BYTES = 13, 8, 32
+# Each array takes about 1.5 kB of memory beside its numbers; the largest published models have 70,000 of them.
+_MOST_ARRAYS = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +34,22 @@ class Tensor:
 
     form: Blocks
     shape: tuple[int, ...]
-    rows: Shaped[np.ndarray, "rows octets"]
+    rows: UInt8[np.ndarray, "rows octets"]
 
     def parts(self, order: np.ndarray | None) -> Parts:
-        """What is decoded, its rows in another order where that is given."""
+        """Return what is decoded, its rows in another `order` where that is given."""
         return {ROWS: self.rows} if order is None else {ROWS: self.rows, ORDER: order}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """The header's entry of an array; its bytes are `start` to `stop` of the file."""
+
+    name: str
+    form: Blocks
+    shape: tuple[int, ...]
+    start: int
+    stop: int
 
 
 class GGUF:
@@ -37,7 +57,8 @@ class GGUF:
 
     An array of three dims, of experts, is as many of two: their names end in `.0`, `.1` and so on.
 
-    Raises a `ValueError` for a file that is not what it says: cut short, or with arrays of a type that is not known.
+    Raises a `ValueError` for a file that is not what it says: cut short, with arrays that overlap, or of a type that is
+    not known. Every count and size is compared with the bytes that are left before anything of that size is made.
     """
 
     def __init__(self, path: Path):
@@ -45,30 +66,31 @@ class GGUF:
         self.path, self.call = path, f"load({str(path)!r})"
         self._bytes = map_bytes(path)
         self._at = 0
-        if bytes(self._take(4)) != b"GGUF":
+        if self._take(4).tobytes() != b"GGUF":
             self._refuse("it does not begin with 'GGUF'")
         if (version := self._number("I")) not in (2, 3):
             self._refuse(f"its version is {version}, not 2 or 3")
-        tensors, values = self._number("Q"), self._number("Q")
+        arrays, values = self._number("Q"), self._number("Q")
+        self._check_count(arrays, _ENTRY_BYTES, "arrays")
+        self._check_count(values, _VALUE_BYTES, "values")
         self.values: dict[str, Any] = {}
-        self._lists: dict[str, int] = {}  # where each begins
+        self._lists: dict[str, int] = {}  # where each list begins
         for _ in range(values):
-            name, kind = self._text(), self._number("I")
-            if name in self.values:
-                self._refuse(f"it has {name} twice")
-            if kind == _LIST:
-                self._lists[name] = self._at
-            self.values[name] = self._value(kind)
-        infos = [self._info() for _ in range(tensors)]
-        align = self.values.get("general.alignment", 32)
-        if not isinstance(align, int) or align < 1:
-            self._refuse(f"general.alignment={align!r}, which is no whole number of at least 1")
-        start = -(-self._at // align) * align
+            self._read_value()
+        infos = [self._info() for _ in range(arrays)]
+        alignment = self.values.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            self._refuse(f"general.alignment={alignment!r}, which is no whole number of at least 1")
+        start = -(-self._at // alignment) * alignment
+        entries = [self._entry(name, shape, kind, start + offset) for name, shape, kind, offset in infos]
+        self._check_overlaps(entries)
+        if (count := sum(entry.shape[0] if len(entry.shape) == 3 else 1 for entry in entries)) > _MOST_ARRAYS:
+            self._refuse(f"it has {count} arrays, those of experts counted apart, and at most {_MOST_ARRAYS} are read")
         self.tensors: dict[str, Tensor] = {}
-        for name, shape, kind, offset in infos:
-            if name in self.tensors or f"{name}.0" in self.tensors:
-                self._refuse(f"it has {name} twice")
-            self.tensors |= self._tensors(name, shape, kind, start + offset)
+        for entry in entries:
+            if entry.name in self.tensors or f"{entry.name}.0" in self.tensors:
+                self._refuse(f"it has {entry.name} twice")
+            self.tensors |= self._tensors(entry)
 
     @property
     def names(self) -> Set[str]:
@@ -76,38 +98,43 @@ class GGUF:
         return self.tensors.keys() - {*DIVISORS}
 
     def dtype(self, name: str) -> str:
-        """The dtype that holds an array's values."""
-        return self.tensors[name].form.dtype
+        """Return the dtype that an array is decoded to where no other is asked for."""
+        return DTYPE
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """An array's shape, rows first."""
+        """Return an array's shape, rows first."""
         return self.tensors[name].shape
 
-    def read(self, name: str) -> np.ndarray:
-        """A small array, decoded."""
+    def read(self, name: str) -> Shaped[np.ndarray, "*dims"]:
+        """Return a small array, decoded."""
         tensor = self.tensors[name]
-        made = np.empty((len(tensor.rows), tensor.shape[-1]), np.float32)
-        tensor.form.decode(tensor.parts(None), slice(0, None), made)
-        return made.reshape(tensor.shape)
+        decoded = np.empty((len(tensor.rows), tensor.shape[-1]), np.float32)
+        tensor.form.decode(tensor.parts(None), slice(0, None), decoded)
+        return decoded.reshape(tensor.shape)
 
-    def divisors(self, name: str) -> np.ndarray | None:
-        """What each frequency is divided by, if the file says it by this name."""
+    def divisors(self, name: str) -> Shaped[np.ndarray, "*dims"] | None:
+        """Return what each frequency is divided by, if the file has it by this name."""
         return self.read(name) if name in self.tensors else None
 
     def listed(self, name: str) -> list[Any]:
-        """A list of numbers or texts; empty where there is none."""
+        """Return a list of numbers or texts; an empty one where the file has none of this name."""
         if name not in self._lists:
             return []
         self._at = self._lists[name]
-        its, count = self._number("I"), self._number("Q")
-        if its not in _NUMBERS:
-            return [self._value(its) for _ in range(count)]
-        return self._take(count * struct.calcsize(_NUMBERS[its])).view(f"<{_NUMBERS[its]}").tolist()
+        kind, count = self._number("I"), self._number("Q")
+        if kind == _TEXT:
+            return self._texts(count)
+        return self._take(count * struct.calcsize(_NUMBERS[kind])).view(f"<{_NUMBERS[kind]}").tolist()
 
     def _refuse(self, text: str) -> NoReturn:
         raise ValueError(f"{self.path}: it is no GGUF file that can be read: {text}.")
 
-    def _take(self, count: int) -> np.ndarray:
+    def _check_count(self, count: int, least: int, things: str) -> None:
+        """Refuse a count of things of at `least` so many bytes each, where fewer bytes are left."""
+        if count * least > len(self._bytes) - self._at:
+            self._refuse(f"it ends within its header, after {len(self._bytes)} bytes: it says {count} {things}")
+
+    def _take(self, count: int) -> UInt8[np.ndarray, "octets"]:
         if count > len(self._bytes) - self._at:
             self._refuse(f"it ends within its header, after {len(self._bytes)} bytes")
         self._at += count
@@ -117,48 +144,89 @@ class GGUF:
         return struct.unpack(f"<{kind}", self._take(struct.calcsize(f"<{kind}")).tobytes())[0]
 
     def _text(self) -> str:
-        try:
-            return self._take(self._number("Q")).tobytes().decode()
-        except UnicodeDecodeError:
-            self._refuse("a text of it is no UTF-8")
+        return self._texts(1)[0]
 
-    def _value(self, kind: int) -> Any:
+    def _texts(self, count: int) -> list[str]:
+        """Read so many texts; there may be hundreds of thousands, of which a tokenizer is made."""
+        self._check_count(count, _TEXT_BYTES, "texts")
+        view, end, texts = self._bytes.data, len(self._bytes), list[str]()
+        for _ in range(count):
+            start = self._at + _TEXT_BYTES
+            self._at = start + int.from_bytes(view[self._at : start], "little")
+            if start > end or self._at > end:
+                self._refuse(f"it ends within its header, after {end} bytes")
+            try:
+                texts.append(str(view[start : self._at], "utf-8"))
+            except UnicodeDecodeError:
+                self._refuse("a text of it is no UTF-8")
+        return texts
+
+    def _read_value(self) -> None:
+        """Read a name and its number or text; pass over a list, which `listed` reads."""
+        name, kind = self._text(), self._number("I")
+        if name in self.values:
+            self._refuse(f"it has {name} twice")
         if kind in _NUMBERS:
-            found = self._number(_NUMBERS[kind])
-            return float(str(np.float32(found))) if _NUMBERS[kind] == "f" else found  # 1e-5, and not what is nearest
-        if kind == _TEXT:
-            return self._text()
-        if kind != _LIST:
-            self._refuse(f"a value is of type {kind}, which is not known")
-        its, count = self._number("I"), self._number("Q")
-        if its == _LIST:
-            self._refuse("a list of lists, of which no number is known")
-        if its in _NUMBERS:
-            self._take(count * struct.calcsize(_NUMBERS[its]))
+            number = self._number(_NUMBERS[kind])
+            # A float32 is read as the shortest decimal that rounds to it: 1e-5, and not 9.99999974e-06.
+            self.values[name] = float(str(np.float32(number))) if _NUMBERS[kind] == "f" else number
+        elif kind == _TEXT:
+            self.values[name] = self._text()
+        elif kind == _LIST:
+            self._lists[name] = self._at
+            self.values[name] = f"a list of {self._pass_over_list()}"
         else:
-            for _ in range(count):
-                self._value(its)
-        return f"a list of {count}"
+            self._refuse(f"a value is of type {kind}, which is not known")
+
+    def _pass_over_list(self) -> int:
+        """Move behind a list and return its length."""
+        kind, count = self._number("I"), self._number("Q")
+        if kind == _LIST:
+            self._refuse("a list of lists, of which no number is known")
+        if kind == _TEXT:
+            self._texts(count)
+        elif kind in _NUMBERS:
+            self._take(count * struct.calcsize(_NUMBERS[kind]))
+        else:
+            self._refuse(f"a value is of type {kind}, which is not known")
+        return count
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Read an array's name, shape, number of its type, and place behind the header."""
         name, dims = self._text(), self._number("I")
         if not 1 <= dims <= 4:
             self._refuse(f"{name} has {dims} dims")
         shape = tuple(self._number("Q") for _ in range(dims))[::-1]
         return name, shape, self._number("I"), self._number("Q")
 
-    def _tensors(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> dict[str, Tensor]:
+    def _entry(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> _Entry:
+        """Compare an array's shape with its type and with the file's length."""
         if kind not in BLOCKS:
             known = ", ".join(form.name for form in BLOCKS.values())
             self._refuse(f"{name} is of type {kind}, which is not known; there are {known}")
-        form, rows, columns = BLOCKS[kind], int(np.prod(shape[:-1], dtype=object)), shape[-1]
+        form, rows, columns = BLOCKS[kind], math.prod(shape[:-1]), shape[-1]
         if rows < 1 or columns < 1 or columns % form.numbers:
             self._refuse(f"{name} of shape {shape} has rows of no whole blocks of {form.numbers} numbers")
-        width = columns // form.numbers * form.octets
-        if start + rows * width > len(self._bytes):
-            self._refuse(f"{name} ends at byte {start + rows * width}, and the file at {len(self._bytes)}")
-        octets = self._bytes[start : start + rows * width].reshape(rows, width)
-        if len(shape) != 3:
-            return {name: Tensor(form, shape, octets)}
-        each = octets.reshape(shape[0], -1, width)
-        return {f"{name}.{number}": Tensor(form, shape[1:], its) for number, its in enumerate(each)}
+        stop = start + rows * (columns // form.numbers * form.octets)
+        if stop > len(self._bytes):
+            self._refuse(f"{name} ends at byte {stop}, and the file at {len(self._bytes)}")
+        return _Entry(name, form, shape, start, stop)
+
+    def _check_overlaps(self, entries: list[_Entry]) -> None:
+        """Refuse arrays that share bytes: they would be decoded to many times the file's size."""
+        ordered = sorted(entries, key=lambda entry: entry.start)
+        for entry, following in zip(ordered, ordered[1:]):
+            if entry.stop > following.start:
+                self._refuse(
+                    f"{entry.name} ends at byte {entry.stop}, and {following.name} begins at byte {following.start}"
+                )
+
+    def _tensors(self, entry: _Entry) -> dict[str, Tensor]:
+        """Return the array, or each expert's."""
+        width = entry.shape[-1] // entry.form.numbers * entry.form.octets
+        rows = self._bytes[entry.start : entry.stop].reshape(-1, width)
+        if len(entry.shape) != 3:
+            return {entry.name: Tensor(entry.form, entry.shape, rows)}
+        experts = rows.reshape(entry.shape[0], -1, width)
+        names = (f"{entry.name}.{number}" for number in range(len(experts)))
+        return {name: Tensor(entry.form, entry.shape[1:], expert) for name, expert in zip(names, experts)}

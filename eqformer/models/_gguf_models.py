@@ -1,49 +1,52 @@
 """Models of GGUF files: what llama.cpp's names of numbers and arrays are in published configurations and folders."""
 
+import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int, Shaped
 
 from ._config import PublishedConfig
-from ._gguf import DIVISORS, GGUF
+from ._gguf import DIVISORS, DTYPE, GGUF
 from ._gguf_architectures import Architecture, ARCHITECTURES, LAYER, MIXTRAL
 from .formats import Coded
 
 
 _EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)(?:\.(\d+))?")  # layer, what, which part, expert
-_ELSEWHERE = re.compile(r"(general|tokenizer|quantize)\.")
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)(?:\.(\d+))?")  # layer, kind, part, expert
 
 
 def names_of(file: GGUF) -> dict[str, str]:
-    """What a family's table calls each array."""
+    """Return what a family's table calls each array."""
     table = {**LAYER, **_architecture(file).layer}
 
-    def own(name: str) -> str:
-        found = _NAME.fullmatch(name)
-        layer, what, part, expert = found.groups() if found else (None, "", "", None)
-        known = (_EDGES if layer is None else table).get(what)
+    def published_name(name: str) -> str:
+        match = _NAME.fullmatch(name)
+        layer, kind, part, expert = match.groups() if match else (None, "", "", None)
+        known = (_EDGES if layer is None else table).get(kind)
         if known is None or ("{}" in known) != (expert is not None):
             return name
         return f"{'' if layer is None else f'model.layers.{layer}.'}{known.format(expert)}.{part}"
 
-    return {name: own(name) for name in file.names}
+    return {name: published_name(name) for name in file.names}
 
 
 def _architecture(file: GGUF) -> Architecture:
+    """Return the architecture; GGUF calls Mixtral "llama" too, with an `expert_count` above 0."""
     kind = file.values["general.architecture"]
-    return MIXTRAL if kind == "llama" and f"{kind}.expert_count" in file.values else ARCHITECTURES[kind]
+    return MIXTRAL if kind == "llama" and file.values.get(f"{kind}.expert_count") else ARCHITECTURES[kind]
 
 
-def order_of(file: GGUF, name: str) -> np.ndarray | None:
-    """Which of an array's rows is the first in published folders, the second, and so on; None: they stand so."""
+def order_of(file: GGUF, name: str) -> Int[np.ndarray, "rows"] | None:
+    """Return which of an array's rows is the first in published folders, the second, and so on; None: as they stand."""
     kind = file.values["general.architecture"]
-    found = re.fullmatch(r"blk\.\d+\.attn_([qk])\.weight", name)
-    if not _architecture(file).interleaved or found is None:
+    match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.weight", name)
+    if not _architecture(file).interleaved or match is None:
         return None
     heads = file.values[f"{kind}.attention.head_count"]
-    heads = heads if found[1] == "q" else file.values.get(f"{kind}.attention.head_count_kv", heads)
+    heads = heads if match[1] == "q" else file.values.get(f"{kind}.attention.head_count_kv", heads)
     rows = file.tensors[name].shape[0]
     if rows % (2 * heads):
         raise ValueError(f"{file.call}: {name} has {rows} rows, and {heads} heads have another number.")
@@ -51,101 +54,187 @@ def order_of(file: GGUF, name: str) -> np.ndarray | None:
 
 
 def coded_of(file: GGUF, name: str) -> Coded | None:
-    """An array of two dims, which is decoded as it is read; None for another."""
+    """Return an array of two dims, which is decoded as it is read; None for another."""
     tensor = file.tensors[name]
     if len(tensor.shape) != 2:
         return None
-    return Coded(tensor.form, tensor.parts(order_of(file, name)), tensor.shape, tensor.form.dtype)
+    return Coded(tensor.form, tensor.parts(order_of(file, name)), tensor.shape, DTYPE)
 
 
-def plain_of(file: GGUF, name: str) -> np.ndarray:
-    """A small array, as folders have it."""
+def plain_of(file: GGUF, name: str) -> Shaped[np.ndarray, "*dims"]:
+    """Return a small array, as folders have it."""
     array = file.read(name)
     return array - array.dtype.type(1) if _architecture(file).raised and name.endswith("norm.weight") else array
 
 
 def configuration_of(file: GGUF) -> dict[str, Any]:
-    """A configuration as published; raises a `ValueError` for numbers that are not known."""
-    source = str(file.path)
-    given = PublishedConfig(file.values, source, "this architecture")
-    if (kind := given.text("general.architecture")) not in ARCHITECTURES:
-        given.refuse(f"general.architecture={kind!r} is not known; there are {', '.join(ARCHITECTURES)}.")
-    if given.take("split.count", 1) not in (0, 1):
-        given.refuse("it is one of several files; join them (llama-gguf-split --merge).")
-    count = lambda name, *default: given.count(f"{kind}.{name}", *default)
-    architecture, heads, embed = _architecture(file), count("attention.head_count"), count("embedding_length")
+    """Return a configuration as published; raises a `ValueError` for numbers that are not known."""
+    published = PublishedConfig(file.values, str(file.path), "this architecture")
+    if (kind := published.text("general.architecture")) not in ARCHITECTURES:
+        published.refuse(f"general.architecture={kind!r} is not known; there are {', '.join(ARCHITECTURES)}.")
+    if published.take("split.count", 1) not in (0, 1):
+        published.refuse("it is one of several files; join them (llama-gguf-split --merge).")
     table = file.tensors.get("token_embd.weight")
-    if table is None:
-        given.refuse("it has no token_embd.weight, the table of embeddings.")
-    said = {
+    if table is None or len(table.shape) != 2:
+        published.refuse("it has no token_embd.weight, the table of embeddings.")
+    architecture, size = _architecture(file), _Sizes(published, file, kind)
+    heads, embed = size.read("attention.head_count"), size.read("embedding_length")
+    config = {
         "model_type": architecture.model_type,
         "vocab_size": table.shape[0],
         "hidden_size": embed,
-        "num_hidden_layers": count("block_count"),
-        "intermediate_size": count("feed_forward_length"),
+        "num_hidden_layers": size.read("block_count"),
+        "intermediate_size": size.read("feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": count("attention.head_count_kv", heads),
-        "rms_norm_eps": given.take(f"{kind}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": given.take(f"{kind}.rope.freq_base", 10_000.0),
-        "max_position_embeddings": count("context_length", 2048),
+        "num_key_value_heads": size.read("attention.head_count_kv", heads),
+        "rms_norm_eps": published.number(f"{kind}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": published.number(f"{kind}.rope.freq_base", 10_000.0),
+        "max_position_embeddings": published.count(f"{kind}.context_length", 2048),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        **_head(given, kind, embed // heads),
-        **_scaling(given, kind, file),
+        **_head(published, size, kind, embed // heads),
+        **_scaling(published, kind, file),
     }
-    said |= {own: given.take(f"{kind}.{its}", None) or None for its, own in architecture.numbers.items()}
-    said |= architecture.unsaid(said)
-    given.expect(f"{kind}.vocab_size", table.shape[0])
-    given.finish(_ELSEWHERE.match)
-    return said
+    for name, attribute in architecture.numbers.items():
+        config[attribute] = published.take(f"{kind}.{name}", None) or None
+    config |= architecture.unsaid(config)
+    published.expect(f"{kind}.vocab_size", table.shape[0])
+    published.finish_strictly(lambda name, value: _is_without_effect(name.removeprefix(f"{kind}."), value))
+    return config
 
 
-def _head(given: PublishedConfig, kind: str, size: int) -> dict[str, Any]:
-    """Channels of a head, and the part of them that is turned; keys must be as wide as values."""
-    said = [given.take(f"{kind}.attention.{name}_length", None) for name in ("key", "value")]
-    if said[0] != said[1]:
-        given.refuse(f"attention.key_length, value_length are {said}; keys and values must be as wide.")
-    turned, whole = given.take(f"{kind}.rope.dimension_count", None), said[0] or size
-    if turned in (None, whole):
-        return {"head_dim": said[0] or turned}
-    return {"head_dim": said[0], "partial_rotary_factor": turned / whole}
+class _Sizes:
+    """Sizes of a model's arrays, none of which may exceed the number of elements of the file's largest array."""
+
+    def __init__(self, published: PublishedConfig, file: GGUF, kind: str):
+        self._published, self._kind = published, kind
+        self._most = max(math.prod(tensor.shape) for tensor in file.tensors.values())
+
+    def read(self, name: str, *default: int) -> int:
+        """Return a size; refuse one that no array of the file can have."""
+        value = self._published.count(f"{self._kind}.{name}", *default)
+        if value > self._most:
+            self._published.refuse(
+                f"{self._kind}.{name}={value}, and the largest array of the file has {self._most} numbers."
+            )
+        return value
 
 
-def _scaling(given: PublishedConfig, kind: str, file: GGUF) -> dict[str, Any]:
-    """Of rotary positions: said by numbers or by what each frequency is divided by."""
-    take = lambda name: given.take(f"{kind}.rope.scaling.{name}", None)
-    named, factor, original, magnitude = map(take, ("type", "factor", "original_context_length", "attn_factor"))
-    take("finetuned")
-    if (divisors := file.divisors(DIVISORS[0])) is not None:
-        return _llama3(given, kind, divisors)
-    long, short = map(file.divisors, DIVISORS[1:])
+# Nothing reads these: who made the file, how it was rounded, its tokenizer (which `companions` reads), the order of the
+# parts of a file that was split, whether a scaling was trained, and how old converters named their arrays' order.
+_UNREAD = re.compile(
+    r"(general|tokenizer|quantize|imatrix)\..+|split\.(no|tensors\.count)|rope\.scaling\.finetuned|tensor_data_layout"
+)
+# What llama.cpp reads of some architecture, with the values that change nothing in those that are read here. Others
+# ask for what these models do not have.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "expert_gating_func": (0, 1),  # 1 is the softmax
+    "expert_weights_norm": (True,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,),
+    **dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale", "attention.output_scale"), (0.0, 1.0)),
+    **dict.fromkeys(("expert_weights_scale", "expert_group_count", "expert_group_used_count"), (0, 1)),
+    **dict.fromkeys(
+        (
+            "activation_sparsity_scale attention.clamp_kqv attention.max_alibi_bias attention.scale "
+            "attention.shared_kv_layers attention.sliding_window attention.temperature_length "
+            "attention.temperature_scale attn_logit_softcapping expert_count expert_feed_forward_length "
+            "expert_shared_count expert_shared_feed_forward_length expert_used_count final_logit_softcapping "
+            "full_attention_interval interleave_moe_layer_step leading_dense_block_count moe_every_n_layers "
+            "nextn_predict_layers pooling_type rope.scaling.alpha rope.scaling.yarn_log_multiplier "
+            "router_logit_softcapping swin_norm use_parallel_residual"
+        ).split(),
+        (0,),
+    ),
+}
+
+
+def _is_without_effect(name: str, value: Any) -> bool:
+    """Return whether nothing reads a key, or it has the one value that the model has without it."""
+    return _UNREAD.fullmatch(name) is not None or value in _NEUTRAL.get(name, ())
+
+
+def _head(published: PublishedConfig, size: _Sizes, kind: str, default: int) -> dict[str, Any]:
+    """Return the channels of a head and the rotated part of them; refuse keys of another width than values."""
+    key, value = (size.read(f"attention.{name}_length", default) for name in ("key", "value"))
+    if key != value:
+        published.refuse(f"attention.key_length, value_length are [{key}, {value}]; keys and values must be as wide.")
+    rotated = size.read("rope.dimension_count", key)
+    if rotated > key:
+        published.refuse(f"{kind}.rope.dimension_count={rotated}, and a head has {key} channels.")
+    if rotated == key:
+        return {"head_dim": key}
+    return {"partial_rotary_factor": rotated / key, "head_dim": None if key == default else key}
+
+
+def _scaling(published: PublishedConfig, kind: str, file: GGUF) -> dict[str, Any]:
+    """Return the scaling of rotary positions, as llama.cpp reads its numbers and the divisors of frequencies.
+
+    Without a type a factor is linear. The attention's factor multiplies cosines and sines, beside what YaRN has itself.
+    """
+    key = f"{kind}.rope.scaling."
+    named = published.text(f"{key}type", "linear")
+    factor = published.number(f"{key}factor", published.number(f"{kind}.rope.scale_linear", 0.0)) or 1.0
+    original = published.count(f"{key}original_context_length", published.count(f"{kind}.context_length", 2048))
+    magnitude = published.number(f"{key}attn_factor", 1.0)
+    if not all(0 < number < math.inf for number in (factor, magnitude)):
+        published.refuse(f"rope.scaling: factor={factor} and attn_factor={magnitude} must be above 0.")
+    for_all, long, short = map(file.divisors, DIVISORS)
+    has_divisors = for_all is not None or long is not None or short is not None
+    if has_divisors and factor != 1 and named != "none":
+        published.refuse(f"{key}factor={factor} beside divisors of frequencies ({', '.join(DIVISORS)}); one is read.")
+    if (long is None) != (short is None) or (for_all is not None and long is not None):
+        published.refuse(f"it has some of {', '.join(DIVISORS)}: there must be the first, or the others, both of them.")
     if long is not None and short is not None:
-        found = {"rope_type": "longrope", "long_factor": _exact(long), "short_factor": _exact(short)}
-        original = given.count(f"{kind}.rope.scaling.original_context_length")
-        grown = given.count(f"{kind}.context_length") / original
-        usual = (1 + max(np.log(grown), 0) / np.log(original)) ** 0.5
-        found |= {} if magnitude is None or abs(magnitude - usual) < 1e-4 else {"attention_factor": magnitude}
-        return {"rope_scaling": found, "original_max_position_embeddings": original}
-    if named in (None, "none"):
-        return {}
-    if named not in ("linear", "yarn"):
-        given.refuse(f"rope.scaling.type={named!r} is not known; there are none, linear and yarn.")
-    found = {"rope_type": named, "factor": factor}
-    return {"rope_scaling": found | ({} if named == "linear" else {"original_max_position_embeddings": original})}
+        return _longrope(published, key, long, short, original, magnitude)
+    if not has_divisors and named not in ("none", "linear", "yarn"):
+        published.refuse(f"rope.scaling.type={named!r} is not known; there are none, linear and yarn.")
+    if named == "yarn" and factor != 1 and not has_divisors:
+        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        usual = {} if magnitude == 1 else {"attention_factor": magnitude * (1 + 0.1 * math.log(factor))}
+        return {"rope_scaling": scaling | usual}
+    if magnitude != 1:
+        published.refuse(f"{key}attn_factor={magnitude}: of rotary positions that are no YaRN or LongRoPE, it is 1.")
+    if for_all is not None:
+        return _llama3(published, kind, for_all)
+    is_linear = named == "linear" and factor != 1
+    return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if is_linear else {}
 
 
-def _exact(numbers: np.ndarray) -> list[float]:
-    """1.1, and not what is nearest."""
+def _longrope(
+    published: PublishedConfig,
+    key: str,
+    long: Shaped[np.ndarray, "pairs"],
+    short: Shaped[np.ndarray, "pairs"],
+    original: int,
+    magnitude: float,
+) -> dict[str, Any]:
+    """Return LongRoPE's scaling, with the attention's factor where it is not the usual one of these lengths."""
+    published.count(f"{key}original_context_length")
+    grown = published.count(f"{key.split('.')[0]}.context_length") / original
+    usual = (1 + max(math.log(grown), 0) / math.log(original)) ** 0.5 if original > 1 else 1.0
+    factors = {"long_factor": _decimals(long), "short_factor": _decimals(short)}
+    scaling: dict[str, Any] = {"rope_type": "longrope"} | factors
+    scaling |= {} if abs(magnitude - usual) < 1e-4 else {"attention_factor": magnitude}
+    return {"rope_scaling": scaling, "original_max_position_embeddings": original}
+
+
+def _decimals(numbers: Shaped[np.ndarray, "pairs"]) -> list[float]:
+    """Return the shortest decimals that round to these float32s: 1.1, and not 1.10000002."""
     return [float(str(number)) for number in numbers]
 
 
-def _llama3(given: PublishedConfig, kind: str, divisors: np.ndarray) -> dict[str, Any]:
-    """Llama 3's scaling of the published factors, whichever divides the frequencies so."""
-    theta = given.take(f"{kind}.rope.freq_base", 10_000.0)
-    lengths = 2 * np.pi * theta ** (np.arange(divisors.size) / divisors.size)
-    for factor in (8.0, 32.0):
+def _llama3(published: PublishedConfig, kind: str, divisors: Shaped[np.ndarray, "pairs"]) -> dict[str, Any]:
+    """Return Llama 3's scaling of the published factors, whichever divides the frequencies so."""
+    theta = published.number(f"{kind}.rope.freq_base", 10_000.0)
+    with np.errstate(all="ignore"):  # a base that is no number gives no divisors, and is refused below
+        lengths = 2 * np.pi * np.float64(theta) ** (np.arange(divisors.size) / divisors.size)
         part = np.clip((8192 / lengths - 1.0) / (4.0 - 1.0), 0.0, 1.0)
+    for factor in (8.0, 32.0):
         if np.allclose(1 / ((1 - part) / factor + part), divisors, rtol=1e-4):
-            found: dict[str, Any] = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
-            found |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-            return {"rope_scaling": found}
-    given.refuse(f"{DIVISORS[0]} are not those of Llama 3.1 to 3.3, and no others are known.")
+            scaling: dict[str, Any] = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
+            scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+            return {"rope_scaling": scaling}
+    published.refuse(f"{DIVISORS[0]} are not those of Llama 3.1 to 3.3, and no others are known.")

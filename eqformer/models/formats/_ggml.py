@@ -22,8 +22,6 @@ class Blocks(Format):
     numbers: int = 1
     octets: int = 4
     values: _Values = lambda octets: octets.view(np.float32)
-    dtype: str = "float32"
-    """The one that holds the values."""
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """(rows, columns)."""
@@ -109,8 +107,8 @@ def _q6_k(octets: UInt8[np.ndarray, "blocks 210"]) -> Float32[np.ndarray, "block
     return (factors[..., None] * codes.reshape(-1, 16, 16)).reshape(-1, 256)
 
 
-def _blocks(name: str, numbers: int, octets: int, values: _Values, dtype: str = "float32") -> Blocks:
-    return Blocks(name, ROWS, (), numbers=numbers, octets=octets, values=values, dtype=dtype)
+def _blocks(name: str, numbers: int, octets: int, values: _Values) -> Blocks:
+    return Blocks(name, ROWS, (), numbers=numbers, octets=octets, values=values)
 
 
 _wide = lambda dtype: lambda octets: octets.view(dtype).astype(np.float32)
@@ -118,7 +116,7 @@ _wide = lambda dtype: lambda octets: octets.view(dtype).astype(np.float32)
 BLOCKS: Mapping[int, Blocks] = MappingProxyType(
     {
         0: _blocks("F32", 1, 4, _wide(np.float32)),
-        1: _blocks("F16", 1, 2, _wide(np.float16), "float16"),
+        1: _blocks("F16", 1, 2, _wide(np.float16)),
         2: _blocks("Q4_0", 32, 18, _low_bits(4, lowest=False)),
         3: _blocks("Q4_1", 32, 20, _low_bits(4, lowest=True)),
         6: _blocks("Q5_0", 32, 22, _low_bits(5, lowest=False)),
@@ -127,6 +125,6 @@ BLOCKS: Mapping[int, Blocks] = MappingProxyType(
         12: _blocks("Q4_K", 256, 144, _q4_k),
         13: _blocks("Q5_K", 256, 176, _q5_k),
         14: _blocks("Q6_K", 256, 210, _q6_k),
-        30: _blocks("BF16", 1, 2, _wide(ml_dtypes.bfloat16), "bfloat16"),
+        30: _blocks("BF16", 1, 2, _wide(ml_dtypes.bfloat16)),
     }
 )

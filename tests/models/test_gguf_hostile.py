@@ -1,0 +1,169 @@
+"""GGUF files that ask for more than they have, or for what nothing reads."""
+
+import os
+import random
+import resource
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_gguf import made, SAID, text
+from test_published import FIXTURES
+
+from eqformer import models
+from eqformer.models._gguf import GGUF
+from eqformer.models._gguf_models import _is_without_effect, _NEUTRAL
+
+
+ONES = np.ones((8, 8), np.float32)
+YARN: dict[str, Any] = {"type": "yarn", "factor": 4.0, "original_context_length": 32, "attn_factor": 1.5}
+YARN = {f"llama.rope.scaling.{name}": value for name, value in YARN.items()}
+OF_LLAMA = {name: value for name, value in SAID.items() if name.startswith("llama.")}
+LONG: dict[str, Any] = {"general.architecture": "phi3"} | dict.fromkeys(OF_LLAMA)
+LONG |= {f"phi3.{name.removeprefix('llama.')}": value for name, value in OF_LLAMA.items()}
+
+
+def config_of(folder: Path, said: dict[str, Any], arrays: dict[str, np.ndarray] | None = None) -> Any:
+    (folder / "a.gguf").write_bytes(made(said, arrays))
+    return models.read_config(folder / "a.gguf")
+
+
+def refused(folder: Path, said: dict[str, Any], words: str, arrays: dict[str, np.ndarray] | None = None) -> None:
+    with pytest.raises(ValueError, match=rf"a\.gguf.*{words}"):
+        config_of(folder, said, arrays)
+
+
+def test_a_scaling_is_what_llama_cpp_takes_it_for(tmp_path):
+    scaling = lambda **said: config_of(tmp_path, {f"llama.rope.{name}": its for name, its in said.items()}).scaling
+    linear = scaling(**{"scaling.type": "linear", "scaling.factor": 4.0})
+    assert linear is not None and linear == scaling(**{"scaling.factor": 4.0}) == scaling(scale_linear=4.0)
+    assert scaling(**{"scaling.type": "none", "scaling.factor": 4.0}) is None
+    yarn = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 32}
+    plain, sharper = scaling(**yarn), scaling(**yarn, **{"scaling.attn_factor": 1.5})
+    assert plain.magnitude is None and sharper.magnitude == pytest.approx(1.5 * (1 + 0.1 * np.log(4.0)))
+    assert scaling(**yarn, **{"scaling.yarn_beta_fast": 32.0, "scaling.yarn_beta_slow": 1.0}) == plain
+    for beside in ({"scaling.type": "linear", "scaling.factor": 4.0}, {}):
+        named = {f"llama.rope.{name}": its for name, its in beside.items()}
+        refused(tmp_path, named | {"llama.rope.scaling.attn_factor": 1.5}, "attn_factor=1.5: .* it is 1")
+
+
+def test_what_asks_for_another_model_is_refused(tmp_path):
+    refused(tmp_path, {"llama.attention.causal": False}, "does not know: llama.attention.causal=False")
+    assert config_of(tmp_path, {"llama.attention.causal": True}) == config_of(tmp_path, {})
+    factors = {name: np.full(2, 2.0, np.float32) for name in ("rope_factors_long.weight", "rope_factors_short.weight")}
+    for name, array in factors.items():
+        refused(tmp_path, {}, "it has some of rope_freqs", {name: array})
+    lengths = {"phi3.rope.scaling.original_context_length": 32}
+    assert config_of(tmp_path, LONG | lengths, factors).scaling.long_divisors == (2.0, 2.0)
+    refused(tmp_path, LONG | lengths | {"phi3.rope.scaling.factor": 2.0}, "factor=2.0 beside divisors", factors)
+
+
+def changed(value: Any) -> Any:
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    return "doom" if isinstance(value, str) else value * 2 if isinstance(value, float) else value + 1
+
+
+def test_every_key_is_used_or_has_one_value_or_is_listed_as_unread(tmp_path):
+    """Each is changed by itself: the config differs, or it is refused, or the key is on the list."""
+    neutral = {f"llama.{name}": values[0] for name, values in _NEUTRAL.items()}
+    unread = {"general.name": "a", "tokenizer.ggml.pre": "gpt-2", "quantize.imatrix.file": "b", "split.no": 0}
+    unread |= {"llama.tensor_data_layout": "reference", "llama.rope.scaling.finetuned": True}
+    said = SAID | YARN | neutral | unread | {"llama.vocab_size": 12, "llama.attention.head_count_kv": 1}
+    said |= {"llama.attention.key_length": 4, "llama.attention.value_length": 4, "split.count": 1}
+    arrays = {f"blk.0.attn_{name}.weight": np.ones((4, 8), np.float32) for name in "kv"}
+    # llama.cpp rounds the size of a context; which floats are unread without YARN is held above.
+    whole = config_of(tmp_path, said, arrays)
+    assert whole.scaling is not None
+    for name, value in said.items():
+        is_listed = _is_without_effect(name.removeprefix("llama."), changed(value))
+        try:
+            is_used = config_of(tmp_path, said | {name: changed(value)}, arrays) != whole
+        except ValueError:
+            is_used = True
+        assert is_used != is_listed or name == "general.architecture", name
+        assert not is_listed or name in SAID | unread or changed(value) in _NEUTRAL[name.removeprefix("llama.")], name
+    refused(tmp_path, said | {"llama.unheard_of": 0}, "does not know: llama.unheard_of=0", arrays)
+
+
+def test_arrays_that_share_bytes_are_refused(tmp_path):
+    """A small file whose many arrays are all the same bytes would be decoded to many times its size."""
+    count, size = 300, 1 << 14
+    header = b"GGUF" + struct.pack("<IQQ", 3, count, 1) + text("a") + struct.pack("<II", 4, 0)
+    for number in range(count):
+        header += text(f"array.{number}") + struct.pack("<IQIQ", 1, size // 4, 0, 0)
+    path = tmp_path / "a.gguf"
+    path.write_bytes(header + bytes(-len(header) % 32) + bytes(size))
+    with pytest.raises(ValueError, match=r"array.0 ends at byte \d+, and array.1 begins at byte \d+"):
+        GGUF(path)
+    path.write_bytes(made(arrays={"blk.0.attn_x.weight": ONES}))
+    assert "blk.0.attn_x.weight" in GGUF(path).names
+
+
+def test_counts_are_bounded_by_the_bytes_that_are_left(tmp_path):
+    """Before anything of that many is made: values, texts of a list, arrays, experts, and sizes of the model."""
+    path, most = tmp_path / "a.gguf", 2**62
+    start = lambda arrays, values: b"GGUF" + struct.pack("<IQQ", 3, arrays, values)
+    lists = [start(0, 1) + text("a") + struct.pack("<IIQ", 9, kind, most) + bytes(100) for kind in (0, 8, 12)]
+    tracemalloc.start()
+    for content in (start(most, 0), start(0, most), start(most, 0) + bytes(1000), *lists):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="ends within its header"):
+            GGUF(path)
+    name = "blk.0.ffn_gate_exps.weight"
+    path.write_bytes(start(1, 0) + text(name) + struct.pack("<I3QIQ", 3, 1, 1, 1 << 20, 0, 0) + bytes(5 << 20))
+    with pytest.raises(ValueError, match="1048576 arrays, those of experts counted apart, and at most 131072"):
+        GGUF(path)
+    for size in ("block_count", "embedding_length", "feed_forward_length", "attention.head_count"):
+        refused(tmp_path, {f"llama.{size}": 10**9}, f"llama.{size}=1000000000, and the largest array of the file")
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    os.mkfifo(tmp_path / "a.gguf")
+    for path in (tmp_path / "a.gguf", Path("/dev/zero"), tmp_path):
+        with pytest.raises(ValueError, match="only regular files are read"):
+            models.companions(path)
+
+
+def damaged(whole: bytes, rng: random.Random) -> bytes:
+    """The file cut short, or with some bytes of its header or anywhere changed."""
+    if rng.random() < 0.2:
+        return whole[: rng.randrange(len(whole))]
+    octets, end = bytearray(whole), rng.choice((200, 1500, 4000, len(whole)))
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        octets[rng.randrange(end)] ^= 1 << rng.randrange(8)
+    return bytes(octets)
+
+
+GRID = [pytest.param(name, marks=pytest.mark.grid) for name in ("mixtral", "phi3")]
+
+
+@pytest.mark.parametrize("name", ["qwen3", *GRID])
+def test_a_damaged_file_is_loaded_or_refused(name, tmp_path):
+    """200 of them: a ValueError or a model, and never more memory than a few times the file.
+
+    By default the configuration of each is read, and the arrays of some; with the grid all shapes, and a tokenizer.
+    """
+    whole = (FIXTURES / f"{name}.gguf").read_bytes()
+    rng, path, counts = random.Random(0), tmp_path / "a.gguf", {"read": 0, "refused": 0}
+    calls = {"mixtral": (models.load_shapes, models.companions), "phi3": (models.load_shapes,)}
+    calls = calls.get(name, (models.read_config,))
+    models.load(FIXTURES / f"{name}.gguf")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(200):
+        path.write_bytes(damaged(whole, rng))
+        for call in (*calls, models.load) if number % 40 == 0 else calls:
+            try:
+                call(path)
+                counts["read"] += 1
+            except ValueError as error:
+                assert "a.gguf" in str(error) and len(str(error)) < 20_000, error
+                counts["refused"] += 1
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert min(counts.values()) >= 5 and grown < 100_000, (counts, grown)
