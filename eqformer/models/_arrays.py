@@ -132,10 +132,11 @@ class Arrays:
         return self._coded[name].form if name in self._coded else None
 
     def scale_dtype(self, name: str) -> str:
-        """The dtype of the scales of an array whose format is `Grouped`."""
+        """Return the dtype of the scales of an array whose format is `Grouped`; exponents are bytes."""
         coded = self._coded[name]
         assert isinstance(coded.form, Grouped)
-        return str(coded.parts[coded.form.groups.scale].dtype)
+        dtype = coded.parts[coded.form.groups.scale].dtype
+        return "uint8" if dtype.itemsize == 1 else str(dtype)
 
     def numbers(self, name: str, piece: int | None, unit: tuple[int, int]) -> Numbers:
         """As `read`, of an array whose format is `Grouped`: its codes, and the scale of each `unit` of two dims."""

@@ -39,6 +39,8 @@ def kept_maps(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer) -> di
         if not isinstance(form, Grouped):
             _refuse(arrays, coded[0], "is stored in blocks that no map holds")
         scales = {arrays.scale_dtype(name) for name in names}
+        if len(scales) > 1 and "uint8" in scales:
+            _refuse(arrays, coded[0], "and others of its stack have scales of which some are exponents and some floats")
         dtype = scales.pop() if len(scales) == 1 else str(nn.holding(*scales))
         for number, leaf in enumerate(leaves):
             dim = rule.dim_of_last(number)

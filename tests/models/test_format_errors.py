@@ -7,7 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from format_cases import ALL_CASES, BF16, CASES, EXPERT_CASES, OF_GPTQ
+from format_cases import ALL_CASES, BF16, CASES, compressed, EXPERT_CASES, OF_GPTQ
 from format_folders import change, EXPERTS, GATE, LLAMA, plain, store, write
 
 from eqformer import models
@@ -21,9 +21,9 @@ HOSTILE = {
     "scales cut short": (lambda codes, scales: (codes, scales[:-1] if scales.ndim else np.ones(2, BF16)), "has shape"),
     "too many scales": (lambda codes, scales: (codes, np.stack([scales, scales])), r"has shape"),
     "scales of another dtype": (lambda codes, scales: (codes, scales.astype(np.int64)), "is of I64, not of"),
-    "scales that are exponents": (
-        lambda codes, scales: (codes, np.ones(scales.shape, ml_dtypes.float8_e8m0fnu)),
-        "is of F8_E8M0, not of",
+    "scales of 8 bits": (
+        lambda codes, scales: (codes, np.ones(scales.shape, ml_dtypes.float8_e5m2)),
+        "is of F8_E5M2, not of",
     ),
     "no scales": (lambda codes, scales: (codes, None), r"mean nothing without .*(scale|_scales).*must have both"),
     "no codes": (lambda codes, scales: (None, scales), r"not in the folder: .*|in no rule: .*"),
@@ -139,6 +139,14 @@ WRONG = {
     ),
     "some layers otherwise": ("gptq", {"dynamic": {"a": {"bits": 8}}}, "attributes .* not know: dynamic"),
     "another float": ("fp8 blocks", {"fmt": "e5m2"}, "fmt='e5m2' is not supported"),
+    "scales in another form": ("fp8 blocks", {"scale_fmt": "ue4m3"}, "scale_fmt='ue4m3' is not supported"),
+    "experts in four bits": ("fp8 experts", {"expert_dtype": "fp4"}, "expert_dtype='fp4' is not supported"),
+    "a switch that nobody knows": ("fp8 blocks", {"doom": False}, "does not know: doom=False"),
+    "groups that no strategy has": (
+        "int8 by row",
+        compressed("int-quantized", type="int", strategy="channel", group_size=16),
+        "group_size=16 beside strategy='channel'",
+    ),
     "blocks of one dim": ("fp8 blocks", {"weight_block_size": [128]}, "must be two whole numbers"),
     "other blocks": ("fp8 blocks", {"weight_block_size": [128, 128]}, "its .weight_scale_inv has shape"),
     "blocks, not one scale": (

@@ -5,18 +5,19 @@ import tracemalloc
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from format_cases import ALL_CASES, BF16, CASES, compressed, EXPERT_CASES, F8, OF_GPTQ, words
-from format_folders import is_map, plain, same_bits, SINGLE, store, write
+from format_folders import as_stored, change, is_map, plain, same_bits, SINGLE, store, write
 from safetensors.numpy import load_file
 from test_published import FIXTURES
 
-from eqformer import models
+from eqformer import models, nn
 from eqformer.models import _arrays
 from eqformer.models._arrays import Arrays
 from eqformer.models._config import PublishedConfig
-from eqformer.models.formats import Format, FORMATS, read_format
+from eqformer.models.formats import Format, FORMATS, read_format, UNREAD
 from eqformer.parallel import make_mesh, Plan
 
 
@@ -141,6 +142,83 @@ def test_beside_the_model_one_array_is_decoded_at_a_time(sizes, tmp_path):
     # Python's garbage is up to one array more, until it is collected.
     assert own <= shares and shares < peak < shares + 2 * largest + working, (peak - shares) / largest
     assert 2 * largest + working < own / 3
+
+
+# As `FineGrainedFP8Config().to_dict()` of transformers 5.24 says it, its blocks but for their size.
+OF_TRANSFORMERS: dict[str, Any] = {"quant_method": "fp8", "modules_to_not_convert": None, "modules_to_convert": None}
+OF_TRANSFORMERS |= {"activation_scheme": "dynamic", "weight_block_size": [16, 24], "dequantize": False}
+OF_TRANSFORMERS |= {"scale_fmt": "float", "expert_dtype": "fp8"}
+
+
+BLOCKS = pytest.param("fp8 blocks", ".weight", ".weight_scale_inv", marks=pytest.mark.grid)
+
+
+@pytest.mark.parametrize("name,codes,scales", [BLOCKS, ("fp8 experts", "", "_scale_inv")])
+def test_scales_that_are_powers_of_two_are_decoded_exactly(name, codes, scales, tmp_path):
+    """As E8M0, and as bytes where the configuration says so; kept, they give the decoded model's weights too."""
+    stored, _ = write(tmp_path, name)
+    stems = sorted(key.removesuffix(scales) for key in stored if key.endswith(scales))
+    rng, decoded = np.random.default_rng(2), {}
+    for stem in stems:
+        exponents = rng.integers(120, 131, stored[stem + scales].shape).astype(np.uint8)
+        exponents.flat[0] = 0  # 2**-127, which is no normal float32
+        stored[stem + scales] = exponents.view(ml_dtypes.float8_e8m0fnu)
+        values = np.repeat(np.repeat(np.ldexp(1.0, exponents.astype(int) - 127), 16, axis=-2), 24, axis=-1)
+        code = stored[stem + codes].astype(np.float64)
+        decoded[stem + codes] = (code * values[..., : code.shape[-2], : code.shape[-1]]).astype(BF16)
+    change(tmp_path, stored, **OF_TRANSFORMERS)
+    model = models.load(tmp_path)
+    models.save(model, tmp_path / "plain", like=tmp_path)
+    back = load_file(tmp_path / "plain" / SINGLE)
+    assert all(same_bits(back[key], values) for key, values in decoded.items()) and len(decoded) >= 4
+    kept = models.load(tmp_path, weights="kept")
+    assert {str(its.scales.dtype) for its in nn.modules(kept, nn.QuantizedLinear)} == {"uint8"}
+    plain = zip(jax.tree.leaves(nn.dequantize(kept)), jax.tree.leaves(model), strict=True)
+    # XLA takes numbers below the least normal float32 for 0.
+    wide = lambda array: np.asarray(array, np.float64)
+    assert all(np.allclose(wide(one), wide(other), rtol=0, atol=2.0**-126) for one, other in plain)
+    models.save(kept, tmp_path / "again", like=tmp_path, whole=True)
+    assert as_stored(tmp_path / "again") == as_stored(tmp_path)
+    as_bytes = {key: its.view(np.uint8) if key.endswith(scales) else its for key, its in stored.items()}
+    change(tmp_path, as_bytes, scale_fmt="ue8m0")
+    assert all(
+        np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (models.load(tmp_path), model)), strict=True)
+    )
+    change(tmp_path, as_bytes, scale_fmt="float")
+    with pytest.raises(ValueError, match="scale_inv is of U8, not of F32 or BF16 or F16 or F8_E8M0"):
+        models.load(tmp_path)
+    as_bytes[stems[0] + scales].flat[-1] = 255
+    change(tmp_path, as_bytes, scale_fmt="ue8m0")
+    for weights in ("decoded", "kept"):
+        with pytest.raises(ValueError, match="a scale of it is not finite"):
+            models.load(tmp_path, weights=weights)
+
+
+def changed(value: Any) -> Any:
+    """Another value of the same kind."""
+    if isinstance(value, bool) or value is None:
+        return not value
+    return {str: "doom", list: [1, 2, 3], dict: {"doom": 1}}.get(type(value)) or value + 1
+
+
+@pytest.mark.parametrize("name", [*ALL_CASES, "fp8 of transformers"])
+def test_every_attribute_is_used_or_has_one_value_or_is_listed_as_unread(name):
+    """Each is changed by itself: the format differs, or it is refused, or the attribute is on the list."""
+    said = OF_TRANSFORMERS if name == "fp8 of transformers" else ALL_CASES[name].said
+    unread = UNREAD[said["quant_method"]]
+    full = dict.fromkeys(unread, "something") | said
+    read = lambda its: read_format(PublishedConfig(its, "config.json"))
+    whole = read(full)
+    for key, value in full.items():
+        try:
+            is_used = read(full | {key: changed(value)}) != whole
+        except ValueError:
+            is_used = True
+        assert is_used != (key in unread), key
+    for value in (False, 0, "a"):
+        with pytest.raises(ValueError, match=f"does not know: unheard_of={value!r}"):
+            read(full | {"unheard_of": value})
+    assert read(full | {"unheard_of": None}) == whole
 
 
 def test_every_format_has_cases():

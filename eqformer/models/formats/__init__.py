@@ -19,10 +19,39 @@ FORMATS: Mapping[str, Callable[[PublishedConfig], Format]] = MappingProxyType(
 )
 
 
+# By `quant_method` what nothing reads: which modules are stored in fewer bits (their arrays' names and dtypes say so),
+# how activations and caches are rounded (here they are not), how codes and scales were found, and how the program that
+# wrote the folder is to load or to run it.
+UNREAD: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "awq": frozenset("modules_to_not_convert backend do_fuse exllama_config fuse_max_seq_len".split()),
+        "compressed-tensors": frozenset(
+            "ignore quantization_status global_compression_ratio kv_cache_scheme version".split()
+        ),
+        "fp8": frozenset(
+            "activation_scheme modules_to_not_convert modules_to_convert ignored_layers dequantize".split()
+        ),
+        "gptq": frozenset(
+            (
+                "damp_percent damp_auto_increment static_groups true_sequential sym model_name_or_path "
+                "model_file_base_name meta quantizer dataset batch_size block_name_to_quantize cache_block_outputs "
+                "disable_exllama exllama_config max_input_length model_seqlen module_name_preceding_first_block "
+                "modules_in_block_to_quantize pad_token_id tokenizer use_cuda_fp16 use_exllama backend "
+                "is_marlin_format mse act_group_aware"
+            ).split()
+        ),
+        "mxfp4": frozenset("modules_to_not_convert dequantize".split()),
+    }
+)
+
+
 def read_format(published: PublishedConfig) -> Format:
-    """The format that a `quantization_config` names; raises a `ValueError` for one that is not known."""
+    """Return the format that a `quantization_config` names.
+
+    Raises a `ValueError` for one that is not known, and for an attribute that is neither used nor in `UNREAD`.
+    """
     if (method := published.text("quant_method")) not in FORMATS:
         published.refuse(f"quant_method={method!r} is not known; the formats are {', '.join(FORMATS)}.")
-    found = FORMATS[method](published)
-    published.finish()
-    return found
+    form = FORMATS[method](published)
+    published.finish_strictly(lambda name, value: name in UNREAD[method])
+    return form

@@ -55,6 +55,4 @@ def awq(published: PublishedConfig) -> Format:
     published.expect("bits", 4)
     published.expect("version", "gemm", "GEMM")
     published.expect("zero_point", True)
-    for name in ("modules_to_not_convert", "backend", "do_fuse", "exllama_config", "fuse_max_seq_len"):
-        published.take(name, None)
     return AWQ("AWQ", _CODES, (_ZEROS, _SCALES), group=group_of(published))

@@ -8,20 +8,23 @@ from ._packed import Packed, PLACES, ZERO
 from ._scaled import block_of, Scaled
 
 
-_ELSEWHERE = "ignore quantization_status global_compression_ratio kv_cache_scheme version"
-_OF_ROUNDING = "observer observer_kwargs dynamic scale_dtype zp_dtype zero_point_dtype"
+# How scales were found, which nothing reads: their arrays say of which dtype they are.
+UNREAD_OF_WEIGHTS = frozenset("observer observer_kwargs dynamic scale_dtype zp_dtype zero_point_dtype".split())
+# Of a group that has weights nothing else is read: which modules it is for (the arrays' names say so), and how
+# activations are rounded (here they are not).
+UNREAD_OF_GROUPS = frozenset(("targets", "input_activations", "output_activations"))
 
 
 def compressed_tensors(published: PublishedConfig) -> Format:
     """The format of a `quantization_config`; raises a `ValueError` for another than packed or scaled numbers."""
-    for name in _ELSEWHERE.split():
-        published.take(name, None)
     if (sparse := published.nested("sparsity_config").get("format", "dense")) != "dense":
         published.refuse(f"sparsity_config: format={sparse!r} is not known; there is 'dense'.")
     said = {name: its for name, its in published.nested("config_groups").items() if isinstance(its, dict)}
     weights = [its.get("weights") for its in said.values()]
     if not weights or not isinstance(weights[0], dict) or any(its != weights[0] for its in weights):
         published.refuse(f"config_groups={said}: there must be groups with weights, all stored alike.")
+    if unknown := sorted({name for its in said.values() for name in its} - {"weights", "format", *UNREAD_OF_GROUPS}):
+        published.refuse(f"config_groups: attributes that this format does not know: {', '.join(unknown)}.")
     form = published.text("format")
     if any(its.get("format") not in (None, form) for its in said.values()):
         published.refuse(f"format={form!r}, and config_groups={said} say another.")
@@ -29,12 +32,16 @@ def compressed_tensors(published: PublishedConfig) -> Format:
 
 
 def _stored(published: PublishedConfig, form: Any, weights: PublishedConfig) -> Format:
-    for name in _OF_ROUNDING.split():
-        weights.take(name, None)
     kind, bits, strategy = weights.text("type"), weights.take("num_bits"), weights.text("strategy")
     size, block = weights.take("group_size", None), block_of(weights, "block_structure")
     is_symmetric, order = weights.take("symmetric", True), weights.take("actorder", None)
-    weights.finish()
+    weights.finish_strictly(lambda name, value: name in UNREAD_OF_WEIGHTS)
+    if strategy != "group" and size not in (None, -1):
+        weights.refuse(f"group_size={size} beside strategy={strategy!r}; only strategy='group' has groups.")
+    if strategy != "block" and block is not None:
+        weights.refuse(f"block_structure={block} beside strategy={strategy!r}; only strategy='block' has blocks.")
+    if form != "pack-quantized" and order:
+        weights.refuse(f"actorder={order!r} beside format={form!r}; only format='pack-quantized' has an order.")
     if form == "pack-quantized" and kind == "int" and bits in (4, 8) and strategy in ("group", "channel"):
         group = weights.count("group_size") if strategy == "group" else None
         needs = (".weight_scale", ".weight_shape", *(() if is_symmetric else (ZERO,)))

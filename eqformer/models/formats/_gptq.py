@@ -11,12 +11,6 @@ from ._whole_numbers import octets_of, unpacked, WholeNumbers
 
 
 _CODES, _ZEROS, _SCALES, _PLACES = ".qweight", WholeNumbers.zeros, WholeNumbers.scales, WholeNumbers.places
-_OF_ROUNDING = (
-    "damp_percent damp_auto_increment static_groups true_sequential sym desc_act model_name_or_path "
-    "model_file_base_name meta quantizer dataset batch_size block_name_to_quantize cache_block_outputs disable_exllama "
-    "exllama_config max_input_length model_seqlen module_name_preceding_first_block modules_in_block_to_quantize "
-    "pad_token_id tokenizer use_cuda_fp16 use_exllama backend is_marlin_format mse act_group_aware"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +46,6 @@ class GPTQ(WholeNumbers):
 
 def gptq(published: PublishedConfig) -> Format:
     """The format of a `quantization_config`."""
-    for name in _OF_ROUNDING.split():
-        published.take(name, None)
     published.expect("bits", 4, 8)
     published.expect("checkpoint_format", "gptq", "gptq_v2")
     published.expect("pack_dtype", "int32")

@@ -58,6 +58,4 @@ def _numbers(scales: UInt8[np.ndarray, "outputs blocks"]) -> UInt8[np.ndarray, "
 
 def mxfp4(published: PublishedConfig) -> Format:
     """The format of a `quantization_config`."""
-    for name in ("modules_to_not_convert", "dequantize"):
-        published.take(name, None)
     return MXFP4("MXFP4", _BLOCKS, (_SCALES,), decoded="", turned=True)

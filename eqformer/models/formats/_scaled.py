@@ -1,4 +1,7 @@
-"""Numbers of 8 bits times a scale: of a block, as DeepSeek-V3 has it (arXiv:2412.19437), of a row, or of an array."""
+"""Numbers of 8 bits times a scale: of a block, as DeepSeek-V3 has it (arXiv:2412.19437), of a row, or of an array.
+
+Scales are floats, or powers of two of 8 bits (E8M0), which decode exactly.
+"""
 
 import dataclasses
 import math
@@ -39,6 +42,8 @@ class Scaled(Grouped):
     """
 
     block: tuple[int | None, int | None] = (None, None)
+    scale_dtypes: tuple[str, ...] = SCALES
+    """The dtypes of scales, as files call them."""
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """That of the codes."""
@@ -51,7 +56,7 @@ class Scaled(Grouped):
             shapes += [(*experts, *grid[:1])]
         if self.block == (None, None):
             shapes += [(*experts,)]
-        check_part(parts, scale, SCALES, shapes)
+        check_part(parts, scale, self.scale_dtypes, shapes)
         return *experts, rows, columns
 
     def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "rows columns"]) -> None:
@@ -65,10 +70,14 @@ class Scaled(Grouped):
         out[...] = found
 
     def numbers(self, parts: Parts, unit: tuple[int, int]) -> Numbers:
-        """All of them."""
+        """Return all of them; scales of 8 bits are exponents."""
         codes = parts[self.codes]
+        self._scales(parts)  # it refuses what is no scale
+        stored = parts[self.needs[0]].reshape(self._grid(*codes.shape))
         of_dims = zip(codes.shape, self.block, unit, strict=True)
-        scales = self._scales(parts)[np.ix_(*(group_of_units(*each) for each in of_dims))]
+        scales = (stored.view(np.uint8) if stored.itemsize == 1 else stored)[
+            np.ix_(*(group_of_units(*each) for each in of_dims))
+        ]
         codes = codes.view(np.uint8)
         return Numbers(codes if self.groups.form == "fp8" else codes ^ 128, scales, None)
 
@@ -78,8 +87,11 @@ class Scaled(Grouped):
         return Groups("fp8" if self.dtypes == ("F8_E4M3",) else "int8", self.block, self.needs[0])
 
     def _scales(self, parts: Parts) -> Shaped[np.ndarray, "grid_rows grid_columns"]:
+        scales = parts[self.needs[0]]
+        if scales.itemsize == 1:  # a power of two, which is NaN for 255
+            scales = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
         # They are the largest magnitudes of what was rounded; of whole numbers of 4 bits some programs turn the sign.
-        return not_negative(parts[self.needs[0]]).reshape(self._grid(*parts[self.codes].shape))
+        return not_negative(scales).reshape(self._grid(*parts[self.codes].shape))
 
     def _grid(self, rows: int, columns: int) -> tuple[int, int]:
         height, width = self.block
@@ -96,13 +108,24 @@ def block_of(published: PublishedConfig, name: str) -> tuple[int, int] | None:
 
 
 def fp8(published: PublishedConfig) -> Format:
-    """The format of a `quantization_config`, with a scale for each block or, without them, for each array."""
+    """Return the format of a `quantization_config`, with a scale for each block or, without them, for each array.
+
+    `scale_fmt` is how scales were rounded when the folder was made: DeepSeek-V3.1 has powers of two as floats. The
+    dtype in the file is how they are stored, and bytes are exponents where `scale_fmt` says so, as in transformers.
+    """
     published.expect("fmt", "e4m3", "float8_e4m3fn")
-    for name in ("activation_scheme", "modules_to_not_convert", "ignored_layers", "dequantize", "scale_fmt"):
-        published.take(name, None)
+    published.expect("scale_fmt", "float", "ue8m0")
+    published.expect("expert_dtype", "fp8")
     block = block_of(published, "weight_block_size") or (None, None)
-    activations = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
-    needs = (".weight_scale_inv",)
-    found = Scaled("FP8", _CODES, needs, ignored=activations, dtypes=("F8_E4M3",), block=block)
-    own: dict[str, Any] = {"codes": "", "needs": ("_scale_inv",), "decoded": "", "ignored": ("_activation_scale",)}
-    return dataclasses.replace(found, also=dataclasses.replace(found, **own))
+    has_exponents = published.take("scale_fmt", "float") == "ue8m0"
+    parts = Scaled(
+        "FP8",
+        _CODES,
+        (".weight_scale_inv",),
+        ignored=(".activation_scale", ".input_scale", ".k_scale", ".v_scale"),
+        dtypes=("F8_E4M3",),
+        block=block,
+        scale_dtypes=(*SCALES, "F8_E8M0", *(("U8",) if has_exponents else ())),
+    )
+    experts: dict[str, Any] = {"codes": "", "needs": ("_scale_inv",), "decoded": "", "ignored": ("_activation_scale",)}
+    return dataclasses.replace(parts, also=dataclasses.replace(parts, **experts))
