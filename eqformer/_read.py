@@ -56,14 +56,17 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     """Return the content of a regular file; raises a `ValueError` for more than `max_bytes`."""
+    chunks, size = list[bytes](), 0
     with open_regular(path) as file:
         try:
-            content = file.read(max_bytes + 1)
+            while size <= max_bytes and (chunk := file.read(1 << 20)):  # `read(max_bytes)` would allocate all of it
+                chunks.append(chunk)
+                size += len(chunk)
         except OSError as error:
             raise _unreadable(path, error) from None
-    if len(content) > max_bytes:
+    if size > max_bytes:
         raise ValueError(f"{os.fspath(path)}: the file must have at most {max_bytes:,} bytes, but has more.")
-    return content
+    return b"".join(chunks)
 
 
 def read_utf8(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) -> str:
