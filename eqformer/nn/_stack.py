@@ -144,15 +144,15 @@ def _is_whole(node: object) -> TypeGuard[LayerCache]:
 _POLICIES = jax.checkpoint_policies
 _TO_HOST: dict[str, Any] = {"offload_src": "device", "offload_dst": "pinned_host"}
 # Rematerialisation policies: what is kept from the forward pass; all else is recomputed in the backward pass. `none`
-# keeps everything; `full` layers' inputs alone and, of devices that split a row's tokens, what a layer's maps give each
-# one's own ("own tokens"), which is small and would be sent again; `products` keeps the results of linear maps, and
-# arrays that are named by `checkpoint_name`: the output of attention ("attended"; with the sums of its softmax, where
-# its backward pass reads them, so that no kernel runs twice forward), in every core but `DotProductAttention`, results
-# of linear maps that are put together from devices or are those of experts ("product"), and dropout's masks
-# ("dropout"), a byte a channel. (Products of several experts at once have a batch dim, and are not kept where experts
-# choose their tokens or are made of more than maps.) `products_on_host` keeps the same but masks, and the layers'
-# inputs, in the memory of the devices' hosts, `full_on_host` the layers' inputs; CPUs run them as `products` and
-# `full`.
+# keeps everything; `full` layers' inputs alone and a device's "own tokens": what the maps of a layer give each of the
+# devices that split a row's tokens, which would be sent again, and what they gather for experts, which would be
+# computed twice; `products` keeps the results of linear maps, and arrays that are named by `checkpoint_name`: the
+# output of attention ("attended"; with the sums of its softmax, where its backward pass reads them, so that no kernel
+# runs twice forward), in every core but `DotProductAttention`, results of linear maps that are put together from
+# devices or are those of experts ("product"), and dropout's masks ("dropout"), a byte a channel. (Products of several
+# experts at once have a batch dim, and are not kept where experts choose their tokens or are made of more than maps.)
+# `products_on_host` keeps the same but masks, and the layers' inputs, in the memory of the devices' hosts,
+# `full_on_host` the layers' inputs; CPUs run them as `products` and `full`.
 _KEPT = ("attended", "product")
 _NAMED = _POLICIES.save_and_offload_only_these_names(
     names_which_can_be_saved=[], names_which_can_be_offloaded=[*_KEPT, "layer input"], **_TO_HOST

@@ -1,6 +1,7 @@
 """Expert parallelism: tokens are gathered on all devices of the axis `expert`, or sent to those with their experts."""
 
 import dataclasses
+import math
 
 import equinox as eqx
 import jax
@@ -40,6 +41,7 @@ class SplitMoE(nn.Routed):
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], nn.Aux]:
         """The layer's output for this device's tokens, and their `Aux`."""
+        x = self._kept(x)
         given = x if self.stream is None else self.stream.to_routed(x)
         tokens = nn.positions_like(self._whole_rows(given).shape[:-1]) if tokens is None else tokens
         own = self._own(tokens, given.shape[-2])
@@ -58,6 +60,26 @@ class SplitMoE(nn.Routed):
         y = _through(self.inner.from_latent, y)
         y = checkpoint_name(y if self.stream is None else self.stream.from_routed(y), "product")
         return (y if self.inner.shared is None else y + self.inner.shared(x)), aux
+
+    def _kept(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
+        """Name this device's tokens for the remat policy `full` to keep, where the experts' devices gather them.
+
+        XLA for GPUs begins all-gathers a turn of the backward loop early. To gather tokens that are not kept, it
+        recomputes the block's mixer a turn early, and once more in the turn that needs the mixer's other results.
+        """
+        if jax.lax.axis_size(EXPERT) == 1 or self._splits_tokens:
+            return x
+        router = self.inner.router
+        facts = (router.whole if isinstance(router, Sliced) else router).facts()
+        tokens = math.prod(x.shape[:-1])
+        row = self.inner.expert_width(x.shape[-1]) * x.dtype.itemsize
+        gathers = facts.gives_slots or self._method(tokens, int(facts.choices), row) == "gather"
+        return checkpoint_name(x, "own tokens") if gathers else x
+
+    def _method(self, tokens: int, top_k: int, row_bytes: int) -> str:
+        """Return how so many tokens of a device reach the experts of other devices."""
+        sizes = {"tokens": tokens, "top_k": top_k, "devices": jax.lax.axis_size(EXPERT), "row_bytes": row_bytes}
+        return expert_method(self.method, **sizes, exchange=self.exchange)
 
     @property
     def _splits_tokens(self) -> bool:
@@ -122,9 +144,7 @@ class SplitMoE(nn.Routed):
 
     def _over_devices(self, x: Array, choices: Array, weights: Array) -> Array:
         tokens, top_k = choices.shape
-        sizes = {"tokens": tokens, "top_k": top_k, "devices": jax.lax.axis_size(EXPERT)}
-        row = x.shape[-1] * x.dtype.itemsize
-        if expert_method(self.method, **sizes, exchange=self.exchange, row_bytes=row) == "gather":
+        if self._method(tokens, top_k, x.shape[-1] * x.dtype.itemsize) == "gather":
             return self._gathered(x, choices, weights)
         return exchanged(self._experts(), x, choices, weights, self.exchange, weighs_inputs=self.inner.weighs_inputs)
 
