@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from ._array_checks import checked_fields
+
 
 LEGEND = {
     "batch": "examples",
@@ -56,6 +58,7 @@ def is_shape(leaf: object) -> TypeGuard[jax.ShapeDtypeStruct]:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
+@checked_fields
 class Batch(eqx.Module):
     """Rows of tokens with what the loss and the layers need to know of each; made by `eqformer.data`, numpy or jax.
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int, Key
 
+from .._array_checks import checked
 from .._shapes import Array
 from ._decode import decode_until, prefill, Rows, SamplingState, Sizes
 from ._generate import add_draft, as_array, check_logits, make_sampling_state, to_statistics
@@ -16,6 +17,7 @@ from ._speculative import draft_counts, DraftStatistics, make_step, SpeculativeM
 from ._transforms import Transform
 
 
+@checked
 def stream(
     model: Model,
     prompt: Sequence[int] | Int[Array, "seq"],

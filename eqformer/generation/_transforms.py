@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .._array_checks import checked, checked_fields
 from ..nn import at_least_float32
 
 
@@ -19,6 +20,7 @@ from ..nn import at_least_float32
 _ROUNDING = 8 * 2.0**-23
 
 
+@checked_fields
 class History(eqx.Module):
     """The ids of each row before the draw, prompt included; entries from a row's length on are unused."""
 
@@ -46,6 +48,7 @@ class Temperature(eqx.Module):
             )
         self.temperature, self.is_greedy = _as_float32(temperature), temperature == 0
 
+    @checked
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Flatten the distribution above 1, sharpen it below."""
         logits = _to_float32(logits)
@@ -64,6 +67,7 @@ class TopK(eqx.Module):
         if self.top_k < 1:
             raise ValueError(f"TopK({self.top_k}): at least 1 token must be left; leave TopK out to keep all.")
 
+    @checked
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Set all but the `top_k` largest logits to minus infinity."""
         logits = _to_float32(logits)
@@ -84,6 +88,7 @@ class TopP(eqx.Module):
             raise ValueError(f"TopP({top_p}): a probability above 0 and at most 1 must be kept; 1 keeps all.")
         self.top_p = _as_float32(top_p)
 
+    @checked
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Drop every token whose likelier tokens already sum to `top_p`; equal tokens are ordered by their ids."""
         logits = _to_float32(logits)
@@ -111,6 +116,7 @@ class MinP(eqx.Module):
             )
         self.min_p = _as_float32(min_p)
 
+    @checked
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Keep the tokens for which `logit - peak >= log(min_p)`."""
         logits = _to_float32(logits)
@@ -133,6 +139,7 @@ class RepetitionPenalty(eqx.Module):
             raise ValueError(f"RepetitionPenalty({penalty}): a penalty must be finite and above 0; 1 changes nothing.")
         self.penalty = _as_float32(penalty)
 
+    @checked
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Penalize the tokens in the history."""
         logits = _to_float32(logits)
@@ -158,6 +165,7 @@ class Chain(eqx.Module):
         """Whether a transform keeps only the likeliest token, so that no random numbers are needed."""
         return any(isinstance(transform, Temperature) and transform.is_greedy for transform in self.transforms)
 
+    @checked
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
         """Apply the transforms from the first to the last."""
         logits = _to_float32(logits)

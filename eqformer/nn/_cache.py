@@ -7,6 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from .._array_checks import checked, checked_fields
 from ._dtype import float_dtype
 from ._layer_cache import LayerCache, of_layer
 from ._slots import empty_slots, remembered, SlotCache, slots_for
@@ -14,6 +15,7 @@ from ._tokens import Tokens
 from .quantization._kv_cache import dequantize_rows
 
 
+@checked_fields
 class KVCache(SlotCache):
     """Keys and values of past tokens, those of a head side by side, so that products of heads read them in place."""
 
@@ -92,6 +94,7 @@ class KVCache(SlotCache):
         )
         return _swapped(keys), _swapped(values), Tokens(own(self.positions))
 
+    @checked
     def update(
         self,
         keys: Float[Array, "*batch seq kv_heads head_dim"],
@@ -109,6 +112,7 @@ class KVCache(SlotCache):
         return kept, _swapped(seen[0]), _swapped(seen[1]), Tokens(seen[2])
 
 
+@checked_fields
 class LatentCache(SlotCache):
     """Compressed keys and values of past tokens and their rotated keys (MLA's two caches)."""
 
@@ -143,6 +147,7 @@ class LatentCache(SlotCache):
         own = lambda x: of_layer(x, self.layer)
         return (own(self.latents), own(self.latent_scales)), (own(self.rotary_keys), own(self.rotary_scales))
 
+    @checked
     def update(
         self,
         latents: Float[Array, "*batch seq latent"],
@@ -158,6 +163,7 @@ class LatentCache(SlotCache):
         return kept, seen[0], seen[1], Tokens(seen[2])
 
 
+@checked_fields
 class RecurrentCache(LayerCache):
     """The cache of a gated delta net or a Mamba-2, whose size does not depend on the length of its rows."""
 
@@ -175,6 +181,7 @@ class RecurrentCache(LayerCache):
     """Of a stack's cache, the layer that reads and writes; None: there is no dim of layers."""
 
 
+@checked_fields
 class ConvCache(eqx.Module):
     """The cache of a short convolution, whose size does not depend on the length of its rows.
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from .._array_checks import checked
 from ._float32_sums import lookup_rows, matmul_float32
 from ._module import Module
 
@@ -89,6 +90,7 @@ class LayerEmbedding(Module):
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
 
 
+@checked
 def unembed(x: Float[Array, "*batch embed"], weight: Float[Array, "vocab embed"]) -> Float[Array, "*batch vocab"]:
     """`x W^T` with products in the dtype of `x` and sums, and so logits, in float32 at least; gradients likewise."""
     return matmul_float32(x, weight)

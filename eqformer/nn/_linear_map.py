@@ -62,6 +62,11 @@ class LinearMap(Module):
     def sizes(self) -> dict[str, int]:
         """The size of each output and input dim."""
         names = (*self.outputs, *self.inputs)
+        if len(self.shape) < len(names):
+            raise ValueError(
+                f"{type(self).__name__}: its weight has the shape {self.shape} in a layer, and its dims are "
+                f"({', '.join(names)}); a stack's weight has a dim of layers in front of these."
+            )
         return dict(zip(names, self.shape[len(self.shape) - len(names) :]))
 
     @property

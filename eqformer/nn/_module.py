@@ -3,12 +3,15 @@
 import contextlib
 import contextvars
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
+
+from .._array_checks import ArgumentRule, check_arguments, check_cache, rules_of, Sizes
 
 
 class Module(eqx.Module):
@@ -17,6 +20,8 @@ class Module(eqx.Module):
     The name is the field of the module that calls it, so that names make up a path, as in
     `stacks[0]/blocks/mixer/layer/query`. What a wrapper holds as `inner` has the wrapper's own name, and so has the
     outermost module none. Nothing is computed otherwise: names are a `jax.named_scope`.
+
+    The outermost call checks its arrays by their annotations: kind, rank, and the sizes of dims that have a name.
     """
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -33,11 +38,19 @@ _RUNNING: contextvars.ContextVar[eqx.Module | None] = contextvars.ContextVar("ru
 
 
 def _under_its_name(method: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(method)
+    names, rules = list(signature.parameters)[1:], rules_of(signature)
+
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         caller = _RUNNING.get()
         if caller is self:
             return method(self, *args, **kwargs)
+        if caller is None and rules:
+            label = type(self).__name__ if method.__name__ == "__call__" else f"{type(self).__name__}.{method.__name__}"
+            arguments, sizes = dict(zip(names, args)) | kwargs, _input_sizes(self, rules)
+            check_arguments(label, rules, arguments, sizes)
+            check_cache(label, arguments.get("cache"), sizes)
         name = "" if caller is None else _name_in(caller, self)
         before = _RUNNING.set(self)
         try:
@@ -47,6 +60,21 @@ def _under_its_name(method: Callable[..., Any]) -> Callable[..., Any]:
             _RUNNING.reset(before)
 
     return call
+
+
+def _input_sizes(module: eqx.Module, rules: dict[str, ArgumentRule]) -> Sizes:
+    """The sizes that a module's linear maps give to the last dims of its arguments, where all maps agree."""
+    wanted = {array.dims[-1] for rule in rules.values() for array in rule.arrays if len(array.dims) > 1}
+    if not wanted - {"seq", "kv_seq", "..."}:
+        return {}
+    from ._linear_map import linear_maps  # here, since maps are modules
+
+    found: dict[str, set[int]] = {}
+    for linear in linear_maps(module):
+        for dim, size in linear.sizes.items():
+            found.setdefault(dim, set()).add(size)
+    source = f"the weights of this {type(module).__name__}"
+    return {dim: ((sizes.pop(),), source) for dim, sizes in found.items() if dim in wanted and len(sizes) == 1}
 
 
 def _name_in(caller: eqx.Module, module: eqx.Module) -> str:

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ._contracts import Layer
-from ._dims import ensemble
+from ._dims import ensemble, path_name
 from ._dtype import in_dtypes_of, in_float32
 from ._layer_cache import LayerCache, of_layer, with_layer
 from ._left import last_layers, only
@@ -65,6 +65,7 @@ class Stack(Layer):
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """Run the layers in turn; the cache and the aux of routed layers have a `layers` dim in front."""
+        _check_layers(self, "x")
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
         own_inputs, tokens = _by_layer(tokens.inputs, len(self)), tokens.replaced(inputs=None)
@@ -90,6 +91,7 @@ class Stack(Layer):
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The blocks' empty caches, stacked over `layers`."""
+        _check_layers(self, "init_cache")
         return eqx.filter_vmap(lambda block: block.init_cache(batch, capacity, dtype))(self.blocks)
 
 
@@ -107,6 +109,19 @@ def empty_caches(
     caches = tuple(stack.init_cache(batch, capacity, compute_dtype if is_small else dtype) for stack in stacks)
     caches = in_memory(caches, dtype) if is_small else caches
     return with_rollback(caches, rollback) if rollback else caches
+
+
+def _check_layers(stack: Stack, call: str) -> None:
+    """Raise a `ValueError` for an array of the blocks that has not one entry for each layer."""
+    arrays = eqx.filter(stack.blocks, eqx.is_array)
+    if all(x.shape[:1] == (len(stack),) for x in jax.tree.leaves(arrays)):
+        return
+    path, x = next((path, x) for path, x in jax.tree_util.tree_leaves_with_path(arrays) if x.shape[:1] != (len(stack),))
+    raise ValueError(
+        f"Stack({call}): blocks.{path_name(path)} has shape {x.shape}, but arrays of a stack of {len(stack)} layers "
+        f"have a dim of {len(stack)} in front; to change layer i, give equinox.tree_at the whole array, as "
+        "array.at[i].set(...)."
+    )
 
 
 def _by_layer(

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree, UInt
 
+from .._array_checks import checked, checked_fields
 from ._left import Left
 
 
+@checked_fields
 class Tokens(eqx.Module):
     """Position, document and random key of each token, all of one shape and so split over a mesh like the tokens.
 
@@ -83,6 +85,7 @@ class Tokens(eqx.Module):
         return self.replaced(keys=fold_in_each(self.keys, jnp.uint32(number)))
 
 
+@checked_fields
 class Source(eqx.Module):
     """A sequence that another reads by cross-attention: ids for the model's encoder, or vectors as they are."""
 
@@ -127,18 +130,21 @@ def known_as(tokens: Tokens, other: Tokens, pieces: int | None = None) -> Tokens
     return said
 
 
+@checked
 def positions_like(shape: Sequence[int], keys: Key[Array, "*batch seq"] | None = None) -> Tokens:
     """Tokens of one document a row, at positions 0, 1, ..., for an array of shape `*batch seq`."""
     positions = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), tuple(shape))
     return of_whole_rows(Tokens(positions, keys=keys), shape[-1])
 
 
+@checked
 def right_padded(lengths: Int[Array, "*batch"], seq: int) -> Tokens:
     """Tokens of one document a row, of these lengths, with padding behind it up to `seq` tokens."""
     places = jnp.arange(seq, dtype=jnp.int32)
     return of_whole_rows(Tokens(jnp.where(places < lengths[..., None], places, -1)), seq)
 
 
+@checked
 def packed_in_order(
     positions: Int[Array, "*batch seq"],
     segments: Int[Array, "*batch seq"],
@@ -162,6 +168,7 @@ def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree
     return positions_like(shape)
 
 
+@checked
 def document_lengths(tokens: Tokens, kv_tokens: Tokens | None = None) -> Int[Array, "*batch #seq"]:
     """The length of each token's document: `tokens.lengths` if given, else one more than the document's last position.
 
@@ -192,6 +199,7 @@ def fold_in_each(keys: Key[Array, "*shape"], number: UInt[Array, ""]) -> Key[Arr
     return jax.vmap(lambda key: jax.random.fold_in(key, number))(flat).reshape(keys.shape)
 
 
+@checked
 def token_keys(
     key: Key[Array, ""], examples: Int[Array, "batch"], positions: Int[Array, "batch seq"]
 ) -> Key[Array, "batch seq"]:

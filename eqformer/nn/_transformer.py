@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from .._array_checks import checked
 from ..kernels import soft_capped
 from ._contracts import ScoreBias
 from ._dropout import Dropout
@@ -133,6 +134,7 @@ class Transformer(Module):
         logits = add_float32(logits, self.logit_bias)
         return soft_capped(logits if self.logit_scale is None else logits * self.logit_scale, self.logit_softcap)
 
+    @checked
     def predict(
         self, ids: Int[Array, "*batch seq"], hidden: Float[Array, "*batch seq embed"], tokens: Tokens, cache: PyTree
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
+from .._array_checks import checked
 from ..parallel._axes import FSDP, TENSOR
 from ..parallel._shard_map import filter_shard_map
 from ..parallel._vary import own_part, vary
@@ -57,6 +58,7 @@ class WeightStationary(Served):
         """Return the partition specs of a model, or of its shapes."""
         return partition_specs(model, LAYOUT, mesh)
 
+    @checked
     def encode(
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch seq embed"], PyTree, None]:
@@ -74,6 +76,7 @@ class WeightStationary(Served):
         x, cache = run(self.model, filled(ids, rows, 0), filled_tokens(tokens, rows), cache)
         return x[: ids.shape[0]], cache, None
 
+    @checked
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
         """Return the logits, in float32 at least, of hidden vectors from `encode`."""
         in_specs = self._specs, PartitionSpec(None, STREAM)

@@ -5,23 +5,18 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
+from .._array_checks import checked
 from .._shapes import Batch
 from ..nn import packed_in_order, positions_like, Source, token_keys, Tokens, with_source
 
 
+@checked
 def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
     """The `Tokens` that layers read: positions, documents, a source and, given a `key`, a random key for each token.
 
     A token's random key depends on its example and its place in the row, not on its position, since positions restart
-    in each packed document. A `ValueError` says what to give in the place of anything but a batch.
+    in each packed document.
     """
-    if not isinstance(batch, Batch):
-        raise ValueError(
-            f"batch_tokens(batch): it is a {type(batch).__name__}, which does not say what the loss and the layers "
-            "need of each row; give an eqformer.Batch(ids, targets, weights, examples)."
-        )
-
-    _check_shapes(batch)
 
     def keys_of(shape: tuple[int, ...]) -> Key[Array, "batch seq"] | None:
         places = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
@@ -33,25 +28,6 @@ def batch_tokens(batch: Batch, key: Key[Array, ""] | None = None) -> Tokens:
     shape = batch.source_ids.shape
     read = _tokens(batch.source_positions, batch.source_segments, keys_of(shape), shape, None)
     return with_source(tokens, Source(jnp.asarray(batch.source_ids), read))
-
-
-def _check_shapes(batch: Batch) -> None:
-    """Raise a `ValueError` for arrays of a batch that do not fit its ids, with both shapes."""
-    shape = jnp.shape(batch.ids)
-    if len(shape) != 2:
-        raise ValueError(
-            f"Batch(ids of shape {shape}): a batch has rows of tokens, of shape (batch, seq); put a single row in one."
-        )
-    names = ("targets", "weights", "positions", "segments")
-    given = {name: x for name in names if (x := getattr(batch, name)) is not None} | {"examples": batch.examples}
-    for name, x in given.items():
-        wanted = shape[:1] if name == "examples" else shape
-        if x is None or jnp.shape(x) != wanted:
-            found = "none" if x is None else f"of shape {jnp.shape(x)}"
-            raise ValueError(
-                f"Batch({name} {found}): with ids of shape {shape} it has shape {wanted}; "
-                + ("number the rows, as np.arange(len(ids))." if name == "examples" else "give one for each id.")
-            )
 
 
 def _tokens(positions: Any, segments: Any, keys: Any, shape: tuple[int, ...], documents: int | None) -> Tokens:

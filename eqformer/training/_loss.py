@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
+from .._array_checks import checked
 from .._shapes import Batch
 from ..nn import in_float32, Tokens
 from ..parallel import vary, varying_axes
@@ -34,6 +35,7 @@ class Vocabulary(Protocol):
         ...
 
 
+@checked
 def token_nats(
     logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]
 ) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
@@ -56,6 +58,7 @@ def weighed(each: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Ar
     return jnp.where(weights != 0, each, jnp.zeros_like(each)) * weights.astype(each.dtype)
 
 
+@checked
 def cross_entropy(
     unembed: Callable[..., Any],
     hidden: Float[Array, "*batch seq embed"],
@@ -128,6 +131,7 @@ def cross_entropy(
     return total, jnp.sum(flat[2].astype(total.dtype))
 
 
+@checked
 def next_token_loss(
     model: PyTree,
     batch: Batch,
@@ -162,6 +166,7 @@ def next_token_loss(
     return tallied(total, count, aux)
 
 
+@checked
 def evaluation_sums(
     model: PyTree,
     batch: Batch,

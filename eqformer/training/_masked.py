@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
+from .._array_checks import checked
 from .._shapes import Batch
 from ..nn import token_keys
 
 
+@checked
 def masked_batch(
     batch: Batch,
     key: Key[Array, ""],

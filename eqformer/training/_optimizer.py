@@ -27,9 +27,27 @@ Trained = Callable[[PyTree], PyTree]  # a model to its trained parameters, with 
 
 def divided(model: PyTree, trained: Trained) -> tuple[PyTree, PyTree]:
     """The trained part of a model, and the rest; `equinox.combine` puts them together."""
-    moving = trained(model)
+    parameters = trained_parameters(model, trained)
     is_none = lambda node: node is None
-    return moving, jax.tree.map(lambda one, x: x if one is None else None, moving, model, is_leaf=is_none)
+    return parameters, jax.tree.map(lambda one, x: x if one is None else None, parameters, model, is_leaf=is_none)
+
+
+def trained_parameters(model: PyTree, trained: Trained) -> PyTree:
+    """Return what `trained` picks of a model; raise a `ValueError` for other trees and for arrays without gradients."""
+    parameters, is_none = trained(model), lambda node: node is None
+    rule = "it returns a tree like the model, with None in the place of all that is not trained, as eqx.filter does"
+    try:
+        jax.tree.map(lambda parameter, x: None, parameters, model, is_leaf=is_none)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"Optimizer(trained=...): for a {type(model).__name__} {rule}; this one differs.") from error
+    for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
+        if not nn.is_trainable(leaf):
+            found = f"{leaf.dtype} of shape {leaf.shape}" if nn.has_shape(leaf) else f"a {type(leaf).__name__}"
+            raise ValueError(
+                f"Optimizer(trained=...): it picks {nn.path_name(path)}, {found}, which has no gradient; pick arrays "
+                "of floats alone, as training.trainable does."
+            )
+    return parameters
 
 
 class Optimizer(eqx.Module):
@@ -54,7 +72,9 @@ class Optimizer(eqx.Module):
 
     def init(self, model: PyTree) -> PyTree:
         """The state before the first step, for the trained parameters of `model`."""
-        return kept(self.moments, self.transform, self.transform.init(nn.in_float32(self.trained(model))))
+        return kept(
+            self.moments, self.transform, self.transform.init(nn.in_float32(trained_parameters(model, self.trained)))
+        )
 
     def update(
         self, gradients: PyTree, state: PyTree, parameters: PyTree, learning_rate: Float[Array, ""]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
+from .._array_checks import checked
 from .._shapes import Batch
 from ..nn import Tokens
 from ..parallel import row_sums, vary_like
@@ -19,6 +20,7 @@ from ._tally import tallied
 OfRows = Callable[[Float[Array, "batch"], Any], tuple[Any, Any]]  # (each row's nats, batch) -> (sum, count)
 
 
+@checked
 def row_nats(
     model: PyTree,
     batch: Batch,
@@ -48,6 +50,7 @@ def row_loss(function: OfRows) -> LossFn:
     many products with the table as one pass that is recomputed would.
     """
 
+    @checked
     def loss_fn(
         model: PyTree,
         batch: Batch,

@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
+from .._array_checks import checked
 from .._shapes import Batch
 from ..kernels import cpu_or
 from ..parallel import is_narrow, routed, stand_in, vary, varying_axes
@@ -63,6 +64,7 @@ class Step(eqx.Module):
     program: Any = eqx.field(static=True, default=None)
     """JAX's compiled program, of a step that `compiled` made; else None."""
 
+    @checked
     def __call__(
         self, state: TrainState, batch: PyTree, key: Key[Array, ""] | None = None
     ) -> tuple[TrainState, dict[str, Array]]:

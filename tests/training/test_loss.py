@@ -215,5 +215,8 @@ def test_what_is_no_batch_is_refused_where_shapes_are_not_checked(monkeypatch):
     ids = np.zeros((2, 4), np.int32)
     wrongs: list[Any] = [ids, {"ids": ids}, (ids, ids)]
     for wrong in wrongs:
-        with pytest.raises(ValueError, match=f"it is a {type(wrong).__name__}.*give an eqformer.Batch"):
+        with pytest.raises(
+            ValueError,
+            match=f"{type(wrong).__name__}.*must be of the class Batch.* Batch\\(ids, targets, weights, examples",
+        ):
             training.batch_tokens(wrong)

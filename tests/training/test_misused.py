@@ -127,7 +127,7 @@ def test_a_table_in_parts_has_no_target_that_is_no_id(model):
         ({"targets": IGNORED[:, :3]}, "Batch(targets of shape (4, 3)): with ids of shape (4, 6) it has shape (4, 6)"),
         ({"examples": np.arange(3, dtype=np.int32)}, "Batch(examples of shape (3,)): with ids of shape (4, 6) it has"),
         ({"examples": None}, "Batch(examples none)"),
-        ({"ids": IGNORED[0]}, "Batch(ids of shape (6,)): a batch has rows of tokens"),
+        ({"ids": IGNORED[0]}, "Batch(ids of shape (6,)): it must have the dims (batch, seq), 2 of them"),
     ],
 )
 def test_arrays_that_do_not_fit_are_named(model, changed, rule):

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from ..._array_checks import checked_fields
 from ._mask import ChosenKeys, Mask
 from ._positions import optional_token_positions, token_positions, TokenPositions
 
 
+@checked_fields
 class AttentionCall(eqx.Module):
     """The arguments of one attention, which every implementation takes.
 

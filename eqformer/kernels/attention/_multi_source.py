@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from ..._array_checks import checked
 from .._dtype import at_least_float32
 from ._reference import soft_capped, softmax_of
 
@@ -12,6 +13,7 @@ from ._reference import soft_capped, softmax_of
 KeysAndValues = tuple[Float[Array, "*batch _ kv_heads head_dim"], Float[Array, "*batch _ kv_heads v_dim"]]
 
 
+@checked
 def attend_to_sources(
     query: Float[Array, "*batch seq heads head_dim"],
     sources: Sequence[KeysAndValues],

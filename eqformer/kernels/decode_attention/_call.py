@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from ..._array_checks import checked_fields
 from ..attention._reference import RotatedChannels
 
 
@@ -26,6 +27,7 @@ class StoredArrays(NamedTuple):
     """The scales of the values, by head; None: they are not stored, or there are none."""
 
 
+@checked_fields
 class DecodeCall(eqx.Module):
     """The arguments of an attention of few queries to a cache; kernels take one query a row."""
 

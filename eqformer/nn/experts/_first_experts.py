@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ..._array_checks import checked
 from .._contracts import Routed
 from .._tokens import Tokens, tokens_or_default
 from .._transformer import Transformer
@@ -11,6 +12,7 @@ from ._moe import MoE, ROUTER
 from ._routing import Slots
 
 
+@checked
 def first_experts(
     model: Transformer, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None
 ) -> Int[Array, "mixtures *batch seq"]:

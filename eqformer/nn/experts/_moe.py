@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from ..._array_checks import checked
 from .._aux import Aux
 from .._contracts import FeedForward, Routed
 from .._float32_sums import multiply_float32
@@ -158,6 +159,7 @@ class GatedShared(FeedForward):
         return multiply_float32(self.layer(x), jax.nn.sigmoid(self.gate(x)))
 
 
+@checked
 def aux_of_slots(slots: Slots, tokens: Tokens, x: Float[Array, "*batch seq embed"]) -> Aux:
     """What experts that chose their tokens did: no loss, no choice dropped, and no entropy of tokens' choices."""
     zero = jnp.zeros_like(slots.weight, shape=())

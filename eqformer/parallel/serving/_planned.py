@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
+from ..._array_checks import checked
 from ..._shapes import ArrayOrShape, is_shape
 from .._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
 from .._plan import Plan
@@ -62,6 +63,7 @@ class Planned(Served):
             _check_whole(model)
         self.model = _in_ring_order(with_own_key_heads(model, self.plan), self.plan)
 
+    @checked
     def encode(
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch seq embed"], PyTree, None]:
@@ -70,6 +72,7 @@ class Planned(Served):
         encode = lambda model, ids, tokens, cache: model.encode(ids, tokens, cache)[:2]
         return *self._read(encode, ids, (), tokens, cache), None
 
+    @checked
     def predict(
         self, ids: Int[Array, "batch seq"], hidden: Float[Array, "batch seq embed"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
@@ -83,6 +86,7 @@ class Planned(Served):
         """The model's predictor of a further token, but for its layers."""
         return self.model.predictor
 
+    @checked
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
         """Logits, in float32 at least, of what `encode` gave."""
         rows = self._rows(hidden.shape[0])

@@ -1,0 +1,146 @@
+"""Every public call names an array of a wrong kind, rank or size, with the import hook and without it."""
+
+import inspect
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from jaxtyping import Int
+
+import eqformer
+from eqformer import generation, kernels, nn, training
+from eqformer._array_checks import ArrayRule, checked, rules_of
+
+
+LONGEST = 400  # characters of an error
+SIZES = {"embed": 8, "seq": 5, "kv_seq": 7, "batch": 2, "tokens": 10, "vocab": 12, "kv_heads": 2, "heads": 4}
+# Files whose calls take whatever JAX takes: functions of numbers, what modules call of each other, and keys and rates.
+UNCHECKED = (
+    *("_activation", "_float32_sums", "_products", "_layer_cache", "_lora", "_balance", "_indexer", "_platform"),
+    *("_optimizer", "_rates", "_tally", "_loop", "_run_metadata", "_first_non_finite", "_picture_experts"),
+)
+
+
+def public_calls() -> Iterator[tuple[str, Callable[..., Any], str]]:
+    """The name in errors, the call and its file, of public functions and of instances without fields."""
+    for room in (nn, kernels, training, generation, eqformer):
+        for name, thing in vars(room).items():
+            if name.startswith("_") or inspect.ismodule(thing) or not callable(thing):
+                continue
+            if not inspect.isclass(thing):
+                yield name, thing, thing.__module__
+            elif not inspect.isabstract(thing) and issubclass(thing, eqx.Module):
+                blank = object.__new__(thing)
+                for method in ("__call__", "encode", "embed", "unembed", "predict", "product", "update"):
+                    if method in dir(thing):
+                        label = name if method == "__call__" else f"{name}.{method}"
+                        yield label, getattr(blank, method), thing.__module__
+                if hasattr(thing, "__argument_rules__"):
+                    yield name, thing, thing.__module__
+
+
+def array_like(rule: ArrayRule, kind: str | None = None, rank: int | None = None, changed: str = "") -> Any:
+    """An array that fits the rule, but for its kind, its rank, or the size of the dim `changed`."""
+    sizes = [SIZES.get(dim.lstrip("*#"), 3) + (dim == changed) for dim in rule.dims if dim != "..."]
+    sizes = sizes if rank is None else [2] * rank
+    kind = rule.kinds[0][2] if kind is None else kind
+    if kind == "keys":
+        return jax.random.split(jax.random.key(0), tuple(sizes)) if sizes else jax.random.key(0)
+    return np.zeros(sizes, {"integers": np.int32, "floats": np.float32, "booleans": bool}[kind])
+
+
+def fitting(rules: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    """Arguments that fit, as far as these tests can tell."""
+    arguments: dict[str, Any] = dict.fromkeys(required)
+    for name, rule in rules.items():
+        if rule.arrays:
+            arguments[name] = array_like(rule.arrays[0])
+        elif nn.Tokens in rule.classes and name in required:
+            arguments[name] = nn.positions_like((2, 5))
+        elif eqformer.Batch in rule.classes:
+            ids = np.zeros((2, 5), np.int32)
+            arguments[name] = eqformer.Batch(ids, ids, np.ones((2, 5), np.float32), np.arange(2, dtype=np.int32))
+    return arguments
+
+
+def wrong_arrays(name: str, rules: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is wrong, and an array that is, for one argument of a call."""
+    rule = rules[name].arrays[0]
+    kinds = {kind for array in rules[name].arrays for *_, kind, _ in array.kinds}
+    for kind in ("floats", "integers"):
+        if kind not in kinds and not (kind == "integers" and "keys" in kinds and not rule.dims):
+            yield kind, array_like(rule, kind)
+    if len(rules[name].arrays) > 1:
+        return
+    if rule.dims and rule.variadic is None:
+        yield "one dim more", array_like(rule, rank=len(rule.dims) + 1)
+    if len(rule.dims) - (rule.variadic is not None) > 0:
+        yield "no dims", array_like(rule, rank=0)
+    for dim in rule.dims:
+        others = [other for other in rules if other != name and any(dim in each.dims for each in rules[other].arrays)]
+        if dim[0] not in "#_." and others:
+            yield f"another {dim}", array_like(rule, changed=dim)
+
+
+def complaints() -> tuple[list[str], int]:
+    """Calls that take a wrong array, or tell it by another error or at length; and how many arrays were tried."""
+    complained, tried = [], 0
+    for label, call, owner in public_calls():
+        try:
+            signature = inspect.signature(call)
+        except (ValueError, TypeError):
+            continue
+        rules = typing.cast(dict, getattr(call, "__argument_rules__", None)) or rules_of(signature)
+        if owner.rpartition(".")[2] in UNCHECKED or not rules:
+            continue
+        parameters = signature.parameters.values()
+        required = [each.name for each in parameters if each.default is each.empty and each.kind < 4 and each.kind != 2]
+        for name in [name for name, rule in rules.items() if rule.arrays]:
+            for what, wrong in wrong_arrays(name, rules):
+                tried += 1
+                try:
+                    call(**(fitting(rules, required) | {name: wrong}))
+                    complained.append(f"{label}({name}), {what}: taken")
+                except Exception as error:
+                    told, text = isinstance(error, ValueError), str(error)
+                    shown = text.startswith((f"{label}(", f"{label.partition('.')[0]}(")) and re.search(
+                        rf"\b{name}\b|\bx\b", text
+                    )
+                    if not told or not shown or len(text) > LONGEST:
+                        complained.append(f"{label}({name}), {what}: {type(error).__name__}: {text[:200]}")
+    return complained, tried
+
+
+def test_every_public_call_names_a_wrong_array():
+    complained, tried = complaints()
+    assert complained == [] and tried > 250
+
+
+def test_a_call_without_the_check_is_found(monkeypatch):
+    """The control: a function whose annotations nothing checks, and the same one checked."""
+
+    def plain(x: Int[jax.Array, "batch seq"]) -> None:
+        """Do nothing."""
+
+    monkeypatch.setattr(generation, "plain", plain, raising=False)
+    assert {each.partition(")")[0] for each in complaints()[0]} == {"plain(x"}
+    monkeypatch.setattr(generation, "plain", checked(plain))
+    assert complaints()[0] == []
+
+
+@pytest.mark.grid
+def test_every_public_call_names_a_wrong_array_without_the_import_hook():
+    folder = pathlib.Path(__file__).parent
+    code = "import test_calls; complained, tried = test_calls.complaints(); print(complained, tried > 250)"
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{folder.parent}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "[] True", done.stdout + done.stderr
