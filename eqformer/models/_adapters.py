@@ -43,14 +43,14 @@ def load_adapter(
     for note in folder.notes:
         warnings.warn(note, stacklevel=2)
     dtype = None if dtype is None else float_dtype(dtype, f"{call}: dtype={dtype!r}")
-    family, config = format_of(call, like, config)
+    family, config = format_of(call, like, config, model)
     adapter = read_adapter_config(read_json(folder.path / CONFIG), str(folder.path / CONFIG))
     if any(isinstance(node, LoRA) for node in maps(model)):
         raise ValueError(f"{call}: the model has LoRAs already; merge_lora them first.")
     plain = plain_shapes(model)
     sites = _sites(plain, family, config, call)
-    prefix = family.prefix
-    if not any(name.startswith(f"base_model.model.{prefix}") for name in folder.names):
+    prefix = family.base_prefix
+    if prefix and not any(name.startswith(f"base_model.model.{prefix}") for name in folder.names):
         sites = [site.without(prefix) for site in sites]  # of a model without its head's class
 
     def pair(module: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -92,7 +92,7 @@ def save_adapter(
     call, target = f"save_adapter({str(path)!r})", Path(path)
     if target.exists():
         raise ValueError(f"{call}: something is there already; give a new folder.")
-    family, config = format_of(call, like, config)
+    family, config = format_of(call, like, config, model)
     model = plain_shapes(model)
     sites = _sites(model, family, config, call)
     base = str(like) if base is None and like is not None else base

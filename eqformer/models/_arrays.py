@@ -15,7 +15,6 @@ from ._weights import Stored
 from .formats import Coded, Format, Grouped, Numbers
 
 
-HEAD = "lm_head.weight"
 _NO_CODES = ("BOOL", "I64")  # what masks and positions are of
 Run = Callable[[Callable[[Any], None], Iterable[Any]], Iterable[None]]  # as `map`, perhaps by several threads
 _AT_ONCE, _ROWS = 1 << 17, 32  # numbers and rows that a thread decodes at once
@@ -35,8 +34,7 @@ class Arrays:
         self._coded: dict[str, Coded] = {}
         self._left: list[str] = []
         self._is_said = said.format is not None
-        for name in sorted(source.names):
-            own = said.own_name(name)
+        for name, own in sorted(said.own_names(source.names).items()):
             if own is None:
                 self._left.append(name)
             elif (other := self._stored.setdefault(own, name)) != name:

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
+import jax
+
 from ..nn import RotaryScaling, Transformer
 from ._attributes import Entry, kinds_of, read_entries
 from ._config import PublishedConfig
@@ -12,6 +14,9 @@ from ._predictors import PredictorTable
 from ._rotary_scalings import check_scaling
 from ._towers import Tower
 from ._weights import NOTHING_STORED, Rule, Stored, Weight, weights_of
+
+
+HEAD = "lm_head.weight"  # what most families call the head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +105,8 @@ class Family:
     """Of names in parts that are not ours."""
     unread: Callable[[Any], tuple[str, ...]] = lambda config: ()
     """Gives how names begin of arrays that no model of a config reads."""
-    prefix: str = ""
-    """Which all names may have or lack."""
+    is_bare: bool = False
+    """Whether its models are published without the base model's prefix too, so that nothing is told of its absence."""
     aliases: tuple[str, ...] = ()
     """Other names that a `config.json` may give its models."""
     predictor: PredictorTable | None = None
@@ -140,6 +145,33 @@ class Family:
         if self.predictor is None or model.predictor is None:
             return found
         return found + self.predictor.rules(table, config, model.predictor, stored)
+
+    @property
+    def base_prefix(self) -> str:
+        """The prefix of the base model's arrays, which folders of the base model alone lack; empty if it has none."""
+        word = self.table_name.partition(".")[0]
+        return (
+            f"{word}."
+            if any(rule.name.startswith(f"{word}.") and "{layer}" in rule.name for rule in self.weights)
+            else ""
+        )
+
+    @property
+    def table_name(self) -> str:
+        """The published name of the embedding's table."""
+        return next((rule.name for rule in self.weights if rule.path == "embedding.weight"), "")
+
+    @property
+    def head_name(self) -> str:
+        """The published name of the weight of a head that is not tied to the table."""
+        return next((rule.name for rule in self.weights if rule.path == "head.weight"), HEAD)
+
+    def is_of_head(self, rule: Weight, model: Transformer) -> bool:
+        """Whether a rule's leaves stand between the base model and the logits."""
+        leaves = {id(leaf) for leaf in rule.leaves(model)}
+        of_predictor = {id(leaf) for leaf in jax.tree.leaves(model.predictor)}
+        is_outside = bool(self.base_prefix) and not rule.name.startswith(self.base_prefix) and not leaves & of_predictor
+        return is_outside or leaves <= {id(leaf) for leaf in jax.tree.leaves(model.head)}
 
     def is_unread(self, name: str, config: ModelConfig) -> bool:
         """Whether an array of this name, as the table would call it, is left alone."""

@@ -18,14 +18,14 @@ from .. import nn
 from .._shapes import is_shape
 from ..nn import float_dtype
 from ..parallel import Plan, shardings
-from ._arrays import Arrays, HEAD
+from ._arrays import Arrays
 from ._families import build, predictor_of
 from ._family import ModelConfig
 from ._filled import Filled, read
 from ._folder import Folder
 from ._gguf import GGUF
 from ._kept import kept_maps, with_kept
-from ._published import described, Description, rules_of
+from ._published import described, Description
 from ._weights import Weight
 
 
@@ -66,8 +66,9 @@ def load(
 
     Raises a `ValueError` for a folder that is not what it says, and one that lists what is left over: arrays of the
     folder that no rule reads (but for a head that is stored beside its equal, the table to which it is tied), leaves
-    that no array fills, attributes of `config.json` that the family does not know. With `weights="kept"` also one that
-    names what no map can hold as it is stored.
+    that no array fills (but for a head's, which a base model lacks: a warning says that they are initialized by a fixed
+    key), attributes of `config.json` that the family does not know. With `weights="kept"` also one that names what no
+    map can hold as it is stored.
     """
     plan = _plan(path, mesh, plan)
     found = _to_read(path, dtype, weights, predictor)
@@ -79,6 +80,7 @@ def load(
         made |= zip(map(id, one.targets), read(found.arrays, one, [sharding_of[id(leaf)] for leaf in one.targets]))
         done += one.nbytes
         progress(done, total)
+    made |= _initialized(found, predictor, sharding_of)
     made |= _numbers_of_layers(found.empty, sharding_of)
     model = eqx.combine(jax.tree.map(lambda leaf: made[id(leaf)], found.empty), found.rest)
     return dataclasses.replace(model, compute_dtype=found.compute_dtype)
@@ -91,6 +93,7 @@ def load_shapes(path: str | Path, *, dtype: DTypeLike | None = None, weights: st
     """
     found = _to_read(path, dtype, weights, predictor=False)
     dtypes = {id(leaf): its for one in found.filled for leaf, its in zip(one.targets, one.dtypes, strict=True)}
+    dtypes |= {leaf: its for leaf, (_, its) in found.absent.items()}
     narrow = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(id(leaf), leaf.dtype))
     model = eqx.combine(jax.tree.map(narrow, found.empty), found.rest)
     return dataclasses.replace(model, compute_dtype=found.compute_dtype)
@@ -105,6 +108,9 @@ class _ToRead(NamedTuple):
     rest: PyTree
     """All else."""
     filled: list[Filled]
+    absent: dict[int, tuple[int, str]]
+    """A head's leaves that the folder lacks, by their ids: the place among the leaves that `build` makes, and dtype."""
+    config: ModelConfig
     compute_dtype: str
 
 
@@ -117,17 +123,54 @@ def _to_read(path: str | Path, dtype: DTypeLike | None, weights: str, predictor:
         said = dataclasses.replace(said, predictor=True)
     arrays = Arrays(source, said)
     shapes = eqx.filter_eval_shape(lambda: build(said.config, predictor=predictor, key=jax.random.key(0)))
-    rules = rules_of(arrays.shapes, said, shapes)
-    _check_names(arrays, said, rules, shapes)
+    rules = said.family.rules(said.config, shapes, arrays.shapes, said.tower)
+    absent = [rule for rule in rules if _is_absent_head(arrays, said, rule, shapes)]
+    rules = [rule for rule in rules if rule not in absent]
+    _check_names(arrays, said, rules, absent, shapes)
     notes = () if isinstance(source, GGUF) else source.notes
-    for note in (*notes, *said.notes, arrays.unread):
+    names = tuple(f"{source.call}: {note}." for note in said.notes_on(source.names))
+    for note in (*notes, *said.notes, *names, _note_on(absent, arrays, shapes), arrays.unread):
         if note:
             warnings.warn(note, stacklevel=3)
     dtypes = _dtypes(arrays, rules, shapes, dtype)
     kept = _kept(arrays, rules, shapes, weights)
     empty, rest = eqx.partition(with_kept(shapes, kept), is_shape)
     filled = [Filled.of(arrays, rule, its, shapes, kept) for rule, its in zip(rules, dtypes, strict=True)]
-    return _ToRead(arrays, empty, rest, filled, dtypes[0])
+    of_head = {id(leaf) for rule in absent for leaf in rule.leaves(shapes)}
+    leaves = enumerate(jax.tree.leaves(eqx.filter(shapes, is_shape)))
+    places = {id(leaf): (place, dtypes[0]) for place, leaf in leaves if id(leaf) in of_head}
+    return _ToRead(arrays, empty, rest, filled, places, said.config, dtypes[0])
+
+
+def _is_absent_head(arrays: Arrays, said: Description, rule: Weight, shapes: nn.Transformer) -> bool:
+    """Whether a rule is of what stands between the base model and the logits, and the folder has none of its arrays."""
+    names = {name for _, name in rule.places(rule.leaves(shapes)[0])}
+    return said.family.is_of_head(rule, shapes) and not names & arrays.names
+
+
+def _note_on(absent: list[Weight], arrays: Arrays, shapes: nn.Transformer) -> str:
+    if not absent:
+        return ""
+    names = ", ".join(rule.name for rule in absent)
+    return (
+        f"{arrays.call}: the folder has no {names}, as of a base model, so that these arrays of the head are "
+        "initialized by a fixed key: the logits mean nothing before they are trained."
+    )
+
+
+def _initialized(found: _ToRead, predictor: bool, sharding_of: dict[int, Sharding]) -> dict[int, Array]:
+    """Return the leaves of a head that the folder lacks, as `build` makes them by a fixed key."""
+    if not found.absent:
+        return {}
+    places = found.absent
+
+    def initial() -> dict[int, Array]:
+        made = jax.tree.leaves(
+            eqx.filter(build(found.config, predictor=predictor, key=jax.random.key(0)), eqx.is_array)
+        )
+        return {number: made[place].astype(dtype) for number, (place, dtype) in places.items()}
+
+    return jax.jit(initial, out_shardings={number: sharding_of[number] for number in places})()
 
 
 def _plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan | None:
@@ -151,8 +194,11 @@ def _places(plan: Plan | None, shapes: PyTree) -> PyTree:
     return shardings(plan.parameter_specs(shapes), plan.mesh)
 
 
-def _check_names(arrays: Arrays, said: Description, rules: list[Weight], shapes: nn.Transformer) -> None:
-    filled, wanted = set[int](), set[str]()
+def _check_names(
+    arrays: Arrays, said: Description, rules: list[Weight], absent: list[Weight], shapes: nn.Transformer
+) -> None:
+    """Raise a `ValueError` for arrays that no rule reads, and for leaves that no array fills."""
+    filled, wanted = {id(leaf) for rule in absent for leaf in rule.leaves(shapes)}, set[str]()
     for rule in rules:
         leaves = rule.leaves(shapes)
         filled.update(map(id, leaves))
@@ -161,7 +207,8 @@ def _check_names(arrays: Arrays, said: Description, rules: list[Weight], shapes:
     empty = [jax.tree_util.keystr(path) for path, leaf in named if id(leaf) not in filled and _is_float(leaf)]
     missing, spare = wanted - arrays.names, arrays.names - wanted
     spare = {name for name in spare if not name.endswith(said.family.ignored_suffixes)}
-    copies = said.family.copies(said.config, shapes) | ({HEAD: shapes.embedding.weight} if shapes.head is None else {})
+    head = said.family.head_name
+    copies = said.family.copies(said.config, shapes) | ({head: shapes.embedding.weight} if shapes.head is None else {})
     copies = {name: leaf for name, leaf in copies.items() if name in spare}
     spare -= copies.keys()
     if codes := arrays.unexplained((wanted & arrays.names) | (spare if missing else set())):
@@ -175,16 +222,16 @@ def _check_names(arrays: Arrays, said: Description, rules: list[Weight], shapes:
         raise ValueError(f"{arrays.call}: {faults}.")
     for copy, leaf in copies.items():
         own = next(rule for rule in rules if rule.leaves(shapes)[0] is leaf)
-        _check_copy(arrays, copy, next(own.places(leaf))[1])
+        _check_copy(arrays, copy, next(own.places(leaf))[1], head)
 
 
-def _check_copy(arrays: Arrays, copy: str, name: str) -> None:
+def _check_copy(arrays: Arrays, copy: str, name: str, head: str) -> None:
     table, its = np.asarray(arrays.read(name)), np.asarray(arrays.read(copy))
     if table.shape == its.shape and all(map(np.array_equal, table, its)):  # row by row, in little memory
         return
-    if copy == HEAD:
+    if copy == head:
         raise ValueError(
-            f"{arrays.call}: the configuration ties the head to the table, and {HEAD} is another array than {name}; "
+            f"{arrays.call}: the configuration ties the head to the table, and {head} is another array than {name}; "
             "with tie_word_embeddings=false it would be read."
         )
     raise ValueError(

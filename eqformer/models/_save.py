@@ -13,11 +13,11 @@ from jaxtyping import Array
 
 from .._read import read_bytes
 from ..nn import LoRA, modules, named_modules, QuantizedLinear, Transformer
-from ._arrays import Arrays, HEAD
+from ._arrays import Arrays
 from ._family import Family, ModelConfig
-from ._folder import CONFIG, Folder, INDEX, new_folder, SINGLE, write_folder
+from ._folder import CONFIG, Folder, new_folder, write_folder
 from ._kept import names_as_stored, plain_shapes
-from ._published import check_shapes, described, Description, DTYPES, format_of, QUANTIZATION_KEYS, rules_of
+from ._published import check_shapes, described, Description, DTYPES, format_of, has_weights, QUANTIZATION_KEYS
 from ._towers import TEXT
 from ._weights import NOTHING_STORED, Stored, Weight
 
@@ -70,7 +70,7 @@ def save(
         raise ValueError(f"{call}: the model has LoRAs; nn.merge_lora it, or save_adapter.")
     if like is not None and Path(like).is_file():
         raise ValueError(f"{call}: like={str(like)!r} is one file, not a folder; give config=read_config of it.")
-    family, config = format_of(call, like, config)
+    family, config = format_of(call, like, config, model)
     if like is None:
         if whole:
             raise ValueError(f"{call}: whole=True writes the folder that the model came from again; give it as like=.")
@@ -122,7 +122,7 @@ def _files(path: Path, whole: bool) -> dict[str, bytes]:
 
 def _stored(model: Transformer, path: Path) -> Stored:
     """The shapes of a folder's arrays; none where its weights are gone, as of a run's copy of what it began from."""
-    if not any((path / name).exists() for name in (SINGLE, INDEX)):
+    if not has_weights(path):
         return NOTHING_STORED
     return Arrays(Folder(str(path), caller="save"), _read_for(model, path)).shapes
 
@@ -134,7 +134,7 @@ def _of_whole(folder: Folder, plain: Transformer, model: Transformer, call: str)
     """
     source = _read_for(model, folder.path)
     arrays = Arrays(folder, source)
-    rules = rules_of(arrays.shapes, source, plain)
+    rules = source.family.rules(source.config, plain, arrays.shapes, source.tower)
     own = {name for rule in rules for _, name in rule.places(rule.leaves(plain)[0])}
     if missing := own - arrays.names:
         raise ValueError(
@@ -144,7 +144,8 @@ def _of_whole(folder: Folder, plain: Transformer, model: Transformer, call: str)
     stays = names_as_stored(arrays, rules, plain, model, call)
     rules = [rule for rule in rules if next(rule.places(rule.leaves(plain)[0]))[1] not in stays]
     its = {arrays.stored_name(name) for name in own - stays}
-    head = arrays.stored_name(HEAD) if model.head is None and HEAD in arrays.names else None
+    own_head = source.family.head_name
+    head = arrays.stored_name(own_head) if model.head is None and own_head in arrays.names else None
     again = source.family.copies(source.config, model).keys()
     others = ((name, folder.stored(name)) for name in sorted(folder.names - its - {head} - again))
     mine = ((arrays.stored_name(name), array) for name, array in published_arrays(rules, model))

@@ -254,7 +254,6 @@ CONFIGS = {
     "another size": (changed(intermediate_size=30), r"mlp.*: it has shape \(\d+, \d+\), and the model's is"),
     "more layers": (changed(num_hidden_layers=4), r"not in the folder: model.layers.3"),
     "fewer layers": (changed(num_hidden_layers=2), r"in no rule: model.layers.2"),
-    "a head that the folder has not": (changed(tie_word_embeddings=True), "lm_head.weight is another array than"),
     "a rotary number missing": (changed(rope_parameters={"rope_type": "linear"}), "config.json: .*'linear' needs 'fac"),
     "rotary attributes that are text": (
         changed(rope_parameters="linear"),

@@ -1,6 +1,7 @@
 """Published families: each tiny configuration of transformers loads, gives its logits, and goes back out."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -254,19 +255,36 @@ def test_a_dtype_that_no_weights_have_is_refused(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama tied", pytest.param("gemma2 alternating", marks=pytest.mark.grid)])
-def test_a_stored_head_of_a_tied_model_must_be_its_table(name, tmp_path):
+def test_a_stored_head_of_a_tied_model_is_its_table_or_a_head_of_its_own(name, tmp_path):
+    """As in transformers: a flag that says tied beside two different tables does not tie, and a warning says so."""
     arrays = write(tmp_path, name)
     want, table = models.load(tmp_path), arrays["model.embed_tokens.weight"]
     save_file(arrays | {"lm_head.weight": table.copy()}, tmp_path / "model.safetensors")
     assert eqx.tree_equal(models.load(tmp_path), want)
     other = table.copy()
     other[-1, -1] += 1
-    for head in (other, table[:-1]):
-        save_file(arrays | {"lm_head.weight": head}, tmp_path / "model.safetensors")
-        with pytest.raises(
-            ValueError, match="ties the head to the table, and lm_head.weight is another array than mod"
-        ):
-            models.load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    save_file(arrays | {"lm_head.weight": other}, tmp_path / "model.safetensors")
+    told = (
+        "ties the head to the table, and lm_head.weight is another array than model.embed_tokens.weight; both are read"
+    )
+    with pytest.warns(UserWarning, match=told):
+        flagged: Any = models.load(tmp_path)
+    assert not models.read_config(tmp_path).tied  # type: ignore[attr-defined]
+    assert np.array_equal(flagged.head.weight, other) and np.array_equal(flagged.embedding.weight, table)
+    models.save(flagged, tmp_path / "again", like=tmp_path)
+    with pytest.warns(UserWarning, match="both are read"):
+        assert eqx.tree_equal(models.load(tmp_path / "again"), flagged)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    assert eqx.tree_equal(models.load(tmp_path), flagged)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(arrays | {"lm_head.weight": table[:-1]}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head.weight: it has shape"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        models.load(tmp_path)
+    without = {key: array for key, array in arrays.items() if key != "model.embed_tokens.weight"}
+    save_file(without | {"lm_head.weight": table}, tmp_path / "model.safetensors")  # the one table, by the other name
+    assert eqx.tree_equal(models.load(tmp_path), want)
 
 
 @pytest.mark.grid

@@ -274,7 +274,6 @@ WRONG = {
         {"model_type": "mistral9"},
         r"model_type='mistral9' is not known.*text models are read of gem",
     ),
-    "a head said to be tied": ({"tie_word_embeddings": True}, r"lm_head.weight is another array than model.embed_tok"),
 }
 
 

@@ -101,5 +101,5 @@ GPT2 = Family(
     ATTRIBUTES,
     WEIGHTS,
     ignored_suffixes=(".attn.bias", ".attn.masked_bias"),
-    prefix="transformer.",
+    is_bare=True,
 )
