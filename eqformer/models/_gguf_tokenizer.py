@@ -1,6 +1,7 @@
 """Tokenizers of GGUF files, as the `tokenizer.json` and the settings that folders have."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,15 @@ from ._gguf_pretokenizers import GPT2_PATTERN, PRE_TOKENIZERS, PreTokenizer
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _MODELS = ("gpt2", "llama", "gemma4")
+# Nothing reads these of a tokenizer: the rest of the file, the lists that are read apart, further special tokens (for
+# infilling, masks, separators), templates by other names, another program's tokenizer, and, of merges that are listed,
+# a space before the text, which llama.cpp passes over there too.
+_UNREAD = re.compile(
+    r"(?!tokenizer\.).+|tokenizer\.ggml\.(tokens|token_type|scores|merges|token_type_count|\w+_token_ids?"
+    r"|add_space_prefix)|tokenizer\.chat_template\..+|tokenizer\.(chat_templates|huggingface\.json)"
+)
+# What other kinds of tokenizers have, with the value that changes nothing in those that are read.
+_NEUTRAL = {"tokenizer.ggml.add_sep_token": False, "tokenizer.ggml.remove_extra_whitespaces": False}
 
 
 def companions(path: str | Path) -> dict[str, str]:
@@ -42,14 +52,16 @@ def companions(path: str | Path) -> dict[str, str]:
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(tokens, types)} | parts
     if "unknown" in names:
         tokenizer["model"] |= {"unk_token": names["unknown"]}
+    template = published.read("tokenizer.chat_template", str, None)
     adds_bos = published.flag("tokenizer.ggml.add_bos_token", pre_tokenizer.adds_bos)
     adds_eos = published.flag("tokenizer.ggml.add_eos_token", False)
+    published.finish_strictly(lambda name, value: _UNREAD.fullmatch(name) is not None or value == _NEUTRAL.get(name))
     sides = [name for name, is_added in (("bos", adds_bos), ("eos", adds_eos)) if is_added and name in names]
     tokenizer["post_processor"] = _post_processor(sides, names, ids)
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings |= {setting: names[name] for name, setting in _SPECIAL.items() if name in names}
-    if published.take("tokenizer.chat_template", None) is not None:
-        settings["chat_template"] = published.text("tokenizer.chat_template")
+    if template is not None:
+        settings["chat_template"] = template
     stops = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None))
     files = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
     files["generation_config.json"] = {"eos_token_id": stops} if stops else {}

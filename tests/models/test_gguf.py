@@ -255,6 +255,9 @@ WRONG_TOKENIZERS = {
     "a token twice": ({"tokenizer.ggml.tokens": ["a", "a"]}, "2 tokens, 1 of which differ"),
     "other types": ({"tokenizer.ggml.token_type": [1, 1]}, "3 tokens, 3 of which differ, and 2 types"),
     "no pair": ({"tokenizer.ggml.merges": ["a b", "ab"]}, "merges: 'ab' is no pair"),
+    "a setting that nobody knows": ({"tokenizer.ggml.doom": False}, "does not know: tokenizer.ggml.doom=False"),
+    "a separator": ({"tokenizer.ggml.add_sep_token": True}, "does not know: tokenizer.ggml.add_sep_token=True"),
+    "a template that is no text": ({"tokenizer.chat_template": 3}, "tokenizer.chat_template=3: it must be a text"),
     "an id beyond": ({"tokenizer.ggml.eos_token_id": 3}, "3 tokens, and of special tokens these ids: {'eos': 3}"),
 }
 

