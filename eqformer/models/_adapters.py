@@ -11,13 +11,12 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._extra import load_extra
 from .._read import read_json
 from ..nn import float_dtype, LoRA, path_name, Transformer
 from ._adapter_config import AdapterConfig, read_adapter_config, write_adapter_config
 from ._adapter_sites import is_published, maps, Site, sites_of
 from ._family import Family, ModelConfig
-from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, new_folder, write_json
+from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, new_folder, write_arrays, write_json
 from ._kept import plain_shapes
 from ._published import check_shapes, format_of
 
@@ -128,10 +127,9 @@ def _check_names(folder: Folder, config: AdapterConfig, sites: list[Site]) -> No
 
 
 def _write(target: Path, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
-    save_file = load_extra("safetensors.numpy", extra="train", call="save_adapter(model, path, config)").save_file
     packed = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     with new_folder(target) as part:
-        save_file(packed, part / ADAPTER, metadata={"format": "pt"})
+        write_arrays(part / ADAPTER, packed, "save_adapter(model, path, config)")
         write_json(part / CONFIG, config)
 
 

@@ -245,18 +245,27 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(dict(content), indent=2) + "\n", encoding="utf-8")
 
 
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], call: str) -> None:
+    """Write a safetensors file with the permissions of any new file; safetensors' own are for the user alone (0600)."""
+    save_file = load_extra("safetensors.numpy", extra="train", call=call).save_file
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(arrays), path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
 def write_folder(
     path: Path, arrays: Iterator[tuple[str, np.ndarray]], config: Mapping[str, Any], shard_bytes: int
 ) -> None:
     """Write `config.json` and the arrays, in as many files as need be; only the arrays of one file are held at once."""
-    save_file = load_extra("safetensors.numpy", extra="train", call="save(model, path, config)").save_file
+    call = "save(model, path, config)"
     file_of: dict[str, int] = {}
     part: dict[str, np.ndarray] = {}
     number, held, total = 0, 0, 0
 
     def flush() -> None:
         nonlocal number, held
-        save_file(part, path / f"part-{number}.safetensors", metadata={"format": "pt"})
+        write_arrays(path / f"part-{number}.safetensors", part, call)
         number, held = number + 1, 0
         part.clear()
 

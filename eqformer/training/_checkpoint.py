@@ -164,6 +164,10 @@ class Checkpointer:
             _refuse(folder, faults, "Restore into a model and an optimizer of the recipe that was saved.")
         return step, folder, manifest
 
+    def leaves(self, step: int | None = None) -> dict[str, Any]:
+        """The dtype and shape of each array of a step (`None`: the latest), by its name."""
+        return self._manifest(step)[2]["leaves"]
+
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """What was saved beside the state of a step (`None`: the latest): enough to build `like`."""
         return self._manifest(step)[2]["metadata"]

@@ -40,7 +40,9 @@ class DebugNans(Callback):
         self._states = states
 
     def after_step(self, run: Progress) -> None:
-        """Look into the step if its numbers are not finite."""
+        """Look into the step if its numbers are not finite; a batch without any weight has none."""
+        if not float(run.metrics["count"]):
+            return
         loss, norm = (float(run.metrics[name]) for name in ("loss", "grad_norm"))
         scale = run.metrics.get("loss_scale")
         if math.isfinite(loss) and (math.isfinite(norm) or (scale is not None and float(scale) > 1)):
@@ -51,8 +53,6 @@ class DebugNans(Callback):
         )
 
     def _explained(self, run: Progress, scale: Array | None) -> str:
-        if not float(run.metrics["count"]):
-            return "The batch has no token with a weight"
         state, model, given = run.state, run.state.model, (run.batch, scale)
         if self._states is not None:
             model, given = self._states.on_one_device(model), self._states.copied(given)

@@ -56,9 +56,14 @@ class PlannedState:
 
         With `fresh_counts` it has taken no step yet: another run begins with it.
         """
-        state, metadata = checkpointer.restore(self.shapes(), step)
+        like, count = self.shapes(), lambda s: s.empty_batches
+        if "empty_batches" in checkpointer.leaves(step):
+            state, metadata = checkpointer.restore(like, step)
+        else:  # older versions did not count empty batches
+            state, metadata = checkpointer.restore(eqx.tree_at(count, like, None), step)
+            state = eqx.tree_at(count, state, state.skipped * 0, is_leaf=lambda leaf: leaf is None)
         if fresh_counts:
-            counts = lambda s: (s.step, s.skipped, s.skipped_in_a_row)
+            counts = lambda s: (s.step, s.skipped, s.skipped_in_a_row, s.empty_batches)
             state = eqx.tree_at(counts, state, jax.tree.map(lambda x: x * 0, counts(state)))
         return self.to_ring_order(state), metadata
 

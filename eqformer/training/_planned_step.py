@@ -150,9 +150,9 @@ def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
     whole, parameters = PartitionSpec(), optimizer.trained(state.model)
     specs_and_shapes = plan.state_specs(parameters), parameters
     memory = optimizer.map_state(_spec_of_memory, state.optimizer_state, *specs_and_shapes, other=whole)
-    scale = jax.tree.map(lambda _: whole, state.loss_scale)
-    parts = plan.parameter_specs(state.model), memory, whole, whole, whole, scale
-    fields = lambda s: (s.model, s.optimizer_state, s.step, s.skipped, s.skipped_in_a_row, s.loss_scale)
+    counts = lambda s: (s.step, s.skipped, s.skipped_in_a_row, s.loss_scale, s.empty_batches)
+    parts = plan.parameter_specs(state.model), memory, *(jax.tree.map(lambda _: whole, x) for x in counts(state))
+    fields = lambda s: (s.model, s.optimizer_state, *counts(s))
     found = shardings(eqx.tree_at(fields, state, parts, is_leaf=_is_none), plan.mesh)
     far = is_on_host(plan, optimizer, state.optimizer_state)
     kept = lambda sharding, is_far: sharding.with_memory_kind("pinned_host") if is_far else sharding

@@ -1,5 +1,6 @@
 """One training step: gradients over microbatches, exact clipping, and steps skipped where numbers are not finite."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -44,13 +45,18 @@ class TrainState(eqx.Module):
     """Those since the last that was not."""
     loss_scale: LossScale | None = None
     """None except for models in float16."""
+    empty_batches: Int[Array, ""] | None = None
+    """The batches without any weight, which change nothing; None: they are not counted."""
 
 
 def init_state(model: PyTree, optimizer: Optimizer) -> TrainState:
     """The state before step 0. A step donates the state it is given, so it deletes the arrays of this `model`."""
     check_optimizer(optimizer, "init_state(model, optimizer)")
-    zeros = (jnp.zeros((), jnp.int32) for _ in range(3))
-    return _each_its_own_buffer(TrainState(model, optimizer.init(model), *zeros, loss_scale=loss_scale(model)))
+    *zeros, no_batches = (jnp.zeros((), jnp.int32) for _ in range(4))
+    scale = loss_scale(model)
+    return _each_its_own_buffer(
+        TrainState(model, optimizer.init(model), *zeros, loss_scale=scale, empty_batches=no_batches)
+    )
 
 
 class Step(eqx.Module):
@@ -119,11 +125,11 @@ def make_step(
     It trains the parameters that `optimizer.trained` picks, and computes no other gradients. The gradient is that of
     the sum over all microbatches, divided by the count over all of them, and scaled by `min(1, clip / norm)`. If the
     loss or the norm is not finite, the step is skipped: the model and the optimizer's state are returned unchanged, bit
-    for bit. A batch whose weights are all 0 is skipped too.
+    for bit. A batch whose weights are all 0 changes nothing either; it is counted by itself and ends no run.
 
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
-    (so far), `skipped_in_a_row`, those of `routing_metrics` and, in float16, the step's `loss_scale`, see `LossScale`.
-    The state is donated. The last four arguments are for meshes.
+    and `empty_batches` (so far), `skipped_in_a_row`, those of `routing_metrics` and, in float16, the step's
+    `loss_scale`, see `LossScale`. The state is donated. The last four arguments are for meshes.
 
     Args:
         loss_fn: `loss_fn(model, batch, key) -> (sum, count)`, whose quotient is minimised.
@@ -179,14 +185,20 @@ def make_step(
         update = lambda p, m: _arrays_of(take(p, eqx.combine(m, memory_rest)))
         with jax.named_scope("optimizer"):
             parameters, memory = updated_if(is_finite, update, parameters, memory)
-        is_skipped = (~is_finite).astype(jnp.int32)
+        is_empty = count == 0  # loss and norm are then 0 / 0
+        is_skipped = (~is_finite & ~is_empty).astype(jnp.int32)
+        in_a_row = jnp.where(is_empty, state.skipped_in_a_row, (state.skipped_in_a_row + 1) * is_skipped)
+        scale_after = None if held is None else held.after(jnp.isfinite(norm))
+        scale_after = jax.tree.map(functools.partial(jnp.where, is_empty), held, scale_after)
+        empty_batches = None if state.empty_batches is None else state.empty_batches + is_empty.astype(jnp.int32)
         state = TrainState(
             eqx.combine(parameters, rest),
             eqx.combine(memory, memory_rest),
             state.step + 1,
             state.skipped + is_skipped,
-            (state.skipped_in_a_row + 1) * is_skipped,
-            None if held is None else held.after(jnp.isfinite(norm)),
+            in_a_row,
+            scale_after,
+            empty_batches,
         )
         state = place(state)
         metrics = {"loss": loss, "count": count, "grad_norm": norm, "learning_rate": learning_rate}
@@ -196,6 +208,7 @@ def make_step(
             norms = module_gradient_norms(gradients)
             metrics |= {f"grad_norm/{name}": x / count.astype(x.dtype) for name, x in norms.items()}
         # `+ 0` copies, since the next step donates the state's own counters.
+        metrics |= {} if state.empty_batches is None else {"empty_batches": state.empty_batches + 0}
         return state, metrics | {"skipped": state.skipped + 0, "skipped_in_a_row": state.skipped_in_a_row + 0}
 
     return Step(run, optimizer.rate)

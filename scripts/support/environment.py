@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
 from support.flags import given
+from support.stopping import end_at_interrupt
 from support.user_folder import share_programs
 
 
@@ -21,6 +22,7 @@ def prepare(
     `--simulate N` among the arguments makes the CPU act as N devices, and `--check-shapes` has shapes and types of all
     calls of eqformer checked, which is decided when it is imported.
     """
+    end_at_interrupt()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # characters that the terminal cannot show are escaped
             stream.reconfigure(errors="backslashreplace")

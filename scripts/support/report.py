@@ -36,16 +36,19 @@ def figures(last: Mapping[str, Any]) -> str:
     return f"loss {last['loss']:.3f}{validation}  rate {last['learning_rate']:.2e}  {speed(last)}"
 
 
-def closing(recipe: Recipe, directory: RunDirectory, done: int, skipped: int, last: Mapping[str, Any]) -> str:
+def closing(
+    recipe: Recipe, directory: RunDirectory, done: int, skipped: int, empty: int, last: Mapping[str, Any]
+) -> str:
     """Five lines: the work done, the losses, the files, and how to sample; or one line for a run that was stopped."""
     if done < recipe.steps:
         return f"stopped at step {done} of {recipe.steps}; the checkpoint is saved, the same command goes on"
     tokens = done * recipe.batch * recipe.seq
+    without = f", {empty} batches without any weight" if empty else ""
     sample = f"--run-dir {directory.path} --prompt {json.dumps(recipe.prompt)} --tokens 300 --temperature 0.8 --seed 0"
     sample += " --trust-recipe" if needs_code(recipe) else ""
     return "\n".join(
         (
-            f"trained    {done} steps, {tokens:,} tokens, {skipped} steps skipped; {speed(last)}",
+            f"trained    {done} steps, {tokens:,} tokens, {skipped} steps skipped{without}; {speed(last)}",
             f"loss       {last['loss']:.3f} nats a token in training; validation {last['validation_loss']:.3f} nats, "
             f"{last['validation_bits_per_byte']:.3f} bits a byte, {last['validation_accuracy']:.0%} of tokens right",
             f"checkpoint {directory.checkpoints / str(done)}",

@@ -19,6 +19,7 @@ from rich.table import Column
 
 from eqformer import reason_and_fix
 from eqformer.training import CheckpointError, DivergedError
+from support.stopping import interruptible
 
 
 # Called with the steps done, the metrics as text, and whether they are of this step.
@@ -107,10 +108,14 @@ def warn(text: str) -> None:
 
 @contextmanager
 def one_message() -> Iterator[None]:
-    """Run a script: bad input ends it with one message and exit code 2; a closed pipe silently, with SIGPIPE's."""
+    """Run a script: bad input ends it with one message and exit code 2, Ctrl-C with one line and 130.
+
+    A closed pipe ends it silently, with SIGPIPE's status.
+    """
     try:
         try:
-            yield
+            with interruptible():
+                yield
         except (ValueError, OSError, ImportError, CheckpointError, DivergedError, JaxRuntimeError) as error:
             if isinstance(error, BrokenPipeError) and _unread():
                 raise

@@ -110,7 +110,8 @@ class Trainer:
                         checkpointer.wait()  # so that all processes go back to the same checkpoint
                         raise
                     checkpointer.wait()
-            screen.note(closing(recipe, self.directory, run.step, int(run.state.skipped), self.last))
+            counts = int(run.state.skipped), int(run.state.empty_batches)
+            screen.note(closing(recipe, self.directory, run.step, *counts, self.last))
 
     def _begin(self) -> None:
         """Write the recipe and what belongs to it: the first files of the run, once nothing can be refused any more."""

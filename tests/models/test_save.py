@@ -32,6 +32,7 @@ def test_a_folder_goes_back_out_with_all_it_came_with(tmp_path):
     assert models.read_config(out) == models.read_config(tmp_path)
     again = jax.tree.leaves(models.load(out)), jax.tree.leaves(models.load(tmp_path))
     assert all(np.array_equal(one, other) for one, other in zip(*again, strict=True))
+    assert {path.stat().st_mode for path in out.iterdir()} == {(tmp_path / "notes.md").stat().st_mode}
     (tmp_path / "model.safetensors").unlink()  # as of the copy that a run has of what it began from
     models.save(models.load(out), tmp_path / "once more", like=tmp_path)
     assert load_file(tmp_path / "once more" / "model.safetensors").keys() == load_file(out / "model.safetensors").keys()

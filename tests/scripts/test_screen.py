@@ -55,3 +55,28 @@ def test_a_connection_that_ended_is_named_and_is_no_process_of_the_run(error, ca
         raise error
     errors = capfd.readouterr().err
     assert end.value.code == 2 and errors.startswith("error: ") and error.strerror in errors and "process" not in errors
+
+
+def test_an_interrupt_ends_a_script_with_one_line(capfd):
+    with pytest.raises(SystemExit) as end, one_message():
+        raise KeyboardInterrupt
+    assert end.value.code == 130 and capfd.readouterr().err == "stopped by Ctrl-C\n"
+
+
+# Before the script's own work, in it, in what it ends with, twice, and after it.
+INTERRUPTS = {
+    "stop()": 1,
+    "with stopping.interruptible(): stop()": 1,
+    "with stopping.interruptible():\n  try: stop()\n  finally: stop()": 1,
+    "try:\n  with stopping.interruptible(): stop()\nfinally: stop()": 1,
+    "with stopping.interruptible(): pass\nstop()": 1,
+    "with stopping.interruptible(): pass": 0,  # the control
+}
+
+
+def test_an_interrupt_at_any_time_is_one_line_and_no_traceback():
+    start = f"import os, signal, sys; sys.path.insert(0, {str(SCRIPTS)!r}); from support import stopping\n"
+    start += "stopping.end_at_interrupt()\nstop = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
+    for code, lines in INTERRUPTS.items():
+        done = subprocess.run([command("")[0], "-c", start + code], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (130 * lines, "stopped by Ctrl-C\n" * lines), code

@@ -1,5 +1,6 @@
 """Checkpoints that are whole or refused, whatever is damaged, full or killed."""
 
+import dataclasses
 import os
 import resource
 import shutil
@@ -16,7 +17,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from eqformer import training
+from eqformer import models, parallel, training
+
+
+_KEY = jax.random.key(0)
 
 
 class State(eqx.Module):
@@ -360,3 +364,15 @@ def test_a_checkpoint_is_bound_to_its_step_and_its_run(tmp_path):
             ):
                 read(name)
     assert ours.metadata(28)["run"] == "aa"  # the control
+
+
+def test_a_checkpoint_from_before_empty_batches_were_counted_is_restored_with_none_of_them(tmp_path):
+    plan = parallel.Plan(parallel.make_mesh(devices=jax.devices()[:1]))
+    build = lambda: models.build(dataclasses.replace(models.preset("llama-byte-1m"), embed=16, layers=1), key=_KEY)
+    states = training.PlannedState(build, training.optimizer("sgd", jax.eval_shape(build), rate=0.1), plan)
+    state = eqx.tree_at(lambda s: s.skipped, states.init(), jnp.int32(3))
+    with training.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(eqx.tree_at(lambda s: s.empty_batches, state, None), 1, {})
+        checkpointer.save(eqx.tree_at(lambda s: s.empty_batches, state, jnp.int32(7)), 2, {})
+    counts = lambda step: [(int(s.skipped), int(s.empty_batches)) for s, _ in [states.restore(checkpointer, step)]]
+    assert counts(1) == [(3, 0)] and counts(2) == [(3, 7)]

@@ -55,7 +55,7 @@ def test_other_dtypes_have_no_scale(make_model):
             len(jax.tree.leaves(training.init_state(model, training.optimizer("sgd", model, rate=0.1))))
             == len(jax.tree.leaves(model))
             + len(jax.tree.leaves(training.optimizer("sgd", model, rate=0.1).init(model)))
-            + 3
+            + 4
         )
     of_half = loss_scale([jnp.ones(2, jnp.float16)])
     assert of_half is not None and of_half.value == 2**16

@@ -92,9 +92,7 @@ def test_the_norm_is_exact_and_reported_before_clipping(quadratic):
     np.testing.assert_allclose(state.model.weight, [1.5, 2.0], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "bad", [([np.nan, 1.0], 1.0), ([np.inf, 1.0], 1.0), ([1e30, 1e30], 1.0), ([1.0, 1.0], np.nan), ([1.0, 1.0], 0.0)]
-)
+@pytest.mark.parametrize("bad", [([np.nan, 1.0], 1.0), ([np.inf, 1.0], 1.0), ([1e30, 1e30], 1.0), ([1.0, 1.0], np.nan)])
 def test_a_step_that_is_not_finite_changes_nothing(quadratic, bad):
     make, batch, optimizer, step, _ = quadratic
     state, _ = step(training.init_state(make(), optimizer), batch([1.0, -2.0]))
@@ -106,6 +104,24 @@ def test_a_step_that_is_not_finite_changes_nothing(quadratic, bad):
     assert (int(state.step), int(metrics["skipped"]), int(metrics["skipped_in_a_row"])) == (3, 1, 0)
     assert any((a != b).any() for a, b in zip(leaves(state.model), before))  # the control: a good step does change
     assert state.model.note == "kept" and int(state.model.number) == 7
+
+
+def test_batches_without_any_weight_change_nothing_and_are_counted_by_themselves(quadratic):
+    make, batch, optimizer, step, _ = quadratic
+    state, _ = step(training.init_state(make(), optimizer), batch([1.0, -2.0]))
+    state, metrics = step(state, batch([np.nan, 0.0]))
+    before = leaves((state.model, state.optimizer_state))
+    counts = lambda metrics: [int(metrics[name]) for name in ("skipped", "skipped_in_a_row", "empty_batches")]
+    for number in range(3):
+        state, metrics = step(state, batch([1.0, 1.0], 0.0))
+        training.check_finite(metrics, limit=2)
+        assert counts(metrics) == [1, 1, number + 1]
+    assert_same_bits((state.model, state.optimizer_state), before)
+    state, metrics = step(state, batch([np.nan, 0.0]))
+    assert counts(metrics) == [2, 2, 3]  # the control: those that are not finite end a run, whatever lies between
+    with pytest.raises(training.DivergedError, match="2 steps in a row"):
+        training.check_finite(metrics, limit=2)
+    assert counts(step(state, batch([1.0, -2.0]))[1]) == [2, 0, 3]
 
 
 @pytest.mark.quick
