@@ -15,6 +15,11 @@ from ._kinds import converted, described_kind, fits, shown
 class Entry(abc.ABC):
     """A line of a family's table of attributes."""
 
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Values of attributes that are missing, for whatever entry reads them."""
+        return {}
+
     @abc.abstractmethod
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """The config's fields, from the configuration; raises a `ValueError` for what the family does not support."""
@@ -35,7 +40,9 @@ def read_entries(entries: Iterable[Entry], published: PublishedConfig, kinds: Ma
 
     Raises a `ValueError` that names the attribute for a value that is not of its field's kind, of `kinds`.
     """
-    fields = dict[str, Any]()
+    fields, entries = dict[str, Any](), tuple(entries)
+    for entry in entries:
+        published.declare(entry.defaults)
     for entry in entries:
         before = published.taken
         for name, value in entry.read(published).items():
@@ -68,6 +75,12 @@ class Attribute(Entry):
         for name in reversed(self._published):
             value = published.take(name, value)
         return {self.name: value}
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """The default of the attribute, unless there must be one or it has several names."""
+        is_known = self.default is not REQUIRED and len(self._published) == 1
+        return {self._published[0]: self.default} if is_known else {}
 
     def write(self, config: Any) -> dict[str, Any]:
         """Its attribute."""

@@ -63,6 +63,11 @@ class PublishedConfig:
 
     def __init__(self, values: Mapping[str, Any], source: str, reader: str = "this family"):
         self._values, self.source, self._reader, self._taken = dict(values), source, reader, list[str]()
+        self._defaults = dict[str, Any]()
+
+    def declare(self, defaults: Mapping[str, Any]) -> None:
+        """State what attributes are where they are missing, for readers that name no default of their own."""
+        self._defaults |= defaults
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
         """The attribute's value, or the default where it is null; without a default, None.
@@ -71,6 +76,7 @@ class PublishedConfig:
         since for transformers that is false.
         """
         self._taken.append(name)
+        default = self._defaults.get(name, REQUIRED) if default is REQUIRED else default
         if name not in self._values and default is REQUIRED:
             self.refuse(f"the configuration has no {name!r}, which {self._reader} needs.")
         value = self._values.get(name, default)
@@ -98,7 +104,8 @@ class PublishedConfig:
     def read(self, name: str, kind: Any, default: Any = REQUIRED) -> Any:
         """Return the attribute's value, which must be of a kind (see `_kinds`), or the default where it is null."""
         value = self.take(name, default)
-        return value if value is default else self.checked(name, value, kind)
+        has_default = default is not REQUIRED or name in self._defaults
+        return value if has_default and self._values.get(name) is None else self.checked(name, value, kind)
 
     def checked(self, name: str, value: Any, kind: Any) -> Any:
         """Return an attribute's value, which must be of a kind; raises a `ValueError` that names the attribute."""
@@ -138,7 +145,8 @@ class PublishedConfig:
 
     def nullable(self, name: str, missing: Any) -> Any:
         """The attribute's value; None where it is null, which says that there is no such thing, and not `missing`."""
-        return self.take(name) if name in self._values else self.take(name, missing)
+        self._taken.append(name)
+        return self._values.get(name, missing)
 
     def expect(self, name: str, *allowed: Any) -> None:
         """Refuse any value but these; the first is the default."""

@@ -61,7 +61,7 @@ BAMBA = Family(
     "BambaForCausalLM",
     "bamba",
     (
-        *decoder_attributes(kv_heads=8),
+        *decoder_attributes(kv_heads=8, max_seq=262_144),
         *MAMBA_ATTRIBUTES,
         ListedLayers("attention_layers", "attn_layer_indices", lambda published, layers: ()),
         RotaryFraction(0.5, inside=True),

@@ -70,7 +70,7 @@ COHERE = Family(
     "CohereForCausalLM",
     "cohere",
     (
-        *decoder_attributes(RotaryPositions(500_000.0), eps="layer_norm_eps", tied=True),
+        *decoder_attributes(RotaryPositions(500_000.0), eps="layer_norm_eps", tied=True, max_seq=8192),
         Attribute("bias", "attention_bias", False),
         Attribute("qk_norm", "use_qk_norm", False),
         Attribute("logit_scale", "logit_scale", 0.0625),

@@ -88,6 +88,7 @@ def decoder_attributes(
     eps: str = "rms_norm_eps",
     tied: bool = False,
     mlp: str = "intermediate_size",
+    max_seq: int = 2048,
 ) -> tuple[Entry, ...]:
     """The fields of a `DecoderConfig`.
 
@@ -98,6 +99,7 @@ def decoder_attributes(
         eps: The attribute that says what norms add.
         tied: Whether it ties the head to the table.
         mlp: The attribute that says hidden features.
+        max_seq: What it takes for the longest rows.
     """
     return (
         *(*SIZES, Count("mlp", mlp)),
@@ -106,7 +108,7 @@ def decoder_attributes(
         rotary,
         Attribute("eps", eps),
         Attribute("tied", "tie_word_embeddings", tied),
-        Attribute("max_seq", "max_position_embeddings", 2048),
+        Attribute("max_seq", "max_position_embeddings", max_seq),
     )
 
 

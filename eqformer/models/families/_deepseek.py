@@ -181,9 +181,15 @@ _FIRST_DENSE = Unpublished("dense_layers", (), "none but the first layers are de
 
 
 def latent_attributes(
-    positions: Entry = SharpenedRotaryPositions(), mixtures: Entry = _FIRST_DENSE
+    positions: Entry = SharpenedRotaryPositions(), mixtures: Entry = _FIRST_DENSE, *, max_seq: int
 ) -> tuple[Entry, ...]:
-    """The fields of a `LatentConfig`; `positions` are those of rotary positions, `mixtures` of later dense layers."""
+    """Return the entries of a `LatentConfig`.
+
+    Args:
+        positions: The entry of rotary positions.
+        mixtures: The entry of later dense layers.
+        max_seq: What transformers takes for the longest rows where nothing is said.
+    """
     return (
         *(*SIZES, WIDTH, AsManyKeyHeads(), positions, *SHARED_ATTRIBUTES, mixtures),
         Count("latent", "kv_lora_rank"),
@@ -193,7 +199,7 @@ def latent_attributes(
         Count("v_dim", "v_head_dim"),
         Attribute("eps", "rms_norm_eps"),
         Attribute("tied", "tie_word_embeddings", False),
-        Attribute("max_seq", "max_position_embeddings", 2048),
+        Attribute("max_seq", "max_position_embeddings", max_seq),
         Activation(),
         Attribute("bias", "attention_bias", False),
         Expect("moe_layer_freq", 1),

@@ -67,7 +67,7 @@ DEEPSEEK_V2 = Family(
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
     (
-        *latent_attributes(),
+        *latent_attributes(max_seq=2048),
         _Method(),
         Attribute("balance", ("router_aux_loss_coef", "aux_loss_alpha"), 0.001, written=("aux_loss_alpha",)),
         Expect("scoring_func", "softmax"),

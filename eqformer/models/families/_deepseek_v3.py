@@ -55,7 +55,7 @@ DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     (
-        *latent_attributes(),
+        *latent_attributes(max_seq=4096),
         Attribute("normalise", "norm_topk_prob", True),
         Attribute("interleaved", "rope_interleave", True),
         Attribute("balance", "router_aux_loss_coef", 0.0001),

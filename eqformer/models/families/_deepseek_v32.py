@@ -61,7 +61,6 @@ def build_deepseek_v32(
 
 
 DSA_ATTRIBUTES: tuple[Entry, ...] = (
-    *latent_attributes(mixtures=LayerMixtures()),
     AllLayers("layer_types", "indexed_attention"),
     Count("q_latent", "q_lora_rank"),
     Count("index_heads", "index_n_heads"),
@@ -109,7 +108,7 @@ DEEPSEEK_V32 = Family(
     _PRESETS,
     "DeepseekV32ForCausalLM",
     "deepseek_v32",
-    (*DSA_ATTRIBUTES, *_EACH_CHOOSES),
+    (*latent_attributes(mixtures=LayerMixtures(), max_seq=163_840), *DSA_ATTRIBUTES, *_EACH_CHOOSES),
     DSA_WEIGHTS,
     predictor=BEHIND,
 )

@@ -51,7 +51,7 @@ ERNIE45 = Family(
     "Ernie4_5ForCausalLM",
     "ernie4_5",
     (
-        *decoder_attributes(RotaryPositions(500_000.0), kv_heads=2, tied=True),
+        *decoder_attributes(RotaryPositions(500_000.0), kv_heads=2, tied=True, max_seq=131_072),
         StatedHeadSize(128),
         Attribute("bias", "use_bias", False),
         Activation(),

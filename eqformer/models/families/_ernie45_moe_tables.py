@@ -25,7 +25,7 @@ class _LastMixture(Entry):
 
 
 ATTRIBUTES: tuple[Entry, ...] = (
-    *decoder_attributes(RotaryPositions(500_000.0), kv_heads=4, tied=True),
+    *decoder_attributes(RotaryPositions(500_000.0), kv_heads=4, tied=True, max_seq=131_072),
     Attribute("bias", "use_bias", False),
     Count("expert_mlp", "moe_intermediate_size", 1536),
     # Of two names transformers reads the second last, so that it counts.

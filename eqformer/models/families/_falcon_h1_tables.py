@@ -42,7 +42,7 @@ _SCALES = {
     "logit_scale": "lm_head_multiplier",
 }
 ATTRIBUTES: tuple[Entry, ...] = (
-    *decoder_attributes(kv_heads=8),
+    *decoder_attributes(kv_heads=8, max_seq=8192),
     *STATED_MAMBA_ATTRIBUTES,
     *(Attribute(name, published, 1.0) for name, published in _SCALES.items()),
     Scales("net_scales", "ssm_multipliers", 5),

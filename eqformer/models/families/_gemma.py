@@ -73,7 +73,7 @@ GEMMA = Family(
     "GemmaForCausalLM",
     "gemma",
     (
-        *decoder_attributes(head_dim=256, tied=True),
+        *decoder_attributes(head_dim=256, tied=True, kv_heads=16, max_seq=8192),
         EitherActivation("gelu_pytorch_tanh"),
         Attribute("bias", "attention_bias", False),
         Expect("use_bidirectional_attention", False, written=False),

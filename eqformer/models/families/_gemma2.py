@@ -90,7 +90,7 @@ GEMMA2 = Family(
     "Gemma2ForCausalLM",
     "gemma2",
     (
-        *decoder_attributes(head_dim=256, kv_heads=4, tied=True),
+        *decoder_attributes(head_dim=256, kv_heads=4, tied=True, max_seq=8192),
         Windows(4096, Period(2, but=True)),
         Attribute("query_scalar", "query_pre_attn_scalar", 256),
         Nullable("score_softcap", "attn_logit_softcapping", 50.0),

@@ -105,7 +105,7 @@ GEMMA3 = Family(
     "Gemma3ForCausalLM",
     "gemma3_text",
     (
-        *decoder_attributes(RotaryByType(1e6, 10_000.0), head_dim=256, kv_heads=4, tied=True),
+        *decoder_attributes(RotaryByType(1e6, 10_000.0), head_dim=256, kv_heads=4, tied=True, max_seq=131_072),
         Windows(4096, Period(6, ("sliding_window_pattern",), but=True)),
         Attribute("query_scalar", "query_pre_attn_scalar", 256),
         Attribute("logit_softcap", "final_logit_softcapping", None),

@@ -92,7 +92,7 @@ GEMMA4 = Family(
     "Gemma4ForCausalLM",
     "gemma4_text",
     (
-        *decoder_attributes(PositionsByType(), head_dim=256, kv_heads=4, tied=True),
+        *decoder_attributes(PositionsByType(), head_dim=256, kv_heads=4, tied=True, max_seq=131_072),
         *(GlobalWindows(), GlobalHeads(), MaybeExperts()),
         Attribute("logit_softcap", "final_logit_softcapping", None),
         Attribute("bias", "attention_bias", False),

@@ -57,7 +57,7 @@ GLM4 = Family(
     "Glm4ForCausalLM",
     "glm4",
     (
-        *decoder_attributes(head_dim=128, kv_heads=2),
+        *decoder_attributes(head_dim=128, kv_heads=2, max_seq=131_072),
         RotaryFraction(0.5),
         Attribute("bias", "attention_bias", True),
         Activation(),

@@ -92,7 +92,7 @@ GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
     "glm4_moe",
     (
-        *decoder_attributes(kv_heads=8),
+        *decoder_attributes(kv_heads=8, max_seq=131_072),
         *SHARED_ATTRIBUTES,
         RotaryFraction(0.5),
         Attribute("normalise", "norm_topk_prob", True),

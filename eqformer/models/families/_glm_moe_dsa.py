@@ -12,7 +12,7 @@ from .._family import Family
 from .._kinds import Index, Length, NotNegative, Positive, Size
 from .._layer_attributes import layers_of
 from .._predictors import BEHIND
-from ._deepseek import LatentKind
+from ._deepseek import latent_attributes, LatentKind, LayerMixtures
 from ._deepseek_v32 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_BYTE, DSA_WEIGHTS
 from ._pattern import Together
 
@@ -93,7 +93,12 @@ GLM_MOE_DSA = Family(
     _PRESETS,
     "GlmMoeDsaForCausalLM",
     "glm_moe_dsa",
-    (*DSA_ATTRIBUTES, ReadingLayers(), Expect("indexer_rope_interleave", True, written=False)),
+    (
+        *latent_attributes(mixtures=LayerMixtures(), max_seq=202_752),
+        *DSA_ATTRIBUTES,
+        ReadingLayers(),
+        Expect("indexer_rope_interleave", True, written=False),
+    ),
     DSA_WEIGHTS,
     predictor=BEHIND,
 )

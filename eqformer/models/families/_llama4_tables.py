@@ -8,7 +8,7 @@ from ._mixtures import stacked_mixture_weights
 
 
 ATTRIBUTES: tuple[Entry, ...] = (
-    *decoder_attributes(RotaryPositions(500_000.0), head_dim=128, kv_heads=8),
+    *decoder_attributes(RotaryPositions(500_000.0), head_dim=128, kv_heads=8, max_seq=131_072),
     Attribute("dense_mlp", "intermediate_size_mlp", 16_384),
     Count("experts", "num_local_experts", 16),
     Count("top_k", "num_experts_per_tok", 1),

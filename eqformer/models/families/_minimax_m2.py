@@ -77,7 +77,7 @@ MINIMAX_M2 = Family(
     "MiniMaxM2ForCausalLM",
     "minimax_m2",
     (
-        *decoder_attributes(RotaryPositions(5_000_000.0), head_dim=128, kv_heads=8),
+        *decoder_attributes(RotaryPositions(5_000_000.0), head_dim=128, kv_heads=8, max_seq=196_608),
         _Rotated(1.0),
         Count("experts", ("num_local_experts", "num_experts"), 256),
         Count("top_k", "num_experts_per_tok", 8),

@@ -65,7 +65,7 @@ MINISTRAL3 = Family(
     "Ministral3ForCausalLM",
     "ministral3",
     (
-        *decoder_attributes(GrowingPositions(), kv_heads=8),
+        *decoder_attributes(GrowingPositions(), kv_heads=8, max_seq=262_144),
         StatedHeadSize(128),
         Attribute("window", "sliding_window", None),
         Activation(),

@@ -56,7 +56,7 @@ MISTRAL = Family(
     _PRESETS,
     "MistralForCausalLM",
     "mistral",
-    (*decoder_attributes(kv_heads=8), Nullable("window", "sliding_window", 4096), Activation()),
+    (*decoder_attributes(kv_heads=8, max_seq=131_072), Nullable("window", "sliding_window", 4096), Activation()),
     LLAMA_WEIGHTS,
     towers=(Tower("mistral3"),),
 )

@@ -92,7 +92,7 @@ MISTRAL4 = Family(
     "Mistral4ForCausalLM",
     "mistral4",
     (
-        *latent_attributes(GrowingPositions(_POSITIONS)),
+        *latent_attributes(GrowingPositions(_POSITIONS), max_seq=1_048_576),
         _RotatedPart(),
         Attribute("normalise", "norm_topk_prob", True),
         Attribute("interleaved", "rope_interleave", True),

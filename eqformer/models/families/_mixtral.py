@@ -73,7 +73,7 @@ MIXTRAL = Family(
     "MixtralForCausalLM",
     "mixtral",
     (
-        *decoder_attributes(RotaryPositions(1e6), kv_heads=8),
+        *decoder_attributes(RotaryPositions(1e6), kv_heads=8, max_seq=131_072),
         Count("experts", "num_local_experts", 8),
         Count("top_k", "num_experts_per_tok", 2),
         Attribute("window", "sliding_window", None),

@@ -107,7 +107,7 @@ MUSE_GLIMMER = Family(
     "MuseGlimmerForCausalLM",
     "muse_glimmer_text",
     (
-        *decoder_attributes(PositionsByLayer(), head_dim=128, kv_heads=2),
+        *decoder_attributes(PositionsByLayer(), head_dim=128, kv_heads=2, max_seq=131_072),
         NullableWindows(2048, lambda _, layers: {*range(layers)} - {*_from_the_last(layers)}),
         Attribute("query_scale", "qk_scale_factor", 3.87),
         Attribute("output_eps", "post_norm_eps", 1e-8),

@@ -64,7 +64,7 @@ OLMOE = Family(
     "OlmoeForCausalLM",
     "olmoe",
     (
-        *decoder_attributes(),
+        *decoder_attributes(max_seq=4096),
         *choice_attributes(64, 8, balance=0.01),
         Attribute("bias", "attention_bias", False),
         Activation(),

@@ -78,7 +78,7 @@ PHI3 = Family(
     "Phi3ForCausalLM",
     "phi3",
     (
-        *decoder_attributes(LongRotaryPositions()),
+        *decoder_attributes(LongRotaryPositions(), max_seq=4096),
         RotaryFraction(),
         Attribute("window", "sliding_window", None),
         Activation(),

@@ -65,6 +65,6 @@ QWEN2 = Family(
     _PRESETS,
     "Qwen2ForCausalLM",
     "qwen2",
-    (*decoder_attributes(), LateWindows(4096, 28), Activation()),
+    (*decoder_attributes(kv_heads=32, max_seq=32_768), LateWindows(4096, 28), Activation()),
     LLAMA_WEIGHTS,
 )

@@ -77,7 +77,7 @@ QWEN2_MOE = Family(
     "Qwen2MoeForCausalLM",
     "qwen2_moe",
     (
-        *decoder_attributes(),
+        *decoder_attributes(kv_heads=16, max_seq=32_768),
         *mixture_attributes(60, 4),
         SwitchedWindows(4096, _every_other),
         Attribute("bias", "qkv_bias", True),

@@ -67,11 +67,11 @@ QWEN3 = Family(
     "Qwen3ForCausalLM",
     "qwen3",
     (
-        *decoder_attributes(head_dim=128),
+        *decoder_attributes(head_dim=128, kv_heads=32, max_seq=32_768),
         Attribute("bias", "attention_bias", False),
         LateWindows(4096, 28),
         Activation(),
     ),
     LLAMA_WEIGHTS,
-    towers=(Tower("qwen3_vl", "qwen3_vl_text", {"rope_theta": 500_000.0}),),
+    towers=(Tower("qwen3_vl", "qwen3_vl_text", {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}),),
 )

@@ -61,7 +61,7 @@ QWEN3_5 = Family(
     _PRESETS,
     "Qwen3_5ForCausalLM",
     "qwen3_5_text",
-    (*decoder_attributes(QWEN35_POSITIONS, head_dim=256, kv_heads=4), *QWEN35_ATTRIBUTES),
+    (*decoder_attributes(QWEN35_POSITIONS, head_dim=256, kv_heads=4, max_seq=32_768), *QWEN35_ATTRIBUTES),
     (*QWEN35_WEIGHTS, *GATED),
     predictor=BESIDE,
     towers=(Tower("qwen3_5"),),

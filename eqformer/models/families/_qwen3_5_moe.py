@@ -71,7 +71,7 @@ QWEN3_5_MOE = Family(
     "Qwen3_5MoeForCausalLM",
     "qwen3_5_moe_text",
     (
-        *decoder_attributes(QWEN35_POSITIONS, head_dim=256, kv_heads=2, mlp="moe_intermediate_size"),
+        *decoder_attributes(QWEN35_POSITIONS, head_dim=256, kv_heads=2, mlp="moe_intermediate_size", max_seq=32_768),
         *QWEN35_ATTRIBUTES,
         Attribute("shared_mlp", "shared_expert_intermediate_size", 512),
         Count("experts", ("num_experts", "num_local_experts"), 256),

@@ -58,7 +58,7 @@ _PRESETS = {
 
 # What transformers takes in the text model of Qwen3-VL's mixtures.
 _MISSING = {"num_key_value_heads": 16, "moe_intermediate_size": 1408, "num_local_experts": 60, "num_experts_per_tok": 4}
-_MISSING |= {"rope_theta": 500_000.0}
+_MISSING |= {"rope_theta": 500_000.0, "max_position_embeddings": 128_000, "head_dim": 128}
 QWEN3_MOE = Family(
     "qwen3_moe",
     Qwen3MoEConfig,
@@ -67,7 +67,7 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
     (
-        *decoder_attributes(kv_heads=4),
+        *decoder_attributes(kv_heads=4, max_seq=32_768),
         *mixture_attributes(128, 8),
         SwitchedWindow(4096),
         Attribute("bias", "attention_bias", False),

@@ -75,7 +75,7 @@ QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM",
     "qwen3_next",
     (
-        *decoder_attributes(head_dim=256, kv_heads=2),
+        *decoder_attributes(head_dim=256, kv_heads=2, max_seq=32_768),
         *mixture_attributes(512, 10, normalise=True),
         *NET_ATTRIBUTES,
         Attribute("shared_mlp", "shared_expert_intermediate_size", 512),

@@ -53,7 +53,7 @@ SEED_OSS = Family(
     "SeedOssForCausalLM",
     "seed_oss",
     (
-        *decoder_attributes(kv_heads=8),
+        *decoder_attributes(kv_heads=8, max_seq=524_288),
         StatedHeadSize(128),
         Attribute("bias", "attention_bias", True),
         Attribute("output_bias", "attention_out_bias", False),

@@ -66,7 +66,7 @@ SMOLLM3 = Family(
     "SmolLM3ForCausalLM",
     "smollm3",
     (
-        *decoder_attributes(RotaryPositions(2_000_000.0), kv_heads=4, tied=True),
+        *decoder_attributes(RotaryPositions(2_000_000.0), kv_heads=4, tied=True, max_seq=32_768),
         NoRotaryLayers(),
         SwitchedWindows(None, NoRotaryLayers()),
         Activation(),
