@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -78,12 +79,14 @@ class ArgumentRule:
     is_open: bool
     """Whether the annotation has other options, of which nothing is known here."""
     is_optional: bool
+    has_integers: bool
+    """Whether it may be a sequence of integers beside; floats in it would be cut off."""
 
 
 def argument_rules(annotations: Mapping[str, Any]) -> dict[str, ArgumentRule]:
     """The rules of those arguments whose annotations name arrays or classes of checked fields."""
     rules = {name: _argument_rule(annotation) for name, annotation in annotations.items()}
-    return {name: rule for name, rule in rules.items() if rule.arrays or rule.classes}
+    return {name: rule for name, rule in rules.items() if rule.arrays or rule.classes or rule.has_integers}
 
 
 def check_arguments(
@@ -166,7 +169,7 @@ def _argument_rule(annotation: Any) -> ArgumentRule:
     classes = [option for option in options if isinstance(option, type) and _RULES in option.__dict__]
     others = [option for option in options if option not in (*arrays, *classes, type(None))]
     unlike = dict.fromkeys(_array_rule(option) for option in arrays)  # jax's and numpy's arrays have one rule
-    return ArgumentRule(tuple(unlike), tuple(classes), bool(others), type(None) in options)
+    return ArgumentRule(tuple(unlike), tuple(classes), bool(others), type(None) in options, Sequence[int] in options)
 
 
 def _array_rule(annotation: Any) -> ArrayRule:
@@ -181,6 +184,10 @@ def _check_argument(call: str, name: str, value: Any, rule: ArgumentRule, sizes:
     is_array = dtype is not None
     if isinstance(value, rule.classes):
         _check_fields(call, name, value, sizes)
+    elif value is not None and rule.has_integers and not (is_array and rule.arrays):
+        array = np.asarray(value)
+        if array.size and array.dtype.kind in "fcSU":
+            raise ValueError(f"{call}({name}={value!r:.60}): it holds {array.dtype}; give integers.")
     elif (value is None and rule.is_optional) or (rule.is_open and not (is_array and rule.arrays)):
         return
     elif not rule.arrays:

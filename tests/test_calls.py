@@ -12,6 +12,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Int
@@ -19,6 +20,7 @@ from jaxtyping import Int
 import eqformer
 from eqformer import generation, kernels, nn, training
 from eqformer._array_checks import ArrayRule, checked, rules_of
+from eqformer.training import _optimizer
 
 
 LONGEST = 400  # characters of an error
@@ -123,6 +125,52 @@ def complaints() -> tuple[list[str], int]:
 def test_every_public_call_names_a_wrong_array():
     complained, tried = complaints()
     assert complained == [] and tried > 250
+
+
+def model() -> nn.Transformer:
+    """Two layers of attention."""
+    block = lambda key: nn.Block(nn.Residual(nn.Attention(embed=8, heads=2, head_dim=4, key=key)))
+    table = nn.Embedding(vocab=12, embed=8, key=jax.random.key(0))
+    return nn.Transformer(table, (nn.Stack(block, 2, key=jax.random.key(1)),), nn.RMSNorm("embed", embed=8))
+
+
+def test_trees_that_do_not_fit_are_told():
+    """Of a stack's weights, caches and what is trained, whose shapes no annotation has."""
+    whole, ids = model(), jnp.zeros((2, 5), jnp.int32)
+    weight = lambda m: m.stacks[0].blocks.mixer.layer.output.weight
+    tokens, cache = nn.right_padded(jnp.array([5, 3]), 5), whole.init_cache(2, 8)
+    trained = lambda pick: _optimizer.trained_parameters(whole, pick)
+    table = {
+        "Stack(x): blocks.mixer.layer.output.weight has shape (8, 2, 4), but .* 2 layers .* equinox.tree_at": lambda: (
+            eqx.tree_at(weight, whole, weight(whole)[0])(ids)
+        ),
+        "Linear: its weight has the shape (4, 8) in a layer": lambda: eqx.tree_at(
+            lambda m: m.stacks[0].blocks.mixer.layer.query.weight, whole, jnp.zeros((2, 4, 8))
+        )(ids),
+        "Transformer(cache): its keys of shape (2, 3, 2, 8, 4) .* there are (2,); make": lambda: whole(
+            ids, tokens, whole.init_cache(3, 8)
+        ),
+        "takes a tuple of as many caches, and cache is a KVCache": lambda: whole(ids, tokens, cache[0]),
+        "Transformer(tokens of type .*): it must be of the class Tokens; make one, as Tokens(positions)": lambda: whole(
+            ids, typing.cast(nn.Tokens, ids)
+        ),
+        "Optimizer(trained=...): it picks stacks[0].numbers, int32 of shape (2,), which has no gradient": lambda: (
+            trained(lambda m: eqx.filter(m, eqx.is_array))
+        ),
+        "Optimizer(trained=...): for a Transformer it returns a tree like the model": lambda: trained(jax.tree.leaves),
+        "generate(lengths=[1.5, 2]): it holds float64; give integers": lambda: generation.generate(
+            whole, ids, lengths=typing.cast(list, [1.5, 2]), max_new_tokens=2, key=jax.random.key(0)
+        ),
+        "generate(end_of_text=1.5): it holds float64; give integers": lambda: generation.generate(
+            whole, ids, end_of_text=typing.cast(int, 1.5), max_new_tokens=2, key=jax.random.key(0)
+        ),
+    }
+    for rule, call in table.items():
+        with pytest.raises(ValueError, match=re.escape(rule).replace(r"\.\*", ".*")) as caught:
+            call()
+        assert len(str(caught.value)) <= LONGEST
+    whole(ids, tokens, cache)
+    assert trained(training.trainable).stacks[0].numbers is None
 
 
 def test_a_call_without_the_check_is_found(monkeypatch):

@@ -14,7 +14,7 @@ from .._array_checks import checked
 from .._shapes import Array
 from ._decode import decode_until, prefill, Rows, SamplingState, Sizes
 from ._model import Model
-from ._prompts import integers, pad_prompts, PaddedPrompts
+from ._prompts import pad_prompts, PaddedPrompts
 from ._speculative import draft_counts, DraftCounts, DraftStatistics, make_draft, make_step, SpeculativeModel
 from ._transforms import chain, Transform
 
@@ -146,13 +146,13 @@ def make_sampling_state(
     key: Key[jax.Array, ""],
 ) -> SamplingState:
     """Check the sampling arguments of a call against the model and collect them."""
-    ends = np.atleast_1d(integers("end_of_text", _NO_ID if end_of_text is None else end_of_text))
+    ends = np.atleast_1d(np.asarray(_NO_ID if end_of_text is None else end_of_text, np.int32))
     if end_of_text is not None and np.any((ends < 0) | (ends >= model.vocab)):
         raise ValueError(
             f"generate(end_of_text={end_of_text}): the model's {model.vocab} ids are 0 to {model.vocab - 1}; pass one "
             "or some of them, or None to draw all tokens."
         )
-    numbers = np.arange(batch, dtype=np.int32) if examples is None else integers("examples", examples)
+    numbers = np.arange(batch, dtype=np.int32) if examples is None else np.asarray(examples, np.int32)
     if numbers.shape != (batch,):
         raise ValueError(
             f"generate(examples of shape {numbers.shape}): {batch} prompts need {batch} numbers, one each."

@@ -88,14 +88,6 @@ def fit_to_positions(model: Model, prompt: Sequence[int], max_new_tokens: int) -
     return cut, min(max_new_tokens, limit + 1 - len(cut))  # the last new token is never read and needs no position
 
 
-def integers(name: str, values: Any) -> np.ndarray:
-    """Return an argument of `generate` as integers; raise a `ValueError` for floats, which would be cut off."""
-    array = np.asarray(values)
-    if array.size and not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"generate({name}={values}): {name} are whole numbers, and these are {array.dtype}.")
-    return array.astype(np.int32)
-
-
 def _default_chunk(padded: int) -> int:
     """Return the size of a prefill chunk: at most `PREFILL_CHUNK`, with little padding in the last chunk."""
     count = -(-padded // PREFILL_CHUNK)
@@ -124,7 +116,7 @@ def _split_rows(
                 f"generate(prompts of shape {table.shape}): an array of prompts has one row for each; give "
                 "prompts[None] for a single one."
             )
-        counts = [table.shape[1]] * len(table) if lengths is None else integers("lengths", lengths).tolist()
+        counts = [table.shape[1]] * len(table) if lengths is None else [int(n) for n in np.asarray(lengths)]
         if len(counts) != len(table) or any(not 0 <= n <= table.shape[1] for n in counts):
             raise ValueError(
                 f"generate(prompts of shape {table.shape}, lengths={counts}): there must be one length a row, of at "

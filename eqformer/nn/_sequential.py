@@ -33,6 +33,12 @@ def run_layers(
             "one vector for each."
         )
     caches = (None,) * len(layers) if cache is None else cache
+    if not isinstance(caches, tuple | list) or len(caches) != len(layers):
+        given = f"{len(caches)} of them" if isinstance(caches, tuple | list) else f"a {type(caches).__name__}"
+        raise ValueError(
+            f"a call of {len(layers)} layers or stacks takes a tuple of as many caches, and cache is {given}; make it "
+            "by init_cache of the same module."
+        )
     new_caches, auxes = [], []
     per_layer = zip(layers, _split_inputs(tokens, counts), caches, strict=True)
     for number, (layer, layer_tokens, layer_cache) in enumerate(per_layer):
