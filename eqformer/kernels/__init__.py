@@ -14,7 +14,6 @@ from ._platform import (
     cpu_or as cpu_or,
     gpu_capability as gpu_capability,
     gpu_cores as gpu_cores,
-    tpu_or as tpu_or,
     traced_for as traced_for,
     varying_as as varying_as,
     varying_of as varying_of,
@@ -52,11 +51,21 @@ from .attention._reference import (
     soft_capped as soft_capped,
 )
 from .attention._splash import SplashAttention as SplashAttention
-from .cache_write._tpu import is_turned as is_turned, LANES as LANES, writer_of as writer_of
+from .cache_write._call import CacheWriteCall as CacheWriteCall
+from .cache_write._tpu import LayerFill as LayerFill, rounded_slots as rounded_slots, TileWrite as TileWrite
+from .cache_write._write import CACHE_WRITE as CACHE_WRITE, ScatterWrite as ScatterWrite
 from .decode_attention._call import DecodeCall as DecodeCall, StoredArrays as StoredArrays
 from .decode_attention._decode import DECODE_ATTENTION as DECODE_ATTENTION
 from .decode_attention._gpu import FlashDecodingGpu as FlashDecodingGpu
 from .decode_attention._tpu import FlashDecodingTpu as FlashDecodingTpu
+from .recurrent_step._call import (
+    found_state as found_state,
+    RecurrentStepCall as RecurrentStepCall,
+    StateLayout as StateLayout,
+    Step as Step,
+)
+from .recurrent_step._step import RECURRENT_STEP as RECURRENT_STEP, ReferenceStep as ReferenceStep
+from .recurrent_step._tpu import StepTpu as StepTpu
 
 
 blockwise = _blockwise

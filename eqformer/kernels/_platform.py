@@ -1,7 +1,6 @@
 """Platforms that a program is traced for, their capabilities, and the types of kernels under `shard_map`."""
 
 import contextlib
-import functools
 import importlib.util
 import re
 import types
@@ -41,20 +40,6 @@ def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
 def cpu_or(cpu: Callable[..., Any], default: Callable[..., Any], *given: PyTree) -> Any:
     """What `cpu` gives on CPUs and `default` elsewhere, which is traced where something else can be compiled for."""
     return jax.lax.platform_dependent(*given, cpu=cpu, default=default) if compilers() else cpu(*given)
-
-
-def tpu_or(tpu: Callable[..., Any], default: Callable[..., Any], *given: PyTree) -> Any:
-    """What a kernel, `tpu`, gives on TPUs and `default` elsewhere, whose gradients both have."""
-    return _tpu_or((tpu, default), given) if "tpu" in compilers() else default(*given)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _tpu_or(ways: tuple[Callable[..., Any], Callable[..., Any]], given: tuple[PyTree, ...]) -> Any:
-    return jax.lax.platform_dependent(*given, tpu=ways[0], default=ways[1])
-
-
-# A kernel has no derivative, so that gradients are those of the plain way.
-_tpu_or.defjvp(lambda ways, primals, tangents: jax.jvp(ways[1], *primals, *tangents))
 
 
 def typed(function: Callable[..., Any], like: Shaped[Array, "..."]) -> Callable[..., Any]:

@@ -1,7 +1,6 @@
 """Slots of past tokens, preallocated: of all tokens, or of a rolling window; who writes them and who sees them."""
 
 import abc
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int, PyTree
 
 from .._shapes import ArrayOrShape
-from ..kernels import LANES, tpu_or, writer_of
+from ..kernels import CACHE_WRITE, CacheWriteCall, rounded_slots
 from ._dims import dims
 from ._layer_cache import LayerCache, of_layer
 from ._tokens import Tokens
@@ -54,8 +53,8 @@ def empty_slots(batch: Sequence[int], capacity: int) -> Int[Array, "*batch kv_se
 
 
 def slots_for(reach: int, capacity: int) -> int:
-    """Slots for `reach` tokens of at most `capacity`: whole vectors' of more than one, which TPUs read in place."""
-    return min(capacity, reach + -reach % LANES if reach > LANES else reach)
+    """Return the slots for `reach` tokens of at most `capacity`."""
+    return min(capacity, rounded_slots(reach))
 
 
 def counts(x: ArrayOrShape) -> bool:
@@ -83,7 +82,7 @@ def _rolls(node: object) -> bool:
 
 def _widened(cache: SlotCache, slots: int) -> SlotCache:
     was = cache.positions.shape[-1]
-    more = slots_for(was + slots, was + slots + LANES) - was
+    more = rounded_slots(was + slots) - was
 
     def widened(names: str, x: Array) -> Array:
         behind = [(0, more if name == "kv_seq" else 0) for name in names.split()]
@@ -176,7 +175,9 @@ def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int 
     slots = jnp.where(kept, slots, size)
     along = [slots.ndim - 1 + heads] * len(old) + [slots.ndim - 1]
     pairs = zip((*old, cache.positions), (*new, positions), along)
-    stored = tuple(_write(memory, slots, x.astype(memory.dtype), dim, layer) for memory, x, dim in pairs)
+    stored = tuple(
+        CACHE_WRITE(CacheWriteCall(memory, slots, x.astype(memory.dtype), layer, dim)) for memory, x, dim in pairs
+    )
     if cache.rolling and seq > 1:
         # Earlier new tokens may see slots that later ones overwrite, so they attend to the old cache and to each other.
         # What the old one holds of the new positions, after a step back, is overwritten.
@@ -190,22 +191,6 @@ def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int 
         seen = tuple(jnp.concatenate([memory, x.astype(memory.dtype)], axis=dim) for memory, x, dim in pairs)
         return stored, seen
     return stored, tuple(of_layer(memory, layer) for memory in stored)
-
-
-def _write(memory: Array, slots: Int[Array, "*batch seq"], new: Array, dim: int, layer: Int[Array, ""] | None) -> Array:
-    """`memory[row, slot] = new` for each row, or each row's heads; slots, its `dim`, at the capacity are dropped."""
-    of_tpus, plainly = writer_of(memory, dim, layer, slots.shape[-1]), functools.partial(_scattered, dim)
-    given = memory, slots, new, layer
-    return plainly(*given) if of_tpus is None else tpu_or(of_tpus, plainly, *given)
-
-
-def _scattered(dim: int, memory: Array, slots: Array, new: Array, layer: Array | None) -> Array:
-    shape = *new.shape[:dim], slots.shape[-1]
-    of_heads = jnp.broadcast_to(jax.lax.expand_dims(slots, range(slots.ndim - 1, dim)), shape)
-    # All dims up to that of slots are indexed, which is in place everywhere: reshaped, one head's memory is copied.
-    places = [jax.lax.broadcasted_iota(jnp.int32, shape, number) for number in range(dim)]
-    layers = () if layer is None else (jnp.broadcast_to(layer, shape),)
-    return memory.at[(*layers, *places, of_heads)].set(new, mode="drop")
 
 
 def _like(flags: Array, x: Array) -> Array:

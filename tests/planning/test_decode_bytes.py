@@ -9,10 +9,7 @@ import jax
 import pytest
 from compilers import devices_for
 
-from eqformer import generation, models, nn
-from eqformer.kernels.decode_attention import _tpu
-from eqformer.nn import _slots
-from eqformer.nn.recurrent import _states
+from eqformer import generation, kernels, models, nn
 from eqformer.parallel import make_mesh, Plan
 from eqformer.planning import decode_shapes, lowered_decode, moved_bytes
 
@@ -21,6 +18,12 @@ EIGHT = models.LlamaConfig(vocab=4096, embed=4096, layers=2, heads=32, kv_heads=
 # DeepSeek-V3's widths, of which no layer has experts: 128 heads share a latent.
 LATENTS = dataclasses.replace(models.preset("deepseek-v3"), vocab=4096, layers=2, first_dense=2)
 SEVENTY = models.LlamaConfig(vocab=4096, embed=8192, layers=2, heads=64, kv_heads=8, mlp=28672)
+
+
+def refuse(monkeypatch, *implementations: type[kernels.Implementation]) -> None:
+    """Let implementations refuse every call, as if they were not there."""
+    for implementation in implementations:
+        monkeypatch.setattr(implementation, "supports", lambda *_: "not here")
 
 
 def moved(
@@ -78,7 +81,7 @@ def test_gpus_read_latents_once_for_all_heads():
 def test_tpus_read_latents_once_in_a_stack(monkeypatch):
     """By a kernel that is given the stack's array; before, they were read twice: 1.65 of what a step needs."""
     assert moved("tpu", config=LATENTS, rows=64, devices=8) < 1.12
-    monkeypatch.setattr(_tpu, "kernel_has", lambda *_: False)
+    refuse(monkeypatch, kernels.FlashDecodingTpu)
     assert moved("tpu", config=LATENTS, rows=64, devices=8) > 1.6
 
 
@@ -94,7 +97,7 @@ def test_tpus_write_caches_of_8_bits_in_place(name, monkeypatch):
     """By a kernel; XLA's own scatter copies the whole stack's cache in each layer, but for channels of one vector."""
     given: Any = {"config": NARROW[name], "rows": 64, "devices": 8, "memory": "int8"}
     assert moved("tpu", **given) < 1.12
-    monkeypatch.setattr(_slots, "writer_of", lambda *_: None)
+    refuse(monkeypatch, kernels.TileWrite, kernels.LayerFill)
     assert moved("tpu", **given) > 20
 
 
@@ -104,7 +107,7 @@ def test_tpus_write_prompts_in_place(memory, monkeypatch):
     deep = dataclasses.replace(NARROW["heads of 64 channels"], layers=16)  # whose cache fits no vector memory
     given: Any = {"config": deep, "rows": 16, "devices": 8, "memory": memory, "tokens": 256}
     found = moved("tpu", **given)
-    monkeypatch.setattr(_slots, "writer_of", lambda *_: None)
+    refuse(monkeypatch, kernels.TileWrite, kernels.LayerFill)
     assert moved("tpu", **given) > 3 * found
 
 
@@ -113,7 +116,7 @@ def test_tpus_leave_single_layers_caches_in_main_memory(monkeypatch):
     mixture = dataclasses.replace(models.preset("qwen3-30b-a3b"), vocab=4096, layers=4)
     given: Any = {"config": mixture, "rows": 32, "devices": 8, "axis": "expert"}
     assert moved("tpu", **given) < 1.05
-    monkeypatch.setattr(_slots, "writer_of", lambda *_: None)
+    refuse(monkeypatch, kernels.TileWrite, kernels.LayerFill)
     assert moved("tpu", **given) > 1.15
 
 
@@ -128,7 +131,7 @@ def test_tpus_read_and_write_states_once(name, monkeypatch):
     """By a kernel that is given the stack's states; XLA reads them twice."""
     given: Any = {"config": RECURRENT[name], "rows": 64, "devices": 4}
     found = moved("tpu", **given)
-    monkeypatch.setattr(_states, "kernel_has", lambda *_: False)
+    refuse(monkeypatch, kernels.StepTpu)
     assert found < 1.03 and moved("tpu", **given) > found + 0.08
 
 

@@ -1,4 +1,4 @@
-"""How TPUs write tokens where a cache lies: few of each row by a kernel, in Pallas by Mosaic, many layer by layer.
+"""Writes into caches on TPUs: few tokens of each row by a kernel, in Pallas by Mosaic, many layer by layer.
 
 XLA scatters into memories of 8 bits, and into those whose channels fill no whole vectors, in a layout of its own: the
 whole stack's array was copied into it, and back, in each layer. Arrays of single layers that fit vector memory are
@@ -8,15 +8,17 @@ sends them back.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Int, Num
 
+from .._op import Implementation
 from .._platform import varying_of
+from ._call import CacheWriteCall
 
 
 LANES = 128  # numbers of a vector, of which the last dim of an array fills whole ones
@@ -25,18 +27,62 @@ _BYTES = 2**21  # of tiles that are fetched at once, with what is written into t
 
 
 def is_turned(kv_seq: int, width: int) -> bool:
-    """Whether compilers for TPUs lay channels, which fill no whole vectors, before slots, which do."""
+    """Return whether TPU compilers store channels, which fill no whole vectors, before slots, which do."""
     return kv_seq % LANES == 0 and width % LANES != 0
 
 
-def writer_of(memory: Array, dim: int, layer: Array | None, seq: int) -> Callable[..., Array] | None:
-    """What writes `seq` tokens a row into slots, a memory's `dim`: the kernel, `fill`, or None: XLA's scatter does."""
-    if memory.ndim != dim + (2 if layer is None else 3):  # without channels
+def rounded_slots(tokens: int) -> int:
+    """Return slots for so many tokens: more than one vector's are whole vectors', which TPUs read in place."""
+    return tokens + -tokens % LANES if tokens > LANES else tokens
+
+
+class TileWrite(Implementation):
+    """Few tokens of each row, by a kernel that fetches the tiles of their slots and sends them back.
+
+    `interpret` runs the kernel as plain JAX on any platform, for tests.
+    """
+
+    interpret: bool = eqx.field(static=True, default=False)
+
+    def supports(self, call: CacheWriteCall) -> str | None:
+        """Return the reason why the kernel cannot write, or None."""
+        if (reason := _lacks_channels(call)) is not None:
+            return reason
+        (kv_seq, width), size = call.memory.shape[-2:], call.memory.dtype.itemsize
+        if call.slots.shape[-1] > _FEW:
+            return f"it writes up to {_FEW} tokens a row, not {call.slots.shape[-1]}"
+        if size > 4:
+            return f"it writes numbers of up to 32 bits, not {call.memory.dtype}"
+        if kv_seq % (tile := _tile(call.memory, kv_seq, width)):
+            return f"it takes a multiple of {tile} slots, not {kv_seq}"
         return None
-    (kv_seq, width), size = memory.shape[-2:], memory.dtype.itemsize
-    if seq <= _FEW:
-        return write_by_kernel if size <= 4 and kv_seq % _tile(memory, kv_seq, width) == 0 else None
-    return fill if size == 1 or is_turned(kv_seq, width) else None
+
+    def run(self, call: CacheWriteCall) -> Num[Array, "..."]:
+        """Return the memory with the new tokens."""
+        return write_by_kernel(call.memory, call.slots, call.new, call.layer, interpret=self.interpret)
+
+
+class LayerFill(Implementation):
+    """Many tokens, by one pass over a layer's memory, where XLA's scatter would copy it into another layout."""
+
+    def supports(self, call: CacheWriteCall) -> str | None:
+        """Return the reason why the pass is not taken, or None."""
+        if (reason := _lacks_channels(call)) is not None:
+            return reason
+        if call.slots.shape[-1] <= _FEW:
+            return f"it writes more than {_FEW} tokens a row, not {call.slots.shape[-1]}"
+        if call.memory.dtype.itemsize > 1 and not is_turned(*call.memory.shape[-2:]):
+            return "XLA's scatter has the memory's own layout"
+        return None
+
+    def run(self, call: CacheWriteCall) -> Num[Array, "..."]:
+        """Return the memory with the new tokens."""
+        return fill(call.memory, call.slots, call.new, call.layer)
+
+
+def _lacks_channels(call: CacheWriteCall) -> str | None:
+    has_channels = call.memory.ndim == call.dim + (2 if call.layer is None else 3)
+    return None if has_channels else "it writes arrays with channels behind the slots"
 
 
 def fill(
@@ -45,7 +91,7 @@ def fill(
     new: Num[Array, "*batch_heads seq width"],
     layer: Int[Array, ""] | None,
 ) -> Num[Array, "*layers_rows_heads kv_seq width"]:
-    """`memory[layer, row, :, slot] = new[row]`, all of the layer anew: a slot takes its token or keeps what it has."""
+    """Return the memory with all of the layer written anew: a slot takes its token or keeps its numbers."""
     old = _read_layer(memory, layer)
     *batch, seq = slots.shape
     places = [jax.lax.broadcasted_iota(jnp.int32, slots.shape, dim) for dim in range(slots.ndim)]
@@ -76,7 +122,7 @@ def write_by_kernel(
     *,
     interpret: bool = False,
 ) -> Num[Array, "*layers_rows_heads kv_seq width"]:
-    """`memory[layer, row, :, slot] = new[row]` for each token of a row; slots at the capacity are dropped."""
+    """Return the memory with `memory[layer, row, :, slot] = new[row]`; slots at the capacity are dropped."""
     (kv_seq, width), (rows, seq) = memory.shape[-2:], (slots[..., 0].size, slots.shape[-1])
     whole = memory.reshape(1 if layer is None else len(memory), rows, -1, kv_seq, width)
     wide = jnp.int32 if jnp.issubdtype(memory.dtype, jnp.integer) else jnp.float32

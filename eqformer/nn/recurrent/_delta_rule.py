@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ...kernels import StateLayout
 from ._chunks import decay_factors, einsum, join_chunks, mask_in_layer, read_before_write, same_document, split_chunks
 from ._states import States
-from ._step_order import Order
 
 
 def delta_rule(
@@ -78,13 +78,13 @@ def _single_token(
 
 
 def _step(
-    order: Order, query: Array, key: Array, value: Array, rate: Array, log_decay: Array, state: Array
+    layout: StateLayout, query: Array, key: Array, value: Array, rate: Array, log_decay: Array, state: Array
 ) -> tuple[Array, Array]:
-    before = state * order.of_keys(jnp.exp(log_decay))
-    stored, read = order.read(key, before), order.read(query, before)
+    before = state * layout.expand_key(jnp.exp(log_decay))
+    stored, read = layout.read(key, before), layout.read(query, before)
     correction = rate * (value - stored)
     output = read + jnp.sum(query * key, axis=-1, keepdims=True) * correction
-    return output, before + order.of_keys(key) * order.of_values(correction)
+    return output, before + layout.expand_key(key) * layout.expand_value(correction)
 
 
 def _solve_unit_lower(

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ...kernels import StateLayout
 from ._chunks import decay_factors, einsum, read_before_write, split_chunks
 from ._states import States
-from ._step_order import Order
 
 
 def state_space(
@@ -55,14 +55,16 @@ def state_space(
     return jax.lax.slice_in_dim(output, 0, seq, axis=len(batch)), memory
 
 
-def _step(order: Order, query: Array, key: Array, value: Array, log_decay: Array, state: Array) -> tuple[Array, Array]:
+def _step(
+    layout: StateLayout, query: Array, key: Array, value: Array, log_decay: Array, state: Array
+) -> tuple[Array, Array]:
     """Compute one token: queries and keys have one row a group, values and decays one row a head."""
     before = state * jnp.exp(log_decay)[..., None]
-    after = before + order.of_keys(key) * order.of_values(value)
-    if order.by_products:
-        return order.read(query, after), after
+    after = before + layout.expand_key(key) * layout.expand_value(value)
+    if layout.by_products:
+        return layout.read(query, after), after
     # Read the state before the token and add the token's own part: accelerators then read and write the state once.
-    return order.read(query, before) + jnp.sum(query * key, axis=-1, keepdims=True) * value, after
+    return layout.read(query, before) + jnp.sum(query * key, axis=-1, keepdims=True) * value, after
 
 
 def scan_chunk_states(

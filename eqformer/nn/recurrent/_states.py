@@ -1,17 +1,12 @@
 """Where a recurrence's states lie, what a row's first token finds there, and how one token is read."""
 
-import functools
-
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from ...kernels import cpu_or, tpu_or
+from ...kernels import found_state, RECURRENT_STEP, RecurrentStepCall, Step
 from .._layer_cache import of_layer, with_layer
-from ._states_tpu import kernel_has, step_by_kernel
-from ._step_order import found_of, Order, Step
 
 
 class States(eqx.Module):
@@ -33,7 +28,7 @@ class States(eqx.Module):
     def first(self, dtype: DTypeLike) -> Float[Array, "*batch heads head_dim v_dim"]:
         """What first tokens find, in a dtype, for rules that see themselves where documents begin."""
         state = of_layer(self.memory, self.layer).astype(dtype)
-        return state if self.is_next is None else found_of(self.found[..., None, None, None], state)
+        return state if self.is_next is None else found_state(self.found[..., None, None, None], state)
 
     def replaced(
         self, state: Float[Array, "*batch heads head_dim v_dim"]
@@ -46,21 +41,7 @@ class States(eqx.Module):
     ) -> tuple[Float[Array, "*batch kv_heads copies v_dim"], Float[Array, "*layers_batch heads head_dim v_dim"]]:
         """What one token a row is answered, and the memory after it.
 
-        `step(order, *given, state)` gives both, of states with dims of groups and of their heads. Each of `given` has
+        `step(layout, *given, state)` gives both, of states with dims of groups and of their heads. Each of `given` has
         a row of channels for each head of a group, or one that serves them all.
         """
-        plainly, states = functools.partial(_plainly, step), (self.memory, self.found, self.layer)
-        if kernel_has(self.memory, given):
-            return tpu_or(functools.partial(step_by_kernel, step), plainly, given, *states)
-        return plainly(given, *states)
-
-
-def _plainly(
-    step: Step, given: tuple[Array, ...], memory: Array, found: Array, layer: Array | None
-) -> tuple[Array, Array]:
-    state = of_layer(memory, layer)
-    grouped = state.reshape(*given[0].shape[:-2], -1, *state.shape[-2:]).astype(given[0].dtype)
-    grouped = found_of(jax.lax.expand_dims(found, range(found.ndim, grouped.ndim)), grouped)
-    on_cpus, elsewhere = (functools.partial(step, Order(by_products)) for by_products in (True, False))
-    answer, after = cpu_or(on_cpus, elsewhere, *given, grouped)
-    return answer, with_layer(memory, after.reshape(state.shape).astype(state.dtype), layer)
+        return RECURRENT_STEP(RecurrentStepCall(given, self.memory, self.found, self.layer, step))

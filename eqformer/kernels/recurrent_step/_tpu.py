@@ -1,50 +1,58 @@
-"""How TPUs read one token: a kernel reads and writes the states where they lie, once, in Pallas by Mosaic.
+"""One token's step on TPUs: a kernel in Pallas by Mosaic reads and writes the states once, where they are stored.
 
-XLA makes two passes over them, one that writes and one that reads what was before for the answer.
+XLA makes two passes over them: one writes the new states, and one reads the old ones for the outputs.
 """
 
 import functools
 import math
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from ...kernels import is_turned, LANES, varying_of
-from ._step_order import found_of, Order, Step
+from .._op import Implementation
+from .._platform import varying_of
+from ..cache_write._tpu import is_turned, LANES
+from ._call import found_state, RecurrentStepCall, StateLayout, Step
 
 
 _BYTES = 2**20  # of a program's states
 
 
-def kernel_has(memory: Float[Array, "... head_dim v_dim"], given: tuple[Float[Array, "..."], ...]) -> bool:
-    """Whether all is in float32 and states fill whole vectors."""
-    dims = sorted(memory.shape[-2:]) if is_turned(*memory.shape[-2:]) else memory.shape[-2:]
-    return dims[0] % 8 == 0 and dims[1] % LANES == 0 and all(x.dtype == jnp.float32 for x in (memory, *given))
+class StepTpu(Implementation):
+    """The step in Mosaic, of float32 states whose channels fill whole vectors.
 
+    `interpret` runs the kernel as plain JAX on any platform, for tests.
+    """
 
-def step_by_kernel(
-    step: Step,
-    given: tuple[Float[Array, "*batch kv_heads _ _"], ...],
-    memory: Float[Array, "*layers_batch heads head_dim v_dim"],
-    found: Int[Array, "*batch"],
-    layer: Int[Array, ""] | None,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "*batch kv_heads copies v_dim"], Float[Array, "*layers_batch heads head_dim v_dim"]]:
-    """The answers and the memory after the token, see `States.stepped`; `step` runs on blocks of heads."""
-    turned = is_turned(*memory.shape[-2:])
-    given = tuple(x.reshape(found.size, *x.shape[-3:]) for x in given)
-    whole = memory.reshape(1 if layer is None else len(memory), *given[0].shape[:2], -1, *memory.shape[-2:])
-    known = jnp.zeros(1, jnp.int32) if layer is None else layer[None], found.reshape(-1)
-    call = functools.partial(_called, functools.partial(step, Order(turned=turned)), known, given)
-    if turned:
-        answer, after = call(whole.swapaxes(-2, -1), memory.shape[-1], interpret)
-        after = after.swapaxes(-2, -1)
-    else:
-        answer, after = call(whole, memory.shape[-1], interpret)
-    return answer.reshape(*found.shape, *answer.shape[1:]), after.reshape(memory.shape)
+    interpret: bool = eqx.field(static=True, default=False)
+
+    def supports(self, call: RecurrentStepCall) -> str | None:
+        """Return the reason why the kernel cannot compute the call, or None."""
+        dims = call.memory.shape[-2:]
+        smaller, larger = sorted(dims) if is_turned(*dims) else dims
+        if smaller % 8 or larger % LANES:
+            return f"it takes states whose channels fill vectors of 8 x {LANES}, not {list(dims)}"
+        if any(x.dtype != jnp.float32 for x in (call.memory, *call.inputs)):
+            return f"it computes in float32, not {[str(x.dtype) for x in (call.memory, *call.inputs)]}"
+        return None
+
+    def run(
+        self, call: RecurrentStepCall
+    ) -> tuple[Float[Array, "*batch kv_heads copies v_dim"], Float[Array, "*layers_batch heads head_dim v_dim"]]:
+        """Return the outputs and the memory after the token; `call.step` runs on blocks of heads."""
+        memory, found, layer = call.memory, call.found, call.layer
+        values_first = is_turned(*memory.shape[-2:])
+        inputs = tuple(x.reshape(found.size, *x.shape[-3:]) for x in call.inputs)
+        states = memory.reshape(1 if layer is None else len(memory), *inputs[0].shape[:2], -1, *memory.shape[-2:])
+        known = jnp.zeros(1, jnp.int32) if layer is None else layer[None], found.reshape(-1)
+        step = functools.partial(call.step, StateLayout(values_first=values_first))
+        states = states.swapaxes(-2, -1) if values_first else states
+        output, after = _called(step, known, inputs, states, memory.shape[-1], self.interpret)
+        after = after.swapaxes(-2, -1) if values_first else after
+        return output.reshape(*found.shape, *output.shape[1:]), after.reshape(memory.shape)
 
 
 def _called(
@@ -89,7 +97,7 @@ def _kernel(step: Step, _: Any, found: Any, *refs: Any) -> None:
     from jax.experimental import pallas as pl
 
     *given, memory, answer, after = refs
-    state = found_of(found[pl.program_id(0)], memory[0, 0])
+    state = found_state(found[pl.program_id(0)], memory[0, 0])
     answer[0], after[0, 0] = step(*(x[0] for x in given), state)
 
 

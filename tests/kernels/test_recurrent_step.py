@@ -1,5 +1,6 @@
 """One token of a recurrence by the kernel for TPUs, in Pallas' interpreter: as the plain way, where the state lies."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -8,12 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nn_reference import close
 
 from eqformer import kernels, models, nn
-from eqformer.nn.recurrent import _delta_rule, _state_space, _states, _states_tpu
+from eqformer.kernels import RecurrentStepCall, ReferenceStep, StepTpu
+from eqformer.kernels.recurrent_step import _tpu
+from eqformer.nn.recurrent import _delta_rule, _state_space
 from eqformer.nn.recurrent._states import States
-from eqformer.nn.recurrent._states_tpu import kernel_has, step_by_kernel
+
+
+def close(one: Any, other: Any, bound: float) -> bool:
+    """Return whether the largest difference, relative to the largest expected number, is within the bound."""
+    return bool(np.max(np.abs(one - other)) <= bound * max(1.0, np.max(np.abs(other))))
 
 
 ROWS = 3
@@ -26,8 +32,8 @@ CASES = {
 }
 
 
-def given_of(name: str) -> tuple[Any, ...]:
-    """Numbers of a token, the memory, what rows find (their state, zeros, NaN), and the layer."""
+def call_of(name: str) -> RecurrentStepCall:
+    """Rows find their state, zeros and NaN."""
     step, layers, groups, heads, head_dim, v_dim = CASES[name]
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -41,24 +47,24 @@ def given_of(name: str) -> tuple[Any, ...]:
         token = *keys, draw(*many, v_dim), jax.nn.sigmoid(draw(*many, 1)), faded
     memory = draw(*(() if layers is None else (layers,)), ROWS, groups * heads, head_dim, v_dim)
     layer = None if layers is None else jnp.asarray(1, jnp.int32)
-    return step, token, memory, jnp.asarray([0, 1, 2], jnp.int32), layer
+    return RecurrentStepCall(token, memory, jnp.asarray([0, 1, 2], jnp.int32), layer, step)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_plain_step(name, monkeypatch):
-    step, token, *states = given_of(name)
-    monkeypatch.setattr(_states_tpu, "_BYTES", 2**18)  # several programs
-    answer, memory = jax.jit(functools.partial(step_by_kernel, step, interpret=True))(token, *states)
-    wanted, after = jax.jit(functools.partial(_states._plainly, step))(token, *states)
+    call = call_of(name)
+    monkeypatch.setattr(_tpu, "_BYTES", 2**18)  # several programs
+    answer, memory = jax.jit(StepTpu(interpret=True).run)(call)
+    wanted, after = jax.jit(ReferenceStep().run)(call)
     assert answer.shape == wanted.shape and bool(jnp.isnan(answer[2]).all())
     assert close(answer[:2], wanted[:2], 1e-5)
     lost = jnp.isnan(after)
     assert bool((lost == jnp.isnan(memory)).all()) and close(
         jnp.where(lost, 0, memory), jnp.where(lost, 0, after), 1e-6
     )
-    assert states[2] is None or bool((memory[0] == states[0][0]).all())  # another layer's
-    begun = states[0], jnp.ones(ROWS, jnp.int32), states[2]  # the control: rows that find zeros
-    assert not close(_states._plainly(step, token, *begun)[0][0], answer[0], 1e-2)
+    assert call.layer is None or bool((memory[0] == call.memory[0]).all())  # another layer's
+    begun = dataclasses.replace(call, found=jnp.ones(ROWS, jnp.int32))  # the control: rows that find zeros
+    assert not close(ReferenceStep().run(begun)[0][0], answer[0], 1e-2)
 
 
 def test_tpus_step_by_it_in_a_stack():
@@ -78,21 +84,25 @@ def test_tpus_step_by_it_in_a_stack():
 
 
 def test_its_gradients_are_those_of_the_plain_step():
-    step, token, memory, found, layer = given_of("a delta rule")
+    call = call_of("a delta rule")
 
     def total(token: Any, platform: str) -> jax.Array:
         with kernels.traced_for(platform):
-            answer, after = States(memory, found == 1).stepped(step, *token)
+            answer, after = States(call.memory, call.found == 1).stepped(call.step, *token)
         return jnp.sum(jnp.sin(answer)) + jnp.sum(jnp.cos(after))
 
-    own, plain = (jax.grad(functools.partial(total, platform=platform))(token) for platform in ("tpu", "cpu"))
+    own, plain = (jax.grad(functools.partial(total, platform=platform))(call.inputs) for platform in ("tpu", "cpu"))
     assert all(close(*pair, 1e-5) for pair in zip(own, plain, strict=True))
     assert not close(own[0] * 1.01, plain[0], 1e-5)
 
 
 def test_it_has_states_of_whole_vectors_in_float32():
-    zeros = lambda *shape, dtype="float32": jnp.zeros((2, 4, *shape), dtype)
-    assert all(kernel_has(zeros(*shape), (zeros(1),)) for shape in ((128, 64), (128, 128), (256, 64), (16, 128)))
-    assert not any(kernel_has(zeros(*shape), (zeros(1),)) for shape in ((16, 32), (64, 64), (128, 60), (12, 128)))
-    assert not kernel_has(zeros(128, 128, dtype="bfloat16"), (zeros(1),))
-    assert not kernel_has(zeros(128, 128), (zeros(1, dtype="bfloat16"),))
+    def reason(*dims: int, memory: str = "float32", inputs: str = "float32") -> str | None:
+        arrays = jnp.zeros((2, 4, *dims), memory), (jnp.zeros((2, 4, 1, 1), inputs),)
+        return StepTpu().supports(RecurrentStepCall(arrays[1], arrays[0], jnp.zeros(2, jnp.int32), None, max))
+
+    assert all(reason(*dims) is None for dims in ((128, 64), (128, 128), (256, 64), (16, 128)))
+    for dims in ((16, 32), (64, 64), (128, 60), (12, 128)):
+        assert reason(*dims) == f"it takes states whose channels fill vectors of 8 x 128, not {[*dims]}"
+    assert reason(128, 128, memory="bfloat16") == "it computes in float32, not ['bfloat16', 'float32']"
+    assert reason(128, 128, inputs="bfloat16") == "it computes in float32, not ['float32', 'bfloat16']"

@@ -1,0 +1,87 @@
+"""How TPUs write tokens into caches, by a kernel and layer by layer: as a scatter, to the bit, as plain JAX."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqformer import nn
+from eqformer.kernels import CacheWriteCall, LayerFill, ScatterWrite, TileWrite, traced_for
+from eqformer.kernels.cache_write import _tpu
+from eqformer.nn import _slots
+
+
+ROWS, SLOTS = 4, 128
+# Channels that fill vectors, and that do not and stand before slots; heads or none; with layers or without.
+CASES = {
+    "latents of a stack": (3, (), 256, 1),
+    "heads of narrow channels, of a stack": (3, (2,), 64, 1),
+    "rotated keys": (None, (), 64, 3),
+    "three tokens of heads": (None, (2,), 256, 3),
+}
+
+
+def call_of(name: str, dtype: Any) -> CacheWriteCall:
+    """Slots of which some are one tile's and one is dropped."""
+    layers, heads, width, seq = CASES[name]
+    rng = np.random.default_rng(0)
+    numbers = lambda *shape: jnp.asarray(rng.integers(-127, 128, size=shape), jnp.int32).astype(dtype)
+    memory = numbers(*(() if layers is None else (layers,)), ROWS, *heads, SLOTS, width)
+    slots = jnp.asarray([[5, 6, 7], [SLOTS, 0, 1], [127, SLOTS, 31], [64, 63, 32]], jnp.int32)[:, :seq]
+    layer = None if layers is None else jnp.asarray(1, jnp.int32)
+    return CacheWriteCall(memory, slots, numbers(ROWS, *heads, seq, width), layer, 1 + len(heads))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["int8", "bfloat16", *(pytest.param(name, marks=pytest.mark.grid) for name in ("float8_e4m3fn", "float32"))],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_scatter_to_the_bit(name, dtype, monkeypatch):
+    call = call_of(name, dtype)
+    monkeypatch.setattr(_tpu, "_BYTES", 2 * call.memory[..., :32, :].nbytes // ROWS)  # several programs
+    wide = lambda x: np.asarray(x, np.float32)
+    wanted = wide(ScatterWrite().run(call))
+    assert np.array_equal(wide(TileWrite(interpret=True).run(call)), wanted)
+    assert np.array_equal(wide(jax.jit(LayerFill().run)(call)), wanted)
+    assert not np.array_equal(wide(ScatterWrite().run(dataclasses.replace(call, slots=call.slots + 1))), wanted)
+
+
+def test_tpus_write_few_tokens_by_it():
+    arrays: dict[str, Any] = {"latents": jnp.zeros((2, 64, 256)), "rotary_keys": jnp.zeros((2, 64, 64))}
+    cache: Any = nn.LatentCache(positions=_slots.empty_slots((2,), 64), **arrays)
+    cache = cache.with_scales("int8")
+
+    def text(platform: str, seq: int = 1, traced: str = "tpu") -> str:
+        def run(cache: Any, latents: jax.Array, rotated: jax.Array, positions: jax.Array) -> Any:
+            return cache.update(latents, rotated, nn.Tokens(positions))[0]
+
+        new = jnp.zeros((2, seq, 256)), jnp.zeros((2, seq, 64)), jnp.zeros((2, seq), jnp.int32)
+        with traced_for(traced):
+            return jax.jit(run).trace(cache, *new).lower(lowering_platforms=(platform,)).as_text()
+
+    assert text("tpu").count("tpu_custom_call") == 2
+    assert "custom_call" not in text("cpu") + text("tpu", traced="cpu") + text("tpu", seq=9)
+
+
+def test_it_has_few_tokens_of_whole_tiles_and_many_are_filled_in_where_xla_changes_the_layout():
+    def reasons(memory: jax.Array, dim: int, layer: jax.Array | None, seq: int) -> list[str | None]:
+        slots, new = jnp.zeros((4, seq), jnp.int32), jnp.zeros((4, seq, memory.shape[-1]), memory.dtype)
+        call = CacheWriteCall(memory, slots, new, layer, dim)
+        return [way.supports(call) for way in (TileWrite(), LayerFill())]
+
+    narrow = lambda *shape: jnp.zeros(shape, jnp.int8)
+    few = [
+        (narrow(4, 96, 256), None),
+        (narrow(2, 4, 128, 64), jnp.zeros((), jnp.int32)),
+        (jnp.zeros((4, 96, 128)), None),
+    ]
+    assert all(reasons(memory, 1, layer, 8)[0] is None for memory, layer in few)
+    assert reasons(narrow(4, 100, 256), 1, None, 1)[0] == "it takes a multiple of 32 slots, not 100"
+    assert reasons(narrow(4, 96), 1, None, 1) == ["it writes arrays with channels behind the slots"] * 2
+    for memory in (narrow(4, 100, 128), jnp.zeros((4, 128, 64))):
+        assert reasons(memory, 1, None, 9) == ["it writes up to 8 tokens a row, not 9", None]
+    assert reasons(jnp.zeros((4, 128, 128)), 1, None, 9)[1] == "XLA's scatter has the memory's own layout"
