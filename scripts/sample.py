@@ -11,6 +11,8 @@ if __name__ == "__main__":
 import dataclasses
 import datetime
 import functools
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,6 +33,7 @@ from eqformer import data, generation, models, nn, parallel
 
 
 OWN = Path("mtp")  # a draft that is the model's own predictor
+COMPILED = 16  # tokens after which nothing is compiled any more: `generation.stream` gives 8 at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Command:
     """The folder of the run."""
     model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A folder as published (safetensors, config.json, tokenizer.json) or a file of GGUF; a run's does as well."""
-    prompt: str = "def "
+    prompt: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: one that fits the model)")] = None
     """What the text begins with; a question, where the model has a chat template."""
     chat: Literal["auto", "yes", "no"] = "auto"
     """Whether to ask in the model's chat template; auto asks so where it has one."""
@@ -118,7 +121,8 @@ def draft_of(command: Command, writer: Writer) -> generation.Model | str | None:
     is_run = RunDirectory(command.draft).recipe.exists()
     decoded = dataclasses.replace(command, weights="decoded")  # a draft is small
     draft = (of_run if is_run else of_folder)(decoded, command.draft)
-    ids, own = (one.tokenizer.encode(command.prompt).tolist() for one in (draft, writer))
+    prompt = command.prompt or ""
+    ids, own = (one.tokenizer.encode(prompt).tolist() for one in (draft, writer))
     if ids != own:
         raise ValueError(
             f"--draft {command.draft}: its tokenizer gives the prompt {len(ids)} ids, which are not the {len(own)} of "
@@ -129,6 +133,11 @@ def draft_of(command: Command, writer: Writer) -> generation.Model | str | None:
 
 def of_folder(command: Command, folder: Path) -> Writer:
     """The model of a folder as published."""
+    if command.weights == "kept" and folder.is_file():
+        raise ValueError(
+            f"--weights kept --model {folder}: the blocks of a GGUF file are decoded; leave out --weights, and give "
+            "--dtype bfloat16 for half the memory of float32."
+        )
     dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
     plan, companions = plan_for(command, recipe_of_folder(folder)), companions_of(folder)
     tokenizer = published_tokenizer(companions)
@@ -173,9 +182,21 @@ def plan_for(command: Command, recipe: Recipe) -> parallel.Plan | None:
     return plan
 
 
+def is_chat(command: Command, writer: Writer) -> bool:
+    """Return whether the prompt is asked in the model's chat template."""
+    return command.chat == "yes" or (command.chat == "auto" and data.has_chat_template(writer.folder))
+
+
+def default_prompt(command: Command, writer: Writer) -> str:
+    """Return a prompt that fits the model: a question in a chat, else the beginning of what it was trained on."""
+    if is_chat(command, writer):
+        return "Why is the sky blue?"
+    return "Once upon a time" if writer.folder.is_dir() else "def "
+
+
 def prompt_of(command: Command, writer: Writer) -> tuple[str, list[int]]:
     """The part of the prompt that is printed, and its ids."""
-    chat = command.chat == "yes" or (command.chat == "auto" and data.has_chat_template(writer.folder))
+    prompt, chat = command.prompt or "", is_chat(command, writer)
     if not chat and command.system is not None:
         raise ValueError(
             f"--system {command.system!r}: only a chat has a system message; leave it out, or give --chat yes."
@@ -184,17 +205,20 @@ def prompt_of(command: Command, writer: Writer) -> tuple[str, list[int]]:
     if chat:
         system = [] if command.system is None else [{"role": "system", "content": command.system}]
         template = data.ChatTemplate(writer.folder, now=datetime.datetime.now)
-        text = template.render([*system, {"role": "user", "content": command.prompt}])
+        text = template.render([*system, {"role": "user", "content": prompt}])
         return "", tokenizer.encode_prompt(text, whole=True).tolist()
     encode = tokenizer.encode_prompt if writer.folder.is_dir() else tokenizer.encode
-    ids = encode(command.prompt).tolist()
-    shown = command.prompt if writer.model.start is None else ""  # what an encoder reads is no part of the text
+    ids = encode(prompt).tolist()
+    shown = prompt if writer.model.start is None else ""  # what an encoder reads is no part of the text
     return shown, ids or [tokenizer.end_of_text]
 
 
 def write(command: Command) -> None:
     """Stream the text to standard output."""
     writer = writer_of(command)
+    if command.prompt is None:
+        command = dataclasses.replace(command, prompt=default_prompt(command, writer))
+        Screen(errors=True).note(f"prompt: {command.prompt} (--prompt gives another)")
     if has_kernels(platform_here()):
         Screen(errors=True).note(DECODING)
     shown, prompt = prompt_of(command, writer)
@@ -217,15 +241,33 @@ def write(command: Command) -> None:
     )
     text = data.TextStream(writer.tokenizer)
     sys.stdout.write(shown)
+    begun, times = time.monotonic(), list[float]()
     for number in ids:
+        times.append(time.monotonic())
         sys.stdout.write(text.push(number))
         sys.stdout.flush()
     sys.stdout.write(text.finish() + "\n")
+    sys.stdout.flush()
+    Screen(errors=True).note(speed(begun, times))
     if (drafted := ids.draft) is not None:
         Screen(errors=True).note(
             f"draft: {drafted.acceptance:.0%} of {drafted.proposed.sum()} proposed tokens taken, "
             f"{drafted.tokens_per_step:.2f} tokens a step"
         )
+
+
+def speed(begun: float, times: Sequence[float]) -> str:
+    """Return a line on the time that a text took, of the times at which its tokens came.
+
+    Both programs, for the first tokens and for those that follow, are compiled before token `COMPILED` comes.
+    """
+    if not times:
+        return "0 tokens"
+    line = f"{len(times):,} tokens in {times[-1] - begun:,.1f} s, the first after {times[0] - begun:,.1f} s"
+    if len(times) <= COMPILED or times[-1] <= times[COMPILED - 1]:
+        return line
+    rate = (len(times) - COMPILED) / (times[-1] - times[COMPILED - 1])
+    return f"{line}; {rate:,.1f} tokens/s once compiled"
 
 
 main = entry(Command, write)

@@ -1,6 +1,7 @@
 """Published models in the scripts: a run that starts from one, and the files that are exported with a run's model."""
 
 import atexit
+import functools
 import shutil
 import tempfile
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from recipes import Recipe
 
-from eqformer import data, models, write_whole
+from eqformer import data, models, read_utf8, write_whole
 from eqformer.training import Optimization
 from support.recipe_file import differences
 from support.run_directory import EVERYTHING_ELSE, RunDirectory
@@ -62,21 +63,26 @@ def tokenizer_of(recipe: Recipe, directory: RunDirectory | None = None) -> Token
     return published_tokenizer(folder, end_of_text)
 
 
-def published_tokenizer(folder: Path, end_of_text: str | None = None) -> Tokenizer:
-    """The tokenizer of a published folder; bytes if the folder has none and the model 256 ids."""
+def published_tokenizer(model: Path, end_of_text: str | None = None) -> Tokenizer:
+    """Return the tokenizer of a published folder or a GGUF file; bytes if it has none and the model 256 ids."""
+    folder = companions_of(model)
     file, ends = folder / "tokenizer.json", models.ends_of_text(folder)
     if file.exists():
         return data.FileTokenizer(file, end_of_text=next(iter(ends), None) if end_of_text is None else end_of_text)
-    if models.read_config(folder).vocab == data.ByteTokenizer.vocab:
+    if models.read_config(model).vocab == data.ByteTokenizer.vocab:
         return _bytes(end_of_text)
-    raise ValueError(f"--model {folder}: the folder has no tokenizer.json; put the model's own there.")
+    raise ValueError(f"--model {model}: the folder has no tokenizer.json; put the model's own there.")
 
 
 def companions_of(path: Path) -> Path:
-    """The folder of a published model's tokenizer and settings: its own or, of one file, one until the process ends."""
-    if path.is_dir():
-        return path
-    files, folder = models.companions(path), Path(tempfile.mkdtemp())
+    """Return the folder of a published model's tokenizer and settings."""
+    return _unpacked(path) if path.is_file() else path
+
+
+@functools.cache
+def _unpacked(file: Path) -> Path:
+    """Write the tokenizer and settings of a GGUF file to a folder that is removed when the process ends."""
+    files, folder = models.companions(file), Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, content in files.items():
         (folder / name).write_text(content, encoding="utf-8")
@@ -100,16 +106,21 @@ def keep_companions(recipe: Recipe, directory: RunDirectory) -> None:
     part = directory.published.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
+    companions = companions_of(recipe.published)
     for name in ("config.json", *models.COMPANIONS):
-        if (recipe.published / name).exists():
-            shutil.copyfile(recipe.published / name, part / name)
+        if (companions / name).exists():
+            shutil.copyfile(companions / name, part / name)
     part.rename(directory.published)
 
 
 def to_publish(recipe: Recipe, directory: RunDirectory) -> dict[str, Any]:
     """The arguments that `eqformer.models.save` needs beside a run's model."""
-    if directory.published.exists():
+    if (directory.published / "config.json").exists():
         return {"like": directory.published}
+    if directory.published.exists():  # of a GGUF file, which has no config.json
+        ends = models.ends_of_text(directory.published)
+        files = {file.name: read_utf8(file) for file in directory.published.iterdir()}
+        return {"config": recipe.model, "attributes": {"eos_token_id": ends or None}, "files": files}
     tokenizer = tokenizer_of(recipe, directory)
     return {
         "config": recipe.model,

@@ -8,7 +8,7 @@ import sys
 import types
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import convert
 import equinox as eqx
@@ -21,7 +21,7 @@ from rich.console import Console
 from support import screen as _screen, trainer as _trainer
 from support.command import parse, recipe_of
 from support.metric_writers import open_metrics
-from support.published import check_published, keep_companions, tokenizer_of
+from support.published import check_published, keep_companions, to_publish, tokenizer_of
 from support.recipe_file import to_json
 from support.report import figures, opening
 from support.run_directory import RunDirectory
@@ -171,6 +171,53 @@ def test_prompts_begin_alike_for_a_published_model_and_a_run_of_it(folder):
 def test_flags_of_sample_that_do_not_fit(flags, words, folder, capsys):
     found = refusal(sample.main, capsys, *flags.format(folder=folder).split())
     assert words.format(folder=folder) in re.sub(r"\s+", " ", found)
+
+
+def test_a_gguf_file_brings_its_tokenizer_to_a_run_and_into_its_exports(tmp_path, capsys):
+    """A run reads text in the file's own tokens, keeps what it needs of them, and publishes them with the model."""
+    file = Path(__file__).parents[1] / "fixtures" / "qwen3moe.gguf"
+    begun = parse(pretrain.Command, ["--model", str(file), "--run-dir", str(tmp_path / "run")]).run
+    own = models.companions(file)
+    assert tokenizer_of(begun).encode("ab cd").tolist() == tokenizer_from(own, tmp_path).encode("ab cd").tolist()
+    run = RunDirectory(tmp_path / "run")
+    run.published.parent.mkdir()
+    keep_companions(begun, run)
+    assert {kept.name for kept in run.published.iterdir()} == own.keys()
+    assert tokenizer_of(begun, run).end_of_text == models.ends_of_text(run.published)[0]
+    model = models.load(file)
+    models.save(model, tmp_path / "out", **to_publish(begun, run))
+    assert eqx.tree_equal(models.load(tmp_path / "out"), model)
+    assert own.items() <= {kept.name: kept.read_text() for kept in (tmp_path / "out").glob("*.json")}.items()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
+    found = refusal(sample.main, capsys, "--model", file, "--weights", "kept")
+    assert "--weights kept" in found and "leave out --weights" in found and "nn." not in found
+
+
+def tokenizer_from(files: dict[str, str], folder: Path) -> data.FileTokenizer:
+    """The tokenizer of files by their names."""
+    (folder / "tokenizer.json").write_text(files["tokenizer.json"])
+    return data.FileTokenizer(folder / "tokenizer.json", end_of_text="<|end|>")
+
+
+def test_the_default_prompt_fits_the_model(folder, tmp_path):
+    """A chat is asked a question in its template, a published model begins a story, and a run of one's own code."""
+    tokenizer, model = data.FileTokenizer(folder / "tokenizer.json"), SimpleNamespace(start=None)
+    asked = lambda where, **flags: sample.default_prompt(
+        sample.Command(**flags), sample.Writer(cast(Any, model), tokenizer, [0], where)
+    )
+    assert asked(folder) == "Once upon a time" and asked(tmp_path / "absent") == "def "
+    settings = {"chat_template": "{{ messages[0].content }}?"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert asked(folder) == "Why is the sky blue?" and asked(folder, chat="no") == "Once upon a time"
+
+
+def test_the_speed_counts_tokens_once_both_programs_are_compiled():
+    times = [5.0] * 8 + [9.0] * 8 + [9.5] * 8 + [10.0] * 8
+    assert sample.speed(1.0, times) == "32 tokens in 9.0 s, the first after 4.0 s; 16.0 tokens/s once compiled"
+    assert (
+        sample.speed(1.0, times[:16]) == "16 tokens in 8.0 s, the first after 4.0 s"
+        and sample.speed(1.0, []) == "0 tokens"
+    )
 
 
 def test_an_adapter_is_of_a_run(folder, capsys):
