@@ -1,4 +1,4 @@
-"""The architectures of GGUF files that are read: their families, and what they call numbers and arrays."""
+"""The architectures of GGUF files that are read: their families, and their names of numbers and arrays."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ LAYER: Mapping[str, str] = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    **{f"ffn_{name}": its for name, its in _MAPS.items()},
+    **{f"ffn_{name}": published for name, published in _MAPS.items()},
 }
 
 
@@ -23,11 +23,11 @@ class Architecture:
 
     model_type: str
     layer: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What folders call arrays of a layer, beyond `LAYER`, with a place for an expert's number."""
+    """Published names of a layer's arrays, beyond `LAYER`, with a place for an expert's number."""
     numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What folders call numbers that not all architectures have; they may be missing."""
-    unsaid: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda said: {}
-    """Attributes that files leave out, of those that they say."""
+    """Published names of numbers that not all architectures have; they may be missing."""
+    unsaid: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
+    """Attributes that files leave out, computed from those that they have."""
     interleaved: bool = False
     """Whether the channels of queries and keys that turn together are neighbours."""
     raised: bool = False
@@ -35,16 +35,15 @@ class Architecture:
 
 
 def _experts(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
-    maps = {f"ffn_{name}_exps": f"{prefix}experts.{{}}.{its}" for name, its in names.items()}
+    maps = {f"ffn_{name}_exps": f"{prefix}experts.{{}}.{published}" for name, published in names.items()}
     return {"ffn_gate_inp": f"{prefix}gate"} | maps
 
 
-def _gemma_scores(said: Mapping[str, Any]) -> Mapping[str, Any]:
-    """By what scores are divided: as llama.cpp, which knows Gemma 2 27B and Gemma 3 27B by their layers."""
-    is_largest = said["num_hidden_layers"] in (46, 62)
-    return {
-        "query_pre_attn_scalar": said["hidden_size"] // said["num_attention_heads"] if is_largest else said["head_dim"]
-    }
+def _gemma_scores(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the divisor of scores, as llama.cpp does, which knows Gemma 2 27B and Gemma 3 27B by their layers."""
+    is_largest = config["num_hidden_layers"] in (46, 62)
+    width = config["hidden_size"] // config["num_attention_heads"]
+    return {"query_pre_attn_scalar": width if is_largest else config["head_dim"]}
 
 
 _FOUR_NORMS = {
@@ -68,14 +67,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "qwen3_moe",
         _experts("mlp.", {name: f"{name}_proj" for name in _MAPS}),
         {**_CHOICE, "expert_feed_forward_length": "moe_intermediate_size"},
-        lambda said: {"norm_topk_prob": True},
+        lambda config: {"norm_topk_prob": True},
     ),
     "gemma": Architecture("gemma", raised=True),
     "gemma2": Architecture("gemma2", _FOUR_NORMS, {**_WINDOW, **_SOFTCAPS}, _gemma_scores, raised=True),
     "gemma3": Architecture("gemma3_text", _FOUR_NORMS, {**_WINDOW, **_SOFTCAPS, **_LOCAL}, _gemma_scores, raised=True),
     "phi3": Architecture("phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, _WINDOW),
 }
-# What the first is where it has experts.
+# GGUF calls Mixtral "llama" too; a file with expert_count > 0 is Mixtral.
 MIXTRAL = Architecture(
     "mixtral",
     _experts("block_sparse_moe.", {"gate": "w1", "up": "w3", "down": "w2"}),

@@ -1,4 +1,4 @@
-"""How texts are split into words before bytes are merged, by the names that GGUF files have for it.
+"""Ways to split texts into words before bytes are merged, by the names that GGUF files have for them.
 
 The names and the order of splits are llama.cpp's. Where llama.cpp rewrites a published expression for its own engine,
 the published expression stands here.
@@ -14,7 +14,7 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 
 @dataclasses.dataclass(frozen=True)
 class PreTokenizer:
-    """What one `tokenizer.ggml.pre` stands for."""
+    """The way to split texts that one `tokenizer.ggml.pre` stands for."""
 
     patterns: tuple[str, ...] = (GPT2_PATTERN,)
     """Regular expressions; each splits the pieces of the one before, at both ends of every match."""

@@ -14,6 +14,7 @@ from ._gguf_pretokenizers import GPT2_PATTERN, PRE_TOKENIZERS, PreTokenizer
 # The types of tokens; 1 is an ordinary one.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_LONGEST_PIECE = 512  # each piece is cut at every place, in a time that grows with the square of its length
 _MODELS = ("gpt2", "llama", "gemma4")
 # Nothing reads these of a tokenizer: the rest of the file, the lists that are read apart, further special tokens (for
 # infilling, masks, separators), templates by other names, another program's tokenizer, and, of merges that are listed,
@@ -141,6 +142,8 @@ def _piece_tokenizer(
     file: GGUF, published: PublishedConfig, tokens: Sequence[str], types: Sequence[int]
 ) -> dict[str, Any]:
     """Return the parts of a SentencePiece tokenizer, whose merges are found again from the scores of pieces."""
+    if (longest := max(map(len, tokens))) > _LONGEST_PIECE:
+        published.refuse(f"tokenizer.ggml.tokens: one has {longest} characters, and a piece at most {_LONGEST_PIECE}.")
     number_of = {token: number for number, token in enumerate(tokens)}
     scores = file.listed("tokenizer.ggml.scores")
     # Gemma's scores are in another order than its merges.

@@ -258,6 +258,10 @@ WRONG_TOKENIZERS = {
     "a setting that nobody knows": ({"tokenizer.ggml.doom": False}, "does not know: tokenizer.ggml.doom=False"),
     "a separator": ({"tokenizer.ggml.add_sep_token": True}, "does not know: tokenizer.ggml.add_sep_token=True"),
     "a template that is no text": ({"tokenizer.chat_template": 3}, "tokenizer.chat_template=3: it must be a text"),
+    "a piece without end": (
+        {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b" * 513]},
+        "tokens: one has 513 characters, and a piece at most 512",
+    ),
     "an id beyond": ({"tokenizer.ggml.eos_token_id": 3}, "3 tokens, and of special tokens these ids: {'eos': 3}"),
 }
 

@@ -1,4 +1,4 @@
-"""How weights are stored in fewer bits: one file a format, and the list of them."""
+"""Formats of weights in fewer bits: one file a format, and the list of them."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

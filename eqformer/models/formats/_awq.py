@@ -20,7 +20,7 @@ class AWQ(WholeNumbers):
     """Numbers of 4 bits."""
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """(outputs, inputs)."""
+        """Return the decoded array's shape: (outputs, inputs)."""
         inputs, words = check_codes(parts, _CODES, "I32", 2)
         groups = number_of_groups(inputs, self.group)
         check_part(parts, _ZEROS, ("I32",), ((groups, words),))
@@ -30,14 +30,14 @@ class AWQ(WholeNumbers):
         return words * _MANY, inputs
 
     def octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
-        """Each word has neighbouring outputs of an input."""
-        found = octets_of(parts[_CODES][:, _words(rows)])
-        even, odd = found[::2], found[1::2]
+        """Return the codes of some outputs; each word has neighbouring outputs of an input."""
+        octets = octets_of(parts[_CODES][:, _words(rows)])
+        even, odd = octets[::2], octets[1::2]
         pairs = np.stack([even & 15 | odd << 4, even >> 4 | odd & 240], axis=-1)
         return np.ascontiguousarray(_in_order(pairs).T)
 
     def of_groups(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        """Zeros are stored as codes are."""
+        """Return the scales and zeros of some outputs; zeros are stored as codes are."""
         return parts[_SCALES][:, rows].T, _in_order(unpacked(parts[_ZEROS][:, _words(rows)], 4)).T
 
 
@@ -46,12 +46,12 @@ def _words(rows: slice) -> slice:
 
 
 def _in_order(numbers: UInt8[np.ndarray, "rows ..."]) -> UInt8[np.ndarray, "rows outputs"]:
-    """What stands at the places of words, by output."""
+    """Put the numbers of each word in the order of outputs."""
     return numbers.reshape(len(numbers), -1, _MANY)[..., _ORDER].reshape(len(numbers), -1)
 
 
 def awq(published: PublishedConfig) -> Format:
-    """The format of a `quantization_config`."""
+    """Return the format of a `quantization_config`."""
     published.expect("bits", 4)
     published.expect("version", "gemm", "GEMM")
     published.expect("zero_point", True)

@@ -16,18 +16,19 @@ UNREAD_OF_GROUPS = frozenset(("targets", "input_activations", "output_activation
 
 
 def compressed_tensors(published: PublishedConfig) -> Format:
-    """The format of a `quantization_config`; raises a `ValueError` for another than packed or scaled numbers."""
+    """Return the format of a `quantization_config`; raises a `ValueError` for another than packed or scaled numbers."""
     if (sparse := published.nested("sparsity_config").get("format", "dense")) != "dense":
         published.refuse(f"sparsity_config: format={sparse!r} is not known; there is 'dense'.")
-    said = {name: its for name, its in published.nested("config_groups").items() if isinstance(its, dict)}
-    weights = [its.get("weights") for its in said.values()]
-    if not weights or not isinstance(weights[0], dict) or any(its != weights[0] for its in weights):
-        published.refuse(f"config_groups={said}: there must be groups with weights, all stored alike.")
-    if unknown := sorted({name for its in said.values() for name in its} - {"weights", "format", *UNREAD_OF_GROUPS}):
+    groups = {name: group for name, group in published.nested("config_groups").items() if isinstance(group, dict)}
+    weights = [group.get("weights") for group in groups.values()]
+    if not weights or not isinstance(weights[0], dict) or any(other != weights[0] for other in weights):
+        published.refuse(f"config_groups={groups}: there must be groups with weights, all stored alike.")
+    names = {name for group in groups.values() for name in group}
+    if unknown := sorted(names - {"weights", "format", *UNREAD_OF_GROUPS}):
         published.refuse(f"config_groups: attributes that this format does not know: {', '.join(unknown)}.")
     form = published.text("format")
-    if any(its.get("format") not in (None, form) for its in said.values()):
-        published.refuse(f"format={form!r}, and config_groups={said} say another.")
+    if any(group.get("format") not in (None, form) for group in groups.values()):
+        published.refuse(f"format={form!r}, and config_groups={groups} say another.")
     return _stored(published, form, PublishedConfig(weights[0], f"{published.source}: weights", "this format"))
 
 

@@ -1,4 +1,4 @@
-"""What a format of weights in fewer bits is: which arrays are stored for one, and how they are decoded."""
+"""The interface of a format of weights in fewer bits: which arrays stand for one, and how they are decoded."""
 
 import abc
 import dataclasses
@@ -45,7 +45,7 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """The decoded array's; raises a `ValueError` for arrays that do not go together."""
+        """Return the decoded array's shape; raises a `ValueError` for arrays that do not go together."""
 
     @abc.abstractmethod
     def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "rows columns"]) -> None:
@@ -57,7 +57,7 @@ class Format(abc.ABC):
 
 
 class Groups(NamedTuple):
-    """How a format has codes and scales."""
+    """The layout of a format's codes and scales."""
 
     form: str
     """What codes stand for, as `nn.QuantizedLinear` calls it."""
@@ -86,11 +86,11 @@ class Grouped(Format):
     @property
     @abc.abstractmethod
     def groups(self) -> Groups:
-        """What is the same for all arrays."""
+        """Return the layout, which all arrays have."""
 
     @abc.abstractmethod
     def numbers(self, parts: Parts, unit: tuple[int, int]) -> Numbers:
-        """What `decode` gives the values of, and raises a `ValueError` for.
+        """Return the codes, scales and zeros that `decode` reads; raises a `ValueError` as `decode` does.
 
         There is a scale, and perhaps a zero, for each `unit` of rows and columns, all of which are of one group.
         """
@@ -110,43 +110,44 @@ class Coded:
 
 def check_part(parts: Parts, end: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
     """Raise a `ValueError` unless an array has one of these dtypes, as files call them, and one of these shapes."""
-    found = parts[end]
-    if (its := _NAMES.get(str(found.dtype), str(found.dtype))) not in dtypes:
-        raise ValueError(f"its {end} is of {its}, not of {' or '.join(dtypes)}")
-    if found.shape not in shapes:
-        raise ValueError(f"its {end} has shape {found.shape}, not {' or '.join(map(str, shapes))}")
+    array = parts[end]
+    if (dtype := _NAMES.get(str(array.dtype), str(array.dtype))) not in dtypes:
+        raise ValueError(f"its {end} is of {dtype}, not of {' or '.join(dtypes)}")
+    if array.shape not in shapes:
+        raise ValueError(f"its {end} has shape {array.shape}, not {' or '.join(map(str, shapes))}")
 
 
 def check_codes(parts: Parts, end: str, dtype: str, dims: int) -> tuple[int, ...]:
-    """The shape of the codes; raises a `ValueError` unless they have this dtype and so many dims."""
-    check_part(parts, end, (dtype,), (found := parts[end].shape,))
-    if len(found) != dims or 0 in found:
-        raise ValueError(f"its {end} has shape {found}, not {dims} dims")
-    return found
+    """Return the shape of the codes; raises a `ValueError` unless they have this dtype and so many dims."""
+    shape = parts[end].shape
+    check_part(parts, end, (dtype,), (shape,))
+    if len(shape) != dims or 0 in shape:
+        raise ValueError(f"its {end} has shape {shape}, not {dims} dims")
+    return shape
 
 
 def not_negative(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
-    """Finite scales; raises a `ValueError` if one is below 0."""
+    """Return the scales; raises a `ValueError` if one is not finite or below 0."""
     if (finite(scales) < 0).any():
         raise ValueError("a scale of it is below 0")
     return scales
 
 
 def finite(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
-    """The scales; raises a `ValueError` if one is not finite."""
+    """Return the scales; raises a `ValueError` if one is not finite."""
     if not np.isfinite(scales.astype(np.float32)).all():
         raise ValueError("a scale of it is not finite")
     return scales
 
 
 def number_of_groups(columns: int, size: int | None) -> int:
-    """How many groups of `size` columns there are; None: one of all."""
+    """Return the number of groups of `size` columns; None: one group of all columns."""
     return math.ceil(columns / (size or columns))
 
 
 def group_of_units(columns: int, size: int | None, unit: int) -> Int[np.ndarray, "units"]:
-    """The group of each `unit` of columns, of groups of `size` columns; None: one of all."""
+    """Return the group of each `unit` of columns, for groups of `size` columns; None: one group of all columns."""
     return np.arange(0, columns, unit) // (size or columns)
 
 
-_NAMES = {its: theirs for theirs, its in (FLOATS | OTHERS).items()}
+_NAMES = {dtype: name for name, dtype in (FLOATS | OTHERS).items()}

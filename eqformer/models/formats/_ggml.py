@@ -24,14 +24,14 @@ class Blocks(Format):
     values: _Values = lambda octets: octets.view(np.float32)
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """(rows, columns)."""
+        """Return the decoded array's shape: (rows, columns)."""
         rows, width = parts[ROWS].shape
         if width % self.octets:
             raise ValueError(f"its rows of {width} bytes are no whole blocks of {self.octets}")
         return rows, width // self.octets * self.numbers
 
     def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "rows columns"]) -> None:
-        """Some rows."""
+        """Decode some rows."""
         chosen = parts[ORDER][rows] if ORDER in parts else rows
         octets = np.ascontiguousarray(parts[ROWS][chosen])
         out[...] = self.values(octets.reshape(-1, self.octets)).reshape(out.shape)
@@ -42,9 +42,9 @@ def _scale(octets: UInt8[np.ndarray, "blocks 2"]) -> Float32[np.ndarray, "blocks
 
 
 def _low_bits(bits: int, lowest: bool) -> _Values:
-    """A scale, with `lowest` a least number, with 5 bits the fifth of each code, and 16 bytes of codes' other four.
+    """Return the decoder of blocks of 32 codes: a scale, perhaps a least number, perhaps the fifth bit of each code.
 
-    The numbers 0 to 15 stand in the low bits of the bytes, 16 to 31 in the high ones.
+    The last 16 bytes have the other four bits: of codes 0 to 15 in their low bits, of 16 to 31 in the high ones.
     """
 
     def values(octets: UInt8[np.ndarray, "blocks octets"]) -> Float32[np.ndarray, "blocks 32"]:
@@ -58,43 +58,43 @@ def _low_bits(bits: int, lowest: bool) -> _Values:
 
 
 def _q8_0(octets: UInt8[np.ndarray, "blocks 34"]) -> Float32[np.ndarray, "blocks 32"]:
-    """A scale, and 32 signed bytes."""
+    """Decode blocks of a scale and 32 signed bytes."""
     return octets[:, 2:].view(np.int8).astype(np.float32) * _scale(octets[:, :2])
 
 
 def _k_pairs(octets: UInt8[np.ndarray, "blocks octets"], codes: UInt8[np.ndarray, "blocks 8 32"]) -> np.ndarray:
-    """Two scales, then 8 pairs of a factor and a least number of 6 bits each, of the codes of 8 groups of 32.
+    """Decode 8 groups of 32 codes by two scales, then 8 pairs of a factor and a least number of 6 bits each.
 
     Of the 12 bytes of pairs the first four hold factors, the next four least numbers, of the groups 0 to 3 in their low
     six bits, and in their upper two the upper bits of groups 4 to 7, whose low bits are the last four bytes.
     """
-    low, least, both = (octets[:, start : start + 4] for start in (4, 8, 12))
-    factors = np.concatenate([low & 63, both & 15 | low >> 2 & 48], axis=1)
-    lowest = np.concatenate([least & 63, both >> 4 | least >> 2 & 48], axis=1)
+    low, least, shared = (octets[:, start : start + 4] for start in (4, 8, 12))
+    factors = np.concatenate([low & 63, shared & 15 | low >> 2 & 48], axis=1)
+    lowest = np.concatenate([least & 63, shared >> 4 | least >> 2 & 48], axis=1)
     factor = (_scale(octets[:, :2]) * factors.astype(np.float32))[..., None]
     least = (_scale(octets[:, 2:4]) * lowest.astype(np.float32))[..., None]
     return (factor * codes.astype(np.float32) - least).reshape(-1, 256)
 
 
 def _nibbles(octets: UInt8[np.ndarray, "blocks 128"]) -> UInt8[np.ndarray, "blocks 8 32"]:
-    """Of each 32 bytes the low bits, then the high ones."""
+    """Return the low bits of each 32 bytes, then their high bits."""
     halves = octets.reshape(-1, 4, 1, 32)
     return np.concatenate([halves & 15, halves >> 4], axis=2).reshape(-1, 8, 32)
 
 
 def _q4_k(octets: UInt8[np.ndarray, "blocks 144"]) -> Float32[np.ndarray, "blocks 256"]:
-    """Pairs, and codes of four bits."""
+    """Decode blocks of pairs and codes of four bits."""
     return _k_pairs(octets, _nibbles(octets[:, 16:]))
 
 
 def _q5_k(octets: UInt8[np.ndarray, "blocks 176"]) -> Float32[np.ndarray, "blocks 256"]:
-    """The same with a fifth bit: of each of 32 bytes a bit for each group."""
+    """Decode the same with a fifth bit: each of 32 bytes has a bit for each group."""
     high = np.stack([octets[:, 16:48] >> group & 1 for group in range(8)], axis=1)
     return _k_pairs(octets, _nibbles(octets[:, 48:]) | high << 4)
 
 
 def _q6_k(octets: UInt8[np.ndarray, "blocks 210"]) -> Float32[np.ndarray, "blocks 256"]:
-    """The low four bits of each number, the upper two, a factor for each 16, and a scale.
+    """Decode blocks of the low four bits of each number, the upper two, a factor for each 16, and a scale.
 
     Of each half of 128 numbers, 64 bytes have the low bits of the first 64 in theirs, and of the last in the upper; 32
     bytes have the upper bits, of each quarter two.

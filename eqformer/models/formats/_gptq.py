@@ -21,7 +21,7 @@ class GPTQ(WholeNumbers):
     """What is added to a stored zero."""
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """(outputs, inputs)."""
+        """Return the decoded array's shape: (outputs, inputs)."""
         words, outputs = check_codes(parts, _CODES, "I32", 2)
         inputs = words * self.many
         groups = number_of_groups(inputs, self.group)
@@ -34,18 +34,18 @@ class GPTQ(WholeNumbers):
         return outputs, inputs
 
     def octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
-        """Each word has neighbouring inputs of an output."""
+        """Return the codes of some outputs; each word has neighbouring inputs of an output."""
         return octets_of(parts[_CODES][:, rows].T)
 
     def of_groups(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        """Zeros are stored as codes are, along outputs."""
+        """Return the scales and zeros of some outputs; words of zeros go along outputs."""
         words = slice((rows.start or 0) // self.many, None if rows.stop is None else rows.stop // self.many)
         zeros = unpacked(parts[_ZEROS][:, words], self.bits).T.astype(np.int32)
         return parts[_SCALES][:, rows].T, ((zeros + self.shift) % 2**self.bits).astype(np.uint8)
 
 
 def gptq(published: PublishedConfig) -> Format:
-    """The format of a `quantization_config`."""
+    """Return the format of a `quantization_config`."""
     published.expect("bits", 4, 8)
     published.expect("checkpoint_format", "gptq", "gptq_v2")
     published.expect("pack_dtype", "int32")
@@ -57,5 +57,5 @@ def gptq(published: PublishedConfig) -> Format:
 
 
 def group_of(published: PublishedConfig) -> int | None:
-    """`group_size`, of which -1 stands for all inputs."""
+    """Return `group_size`, of which -1 stands for all inputs."""
     return None if published.take("group_size") == -1 else published.count("group_size")

@@ -18,33 +18,34 @@ class MXFP4(Grouped):
     """`values[code] * 2**(scale - 127)`; of each expert blocks go along inputs, and outputs are stored first."""
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """(experts, inputs, outputs)."""
+        """Return the decoded array's shape: (experts, inputs, outputs)."""
         experts, outputs, blocks, size = check_codes(parts, _BLOCKS, "U8", 4)
         check_part(parts, _BLOCKS, ("U8",), ((experts, outputs, blocks, _SIZE // 2),))
         check_part(parts, _SCALES, ("U8",), ((experts, outputs, blocks),))
         return experts, blocks * size * 2, outputs
 
     def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "outputs inputs"]) -> None:
-        """Some outputs of an expert."""
+        """Decode some outputs of an expert."""
         scales = _numbers(parts[_SCALES][rows])
-        places = scales.astype(np.uint16)[..., None] << 8 | parts[_BLOCKS][rows]
-        pairs = out.reshape(*places.shape, 2)  # of the same memory
-        np.take(_products(str(out.dtype)), places, axis=0, out=pairs, mode="clip")  # there is a product for each place
+        scale_and_codes = scales.astype(np.uint16)[..., None] << 8 | parts[_BLOCKS][rows]
+        pairs = out.reshape(*scale_and_codes.shape, 2)  # a view of the same memory
+        # The table has a row for every index, so that nothing is clipped; "clip" alone writes to `out` without a copy.
+        np.take(_products(str(out.dtype)), scale_and_codes, axis=0, out=pairs, mode="clip")
 
     def numbers(self, parts: Parts, unit: tuple[int, int]) -> Numbers:
-        """Those of an expert."""
+        """Return the codes and scales of an expert."""
         codes, scales = parts[_BLOCKS], _numbers(parts[_SCALES])
         return Numbers(codes.reshape(len(codes), -1).T, np.repeat(scales, _SIZE // unit[0], axis=1).T, None)
 
     @property
     def groups(self) -> Groups:
-        """E2M1, with an exponent for each block."""
+        """Return the layout: E2M1, with an exponent for each block."""
         return Groups("fp4", (_SIZE, 1), _SCALES)
 
 
 @functools.cache
 def _products(dtype: str) -> Shaped[np.ndarray, "scales_and_codes 2"]:
-    """By a scale in the upper byte and two codes in the lower, both numbers, the low bits' first."""
+    """Return the two numbers, the low bits' first, of a scale in an index's upper byte and two codes in its lower."""
     pairs = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1)
     with np.errstate(over="ignore"):
         return np.ldexp(pairs, np.arange(-127, 129)[:, None, None]).reshape(-1, 2).astype(dtype)
@@ -57,5 +58,5 @@ def _numbers(scales: UInt8[np.ndarray, "outputs blocks"]) -> UInt8[np.ndarray, "
 
 
 def mxfp4(published: PublishedConfig) -> Format:
-    """The format of a `quantization_config`."""
+    """Return the format of a `quantization_config`."""
     return MXFP4("MXFP4", _BLOCKS, (_SCALES,), decoded="", turned=True)

@@ -23,7 +23,7 @@ class Packed(WholeNumbers):
     places: str = PLACES
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """The two numbers of `weight_shape`."""
+        """Return the decoded array's shape, which `weight_shape` states."""
         check_part(parts, _SHAPE, ("I64", "I32"), ((2,),))
         rows, columns = (int(size) for size in parts[_SHAPE])
         check_codes(parts, _CODES, "I32", 2)
@@ -41,11 +41,11 @@ class Packed(WholeNumbers):
         return rows, columns
 
     def octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
-        """As they are stored."""
+        """Return the codes of some outputs, which are stored so."""
         return octets_of(parts[_CODES][rows])
 
     def of_groups(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        """Words of zeros go along outputs."""
+        """Return the scales and zeros of some outputs; words of zeros go along outputs."""
         scales = parts[_SCALE][rows]
         if ZERO not in parts:
             return scales, None

@@ -46,7 +46,7 @@ class Scaled(Grouped):
     """The dtypes of scales, as files call them."""
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
-        """That of the codes."""
+        """Return the shape of the codes, which is that of the decoded array."""
         (dtype,), (scale,) = self.dtypes, self.needs
         dims = 3 if parts[self.codes].ndim == 3 == parts[scale].ndim else 2  # experts, as one array
         *experts, rows, columns = check_codes(parts, self.codes, dtype, dims)
@@ -60,14 +60,14 @@ class Scaled(Grouped):
         return *experts, rows, columns
 
     def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "rows columns"]) -> None:
-        """Some rows."""
+        """Decode some rows."""
         columns, (height, width) = out.shape[1], self.block
         unit = math.gcd(width or columns, columns)
         group = group_of_units(len(parts[self.codes]), height, 1)[rows]
         scales = self._scales(parts)[np.ix_(group, group_of_units(columns, width, unit))]
-        found = np.take(_VALUES[self.groups.form], parts[self.codes][rows].view(np.uint8))
-        found.reshape(len(out), -1, unit)[...] *= scales[..., None].astype(np.float32)
-        out[...] = found
+        values = np.take(_VALUES[self.groups.form], parts[self.codes][rows].view(np.uint8))
+        values.reshape(len(out), -1, unit)[...] *= scales[..., None].astype(np.float32)
+        out[...] = values
 
     def numbers(self, parts: Parts, unit: tuple[int, int]) -> Numbers:
         """Return all of them; scales of 8 bits are exponents."""
@@ -83,7 +83,7 @@ class Scaled(Grouped):
 
     @property
     def groups(self) -> Groups:
-        """What the dtype of the codes says."""
+        """Return the layout that the dtype of the codes stands for."""
         return Groups("fp8" if self.dtypes == ("F8_E4M3",) else "int8", self.block, self.needs[0])
 
     def _scales(self, parts: Parts) -> Shaped[np.ndarray, "grid_rows grid_columns"]:
@@ -99,7 +99,7 @@ class Scaled(Grouped):
 
 
 def block_of(published: PublishedConfig, name: str) -> tuple[int, int] | None:
-    """The rows and columns of a block; None where nothing is said."""
+    """Return the rows and columns of a block; None where the attribute is missing or null."""
     if (block := published.listed(name)) is None:
         return None
     if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):

@@ -1,4 +1,4 @@
-"""What formats of whole numbers share: words of 32 bits that hold several, groups of inputs, and what a number is."""
+"""Parts that formats of whole numbers share: words of 32 bits that hold several, groups of inputs, and decoding."""
 
 import abc
 import dataclasses
@@ -26,39 +26,39 @@ class WholeNumbers(Grouped):
 
     @property
     def many(self) -> int:
-        """The numbers of a word."""
+        """Return how many numbers a word has."""
         return 32 // self.bits
 
     def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "outputs inputs"]) -> None:
-        """Some outputs."""
+        """Decode some outputs."""
         columns = out.shape[1]
         unit = math.gcd(self.group or columns, columns) if self.places not in parts else 1
         scales, zeros = self._of_units(parts, rows, columns, unit)
         table = (_NUMBERS if zeros is not None else _SIGNED)[self.bits]
-        found = np.take(table, self.octets(parts, rows)).view(np.float32)[:, :columns].reshape(len(out), -1, unit)
+        values = np.take(table, self.octets(parts, rows)).view(np.float32)[:, :columns].reshape(len(out), -1, unit)
         if zeros is not None:
-            found -= zeros[..., None].astype(np.float32)
-        found *= scales[..., None].astype(np.float32)
-        out[...] = found.reshape(out.shape)
+            values -= zeros[..., None].astype(np.float32)
+        values *= scales[..., None].astype(np.float32)
+        out[...] = values.reshape(out.shape)
 
     def numbers(self, parts: Parts, unit: tuple[int, int]) -> Numbers:
-        """All of them."""
+        """Return all codes, scales and zeros."""
         columns, rows = self.shape(parts)[1], slice(0, None)
         scales, zeros = self._of_units(parts, rows, columns, unit[1])
         return Numbers(self.octets(parts, rows)[:, : columns * self.bits // 8], scales, zeros)
 
     @property
     def groups(self) -> Groups:
-        """What the configuration says."""
+        """Return the layout that the configuration states."""
         return Groups(f"int{self.bits}", (1, self.group), self.scales, has_zeros=self.zeros in self.needs)
 
     @abc.abstractmethod
     def octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
-        """The codes of some outputs along their inputs, of two in a byte the low bits first."""
+        """Return the codes of some outputs along their inputs, of two in a byte the low bits first."""
 
     @abc.abstractmethod
     def of_groups(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        """The scale, and the zero where there are any, of each of some outputs and group."""
+        """Return the scale, and the zero if there are zeros, of each of some outputs and groups."""
 
     def _of_units(
         self, parts: Parts, rows: slice, columns: int, unit: int
@@ -71,18 +71,18 @@ class WholeNumbers(Grouped):
 
 
 def unpacked(words: Int32[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows numbers"]:
-    """The numbers of 4 or 8 bits in each word, the lowest bits first."""
-    found = octets_of(words)
-    return found if bits == 8 else np.stack([found & 15, found >> 4], axis=-1).reshape(len(words), -1)
+    """Return the numbers of 4 or 8 bits in each word, the lowest bits first."""
+    octets = octets_of(words)
+    return octets if bits == 8 else np.stack([octets & 15, octets >> 4], axis=-1).reshape(len(words), -1)
 
 
 def octets_of(words: Int32[np.ndarray, "rows words"]) -> UInt8[np.ndarray, "rows octets"]:
-    """The bytes of each word, the lowest first."""
+    """Return the bytes of each word, the lowest first."""
     return np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
 
 
 def _stated(places: Shaped[np.ndarray, "columns"], number: int, unit: int) -> Shaped[np.ndarray, "units"]:
-    """The group of each unit of columns, as stated for each column."""
+    """Return the group of each unit of columns, as stated for each column."""
     if places.min() < 0 or places.max() >= number:
         raise ValueError(f"a column of it is of group {places.max()} or {places.min()}, and it has {number}")
     units = places.reshape(-1, unit)
@@ -95,7 +95,7 @@ def _stated(places: Shaped[np.ndarray, "columns"], number: int, unit: int) -> Sh
 
 
 def _table(bits: int, zero: int) -> Shaped[np.ndarray, "256"]:
-    """Of a byte the number in float32, or both of 4 bits as one to be taken at once."""
+    """Return the float32 of each byte, or both numbers of 4 bits as one word of 64, so that one look-up takes both."""
     codes = np.arange(256, dtype=np.float32)[:, None]
     if bits == 8:
         return (codes - zero)[:, 0]
