@@ -7,6 +7,7 @@ the program. It runs before jaxtyping's, so its short text is seen with the impo
 import dataclasses
 import functools
 import inspect
+import numbers
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,13 @@ _KINDS = (
 # Arguments whose fields have the dims of the call's arrays; of others, such as `kv_tokens`, the same names mean others.
 _OF_THE_CALL = ("tokens", "cache")
 _RULES = "__argument_rules__"
+# Plain fields of checked classes, of which jaxtyping would tell an error at length.
+_PLAIN = {
+    int: (numbers.Integral, "whole number"),
+    float: (numbers.Real, "number"),
+    str: (str, "text"),
+    bool: (bool, "bool"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +87,10 @@ class ArgumentRule:
     is_open: bool
     """Whether the annotation has other options, of which nothing is known here."""
     is_optional: bool
-    has_integers: bool
+    has_integers: bool = False
     """Whether it may be a sequence of integers beside; floats in it would be cut off."""
+    plain: tuple[type, ...] = ()
+    """Where it is of neither, the types of Python that it may have, as in `_PLAIN`."""
 
 
 def argument_rules(annotations: Mapping[str, Any]) -> dict[str, ArgumentRule]:
@@ -144,7 +154,9 @@ def checked(function: Function) -> Function:
 def checked_fields(cls: Class) -> Class:
     """Check the arrays of a dataclass when one is made, and where a checked call is given one."""
     fields = [field for field in dataclasses.fields(cls) if field.init]
-    names, rules = [field.name for field in fields], argument_rules({field.name: field.type for field in fields})
+    annotations = {field.name: field.type for field in fields}
+    names, plain = list(annotations), {name: _plain_rule(annotation) for name, annotation in annotations.items()}
+    rules = argument_rules(annotations) | {name: rule for name, rule in plain.items() if rule.plain}
     construct, call = cls.__init__, cls.__name__
 
     @functools.wraps(construct)
@@ -162,9 +174,20 @@ def rules_of(signature: inspect.Signature) -> dict[str, ArgumentRule]:
     return argument_rules({name: parameter.annotation for name, parameter in signature.parameters.items()})
 
 
-def _argument_rule(annotation: Any) -> ArgumentRule:
+def _options(annotation: Any) -> tuple[Any, ...]:
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    options = typing.get_args(annotation) if is_union else (annotation,)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _plain_rule(annotation: Any) -> ArgumentRule:
+    options = _options(annotation)
+    plain = tuple(option for option in options if option in _PLAIN)
+    is_known = all(option in (*plain, type(None)) for option in options)
+    return ArgumentRule((), (), not is_known, type(None) in options, plain=plain if is_known else ())
+
+
+def _argument_rule(annotation: Any) -> ArgumentRule:
+    options = _options(annotation)
     arrays = [option for option in options if isinstance(option, type) and "dim_str" in dir(option)]
     classes = [option for option in options if isinstance(option, type) and _RULES in option.__dict__]
     others = [option for option in options if option not in (*arrays, *classes, type(None))]
@@ -190,6 +213,10 @@ def _check_argument(call: str, name: str, value: Any, rule: ArgumentRule, sizes:
             raise ValueError(f"{call}({name}={value!r:.60}): it holds {array.dtype}; give integers.")
     elif (value is None and rule.is_optional) or (rule.is_open and not (is_array and rule.arrays)):
         return
+    elif rule.plain:
+        if not isinstance(value, tuple(_PLAIN[kind][0] for kind in rule.plain)):
+            kinds = " or ".join(_PLAIN[kind][1] for kind in rule.plain)
+            raise ValueError(f"{call}({name}={value!r:.40}): it is a {type(value).__name__}; give a {kinds}.")
     elif not rule.arrays:
         names, cls = " or ".join(cls.__name__ for cls in rule.classes), rule.classes[0]
         fields = [field for field, own in getattr(cls, _RULES).items() if not own.is_optional]

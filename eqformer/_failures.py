@@ -1,9 +1,12 @@
 """Errors of the operating system and of other libraries: their cause in a line, and what to do about them."""
 
 import errno
+import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 _LONGEST = 300  # characters of a foreign message
@@ -26,6 +29,8 @@ _KINDS = (
     ((errno.ETIMEDOUT,), r"timed? ?out|\bDEADLINE_EXCEEDED\b", "see why the storage takes so long"),
     ((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO), "input/output error|stale file", "see to the disk"),
 )
+_MOST_BYTES = {"name": 255, "path": 4096}  # of Linux and its common file systems
+_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # where the free bytes of a disk say something
 # A lost connection may be one to a hub or one to another process of the run: for these, the message says more.
 _CONNECTION = {errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE}
 _NUMBER = re.compile(r"(?:os_error_code='|errno |OS error )(\d+)", re.IGNORECASE)
@@ -42,6 +47,9 @@ def reason_and_fix(error: BaseException) -> tuple[str, str]:
     numbers = {number for one in family for number in _numbers(one)} - _CONNECTION
     for known, _, fix in _KINDS:
         if numbers & set(known):
+            return reason, fix
+    for one in family:
+        if isinstance(one, OSError) and isinstance(one.filename, str | os.PathLike) and (fix := _path_fix(one)):
             return reason, fix
     words = " ".join(f"{type(one).__name__} {one}" for one in family)
     fixes = (fix for _, pattern, fix in _KINDS if not numbers and re.search(pattern, words, re.IGNORECASE))
@@ -60,6 +68,17 @@ def foreign_call(describe: Callable[[str], str]) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(describe(reason_and_fix(error)[0])) from error
+
+
+def write_failure(path: str | Path, error: BaseException) -> tuple[str, str]:
+    """Return why `path` could not be written, and what to do about it, as `reason_and_fix` does.
+
+    The reason names the bytes that are free on the disk only where the disk's space is the cause.
+    """
+    reason, fix = reason_and_fix(error)
+    if not _SPACE & {number for one in _family(error) for number in _numbers(one)}:
+        return reason, fix
+    return f"{reason}; {shutil.disk_usage(_nearest_folder(Path(path))).free:,} bytes are free there", fix
 
 
 def bytes_asked(error: BaseException) -> int | None:
@@ -90,6 +109,39 @@ def _numbers(error: BaseException) -> list[int]:
     if isinstance(error, TimeoutError):
         return [errno.ETIMEDOUT]
     return [int(number) for number in _NUMBER.findall(str(error))]
+
+
+def _path_fix(error: OSError) -> str:
+    """Return what to do about the path of a system error; "" where the path is not at fault."""
+    path = Path(os.fsdecode(error.filename))
+    nearest = _nearest_folder(path)
+    missing = path.absolute().relative_to(nearest).parts
+    match error.errno:
+        case errno.ENOENT if missing:
+            return f"{nearest} has no {_short(missing[0])}, and may not let one be made; check the path"
+        case errno.ENOTDIR | errno.EEXIST if missing:
+            return f"{nearest / missing[0]} is not a folder; remove it, or check the path"
+        case errno.EISDIR:
+            return f"{path} is a folder and not a file; check the path"
+        case errno.ENAMETOOLONG:
+            name, longest = max(path.parts, key=lambda part: len(os.fsencode(part))), _MOST_BYTES["name"]
+            if (size := len(os.fsencode(name))) > longest:
+                return f"the name {_short(name)} has {size} bytes, and file systems allow {longest}; shorten it"
+            return f"the path has {len(os.fsencode(path))} bytes, and systems allow {_MOST_BYTES['path']}; shorten it"
+        case errno.ELOOP:
+            return f"a symbolic link of {path} leads back to itself; mend the link"
+        case errno.ENOTEMPTY:
+            return f"{path} holds other files; empty it, or give another path"
+    return ""
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 40 else f"{name[:40]}...")
+
+
+def _nearest_folder(path: Path) -> Path:
+    """The folder that exists and is nearest to a path, which may not exist itself."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if os.path.isdir(place))
 
 
 def _line(error: BaseException) -> str:

@@ -185,6 +185,16 @@ def test_a_call_without_the_check_is_found(monkeypatch):
     assert complaints()[0] == []
 
 
+def test_a_plain_field_of_a_wrong_type_is_told_as_shortly():
+    """Of a batch, jaxtyping writes the annotations of all fields."""
+    ids = np.zeros((2, 5), np.int32)
+    arrays = (ids, ids, np.ones((2, 5), np.float32), np.arange(2, dtype=np.int32))
+    for plain, wanted in (({"documents": "two"}, "a whole number"), ({"group": 1.5}, "a whole number")):
+        with pytest.raises(ValueError, match=rf"Batch\({[*plain][0]}=.*give {wanted}\.$"):
+            eqformer.Batch(*arrays, **typing.cast(dict, plain))
+    assert eqformer.Batch(*arrays, group=2, documents=None).group == 2
+
+
 @pytest.mark.grid
 def test_every_public_call_names_a_wrong_array_without_the_import_hook():
     folder = pathlib.Path(__file__).parent

@@ -6,7 +6,7 @@ import os
 import jax
 import pytest
 
-from eqformer import bytes_asked, reason_and_fix
+from eqformer import bytes_asked, reason_and_fix, write_failure
 
 
 TENSORSTORE = (
@@ -52,7 +52,11 @@ def system(number: int) -> OSError:
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to"), "memory", "hold less"),
         (OSError("hub.example: Connection reset by peer [Errno 104]"), "hub.example", ""),
         (OSError("503 Server Error: Service Unavailable for url: https://hub.example"), "503", ""),
-        (FileNotFoundError(2, "No such file or directory", "/peer/quota exceeded/timed out"), "No such file", ""),
+        (
+            FileNotFoundError(2, "No such file or directory", "/peer/quota exceeded/timed out"),
+            "No such file",
+            "/ has no 'peer'",
+        ),
         (ValueError("heads=3 must divide embed=8"), "heads=3", ""),
         (RuntimeError(), "RuntimeError", ""),
     ],
@@ -61,6 +65,46 @@ def test_an_error_is_named_by_what_it_is(error, reason, fix):
     line, done = reason_and_fix(error)
     assert reason in line and len(line) < 320 and "\n" not in line
     assert (fix in done) if fix else done == ""
+
+
+def failure_of(call) -> OSError:
+    """The error that a call of the system raises."""
+    with pytest.raises(OSError) as caught:
+        call()
+    return caught.value
+
+
+def test_a_path_that_cannot_be_written_is_told_by_what_is_wrong_with_it(tmp_path):
+    """Of a path that cannot exist it was said that 0 bytes are free; free bytes belong to a full disk alone."""
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    make = lambda *parts: failure_of(lambda: tmp_path.joinpath(*parts).mkdir(parents=True, exist_ok=True))
+    table = {
+        errno.ENOENT: (failure_of((tmp_path / "a" / "b").touch), f"{tmp_path} has no 'a'"),
+        errno.ENOTDIR: (make("file", "run"), f"{tmp_path}/file is not a folder; remove it"),
+        errno.EEXIST: (make("file"), f"{tmp_path}/file is not a folder; remove it"),
+        errno.EISDIR: (failure_of((tmp_path).read_text), f"{tmp_path} is a folder and not a file"),
+        errno.ENAMETOOLONG: (make("n" * 300), "has 300 bytes, and file systems allow 255; shorten it"),
+        errno.ELOOP: (make("loop", "run"), "leads back to itself; mend the link"),
+        errno.EACCES: (system(errno.EACCES), "make it writable"),
+        errno.EROFS: (system(errno.EROFS), "make it writable"),
+        errno.ENOSPC: (system(errno.ENOSPC), "free some space"),
+        errno.EDQUOT: (system(errno.EDQUOT), "free some space"),
+    }
+    for number, (error, wanted) in table.items():
+        reason, fix = write_failure(tmp_path / "run", error)
+        assert error.errno == number and wanted in fix, (number, fix)
+        assert ("bytes are free" in reason) == (number in (errno.ENOSPC, errno.EDQUOT)), reason
+        assert os.strerror(number) in reason and len(f"{reason}; {fix}") < 600
+    long = write_failure(tmp_path, failure_of(lambda: os.mkdir(f"{tmp_path}{'/abcdefg' * 600}")))[1]
+    assert "bytes, and systems allow 4096" in long
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="/proc is Linux's")
+def test_a_folder_of_the_kernel_lets_nothing_be_made():
+    error = failure_of(lambda: os.makedirs("/proc/run/checkpoints"))
+    reason, fix = write_failure("/proc/run/checkpoints", error)
+    assert "free" not in reason and fix == "/proc has no 'run', and may not let one be made; check the path"
 
 
 MEMORY = {

@@ -4,7 +4,6 @@ import hashlib
 import math
 import os.path
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int, UInt
 
-from .._failures import reason_and_fix
+from .._failures import reason_and_fix, write_failure
 from ._cache import Damaged, read, remove, Unwritable, Writer, writing
 from ._documents import digest, Document, Source, to_bytes
 from ._tokenizer import Tokenizer
@@ -324,9 +323,8 @@ def _mapped(target: Path, *, verify: bool) -> TokenStore:
 def _refused(call: str, target: Path, failure: Unwritable | Damaged) -> ValueError:
     if isinstance(failure, Damaged):  # another process has removed it or made it at the same time, or a faulty disk
         return ValueError(f"{call}: the cache {target} is damaged just after it was written: {failure}; remove it.")
-    folder = next(place for place in (target.parent, *target.parents, Path(".")) if os.path.isdir(place))
-    free, (reason, fix) = shutil.disk_usage(folder).free, reason_and_fix(failure.error)
+    reason, fix = write_failure(target.parent, failure.error)
     return ValueError(
-        f"{call}: the tokens must be written to {target.parent}, but the system says {reason}; {free} bytes are free "
-        f"there, and nothing of the cache was left behind; {fix or 'see why'}, or pass another `cache_dir`."
+        f"{call}: the tokens must be written to {target.parent}, but the system says {reason}; nothing of the cache "
+        f"was left behind; {fix or 'see why'}, or pass another `cache_dir`."
     )

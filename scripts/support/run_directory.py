@@ -12,7 +12,7 @@ from typing import IO
 
 from recipes import CHANGEABLE, Recipe
 
-from eqformer import read_utf8, reason_and_fix, training
+from eqformer import read_utf8, training, write_failure
 from support.own_recipe import classes_of, file_of
 from support.prolonged import stretches_of
 from support.recipe_file import differences, from_json, read_recipe, run_identifier, source_beside, write_recipe
@@ -84,10 +84,9 @@ class RunDirectory:
         try:
             yield
         except OSError as error:
-            reason, fix = reason_and_fix(error)
+            reason, fix = write_failure(self.path, error)
             raise ValueError(
-                f"--run-dir {self.path}: the folder cannot be written ({reason}; {_free(self.path)}); "
-                f"{fix or 'see why'}, or give another."
+                f"--run-dir {self.path}: the folder cannot be written ({reason}); {fix or 'see why'}, or give another."
             ) from error
 
     def _left_by_a_killed_start(self) -> set[Path]:
@@ -209,8 +208,3 @@ class RunDirectory:
             hint = f"; runs beside it: {', '.join(near)}" if near else "; train one with scripts/pretrain.py"
             raise ValueError(f"--run-dir {self.path}: there is no run (no recipe.json){hint}.")
         return read_recipe(self.recipe)
-
-
-def _free(path: Path) -> str:
-    place = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    return f"{shutil.disk_usage(place).free:,} bytes are free there"
