@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from eqformer.data import _sandbox, ChatTemplate
-from eqformer.data._sandbox import BoundedEnvironment, MAX_SECONDS, MAX_SOURCE
+from eqformer.data import _template_limits, ChatTemplate
+from eqformer.data._sandbox import BoundedEnvironment
+from eqformer.data._template_limits import MAX_SECONDS, MAX_SOURCE
 
 
 TALK = [
@@ -97,10 +98,10 @@ def template_of(folder, source) -> ChatTemplate:
     return ChatTemplate(folder)
 
 
-@pytest.mark.parametrize("seconds", [0.05, pytest.param(MAX_SECONDS, marks=pytest.mark.grid)])
-def test_hostile_templates_end_at_a_limit(seconds, tmp_path, monkeypatch):
-    monkeypatch.setattr(_sandbox, "MAX_SECONDS", seconds)
-    for source, words in HOSTILE.items():
+@pytest.mark.parametrize("every,seconds", [(5, 0.05), pytest.param(1, MAX_SECONDS, marks=pytest.mark.grid)])
+def test_hostile_templates_end_at_a_limit(every, seconds, tmp_path, monkeypatch):
+    monkeypatch.setattr(_template_limits, "MAX_SECONDS", seconds)
+    for source, words in list(HOSTILE.items())[::every]:
         words = words if seconds == MAX_SECONDS else rf"({words}|{LONG})"
         start = time.thread_time()
         with pytest.raises(ValueError, match=rf"^ChatTemplate\(.*: the template in chat_template.jinja .*{words}"):
@@ -225,7 +226,7 @@ def test_json_is_written_with_the_options_of_transformers():
 
 
 def test_a_long_conversation_has_more_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(_sandbox, "MAX_SIZE", 1 << 16)
+    monkeypatch.setattr(_template_limits, "MAX_SIZE", 1 << 16)
     loop = "{% for m in messages %}{% set x = m.content * 2 %}{{ m.content | trim }}{% endfor %}"
     messages = [{"role": "user", "content": "x" * 1000}] * 200
     assert len(template_of(tmp_path, loop).render(messages)) == 200_000
@@ -235,7 +236,7 @@ def test_threads_have_budgets_of_their_own(tmp_path, monkeypatch):
     template = template_of(tmp_path, "{% for i in range(n) %}{% for j in range(100) %}{% endfor %}{% endfor %}done")
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(lambda _: template.render(TALK, n=20), range(8))) == {"done"}
-    monkeypatch.setattr(_sandbox, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(_template_limits, "MAX_SECONDS", 0.05)
     with pytest.raises(ValueError, match="takes more than"):
         template.render(TALK, n=2000)
     assert template.render(TALK, n=1) == "done"
