@@ -83,6 +83,15 @@ def test_only_a_heads_arrays_may_be_missing(tmp_path):
         shapes = models.load_shapes(tmp_path)
     kinds = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
     assert kinds(shapes) == kinds(model)
+    of_t5 = write(tmp_path, "t5 a head of its own")  # has no prefix to lack
+    rewrite(tmp_path, of_t5, lambda key: "" if key == "lm_head.weight" else key)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for tied, notes in ((True, 0), (False, 1)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+        model, told = load_and_list(tmp_path)
+        assert len(told) == notes and (model.head is None) == tied
+    assert told[0].startswith("the folder has no lm_head.weight")
+    write(tmp_path, "llama plain")
     rewrite(tmp_path, arrays, lambda key: "" if key in ("lm_head.weight", "model.norm.weight") else key)
     with pytest.raises(ValueError, match=r"not in the folder: model.norm.weight \(1\)\.$"):
         models.load(tmp_path)

@@ -96,8 +96,8 @@ def build_t5(config: T5Config, *, key: Key[Array, ""]) -> Transformer:
 
 
 def _as_stored(config: Any, names: Collection[str]) -> T5Config:
-    """With a head of its own where the folder has one: transformers writes that the head is tied in either case."""
-    return dataclasses.replace(config, tied="lm_head.weight" not in names)
+    """Give the config a head where the folder has one: transformers writes that the head is tied in either case."""
+    return dataclasses.replace(config, tied=config.tied and "lm_head.weight" not in names)
 
 
 _FIRST: dict[str, Any] = {"gated": False, "activation": "relu", "tied": True, "scaled": True}
