@@ -17,20 +17,22 @@ class Range:
     least: int | float
     most: int | float
     exclusive: bool = False
+    counts: str = ""
+    """The things that the number counts, where that matters: `"entries"` of a dim of weights, or `"layers"`."""
 
     def __contains__(self, value: int | float) -> bool:
         return (self.least < value if self.exclusive else self.least <= value) and value <= self.most
 
 
-Size = Annotated[int, Range(1, LARGEST_WHOLE)]
+Size = Annotated[int, Range(1, LARGEST_WHOLE, counts="entries")]
 """Entries of a dim of some weight: channels, heads, ids, experts."""
-OptionalSize = Annotated[int, Range(0, LARGEST_WHOLE)]
+OptionalSize = Annotated[int, Range(0, LARGEST_WHOLE, counts="entries")]
 """The same of a part of the model that may be missing, which 0 says."""
 Length = Annotated[int, Range(1, LARGEST_WHOLE)]
 """A number of tokens."""
 Index = Annotated[int, Range(0, LARGEST_WHOLE)]
 """The number of a layer or of an id, counted from 0."""
-LayerCount = Annotated[int, Range(1, 2**16)]
+LayerCount = Annotated[int, Range(1, 4096, counts="layers")]
 """Layers of a model."""
 Number = Annotated[float, Range(-LARGEST, LARGEST)]
 """Any finite number."""
@@ -42,6 +44,14 @@ Fraction = Annotated[float, Range(0.0, 1.0, exclusive=True)]
 """A part of a whole, without 0."""
 Rate = Annotated[float, Range(0.0, 1.0)]
 """A probability."""
+
+
+def ranges_in(kind: Any) -> list[Range]:
+    """Return the ranges of the numbers of a kind, also within options and tuples."""
+    args = typing.get_args(kind)
+    if typing.get_origin(kind) is Annotated:
+        return [args[1]]
+    return [bounds for part in args for bounds in ranges_in(part)]
 
 
 def fits(value: Any, kind: Any) -> bool:

@@ -1,6 +1,7 @@
 """Loads published models: a folder into a model, on one device or straight into the shards of a plan."""
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,14 @@ from .._shapes import is_shape
 from ..nn import float_dtype
 from ..parallel import Plan, shardings
 from ._arrays import Arrays
-from ._families import build, predictor_of
+from ._attributes import Attribute, kinds_of
+from ._families import build, FAMILIES, predictor_of
 from ._family import ModelConfig
 from ._filled import Filled, read
 from ._folder import Folder
 from ._gguf import GGUF
 from ._kept import kept_maps, with_kept
+from ._kinds import ranges_in
 from ._published import described, Description
 from ._weights import Weight
 
@@ -122,6 +125,7 @@ def _to_read(path: str | Path, dtype: DTypeLike | None, weights: str, predictor:
         predictor_of(f"{source.call}: predictor=True", said.family)
         said = dataclasses.replace(said, predictor=True)
     arrays = Arrays(source, said)
+    _check_sizes(arrays, said.config)
     shapes = eqx.filter_eval_shape(lambda: build(said.config, predictor=predictor, key=jax.random.key(0)))
     rules = said.family.rules(said.config, shapes, arrays.shapes, said.tower)
     absent = [rule for rule in rules if _is_absent_head(arrays, said, rule, shapes)]
@@ -171,6 +175,38 @@ def _initialized(found: _ToRead, predictor: bool, sharding_of: dict[int, Shardin
         return {number: made[place].astype(dtype) for number, (place, dtype) in places.items()}
 
     return jax.jit(initial, out_shardings={number: sharding_of[number] for number in places})()
+
+
+_LITTLE = {"entries": 2**24, "layers": 512}  # a model of so many is traced at once, whatever the folder holds
+
+
+def _check_sizes(arrays: Arrays, config: ModelConfig) -> None:
+    """Raise a `ValueError` for sizes far beyond those of the folder's arrays, before a model of them is traced."""
+    numbers = {name: math.prod(shape) for name, shape in arrays.shapes.items()}
+    largest = max(numbers, key=lambda name: numbers[name], default="")
+    limits = {
+        "entries": (numbers.get(largest, 0), f"its largest array, {largest}, has {numbers.get(largest, 0)} numbers"),
+        "layers": (len(numbers), f"it has {len(numbers)} arrays"),
+    }
+    entries = [
+        entry for family in FAMILIES.values() if isinstance(config, family.config) for entry in family.attributes
+    ]
+    attributes = {entry.name: entry.published for entry in entries if isinstance(entry, Attribute)}
+    for name, kind in kinds_of(type(config)).items():
+        value = getattr(config, name, None)
+        if isinstance(value, ModelConfig):
+            _check_sizes(arrays, value)
+        if not isinstance(value, int):
+            continue
+        for counts in {bounds.counts for bounds in ranges_in(kind)} & limits.keys():
+            limit, why = limits[counts]
+            if value > max(limit, _LITTLE[counts]):
+                published = attributes.get(name, name)
+                attribute = published if isinstance(published, str) else published[0]
+                raise ValueError(
+                    f"{arrays.call}: the configuration says {attribute}={value}, and the folder holds no such model: "
+                    f"{why}; take the config.json that was published with the arrays."
+                )
 
 
 def _plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan | None:

@@ -10,6 +10,9 @@ from jaxtyping import Array, Key
 from ...nn import Layer, Period, Stack
 
 
+_LONGEST_PERIOD = 128  # layers; without a bound, a thousand layers take seconds to cut
+
+
 class Together(NamedTuple):
     """Kinds of layers in a row that no cut parts, since the later ones read what the first one leaves."""
 
@@ -33,7 +36,8 @@ def runs(kinds: tuple[Hashable, ...]) -> tuple[Run, ...]:
     best: dict[int, tuple[int, int, tuple[Run, ...]]] = {len(kinds): (0, 0, ())}
     for first in reversed(range(len(kinds))):
         found = []
-        for size in reversed(range(1, len(kinds) - first + 1)):  # of equal cuts the one that starts with a period
+        longest = min(len(kinds) - first, _LONGEST_PERIOD)
+        for size in reversed(range(1, longest + 1)):  # of equal cuts the one that starts with a period
             period, end, periods = kinds[first : first + size], first, 0
             while kinds[end : end + size] == period:
                 end, periods = end + size, periods + 1
