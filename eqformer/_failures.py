@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +66,7 @@ def foreign_call(describe: Callable[[str], str]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise ValueError(describe(reason_and_fix(error)[0])) from error
 
@@ -79,6 +80,38 @@ def write_failure(path: str | Path, error: BaseException) -> tuple[str, str]:
     if not _SPACE & {number for one in _family(error) for number in _numbers(one)}:
         return reason, fix
     return f"{reason}; {shutil.disk_usage(_nearest_folder(Path(path))).free:,} bytes are free there", fix
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether a library in Rust has panicked: its exception derives from `BaseException`."""
+    return type(error).__name__ == "PanicException"  # each such library has a class of its own by this name
+
+
+@contextmanager
+def quiet_panics() -> Iterator[None]:
+    """Drop what a library in Rust writes to standard error when it panics; all else is written when the block ends.
+
+    The whole process's standard error is kept back, so this is for short calls.
+    """
+    try:
+        kept = os.dup(2)
+    except OSError:  # standard error is closed
+        yield
+        return
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        panicked = False
+        try:
+            yield
+        except BaseException as error:
+            panicked = any(map(is_panic, _family(error)))
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            if not panicked:
+                written.seek(0)
+                os.write(2, written.read())
 
 
 def bytes_asked(error: BaseException) -> int | None:

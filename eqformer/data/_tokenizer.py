@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Integer, UInt
 
 from .._extra import load_extra
-from .._failures import foreign_call
+from .._failures import foreign_call, quiet_panics
 from .._read import is_there, parse_json, read_bytes, read_utf8
 from ._documents import digest
 
@@ -147,6 +147,9 @@ _END_OF_TEXT = (
 )
 
 
+_TRIAL = "A word, 1 é.\n"
+
+
 class FileTokenizer:
     """A `tokenizer.json`, run by the package `tokenizers`.
 
@@ -164,17 +167,22 @@ class FileTokenizer:
         if not is_there(path):
             raise ValueError(f"{call}: the path must be a tokenizer.json, but there is no file {path}; correct it.")
         written = read_bytes(path)
-        with foreign_call(
+        self._path = Path(path)
+        refuse = foreign_call(
             lambda reason: (
                 f"{call}: the file must be a tokenizer.json as the package tokenizers writes it, but "
                 f"{reason}; fetch it again."
             )
-        ):
+        )
+        with quiet_panics(), refuse:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(written)
-        self._path = Path(path)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            # Some files make the package panic at the first text only. An ordinary error is no fault of the file: a
+            # vocabulary may lack these letters.
+            with suppress(Exception):
+                self._tokenizer.encode(_TRIAL)
+            self._tokenizer.encode_special_tokens = True
         self.vocab: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.end_of_text: int = self._find(end_of_text, call)
         self.fingerprint = f"tokenizer.json {digest((written,))}, end of text {self.end_of_text}"

@@ -1,4 +1,5 @@
 import json
+import os
 import random
 import sys
 from typing import Any
@@ -6,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eqformer._failures import quiet_panics
 from eqformer.data import ByteTokenizer, FileTokenizer, open_store, texts, TextStream, Tokenizer, tokenizer_files
 
 
@@ -218,3 +220,40 @@ def test_bad_tokenizer_files_are_reported_in_one_message(tokenizer_json, tmp_pat
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"FileTokenizer\(.*tokenizers.*eqformer\[train\]"):
         FileTokenizer(tokenizer_json)
+
+
+PANICS = {
+    "charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "no entry": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "Q", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+    "chunk size": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "index": {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
+}
+
+
+def test_a_file_that_makes_the_package_panic_is_refused_in_one_line(tmp_path, capfd):
+    file, path = json.loads(ByteTokenizer().to_json()), tmp_path / "tokenizer.json"
+    for words, part in PANICS.items():
+        path.write_text(json.dumps(file | part))
+        with pytest.raises(ValueError, match=f"must be a tokenizer.json .*{words}.*; fetch it again"):
+            FileTokenizer(path)
+    assert capfd.readouterr().err == ""  # where the package writes a backtrace
+    path.write_text(json.dumps(file))
+    assert FileTokenizer(path).encode("a").tolist() == [97]
+
+
+def test_words_of_others_come_through_when_panics_are_kept_quiet(capfd):
+    with quiet_panics():
+        os.write(2, b"words")
+        assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == "words"
+    with pytest.raises(BaseException, match="at"), quiet_panics():
+        os.write(2, b"a backtrace")
+        raise type("PanicException", (BaseException,), {})("at")
+    assert capfd.readouterr().err == ""
