@@ -84,9 +84,9 @@ class Op(Operation):
 
     An `Op` is an immutable value, and a module holds the one that it uses. So an implementation from outside of the
     package is registered with one call, `op.with_implementation("cuda", MyKernel())`, and is passed to modules as their
-    `core`, or set on a built model by `nn.run_with`. There is no registry, which JAX would not see: a program that was
-    traced before a registration would be reused after it, and a model would mean different programs in two processes.
-    An op is part of the model's tree structure instead: `jax.jit` traces a model with another op anew.
+    `core`, or set on a built model by `nn.with_execution`. There is no registry, which JAX would not see: a program
+    that was traced before a registration would be reused after it, and a model would mean different programs in two
+    processes. An op is part of the model's tree structure instead: `jax.jit` traces a model with another op anew.
 
     The platform is the one that a program is compiled for, also on a machine that has none such:
     `jax.lax.platform_dependent` chooses while JAX lowers the program.

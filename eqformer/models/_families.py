@@ -129,8 +129,8 @@ def preset(name: str) -> ModelConfig:
 def build(model: str | ModelConfig, *, predictor: bool = False, key: Key[Array, ""]) -> Transformer:
     """A model with random weights, from the name of a preset or from a family's config.
 
-    `shapes` are its shapes alone; `nn.run_with` chooses how it runs. With `predictor` it has what predicts a further
-    token, where its family publishes one.
+    `shapes` are its shapes alone; `nn.with_execution` chooses how it runs. With `predictor` it has what predicts a
+    further token, where its family publishes one.
     """
     config = preset(model) if isinstance(model, str) else model
     family = family_of(call := f"build({model!r})", config)

@@ -51,9 +51,9 @@ def load(
 
     Each array of the folder is memory-mapped, read once, and copied into the shards that this process's devices hold;
     only the shards of one leaf (one array of all layers, or arrays that are published as one) are in host memory at a
-    time. The model computes in the dtype of its embedding table; `nn.run_with` sets how it runs. Of a model of several
-    kinds of data the text model is read. A warning lists the arrays that are left unread by rule: of its other parts,
-    and of predictors of further tokens that are not asked for.
+    time. The model computes in the dtype of its embedding table; `nn.with_execution` sets how it runs. Of a model of
+    several kinds of data the text model is read. A warning lists the arrays that are left unread by rule: of its other
+    parts, and of predictors of further tokens that are not asked for.
 
     Args:
         path: The folder, or the file.

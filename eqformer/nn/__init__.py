@@ -81,7 +81,7 @@ from ._embedding import (
     unembed as unembed,
 )
 from ._encoder import Encoder as Encoder, PredictionHead as PredictionHead
-from ._execution import Execution as Execution
+from ._execution import Execution as Execution, with_execution as with_execution
 from ._float32_sums import (
     add_float32 as add_float32,
     broadcast_float32 as broadcast_float32,
@@ -117,7 +117,6 @@ from ._precision import cast as cast, Precision as Precision
 from ._predictor import Predictor as Predictor
 from ._products import InComputeDtype as InComputeDtype, InFp8 as InFp8, Products as Products
 from ._residual import Residual as Residual
-from ._run_with import run_with as run_with
 from ._sequential import reads as reads
 from ._slots import check_cached as check_cached, counts as counts, SlotCache as SlotCache
 from ._stack import REMAT as REMAT, Stack as Stack

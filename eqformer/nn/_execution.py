@@ -1,9 +1,14 @@
-"""How a model runs, as plain data."""
+"""How a model runs: its attention kernel, rematerialisation and scan. None of these changes results."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Literal, TypeGuard, TypeVar
+
+import equinox as eqx
+import jax
+from jaxtyping import PyTree
 
 from ..kernels import (
     ATTENTION,
@@ -14,8 +19,10 @@ from ..kernels import (
     ReferenceAttention,
     RequiredKernel,
     SplashAttention,
+    unsupported_options,
 )
-from ._run_with import run_with
+from ._contracts import Mixer
+from ._stack import REMAT, Stack
 
 
 Model = TypeVar("Model")
@@ -23,20 +30,23 @@ Model = TypeVar("Model")
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How a model runs, in words: speed and memory, and no results. Plain data: `apply` checks it."""
+    """Settings of speed and memory that change no results, as plain data; `apply` checks them."""
 
     core: Literal["auto", "xla", "reference", "blockwise", "cudnn", "splash"] = "auto"
-    """The attention; auto takes what the platform has: cudnn on GPUs, splash on TPUs, blockwise elsewhere."""
+    """The attention; auto takes the platform's fused kernel (cudnn or splash), and blockwise where there is none."""
     remat: Literal["none", "full", "dots", "dots_no_batch", "products", "products_on_host", "full_on_host"] = "products"
     """What the backward pass recomputes instead of keeping it; ..._on_host keeps what it keeps in hosts' memory."""
     unroll: int = 1
     """How many layers an iteration of the scan over layers runs; with all there is no scan: compiling takes longer."""
 
     def apply(self, model: Model) -> Model:
-        """The model, or its shapes, run so; raises a `ValueError` as `run_with` does, and for an unknown core."""
+        """Return the model, or its shapes, with these settings.
+
+        Raises a `ValueError` as `with_execution` does, and for an unknown core.
+        """
         if self.core not in _CORES:
             raise ValueError(f"Execution(core={self.core!r}): the cores are {', '.join(_CORES)}.")
-        return run_with(model, core=_CORES[self.core], remat=self.remat, unroll=self.unroll)
+        return with_execution(model, core=_CORES[self.core], remat=self.remat, unroll=self.unroll)
 
 
 _CORES: Mapping[str, Operation] = MappingProxyType(
@@ -49,3 +59,62 @@ _CORES: Mapping[str, Operation] = MappingProxyType(
         "splash": RequiredKernel("tpu", SplashAttention()),
     }
 )
+
+
+def with_execution(
+    model: Model,
+    *,
+    core: Operation | None = None,
+    remat: str | None = None,
+    unroll: int | None = None,
+) -> Model:
+    """Return the model, or any part of one, with other execution settings; a setting of None stays as it is.
+
+    Arrays are not touched, so the shapes of `equinox.filter_eval_shape` do as well.
+
+    Args:
+        model: A model or any tree of modules.
+        core: Computes the softmax of every attention; what is computed stays, a softcap included.
+        remat: What the backward pass recomputes in every `Stack`, one of `REMAT`.
+        unroll: How many layers an iteration of a stack's scan runs.
+
+    Raises:
+        ValueError: For an unknown `remat`, an `unroll` below one, and a core without the softcap, sinks or bias that
+            an attention of the model needs.
+    """
+    if remat is not None and remat not in REMAT:
+        raise ValueError(f"with_execution(remat={remat!r}): the policies are {', '.join(REMAT)}.")
+    if unroll is not None and unroll < 1:
+        raise ValueError(f"with_execution(unroll={unroll}): an iteration of the scan runs at least one layer.")
+
+    def change(module: PyTree) -> PyTree:
+        if _has_core(module):
+            return module if core is None else _replace_core(module, core)
+        if not isinstance(module, Stack):
+            return module
+        changed = copy.copy(module)  # `dataclasses.replace` calls `__init__`, and a stack has its own.
+        object.__setattr__(changed, "blocks", change_all(module.blocks))
+        object.__setattr__(changed, "remat", module.remat if remat is None else remat)
+        object.__setattr__(changed, "unroll", module.unroll if unroll is None else unroll)
+        return changed
+
+    def change_all(tree: PyTree) -> PyTree:
+        return jax.tree.map(change, tree, is_leaf=lambda node: _has_core(node) or isinstance(node, Stack))
+
+    return change_all(model)
+
+
+def _has_core(node: object) -> TypeGuard[Mixer]:
+    return isinstance(node, Mixer) and node.facts().attends is not None
+
+
+def _replace_core(mixer: Mixer, core: Operation) -> Mixer:
+    attends = mixer.facts().attends
+    if attends is None:
+        return mixer
+    if missing := unsupported_options(core, attends.needs):
+        raise ValueError(
+            f"with_execution(core={core}): an attention of the model has {' and '.join(missing)}, which this core does "
+            "not compute; pass kernels.ATTENTION or kernels.ReferenceAttention()."
+        )
+    return eqx.tree_at(lambda m: m.core, mixer, core)

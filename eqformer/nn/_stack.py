@@ -26,8 +26,9 @@ class Stack(Layer):
     The blocks are built in one trace and run in one trace, so neither start-up nor compilation grows with depth. A
     slice of layers is plain indexing: `stack[2]` is a block, `stack[2:4]` a stack. Unlike blocks that repeat go into
     one `Period`; kinds that do not repeat go into stacks of their own. What the backward pass recomputes (`remat`, see
-    `REMAT`) and how many layers a turn of the scan runs (`unroll`) is set by `run_with`. `depth` is how many layers the
-    whole stack has, of which a device may hold a few; in a pipeline of unequal stages it holds rows of padding too.
+    `REMAT`) and how many layers a turn of the scan runs (`unroll`) is set by `with_execution`. `depth` is how many
+    layers the whole stack has, of which a device may hold a few; in a pipeline of unequal stages it holds rows of
+    padding too.
     """
 
     numbers: Int[Array, "layers"]

@@ -172,7 +172,7 @@ def _candidates(
 
     A mesh's state is made once for all policies of recomputation.
     """
-    models = [model, *([nn.run_with(model, remat="full")] if model.stacks[0].remat != "full" else [])]
+    models = [model, *([nn.with_execution(model, remat="full")] if model.stacks[0].remat != "full" else [])]
     rows, seq = batch.ids.shape
     found, sizes = [], []
     for mesh, zero in meshes:

@@ -18,7 +18,7 @@ HEADS, SHORT, LONG = 4, 2048, 6144
 def held(prompt: int, prefill_chunk: int | None = None, core=None) -> int:
     """Bytes of temporaries of a prompt's prefill in a small model, compiled from shapes alone."""
     config = models.LlamaConfig(vocab=64, embed=32, layers=2, heads=HEADS, kv_heads=2, mlp=64)
-    shapes = eqx.filter_eval_shape(lambda: nn.run_with(models.build(config, key=jax.random.key(0)), core=core))
+    shapes = eqx.filter_eval_shape(lambda: nn.with_execution(models.build(config, key=jax.random.key(0)), core=core))
     arrays, rest = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     given = pad_prompts(shapes, [np.zeros(prompt, int)], None, 8, prefill_chunk)
     draws = make_sampling_state(shapes, 1, (), None, None, jax.random.key(0))

@@ -17,7 +17,7 @@ CUDNN = kernels.RequiredKernel("cuda", kernels.CudnnAttention())
 
 def shapes_of(config=MODEL, core: kernels.Operation = kernels.ATTENTION, compute: str = "bfloat16") -> nn.Transformer:
     make = lambda: nn.Precision(compute=compute).apply(
-        nn.run_with(models.build(config, key=jax.random.key(0)), core=core)
+        nn.with_execution(models.build(config, key=jax.random.key(0)), core=core)
     )
     return eqx.filter_eval_shape(make)
 

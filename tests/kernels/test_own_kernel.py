@@ -77,7 +77,7 @@ def test_a_model_with_another_op_is_traced_anew():
         return module(x)[0]
 
     layer, x = nn.Attention(embed=8, heads=2, head_dim=4, key=jax.random.key(0)), jnp.ones((1, 5, 8))
-    outputs = [attend(module, x) for module in (layer, nn.run_with(layer, core=OWN), layer)]
+    outputs = [attend(module, x) for module in (layer, nn.with_execution(layer, core=OWN), layer)]
     assert len(traces) == 2 and "ShortRows" in traces[1] and "ShortRows" not in traces[0]
     assert np.allclose(outputs[0], outputs[1], atol=1e-5)
     with pytest.raises(ValueError, match="'gpu' is no platform; name one of cpu, cuda, tpu, any"):

@@ -193,7 +193,7 @@ def test_dtypes_of_one_folder_may_differ(tmp_path):
     save_file(mixed, tmp_path / "model.safetensors")
     progress = []
     model = models.load(tmp_path, progress=lambda *bytes_of: progress.append(bytes_of))
-    model = nn.run_with(model, core=kernels.ReferenceAttention())  # the default one takes no steps of four tokens
+    model = nn.with_execution(model, core=kernels.ReferenceAttention())  # the default one takes no steps of four tokens
     assert progress[-1] == (sum(array.nbytes for array in mixed.values()),) * 2 and model.compute_dtype == "bfloat16"
     assert eqx.filter_eval_shape(model, jnp.zeros((1, 4), jnp.int32))[0].dtype == "float32"
     models.save(model, tmp_path / "back", config=models.read_config(tmp_path))

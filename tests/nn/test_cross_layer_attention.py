@@ -52,7 +52,7 @@ def model_of(remat="none", inputs=True):
         vectors = nn.LayerInputs(**sizes, depth=6, mlp=4, key=KEY) if inputs else None
         return nn.Transformer(nn.Embedding(**sizes, key=KEY), stacks, norm(), layer_inputs=vectors)
 
-    return nn.run_with(randomised(eqx.filter_eval_shape(build)), remat=remat)
+    return nn.with_execution(randomised(eqx.filter_eval_shape(build)), remat=remat)
 
 
 def test_it_attends_to_what_an_attention_has_left():

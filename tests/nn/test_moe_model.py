@@ -59,7 +59,7 @@ def transformer(*stacks):
     """A model of stacks, each `(make, layers, remat)`."""
     make = lambda: nn.Transformer(
         nn.Embedding(vocab=VOCAB, embed=EMBED, key=KEY),
-        tuple(nn.run_with(nn.Stack(make, layers, key=KEY), remat=remat) for make, layers, remat in stacks),
+        tuple(nn.with_execution(nn.Stack(make, layers, key=KEY), remat=remat) for make, layers, remat in stacks),
         nn.RMSNorm("embed", embed=EMBED),
     )
     return drawn(make)

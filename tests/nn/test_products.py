@@ -170,7 +170,7 @@ def test_what_is_recomputed_changes_nothing(remat):
     ids = jnp.arange(32, dtype=jnp.int32).reshape(2, 16)
     run = lambda model: jnp.sum(model.encode(ids, nn.positions_like((2, 16)))[0] ** 2)
     want = eqx.filter_jit(eqx.filter_grad(run))(model)
-    found = eqx.filter_jit(eqx.filter_grad(run))(nn.run_with(model, remat=remat))
+    found = eqx.filter_jit(eqx.filter_grad(run))(nn.with_execution(model, remat=remat))
     assert all(close(one, two, 1e-5) for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(want)))
     adapted = nn.with_lora(model, ["query"], rank=2, key=KEY)
     assert jax.tree.structure(nn.with_fp8(nn.without_fp8(adapted))) == jax.tree.structure(adapted)

@@ -102,8 +102,8 @@ def test_what_has_no_place_for_a_bias_is_refused():
     module = drawn(nn.Attention, embed=6, heads=2, head_dim=3, score_bias=True, key=KEY)
     with pytest.raises(ValueError, match=r"Attention\(score_bias=True\): the tokens have no score_bias; build"):
         module(normal(0, 2, 4, 6))
-    with pytest.raises(ValueError, match=r"model has bias, which this core has not; pass kernels.ATTENTION"):
-        nn.run_with(module, core=kernels.BlockwiseAttention())
-    nn.run_with(module, core=kernels.ReferenceAttention())
+    with pytest.raises(ValueError, match=r"model has bias, which this core does not compute; pass kernels.ATTENTION"):
+        nn.with_execution(module, core=kernels.BlockwiseAttention())
+    nn.with_execution(module, core=kernels.ReferenceAttention())
     with pytest.raises(ValueError, match=r"RelativeBias\(ranges=4, farthest=1, both_ways=True\).*farthest above 1"):
         drawn(nn.RelativeBias, ranges=4, heads=2, farthest=1, both_ways=True, key=KEY)

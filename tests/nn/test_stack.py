@@ -127,7 +127,7 @@ def test_remat_keeps_gradients_and_saves_memory(stack, names):
     deep = jax.tree.map(lambda leaf: put(np.concatenate([leaf] * 3)), stack)
 
     def measured(name):
-        module = nn.run_with(deep, remat=name)
+        module = nn.with_execution(deep, remat=name)
         arrays, static = eqx.partition(module, eqx.is_inexact_array)
         loss = lambda arrays: jnp.sum(eqx.combine(arrays, static)(x, tokens)[0] ** 2)
         compiled = jax.jit(jax.grad(loss)).lower(arrays).compile()
@@ -147,14 +147,14 @@ def test_remat_keeps_gradients_and_saves_memory(stack, names):
 
 def test_unrolling_changes_nothing(stack):
     x = normal(1, 2, 3, EMBED)
-    assert close(run(nn.run_with(stack, unroll=2), x)[0], run(stack, x)[0], 1e-6)
+    assert close(run(nn.with_execution(stack, unroll=2), x)[0], run(stack, x)[0], 1e-6)
 
 
 def test_what_is_recomputed_is_no_part_of_the_forward_pass(stack):
     """Without a loop, XLA would find the same in the forward pass, and keep it: a barrier is between them."""
 
     def barriers(unroll):
-        arrays, static = eqx.partition(nn.run_with(stack, remat="full", unroll=unroll), eqx.is_inexact_array)
+        arrays, static = eqx.partition(nn.with_execution(stack, remat="full", unroll=unroll), eqx.is_inexact_array)
         loss = lambda arrays: jnp.sum(eqx.combine(arrays, static)(normal(1, 2, 3, EMBED))[0])
         lowered = jax.jit(jax.grad(loss)).lower(arrays)
         return lowered.as_text().count("stablehlo.optimization_barrier")  # of the function that each layer calls

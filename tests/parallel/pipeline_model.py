@@ -95,7 +95,7 @@ def make_model(layers=LAYERS, remat="none", dtype="float32", block=make_block):
             nn.RMSNorm("embed", embed=EMBED),
             nn.Linear("embed -> vocab", embed=EMBED, vocab=VOCAB, key=keys[1]),
         )
-        stack = nn.run_with(nn.Stack(block, layers, key=keys[2]), remat=remat)
+        stack = nn.with_execution(nn.Stack(block, layers, key=keys[2]), remat=remat)
         return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, (edges, stack))
 
     return build()

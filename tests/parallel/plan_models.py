@@ -82,7 +82,10 @@ def of_blocks(*makes: Make, depths: tuple[int, ...] | None = None, remat: str = 
     depths = depths or (4,) * len(makes)
     return nn.Transformer(
         nn.Embedding(vocab=vocab, embed=EMBED, scale=2.0, key=keys[0]),
-        tuple(nn.run_with(nn.Stack(make, n, key=keys[1]), remat=remat) for make, n in zip(makes, depths, strict=True)),
+        tuple(
+            nn.with_execution(nn.Stack(make, n, key=keys[1]), remat=remat)
+            for make, n in zip(makes, depths, strict=True)
+        ),
         norm(),
         nn.Linear("embed -> vocab", embed=EMBED, vocab=vocab, bias=True, key=keys[2]),
         dropout=nn.Dropout(0.1),
@@ -132,7 +135,7 @@ def model_of(name: str, remat: str = "none", dtypes: tuple[str, str] = ("float32
             model = of_blocks(*BLOCKS[plain], depths=DEPTHS.get(plain), remat=remat)
         else:
             model = models.build(FAMILIES[plain], key=jax.random.key(0))
-            model = nn.run_with(model, core=CORES.get(plain, CORE), remat=remat)
+            model = nn.with_execution(model, core=CORES.get(plain, CORE), remat=remat)
         return model if plain == name else nn.with_lora(model, [nn.Linear], rank=3, alpha=0.3, key=jax.random.key(1))
 
     # With seed 0 a scalar's gradient has a hundredth of the sums that cancel in it, and their rounding.

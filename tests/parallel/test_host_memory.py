@@ -148,7 +148,7 @@ def test_compilers_keep_it_on_the_host(name):
     batch, made, moments, kept = planning.batch_shapes(8, 1024), {}, 0, {}
     for way in ("products", "pinned_host", "products_on_host", "full", "full_on_host"):
         memory, remat = ("pinned_host", "products") if way == "pinned_host" else ("device", way)
-        build = lambda remat=remat: nn.run_with(models.build(config, key=jax.random.key(0)), remat=remat)
+        build = lambda remat=remat: nn.with_execution(models.build(config, key=jax.random.key(0)), remat=remat)
         optimizer = rule(jax.eval_shape(build))
         plan = Plan(make_mesh(fsdp=4, devices=devices), zero=3, optimizer_memory=memory)
         states = training.PlannedState(build, optimizer, plan)

@@ -12,7 +12,7 @@ from eqformer.parallel._mixture import SplitMoE
 def scatters(remat: str) -> int:
     """Reduce-scatters in the program of a loss and its gradients."""
     shapes = eqx.filter_eval_shape(lambda: models.build("llama-byte-1m", key=jax.random.key(0)))
-    shapes = nn.run_with(shapes, remat=remat)
+    shapes = nn.with_execution(shapes, remat=remat)
     plan = Plan(make_mesh(tensor=2, devices=jax.devices()[:2]), residual="sequence")
     trained = training.optimizer("adamw", shapes, rate=3e-4).trained
     gradients = training.planned_gradients(plan)(training.next_token_loss, trained)
@@ -33,7 +33,7 @@ MIXTURE = models.OLMoEConfig(vocab=512, embed=256, layers=6, heads=4, kv_heads=4
 
 def mixture(devices, method):
     """A state, a model of shapes whose backward pass computes all again, and a batch."""
-    make = lambda: nn.run_with(models.build(MIXTURE, key=jax.random.key(0)), remat="full")
+    make = lambda: nn.with_execution(models.build(MIXTURE, key=jax.random.key(0)), remat="full")
     shapes = eqx.filter_eval_shape(make)
     shapes = eqx.filter_eval_shape(nn.Precision("float32", "bfloat16").apply, shapes)
     plan = Plan(make_mesh(fsdp=2, expert=2, devices=devices), zero=3, expert_method=method)

@@ -46,7 +46,7 @@ def test_products_run_at_the_peak_and_state_is_sent_beside_them():
     assert time.utilization == time.products / time.seconds
     slow = time_of(plan, model, bytes_factor=1e6)
     assert slow.seconds == pytest.approx(slow.sent["state"]) and slow.bound == "state"
-    again = time_of(plan, nn.run_with(model, remat="full"))
+    again = time_of(plan, nn.with_execution(model, remat="full"))
     assert again.products == pytest.approx(time.products * 4 / 3) and again.of_model == time.of_model
 
 

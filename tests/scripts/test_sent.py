@@ -140,7 +140,9 @@ def test_a_step_with_mixers_of_ones_own_sends_what_formulas_say(name, monkeypatc
     monkeypatch.setattr(module, "Fading", module.Fading)
     for change in changes:
         change(module)
-    build = lambda: nn.run_with(module.hybrid(jax.random.key(0), vocab=256, layers=4), remat=recipe.execution.remat)
+    build = lambda: nn.with_execution(
+        module.hybrid(jax.random.key(0), vocab=256, layers=4), remat=recipe.execution.remat
+    )
     model = eqx.filter_eval_shape(build)
     plan = plan_of(recipe, jax.devices())
     counted = counted_bytes(

@@ -30,7 +30,7 @@ def build(layers=3):
     sublayer = lambda key: nn.Residual(Growing(jnp.ones(1), jnp.ones(1)), scale=0.1)
     stack = nn.Stack(sublayer, layers, key=key)
     norm = nn.RMSNorm("embed", embed=4)
-    return nn.run_with(nn.Transformer(nn.Embedding(vocab=8, embed=4, key=key), (stack,), norm), remat="full")
+    return nn.with_execution(nn.Transformer(nn.Embedding(vocab=8, embed=4, key=key), (stack,), norm), remat="full")
 
 
 def at_layer(name, value, layer=1):

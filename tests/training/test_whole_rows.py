@@ -112,7 +112,7 @@ def test_packed_documents_stay_known_over_devices(monkeypatch, mesh, method):
     monkeypatch.setattr(_op.Op, "choose", noting)
     plan = parallel.Plan(parallel.make_mesh(**mesh, devices=jax.devices()[:4]), context_method=method)
     run = training.planned_gradients(plan)(training.next_token_loss)
-    auto = eqx.filter_eval_shape(lambda: nn.run_with(model(), core=kernels.ATTENTION))
+    auto = eqx.filter_eval_shape(lambda: nn.with_execution(model(), core=kernels.ATTENTION))
     given = dataclasses.replace(packed(), documents=3)
     eqx.filter_eval_shape(run, auto, given, jax.random.key(0))
     assert seen and {rows and rows.documents for rows in seen} == {3}

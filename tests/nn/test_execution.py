@@ -39,23 +39,23 @@ def cores(model):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_part_of_every_model_is_set_and_no_array_is_touched(preset):
     shapes = eqx.filter_eval_shape(lambda: models.build(preset, key=KEY))
-    changed = nn.run_with(shapes, core=CORE, remat="full", unroll=2)
+    changed = nn.with_execution(shapes, core=CORE, remat="full", unroll=2)
     assert all(one is other for one, other in zip(jax.tree.leaves(shapes), jax.tree.leaves(changed), strict=True))
     assert {(stack.remat, stack.unroll) for stack in changed.stacks} == {("full", 2)}
     assert cores(changed) and all(core == kernels.BlockwiseAttention(block=4) for core in cores(changed))
-    assert eqx.tree_equal(nn.run_with(shapes), shapes)
-    assert eqx.tree_equal(nn.run_with(changed, core=kernels.ATTENTION, remat="none", unroll=1), shapes)
+    assert eqx.tree_equal(nn.with_execution(shapes), shapes)
+    assert eqx.tree_equal(nn.with_execution(changed, core=kernels.ATTENTION, remat="none", unroll=1), shapes)
 
 
 def test_what_is_not_named_stays():
     shapes = eqx.filter_eval_shape(lambda: models.build("llama-byte-1m", key=KEY))
-    changed = nn.run_with(nn.run_with(nn.run_with(shapes, remat="dots"), unroll=2), core=OTHER)
+    changed = nn.with_execution(nn.with_execution(nn.with_execution(shapes, remat="dots"), unroll=2), core=OTHER)
     assert (changed.stacks[0].remat, changed.stacks[0].unroll, cores(changed)) == ("dots", 2, [OTHER])
 
 
 def test_stacks_in_stacks_and_in_modules_of_ones_own():
     around = Around({"one": drawn(nn.Stack, block, 3, key=KEY)})
-    changed = nn.run_with(around, core=OTHER, remat="full", unroll=2)
+    changed = nn.with_execution(around, core=OTHER, remat="full", unroll=2)
     outer = changed.parts["one"]
     (inner,) = nn.modules(outer.blocks, nn.Stack)
     assert (outer.remat, outer.unroll, inner.remat, inner.unroll) == ("full", 2, "full", 2)
@@ -77,29 +77,31 @@ def test_the_softcap_of_a_family_outlives_an_exchange():
     x = jax.random.normal(KEY, (1, 6, model.embedding.weight.shape[1]))
     run = eqx.filter_jit(lambda module: module(x)[0])
     own = run(attention)
-    assert close(run(nn.run_with(attention, core=OTHER)), own, 1e-5)
+    assert close(run(nn.with_execution(attention, core=OTHER)), own, 1e-5)
     assert not close(run(replaced(attention, softcap=None)), own, 1e-2)
 
 
 def test_refusals():
     shapes = eqx.filter_eval_shape(lambda: models.build("gemma2-byte-500k", key=KEY))
-    with pytest.raises(ValueError, match=r"run_with\(remat='some'\): the policies are none, full, dots, dots_no_batch"):
-        nn.run_with(shapes, remat="some")
-    with pytest.raises(ValueError, match=r"run_with\(unroll=0\): a turn of the scan runs at least one layer"):
-        nn.run_with(shapes, unroll=0)
-    with pytest.raises(ValueError, match=r"has softcap, which this core has not; pass kernels\.ATTENTION"):
-        nn.run_with(shapes, core=kernels.DotProductAttention())
+    with pytest.raises(
+        ValueError, match=r"with_execution\(remat='some'\): the policies are none, full, dots, dots_no_batch"
+    ):
+        nn.with_execution(shapes, remat="some")
+    with pytest.raises(ValueError, match=r"with_execution\(unroll=0\): an iteration of the scan runs at least one"):
+        nn.with_execution(shapes, unroll=0)
+    with pytest.raises(ValueError, match=r"has softcap, which this core does not compute; pass kernels\.ATTENTION"):
+        nn.with_execution(shapes, core=kernels.DotProductAttention())
 
 
 def test_the_program_changes():
     """So that the other tests compare unlike things."""
     stack, x = drawn(nn.Stack, attending, 4, key=KEY), jnp.ones((1, 4, 8))
     program = lambda stack: str(jax.make_jaxpr(lambda x: stack(x)[0])(x))
-    assert program(nn.run_with(stack, remat="full")).count("remat") > program(stack).count("remat")
-    assert "unroll=2" in program(nn.run_with(stack, unroll=2)) and "unroll=1" in program(stack)
+    assert program(nn.with_execution(stack, remat="full")).count("remat") > program(stack).count("remat")
+    assert "unroll=2" in program(nn.with_execution(stack, unroll=2)) and "unroll=1" in program(stack)
 
 
-def test_an_execution_says_in_words_what_run_with_is_given():
+def test_an_execution_applies_with_execution():
     shapes = eqx.filter_eval_shape(lambda: models.build("llama-byte-1m", key=KEY))
     words: dict[Any, kernels.Operation] = {
         "auto": kernels.ATTENTION,
@@ -111,7 +113,7 @@ def test_an_execution_says_in_words_what_run_with_is_given():
     }
     for core, operation in words.items():
         changed = nn.Execution(core, "full", 2).apply(shapes)
-        assert eqx.tree_equal(changed, nn.run_with(shapes, core=operation, remat="full", unroll=2))
+        assert eqx.tree_equal(changed, nn.with_execution(shapes, core=operation, remat="full", unroll=2))
     assert not eqx.tree_equal(nn.Execution("xla", "full", 2).apply(shapes), nn.Execution("xla", "full").apply(shapes))
     for name, value in (("core", "flash"), ("remat", "all"), ("unroll", 0)):
         wrong = nn.Execution()
