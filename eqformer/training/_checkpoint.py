@@ -103,6 +103,11 @@ class Checkpointer:
                 f"Checkpointer.save(step={step}): the folder already holds step {latest}, and nothing is overwritten; "
                 "save a later step or use another folder."
             )
+        if self._writer is not None and not self._directory.is_dir():
+            raise CheckpointError(
+                f"Checkpointer.save(step={step}): {self._directory} was deleted or moved since the last save, with the "
+                "checkpoints in it. Nothing is saved: restore the folder, or begin again in a new one."
+            )
         text = as_json(metadata if self._run is None else {**metadata, "run": self._run})
         leaves = named_arrays(state)
         if self._writer is None:
@@ -115,12 +120,13 @@ class Checkpointer:
         table = {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in leaves.items()}
         try:
             make_folder(folder)
+            inode = _inode_of(folder)
             self._writer.save(folder / "state", args=_orbax().args.StandardSave(jax.tree.map(written, leaves)))
         except Exception as error:
             with suppress(OSError):
                 remove(folder)
             raise self._could_not_save(step, error) from error
-        self._thread = threading.Thread(target=self._commit, args=(step, folder, text, table), name="checkpoint")
+        self._thread = threading.Thread(target=self._commit, args=(step, folder, inode, text, table), name="checkpoint")
         self._thread.start()
 
     def restore(self, like: PyTree, step: int | None = None, *, partial: bool = False) -> tuple[PyTree, dict[str, Any]]:
@@ -215,12 +221,14 @@ class Checkpointer:
         if self._failure is not None:
             raise self._could_not_save(*self._failure)
 
-    def _commit(self, step: int, folder: Path, metadata: str, leaves: dict) -> None:
+    def _commit(self, step: int, folder: Path, inode: int | None, metadata: str, leaves: dict) -> None:
         assert self._writer is not None
         try:
             self._writer.wait_until_finished()
             if jax.process_index() != 0:
                 return
+            if _inode_of(folder) != inode:  # orbax has made it again, with the arrays that it had not written yet
+                raise FileNotFoundError(folder)
             manifest = {"step": step, "metadata": parse_json(metadata), "leaves": leaves}
             manifest["files"] = describe_files(folder)
             write_manifest(folder, manifest)
@@ -228,7 +236,10 @@ class Checkpointer:
             folder.rename(self._directory / str(step))
             sync_path(self._directory)
         except BaseException as error:
-            self._failure = (step, error)
+            committed = self._directory / str(step)
+            is_deleted = inode not in (_inode_of(folder), _inode_of(committed))
+            said = FileNotFoundError(f"{folder} was deleted or moved while it was written") if is_deleted else error
+            self._failure = (step, said)
             if jax.process_index() == 0:
                 with suppress(OSError):
                     remove(folder)
@@ -300,6 +311,11 @@ _LONGEST_SAVE = 24 * 60 * 60
 def _orbax() -> Any:
     quiet_orbax()
     return load_extra("orbax.checkpoint", extra="train", call="Checkpointer(directory)")
+
+
+def _inode_of(folder: Path) -> int | None:
+    """The number by which the system knows a folder, whatever its name; None if there is none."""
+    return folder.stat().st_ino if folder.exists() else None
 
 
 def _all_agree(mine: bool) -> bool:

@@ -78,6 +78,19 @@ class RunDirectory:
             write_recipe(self.recipe, name, recipe, self._run)
         self._made = []
 
+    def check_there(self) -> None:
+        """Raise a `ValueError` if the folder that was claimed has been deleted, moved or replaced since."""
+        assert self._lock is not None
+        try:
+            is_there = os.path.samestat(os.fstat(self._lock.fileno()), self.lock.stat())
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise ValueError(
+                f"--run-dir {self.path}: the folder (or its .lock) was deleted, moved or replaced while the run wrote "
+                "to it. Nothing more is written; put the folder back and start the same command, or begin a new run."
+            )
+
     @contextmanager
     def _naming_this_folder(self) -> Iterator[None]:
         """Raise a `ValueError` that names the folder for an error of the system."""

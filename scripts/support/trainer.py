@@ -110,7 +110,7 @@ class Trainer:
                         checkpointer.wait()  # so that all processes go back to the same checkpoint
                         raise
                     checkpointer.wait()
-            counts = int(run.state.skipped), int(run.state.empty_batches)
+            counts = int(run.state.skipped), int(run.state.empty_batches or 0)
             screen.note(closing(recipe, self.directory, run.step, *counts, self.last))
 
     def _begin(self) -> None:
@@ -137,6 +137,7 @@ class Trainer:
         )
 
         def keep(row: dict[str, Any]) -> None:
+            on_first_process(self.directory.check_there)
             writers.write(row)
             self.last.update(row)
 
@@ -216,7 +217,8 @@ class Trainer:
         training.picture_loads(self.directory.metrics, self.directory.loads)
 
     def _metadata(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps beside the state."""
+        """What a checkpoint keeps beside the state; raises a `ValueError` if the run's folder is gone."""
+        on_first_process(self.directory.check_there)
         place = {"text": self.texts.identity, "example": self.spikes.batch_of(step) * self.recipe.batch}
         recipe = {"name": self.name, "recipe": to_json(self.recipe)}
         more = {"rates": list(map(dataclasses.asdict, self.stretches)), "spikes": self.spikes.record()}

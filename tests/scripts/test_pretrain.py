@@ -212,3 +212,17 @@ def test_a_signal_to_a_process_saves_and_ends_cleanly(number, corpus, tmp_path):
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and is_saved(output, tmp_path / "run"), output
+
+
+@pytest.mark.grid
+def test_a_run_whose_folder_is_deleted_ends_at_the_next_row_and_writes_nothing(corpus, tmp_path, monkeypatch):
+    class Deletes(training.JsonLines):
+        def write(self, row):
+            super().write(row)
+            if row["step"] == 2:
+                shutil.rmtree(tmp_path / "run")
+
+    monkeypatch.setattr(training, "JsonLines", Deletes)
+    ended = run_here("pretrain.py", *endless(corpus, tmp_path), "--simulate", 1)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and "was deleted, moved or" in ended.stderr
+    assert not (tmp_path / "run").exists()

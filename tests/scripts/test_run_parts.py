@@ -355,3 +355,19 @@ def test_a_checkpoint_of_another_run_or_recipe_is_refused_by_name(tmp_path):
         claimed("other", seed=1)
     save(other, 4, None, seed=1)
     assert claimed("other", seed=1).run == other.run
+
+
+def test_a_run_folder_that_is_deleted_or_replaced_is_noticed(tmp_path):
+    with RunDirectory(tmp_path / "run") as directory:
+        directory.claim("name", recipe())
+        directory.begin("name", recipe())
+        directory.check_there()
+        directory.path.rename(tmp_path / "away")
+        with pytest.raises(ValueError, match="was deleted, moved or replaced while the run wrote to it"):
+            directory.check_there()
+        with RunDirectory(tmp_path / "run") as other:  # another run in its place
+            other.claim("name", recipe())
+            with pytest.raises(ValueError, match="was deleted, moved or replaced"):
+                directory.check_there()
+        (tmp_path / "away").rename(tmp_path / "run")
+        directory.check_there()

@@ -1,6 +1,7 @@
 """Checkpoints that are whole or refused, whatever is damaged, full or killed."""
 
 import dataclasses
+import logging
 import os
 import resource
 import shutil
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from orbax.checkpoint import AsyncCheckpointer
 
 from eqformer import models, parallel, training
 
@@ -374,5 +376,32 @@ def test_a_checkpoint_from_before_empty_batches_were_counted_is_restored_with_no
     with training.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(eqx.tree_at(lambda s: s.empty_batches, state, None), 1, {})
         checkpointer.save(eqx.tree_at(lambda s: s.empty_batches, state, jnp.int32(7)), 2, {})
-    counts = lambda step: [(int(s.skipped), int(s.empty_batches)) for s, _ in [states.restore(checkpointer, step)]]
-    assert counts(1) == [(3, 0)] and counts(2) == [(3, 7)]
+    counts = lambda step: jax.tree.leaves(
+        [(s.skipped, s.empty_batches) for s, _ in [states.restore(checkpointer, step)]]
+    )
+    assert counts(1) == [3, 0] and counts(2) == [3, 7]
+
+
+def test_a_folder_that_is_deleted_during_a_run_is_one_error_without_tracebacks(tmp_path, caplog, monkeypatch):
+    state = {f"x{number}": jnp.arange(9.0) for number in range(4)}
+    with training.Checkpointer(tmp_path / "a") as checkpointer:
+        checkpointer.save(state, 1, {})
+        checkpointer.wait()
+        shutil.rmtree(tmp_path / "a")
+        with pytest.raises(training.CheckpointError, match="a was deleted or moved since the last save"):
+            checkpointer.save(state, 2, {})
+        assert not (tmp_path / "a").exists()
+    wait = AsyncCheckpointer.wait_until_finished
+
+    def deleted_while_writing(writer):
+        if not (tmp_path / "gone").exists():
+            (tmp_path / "b").rename(tmp_path / "gone")
+        wait(writer)
+
+    monkeypatch.setattr(AsyncCheckpointer, "wait_until_finished", deleted_while_writing)
+    with training.Checkpointer(tmp_path / "b") as checkpointer:
+        checkpointer.save(state, 1, {})
+        with pytest.raises(training.CheckpointError, match="b/1.unfinished was deleted or moved while it was written"):
+            checkpointer.wait()
+    logging.getLogger("absl").error("of another library")
+    assert [record.message for record in caplog.records] == ["of another library"]
