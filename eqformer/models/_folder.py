@@ -16,6 +16,7 @@ import numpy as np
 from .._extra import load_extra
 from .._failures import foreign_call
 from .._read import check_regular, few_names, is_there, map_bytes, parse_json, read_json
+from ._kinds import fits, Index, shown
 
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -291,7 +292,10 @@ def ends_of_text(folder: str | Path) -> list[int]:
     """
     for name in ("generation_config.json", CONFIG):
         file = Path(folder) / name
-        found = read_json(file).get("eos_token_id") if is_there(file) else None
-        if found is not None:
-            return found if isinstance(found, list) else [found]
+        stated = read_json(file).get("eos_token_id") if is_there(file) else None
+        if stated is None:
+            continue
+        if not fits(stated, Index | list[Index]):
+            raise ValueError(f"{file}: eos_token_id={shown(stated)}: it must be an id, or a list of ids, from 0 on.")
+        return stated if isinstance(stated, list) else [stated]
     return []

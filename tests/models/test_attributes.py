@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from typing import Any
 
@@ -64,7 +65,7 @@ UNUSED = {
         *("initializer_cutoff_factor", "mlp_dropout", "sep_token_id", "sparse_pred_ignore_index", "sparse_prediction"),
     },
     "mistral4": {"head_dim", "qk_head_dim"},
-    "nemotron_h": {"chunk_size", "expand", "time_step_min", "time_step_max", "time_step_floor", "use_mamba_kernels"}
+    "nemotron_h": {"chunk_size", "expand", "time_step_max", "time_step_floor", "use_mamba_kernels"}
     | {"mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_layers_block_type", "num_nextn_predict_layers"}
     | {"num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32"},
     "seed_oss": {"residual_dropout"},
@@ -330,3 +331,15 @@ def test_of_several_names_the_first_that_is_there_counts():
     assert [read(), read(old=1.0), read(new=2.0), read(new=2.0, old=1.0), read(new=None, old=1.0)] == [0.5, 1, 2, 2, 1]
     assert entry.write(models.preset("olmoe-byte-500k")) == {"old": 0.01}
     assert Attribute("balance", ("new", "old")).write(models.preset("olmoe-byte-500k")) == {"new": 0.01}
+
+
+def test_the_least_step_of_nemotron_is_read_and_written():
+    """Transformers applies it to whole rows; a limit that it does not read is refused."""
+    config = case("nemotron_h")
+    numbers = numbers_of(config | {"time_step_min": 0.05})
+    assert numbers.step_limits == (0.05, math.inf) != numbers_of(config).step_limits
+    assert PUBLISHED["nemotron_h"].write(numbers)["time_step_min"] == 0.05
+    with pytest.raises(ValueError, match=r"^config.json: time_step_limit=\(0.0, 0.1\): transformers does not read it"):
+        numbers_of(config | {"time_step_limit": [0.0, 0.1]})
+    with pytest.raises(ValueError, match=r"step_limits=\(0.0, 1.0\)\)\): published configurations have no greatest"):
+        PUBLISHED["nemotron_h"].write(dataclasses.replace(numbers, step_limits=(0.0, 1.0)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 import operator
 import typing
@@ -211,3 +212,12 @@ def test_ranges():
     assert all(fits(value, Number) for value in (-1, 0.5, 3e38))
     assert not any(fits(value, Number) for value in (math.nan, math.inf, 1e39, 10**400, "1", False))
     assert fits(1e-40, Positive) and not fits(0, Positive) and fits(1, Fraction) and not fits(0.0, Fraction)
+
+
+def test_ids_that_end_a_text_are_ids(tmp_path):
+    for ids in ([None], "2", [2.0], True, -1, {"id": 2}):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ids}))
+        with pytest.raises(ValueError, match=r"config.json: eos_token_id=.*: it must be an id, or a list of ids"):
+            models.ends_of_text(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
+    assert models.ends_of_text(tmp_path) == [2, 3]

@@ -1,6 +1,7 @@
 """Nemotron-H, Nemotron Nano 2 and 3 (NVIDIA 2025): each layer is a Mamba-2, an attention, or a feed-forward layer."""
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -12,7 +13,7 @@ from .._kinds import NotNegative, Number, Size
 from ._decoder import attention, bend, damping, decoder, norm
 from ._mixtures import BIASED_SIGMOIDS, mixture
 from ._nemotron_h_tables import ATTRIBUTES, KINDS, WEIGHTS
-from ._state_spaces import mamba2, NetSizes
+from ._state_spaces import mamba2, NetSizes, STEP_LIMITS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class NemotronHConfig(NetSizes, DecoderConfig):
     mlp_bias: bool = False
     """Whether feed-forward layers have biases; experts have none."""
     eps: NotNegative = 1e-5
+    step_limits: STEP_LIMITS = (0.001, math.inf)
     balance: ClassVar[float] = 0.0
     """No loss balances experts: the bias of their choice does."""
 

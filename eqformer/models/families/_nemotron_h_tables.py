@@ -1,10 +1,11 @@
 """How a Nemotron-H is published: its attributes, and the names of its arrays."""
 
+import math
 from typing import Any
 
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Nullable
 from .._config import PublishedConfig
-from .._kinds import LayerCount
+from .._kinds import LayerCount, NotNegative
 from .._weights import Rule
 from ._common import attention_weights, KeyHeads
 from ._state_spaces import beside_mamba, mamba_weights, StepLimits
@@ -31,6 +32,31 @@ class LayerKinds(Entry):
         return {"hybrid_override_pattern": config.pattern, "num_hidden_layers": config.layers}
 
 
+class LeastStep(Entry):
+    """`time_step_min`, the least step; there is no greatest one.
+
+    Transformers applies the least step to whole rows, but not to tokens that it decodes one by one; here it is applied
+    to both, so that both give the same logits. It does not read `time_step_limit`, which NVIDIA's own code does.
+    """
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """Return `step_limits`; refuse limits that transformers and NVIDIA's own code read unlike."""
+        limits = StepLimits().read(published)["step_limits"]
+        if limits != (0.0, math.inf):
+            published.refuse(f"time_step_limit={limits}: transformers does not read it; say time_step_min alone.")
+        return {"step_limits": (published.read("time_step_min", NotNegative, 0.001), math.inf)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Return the attribute; raises a `ValueError` for a greatest step, which no configuration says."""
+        least, most = config.step_limits
+        if most != math.inf:
+            raise ValueError(
+                f"save(config=NemotronHConfig(step_limits={config.step_limits})): published configurations have no "
+                "greatest step; give math.inf."
+            )
+        return {"time_step_min": least}
+
+
 ATTRIBUTES: tuple[Entry, ...] = (
     *(Count("vocab", "vocab_size"), Count("embed", "hidden_size"), Count("heads", "num_attention_heads", 32)),
     *(KeyHeads(8), Count("mlp", "intermediate_size", 21_504), LayerKinds()),
@@ -45,8 +71,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Count("taps", "conv_kernel", 4),
     Attribute("net_bias", "use_bias", False),
     Attribute("conv_bias", "use_conv_bias", True),
-    # As NVIDIA's own code does; transformers has steps of `time_step_min` at least, but not when it decodes.
-    StepLimits(),
+    LeastStep(),
     Count("experts", "n_routed_experts", 8),
     Count("top_k", "num_experts_per_tok", 2),
     Count("expert_mlp", "moe_intermediate_size", 7688),
@@ -63,7 +88,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     *(Expect("attention_bias", False), Expect("mamba_proj_bias", False), Expect("n_shared_experts", 1)),
     *(Nullable("expert_latent", "moe_latent_size", None), Expect("sliding_window", None, written=False)),
     # How weights are drawn, what is run how, further predictors, and what transformers never reads.
-    Ignore("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "residual_in_fp32"),
+    Ignore("time_step_max", "time_step_floor", "rescale_prenorm_residual", "residual_in_fp32"),
     Ignore("chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
     Ignore("num_logits_to_keep", "num_nextn_predict_layers", "mtp_layers_block_type", "norm_eps"),
     Ignore("mtp_hybrid_override_pattern", "rope_theta", "partial_rotary_factor"),
