@@ -3,12 +3,15 @@
 import dataclasses
 import json
 import math
+import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from beartype import BeartypeConf
+from beartype.door import is_bearable
 from recipes import Recipe
 
 from eqformer import models, nn, read_json, read_utf8, write_whole
@@ -26,6 +29,7 @@ _KINDS = {
     )
 }
 
+_NUMBERS = BeartypeConf(is_pep484_tower=True)  # an integer is a float too, as in annotations
 _FLOAT = "__float__"  # as transformers writes what JSON has no number for
 
 
@@ -58,7 +62,7 @@ def from_json(value: Any, own: Mapping[str, type] = MappingProxyType({})) -> Any
         return tuple(from_json(part, own) for part in value)
     if not isinstance(value, dict):
         return value
-    if _FLOAT in value:
+    if value.get(_FLOAT) in ("Infinity", "-Infinity"):
         return float(value[_FLOAT])
     fields = {name: from_json(part, own) for name, part in value.items() if name != "kind"}
     kinds: Mapping[str, Any] = {**_KINDS, **own}
@@ -74,7 +78,22 @@ def from_json(value: Any, own: Mapping[str, type] = MappingProxyType({})) -> Any
     for name in fields:
         if "Path" in str(known[name].type) and isinstance(fields[name], str):
             fields[name] = Path(fields[name])
+    _check_kinds(kind, fields)
     return kind(**fields)
+
+
+def _check_kinds(kind: Any, fields: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` for a field that holds a value of another type than its annotation says."""
+    try:
+        hints = typing.get_type_hints(kind)
+    except NameError:  # a class of the user's own file, whose annotations type checkers alone can read
+        return
+    for name, value in fields.items():
+        if not is_bearable(value, hints[name], conf=_NUMBERS):
+            raise ValueError(
+                f"recipe.json: {kind.__name__}.{name} must be of {hints[name]}, but is {value!r:.100}; write the file "
+                "anew by the command that began the run."
+            )
 
 
 def read_recipe(path: Path) -> tuple[str, Recipe]:
@@ -99,6 +118,8 @@ def _read_recipe(path: Path) -> tuple[str, Recipe]:
     content = read_json(path)
     with _naming_recipe(path):
         recipe = from_json(content["recipe"], classes_of(source_beside(path)))
+        if not isinstance(content["name"], str):
+            raise TypeError(f"name is {content['name']!r:.100}")
         if not isinstance(recipe, Recipe):
             raise TypeError(f"recipe is {recipe!r:.100}")
         return content["name"], recipe

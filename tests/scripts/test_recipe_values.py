@@ -182,3 +182,21 @@ def test_every_preset_is_a_recipe_whose_values_are_taken_and_kept(tmp_path):
             check_values(recipe)
     with pytest.raises(ValueError, match="--model.theta inf: give a finite number"):
         check_values(Recipe(model=dataclasses.replace(models.preset("llama-byte-1m"), theta=math.inf)))
+
+
+WRONG = [5, "x", None, [], {}, {"kind": 3}, {"kind": []}, {"__float__": "x"}, {"kind": "Recipe"}]
+FIELDS = {"batch": "x", "model": 5, "optimizer": "x", "seq": None, "steps": 1.5, "published": 5, "mesh": [1]}
+
+
+def test_a_recipe_of_other_kinds_is_refused_by_name(tmp_path):
+    recipe = Recipe(model=models.preset("llama-byte-1m"))
+    written = to_json(recipe)
+    contents = [{"name": "a", "recipe": wrong} for wrong in WRONG] + [{"name": 5, "recipe": written}]
+    contents += [{"name": "a", "recipe": written | {name: value}} for name, value in FIELDS.items()]
+    path = tmp_path / "recipe.json"
+    for content in contents:
+        path.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match="recipe.json: "):
+            read_recipe(path)
+    path.write_text(json.dumps({"name": "a", "recipe": written}))  # a control
+    assert read_recipe(path) == ("a", recipe)
