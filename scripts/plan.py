@@ -28,6 +28,7 @@ from support.kernel_report import DECODING, kernel_lines
 from support.mesh import abstract_plan, check_plan, choices, flags, in_flags, plan_of, recipe_under, state_of, step_of
 from support.multiplying import products_line
 from support.nearest import looking, nearest
+from support.screen import Screen
 from support.setup import batch_shapes, optimizer_of
 from support.user_folder import delete_oldest, user_folder
 
@@ -56,7 +57,8 @@ class Command:
     weights: Literal["decoded", "kept"] = "decoded"
     """Whether --decode counts weights that --model FOLDER holds in fewer bits as decoded, or kept so."""
     search: bool = False
-    """Rank meshes over all the devices by the time of a step, in place of the mesh that is given; compile the best."""
+    """Rank meshes over all the devices by the time of a step, in place of the mesh that is given; compile the best. A
+    first table comes within seconds, and better ones as plans are traced and compiled."""
     formulas: bool = False
     """Compile nothing."""
     json: bool = False
@@ -69,7 +71,7 @@ class Command:
     """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
-OFFERED, COMPILED = 5, 2  # the most meshes that a search lists, and that it compiles
+OFFERED, COMPILED = 5, 2  # the most meshes that a search lists, and that it compiles unless none of these fits
 KEPT = 2**26  # the bytes of what is kept of compiled programs
 
 
@@ -85,26 +87,34 @@ def tell(command: Command) -> None:
     plan = planning.for_platform(abstract_plan(recipe), topology.accelerator.platform)
     in_flags(recipe, lambda: topology.speeds(plan.mesh), f"--topology {topology}")
     run = decoding(command, model, topology) if command.decode else training(recipe, model, topology)
+    if not command.json:
+        print(_by_formulas(command, model, topology, plan, run.found), end="\n\n", flush=True)
     made = None if command.formulas or missing_compiler(topology) else compiled(run, recipe, topology)
     if command.json:
         row = {"recipe": command.recipe, "flags": flags(recipe)} | run.found.as_dict()
         print(json.dumps(row | {"compiled": made and made.as_dict()}, indent=1))
     else:
-        one = topology.accelerator
-        lines = [DECODING]
-        if not command.decode:
-            lines = [*kernel_lines(recipe, model, one.platform), products_line(recipe, model, one.name)]
-        line = "\n".join(filter(None, lines))
-        summary = parallel.summary(plan, model, rows=recipe.batch, seq=1 if command.decode else recipe.seq)
-        print(f"{topology}; {summary}; {run.found.parameters:,} parameters\n{line}\n\nby formulas:")
-        print(planning.forecast_table(run.found), end="\n\n")
-        print(_unsaid(topology) if made is None else planning.compilation_table(made, run.found))
-        if run.found.missing if made is None else not made.fits(one.memory):
+        print(_unsaid(topology) if made is None else planning.compilation_table(made, run.found), flush=True)
+        if run.found.missing if made is None else not made.fits(topology.accelerator.memory):
             with looking() as progress:
                 others = run.instead(progress)
             print(others)
     if command.picture is not None:
         planning.picture_costs(run.found.held, topology.accelerator.memory, run.found.time.by_cause, command.picture)
+
+
+def _by_formulas(
+    command: Command, model: nn.Transformer, topology: planning.Topology, plan: parallel.Plan, found: planning.Forecast
+) -> str:
+    """Format what runs where, and what formulas say of a step."""
+    recipe, accelerator = command.run, topology.accelerator
+    lines = [DECODING]
+    if not command.decode:
+        lines = [*kernel_lines(recipe, model, accelerator.platform), products_line(recipe, model, accelerator.name)]
+    ways = "\n".join(filter(None, lines))
+    summary = parallel.summary(plan, model, rows=recipe.batch, seq=1 if command.decode else recipe.seq)
+    table = planning.forecast_table(found)
+    return f"{topology}; {summary}; {found.parameters:,} parameters\n{ways}\n\nby formulas:\n{table}"
 
 
 def _check_flags(command: Command) -> None:
@@ -190,38 +200,50 @@ def decoding(command: Command, model: nn.Transformer, topology: planning.Topolog
     return Run(found, lambda plan: planning.lowered_decode(plan, model, **sizes), instead)
 
 
-def compiled(run: Run, recipe: Recipe, topology: planning.Topology) -> Compilation:
-    """A run's program over a topology's devices; what is known of it is kept for the user's next look."""
+def compiled(run: Run, recipe: Recipe, topology: planning.Topology, which: str = "") -> Compilation:
+    """Compile a run's program for a topology's devices; what is known of it is kept for the user's next look."""
     plan, folder = plan_of(recipe, planning.devices_of(topology)), user_folder("plans")
     assert isinstance(plan.mesh, Mesh)
-    made = planning.compilation_of(run.lower(plan), topology, plan.mesh, folder)
+    with Screen(errors=True).working(f"compiling{which} for {topology}; a compiler takes 5 s to some minutes"):
+        made = planning.compilation_of(run.lower(plan), topology, plan.mesh, folder)
     if folder is not None:
         delete_oldest(folder, KEPT)
     return made
 
 
 def search(command: Command, states: PlannedState, model: nn.Transformer, topology: planning.Topology) -> None:
-    """Print the meshes that fit and take the least time."""
+    """Print the meshes that fit and take the least time: by shapes at once, by formulas, and as compilers answer."""
     recipe, spelled = command.run, functools.partial(choices, command.run)
+    memory = topology.accelerator.memory
+    note = (lambda text: None) if command.json else functools.partial(print, flush=True)
+
+    def first(look: planning.FirstLook) -> None:
+        so_far = f", {look.compared} of {look.meshes} meshes so far" if look.compared < look.meshes else ""
+        nothing = [None] * len(look.proposals)
+        table = planning.ranking_table(look.proposals, nothing, spelled, memory)
+        note(f"{topology}, {topology.devices} devices, ranked by shapes alone{so_far}\n{table}\n")
+
     with looking() as progress:
-        offered = planning.best_plans(states, model, batch_shapes(recipe), topology, most=OFFERED, progress=progress)
+        shapes = batch_shapes(recipe)
+        offered = planning.best_plans(states, model, shapes, topology, most=OFFERED, progress=progress, first=first)
     if not offered:
         raise ValueError(
-            f"--search --topology {topology}: no mesh was found that fits into {gigabytes(topology.accelerator.memory)}"
-            " a device; take more devices, more --microbatches, a smaller --batch or --seq, or a smaller model."
+            f"--search --topology {topology}: no mesh was found that fits into {gigabytes(memory)} a device; take more "
+            "devices, more --microbatches, a smaller --batch or --seq, or a smaller model."
         )
     made: list[Compilation | None] = [None] * len(offered)
+    note(f"ranked by formulas\n{planning.ranking_table(offered, made, spelled, memory)}\n")
     if not command.formulas and missing_compiler(topology) is None:
-        for number, one in enumerate(offered[:COMPILED]):
+        for number, one in enumerate(offered):
+            if number >= COMPILED and any(its is not None and its.fits(memory) for its in made):
+                break
             own = recipe_under(recipe, one.candidate)
-            made[number] = compiled(training(own, one.candidate.model, topology), own, topology)
+            made[number] = compiled(training(own, one.candidate.model, topology), own, topology, f" plan {number + 1}")
+            note(f"{number + 1} compiled\n{planning.ranking_table(offered, made, spelled, memory)}\n")
     if command.json:
         rows = [{"flags": spelled(one.candidate)} | one.as_dict() for one in offered]
         print(json.dumps([row | {"compiled": its and its.as_dict()} for row, its in zip(rows, made)], indent=1))
-        return
-    table = planning.ranking_table(offered, made, spelled)
-    print(f"{topology}, {topology.devices} devices, ranked by formulas\n{table}")
-    if made[0] is None:
+    elif made[0] is None:
         print(_unsaid(topology))
 
 

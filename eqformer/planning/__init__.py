@@ -52,11 +52,13 @@ from ._fitting import (
 from ._forecast import (
     best_plans as best_plans,
     decode_forecast as decode_forecast,
+    FirstLook as FirstLook,
     Forecast as Forecast,
     forecast as forecast,
     Proposal as Proposal,
 )
 from ._held_bytes import (
+    activation_bytes as activation_bytes,
     batch_shapes as batch_shapes,
     state_bytes as state_bytes,
     step_bytes as step_bytes,

@@ -31,7 +31,7 @@ def best_decodes(
     capacity: int,
     cache_dtype: str | None = None,
     most: int = 3,
-    progress: Progress = lambda done, most: None,
+    progress: Progress = lambda what, done, most: None,
 ) -> list[Served]:
     """The ways to decode that fit into a topology's memory, by formulas, the nearest first.
 
@@ -60,7 +60,7 @@ def best_decodes(
             break
         fitting = []
         for place, one in enumerate(plans):
-            progress(kind * len(plans) + place, len(kinds) * len(plans))
+            progress("ways to decode tried, at most", kind * len(plans) + place, len(kinds) * len(plans))
             try:
                 held = decode_held(*decode_shapes(one, model, number, capacity, dtype))
                 if sum(held.values()) > topology.accelerator.memory:  # a step that does not fit need not be traced

@@ -3,8 +3,9 @@
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType
 
@@ -12,8 +13,8 @@ from .. import nn, parallel, training
 from .._shapes import Batch
 from ..parallel import AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
 from ._accelerators import for_platform
-from ._held_bytes import state_bytes, step_bytes
-from ._sent_bytes import sent_bytes
+from ._held_bytes import activation_bytes, ON_HOST, state_bytes, step_bytes
+from ._sent_bytes import Sent, sent_bytes
 from ._temporary_bytes import StepBytes
 
 
@@ -22,17 +23,26 @@ MOST_CONTEXT = 8  # the largest context axis that is tried
 TRACED = 16  # the most plans that are traced (a second or more each), if some of them fit
 MOST_TRACED = 64  # the same, if none fits
 MOST_OFFERED = 3  # the most plans that are offered
-Progress = Callable[[int, int], None]
-"""Is called with how many plans were traced, and of how many at most."""
+FIRST_SECONDS = 4.0  # after which a search shows what it has so far, though meshes remain to be compared
+Progress = Callable[[str, int, int], None]
+"""Is called with what a search counts, how many of these are done, and how many there are at most."""
 
 
 class Candidate(NamedTuple):
-    """A plan that might fit: with its model, the bytes of its state on a device, and the bytes sent in a step."""
+    """A plan that might fit, with its model; nothing of it was traced."""
 
     plan: parallel.Plan
+    """Mesh and choices."""
     model: nn.Transformer
+    """Model of shapes, with its policy of recomputation."""
     state: int
+    """Bytes of parameters, gradients and optimizer state on a device."""
     sent: float
+    """Bytes that a device sends in a step."""
+    sends: tuple[Sent, ...] = ()
+    """The same bytes by cause."""
+    least: int = 0
+    """Bytes that a device holds at least, whatever the compiler does."""
 
     @property
     def remat(self) -> str:
@@ -65,16 +75,17 @@ def fitting_plans(
     *,
     platform: str = "cuda",
     meshes: Iterable[tuple[AbstractMesh, int]] | None = None,
-    cost: Callable[[Candidate], float] = lambda one: one.sent,
+    cost: Callable[[Candidate], Any] = lambda one: (one.sent, one.least),
     most: int = MOST_OFFERED,
     tries: int | None = None,
-    progress: Progress = lambda done, most: None,
+    progress: Progress = lambda what, done, most: None,
+    first: Callable[[list[Candidate], int, int], None] = lambda ranked, compared, meshes: None,
 ) -> Fitting:
-    """The plans for as many devices that fit into `memory`, those of the least `cost` (bytes sent, by default) first.
+    """Find plans for as many devices that fit into `memory`, those of the least `cost` (bytes sent, by default) first.
 
     Plans have the `states`' choices, on the `meshes` with their stage of zero (by default `every_mesh` of as many
-    devices), with the model's policy of recomputation or recomputing all. Nothing is compiled; models are traced once
-    each.
+    devices), with the model's policy of recomputation or recomputing all. Nothing is compiled; plans are compared by
+    their shapes, and the best of them are traced.
 
     Args:
         states: The state under the plan in question.
@@ -83,18 +94,56 @@ def fitting_plans(
         memory: Bytes of a device.
         platform: That of the compiler, as `step_bytes` takes it.
         meshes: Where to look.
-        cost: What plans are ranked by.
+        cost: What plans are ranked by, which may be a tuple.
         most: How many to offer.
         tries: Of how many, at most, bytes are computed; None: as many as it takes some minutes to compute.
-        progress: Called before each of these with how many are done, and how many there are at most.
+        progress: Called before each mesh that is compared and each plan that is traced.
+        first: Called once, before any plan is traced and after `FIRST_SECONDS` at most, with the best plans by shapes,
+            the number of meshes that were compared until then, and the number of all.
     """
     chosen = list(every_mesh(states.plan.mesh.size, states.plan, model) if meshes is None else meshes)
-    candidates, least_state, tried = _candidates(states, model, batch, memory, chosen, platform)
-    candidates.sort(key=cost)
+    chosen.sort(key=lambda its: _complexity(its[0]))
+    ranked: list[tuple[Any, Candidate]] = []
+    sizes: list[int] = []  # of the state on each mesh that suits the model
+    shown, start = False, time.monotonic()
+
+    def show(compared: int) -> None:
+        ranked.sort(key=lambda its: its[0])
+        possible = [one for _, one in ranked if one.least <= memory]
+        first(_by_place(possible)[:most], compared, len(chosen))
+
+    for number, (mesh, zero) in enumerate(chosen):
+        progress("meshes compared", number, len(chosen))
+        if not shown and ranked and time.monotonic() - start > FIRST_SECONDS:
+            shown = True
+            show(number)
+        size, found = _candidates(states, model, batch, memory, mesh, zero, platform)
+        sizes += [] if size is None else [size]
+        ranked += [(cost(one), one) for one in found]
+    if not shown:
+        show(len(chosen))
+    ranked.sort(key=lambda its: its[0])
+    candidates = [one for _, one in ranked]
+    # Of plans that cannot fit, one is traced, to tell what is too large.
+    possible = [one for one in candidates if one.least <= memory] or sorted(candidates, key=lambda one: one.least)[:1]
     step = lambda one: step_bytes(states.under(one.plan), one.model, batch, platform)
-    offered, traced = _search(candidates if tries is None else candidates[:tries], step, memory, most, progress)
+    offered, traced = _search(possible if tries is None else possible[:tries], step, memory, most, progress)
     least = min(traced, key=lambda its: its[1].total, default=None)
-    return Fitting(offered, least, least_state, tried, len(candidates), len(traced))
+    return Fitting(offered, least, min(sizes, default=memory + 1), len(sizes), len(candidates), len(traced))
+
+
+def _complexity(mesh: AbstractMesh) -> tuple[int, int]:
+    """Return the number of axes that split anything, and the devices of all axes but `fsdp`."""
+    sizes = parallel.axis_sizes(mesh)
+    return sum(size > 1 for size in sizes.values()), mesh.size // sizes.get(FSDP, 1)
+
+
+def _by_place(candidates: list[Candidate]) -> list[Candidate]:
+    """Return the first candidate of each mesh and stage of zero."""
+    first: dict[tuple, Candidate] = {}
+    for one in candidates:
+        first.setdefault(_place(one), one)
+    return list(first.values())
 
 
 def every_mesh(
@@ -151,7 +200,7 @@ def _search(
         limit = TRACED if offered else MOST_TRACED
         if len(offered) == most or len(traced) >= limit:
             break
-        progress(len(traced), min(limit, len(candidates)))
+        progress("plans traced, at most", len(traced), min(limit, len(candidates)))
         if any(_place(one) == _place(other) for other, _ in offered):
             continue  # the same mesh fits already with less recomputation
         found = step(one)
@@ -166,26 +215,32 @@ def _place(one: Candidate) -> tuple:
 
 
 def _candidates(
-    states: training.PlannedState, model: nn.Transformer, batch: Batch, memory: int, meshes: list, platform: str
-) -> tuple[list[Candidate], int, int]:
-    """Plans whose state fits; the fewest bytes of a state; and the number of meshes tried.
+    states: training.PlannedState,
+    model: nn.Transformer,
+    batch: Batch,
+    memory: int,
+    mesh: AbstractMesh,
+    zero: int,
+    platform: str,
+) -> tuple[int | None, list[Candidate]]:
+    """Return the bytes of the state on a mesh (None where it does not suit the model), and plans whose state fits.
 
     A mesh's state is made once for all policies of recomputation.
     """
-    models = [model, *([nn.with_execution(model, remat="full")] if model.stacks[0].remat != "full" else [])]
     rows, seq = batch.ids.shape
-    found, sizes = [], []
-    for mesh, zero in meshes:
-        for one in models:
-            try:
-                plan = for_platform(dataclasses.replace(states.plan, mesh=mesh, zero=zero), platform)
-                plan.check(one, rows=rows, seq=seq)
-            except ValueError:  # the plan does not suit the model
-                break
-            if one is models[0]:
-                sizes.append(sum(size for size, _ in state_bytes(states.under(plan)).values()))
-            if sizes[-1] > memory:
-                break
-            sent = sent_bytes(plan, one, rows=rows, seq=seq, trained=states.optimizer.trained)
-            found.append(Candidate(plan, one, sizes[-1], math.fsum(each.size for each in sent)))
-    return found, min(sizes, default=memory + 1), len(sizes)
+    plan = for_platform(dataclasses.replace(states.plan, mesh=mesh, zero=zero), platform)
+    size, stays, candidates = None, 0, []
+    for variant in (model, *([nn.with_execution(model, remat="full")] if model.stacks[0].remat != "full" else [])):
+        try:
+            plan.check(variant, rows=rows, seq=seq)
+        except ValueError:  # the plan does not suit the model
+            break
+        if size is None:
+            by_cause = {cause: own for cause, (own, _) in state_bytes(states.under(plan)).items() if cause != ON_HOST}
+            size, stays = sum(by_cause.values()), sum(by_cause.values()) - by_cause["gradients"]
+        if size > memory:
+            break
+        sends = tuple(sent_bytes(plan, variant, rows=rows, seq=seq, trained=states.optimizer.trained))
+        least = max(size, stays + activation_bytes(plan, variant, rows=rows, seq=seq))
+        candidates.append(Candidate(plan, variant, size, math.fsum(each.size for each in sends), sends, least))
+    return size, candidates

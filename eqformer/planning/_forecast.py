@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -56,8 +56,7 @@ class Forecast:
     @property
     def verdict(self) -> Verdict:
         """Whether the plan fits, as far as formulas can tell."""
-        certain = sum(size for cause, size in self.held.items() if cause in _STAYS)
-        return judge_formula(self.total, certain, self.topology.accelerator.memory)
+        return judge_formula(self.total, certain_bytes(self.held), self.topology.accelerator.memory)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain data; `fits` is None where only the compiler can tell."""
@@ -105,8 +104,22 @@ def _sent_and_time(
     """
     plan, trained, (rows, seq) = states.plan, states.optimizer.trained, batch.ids.shape
     sent = tuple(sent_bytes(plan, model, rows=rows, seq=seq, trained=trained))
+    return sent, _time(states, model, batch, topology, sent, kept, moments)
+
+
+def _time(
+    states: training.PlannedState,
+    model: nn.Transformer,
+    batch: Batch,
+    topology: Topology,
+    sent: tuple[Sent, ...],
+    kept: int,
+    moments: int,
+) -> Roofline:
+    """Return the seconds of a training step that sends so much; `kept` and `moments` as `_sent_and_time` has them."""
+    plan, trained, (rows, seq) = states.plan, states.optimizer.trained, batch.ids.shape
     over_link = {"kept": float(kept * plan.microbatches), "moments": float(moments)}
-    return sent, roofline(plan, model, sent, topology, rows=rows, seq=seq, trained=trained, **over_link)
+    return roofline(plan, model, sent, topology, rows=rows, seq=seq, trained=trained, **over_link)
 
 
 def _on_host(states: training.PlannedState) -> int:
@@ -169,15 +182,22 @@ _ENCODER = "encoder"
 _STAYS = ("parameters", "optimizer state", "weights", _ENCODER, "caches")
 
 
+def certain_bytes(held: Mapping[str, int]) -> int:
+    """Return the bytes of what is held, by cause, that formulas know exactly."""
+    return sum(size for cause, size in held.items() if cause in _STAYS)
+
+
 MOST_OF_TORUS = 64  # the largest tensor axis that is tried on TPUs
 
 
 class Proposal(NamedTuple):
-    """A plan that fits, with the bytes that a device holds and the seconds of a step."""
+    """A plan with the bytes that a device holds and the seconds of a step."""
 
     candidate: Candidate
     held: int
     time: Roofline
+    verdict: Verdict | None = None
+    """Whether it fits by formulas; None where nothing was traced, so that `held` is the least that it may be."""
 
     def as_dict(self) -> dict[str, Any]:
         """What it takes, as plain data."""
@@ -191,6 +211,16 @@ class Proposal(NamedTuple):
         }
 
 
+class FirstLook(NamedTuple):
+    """The best plans by their shapes alone, before any is traced."""
+
+    proposals: list[Proposal]
+    compared: int
+    """Meshes that were compared until then."""
+    meshes: int
+    """Meshes that there are."""
+
+
 def best_plans(
     states: training.PlannedState,
     model: nn.Transformer,
@@ -198,12 +228,14 @@ def best_plans(
     topology: Topology,
     *,
     most: int = 3,
-    progress: Progress = lambda done, most: None,
+    progress: Progress = lambda what, done, most: None,
+    first: Callable[[FirstLook], None] = lambda look: None,
 ) -> list[Proposal]:
-    """Of all meshes over a topology, those that fit into its memory and take the least time, by formulas.
+    """Find, of all meshes over a topology, those that fit into its memory and take the least time, by formulas.
 
-    Over machines of GPUs state may be held by each of them. What is kept on hosts is found by tracing: it counts among
-    the plans that are offered, and not for which are tried.
+    Of plans that take as long, to three digits, the one that holds least comes first. Over machines of GPUs state may
+    be held by each of them. What is kept on hosts is found by tracing: it counts among the plans that are offered, and
+    not for which are tried.
 
     Args:
         states: The state under the plan in question, whose other choices all plans have.
@@ -211,16 +243,21 @@ def best_plans(
         batch: The shapes of a step's batch.
         topology: What it would run on.
         most: How many to offer.
-        progress: Called before each plan that is traced with how many are done, and how many there are at most.
+        progress: Called before each mesh that is compared and each plan that is traced.
+        first: Called once, within seconds, with the best plans by shapes alone.
     """
     memory = topology.accelerator.memory
 
     def time(one: Candidate, kept: int = 0) -> Roofline:
         under = states.under(one.plan)
-        return _sent_and_time(under, one.model, batch, topology, kept, _on_host(under))[1]
+        return _time(under, one.model, batch, topology, one.sends, kept, _on_host(under))
 
     def proposal(one: Candidate, step: StepBytes) -> Proposal:
-        return Proposal(one, step.total, time(one, step.on_host))
+        verdict = judge_formula(step.total, certain_bytes(step.held), memory)
+        return Proposal(one, step.total, time(one, step.on_host), verdict)
+
+    def show(ranked: list[Candidate], compared: int, meshes: int) -> None:
+        first(FirstLook([Proposal(one, one.least, time(one)) for one in ranked], compared, meshes))
 
     # A torus has no bound such as a switch's. Between machines copies may take less time than pieces.
     switched, machines = topology.accelerator.switched, math.prod(topology.shape[1:])
@@ -228,7 +265,13 @@ def best_plans(
     if switched > 1:
         limits = {"tensor": switched, "replicas": (1, machines)}
     meshes = every_mesh(topology.devices, states.plan, model, **limits)
-    cost = lambda one: time(one).seconds
-    of: dict[str, Any] = {"platform": topology.accelerator.platform, "meshes": meshes, "cost": cost}
+    cost = lambda one: (three_digits(time(one).seconds), one.least)
+    of: dict[str, Any] = {"platform": topology.accelerator.platform, "meshes": meshes, "cost": cost, "first": show}
     found = fitting_plans(states, model, batch, memory, most=most, progress=progress, **of)
-    return sorted(itertools.starmap(proposal, found.offered), key=lambda one: one.time.seconds)
+    offered = itertools.starmap(proposal, found.offered)
+    return sorted(offered, key=lambda one: (three_digits(one.time.seconds), one.held))
+
+
+def three_digits(number: float) -> float:
+    """Round to three significant digits, below which a roofline says nothing."""
+    return float(f"{number:.3g}")

@@ -60,6 +60,32 @@ def step_bytes(states: training.PlannedState, model: nn.Transformer, batch: Batc
     return found._replace(held=stays | most)
 
 
+def activation_bytes(plan: parallel.Plan, model: nn.Transformer, *, rows: int, seq: int) -> int:
+    """Return the bytes of activations that a device keeps for a backward pass at least, from shapes alone.
+
+    A layer keeps its input and, unless all is computed again, what its maps give that do not write the stream. Experts,
+    tables, losses and further microbatches of a pipeline are left out.
+    """
+    if plan.reruns_stages:
+        return 0
+    pieces = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
+    tokens = (rows // pieces) * (seq // plan.size(parallel.CONTEXT))
+    split, numbers = plan.size(parallel.TENSOR), 0.0
+    experts = {id(one) for moe in nn.modules(model, nn.MoE) for one in nn.linear_maps(moe.experts)}
+    for stack in model.stacks:
+        if stack.remat.endswith("_on_host"):
+            continue
+        is_whole = plan.stream is None or plan.stream.is_whole
+        numbers += len(stack) * model.embedding.weight.shape[-1] / (1 if is_whole else split)
+        if stack.remat == "full" or nn.modules(stack, nn.LoRA):  # of a sum of two maps one result may do
+            continue
+        for linear in nn.linear_maps(stack):
+            if id(linear) not in experts and linear.outputs != ("embed",):
+                copies = math.prod(linear.shape[: len(linear.shape) - len(linear.sizes)])
+                numbers += copies * math.prod(linear.output_shape) / split
+    return int(tokens * numbers / plan.size(parallel.PIPE) * jnp.dtype(model.compute_dtype).itemsize)
+
+
 def batch_shapes(rows: int, seq: int, *, packed: bool = False) -> Batch:
     """The shapes of a batch; that of `packed` documents, of 128 tokens each, has places."""
 

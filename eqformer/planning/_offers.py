@@ -58,7 +58,9 @@ def proposals(found: Sequence[Proposal], spelled: Spelled) -> str:
     """The plans of `best_plans`, to be had in place of one that does not fit."""
     if not found:
         return "no other mesh over these devices was found that fits; take more devices, or a smaller batch or rows"
-    each = (f"  {spelled(one)}: {gigabytes(held)}, {time.seconds:.3f} s a step" for one, held, time in found)
+    each = (
+        f"  {spelled(one.candidate)}: {gigabytes(one.held)}, at least {one.time.seconds:.3f} s a step" for one in found
+    )
     return "\n".join(["by formulas, as many devices would hold it by", *each])
 
 
@@ -71,11 +73,18 @@ def servings(found: Sequence[Served], spelled: Callable[[Served], str]) -> str:
     return "\n".join(["by formulas, as many devices would hold it by", *each])
 
 
-def ranking_table(found: Sequence[Proposal], made: Sequence[Compilation | None], spelled: Spelled) -> str:
-    """The plans of `best_plans` as they rank, beside what compilers made of them: None of what was not compiled."""
-    table = [("seconds", "MFU", "held", "compiled", "bound by", "flags")]
-    for (one, held, time), its in zip(found, made, strict=True):
+def ranking_table(found: Sequence[Proposal], made: Sequence[Compilation | None], spelled: Spelled, memory: int) -> str:
+    """Format the plans of `best_plans` as they rank, beside what compilers made of them: None of what was not compiled.
+
+    The seconds are a lower bound, and the MFU is an upper bound, as a roofline is.
+    """
+    table = [("seconds", "MFU", "held", "compiled", "verdict", "bound by", "flags")]
+    for one, its in zip(found, made, strict=True):
+        seconds, share = f">= {one.time.seconds:.3f}", f"<= {one.time.utilization:.1%}"
+        held = gigabytes(one.held) if one.verdict else f">= {gigabytes(one.held)}"
         compiled = "" if its is None else its.failure if its.program is None else gigabytes(its.program.held)
-        row = f"{time.seconds:.3f}", f"{time.utilization:.1%}", gigabytes(held)
-        table.append((*row, compiled, time.bound, spelled(one)))
+        verdict = one.verdict or "not traced yet"
+        if its is not None:
+            verdict = "fits" if its.fits(memory) else "does not fit"
+        table.append((seconds, share, held, compiled, verdict, one.time.bound, spelled(one.candidate)))
     return format_table(table)

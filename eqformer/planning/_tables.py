@@ -55,7 +55,8 @@ def forecast_table(found: Forecast) -> str:
     rows += [(cause, what, gigabytes(size)) for cause, what, size in found.sent]
     lines += [format_table(rows) if found.sent else "nothing is sent between devices", "", _time_table(found)]
     lines.append(
-        f"{found.operations:.4g} operations of the model a device and step: an MFU of {found.time.utilization:.1%}"
+        f"{found.operations:.4g} operations of the model a device and step: an MFU of at most "
+        f"{found.time.utilization:.1%}"
     )
     return "\n".join(lines)
 
@@ -106,7 +107,7 @@ def _read_lines(program: Program, found: Forecast) -> list[str]:
     lines = [format_table(rows), f"{program.operations:.4g} operations of products, {waste:.2f} of the model's own"]
     if program.cycles and one.clock:
         busy = program.cycles / one.clock
-        share = f"an MFU of {found.time.of_model / busy:.1%} before what waits for links"
+        share = f"an MFU of at most {found.time.of_model / busy:.1%} before what waits for links"
         lines.append(f"{program.cycles:,} cycles by its estimate, {busy:.4f} s at {one.clock / 1e9:.2f} GHz: {share}")
     needed = read_by_decoding(found.held)
     of_held = f", {program.moved / needed:.2f} of weights and caches" if "caches" in found.held else ""

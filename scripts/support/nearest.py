@@ -1,9 +1,8 @@
 """Runs that hold less than one that does not fit: the nearest first, as flags."""
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -28,12 +27,12 @@ class Near(NamedTuple):
 
 
 @contextmanager
-def looking() -> Iterator[Callable[[int, int], None]]:
-    """Say on standard error that plans are looked for; call what it gives with how many were traced, of how many."""
+def looking() -> Iterator[planning.Progress]:
+    """Say on standard error that plans are looked for, and how far the search is."""
     screen = Screen(errors=True)
     screen.note("looking for plans that fit; tracing each takes seconds")
-    with screen.bar() as show:
-        yield functools.partial(show, "plans traced, at most")
+    with screen.counting() as show:
+        yield show
 
 
 def nearest(recipe: Recipe, memory: int, platform: str, most: int = 3) -> list[Near]:

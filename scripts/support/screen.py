@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,13 +15,15 @@ from typing import NoReturn, TextIO
 
 from jax.errors import JaxRuntimeError
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
 from eqformer import reason_and_fix
 from eqformer.training import CheckpointError, DivergedError
 from support.stopping import interruptible
 
+
+SECONDS_A_LINE = 5.0  # between lines of progress where there is no terminal
 
 # Called with the steps done, the metrics as text, and whether they are of this step.
 Show = Callable[[int, str, bool], None]
@@ -75,11 +78,61 @@ class Screen:
             shown = functools.partial(progress.update, task, visible=True)
             yield lambda title, done, total: shown(description=title, completed=done, total=total or None)
 
+    @contextmanager
+    def counting(self) -> Iterator[Callable[[str, int, int], None]]:
+        """A progress bar as `bar` has it or, without a terminal, a line at most every five seconds."""
+        if self.console.is_terminal:
+            with self.bar() as show:
+                yield show
+            return
+        begun: dict[str, float] = {}
+        last = time.monotonic()
+
+        def line(title: str, done: int, total: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            started = begun.setdefault(title, now)
+            if now - last >= SECONDS_A_LINE:
+                last = now
+                left = f", ETA {_clock((now - started) / done * (total - done))}" if done and total else ""
+                self.note(f"{title}: {done} of {total}{left}")
+
+        yield line
+
+    @contextmanager
+    def working(self, title: str) -> Iterator[None]:
+        """Say that something is at work, and for how long: in a terminal each second, else every five seconds."""
+        if self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+            with Progress(*columns, console=self.console, transient=True) as progress:
+                progress.add_task(title, total=None)
+                yield
+            return
+        self.note(title)
+        ended, started = threading.Event(), time.monotonic()
+
+        def tell() -> None:
+            while not ended.wait(SECONDS_A_LINE):
+                self.note(f"{title}: {_clock(time.monotonic() - started)} so far")
+
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            teller.join()
+
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Re-raise, so that `one_message` handles a closed pipe, instead of rich."""
         raise
+
+
+def _clock(seconds: float) -> str:
+    """Return a time as `0:01:05`."""
+    return str(datetime.timedelta(seconds=int(seconds)))
 
 
 def _lines(total: int) -> Show:

@@ -1,11 +1,15 @@
 """plan.py tells what a step holds, sends and takes on accelerators that are not here."""
 
+import io
 import json
+import sys
 
+import plan
 import pytest
 from script_helpers import run_here
 
-from eqformer.planning import _absent, missing_compiler, topology
+from eqformer import planning
+from eqformer.planning import _absent, missing_compiler, Program, topology
 
 
 TINY = "--model.embed 32 --model.layers 2 --model.heads 4 --model.mlp 64 --model.kv-heads 2 --seq 32 --batch 16"
@@ -36,6 +40,26 @@ def test_meshes_are_ranked_by_time():
     assert times == sorted(times) and 2 <= len(times) <= 5
     again = json.loads(told(f"--topology h100:2 --json {found[1]['flags']}"))
     assert again["seconds"] == times[1] and sum(again["held"].values()) == found[1]["held"]
+
+
+def test_a_search_prints_a_table_before_it_traces_and_one_as_each_compiler_answers(monkeypatch):
+    """Until a compiled plan fits: three do not, so that a fourth is compiled."""
+    seen, made = [], iter([None, None, None, Program(1, 1, 2)])
+
+    def step(*_):
+        assert isinstance(sys.stdout, io.StringIO)
+        seen.append(sys.stdout.getvalue())
+        return planning.StepBytes({"all": 1}, 0)
+
+    monkeypatch.setattr(planning._fitting, "step_bytes", step)
+    monkeypatch.setattr(plan, "compiled", lambda *_: planning.Compilation(next(made), 1.0, False, "Used 99G"))
+    monkeypatch.setattr(plan, "training", lambda *_: None)
+    monkeypatch.setattr(plan, "missing_compiler", lambda _: None)
+    text = told("--topology h100:2 --search")
+    assert all("ranked by shapes alone\n" in each and "ranked by formulas" not in each for each in seen)
+    tables = text.split(" compiled\n")[1:]
+    assert [(table.count("Used 99G"), table.count(" fits ")) for table in tables] == [(1, 3), (2, 2), (3, 1), (3, 1)]
+    assert "<= " in text and len(seen) == 4
 
 
 @pytest.mark.grid
@@ -73,7 +97,7 @@ def test_what_does_not_fit_has_other_plans_that_do():
         ("--topology v5e:1x1 --decode --weights kept", "--weights kept: it is a published folder's weights"),
         ("--topology v5e:1x1 --search --picture costs.png", "--search --picture costs.png: a search ranks meshes"),
         ("--topology v5e:1x1 --search --decode", "--search --decode: a search ranks meshes"),
-        ("--topology v5e:2x2 --search --model.vocab 4000000000", "no mesh was found that fits into 16.9 GB"),
+        ("--topology v5e:2x2 --search --model.vocab 2000000000", "no mesh was found that fits into 16.9 GB"),
     ],
 )
 def test_bad_input_is_one_clear_error(flags, message):

@@ -2,9 +2,11 @@
 
 import os
 import subprocess
+import time
 
 import pytest
 from script_helpers import command, PLAIN, SCRIPTS
+from support import screen
 from support.screen import one_message
 
 
@@ -80,3 +82,21 @@ def test_an_interrupt_at_any_time_is_one_line_and_no_traceback():
     for code, lines in INTERRUPTS.items():
         done = subprocess.run([command("")[0], "-c", start + code], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (130 * lines, "stopped by Ctrl-C\n" * lines), code
+
+
+def test_progress_is_told_in_lines_where_there_is_no_terminal(monkeypatch, capsys):
+    """With the time that is left and, of one call that takes long, the time that it has taken."""
+    monkeypatch.setattr(screen, "SECONDS_A_LINE", 0.0)
+    with screen.Screen(errors=True).counting() as show:
+        show("plans", 0, 4)
+        show("plans", 2, 4)
+    monkeypatch.setattr(screen, "SECONDS_A_LINE", 0.01)
+    with screen.Screen(errors=True).working("compiling"):
+        time.sleep(0.05)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:3] == ["plans: 0 of 4", "plans: 2 of 4, ETA 0:00:00", "compiling"]
+    assert lines[3] == "compiling: 0:00:00 so far"
+    monkeypatch.setattr(screen, "SECONDS_A_LINE", 60.0)  # the control
+    with screen.Screen(errors=True).counting() as show:
+        show("plans", 1, 4)
+    assert not capsys.readouterr().err
