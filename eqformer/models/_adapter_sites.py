@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..nn import beside, DenseMap, holding, LinearMap, LoRA, Transformer
+from ..nn import beside, DenseMap, LinearMap, LoRA, lossless_dtype, Transformer
 from ._weights import Weight
 
 
@@ -65,14 +65,16 @@ class Site:
         if not given:
             return []
         rank, scale = max(settings(module)[0] for _, module, _ in given), settings(given[0][1])[1]
-        dtypes = [np.dtype(dtype or holding(*(x.dtype for x in its))) for its in zip(*(found for _, _, found in given))]
+        dtypes = [
+            np.dtype(dtype or lossless_dtype(*(x.dtype for x in its))) for its in zip(*(found for _, _, found in given))
+        ]
         downs, ups = zip(*(_empty(linear, self.rule.outer, rank, *dtypes) for linear in self.linears))
         for place, module, (a, b) in given:
             own, its = settings(module)
             if a.shape[0] != own or b.shape[-1] != own:
                 raise ValueError(f"{module}: A has shape {a.shape} and B {b.shape}; the configured rank is {own}")
             a, b = np.pad(a, ((0, rank - own), (0, 0))), np.pad(b, ((0, 0), (0, rank - own)))
-            b = b if its == scale else b.astype(holding(b.dtype, np.float32)) * (its / scale)
+            b = b if its == scale else b.astype(lossless_dtype(b.dtype, np.float32)) * (its / scale)
             for number, (down, up) in enumerate(zip(downs, ups)):
                 try:
                     down[place] = self.down.to_own(a, (down,), 0)
@@ -171,7 +173,7 @@ def _beside(linear: LinearMap, down: np.ndarray, up: np.ndarray, scale: float) -
 
 def _alike(arrays: list[np.ndarray]) -> list[np.ndarray]:
     """The same in one dtype, in which none of them loses anything."""
-    dtype = holding(*(array.dtype for array in arrays))
+    dtype = lossless_dtype(*(array.dtype for array in arrays))
     return [array.astype(dtype, copy=False) for array in arrays]
 
 

@@ -41,7 +41,7 @@ def kept_maps(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer) -> di
         scales = {arrays.scale_dtype(name) for name in names}
         if len(scales) > 1 and "uint8" in scales:
             _refuse(arrays, coded[0], "and others of its stack have scales of which some are exponents and some floats")
-        dtype = scales.pop() if len(scales) == 1 else str(nn.holding(*scales))
+        dtype = scales.pop() if len(scales) == 1 else str(nn.lossless_dtype(*scales))
         for number, leaf in enumerate(leaves):
             dim = rule.dim_of_last(number)
             found[id(leaf)] = _shapes_of(arrays, coded[0], form, dim, weights[id(leaf)], dtype)

@@ -278,7 +278,7 @@ def _check_copy(arrays: Arrays, copy: str, name: str, head: str) -> None:
 
 def _dtypes(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer, dtype: str | None) -> list[str]:
     """The dtype of what each rule fills: the one asked for or else its own, float32 at least where a field says so."""
-    flags = zip(jax.tree.leaves(shapes), jax.tree.leaves(nn.stays_wide(shapes)), strict=True)
+    flags = zip(jax.tree.leaves(shapes), jax.tree.leaves(nn.float32_flags(shapes)), strict=True)
     wide = {id(leaf) for leaf, is_wide in flags if is_wide}
     found = [dtype or _dtype(arrays, rule, shapes) for rule in rules]
     is_wide = [any(id(leaf) in wide for leaf in rule.leaves(shapes)) for rule in rules]
@@ -287,7 +287,7 @@ def _dtypes(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer, dtype: 
 
 def _dtype(arrays: Arrays, rule: Weight, shapes: nn.Transformer) -> str:
     """The dtype in which no array that the rule reads loses anything."""
-    return str(nn.holding(*{arrays.dtype(name) for _, name in rule.places(rule.leaves(shapes)[0])}))
+    return str(nn.lossless_dtype(*{arrays.dtype(name) for _, name in rule.places(rule.leaves(shapes)[0])}))
 
 
 def _numbers_of_layers(shapes: nn.Transformer, sharding_of: dict[int, Sharding]) -> dict[int, Array]:

@@ -44,8 +44,8 @@ from ._cache import (
 )
 from ._contracts import (
     Attends as Attends,
+    ChunkedUnembedding as ChunkedUnembedding,
     FeedForward as FeedForward,
-    InParts as InParts,
     Layer as Layer,
     Mixer as Mixer,
     MixerFacts as MixerFacts,
@@ -56,23 +56,23 @@ from ._dims import (
     dims as dims,
     dims_table as dims_table,
     ensemble as ensemble,
+    field_dim_names as field_dim_names,
     float32_at_least as float32_at_least,
+    float32_flags as float32_flags,
     format_table as format_table,
     has_shape as has_shape,
     is_trainable as is_trainable,
     modules as modules,
     named_by as named_by,
     named_modules as named_modules,
-    own_names as own_names,
     path_name as path_name,
-    stays_wide as stays_wide,
 )
 from ._dropout import Dropout as Dropout
 from ._dtype import (
     at_least_float32 as at_least_float32,
     float_dtype as float_dtype,
-    holding as holding,
     in_float32 as in_float32,
+    lossless_dtype as lossless_dtype,
 )
 from ._embedding import (
     Embedding as Embedding,
@@ -94,13 +94,13 @@ from ._layer_inputs import GatedInput as GatedInput, LayerInputs as LayerInputs
 from ._left import KeysAndValues as KeysAndValues, Leaving as Leaving, Left as Left
 from ._linear import dense as dense, Linear as Linear
 from ._linear_map import (
-    Answered as Answered,
     ComposedMap as ComposedMap,
     DenseMap as DenseMap,
     is_map as is_map,
     linear_maps as linear_maps,
     LinearMap as LinearMap,
-    MapAround as MapAround,
+    LinearWrapper as LinearWrapper,
+    PrecomputedLinear as PrecomputedLinear,
 )
 from ._lora import (
     beside as beside,
@@ -109,21 +109,24 @@ from ._lora import (
     merge_lora as merge_lora,
     with_lora as with_lora,
 )
+from ._matmul_precision import (
+    ComputeDtypeMatmul as ComputeDtypeMatmul,
+    Fp8Matmul as Fp8Matmul,
+    MatmulPrecision as MatmulPrecision,
+)
 from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import GatedMLP as GatedMLP, MLP as MLP
 from ._module import Module as Module
-from ._norm import Clipped as Clipped, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
+from ._norm import ClippedNorm as ClippedNorm, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
 from ._precision import cast as cast, Precision as Precision
 from ._predictor import Predictor as Predictor
-from ._products import InComputeDtype as InComputeDtype, InFp8 as InFp8, Products as Products
 from ._residual import Residual as Residual
 from ._sequential import reads as reads
-from ._slots import check_cached as check_cached, counts as counts, SlotCache as SlotCache
+from ._slots import check_cached as check_cached, is_position_array as is_position_array, SlotCache as SlotCache
 from ._stack import REMAT as REMAT, Stack as Stack
 from ._tokens import (
     document_lengths as document_lengths,
-    known_as as known_as,
-    of_whole_rows as of_whole_rows,
+    mark_whole_rows as mark_whole_rows,
     packed_in_order as packed_in_order,
     positions_like as positions_like,
     right_padded as right_padded,
@@ -131,6 +134,7 @@ from ._tokens import (
     token_keys as token_keys,
     Tokens as Tokens,
     tokens_or_default as tokens_or_default,
+    with_row_layout_of as with_row_layout_of,
     with_source as with_source,
 )
 from ._transformer import Transformer as Transformer

@@ -126,7 +126,7 @@ class Layer(Module):
         """An empty cache for `batch` rows of up to `capacity` tokens; None where there is nothing to remember."""
 
 
-class InParts(Module):
+class ChunkedUnembedding(Module):
     """What gives logits of all ids, and also of a part of them at a time, as where no device has its table whole."""
 
     @abc.abstractmethod

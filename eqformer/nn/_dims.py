@@ -45,7 +45,7 @@ def dims(model: PyTree) -> PyTree:
     return jax.tree_util.tree_unflatten(structure, [_dims_at(model, path, leaf) for path, leaf in leaves])
 
 
-def own_names(tree: PyTree) -> PyTree:
+def field_dim_names(tree: PyTree) -> PyTree:
     """A tree like this one with the set of names that the annotation of each array's own field has, of no ensemble."""
 
     def names(path: tuple, leaf: object) -> frozenset[str]:
@@ -56,7 +56,7 @@ def own_names(tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(names, tree)
 
 
-def stays_wide(model: PyTree) -> PyTree:
+def float32_flags(model: PyTree) -> PyTree:
     """A tree like `model` of flags: which leaves are of a field that is `float32_at_least`."""
 
     def is_wide(path: tuple, _: object) -> bool:

@@ -25,7 +25,7 @@ def _is_float(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def holding(*dtypes: DTypeLike) -> np.dtype:
+def lossless_dtype(*dtypes: DTypeLike) -> np.dtype:
     """The narrowest floating-point dtype in which no number of these dtypes loses anything.
 
     float32 for bfloat16 beside float16, of which neither holds the other and for which NumPy has no answer.

@@ -11,12 +11,13 @@ from ._dims import named_by, named_modules, path_name
 from ._linear import applied, Linear, plain
 from ._linear_map import DenseMap, LinearMap
 from ._lora import chosen_maps, LoRA, Where
-from ._products import InFp8, Products
+from ._matmul_precision import Fp8Matmul, MatmulPrecision
 from .experts._contract import Router
 
 
 class Fp8Linear(DenseMap):
-    """A `Linear` whose products, forward and backward, are of numbers of 8 bits (`InFp8`); `with_fp8` puts it there.
+    """A `Linear` whose products, forward and backward, are of numbers of 8 bits (`Fp8Matmul`); `with_fp8` puts it
+    there.
 
     Its arrays are the `Linear`'s, so that optimizers, checkpoints and published folders are the same with it.
     """
@@ -27,9 +28,9 @@ class Fp8Linear(DenseMap):
     bias: Float[Array, "..."] | None = named_by("outputs")
 
     @property
-    def products(self) -> Products:
+    def products(self) -> MatmulPrecision:
         """Those of 8 bits."""
-        return InFp8()
+        return Fp8Matmul()
 
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """`W x`, of the trailing dims of `x`."""

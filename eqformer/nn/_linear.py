@@ -12,7 +12,7 @@ from ._dims import named_by
 from ._dtype import at_least_float32
 from ._float32_sums import matmul_float32
 from ._linear_map import DenseMap, LinearMap
-from ._products import InComputeDtype
+from ._matmul_precision import ComputeDtypeMatmul
 
 
 class Linear(DenseMap):
@@ -62,7 +62,7 @@ def applied(
             f"x has shape {x.shape}."
         )
     lead = x.shape[: x.ndim - len(wanted)]
-    is_plain = isinstance(linear.products, InComputeDtype)
+    is_plain = isinstance(linear.products, ComputeDtypeMatmul)
     is_widening = is_plain and dtype is not None and jnp.dtype(dtype) == at_least_float32(x.dtype) != x.dtype
     if is_plain and not is_widening and math.prod(lead) > _FEW:
         # Numbers stand for the dims: the inputs' first, then the outputs'.

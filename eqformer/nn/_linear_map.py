@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from ._float32_sums import add_float32
+from ._matmul_precision import ComputeDtypeMatmul, MatmulPrecision
 from ._module import Module
-from ._products import InComputeDtype, Products
 
 
 class LinearMap(Module):
@@ -54,9 +54,9 @@ class LinearMap(Module):
         return self(x)
 
     @property
-    def products(self) -> Products:
+    def products(self) -> MatmulPrecision:
         """How `matrix` is multiplied: in the compute dtype, unless a map says otherwise."""
-        return InComputeDtype()
+        return ComputeDtypeMatmul()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -109,7 +109,7 @@ class ComposedMap(LinearMap):
     """A map made of maps, such as a `LoRA`: what splits, watches or counts maps takes each of these by itself."""
 
 
-class MapAround(LinearMap):
+class LinearWrapper(LinearMap):
     """A map in the place of another, `inner`, whose product it finds in a way of its own."""
 
     inner: Any  # a `LinearMap`, or what stands for one in a tree like the model
@@ -130,7 +130,7 @@ class MapAround(LinearMap):
         return self.inner.bias
 
     @property
-    def products(self) -> Products:
+    def products(self) -> MatmulPrecision:
         """Those of `inner`."""
         return self.inner.products
 
@@ -153,7 +153,7 @@ class MapAround(LinearMap):
         )
 
 
-class Answered(MapAround):
+class PrecomputedLinear(LinearWrapper):
     """A map whose whole result, the bias included, is what `answer(x)` gives."""
 
     answer: Callable[[Array], Array] = eqx.field(static=True)

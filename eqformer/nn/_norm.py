@@ -160,7 +160,7 @@ class LayerNorm(Norm):
         return y.astype(x.dtype)
 
 
-class Clipped(Norm):
+class ClippedNorm(Norm):
     """What a norm gives, or the input itself, no further than `bound` from 0 (OLMoE)."""
 
     norm: Norm | None

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ._dims import stays_wide
+from ._dims import float32_flags
 from ._dtype import at_least_float32, float_dtype
 from ._fp8 import with_fp8, without_fp8
 from ._transformer import Transformer
@@ -51,4 +51,4 @@ def cast(tree: PyTree, dtype: str) -> PyTree:
     def one(x: Any, is_wide: bool) -> Any:
         return x.astype(wide if is_wide else name) if eqx.is_inexact_array(x) else x
 
-    return jax.tree.map(one, tree, stays_wide(tree))
+    return jax.tree.map(one, tree, float32_flags(tree))

@@ -57,7 +57,7 @@ def slots_for(reach: int, capacity: int) -> int:
     return min(capacity, rounded_slots(reach))
 
 
-def counts(x: ArrayOrShape) -> bool:
+def is_position_array(x: ArrayOrShape) -> bool:
     """Whether an array of a cache holds positions or lengths of rows, and no memories, which may be integers too."""
     return x.dtype == jnp.int32
 
@@ -86,7 +86,7 @@ def _widened(cache: SlotCache, slots: int) -> SlotCache:
 
     def widened(names: str, x: Array) -> Array:
         behind = [(0, more if name == "kv_seq" else 0) for name in names.split()]
-        return jnp.pad(x, behind, constant_values=-1 if counts(x) else 0)
+        return jnp.pad(x, behind, constant_values=-1 if is_position_array(x) else 0)
 
     return jax.tree.map(widened, dims(cache), cache)
 

@@ -76,7 +76,7 @@ class Tokens(eqx.Module):
 
     def replaced(self, **fields: Any) -> "Tokens":
         """The same tokens in the same order with other fields, of which is known what was known."""
-        return known_as(dataclasses.replace(self, **fields), self)
+        return with_row_layout_of(dataclasses.replace(self, **fields), self)
 
     def fold_in(self, number: int | Int[Array, ""]) -> "Tokens":
         """The same tokens with `number` folded into every key, as each layer and sublayer does with its own."""
@@ -112,7 +112,7 @@ def with_source(tokens: Tokens, source: Source | None) -> Tokens:
     return tokens.replaced(source=source)
 
 
-def of_whole_rows(tokens: Tokens, number: int | None, documents: int | None = None) -> Tokens:
+def mark_whole_rows(tokens: Tokens, number: int | None, documents: int | None = None) -> Tokens:
     """The same tokens, marked as rows of `number` tokens, each one document from position 0 on; None marks nothing.
 
     With `documents`, each row is up to so many whole documents, one after another and numbered by `segments`.
@@ -123,9 +123,9 @@ def of_whole_rows(tokens: Tokens, number: int | None, documents: int | None = No
     return said
 
 
-def known_as(tokens: Tokens, other: Tokens, pieces: int | None = None) -> Tokens:
+def with_row_layout_of(tokens: Tokens, other: Tokens, pieces: int | None = None) -> Tokens:
     """The same tokens, of which is known what is known of `other`, in whose order they stand, or cut into `pieces`."""
-    said = of_whole_rows(tokens, other.whole_rows, other.documents)
+    said = mark_whole_rows(tokens, other.whole_rows, other.documents)
     object.__setattr__(said, "pieces", other.pieces if pieces is None else pieces)
     return said
 
@@ -134,14 +134,14 @@ def known_as(tokens: Tokens, other: Tokens, pieces: int | None = None) -> Tokens
 def positions_like(shape: Sequence[int], keys: Key[Array, "*batch seq"] | None = None) -> Tokens:
     """Tokens of one document a row, at positions 0, 1, ..., for an array of shape `*batch seq`."""
     positions = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), tuple(shape))
-    return of_whole_rows(Tokens(positions, keys=keys), shape[-1])
+    return mark_whole_rows(Tokens(positions, keys=keys), shape[-1])
 
 
 @checked
 def right_padded(lengths: Int[Array, "*batch"], seq: int) -> Tokens:
     """Tokens of one document a row, of these lengths, with padding behind it up to `seq` tokens."""
     places = jnp.arange(seq, dtype=jnp.int32)
-    return of_whole_rows(Tokens(jnp.where(places < lengths[..., None], places, -1)), seq)
+    return mark_whole_rows(Tokens(jnp.where(places < lengths[..., None], places, -1)), seq)
 
 
 @checked
@@ -153,7 +153,7 @@ def packed_in_order(
     documents: int,
 ) -> Tokens:
     """Tokens of rows that hold up to `documents` whole documents one after another, with padding (-1) behind them."""
-    return of_whole_rows(Tokens(positions, segments, keys), positions.shape[-1], documents)
+    return mark_whole_rows(Tokens(positions, segments, keys), positions.shape[-1], documents)
 
 
 def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree) -> Tokens:

@@ -16,7 +16,7 @@ def check_products(plan: Placement, specs: PyTree) -> None:
     """
     nodes = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda node: nn.is_map(node) or is_spec(node))
     for path, linear in nodes:
-        if not nn.is_map(linear) or isinstance(linear.products, nn.InComputeDtype):
+        if not nn.is_map(linear) or isinstance(linear.products, nn.ComputeDtypeMatmul):
             continue
         if not any(TENSOR in axes_of(spec) for spec in jax.tree.leaves(linear, is_leaf=is_spec)):
             name = nn.path_name(path)

@@ -174,7 +174,7 @@ class Placement(Choices):
         order = context_order(self.context_method, batch.ids.shape[1], self.size(CONTEXT))
         lengths = jnp.broadcast_to(nn.document_lengths(tokens), batch.ids.shape)
         pieces = None if np.all(np.diff(order) == 1) else self.size(CONTEXT)
-        tokens = nn.known_as(dataclasses.replace(tokens, lengths=lengths), tokens, pieces)
+        tokens = nn.with_row_layout_of(dataclasses.replace(tokens, lengths=lengths), tokens, pieces)
         return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))
 
     def leaves(self, model: nn.Transformer) -> PyTree:

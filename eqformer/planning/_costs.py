@@ -9,7 +9,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..nn import (
-    InFp8,
+    Fp8Matmul,
     is_trainable,
     linear_maps,
     Mask,
@@ -80,7 +80,7 @@ def fp8_flops_per_token(
     Without `experts` theirs are not counted, as some of these chips have kernels of 16 bits for them (`fp8_experts`).
     """
     wide = {} if experts else idle_shares(model)
-    maps = [one for one in linear_maps(model) if isinstance(one.products, InFp8) and id(one) not in wide]
+    maps = [one for one in linear_maps(model) if isinstance(one.products, Fp8Matmul) and id(one) not in wide]
     forward, of_weights = _of_maps(model, maps, trained)
     return forward + (forward + of_weights) * backward
 

@@ -89,7 +89,7 @@ class WeightStationary(Served):
         shapes = eqx.filter_eval_shape(empty_cache)
 
         def allocate(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> Array:
-            is_positions = nn.counts(x)
+            is_positions = nn.is_position_array(x)
             copies = 1 if is_positions or self.attention == "rows" else self.mesh.size
             array = jnp.full((x.shape[0], x.shape[1] * copies, *x.shape[2:]), -1 if is_positions else 0, x.dtype)
             return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
@@ -108,7 +108,7 @@ class WeightStationary(Served):
         rows."""
         split, replicated = PartitionSpec(None, HEADS), PartitionSpec()
         by_rows = self.attention == "rows"
-        return jax.tree.map(lambda x: replicated if nn.counts(x) and not by_rows else split, cache)
+        return jax.tree.map(lambda x: replicated if nn.is_position_array(x) and not by_rows else split, cache)
 
     def _wrapped(self, model: nn.Transformer) -> nn.Transformer:
         """Return the model of one device, with its layers wrapped."""
@@ -141,7 +141,7 @@ def _check(layout: WeightStationary) -> None:
         raise ValueError(f"{call}: weights are split over these two axes alone; make {other_axes} of size 1.")
     count = layout.mesh.size
     _divides(call, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
-    if any(not isinstance(linear.products, nn.InComputeDtype) for linear in nn.linear_maps(model)):
+    if any(not isinstance(linear.products, nn.ComputeDtypeMatmul) for linear in nn.linear_maps(model)):
         raise ValueError(f"{call}: the model multiplies in 8 bits; take nn.without_fp8(model), of the same weights.")
     for name in ("embedding_norm", "logit_bias", "encoder", "score_bias"):
         if getattr(model, name) is not None:

@@ -74,7 +74,8 @@ def cross_entropy(
     Under differentiation, the forward pass over a chunk also computes that chunk's gradients, so the residuals of the
     backward pass are the gradients of `hidden` and of the arrays that `unembed` uses: no logits are kept, and there are
     three products with the table, where recomputing chunks in the backward pass takes four. Sums and accumulated
-    gradients are float32 at least. A module whose table is nowhere whole (`nn.InParts`) gives logits in parts, by four.
+    gradients are float32 at least. A module whose table is nowhere whole (`nn.ChunkedUnembedding`) gives logits in
+    parts, by four.
 
     Args:
         unembed: Maps `tokens embed` to `tokens vocab`; the arrays that it uses (a tied or untied table, a bias, a

@@ -17,7 +17,7 @@ LOGITS = 2**25  # of a part and a chunk of tokens
 
 def in_parts(unembed: PyTree) -> bool:
     """Whether a bound method of a module gives logits in parts."""
-    return bool(nn.modules(unembed, nn.InParts))
+    return bool(nn.modules(unembed, nn.ChunkedUnembedding))
 
 
 def nats_in_parts(
@@ -31,7 +31,7 @@ def nats_in_parts(
     The backward pass computes a part's logits again. The gradients of `hidden` are summed over parts, and those of a
     part's table over tokens, in float32 at least. All else that `unembed` reads must be no array.
     """
-    (table,) = nn.modules(unembed, nn.InParts)
+    (table,) = nn.modules(unembed, nn.ChunkedUnembedding)
     moving, rest = table.parts()
 
     def of_part(moving: PyTree, rest: PyTree, hidden: Array) -> tuple[Array, Array]:
@@ -83,4 +83,4 @@ def nats_in_parts(
 
 
 def _is(node: object) -> bool:
-    return isinstance(node, nn.InParts)
+    return isinstance(node, nn.ChunkedUnembedding)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eqformer.nn import causal, chunked, full, Mask, sliding_window
-from eqformer.nn._tokens import of_whole_rows, Tokens
+from eqformer.nn._tokens import mark_whole_rows, Tokens
 
 
 class Case(NamedTuple):
@@ -77,5 +77,5 @@ def arrays_of(case: Case, dtype: str = "float32") -> tuple[dict, Tokens, Tokens 
     shaped = lambda x: jnp.asarray(x.reshape(*case.batch, case.seq), jnp.int32)
     is_whole = not case.segments and case.kv_seq is None
     whole_rows = case.seq if is_whole and case.is_known else None
-    tokens = of_whole_rows(Tokens(shaped(positions), shaped(segments) if case.segments else None), whole_rows)
+    tokens = mark_whole_rows(Tokens(shaped(positions), shaped(segments) if case.segments else None), whole_rows)
     return arrays, tokens, kv_tokens

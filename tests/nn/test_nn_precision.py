@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from nn_reference import drawn
 
 from eqformer import nn
-from eqformer.nn._dtype import at_least_float32, holding
+from eqformer.nn._dtype import at_least_float32, lossless_dtype
 
 
 KEY = jax.random.key(0)
@@ -21,15 +21,15 @@ def test_what_holds_dtypes_holds_every_number_of_theirs():
     floats = ("bfloat16", "float16", "float32", "float64")
     for own in floats:
         for other in floats:
-            wide, edges = holding(own, other), [jnp.finfo(own), jnp.finfo(other)]
-            assert wide == holding(other, own) and wide.itemsize <= max(
+            wide, edges = lossless_dtype(own, other), [jnp.finfo(own), jnp.finfo(other)]
+            assert wide == lossless_dtype(other, own) and wide.itemsize <= max(
                 4, *(jnp.dtype(x).itemsize for x in (own, other))
             )
             for edge in edges:
                 for x in (edge.max, edge.tiny, 1 + edge.eps):
                     x = np.asarray(x, edge.dtype)
                     assert np.isfinite(x) and x.astype(wide).astype(np.float64) == x.astype(np.float64)
-    assert holding("bfloat16", "float16") == np.float32 and holding("bfloat16") == jnp.bfloat16
+    assert lossless_dtype("bfloat16", "float16") == np.float32 and lossless_dtype("bfloat16") == jnp.bfloat16
 
 
 def test_cast_touches_floating_point_arrays_alone():
@@ -50,7 +50,7 @@ def test_a_field_that_says_so_stays_float32():
     x = jnp.asarray([5.01, 5.02])
     make: Any = lambda key: Chooses(x, x)
     tree = {"many": [nn.Stack(make, 3, key=jax.random.key(0)), Chooses(x, x)], "wide": x}
-    flags = nn.stays_wide(tree)
+    flags = nn.float32_flags(tree)
     assert flags["many"][0].blocks.wide and flags["many"][1].wide and not flags["wide"] and not flags["many"][1].narrow
     for dtype in ("bfloat16", "float16"):
         one, stacked = (nn.cast(tree, dtype)["many"][n] for n in (1, 0))

@@ -105,7 +105,7 @@ def test_whole_rows_are_as_the_mask_says_and_a_false_word_is_found_out():
     positions, _ = left_padded(np.random.default_rng(0))
     other = dataclasses.replace(whole, positions=jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (ROWS, SEQ)))
     assert all(np.max(worst) < 1e-5 for worst in differences(arrays_of(SEQ), other, None).values())
-    false = nn.of_whole_rows(other, SEQ)
+    false = nn.mark_whole_rows(other, SEQ)
     assert float(differences(arrays_of(SEQ), false, None)["dot_product"][0]) > 0.1
 
 

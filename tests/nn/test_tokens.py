@@ -118,7 +118,7 @@ def test_whole_rows_are_said_by_what_makes_them_and_not_of_their_parts():
     assert not part.are_whole_rows and jax.tree.map(lambda x: x[:1], made[0]).are_whole_rows
     segments = jnp.zeros((2, 6), jnp.int32)
     assert not nn.Tokens(made[0].positions).are_whole_rows
-    assert not nn.of_whole_rows(nn.Tokens(made[0].positions, segments), 6).are_whole_rows
+    assert not nn.mark_whole_rows(nn.Tokens(made[0].positions, segments), 6).are_whole_rows
     assert not dataclasses.replace(made[0], positions=made[0].positions + 1).are_whole_rows
 
 

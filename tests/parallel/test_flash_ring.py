@@ -65,7 +65,7 @@ CASES = {
 
 
 def pieces_of(tokens: nn.Tokens, documents: int | None, size: int) -> nn.Tokens:
-    return nn.known_as(tokens, nn.of_whole_rows(tokens, SEQ, documents), size)
+    return nn.with_row_layout_of(tokens, nn.mark_whole_rows(tokens, SEQ, documents), size)
 
 
 def in_pieces(core, case: Case, size: int, order=None, dtype: str = "float64"):
@@ -103,12 +103,12 @@ def test_a_tpu_s_ring_runs_splash_and_a_gpu_s_cudnn(monkeypatch):
     seq, mesh = 1024, make_mesh(context=4, tensor=2)
     row = P(None, CONTEXT, TENSOR)
     tokens = nn.positions_like((2, seq))
-    known = nn.known_as(nn.Tokens(tokens.positions), tokens, 4)
+    known = nn.with_row_layout_of(nn.Tokens(tokens.positions), tokens, 4)
     shapes = [jax.ShapeDtypeStruct((2, seq, 4, 16), jnp.bfloat16)] * 3
 
     def traced(core, mask: nn.Mask) -> Any:
         def attend(query, key, value, positions):
-            pieces = nn.known_as(nn.Tokens(positions), known)
+            pieces = nn.with_row_layout_of(nn.Tokens(positions), known)
             given: dict[str, Any] = {"mask": mask, "tokens": pieces, "scale": 0.25}
             call_of = lambda *arrays: kernels.AttentionCall(*arrays, **given)
             total = lambda *arrays: jnp.sum(ContextCore(core, "ring")(call_of(*arrays)).astype(jnp.float32) ** 2)

@@ -81,7 +81,7 @@ def test_gradients_do_not_see_what_weighs_nothing(model, monkeypatch):
     assert np.isnan(training.next_token_loss(model, batch)[0])
 
 
-class Rows(nn.InParts):
+class Rows(nn.ChunkedUnembedding):
     """A table in three parts, of which the last is filled up."""
 
     weight: jax.Array

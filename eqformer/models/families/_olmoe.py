@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Clipped, Transformer
+from ...nn import Block, ClippedNorm, Transformer
 from .._attributes import Activation, Attribute
 from .._family import DecoderConfig, Family
 from .._kinds import Length, NotNegative, Positive, Size
@@ -45,7 +45,7 @@ def build_olmoe(config: OLMoEConfig, *, key: Key[Array, ""]) -> Transformer:
         mixed = mixture(config, expert, normalise=config.normalise, router=router, experts=experts)
         norms: dict[str, Any] = head_norms(config, all_heads=True)
         if config.clip is not None:
-            norms = {name: Clipped(norms.get(name), config.clip) for name in (*norms, "value_norm")}
+            norms = {name: ClippedNorm(norms.get(name), config.clip) for name in (*norms, "value_norm")}
         return pre_norm_block(config, attention(config, bias=config.bias, **norms, key=mixer), mixed)
 
     return decoder(config, block, key=key)

@@ -36,11 +36,10 @@ def grouped(
     even load, which are computed together, and the other rows are computed in blocks of one group each, as in
     MegaBlocks (arXiv:2211.15841); where nothing is kept for gradients, CPUs have slots, in float32, for few rows or
     large weights alone, and blocks for all else. On TPUs each map is computed by kernels of our own, and so it is on
-    Hopper GPUs, in 16 bits. Maps whose products are of 8 bits (`InFp8`) have such kernels on Hopper GPUs, and those of
-    16 bits on TPUs. (XLA would compute
-    `lax.ragged_dot` for every group and row on CPUs and GPUs, and its weights' gradients on TPUs too.) The products'
-    results are kept for the backward pass, which recomputes the rest; there are no second derivatives and no forward
-    mode. Weights are cast to the dtype of `x`; sums are float32 at least.
+    Hopper GPUs, in 16 bits. Maps whose products are of 8 bits (`Fp8Matmul`) have such kernels on Hopper GPUs, and those
+    of 16 bits on TPUs. (XLA would compute `lax.ragged_dot` for every group and row on CPUs and GPUs, and its weights'
+    gradients on TPUs too.) The products' results are kept for the backward pass, which recomputes the rest; there are
+    no second derivatives and no forward mode. Weights are cast to the dtype of `x`; sums are float32 at least.
 
     Args:
         modules: An ensemble over groups.

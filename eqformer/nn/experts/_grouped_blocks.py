@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from .._dtype import at_least_float32
 from .._linear import dense
-from .._products import Products
+from .._matmul_precision import MatmulPrecision
 from ._grouped_maps import map_linears, Maps, Parameters, recorded, replayed, zero_of
 
 
@@ -199,7 +199,9 @@ class Slots:
         return jax.lax.fori_loop(0, self.groups, one, carry)
 
 
-def _whole_backward(products: Products, parameters: Parameters, x: Array, gradient: Array) -> tuple[Parameters, Array]:
+def _whole_backward(
+    products: MatmulPrecision, parameters: Parameters, x: Array, gradient: Array
+) -> tuple[Parameters, Array]:
     (weight, bias), exact = parameters, at_least_float32(x.dtype)
     to_weight = products.to_weight(gradient, x, exact).astype(weight.dtype)
     to_bias = None if bias is None else jnp.sum(gradient, 0, dtype=exact).astype(bias.dtype)

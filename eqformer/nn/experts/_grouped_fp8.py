@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from .._products import InFp8, power_of_two, rounded
+from .._matmul_precision import Fp8Matmul, power_of_two, rounded
 from ._grouped_maps import Kernels
 
 
@@ -28,11 +28,11 @@ class OfCodes(NamedTuple):
 
 
 def in_8_bits(products: OfCodes) -> Kernels:
-    """Kernels whose factors are rounded as by `InFp8`: a row, and a group's matrix, has a scale of its own."""
+    """Kernels whose factors are rounded as by `Fp8Matmul`: a row, and a group's matrix, has a scale of its own."""
 
     def by_rows(x: Array, form: DTypeLike, weight: Array, sizes: Array, contracts: int, interpret: bool) -> Array:
         codes, of_row = rounded(x, form, -1)
-        matrices, of_group = rounded(weight.astype(x.dtype), InFp8.E4M3, (1, 2))
+        matrices, of_group = rounded(weight.astype(x.dtype), Fp8Matmul.E4M3, (1, 2))
         how = {"contracts": contracts, "interpret": interpret}
         return products.rows(codes, matrices, of_row, of_group[:, 0, 0], sizes, x.dtype, **how)
 
@@ -43,7 +43,7 @@ def in_8_bits(products: OfCodes) -> Kernels:
         *,
         interpret: bool = False,
     ) -> Float[Array, "rows outputs"]:
-        return by_rows(x, InFp8.E4M3, weight, sizes, 2, interpret)
+        return by_rows(x, Fp8Matmul.E4M3, weight, sizes, 2, interpret)
 
     def back(
         gradient: Float[Array, "rows outputs"],
@@ -52,7 +52,7 @@ def in_8_bits(products: OfCodes) -> Kernels:
         *,
         interpret: bool = False,
     ) -> Float[Array, "rows inputs"]:
-        return by_rows(gradient, InFp8.E5M2, weight, sizes, 1, interpret)
+        return by_rows(gradient, Fp8Matmul.E5M2, weight, sizes, 1, interpret)
 
     def outer(
         gradient: Float[Array, "rows outputs"],
@@ -62,10 +62,10 @@ def in_8_bits(products: OfCodes) -> Kernels:
         *,
         interpret: bool = False,
     ) -> Float[Array, "groups outputs inputs"]:
-        codes, of_row = rounded(x, InFp8.E4M3, -1)
+        codes, of_row = rounded(x, Fp8Matmul.E4M3, -1)
         of_group, inverses = _scales_of_groups(gradient, of_row, sizes)
         wide = gradient.astype(of_row.dtype) * of_row * inverses.astype(of_row.dtype)
-        return products.outer(wide.astype(InFp8.E5M2), codes, of_group, sizes, dtype, interpret=interpret)
+        return products.outer(wide.astype(Fp8Matmul.E5M2), codes, of_group, sizes, dtype, interpret=interpret)
 
     return Kernels(times, back, outer)
 
@@ -80,5 +80,5 @@ def _scales_of_groups(
     largest = jnp.max(jnp.abs(gradient), -1, keepdims=True).astype(of_row.dtype) * of_row
     ends, row = jnp.cumsum(sizes, dtype=jnp.int32), jnp.arange(len(gradient), dtype=jnp.int32)[:, None]
     is_own = (row >= ends - sizes) & (row < ends)
-    scale, inverse = power_of_two(jnp.max(jnp.where(is_own, largest, 0), 0, initial=0), InFp8.E5M2)
+    scale, inverse = power_of_two(jnp.max(jnp.where(is_own, largest, 0), 0, initial=0), Fp8Matmul.E5M2)
     return scale, jnp.sum(jnp.where(is_own, inverse, 0), 1, keepdims=True)

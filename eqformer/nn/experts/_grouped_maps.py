@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._linear_map import Answered, is_map, LinearMap
-from .._products import Products
+from .._linear_map import is_map, LinearMap, PrecomputedLinear
+from .._matmul_precision import MatmulPrecision
 
 
 Parameters = tuple[Array, Array | None]  # a weight and, where there is one, a bias
@@ -19,7 +19,7 @@ class Maps(NamedTuple):
     """How a linear map is computed, and the gradients of its parameters and its input by those of its output."""
 
     forward: Callable[[LinearMap, Array], Array]
-    backward: Callable[[Products, Parameters, Array, Array], tuple[Parameters, Array]]
+    backward: Callable[[MatmulPrecision, Parameters, Array, Array], tuple[Parameters, Array]]
 
 
 class Kernels(NamedTuple):
@@ -49,7 +49,7 @@ def recorded(module: PyTree, x: Array, maps: Maps) -> tuple[Array, list[Array]]:
         kept.append(maps.forward(linear, x))
         return kept[-1]
 
-    y = map_linears(lambda linear: Answered(linear, functools.partial(call, linear)), module)(x)
+    y = map_linears(lambda linear: PrecomputedLinear(linear, functools.partial(call, linear)), module)(x)
     return y, [one for one in kept if one is not y]
 
 
@@ -58,14 +58,14 @@ def replayed(module: PyTree, x: Array, maps: Maps, kept: Sequence[Array]) -> Arr
     given = list(kept)
 
     def backward(
-        products: Products, saved: tuple[Parameters, Array], gradient: Array
+        products: MatmulPrecision, saved: tuple[Parameters, Array], gradient: Array
     ) -> tuple[Parameters, Array, None]:
         return *maps.backward(products, *saved, gradient), None
 
     known = jax.custom_vjp(lambda products, parameters, x, y: y, nondiff_argnums=(0,))
     known.defvjp(lambda products, parameters, x, y: (y, (parameters, x)), backward)
     call = lambda linear, x: known(linear.products, (linear.weight, linear.bias), x, given.pop(0))
-    return map_linears(lambda linear: Answered(linear, functools.partial(call, linear)), module)(x)
+    return map_linears(lambda linear: PrecomputedLinear(linear, functools.partial(call, linear)), module)(x)
 
 
 def zero_of(tree: PyTree, *more: Array) -> Array:

@@ -13,7 +13,7 @@ from .._dtype import at_least_float32
 from .._float32_sums import add_float32
 from .._linear import dense
 from .._linear_map import LinearMap
-from .._products import InFp8, Products
+from .._matmul_precision import Fp8Matmul, MatmulPrecision
 from ._grouped_kernels import TPU
 from ._grouped_maps import Kernels, Maps, Parameters, recorded, replayed
 
@@ -81,15 +81,17 @@ def ragged_backward(
 def _maps(sizes: Array, rows: int, kernels: Kernels, in_8_bits: Kernels | None, interpret: bool) -> Maps:
     owners = jnp.repeat(jnp.arange(len(sizes), dtype=jnp.int32), sizes, total_repeat_length=rows)
 
-    def of(products: Products) -> Kernels:
-        found = in_8_bits if in_8_bits is not None and isinstance(products, InFp8) else kernels
+    def of(products: MatmulPrecision) -> Kernels:
+        found = in_8_bits if in_8_bits is not None and isinstance(products, Fp8Matmul) else kernels
         return Kernels(*(functools.partial(kernel, interpret=interpret) for kernel in found))
 
     def forward(linear: LinearMap, x: Array) -> Array:
         y = of(linear.products).times(x, dense(linear).weight, sizes)
         return add_float32(y, None if linear.bias is None else jnp.where(_is_real(x, sizes), linear.bias[owners], 0))
 
-    def backward(products: Products, parameters: Parameters, x: Array, gradient: Array) -> tuple[Parameters, Array]:
+    def backward(
+        products: MatmulPrecision, parameters: Parameters, x: Array, gradient: Array
+    ) -> tuple[Parameters, Array]:
         (weight, bias), exact, its = parameters, at_least_float32(x.dtype), of(products)
         to_weight, to_bias = its.outer(gradient, x, sizes, weight.dtype), None
         if bias is not None:

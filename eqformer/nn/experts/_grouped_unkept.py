@@ -6,7 +6,7 @@ from jaxtyping import Array, PyTree
 
 from .._float32_sums import add_float32
 from .._linear_map import DenseMap, linear_maps, LinearMap
-from .._products import InComputeDtype
+from .._matmul_precision import ComputeDtypeMatmul
 from ._grouped_blocks import even_load, LEAST, outputs, Slots, WHOLE
 
 
@@ -38,7 +38,7 @@ def _left(linear: LinearMap, x: Array) -> Array:
 
     Of eight weights of 2048 x 2048 and 16 rows each that takes 0.6 of the time.
     """
-    if not isinstance(linear, DenseMap) or not isinstance(linear.products, InComputeDtype):
+    if not isinstance(linear, DenseMap) or not isinstance(linear.products, ComputeDtypeMatmul):
         return linear(x)
     return add_float32(jnp.einsum("oi,ni->on", linear.weight.astype(x.dtype), x).T, linear.bias)
 

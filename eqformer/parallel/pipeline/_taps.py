@@ -18,7 +18,7 @@ class Notes:
         self.calls: list[tuple] = []
 
 
-class Watched(nn.MapAround, nn.DenseMap):
+class Watched(nn.LinearWrapper, nn.DenseMap):
     """Stands for a `DenseMap` in some blocks of a pipeline."""
 
     @property
@@ -56,15 +56,15 @@ class Tapped(Watched):
         return y if dtype is None else y.astype(dtype)
 
 
-def _product_of(products: nn.Products, x: Array, weight: Array, into: Array, out: Array) -> Array:
+def _product_of(products: nn.MatmulPrecision, x: Array, weight: Array, into: Array, out: Array) -> Array:
     return products.forward(x, weight, x.dtype)
 
 
-def _forward(products: nn.Products, x: Array, weight: Array, into: Array, out: Array) -> tuple[Array, tuple]:
+def _forward(products: nn.MatmulPrecision, x: Array, weight: Array, into: Array, out: Array) -> tuple[Array, tuple]:
     return products.forward(x, weight, x.dtype), (x, weight)
 
 
-def _backward(products: nn.Products, kept: tuple, cotangent: Array) -> tuple:
+def _backward(products: nn.MatmulPrecision, kept: tuple, cotangent: Array) -> tuple:
     x, weight = kept
     return products.to_input(cotangent, weight, x.dtype), None, x, cotangent
 

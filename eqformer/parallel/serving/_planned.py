@@ -128,7 +128,9 @@ class Planned(Served):
             return tuple(sizes.values())
 
         def empty(spec: PartitionSpec, names: str, x: jax.ShapeDtypeStruct) -> Array:
-            value = -1 if nn.counts(x) and _dims(names)[-1] == "kv_seq" else 0  # position -1 marks an empty slot
+            value = (
+                -1 if nn.is_position_array(x) and _dims(names)[-1] == "kv_seq" else 0
+            )  # position -1 marks an empty slot
             made = jnp.full(resized(names, x), value, x.dtype)
             return jax.lax.with_sharding_constraint(made, NamedSharding(self.plan.mesh, spec))
 
@@ -150,7 +152,7 @@ class Planned(Served):
 
     def _is_of_sharers(self, x: ArrayOrShape) -> bool:
         """Whether an array of a cache has positions of the rows whose caches a device has."""
-        return self.sharers > 1 and nn.counts(x)
+        return self.sharers > 1 and nn.is_position_array(x)
 
     def _cache_specs(self, cache: PyTree) -> PyTree:
         axis_of = {"layers": PIPE, "kv_seq": CONTEXT} | dict.fromkeys(_SLICED, TENSOR)
@@ -278,7 +280,7 @@ def _dims(names: str) -> list[str]:
 
 def _is_whole(names: str, x: ArrayOrShape) -> bool:
     """Whether an array of a cache has no heads or channels to split, so that each device of `tensor` has its own."""
-    return not nn.counts(x) and not {*_SLICED} & {*_dims(names)}
+    return not nn.is_position_array(x) and not {*_SLICED} & {*_dims(names)}
 
 
 _SLICED = "heads", "kv_heads", "mlp"  # dims of caches that `tensor` splits

@@ -119,7 +119,7 @@ def _in_slices(model: nn.Transformer, stream: Stream | None) -> PyTree:
 
 def _names_a_slice(layer: PyTree) -> PyTree:
     """Whether an array is a map's, or has names of dims of which none is the stream's."""
-    names = jax.tree.map(lambda names: bool(names) and "embed" not in names, nn.own_names(layer))
+    names = jax.tree.map(lambda names: bool(names) and "embed" not in names, nn.field_dim_names(layer))
     of = lambda node, named: _everywhere(node, True) if nn.is_map(node) else named
     return jax.tree.map(of, layer, names, is_leaf=nn.is_map)
 

@@ -89,7 +89,7 @@ class LayerEmbeddingInParts(nn.Module):
         return self.inner.by_layers(self.table.lookup_rows(ids))
 
 
-class TiedInParts(nn.InParts):
+class TiedInParts(nn.ChunkedUnembedding):
     """An embedding, `inner`, whose table gives logits in parts."""
 
     inner: nn.Embedding | EmbeddingInParts
@@ -117,7 +117,7 @@ class TiedInParts(nn.InParts):
         return _with_rows(self.inner, *self.table.whole_part(moving, rest))
 
 
-class HeadInParts(nn.InParts, nn.MapAround):
+class HeadInParts(nn.ChunkedUnembedding, nn.LinearWrapper):
     """A head, `inner`, that gives logits in parts."""
 
     inner: nn.Linear

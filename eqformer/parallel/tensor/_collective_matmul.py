@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ...nn import at_least_float32, InComputeDtype, Products
+from ...nn import at_least_float32, ComputeDtypeMatmul, MatmulPrecision
 from .. import _send as send
 from .._ring import circulate, collect, Ring
 from .._vary import vary, vary_like
@@ -29,7 +29,7 @@ def all_gather_matmul(
     axis: str,
     *,
     overlap: str = "none",
-    products: Products | tuple[Products, ...] = InComputeDtype(),
+    products: MatmulPrecision | tuple[MatmulPrecision, ...] = ComputeDtypeMatmul(),
     name: str = "all_gather_matmul",
 ) -> Float[Array, "*batch full_seq outputs"]:
     """One weight, one product."""
@@ -42,7 +42,7 @@ def all_gather_matmul(
     axis: str,
     *,
     overlap: str = "none",
-    products: Products | tuple[Products, ...] = InComputeDtype(),
+    products: MatmulPrecision | tuple[MatmulPrecision, ...] = ComputeDtypeMatmul(),
     name: str = "all_gather_matmul",
 ) -> tuple[Float[Array, "*batch full_seq _"], ...]:
     """Several weights, a product of each."""
@@ -54,7 +54,7 @@ def all_gather_matmul(
     axis: str,
     *,
     overlap: str = "none",
-    products: Products | tuple[Products, ...] = InComputeDtype(),
+    products: MatmulPrecision | tuple[MatmulPrecision, ...] = ComputeDtypeMatmul(),
     name: str = "all_gather_matmul",
 ) -> Float[Array, "*batch full_seq outputs"] | tuple[Float[Array, "*batch full_seq _"], ...]:
     """`all_gather(x, axis) @ weight.T` for this device's piece `x` of the sequence; several weights share one gather.
@@ -94,7 +94,7 @@ def matmul_reduce_scatter(
     *,
     scatter: Literal["seq", "outputs"],
     overlap: str = "none",
-    products: Products = InComputeDtype(),
+    products: MatmulPrecision = ComputeDtypeMatmul(),
     name: str = "matmul_reduce_scatter",
 ) -> Float[Array, "*batch kept_seq kept_outputs"]:
     """`psum_scatter(x @ weight.T, axis)` over the sequence or the outputs, where devices hold slices of `inputs`.
@@ -139,7 +139,7 @@ def _alike(call: str, x: Array, weights: tuple[Array, ...], axis: str, overlap: 
     return x, vary_like(weights, x)
 
 
-def _product(products: Products, x: Array, weight: Array) -> Array:
+def _product(products: MatmulPrecision, x: Array, weight: Array) -> Array:
     """A product that is differentiated, summed in float32 at least and returned in the dtype of `x`."""
     return products(x, weight, at_least_float32(x.dtype)).astype(x.dtype)
 
@@ -153,7 +153,7 @@ def _put(array: Array, part: Array, start: Array) -> Array:
 
 
 def _gathered_plainly(
-    ring: Ring, products: tuple[Products, ...], x: Float[Array, "*batch seq inputs"], weights: Weights
+    ring: Ring, products: tuple[MatmulPrecision, ...], x: Float[Array, "*batch seq inputs"], weights: Weights
 ) -> tuple[Array, ...]:
     rows, exact = (*x.shape[:-2], x.shape[-2] * ring.devices), at_least_float32(x.dtype)
 
@@ -167,11 +167,11 @@ def _gathered_plainly(
 _gathered = jax.custom_vjp(_gathered_plainly, nondiff_argnums=(0, 1))
 
 
-def _gathered_forward(ring: Ring, products: tuple[Products, ...], x: Array, weights: tuple[Array, ...]):
+def _gathered_forward(ring: Ring, products: tuple[MatmulPrecision, ...], x: Array, weights: tuple[Array, ...]):
     return _gathered(ring, products, x, weights), (x, weights)
 
 
-def _gathered_backward(ring: Ring, products: tuple[Products, ...], saved: tuple, gradients: tuple[Array, ...]):
+def _gathered_backward(ring: Ring, products: tuple[MatmulPrecision, ...], saved: tuple, gradients: tuple[Array, ...]):
     x, weights = saved
     exact = at_least_float32(x.dtype)
 
@@ -194,7 +194,7 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 def _scattered_plainly(
     ring: Ring,
-    products: Products,
+    products: MatmulPrecision,
     scatter: str,
     x: Float[Array, "*batch seq inputs"],
     weight: Float[Array, "outputs inputs"],
@@ -213,11 +213,11 @@ def _scattered_plainly(
 _scattered = jax.custom_vjp(_scattered_plainly, nondiff_argnums=(0, 1, 2))
 
 
-def _scattered_forward(ring: Ring, products: Products, scatter: str, x: Array, weight: Array):
+def _scattered_forward(ring: Ring, products: MatmulPrecision, scatter: str, x: Array, weight: Array):
     return _scattered(ring, products, scatter, x, weight), (x, weight)
 
 
-def _scattered_backward(ring: Ring, products: Products, scatter: str, saved: tuple, gradient: Array):
+def _scattered_backward(ring: Ring, products: MatmulPrecision, scatter: str, saved: tuple, gradient: Array):
     x, weight = saved
     exact = at_least_float32(x.dtype)
     back = lambda gradient, weight: products.to_input(gradient, weight, exact)

@@ -30,7 +30,7 @@ from ._vocabulary import FeatureEmbedding
 FEATURE_DIMS = ("embed", "heads", "kv_heads", "mlp", "latent", "q_latent")
 
 
-class FeatureLinear(nn.MapAround):
+class FeatureLinear(nn.LinearWrapper):
     """A map of which this device holds a slice of the inputs; it returns a slice of the outputs' first dim, or all.
 
     `split_outputs` has for each of its arrays the dim, counted from the end, along which it is split by outputs. Such
@@ -57,7 +57,7 @@ class FeatureLinear(nn.MapAround):
         return checkpoint_name(y, "product")  # for remat policies that keep it, so that it is not reduced again
 
 
-class FeatureKeyHead(nn.MapAround):
+class FeatureKeyHead(nn.LinearWrapper):
     """A map to all key heads, of which the one that this device's query heads share is kept."""
 
     @property

@@ -44,7 +44,7 @@ class Reads:
         return self.rows(linear, linear.product(self.stream.whole("maps from the stream", x)))
 
 
-class Given(nn.MapAround):
+class Given(nn.LinearWrapper):
     """Stands for a map whose product with the layer's input, `given`, is known."""
 
     value: Float[Array, "..."]
@@ -61,7 +61,7 @@ class Given(nn.MapAround):
         return self.inner(x)
 
 
-class Row(nn.MapAround):
+class Row(nn.LinearWrapper):
     """A map back into the stream, of which this device holds a slice of the inputs."""
 
     stream: Stream = eqx.field(static=True)
@@ -79,7 +79,7 @@ class Row(nn.MapAround):
         return checkpoint_name(y, "own tokens") if self.stream.splits_tokens else y
 
 
-class RowOfAll(nn.MapAround):
+class RowOfAll(nn.LinearWrapper):
     """A map back into the stream of some rows' heads, which are exchanged for the heads of all rows."""
 
     sharers: int = eqx.field(static=True)

@@ -45,7 +45,7 @@ class Tensor(nn.Module):
         inner = self._local()
         both = lambda m: (*_reading(m), *stream_maps(m, "outputs"))
         given = self._read(x, _reading(inner))
-        rows: list[nn.MapAround] = [Row(linear, self.stream) for linear in stream_maps(inner, "outputs")]
+        rows: list[nn.LinearWrapper] = [Row(linear, self.stream) for linear in stream_maps(inner, "outputs")]
         if self.sharers > 1:
             tokens, cache = rest
             rows = [RowOfAll(row, self.sharers) for row in rows]
@@ -122,7 +122,7 @@ def is_split(module: object) -> bool:
 def _meets_stream_alone(layer: PyTree) -> bool:
     """Whether an array that belongs to no map is between the stream and slices."""
     bare = jax.tree.map(lambda node: () if nn.is_map(node) else node, layer, is_leaf=nn.is_map)
-    return any("embed" in names and names & set(HEAD_DIMS) for names in jax.tree.leaves(nn.own_names(bare)))
+    return any("embed" in names and names & set(HEAD_DIMS) for names in jax.tree.leaves(nn.field_dim_names(bare)))
 
 
 def size_of(module: PyTree, dim: str) -> int | None:

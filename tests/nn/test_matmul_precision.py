@@ -74,7 +74,7 @@ def test_another_rounding_is_seen(wrong, monkeypatch):
         if wrong == "scale of vectors":
             codes, scale = own(x, form, None)
             return codes, jnp.broadcast_to(scale, (*x.shape[:-1], 1)) if dim is not None else scale
-        return own(x, nn.InFp8.E4M3, dim)
+        return own(x, nn.Fp8Matmul.E4M3, dim)
 
     monkeypatch.setattr(nn._products, "rounded", other)  # type: ignore[attr-defined]
     want = reference(wide(x), wide(linear.weight).reshape(6, 12), wide(gradient).reshape(20, 6))
@@ -85,7 +85,7 @@ def test_another_rounding_is_seen(wrong, monkeypatch):
 
 def test_slices_give_what_the_whole_gives():
     """Of rows to the last digit, of inputs up to the smallest numbers; scales that are no powers of two would not."""
-    products, thirds = nn.InFp8(), jax.jit(lambda x, weight: products.forward(x / 3, weight, "float32") * 3)
+    products, thirds = nn.Fp8Matmul(), jax.jit(lambda x, weight: products.forward(x / 3, weight, "float32") * 3)
     forward = jax.jit(lambda x, weight: products.forward(x, weight, "float32"))
     to_weight = jax.jit(lambda gradient, x: products.to_weight(gradient, x, "float32"))
     x, weight, gradient = (np.array(normal(*given)) for given in ((1, 64, 32), (2, 48, 32), (3, 64, 48)))

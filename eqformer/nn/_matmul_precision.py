@@ -16,7 +16,7 @@ from ._dtype import at_least_float32
 
 
 @dataclasses.dataclass(frozen=True)
-class Products(abc.ABC):
+class MatmulPrecision(abc.ABC):
     """The three products of a map `y = W x`: of its input, and those of which its two gradients are made.
 
     Each is given whole numbers of vectors and a matrix of outputs by inputs, which may be slices of a device, and may
@@ -56,7 +56,7 @@ class Products(abc.ABC):
 _FEWEST = 3
 
 
-class InComputeDtype(Products):
+class ComputeDtypeMatmul(MatmulPrecision):
     """Products of the arrays as they are, in their own dtype."""
 
     def __call__(
@@ -93,7 +93,7 @@ class InComputeDtype(Products):
         return jnp.tensordot(gradient, x, (vectors, vectors), preferred_element_type=dtype)
 
 
-class InFp8(Products):
+class Fp8Matmul(MatmulPrecision):
     """Products of numbers of 8 bits: weights and inputs rounded to E4M3, gradients to E5M2, sums in float32 at least.
 
     What is rounded is scaled first by the power of two that brings its largest magnitude to 128 at least and below 256
@@ -138,7 +138,7 @@ class InFp8(Products):
         return _scaled(y, dtype, of_all)
 
 
-_EXPONENTS = {InFp8.E4M3: 7, InFp8.E5M2: 14}
+_EXPONENTS = {Fp8Matmul.E4M3: 7, Fp8Matmul.E5M2: 14}
 
 
 def rounded(x: Float[Array, "..."], form: Any, dim: int | tuple[int, ...] | None) -> tuple[Array, Float[Array, "..."]]:
@@ -160,11 +160,13 @@ def power_of_two(largest: Float[Array, "*dims"], form: Any) -> tuple[Float[Array
     return scale, inverse
 
 
-def _forward(products: Products, dtype: Any, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+def _forward(products: MatmulPrecision, dtype: Any, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
     return products.forward(x, weight, dtype), (x, weight)
 
 
-def _backward(products: Products, dtype: Any, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+def _backward(
+    products: MatmulPrecision, dtype: Any, saved: tuple[Array, Array], gradient: Array
+) -> tuple[Array, Array]:
     x, weight = saved
     return products.to_input(gradient, weight, x.dtype), products.to_weight(gradient, x, weight.dtype)
 
