@@ -27,7 +27,16 @@ LONGEST = 400  # characters of an error
 SIZES = {"embed": 8, "seq": 5, "kv_seq": 7, "batch": 2, "tokens": 10, "vocab": 12, "kv_heads": 2, "heads": 4}
 # Files whose calls take whatever JAX takes: functions of numbers, what modules call of each other, and keys and rates.
 UNCHECKED = (
-    *("_activation", "_float32_sums", "_products", "_layer_cache", "_lora", "_balance", "_indexer", "_platform"),
+    *(
+        "_activation",
+        "_float32_sums",
+        "_matmul_precision",
+        "_layer_cache",
+        "_lora",
+        "_balance",
+        "_indexer",
+        "_platform",
+    ),
     *("_optimizer", "_rates", "_tally", "_loop", "_run_metadata", "_first_non_finite", "_picture_experts"),
     "recurrent_step._call",
 )

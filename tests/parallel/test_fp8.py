@@ -59,7 +59,7 @@ def test_scales_that_are_no_powers_of_two_differ_from_slice_to_slice(monkeypatch
         scale = jnp.where(scale > 0, scale, 1)
         return (x / scale).astype(form), scale
 
-    monkeypatch.setattr(nn._products, "rounded", usual)  # type: ignore[attr-defined]
+    monkeypatch.setattr(nn._matmul_precision, "rounded", usual)  # type: ignore[attr-defined]
     of_one_device.__globals__["_of_one_device"].cache_clear()
     try:
         assert is_seen(case)
