@@ -9,7 +9,12 @@ import pkgutil
 import types
 import typing
 
-from ._failures import bytes_asked as bytes_asked, reason_and_fix as reason_and_fix, write_failure as write_failure
+from ._failures import (
+    bytes_asked as bytes_asked,
+    is_lost_peer as is_lost_peer,
+    reason_and_fix as reason_and_fix,
+    write_failure as write_failure,
+)
 from ._prepare import prepare as prepare
 from ._read import read_json as read_json, read_utf8 as read_utf8
 from ._shapes import Batch as Batch, LEGEND as LEGEND

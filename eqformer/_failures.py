@@ -114,6 +114,11 @@ def quiet_panics() -> Iterator[None]:
                 os.write(2, written.read())
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error says that another process of the run has ended or cannot be reached."""
+    return reason_and_fix(error)[1] == _PEER
+
+
 def bytes_asked(error: BaseException) -> int | None:
     """The bytes that were asked for where a device's memory was full, 0 if it does not say; None of other errors."""
     words = " ".join(str(one) for one in _family(error))

@@ -13,17 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn, TextIO
 
+import jax
 from jax.errors import JaxRuntimeError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
-from eqformer import reason_and_fix
+from eqformer import is_lost_peer, reason_and_fix
 from eqformer.training import CheckpointError, DivergedError
 from support.stopping import interruptible
 
 
 SECONDS_A_LINE = 5.0  # between lines of progress where there is no terminal
+_SECONDS_FOR_PEERS = 3  # in which processes that are left print their own messages
 
 # Called with the steps done, the metrics as text, and whether they are of this step.
 Show = Callable[[int, str, bool], None]
@@ -188,7 +190,19 @@ def _fail(error: BaseException) -> NoReturn:
     reason, fix = reason_and_fix(error)
     is_foreign = isinstance(error, OSError | RuntimeError) or reason.startswith("UNKNOWN: ")
     print(f"error: {reason}; {fix}." if is_foreign and fix else f"error: {error}", file=sys.stderr, flush=True)
+    if is_lost_peer(error) and jax.process_count() > 1:
+        _end_without_peers()
     raise SystemExit(2)
+
+
+def _end_without_peers() -> None:
+    """End the process at once: as it usually ends, JAX waits over a minute for a lost one, and then dumps its stack.
+
+    The first process waits first, since the service by which the others learn of each other ends with it.
+    """
+    if jax.process_index() == 0:
+        time.sleep(_SECONDS_FOR_PEERS)
+    os._exit(2)
 
 
 def _unread() -> list[TextIO]:

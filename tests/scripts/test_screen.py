@@ -4,6 +4,7 @@ import os
 import subprocess
 import time
 
+import jax
 import pytest
 from script_helpers import command, PLAIN, SCRIPTS
 from support import screen
@@ -100,3 +101,17 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(monkeypatch, capsy
     with screen.Screen(errors=True).counting() as show:
         show("plans", 1, 4)
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words,index,ends", [("Gloo: peer closed", 1, [2]), ("Gloo: peer", 0, [3, 2]), ("full", 1, [])]
+)
+def test_a_process_whose_peer_is_lost_ends_after_its_message(words, index, ends, monkeypatch, capfd):
+    seen = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: index)
+    monkeypatch.setattr("time.sleep", seen.append)
+    monkeypatch.setattr(os, "_exit", seen.append)
+    with pytest.raises(SystemExit) as end, one_message():
+        raise jax.errors.JaxRuntimeError(words)
+    assert end.value.code == 2 and seen == ends and capfd.readouterr().err.startswith(f"error: {words}")
