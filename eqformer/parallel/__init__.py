@@ -27,48 +27,49 @@ from ._send import COLLECTIVES as COLLECTIVES, STATE as STATE
 from ._shard_map import filter_shard_map as filter_shard_map
 from ._summary import summary as summary
 from ._vary import vary as vary, vary_like as vary_like, varying_axes as varying_axes
-from .context._context import (
+from .context._context_attention import (
     check_context as check_context,
     CONTEXT_METHODS as CONTEXT_METHODS,
     context_order as context_order,
     ContextCore as ContextCore,
+    row_sums as row_sums,
     zigzag as zigzag,
     zigzag_inverse as zigzag_inverse,
 )
-from .context._row_sums import row_sums as row_sums
 from .context._shift import shift as shift
 from .layouts._draw_layout import draw_array as draw_array, layout_table as layout_table
 from .layouts._init import init_sharded as init_sharded, lower_sharded as lower_sharded
 from .layouts._layout import Layout as Layout, partition_specs as partition_specs, shardings as shardings
 from .layouts._mesh import axis_sizes as axis_sizes, make_mesh as make_mesh
 from .layouts._picture_layout import picture_layout as picture_layout
-from .pipeline._check_schedule import check_schedule as check_schedule
-from .pipeline._depth import check_depth as check_depth, layer_order as layer_order
-from .pipeline._pack import pack_schedule as pack_schedule
+from .pipeline._deferred_wgrad import differentiable as differentiable
 from .pipeline._pipeline import (
     pipeline_gradients as pipeline_gradients,
 )
-from .pipeline._pipeline_plan import link_ticks as link_ticks
 from .pipeline._pipelined_stack import PipelinedStack as PipelinedStack
+from .pipeline._routing import link_ticks as link_ticks
 from .pipeline._schedule import (
+    check_schedule as check_schedule,
     IDLE as IDLE,
     ring_placement as ring_placement,
     Schedule as Schedule,
     v_placement as v_placement,
 )
 from .pipeline._schedules import (
+    dualpipe_v as dualpipe_v,
     gpipe as gpipe,
     interleaved as interleaved,
     looping as looping,
     make_schedule as make_schedule,
     one_f_one_b as one_f_one_b,
+    pack_schedule as pack_schedule,
     SCHEDULES as SCHEDULES,
     zero_bubble as zero_bubble,
+    zero_bubble_v as zero_bubble_v,
 )
 from .pipeline._simulate import Entries as Entries, simulate as simulate, Simulation as Simulation, Timing as Timing
+from .pipeline._stage_layers import check_depth as check_depth, layer_order as layer_order
 from .pipeline._timeline import draw_timeline as draw_timeline, picture_timeline as picture_timeline
-from .pipeline._v_schedules import dualpipe_v as dualpipe_v, zero_bubble_v as zero_bubble_v
-from .pipeline._weight_gradients import differentiable as differentiable
 from .serving._cache_core import CacheCore as CacheCore
 from .serving._planned import Planned as Planned
 from .state._fully_sharded import Gathered as Gathered
@@ -80,9 +81,9 @@ from .tensor._collective_matmul import (
     OVERLAPS as OVERLAPS,
 )
 from .tensor._feature import ByFeature as ByFeature, FeatureLinear as FeatureLinear
-from .tensor._norms import SplitNorm as SplitNorm
-from .tensor._stream import Stream as Stream
-from .tensor._streams import stream_of as stream_of, STREAMS as STREAMS
+from .tensor._replicated_layers import Whole as Whole, whole_layers as whole_layers
+from .tensor._residual_stream import SplitNorm as SplitNorm, Stream as Stream
+from .tensor._stream_kinds import stream_of as stream_of, STREAMS as STREAMS
 from .tensor._tensor import (
     ByToken as ByToken,
     is_split as is_split,
@@ -92,4 +93,3 @@ from .tensor._tensor import (
     TensorMixer as TensorMixer,
 )
 from .tensor._vocabulary import SplitEmbedding as SplitEmbedding, SplitVocabulary as SplitVocabulary
-from .tensor._whole import Whole as Whole, whole_layers as whole_layers

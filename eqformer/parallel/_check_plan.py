@@ -15,11 +15,11 @@ from ._check_mixture import check_mixture
 from ._check_products import check_products
 from ._choices import check_values
 from ._placement import Placement
-from .context._context import check_context, refuse_pieces
+from .context._context_attention import check_context, refuse_pieces
 from .layouts._layout import axes_of, is_spec
-from .pipeline._depth import check_depth
+from .pipeline._stage_layers import check_depth
+from .tensor._replicated_layers import is_plain, plain_layers
 from .tensor._tensor import is_split, size_of
-from .tensor._whole import is_plain, plain_layers
 
 
 def check_choices(plan: Placement) -> None:

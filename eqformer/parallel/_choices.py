@@ -7,11 +7,11 @@ import typing
 from typing import Literal
 
 from ._expert_method import ExpertMethod
-from .context._context import ContextMethod
+from .context._context_attention import ContextMethod
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import Maker, ScheduleName
 from .tensor._collective_matmul import Overlap
-from .tensor._stream import StreamKind
+from .tensor._residual_stream import StreamKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

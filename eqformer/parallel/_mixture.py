@@ -16,9 +16,9 @@ from ._exchange import exchanged
 from ._expert_method import Exchange, expert_method, pieces_of
 from ._vary import vary
 from .state._gather import gather_parameter
-from .tensor._stream import Stream
+from .tensor._replicated_layers import counted_once, Sliced
+from .tensor._residual_stream import Stream
 from .tensor._tensor import HEAD_DIMS
-from .tensor._whole import counted_once, Sliced
 
 
 class SplitMoE(nn.Routed):

@@ -14,8 +14,8 @@ from ._placement import Placement
 from ._vary import vary, vary_like
 from ._wrap import split_mixtures, split_over_context, split_over_tensor
 from .layouts._layout import axes_of
-from .pipeline._padding import pass_over_padding
 from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack
+from .pipeline._stage_layers import pass_over_padding
 from .state._fully_sharded import Gathered, Scattered
 from .state._leaves import Leaf
 from .state._stand_ins import gather, is_narrow, routed, scatter, stand_in

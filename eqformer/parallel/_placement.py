@@ -16,16 +16,16 @@ from .._shapes import Batch
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._choices import Choices
 from ._expert_method import Exchange, exchange_on, expert_method
-from .context._context import context_order
+from .context._context_attention import context_order
 from .layouts._devices import Steps, torus_steps
 from .layouts._layout import Layout, partition_specs
 from .layouts._mesh import axis_sizes
-from .pipeline._depth import from_rows, in_reading_order, in_ring_order, layer_rows, Rows, taken_rows
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import make_schedule
+from .pipeline._stage_layers import from_rows, in_reading_order, in_ring_order, layer_rows, Rows, taken_rows
 from .state._leaves import leaves_of
-from .tensor._stream import Stream
-from .tensor._streams import stream_of
+from .tensor._residual_stream import Stream
+from .tensor._stream_kinds import stream_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,13 +12,13 @@ from .. import nn
 from ._axes import CONTEXT, TENSOR
 from ._expert_method import Exchange
 from ._mixture import SplitMoE
-from .context._context import ContextCore, refuse_pieces
+from .context._context_attention import ContextCore, refuse_pieces
 from .layouts._layout import dim_over
 from .state._gather import gather_parameter
-from .tensor._stream import Stream
+from .tensor._replicated_layers import is_plain, PLACES, Sliced, Whole, WholeLayer
+from .tensor._residual_stream import Stream
 from .tensor._tensor import is_split, TensorMixer
 from .tensor._vocabulary import HeadInput, own_rows, rows_of_features, SourceOutput
-from .tensor._whole import is_plain, PLACES, Sliced, Whole, WholeLayer
 
 
 def replace(model: PyTree, kinds: type | tuple[type, ...], make: Callable[..., Any], *likes: PyTree) -> PyTree:

@@ -20,7 +20,7 @@ from ..parallel.layouts._mesh import axis_sizes
 from ..parallel.serving._served import filled, filled_tokens, multiple, Served
 from ..parallel.tensor._collective_matmul import OVERLAPS
 from ..parallel.tensor._feature import ByFeature
-from ..parallel.tensor._norms import SplitNorm
+from ..parallel.tensor._residual_stream import SplitNorm
 from ..parallel.tensor._vocabulary import SplitEmbedding
 from ._two_dim import HEADS, STREAM, TwoDimBlock, TwoDimVocabulary
 

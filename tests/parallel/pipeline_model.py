@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 from eqformer import kernels, nn
 from eqformer.parallel import filter_shard_map, layer_order, pipeline_gradients
 from eqformer.parallel._axes import BATCH_AXES, PIPE
-from eqformer.parallel.pipeline._depth import taken_rows
-from eqformer.parallel.pipeline._padding import pass_over_padding, Skipping
+from eqformer.parallel.pipeline._stage_layers import pass_over_padding, Skipping, taken_rows
 
 
 EMBED, VOCAB, SEQ, LAYERS = 16, 32, 12, 8

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from eqformer.parallel import _send, BATCH_AXES, COLLECTIVES, CONTEXT, OnDevice, Plan, vary
 from eqformer.parallel.state import _leaves
-from eqformer.parallel.tensor import _maps, _stream_parts
+from eqformer.parallel.tensor import _residual_stream as _stream_parts, _tensor as _maps
 
 
 def without(name: str, replacement: Callable[..., Any]) -> Callable[[Any], None]:

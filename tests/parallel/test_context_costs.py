@@ -13,7 +13,13 @@ from jax.sharding import PartitionSpec as P
 from eqformer import kernels, nn
 from eqformer.parallel._axes import CONTEXT
 from eqformer.parallel._shard_map import filter_shard_map
-from eqformer.parallel.context._context import check_context, context_order, ContextCore, zigzag, zigzag_inverse
+from eqformer.parallel.context._context_attention import (
+    check_context,
+    context_order,
+    ContextCore,
+    zigzag,
+    zigzag_inverse,
+)
 from eqformer.parallel.layouts._mesh import make_mesh
 
 

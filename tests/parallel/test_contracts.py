@@ -18,7 +18,7 @@ from eqformer import generation, nn, planning
 from eqformer.parallel import Planned, whole_layers
 from eqformer.parallel._vary import own_part
 from eqformer.parallel.state import _gather
-from eqformer.parallel.tensor import _stream
+from eqformer.parallel.tensor import _residual_stream as _stream
 
 
 KEY = jax.random.key(0)

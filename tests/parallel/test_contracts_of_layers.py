@@ -13,8 +13,8 @@ from plan_parity import Case, differences, of_one_device
 
 from eqformer import nn, planning, training
 from eqformer.parallel import _mixture, EXPERT, TENSOR
-from eqformer.parallel.tensor import _whole
-from eqformer.parallel.tensor._whole import counted_once
+from eqformer.parallel.tensor import _replicated_layers as _whole
+from eqformer.parallel.tensor._replicated_layers import counted_once
 
 
 EXCHANGE: dict[str, Any] = {"expert_method": "exchange", "expert_factor": 0.5}

@@ -14,7 +14,7 @@ from test_planned import built, planned, same, written
 
 from eqformer import models, nn
 from eqformer.nn import _left, _residual
-from eqformer.parallel.tensor import _norms
+from eqformer.parallel.tensor import _residual_stream as _norms
 
 
 ROUNDING = 100 * float(np.finfo(np.float32).eps)  # the gradient of a scale is one sum of all that the layer adds

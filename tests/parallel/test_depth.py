@@ -11,7 +11,7 @@ from plan_parts import EMBED, norm
 
 from eqformer import nn, training
 from eqformer.parallel import init_sharded, ring_placement, v_placement
-from eqformer.parallel.pipeline._depth import layer_rows, layers_of_parts
+from eqformer.parallel.pipeline._stage_layers import layer_rows, layers_of_parts
 
 
 @pytest.mark.parametrize("depths", [(126,), (8,), (3, 58), (10, 2), (1, 1, 6)])

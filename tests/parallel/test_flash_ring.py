@@ -15,7 +15,7 @@ from eqformer import kernels, nn
 from eqformer.kernels import _op
 from eqformer.parallel._axes import CONTEXT, TENSOR
 from eqformer.parallel._shard_map import filter_shard_map
-from eqformer.parallel.context._context import context_order, ContextCore
+from eqformer.parallel.context._context_attention import context_order, ContextCore
 from eqformer.parallel.layouts._mesh import make_mesh
 
 

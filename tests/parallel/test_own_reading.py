@@ -17,7 +17,7 @@ from plan_parts import attention, EMBED, HEADS, MLP, norm
 from eqformer import nn
 from eqformer.parallel import make_mesh, Plan
 from eqformer.parallel.state import _leaves
-from eqformer.parallel.tensor import _maps, _tensor
+from eqformer.parallel.tensor import _tensor, _tensor as _maps
 
 
 ROUNDING = 50 * float(np.finfo(np.float32).eps)

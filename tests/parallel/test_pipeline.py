@@ -31,9 +31,9 @@ from eqformer.parallel import (
     zero_bubble_v,
 )
 from eqformer.parallel._axes import FSDP, PIPE, TENSOR
-from eqformer.parallel.pipeline import _padding as padding, _pipeline as executor
-from eqformer.parallel.pipeline._kept import Kept
-from eqformer.parallel.pipeline._pipeline_plan import route
+from eqformer.parallel.pipeline import _pipeline as executor, _stage_layers as padding
+from eqformer.parallel.pipeline._residuals import Kept
+from eqformer.parallel.pipeline._routing import route
 from eqformer.parallel.pipeline._schedule import IDLE
 
 

@@ -21,7 +21,7 @@ from plan_parity import Case, differences, hastily, of_one_device, of_plan, plac
 
 from eqformer import Batch, training
 from eqformer.parallel import COLLECTIVES
-from eqformer.parallel.tensor import _stream_parts
+from eqformer.parallel.tensor import _residual_stream as _stream_parts
 
 
 TYPES = "var(y|ies|ying)|differ"

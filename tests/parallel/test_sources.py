@@ -15,7 +15,7 @@ from test_narrow_sums import MEANT_OF_NARROW, not_meant, program_of
 
 from eqformer import models, nn
 from eqformer.nn import _stack
-from eqformer.parallel.tensor._maps import Given
+from eqformer.parallel.tensor._tensor import Given
 from eqformer.parallel.tensor._vocabulary import SourceOutput
 from eqformer.training import next_token_loss
 from eqformer.training._step import accumulated_gradients

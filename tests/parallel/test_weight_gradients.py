@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 from eqformer import nn
 from eqformer.parallel import filter_shard_map, Gathered, make_mesh, pipeline_gradients, zero_bubble
 from eqformer.parallel._axes import BATCH_AXES, FSDP, PIPE
-from eqformer.parallel.pipeline._stash import add
-from eqformer.parallel.pipeline._weight_gradients import (
+from eqformer.parallel.pipeline._deferred_wgrad import (
     is_differentiated,
     split_gradients,
     tapped,
@@ -19,6 +18,7 @@ from eqformer.parallel.pipeline._weight_gradients import (
     watched,
     weight_gradients,
 )
+from eqformer.parallel.pipeline._residuals import add
 
 
 EMBED, LAYERS = 6, 3

@@ -13,7 +13,7 @@ from weight_stationary_cases import gathered, logits, palm, PROMPT, ROWS, serial
 
 from eqformer import generation, nn
 from eqformer.parallel import make_mesh
-from eqformer.parallel.tensor._norms import SplitNorm
+from eqformer.parallel.tensor._residual_stream import SplitNorm
 from eqformer.systems import _two_dim, _weight_stationary, WeightStationary
 
 

@@ -13,8 +13,8 @@ from ... import nn
 from .. import _send as send
 from .._axes import PIPE
 from .._vary import vary, varying_axes
-from ._depth import layers_of_parts
 from ._schedule import Schedule
+from ._stage_layers import layers_of_parts
 
 
 class PipelinedStack(nn.Module):

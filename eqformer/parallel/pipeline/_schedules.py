@@ -5,16 +5,13 @@ and W are the times of a whole device's forward, backward to its input, and back
 A bubble is the time that a device is idle.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from ._check_schedule import check_schedule
-from ._pack import pack_schedule, Turns, Work
-from ._schedule import check_counts, IDLE, ring_placement, Schedule
-from ._v_schedules import dualpipe_v, zero_bubble_v
+from ._schedule import check_counts, check_schedule, IDLE, ring_placement, Schedule, v_placement
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -201,3 +198,158 @@ def _alternating(name: str, stages: int, microbatches: int, *, chunks: int, grou
             order += [*forwards[ahead + k : ahead + k + 1], backward]
         orders.append(order)
     return pack_schedule(name, orders, microbatches=microbatches, part_of=ring_placement(stages, chunks))
+
+
+KINDS = ("forward", "backward", "weight")
+Work = tuple[str, int, int]  # what is done, of which microbatch, by which chunk
+Turns = Sequence[Work | tuple[Work, ...]]  # a device's work in order; what stands together shares a tick
+
+
+def pack_schedule(
+    name: str,
+    orders: Sequence[Turns],
+    *,
+    microbatches: int,
+    part_of: Int[np.ndarray, "stages chunks"] | None = None,
+) -> Schedule:
+    """The table in which each device works through its order, one entry a tick, as early as its inputs are there.
+
+    `orders[stage]` lists `(kind, microbatch, chunk)` with the kinds "forward", "backward" and "weight"; either every
+    backward has its weight entry, or none. A tuple of these, of different kinds, shares a tick. `part_of` is the
+    schedule's placement, by default `ring_placement` of one chunk. A ValueError names a kind that there is not, or
+    says where the devices wait for each other for ever. That the orders are complete is checked by `simulate`, not
+    here.
+    """
+    part_of = ring_placement(len(orders)) if part_of is None else part_of
+    turns = [[_together(turn) for turn in order] for order in orders]
+    for kind in {kind for order in turns for turn in order for kind, _, _ in turn} - {*KINDS}:
+        raise ValueError(
+            f"pack_schedule: the kinds of work are {', '.join(KINDS)}, but the orders of {name!r} have {kind!r}; "
+            f"use those."
+        )
+    done: dict[Work, None] = {}
+    rows, position = [], [0] * len(turns)
+    while any(at < len(order) for at, order in zip(position, turns)):
+        row, finished = np.full((len(KINDS), len(turns)), IDLE), []
+        for stage, order in enumerate(turns):
+            if position[stage] == len(order):
+                continue
+            work = [(kind, k, int(part_of[stage, chunk])) for kind, k, chunk in order[position[stage]]]
+            needed = {_needed(*each, part_of.size) for each in work} - {None, *work}
+            if all(each in done for each in needed):
+                for kind, microbatch, chunk in order[position[stage]]:
+                    row[KINDS.index(kind), stage] = chunk * microbatches + microbatch
+                finished += work
+                position[stage] += 1
+        if not finished:
+            raise ValueError(_deadlock(name, turns, position))
+        done |= dict.fromkeys(finished)  # what is sent arrives before the next tick, not within this one
+        rows.append(row)
+    forward, backward, weight = np.stack(rows, axis=1)
+    return Schedule(name, part_of, microbatches, forward, backward, weight)
+
+
+def _together(turn: Work | tuple[Work, ...]) -> tuple[Work, ...]:
+    return (turn,) if isinstance(turn[0], str) else turn  # type: ignore[return-value]
+
+
+def _needed(kind: str, microbatch: int, part: int, parts: int) -> Work | None:
+    """Which work, of which part of the model, gives the input of this one."""
+    if kind == "forward":
+        return ("forward", microbatch, part - 1) if part > 0 else None
+    if kind == "backward":
+        return ("backward", microbatch, part + 1) if part < parts - 1 else ("forward", microbatch, part)
+    return ("backward", microbatch, part)
+
+
+def _deadlock(name: str, orders: Sequence[Sequence[tuple[Work, ...]]], position: list[int]) -> str:
+    waiting = [
+        "stage {} at the {} of microbatch {}, chunk {}".format(stage, *order[at][0])
+        for stage, (order, at) in enumerate(zip(orders, position))
+        if at < len(order)
+    ]
+    return (
+        f"pack_schedule: in the orders of {name!r}, nothing can go on: {'; '.join(waiting)} all wait for an input that "
+        f"comes later or never; put the work that gives an input before the work that needs it."
+    )
+
+
+# The work on a device's chunks: 0 on the way down the devices, 1 on the way back.
+F0, F1 = ("forward", 0), ("forward", 1)
+B0, B1 = ("backward", 0), ("backward", 1)
+W0, W1 = ("weight", 0), ("weight", 1)
+
+
+def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
+    """Zero-bubble over a V: ZB-V (Qi et al. 2023, section 6), called V-ZB in Qi et al. 2024 (arXiv:2405.15362).
+
+    With m >= 2p-1 and W <= F <= B the bubble is (p-1) max(B, 2(B-W)) / 2, of devices that do not wait for each other's
+    ticks. With F = B = W that is half of `zero_bubble`'s, and all of it because device i has nothing to begin with
+    before entry i. A device remembers inputs of p microbatches, as in 1F1B, those that wait for their weight entry
+    counted too. One entry a tick, `6m+p-1` ticks. Fewer microbatches run too, with a larger bubble.
+    """
+    check_counts("zero_bubble_v", stages, microbatches)
+    orders = []
+    for stage in range(stages):
+        device, enough = _Device(microbatches), max(microbatches, 2 * stages - 1)
+        device.does(F0, times=2 * (stages - stage) - 1)
+        device.does(F1, F0, times=stage)
+        device.does(F1, B1, W1, times=stages - stage)
+        while device.done[F1] < enough:
+            device.does(*[F0] * (device.done[F0] < enough), B0, W0, F1, B1, W1)
+        device.does(B0, B1, times=stage)
+        device.does(B0, W0, times=stages - stage)
+        for backward, weight in ((B1, W1), (B0, W0)):
+            device.does(weight, times=device.done[backward] - device.done[weight])
+        orders.append(device.turns)
+    return pack_schedule("zb-v", orders, microbatches=microbatches, part_of=v_placement(stages))
+
+
+def dualpipe_v(stages: int, microbatches: int) -> Schedule:
+    """DualPipe cut in half: DualPipeV (DeepSeek's DualPipe, 2025, after Qi et al.'s "cut-in-half").
+
+    A forward of one chunk and a whole backward of the other, of different microbatches, share a tick, so that with
+    m >= 2p devices in lock-step are idle for a time that does not grow with m, whatever F, B and W are: it is the
+    schedule to take where these differ. The published bubble, of devices that do not wait for each other's ticks, is
+    (p-1)(F+2B-W) / 2; here it is less, as a backward's message leaves before its weights' gradients are there. A device
+    remembers inputs of `p + 1/2` microbatches, and what i+1 chunks need for their weights, half as much as in
+    `zero_bubble_v`. `2m+5p-2` ticks. Fewer microbatches run too, with a larger bubble.
+    """
+    check_counts("dualpipe_v", stages, microbatches)
+    orders = []
+    for stage in range(stages):
+        device, after = _Device(microbatches), stages - 1 - stage
+        device.does(F0, times=2 * after)
+        device.does(F0, F1, times=stage + 1)
+        device.does(B1, W1, F1, times=after)
+        # The last device has the same microbatch in both chunks at first, and cannot do both in one tick.
+        device.does(*((F0, (B1, W1)) if after == 0 else [(F0, B1, W1)]), (F1, B0, W0))
+        device.does((F0, B1, W1), (F1, B0, W0), times=max(microbatches, 2 * stages) - 2 * stages + stage)
+        device.does((B1, W1), (F1, B0, W0), times=after)
+        # Half of its last backwards put their weights off, for when the device would wait for others' messages.
+        last = [B1, B0] * (stage + 1)
+        device.does(*[(B1, W1) if backward == B1 else (B0, W0) for backward in last[: stage + 1]], *last[stage + 1 :])
+        put_off = [W1 if backward == B1 else W0 for backward in last[stage + 1 :]] + [W0] * after
+        for weight in put_off[:after]:
+            device.does(weight, B0)
+        device.does(*put_off[after:])
+        orders.append(device.turns)
+    return pack_schedule("dualpipe-v", orders, microbatches=microbatches, part_of=v_placement(stages))
+
+
+class _Device:
+    """A device's work in order: microbatches are numbered as each kind of work on a chunk is added, up to `most`."""
+
+    def __init__(self, most: int):
+        self.most, self.turns = most, list[tuple[Work, ...]]()
+        self.done = dict.fromkeys((F0, F1, B0, B1, W0, W1), 0)
+
+    def does(self, *turns: tuple, times: int = 1) -> None:
+        """These one after the other, so many times; what stands in a tuple shares a tick."""
+        for turn in turns * times:
+            works = turn if isinstance(turn[0], tuple) else (turn,)
+            numbered = [(kind, self.done[kind, chunk], chunk) for kind, chunk in works]
+            for work in works:
+                self.done[work] += 1
+            if there := tuple(each for each in numbered if each[1] < self.most):
+                self.turns.append(there)

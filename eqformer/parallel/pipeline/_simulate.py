@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Float, Int
 
-from ._check_schedule import check_schedule
-from ._schedule import IDLE, Schedule
+from ._schedule import check_schedule, IDLE, Schedule
 
 
 FORWARD, BACKWARD, WEIGHT = range(3)

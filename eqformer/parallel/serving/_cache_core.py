@@ -10,7 +10,7 @@ from ...kernels import blockwise
 from .. import _send as send
 from .._axes import CONTEXT
 from .._vary import vary
-from ..context._context import loop_of
+from ..context._context_attention import loop_of
 
 
 class CacheCore(kernels.Operation):

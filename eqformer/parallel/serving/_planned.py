@@ -19,10 +19,10 @@ from .._plan import Plan
 from .._shard_map import filter_shard_map
 from .._vary import vary, vary_like
 from .._wrap import replace
-from ..context._context import ContextCore
+from ..context._context_attention import ContextCore
 from ..layouts._layout import is_spec, shardings
+from ..tensor._replicated_layers import whole_layers
 from ..tensor._tensor import TensorMixer
-from ..tensor._whole import whole_layers
 from ._cache_core import CacheCore
 from ._served import filled, filled_tokens, multiple, Served
 from ._shared_heads import sharers, with_own_key_heads

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from ... import nn
 from .._axes import FSDP, TENSOR
 from ..layouts._layout import axes_of, dim_over
-from ..tensor._stream import Stream
+from ..tensor._residual_stream import Stream
 from ..tensor._tensor import is_split, stream_maps, token_maps
 
 

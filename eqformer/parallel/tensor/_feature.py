@@ -20,8 +20,7 @@ from .._axes import TENSOR
 from ..layouts._layout import dim_over
 from ..state._gather import gathered
 from ._collective_matmul import matmul_reduce_scatter
-from ._stream import Stream, Sublayer
-from ._stream_parts import FeatureDropout
+from ._residual_stream import FeatureDropout, Stream, Sublayer
 from ._tensor import ByToken, shares_kv_heads
 from ._vocabulary import FeatureEmbedding
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from ... import nn
 from .. import _send as send
 from .._axes import TENSOR
-from ._stream import Stream
+from ._residual_stream import Stream
 
 
 class SplitEmbedding(nn.Module):

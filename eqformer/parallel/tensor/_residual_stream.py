@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import equinox as eqx
-from jaxtyping import Array, PyTree, Shaped
+import jax
+from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from ... import nn
 from .. import _send as send
 from .._axes import TENSOR
 from .._vary import own_part
 from ._collective_matmul import Overlap
-from ._norms import SplitNorm
 
 
 Sublayer = nn.Mixer | nn.FeedForward | nn.LayerInputs
@@ -98,3 +98,62 @@ class Stream(abc.ABC):
         self, embedding: nn.Embedding, own_table: Callable[[], Array], total: int, *, is_tied: bool
     ) -> eqx.Module:
         """The lookup of what this device holds; `own_table()` has the rows of its ids, of `total` in all."""
+
+
+_NAMES = {"means": "means of split norms", "squares": "squares of split norms"}
+
+
+class SplitNorm(nn.Module):
+    """A norm over dims of which this device holds a slice: the averages are taken over `axis`, one or several.
+
+    Slices are equal, so the mean of the devices' means is the mean.
+    """
+
+    inner: nn.Norm
+    axis: str | tuple[str, ...] = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Normalise the trailing dims of the whole, of which `x` is a slice."""
+
+        def mean(y: Array, what: str) -> Array:
+            own, name = self.inner.mean(y, what), _NAMES[what]
+            return send.vary(name, send.pmean(name, own, self.axis), self.axis)
+
+        return self.inner.normalised(x, mean)
+
+
+class TokensDropout(nn.Module):
+    """Dropout of this device's tokens, with their own keys out of all tokens' keys."""
+
+    inner: nn.Dropout
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], keys: Key[Array, "*batch full_seq"] | None
+    ) -> Float[Array, "*batch seq embed"]:
+        """Drop channels of this device's tokens."""
+        return self.inner(x, None if keys is None else own_part(keys, TENSOR, -1))
+
+
+class FeatureDropout(nn.Module):
+    """Dropout of this device's features: its slice of the mask of all features."""
+
+    inner: nn.Dropout
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], keys: Key[Array, "*batch seq"] | None
+    ) -> Float[Array, "*batch seq embed"]:
+        """Drop this device's channels of each token."""
+        if keys is None or self.inner.rate == 0:
+            return x
+        whole = self.inner.mask(keys, x.shape[-1] * jax.lax.axis_size(TENSOR))
+        return self.inner.masked(x, own_part(whole, TENSOR, -1))
+
+
+class TokensPositions(nn.Module):
+    """Learned positions of this device's tokens."""
+
+    inner: nn.LearnedPositions
+
+    def __call__(self, positions: Int[Array, "*batch full_seq"]) -> Float[Array, "*batch seq embed"]:
+        """Look up the vectors of this device's tokens."""
+        return self.inner(own_part(positions, TENSOR, -1))

@@ -14,16 +14,16 @@ from typing import Any, TypeGuard
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 
 from ... import nn
 from .._axes import FSDP
-from .._vary import vary
+from .._vary import vary, vary_like, varying_axes
 from ..layouts._devices import Steps
 from ..state._fully_sharded import Gathered
 from ..state._stand_ins import scatter
-from ..tensor._whole import Sliced
-from ._taps import Notes, Seen, Tapped
+from ..tensor._replicated_layers import Sliced
 
 
 def taps(blocks: PyTree, notes: dict[int, Notes], tokens: int) -> dict[int, tuple]:
@@ -198,3 +198,69 @@ def _by_node(gathered: Gathered, values: tuple) -> list[tuple]:
     rest = iter(values)
     counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(gathered)]
     return [tuple(itertools.islice(rest, count)) for count in counts]
+
+
+class Notes:
+    """What happened to one map in a trace: the shapes of each call."""
+
+    def __init__(self):
+        self.calls: list[tuple] = []
+
+
+class Watched(nn.LinearWrapper, nn.DenseMap):
+    """Stands for a `DenseMap` in some blocks of a pipeline."""
+
+    @property
+    def weight(self) -> Any:
+        """The map's own."""
+        return self.inner.weight
+
+
+class Seen(Watched):
+    """Stands for a map and notes what it is called on."""
+
+    notes: Notes = eqx.field(static=True)
+
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+        """The map's own."""
+        y = self.inner.product(x, dtype)
+        self.notes.calls.append((self.inner.shape, *_typed(vary_like(x, self.inner.weight)), *_typed(y)))
+        return y
+
+
+class Tapped(Watched):
+    """Stands for a map whose weight gets no gradient: those of `into` and `out` are its input and its cotangent."""
+
+    into: Float[Array, "..."]
+    out: Float[Array, "..."]
+
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+        """The map's own."""
+        # `pcast` before the product: its transpose sums the input's gradient over axes that the input is the same on.
+        weight, inputs = self.inner.weight, len(self.inputs)
+        rows = vary_like(x, weight).reshape(*x.shape[: x.ndim - inputs], -1)
+        into, out = self.into.reshape(rows.shape), self.out.reshape(*rows.shape[:-1], -1)
+        y = _product(self.products, rows, weight.reshape(-1, rows.shape[-1]).astype(x.dtype), into, out)
+        y = y.reshape(*y.shape[:-1], *self.output_shape)
+        return y if dtype is None else y.astype(dtype)
+
+
+def _product_of(products: nn.MatmulPrecision, x: Array, weight: Array, into: Array, out: Array) -> Array:
+    return products.forward(x, weight, x.dtype)
+
+
+def _forward(products: nn.MatmulPrecision, x: Array, weight: Array, into: Array, out: Array) -> tuple[Array, tuple]:
+    return products.forward(x, weight, x.dtype), (x, weight)
+
+
+def _backward(products: nn.MatmulPrecision, kept: tuple, cotangent: Array) -> tuple:
+    x, weight = kept
+    return products.to_input(cotangent, weight, x.dtype), None, x, cotangent
+
+
+_product = jax.custom_vjp(_product_of, nondiff_argnums=(0,))
+_product.defvjp(_forward, _backward)
+
+
+def _typed(x: Array) -> tuple[jax.ShapeDtypeStruct, frozenset[str]]:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype), varying_axes(x)

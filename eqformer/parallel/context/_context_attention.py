@@ -239,3 +239,14 @@ def _in_reading_order(x: Array, back: int) -> Array:
     both = jnp.concatenate([early, late[::-1]])
     moved = jnp.moveaxis(both, 0, dim)
     return moved.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+
+def row_sums(x: Float[Array, "batch seq"]) -> tuple[Float[Array, "batch"], int]:
+    """The sum over each row's tokens, wherever they are, and over how many devices the row is cut.
+
+    Outside of `shard_map` these are the sums of `x`, and 1.
+    """
+    sums = jnp.sum(x, axis=-1)
+    if CONTEXT not in varying_axes(x):
+        return sums, 1
+    return send.psum("sums of rows", sums, CONTEXT), jax.lax.axis_size(CONTEXT)

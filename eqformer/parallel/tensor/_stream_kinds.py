@@ -2,7 +2,7 @@
 
 from ._collective_matmul import Overlap
 from ._feature import ByFeature
-from ._stream import Stream, StreamKind
+from ._residual_stream import Stream, StreamKind
 from ._tensor import ByToken, Replicated
 
 

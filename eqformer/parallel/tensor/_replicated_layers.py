@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from ... import nn
 from .._axes import TENSOR
 from ..state._gather import gathered
-from ._stream import Stream
+from ._residual_stream import Stream
 from ._tensor import is_split
 
 

@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from ..._shapes import Array
-from ._check_schedule import checked_ticks
-from ._schedule import IDLE, Schedule
+from ._schedule import checked_ticks, IDLE, Schedule
 
 
 class Link(NamedTuple):
