@@ -89,7 +89,7 @@ def report(command: Command) -> None:
 
 
 def _print_whole(plan: parallel.Plan, model: Any) -> None:
-    if plan.size(TENSOR) > 1 and (layers := parallel.whole_layers(model)):
+    if plan.size(TENSOR) > 1 and (layers := parallel.replicated_layers(model)):
         paths = ", ".join(path for path, _ in layers)
         print(f"computed whole by every device of {TENSOR}, as they name nothing to split: {paths}\n")
 

@@ -31,8 +31,8 @@ from .context._context_attention import (
     check_context as check_context,
     CONTEXT_METHODS as CONTEXT_METHODS,
     context_order as context_order,
-    ContextCore as ContextCore,
-    row_sums as row_sums,
+    ContextAttention as ContextAttention,
+    sum_rows as sum_rows,
     zigzag as zigzag,
     zigzag_inverse as zigzag_inverse,
 )
@@ -42,12 +42,12 @@ from .layouts._init import init_sharded as init_sharded, lower_sharded as lower_
 from .layouts._layout import Layout as Layout, partition_specs as partition_specs, shardings as shardings
 from .layouts._mesh import axis_sizes as axis_sizes, make_mesh as make_mesh
 from .layouts._picture_layout import picture_layout as picture_layout
-from .pipeline._deferred_wgrad import differentiable as differentiable
+from .pipeline._deferred_wgrad import select_differentiable as select_differentiable
+from .pipeline._message_routes import count_link_ticks as count_link_ticks
 from .pipeline._pipeline import (
     pipeline_gradients as pipeline_gradients,
 )
 from .pipeline._pipelined_stack import PipelinedStack as PipelinedStack
-from .pipeline._routing import link_ticks as link_ticks
 from .pipeline._schedule import (
     check_schedule as check_schedule,
     IDLE as IDLE,
@@ -80,16 +80,16 @@ from .tensor._collective_matmul import (
     matmul_reduce_scatter as matmul_reduce_scatter,
     OVERLAPS as OVERLAPS,
 )
-from .tensor._feature import ByFeature as ByFeature, FeatureLinear as FeatureLinear
-from .tensor._replicated_layers import Whole as Whole, whole_layers as whole_layers
-from .tensor._residual_stream import SplitNorm as SplitNorm, Stream as Stream
-from .tensor._stream_kinds import stream_of as stream_of, STREAMS as STREAMS
+from .tensor._feature import FeatureLinear as FeatureLinear, FeatureStream as FeatureStream
+from .tensor._replicated_layers import replicated_layers as replicated_layers, ReplicatedMixer as ReplicatedMixer
+from .tensor._residual_stream import ResidualStream as ResidualStream, SplitNorm as SplitNorm
+from .tensor._stream_kinds import make_residual_stream as make_residual_stream, RESIDUAL_STREAMS as RESIDUAL_STREAMS
 from .tensor._tensor import (
-    ByToken as ByToken,
     is_split as is_split,
-    Replicated as Replicated,
+    ReplicatedStream as ReplicatedStream,
+    SequenceStream as SequenceStream,
     stream_maps as stream_maps,
-    Tensor as Tensor,
-    TensorMixer as TensorMixer,
+    TensorParallelLayer as TensorParallelLayer,
+    TensorParallelMixer as TensorParallelMixer,
 )
 from .tensor._vocabulary import SplitEmbedding as SplitEmbedding, SplitVocabulary as SplitVocabulary

@@ -17,7 +17,7 @@ from ._expert_method import Exchange, expert_method, pieces_of
 from ._vary import vary
 from .state._gather import gather_parameter
 from .tensor._replicated_layers import counted_once, Sliced
-from .tensor._residual_stream import Stream
+from .tensor._residual_stream import ResidualStream
 from .tensor._tensor import HEAD_DIMS
 
 
@@ -35,7 +35,7 @@ class SplitMoE(nn.Routed):
     inner: nn.MoE
     method: str = eqx.field(static=True)
     exchange: Exchange = eqx.field(static=True)
-    stream: Stream | None = eqx.field(static=True)
+    stream: ResidualStream | None = eqx.field(static=True)
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None

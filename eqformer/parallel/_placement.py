@@ -22,10 +22,10 @@ from .layouts._layout import Layout, partition_specs
 from .layouts._mesh import axis_sizes
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import make_schedule
-from .pipeline._stage_layers import from_rows, in_reading_order, in_ring_order, layer_rows, Rows, taken_rows
+from .pipeline._stage_layers import from_rows, in_pipeline_order, in_reading_order, layer_rows, Rows, taken_rows
 from .state._leaves import leaves_of
-from .tensor._residual_stream import Stream
-from .tensor._stream_kinds import stream_of
+from .tensor._residual_stream import ResidualStream
+from .tensor._stream_kinds import make_residual_stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Placement(Choices):
 
     def layout(self, *, splits_fsdp: bool) -> Layout:
         """The layout of parameters or, with `splits_fsdp`, of what else is split over the axis `fsdp`."""
-        split = *stream_of(self.residual).split_dims, "vocab"
+        split = *make_residual_stream(self.residual).split_dims, "vocab"
         dims = {"layers": PIPE, "experts": EXPERT, **dict.fromkeys(split, TENSOR)}
-        # Stages may not divide the layers in reading order; in ring order they do.
+        # Stages may not divide the layers in reading order; in pipeline order they do.
         lenient, moving = frozenset({"kv_heads", "vocab"}), frozenset({"layers"})
         return Layout(dims, lenient, FSDP if splits_fsdp else None, self.smallest, moving)
 
@@ -67,9 +67,9 @@ class Placement(Choices):
         return jax.tree.map(lambda x: PartitionSpec(self.batch_axes, *(CONTEXT,) * (x.ndim > 1)), batch)
 
     @property
-    def stream(self) -> Stream | None:
+    def stream(self) -> ResidualStream | None:
         """The residual stream over the axis `tensor`; None where that has one device."""
-        return stream_of(self.residual, self.overlap) if self.size(TENSOR) > 1 else None
+        return make_residual_stream(self.residual, self.overlap) if self.size(TENSOR) > 1 else None
 
     @property
     def exchange(self) -> Exchange:
@@ -138,28 +138,28 @@ class Placement(Choices):
         """What each stage of the pipeline does when."""
         return make_schedule(self.schedule, stages=self.size(PIPE), microbatches=self.microbatches, chunks=self.chunks)
 
-    def to_ring_order(self, tree: PyTree, taken: Callable[..., Any] = taken_rows) -> PyTree:
+    def to_pipeline_order(self, tree: PyTree, taken: Callable[..., Any] = taken_rows) -> PyTree:
         """A model, or a tree of such, with its layers in the order in which the ring of stages holds them.
 
         It differs from reading order where devices hold several parts; and where parts hold unequal numbers of layers,
-        it has rows of padding, which are zero and skipped. Such a model trains in ring order and is saved in reading
-        order. `taken(x, order)`, by default `taken_rows`, puts the rows of an array in an order; a caller may pass its
-        own for large arrays.
+        it has rows of padding, which are zero and skipped. Such a model trains in pipeline order and is saved in
+        reading order. `taken(x, order)`, by default `taken_rows`, puts the rows of an array in an order; a caller may
+        pass its own for large arrays.
         """
-        return in_ring_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
+        return in_pipeline_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
 
     def to_reading_order(self, tree: PyTree, taken: Callable[..., Any] = taken_rows) -> PyTree:
-        """What `to_ring_order` gave, with its layers in the order in which the model is read."""
+        """What `to_pipeline_order` gave, with its layers in the order in which the model is read."""
         return in_reading_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
 
     def aux_to_reading_order(self, aux: PyTree, model: nn.Transformer) -> PyTree:
-        """Layers' aux in ring order, for each of the model's stacks, brought into reading order."""
+        """Layers' aux in pipeline order, for each of the model's stacks, brought into reading order."""
         return from_rows(aux, self._rows(model)) if self.is_pipelined else aux
 
     def shapes(self, model: nn.Transformer) -> nn.Transformer:
-        """The shapes of a model, or of its shapes, as devices hold it: in ring order, whichever order it is in."""
+        """The shapes of a model, or of its shapes, as devices hold it: in pipeline order, whichever order it is in."""
         is_plain = all(len(stack) == stack.depth for stack in model.stacks)
-        return eqx.filter_eval_shape(self.to_ring_order if is_plain else lambda model: model, model)
+        return eqx.filter_eval_shape(self.to_pipeline_order if is_plain else lambda model: model, model)
 
     def _rows(self, model: nn.Transformer) -> list[Rows]:
         return layer_rows([stack.depth for stack in model.stacks], self.timetable().part_of)
@@ -178,13 +178,13 @@ class Placement(Choices):
         return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))
 
     def leaves(self, model: nn.Transformer) -> PyTree:
-        """A tree like `model`, which is in ring order, with what this plan decides of each array."""
+        """A tree like `model`, which is in pipeline order, with what this plan decides of each array."""
         if self.is_pipelined:
-            self._check_ring_order(model)
+            self._check_pipeline_order(model)
         axes = *self.batch_axes, CONTEXT
         return leaves_of(model, self.parameter_specs(model), self.state_specs(model), axes, self.stream)
 
-    def _check_ring_order(self, model: nn.Transformer) -> None:
+    def _check_pipeline_order(self, model: nn.Transformer) -> None:
         """Raise a `ValueError` for a model in reading order where stages hold unequal numbers of layers."""
         rows = self._rows(model)
         there, wanted = [len(stack) for stack in model.stacks], [len(each.order) for each in rows]
@@ -192,5 +192,5 @@ class Placement(Choices):
             raise ValueError(
                 f"Plan over pipe={self.size(PIPE)}: a model whose stacks have {[each.depth for each in rows]} layers "
                 f"lies in {wanted} rows on the ring of stages, some of them padding, but this one has {there}; put it "
-                "in ring order by plan.to_ring_order(model)."
+                "in pipeline order by plan.to_pipeline_order(model)."
             )

@@ -12,12 +12,12 @@ from .. import nn
 from ._axes import CONTEXT, TENSOR
 from ._expert_method import Exchange
 from ._mixture import SplitMoE
-from .context._context_attention import ContextCore, refuse_pieces
+from .context._context_attention import ContextAttention, refuse_pieces
 from .layouts._layout import dim_over
 from .state._gather import gather_parameter
-from .tensor._replicated_layers import is_plain, PLACES, Sliced, Whole, WholeLayer
-from .tensor._residual_stream import Stream
-from .tensor._tensor import is_split, TensorMixer
+from .tensor._replicated_layers import is_plain, PLACES, ReplicatedLayer, ReplicatedMixer, Sliced
+from .tensor._residual_stream import ResidualStream
+from .tensor._tensor import is_split, TensorParallelMixer
 from .tensor._vocabulary import HeadInput, own_rows, rows_of_features, SourceOutput
 
 
@@ -31,12 +31,12 @@ def replace_where(model: PyTree, is_kind: Callable[[Any], bool], make: Callable[
     return jax.tree.map(lambda *nodes: make(*nodes) if is_kind(nodes[0]) else nodes[0], model, *likes, is_leaf=is_kind)
 
 
-def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stream: Stream) -> nn.Transformer:
+def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stream: ResidualStream) -> nn.Transformer:
     """The model for a device of the axis `tensor`, with a stream between its layers.
 
     `specs` and `shapes` are those of the whole model. The arrays of the stacks stay what and where they were.
     """
-    kinds = (nn.Mixer, nn.FeedForward, nn.LayerInputs, nn.Norm, nn.MoE, WholeLayer)
+    kinds = (nn.Mixer, nn.FeedForward, nn.LayerInputs, nn.Norm, nn.MoE, ReplicatedLayer)
     names = nn.dims(shapes)
 
     def wrap(module: PyTree, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
@@ -50,12 +50,12 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
             read_whole = [None if part is None else sliced(part, its) for part, its in whole]
             parts = lambda m: (m.router, m.to_latent, m.from_latent, m.shared, m.expert_norm)
             return eqx.tree_at(parts, module, (*read_whole, shared, norm), is_leaf=_is_none)
-        if isinstance(module, WholeLayer):
+        if isinstance(module, ReplicatedLayer):
             return module
         if is_split(module) or isinstance(module, nn.LayerInputs):
             return stream.layer(module, shape, spec, name)
         if isinstance(module, nn.Mixer):
-            return Whole(sliced(module, spec), stream)
+            return ReplicatedMixer(sliced(module, spec), stream)
         return _run_whole(module, spec, stream)
 
     whole = model
@@ -82,28 +82,28 @@ def split_over_context(model: PyTree, method: str) -> PyTree:
     def split(module: nn.Mixer) -> nn.Mixer:
         if module.facts().attends is None:
             refuse_pieces(jax.lax.axis_size(CONTEXT), "the model", module)
-        return eqx.tree_at(lambda m: m.core, module, ContextCore(module.core, method))  # type: ignore[attr-defined]
+        return eqx.tree_at(lambda m: m.core, module, ContextAttention(module.core, method))  # type: ignore[attr-defined]
 
-    is_bare = lambda node: isinstance(node, nn.Mixer) and not isinstance(node, TensorMixer | Whole)
+    is_bare = lambda node: isinstance(node, nn.Mixer) and not isinstance(node, TensorParallelMixer | ReplicatedMixer)
     return replace_where(model, is_bare, split)
 
 
-def split_mixtures(model: PyTree, method: str, exchange: Exchange, stream: Stream | None) -> PyTree:
+def split_mixtures(model: PyTree, method: str, exchange: Exchange, stream: ResidualStream | None) -> PyTree:
     """The model with every mixture of experts replaced by one for the experts, and tokens, that this device holds."""
     return replace(model, nn.MoE, lambda moe: SplitMoE(moe, method, exchange, stream))
 
 
-def _with_plain(module: PyTree, spec: PyTree, layer_of: Callable[[PyTree], PyTree], stream: Stream) -> PyTree:
+def _with_plain(module: PyTree, spec: PyTree, layer_of: Callable[[PyTree], PyTree], stream: ResidualStream) -> PyTree:
     layer = layer_of(module)
     if not is_plain(layer):
         return module
     return eqx.tree_at(layer_of, module, _run_whole(layer, layer_of(spec), stream), is_leaf=lambda node: node is layer)
 
 
-def _run_whole(layer: Callable[..., Any], spec: PyTree, stream: Stream) -> Callable[..., Any]:
+def _run_whole(layer: Callable[..., Any], spec: PyTree, stream: ResidualStream) -> Callable[..., Any]:
     """A layer for each token by itself on all its features; itself where a device has these and all its arrays."""
     inner = sliced(layer, spec)
-    return WholeLayer(inner, stream) if stream.splits_features or inner.is_split else layer
+    return ReplicatedLayer(inner, stream) if stream.splits_features or inner.is_split else layer
 
 
 def sliced(module: PyTree, specs: PyTree) -> Sliced:
@@ -114,7 +114,7 @@ def sliced(module: PyTree, specs: PyTree) -> Sliced:
 
 
 def _split_vocabulary(
-    model: nn.Transformer, specs: PyTree, names: PyTree, stream: Stream, vocab: int
+    model: nn.Transformer, specs: PyTree, names: PyTree, stream: ResidualStream, vocab: int
 ) -> tuple[eqx.Module, nn.LinearMap | None, Array | None]:
     """The embedding, the head and the logits' bias, of which each device holds the rows of its own ids."""
     head = None if model.head is None else jax.tree.map(_rows, model.head, specs.head, names.head)
@@ -123,7 +123,7 @@ def _split_vocabulary(
 
 
 def _table(
-    embedding: nn.Embedding, spec: PyTree, names: PyTree, stream: Stream, vocab: int, *, is_tied: bool
+    embedding: nn.Embedding, spec: PyTree, names: PyTree, stream: ResidualStream, vocab: int, *, is_tied: bool
 ) -> eqx.Module:
     """An embedding, of which each device looks up what it holds."""
     return stream.embedding(

@@ -32,5 +32,5 @@ def _share_of_ticks(plan: parallel.Plan, cause: str) -> float:
         return plan.microbatches * plan.timetable().chunks / ticks(plan)
     if plan.spreads_edges:
         return 1.0
-    used = parallel.link_ticks(plan.timetable())
+    used = parallel.count_link_ticks(plan.timetable())
     return sum(used.values()) / (len(used) * ticks(plan))

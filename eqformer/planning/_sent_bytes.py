@@ -130,12 +130,12 @@ def _of_edges(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> float:
 
 
 def _of_tensor(
-    plan: parallel.Plan, stream: parallel.Stream, model: nn.Transformer, stack: nn.Stack, tokens: float
+    plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.Transformer, stack: nn.Stack, tokens: float
 ) -> float:
     """By the numbers of a token that the stack's sublayers gather or scatter; an all-reduce does both."""
     embed = model.embedding.weight.shape[-1]
     # A sublayer reads the stream once, and each of its maps back into it is summed by itself: of a LoRA two.
-    found, sizes = [layer for _, layer in parallel.whole_layers(stack)], _sizes_of_slices(plan, stack)
+    found, sizes = [layer for _, layer in parallel.replicated_layers(stack)], _sizes_of_slices(plan, stack)
     layers = nn.modules(stack, (nn.Mixer, nn.FeedForward, nn.Experts))
     sublayers = [layer for layer in layers if not any(layer is one for one in found)]
     # Of these a mixer is given all, and another layer all features, where its arrays or these are split.
@@ -159,7 +159,9 @@ def _of_tensor(
     return _evaluations(plan, stack) * gather_bytes(sent, plan.size(TENSOR))
 
 
-def _of_layer_inputs(plan: parallel.Plan, stream: parallel.Stream, model: nn.Transformer, tokens: float) -> float:
+def _of_layer_inputs(
+    plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.Transformer, tokens: float
+) -> float:
     """What is read of the stream once for all layers' own vectors, and its gradient."""
     embed = model.embedding.weight.shape[-1]
     maps = [] if model.layer_inputs is None else nn.linear_maps(model.layer_inputs)
@@ -169,7 +171,9 @@ def _of_layer_inputs(plan: parallel.Plan, stream: parallel.Stream, model: nn.Tra
 
 def _sizes_of_slices(plan: parallel.Plan, stack: nn.Stack) -> dict[int, int]:
     """Bytes of the arrays of what runs whole, by its id, where dims' names split them: gathered, and gradients back."""
-    sizes = {id(one): 0 for one in (*nn.modules(stack, nn.Router), *(one for _, one in parallel.whole_layers(stack)))}
+    sizes = {
+        id(one): 0 for one in (*nn.modules(stack, nn.Router), *(one for _, one in parallel.replicated_layers(stack)))
+    }
 
     def add(module: Any, specs: Any) -> None:
         if id(module) in sizes:
@@ -183,7 +187,7 @@ def _sizes_of_slices(plan: parallel.Plan, stack: nn.Stack) -> dict[int, int]:
 
 
 def _of_vocabulary(
-    plan: parallel.Plan, stream: parallel.Stream, model: nn.Transformer, moving: Any, tokens: float
+    plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.Transformer, moving: Any, tokens: float
 ) -> float:
     """Lookup and the loss's input in both passes, and three numbers of each token's loss."""
     table = model.embedding.weight
@@ -241,7 +245,7 @@ def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
 def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float:
     """All devices send in each tick in which any has something to send."""
     # With spread edges the first stage's next input goes round beside the stages' outputs, in all ticks.
-    rounds = 2 * ticks(plan) if plan.spreads_edges else sum(parallel.link_ticks(plan.timetable()).values()) / 2
+    rounds = 2 * ticks(plan) if plan.spreads_edges else sum(parallel.count_link_ticks(plan.timetable()).values()) / 2
     slices = 1 if plan.stream is None or plan.stream.is_whole else plan.size(TENSOR)
     embed = model.embedding.weight.shape[-1]
     return pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_width(model))

@@ -19,7 +19,7 @@ from ..parallel.layouts._layout import Layout, partition_specs
 from ..parallel.layouts._mesh import axis_sizes
 from ..parallel.serving._served import filled, filled_tokens, multiple, Served
 from ..parallel.tensor._collective_matmul import OVERLAPS
-from ..parallel.tensor._feature import ByFeature
+from ..parallel.tensor._feature import FeatureStream
 from ..parallel.tensor._residual_stream import SplitNorm
 from ..parallel.tensor._vocabulary import SplitEmbedding
 from ._two_dim import HEADS, STREAM, TwoDimBlock, TwoDimVocabulary
@@ -122,7 +122,7 @@ class WeightStationary(Served):
 
         table, head = model.embedding, model.head
         bias = None if head is None else head.bias
-        lookup = SplitEmbedding(table.weight, table.scale, self.vocab, ByFeature())
+        lookup = SplitEmbedding(table.weight, table.scale, self.vocab, FeatureStream())
         embedding = TwoDimVocabulary(lookup, table.weight if head is None else head.matrix(), bias)
         model = eqx.tree_at(lambda m: m.stacks, model, replace(model.stacks, BLOCKS, wrap_block))
         if model.positions is not None:

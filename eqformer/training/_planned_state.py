@@ -21,8 +21,8 @@ from ._step import init_state, TrainState
 class PlannedState:
     """Makes, restores and saves the `TrainState` of a model under a plan, without an unsharded copy anywhere.
 
-    In training, layers are in ring order (the order in which a pipeline's devices hold them); a checkpoint has them in
-    reading order, so that it can be restored under any other plan.
+    In training, layers are in pipeline order (the order in which a pipeline's devices hold them); a checkpoint has
+    them in reading order, so that it can be restored under any other plan.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class PlannedState:
 
     def init(self) -> TrainState:
         """The state before the first step, each array made where the plan keeps it."""
-        make = lambda: init_state(self.plan.to_ring_order(self.build()), self.optimizer)
+        make = lambda: init_state(self.plan.to_pipeline_order(self.build()), self.optimizer)
         return init_sharded(make, self._shardings, shapes=self._held)
 
     def init_from(self, model: PyTree) -> TrainState:
@@ -43,7 +43,7 @@ class PlannedState:
         arrays, rest = eqx.partition(model, eqx.is_array)
 
         def make(arrays: PyTree) -> TrainState:
-            return init_state(self.plan.to_ring_order(eqx.combine(arrays, rest)), self.optimizer)
+            return init_state(self.plan.to_pipeline_order(eqx.combine(arrays, rest)), self.optimizer)
 
         shapes, others = eqx.partition(eqx.filter_eval_shape(make, arrays), is_shape)
         run = jax.jit(lambda x: eqx.filter(make(x), eqx.is_array), out_shardings=self._shardings(shapes))
@@ -65,20 +65,20 @@ class PlannedState:
         if fresh_counts:
             counts = lambda s: (s.step, s.skipped, s.skipped_in_a_row, s.empty_batches)
             state = eqx.tree_at(counts, state, jax.tree.map(lambda x: x * 0, counts(state)))
-        return self.to_ring_order(state), metadata
+        return self.to_pipeline_order(state), metadata
 
     def save(self, checkpointer: Checkpointer, state: TrainState, step: int, metadata: Mapping[str, Any]) -> TrainState:
         """Start to save a state, which is donated; returns the state to train on with."""
         state = self.to_reading_order(state)
         checkpointer.save(state, step, metadata)
-        return self.to_ring_order(state)
+        return self.to_pipeline_order(state)
 
     def shapes(self) -> TrainState:
         """The state's shapes in reading order, with the plan's shardings: what a checkpoint is restored into."""
         return _placed(self._read, self._shardings(eqx.filter(self._read, is_shape)))
 
     def held_shapes(self) -> TrainState:
-        """The shapes of what a step takes: in ring order, each where the plan keeps it."""
+        """The shapes of what a step takes: in pipeline order, each where the plan keeps it."""
         return _placed(self._held, self._shardings(eqx.filter(self._held, is_shape)))
 
     def step_shapes(self, batch: Batch) -> tuple[TrainState, Batch, Any]:
@@ -99,15 +99,15 @@ class PlannedState:
 
     @functools.cached_property
     def _held(self) -> TrainState:
-        held = tuple(eqx.filter_eval_shape(self.plan.to_ring_order, part) for part in _ordered_parts(self._read))
+        held = tuple(eqx.filter_eval_shape(self.plan.to_pipeline_order, part) for part in _ordered_parts(self._read))
         return eqx.tree_at(_ordered_parts, self._read, held)
 
-    def to_ring_order(self, state: TrainState) -> TrainState:
-        """A state in reading order, which is donated, brought into ring order."""
-        return self._ordered(state, self.plan.to_ring_order)
+    def to_pipeline_order(self, state: TrainState) -> TrainState:
+        """A state in reading order, which is donated, brought into pipeline order."""
+        return self._ordered(state, self.plan.to_pipeline_order)
 
     def to_reading_order(self, state: TrainState) -> TrainState:
-        """A state in ring order, which is donated, brought into reading order."""
+        """A state in pipeline order, which is donated, brought into reading order."""
         return self._ordered(state, self.plan.to_reading_order)
 
     def _ordered(self, state: TrainState, order: Callable[..., Any]) -> TrainState:
@@ -149,7 +149,7 @@ class PlannedState:
         return self._copied(model, self.plan.to_reading_order)
 
     def copied(self, tree: PyTree) -> PyTree:
-        """A copy of a batch, or of anything that is not in ring order, on this process's first device."""
+        """A copy of a batch, or of anything that is not in pipeline order, on this process's first device."""
         return self._copied(tree, lambda arrays: arrays)
 
     def _copied(self, tree: PyTree, ordered: Callable[[PyTree], PyTree]) -> PyTree:

@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, PyTree
 from .. import nn
 from .._shapes import ArrayOrShape, Batch
 from ..parallel import (
-    differentiable,
     filter_shard_map,
     OnDevice,
     pipeline_gradients,
     Plan,
+    select_differentiable,
     shardings,
     TENSOR,
     varying_axes,
@@ -41,7 +41,7 @@ Found = tuple[Array, PyTree, PyTree]  # a loss's sum, its count and aux, and gra
 def planned_gradients(plan: Plan) -> GradientsOf:
     """What `make_step` takes as `gradients_of` to run under a plan: the gradients equal those of one device.
 
-    They, and the aux of routed layers, are in the order of the model that is given: `plan.to_ring_order`'s.
+    They, and the aux of routed layers, are in the order of the model that is given: `plan.to_pipeline_order`'s.
 
     The loss is called as `loss_fn(model, batch, None, tokens=..., vocabulary=...)` with the wrapped model, this
     device's rows and tokens, and the `Vocabulary` that reads split logits, as `next_token_loss` takes them. In a
@@ -211,7 +211,7 @@ class _Local:
         wide_model = _wide(model)
         wide_device = dataclasses.replace(self.device, leaves=_travelling_wide(self.device.leaves))
         of_wide = lambda wide: wide_device.wrap(wide, wide_model)
-        like, pull = eqx.filter_vjp(lambda wide: differentiable(of_wide(wide)), _wide(parameters))
+        like, pull = eqx.filter_vjp(lambda wide: select_differentiable(of_wide(wide)), _wide(parameters))
         edges = eqx.tree_at(lambda m: m.stacks, wrapped, None)
 
         def first(edges: PyTree, piece: PyTree) -> Array:

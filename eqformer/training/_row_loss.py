@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from .._array_checks import checked
 from .._shapes import Batch
 from ..nn import Tokens
-from ..parallel import row_sums, vary_like
+from ..parallel import sum_rows, vary_like
 from ._batch_tokens import batch_tokens
 from ._loss import cross_entropy, nats_of_tokens, token_nats, Vocabulary, weighed
 from ._step import LossFn
@@ -89,4 +89,4 @@ def _row_nats(
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
     of_tokens = token_nats if vocabulary is None else vocabulary.nats
     each = nats_of_tokens(model.unembed, jax.lax.stop_gradient(hidden), targets, chunk=chunk, nats=of_tokens)
-    return row_sums(jax.lax.stop_gradient(weighed(each, weights)))
+    return sum_rows(jax.lax.stop_gradient(weighed(each, weights)))

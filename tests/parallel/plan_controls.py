@@ -205,7 +205,7 @@ def marks(value: bool) -> Callable[[Any], None]:
 
 def in_order_read(monkeypatch: Any) -> None:
     """Layers left in reading order where devices hold several chunks."""
-    for move in ("to_ring_order", "to_reading_order"):
+    for move in ("to_pipeline_order", "to_reading_order"):
         monkeypatch.setattr(Plan, move, lambda self, tree, *_: tree)
 
 

@@ -89,7 +89,7 @@ def total_under(plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_
     """The loss alone, of a program that is smaller without gradients: enough for a control that the loss shows."""
     plan.check(model, rows=len(batch.ids), seq=batch.ids.shape[1])
     of_batch = planned_gradients(plan)(loss)
-    model, key = place(_moved(plan.to_ring_order, model), plan), jax.random.key(KEY)
+    model, key = place(_moved(plan.to_pipeline_order, model), plan), jax.random.key(KEY)
     only = lambda *given: of_batch(*given)[0]
     return float(hastily(only, model, batch, key)(model, batch, key))
 
@@ -107,7 +107,7 @@ def program_under(
             tally = Tally(tally.count, plan.aux_to_reading_order(tally.aux, model))
         return total, tally, gradients
 
-    placed = lambda model: place(_moved(plan.to_ring_order, model), plan)
+    placed = lambda model: place(_moved(plan.to_pipeline_order, model), plan)
     key = jax.random.key(KEY)
     program = hastily(read, placed(model), batch, key)
 
@@ -234,7 +234,7 @@ def trained_by_plan(case: Case) -> Trained:
     model, plan = model_of(case.model, case.remat, case.dtypes), case.plan
     rule = _optimizer(case.optimizer, model)
     step = training.planned_step(next_token_loss, rule, plan, balance_rate=BALANCE, gradient_norms=True)
-    make = lambda: training.init_state(plan.to_ring_order(model), rule)
+    make = lambda: training.init_state(plan.to_pipeline_order(model), rule)
     state = init_sharded(make, lambda shapes: training.state_shardings(plan, rule, shapes))
     got = _train(step, state, training.planned_evaluation(plan), batch_of(model))
     ordered = lambda tree: _moved(plan.to_reading_order, tree)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from eqformer.parallel import (
+    count_link_ticks,
     gpipe,
     IDLE,
     interleaved,
-    link_ticks,
     looping,
     make_schedule,
     one_f_one_b,
@@ -169,9 +169,9 @@ def test_messages_follow_from_the_placement():
     assert (back.stage_of[0], back.chunk_of[0], back.stage_of[-1], back.chunk_of[-1]) == (0, 0, 0, 1)
     assert back.shifts.tolist() == [1, 1, 0, 2, 2]
     assert simulate(back).messages.tolist() == [2, 4, 2]
-    assert link_ticks(back) == {(True, 1): 2, (False, 2): 2, (True, 2): 2, (False, 1): 2}
+    assert count_link_ticks(back) == {(True, 1): 2, (False, 2): 2, (True, 2): 2, (False, 1): 2}
     mixed = pack_schedule("mixed", ONE_BY_ONE[1], microbatches=1, part_of=np.array([[1], [2], [0]]))
     assert mixed.stage_of.tolist() == [2, 0, 1] and mixed.shifts.tolist() == [1, 1]
-    assert link_ticks(mixed) == {(True, 1): 2, (False, 2): 2}
+    assert count_link_ticks(mixed) == {(True, 1): 2, (False, 2): 2}
     alone = pack_schedule("alone", ONE_BY_ONE[2][:1], microbatches=1, part_of=v_placement(1))
-    assert simulate(alone).messages.tolist() == [0] and link_ticks(alone) == {}
+    assert simulate(alone).messages.tolist() == [0] and count_link_ticks(alone) == {}

@@ -16,7 +16,7 @@ from eqformer.parallel._axes import CONTEXT, PIPE, TENSOR
 from eqformer.parallel._shard_map import filter_shard_map
 from eqformer.parallel._vary import vary
 from eqformer.parallel.context import _ring_attention
-from eqformer.parallel.context._context_attention import context_order, ContextCore, zigzag
+from eqformer.parallel.context._context_attention import context_order, ContextAttention, zigzag
 from eqformer.parallel.layouts._mesh import make_mesh
 
 
@@ -42,7 +42,7 @@ def split(case: Case, method: str, dtype: str = "float64", context: int = 4, ord
     row = P(None, CONTEXT, TENSOR)
     specs = (row, row, row, P(TENSOR))
     run = filter_shard_map(
-        partial(call, ContextCore(case.core, method), case),
+        partial(call, ContextAttention(case.core, method), case),
         mesh,
         (specs, P(None, CONTEXT), row),
         (row, specs if case.has_sinks else (*specs[:3], None)),
@@ -145,7 +145,7 @@ def test_whole_modules_and_their_weights(kind, method):
         def run(is_partial: bool, tokens: nn.Tokens):
             order, row = context_order(method, SEQ, 4), P(None, CONTEXT)
             specs = jax.tree.map(lambda x: row, tokens)
-            pieces = eqx.tree_at(lambda m: m.core, module, ContextCore(kernels.BlockwiseAttention(4), method))
+            pieces = eqx.tree_at(lambda m: m.core, module, ContextAttention(kernels.BlockwiseAttention(4), method))
             mapped = filter_shard_map(
                 partial(gradients, is_partial),
                 make_mesh(context=4, devices=jax.devices()[:4]),
@@ -189,7 +189,9 @@ def test_in_a_branch_that_not_all_devices_take(method):
         row = P(PIPE, None, CONTEXT)
         order = context_order(method, SEQ, 4)
         mapped = filter_shard_map(
-            partial(gradients, ContextCore(case.core, method), lambda: 1 + 2 * jax.lax.axis_index(PIPE).astype(int)),
+            partial(
+                gradients, ContextAttention(case.core, method), lambda: 1 + 2 * jax.lax.axis_index(PIPE).astype(int)
+            ),
             make_mesh(pipe=2, context=4),
             (row, row, row),
             row,

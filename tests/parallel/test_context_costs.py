@@ -16,7 +16,7 @@ from eqformer.parallel._shard_map import filter_shard_map
 from eqformer.parallel.context._context_attention import (
     check_context,
     context_order,
-    ContextCore,
+    ContextAttention,
     zigzag,
     zigzag_inverse,
 )
@@ -46,7 +46,7 @@ def programs(method: str, context: int, seq: int, core: Any = None, **sizes: Any
     row = P(None, CONTEXT)
     mapped = jax.shard_map(
         lambda arrays, positions, direction: call(
-            ContextCore(case.core, method), case, (*arrays, None), nn.Tokens(positions), direction
+            ContextAttention(case.core, method), case, (*arrays, None), nn.Tokens(positions), direction
         )[1][:3],
         mesh=make_mesh(context=context, devices=jax.devices()[:context]),
         in_specs=((row, row, row), row, row),
@@ -98,7 +98,7 @@ def test_hidden_pieces_are_not_computed():
     row = P(None, CONTEXT)
 
     def outputs(block: int) -> np.ndarray:
-        core = ContextCore(kernels.BlockwiseAttention(block), "ring")
+        core = ContextAttention(kernels.BlockwiseAttention(block), "ring")
         run = filter_shard_map(
             lambda q, k, v, tokens: core(kernels.AttentionCall(q, k, v, mask=case.mask, tokens=tokens, scale=1.0)),
             make_mesh(context=4, devices=jax.devices()[:4]),
@@ -151,8 +151,8 @@ SIZES: Any = {"seq": 32, "heads": 8, "kv_heads": 8}
         (lambda: zigzag(20, 4), r"zigzag\(seq=20, pieces=4\).*= 8 equal parts.*seq=16"),
         (lambda: zigzag(20, 0), r"pieces=0"),
         (lambda: context_order("heads", 10, 4), r"context_order\('heads', seq=10, pieces=4\).*multiple of 4.*12"),
-        (lambda: ContextCore(kernels.BlockwiseAttention(), "star"), r"method='star'.*ring, gather, heads"),
-        (lambda: ContextCore(Unknown(), "ring"), r"Unknown.*method='ring'.*core=kernels.BlockwiseAttention\(\)"),
+        (lambda: ContextAttention(kernels.BlockwiseAttention(), "star"), r"method='star'.*ring, gather, heads"),
+        (lambda: ContextAttention(Unknown(), "ring"), r"Unknown.*method='ring'.*core=kernels.BlockwiseAttention\(\)"),
         (
             lambda: check_context("gather", 4, kernels.BlockwiseAttention(), **SIZES | {"seq": 30}),
             r"zigzag\(seq=30, pieces=4\)",
@@ -186,5 +186,5 @@ def test_what_can_be_split_is_not_refused():
 def test_a_cache_is_refused():
     (query, key, value, _), tokens, _ = drawn(CASES["causal"], "float32")
     with pytest.raises(ValueError, match=r"kv_tokens of shape \(2, 32\).*wrap the model by Planned"):
-        core = ContextCore(kernels.BlockwiseAttention(), "ring")
+        core = ContextAttention(kernels.BlockwiseAttention(), "ring")
         core(kernels.AttentionCall(query, key, value, mask=nn.causal(), tokens=tokens, kv_tokens=tokens, scale=1.0))

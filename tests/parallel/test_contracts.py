@@ -15,7 +15,7 @@ from plan_models import model_of
 from plan_parity import Case, differences, of_one_device, of_plan as afresh, place, total_of_plan
 
 from eqformer import generation, nn, planning
-from eqformer.parallel import Planned, whole_layers
+from eqformer.parallel import Planned, replicated_layers
 from eqformer.parallel._vary import own_part
 from eqformer.parallel.state import _gather
 from eqformer.parallel.tensor import _residual_stream as _stream
@@ -147,7 +147,7 @@ def test_a_mixer_that_says_nothing_is_whole_on_every_device(case):
 
 def test_what_is_whole_is_told_and_its_cache_is_not_split(capsys):
     model, path = model_of("whole fading"), "stacks[0].blocks.blocks[0].mixer.layer"
-    assert [found for found, _ in whole_layers(model)] == [path] and not whole_layers(model_of("fading"))
+    assert [found for found, _ in replicated_layers(model)] == [path] and not replicated_layers(model_of("fading"))
     layout._print_whole(Case("whole fading", {"tensor": 2}).plan, model)
     layout._print_whole(Case("fading", {"tensor": 2}).plan, model_of("fading"))
     assert capsys.readouterr().out.split(": ")[-1].strip() == path

@@ -42,7 +42,7 @@ def test_the_last_parts_have_the_fewest():
 def test_padding_is_zero_and_goes_again():
     model = model_of("dense, then mixtures")
     plan = plan_over({"pipe": 2}, schedule="zb-v", chunks=2, microbatches=2)
-    held = eqx.filter_jit(plan.to_ring_order)(model)
+    held = eqx.filter_jit(plan.to_pipeline_order)(model)
     assert [len(stack) for stack in held.stacks] == [4, 8] and [stack.depth for stack in held.stacks] == [1, 5]
     rows = layer_rows([1, 5], v_placement(2))
     for stack, each in zip(held.stacks, rows):
@@ -53,7 +53,7 @@ def test_padding_is_zero_and_goes_again():
     assert eqx.tree_equal(*(jax.device_get(each) for each in (back, model)))
     assert jax.tree.structure(held) == jax.tree.structure(model)
     with pytest.raises(ValueError, match="has 1 rows where it is moved from, but this one has 4; each is for what the"):
-        plan.to_ring_order(held)
+        plan.to_pipeline_order(held)
     with pytest.raises(ValueError, match=r"whose stacks have \[1, 5\] layers lies in \[4, 8\] rows .* has \[1, 5\]"):
         plan.leaves(model)
 
@@ -84,7 +84,7 @@ def test_a_step_balances_layers_in_the_order_that_it_holds_and_reads_them_in_the
     model = filled(lambda: of_blocks(balanced, depths=(5,)))
     batch, rule = batch_of(model), training.optimizer("sgd", model, rate=0.1)
     plan = plan_over({"pipe": 2}, schedule="interleaved", chunks=2, microbatches=2)
-    make = lambda: training.init_state(plan.to_ring_order(model), rule)
+    make = lambda: training.init_state(plan.to_pipeline_order(model), rule)
     state = init_sharded(make, lambda shapes: training.state_shardings(plan, rule, shapes))
     step = training.planned_step(training.next_token_loss, rule, plan, balance_rate=0.5)
 
@@ -106,7 +106,7 @@ def test_a_step_balances_layers_in_the_order_that_it_holds_and_reads_them_in_the
     biases = lambda model: model.stacks[0].blocks.blocks[0].layer.router.selection_bias
     read = eqx.filter_jit(plan.to_reading_order)(got.model)
     np.testing.assert_allclose(biases(read), biases(want.model), rtol=1e-6)
-    again = eqx.filter_jit(plan.to_ring_order)(read)
+    again = eqx.filter_jit(plan.to_pipeline_order)(read)
     assert eqx.tree_equal(*(jax.device_get(each) for each in (again, got.model)))
     # The controls: layers are told apart, and moved.
     for rows in (expected["expert_load"], biases(want.model) - biases(model)):

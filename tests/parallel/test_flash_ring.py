@@ -15,7 +15,7 @@ from eqformer import kernels, nn
 from eqformer.kernels import _op
 from eqformer.parallel._axes import CONTEXT, TENSOR
 from eqformer.parallel._shard_map import filter_shard_map
-from eqformer.parallel.context._context_attention import context_order, ContextCore
+from eqformer.parallel.context._context_attention import context_order, ContextAttention
 from eqformer.parallel.layouts._mesh import make_mesh
 
 
@@ -79,7 +79,7 @@ def in_pieces(core, case: Case, size: int, order=None, dtype: str = "float64"):
     specs = (row, row, row, P(TENSOR) if case.has_sinks else None)
     known = pieces_of(put(tokens), 3 if case.is_packed else None, size)
     run = filter_shard_map(
-        partial(call, ContextCore(core, "ring"), case), mesh, (specs, P(None, CONTEXT), row), (row, specs)
+        partial(call, ContextAttention(core, "ring"), case), mesh, (specs, P(None, CONTEXT), row), (row, specs)
     )
     output, gradients = compiled(run, (*put(arrays[:3]), arrays[3]), known, put(direction))
     return read(output), (*map(read, gradients[:3]), gradients[3])
@@ -111,7 +111,7 @@ def test_a_tpu_s_ring_runs_splash_and_a_gpu_s_cudnn(monkeypatch):
             pieces = nn.with_row_layout_of(nn.Tokens(positions), known)
             given: dict[str, Any] = {"mask": mask, "tokens": pieces, "scale": 0.25}
             call_of = lambda *arrays: kernels.AttentionCall(*arrays, **given)
-            total = lambda *arrays: jnp.sum(ContextCore(core, "ring")(call_of(*arrays)).astype(jnp.float32) ** 2)
+            total = lambda *arrays: jnp.sum(ContextAttention(core, "ring")(call_of(*arrays)).astype(jnp.float32) ** 2)
             return jax.grad(total, argnums=(0, 1, 2))(query, key, value)
 
         run = filter_shard_map(attend, mesh, (row, row, row, P(None, CONTEXT)), (row, row, row))

@@ -32,8 +32,8 @@ from eqformer.parallel import (
 )
 from eqformer.parallel._axes import FSDP, PIPE, TENSOR
 from eqformer.parallel.pipeline import _pipeline as executor, _stage_layers as padding
-from eqformer.parallel.pipeline._residuals import Kept
-from eqformer.parallel.pipeline._routing import route
+from eqformer.parallel.pipeline._message_routes import route_messages
+from eqformer.parallel.pipeline._residuals import ResidualPacker
 from eqformer.parallel.pipeline._schedule import IDLE
 
 
@@ -89,14 +89,14 @@ def test_a_schedule_gives_one_devices_gradients(example, name, remat):
 def test_what_is_kept_of_another_pass_is_seen(monkeypatch, part):
     """Whatever is wrong of what a stage's forward entry leaves, gradients tell."""
     model, data, expected, mesh = whole_rows()
-    of = Kept.of
+    pack = ResidualPacker.pack
 
-    def broken(self, found, given):
-        kept = of(self, found, given)
-        kept[part] = kept[part] * 0.9
-        return kept
+    def broken(self, results, inputs):
+        residuals = pack(self, results, inputs)
+        residuals[part] = residuals[part] * 0.9
+        return residuals
 
-    monkeypatch.setattr(Kept, "of", broken)
+    monkeypatch.setattr(ResidualPacker, "pack", broken)
     assert not distance(run(mesh, one_f_one_b(2, 4), model, data), expected) < 100 * CLOSE
 
 
@@ -145,10 +145,10 @@ def first_alone(sums):
 
 
 def a_tick_late(schedule):
-    routes = route(schedule)
-    (first, *rest) = routes.turns.arrivals
+    routes = route_messages(schedule)
+    (first, *rest) = routes.actions.arrivals
     late = first._replace(slot=np.roll(first.slot, 1, axis=0))
-    return dataclasses.replace(routes, turns=routes.turns._replace(arrivals=(late, *rest)))
+    return dataclasses.replace(routes, actions=routes.actions._replace(arrivals=(late, *rest)))
 
 
 @functools.cache
@@ -161,7 +161,7 @@ def whole_rows():
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("part,broken", [("_over_ring", first_alone), ("route", a_tick_late)])
+@pytest.mark.parametrize("part,broken", [("_sum_over_stages", first_alone), ("route_messages", a_tick_late)])
 def test_a_missing_reduction_or_a_late_message_is_seen(monkeypatch, part, broken):
     model, data, expected, mesh = whole_rows()
     monkeypatch.setattr(executor, part, broken)
@@ -170,14 +170,14 @@ def test_a_missing_reduction_or_a_late_message_is_seen(monkeypatch, part, broken
 
 def the_other_way(schedule):
     """Messages up the ring go down it, and those down it go up."""
-    routes = route(schedule)
+    routes = route_messages(schedule)
     links = tuple(link._replace(shift=-link.shift % schedule.stages) for link in routes.links)
     return dataclasses.replace(routes, links=links)
 
 
 def handed_to_the_next_device(schedule):
     """What a device's next part needs is sent up the ring."""
-    routes = route(schedule)
+    routes = route_messages(schedule)
     links = tuple(link._replace(shift=link.shift or 1) for link in routes.links)
     return dataclasses.replace(routes, links=links)
 
@@ -188,7 +188,7 @@ def test_a_message_the_wrong_way_is_seen(monkeypatch):
     expected, mesh = small.one_device(model, data), make_mesh(pipe=3, devices=jax.devices()[:3])
     assert distance(run(mesh, zero_bubble_v(3, 4), model, data), expected) < CLOSE
     for broken in (the_other_way, handed_to_the_next_device):
-        monkeypatch.setattr(executor, "route", broken)
+        monkeypatch.setattr(executor, "route_messages", broken)
         assert not distance(run(mesh, zero_bubble_v(3, 4), model, data), expected) < 100 * CLOSE
 
 
@@ -278,11 +278,11 @@ def test_without_the_typing_of_parameters_gradients_would_be_reduced_in_the_loop
 
 def test_slots_are_as_many_as_ever_live_at_once():
     for stages, microbatches in ((1, 3), (2, 4), (4, 8), (4, 2)):
-        in_turns, fused = (route(one_f_one_b(stages, microbatches, fused=fused)) for fused in (False, True))
-        assert in_turns.inputs == in_turns.kept == min(stages, microbatches)
-        assert fused.inputs == fused.kept == min(2 * stages - 1, microbatches)
-        assert route(gpipe(stages, microbatches)).inputs == microbatches
-        assert route(zero_bubble(stages, microbatches)).products == min(stages, microbatches)
+        in_turns, fused = (route_messages(one_f_one_b(stages, microbatches, fused=fused)) for fused in (False, True))
+        assert in_turns.input_slots == in_turns.residual_slots == min(stages, microbatches)
+        assert fused.input_slots == fused.residual_slots == min(2 * stages - 1, microbatches)
+        assert route_messages(gpipe(stages, microbatches)).input_slots == microbatches
+        assert route_messages(zero_bubble(stages, microbatches)).operand_slots == min(stages, microbatches)
 
 
 def test_tables_that_cannot_run_are_refused():
@@ -294,13 +294,13 @@ def test_tables_that_cannot_run_are_refused():
 
     late = np.roll(good.forward[:, 0], 2)
     with pytest.raises(ValueError, match="stage 1, microbatch 0, .* later than the forward of the part before it"):
-        route(table(forward=np.stack([late, good.forward[:, 1]], 1)))
+        route_messages(table(forward=np.stack([late, good.forward[:, 1]], 1)))
     with pytest.raises(ValueError, match="stage 0, microbatch 0, .* later than the backward of the part after it"):
-        route(table(backward=good.backward[:, ::-1]))
+        route_messages(table(backward=good.backward[:, ::-1]))
     with pytest.raises(ValueError, match="microbatch 0, .* one forward, but it has none"):
-        route(table(forward=np.where(good.forward == 0, IDLE, good.forward)))
+        route_messages(table(forward=np.where(good.forward == 0, IDLE, good.forward)))
     with pytest.raises(ValueError, match="one backward, but it already had one"):
-        route(table(backward=np.where(good.backward == 1, 0, good.backward)))
+        route_messages(table(backward=np.where(good.backward == 1, 0, good.backward)))
 
 
 def test_calls_that_do_not_fit_are_refused():

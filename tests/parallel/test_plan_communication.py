@@ -9,7 +9,7 @@ from haste import FAST
 from plan_parity import batch_of, model_of, place
 
 from eqformer import planning, training
-from eqformer.parallel import link_ticks, make_mesh, Plan, shardings
+from eqformer.parallel import count_link_ticks, make_mesh, Plan, shardings
 
 
 ROWS, SEQ, LAYERS, EMBED, KV_EMBED = 8, 32, 4, 32, 8
@@ -137,7 +137,7 @@ def test_a_pipeline_sends_each_microbatch_up_and_down():
     unit = SEQ * EMBED * 4
     schedule = plan.timetable()
     assert permutes == {"pipe": 2 * schedule.ticks * unit}
-    busy = sum(link_ticks(schedule).values())
+    busy = sum(count_link_ticks(schedule).values())
     assert busy == 2 * (4 + 4 - 2)
     least = planning.pipeline_bytes(SEQ, EMBED, 4, activation_bytes=4)
     assert busy * unit / least == (4 + 4 - 2) / 4

@@ -1,4 +1,4 @@
-"""Weights' gradients that are put off: the same numbers, no product of theirs before, whatever wraps the maps."""
+"""Deferred weight gradients: the same numbers, no product of theirs before, whatever wraps the maps."""
 
 import equinox as eqx
 import jax
@@ -11,21 +11,21 @@ from eqformer import nn
 from eqformer.parallel import filter_shard_map, Gathered, make_mesh, pipeline_gradients, zero_bubble
 from eqformer.parallel._axes import BATCH_AXES, FSDP, PIPE
 from eqformer.parallel.pipeline._deferred_wgrad import (
-    is_differentiated,
+    defer_maps,
+    find_deferrable,
+    flag_differentiated,
+    record_calls,
     split_gradients,
-    tapped,
-    taps,
-    watched,
     weight_gradients,
 )
-from eqformer.parallel.pipeline._residuals import add
+from eqformer.parallel.pipeline._residuals import accumulate
 
 
 EMBED, LAYERS = 6, 3
 
 
 class Odd(nn.Layer):
-    """A block that uses one map as others do, and four in ways that taps cannot follow."""
+    """A block that uses one map as others do, and four in ways that cannot be deferred."""
 
     plain: nn.Linear
     twice: nn.Linear
@@ -51,26 +51,26 @@ def odd_block(key):
 
 
 @pytest.mark.grid
-def test_maps_that_taps_cannot_follow_are_left_alone(key):
+def test_maps_that_cannot_be_deferred_are_left_alone(key):
     stack, x = nn.Stack(odd_block, LAYERS, key=key), jax.random.normal(key, (4, 5, EMBED))
     loss = lambda wanted, rest, x: jnp.sum(jnp.square(eqx.combine(wanted, rest)(x)[0]))
-    seen, notes = watched(stack)
-    jax.eval_shape(lambda: seen(x))
-    found = taps(stack, notes, tokens=20)
+    recording, records = record_calls(stack)
+    jax.eval_shape(lambda: recording(x))
+    found = find_deferrable(stack, records, tokens=20)
     assert list(found) == [0]
 
-    run = tapped(stack, found)
-    wanted, rest = eqx.partition(run, is_differentiated(run))
+    run = defer_maps(stack, found)
+    wanted, rest = eqx.partition(run, flag_differentiated(run))
     of_blocks, dx = jax.jit(lambda wanted, x: jax.grad(loss, (0, 2))(wanted, rest, x))(wanted, x)
     early, products = split_gradients(of_blocks, found, stack)
     assert early.blocks.plain.weight is None
     start = jax.tree.map(jnp.zeros_like, eqx.filter(stack, eqx.is_inexact_array))
-    gradients = add(add(start, early), weight_gradients(stack, products))
+    gradients = accumulate(accumulate(start, early), weight_gradients(stack, products))
 
     parameters, rest = eqx.partition(stack, eqx.is_inexact_array)
     expected = jax.jit(lambda p, x: jax.grad(loss, (0, 2))(p, rest, x))(parameters, x)
     assert small.worst((gradients, dx), expected)[0] < 1e-6
-    assert small.worst(add(start, early), expected[0])[0] > 0.5  # without the products put off
+    assert small.worst(accumulate(start, early), expected[0])[0] > 0.5  # without the deferred products
 
 
 def dots(fn, *args):
@@ -81,11 +81,11 @@ def dots(fn, *args):
 def test_nothing_is_multiplied_before_its_time(key):
     make = lambda key: small.PlainBlock(nn.Linear("embed -> mlp", embed=EMBED, mlp=EMBED, key=key), False)
     stack, x = nn.Stack(make, LAYERS, key=key), jnp.ones((4, 5, EMBED))
-    seen, notes = watched(stack)
-    jax.eval_shape(lambda: seen(x))
-    run = tapped(stack, taps(stack, notes, tokens=20))
+    recording, records = record_calls(stack)
+    jax.eval_shape(lambda: recording(x))
+    run = defer_maps(stack, find_deferrable(stack, records, tokens=20))
     loss = lambda wanted, rest, x: jnp.sum(eqx.combine(wanted, rest)(x)[0])
-    split = lambda x: jax.grad(loss, (0, 2))(*eqx.partition(run, is_differentiated(run)), x)
+    split = lambda x: jax.grad(loss, (0, 2))(*eqx.partition(run, flag_differentiated(run)), x)
     whole = lambda x: jax.grad(loss, (0, 2))(*eqx.partition(stack, eqx.is_inexact_array), x)
     assert (len(dots(split, x)), len(dots(whole, x))) == (2, 3)
 
@@ -103,7 +103,8 @@ def test_weights_that_are_gathered_for_their_use_are_put_off_too(monkeypatch):
     out_specs = jax.tree.map(spec, eqx.filter(gathered, eqx.is_inexact_array))
     found = []
     monkeypatch.setattr(
-        "eqformer.parallel.pipeline._pipeline.taps", lambda *args: found.append(taps(*args)) or found[-1]
+        "eqformer.parallel.pipeline._pipeline.find_deferrable",
+        lambda *args: found.append(find_deferrable(*args)) or found[-1],
     )
 
     def per_device(model, data):

@@ -15,21 +15,21 @@ from plan_parity import hastily
 
 from eqformer import kernels, nn
 from eqformer.parallel import (
-    ByToken,
-    ContextCore,
+    ContextAttention,
     FeatureLinear,
     filter_shard_map,
     Gathered,
     Layout,
     make_mesh,
+    make_residual_stream,
     partition_specs,
-    Replicated,
+    ReplicatedStream,
+    SequenceStream,
     SplitEmbedding,
     SplitNorm,
     SplitVocabulary,
-    stream_of,
-    Tensor,
-    TensorMixer,
+    TensorParallelLayer,
+    TensorParallelMixer,
     zigzag,
     zigzag_inverse,
 )
@@ -112,7 +112,7 @@ def test_tensor_around_a_feed_forward_layer(mesh, residual):
     alone = plain(mlp)
     specs = partition_specs(alone.module, Layout({"mlp": "tensor"}), mesh)
     stream = P("fsdp", "tensor") if residual == "sequence" else P("fsdp")
-    run = lambda module, x: Tensor(module, stream_of(residual))(x)
+    run = lambda module, x: TensorParallelLayer(module, make_residual_stream(residual))(x)
     split = filter_shard_map(run, mesh, (specs, stream), stream)
     assert error(split, alone) < CLOSE
 
@@ -129,7 +129,7 @@ def test_tensor_around_an_attention_of_shared_keys(mesh):
     specs = partition_specs(alone.module, layout, mesh)
 
     def run(module, x):
-        return TensorMixer(Tensor(module, ByToken("ring"), shares_kv_heads=True))(x)[0]
+        return TensorParallelMixer(TensorParallelLayer(module, SequenceStream("ring"), shares_kv_heads=True))(x)[0]
 
     stream = P("fsdp", "tensor")
     split = filter_shard_map(run, mesh, (specs, stream), stream)
@@ -168,7 +168,7 @@ def test_a_vocabulary_that_is_split(mesh, vocab):
 
     def run(table, ids, targets):
         rows = table.weight  # this device's
-        split = SplitEmbedding(rows, table.scale, total=vocab, stream=Replicated())
+        split = SplitEmbedding(rows, table.scale, total=vocab, stream=ReplicatedStream())
         hidden = jax.lax.pcast(jnp.tanh(split(ids)), "tensor", to="varying")
         logits = split.unembed(hidden).reshape(-1, rows.shape[0])
         nats, _ = SplitVocabulary(vocab).nats(logits, targets.reshape(-1))
@@ -211,7 +211,7 @@ def test_an_attention_of_pieces_of_rows(method):
     positions = np.broadcast_to(order.astype(np.int32), (ROWS, SEQ))
 
     def run(module, x, positions):
-        module = eqx.tree_at(lambda m: m.core, module, ContextCore(module.core, method))
+        module = eqx.tree_at(lambda m: m.core, module, ContextAttention(module.core, method))
         return module(x, nn.Tokens(positions))[0]
 
     rows = P("replica", "context")

@@ -36,7 +36,7 @@ ContextMethod = Literal["ring", "gather", "heads"]
 CONTEXT_METHODS: tuple[str, ...] = get_args(ContextMethod)
 
 
-class ContextCore(Operation):
+class ContextAttention(Operation):
     """Attention of rows split over the mesh axis `context`; inside `shard_map` it takes the place of `inner`.
 
     Each device passes the queries, keys, values and tokens of its piece and gets its queries' outputs; pieces are in
@@ -60,7 +60,7 @@ class ContextCore(Operation):
 
     def __check_init__(self):
         if self.method not in CONTEXT_METHODS:
-            raise ValueError(f"ContextCore(method={self.method!r}): the methods are {', '.join(CONTEXT_METHODS)}.")
+            raise ValueError(f"ContextAttention(method={self.method!r}): the methods are {', '.join(CONTEXT_METHODS)}.")
         if self.method == "ring":
             loop_of(self.inner)
 
@@ -72,15 +72,15 @@ class ContextCore(Operation):
         """Attend to the keys of all devices."""
         if call.kv_tokens is not None:
             raise ValueError(
-                f"ContextCore(method={self.method!r}) was given kv_tokens of shape {call.kv_tokens.positions.shape}, "
-                "those of a cache: this core is for whole calls; wrap the model by Planned, which splits a cache's "
-                "slots."
+                f"ContextAttention(method={self.method!r}) was given kv_tokens of shape "
+                f"{call.kv_tokens.positions.shape}, those of a cache: this attention is for calls without a cache; "
+                "wrap the model by Planned, which splits a cache's slots."
             )
         if jax.lax.axis_size(CONTEXT) > 1 and CONTEXT not in varying_axes(call.tokens.positions):
             raise ValueError(
-                f"ContextCore(method={self.method!r}) was given positions that are the same on all devices of the axis "
-                f"{CONTEXT!r}, of which each has other tokens; pass a model the tokens of its piece, such as those "
-                "that a loss is called with under a plan, as model.encode(batch.ids, tokens)."
+                f"ContextAttention(method={self.method!r}) was given positions that are the same on all devices of the "
+                f"axis {CONTEXT!r}, although each device has other tokens; pass a model the tokens of its piece, such "
+                "as those that a loss is called with under a plan, as model.encode(batch.ids, tokens)."
             )
         arrays = vary((call.query, call.key, call.value, call.tokens), (CONTEXT,))
         query, key, value, tokens = arrays
@@ -107,7 +107,7 @@ class ContextCore(Operation):
 
     def _heads(self, call: AttentionCall) -> Array:
         size, heads = jax.lax.axis_size(CONTEXT), call.query.shape[-2]
-        copies = _copies(size, heads, call.key.shape[-2], "ContextCore(method='heads')")
+        copies = _copies(size, heads, call.key.shape[-2], "ContextAttention(method='heads')")
         seq, head = call.query.ndim - 3, call.query.ndim - 2
 
         def swap(x: Array) -> Array:
@@ -145,7 +145,7 @@ def zigzag_inverse(seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
 
 
 def context_order(method: str, seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
-    """The order in which `ContextCore` wants rows to be stored before they are cut into `pieces`.
+    """The order in which `ContextAttention` wants rows to be stored before they are cut into `pieces`.
 
     `zigzag` for `"ring"` and `"gather"`, reading order for `"heads"`, whose inner core sees whole rows.
     """
@@ -175,7 +175,7 @@ def check_context(
         kv_heads: Those of keys and values.
         needs: Which of `softcap` and `sinks` the core must compute.
     """
-    ContextCore(core, method)
+    ContextAttention(core, method)
     context_order(method, seq, size)
     if method == "heads":
         _copies(size, heads, kv_heads, f"check_context('heads', size={size})")
@@ -200,9 +200,9 @@ def loop_of(core: Operation) -> BlockwiseAttention:
     if (loop := blockwise_of(core)) is not None:
         return loop
     raise ValueError(
-        f"ContextCore({core}, method='ring'): the ring combines partial results by the logarithms of their sums, which "
-        "only the loop over blocks gives; take core=kernels.BlockwiseAttention(), or method='gather' or 'heads', which "
-        "run any core."
+        f"ContextAttention({core}, method='ring'): the ring combines partial results by the logarithms of their sums, "
+        "which only the loop over blocks gives; take core=kernels.BlockwiseAttention(), or method='gather' or 'heads', "
+        "which run any core."
     )
 
 
@@ -241,7 +241,7 @@ def _in_reading_order(x: Array, back: int) -> Array:
     return moved.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
 
-def row_sums(x: Float[Array, "batch seq"]) -> tuple[Float[Array, "batch"], int]:
+def sum_rows(x: Float[Array, "batch seq"]) -> tuple[Float[Array, "batch"], int]:
     """The sum over each row's tokens, wherever they are, and over how many devices the row is cut.
 
     Outside of `shard_map` these are the sums of `x`, and 1.

@@ -1,4 +1,4 @@
-"""What a pipeline does when, and which device holds which part of the model: a table, and nothing else."""
+"""A pipeline schedule: a table of work by tick and device, the placement of the model's parts, and their checks."""
 
 import dataclasses
 
@@ -11,22 +11,22 @@ IDLE = -1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """Who does what at which tick, and which parts of the model each device holds.
+    """Table of the work of each device in each tick, and placement of the model's parts on devices.
 
     The model is cut into equal parts in a row; chunk `chunk` of device `stage` is part `part_of[stage, chunk]`, and a
-    microbatch goes through the parts from device to device, see `ring_placement` and `v_placement`. In each column of
-    `part_of` stand as many parts in a row as there are devices, in any order, so that a microbatch goes once through
-    all devices for each chunk. An entry of a table is `chunk * microbatches + microbatch`, or `IDLE`. Within a tick a
-    device does its forward, then its backward, then its weight entry; what it sends arrives before the next tick.
-    Where `weight` has no entry at all, a backward gives the gradients of inputs and of weights; otherwise those of
-    inputs alone, and the weights' come with the entry of `weight`, in that tick or later. Raises a `ValueError` for
-    another placement.
+    microbatch goes through the parts from device to device, see `ring_placement` and `v_placement`. Each column of
+    `part_of` holds as many consecutive parts as there are devices, in any order, so that a microbatch visits all
+    devices once for each chunk. An entry of a table is `chunk * microbatches + microbatch`, or `IDLE`. Within a tick a
+    device does its forward, then its backward, then its weight entry; its messages arrive before the next tick. If
+    `weight` has no entry at all, a backward gives the gradients of inputs and of weights; otherwise it gives those of
+    inputs alone, and the weight gradients come with the entry of `weight`, in that tick or later. Raises a
+    `ValueError` for another placement.
     """
 
     name: str
     """Its name, in errors and pictures."""
     part_of: Int[np.ndarray, "stages chunks"]
-    """Which part of the model is each chunk of each device."""
+    """The part of the model that each chunk of each device is."""
     microbatches: int
     """The microbatches of a step."""
     forward: Int[np.ndarray, "ticks stages"]
@@ -34,7 +34,7 @@ class Schedule:
     backward: Int[np.ndarray, "ticks stages"]
     """The backward entries."""
     weight: Int[np.ndarray, "ticks stages"]
-    """The weight entries; none at all where a backward gives weights' gradients too."""
+    """The weight entries; all `IDLE` if a backward gives weight gradients too."""
 
     def __post_init__(self):
         expected = np.arange(self.parts).reshape(self.chunks, self.stages).T
@@ -47,17 +47,17 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return self.part_of.shape[0]
 
     @property
     def chunks(self) -> int:
-        """How many parts each device holds."""
+        """The number of parts that each device holds."""
         return self.part_of.shape[1]
 
     @property
     def parts(self) -> int:
-        """How many parts the model is cut into."""
+        """The number of parts that the model is cut into."""
         return self.part_of.size
 
     @property
@@ -67,12 +67,12 @@ class Schedule:
 
     @property
     def chunk_of(self) -> Int[np.ndarray, "parts"]:
-        """Which of its device's chunks each part is."""
+        """The chunk of its device that each part is."""
         return np.argsort(self.part_of, axis=None) % self.chunks
 
     @property
     def shifts(self) -> Int[np.ndarray, "_"]:
-        """How many devices up the ring the next part lies, for each part but the last: 0 is the same device.
+        """The distance in devices up the ring to the next part, for each part but the last; 0 is the same device.
 
         Activations go that far up, and gradients as far down.
         """
@@ -80,22 +80,22 @@ class Schedule:
 
     @property
     def ticks(self) -> int:
-        """How many turns the table has."""
+        """The number of ticks of the table."""
         return self.forward.shape[0]
 
     @property
     def is_split(self) -> bool:
-        """Whether the gradients of weights are computed apart from those of inputs."""
+        """Whether weight gradients are computed apart from input gradients."""
         return bool((self.weight != IDLE).any())
 
 
 def ring_placement(stages: int, chunks: int = 1) -> Int[np.ndarray, "stages chunks"]:
-    """Round the ring once a chunk: chunk c of device i is part `c * stages + i`."""
+    """Place parts round the ring once per chunk: chunk c of device i is part `c * stages + i`."""
     return np.arange(stages * chunks).reshape(chunks, stages).T
 
 
 def v_placement(stages: int) -> Int[np.ndarray, "stages 2"]:
-    """Down the devices and back: device i holds the parts i and `2 * stages - 1 - i`, the first also the last."""
+    """Place parts down the devices and back: device i holds `i` and `2 * stages - 1 - i`, the first also the last."""
     down = np.arange(stages)
     return np.stack([down, 2 * stages - 1 - down], axis=1)
 
@@ -108,35 +108,37 @@ def check_counts(call: str, stages: int, microbatches: int, chunks: int = 1) -> 
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Refuse a table that leaves work out, does it twice, or has it before its input is there.
+    """Raise a `ValueError` for a table that leaves work out, repeats it, or does it before its input exists.
 
     The rules: on every stage each (microbatch, chunk) has one forward and one backward, and one weight entry if the
     schedule is split. A part's forward comes in a later tick than the forward of the part before it, its backward in
     a later tick than the backward of the part after it. The last part's backward may share the tick of its forward,
-    a weight entry that of its backward. The ValueError names tick, stage, microbatch, chunk and rule.
+    a weight entry that of its backward. The error names tick, stage, microbatch, chunk and rule.
     """
-    checked_ticks(schedule)
+    entry_ticks(schedule)
 
 
-def checked_ticks(schedule: Schedule) -> tuple[Int[np.ndarray, "parts microbatches"], ...]:
-    """When each part of the model has its forward, backward and weight entry, of a schedule that obeys the rules.
+def entry_ticks(schedule: Schedule) -> tuple[Int[np.ndarray, "parts microbatches"], ...]:
+    """Return the ticks of each part's forward, backward and weight entries, after checking the schedule.
 
-    The weight entries of a schedule that is not split are its backward ones.
+    The weight entries of a schedule that is not split are its backward entries. Raises as `check_schedule`.
     """
-    forward, backward = _ticks(schedule, "forward"), _ticks(schedule, "backward")
-    _in_order(schedule, forward[1:], forward[:-1], "forward", "forward of the part before it", first=1)
-    _in_order(schedule, backward[:-1], backward[1:], "backward", "backward of the part after it")
-    last = len(forward) - 1
-    _in_order(schedule, backward[-1:], forward[-1:], "backward", "forward of the last part", first=last, same=True)
+    forward, backward = _find_ticks(schedule, "forward"), _find_ticks(schedule, "backward")
+    _check_order(schedule, forward[1:], forward[:-1], "forward", "forward of the part before it", first_part=1)
+    _check_order(schedule, backward[:-1], backward[1:], "backward", "backward of the part after it")
+    last_part = len(forward) - 1
+    _check_order(
+        schedule, backward[-1:], forward[-1:], "backward", "forward of the last part", last_part, may_share_tick=True
+    )
     if not schedule.is_split:
         return forward, backward, backward
-    weight = _ticks(schedule, "weight")
-    _in_order(schedule, weight, backward, "weight entry", "backward of its part", same=True)
+    weight = _find_ticks(schedule, "weight")
+    _check_order(schedule, weight, backward, "weight entry", "backward of its part", may_share_tick=True)
     return forward, backward, weight
 
 
-def _ticks(schedule: Schedule, kind: str) -> Int[np.ndarray, "parts microbatches"]:
-    """The tick at which each part of the model does this for each microbatch."""
+def _find_ticks(schedule: Schedule, kind: str) -> Int[np.ndarray, "parts microbatches"]:
+    """Return the tick of each part's entry of one kind, for each microbatch."""
     table = getattr(schedule, kind)
     entries, shape = schedule.chunks * schedule.microbatches, (schedule.ticks, schedule.stages)
     if table.shape != shape:
@@ -149,44 +151,44 @@ def _ticks(schedule: Schedule, kind: str) -> Int[np.ndarray, "parts microbatches
             f"Schedule {schedule.name!r}: the table {kind!r} has entry {table[tick, stage]} at tick {tick}, stage "
             f"{stage}, but the rule is chunk * microbatches + microbatch, 0 to {entries - 1}, or IDLE; correct it."
         )
-    found = np.full((schedule.parts, schedule.microbatches), IDLE)
+    ticks = np.full((schedule.parts, schedule.microbatches), IDLE)
     for tick, stage in np.argwhere(table != IDLE).tolist():
         chunk, microbatch = divmod(int(table[tick, stage]), schedule.microbatches)
         part = int(schedule.part_of[stage, chunk])
-        if (before := found[part, microbatch]) != IDLE:
-            rule = f"one {kind}, but it already had one at tick {before}; take one of them out."
-            raise ValueError(_complaint(schedule, tick, part, microbatch, rule))
-        found[part, microbatch] = tick
-    for part, microbatch in np.argwhere(found == IDLE).tolist():
+        if (earlier := ticks[part, microbatch]) != IDLE:
+            rule = f"one {kind}, but it already had one at tick {earlier}; take one of them out."
+            raise ValueError(_error_message(schedule, tick, part, microbatch, rule))
+        ticks[part, microbatch] = tick
+    for part, microbatch in np.argwhere(ticks == IDLE).tolist():
         rule = f"one {kind}, but it has none at any tick; put one in" + (
             " (either every backward has its weight entry, or none)." if kind == "weight" else "."
         )
-        raise ValueError(_complaint(schedule, "none", part, microbatch, rule))
-    return found
+        raise ValueError(_error_message(schedule, "none", part, microbatch, rule))
+    return ticks
 
 
-def _in_order(
+def _check_order(
     schedule: Schedule,
-    later: Int[np.ndarray, "parts microbatches"],
-    earlier: Int[np.ndarray, "parts microbatches"],
+    ticks: Int[np.ndarray, "parts microbatches"],
+    input_ticks: Int[np.ndarray, "parts microbatches"],
     kind: str,
-    needs: str,
+    input_name: str,
+    first_part: int = 0,
     *,
-    first: int = 0,
-    same: bool = False,
+    may_share_tick: bool = False,
 ) -> None:
-    """For parts from `first` on, refuse what is not later than its input (in the `same` tick, if that is allowed)."""
-    soonest = earlier + (not same)
-    for row, microbatch in np.argwhere(later < soonest).tolist():
-        tick = int(later[row, microbatch])
+    """Raise for entries, of the parts from `first_part`, that are not in a later tick than their input."""
+    earliest = input_ticks + (not may_share_tick)
+    for row, microbatch in np.argwhere(ticks < earliest).tolist():
+        tick = int(ticks[row, microbatch])
         rule = (
-            f"its {kind} {'no earlier' if same else 'later'} than the {needs}, but that has tick "
-            f"{earlier[row, microbatch]}; move the {kind} to tick {soonest[row, microbatch]} or after."
+            f"its {kind} {'no earlier' if may_share_tick else 'later'} than the {input_name}, but that has tick "
+            f"{input_ticks[row, microbatch]}; move the {kind} to tick {earliest[row, microbatch]} or after."
         )
-        raise ValueError(_complaint(schedule, tick, first + row, microbatch, rule))
+        raise ValueError(_error_message(schedule, tick, first_part + row, microbatch, rule))
 
 
-def _complaint(schedule: Schedule, tick: int | str, part: int, microbatch: int, rule: str) -> str:
+def _error_message(schedule: Schedule, tick: int | str, part: int, microbatch: int, rule: str) -> str:
     chunk, stage = schedule.chunk_of[part], schedule.stage_of[part]
     return (
         f"Schedule {schedule.name!r}: the tables are wrong at tick {tick}, stage {stage}, microbatch {microbatch}, "

@@ -1,12 +1,12 @@
-"""The schedules of pipelines: GPipe, 1F1B, interleaved, looping and zero-bubble.
+"""Pipeline schedules: GPipe, 1F1B, interleaved, looping, zero-bubble (ZB-H1, ZB-V) and DualPipeV.
 
-In the formulas p is the number of stages (devices), m of microbatches, v of chunks a device, i a stage from 0; F, B
+In the formulas p is the number of stages (devices), m of microbatches, v of chunks per device, i a stage from 0; F, B
 and W are the times of a whole device's forward, backward to its input, and backward to its weights, of a microbatch.
-A bubble is the time that a device is idle.
+The bubble is the time that a device is idle.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import cast, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -14,57 +14,142 @@ from jaxtyping import Int
 from ._schedule import check_counts, check_schedule, IDLE, ring_placement, Schedule, v_placement
 
 
-def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards (Huang et al. 2018).
+WORK_KINDS = ("forward", "backward", "weight")
+Work = tuple[str, int, int]
+"""One entry of a schedule: the kind of work, the microbatch and the chunk."""
+WorkOrder = Sequence[Work | tuple[Work, ...]]
+"""A device's entries in order; the entries of an inner tuple share a tick."""
 
-    Bubble (p-1)(F+B+W), `2(m+p-1)` ticks; every device remembers m microbatches.
+
+def pack_schedule(
+    name: str,
+    orders: Sequence[WorkOrder],
+    *,
+    microbatches: int,
+    part_of: Int[np.ndarray, "stages chunks"] | None = None,
+) -> Schedule:
+    """Build the table in which each device works through its order, one entry a tick, as early as inputs arrive.
+
+    `orders[stage]` lists `(kind, microbatch, chunk)` with the kinds "forward", "backward" and "weight"; either every
+    backward has its weight entry, or none. A tuple of entries of different kinds shares a tick. `part_of` is the
+    schedule's placement, by default `ring_placement` of one chunk. Raises a ValueError for an unknown kind, and for
+    devices that wait for each other forever. `simulate` checks that the orders are complete; this function does not.
+    """
+    part_of = ring_placement(len(orders)) if part_of is None else part_of
+    groups = [[_as_group(entry) for entry in order] for order in orders]
+    used_kinds = {kind for order in groups for group in order for kind, _, _ in group}
+    for kind in used_kinds - {*WORK_KINDS}:
+        raise ValueError(
+            f"pack_schedule: the kinds of work are {', '.join(WORK_KINDS)}, but the orders of {name!r} have {kind!r}; "
+            f"use one of these."
+        )
+    done: dict[Work, None] = {}
+    rows, positions = [], [0] * len(groups)
+    while any(position < len(order) for position, order in zip(positions, groups)):
+        row, finished = np.full((len(WORK_KINDS), len(groups)), IDLE), []
+        for stage, order in enumerate(groups):
+            if positions[stage] == len(order):
+                continue
+            group = order[positions[stage]]
+            part_work = [(kind, microbatch, int(part_of[stage, chunk])) for kind, microbatch, chunk in group]
+            inputs = {_input_work(*work, part_of.size) for work in part_work} - {None, *part_work}
+            if all(work in done for work in inputs):
+                for kind, microbatch, chunk in group:
+                    row[WORK_KINDS.index(kind), stage] = chunk * microbatches + microbatch
+                finished += part_work
+                positions[stage] += 1
+        if not finished:
+            raise ValueError(_deadlock_message(name, groups, positions))
+        done |= dict.fromkeys(finished)  # A message arrives before the next tick, not within the tick that sends it.
+        rows.append(row)
+    forward, backward, weight = np.stack(rows, axis=1)
+    return Schedule(name, part_of, microbatches, forward, backward, weight)
+
+
+def _as_group(entry: Work | tuple[Work, ...]) -> tuple[Work, ...]:
+    """Return the entries that share a tick as a tuple, also where there is a single entry."""
+    return (cast(Work, entry),) if isinstance(entry[0], str) else cast(tuple[Work, ...], entry)
+
+
+def _input_work(kind: str, microbatch: int, part: int, parts: int) -> Work | None:
+    """Return the work, with the model's part in place of the chunk, whose result is the input of this work."""
+    if kind == "forward":
+        return ("forward", microbatch, part - 1) if part > 0 else None
+    if kind == "backward":
+        return ("backward", microbatch, part + 1) if part < parts - 1 else ("forward", microbatch, part)
+    return ("backward", microbatch, part)
+
+
+def _deadlock_message(name: str, orders: Sequence[Sequence[tuple[Work, ...]]], positions: list[int]) -> str:
+    waiting = [
+        "stage {} at the {} of microbatch {}, chunk {}".format(stage, *order[position][0])
+        for stage, (order, position) in enumerate(zip(orders, positions))
+        if position < len(order)
+    ]
+    return (
+        f"pack_schedule: in the orders of {name!r}, nothing can go on: {'; '.join(waiting)} all wait for an input that "
+        f"comes later or never; put the work that gives an input before the work that needs it."
+    )
+
+
+# Schedules over a ring of devices.
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """Make GPipe's schedule: all forwards, then all backwards (Huang et al. 2018).
+
+    Bubble (p-1)(F+B+W), `2(m+p-1)` ticks; every device holds the inputs of m microbatches.
     """
     check_counts("gpipe", stages, microbatches)
-    return _in_waves("gpipe", stages, microbatches, chunks=1, group=microbatches, phases=2)
+    return _wave_schedule("gpipe", stages, microbatches, chunks=1, group_size=microbatches, phases=2)
 
 
 def one_f_one_b(stages: int, microbatches: int, *, fused: bool = True) -> Schedule:
-    """One forward, one backward in turn, as soon as there is something to go back with (Narayanan et al. 2020).
+    """Make 1F1B: forwards and backwards alternate once the first backward can run (Narayanan et al. 2020).
 
     Bubble (p-1)(F+B+W). *Fused*, a tick holds a forward and a backward of different microbatches: `m+2(p-1)` ticks,
-    the bubble holds for devices in lock-step whatever B/F is, and device i remembers `min(m, 2(p-1-i)+1)`
+    the bubble holds for devices in lock-step for any B/F, and device i holds the inputs of `min(m, 2(p-1-i)+1)`
     microbatches. Otherwise a tick holds one entry, the bubble is that of devices that do not wait for each other's
-    ticks, and device i remembers `min(m, p-i)`.
+    ticks, and device i holds `min(m, p-i)`.
     """
     check_counts("one_f_one_b", stages, microbatches)
     if fused:
-        return _in_waves("1f1b", stages, microbatches, chunks=1, group=microbatches, phases=1)
+        return _wave_schedule("1f1b", stages, microbatches, chunks=1, group_size=microbatches, phases=1)
     warm_up = [stages - 1 - stage for stage in range(stages)]
-    return _alternating("1f1b", stages, microbatches, chunks=1, group=microbatches, warm_up=warm_up)
+    return _alternating_schedule(
+        "1f1b", stages, microbatches, chunks=1, group_size=microbatches, warm_up_forwards=warm_up
+    )
 
 
 def interleaved(stages: int, microbatches: int, chunks: int, *, fused: bool = True) -> Schedule:
-    """1F1B over several chunks a device, in groups of p microbatches (Narayanan et al. 2021, Megatron-LM).
+    """Make 1F1B over several chunks per device, in groups of p microbatches (Narayanan et al. 2021, Megatron-LM).
 
-    Bubble (p-1)(F+B+W)/v; device i remembers `min(mv, 2(p-1-i)+(v-1)p+1)` chunks' inputs, each 1/v of a device's.
-    *Fused*, a tick holds a forward and a backward: `mv+(v+1)p-2` ticks, the bubble in lock-step whatever B/F is.
-    Otherwise a tick holds one entry, and the bubble is that of devices that do not wait for each other's ticks; what
-    is remembered is the same. Microbatches must be a multiple of stages.
+    Bubble (p-1)(F+B+W)/v; device i holds `min(mv, 2(p-1-i)+(v-1)p+1)` chunks' inputs, each 1/v of a device's.
+    *Fused*, a tick holds a forward and a backward: `mv+(v+1)p-2` ticks, and the bubble holds in lock-step for any B/F.
+    Otherwise a tick holds one entry, and the bubble is that of devices that do not wait for each other's ticks; the
+    inputs held are the same. Microbatches must be a multiple of stages.
     """
     check_counts("interleaved", stages, microbatches, chunks)
     if microbatches % stages:
-        below = microbatches - microbatches % stages
+        lower = microbatches - microbatches % stages
         raise ValueError(
             f"interleaved: microbatches go round in groups of `stages`, but microbatches={microbatches} is not a "
-            f"multiple of stages={stages}; take {f'{below} or ' if below else ''}{below + stages} microbatches."
+            f"multiple of stages={stages}; take {f'{lower} or ' if lower else ''}{lower + stages} microbatches."
         )
     if fused:
-        return _in_waves("interleaved", stages, microbatches, chunks=chunks, group=stages, phases=1)
+        return _wave_schedule("interleaved", stages, microbatches, chunks=chunks, group_size=stages, phases=1)
     warm_up = [2 * (stages - 1 - stage) + (chunks - 1) * stages for stage in range(stages)]
-    return _alternating("interleaved", stages, microbatches, chunks=chunks, group=stages, warm_up=warm_up)
+    return _alternating_schedule(
+        "interleaved", stages, microbatches, chunks=chunks, group_size=stages, warm_up_forwards=warm_up
+    )
 
 
 def looping(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """Breadth first: every microbatch through a chunk before the next chunk begins (Lamy-Poirier 2022).
+    """Make the breadth-first schedule: every microbatch runs a chunk before the next chunk begins (Lamy-Poirier 2022).
 
-    Bubble (p-1)(F+B+W)/v, `2(mv+p-1)` ticks; every device remembers the inputs of all mv chunks of microbatches. A
-    chunk's parameters are needed for one stretch of time forwards and one backwards, so that sharded ones are gathered
-    and their gradients reduced once a step. Needs m >= p, or a microbatch would come round before its turn.
+    Bubble (p-1)(F+B+W)/v, `2(mv+p-1)` ticks; every device holds the inputs of all mv pairs of microbatch and chunk. A
+    chunk's parameters are needed for one interval of forwards and one of backwards, so sharded parameters are gathered
+    and their gradients reduced once a step. Needs m >= p, or a microbatch would return before its turn.
     """
     check_counts("looping", stages, microbatches, chunks)
     if microbatches < stages:
@@ -73,19 +158,19 @@ def looping(stages: int, microbatches: int, chunks: int) -> Schedule:
             f"microbatches >= stages, but microbatches={microbatches} and stages={stages}; take at least {stages} "
             f"microbatches."
         )
-    return _in_waves("looping", stages, microbatches, chunks=chunks, group=microbatches, phases=2)
+    return _wave_schedule("looping", stages, microbatches, chunks=chunks, group_size=microbatches, phases=2)
 
 
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
-    """1F1B with the weights' gradients split off to fill the bubble: ZB-H1 (Qi et al. 2023).
+    """Make ZB-H1: 1F1B with weight gradients split off to fill the bubble (Qi et al. 2023).
 
     With m >= p the bubble is (p-1) max(F, B, F+B-W), of devices that do not wait for each other's ticks: the paper's
-    (p-1)(F+B-W) where W is no more than F or B. Device i lags i microbatches behind with the weights: it remembers
-    p-i microbatches before their backward and i more before their weight entry, p in all. One entry a tick,
-    `3m+p-1` ticks. Fewer microbatches run too, with a larger bubble.
+    (p-1)(F+B-W) if W is at most F or B. Device i computes weight gradients i microbatches late: it holds p-i
+    microbatches before their backward and i more before their weight entry, p in all. One entry a tick, `3m+p-1`
+    ticks. Fewer microbatches run too, with a larger bubble.
     """
     check_counts("zero_bubble", stages, microbatches)
-    orders: list[Turns] = []
+    orders: list[WorkOrder] = []
     for stage in range(stages):
         warm_up, order = min(stages - 1 - stage, microbatches), list[Work]()
         order += [("forward", k, 0) for k in range(warm_up)]
@@ -98,258 +183,201 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     return pack_schedule("zb-h1", orders, microbatches=microbatches)
 
 
-Maker = Callable[[int, int], Schedule]  # of stages and microbatches
+def _chunk_order(microbatches: int, chunks: int, group_size: int, *, backward: bool) -> list[tuple[int, int]]:
+    """Return a device's (microbatch, chunk) pairs in order: a group of microbatches runs all chunks, then the next."""
+    chunk_numbers = range(chunks)[::-1] if backward else range(chunks)
+    starts = range(0, microbatches, group_size)
+    return [(start + k, chunk) for start in starts for chunk in chunk_numbers for k in range(group_size)]
+
+
+def _wave_schedule(name: str, stages: int, microbatches: int, *, chunks: int, group_size: int, phases: int) -> Schedule:
+    """Run forwards down the devices one tick apart and backwards up, together (one phase) or in turn (two phases).
+
+    In one phase, the first backward is in the tick of the last part's first forward.
+    """
+    length = microbatches * chunks
+    first_backward = stages * chunks - 1 if phases == 1 else length + stages - 1
+    ticks = first_backward + length + stages - 1
+
+    def make_table(start: int, delays: np.ndarray, *, backward: bool) -> Int[np.ndarray, "ticks stages"]:
+        order = _chunk_order(microbatches, chunks, group_size, backward=backward)
+        column = [chunk * microbatches + k for k, chunk in order]
+        table = np.full((ticks, stages), IDLE)
+        for stage, delay in enumerate(delays):
+            table[start + delay : start + delay + length, stage] = column
+        return table
+
+    forward = make_table(0, np.arange(stages), backward=False)
+    backward = make_table(first_backward, np.arange(stages)[::-1], backward=True)
+    placement = ring_placement(stages, chunks)
+    return Schedule(name, placement, microbatches, forward, backward, np.full_like(forward, IDLE))
+
+
+def _alternating_schedule(
+    name: str, stages: int, microbatches: int, *, chunks: int, group_size: int, warm_up_forwards: list[int]
+) -> Schedule:
+    """Run `warm_up_forwards[i]` forwards on device i, then forwards and backwards in turn, then the last backwards."""
+    forwards: list[Work] = [
+        ("forward", k, c) for k, c in _chunk_order(microbatches, chunks, group_size, backward=False)
+    ]
+    backwards: list[Work] = [
+        ("backward", k, c) for k, c in _chunk_order(microbatches, chunks, group_size, backward=True)
+    ]
+    orders: list[WorkOrder] = []
+    for warm_up in warm_up_forwards:
+        order = forwards[:warm_up]
+        for k, backward in enumerate(backwards):
+            order += [*forwards[warm_up + k : warm_up + k + 1], backward]
+        orders.append(order)
+    return pack_schedule(name, orders, microbatches=microbatches, part_of=ring_placement(stages, chunks))
+
+
+# Schedules over a V: device i holds the parts i and 2p-1-i, so the first device embeds and computes the loss. An entry
+# of one of its two chunks takes half of the times F, B and W.
+
+# The work on a device's chunks: 0 on the way down the devices, 1 on the way back.
+F0, F1 = ("forward", 0), ("forward", 1)
+B0, B1 = ("backward", 0), ("backward", 1)
+W0, W1 = ("weight", 0), ("weight", 1)
+ChunkWork = tuple[str, int]
+
+
+def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
+    """Make ZB-V, zero-bubble over a V (Qi et al. 2023, section 6), called V-ZB in Qi et al. 2024 (arXiv:2405.15362).
+
+    With m >= 2p-1 and W <= F <= B the bubble is (p-1) max(B, 2(B-W)) / 2, of devices that do not wait for each other's
+    ticks. With F = B = W that is half of `zero_bubble`'s, and all of it because device i has nothing to begin with
+    before entry i. A device holds inputs of p microbatches, as in 1F1B, those that wait for their weight entry
+    included. One entry a tick, `6m+p-1` ticks. Fewer microbatches run too, with a larger bubble.
+    """
+    check_counts("zero_bubble_v", stages, microbatches)
+    orders = []
+    for stage in range(stages):
+        device, enough = _DeviceOrder(microbatches), max(microbatches, 2 * stages - 1)
+        device.append(F0, times=2 * (stages - stage) - 1)
+        device.append(F1, F0, times=stage)
+        device.append(F1, B1, W1, times=stages - stage)
+        while device.counts[F1] < enough:
+            device.append(*[F0] * (device.counts[F0] < enough), B0, W0, F1, B1, W1)
+        device.append(B0, B1, times=stage)
+        device.append(B0, W0, times=stages - stage)
+        for backward, weight in ((B1, W1), (B0, W0)):
+            device.append(weight, times=device.counts[backward] - device.counts[weight])
+        orders.append(device.order)
+    return pack_schedule("zb-v", orders, microbatches=microbatches, part_of=v_placement(stages))
+
+
+def dualpipe_v(stages: int, microbatches: int) -> Schedule:
+    """Make DualPipeV, DualPipe cut in half (DeepSeek's DualPipe, 2025, after Qi et al.'s "cut-in-half").
+
+    A forward of one chunk and a whole backward of the other, of different microbatches, share a tick. With m >= 2p,
+    devices in lock-step are therefore idle for a time that does not grow with m, for any F, B and W; take this schedule
+    if these times differ. The published bubble, of devices that do not wait for each other's ticks, is (p-1)(F+2B-W) /
+    2; here it is less, as a backward's message leaves before its weight gradients are computed. A device holds inputs
+    of `p + 1/2` microbatches, and what i+1 chunks need for their weight gradients, half as much as in
+    `zero_bubble_v`. `2m+5p-2` ticks. Fewer microbatches run too, with a larger bubble.
+    """
+    check_counts("dualpipe_v", stages, microbatches)
+    orders = []
+    for stage in range(stages):
+        device, later_stages = _DeviceOrder(microbatches), stages - 1 - stage
+        device.append(F0, times=2 * later_stages)
+        device.append(F0, F1, times=stage + 1)
+        device.append(B1, W1, F1, times=later_stages)
+        # The last device has the same microbatch in both chunks at first, and cannot do both in one tick.
+        device.append(*((F0, (B1, W1)) if later_stages == 0 else [(F0, B1, W1)]), (F1, B0, W0))
+        device.append((F0, B1, W1), (F1, B0, W0), times=max(microbatches, 2 * stages) - 2 * stages + stage)
+        device.append((B1, W1), (F1, B0, W0), times=later_stages)
+        # Half of its last backwards defer their weight gradients to when the device would wait for others' messages.
+        last = [B1, B0] * (stage + 1)
+        with_weights = [(B1, W1) if backward == B1 else (B0, W0) for backward in last[: stage + 1]]
+        device.append(*with_weights, *last[stage + 1 :])
+        deferred = [W1 if backward == B1 else W0 for backward in last[stage + 1 :]] + [W0] * later_stages
+        for weight in deferred[:later_stages]:
+            device.append(weight, B0)
+        device.append(*deferred[later_stages:])
+        orders.append(device.order)
+    return pack_schedule("dualpipe-v", orders, microbatches=microbatches, part_of=v_placement(stages))
+
+
+class _DeviceOrder:
+    """A device's work in order; `append` numbers the microbatches of each kind of work, below `microbatches`."""
+
+    def __init__(self, microbatches: int):
+        self.microbatches, self.order = microbatches, list[tuple[Work, ...]]()
+        self.counts = dict.fromkeys((F0, F1, B0, B1, W0, W1), 0)
+
+    def append(self, *groups: ChunkWork | tuple[ChunkWork, ...], times: int = 1) -> None:
+        """Append work `times` times, one group after the other; the entries of a tuple share a tick."""
+        for group in groups * times:
+            entries = cast(tuple[ChunkWork, ...], group if isinstance(group[0], tuple) else (group,))
+            numbered = [(kind, self.counts[kind, chunk], chunk) for kind, chunk in entries]
+            for entry in entries:
+                self.counts[entry] += 1
+            if existing := tuple(work for work in numbered if work[1] < self.microbatches):
+                self.order.append(existing)
+
+
+# Schedules by name.
+
+Maker = Callable[[int, int], Schedule]
+"""A function of stages and microbatches."""
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "looping", "zb-h1", "zb-v", "dualpipe-v"]
 
 
-class Kind(NamedTuple):
-    """A schedule that goes by a name: what makes it, and how many chunks a device has, None for any number."""
+class NamedSchedule(NamedTuple):
+    """A schedule with a name: its function, and the number of chunks per device, None for any number."""
 
     make: Callable[..., Schedule]
     chunks: int | None = 1
 
 
-SCHEDULES: Mapping[str, Kind] = {
-    "gpipe": Kind(gpipe),
-    "1f1b": Kind(one_f_one_b),
-    "interleaved": Kind(interleaved, chunks=None),
-    "looping": Kind(looping, chunks=None),
-    "zb-h1": Kind(zero_bubble),
-    "zb-v": Kind(zero_bubble_v, chunks=2),
-    "dualpipe-v": Kind(dualpipe_v, chunks=2),
+SCHEDULES: Mapping[str, NamedSchedule] = {
+    "gpipe": NamedSchedule(gpipe),
+    "1f1b": NamedSchedule(one_f_one_b),
+    "interleaved": NamedSchedule(interleaved, chunks=None),
+    "looping": NamedSchedule(looping, chunks=None),
+    "zb-h1": NamedSchedule(zero_bubble),
+    "zb-v": NamedSchedule(zero_bubble_v, chunks=2),
+    "dualpipe-v": NamedSchedule(dualpipe_v, chunks=2),
 }
 
 
 def make_schedule(name: str | Maker | Schedule, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule of that name in `SCHEDULES`, what a function of stages and microbatches makes, or a table as it is.
+    """Return the schedule of that name in `SCHEDULES`, the result of a function, or a given table.
 
-    `chunks` is for names alone. Raises a ValueError that says which of the schedule's rules the counts break.
+    A function is called with stages and microbatches. `chunks` is for names alone. Raises a ValueError that says which
+    of the schedule's rules the counts break.
     """
     if not isinstance(name, str):
-        return _own_schedule(name, stages, microbatches, chunks)
+        return _check_custom(name, stages, microbatches, chunks)
     if name not in SCHEDULES:
         raise ValueError(f"make_schedule: there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}.")
     kind = SCHEDULES[name]
     if kind.chunks is None:
         return kind.make(stages, microbatches, chunks)
     if chunks != kind.chunks:
-        others = [other for other, each in SCHEDULES.items() if each.chunks in (None, chunks)]
+        alternatives = [other for other, schedule in SCHEDULES.items() if schedule.chunks in (None, chunks)]
         raise ValueError(
             f"make_schedule: {name} has {'one chunk' if kind.chunks == 1 else f'{kind.chunks} chunks'} a stage, but "
-            f"chunks={chunks} was given; give chunks={kind.chunks}, or choose {' or '.join(others)}."
+            f"chunks={chunks} was given; give chunks={kind.chunks}, or choose {' or '.join(alternatives)}."
         )
     return kind.make(stages, microbatches)
 
 
-def _own_schedule(given: Maker | Schedule, stages: int, microbatches: int, chunks: int) -> Schedule:
+def _check_custom(schedule: Maker | Schedule, stages: int, microbatches: int, chunks: int) -> Schedule:
+    """Return a user's own schedule, made if it is a function, after checking it."""
     if chunks != 1:
         raise ValueError(
             f"make_schedule: a schedule of one's own says itself how many chunks a stage has, but chunks={chunks} was "
             f"given; leave chunks at 1."
         )
-    schedule = given if isinstance(given, Schedule) else given(stages, microbatches)
-    if (schedule.stages, schedule.microbatches) != (stages, microbatches):
+    table = schedule if isinstance(schedule, Schedule) else schedule(stages, microbatches)
+    if (table.stages, table.microbatches) != (stages, microbatches):
         raise ValueError(
-            f"make_schedule: the table {schedule.name!r} is for stages={schedule.stages} and "
-            f"microbatches={schedule.microbatches}, but stages={stages} and microbatches={microbatches} were asked "
+            f"make_schedule: the table {table.name!r} is for stages={table.stages} and "
+            f"microbatches={table.microbatches}, but stages={stages} and microbatches={microbatches} were asked "
             f"for; make it for these, or give a function of both."
         )
-    check_schedule(schedule)
-    return schedule
-
-
-def _wave(microbatches: int, chunks: int, group: int, *, back: bool) -> list[tuple[int, int]]:
-    """(microbatch, chunk) in a device's order: each group of microbatches through all chunks, then the next group."""
-    order = range(chunks)[::-1] if back else range(chunks)
-    starts = range(0, microbatches, group)
-    return [(start + k, chunk) for start in starts for chunk in order for k in range(group)]
-
-
-def _in_waves(name: str, stages: int, microbatches: int, *, chunks: int, group: int, phases: int) -> Schedule:
-    """Forwards run down the devices one tick apart, backwards up; in one phase both at once, or one after the other.
-
-    In one phase, the first backward has the tick in which the last part does its first forward.
-    """
-    length = microbatches * chunks
-    first_back = stages * chunks - 1 if phases == 1 else length + stages - 1
-    ticks = first_back + length + stages - 1
-
-    def table(start: int, delays: np.ndarray, *, back: bool) -> Int[np.ndarray, "ticks stages"]:
-        wave = [c * microbatches + k for k, c in _wave(microbatches, chunks, group, back=back)]
-        filled = np.full((ticks, stages), IDLE)
-        for stage, delay in enumerate(delays):
-            filled[start + delay : start + delay + length, stage] = wave
-        return filled
-
-    forward = table(0, np.arange(stages), back=False)
-    backward = table(first_back, np.arange(stages)[::-1], back=True)
-    placement = ring_placement(stages, chunks)
-    return Schedule(name, placement, microbatches, forward, backward, np.full_like(forward, IDLE))
-
-
-def _alternating(name: str, stages: int, microbatches: int, *, chunks: int, group: int, warm_up: list[int]) -> Schedule:
-    """`warm_up[i]` forwards on device i, then a forward and a backward in turn, then the backwards left."""
-    forwards: list[Work] = [("forward", k, c) for k, c in _wave(microbatches, chunks, group, back=False)]
-    backwards: list[Work] = [("backward", k, c) for k, c in _wave(microbatches, chunks, group, back=True)]
-    orders: list[Turns] = []
-    for ahead in warm_up:
-        order = forwards[:ahead]
-        for k, backward in enumerate(backwards):
-            order += [*forwards[ahead + k : ahead + k + 1], backward]
-        orders.append(order)
-    return pack_schedule(name, orders, microbatches=microbatches, part_of=ring_placement(stages, chunks))
-
-
-KINDS = ("forward", "backward", "weight")
-Work = tuple[str, int, int]  # what is done, of which microbatch, by which chunk
-Turns = Sequence[Work | tuple[Work, ...]]  # a device's work in order; what stands together shares a tick
-
-
-def pack_schedule(
-    name: str,
-    orders: Sequence[Turns],
-    *,
-    microbatches: int,
-    part_of: Int[np.ndarray, "stages chunks"] | None = None,
-) -> Schedule:
-    """The table in which each device works through its order, one entry a tick, as early as its inputs are there.
-
-    `orders[stage]` lists `(kind, microbatch, chunk)` with the kinds "forward", "backward" and "weight"; either every
-    backward has its weight entry, or none. A tuple of these, of different kinds, shares a tick. `part_of` is the
-    schedule's placement, by default `ring_placement` of one chunk. A ValueError names a kind that there is not, or
-    says where the devices wait for each other for ever. That the orders are complete is checked by `simulate`, not
-    here.
-    """
-    part_of = ring_placement(len(orders)) if part_of is None else part_of
-    turns = [[_together(turn) for turn in order] for order in orders]
-    for kind in {kind for order in turns for turn in order for kind, _, _ in turn} - {*KINDS}:
-        raise ValueError(
-            f"pack_schedule: the kinds of work are {', '.join(KINDS)}, but the orders of {name!r} have {kind!r}; "
-            f"use those."
-        )
-    done: dict[Work, None] = {}
-    rows, position = [], [0] * len(turns)
-    while any(at < len(order) for at, order in zip(position, turns)):
-        row, finished = np.full((len(KINDS), len(turns)), IDLE), []
-        for stage, order in enumerate(turns):
-            if position[stage] == len(order):
-                continue
-            work = [(kind, k, int(part_of[stage, chunk])) for kind, k, chunk in order[position[stage]]]
-            needed = {_needed(*each, part_of.size) for each in work} - {None, *work}
-            if all(each in done for each in needed):
-                for kind, microbatch, chunk in order[position[stage]]:
-                    row[KINDS.index(kind), stage] = chunk * microbatches + microbatch
-                finished += work
-                position[stage] += 1
-        if not finished:
-            raise ValueError(_deadlock(name, turns, position))
-        done |= dict.fromkeys(finished)  # what is sent arrives before the next tick, not within this one
-        rows.append(row)
-    forward, backward, weight = np.stack(rows, axis=1)
-    return Schedule(name, part_of, microbatches, forward, backward, weight)
-
-
-def _together(turn: Work | tuple[Work, ...]) -> tuple[Work, ...]:
-    return (turn,) if isinstance(turn[0], str) else turn  # type: ignore[return-value]
-
-
-def _needed(kind: str, microbatch: int, part: int, parts: int) -> Work | None:
-    """Which work, of which part of the model, gives the input of this one."""
-    if kind == "forward":
-        return ("forward", microbatch, part - 1) if part > 0 else None
-    if kind == "backward":
-        return ("backward", microbatch, part + 1) if part < parts - 1 else ("forward", microbatch, part)
-    return ("backward", microbatch, part)
-
-
-def _deadlock(name: str, orders: Sequence[Sequence[tuple[Work, ...]]], position: list[int]) -> str:
-    waiting = [
-        "stage {} at the {} of microbatch {}, chunk {}".format(stage, *order[at][0])
-        for stage, (order, at) in enumerate(zip(orders, position))
-        if at < len(order)
-    ]
-    return (
-        f"pack_schedule: in the orders of {name!r}, nothing can go on: {'; '.join(waiting)} all wait for an input that "
-        f"comes later or never; put the work that gives an input before the work that needs it."
-    )
-
-
-# The work on a device's chunks: 0 on the way down the devices, 1 on the way back.
-F0, F1 = ("forward", 0), ("forward", 1)
-B0, B1 = ("backward", 0), ("backward", 1)
-W0, W1 = ("weight", 0), ("weight", 1)
-
-
-def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
-    """Zero-bubble over a V: ZB-V (Qi et al. 2023, section 6), called V-ZB in Qi et al. 2024 (arXiv:2405.15362).
-
-    With m >= 2p-1 and W <= F <= B the bubble is (p-1) max(B, 2(B-W)) / 2, of devices that do not wait for each other's
-    ticks. With F = B = W that is half of `zero_bubble`'s, and all of it because device i has nothing to begin with
-    before entry i. A device remembers inputs of p microbatches, as in 1F1B, those that wait for their weight entry
-    counted too. One entry a tick, `6m+p-1` ticks. Fewer microbatches run too, with a larger bubble.
-    """
-    check_counts("zero_bubble_v", stages, microbatches)
-    orders = []
-    for stage in range(stages):
-        device, enough = _Device(microbatches), max(microbatches, 2 * stages - 1)
-        device.does(F0, times=2 * (stages - stage) - 1)
-        device.does(F1, F0, times=stage)
-        device.does(F1, B1, W1, times=stages - stage)
-        while device.done[F1] < enough:
-            device.does(*[F0] * (device.done[F0] < enough), B0, W0, F1, B1, W1)
-        device.does(B0, B1, times=stage)
-        device.does(B0, W0, times=stages - stage)
-        for backward, weight in ((B1, W1), (B0, W0)):
-            device.does(weight, times=device.done[backward] - device.done[weight])
-        orders.append(device.turns)
-    return pack_schedule("zb-v", orders, microbatches=microbatches, part_of=v_placement(stages))
-
-
-def dualpipe_v(stages: int, microbatches: int) -> Schedule:
-    """DualPipe cut in half: DualPipeV (DeepSeek's DualPipe, 2025, after Qi et al.'s "cut-in-half").
-
-    A forward of one chunk and a whole backward of the other, of different microbatches, share a tick, so that with
-    m >= 2p devices in lock-step are idle for a time that does not grow with m, whatever F, B and W are: it is the
-    schedule to take where these differ. The published bubble, of devices that do not wait for each other's ticks, is
-    (p-1)(F+2B-W) / 2; here it is less, as a backward's message leaves before its weights' gradients are there. A device
-    remembers inputs of `p + 1/2` microbatches, and what i+1 chunks need for their weights, half as much as in
-    `zero_bubble_v`. `2m+5p-2` ticks. Fewer microbatches run too, with a larger bubble.
-    """
-    check_counts("dualpipe_v", stages, microbatches)
-    orders = []
-    for stage in range(stages):
-        device, after = _Device(microbatches), stages - 1 - stage
-        device.does(F0, times=2 * after)
-        device.does(F0, F1, times=stage + 1)
-        device.does(B1, W1, F1, times=after)
-        # The last device has the same microbatch in both chunks at first, and cannot do both in one tick.
-        device.does(*((F0, (B1, W1)) if after == 0 else [(F0, B1, W1)]), (F1, B0, W0))
-        device.does((F0, B1, W1), (F1, B0, W0), times=max(microbatches, 2 * stages) - 2 * stages + stage)
-        device.does((B1, W1), (F1, B0, W0), times=after)
-        # Half of its last backwards put their weights off, for when the device would wait for others' messages.
-        last = [B1, B0] * (stage + 1)
-        device.does(*[(B1, W1) if backward == B1 else (B0, W0) for backward in last[: stage + 1]], *last[stage + 1 :])
-        put_off = [W1 if backward == B1 else W0 for backward in last[stage + 1 :]] + [W0] * after
-        for weight in put_off[:after]:
-            device.does(weight, B0)
-        device.does(*put_off[after:])
-        orders.append(device.turns)
-    return pack_schedule("dualpipe-v", orders, microbatches=microbatches, part_of=v_placement(stages))
-
-
-class _Device:
-    """A device's work in order: microbatches are numbered as each kind of work on a chunk is added, up to `most`."""
-
-    def __init__(self, most: int):
-        self.most, self.turns = most, list[tuple[Work, ...]]()
-        self.done = dict.fromkeys((F0, F1, B0, B1, W0, W1), 0)
-
-    def does(self, *turns: tuple, times: int = 1) -> None:
-        """These one after the other, so many times; what stands in a tuple shares a tick."""
-        for turn in turns * times:
-            works = turn if isinstance(turn[0], tuple) else (turn,)
-            numbered = [(kind, self.done[kind, chunk], chunk) for kind, chunk in works]
-            for work in works:
-                self.done[work] += 1
-            if there := tuple(each for each in numbered if each[1] < self.most):
-                self.turns.append(there)
+    check_schedule(table)
+    return table

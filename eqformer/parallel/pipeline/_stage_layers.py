@@ -1,4 +1,4 @@
-"""Which layers each part of a pipeline has, and which rows of the stacked arrays hold them (ring order)."""
+"""Which layers each part of a pipeline has, and which rows of the stacked arrays hold them (pipeline order)."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -90,13 +90,13 @@ def taken_rows(x: Array, order: Int[np.ndarray, "rows"]) -> Array:
     return jax.block_until_ready(x[order] if order.max() < x.shape[0] else x.at[order].get(mode="fill", fill_value=0))
 
 
-def in_ring_order(tree: PyTree, part_of: PartOf, taken: Taken = taken_rows) -> PyTree:
+def in_pipeline_order(tree: PyTree, part_of: PartOf, taken: Taken = taken_rows) -> PyTree:
     """A model, or a tree of such, with the rows of each stack as in `layer_rows`; padding is zero."""
     return _of_each_model(tree, part_of, lambda stacks, rows: to_rows(stacks, rows, taken))
 
 
 def in_reading_order(tree: PyTree, part_of: PartOf, taken: Taken = taken_rows) -> PyTree:
-    """What `in_ring_order` gave, back in the order in which the model is read."""
+    """What `in_pipeline_order` gave, back in the order in which the model is read."""
     return _of_each_model(tree, part_of, lambda stacks, rows: from_rows(stacks, rows, taken))
 
 
@@ -116,7 +116,7 @@ def _moved(tree: PyTree, order: Int[np.ndarray, "rows"], there: int, taken: Take
             return x
         if x.shape[0] != there:
             raise ValueError(
-                f"Plan.to_ring_order, Plan.to_reading_order: an array of layers has {there} rows where it is moved "
+                f"Plan.to_pipeline_order, Plan.to_reading_order: an array of layers has {there} rows where it is moved "
                 f"from, but this one has {x.shape[0]}; each is for what the other gave, or a plain model."
             )
         return x if np.array_equal(order, np.arange(there)) else taken(x, order)

@@ -19,10 +19,10 @@ from .._plan import Plan
 from .._shard_map import filter_shard_map
 from .._vary import vary, vary_like
 from .._wrap import replace
-from ..context._context_attention import ContextCore
+from ..context._context_attention import ContextAttention
 from ..layouts._layout import is_spec, shardings
-from ..tensor._replicated_layers import whole_layers
-from ..tensor._tensor import TensorMixer
+from ..tensor._replicated_layers import replicated_layers
+from ..tensor._tensor import TensorParallelMixer
 from ._cache_core import CacheCore
 from ._served import filled, filled_tokens, multiple, Served
 from ._shared_heads import sharers, with_own_key_heads
@@ -61,7 +61,7 @@ class Planned(Served):
         self.plan.check(model, rows=self._rows(1), seq=2 * self.plan.size(CONTEXT))
         if self.plan.size(TENSOR) > 1:
             _check_whole(model)
-        self.model = _in_ring_order(with_own_key_heads(model, self.plan), self.plan)
+        self.model = _in_pipeline_order(with_own_key_heads(model, self.plan), self.plan)
 
     @checked
     def encode(
@@ -193,26 +193,26 @@ class Planned(Served):
 
         def per_device(model: nn.Transformer, *given: PyTree) -> PyTree:
             wrapped = device.wrap_forward(model)
-            wrapped = replace(wrapped, ContextCore, lambda core: CacheCore(core.inner))
+            wrapped = replace(wrapped, ContextAttention, lambda core: CacheCore(core.inner))
             if self.sharers > 1:
-                among = lambda mixer: TensorMixer(dataclasses.replace(mixer.inner, sharers=self.sharers))
-                wrapped = replace(wrapped, TensorMixer, among)
+                among = lambda mixer: TensorParallelMixer(dataclasses.replace(mixer.inner, sharers=self.sharers))
+                wrapped = replace(wrapped, TensorParallelMixer, among)
             return call(wrapped, *given)
 
         return per_device
 
 
-def _in_ring_order(model: nn.Transformer, plan: Plan) -> nn.Transformer:
-    """The model as it is or, where stages hold unequal numbers of layers, in ring order with its rows of padding."""
+def _in_pipeline_order(model: nn.Transformer, plan: Plan) -> nn.Transformer:
+    """Return the model in pipeline order, with rows of padding, if stages hold unequal numbers of layers."""
     if all(len(old) == len(new) for old, new in zip(model.stacks, plan.shapes(model).stacks, strict=True)):
         return model
-    arrays, rest = eqx.partition(plan.to_ring_order(model), eqx.is_array)
+    arrays, rest = eqx.partition(plan.to_pipeline_order(model), eqx.is_array)
     return eqx.combine(jax.device_put(arrays, shardings(plan.parameter_specs(arrays), plan.mesh)), rest)
 
 
 def _check_whole(model: nn.Transformer) -> None:
     """Refuse caches split by their heads of mixers that every device runs whole."""
-    for path, mixer in whole_layers(model):
+    for path, mixer in replicated_layers(model):
         if not isinstance(mixer, nn.Mixer):
             continue
         names = jax.tree.leaves(nn.dims(eqx.filter_eval_shape(lambda mixer=mixer: mixer.init_cache((1,), 2))))

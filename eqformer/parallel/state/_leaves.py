@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from ... import nn
 from .._axes import FSDP, TENSOR
 from ..layouts._layout import axes_of, dim_over
-from ..tensor._residual_stream import Stream
+from ..tensor._residual_stream import ResidualStream
 from ..tensor._tensor import is_split, stream_maps, token_maps
 
 
@@ -38,7 +38,7 @@ class Leaf:
 
 
 def leaves_of(
-    model: nn.Transformer, specs: PyTree, state_specs: PyTree, axes: tuple[str, ...], stream: Stream | None
+    model: nn.Transformer, specs: PyTree, state_specs: PyTree, axes: tuple[str, ...], stream: ResidualStream | None
 ) -> PyTree:
     """A tree like `model` with a `Leaf` for each of its leaves.
 
@@ -90,7 +90,7 @@ def _in_what_is_wide(model: nn.Transformer) -> PyTree:
     return jax.tree.map(lambda node: _everywhere(node, is_wide(node)), model, is_leaf=is_wide)
 
 
-def _in_slices(model: nn.Transformer, stream: Stream | None) -> PyTree:
+def _in_slices(model: nn.Transformer, stream: ResidualStream | None) -> PyTree:
     """Whether an array that is replicated over `tensor` is used with split activations, so its gradient is partial.
 
     With a replicated stream these are the arrays within mixers, feed-forward layers and experts, except for biases that

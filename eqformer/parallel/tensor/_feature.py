@@ -20,8 +20,8 @@ from .._axes import TENSOR
 from ..layouts._layout import dim_over
 from ..state._gather import gathered
 from ._collective_matmul import matmul_reduce_scatter
-from ._residual_stream import FeatureDropout, Stream, Sublayer
-from ._tensor import ByToken, shares_kv_heads
+from ._residual_stream import FeatureDropout, ResidualStream, Sublayer
+from ._tensor import SequenceStream, shares_kv_heads
 from ._vocabulary import FeatureEmbedding
 
 
@@ -75,16 +75,16 @@ class FeatureKeyHead(nn.LinearWrapper):
         return jax.lax.dynamic_slice_in_dim(y, first, 1, y.ndim - 2)
 
 
-class ByFeature(Stream):
+class FeatureStream(ResidualStream):
     """Each device has some of the features of every token."""
 
     dim: ClassVar[int | None] = -1
     split_dims: ClassVar[tuple[str, ...]] = FEATURE_DIMS
 
     @property
-    def routed(self) -> Stream:
+    def routed(self) -> ResidualStream:
         """By tokens, since a router reads all features of a token."""
-        return ByToken()
+        return SequenceStream()
 
     def to_routed(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """From all tokens with some features to some tokens with all, by an all-to-all."""

@@ -12,15 +12,15 @@ from jaxtyping import Array, Float, PyTree
 from ... import nn
 from .._axes import TENSOR
 from ..state._gather import gathered
-from ._residual_stream import Stream
+from ._residual_stream import ResidualStream
 from ._tensor import is_split
 
 
-class Whole(nn.Mixer):
+class ReplicatedMixer(nn.Mixer):
     """A mixer whose `facts()` name no heads to split: every device runs the whole of it, on all tokens and features."""
 
     inner: "Sliced"
-    stream: Stream = eqx.field(static=True)
+    stream: ResidualStream = eqx.field(static=True)
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
@@ -34,11 +34,11 @@ class Whole(nn.Mixer):
         return self.inner.whole.init_cache(batch, capacity, dtype)
 
 
-class WholeLayer(nn.Module):
+class ReplicatedLayer(nn.Module):
     """A layer for each token by itself that names nothing to split: every device runs the whole of it."""
 
     inner: "Sliced"
-    stream: Stream = eqx.field(static=True)
+    stream: ResidualStream = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
         """The layer's own call, on all features of the tokens that this device holds."""
@@ -67,7 +67,7 @@ class Sliced(eqx.Module):
         return gathered(self.inner, self.dims)
 
 
-def counted_once(stream: Stream, y: Float[Array, "..."]) -> Float[Array, "..."]:
+def counted_once(stream: ResidualStream, y: Float[Array, "..."]) -> Float[Array, "..."]:
     """Of an output that all devices have computed, not to be summed: each its part, or the first device's for all."""
     if not stream.is_whole:
         return stream.own(y)
@@ -95,7 +95,7 @@ def plain_layers(model: PyTree) -> list[tuple[str, Any]]:
     return [(path, layer) for path, layer in found if is_plain(layer)]
 
 
-def whole_layers(model: PyTree) -> list[tuple[str, Any]]:
+def replicated_layers(model: PyTree) -> list[tuple[str, Any]]:
     """A model's layers that name nothing to split, with their paths: every device of `tensor` runs the whole."""
     layers = nn.named_modules(model, (nn.Mixer, nn.FeedForward, nn.Experts))
     found = [(path, one) for path, one in layers if not (is_split(one) or isinstance(one, nn.Experts))]

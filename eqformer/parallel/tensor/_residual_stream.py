@@ -21,7 +21,7 @@ StreamKind = Literal["replicated", "sequence", "feature"]  # values of `Plan(res
 
 
 @dataclasses.dataclass(frozen=True)
-class Stream(abc.ABC):
+class ResidualStream(abc.ABC):
     """A residual stream of one kind, between layers that are split over the axis `tensor`.
 
     Its methods gather and reduce it around layers, and wrap layers, norms, dropout, positions and the embedding for it.
@@ -70,7 +70,7 @@ class Stream(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def routed(self) -> "Stream":
+    def routed(self) -> "ResidualStream":
         """The stream of whole features that routers and experts read: itself, or by tokens where features are split."""
 
     @abc.abstractmethod

@@ -1,14 +1,18 @@
 """The residual streams by the names that a person types."""
 
 from ._collective_matmul import Overlap
-from ._feature import ByFeature
-from ._residual_stream import Stream, StreamKind
-from ._tensor import ByToken, Replicated
+from ._feature import FeatureStream
+from ._residual_stream import ResidualStream, StreamKind
+from ._tensor import ReplicatedStream, SequenceStream
 
 
-STREAMS: dict[StreamKind, type[Stream]] = {"replicated": Replicated, "sequence": ByToken, "feature": ByFeature}
+RESIDUAL_STREAMS: dict[StreamKind, type[ResidualStream]] = {
+    "replicated": ReplicatedStream,
+    "sequence": SequenceStream,
+    "feature": FeatureStream,
+}
 
 
-def stream_of(kind: StreamKind, overlap: Overlap = "none") -> Stream:
+def make_residual_stream(kind: StreamKind, overlap: Overlap = "none") -> ResidualStream:
     """The stream of a kind, such as `"sequence"`."""
-    return STREAMS[kind](overlap)
+    return RESIDUAL_STREAMS[kind](overlap)

@@ -19,14 +19,14 @@ from ... import nn
 from .. import _send as send
 from .._axes import TENSOR
 from ._collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from ._residual_stream import Stream, Sublayer, TokensDropout, TokensPositions
+from ._residual_stream import ResidualStream, Sublayer, TokensDropout, TokensPositions
 from ._vocabulary import SplitEmbedding
 
 
 HEAD_DIMS = ("heads", "kv_heads", "mlp")  # which are split where the stream between layers keeps its features whole
 
 
-class Tensor(nn.Module):
+class TensorParallelLayer(nn.Module):
     """A layer run on this device's slice of its heads or features, between a residual stream of whole features.
 
     All maps that read the layer's input share one gather; while the layer runs, their results stand in their places,
@@ -37,7 +37,7 @@ class Tensor(nn.Module):
     """
 
     inner: PyTree
-    stream: Stream = eqx.field(static=True)
+    stream: ResidualStream = eqx.field(static=True)
     shares_kv_heads: bool = eqx.field(static=True, default=False)
     sharers: int = eqx.field(static=True, default=1)
 
@@ -71,15 +71,15 @@ class Tensor(nn.Module):
         return own_kv_head(self.inner) if self.shares_kv_heads else self.inner
 
 
-class TensorMixer(nn.Mixer):
-    """A mixer that `Tensor` runs on this device's heads, with the cache of those."""
+class TensorParallelMixer(nn.Mixer):
+    """A mixer that `TensorParallelLayer` runs on this device's heads, with the cache of those."""
 
-    inner: Tensor
+    inner: TensorParallelLayer
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """The mixer's own call; `x` as for `Tensor`, `tokens` are whole rows'."""
+        """The mixer's own call; `x` as for `TensorParallelLayer`, `tokens` are whole rows'."""
         if self.inner.stream.splits_tokens and tokens is None and cache is None:
             # Without `tokens` the mixer would number the tokens of `x`, but it is given those of all devices.
             tokens = nn.positions_like((*x.shape[:-2], x.shape[-2] * jax.lax.axis_size(TENSOR)))
@@ -161,13 +161,13 @@ def shares_kv_heads(shapes: PyTree) -> bool:
     return kv_heads is not None and kv_heads % jax.lax.axis_size(TENSOR) != 0
 
 
-class _WholeFeatures(Stream):
+class _WholeFeatures(ResidualStream):
     """What streams of whole features have in common: layers are split by their heads and hidden features."""
 
     split_dims: ClassVar[tuple[str, ...]] = HEAD_DIMS
 
     @property
-    def routed(self) -> Stream:
+    def routed(self) -> ResidualStream:
         """Itself."""
         return self
 
@@ -180,11 +180,11 @@ class _WholeFeatures(Stream):
         return y
 
     def layer(self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
-        """The layer inside `Tensor`."""
+        """The layer inside `TensorParallelLayer`."""
         is_norm = lambda node: isinstance(node, nn.Norm)
         split = lambda node: self.norm(node) if is_norm(node) else node
-        tensor = Tensor(jax.tree.map(split, module, is_leaf=is_norm), self, shares_kv_heads(shapes))
-        return TensorMixer(tensor) if isinstance(module, nn.Mixer) else tensor
+        tensor = TensorParallelLayer(jax.tree.map(split, module, is_leaf=is_norm), self, shares_kv_heads(shapes))
+        return TensorParallelMixer(tensor) if isinstance(module, nn.Mixer) else tensor
 
     def embedding(
         self, embedding: nn.Embedding, own_table: Callable[[], Array], total: int, *, is_tied: bool
@@ -193,7 +193,7 @@ class _WholeFeatures(Stream):
         return SplitEmbedding(own_table(), embedding.scale, total, self)
 
 
-class Replicated(_WholeFeatures):
+class ReplicatedStream(_WholeFeatures):
     """Each device has all of the stream."""
 
     dim: ClassVar[int | None] = None
@@ -207,7 +207,7 @@ class Replicated(_WholeFeatures):
         return positions
 
 
-class ByToken(_WholeFeatures):
+class SequenceStream(_WholeFeatures):
     """Each device has some of the tokens."""
 
     dim: ClassVar[int | None] = -2
@@ -225,7 +225,7 @@ class ByToken(_WholeFeatures):
 class Reads:
     """How a layer's maps out of the stream find their products; `mixer` is the name of its class, if it is one."""
 
-    stream: Stream
+    stream: ResidualStream
     sharers: int
     mixer: str | None
 
@@ -269,7 +269,7 @@ class Given(nn.LinearWrapper):
 class Row(nn.LinearWrapper):
     """A map back into the stream, of which this device holds a slice of the inputs."""
 
-    stream: Stream = eqx.field(static=True)
+    stream: ResidualStream = eqx.field(static=True)
 
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """What this device holds of the sum of all devices' products."""

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from ... import nn
 from .. import _send as send
 from .._axes import TENSOR
-from ._residual_stream import Stream
+from ._residual_stream import ResidualStream
 
 
 class SplitEmbedding(nn.Module):
@@ -23,7 +23,7 @@ class SplitEmbedding(nn.Module):
     weight: Float[Array, "vocab embed"]
     scale: float | None = eqx.field(static=True)
     total: int = eqx.field(static=True)
-    stream: Stream = eqx.field(static=True)
+    stream: ResidualStream = eqx.field(static=True)
 
     def __call__(self, ids: Int[Array, "*batch full_seq"]) -> Float[Array, "*batch seq embed"]:
         """What this device holds of each token's vector."""
@@ -66,7 +66,7 @@ class HeadInput(nn.Module):
     """The final norm, and then what the split vocabulary needs: every token's whole vector on every device."""
 
     inner: Callable[[Array], Array]
-    stream: Stream = eqx.field(static=True)
+    stream: ResidualStream = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalise, then gather what is split; the gradient is reduced on the way back."""
@@ -77,7 +77,7 @@ class SourceOutput(nn.Module):
     """An encoder's final norm, and then every token's whole vector on every device, for cross-attention."""
 
     inner: Callable[[Array], Array]
-    stream: Stream = eqx.field(static=True)
+    stream: ResidualStream = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalise, then gather what is split; the gradient of all heads is reduced on the way back."""
