@@ -139,7 +139,7 @@ def test_a_flag_that_is_gone_ends_no_script(monkeypatch, caplog):
 # Where names of flags may stand: where they are asked about, in what says how to simulate devices, and here. The last
 # holds an attribute of transformers by such a name.
 ASKED = {"eqformer/_prepare.py", "scripts/support/environment.py", "tests/haste.py", "tests/conftest.py"}
-ASKED |= {"tests/test_prepare.py", "tests/nn/test_compiled_products.py", "tests/nn/test_grouped_hopper.py"}
+ASKED |= {"tests/test_prepare.py", "tests/nn/test_compiled_products.py", "tests/kernels/test_grouped_hopper.py"}
 ASKED |= {"tests/fixtures/make_generic.py"}
 
 

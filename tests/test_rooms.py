@@ -29,6 +29,11 @@ SENDER = "parallel/_send.py"  # where each collective gets its name
 SHARDING = {"PartitionSpec", "NamedSharding", "Mesh", "shard_map", "with_sharding_constraint"}
 PLACING = "models/_load.py"  # its arrays go straight to where a plan wants them
 PREPARING = "_prepare.py"  # sets variables of JAX and XLA, when it is called
+# Chips and compilers, which `kernels` alone knows of what `nn` computes.
+CHIPS = re.compile(
+    r"(?i)\b(xla|tpus?|gpus?|cuda|cudnn|nvidia|hopper|mosaic|pallas|triton|libtpu|v5e|v5p|v6e|tpu7x|[ah]100)\b"
+)
+NAMED_AS_FLAGS = "nn/_execution.py"  # whose words for attentions are those of flags
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -126,6 +131,8 @@ def complaints(path: pathlib.Path, source: str) -> list[str]:
         found.append(f"uses {sorted(used)}, which belongs to scripts or nowhere")
     if any(isinstance(node, ast.Global) for node in ast.walk(tree)):
         found.append("keeps module-level mutable state")
+    if room == "nn" and path != PACKAGE / NAMED_AS_FLAGS and (used := {*CHIPS.findall(source)}):
+        found.append(f"names the chips or compilers {sorted(used)}")
     families = "|".join(FAMILIES)
     code = {name.lower() for name in names if re.fullmatch(families, name.lower())}
     if room != "models" and code:
@@ -158,6 +165,9 @@ def test_a_file_keeps_to_its_room(path):
         ("nn", "state = None\ndef f():\n    global state", "mutable state"),
         ("planning", "def f(model): return Llama", "families ['llama']"),
         ("nn", "\n" * 501, "500 lines"),
+        ("nn/attention", "# On TPUs it is faster.", "chips or compilers ['TPUs']"),
+        ("nn", "call = by_platform(cuda=run)", "chips or compilers ['cuda']"),
+        ("kernels", "from ..nn import Linear", "imports from ['nn']"),
     ],
 )
 def test_the_architecture_test_can_fail(room, source, word):

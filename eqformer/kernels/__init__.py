@@ -2,25 +2,26 @@
 
 from ._dtype import at_least_float32 as at_least_float32
 from ._explain import explain as explain, Explanation as Explanation
+from ._fp8 import E4M3 as E4M3, E5M2 as E5M2, round_to_fp8 as round_to_fp8
 from ._op import (
     Choice as Choice,
     Implementation as Implementation,
     Op as Op,
     Operation as Operation,
+    record_choice as record_choice,
 )
 from ._platform import (
     capability_of as capability_of,
     compilers as compilers,
     cpu_or as cpu_or,
     gpu_capability as gpu_capability,
-    gpu_cores as gpu_cores,
     traced_for as traced_for,
-    varying_as as varying_as,
     varying_of as varying_of,
 )
 from .attention import _blocks, _blockwise, _flash
 from .attention._attention import (
     ATTENTION as ATTENTION,
+    ATTENTIONS as ATTENTIONS,
     blockwise_of as blockwise_of,
     decodes_by_kernels as decodes_by_kernels,
     flash_choice as flash_choice,
@@ -58,6 +59,18 @@ from .decode_attention._call import DecodeCall as DecodeCall, StoredArrays as St
 from .decode_attention._decode import DECODE_ATTENTION as DECODE_ATTENTION
 from .decode_attention._gpu import FlashDecodingGpu as FlashDecodingGpu
 from .decode_attention._tpu import FlashDecodingTpu as FlashDecodingTpu
+from .grouped_matmul._call import (
+    GroupedMatmul as GroupedMatmul,
+    GroupedMatmulCall as GroupedMatmulCall,
+    XlaGroupedMatmul as XlaGroupedMatmul,
+)
+from .grouped_matmul._grouped_matmul import GROUPED_MATMUL as GROUPED_MATMUL
+from .grouped_matmul._hopper import HopperGroupedMatmul as HopperGroupedMatmul
+from .grouped_matmul._hopper_fp8 import (
+    fp8_grouped_matmul as fp8_grouped_matmul,
+    HopperFp8GroupedMatmul as HopperFp8GroupedMatmul,
+)
+from .grouped_matmul._tpu import TpuGroupedMatmul as TpuGroupedMatmul
 from .recurrent_step._call import (
     found_state as found_state,
     RecurrentStepCall as RecurrentStepCall,

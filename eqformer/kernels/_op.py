@@ -132,6 +132,12 @@ class Op(Operation):
         ]
         return Op(self.reference, ((platform, implementation), *others), self.run_choice)
 
+    def implementation_for(self, call: Any, platform: str) -> Implementation:
+        """Return the first implementation that supports the call on a platform, the reference if there is no other."""
+        pairs = zip(self.platforms, self.implementations)
+        own = (implementation for name, implementation in pairs if name in (platform, "any"))
+        return next((implementation for implementation in own if implementation.supports(call) is None), self.reference)
+
     def choose(self, call: Any) -> Choice:
         """Return the first implementation that supports the call, for each platform that can be compiled for here."""
         supported: list[tuple[str, Implementation]] = []

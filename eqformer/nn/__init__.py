@@ -172,7 +172,6 @@ from .experts._dispatch import Capacity as Capacity, Dropless as Dropless
 from .experts._expert_choice import ExpertChoiceRouter as ExpertChoiceRouter
 from .experts._experts import Experts as Experts
 from .experts._first_experts import first_experts as first_experts
-from .experts._grouped import fp8_experts as fp8_experts
 from .experts._grouped_maps import map_linears as map_linears
 from .experts._moe import (
     aux_of_slots as aux_of_slots,

@@ -49,8 +49,8 @@ class LearnedPositions(Module):
 class LayerEmbedding(Module):
     """A table with a vector for each token id and each of `depth` layers; `scale` as for `Embedding`.
 
-    In a row the layers' numbers of one channel stand side by side. A table with a dim for layers TPUs have by columns,
-    and copy as a whole to look up a token.
+    In a row the layers' numbers of one channel stand side by side. A table with a dim for layers would be stored by
+    columns on some platforms, and copied as a whole to look up a token.
     """
 
     weight: Float[Array, "vocab mlp"]

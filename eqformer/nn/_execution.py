@@ -2,25 +2,13 @@
 
 import copy
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Literal, TypeGuard, TypeVar
 
 import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ..kernels import (
-    ATTENTION,
-    BlockwiseAttention,
-    CudnnAttention,
-    DotProductAttention,
-    Operation,
-    ReferenceAttention,
-    RequiredKernel,
-    SplashAttention,
-    unsupported_options,
-)
+from ..kernels import ATTENTIONS, Operation, unsupported_options
 from ._contracts import Mixer
 from ._stack import REMAT, Stack
 
@@ -33,7 +21,7 @@ class Execution:
     """Settings of speed and memory that change no results, as plain data; `apply` checks them."""
 
     core: Literal["auto", "xla", "reference", "blockwise", "cudnn", "splash"] = "auto"
-    """The attention; auto takes the platform's fused kernel (cudnn or splash), and blockwise where there is none."""
+    """The attention, by its name in `kernels.ATTENTIONS`; auto takes the kernel of the platform."""
     remat: Literal["none", "full", "dots", "dots_no_batch", "products", "products_on_host", "full_on_host"] = "products"
     """What the backward pass recomputes instead of keeping it; ..._on_host keeps what it keeps in hosts' memory."""
     unroll: int = 1
@@ -44,21 +32,9 @@ class Execution:
 
         Raises a `ValueError` as `with_execution` does, and for an unknown core.
         """
-        if self.core not in _CORES:
-            raise ValueError(f"Execution(core={self.core!r}): the cores are {', '.join(_CORES)}.")
-        return with_execution(model, core=_CORES[self.core], remat=self.remat, unroll=self.unroll)
-
-
-_CORES: Mapping[str, Operation] = MappingProxyType(
-    {
-        "auto": ATTENTION,
-        "xla": DotProductAttention(),
-        "reference": ReferenceAttention(),
-        "blockwise": BlockwiseAttention(),
-        "cudnn": RequiredKernel("cuda", CudnnAttention()),
-        "splash": RequiredKernel("tpu", SplashAttention()),
-    }
-)
+        if self.core not in ATTENTIONS:
+            raise ValueError(f"Execution(core={self.core!r}): the cores are {', '.join(ATTENTIONS)}.")
+        return with_execution(model, core=ATTENTIONS[self.core], remat=self.remat, unroll=self.unroll)
 
 
 def with_execution(

@@ -45,8 +45,9 @@ class Linear(DenseMap):
         return applied(self, self.weight, x, dtype)
 
 
-# On CPUs XLA makes a transposed copy of a weight of three dims at each call, which costs more than the product for few
-# vectors, as in decoding. So they meet it as a matrix; for many, TPUs' gradients would have more to copy then.
+# On CPUs a weight of three dims is copied in transposed order at each call, which costs more than the product for few
+# vectors, as in decoding. So few vectors are multiplied by it as a matrix; for many, accelerators would copy more in
+# the backward pass.
 _FEW = 512
 
 

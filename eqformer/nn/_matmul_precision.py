@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from ..kernels import cpu_or
+from ..kernels import cpu_or, E4M3, E5M2, round_to_fp8
 from ._dtype import at_least_float32
 
 
@@ -51,8 +51,8 @@ class MatmulPrecision(abc.ABC):
         """The weight's gradient, `sum g x^T` over all vectors."""
 
 
-# XLA for CPUs multiplies a matrix by one vector where it lies, and brings it into another order for more of them, which
-# costs as much as products with three or four.
+# On CPUs a matrix is multiplied by one vector where it is stored, and reordered first for more vectors, which costs as
+# much as products with three or four.
 _FEWEST = 3
 
 
@@ -104,15 +104,15 @@ class Fp8Matmul(MatmulPrecision):
     devices or in their own microbatches, give what the whole gives, and no maximum is sent.
     """
 
-    E4M3: ClassVar[Any] = jnp.float8_e4m3fn
-    E5M2: ClassVar[Any] = jnp.float8_e5m2
+    E4M3: ClassVar[Any] = E4M3
+    E5M2: ClassVar[Any] = E5M2
 
     def forward(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch outputs"]:
         """`W x`."""
-        codes, of_vector = rounded(x, self.E4M3, -1)
-        of_weight, of_all = rounded(weight, self.E4M3, None)
+        codes, of_vector = round_to_fp8(x, self.E4M3, -1)
+        of_weight, of_all = round_to_fp8(weight, self.E4M3, None)
         y = _dot(codes, of_weight, (codes.ndim - 1,), (1,), dtype)
         return _scaled(y, dtype, of_vector, of_all)
 
@@ -120,9 +120,9 @@ class Fp8Matmul(MatmulPrecision):
         self, gradient: Float[Array, "*batch outputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch inputs"]:
         """The input's gradient."""
-        codes, of_vector = rounded(gradient, self.E5M2, -1)
-        of_weight, of_all = rounded(weight, self.E4M3, None)
-        # GPUs add products of 8 bits up in fewer digits than float32's unless a higher precision is asked for.
+        codes, of_vector = round_to_fp8(gradient, self.E5M2, -1)
+        of_weight, of_all = round_to_fp8(weight, self.E4M3, None)
+        # Some accelerators add 8-bit products up in fewer digits than float32's unless a higher precision is asked for.
         y = _dot(codes, of_weight, (codes.ndim - 1,), (0,), dtype, "highest")
         return _scaled(y, dtype, of_vector, of_all)
 
@@ -130,34 +130,12 @@ class Fp8Matmul(MatmulPrecision):
         self, gradient: Float[Array, "*batch outputs"], x: Float[Array, "*batch inputs"], dtype: DTypeLike
     ) -> Float[Array, "outputs inputs"]:
         """The weight's gradient: an input's scale, which differs from vector to vector, goes to its gradient."""
-        codes, of_vector = rounded(x, self.E4M3, -1)
+        codes, of_vector = round_to_fp8(x, self.E4M3, -1)
         wide = gradient.astype(at_least_float32(gradient.dtype)) * of_vector.astype(at_least_float32(gradient.dtype))
-        of_gradient, of_all = rounded(wide, self.E5M2, None)
+        of_gradient, of_all = round_to_fp8(wide, self.E5M2, None)
         vectors = tuple(range(x.ndim - 1))
         y = _dot(of_gradient, codes, vectors, vectors, dtype, "highest")
         return _scaled(y, dtype, of_all)
-
-
-_EXPONENTS = {Fp8Matmul.E4M3: 7, Fp8Matmul.E5M2: 14}
-
-
-def rounded(x: Float[Array, "..."], form: Any, dim: int | tuple[int, ...] | None) -> tuple[Array, Float[Array, "..."]]:
-    """The numbers over their scale, in 8 bits, and the scale: a power of two for each slice along `dim`, or for all.
-
-    What is not finite is not finite afterwards.
-    """
-    wide = at_least_float32(x.dtype)
-    scale, inverse = power_of_two(jnp.max(jnp.abs(x), dim, keepdims=dim is not None), form)
-    return (x.astype(wide) * inverse.astype(wide)).astype(form), scale.astype(wide)
-
-
-def power_of_two(largest: Float[Array, "*dims"], form: Any) -> tuple[Float[Array, "*dims"], Float[Array, "*dims"]]:
-    """The scale, in float32, that brings a largest magnitude to its place in 8 bits, and the scale's inverse."""
-    # A float32's exponent, to which 127 is added, stands above 23 bits of digits.
-    exponent = (jax.lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32) >> 23) - _EXPONENTS[form]
-    exponent = jnp.clip(exponent, 1, 253)  # so that the scale's inverse is a number too
-    scale, inverse = (jax.lax.bitcast_convert_type(one << 23, jnp.float32) for one in (exponent, 254 - exponent))
-    return scale, inverse
 
 
 def _forward(products: MatmulPrecision, dtype: Any, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:

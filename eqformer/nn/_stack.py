@@ -83,7 +83,7 @@ class Stack(Layer):
 
         policy = REMAT[self.remat]
         if policy is not None:
-            # Of layers in one turn, without a loop, XLA would keep what the backward pass is to compute again.
+            # Without a loop, common subexpressions of unrolled layers would be kept instead of recomputed.
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=1 < len(self) <= self.unroll)
         places = jnp.arange(len(self), dtype=jnp.int32)
         given = (arrays, self.numbers, places, own_inputs)

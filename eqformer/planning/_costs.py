@@ -77,7 +77,8 @@ def fp8_flops_per_token(
 ) -> float:
     """Those of `flops_per_token` that are products of numbers of 8 bits, which some chips multiply twice as fast.
 
-    Without `experts` theirs are not counted, as some of these chips have kernels of 16 bits for them (`fp8_experts`).
+    Without `experts` theirs are not counted, as some of these chips have kernels of 16 bits for them: see
+    `kernels.fp8_grouped_matmul`.
     """
     wide = {} if experts else idle_shares(model)
     maps = [one for one in linear_maps(model) if isinstance(one.products, Fp8Matmul) and id(one) not in wide]

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import nn, parallel, training
+from .. import kernels, nn, parallel, training
 from ..parallel import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, STATE, TENSOR
 from ._accelerators import Accelerator, Topology
 from ._costs import flops_per_token, fp8_flops_per_token, idle_shares
@@ -108,7 +108,7 @@ def roofline(
     peaks = one.peak(str(jnp.dtype(model.compute_dtype))), one.peak("float8_e4m3fn")
 
     def seconds(**given: Any) -> float:
-        narrow = fp8_flops_per_token(model, experts=nn.fp8_experts(one.name), **given)
+        narrow = fp8_flops_per_token(model, experts=kernels.fp8_grouped_matmul(one.name), **given)
         return (flops_per_token(model, seq, **given) - narrow) * tokens / peaks[0] + narrow * tokens / peaks[1]
 
     own, forward = seconds(trained=trained), seconds(backward=False)

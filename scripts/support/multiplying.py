@@ -3,7 +3,7 @@
 import jax
 from recipes import Recipe
 
-from eqformer import nn
+from eqformer import kernels, nn
 
 
 def chip_here() -> str:
@@ -19,6 +19,6 @@ def products_line(recipe: Recipe, model: nn.Transformer, chip: str) -> str:
     if chip == "cpu":
         return f"products: of numbers of 8 bits, multiplied in a wider dtype here: slower than {compute}'s"
     has_experts = any(isinstance(one, nn.Fp8Linear) for one in nn.linear_maps(nn.modules(model, nn.Experts)))
-    if not has_experts or nn.fp8_experts(chip):
+    if not has_experts or kernels.fp8_grouped_matmul(chip):
         return f"products: in 8 bits{', those of experts too' * has_experts}"
     return f"products: in 8 bits, but those of experts in {compute} where they have kernels on {chip}"

@@ -23,6 +23,7 @@ from grouped_cases import (
 from nn_reference import close, drawn, normal, wide
 
 from eqformer import nn
+from eqformer.kernels import TpuGroupedMatmul
 from eqformer.nn.experts import _grouped_blocks, _grouped_ragged
 
 
@@ -158,7 +159,11 @@ def test_modules_in_blocks_and_in_ragged_products_are_those_of_a_loop(name):
         return y, pull(direction)
 
     def both_ways(arrays, x, sizes):
-        ragged, blocked = ("ragged", _grouped_ragged, {"interpret": True}), ("blocked", _grouped_blocks)
+        interpreted = TpuGroupedMatmul(interpret=True)
+        ragged, blocked = (
+            ("ragged", _grouped_ragged, {"kernel_for": lambda call: interpreted}),
+            ("blocked", _grouped_blocks),
+        )
         for way, place, more in ((*blocked, {}), (*blocked, {"even": 11}), (*blocked, {"most": 50}), ragged):
             y, kept = getattr(place, f"{way}_forward")(static.mlps, arrays.mlps, x, sizes, **more)
             given = (arrays.mlps, x, sizes, (*kept, y), direction)

@@ -14,8 +14,9 @@ from grouped_cases import linears, SIZES
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 from nn_reference import close, drawn, normal, wide
 
-from eqformer import nn
-from eqformer.nn.experts import _grouped, _grouped_blocks, _grouped_ragged, _hopper_fp8
+from eqformer import kernels, nn
+from eqformer.kernels import _op
+from eqformer.nn.experts import _grouped, _grouped_blocks, _grouped_ragged
 from eqformer.nn.experts._grouped import grouped
 
 
@@ -85,20 +86,15 @@ CASES = [(203, 192, 128, [70, 0, 3, 65]), pytest.param(20, 64, 64, [1, 0, 2], ma
 @pytest.mark.parametrize("rows,inputs,outputs,sizes", CASES)
 def test_kernels_are_the_formulas(rows, inputs, outputs, sizes):
     """As plain JAX, of bfloat16; what rows behind the last group hold is not read."""
-    arrays, own = given(rows, inputs, outputs, len(sizes)), _hopper_fp8.hopper_in_8_bits()
-    assert own is not None
+    arrays, own = given(rows, inputs, outputs, len(sizes)), kernels.HopperFp8GroupedMatmul(interpret=True)
     direction, x, weight = (jnp.asarray(one, jnp.bfloat16) for one in arrays)
     wanted = by_loop(wide(direction), wide(x), wide(weight), sizes)
     direction, x = (one.at[sum(sizes) :].set(jnp.nan) for one in (direction, x))
 
     @jax.jit
     def run_all(direction: Any, x: Any, weight: Any, sizes: Any) -> tuple:
-        to_weight = own.outer(direction, x, sizes, jnp.float32, interpret=True)
-        return (
-            own.times(x, weight, sizes, interpret=True),
-            own.back(direction, weight, sizes, interpret=True),
-            to_weight,
-        )
+        to_weight = own.weight_grad(direction, x, sizes, jnp.float32)
+        return own.forward(x, weight, sizes), own.input_grad(direction, weight, sizes), to_weight
 
     found = run_all(direction, x, weight, np.array(sizes, np.int32))
     for one, other, tolerance in zip(found, wanted, (2**-8, 2**-8, 1e-6), strict=True):
@@ -167,12 +163,11 @@ def test_kernels_of_8_bits_where_there_are_any():
 
     blocks = _grouped_blocks.blocked_forward, _grouped_blocks.blocked_backward
     ragged = _grouped_ragged.ragged_forward, _grouped_ragged.ragged_backward
+    in_8, in_16 = kernels.HopperFp8GroupedMatmul(interpret=True), kernels.TpuGroupedMatmul(interpret=True)
     ways: Any = {
         "blocks": functools.partial(both_of, blocks, experts),
-        "kernels": functools.partial(
-            both_of, ragged, experts, in_8_bits=_hopper_fp8.hopper_in_8_bits(), interpret=True
-        ),
-        "none": functools.partial(both_of, ragged, experts, interpret=True),
+        "kernels": functools.partial(both_of, ragged, experts, kernel_for=lambda call: in_8 if call.in_fp8 else in_16),
+        "none": functools.partial(both_of, ragged, experts, kernel_for=lambda call: in_16),
         "plain": functools.partial(both_of, blocks, nn.without_fp8(experts)),
     }
     found = jax.jit(lambda: {name: jax.tree.leaves(way()) for name, way in ways.items()})()
@@ -184,7 +179,8 @@ def test_kernels_of_8_bits_where_there_are_any():
 @pytest.fixture
 def with_compilers(monkeypatch):
     """As where the compilers for TPUs and GPUs are installed."""
-    monkeypatch.setattr(_grouped, "compilers", lambda: ("tpu", "cuda"))
+    for module in (_grouped, _op):
+        monkeypatch.setattr(module, "compilers", lambda: ("tpu", "cuda"))
     _grouped._make.cache_clear()
     yield
     _grouped._make.cache_clear()

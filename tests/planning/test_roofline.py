@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from eqformer import nn
+from eqformer.kernels.grouped_matmul import _hopper_fp8
 from eqformer.models import build, LlamaConfig, MixtralConfig
-from eqformer.nn.experts import _grouped
 from eqformer.parallel import Plan
 from eqformer.planning import (
     abstract_mesh,
@@ -91,7 +91,7 @@ def test_experts_products_of_8_bits_are_counted_where_they_run(monkeypatch):
         assert saved(chips) == pytest.approx(narrow * ROWS * SEQ / 8 * (1 / one.bf16 - 1 / one.fp8), abs=1e-15)
     one = topology("h100:8").accelerator
     for has_kernels, narrow in ((True, attention + experts), (False, attention)):
-        monkeypatch.setattr(_grouped, "hopper_in_8_bits", lambda found=has_kernels: found or None)
+        monkeypatch.setattr(_hopper_fp8, "has_mixed_formats", lambda found=has_kernels: found)
         assert saved("h100:8") == pytest.approx(narrow * ROWS * SEQ / 8 * (1 / one.bf16 - 1 / one.fp8))
 
 

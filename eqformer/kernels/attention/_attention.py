@@ -1,6 +1,7 @@
 """The attention op: the implementations that there are, how a chosen one runs, and a kernel that must run by name."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,7 @@ from .._op import Choice, dispatch_with_derivative, Implementation, Op, Operatio
 from ._blockwise import BlockwiseAttention
 from ._call import AttentionCall
 from ._cudnn import CudnnAttention
+from ._dot_product import DotProductAttention
 from ._flash import FlashAttention, FlashChoice, run_flash
 from ._mask import Mask
 from ._positions import TokenPositions
@@ -113,3 +115,16 @@ def unsupported_options(core: Operation, options: Sequence[str]) -> tuple[str, .
     if reason_with() is not None:  # it takes no such call at all
         return ()
     return tuple(name for name in known if reason_with(**{name: values[name]}) is not None)
+
+
+ATTENTIONS: Mapping[str, Operation] = MappingProxyType(
+    {
+        "auto": ATTENTION,
+        "xla": DotProductAttention(),
+        "reference": ReferenceAttention(),
+        "blockwise": BlockwiseAttention(),
+        "cudnn": RequiredKernel("cuda", CudnnAttention()),
+        "splash": RequiredKernel("tpu", SplashAttention()),
+    }
+)
+"""Attentions by the names that flags and recipes have for them."""

@@ -10,14 +10,21 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
-from ...kernels import capability_of, compilers
+from ...kernels import (
+    Choice,
+    compilers,
+    GROUPED_MATMUL,
+    GroupedMatmul,
+    GroupedMatmulCall,
+    record_choice,
+)
 from .._linear import dense
-from ._grouped_blocks import blocked, blocked_backward, blocked_forward
-from ._grouped_hopper import has_kernels, HOPPER
-from ._grouped_maps import map_linears, zero_of
+from .._linear_map import DenseMap, LinearMap
+from .._matmul_precision import Fp8Matmul
+from ._grouped_blocks import blocked, blocked_backward, blocked_forward, WHOLE
+from ._grouped_maps import map_linears, recorded, zero_of
 from ._grouped_ragged import ragged, ragged_backward, ragged_forward
 from ._grouped_unkept import unkept
-from ._hopper_fp8 import hopper_in_8_bits
 
 
 def grouped(
@@ -28,18 +35,17 @@ def grouped(
     even: int | None = None,
     most: int | None = None,
 ) -> Float[Array, "rows outputs"]:
-    """`modules[g](x[i])` for each row `i` of group `g`, where the first `sizes[0]` rows are of group 0, and so on.
+    """Return `modules[g](x[i])` for each row `i` of group `g`: the first `sizes[0]` rows are of group 0, and so on.
 
     `modules` is an ensemble over groups whose parameters are all of linear maps of one dim to one; it maps rows one by
-    one. Rows behind the last group give zeros. Maps that hold no weight, such as quantized ones, are decoded for groups
-    that have rows, and again in the backward pass. On CPUs and GPUs each group has slots for as many rows as with an
-    even load, which are computed together, and the other rows are computed in blocks of one group each, as in
-    MegaBlocks (arXiv:2211.15841); where nothing is kept for gradients, CPUs have slots, in float32, for few rows or
-    large weights alone, and blocks for all else. On TPUs each map is computed by kernels of our own, and so it is on
-    Hopper GPUs, in 16 bits. Maps whose products are of 8 bits (`Fp8Matmul`) have such kernels on Hopper GPUs, and those
-    of 16 bits on TPUs. (XLA would compute `lax.ragged_dot` for every group and row on CPUs and GPUs, and its weights'
-    gradients on TPUs too.) The products' results are kept for the backward pass, which recomputes the rest; there are
-    no second derivatives and no forward mode. Weights are cast to the dtype of `x`; sums are float32 at least.
+    one. Rows behind the last group give zeros. On a platform whose kernels (`kernels.GROUPED_MATMUL`) support all of
+    its maps, each map is computed by them. Otherwise each group has slots for as many rows as with an even load, which
+    are computed together, and the other rows are computed in blocks of one group each, as in MegaBlocks
+    (arXiv:2211.15841); where nothing is kept for gradients, CPUs have slots, in float32, for few rows or large weights
+    alone, and blocks for all else. Maps that hold no weight, such as quantized ones, are decoded for groups that have
+    rows, and again in the backward pass. The products' results are kept for the backward pass, which recomputes the
+    rest; there are no second derivatives and no forward mode. Weights are cast to the dtype of `x`; sums are float32 at
+    least.
 
     Args:
         modules: An ensemble over groups.
@@ -47,8 +53,8 @@ def grouped(
         sizes: How many rows each group has.
         even: How many rows a group has with an even load; None: an equal share of all rows, though some of
             these may be of no group.
-        most: No group has more rows than this. TPUs, and GPUs without kernels, then have so many slots and nothing
-            else.
+        most: No group has more rows than this; accelerators without kernels for such calls have so many slots and
+            nothing else.
     """
     arrays, static = eqx.partition(modules, eqx.is_array)
     leaves, structure = jax.tree.flatten(static)
@@ -67,22 +73,15 @@ def _make(
     with_sizes = lambda way, **more: functools.partial(way, even=even, **more)
     with_gradient = map(with_sizes, (blocked_forward, blocked_backward))
     slotted = [with_sizes(way, most=most) for way in (blocked, blocked_forward, blocked_backward)]
-    ways: dict[str, Sequence[Callable[..., Any]]] = {
-        "default": (with_sizes(unkept), *with_gradient),
-        "cuda": slotted,
-        "tpu": (ragged, ragged_forward, ragged_backward) if most is None else slotted,
-    }
-    ways = {name: way for name, way in ways.items() if name in ("default", *platforms)}
-    given: Any = {"kernels": HOPPER, "in_8_bits": hopper_in_8_bits()}
-    hopper = [functools.partial(way, **given) for way in (ragged, ragged_forward, ragged_backward)]
+    without_kernels: dict[str, Sequence[Callable[..., Any]]] = {"default": (with_sizes(unkept), *with_gradient)}
+    without_kernels |= dict.fromkeys(platforms, slotted)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def on_platform(which: int, *args: PyTree) -> PyTree:
-        # Traced everywhere, and lowered for these GPUs alone: formulas of what a plan holds read the trace.
-        own = ways | ({"cuda": hopper} if has_kernels(static, *args[:2]) else {})
-        made = {name: _through_weights(way[which]) if which == 2 else way[which] for name, way in own.items()}
-        found = {name: functools.partial(way, static) for name, way in made.items()}
-        return jax.lax.platform_dependent(*args, **found)
+    def on_platform(which: int, arrays: PyTree, x: Array, sizes: Array, *residuals: PyTree) -> PyTree:
+        supported, args = _kernel_platforms(static, arrays, x, sizes, most), (arrays, x, sizes, *residuals)
+        ways = without_kernels | {name: _by_kernels(name, most) for name in supported}
+        branches = {name: _through_weights(way[which]) if which == 2 else way[which] for name, way in ways.items()}
+        return jax.lax.platform_dependent(*args, **{name: functools.partial(b, static) for name, b in branches.items()})
 
     @jax.custom_vjp
     def run(arrays: PyTree, x: Array, sizes: Array) -> Array:
@@ -99,14 +98,41 @@ def _make(
     return run
 
 
-def fp8_experts(chip: str) -> bool:
-    """Whether experts' products of 8 bits are such on chips of a name, such as `NVIDIA H100` or `h100`.
+def _kernel_platforms(static: PyTree, arrays: PyTree, x: Array, sizes: Array, most: int | None) -> tuple[str, ...]:
+    """Return the platforms whose kernels support all maps of an ensemble, of those that can be compiled for here."""
+    if not compilers():
+        return ()
+    choices: list[Choice] = []
 
-    TPUs, and Hopper GPUs before JAX 0.12, have kernels of 16 bits; on a CPU and older GPUs a wider product multiplies
-    numbers of 8 bits.
-    """
-    gpu = capability_of(chip)
-    return gpu >= 10 or (gpu == 9 and hopper_in_8_bits() is not None)
+    def note(linear: LinearMap, x: Array) -> Array:
+        weight = dense(linear).weight
+        matrices, rows = jnp.zeros((len(sizes), *weight.shape), weight.dtype), jnp.zeros((count, x.shape[-1]), x.dtype)
+        is_stored = isinstance(linear, DenseMap)
+        call = GroupedMatmulCall(rows, matrices, sizes, isinstance(linear.products, Fp8Matmul), most, is_stored)
+        choices.append(GROUPED_MATMUL.choose(call))
+        return linear(x)
+
+    count, noting = len(x), WHOLE._replace(forward=note)
+    run = lambda arrays, x: recorded(eqx.combine(arrays, static), x, noting)
+    jax.eval_shape(run, jax.tree.map(lambda a: a[0], arrays), x[:1])
+    supported = [{name for name, _ in choice.by_platform} for choice in choices]
+    common = set.intersection(*supported) if supported else set()
+    for choice in choices:
+        record_choice(choice._replace(by_platform=tuple(pair for pair in choice.by_platform if pair[0] in common)))
+    return tuple(name for name in compilers() if name in common)
+
+
+def _by_kernels(platform: str, most: int | None) -> Sequence[Callable[..., Any]]:
+    """Return the three ways of a platform's kernels."""
+
+    def kernel_for(call: GroupedMatmulCall) -> GroupedMatmul:
+        kernel = GROUPED_MATMUL.implementation_for(call, platform)
+        assert isinstance(kernel, GroupedMatmul), kernel
+        return kernel
+
+    return [
+        functools.partial(way, kernel_for=kernel_for, most=most) for way in (ragged, ragged_forward, ragged_backward)
+    ]
 
 
 def _through_weights(backward: Callable[..., tuple[PyTree, Array]]) -> Callable[..., tuple[PyTree, Array]]:

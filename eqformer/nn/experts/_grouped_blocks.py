@@ -1,4 +1,4 @@
-"""`grouped` on CPUs and GPUs: as many rows of each group as even loads have at once, the rest in blocks."""
+"""`grouped` without kernels: as many rows of each group as even loads have at once, the rest in blocks."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar

@@ -22,20 +22,6 @@ class Maps(NamedTuple):
     backward: Callable[[MatmulPrecision, Parameters, Array, Array], tuple[Parameters, Array]]
 
 
-class Kernels(NamedTuple):
-    """Products of sorted rows and their groups' matrices (groups x outputs x inputs) on one kind of accelerator.
-
-    Each is given the sizes of the groups last, and `interpret`, which runs it as plain JAX.
-    """
-
-    times: Callable[..., Array]
-    """Each row by its group's matrix, zeros behind the last group."""
-    back: Callable[..., Array]
-    """The gradients of the rows by those of the outputs."""
-    outer: Callable[..., Array]
-    """The gradients of the matrices in a dtype, which is given behind the sizes, by outputs' gradients and rows."""
-
-
 def map_linears(change: Callable[[Any], PyTree], module: PyTree) -> PyTree:
     """The module with each linear map changed."""
     return jax.tree.map(lambda node: change(node) if is_map(node) else node, module, is_leaf=is_map)

@@ -1,21 +1,23 @@
-"""`grouped` on TPUs and Hopper GPUs: all rows at once, a ragged product for each linear map."""
+"""`grouped` where kernels support its maps: all rows at once, a grouped product for each linear map."""
 
-import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from ...kernels import GroupedMatmul, GroupedMatmulCall
 from .._dtype import at_least_float32
 from .._float32_sums import add_float32
 from .._linear import dense
 from .._linear_map import LinearMap
 from .._matmul_precision import Fp8Matmul, MatmulPrecision
-from ._grouped_kernels import TPU
-from ._grouped_maps import Kernels, Maps, Parameters, recorded, replayed
+from ._grouped_maps import Maps, Parameters, recorded, replayed
+
+
+KernelFor = Callable[[GroupedMatmulCall], GroupedMatmul]
+"""The kernel that computes a call."""
 
 
 def ragged(
@@ -24,17 +26,11 @@ def ragged(
     x: Array,
     sizes: Array,
     *,
-    kernels: Kernels = TPU,
-    in_8_bits: Kernels | None = None,
-    interpret: bool = False,
+    kernel_for: KernelFor,
+    most: int | None = None,
 ) -> Array:
-    """The rows' outputs.
-
-    Maps whose products are of 8 bits have kernels of their own, if there are any. `interpret` runs kernels as plain JAX
-    on any platform, which is slow: for tests.
-    """
-    how: Any = {"kernels": kernels, "in_8_bits": in_8_bits, "interpret": interpret}
-    return ragged_forward(static, arrays, x, sizes, **how)[0]
+    """Return the rows' outputs, of maps that are computed by the kernel of `kernel_for` each."""
+    return ragged_forward(static, arrays, x, sizes, kernel_for=kernel_for, most=most)[0]
 
 
 def ragged_forward(
@@ -43,12 +39,11 @@ def ragged_forward(
     x: Array,
     sizes: Array,
     *,
-    kernels: Kernels = TPU,
-    in_8_bits: Kernels | None = None,
-    interpret: bool = False,
+    kernel_for: KernelFor,
+    most: int | None = None,
 ) -> tuple[Array, list[Array]]:
-    """The rows' outputs, and what the modules' linear maps gave."""
-    maps, made = _maps(sizes, len(x), kernels, in_8_bits, interpret), []
+    """Return the rows' outputs, and those of the modules' linear maps."""
+    maps, made = _maps(sizes, len(x), kernel_for, most), []
 
     def forward(linear: LinearMap, x: Array) -> Array:
         made.append(maps.forward(linear, x))
@@ -67,37 +62,37 @@ def ragged_backward(
     kept: Sequence[Array],
     gradient: Array,
     *,
-    kernels: Kernels = TPU,
-    in_8_bits: Kernels | None = None,
-    interpret: bool = False,
+    kernel_for: KernelFor,
+    most: int | None = None,
 ) -> tuple[PyTree, Array]:
-    """The gradients of the parameters and of the rows; `kept` ends in the output."""
-    maps = _maps(sizes, len(x), kernels, in_8_bits, interpret)
+    """Return the gradients of the parameters and of the rows; `kept` ends in the output."""
+    maps = _maps(sizes, len(x), kernel_for, most)
     again = lambda arrays, x: replayed(eqx.combine(arrays, static), x, maps, kept)
     to_arrays, to_x = jax.vjp(again, arrays, x)[1](gradient)
     return to_arrays, jnp.where(_is_real(x, sizes), to_x, 0)
 
 
-def _maps(sizes: Array, rows: int, kernels: Kernels, in_8_bits: Kernels | None, interpret: bool) -> Maps:
+def _maps(sizes: Array, rows: int, kernel_for: KernelFor, most: int | None) -> Maps:
     owners = jnp.repeat(jnp.arange(len(sizes), dtype=jnp.int32), sizes, total_repeat_length=rows)
 
-    def of(products: MatmulPrecision) -> Kernels:
-        found = in_8_bits if in_8_bits is not None and isinstance(products, Fp8Matmul) else kernels
-        return Kernels(*(functools.partial(kernel, interpret=interpret) for kernel in found))
+    def kernel_of(products: MatmulPrecision, x: Array, weight: Array) -> GroupedMatmul:
+        return kernel_for(GroupedMatmulCall(x, weight, sizes, isinstance(products, Fp8Matmul), most))
 
     def forward(linear: LinearMap, x: Array) -> Array:
-        y = of(linear.products).times(x, dense(linear).weight, sizes)
+        weight = dense(linear).weight
+        y = kernel_of(linear.products, x, weight).forward(x, weight, sizes)
         return add_float32(y, None if linear.bias is None else jnp.where(_is_real(x, sizes), linear.bias[owners], 0))
 
     def backward(
-        products: MatmulPrecision, parameters: Parameters, x: Array, gradient: Array
+        products: MatmulPrecision, parameters: Parameters, x: Array, output_grad: Array
     ) -> tuple[Parameters, Array]:
-        (weight, bias), exact, its = parameters, at_least_float32(x.dtype), of(products)
-        to_weight, to_bias = its.outer(gradient, x, sizes, weight.dtype), None
+        (weight, bias), wide = parameters, at_least_float32(x.dtype)
+        kernel, bias_grad = kernel_of(products, x, weight), None
+        weight_grad = kernel.weight_grad(output_grad, x, sizes, weight.dtype)
         if bias is not None:
-            of_rows = jnp.where(_is_real(x, sizes), gradient, 0)
-            to_bias = jax.ops.segment_sum(of_rows.astype(exact), owners, len(sizes)).astype(bias.dtype)
-        return (to_weight, to_bias), its.back(gradient, weight, sizes)
+            of_rows = jnp.where(_is_real(x, sizes), output_grad, 0)
+            bias_grad = jax.ops.segment_sum(of_rows.astype(wide), owners, len(sizes)).astype(bias.dtype)
+        return (weight_grad, bias_grad), kernel.input_grad(output_grad, weight, sizes)
 
     return Maps(forward, backward)
 

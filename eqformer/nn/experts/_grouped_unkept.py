@@ -20,7 +20,7 @@ def unkept(static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, even: int 
     copies none. Blocks win where few groups have rows at all, and where small weights meet many rows.
     """
     even = even_load(sizes, len(x), even)
-    # In 16 bits XLA rounds less often where it fuses more, so that maps in codes, which go by blocks, would differ.
+    # In 16 bits fused operations round less often, so that maps in codes, which go by blocks, would differ.
     is_wide = jnp.finfo(x.dtype).bits >= 32
     number = max(LEAST, even * 5 // 4) if is_wide and even >= 2 and _are_better_together(static, arrays, even) else 0
     return outputs(static, arrays, x, sizes, Slots(sizes, len(x), min(number, len(x)), even), _LEFT)[0]
@@ -34,7 +34,7 @@ def _are_better_together(static: PyTree, arrays: PyTree, even: int) -> bool:
 
 
 def _left(linear: LinearMap, x: Array) -> Array:
-    """`linear(x)` of few rows with the weight on the left, for which XLA's library for CPUs needs it in no other order.
+    """Return `linear(x)` of few rows, with the weight on the left, so that it is multiplied in the order it is stored.
 
     Of eight weights of 2048 x 2048 and 16 rows each that takes 0.6 of the time.
     """

@@ -45,7 +45,7 @@ def apply_scales(
 ) -> Float32[Array, "*dims columns"]:
     """Multiply numbers by their group's scale, in float32; scales of 8 bits are exponents, `2**(scale - 127)`.
 
-    Products below `2**-126` become 0 on platforms that flush subnormal numbers, as CPUs and TPUs do.
+    Products below `2**-126` become 0 on platforms that flush subnormal numbers, as most do.
     """
     if scales.dtype == jnp.uint8:
         # The scale's bits become a float32's exponent. 2**-127 is no normal number, so half of it moves to the numbers.

@@ -71,7 +71,7 @@ def _single_token(
     """Compute one token of each row, with all heads in one group."""
     copies = value.shape[-2] // key.shape[-2]
     if copies > 1:
-        # A gather: XLA's GPU fusion needs half a minute a layer to simplify the indices of repeated heads.
+        # A gather: compiling `jnp.repeat` of heads took half a minute a layer on some platforms.
         owner = jnp.arange(value.shape[-2]) // copies
         query, key = query[..., owner, :], key[..., owner, :]
     return states.stepped(_step, query, key, value, rate[..., None], log_decay)

@@ -15,8 +15,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 from nn_reference import close, normal
 
 from eqformer import nn
-from eqformer.nn.experts import _grouped, _grouped_hopper
-from eqformer.nn.experts._grouped_hopper import back, outer, tile_for, tiles_of, times
+from eqformer.kernels import _op, GroupedMatmulCall, HopperGroupedMatmul
+from eqformer.kernels.grouped_matmul._hopper import tile_for, tiles_of
+from eqformer.nn.experts import _grouped
 
 
 CASES = {
@@ -28,25 +29,27 @@ CASES = {
 # The interpreter of older ones multiplies no factor that is transposed where it lies.
 IS_WHOLE = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
 TRANSPOSES = pytest.mark.skipif(not IS_WHOLE, reason="JAX 0.12 has an interpreter of transposed factors")
-PRODUCTS = [pytest.param("times", marks=TRANSPOSES), "back", pytest.param("outer", marks=TRANSPOSES)]
 AUTO = jax.sharding.AxisType.Auto
 
 
 @pytest.mark.parametrize("name", [next(iter(CASES)), *(pytest.param(n, marks=pytest.mark.grid) for n in [*CASES][1:])])
 @pytest.mark.parametrize(
-    "product", [pytest.param("times", marks=TRANSPOSES), "back", pytest.param("outer", marks=TRANSPOSES)]
+    "product",
+    [pytest.param("forward", marks=TRANSPOSES), "input_grad", pytest.param("weight_grad", marks=TRANSPOSES)],
 )
 def test_kernels_give_the_products_of_a_loop(product, name):
     rows, inputs, outputs, sizes = CASES[name]
     arrays = normal(1, rows, outputs), normal(2, rows, inputs), normal(3, len(sizes), outputs, inputs)
     direction, x, weight = narrow = tuple(array.astype(jnp.bfloat16) for array in arrays)
+    kernel = HopperGroupedMatmul(interpret=True)
     found = {
-        "times": lambda sizes: times(x, weight, sizes, interpret=True),
-        "back": lambda sizes: back(direction, weight, sizes, interpret=True),
-        "outer": lambda sizes: outer(direction, x, sizes, jnp.float32, interpret=True),
+        "forward": lambda sizes: kernel.forward(x, weight, sizes),
+        "input_grad": lambda sizes: kernel.input_grad(direction, weight, sizes),
+        "weight_grad": lambda sizes: kernel.weight_grad(direction, x, sizes, jnp.float32),
     }[product]
     y = jax.jit(found)(np.array(sizes, np.int32))
-    place, tolerance = ("times", "back", "outer").index(product), 1e-6 if product == "outer" else 4e-3
+    place = ("forward", "input_grad", "weight_grad").index(product)
+    tolerance = 1e-6 if product == "weight_grad" else 4e-3
     exact = tuple(array.astype(jnp.float32) for array in narrow)
     assert close(y.astype(jnp.float32), wanted(exact, sizes)[place], tolerance)
     if sum(sizes):  # the control: a border that is one row off
@@ -110,7 +113,8 @@ def gradients_of(experts, rows=256, even=None):
 @pytest.fixture
 def with_compiler(monkeypatch):
     """As where the compiler for GPUs is installed."""
-    monkeypatch.setattr(_grouped, "compilers", lambda: ("cuda",))
+    for module in (_grouped, _op):
+        monkeypatch.setattr(module, "compilers", lambda: ("cuda",))
     _grouped._make.cache_clear()
     yield
     _grouped._make.cache_clear()
@@ -145,7 +149,7 @@ def test_results_vary_over_the_axes_that_rows_vary_over():
     narrow = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16), sizes
 
     def shapes(out):
-        product = lambda x, weight, sizes: times(x, weight, sizes[0])
+        product = lambda x, weight, sizes: HopperGroupedMatmul().forward(x, weight, sizes[0])
         return jax.eval_shape(jax.shard_map(product, mesh=mesh, in_specs=(rows,) * 3, out_specs=out), *narrow)
 
     assert shapes(rows).shape == (256, 128)
@@ -153,15 +157,28 @@ def test_results_vary_over_the_axes_that_rows_vary_over():
         shapes(PartitionSpec())
 
 
-def test_maps_that_are_put_together_have_none():
+def test_maps_that_are_put_together_have_none(with_compiler):
     """Adapters and codes are computed group by group, where they are not written out."""
-    arrays, static = eqx.partition(linears(normal(1, 4, 64, 64).astype(jnp.bfloat16)), eqx.is_array)
-    x = normal(2, 128, 64).astype(jnp.bfloat16)
-    assert _grouped_hopper.has_kernels(static, arrays, x)
-    assert not _grouped_hopper.has_kernels(static, arrays, x[:0])
-    codes = nn.quantize(eqx.combine(arrays, static), "int8")
-    arrays, static = eqx.partition(codes, eqx.is_array)
-    assert not _grouped_hopper.has_kernels(static, arrays, x)
+    x, sizes = normal(2, 128, 64).astype(jnp.bfloat16), jnp.full(4, 32, jnp.int32)
+
+    def platforms(maps: Any, x: jax.Array) -> tuple[str, ...]:
+        arrays, static = eqx.partition(maps, eqx.is_array)
+        return _grouped._kernel_platforms(static, arrays, x, sizes, None)
+
+    maps = linears(normal(1, 4, 64, 64).astype(jnp.bfloat16))
+    assert platforms(maps, x) == ("cuda",) and platforms(maps, x[:0]) == ()
+    assert platforms(nn.quantize(maps, "int8"), x) == ()
+
+
+def test_each_refusal_has_its_reason():
+    def reason(rows: int = 64, dtype: Any = jnp.bfloat16, width: int = 64, **options: Any) -> str | None:
+        x, weight = jnp.zeros((rows, width), dtype), jnp.zeros((4, 64, width), dtype)
+        return HopperGroupedMatmul().supports(GroupedMatmulCall(x, weight, jnp.zeros(4, jnp.int32), **options))
+
+    assert reason() is None and reason(rows=0) == "there are no rows"
+    assert reason(dtype=jnp.float32) == "it computes in bfloat16 or float16, not float32"
+    assert reason(width=96) == "it takes a multiple of 64 channels, not [64, 96]"
+    assert "cheaper group by group" in str(reason(is_stored=False))
 
 
 def test_the_compiler_for_h100_takes_the_kernels_and_copies_no_weights():

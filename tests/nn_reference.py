@@ -12,7 +12,7 @@ import numpy as np
 from haste import put
 
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

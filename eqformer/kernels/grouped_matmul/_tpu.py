@@ -9,47 +9,67 @@ pieces that the tiles' heights do not bind.
 import functools
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ...kernels import varying_of
-from ._grouped_maps import Kernels
+from .._platform import varying_of
+from ._call import GroupedMatmul, GroupedMatmulCall
 from ._tpu_tiles import pallas, row_tiles, ROWS, sum_of_rows, Visits, visits_of
 
 
-def times(
-    x: Float[Array, "rows inputs"],
-    weight: Float[Array, "groups outputs inputs"],
-    sizes: Int[Array, "groups"],
-    *,
-    interpret: bool = False,
-) -> Float[Array, "rows outputs"]:
-    """Each row by its group's matrix, in the dtype of `x`; zeros behind the last group."""
-    return _by_rows(x, weight, sizes, transposed=True, interpret=interpret)
+class TpuGroupedMatmul(GroupedMatmul):
+    """Grouped products in Mosaic: in bfloat16, or in float32 for any other dtype.
+
+    `interpret` runs the kernels as plain JAX on any platform, for tests.
+    """
+
+    interpret: bool = eqx.field(static=True, default=False)
+
+    def supports(self, call: GroupedMatmulCall) -> str | None:
+        """Return the reason why the kernels are not used for a call, or None."""
+        if call.most is not None:
+            return f"groups of up to {call.most} rows each are computed in as many slots at once"
+        return None
+
+    def forward(
+        self,
+        x: Float[Array, "rows inputs"],
+        weight: Float[Array, "groups outputs inputs"],
+        sizes: Int[Array, "groups"],
+    ) -> Float[Array, "rows outputs"]:
+        """Return each row times its group's matrix."""
+        return _multiply_rows(x, weight, sizes, transposed=True, interpret=self.interpret)
+
+    def input_grad(
+        self,
+        output_grad: Float[Array, "rows outputs"],
+        weight: Float[Array, "groups outputs inputs"],
+        sizes: Int[Array, "groups"],
+    ) -> Float[Array, "rows inputs"]:
+        """Return the gradients of the rows."""
+        return _multiply_rows(output_grad, weight, sizes, transposed=False, interpret=self.interpret)
+
+    def weight_grad(
+        self,
+        output_grad: Float[Array, "rows outputs"],
+        x: Float[Array, "rows inputs"],
+        sizes: Int[Array, "groups"],
+        dtype: DTypeLike,
+    ) -> Float[Array, "groups outputs inputs"]:
+        """Return the gradients of the matrices."""
+        return _sum_outer_products(output_grad, x, sizes, dtype, self.interpret)
 
 
-def back(
-    gradient: Float[Array, "rows outputs"],
-    weight: Float[Array, "groups outputs inputs"],
-    sizes: Int[Array, "groups"],
-    *,
-    interpret: bool = False,
-) -> Float[Array, "rows inputs"]:
-    """The gradients of the rows of `times`, in the dtype of `gradient`."""
-    return _by_rows(gradient, weight, sizes, transposed=False, interpret=interpret)
-
-
-def outer(
+def _sum_outer_products(
     gradient: Float[Array, "rows outputs"],
     x: Float[Array, "rows inputs"],
     sizes: Int[Array, "groups"],
     dtype: DTypeLike,
-    *,
-    interpret: bool = False,
+    interpret: bool,
 ) -> Float[Array, "groups outputs inputs"]:
-    """The gradients of the matrices of `times`: float32 sums, rounded to `dtype` once."""
     tile, dtype = _tile(len(x)), jnp.dtype(dtype)
     gradient, x = (_padded(rows, tile) for rows in _narrow_alike(gradient, x))
     (rows, outputs), inputs, groups = gradient.shape, x.shape[1], len(sizes)
@@ -69,10 +89,7 @@ def outer(
     return _run(sum_of_rows, specs, result, cost, interpret, visits, gradient, x)
 
 
-TPU = Kernels(times, back, outer)
-
-
-def _by_rows(x: Array, weight: Array, sizes: Array, *, transposed: bool, interpret: bool) -> Array:
+def _multiply_rows(x: Array, weight: Array, sizes: Array, *, transposed: bool, interpret: bool) -> Array:
     count, dtype, tile = len(x), x.dtype, _tile(len(x))
     x, weight = _narrow_alike(x, weight.astype(dtype))
     x, (pl, plt) = _padded(x, tile), pallas()

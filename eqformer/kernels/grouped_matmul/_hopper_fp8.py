@@ -8,22 +8,106 @@ beginning at a multiple of `DEEP`, with zeros between.
 import functools
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ...kernels import varying_as
-from ._grouped_fp8 import in_8_bits, OfCodes
-from ._grouped_hopper import padded, run_kernel, tile_for, tiles_of
-from ._grouped_maps import Kernels
+from .._fp8 import E4M3, E5M2, fp8_scale, round_to_fp8
+from .._platform import capability_of, varying_as
+from ._call import GroupedMatmul, GroupedMatmulCall
+from ._hopper import hopper_reason, padded, run_kernel, tile_for, tiles_of
 from ._hopper_tiles import in_panels, pallas, ROWS, store_rows, store_tile, Tile
 
 
 DEEP = 128  # what a product sums over at once: 128 bytes, as for `STEP` numbers of 16 bits
 
 
-def rows(
+class HopperFp8GroupedMatmul(GroupedMatmul):
+    """Grouped products in Mosaic on Hopper GPUs in 8 bits: a row, and a group's matrix, has a scale of its own.
+
+    `interpret` runs the kernels as plain JAX on any platform, for tests.
+    """
+
+    interpret: bool = eqx.field(static=True, default=False)
+
+    def supports(self, call: GroupedMatmulCall) -> str | None:
+        """Return the reason why the kernels cannot compute the call, or are not to, or None."""
+        if not call.in_fp8:
+            return "8 bits are not asked for"
+        if not has_mixed_formats():
+            return "JAX before 0.12 has no products of two 8-bit formats on tensor cores"
+        return hopper_reason(call)
+
+    def forward(
+        self,
+        x: Float[Array, "rows inputs"],
+        weight: Float[Array, "groups outputs inputs"],
+        sizes: Int[Array, "groups"],
+    ) -> Float[Array, "rows outputs"]:
+        """Return each row times its group's matrix."""
+        return self._scaled_rows(x, E4M3, weight, sizes, 2)
+
+    def input_grad(
+        self,
+        output_grad: Float[Array, "rows outputs"],
+        weight: Float[Array, "groups outputs inputs"],
+        sizes: Int[Array, "groups"],
+    ) -> Float[Array, "rows inputs"]:
+        """Return the gradients of the rows."""
+        return self._scaled_rows(output_grad, E5M2, weight, sizes, 1)
+
+    def weight_grad(
+        self,
+        output_grad: Float[Array, "rows outputs"],
+        x: Float[Array, "rows inputs"],
+        sizes: Int[Array, "groups"],
+        dtype: DTypeLike,
+    ) -> Float[Array, "groups outputs inputs"]:
+        """Return the gradients of the matrices."""
+        codes, of_row = round_to_fp8(x, E4M3, -1)
+        of_group, inverses = _scales_of_groups(output_grad, of_row, sizes)
+        wide = output_grad.astype(of_row.dtype) * of_row * inverses.astype(of_row.dtype)
+        return _sum_outer_products(wide.astype(E5M2), codes, of_group, sizes, dtype, interpret=self.interpret)
+
+    def _scaled_rows(self, x: Array, dtype: DTypeLike, weight: Array, sizes: Array, contracts: int) -> Array:
+        codes, of_row = round_to_fp8(x, dtype, -1)
+        matrices, of_group = round_to_fp8(weight.astype(x.dtype), E4M3, (1, 2))
+        how = {"contracts": contracts, "interpret": self.interpret}
+        return _multiply_rows(codes, matrices, of_row, of_group[:, 0, 0], sizes, x.dtype, **how)
+
+
+def fp8_grouped_matmul(chip: str) -> bool:
+    """Return whether grouped products in 8 bits run as such on chips of a name, such as `NVIDIA H100` or `h100`.
+
+    TPUs, and Hopper GPUs before JAX 0.12, have kernels of 16 bits; on a CPU and older GPUs a wider product multiplies
+    numbers of 8 bits.
+    """
+    capability = capability_of(chip)
+    return capability >= 10 or (capability == 9 and has_mixed_formats())
+
+
+def has_mixed_formats() -> bool:
+    """Return whether this JAX multiplies factors of two 8-bit formats on tensor cores."""
+    return jax.__version_info__ >= (0, 12)
+
+
+def _scales_of_groups(
+    gradient: Float[Array, "rows outputs"], of_row: Float[Array, "rows 1"], sizes: Int[Array, "groups"]
+) -> tuple[Float[Array, "groups"], Float[Array, "rows 1"]]:
+    """Return the scale of each group's gradient times `of_row`, and its inverse per row: 0 behind the last group.
+
+    The largest number of a row is also what the row's own scale is made of, so that a gradient is not read once more.
+    """
+    largest = jnp.max(jnp.abs(gradient), -1, keepdims=True).astype(of_row.dtype) * of_row
+    ends, row = jnp.cumsum(sizes, dtype=jnp.int32), jnp.arange(len(gradient), dtype=jnp.int32)[:, None]
+    is_own = (row >= ends - sizes) & (row < ends)
+    scale, inverse = fp8_scale(jnp.max(jnp.where(is_own, largest, 0), 0, initial=0), E5M2)
+    return scale, jnp.sum(jnp.where(is_own, inverse, 0), 1, keepdims=True)
+
+
+def _multiply_rows(
     codes: Float[Array, "rows contracted"],
     matrices: Float[Array, "groups _ _"],
     of_row: Float[Array, "rows 1"],
@@ -34,7 +118,7 @@ def rows(
     contracts: int,
     interpret: bool,
 ) -> Float[Array, "rows columns"]:
-    """See `OfCodes`."""
+    """Return each row times its group's matrix, times both scales, in `dtype`; `contracts` is the dim summed over."""
     matrices = matrices if contracts == 2 else matrices.swapaxes(1, 2)
     is_exact = contracts == 1  # sums of gradients
     count, columns = len(codes), matrices.shape[1]
@@ -46,7 +130,7 @@ def rows(
     return varying_as(y(*tiles_of(sizes, long, tile.rows), _deep(codes), matrices, of_row, of_group), codes)[:count]
 
 
-def outer(
+def _sum_outer_products(
     gradient: Float[Array, "rows outputs"],
     codes: Float[Array, "rows inputs"],
     of_group: Float[Array, "groups"],
@@ -55,7 +139,10 @@ def outer(
     *,
     interpret: bool,
 ) -> Float[Array, "groups outputs inputs"]:
-    """See `OfCodes`."""
+    """Return the sums over each group's rows of outer products, times the groups' scales, in `dtype`.
+
+    Rows behind the last group are not read.
+    """
     (_, outputs), inputs, groups = gradient.shape, codes.shape[1], len(sizes)
     blocks = -(-sizes // DEEP)
     firsts = (jnp.cumsum(blocks, dtype=jnp.int32) - blocks) * DEEP
@@ -64,11 +151,6 @@ def outer(
     body = functools.partial(coded_sums, tile, (groups, outputs // tile.rows, inputs // tile.columns))
     y = run_kernel(body, jax.ShapeDtypeStruct((groups, outputs, inputs), dtype), interpret)
     return varying_as(y(firsts, blocks, gradient, other, of_group), codes)
-
-
-def hopper_in_8_bits() -> Kernels | None:
-    """The kernels; None of a JAX before 0.12, whose products on tensor cores have two factors of one format."""
-    return in_8_bits(OfCodes(rows, outer)) if jax.__version_info__ >= (0, 12) else None
 
 
 def coded_rows(
@@ -85,7 +167,7 @@ def coded_rows(
     of_group: Any,
     y: Any,
 ) -> None:
-    """The kernel of `rows`: of each tile its rows by its group's matrix, times their scales."""
+    """The kernel of `_multiply_rows`: of each tile its rows by its group's matrix, times their scales."""
     pl, plgpu = pallas()
     columns, groups = y.shape[1] // tile.columns, matrices.shape[0]
 
@@ -113,7 +195,7 @@ def coded_sums(
     of_group: Any,
     y: Any,
 ) -> None:
-    """The kernel of `outer`: tiles of each group's matrix, summed over the blocks of its rows."""
+    """The kernel of `_sum_outer_products`: tiles of each group's matrix, summed over the blocks of its rows."""
     pl, plgpu = pallas()
     groups, *tiles = number
 

@@ -17,46 +17,82 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
-from ...kernels import gpu_capability, gpu_cores, varying_as
-from .._linear_map import DenseMap, linear_maps, LinearMap
-from ._grouped_blocks import WHOLE
-from ._grouped_maps import Kernels, recorded
+from .._platform import gpu_capability, gpu_cores, varying_as
+from ._call import GroupedMatmul, GroupedMatmulCall
 from ._hopper_tiles import pallas, row_tiles, ROWS, STEP, sum_of_rows, Tile
 
 
-def times(
-    x: Float[Array, "rows inputs"],
-    weight: Float[Array, "groups outputs inputs"],
-    sizes: Int[Array, "groups"],
-    *,
-    interpret: bool = False,
-) -> Float[Array, "rows outputs"]:
-    """Each row by its group's matrix, in the dtype of `x`; zeros behind the last group."""
-    return _by_rows(x, weight.astype(x.dtype), sizes, is_transposed=True, interpret=interpret)
+_MOSAIC = "jax.experimental.pallas.mosaic_gpu"
 
 
-def back(
-    gradient: Float[Array, "rows outputs"],
-    weight: Float[Array, "groups outputs inputs"],
-    sizes: Int[Array, "groups"],
-    *,
-    interpret: bool = False,
-) -> Float[Array, "rows inputs"]:
-    """The gradients of the rows of `times`, in the dtype of `gradient`."""
-    return _by_rows(gradient, weight.astype(gradient.dtype), sizes, is_transposed=False, interpret=interpret)
+class HopperGroupedMatmul(GroupedMatmul):
+    """Grouped products in Mosaic on Hopper GPUs: in 16 bits, of matrices that are stored as they are.
+
+    `interpret` runs the kernels as plain JAX on any platform, for tests.
+    """
+
+    interpret: bool = eqx.field(static=True, default=False)
+
+    def supports(self, call: GroupedMatmulCall) -> str | None:
+        """Return the reason why the kernels cannot compute the call, or None."""
+        return hopper_reason(call)
+
+    def forward(
+        self,
+        x: Float[Array, "rows inputs"],
+        weight: Float[Array, "groups outputs inputs"],
+        sizes: Int[Array, "groups"],
+    ) -> Float[Array, "rows outputs"]:
+        """Return each row times its group's matrix."""
+        return _multiply_rows(x, weight.astype(x.dtype), sizes, is_transposed=True, interpret=self.interpret)
+
+    def input_grad(
+        self,
+        output_grad: Float[Array, "rows outputs"],
+        weight: Float[Array, "groups outputs inputs"],
+        sizes: Int[Array, "groups"],
+    ) -> Float[Array, "rows inputs"]:
+        """Return the gradients of the rows."""
+        weight = weight.astype(output_grad.dtype)
+        return _multiply_rows(output_grad, weight, sizes, is_transposed=False, interpret=self.interpret)
+
+    def weight_grad(
+        self,
+        output_grad: Float[Array, "rows outputs"],
+        x: Float[Array, "rows inputs"],
+        sizes: Int[Array, "groups"],
+        dtype: DTypeLike,
+    ) -> Float[Array, "groups outputs inputs"]:
+        """Return the gradients of the matrices."""
+        return _sum_outer_products(output_grad, x, sizes, dtype, self.interpret)
 
 
-def outer(
+def hopper_reason(call: GroupedMatmulCall) -> str | None:
+    """Return the reason why kernels for Hopper GPUs cannot compute the call, or None."""
+    if not len(call.x):
+        return "there are no rows"
+    if not call.is_stored:
+        return "matrices that are decoded or put together of parts are cheaper group by group"
+    if any(size % STEP for size in call.weight.shape[1:]):
+        return f"it takes a multiple of {STEP} channels, not {list(call.weight.shape[1:])}"
+    if (capability := gpu_capability()) != 9.0:
+        return f"it runs on GPUs of compute capability 9.0, not {capability}"
+    if call.x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in bfloat16 or float16, not {call.x.dtype}"
+    if importlib.util.find_spec(_MOSAIC) is None:
+        return f"this JAX has no {_MOSAIC}"
+    return None
+
+
+def _sum_outer_products(
     gradient: Float[Array, "rows outputs"],
     x: Float[Array, "rows inputs"],
     sizes: Int[Array, "groups"],
     dtype: DTypeLike,
-    *,
-    interpret: bool = False,
+    interpret: bool,
 ) -> Float[Array, "groups outputs inputs"]:
-    """The gradients of the matrices of `times`: float32 sums, rounded to `dtype` once."""
     gradient, x = (padded(rows, -(-len(rows) // STEP) * STEP) for rows in (gradient, x))
     (_, outputs), inputs, groups = gradient.shape, x.shape[1], len(sizes)
     tile = Tile(*(128 if size % 128 == 0 else 64 for size in (outputs, inputs)))
@@ -67,32 +103,6 @@ def outer(
     body = functools.partial(sum_of_rows, tile, (groups, outputs // tile.rows, inputs // tile.columns))
     y = run_kernel(body, jax.ShapeDtypeStruct((groups, outputs, inputs), dtype), interpret)
     return varying_as(y(starts, ends, firsts, blocks, gradient, x), x)
-
-
-HOPPER = Kernels(times, back, outer)
-
-
-def has_kernels(static: PyTree, arrays: PyTree, x: Float[Array, "rows inputs"]) -> bool:
-    """Whether the kernels have an ensemble's maps, and a program for GPUs is for Hopper's.
-
-    They multiply in 16 bits, sizes of a multiple of 64 channels, matrices that maps hold: what is decoded or put
-    together of parts is cheaper group by group.
-    """
-    given: list[Array] = []
-
-    def noted(linear: LinearMap, x: Array) -> Array:
-        given.append(x)
-        return linear(x)
-
-    maps, noting = linear_maps(eqx.combine(arrays, static)), WHOLE._replace(forward=noted)
-    if not (len(x) and all(isinstance(one, DenseMap) for one in maps)):
-        return False
-    if any(size % STEP for one in maps for size in one.shape[1:]) or gpu_capability() != 9.0:
-        return False
-    run = lambda arrays, x: recorded(eqx.combine(arrays, static), x, noting)
-    jax.eval_shape(run, jax.tree.map(lambda a: a[0], arrays), x[:1])
-    has_mosaic = importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is not None
-    return has_mosaic and all(x.dtype in (jnp.bfloat16, jnp.float16) for x in given)
 
 
 class Tiles(NamedTuple):
@@ -131,7 +141,7 @@ def tile_for(rows: int, groups: int, columns: int) -> Tile:
     return Tile(height, 128 if columns % 128 == 0 and tiles * (columns // 128) >= gpu_cores() else 64)
 
 
-def _by_rows(x: Array, weight: Array, sizes: Array, *, is_transposed: bool, interpret: bool) -> Array:
+def _multiply_rows(x: Array, weight: Array, sizes: Array, *, is_transposed: bool, interpret: bool) -> Array:
     count, columns = len(x), weight.shape[1 if is_transposed else 2]
     tile = tile_for(count, len(sizes), columns)
     x = padded(x, max(tile.rows, -(-count // ROWS) * ROWS))

@@ -10,8 +10,11 @@ from compilers import compiled_for_tpu
 from grouped_cases import given, OUTPUTS, ROWS, SIZES, wanted, with_gradients
 from nn_reference import close, normal
 
-from eqformer.nn.experts import _tpu_tiles
-from eqformer.nn.experts._grouped_kernels import back, outer, times
+from eqformer.kernels import TpuGroupedMatmul
+from eqformer.kernels.grouped_matmul import _tpu_tiles
+
+
+KERNEL = TpuGroupedMatmul(interpret=True)
 
 
 def operations(platform):
@@ -50,8 +53,8 @@ def test_kernels_for_tpus_give_the_products_of_a_loop(name):
 
     @jax.jit
     def run_all(direction, x, weight, sizes):
-        to_weight = outer(direction, x, sizes, jnp.float32, interpret=True)
-        return times(x, weight, sizes, interpret=True), back(direction, weight, sizes, interpret=True), to_weight
+        to_weight = KERNEL.weight_grad(direction, x, sizes, jnp.float32)
+        return KERNEL.forward(x, weight, sizes), KERNEL.input_grad(direction, weight, sizes), to_weight
 
     found = run_all(*arrays, np.array(sizes, np.int32))
     for one, other in zip(found, wanted(arrays, sizes), strict=True):
@@ -74,7 +77,7 @@ LOADS = {
 }
 
 
-@pytest.mark.parametrize("product", ["times", "outer"])
+@pytest.mark.parametrize("product", ["forward", "weight_grad"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == [*LOADS][-1] else pytest.mark.grid) for n in LOADS])
 def test_kernels_for_tpus_compute_little_beside(monkeypatch, name, product):
     """Counted as they run: rows that are multiplied, of those that are there. Tiles of 512 rows, each computed whole
@@ -83,7 +86,7 @@ def test_kernels_for_tpus_compute_little_beside(monkeypatch, name, product):
     plain, found = jax.lax.dot_general, []
 
     def counted(left, right, dims, **more):
-        rows = left.shape[0] if product == "times" else left.shape[dims[0][0][0]]
+        rows = left.shape[0] if product == "forward" else left.shape[dims[0][0][0]]
         jax.debug.callback(lambda: found.append(rows))
         return plain(left, right, dims, **more)
 
@@ -93,10 +96,10 @@ def test_kernels_for_tpus_compute_little_beside(monkeypatch, name, product):
         given = jnp.array(sizes, jnp.int32)
         with monkeypatch.context() as patch:
             patch.setattr(jax.lax, "dot_general", counted)
-            if product == "times":
-                jax.block_until_ready(times(x, weight, given, interpret=True))
+            if product == "forward":
+                jax.block_until_ready(KERNEL.forward(x, weight, given))
             else:
-                jax.block_until_ready(outer(x, x, given, jnp.float32, interpret=True))
+                jax.block_until_ready(KERNEL.weight_grad(x, x, given, jnp.float32))
         jax.effects_barrier()
         return sum(found) / sum(sizes)
 
@@ -113,7 +116,7 @@ def test_kernels_for_tpus_say_over_which_axes_they_vary():
     rows = jax.sharding.PartitionSpec("rows")
 
     def shapes(out):
-        product = lambda x, weight, sizes: times(x, weight, sizes[0])
+        product = lambda x, weight, sizes: TpuGroupedMatmul().forward(x, weight, sizes[0])
         mapped = jax.shard_map(product, mesh=mesh, in_specs=(rows,) * 3, out_specs=out)
         return jax.eval_shape(mapped, x, jnp.concatenate([weight] * 2), sizes)
 

@@ -1,0 +1,1 @@
+"""Products of rows sorted by group with their groups' matrices, as experts need them."""
