@@ -77,6 +77,7 @@ from ._peak import copy_bandwidth as copy_bandwidth, matmul_peak as matmul_peak,
 from ._picture_costs import picture_costs as picture_costs
 from ._program import Program as Program, program_of as program_of
 from ._roofline import Roofline as Roofline, roofline as roofline
+from ._scatter_padding import scatter_padding as scatter_padding
 from ._sent_bytes import (
     by_cause as by_cause,
     Sent as Sent,

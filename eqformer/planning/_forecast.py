@@ -12,13 +12,15 @@ from jaxtyping import PyTree
 
 from .. import kernels, nn, parallel, training
 from .._shapes import Batch
+from ..parallel import STATE
 from ._accelerators import for_platform, Topology
 from ._compile import decode_shapes, traced_decode
 from ._costs import flops_per_token, parameter_count
 from ._fitting import Candidate, every_mesh, fitting_plans, Progress
 from ._held_bytes import ON_HOST, placed_bytes, state_bytes, step_bytes
 from ._roofline import link_speed, Roofline, roofline
-from ._sent_bytes import by_cause, Sent, sent_bytes
+from ._scatter_padding import scatter_padding
+from ._sent_bytes import by_cause, GRADIENTS, Sent, sent_bytes
 from ._temporary_bytes import StepBytes
 from ._traced_sent import traced_sent
 from ._verdict import judge_formula, Verdict
@@ -104,7 +106,16 @@ def _sent_and_time(
     """
     plan, trained, (rows, seq) = states.plan, states.optimizer.trained, batch.ids.shape
     sent = tuple(sent_bytes(plan, model, rows=rows, seq=seq, trained=trained))
+    sent = _with_padding(sent, states, model, topology)
     return sent, _time(states, model, batch, topology, sent, kept, moments)
+
+
+def _with_padding(
+    sent: tuple[Sent, ...], states: training.PlannedState, model: nn.Transformer, topology: Topology
+) -> tuple[Sent, ...]:
+    """Return what a step sends with what a topology's compiler adds to the reduce-scatters of gradients."""
+    padding = scatter_padding(states.plan, model, topology, states.optimizer.trained)
+    return (*sent, Sent(STATE, f"{GRADIENTS}, padded by the compiler", padding)) if padding else sent
 
 
 def _time(
@@ -250,7 +261,8 @@ def best_plans(
 
     def time(one: Candidate, kept: int = 0) -> Roofline:
         under = states.under(one.plan)
-        return _time(under, one.model, batch, topology, one.sends, kept, _on_host(under))
+        sent = _with_padding(one.sends, under, one.model, topology)
+        return _time(under, one.model, batch, topology, sent, kept, _on_host(under))
 
     def proposal(one: Candidate, step: StepBytes) -> Proposal:
         verdict = judge_formula(step.total, certain_bytes(step.held), memory)

@@ -264,6 +264,24 @@ def _arrays(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator
             yield x, leaf, number, x.dtype.itemsize, layers.get(id(leaf), 0), moved is not None
 
 
+def scattered_gradients(
+    plan: parallel.Plan, model: nn.Transformer, trained: training.Trained
+) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    """Yield the shape of each gradient that `fsdp` scatters, its dim that is split, and how many layers have one.
+
+    Tables of the vocabulary that are scattered in parts are left out.
+    """
+    model = plan.shapes(model)
+    specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
+    structure = jax.tree.structure(model)
+    shapes = {id(x): spec for x, spec in zip(jax.tree.leaves(model), structure.flatten_up_to(specs), strict=True)}
+    for x, leaf, _, _, layers, moves in _arrays(plan, model, trained(model)):
+        if leaf.fsdp_dim is None or not moves or (plan.splits_tables and not layers):
+            continue
+        shape = NamedSharding(plan.mesh, shapes[id(x)]).shard_shape(x.shape)
+        yield (shape[1:], leaf.fsdp_dim - 1, shape[0]) if layers else (shape, leaf.fsdp_dim, 1)
+
+
 def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float, float]:
     """Numbers a token of queries, keys, values and outputs on a device, which has at least one head of each."""
     least = plan.size(CONTEXT) if plan.context_method == "heads" else 1
