@@ -41,7 +41,7 @@ from .families._falcon_h1 import FalconH1Config as FalconH1Config
 from .families._gemma import GemmaConfig as GemmaConfig
 from .families._gemma2 import Gemma2Config as Gemma2Config
 from .families._gemma3 import Gemma3Config as Gemma3Config
-from .families._gemma4_config import Gemma4Config as Gemma4Config
+from .families._gemma4 import Gemma4Config as Gemma4Config
 from .families._glm4 import GLM4Config as GLM4Config
 from .families._glm4_moe import GLM4MoEConfig as GLM4MoEConfig
 from .families._glm_moe_dsa import GLMMoEDSAConfig as GLMMoEDSAConfig

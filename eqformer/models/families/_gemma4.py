@@ -1,7 +1,8 @@
 """Gemma 4, its text models (Gemma team 2026): wide global heads, experts beside a dense layer, or shared keys."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +15,241 @@ from ...nn import (
     CrossLayerAttention,
     GatedInput,
     LayerInputs,
+    ProportionalScaling,
     Residual,
     RMSNorm,
+    RotaryScaling,
     sliding_window,
     Transformer,
 )
-from .._attributes import Activation, Attribute, Expect
-from .._family import Family
+from .._attributes import Activation, Attribute, Entry, Expect
+from .._config import PublishedConfig
+from .._family import DecoderConfig, Family
+from .._kinds import Index, Length, NotNegative, OptionalSize, Positive, Size
+from .._layer_attributes import all_but_every, layers_of, Windows
 from .._rotary_attributes import PositionsByType
 from .._towers import Tower
-from ._common import decoder_attributes
+from .._weights import Rule
+from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, gated_weights, head_norm_weights, LAYER
 from ._decoder import attention, bend, decoder, gated_mlp, norm, rotary_of
-from ._gemma4_attributes import GEMMA4_WEIGHTS, GlobalHeads, GlobalWindows, LayerVectors, MaybeExperts
-from ._gemma4_config import Gemma4Config, Kind, kinds_of, unread
-from ._gemma4_presets import PRESETS
 from ._mixtures import mixture
+from ._pattern import windows_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4Config(DecoderConfig):
+    """The config of a Gemma 4; `head_dim` and `kv_heads` are those of layers with a window."""
+
+    window_layers: tuple[Index, ...]
+    """The numbers of the layers that see a `window`; the others see everything."""
+    window: Length = 512
+    """The tokens that the layers of `window_layers` see."""
+    head_dim: Size = 256
+    activation: str = "gelu_tanh"
+    global_head_dim: Size = 512
+    """Channels of a head in the other layers."""
+    global_kv_heads: Size
+    """Heads of keys and values there."""
+    keys_as_values: bool = False
+    """Whether values are keys there."""
+    theta: Positive = 1_000_000.0
+    scaling: RotaryScaling | None = ProportionalScaling(0.25)
+    local_theta: Positive = 10_000.0
+    """The base of rotary positions in the layers of `window_layers`; the others have the `scaling`."""
+    local_scaling: RotaryScaling | None = None
+    """Their scaling."""
+    logit_softcap: Positive | None = None
+    """The bound of logits."""
+    bias: bool = False
+    """Whether the attention's projections have biases."""
+    experts: OptionalSize = 0
+    """Experts of a layer, beside its dense one; 0: none."""
+    top_k: Size = 1
+    """Experts of a token."""
+    expert_mlp: Size = 1
+    """Hidden features of an expert."""
+    balance: NotNegative = 0.001
+    """The weight of `LoadBalance`, over the batch."""
+    reading_layers: OptionalSize = 0
+    """The last layers, which read the keys and values of the last layer of their kind before them."""
+    widens_reading: bool = False
+    """Whether these have twice as many hidden features."""
+    input_mlp: OptionalSize = 0
+    """Channels of a vector of each token for each layer; 0: none."""
+    input_vocab: Size = 262_144
+    """Ids that have such vectors."""
+    tied: bool = True
+    max_seq: Length = 262_144
+
+
+class Kind(NamedTuple):
+    """What a layer is: its window, and under which names it leaves or reads keys and values."""
+
+    window: int | None
+    leaves: str | None = None
+    reads: str | None = None
+
+
+def kinds_of(config: Gemma4Config) -> list[Kind]:
+    """Of each layer its kind; raises a `ValueError` where layers would read keys that none before them has."""
+    windows, own = windows_of(config), config.layers - config.reading_layers
+    names = ["global" if window is None else "window" for window in windows]
+    if missing := {*names[own:]} - {*names[:own]}:
+        raise ValueError(
+            f"Gemma4Config(layers={config.layers}, reading_layers={config.reading_layers}): later layers read keys of "
+            f"{' and '.join(sorted(missing))} ones, and the first {max(own, 0)} have none; let fewer read."
+        )
+    last = {name: layer for layer, name in enumerate(names[:own])} if config.reading_layers else {}
+    kinds = [
+        Kind(window, leaves=name if last.get(name) == layer and name in names[own:] else None)
+        for layer, (window, name) in enumerate(zip(windows[:own], names[:own]))
+    ]
+    return kinds + [Kind(window, reads=name) for window, name in zip(windows[own:], names[own:])]
+
+
+def unread(config: Any) -> tuple[str, ...]:
+    """How names begin of arrays that are published of layers which read others' keys, and that nothing reads."""
+    layers = range(config.layers - config.reading_layers, config.layers)
+    return tuple(f"model.layers.{layer}.self_attn.{part}_" for layer in layers for part in "kv")
+
+
+class GlobalWindows(Windows):
+    """`Windows` of all layers but each sixth, and never of the last."""
+
+    def __init__(self):
+        super().__init__(512, lambda _, layers: all_but_every(6, layers))
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """Both fields."""
+        found, last = super().read(published), layers_of(published) - 1
+        return found | {"window_layers": tuple(layer for layer in found["window_layers"] if layer != last)}
+
+
+class GlobalHeads(Entry):
+    """Size and number of the key heads of layers without a window, said at once or layer by layer."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`global_head_dim`, `global_kv_heads` and `keys_as_values`; refuse layers that differ otherwise."""
+        size, shared = published.read("global_head_dim", Size, 512), published.flag("attention_k_eq_v", False)
+        own = published.read("num_key_value_heads", Size, 4)
+        heads = published.read("num_global_key_value_heads", Size, own) if shared else own
+        if by_layer := published.nested("per_layer_config"):
+            windows = GlobalWindows().read(published)["window_layers"]
+            others = [str(layer) for layer in range(layers_of(published)) if layer not in windows]
+            said = next(iter(by_layer.values()))
+            known = isinstance(said, dict) and not {*said} - {"head_dim", "num_key_value_heads"}
+            listed = {str(layer).lstrip("0") or "0" for layer in by_layer}
+            if not known or listed != {*others} or any(its != said for its in by_layer.values()):
+                published.refuse(f"per_layer_config={by_layer}: layers {others}, without a window, must be alike.")
+            within = PublishedConfig(said, f"{published.source}: per_layer_config")
+            size = within.read("head_dim", Size, published.read("head_dim", Size, 256))
+            heads = within.read("num_key_value_heads", Size, own)
+        return {"global_head_dim": size, "global_kv_heads": heads, "keys_as_values": shared}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """For all layers at once, as it is published, where transformers reads it so."""
+        said = {"global_head_dim": config.global_head_dim, "attention_k_eq_v": config.keys_as_values}
+        if config.keys_as_values:
+            return said | {"num_global_key_value_heads": config.global_kv_heads}
+        alike = {"head_dim": config.global_head_dim, "num_key_value_heads": config.global_kv_heads}
+        layers = {str(layer): alike for layer in range(config.layers) if layer not in config.window_layers}
+        return said | ({} if config.global_kv_heads == config.kv_heads else {"per_layer_config": layers})
+
+
+class LayerVectors(Entry):
+    """A vector of each token for each layer (E2B, E4B), of channels that are 0 where there is none."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`input_mlp` and, where there are vectors, `input_vocab`."""
+        channels, ids = published.read(*_CHANNELS), published.read(*_IDS)
+        return {"input_mlp": channels, "input_vocab": ids} if channels else {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Channels and, where there are vectors, ids."""
+        return {_CHANNELS[0]: config.input_mlp} | ({_IDS[0]: config.input_vocab} if config.input_mlp else {})
+
+
+_CHANNELS, _IDS = ("hidden_size_per_layer_input", OptionalSize, 256), ("vocab_size_per_layer_input", Size, 262_144)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaybeExperts(Entry):
+    """Experts beside the dense layers, where they are switched on."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """`experts`, `top_k` and `expert_mlp`."""
+        names = {"experts": "num_experts", "top_k": "top_k_experts", "expert_mlp": "moe_intermediate_size"}
+        if published.flag("enable_moe_block", False):
+            return {own: published.read(its, Size) for own, its in names.items()}
+        for its in names.values():
+            published.take(its, None)
+        return {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The switch, and what it switches on."""
+        if not config.experts:
+            return {"enable_moe_block": False}
+        said = {
+            "num_experts": config.experts,
+            "top_k_experts": config.top_k,
+            "moe_intermediate_size": config.expert_mlp,
+        }
+        return {"enable_moe_block": True} | said
+
+
+_DENSE, _MIXED = "feed_forward.layer.dense", "feed_forward.layer.routed"
+_ROUTER, _EXPERTS = f"{_MIXED}.layer.router", f"{_MIXED}.layer.experts.mlps"
+GEMMA4_WEIGHTS = (
+    *(*EDGES, *ATTENTION, *head_norm_weights(), *FOUR_NORMS, *gated_weights()),
+    Rule(f"{LAYER}layer_scalar", "scalar", "1 -> "),
+    Rule(f"{LAYER}pre_feedforward_layernorm.weight", f"{_DENSE}.norm.weight"),
+    Rule(f"{LAYER}post_feedforward_layernorm_1.weight", f"{_DENSE}.output_norm.weight"),
+    Rule(f"{LAYER}pre_feedforward_layernorm_2.weight", f"{_MIXED}.layer.expert_norm.weight"),
+    Rule(f"{LAYER}post_feedforward_layernorm_2.weight", f"{_MIXED}.output_norm.weight"),
+    Rule(f"{LAYER}router.scale", f"{_ROUTER}.norm.weight"),
+    Rule(f"{LAYER}router.proj.weight", f"{_ROUTER}.linear.weight"),
+    Rule(f"{LAYER}router.per_expert_scale", f"{_ROUTER}.expert_scale"),
+    Rule(f"{LAYER}experts.gate_up_proj", (f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"), axis=1),
+    Rule(f"{LAYER}experts.down_proj", f"{_EXPERTS}.down.weight"),
+    *gated_weights(f"{_DENSE}.layer"),
+    Rule(
+        "model.embed_tokens_per_layer.weight",
+        "layer_inputs.embedding.weight",
+        "ids (groups mlp) -> ids (mlp groups)",
+        groups="layers",
+    ),
+    Rule(
+        "model.per_layer_model_projection.weight",
+        "layer_inputs.project.weight",
+        "(depth mlp) embed -> mlp depth embed",
+    ),
+    Rule("model.per_layer_projection_norm.weight", "layer_inputs.norm.weight"),
+    Rule(f"{LAYER}per_layer_input_gate.weight", "gated_input.layer.gate.weight"),
+    Rule(f"{LAYER}per_layer_projection.weight", "gated_input.layer.down.weight"),
+    Rule(f"{LAYER}post_per_layer_input_norm.weight", "gated_input.output_norm.weight"),
+)
+
+
+def _gemma4(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, period: int, **more: Any) -> Gemma4Config:
+    given: dict[str, Any] = {"window_layers": all_but_every(period, layers), "logit_softcap": 30.0}
+    return Gemma4Config(262_144, embed, layers, heads, kv_heads, mlp, **given | more)
+
+
+_BYTE: dict[str, Any] = {"window": 64, "window_layers": (0, 1, 2), "head_dim": 16, "global_head_dim": 32}
+_BYTE |= {"global_kv_heads": 1, "keys_as_values": True, "theta": 1e5, "max_seq": 512, "bias": True}
+_TABLES: dict[str, Any] = {"reading_layers": 4, "widens_reading": True, "input_mlp": 8, "input_vocab": 256}
+_TABLES |= _BYTE | {"window_layers": (0, 2, 4, 6), "keys_as_values": False}
+_SMALL: dict[str, Any] = {"input_mlp": 256, "max_seq": 131_072}
+_LARGE: dict[str, Any] = {"keys_as_values": True, "window": 1024}
+_EXPERT_SIZES: dict[str, Any] = {"experts": 128, "top_k": 8, "expert_mlp": 704}
+PRESETS: Mapping[str, Gemma4Config] = {
+    "gemma4-byte-500k": Gemma4Config(256, 64, 4, 4, 2, 128, **_BYTE, experts=12, top_k=4, expert_mlp=16),
+    "gemma4-e-byte-400k": Gemma4Config(256, 64, 8, 4, 1, 96, **_TABLES),
+    "gemma4-e2b": _gemma4(1536, 35, 8, 1, 6144, 5, global_kv_heads=1, reading_layers=20, widens_reading=True, **_SMALL),
+    "gemma4-e4b": _gemma4(2560, 42, 8, 2, 10_240, 6, global_kv_heads=2, reading_layers=18, **_SMALL),
+    "gemma4-26b-a4b": _gemma4(2816, 30, 16, 8, 2112, 6, global_kv_heads=2, **_LARGE, **_EXPERT_SIZES),
+    "gemma4-31b": _gemma4(5376, 60, 32, 16, 21_504, 6, global_kv_heads=4, **_LARGE),
+}
 
 
 def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:

@@ -7,13 +7,112 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, ChannelDeltaNet, ProportionalScaling, Transformer
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Nullable, Unpublished
+from .._config import PublishedConfig
 from .._family import Family
 from .._kinds import Index, Length, NotNegative, Number, Size
-from .._layer_attributes import every
+from .._layer_attributes import every, LayerTypes
+from .._weights import Rule
+from ._common import AsManyKeyHeads, gated_weights, LAYER, SIZES, WIDTH
 from ._decoder import bend, damping, decoder, gated_mlp, pre_norm_block
-from ._deepseek import latent_attention, SigmoidLatentConfig
-from ._kimi_linear_tables import KIMI_ATTRIBUTES, KIMI_WEIGHTS
+from ._deepseek import latent_attention, LATENT_WEIGHTS, LayerMixtures, SigmoidLatentConfig
 from ._mixtures import BIASED_SIGMOIDS, mixture_beside_shared
+
+
+def _of_nets(published: PublishedConfig) -> PublishedConfig:
+    """What the published configurations say of nets; transformers has attributes for it."""
+    return PublishedConfig(published.nested("linear_attn_config"), f"{published.source}, linear_attn_config")
+
+
+class _Net(Entry):
+    """Heads, their channels and the taps of a net."""
+
+    names = (
+        ("net_heads", "linear_num_heads", "num_heads", 32),
+        ("net_head_dim", "linear_head_dim", "head_dim", 128),
+        ("taps", "linear_conv_kernel_dim", "short_conv_kernel_size", 4),
+    )
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """The three."""
+        nested = _of_nets(published)
+        for name in ("full_attn_layers", "kda_layers"):  # other entries say what they mean
+            nested.listed(name, Size)
+        found = {own: nested.count(its, published.count(name, default)) for own, name, its, default in self.names}
+        nested.finish()
+        return found
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """The attributes of transformers."""
+        return {name: getattr(config, own) for own, name, _, _ in self.names}
+
+
+def _attention(published: PublishedConfig, layers: int) -> tuple[int, ...]:
+    """The layers with attention where no types are listed: those of the older list, or every fourth but the first."""
+    said = _of_nets(published).listed("full_attn_layers", Size)
+    return tuple(range(4, layers, 4)) if said is None else tuple(number - 1 for number in said)
+
+
+def _either(name: str, own: str, other: str, default: int, least: int = 1) -> Count:
+    return Count(name, (other, own), default, written=(own,), least=least)
+
+
+KIMI_ATTRIBUTES: tuple[Entry, ...] = (
+    *(*SIZES, WIDTH, AsManyKeyHeads(), _Net()),
+    *(Attribute("first_dense", "first_k_dense_replace", 1), LayerMixtures()),
+    LayerTypes("attention_layers", ("full_attention", "linear_attention"), _attention),
+    Count("expert_mlp", "moe_intermediate_size", 1024),
+    # Of two names transformers reads the second last, so that it counts.
+    _either("experts", "num_experts", "num_local_experts", 256),
+    _either("top_k", "num_experts_per_token", "num_experts_per_tok", 8),
+    _either("shared", "num_shared_experts", "n_shared_experts", 1, least=0),
+    Attribute("scale", "routed_scaling_factor", 2.446),
+    _either("groups", "num_expert_group", "n_group", 1),
+    Count("kept_groups", "topk_group", 1),
+    Attribute("normalise", ("norm_topk_prob", "moe_renormalize"), True, written=("moe_renormalize",)),
+    Attribute("balance", "router_aux_loss_coef", 0.0001),
+    *(Count("latent", "kv_lora_rank", 512), Nullable("q_latent", "q_lora_rank", None)),
+    Count("head_dim", "qk_nope_head_dim", 128),
+    Count("rope_dim", "qk_rope_head_dim", 64),
+    Count("v_dim", "v_head_dim", 128),
+    Attribute("eps", "rms_norm_eps", 1e-5),
+    *(Unpublished("tied", False, "transformers never ties it"), Expect("tie_word_embeddings", False)),
+    Attribute("max_seq", ("model_max_length", "max_position_embeddings"), 1_048_576),
+    *(Unpublished(name, its, "none turns") for name, its in (("theta", 1e4), ("scaling", None), ("temperature", 0.0))),
+    *(Activation(), Attribute("bias", "attention_bias", False), Expect("moe_layer_freq", 1)),
+    *(Expect(name, True, written=False) for name in ("mla_use_nope", "use_grouped_topk")),
+    Expect("moe_router_activation_func", "sigmoid", written=False),
+    Ignore("head_dim", "qk_head_dim", "rope_theta", "num_nextn_predict_layers"),
+)
+
+_NETS, _OWN, _FED, _LAYER = f"{LAYER}self_attn.", "mixer.layer.", f"{LAYER}block_sparse_moe.", "feed_forward.layer."
+_INTO, _TAPS = "(heads dim) inputs -> heads dim inputs", "(heads dim) 1 taps -> heads dim taps"
+_QKV = (("q", "query"), ("k", "key"), ("v", "value"))
+_OF_NETS = (
+    *(Rule(f"{_NETS}{name}_proj.weight", f"{_OWN}{own}.weight", _INTO) for name, own in _QKV),
+    *(Rule(f"{_NETS}{name}_conv1d.weight", f"{_OWN}{own}_conv.weight", _TAPS) for name, own in _QKV),
+    Rule(f"{_NETS}b_proj.weight", f"{_OWN}rate.weight"),
+    Rule(f"{_NETS}f_a_proj.weight", f"{_OWN}decay_down.weight"),
+    Rule(f"{_NETS}f_b_proj.weight", f"{_OWN}decay_up.weight", _INTO),
+    Rule(f"{_NETS}g_a_proj.weight", f"{_OWN}gate_down.weight"),
+    Rule(f"{_NETS}g_b_proj.weight", f"{_OWN}gate_up.weight", _INTO),
+    Rule(f"{_NETS}A_log", f"{_OWN}log_rate", "1 1 heads 1 -> heads"),
+    Rule(f"{_NETS}dt_bias", f"{_OWN}decay_bias", "(heads dim) -> heads dim"),
+    Rule(f"{_NETS}o_norm.weight", f"{_OWN}norm.weight"),
+    Rule(f"{_NETS}o_proj.weight", f"{_OWN}output.weight", "embed (heads dim) -> embed heads dim"),
+)
+_IS_NET, _ELSEWHERE = f"{_OWN}log_rate", tuple(rule for rule in LATENT_WEIGHTS if ".mlp." not in rule.name)
+KIMI_WEIGHTS = (
+    *(dataclasses.replace(rule, needs=_IS_NET) for rule in _OF_NETS),
+    *(dataclasses.replace(rule, lacks=_IS_NET) if "o_proj" in rule.name else rule for rule in _ELSEWHERE),
+    *gated_weights(prefix=_FED),
+    # Dense layers as they were first published; transformers writes them as mixtures.
+    *(dataclasses.replace(rule, variant=True) for rule in gated_weights()),
+    *gated_weights(f"{_LAYER}experts.mlps", prefix=f"{_FED}experts.{{expert}}.", names=("w1", "w3", "w2")),
+    *gated_weights(f"{_LAYER}shared", prefix=f"{_FED}shared_experts."),
+    Rule(f"{_FED}gate.weight", f"{_LAYER}router.linear.weight"),
+    Rule(f"{_FED}gate.e_score_correction_bias", f"{_LAYER}router.selection_bias"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,93 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Encoder, full, MergedAttention, Transformer, window_both_ways
+from .._attributes import Attribute, Entry, Expect, Ignore, kinds_of, read_entries
+from .._config import PublishedConfig
 from .._family import Family
 from .._kinds import Index
+from .._towers import Tower
+from .._weights import Rule
+from ._common import ATTENTION, gated_weights, head_norm_weights, norm_weights
 from ._decoder import norm
-from ._gemma3 import build_gemma3, GEMMA3, gemma3_block, Gemma3Config
+from ._gemma3 import build_gemma3, GEMMA3, gemma3_block, GEMMA3_MISSING, Gemma3Config
 from ._pattern import stacks_of, windows_of
-from ._t5gemma2_tables import T5GEMMA2_ATTRIBUTES, T5GEMMA2_WEIGHTS, UNREAD
+
+
+_TABLE = (*GEMMA3.attributes, Attribute("start", "bos_token_id", 2), Ignore("dropout_rate"))
+_WHOLE = Tower("t5gemma2_encoder")
+
+
+class _Halves(Entry):
+    """The same attributes of the encoder's text and of the decoder, which are of the same sizes."""
+
+    def read(self, published: PublishedConfig) -> dict[str, Any]:
+        """Those of the decoder; refuse an encoder with others."""
+        whole = PublishedConfig(published.nested("encoder"), f"{published.source}: encoder")
+        encoder = _read(_WHOLE.attributes(whole), f"{whole.source}: text_config")
+        decoder = _read(published.nested("decoder"), f"{published.source}: decoder")
+        if unlike := {name: its for name, its in encoder.items() if its != decoder[name] and name != "start"}:
+            its = {name: decoder[name] for name in unlike}
+            published.refuse(f"the encoder has {unlike} and the decoder {its}; this family has two halves alike.")
+        published.expect("vocab_size", decoder["vocab"])
+        return decoder
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Both halves."""
+        said: dict[str, Any] = {}
+        for entry in _TABLE:
+            said |= entry.write(config)
+        text = {"model_type": "t5gemma2_encoder", "text_config": {"model_type": "t5gemma2_text"} | said}
+        decoder = {"model_type": "t5gemma2_decoder"} | said
+        return {"encoder": text, "decoder": decoder, "vocab_size": config.vocab}
+
+
+def _read(said: dict[str, Any], source: str) -> dict[str, Any]:
+    published = PublishedConfig(GEMMA3_MISSING | said, source)
+    found = read_entries(_TABLE, published, {**kinds_of(GEMMA3.config), "start": Index})
+    published.finish()
+    return found
+
+
+T5GEMMA2_ATTRIBUTES: tuple[Entry, ...] = (
+    _Halves(),
+    Expect("is_encoder_decoder", True),
+    Expect("tie_word_embeddings", True),
+    # Of training and of images.
+    Ignore("dropout_rate", "classifier_dropout_rate", "eoi_token_index", "image_token_index"),
+)
+
+
+def half_weights(prefix: str, part: str) -> tuple[Rule, ...]:
+    """The arrays of a half, whose names begin so."""
+    four = norm_weights(
+        mixer="pre_self_attn_layernorm",
+        mixer_output="post_self_attn_layernorm",
+        feed_forward="pre_feedforward_layernorm",
+        feed_forward_output="post_feedforward_layernorm",
+    )
+    its = Rule("model.norm.weight", f"{part}.norm.weight" if part else "norm.weight")
+    layers = (
+        dataclasses.replace(rule, part=part) for rule in (*ATTENTION, *gated_weights(), *head_norm_weights(), *four)
+    )
+    return tuple(dataclasses.replace(rule, name=prefix + rule.name.removeprefix("model.")) for rule in (its, *layers))
+
+
+def _encoder(prefix: str) -> tuple[Rule, ...]:
+    return (Rule(f"{prefix}embed_tokens.weight", "embedding.weight"), *half_weights(prefix, "encoder"))
+
+
+_ENCODER, _NEWER = "model.encoder.", "model.encoder.text_model."  # as published, and as transformers has them
+T5GEMMA2_WEIGHTS = (
+    *_encoder(_ENCODER),
+    *(dataclasses.replace(rule, variant=True) for rule in _encoder(_NEWER)),
+    *half_weights("model.decoder.", ""),
+)
+# What images go through, and the vector of the id behind an image, in which no text is read.
+UNREAD = tuple(
+    f"{prefix}{part}"
+    for prefix in (_ENCODER, _NEWER, "model.decoder.")
+    for part in ("vision_tower.", "multi_modal_projector.", "embed_tokens.eoi_embedding")
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
