@@ -169,16 +169,16 @@ def served(model: nn.Transformer, plan: parallel.Plan | None) -> generation.Mode
         split = plan.mesh.shape["tensor"] * plan.mesh.shape["fsdp"]
         arrays, rest = eqx.partition(generation.unstack_for_platform(model, *here, devices=split), eqx.is_array)
         model = eqx.combine(jax.device_put(arrays, parallel.shardings(plan.parameter_specs(arrays), plan.mesh)), rest)
-    return parallel.Planned(model, plan)
+    return parallel.ShardedModel(model, plan)
 
 
 def plan_for(command: Command, recipe: Recipe) -> parallel.Plan | None:
     """The plan of the command's mesh, None for one device; raises a `ValueError` if the model does not suit it."""
     if command.mesh == Mesh() and command.simulate is None:
         return None
-    asked = Recipe(recipe.model, mesh=command.mesh, plan=parallel.Choices(zero=command.zero))
+    asked = Recipe(recipe.model, mesh=command.mesh, plan=parallel.ParallelConfig(zero=command.zero))
     plan = plan_of(asked, devices_of(Machine(simulate=command.simulate)))
-    parallel.Planned(shapes_of(recipe), plan)
+    parallel.ShardedModel(shapes_of(recipe), plan)
     return plan
 
 

@@ -25,7 +25,7 @@ PARTS = {
     "layouts": ("tests/models/test_family_layouts.py",),
     "parity": ("tests/parallel/test_plan_parity.py",),
     "serving": (
-        "tests/parallel/test_planned.py",
+        "tests/parallel/test_sharded_model.py",
         "tests/systems/test_weight_stationary.py",
         "tests/systems/test_inference_bytes.py",
     ),

@@ -52,7 +52,7 @@ def test_a_model_is_saved_under_one_mesh_and_loaded_under_another(make, tmp_path
     assert not all(map(np.array_equal, *map(jax.tree.leaves, (loaded, make()))))  # the control: of another key
     write = lambda model: generation.generate(model, [[3, 5, 7], [4], [1, 2], [9]], max_new_tokens=5, key=KEY)
     alone = write(make(seed=1))
-    assert np.array_equal(write(parallel.Planned(loaded, other)).ids, alone.ids)
+    assert np.array_equal(write(parallel.ShardedModel(loaded, other)).ids, alone.ids)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from ._axes import (
     REPLICA as REPLICA,
     TENSOR as TENSOR,
 )
-from ._choices import Choices as Choices, values_of as values_of
+from ._config import option_values as option_values, ParallelConfig as ParallelConfig
 from ._exchange import FURTHER_ROUNDS as FURTHER_ROUNDS
 from ._expert_method import Exchange as Exchange, expert_method as expert_method
 from ._on_device import OnDevice as OnDevice
 from ._placement import Placement as Placement
-from ._plan import Plan as Plan
+from ._plan import Plan as Plan, summary as summary
 from ._processes import (
     check_alike as check_alike,
     is_first_process as is_first_process,
@@ -25,7 +25,6 @@ from ._processes import (
 )
 from ._send import COLLECTIVES as COLLECTIVES, STATE as STATE
 from ._shard_map import filter_shard_map as filter_shard_map
-from ._summary import summary as summary
 from ._vary import vary as vary, vary_like as vary_like, varying_axes as varying_axes
 from .context._context_attention import (
     check_context as check_context,
@@ -37,11 +36,19 @@ from .context._context_attention import (
     zigzag_inverse as zigzag_inverse,
 )
 from .context._shift import shift as shift
-from .layouts._draw_layout import draw_array as draw_array, layout_table as layout_table
-from .layouts._init import init_sharded as init_sharded, lower_sharded as lower_sharded
-from .layouts._layout import Layout as Layout, partition_specs as partition_specs, shardings as shardings
+from .layouts._draw_layout import (
+    draw_array as draw_array,
+    layout_table as layout_table,
+    picture_layout as picture_layout,
+)
+from .layouts._layout import (
+    init_sharded as init_sharded,
+    Layout as Layout,
+    lower_sharded as lower_sharded,
+    partition_specs as partition_specs,
+    shardings as shardings,
+)
 from .layouts._mesh import axis_sizes as axis_sizes, make_mesh as make_mesh
-from .layouts._picture_layout import picture_layout as picture_layout
 from .pipeline._deferred_wgrad import select_differentiable as select_differentiable
 from .pipeline._message_routes import count_link_ticks as count_link_ticks
 from .pipeline._pipeline import (
@@ -71,10 +78,14 @@ from .pipeline._simulate import Entries as Entries, simulate as simulate, Simula
 from .pipeline._stage_layers import check_depth as check_depth, layer_order as layer_order
 from .pipeline._timeline import draw_timeline as draw_timeline, picture_timeline as picture_timeline
 from .serving._cache_core import CacheCore as CacheCore
-from .serving._planned import Planned as Planned
+from .serving._sharded_model import ShardedModel as ShardedModel
 from .state._fully_sharded import Gathered as Gathered
-from .state._stand_ins import is_narrow as is_narrow, routed as routed, stand_in as stand_in
-from .state._table import in_parts as in_parts
+from .state._grad_proxies import (
+    grad_proxy as grad_proxy,
+    has_wider_grad as has_wider_grad,
+    route_gradient as route_gradient,
+)
+from .state._vocab_chunks import chunked_tables as chunked_tables
 from .tensor._collective_matmul import (
     all_gather_matmul as all_gather_matmul,
     matmul_reduce_scatter as matmul_reduce_scatter,

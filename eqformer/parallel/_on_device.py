@@ -17,9 +17,9 @@ from .layouts._layout import axes_of
 from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack
 from .pipeline._stage_layers import pass_over_padding
 from .state._fully_sharded import Gathered, Scattered
+from .state._grad_proxies import gather, grad_proxy, has_wider_grad, route_gradient, scatter
 from .state._leaves import Leaf
-from .state._stand_ins import gather, is_narrow, routed, scatter, stand_in
-from .state._table import with_tables_in_parts
+from .state._vocab_chunks import with_chunked_tables
 from .tensor._vocabulary import SplitVocabulary
 
 
@@ -42,7 +42,7 @@ class OnDevice:
 
         def own(leaf: Leaf, x: PyTree) -> PyTree:
             is_split = self.plan.zero == 2 and leaf.fsdp_dim is not None
-            if not (is_split or is_narrow(x)):
+            if not (is_split or has_wider_grad(x)):
                 return vary(x, leaf.partial)
             pieces = [self.plan.size(FSDP) if is_split and i == leaf.fsdp_dim else 1 for i in range(x.ndim)]
             shape = [size // piece for size, piece in zip(x.shape, pieces, strict=True)]
@@ -60,7 +60,7 @@ class OnDevice:
         model = _with_stacks(jax.tree.map(self._with_value, *outside), stacks)
         if plan.splits_tables:
             given = model, whole, parameters, leaves, self.shapes, plan.torus_steps
-            model = with_tables_in_parts(*given, has_tiles=plan.platform == "tpu")
+            model = with_chunked_tables(*given, has_tiles=plan.platform == "tpu")
         if plan.stream is not None:
             specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
             model = split_over_tensor(model, specs, self.shapes, plan.stream)
@@ -85,7 +85,7 @@ class OnDevice:
 
         A pipeline that loops over microbatches adds up the gradients of what its stages are given.
         """
-        is_summed = self.plan.spreads_edges and any(map(is_narrow, jax.tree.leaves(model.stacks)))
+        is_summed = self.plan.spreads_edges and any(map(has_wider_grad, jax.tree.leaves(model.stacks)))
         return self.plan.zero == 3 or self.plan.scatters_layers or is_summed
 
     def _with_value(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
@@ -93,15 +93,17 @@ class OnDevice:
         steps = self.plan.torus_steps
         if self.plan.zero == 3 and leaf.spec is not None:
             # Once: it is used at both ends, and no backward pass needs it.
-            return gather(parameter, leaf.fsdp_dim, leaf.sent, x if is_narrow(x) else None, steps, leaf.dtype)
+            return gather(parameter, leaf.fsdp_dim, leaf.sent, x if has_wider_grad(x) else None, steps, leaf.dtype)
         dim = leaf.fsdp_dim if self.plan.zero == 2 else None
-        return parameter if dim is None and not is_narrow(x) else routed(x, parameter, dim, steps)
+        return parameter if dim is None and not has_wider_grad(x) else route_gradient(x, parameter, dim, steps)
 
     def _in_block(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
         """What the block differentiates by; a pipeline scatters it after all microbatches."""
         if self.plan.zero != 2 or self.plan.scatters_layers or leaf.fsdp_dim is None:
             return parameter
-        return routed(stand_in(x) if is_narrow(x) else x, parameter, leaf.fsdp_dim, self.plan.torus_steps)
+        return route_gradient(
+            grad_proxy(x) if has_wider_grad(x) else x, parameter, leaf.fsdp_dim, self.plan.torus_steps
+        )
 
     def _with_blocks(self, stack: nn.Stack, leaves: nn.Stack, whole: nn.Stack) -> nn.Stack:
         """The stack with blocks of what it has and, where these are stand-ins, their values."""
@@ -111,7 +113,7 @@ class OnDevice:
         dims = tuple(leaf.fsdp_dim - 1 if is_split and leaf.fsdp_dim is not None else None for leaf in arrays)
 
         def value(x: Array, parameter: Array, leaf: Leaf) -> Array | None:
-            is_apart = is_narrow(x) or (self.plan.scatters_layers and leaf.fsdp_dim is not None)
+            is_apart = has_wider_grad(x) or (self.plan.scatters_layers and leaf.fsdp_dim is not None)
             # `pcast` outside of the scan over layers: inside, each layer's weights would be saved.
             return vary_like(x, parameter) if is_apart else None
 

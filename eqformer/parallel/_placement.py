@@ -14,12 +14,11 @@ from jaxtyping import PyTree
 from .. import nn
 from .._shapes import Batch
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
-from ._choices import Choices
+from ._config import ParallelConfig
 from ._expert_method import Exchange, exchange_on, expert_method
 from .context._context_attention import context_order
-from .layouts._devices import Steps, torus_steps
 from .layouts._layout import Layout, partition_specs
-from .layouts._mesh import axis_sizes
+from .layouts._mesh import axis_sizes, Steps, torus_steps
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import make_schedule
 from .pipeline._stage_layers import from_rows, in_pipeline_order, in_reading_order, layer_rows, Rows, taken_rows
@@ -29,8 +28,8 @@ from .tensor._stream_kinds import make_residual_stream
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement(Choices):
-    """Choices over a mesh, and by them where global arrays are kept and in which order."""
+class Placement(ParallelConfig):
+    """ParallelConfig over a mesh, and by them where global arrays are kept and in which order."""
 
     mesh: Mesh | AbstractMesh
     """The devices; an abstract mesh is enough for layouts and checks."""

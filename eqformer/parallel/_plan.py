@@ -1,18 +1,22 @@
 """One entry for all transforms: a mesh and choices, and how a plain model is laid out, checked and run by them."""
 
 import dataclasses
+import math
 
 import equinox as eqx
 
 from .. import nn
+from ._axes import BATCH_AXES, CONTEXT
 from ._check_plan import check_choices, check_model, check_rows
 from ._on_device import OnDevice
 from ._placement import Placement
+from .layouts._mesh import axis_sizes
+from .pipeline._simulate import simulate
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Placement):
-    """How a model runs over a mesh: `Plan(mesh, zero=3, residual="sequence")`, by the choices of `Choices`.
+    """How a model runs over a mesh: `Plan(mesh, zero=3, residual="sequence")`, by the choices of `ParallelConfig`.
 
     A plan takes and gives global arrays, laid out by its specs; what happens on each device happens inside one
     `filter_shard_map`, where `on_device(model)` does its work.
@@ -32,3 +36,29 @@ class Plan(Placement):
     def on_device(self, model: nn.Transformer) -> OnDevice:
         """What each device does with its slices of a model, which is given whole and may be of shapes."""
         return OnDevice(self, self.leaves(model), eqx.filter_eval_shape(lambda: model))
+
+
+def summary(plan: Plan, model: nn.Transformer, *, rows: int, seq: int) -> str:
+    """The mesh, what matters on it of the plan's choices for batches of a model, and a pipeline's idle share."""
+    number, sizes = plan.mesh.size, axis_sizes(plan.mesh)
+    axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "no axis is split"
+    parts = [f"{number} device{'s' * (number > 1)}: {axes}"]
+    if sizes["fsdp"] > 1:
+        parts.append(f"zero {plan.zero}")
+    if sizes["tensor"] > 1:
+        parts.append(f"{plan.residual} stream" + (f", overlap {plan.overlap}" if plan.overlap != "none" else ""))
+    if sizes["expert"] > 1:
+        pieces = math.prod(map(plan.size, (*BATCH_AXES, CONTEXT))) * plan.microbatches
+        methods = {plan.expert_method_of(model, moe, rows * seq // pieces) for moe in nn.modules(model, nn.MoE)}
+        parts += [f"experts by {method}" for method in sorted(methods)]
+    if sizes["context"] > 1:
+        parts.append(f"context by {plan.context_method}")
+    if plan.is_pipelined:
+        schedule = plan.timetable()
+        timing = simulate(schedule).lock_step
+        chunks = f", {schedule.chunks} chunks" if schedule.chunks > 1 else ""
+        bubble = f"bubble {100 * timing.bubble:.1f} %"
+        parts.append(f"{schedule.name}, {plan.microbatches} microbatches{chunks}, {bubble}")
+    elif plan.microbatches > 1:
+        parts.append(f"{plan.microbatches} microbatches one after another")
+    return "; ".join(parts)

@@ -51,9 +51,9 @@ def _keep_on_host(lowered: jax.stages.Lowered, are_far: list[bool]) -> None:
 
 def decode_shapes(
     plan: parallel.Plan, model: nn.Transformer, rows: int, capacity: int, cache_dtype: str | None = None
-) -> tuple[parallel.Planned, PyTree]:
+) -> tuple[parallel.ShardedModel, PyTree]:
     """A model served under a plan, and its cache for `rows` of up to `capacity` tokens: shapes with their places."""
-    served = parallel.Planned(model, plan)
+    served = parallel.ShardedModel(model, plan)
     shardings = parallel.shardings(plan.parameter_specs(served.model), plan.mesh)
     arrays, rest = eqx.partition(served.model, is_shape)
     arrays = jax.tree.map(_placed, arrays, eqx.filter(shardings, lambda leaf: isinstance(leaf, jax.sharding.Sharding)))

@@ -176,7 +176,7 @@ def decode_forecast(
     return Forecast(topology, held, sent, time, count, operations)
 
 
-def decode_held(served: parallel.Planned, caches: PyTree) -> dict[str, int]:
+def decode_held(served: parallel.ShardedModel, caches: PyTree) -> dict[str, int]:
     """Bytes on a device by cause, of what `decode_shapes` gives; nothing is traced."""
     weights, encoder = (placed_bytes(tree)[0] for tree in (served, served.model.encoder))
     given = {_ENCODER: encoder} if encoder else {}

@@ -85,8 +85,8 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterat
     of_weights, of_gradients = f"parameters, zero {plan.zero}", f"{GRADIENTS}, zero {plan.zero}"
     # A backward entry that runs its layers forward once more gathers them for it; a single one it keeps.
     is_deep = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
-    in_parts, head = plan.splits_tables and parallel.in_parts(model).logits, model.head
-    of_logits = None if not in_parts else model.embedding.weight if head is None else head.weight  # type: ignore[attr-defined]
+    chunks_logits, head = plan.splits_tables and parallel.chunked_tables(model).logits, model.head
+    of_logits = None if not chunks_logits else model.embedding.weight if head is None else head.weight  # type: ignore[attr-defined]
     for x, leaf, number, weight, layers, moves in _arrays(plan, model, moving):
         if not (moves or plan.zero == 3):  # it stays where it is, whole
             continue

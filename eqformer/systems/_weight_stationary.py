@@ -17,7 +17,7 @@ from ..parallel._vary import own_part, vary
 from ..parallel._wrap import replace
 from ..parallel.layouts._layout import Layout, partition_specs
 from ..parallel.layouts._mesh import axis_sizes
-from ..parallel.serving._served import filled, filled_tokens, multiple, Served
+from ..parallel.serving._sharded_model import DistributedModel, pad_rows, pad_tokens, round_up
 from ..parallel.tensor._collective_matmul import OVERLAPS
 from ..parallel.tensor._feature import FeatureStream
 from ..parallel.tensor._residual_stream import SplitNorm
@@ -31,7 +31,7 @@ _OUTPUT_NORMS = ("output_norm", "sum_norm")
 LAYOUT = Layout({"heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR, "embed": FSDP})
 
 
-class WeightStationary(Served):
+class WeightStationary(DistributedModel):
     """Inference with stationary weights: a model with both dims of every weight sharded, called like any model.
 
     `embed` is sharded over `fsdp`, heads, hidden features and vocabulary over `tensor` (X and YZ in the paper; `fsdp=1`
@@ -73,7 +73,7 @@ class WeightStationary(Served):
         replicated, cache_specs = PartitionSpec(), self._cache_specs(cache)
         in_specs = self._specs, replicated, replicated, cache_specs
         run = filter_shard_map(per_device, self.mesh, in_specs, (PartitionSpec(None, None, STREAM), cache_specs))
-        x, cache = run(self.model, filled(ids, rows, 0), filled_tokens(tokens, rows), cache)
+        x, cache = run(self.model, pad_rows(ids, rows, 0), pad_tokens(tokens, rows), cache)
         return x[: ids.shape[0]], cache, None
 
     @checked
@@ -101,7 +101,7 @@ class WeightStationary(Served):
         return self.parameter_specs(self.model, self.mesh)
 
     def _rows(self, batch: int) -> int:
-        return multiple(batch, self.mesh.size) if self.attention == "rows" else batch
+        return round_up(batch, self.mesh.size) if self.attention == "rows" else batch
 
     def _cache_specs(self, cache: PyTree) -> PyTree:
         """Return specs for dims `layers rows slots`; a replicated cache is stored as one copy per device along the
@@ -179,11 +179,11 @@ def _check_block(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Atte
         kinds = f"{type(attention).__name__} and {type(mlp).__name__}"
         raise ValueError(f"{call}: a block holds {kinds}; it is made for Attention beside or before MLP or GatedMLP.")
     if attention.gate is not None or attention.sinks is not None:
-        raise ValueError(f"{call}: an attention has a gate or sinks, which the layout does not split; use Planned.")
+        raise ValueError(f"{call}: an attention has a gate or sinks, which the layout cannot split; use ShardedModel.")
     if attention.value is None or attention.value_norm is not None:
-        raise ValueError(f"{call}: values are keys or normed; use Planned.")
+        raise ValueError(f"{call}: values are keys or normed; use ShardedModel.")
     if isinstance(block, nn.Block) and (block.scalar is not None or block.gated_input is not None):
-        raise ValueError(f"{call}: a scalar or a gated input follows a block; use Planned.")
+        raise ValueError(f"{call}: a scalar or a gated input follows a block; use ShardedModel.")
     for norm in (attention.query_norm, attention.key_norm):
         # An array has a dim of layers in front.
         if norm is not None and (norm.reduced != ("head_dim",) or any(x.ndim != 2 for x in jax.tree.leaves(norm))):

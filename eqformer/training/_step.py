@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, Key, PyTree
 from .._array_checks import checked
 from .._shapes import Batch
 from ..kernels import cpu_or
-from ..parallel import is_narrow, routed, stand_in, vary, varying_axes
+from ..parallel import grad_proxy, has_wider_grad, route_gradient, vary, varying_axes
 from ._gradient_norms import module_gradient_norms
 from ._loss_result import sum_and_count
 from ._loss_scale import loss_scale, LossScale, Scale, seed, unscaled
@@ -245,24 +245,26 @@ def accumulated_gradients(loss_fn: LossFn, microbatches: int = 1, trained: Train
 
     def of_batch(model: PyTree, batch: PyTree, key: PyTree, scale: Scale = None) -> tuple[Array, PyTree, PyTree]:
         moving, rest = divided(model, trained)
-        places = jax.tree.map(lambda x: stand_in(x) if is_narrow(x) else x, moving)
+        proxies = jax.tree.map(lambda x: grad_proxy(x) if has_wider_grad(x) else x, moving)
 
-        def loss(places: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
-            values = jax.tree.map(lambda x, place: routed(x, place) if is_narrow(x) else place, moving, places)
+        def loss(proxies: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
+            values = jax.tree.map(
+                lambda x, proxy: route_gradient(x, proxy) if has_wider_grad(x) else proxy, moving, proxies
+            )
             total, tally = sum_and_count(loss_fn(eqx.combine(values, rest), batch, key), loss_fn)
             return total * seed(scale, batch), (total, tally)
 
-        def with_gradients(places: PyTree, batch: PyTree) -> tuple[Array, PyTree, PyTree]:
-            gradients, (total, tally) = eqx.filter_grad(loss, has_aux=True)(places, batch)
+        def with_gradients(proxies: PyTree, batch: PyTree) -> tuple[Array, PyTree, PyTree]:
+            gradients, (total, tally) = eqx.filter_grad(loss, has_aux=True)(proxies, batch)
             return total, tally, unscaled(gradients, seed(scale, batch))
 
         if microbatches == 1:
-            return with_gradients(places, batch)
+            return with_gradients(proxies, batch)
         pieces = in_microbatches(batch, microbatches)
-        start = jax.tree.map(jnp.zeros_like, places)
+        start = jax.tree.map(jnp.zeros_like, proxies)
 
         def add(sums: tuple, piece: PyTree) -> tuple[tuple, None]:
-            return jax.tree.map(jnp.add, sums, with_gradients(places, piece)), None
+            return jax.tree.map(jnp.add, sums, with_gradients(proxies, piece)), None
 
         first = jax.tree.map(lambda x: x[0], pieces)
         like = eqx.filter_eval_shape(lambda *given: sum_and_count(loss_fn(*given), loss_fn), model, first, key)

@@ -8,7 +8,7 @@ from typing import Any
 
 from eqformer.models import preset
 from eqformer.nn import Execution, Precision
-from eqformer.parallel import Choices
+from eqformer.parallel import ParallelConfig
 from eqformer.training import Optimization
 
 from ._recipe import Mesh, Recipe
@@ -36,7 +36,7 @@ def _of(
         precision=Precision("float32", "bfloat16"),
         execution=execution,
         mesh=mesh,
-        plan=Choices(zero=3, **choices),
+        plan=ParallelConfig(zero=3, **choices),
     )
 
 

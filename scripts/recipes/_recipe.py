@@ -8,7 +8,7 @@ import tyro
 
 from eqformer.models import ModelConfig
 from eqformer.nn import Execution, Precision
-from eqformer.parallel import Choices
+from eqformer.parallel import ParallelConfig
 from eqformer.training import Lora, Optimization
 
 
@@ -128,7 +128,7 @@ class Recipe:
     prompt: str = "def "
     """The prompt of those samples."""
     mesh: Mesh = Mesh()
-    plan: Annotated[Choices, tyro.conf.arg(name="")] = Choices(zero=1)
+    plan: Annotated[ParallelConfig, tyro.conf.arg(name="")] = ParallelConfig(zero=1)
 
 
 # Fields that may change when a run is continued, since they do not change the steps already taken.

@@ -13,7 +13,7 @@ from test_predictors import folder_of, IDS, predicted
 
 from eqformer import generation, models, nn
 from eqformer.models._folder import Folder
-from eqformer.parallel import make_mesh, Plan, Planned
+from eqformer.parallel import make_mesh, Plan, ShardedModel
 
 
 GIVEN: dict[str, Any] = {"max_new_tokens": 12, "transforms": generation.sampling(temperature=0)}
@@ -66,14 +66,14 @@ def test_a_predictor_that_is_kept_drafts(tmp_path):
 
 @pytest.mark.grid
 def test_a_model_that_is_split_drafts_for_itself(tmp_path):
-    """Planned, and by the compiler's own division of a program: tokens and what was accepted are one device's."""
+    """`ShardedModel`, and the compiler's own division of a program: tokens and acceptances are one device's."""
     folder_of(tmp_path / "in", "glm4_moe plain")
     plan = Plan(make_mesh(fsdp=4, tensor=2), zero=3, smallest=1)
     alone, split = (models.load(tmp_path / "in", plan=its, predictor=True) for its in (None, plan))
     assert not split.embedding.weight.sharding.is_fully_replicated
     one, *others = (
         generation.generate(model, IDS, draft="mtp", draft_tokens=2, **GIVEN)
-        for model in (alone, split, Planned(split, plan))
+        for model in (alone, split, ShardedModel(split, plan))
     )
     for other in others:
         assert np.array_equal(one.ids, other.ids)

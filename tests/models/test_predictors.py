@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from test_published import RECORDED, write
 
 from eqformer import generation, models, nn
-from eqformer.parallel import make_mesh, Plan, Planned
+from eqformer.parallel import make_mesh, Plan, ShardedModel
 
 
 # Of each case: its predictor's arrays beside the layer (the embedding's norm, the hidden vector's, the matrix, the
@@ -154,5 +154,5 @@ def test_a_predictor_is_loaded_under_a_plan(tmp_path):
     alone, split = (models.load(tmp_path / "in", plan=its, predictor=True) for its in (None, plan))
     assert all(map(np.array_equal, *map(jax.tree.leaves, (split, alone))))
     assert not split.predictor.merge.weight.sharding.is_fully_replicated
-    model = Planned(split, plan)
+    model = ShardedModel(split, plan)
     assert np.array_equal(generation.generate(model, IDS, **given).ids, generation.generate(alone, IDS, **given).ids)

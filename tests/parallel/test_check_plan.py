@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from plan_models import batch_of, model_of, plan_over, shapes
 
 from eqformer import nn, training
-from eqformer.parallel import AXES, gpipe, make_mesh, Plan, SCHEDULES, values_of, zero_bubble_v
+from eqformer.parallel import AXES, gpipe, make_mesh, option_values, Plan, SCHEDULES, zero_bubble_v
 
 
 CHOICES = {
@@ -61,7 +61,7 @@ def test_choices_that_are_none_or_do_not_go_together(name):
 
 
 def test_every_schedule_is_a_choice():
-    assert values_of("schedule") == (*SCHEDULES,) and values_of("microbatches") == ()
+    assert option_values("schedule") == (*SCHEDULES,) and option_values("microbatches") == ()
 
 
 def test_a_choice_that_meets_no_axis_is_no_error():

@@ -15,7 +15,7 @@ from plan_models import model_of
 from plan_parity import Case, differences, of_one_device, of_plan as afresh, place, total_of_plan
 
 from eqformer import generation, nn, planning
-from eqformer.parallel import Planned, replicated_layers
+from eqformer.parallel import replicated_layers, ShardedModel
 from eqformer.parallel._vary import own_part
 from eqformer.parallel.state import _gather
 from eqformer.parallel.tensor import _residual_stream as _stream
@@ -152,7 +152,7 @@ def test_what_is_whole_is_told_and_its_cache_is_not_split(capsys):
     layout._print_whole(Case("fading", {"tensor": 2}).plan, model_of("fading"))
     assert capsys.readouterr().out.split(": ")[-1].strip() == path
     with pytest.raises(ValueError, match=r"mixer.layer says of no heads to split, and its cache has heads"):
-        Planned(model, Case("whole fading", {"tensor": 2}).plan)
+        ShardedModel(model, Case("whole fading", {"tensor": 2}).plan)
 
 
 @pytest.mark.grid
@@ -175,10 +175,10 @@ def test_text_with_a_cache_of_ones_own():
     options = {"max_new_tokens": 8, "log_probabilities": True, "key": KEY}
     write = lambda model: generation.generate(model, [[3, 5, 7, 9], [4], [1, 2]], **options)
     plan = Case("fading", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"microbatches": 2}).plan
-    cut, alone = write(Planned(place(model, plan), plan)), write(model)
+    cut, alone = write(ShardedModel(place(model, plan), plan)), write(model)
     assert np.array_equal(cut.ids, alone.ids)
     np.testing.assert_allclose(cut.log_probabilities, alone.log_probabilities, atol=2e-5)  # type: ignore
-    state = Planned(model, plan).init_cache(4, 16)[0][0].state
+    state = ShardedModel(model, plan).init_cache(4, 16)[0][0].state
     assert state.shape == (4, 4, 8, 6) and state.addressable_shards[0].data.shape == (2, 2, 4, 6)
 
 

@@ -10,7 +10,7 @@ import pytest
 from contract_cases import afresh, named, of_plan, ZERO
 from plan_models import FAMILIES, model_of, plan_over
 from plan_parity import Case, differences, of_one_device
-from test_planned import built, planned, same, written
+from test_sharded_model import built, planned, same, written
 
 from eqformer import models, nn
 from eqformer.nn import _left, _residual

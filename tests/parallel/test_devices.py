@@ -10,8 +10,8 @@ from simulated_devices import MACHINES
 
 from eqformer.parallel import make_mesh
 from eqformer.parallel._axes import AXES
-from eqformer.parallel.layouts import _devices
-from eqformer.parallel.layouts._devices import arranged, torus_steps
+from eqformer.parallel.layouts import _mesh as _devices
+from eqformer.parallel.layouts._mesh import arranged, torus_steps
 
 
 def splits(number: int, parts: int) -> list[tuple[int, ...]]:

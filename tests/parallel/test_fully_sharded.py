@@ -58,5 +58,5 @@ def test_each_stage_of_zero_holds_less():
 )
 def test_no_layer_keeps_what_it_gathered(beside, monkeypatch):
     held = temporary(zero=3, **beside) if beside else fully_sharded()
-    monkeypatch.setattr(_fully_sharded, "_all_but_gathered", jax.checkpoint_policies.everything_saveable)
+    monkeypatch.setattr(_fully_sharded, "_saves_all_but_gathered", jax.checkpoint_policies.everything_saveable)
     assert temporary(zero=3, **beside) > held + 0.7 * STACK / beside.get("tensor", 1)

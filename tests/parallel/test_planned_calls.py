@@ -9,7 +9,7 @@ from plan_models import model_of
 from plan_parity import place
 
 from eqformer import nn
-from eqformer.parallel import make_mesh, Plan, Planned
+from eqformer.parallel import make_mesh, Plan, ShardedModel
 from eqformer.parallel._check_plan import check_kind
 
 
@@ -17,7 +17,7 @@ from eqformer.parallel._check_plan import check_kind
 def both():
     """A model, and the same over eight devices."""
     model, plan = model_of("llama"), Plan(make_mesh(fsdp=2, pipe=2, tensor=2))
-    return model, Planned(place(model, plan), plan)
+    return model, ShardedModel(place(model, plan), plan)
 
 
 def test_it_is_called_like_the_model(both):

@@ -9,8 +9,8 @@ from plan_models import model_of
 from plan_parity import Case, differences, of_one_device, place
 
 from eqformer import generation, nn, training
-from eqformer.parallel import Planned
-from eqformer.parallel.state import _stand_ins
+from eqformer.parallel import ShardedModel
+from eqformer.parallel.state import _grad_proxies
 
 
 SPLIT = Case("llama int4 lora", {"fsdp": 2, "pipe": 2, "tensor": 2}, ZERO | {"microbatches": 2})
@@ -47,13 +47,13 @@ def test_codes_of_other_devices_are_gathered(monkeypatch):
     """A device that had its own codes in the place of the others' would have another loss."""
     case = Case("llama int4 lora", {"fsdp": 2}, ZERO)
     assert not is_seen(case)
-    gathered = _stand_ins._gather_plainly
+    gathered = _grad_proxies._gather_forward
 
     def own(dim, dtype, steps, used, value, leaf):
         whole = gathered(dim, dtype, steps, used, value, leaf)
         return whole if leaf.dtype != jnp.uint8 else jnp.concatenate([leaf, leaf], dim) + 0 * whole
 
-    monkeypatch.setattr(_stand_ins, "_gather_plainly", own)
+    monkeypatch.setattr(_grad_proxies, "_gather_forward", own)
     assert is_seen(case)
 
 
@@ -72,4 +72,4 @@ def test_text_and_checkpoints_of_codes(tmp_path):
         restored, _ = checkpointer.restore(jax.tree.map(jnp.zeros_like, model), 1)
     assert all(map(np.array_equal, *map(jax.tree.leaves, (restored, model))))
     plan = Case("llama", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"microbatches": 1}).plan
-    assert np.array_equal(write(Planned(place(restored, plan), plan)), ids)
+    assert np.array_equal(write(ShardedModel(place(restored, plan), plan)), ids)

@@ -9,8 +9,8 @@ from plan_models import model_of, plan_over
 from plan_parity import place
 
 from eqformer import models, nn
-from eqformer.parallel import Planned
-from eqformer.parallel.serving import _planned
+from eqformer.parallel import ShardedModel
+from eqformer.parallel.serving import _sharded_model as _planned
 
 
 CONFIG = models.LlamaConfig(vocab=32, embed=32, layers=2, heads=8, kv_heads=2, mlp=32)
@@ -39,7 +39,7 @@ def read(model, ids):
 def test_pairs_of_devices_share_a_key_head(monkeypatch):
     """Four devices and two key heads: the logits are one device's, and each has half of a head's rows, of six."""
     model = built()
-    served = Planned(place(model, plan := plan_over({"tensor": 4})), plan)
+    served = ShardedModel(place(model, plan := plan_over({"tensor": 4})), plan)
     assert served.sharers == 2 and nn.modules(served.model, nn.Attention)[0].key.weight.shape[1] == 4
     wanted = np.asarray(read(model, IDS)[0])
     found, cache = read(served, IDS)
@@ -47,7 +47,7 @@ def test_pairs_of_devices_share_a_key_head(monkeypatch):
     keys = cache[0].keys
     assert keys.addressable_shards[0].data.shape == (2, 3, 1, 12, 4) and keys.size * 2 == 2 * 6 * 4 * 12 * 4
     monkeypatch.setattr(_planned, "sharers", lambda *_: 1)
-    whole = Planned(place(model, plan), plan).cache_shapes(6, 12)[0].keys
+    whole = ShardedModel(place(model, plan), plan).cache_shapes(6, 12)[0].keys
     assert whole.sharding.shard_shape(whole.shape) == (2, 6, 1, 12, 4)  # as it was: all rows on both of a pair
 
 
@@ -55,7 +55,7 @@ def test_pairs_of_devices_share_a_key_head(monkeypatch):
 @pytest.mark.parametrize("mesh", [{"tensor": 4, "fsdp": 2}, {"tensor": 4, "context": 2}, {"tensor": 8}])
 def test_shared_key_heads_beside_other_axes(mesh):
     model = built()
-    served = Planned(place(model, plan := plan_over(mesh)), plan)
+    served = ShardedModel(place(model, plan := plan_over(mesh)), plan)
     assert served.sharers == mesh["tensor"] // 2
     np.testing.assert_allclose(read(served, IDS[:5])[0], read(model, IDS[:5])[0], atol=2e-5)
 
@@ -63,7 +63,7 @@ def test_shared_key_heads_beside_other_axes(mesh):
 @pytest.mark.quick
 def test_what_else_is_of_heads_or_in_stages_keeps_all_rows():
     """Sinks, and pipelines, whose rows go through in pieces; heads that divide over the devices are not shared."""
-    sharers = lambda model, mesh: Planned(model, plan_over(mesh)).sharers
+    sharers = lambda model, mesh: ShardedModel(model, plan_over(mesh)).sharers
     shapes, heads = eqx.filter_eval_shape(built), {"tensor": 4}
     sinks = eqx.filter_eval_shape(lambda: models.build("gpt-oss-byte-500k", key=jax.random.key(0)))
     few = nn.modules(sinks, nn.Attention)[0].key.sizes["kv_heads"]
@@ -76,7 +76,7 @@ def test_what_else_is_of_heads_or_in_stages_keeps_all_rows():
 def test_mixers_side_by_side_have_key_heads_each_for_itself(mesh):
     """Two key heads of an attention, which pairs of four devices hold with all rows, and four of a recurrence."""
     model, ids = model_of("mixers side by side"), IDS % 50
-    served = Planned(place(model, plan := plan_over(mesh)), plan)
+    served = ShardedModel(place(model, plan := plan_over(mesh)), plan)
     assert served.sharers == 1
     attended, recurrent = served.init_cache(6, 12)[0]
     assert attended.keys.shape[-3] == max(2, mesh["tensor"]) and recurrent.state.shape[-3] == 8

@@ -122,7 +122,7 @@ def test_names_of_flags_may_have_underscores_and_values_keep_theirs(given):
 def test_help_of_a_field_is_one_line():
     # Lines after the first are indented, and the parser breaks the text there.
     documented = 0
-    kinds = training.Optimization, training.Lora, nn.Execution, parallel.Choices
+    kinds = training.Optimization, training.Lora, nn.Execution, parallel.ParallelConfig
     of_kinds = [Path(inspect.getfile(kind)) for kind in kinds]
     for path in [*SCRIPTS.glob("*.py"), *SCRIPTS.glob("[rs]*/*.py"), *of_kinds]:
         for node in ast.walk(ast.parse(path.read_text())):

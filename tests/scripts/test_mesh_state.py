@@ -11,7 +11,7 @@ from support.mesh import plan_of, state_of
 from support.setup import optimizer_of, shapes_of
 
 from eqformer import models
-from eqformer.parallel import Choices
+from eqformer.parallel import ParallelConfig
 
 
 def live():
@@ -24,7 +24,9 @@ def live():
 def test_a_state_in_another_order_takes_no_second_state(zero, layers):
     numbers = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=layers, heads=2, kv_heads=2, mlp=64)
     mesh = Mesh(pipe=2, fsdp=2)
-    recipe = Recipe(numbers, mesh=mesh, plan=Choices(zero=zero, schedule="interleaved", chunks=2, microbatches=2))
+    recipe = Recipe(
+        numbers, mesh=mesh, plan=ParallelConfig(zero=zero, schedule="interleaved", chunks=2, microbatches=2)
+    )
     plan = plan_of(recipe, jax.devices()[:4])
     states = state_of(recipe, plan, optimizer_of(recipe, shapes_of(recipe)))
     gc.collect()

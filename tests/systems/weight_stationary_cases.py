@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from eqformer import nn, planning
-from eqformer.parallel import make_mesh, Plan, Planned
+from eqformer.parallel import make_mesh, Plan, ShardedModel
 from eqformer.systems import WeightStationary
 
 
@@ -84,7 +84,7 @@ def stationary(model, embed_devices, feature_devices, **options):
 
 
 def gathered(model, devices, stationary):
-    return Planned(model, Plan(make_mesh(fsdp=devices, tensor=stationary), zero=3, smallest=1))
+    return ShardedModel(model, Plan(make_mesh(fsdp=devices, tensor=stationary), zero=3, smallest=1))
 
 
 def prefill(model, ids):

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from eqformer import Batch, nn, parallel, training
-from eqformer.parallel._choices import check_values, Choices
+from eqformer.parallel._config import check_values, ParallelConfig
 from eqformer.training import _loss, _loss_in_parts
 from eqformer.training._optimizer import check_optimizer
 
@@ -159,7 +159,7 @@ def test_an_optax_transformation_alone_is_named():
 
 @pytest.mark.parametrize("value", [1.5, 0])
 def test_pieces_are_counted_in_whole_numbers(value):
-    choices = Choices()
+    choices = ParallelConfig()
     check_values(choices)
     object.__setattr__(choices, "microbatches", value)  # what a program makes that checks no types
     with pytest.raises(ValueError, match=rf"Plan\(microbatches={value}\): .* whole number of at least 1"):

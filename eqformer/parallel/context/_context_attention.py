@@ -74,7 +74,7 @@ class ContextAttention(Operation):
             raise ValueError(
                 f"ContextAttention(method={self.method!r}) was given kv_tokens of shape "
                 f"{call.kv_tokens.positions.shape}, those of a cache: this attention is for calls without a cache; "
-                "wrap the model by Planned, which splits a cache's slots."
+                "wrap the model by ShardedModel, which splits a cache's slots."
             )
         if jax.lax.axis_size(CONTEXT) > 1 and CONTEXT not in varying_axes(call.tokens.positions):
             raise ValueError(

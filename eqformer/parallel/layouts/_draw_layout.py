@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import math
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ... import nn
+from ..._extra import load_extra
+from .._axes import CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
 from ._layout import axes_of, is_spec
 from ._mesh import axis_sizes
 
@@ -165,3 +169,151 @@ def _boxes(rows: list[list[str]], heads: list[str], sides: list[str], name: str)
     for side, row in zip(sides, rows, strict=True):
         lines += [rule, side.rjust(margin) + "".join(f"| {cell.center(width)} " for cell in row) + "|"]
     return [*lines, rule]
+
+
+COLOURS = {
+    REPLICA: "#6b7785",
+    FSDP: "#c2690c",
+    EXPERT: "#3c8a4e",
+    PIPE: "#6d4fa3",
+    CONTEXT: "#b13a74",
+    TENSOR: "#1f6fb2",
+}
+INK, FAINT, WHOLE, PLAIN, FIRST, OTHERS = "#1d2733", "#7b8794", "#eceef1", "#c9ced5", "#34475c", "#dfe5ec"
+ROW, HEAD, FOOT, WIDTH = 0.5, 1.25, 0.55, 15.0  # inches
+CHAR = 0.0885  # inches a letter of the dims takes
+BOXES, BARS = 3.6, 3.0  # inches
+CALL = "picture_layout(model, specs, mesh, path)"
+
+
+def picture_layout(model: PyTree, specs: PyTree, mesh: Mesh, path: str | Path) -> None:
+    """A PNG with a row an array: its dims, those that are split in their axis's colour; its pieces; and its bytes.
+
+    A box is cut into the pieces that devices hold, with the devices' numbers inside and gaps in the colours of the
+    axes; the pieces of device 0, or of the first there is, are dark. The bar shows the bytes of the array and, dark,
+    those that one device holds, the longest bar being the largest array. Needs matplotlib.
+    """
+    figures = load_extra("matplotlib.figure", extra="train", call=CALL)
+    arrays = placed_arrays(model, specs, mesh)
+    prefix, names = _shortened([array.path for array in arrays])
+    left = 0.3 + 0.095 * max(map(len, names)) + 0.3
+    dims = CHAR * max(len(array.named.replace("/", " ")) for array in arrays) + 0.5
+    width, height = max(WIDTH, left + dims + BOXES + BARS + 1.2), HEAD + ROW * len(arrays) + FOOT
+    figure = figures.Figure(figsize=(width, height), dpi=110, facecolor="white")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, width)
+    axes.set_ylim(height, 0)
+    axes.axis("off")
+    boxes = left + dims
+    bars = boxes + BOXES + 0.45
+    _heading(axes, arrays, mesh, width)
+    places = (0.3, f"array{f',  … = {prefix[:-1]}' if prefix else ''}"), (left, "dims / axes"), (boxes, "pieces")
+    for x, text in (*places, (bars, "bytes, and bytes a device")):
+        axes.text(x, HEAD - 0.12, text, fontsize=9.5, color=FAINT, va="bottom")
+    for row, (array, name) in enumerate(zip(arrays, names, strict=True)):
+        y = HEAD + ROW * row
+        if row % 2 == 0:
+            _box(axes, 0.15, y, width - 0.3, ROW, "#f7f8fa")
+        axes.text(0.3, y + ROW / 2, name, fontsize=10.5, color=INK, va="center")
+        _draw_dims(axes, array, left, y + ROW / 2)
+        _draw_pieces(axes, array, mesh, boxes, y + 0.06, ROW - 0.12)
+        _draw_bytes(axes, array, max(other.nbytes for other in arrays), bars, y + ROW / 2, width - bars - 2.3)
+    _footing(axes, arrays, height)
+    figure.savefig(path, format="png")
+
+
+def _shortened(paths: list[str]) -> tuple[str, list[str]]:
+    """The beginning that most paths have up to a dot, and the paths with an ellipsis in its place."""
+    starts = [path[: place + 1] for path in paths for place, letter in enumerate(path) if letter == "."]
+    common = [start for start in set(starts) if starts.count(start) > len(paths) / 2]
+    prefix = max(common, key=len, default="")
+    return prefix, [path.replace(prefix, "… ", 1) if prefix and path.startswith(prefix) else path for path in paths]
+
+
+def _size(nbytes: int) -> str:
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes} B"
+
+
+def _box(axes: Any, x: float, y: float, width: float, height: float, colour: str, zorder: int = 1) -> None:
+    patches = load_extra("matplotlib.patches", extra="train", call=CALL)
+    axes.add_patch(patches.Rectangle((x, y), width, height, facecolor=colour, edgecolor="none", zorder=zorder))
+
+
+def _heading(axes: Any, arrays: list[Placed], mesh: Mesh, width: float) -> None:
+    total, own = sum(x.nbytes for x in arrays), sum(x.bytes_a_device for x in arrays)
+    axes.text(0.3, 0.36, f"{mesh_name(mesh)}", fontsize=15, fontweight="bold", color=INK, va="center")
+    share = f"{_size(own)} of {_size(total)} on each device ({own / max(total, 1):.1%})"
+    axes.text(0.3, 0.72, share, fontsize=11.5, color=INK, va="center")
+    used = {axis for array in arrays for entry in array.axes for axis in entry}
+    entries = [(f"{axis} = {size}", COLOURS.get(axis, INK)) for axis, size in axis_sizes(mesh).items() if axis in used]
+    first = min(device.id for device in mesh.devices.flat)
+    entries += [(f"device {first}", FIRST), ("other devices", OTHERS)]
+    x = width - 0.3
+    for text, colour in reversed(entries):
+        x -= 0.088 * len(text)
+        axes.text(x, 0.36, text, fontsize=10.5, color=INK, va="center")
+        _box(axes, x - 0.3, 0.26, 0.2, 0.2, colour)
+        x -= 0.58
+
+
+def _footing(axes: Any, arrays: list[Placed], height: float) -> None:
+    whole = [array for array in arrays if not any(array.axes)]
+    paths = [array.path for array in whole]
+    listed = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+    text = f"whole on every device, {_size(sum(array.nbytes for array in whole))}: {listed or 'nothing'}"
+    axes.text(0.3, height - FOOT / 2, text, fontsize=10, color=FAINT, va="center")
+
+
+def _draw_dims(axes: Any, array: Placed, x: float, y: float) -> None:
+    for name, used in zip(array.dims, array.axes, strict=True):
+        text = " ".join((name, *used))
+        if used:
+            _box(axes, x - 0.06, y - 0.13, CHAR * len(text) + 0.12, 0.26, COLOURS.get(used[0], INK), 2)
+        style = {"color": "white" if used else INK, "zorder": 3, "va": "center_baseline"}
+        axes.text(x, y, name, fontsize=9.5, fontfamily="monospace", fontweight="bold" if used else "normal", **style)
+        axes.text(x + CHAR * (len(name) + 1), y, " ".join(used), fontsize=9.5, fontfamily="monospace", **style)
+        x += CHAR * (len(text) + 1) + 0.08
+
+
+def _draw_pieces(axes: Any, array: Placed, mesh: Mesh, x: float, y: float, height: float) -> None:
+    """A box that is cut by each split dim in turn, the first ones outermost, the one with the fewest cuts downwards."""
+    split = [place for place, used in enumerate(array.axes) if used]
+    pieces = holders(array.shape, array.spec, mesh)
+    if not split:
+        _box(axes, x, y, BOXES, height, FIRST, 2)
+        axes.text(x + BOXES / 2, y + height / 2, "all", fontsize=8.5, color="white", ha="center", va="center", zorder=4)
+        return
+    first = min(device for devices in pieces.values() for device in devices)
+    starts = {place: sorted({piece[place] for piece in pieces}) for place in split}
+    down = min([*split[-2:], *split[:-2]], key=lambda place: len(starts[place])) if len(split) > 1 else None
+    for piece, devices in pieces.items():
+        left, top, wide, high = x, y, BOXES, height
+        for place in split:
+            number, at, colour = len(starts[place]), starts[place].index(piece[place]), array.axes[place][0]
+            gap = min(0.05, 0.2 * (high if place == down else wide) / number)
+            if place == down:
+                step = (high + gap) / number
+                _box(axes, left, top + at * step + step - gap, wide, gap * (at < number - 1), COLOURS.get(colour, INK))
+                top, high = top + at * step, step - gap
+            else:
+                step = (wide + gap) / number
+                _box(axes, left + at * step + step - gap, top, gap * (at < number - 1), high, COLOURS.get(colour, INK))
+                left, wide = left + at * step, step - gap
+        dark, text = first in devices, compact(devices)
+        _box(axes, left, top, wide, high, FIRST if dark else OTHERS, 2)
+        size = min(8.5, 72 * high * 0.8, 72 * wide * 0.9 / (0.6 * len(text)))
+        if size >= 4.5:  # smaller ones would not be legible
+            middle = left + wide / 2, top + high / 2
+            ink = "white" if dark else INK
+            axes.text(*middle, text, fontsize=size, color=ink, ha="center", va="center_baseline", zorder=4)
+
+
+def _draw_bytes(axes: Any, array: Placed, largest: int, x: float, y: float, width: float) -> None:
+    scale = width / np.maximum(largest, 1)
+    _box(axes, x, y - 0.09, array.nbytes * scale, 0.18, PLAIN, 2)
+    _box(axes, x, y - 0.09, array.bytes_a_device * scale, 0.18, FIRST, 3)
+    text = f"{_size(array.nbytes)}  →  {_size(array.bytes_a_device)}"
+    axes.text(x + array.nbytes * scale + 0.1, y, text, fontsize=9.5, color=INK, va="center")

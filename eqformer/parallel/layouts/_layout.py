@@ -2,15 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
+import equinox as eqx
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ... import nn
-from ..._shapes import ENSEMBLE_DIMS
+from ..._prepare import run_once
+from ..._shapes import ENSEMBLE_DIMS, is_shape
 from ._mesh import axis_sizes
 
 
@@ -112,3 +114,28 @@ def _spec(layout: Layout, sizes: dict[str, int], path: str, names: list[str], sh
             entries[max(free, key=lambda place: shape[place])] = axis
             taken.add(axis)
     return PartitionSpec(*entries)
+
+
+def init_sharded(
+    make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: PyTree, shapes: PyTree | None = None
+) -> PyTree:
+    """`make(*args)` computed by all devices together, each its own pieces.
+
+    `shardings` maps the shapes of the result to a tree of `NamedSharding`s; where these `shapes` are known already,
+    `make` is traced once and not twice. Random numbers are functions of a key and a place in the array, so the values
+    are those of one device, whatever the mesh.
+    """
+    shapes = eqx.filter_eval_shape(make, *args) if shapes is None else shapes
+    lowered = lower_sharded(make, shardings, *args, shapes=shapes)
+    run = lowered.compile(compiler_options=run_once(jax.default_backend()))
+    rest = eqx.filter(shapes, is_shape, inverse=True)
+    return eqx.combine(run(), rest)
+
+
+def lower_sharded(
+    make: Callable[..., PyTree], shardings: Callable[[PyTree], PyTree], *args: PyTree, shapes: PyTree | None = None
+) -> jax.stages.Lowered:
+    """The program of `init_sharded`, lowered: `.compile().memory_analysis()` gives what each device needs."""
+    shapes = eqx.filter_eval_shape(make, *args) if shapes is None else shapes
+    with jax.default_device(None):
+        return jax.jit(lambda: eqx.filter(make(*args), eqx.is_array), out_shardings=shardings(shapes)).lower()

@@ -20,9 +20,9 @@ from jaxtyping import Array, Float, PyTree
 from ... import nn
 from .._axes import FSDP
 from .._vary import vary, vary_like, varying_axes
-from ..layouts._devices import Steps
+from ..layouts._mesh import Steps
 from ..state._fully_sharded import Gathered
-from ..state._stand_ins import scatter
+from ..state._grad_proxies import scatter
 from ..tensor._replicated_layers import Sliced
 
 

@@ -14,7 +14,7 @@ from ..._shapes import Array
 from .. import _send as send
 from .._axes import PIPE
 from .._vary import vary, vary_like, varying_axes
-from ..state._stand_ins import stand_in
+from ..state._grad_proxies import grad_proxy
 from ._deferred_wgrad import (
     defer_maps,
     find_deferrable,
@@ -171,7 +171,7 @@ class _Executor:
         loss = tuple(zeros(x, axes) for x, axes in self.loss)
         all_chunks = lambda x: jax.ShapeDtypeStruct((x.shape[0] * self.schedule.chunks, *x.shape[1:]), x.dtype)
         aux = jax.tree.map(lambda x: zeros(all_chunks(x), varying_axes(x) | {PIPE}), self.aux)
-        edge_grads, block_grads = jax.tree.map(stand_in, select_differentiable((self.edges, self.blocks)))
+        edge_grads, block_grads = jax.tree.map(grad_proxy, select_differentiable((self.edges, self.blocks)))
         sums = _Sums(loss, aux, edge_grads, block_grads, operands)
         inputs, cotangents = stream_slots(self.routes.input_slots), stream_slots(self.routes.cotangent_slots)
         return _State(inputs, cotangents, self._zero_residuals(self.routes.residual_slots), sums)

@@ -1,4 +1,4 @@
-"""Attention to a cache of which each device of the axis `context` has some of the slots."""
+"""Attention to a KV cache whose slots are split over the axis `context`."""
 
 from typing import cast
 
@@ -14,7 +14,7 @@ from ..context._context_attention import loop_of
 
 
 class CacheCore(kernels.Operation):
-    """Attention to caches whose slots are split over the axis `context`.
+    """Attention to KV caches whose slots are split over the axis `context`.
 
     Queries, which are replicated, attend to the keys that the device holds. The results are combined by their
     logsumexps, as in flash decoding with split keys: `2 + v_dim` numbers a query and head are reduced.
@@ -23,7 +23,7 @@ class CacheCore(kernels.Operation):
     inner: kernels.Operation
 
     def supports(self, call: kernels.AttentionCall) -> str | None:
-        """Return the reason of the loop over blocks, which computes the parts."""
+        """Return why the loop over blocks, which computes each device's part, does not support a call, or None."""
         return loop_of(self.inner).supports(call)
 
     def __call__(self, call: kernels.AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:

@@ -1,8 +1,9 @@
-"""Key heads that several devices of `tensor` share, in serving: each device holds one, and the caches of some rows.
+"""Key heads that several devices of `tensor` share in serving: each device holds one, and the caches of some rows.
 
 A layout cannot say that devices hold the same slice. So the key heads are repeated: as many as there are devices, each
-as often as devices share it, and split like any heads. What would be cached as often is split over those devices by
-rows: they exchange their queries' heads for rows before they attend, and back after.
+as often as devices share it, and split like any heads. A cache of repeated heads would repeat its entries. Instead the
+devices that share a head split its cache by rows: they exchange their queries' heads for rows before they attend, and
+back after.
 """
 
 import equinox as eqx
@@ -18,44 +19,44 @@ from ..layouts._layout import shardings
 from ..tensor._tensor import is_split, size_of
 
 
-def sharers(model: PyTree, plan: Plan) -> int:
-    """How many devices of `tensor` share each key head and may split its cache by rows; 1 where none do.
+def count_sharers(model: PyTree, plan: Plan) -> int:
+    """Return how many devices of `tensor` share each key head and may split its cache by rows; 1 where none may.
 
     They may in attentions that are made of maps to heads, and have nothing else for each head, such as sinks; in
     pipelines rows go through in pieces, and caches are not split.
     """
-    numbers = {_times(mixer, plan) for mixer in nn.modules(model, nn.Mixer)}
-    if plan.size(PIPE) > 1 or len(numbers) != 1:
+    repeats = {_repeats(mixer, plan) for mixer in nn.modules(model, nn.Mixer)}
+    if plan.size(PIPE) > 1 or len(repeats) != 1:
         return 1
-    found: list[bool] = []
-    jax.tree.map(lambda node, names: found.append(_is_of_maps(node, names)), model, nn.dims(model), is_leaf=_is_mixer)
-    return numbers.pop() if all(found) else 1
+    supported: list[bool] = []
+    check = lambda node, names: supported.append(_has_only_maps(node, names))
+    jax.tree.map(check, model, nn.dims(model), is_leaf=_is_mixer)
+    return repeats.pop() if all(supported) else 1
 
 
-def with_own_key_heads(model: PyTree, plan: Plan) -> PyTree:
-    """The model, or its shapes, with a key head for each device of `tensor` where there are fewer."""
-    if all(_times(mixer, plan) == 1 for mixer in nn.modules(model, nn.Mixer)):
+def repeat_key_heads(model: PyTree, plan: Plan) -> PyTree:
+    """Return the model, or its shapes, with a key head for each device of `tensor` where there are fewer."""
+    if all(_repeats(mixer, plan) == 1 for mixer in nn.modules(model, nn.Mixer)):
         return model
 
-    def repeated(mixer: nn.Mixer, names: PyTree) -> PyTree:
-        times = _times(mixer, plan)
+    def repeat_in_mixer(mixer: nn.Mixer, names: PyTree) -> PyTree:
+        repeats = _repeats(mixer, plan)
 
-        def one(x: PyTree, names: str) -> PyTree:
+        def repeat_in_array(x: PyTree, names: str) -> PyTree:
             dims = names.split() if eqx.is_array(x) else []
-            return jnp.repeat(x, times, axis=dims.index("kv_heads")) if "kv_heads" in dims else x
+            return jnp.repeat(x, repeats, axis=dims.index("kv_heads")) if "kv_heads" in dims else x
 
-        return jax.tree.map(one, mixer, names) if times > 1 else mixer
+        return jax.tree.map(repeat_in_array, mixer, names) if repeats > 1 else mixer
 
-    change = lambda model: replace_where(model, _is_mixer, repeated, nn.dims(model))
-    arrays, rest = eqx.partition(model, eqx.is_array)
-    if not jax.tree.leaves(arrays):
+    change = lambda model: replace_where(model, _is_mixer, repeat_in_mixer, nn.dims(model))
+    if not jax.tree.leaves(eqx.filter(model, eqx.is_array)):
         return eqx.filter_eval_shape(change, model)
-    changed, rest = eqx.partition(change(model), eqx.is_array)
-    return eqx.combine(jax.device_put(changed, shardings(plan.parameter_specs(changed), plan.mesh)), rest)
+    arrays, static = eqx.partition(change(model), eqx.is_array)
+    return eqx.combine(jax.device_put(arrays, shardings(plan.parameter_specs(arrays), plan.mesh)), static)
 
 
-def _times(mixer: nn.Mixer, plan: Plan) -> int:
-    """How many devices share each of a mixer's key heads."""
+def _repeats(mixer: nn.Mixer, plan: Plan) -> int:
+    """Return how many devices share each of a mixer's key heads."""
     kv_heads, devices = size_of(mixer, "kv_heads"), plan.size(TENSOR)
     if not is_split(mixer) or kv_heads is None or kv_heads >= devices or devices % kv_heads:
         return 1
@@ -66,11 +67,13 @@ def _is_mixer(node: object) -> bool:
     return isinstance(node, nn.Mixer)
 
 
-def _is_of_maps(node: PyTree, names: PyTree) -> bool:
-    """Whether a node is no mixer, or an attention that has nothing for each head but its maps."""
+def _has_only_maps(node: PyTree, names: PyTree) -> bool:
+    """Return whether a node is no mixer, or an attention that has nothing for each head but its maps."""
     if not _is_mixer(node):
         return True
-    rest = jax.tree.map(lambda one, names: "" if nn.is_map(one) else str(names), node, names, is_leaf=nn.is_map)
+    names_outside_maps = jax.tree.map(
+        lambda child, names: "" if nn.is_map(child) else str(names), node, names, is_leaf=nn.is_map
+    )
     if not isinstance(node, nn.Attention) or node.score_bias:
         return False
-    return not {"heads", "kv_heads"} & set(" ".join(jax.tree.leaves(rest)).split())
+    return not {"heads", "kv_heads"} & set(" ".join(jax.tree.leaves(names_outside_maps)).split())

@@ -1,4 +1,4 @@
-"""What a plan decides of each array of a model."""
+"""Per array of a model: how a plan shards it and its gradient, and in which dtypes it is used and sent."""
 
 import dataclasses
 import operator
@@ -18,67 +18,73 @@ from ..tensor._tensor import is_split, stream_maps, token_maps
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """How an array is sharded, how its gradient is, and over which axes a device's gradient is a partial sum."""
+    """Sharding of an array and of its gradient, and the axes over which a device's gradient is a partial sum."""
 
-    spec: PartitionSpec | None  # None: no array
+    spec: PartitionSpec | None
+    """Spec of the array; None if the leaf is no array."""
     state_spec: PartitionSpec | None
+    """Spec of the gradient and of the optimizer state."""
     partial: tuple[str, ...]
-    dtype: str  # in which it is used; none of random keys
-    sent: str = ""  # in which it is gathered: `dtype`, or of tables of the vocabulary the narrower one of products
+    """Axes over which a device's gradient is a partial sum."""
+    dtype: str
+    """Dtype in which the array is used; empty for random keys."""
+    sent: str = ""
+    """Dtype in which the array is gathered: `dtype`, or for vocabulary tables the narrower one of matmuls."""
 
     @property
     def fsdp_dim(self) -> int | None:
-        """The dim that the state, or also the array, is split on over the axis `fsdp`."""
+        """Dim that the state, or also the array, is split on over the axis `fsdp`."""
         return dim_over(self.state_spec, FSDP)
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """The axes of `partial` over which the gradient is summed where it is not also split."""
+        """Axes of `partial` over which the gradient is summed where it is not also split."""
         return tuple(axis for axis in self.partial if axis != FSDP or self.fsdp_dim is None)
 
 
 def leaves_of(
     model: nn.Transformer, specs: PyTree, state_specs: PyTree, axes: tuple[str, ...], stream: ResidualStream | None
 ) -> PyTree:
-    """A tree like `model` with a `Leaf` for each of its leaves.
+    """Return a tree like `model` with a `Leaf` for each of its leaves.
 
     `axes` are those that split the batch's tokens; `stream=None`: nothing is split over `tensor`.
     """
     structure = jax.tree.structure(model)
-    marks = structure.flatten_up_to(_in_slices(model, stream))
+    partial_flags = structure.flatten_up_to(_has_partial_gradient(model, stream))
     matrices = structure.flatten_up_to(nn.matrices(model))
-    wide = structure.flatten_up_to(_in_what_is_wide(model))
+    wide_flags = structure.flatten_up_to(_is_used_before_cast(model))
 
-    def leaf(
+    def leaf_of(
         x: PyTree,
         spec: PartitionSpec | None,
         state_spec: PartitionSpec | None,
-        in_slices: bool,
+        is_partial: bool,
         matrix: nn.Matrix | None,
         is_wide: bool,
     ) -> Leaf:
         if spec is None:
             return Leaf(None, None, (), "")
-        state_spec = state_spec if nn.is_trainable(x) else spec  # a number that is not trained has no state
-        over = axes + (TENSOR,) * in_slices
+        state_spec = state_spec if nn.is_trainable(x) else spec  # An array that is not trained has no state.
+        gradient_axes = axes + (TENSOR,) * is_partial
         dtype = sent = "" if jnp.issubdtype(x.dtype, jax.dtypes.extended) else str(x.dtype)
         if matrix is not None and not is_wide:
-            sent = narrower(model.compute_dtype, dtype) if matrix.table else model.compute_dtype
+            sent = narrower_dtype(model.compute_dtype, dtype) if matrix.table else model.compute_dtype
             dtype = dtype if matrix.table else sent
-        return Leaf(spec, state_spec, tuple(axis for axis in over if axis not in axes_of(spec)), dtype, sent)
+        return Leaf(spec, state_spec, tuple(axis for axis in gradient_axes if axis not in axes_of(spec)), dtype, sent)
 
-    columns = jax.tree.leaves(model), *map(structure.flatten_up_to, (specs, state_specs)), marks, matrices, wide
-    return jax.tree.unflatten(structure, [leaf(*row) for row in zip(*columns, strict=True)])
-
-
-def narrower(compute: str, dtype: str) -> str:
-    """The compute dtype where that has fewer bytes than a parameter's."""
-    is_narrower = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(compute).itemsize < jnp.dtype(dtype).itemsize
-    return compute if is_narrower else dtype
+    arrays, *spec_columns = jax.tree.leaves(model), *map(structure.flatten_up_to, (specs, state_specs))
+    rows = zip(arrays, *spec_columns, partial_flags, matrices, wide_flags, strict=True)
+    return jax.tree.unflatten(structure, [leaf_of(*row) for row in rows])
 
 
-def _in_what_is_wide(model: nn.Transformer) -> PyTree:
-    """Whether an array is used before anything is cast to the compute dtype, so that it must cross as it is.
+def narrower_dtype(compute_dtype: str, dtype: str) -> str:
+    """Return the compute dtype where it has fewer bytes than a parameter's dtype, else the parameter's."""
+    is_narrower = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(compute_dtype).itemsize < jnp.dtype(dtype).itemsize
+    return compute_dtype if is_narrower else dtype
+
+
+def _is_used_before_cast(model: nn.Transformer) -> PyTree:
+    """Flag arrays that are used before anything is cast to the compute dtype, so that they must be sent as they are.
 
     Routers are computed in float32, vectors of positions are added and those of tokens scaled before they are cast.
     """
@@ -87,42 +93,43 @@ def _in_what_is_wide(model: nn.Transformer) -> PyTree:
         is_scaled = isinstance(node, nn.Embedding | nn.LayerEmbedding) and node.scale is not None
         return is_scaled or isinstance(node, nn.Router | nn.LearnedPositions | eqx.nn.Embedding)
 
-    return jax.tree.map(lambda node: _everywhere(node, is_wide(node)), model, is_leaf=is_wide)
+    return jax.tree.map(lambda node: _flag_all(node, is_wide(node)), model, is_leaf=is_wide)
 
 
-def _in_slices(model: nn.Transformer, stream: ResidualStream | None) -> PyTree:
-    """Whether an array that is replicated over `tensor` is used with split activations, so its gradient is partial.
+def _has_partial_gradient(model: nn.Transformer, stream: ResidualStream | None) -> PyTree:
+    """Flag arrays that are replicated over `tensor` and used with split activations, so their gradients are partial.
 
     With a replicated stream these are the arrays within mixers, feed-forward layers and experts, except for biases that
-    are added after the reduction, and tables at the ends, of which each device uses a part. Those of
-    one's own that name the stream's dim, or none, may meet either, and JAX's types say where gradients are summed.
+    are added after the reduction, and tables at the ends, of which each device uses a part. The arrays of layers from
+    outside this package that name the stream's dim, or none, may be used with either, and JAX's types tell where
+    gradients are summed.
     """
     if stream is None or not stream.is_whole:
-        return _everywhere(model, stream is not None)
+        return _flag_all(model, stream is not None)
 
-    def mark(node: PyTree) -> PyTree:
-        marks = _everywhere(node, is_split(node) or isinstance(node, nn.Mixer | nn.Experts | nn.ScoreBias))
+    def flag_layer(node: PyTree) -> PyTree:
+        flags = _flag_all(node, is_split(node) or isinstance(node, nn.Mixer | nn.Experts | nn.ScoreBias))
         if not is_split(node):
-            return marks
-        marks = jax.tree.map(operator.and_, marks, _names_a_slice(node))
-        marks = eqx.tree_at(token_maps, marks, _everywhere(token_maps(marks), False))
-        biases = lambda m: [linear.bias for linear in stream_maps(m, "outputs") if linear.bias is not None]
-        return eqx.tree_at(biases, marks, [False] * len(biases(marks)))
+            return flags
+        flags = jax.tree.map(operator.and_, flags, _names_split_dims(node))
+        flags = eqx.tree_at(token_maps, flags, _flag_all(token_maps(flags), False))
+        output_biases = lambda m: [linear.bias for linear in stream_maps(m, "outputs") if linear.bias is not None]
+        return eqx.tree_at(output_biases, flags, [False] * len(output_biases(flags)))
 
     layers = (nn.Mixer, nn.FeedForward, nn.Experts, nn.ScoreBias)
-    marks = jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, layers))
+    flags = jax.tree.map(flag_layer, model, is_leaf=lambda node: isinstance(node, layers))
     has_table = model.encoder is not None and model.encoder.embedding is not None
-    of_encoder = lambda m: (m.encoder.embedding,) if has_table else ()
-    ends = lambda m: (m.embedding, m.head, m.logit_bias, *of_encoder(m))
-    return eqx.tree_at(ends, marks, _everywhere(ends(model), True), is_leaf=lambda node: node is None)
+    encoder_table = lambda m: (m.encoder.embedding,) if has_table else ()
+    ends = lambda m: (m.embedding, m.head, m.logit_bias, *encoder_table(m))
+    return eqx.tree_at(ends, flags, _flag_all(ends(model), True), is_leaf=lambda node: node is None)
 
 
-def _names_a_slice(layer: PyTree) -> PyTree:
-    """Whether an array is a map's, or has names of dims of which none is the stream's."""
+def _names_split_dims(layer: PyTree) -> PyTree:
+    """Flag arrays that are a map's, or have names of dims of which none is the stream's."""
     names = jax.tree.map(lambda names: bool(names) and "embed" not in names, nn.field_dim_names(layer))
-    of = lambda node, named: _everywhere(node, True) if nn.is_map(node) else named
-    return jax.tree.map(of, layer, names, is_leaf=nn.is_map)
+    flag = lambda node, named: _flag_all(node, True) if nn.is_map(node) else named
+    return jax.tree.map(flag, layer, names, is_leaf=nn.is_map)
 
 
-def _everywhere(tree: PyTree, value: bool) -> PyTree:
+def _flag_all(tree: PyTree, value: bool) -> PyTree:
     return jax.tree.map(lambda _: value, tree)

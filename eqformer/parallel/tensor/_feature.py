@@ -18,7 +18,7 @@ from ... import nn
 from .. import _send as send
 from .._axes import TENSOR
 from ..layouts._layout import dim_over
-from ..state._gather import gathered
+from ..state._gather import gather_module
 from ._collective_matmul import matmul_reduce_scatter
 from ._residual_stream import FeatureDropout, ResidualStream, Sublayer
 from ._tensor import SequenceStream, shares_kv_heads
@@ -43,7 +43,7 @@ class FeatureLinear(nn.LinearWrapper):
 
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Contract the slices, add them up over the devices, and keep this device's outputs."""
-        linear = self.inner if self.split_outputs is None else gathered(self.inner, self.split_outputs)
+        linear = self.inner if self.split_outputs is None else gather_module(self.inner, self.split_outputs)
         outputs = linear.output_shape
         if not self.scatters:
             y = send.psum("whole maps of features", linear.product(x, dtype), TENSOR)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 
 from ... import nn
 from .._axes import TENSOR
-from ..state._gather import gathered
+from ..state._gather import gather_module
 from ._residual_stream import ResidualStream
 from ._tensor import is_split
 
@@ -64,7 +64,7 @@ class Sliced(eqx.Module):
     @property
     def whole(self) -> PyTree:
         """The module with its arrays put together."""
-        return gathered(self.inner, self.dims)
+        return gather_module(self.inner, self.dims)
 
 
 def counted_once(stream: ResidualStream, y: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -15,7 +15,7 @@ from .tensor._residual_stream import StreamKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choices:
+class ParallelConfig:
     """How a model runs over the axes of a mesh. Plain data: a `Plan` checks it."""
 
     zero: Literal[0, 1, 2, 3] = 0
@@ -46,17 +46,17 @@ class Choices:
     """Where the optimizer's state lies between steps: on the devices, or in the memory of their hosts."""
 
 
-def values_of(name: str) -> tuple[str | int, ...]:
+def option_values(name: str) -> tuple[str | int, ...]:
     """The values that a choice is one of; none where it is a number. A schedule may also be a function or a table."""
-    kind = typing.get_type_hints(Choices)[name]
+    kind = typing.get_type_hints(ParallelConfig)[name]
     words = [one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is Literal]
     return typing.get_args(words[0]) if words else ()
 
 
-def check_values(choices: Choices) -> None:
+def check_values(choices: ParallelConfig) -> None:
     """Raise a `ValueError` for a value that is none of its choice's."""
-    for field in dataclasses.fields(Choices):
-        name, value, known = field.name, getattr(choices, field.name), values_of(field.name)
+    for field in dataclasses.fields(ParallelConfig):
+        name, value, known = field.name, getattr(choices, field.name), option_values(field.name)
         is_made = name == "schedule" and not isinstance(value, str)
         if known and value not in known and not is_made:
             raise ValueError(f"Plan({name}={value!r}): the choices are {', '.join(map(str, known))}.")

@@ -12,8 +12,8 @@ from plan_models import model_of, plan_over
 from plan_parity import place
 
 from eqformer import generation, models, nn
-from eqformer.parallel import Planned
-from eqformer.parallel.serving import _cache_core, _planned as module
+from eqformer.parallel import ShardedModel
+from eqformer.parallel.serving import _cache_core, _sharded_model as module
 
 
 PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 1], [2]]
@@ -33,7 +33,7 @@ def written(model, rows, temperature=0.8, **options) -> Any:
 
 
 def planned(model, plan):
-    return Planned(place(model, plan), plan)
+    return ShardedModel(place(model, plan), plan)
 
 
 def built(name):

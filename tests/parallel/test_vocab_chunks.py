@@ -16,8 +16,8 @@ from test_narrow_sums import MEANT, MEANT_OF_NARROW, not_meant, program_of
 
 from eqformer import models, nn, training
 from eqformer.parallel import filter_shard_map, make_mesh, vary
-from eqformer.parallel.layouts._devices import Steps
-from eqformer.parallel.state import _leaves, _table
+from eqformer.parallel.layouts._mesh import Steps
+from eqformer.parallel.state import _leaves, _vocab_chunks
 from eqformer.planning import _traced as traced
 
 
@@ -35,7 +35,7 @@ def looked_up(dim, parts, dtypes, table, ids, wanted):
 
         def lookup_rows(place):
             rows = -(-len(table) // parts)
-            return _table.SlicedTable(place, value, dim, sent, rows, Steps()).lookup_rows(ids)
+            return _vocab_chunks.ShardedTable(place, value, dim, sent, rows, Steps()).lookup_rows(ids)
 
         x, pull = jax.vjp(lookup_rows, place)
         return x, pull(wanted.astype(x.dtype))[0]
@@ -76,8 +76,8 @@ VECTORS = Case("vectors of layers", {"fsdp": 4}, {"zero": 3})
 @pytest.fixture
 def small_parts(monkeypatch):
     """Parts so small that tables of tests have several, the last one not full."""
-    for name, size in (("PART", 1100), ("LOGITS", 0), ("TIED", 0)):
-        monkeypatch.setattr(_table, name, size)
+    for name, size in (("CHUNK_BYTES", 1100), ("WHOLE_HEAD_BYTES", 0), ("WHOLE_TIED_BYTES", 0)):
+        monkeypatch.setattr(_vocab_chunks, name, size)
 
 
 @pytest.mark.grid
@@ -101,8 +101,8 @@ def test_an_evaluation_has_all_logits(case, small_parts):
 @pytest.mark.grid
 def test_a_part_that_is_left_out_is_seen(small_parts, monkeypatch):
     """The control: of the logits' parts the last is left out."""
-    parts = _table.SlicedTable.parts
-    monkeypatch.setattr(_table.SlicedTable, "parts", lambda table: jax.tree.map(lambda x: x[:-1], parts(table)))
+    parts = _vocab_chunks.ShardedTable.parts
+    monkeypatch.setattr(_vocab_chunks.ShardedTable, "parts", lambda table: jax.tree.map(lambda x: x[:-1], parts(table)))
     assert "head.weight" in differences(of_plan(CASES[0]), of_one_device(CASES[0]), ROUNDING)
 
 
@@ -122,8 +122,8 @@ def test_no_table_is_whole_and_sums_are_wide(family, parameters, meant, monkeypa
     model = filled(build)
     table = model.embedding.weight
     for size, is_whole in ((table.size * 4, True), (table.size * 4 // 3, False)):
-        for name, least in (("PART", size), ("LOGITS", size), ("TIED", size)):
-            monkeypatch.setattr(_table, name, least)
+        for name, least in (("CHUNK_BYTES", size), ("WHOLE_HEAD_BYTES", size), ("WHOLE_TIED_BYTES", size)):
+            monkeypatch.setattr(_vocab_chunks, name, least)
         program = program_of(case, model, batch_of(model))
         assert not_meant(narrow_sums(program), meant) == []
         assert (table.shape in shapes_in(program)) == is_whole
@@ -144,7 +144,7 @@ def test_no_table_of_vectors_for_layers_is_whole(monkeypatch):
     model = filled(lambda: models.build(config, key=jax.random.key(0)))
     table = model.layer_inputs.embedding.weight
     for size, is_whole in ((table.size * 4, True), (table.size * 4 // 3, False)):
-        monkeypatch.setattr(_table, "PART", size)
+        monkeypatch.setattr(_vocab_chunks, "CHUNK_BYTES", size)
         made = shapes_in(program_of(VECTORS, model, batch_of(model)))
         assert bool({table.shape, (56, table.size // 56)} & made) == is_whole
 
@@ -166,5 +166,6 @@ def test_tables_cross_in_the_compute_dtype_where_nothing_is_computed_before_they
 
 def test_parts_of_many_rows_have_whole_tiles():
     """And no part has a sixteenth more than it would have."""
-    assert [_table.rows_in_tiles(rows, 4096) for rows in (31, 255, 256, 1002, 2004)] == [31, 255, 256, 1008, 2016]
-    assert [_table.rows_in_tiles(rows, 2880) for rows in (2000, 2793)] == [2000, 2816]
+    round_to_tiles = _vocab_chunks.round_to_tiles
+    assert [round_to_tiles(rows, 4096) for rows in (31, 255, 256, 1002, 2004)] == [31, 255, 256, 1008, 2016]
+    assert [round_to_tiles(rows, 2880) for rows in (2000, 2793)] == [2000, 2816]

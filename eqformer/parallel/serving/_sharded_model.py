@@ -1,0 +1,376 @@
+"""A whole model sharded by a plan and called like the model, for generating text."""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PyTree
+
+from ... import nn
+from ..._array_checks import checked
+from ..._shapes import ArrayOrShape, is_shape
+from .._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
+from .._plan import Plan
+from .._shard_map import filter_shard_map
+from .._vary import vary, vary_like
+from .._wrap import replace
+from ..context._context_attention import ContextAttention
+from ..layouts._layout import is_spec, shardings
+from ..tensor._replicated_layers import replicated_layers
+from ..tensor._tensor import TensorParallelMixer
+from ._cache_core import CacheCore
+from ._shared_heads import count_sharers, repeat_key_heads
+
+
+SPLIT_CACHE_DIMS = "heads", "kv_heads", "mlp"
+"""Dims of caches that the axis `tensor` splits."""
+
+
+class DistributedModel(eqx.Module):
+    """Base of models that run over devices and are used in the place of the model itself.
+
+    Vocabulary, positions and dtype are those of `model`.
+    """
+
+    model: eqx.AbstractVar[nn.Transformer]
+
+    @abc.abstractmethod
+    def encode(self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree) -> tuple[Array, PyTree, None]:
+        """Return the final norm's output, and the cache with these tokens stored."""
+
+    @abc.abstractmethod
+    def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
+        """Return the logits of what `encode` returned."""
+
+    @abc.abstractmethod
+    def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
+        """Return an empty cache."""
+
+    def __call__(
+        self, ids: Int[Array, "batch seq"], tokens: nn.Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "batch seq vocab"], PyTree]:
+        """Return logits of the next token after each token, and the cache with these tokens stored.
+
+        The model's own call. Without a cache the tokens are stored in a temporary one, which is dropped.
+        """
+        tokens = nn.tokens_or_default(tokens, ids.shape, cache)
+        batch, seq = ids.shape
+        new_cache = self.init_cache(batch, seq) if cache is None else cache
+        hidden, new_cache, _ = self.encode(ids, tokens, new_cache)
+        logits = self.unembed(hidden.reshape(-1, hidden.shape[-1]))
+        return logits.reshape(batch, seq, logits.shape[-1]), None if cache is None else new_cache
+
+    @property
+    def vocab(self) -> int:
+        """Number of token ids."""
+        return self.model.vocab
+
+    @property
+    def positions(self) -> nn.LearnedPositions | None:
+        """Learned positions of the model."""
+        return self.model.positions
+
+    @property
+    def start(self) -> int | None:
+        """Id that each text of a model with an encoder begins with."""
+        return self.model.start
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype of the residual stream."""
+        return self.model.compute_dtype
+
+
+class ShardedModel(DistributedModel):
+    """Model sharded by `plan`, that encodes tokens, keeps caches and gives logits as one device would.
+
+    Inputs and outputs are global arrays. Rows are split over the axes of the batch (padded if there are too few),
+    layers with their caches over `pipe`, heads with their caches and the vocabulary over `tensor`, experts over
+    `expert`, and the slots of every cache over `context`: each device attends to the slots it has, and results are
+    combined by their logsumexps. With `zero=3` each layer's weights are gathered before it runs. The residual stream is
+    replicated, since a single token cannot be split. Where `sharers` devices share a key head, each has it, and its
+    cache for some of the rows. The last `predictor_stacks` stacks are those of a predictor of a further token. Raises a
+    `ValueError` if the model does not fit the mesh.
+    """
+
+    model: nn.Transformer
+    plan: Plan = eqx.field(static=True)
+    sharers: int = eqx.field(static=True)
+    predictor_stacks: int = eqx.field(static=True)
+
+    def __init__(self, model: nn.Transformer, plan: Plan):
+        # A pipeline of all layers has the predictor's on its last stages.
+        self.predictor_stacks = 0 if model.predictor is None else len(model.predictor.stacks)
+        model = _append_predictor_stacks(model)
+        zero = 3 if plan.zero == 3 else 0
+        self.plan = Plan(
+            plan.mesh,
+            zero=zero,
+            expert_method=plan.expert_method,
+            expert_factor=plan.expert_factor,
+            smallest=plan.smallest,
+        )
+        self.sharers = count_sharers(model, self.plan)
+        self.plan.check(model, rows=self._padded_rows(1), seq=2 * self.plan.size(CONTEXT))
+        if self.plan.size(TENSOR) > 1:
+            _check_replicated_mixers(model)
+        self.model = _in_pipeline_order(repeat_key_heads(model, self.plan), self.plan)
+
+    @checked
+    def encode(
+        self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch seq embed"], PyTree, None]:
+        """Return the final norm's output, and the cache with these tokens stored."""
+        nn.check_cached(tokens, cache)
+        encode = lambda model, ids, tokens, cache: model.encode(ids, tokens, cache)[:2]
+        return *self._run_with_cache(encode, ids, (), tokens, cache), None
+
+    @checked
+    def predict(
+        self, ids: Int[Array, "batch seq"], hidden: Float[Array, "batch seq embed"], tokens: nn.Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
+        """Return the results of `Transformer.predict`; `cache` is that of `init_predictor_cache`."""
+        if self.predictor is None:
+            raise ValueError("ShardedModel.predict: the model has no predictor; load or build it with predictor=True.")
+        return self._run_with_cache(nn.Transformer.predict, ids, (hidden,), tokens, cache)
+
+    @property
+    def predictor(self) -> nn.Predictor | None:
+        """Predictor of a further token, without its layers."""
+        return self.model.predictor
+
+    @checked
+    def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
+        """Return the logits, in float32 at least, of what `encode` returned."""
+        rows = self._padded_rows(hidden.shape[0])
+        x = jnp.pad(hidden, [(0, rows - hidden.shape[0]), (0, 0)])
+        vocab_axes = [TENSOR] if self.plan.size(TENSOR) > 1 else []
+        run = self._per_device(rows, lambda model, x: model.unembed(vary(x, vocab_axes)))
+        hidden_spec, logits_spec = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, *vocab_axes)
+        logits = filter_shard_map(run, self.plan.mesh, (self._specs, hidden_spec), logits_spec)(self.model, x)
+        # Where the axis does not divide the vocabulary, its last columns are padding.
+        return logits[: hidden.shape[0], : self.vocab]
+
+    def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
+        """Return an empty cache for `batch` rows of up to `capacity` tokens, sharded as the plan shards it."""
+        shapes = self._unsharded_caches(batch, capacity, dtype, rollback)
+        return self._init_sharded_cache(shapes[: len(shapes) - self.predictor_stacks])
+
+    def init_predictor_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
+        """Return an empty cache for the predictor's layers, as `init_cache` does for the model's."""
+        shapes = self._unsharded_caches(batch, capacity, dtype, rollback)
+        return self._init_sharded_cache(shapes[len(shapes) - self.predictor_stacks :])
+
+    def _unsharded_caches(self, batch: int, capacity: int, dtype: str | None, rollback: int) -> PyTree:
+        """Return the shapes of caches that no device splits, for each of the stacks."""
+        rows = self._padded_rows(batch)
+        return eqx.filter_eval_shape(lambda: self.model.init_cache(rows, capacity, dtype, rollback=rollback))
+
+    def _init_sharded_cache(self, shapes: PyTree) -> PyTree:
+        pieces, tensor = self.plan.size(CONTEXT), self.plan.size(TENSOR)
+
+        def padded_shape(names: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+            sizes = dict(zip(_cache_dims(names), x.shape, strict=True))
+            if "kv_seq" in sizes:
+                sizes["kv_seq"] = round_up(sizes["kv_seq"], pieces)
+            if "kv_heads" in sizes:
+                # A layer that reads another's keys has caches of no heads; its axis is split, too.
+                sizes["kv_heads"] = max(sizes["kv_heads"], tensor)
+            if "kv_heads" in sizes or self._is_split_by_sharers(x):
+                sizes["batch"] //= self.sharers
+            if _is_held_by_each_device(names, x) or self._is_split_by_sharers(x):
+                sizes["batch"] *= tensor
+            return tuple(sizes.values())
+
+        def init_array(spec: PartitionSpec, names: str, x: jax.ShapeDtypeStruct) -> Array:
+            # Position -1 marks an empty slot.
+            value = -1 if nn.is_position_array(x) and _cache_dims(names)[-1] == "kv_seq" else 0
+            array = jnp.full(padded_shape(names, x), value, x.dtype)
+            return jax.lax.with_sharding_constraint(array, NamedSharding(self.plan.mesh, spec))
+
+        return jax.tree.map(init_array, self._cache_specs(shapes), nn.dims(shapes), shapes, is_leaf=is_spec)
+
+    def cache_shapes(self, batch: int, capacity: int, dtype: str | None = None) -> PyTree:
+        """Return the shapes of the cache that `init_cache` returns, each with the sharding that the plan gives it."""
+        arrays, static = eqx.partition(eqx.filter_eval_shape(self.init_cache, batch, capacity, dtype), is_shape)
+        with_sharding = lambda x, spec: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(self.plan.mesh, spec)
+        )
+        return eqx.combine(jax.tree.map(with_sharding, arrays, eqx.filter(self._cache_specs(arrays), is_spec)), static)
+
+    @property
+    def _specs(self) -> PyTree:
+        return self.plan.parameter_specs(self.model)
+
+    def _padded_rows(self, batch: int) -> int:
+        """Return `batch` rounded up to a multiple of the devices that rows, or their caches, are split over."""
+        return round_up(batch, math.prod(self.plan.size(axis) for axis in BATCH_AXES) * self.sharers)
+
+    def _is_split_by_sharers(self, x: ArrayOrShape) -> bool:
+        """Return whether a cache's array has positions of rows that devices with the same key head split."""
+        return self.sharers > 1 and nn.is_position_array(x)
+
+    def _cache_specs(self, cache: PyTree) -> PyTree:
+        axis_of = {"layers": PIPE, "kv_seq": CONTEXT} | dict.fromkeys(SPLIT_CACHE_DIMS, TENSOR)
+        used_axes = {name: axis for name, axis in axis_of.items() if self.plan.size(axis) > 1}
+
+        def spec_of(names: str, x: ArrayOrShape) -> PartitionSpec:
+            axes: dict[str, Any] = {name: used_axes.get(name) for name in _cache_dims(names)} | {"batch": BATCH_AXES}
+            if "heads" in used_axes and (_is_held_by_each_device(names, x) or self._is_split_by_sharers(x)):
+                axes["batch"] = (*BATCH_AXES, TENSOR)
+            return PartitionSpec(*axes.values())
+
+        return jax.tree.map(spec_of, nn.dims(cache), cache)
+
+    def _run_with_cache(
+        self,
+        method: Callable[..., tuple[Array, PyTree]],
+        ids: Array,
+        hidden_inputs: tuple[Array, ...],
+        tokens: nn.Tokens,
+        cache: PyTree,
+    ) -> tuple[Array, PyTree]:
+        """Return the vectors and the cache of a method of the model, which each device calls on its own rows."""
+        rows, batch = self._padded_rows(ids.shape[0]), ids.shape[0]
+        ids, tokens = pad_rows(ids, rows, 0), pad_tokens(tokens, rows)
+        hidden_inputs = tuple(jnp.pad(x, [(0, rows - batch), (0, 0), (0, 0)]) for x in hidden_inputs)
+
+        def per_device(model: nn.Transformer, *inputs: PyTree) -> tuple[Array, PyTree]:
+            return _run_on_cache_pieces(
+                method, _restore_predictor_stacks(model, self.predictor_stacks), self.plan, *inputs
+            )
+
+        split, slots = PartitionSpec(BATCH_AXES), self._cache_specs(cache)
+        in_specs = self._specs, split, split, split, slots
+        run = filter_shard_map(self._per_device(rows, per_device), self.plan.mesh, in_specs, (split, slots))
+        x, cache = run(self.model, ids, hidden_inputs, tokens, cache)
+        return x[:batch], cache
+
+    def _per_device(self, rows: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `call` for use inside `filter_shard_map`, with the model wrapped for the device."""
+        rows_per_device = rows // math.prod(self.plan.size(axis) for axis in BATCH_AXES)
+        stages = self.plan.size(PIPE)
+        microbatches = max(number for number in range(1, stages + 1) if rows_per_device % number == 0)
+        plan = dataclasses.replace(self.plan, microbatches=microbatches)
+        device = plan.on_device(self.model)
+
+        def per_device(model: nn.Transformer, *inputs: PyTree) -> PyTree:
+            wrapped = device.wrap_forward(model)
+            wrapped = replace(wrapped, ContextAttention, lambda core: CacheCore(core.inner))
+            if self.sharers > 1:
+                with_sharers = lambda mixer: TensorParallelMixer(dataclasses.replace(mixer.inner, sharers=self.sharers))
+                wrapped = replace(wrapped, TensorParallelMixer, with_sharers)
+            return call(wrapped, *inputs)
+
+        return per_device
+
+
+def pad_rows(x: Int[Array, "batch seq"], rows: int, value: int) -> Int[Array, "padded_batch seq"]:
+    """Pad an array to `rows` rows, with rows of `value` at the end."""
+    return jnp.pad(x, [(0, rows - x.shape[0]), (0, 0)], constant_values=value)
+
+
+def pad_tokens(tokens: nn.Tokens, rows: int) -> nn.Tokens:
+    """Return the fields of tokens that a call with a cache reads, padded to `rows` rows at the end."""
+    lengths = None if tokens.lengths is None else pad_rows(tokens.lengths, rows, 0)
+    source = tokens.source
+    if source is not None:
+        widths = [(0, rows - len(source.values)), *[(0, 0)] * (source.values.ndim - 1)]
+        source = nn.Source(jnp.pad(source.values, widths), pad_tokens(source.tokens, rows))
+    return nn.Tokens(pad_rows(tokens.positions, rows, -1), lengths=lengths, source=source)
+
+
+def round_up(number: int, divisor: int) -> int:
+    """Round a number up to a multiple of `divisor`."""
+    return -(-number // divisor) * divisor
+
+
+def _in_pipeline_order(model: nn.Transformer, plan: Plan) -> nn.Transformer:
+    """Put a model in pipeline order, with its rows of padding, where stages hold unequal numbers of layers."""
+    if all(len(old) == len(new) for old, new in zip(model.stacks, plan.shapes(model).stacks, strict=True)):
+        return model
+    arrays, static = eqx.partition(plan.to_pipeline_order(model), eqx.is_array)
+    return eqx.combine(jax.device_put(arrays, shardings(plan.parameter_specs(arrays), plan.mesh)), static)
+
+
+def _check_replicated_mixers(model: nn.Transformer) -> None:
+    """Refuse mixers that every device runs whole if their caches have heads, which would be split."""
+    for path, mixer in replicated_layers(model):
+        if not isinstance(mixer, nn.Mixer):
+            continue
+        names = jax.tree.leaves(nn.dims(eqx.filter_eval_shape(lambda mixer=mixer: mixer.init_cache((1,), 2))))
+        if head_dims := {"heads", "kv_heads"} & set(" ".join(map(str, names)).split()):
+            raise ValueError(
+                f"ShardedModel over {TENSOR}: {path} declares no head dim to split, and its cache has "
+                f"{' and '.join(head_dims)}, which are split; declare the dim in its facts(), or name the cache's dims "
+                "otherwise."
+            )
+
+
+def _append_predictor_stacks(model: nn.Transformer) -> nn.Transformer:
+    """Move the predictor's stacks behind the model's own."""
+    predictor = model.predictor
+    if predictor is None:
+        return model
+    return dataclasses.replace(
+        model, stacks=(*model.stacks, *predictor.stacks), predictor=dataclasses.replace(predictor, stacks=())
+    )
+
+
+def _restore_predictor_stacks(model: nn.Transformer, count: int) -> nn.Transformer:
+    """Move the model's last `count` stacks back into its predictor."""
+    if not count:
+        return model
+    stacks, predictor_stacks = model.stacks[:-count], model.stacks[-count:]
+    return eqx.tree_at(lambda m: (m.stacks, m.predictor.stacks), model, (stacks, predictor_stacks))
+
+
+def _run_on_cache_pieces(
+    method: Callable[..., tuple[Array, PyTree]],
+    model: nn.Transformer,
+    plan: Plan,
+    ids: Int[Array, "batch seq"],
+    hidden_inputs: tuple[Array, ...],
+    tokens: nn.Tokens,
+    cache: PyTree,
+) -> tuple[Float[Array, "batch seq embed"], PyTree]:
+    """Return `method(model, ids, *hidden_inputs, tokens, cache)` on a device that has a piece of each cache."""
+    if plan.size(TENSOR) > 1:
+        # Unwrap the final norm: `unembed` marks its input as varying by itself.
+        model = eqx.tree_at(lambda m: m.norm, model, model.norm.inner)  # type: ignore[attr-defined]
+    pieces = plan.size(CONTEXT)
+    if pieces > 1:
+        # A piece of a row does not tell how long its documents are.
+        lengths = jnp.broadcast_to(nn.document_lengths(tokens), ids.shape)
+        tokens = dataclasses.replace(tokens, lengths=lengths)
+        cache = _map_caches(cache, lambda slot_cache: _as_piece(slot_cache, pieces))
+    x, cache = method(model, ids, *hidden_inputs, tokens, cache)
+    return x, _map_caches(cache, lambda slot_cache: dataclasses.replace(slot_cache, first=None, capacity=None))
+
+
+def _as_piece(cache: nn.SlotCache, pieces: int) -> nn.SlotCache:
+    """Mark a cache as this device's piece of one with `pieces` times as many slots."""
+    *outer, size = cache.positions.shape
+    first = jnp.broadcast_to(jax.lax.axis_index(CONTEXT) * size, outer).astype(jnp.int32)
+    return dataclasses.replace(cache, first=vary_like(first, cache.positions), capacity=size * pieces)
+
+
+def _map_caches(tree: PyTree, change: Callable[[nn.SlotCache], nn.SlotCache]) -> PyTree:
+    is_cache = lambda node: isinstance(node, nn.SlotCache)
+    return jax.tree.map(lambda node: change(node) if is_cache(node) else node, tree, is_leaf=is_cache)
+
+
+def _cache_dims(names: str) -> list[str]:
+    """Return the names of a cache's dims; the first is always the dim of layers."""
+    return ["layers", *names.split()[1:]]
+
+
+def _is_held_by_each_device(names: str, x: ArrayOrShape) -> bool:
+    """Return whether a cache's array has no heads or channels to split, so that each device of `tensor` has its own."""
+    return not nn.is_position_array(x) and not {*SPLIT_CACHE_DIMS} & {*_cache_dims(names)}
