@@ -10,8 +10,8 @@ from simulated_devices import MACHINES
 
 from eqformer.parallel import make_mesh
 from eqformer.parallel._axes import AXES
-from eqformer.parallel.layouts import _mesh as _devices
-from eqformer.parallel.layouts._mesh import arranged, torus_steps
+from eqformer.parallel.layouts import _mesh
+from eqformer.parallel.layouts._mesh import arrange_devices, torus_steps
 
 
 def splits(number: int, parts: int) -> list[tuple[int, ...]]:
@@ -39,11 +39,11 @@ def check(machine: str, found: np.ndarray, sizes: tuple[int, ...], own: list[Any
     devices, wrong = MACHINES[machine] if own is None else own, []
     if found.shape != sizes or sorted(device.id for device in found.flat) != sorted(device.id for device in devices):
         wrong.append("devices")
-    groups = {_devices._network(device) for device in devices}
+    groups = {_mesh._network(device) for device in devices}
     if sizes[0] % len(groups) == 0:  # `replica` alone goes over the slow network
-        wrong += ["network" for part in found if len({_devices._network(device) for device in part.flat}) != 1]
+        wrong += ["network" for part in found if len({_mesh._network(device) for device in part.flat}) != 1]
     busiest = found.reshape(-1, sizes[-1])
-    inside = all(len({_devices._network(device) for device in line}) == 1 for line in busiest)
+    inside = all(len({_mesh._network(device) for device in line}) == 1 for line in busiest)
     if devices[0].platform == "tpu" and inside:
         # All of a machine's lines lie alike: the first and the last one are looked at.
         pairs = [pair for line in busiest[[0, -1]] for pair in zip(line, line[1:], strict=False)]
@@ -67,7 +67,7 @@ def test_every_mesh_has_every_device_once_and_its_busiest_axis_between_neighbour
     devices = MACHINES[machine]
     chosen = all_sizes(len(devices))
     for sizes in chosen[:: max(1, len(chosen) * len(devices) // 512)]:  # of large machines some of them
-        assert check(machine, arranged(devices, sizes), sizes) == [], sizes
+        assert check(machine, arrange_devices(devices, sizes), sizes) == [], sizes
 
 
 def test_devices_in_the_order_in_which_they_are_listed_would_not_do():
@@ -122,7 +122,7 @@ def test_the_busiest_axis_has_the_cores_of_a_chip_and_a_ring_through_a_rectangle
 )
 def test_the_calmest_axes_go_over_the_slow_network(machine, sizes, slow):
     devices = make_mesh(**sizes, devices=MACHINES[machine]).devices
-    networks = np.array([str(_devices._network(device)) for device in devices.flat]).reshape(devices.shape)
+    networks = np.array([str(_mesh._network(device)) for device in devices.flat]).reshape(devices.shape)
     cross = [
         axis
         for place, axis in enumerate(AXES)
@@ -180,4 +180,4 @@ def test_the_compilers_own_devices_are_like_those(name, slices):
     said = lambda device: (*device.coords, device.core_on_chip, getattr(device, "slice_index", 0))
     assert sorted(map(said, devices)) == sorted(map(said, MACHINES[machine]))
     for sizes in all_sizes(len(devices))[::7]:
-        assert check(machine, arranged(devices, sizes), sizes, devices) == [], sizes
+        assert check(machine, arrange_devices(devices, sizes), sizes, devices) == [], sizes

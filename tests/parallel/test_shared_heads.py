@@ -10,7 +10,7 @@ from plan_parity import place
 
 from eqformer import models, nn
 from eqformer.parallel import ShardedModel
-from eqformer.parallel.serving import _sharded_model as _planned
+from eqformer.parallel.serving import _sharded_model
 
 
 CONFIG = models.LlamaConfig(vocab=32, embed=32, layers=2, heads=8, kv_heads=2, mlp=32)
@@ -46,7 +46,7 @@ def test_pairs_of_devices_share_a_key_head(monkeypatch):
     np.testing.assert_allclose(found, wanted, atol=2e-5)
     keys = cache[0].keys
     assert keys.addressable_shards[0].data.shape == (2, 3, 1, 12, 4) and keys.size * 2 == 2 * 6 * 4 * 12 * 4
-    monkeypatch.setattr(_planned, "sharers", lambda *_: 1)
+    monkeypatch.setattr(_sharded_model, "count_sharers", lambda *_: 1)
     whole = ShardedModel(place(model, plan), plan).cache_shapes(6, 12)[0].keys
     assert whole.sharding.shard_shape(whole.shape) == (2, 6, 1, 12, 4)  # as it was: all rows on both of a pair
 

@@ -1,1 +1,1 @@
-"""Meshes, and where each array lies: specs from names, tables, drawings, creation in place."""
+"""Meshes and layouts: shardings from names of dims, tables and drawings of them, sharded initialization."""

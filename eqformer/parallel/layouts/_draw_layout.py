@@ -1,4 +1,4 @@
-"""How arrays are sharded, as text: a table of a model and a drawing of one array."""
+"""How arrays are sharded, for people: a table of a model, a text drawing of one array, and a picture of a model."""
 
 import dataclasses
 import itertools
@@ -20,13 +20,13 @@ from ._mesh import axis_sizes
 
 
 @dataclasses.dataclass(frozen=True)
-class Placed:
-    """One array of a model and how it is cut: `axes` has, for each dim, the axes of more than one device."""
+class ShardedArray:
+    """One array of a model and its sharding: `axes` has, for each dim, the axes of more than one device."""
 
     path: str
     dims: tuple[str, ...]
     shape: tuple[int, ...]
-    piece: tuple[int, ...]
+    shard_shape: tuple[int, ...]
     axes: tuple[tuple[str, ...], ...]
     itemsize: int
     spec: PartitionSpec
@@ -37,106 +37,119 @@ class Placed:
         return math.prod(self.shape) * self.itemsize
 
     @property
-    def bytes_a_device(self) -> int:
-        """Bytes of the piece that one device holds."""
-        return math.prod(self.piece) * self.itemsize
+    def bytes_per_device(self) -> int:
+        """Bytes of the shard that one device holds."""
+        return math.prod(self.shard_shape) * self.itemsize
 
     @property
-    def named(self) -> str:
-        """The dims with the axis beside each that is split: `layers/pipe heads/tensor head_dim embed`."""
+    def dims_with_axes(self) -> str:
+        """Dims with the axis beside each that is split: `layers/pipe heads/tensor head_dim embed`."""
         return " ".join("/".join((name, *axes)) for name, axes in zip(self.dims, self.axes, strict=True))
 
 
-def placed_arrays(model: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> list[Placed]:
-    """Each array of a model, or its shape, with how its spec splits it."""
+def sharded_arrays(model: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> list[ShardedArray]:
+    """List the arrays of a model, or of its shapes, with their shardings by `specs`."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(model)
-    names, its_specs = jax.tree.leaves(nn.dims(model)), structure.flatten_up_to(specs)
-    found = []
-    for (path, leaf), dims, spec in zip(leaves, names, its_specs, strict=True):
+    names, leaf_specs = jax.tree.leaves(nn.dims(model)), structure.flatten_up_to(specs)
+    arrays = []
+    for (path, leaf), dims, spec in zip(leaves, names, leaf_specs, strict=True):
         if nn.has_shape(leaf):
             spec = spec if is_spec(spec) else PartitionSpec()
             axes = split_axes(leaf.ndim, spec, mesh)
-            piece = NamedSharding(mesh, spec).shard_shape(leaf.shape)
+            shard_shape = NamedSharding(mesh, spec).shard_shape(leaf.shape)
             size = 0 if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else leaf.dtype.itemsize
-            found.append(Placed(nn.path_name(path), tuple(dims.split()), leaf.shape, piece, axes, size, spec))
-    return found
+            name = nn.path_name(path)
+            arrays.append(ShardedArray(name, tuple(dims.split()), leaf.shape, shard_shape, axes, size, spec))
+    return arrays
 
 
 def split_axes(ndim: int, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
-    """For each dim, the axes of more than one device that split it."""
+    """Return, for each dim, the axes of more than one device that split it."""
     sizes = axis_sizes(mesh)
     entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    used = [tuple(axis for axis in entry if sizes[axis] > 1) for entry in entries]
-    return (*used, *((),) * (ndim - len(used)))
+    used_axes = [tuple(axis for axis in entry if sizes[axis] > 1) for entry in entries]
+    return (*used_axes, *((),) * (ndim - len(used_axes)))
 
 
-def holders(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> dict[tuple[tuple[int, int], ...], list[int]]:
-    """The devices that hold each piece; a piece is where it starts and ends along each dim."""
-    found: dict[tuple[tuple[int, int], ...], list[int]] = {}
+def devices_by_piece(
+    shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
+) -> dict[tuple[tuple[int, int], ...], list[int]]:
+    """Return the devices that hold each piece; a piece is its start and end along each dim."""
+    devices: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for device, index in NamedSharding(mesh, spec).devices_indices_map(shape).items():
         piece = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        found.setdefault(piece, []).append(device.id)
-    return {piece: sorted(devices) for piece, devices in sorted(found.items())}
+        devices.setdefault(piece, []).append(device.id)
+    return {piece: sorted(numbers) for piece, numbers in sorted(devices.items())}
 
 
 def layout_table(model: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> str:
-    """A printable table of every array: path, dims with the axis beside each that is split, shapes, bytes, totals.
+    """Return a table of every array as text: path, dims with the axis beside each that is split, shapes, bytes, totals.
 
-    `specs` is what `partition_specs` gives for the model or its shapes. The last line lists what is whole everywhere.
+    `specs` is the result of `partition_specs` for the model or its shapes. The last line lists the arrays that every
+    device holds whole.
     """
-    arrays = placed_arrays(model, specs, mesh)
-    shape = lambda sizes: "x".join(map(str, sizes)) or "scalar"
+    arrays = sharded_arrays(model, specs, mesh)
+    format_shape = lambda sizes: "x".join(map(str, sizes)) or "scalar"
     rows = [("path", "dims", "shape", "a device", "bytes", "bytes a device")]
     rows += [
-        (x.path, x.named, shape(x.shape), shape(x.piece), f"{x.nbytes:,}", f"{x.bytes_a_device:,}") for x in arrays
+        (
+            x.path,
+            x.dims_with_axes,
+            format_shape(x.shape),
+            format_shape(x.shard_shape),
+            f"{x.nbytes:,}",
+            f"{x.bytes_per_device:,}",
+        )
+        for x in arrays
     ]
-    total, own = sum(x.nbytes for x in arrays), sum(x.bytes_a_device for x in arrays)
-    rows.append(("total", "", "", f"{own / total:.1%}" if total else "", f"{total:,}", f"{own:,}"))
-    whole = [x for x in arrays if not any(x.axes)]
-    size = sum(x.nbytes for x in whole)
-    listed = f"whole on every device ({size:,} bytes): {', '.join(x.path for x in whole) or 'nothing'}"
-    return f"mesh: {mesh_name(mesh)}\n{nn.format_table(rows)}\n{listed}"
+    total, per_device = sum(x.nbytes for x in arrays), sum(x.bytes_per_device for x in arrays)
+    rows.append(("total", "", "", f"{per_device / total:.1%}" if total else "", f"{total:,}", f"{per_device:,}"))
+    replicated = [x for x in arrays if not any(x.axes)]
+    size = sum(x.nbytes for x in replicated)
+    last_line = f"whole on every device ({size:,} bytes): {', '.join(x.path for x in replicated) or 'nothing'}"
+    return f"mesh: {mesh_name(mesh)}\n{nn.format_table(rows)}\n{last_line}"
 
 
 def mesh_name(mesh: Mesh | AbstractMesh) -> str:
-    """The axes of more than one device and their sizes: `fsdp=2 tensor=4, 8 devices`."""
+    """Return the axes of more than one device and their sizes: `fsdp=2 tensor=4, 8 devices`."""
     axes = " ".join(f"{axis}={size}" for axis, size in axis_sizes(mesh).items() if size > 1)
     return f"{axes}{', ' if axes else ''}{mesh.size} device{'s' * (mesh.size > 1)}"
 
 
 def draw_array(array: Array | np.ndarray | jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> str:
-    """A text drawing of how an array, or the shape of one, is spread: a box a piece, in it its devices' numbers.
+    """Draw as text how an array, or the shape of one, is sharded: a box a piece, with its devices' numbers in it.
 
-    Only dims that are split are drawn: the last to the right, the one before it downwards, and for each place along
-    any others a drawing of its own. Raises a `ValueError` where the spec does not fit the shape.
+    Only dims that are split are drawn: the last to the right, the one before it downwards, and for each piece along
+    any others a separate drawing. Raises a `ValueError` where the spec does not fit the shape.
     """
     shape = array.shape
-    axes = _fitting_axes(shape, spec, mesh)
-    pieces = holders(shape, spec, mesh)
-    split = [place for place, used in enumerate(axes) if used]
-    starts = {place: sorted({piece[place] for piece in pieces}) for place in split}
-    *outer, down, right = [None, None, *split][-max(2, len(split)) :]
-    own = NamedSharding(mesh, spec).shard_shape(shape)
-    over = ", ".join(f"dim {place} over {' and '.join(axes[place])}" for place in split)
-    lines = [f"{list(shape)} over {mesh_name(mesh)}: pieces of {list(own)}, {over or 'whole everywhere'}"]
-    for fixed in itertools.product(*(starts[place] for place in outer)):
-        chosen = dict(zip(outer, fixed, strict=True))
-        lines += [", ".join(f"dim {place} {_range(part)}" for place, part in chosen.items())] if outer else []
+    axes = _check_axes(shape, spec, mesh)
+    pieces = devices_by_piece(shape, spec, mesh)
+    split_dims = [dim for dim, dim_axes in enumerate(axes) if dim_axes]
+    ranges = {dim: sorted({piece[dim] for piece in pieces}) for dim in split_dims}
+    *outer, down, right = [None, None, *split_dims][-max(2, len(split_dims)) :]
+    shard_shape = NamedSharding(mesh, spec).shard_shape(shape)
+    splits = ", ".join(f"dim {dim} over {' and '.join(axes[dim])}" for dim in split_dims)
+    lines = [f"{list(shape)} over {mesh_name(mesh)}: pieces of {list(shard_shape)}, {splits or 'whole everywhere'}"]
+    for outer_ranges in itertools.product(*(ranges[dim] for dim in outer)):
+        fixed = dict(zip(outer, outer_ranges, strict=True))
+        lines += [", ".join(f"dim {dim} {_format_range(part)}" for dim, part in fixed.items())] if outer else []
         rows = [
             [
-                compact(devices)
+                format_devices(devices)
                 for piece, devices in pieces.items()
-                if all(piece[place] == part for place, part in {**chosen, **along}.items())
+                if all(piece[dim] == part for dim, part in {**fixed, **row}.items())
             ]
-            for along in ([{down: part} for part in starts[down]] if down is not None else [{}])
+            for row in ([{down: part} for part in ranges[down]] if down is not None else [{}])
         ]
-        heads = [_range(part) for part in starts[right]] if right is not None else []
-        sides = [f"dim {down} {_range(part)} " for part in starts[down]] if down is not None else [""]
-        lines += _boxes(rows, heads, sides, "" if right is None else f"dim {right} ")
+        heads = [_format_range(part) for part in ranges[right]] if right is not None else []
+        sides = [f"dim {down} {_format_range(part)} " for part in ranges[down]] if down is not None else [""]
+        lines += _draw_boxes(rows, heads, sides, "" if right is None else f"dim {right} ")
     return "\n".join(lines)
 
 
-def _fitting_axes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
+def _check_axes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
+    """Return the axes that split each dim; raise a `ValueError` where the spec does not fit the shape."""
     sizes = axis_sizes(mesh)
     call = f"draw_array: an array of shape {list(shape)} and the spec {spec}"
     if unknown := sorted(axes_of(spec) - sizes.keys()):
@@ -144,24 +157,24 @@ def _fitting_axes(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> tu
     if len(spec) > len(shape):
         raise ValueError(f"{call}: it speaks of {len(spec)} dims; give at most {len(shape)} entries.")
     axes = split_axes(len(shape), spec, mesh)
-    for place, (size, used) in enumerate(zip(shape, axes)):
-        number = math.prod(sizes[axis] for axis in used)
-        if size % number:
-            raise ValueError(f"{call}: dim {place}, of {size}, is cut into {number} pieces; leave it whole.")
+    for dim, (size, dim_axes) in enumerate(zip(shape, axes)):
+        pieces = math.prod(sizes[axis] for axis in dim_axes)
+        if size % pieces:
+            raise ValueError(f"{call}: dim {dim}, of {size}, is cut into {pieces} pieces; leave it whole.")
     return axes
 
 
-def _range(part: tuple[int, int]) -> str:
+def _format_range(part: tuple[int, int]) -> str:
     return f"{part[0]}:{part[1]}"
 
 
-def compact(devices: list[int]) -> str:
-    """`0-3` for a run of at least three numbers, else `0 4`."""
-    run = len(devices) > 2 and devices[-1] - devices[0] == len(devices) - 1
-    return f"{devices[0]}-{devices[-1]}" if run else " ".join(map(str, devices))
+def format_devices(devices: list[int]) -> str:
+    """Return `0-3` for a run of at least three numbers, else `0 4`."""
+    is_run = len(devices) > 2 and devices[-1] - devices[0] == len(devices) - 1
+    return f"{devices[0]}-{devices[-1]}" if is_run else " ".join(map(str, devices))
 
 
-def _boxes(rows: list[list[str]], heads: list[str], sides: list[str], name: str) -> list[str]:
+def _draw_boxes(rows: list[list[str]], heads: list[str], sides: list[str], name: str) -> list[str]:
     width = max(map(len, itertools.chain(heads, *rows)))
     margin = max(map(len, [*sides, name]))
     rule = " " * margin + ("+" + "-" * (width + 2)) * len(rows[0]) + "+"
@@ -171,7 +184,7 @@ def _boxes(rows: list[list[str]], heads: list[str], sides: list[str], name: str)
     return [*lines, rule]
 
 
-COLOURS = {
+AXIS_COLORS = {
     REPLICA: "#6b7785",
     FSDP: "#c2690c",
     EXPERT: "#3c8a4e",
@@ -179,141 +192,152 @@ COLOURS = {
     CONTEXT: "#b13a74",
     TENSOR: "#1f6fb2",
 }
-INK, FAINT, WHOLE, PLAIN, FIRST, OTHERS = "#1d2733", "#7b8794", "#eceef1", "#c9ced5", "#34475c", "#dfe5ec"
-ROW, HEAD, FOOT, WIDTH = 0.5, 1.25, 0.55, 15.0  # inches
-CHAR = 0.0885  # inches a letter of the dims takes
-BOXES, BARS = 3.6, 3.0  # inches
+INK, FAINT, BAR, FIRST_DEVICE, OTHER_DEVICES = "#1d2733", "#7b8794", "#c9ced5", "#34475c", "#dfe5ec"
+# Sizes in inches; a letter of the dims is LETTER_WIDTH wide.
+ROW_HEIGHT, HEADING_HEIGHT, FOOTING_HEIGHT, LEAST_WIDTH = 0.5, 1.25, 0.55, 15.0
+LETTER_WIDTH = 0.0885
+BOXES_WIDTH, BARS_WIDTH = 3.6, 3.0
 CALL = "picture_layout(model, specs, mesh, path)"
 
 
 def picture_layout(model: PyTree, specs: PyTree, mesh: Mesh, path: str | Path) -> None:
-    """A PNG with a row an array: its dims, those that are split in their axis's colour; its pieces; and its bytes.
+    """Write a PNG with a row an array: its dims, those that are split in their axis's color; its pieces; its bytes.
 
-    A box is cut into the pieces that devices hold, with the devices' numbers inside and gaps in the colours of the
-    axes; the pieces of device 0, or of the first there is, are dark. The bar shows the bytes of the array and, dark,
-    those that one device holds, the longest bar being the largest array. Needs matplotlib.
+    A box is cut into the pieces that devices hold, with the devices' numbers inside and gaps in the colors of the
+    axes; the pieces of device 0, or of the lowest number that exists, are dark. The bar shows the bytes of the array
+    and, dark, those that one device holds, the longest bar being the largest array. Needs matplotlib.
     """
     figures = load_extra("matplotlib.figure", extra="train", call=CALL)
-    arrays = placed_arrays(model, specs, mesh)
-    prefix, names = _shortened([array.path for array in arrays])
-    left = 0.3 + 0.095 * max(map(len, names)) + 0.3
-    dims = CHAR * max(len(array.named.replace("/", " ")) for array in arrays) + 0.5
-    width, height = max(WIDTH, left + dims + BOXES + BARS + 1.2), HEAD + ROW * len(arrays) + FOOT
+    arrays = sharded_arrays(model, specs, mesh)
+    prefix, names = _shorten_paths([array.path for array in arrays])
+    dims_x = 0.3 + 0.095 * max(map(len, names)) + 0.3
+    dims_width = LETTER_WIDTH * max(len(array.dims_with_axes.replace("/", " ")) for array in arrays) + 0.5
+    width = max(LEAST_WIDTH, dims_x + dims_width + BOXES_WIDTH + BARS_WIDTH + 1.2)
+    height = HEADING_HEIGHT + ROW_HEIGHT * len(arrays) + FOOTING_HEIGHT
     figure = figures.Figure(figsize=(width, height), dpi=110, facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
     axes.axis("off")
-    boxes = left + dims
-    bars = boxes + BOXES + 0.45
-    _heading(axes, arrays, mesh, width)
-    places = (0.3, f"array{f',  … = {prefix[:-1]}' if prefix else ''}"), (left, "dims / axes"), (boxes, "pieces")
-    for x, text in (*places, (bars, "bytes, and bytes a device")):
-        axes.text(x, HEAD - 0.12, text, fontsize=9.5, color=FAINT, va="bottom")
+    boxes_x = dims_x + dims_width
+    bars_x = boxes_x + BOXES_WIDTH + 0.45
+    _draw_heading(axes, arrays, mesh, width)
+    titles = [(0.3, f"array{f',  … = {prefix[:-1]}' if prefix else ''}"), (dims_x, "dims / axes")]
+    titles += [(boxes_x, "pieces"), (bars_x, "bytes, and bytes a device")]
+    for x, text in titles:
+        axes.text(x, HEADING_HEIGHT - 0.12, text, fontsize=9.5, color=FAINT, va="bottom")
     for row, (array, name) in enumerate(zip(arrays, names, strict=True)):
-        y = HEAD + ROW * row
+        y = HEADING_HEIGHT + ROW_HEIGHT * row
         if row % 2 == 0:
-            _box(axes, 0.15, y, width - 0.3, ROW, "#f7f8fa")
-        axes.text(0.3, y + ROW / 2, name, fontsize=10.5, color=INK, va="center")
-        _draw_dims(axes, array, left, y + ROW / 2)
-        _draw_pieces(axes, array, mesh, boxes, y + 0.06, ROW - 0.12)
-        _draw_bytes(axes, array, max(other.nbytes for other in arrays), bars, y + ROW / 2, width - bars - 2.3)
-    _footing(axes, arrays, height)
+            _draw_box(axes, 0.15, y, width - 0.3, ROW_HEIGHT, "#f7f8fa")
+        middle = y + ROW_HEIGHT / 2
+        axes.text(0.3, middle, name, fontsize=10.5, color=INK, va="center")
+        _draw_dims(axes, array, dims_x, middle)
+        _draw_pieces(axes, array, mesh, boxes_x, y + 0.06, ROW_HEIGHT - 0.12)
+        _draw_bytes(axes, array, max(x.nbytes for x in arrays), bars_x, middle, width - bars_x - 2.3)
+    _draw_footing(axes, arrays, height)
     figure.savefig(path, format="png")
 
 
-def _shortened(paths: list[str]) -> tuple[str, list[str]]:
-    """The beginning that most paths have up to a dot, and the paths with an ellipsis in its place."""
-    starts = [path[: place + 1] for path in paths for place, letter in enumerate(path) if letter == "."]
+def _shorten_paths(paths: list[str]) -> tuple[str, list[str]]:
+    """Return the longest prefix, up to a dot, that most paths have, and the paths with an ellipsis in its place."""
+    starts = [path[: index + 1] for path in paths for index, letter in enumerate(path) if letter == "."]
     common = [start for start in set(starts) if starts.count(start) > len(paths) / 2]
     prefix = max(common, key=len, default="")
     return prefix, [path.replace(prefix, "… ", 1) if prefix and path.startswith(prefix) else path for path in paths]
 
 
-def _size(nbytes: int) -> str:
+def _format_bytes(nbytes: int) -> str:
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.3g} {unit}"
     return f"{nbytes} B"
 
 
-def _box(axes: Any, x: float, y: float, width: float, height: float, colour: str, zorder: int = 1) -> None:
+def _draw_box(axes: Any, x: float, y: float, width: float, height: float, color: str, zorder: int = 1) -> None:
     patches = load_extra("matplotlib.patches", extra="train", call=CALL)
-    axes.add_patch(patches.Rectangle((x, y), width, height, facecolor=colour, edgecolor="none", zorder=zorder))
+    axes.add_patch(patches.Rectangle((x, y), width, height, facecolor=color, edgecolor="none", zorder=zorder))
 
 
-def _heading(axes: Any, arrays: list[Placed], mesh: Mesh, width: float) -> None:
-    total, own = sum(x.nbytes for x in arrays), sum(x.bytes_a_device for x in arrays)
+def _draw_heading(axes: Any, arrays: list[ShardedArray], mesh: Mesh, width: float) -> None:
+    total, per_device = sum(x.nbytes for x in arrays), sum(x.bytes_per_device for x in arrays)
     axes.text(0.3, 0.36, f"{mesh_name(mesh)}", fontsize=15, fontweight="bold", color=INK, va="center")
-    share = f"{_size(own)} of {_size(total)} on each device ({own / max(total, 1):.1%})"
+    share = f"{_format_bytes(per_device)} of {_format_bytes(total)} on each device ({per_device / max(total, 1):.1%})"
     axes.text(0.3, 0.72, share, fontsize=11.5, color=INK, va="center")
-    used = {axis for array in arrays for entry in array.axes for axis in entry}
-    entries = [(f"{axis} = {size}", COLOURS.get(axis, INK)) for axis, size in axis_sizes(mesh).items() if axis in used]
+    used_axes = {axis for array in arrays for entry in array.axes for axis in entry}
+    sizes = axis_sizes(mesh)
+    legend = [(f"{axis} = {size}", AXIS_COLORS.get(axis, INK)) for axis, size in sizes.items() if axis in used_axes]
     first = min(device.id for device in mesh.devices.flat)
-    entries += [(f"device {first}", FIRST), ("other devices", OTHERS)]
+    legend += [(f"device {first}", FIRST_DEVICE), ("other devices", OTHER_DEVICES)]
     x = width - 0.3
-    for text, colour in reversed(entries):
+    for text, color in reversed(legend):
         x -= 0.088 * len(text)
         axes.text(x, 0.36, text, fontsize=10.5, color=INK, va="center")
-        _box(axes, x - 0.3, 0.26, 0.2, 0.2, colour)
+        _draw_box(axes, x - 0.3, 0.26, 0.2, 0.2, color)
         x -= 0.58
 
 
-def _footing(axes: Any, arrays: list[Placed], height: float) -> None:
-    whole = [array for array in arrays if not any(array.axes)]
-    paths = [array.path for array in whole]
-    listed = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
-    text = f"whole on every device, {_size(sum(array.nbytes for array in whole))}: {listed or 'nothing'}"
-    axes.text(0.3, height - FOOT / 2, text, fontsize=10, color=FAINT, va="center")
+def _draw_footing(axes: Any, arrays: list[ShardedArray], height: float) -> None:
+    replicated = [array for array in arrays if not any(array.axes)]
+    paths = [array.path for array in replicated]
+    names = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+    nbytes = _format_bytes(sum(array.nbytes for array in replicated))
+    text = f"whole on every device, {nbytes}: {names or 'nothing'}"
+    axes.text(0.3, height - FOOTING_HEIGHT / 2, text, fontsize=10, color=FAINT, va="center")
 
 
-def _draw_dims(axes: Any, array: Placed, x: float, y: float) -> None:
-    for name, used in zip(array.dims, array.axes, strict=True):
-        text = " ".join((name, *used))
-        if used:
-            _box(axes, x - 0.06, y - 0.13, CHAR * len(text) + 0.12, 0.26, COLOURS.get(used[0], INK), 2)
-        style = {"color": "white" if used else INK, "zorder": 3, "va": "center_baseline"}
-        axes.text(x, y, name, fontsize=9.5, fontfamily="monospace", fontweight="bold" if used else "normal", **style)
-        axes.text(x + CHAR * (len(name) + 1), y, " ".join(used), fontsize=9.5, fontfamily="monospace", **style)
-        x += CHAR * (len(text) + 1) + 0.08
+def _draw_dims(axes: Any, array: ShardedArray, x: float, y: float) -> None:
+    for name, dim_axes in zip(array.dims, array.axes, strict=True):
+        text = " ".join((name, *dim_axes))
+        if dim_axes:
+            color = AXIS_COLORS.get(dim_axes[0], INK)
+            _draw_box(axes, x - 0.06, y - 0.13, LETTER_WIDTH * len(text) + 0.12, 0.26, color, 2)
+        style = {"color": "white" if dim_axes else INK, "zorder": 3, "va": "center_baseline"}
+        style |= {"fontsize": 9.5, "fontfamily": "monospace"}
+        axes.text(x, y, name, fontweight="bold" if dim_axes else "normal", **style)
+        axes.text(x + LETTER_WIDTH * (len(name) + 1), y, " ".join(dim_axes), **style)
+        x += LETTER_WIDTH * (len(text) + 1) + 0.08
 
 
-def _draw_pieces(axes: Any, array: Placed, mesh: Mesh, x: float, y: float, height: float) -> None:
-    """A box that is cut by each split dim in turn, the first ones outermost, the one with the fewest cuts downwards."""
-    split = [place for place, used in enumerate(array.axes) if used]
-    pieces = holders(array.shape, array.spec, mesh)
-    if not split:
-        _box(axes, x, y, BOXES, height, FIRST, 2)
-        axes.text(x + BOXES / 2, y + height / 2, "all", fontsize=8.5, color="white", ha="center", va="center", zorder=4)
+def _draw_pieces(axes: Any, array: ShardedArray, mesh: Mesh, x: float, y: float, height: float) -> None:
+    """Draw a box cut by each split dim in turn, first dims outermost; the one with the fewest cuts goes downwards."""
+    split_dims = [dim for dim, dim_axes in enumerate(array.axes) if dim_axes]
+    pieces = devices_by_piece(array.shape, array.spec, mesh)
+    if not split_dims:
+        _draw_box(axes, x, y, BOXES_WIDTH, height, FIRST_DEVICE, 2)
+        style = {"fontsize": 8.5, "color": "white", "ha": "center", "va": "center", "zorder": 4}
+        axes.text(x + BOXES_WIDTH / 2, y + height / 2, "all", **style)
         return
     first = min(device for devices in pieces.values() for device in devices)
-    starts = {place: sorted({piece[place] for piece in pieces}) for place in split}
-    down = min([*split[-2:], *split[:-2]], key=lambda place: len(starts[place])) if len(split) > 1 else None
+    ranges = {dim: sorted({piece[dim] for piece in pieces}) for dim in split_dims}
+    by_preference = [*split_dims[-2:], *split_dims[:-2]]
+    down = min(by_preference, key=lambda dim: len(ranges[dim])) if len(split_dims) > 1 else None
     for piece, devices in pieces.items():
-        left, top, wide, high = x, y, BOXES, height
-        for place in split:
-            number, at, colour = len(starts[place]), starts[place].index(piece[place]), array.axes[place][0]
-            gap = min(0.05, 0.2 * (high if place == down else wide) / number)
-            if place == down:
+        left, top, wide, high = x, y, BOXES_WIDTH, height
+        for dim in split_dims:
+            number, index = len(ranges[dim]), ranges[dim].index(piece[dim])
+            color = AXIS_COLORS.get(array.axes[dim][0], INK)
+            gap = min(0.05, 0.2 * (high if dim == down else wide) / number)
+            drawn_gap = gap * (index < number - 1)
+            if dim == down:
                 step = (high + gap) / number
-                _box(axes, left, top + at * step + step - gap, wide, gap * (at < number - 1), COLOURS.get(colour, INK))
-                top, high = top + at * step, step - gap
+                _draw_box(axes, left, top + index * step + step - gap, wide, drawn_gap, color)
+                top, high = top + index * step, step - gap
             else:
                 step = (wide + gap) / number
-                _box(axes, left + at * step + step - gap, top, gap * (at < number - 1), high, COLOURS.get(colour, INK))
-                left, wide = left + at * step, step - gap
-        dark, text = first in devices, compact(devices)
-        _box(axes, left, top, wide, high, FIRST if dark else OTHERS, 2)
+                _draw_box(axes, left + index * step + step - gap, top, drawn_gap, high, color)
+                left, wide = left + index * step, step - gap
+        is_first, text = first in devices, format_devices(devices)
+        _draw_box(axes, left, top, wide, high, FIRST_DEVICE if is_first else OTHER_DEVICES, 2)
         size = min(8.5, 72 * high * 0.8, 72 * wide * 0.9 / (0.6 * len(text)))
-        if size >= 4.5:  # smaller ones would not be legible
-            middle = left + wide / 2, top + high / 2
-            ink = "white" if dark else INK
-            axes.text(*middle, text, fontsize=size, color=ink, ha="center", va="center_baseline", zorder=4)
+        if size >= 4.5:  # Smaller numbers would not be legible.
+            style = {"fontsize": size, "color": "white" if is_first else INK, "ha": "center", "zorder": 4}
+            axes.text(left + wide / 2, top + high / 2, text, va="center_baseline", **style)
 
 
-def _draw_bytes(axes: Any, array: Placed, largest: int, x: float, y: float, width: float) -> None:
+def _draw_bytes(axes: Any, array: ShardedArray, largest: int, x: float, y: float, width: float) -> None:
     scale = width / np.maximum(largest, 1)
-    _box(axes, x, y - 0.09, array.nbytes * scale, 0.18, PLAIN, 2)
-    _box(axes, x, y - 0.09, array.bytes_a_device * scale, 0.18, FIRST, 3)
-    text = f"{_size(array.nbytes)}  →  {_size(array.bytes_a_device)}"
+    _draw_box(axes, x, y - 0.09, array.nbytes * scale, 0.18, BAR, 2)
+    _draw_box(axes, x, y - 0.09, array.bytes_per_device * scale, 0.18, FIRST_DEVICE, 3)
+    text = f"{_format_bytes(array.nbytes)}  →  {_format_bytes(array.bytes_per_device)}"
     axes.text(x + array.nbytes * scale + 0.1, y, text, fontsize=9.5, color=INK, va="center")
