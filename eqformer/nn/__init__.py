@@ -52,6 +52,7 @@ from ._contracts import (
     Routed as Routed,
     ScoreBias as ScoreBias,
 )
+from ._cross_layer import SharedKV as SharedKV, SharedValue as SharedValue, ShareRequest as ShareRequest
 from ._dims import (
     dims as dims,
     dims_table as dims_table,
@@ -67,7 +68,6 @@ from ._dims import (
     named_modules as named_modules,
     path_name as path_name,
 )
-from ._dropout import Dropout as Dropout
 from ._dtype import (
     at_least_float32 as at_least_float32,
     float_dtype as float_dtype,
@@ -91,7 +91,6 @@ from ._float32_sums import (
 from ._fp8 import Fp8Linear as Fp8Linear, with_fp8 as with_fp8, without_fp8 as without_fp8
 from ._layer_cache import LayerCache as LayerCache, of_layer as of_layer, with_layer as with_layer
 from ._layer_inputs import GatedInput as GatedInput, LayerInputs as LayerInputs
-from ._left import KeysAndValues as KeysAndValues, Leaving as Leaving, Left as Left
 from ._linear import dense as dense, Linear as Linear
 from ._linear_map import (
     ComposedMap as ComposedMap,
@@ -120,7 +119,7 @@ from ._module import Module as Module
 from ._norm import ClippedNorm as ClippedNorm, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
 from ._precision import cast as cast, Precision as Precision
 from ._predictor import Predictor as Predictor
-from ._residual import Residual as Residual
+from ._residual import Dropout as Dropout, Residual as Residual
 from ._sequential import reads as reads
 from ._slots import check_cached as check_cached, is_position_array as is_position_array, SlotCache as SlotCache
 from ._stack import REMAT as REMAT, Stack as Stack

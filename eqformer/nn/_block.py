@@ -6,8 +6,8 @@ import equinox as eqx
 from jaxtyping import Array, Float, PyTree
 
 from ._contracts import Layer, Mixer, Routed
+from ._cross_layer import wrap_aux
 from ._float32_sums import multiply_float32
-from ._left import with_rest
 from ._norm import Norm
 from ._residual import apply_norm, Residual
 from ._sequential import run_layers
@@ -89,8 +89,8 @@ class Block(Layer):
             x, _, aux = self.feed_forward(x, tokens, number=1)
         if self.gated_input is not None:
             its = None if tokens.inputs is None else tokens.inputs[..., 0, :]
-            x, _, _ = self.gated_input(x, tokens, number=2, beside=its)
-        aux = with_rest(left, aux)
+            x, _, _ = self.gated_input(x, tokens, number=2, layer_input=its)
+        aux = wrap_aux(left, aux)
         return x if self.scalar is None else multiply_float32(x, self.scalar), cache, aux
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
@@ -126,7 +126,7 @@ class ParallelBlock(Layer):
         given = apply_norm(self.norm, x)
         mixed, cache, left = self.mixer.branch(given, tokens, cache, number=0)
         fed, _, aux = self.feed_forward.branch(given, tokens, number=1)
-        aux = with_rest(left, aux)
+        aux = wrap_aux(left, aux)
         return apply_norm(self.sum_norm, x + mixed + fed), cache, aux
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:

@@ -5,9 +5,9 @@ from typing import Any
 
 from jaxtyping import Array, Float, PyTree
 
+from ._cross_layer import collect_shared, keep_shared
 from ._dims import modules
 from ._layer_inputs import GatedInput
-from ._left import left_in, only
 from ._residual import Residual
 from ._stack import Stack
 from ._tokens import Tokens
@@ -26,7 +26,7 @@ def run_layers(
     not the number of layers that take one.
     """
     counts = [len(modules(layer, GatedInput)) * (len(layer) if isinstance(layer, Stack) else 1) for layer in layers]
-    names_read = [reads(layer) for layer in layers]
+    read_by_layer = [reads(layer) for layer in layers]
     if tokens.inputs is not None and tokens.inputs.shape[-2] != sum(counts):
         raise ValueError(
             f"LayerInputs(depth={tokens.inputs.shape[-2]}): the model has {sum(counts)} layers with a GatedInput; give "
@@ -42,13 +42,13 @@ def run_layers(
     new_caches, auxes = [], []
     per_layer = zip(layers, _split_inputs(tokens, counts), caches, strict=True)
     for number, (layer, layer_tokens, layer_cache) in enumerate(per_layer):
-        wanted = tokens.wanted.union(*names_read[number + 1 :])
-        shared = (*tokens.left, *left_in(auxes))
-        layer_tokens = layer_tokens.replaced(left=shared, wanted=wanted).fold_in(number)
+        names_read = tokens.names_read.union(*read_by_layer[number + 1 :])
+        shared = (*tokens.shared, *collect_shared(auxes))
+        layer_tokens = layer_tokens.replaced(shared=shared, names_read=names_read).fold_in(number)
         x, new_cache, aux = layer(x, layer_tokens, layer_cache)
         new_caches.append(new_cache)
         auxes.append(aux)
-    return x, None if cache is None else tuple(new_caches), only(tuple(auxes), tokens.wanted)
+    return x, None if cache is None else tuple(new_caches), keep_shared(tuple(auxes), tokens.names_read)
 
 
 def reads(layer: PyTree) -> frozenset[str]:
@@ -56,7 +56,7 @@ def reads(layer: PyTree) -> frozenset[str]:
     needed, shared = set[str](), set[str]()
     for residual in modules(layer, Residual):
         needed |= {residual.reads} - shared - {None}
-        shared |= {residual.leaves} - {None}
+        shared |= {residual.shares} - {None}
     return frozenset(needed)
 
 

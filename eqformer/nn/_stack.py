@@ -11,10 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ._contracts import Layer
+from ._cross_layer import keep_shared, take_last_layer
 from ._dims import ensemble, path_name
 from ._dtype import in_dtypes_of, in_float32
 from ._layer_cache import LayerCache, of_layer, with_layer
-from ._left import last_layers, only
 from ._slots import in_memory, with_rollback
 from ._tokens import Tokens, tokens_or_default
 from .quantization._kv_cache import parse_cache_dtype
@@ -79,7 +79,7 @@ class Stack(Layer):
             x = checkpoint_name(x, "layer input")  # for remat policies that keep it elsewhere
             own = in_dtypes_of(shared, tokens).replaced(inputs=inputs).fold_in(number)
             x, kept, aux = eqx.combine(weights, static)(x, own, _of_layer(caches, place))
-            return (x, _with_layer(caches, kept, place)), only(aux, tokens.wanted)
+            return (x, _with_layer(caches, kept, place)), keep_shared(aux, tokens.names_read)
 
         policy = REMAT[self.remat]
         if policy is not None:
@@ -88,7 +88,7 @@ class Stack(Layer):
         places = jnp.arange(len(self), dtype=jnp.int32)
         given = (arrays, self.numbers, places, own_inputs)
         (x, cache), aux = jax.lax.scan(layer, (x, cache), given, unroll=self.unroll)
-        return x, cache, last_layers(aux)
+        return x, cache, take_last_layer(aux)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """The blocks' empty caches, stacked over `layers`."""

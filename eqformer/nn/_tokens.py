@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree, UInt
 
 from .._array_checks import checked, checked_fields
-from ._left import Left
+from ._cross_layer import SharedValue
 
 
 @checked_fields
@@ -38,10 +38,10 @@ class Tokens(eqx.Module):
     of their rows; None: computed from `positions`."""
     inputs: Float[Array, "*rows seq depth mlp"] | None = None
     """A vector for each of the layers that are given one (`LayerInputs`); no mixer is given any."""
-    left: tuple[Left, ...] = ()
-    """What layers before have left; a mixer is given what it reads in the place of a cache."""
-    wanted: frozenset[str] = eqx.field(static=True, default=frozenset())
-    """The names under which layers behind read of it."""
+    shared: tuple[SharedValue, ...] = ()
+    """Values that earlier layers share; a mixer is given the value that it reads in place of a cache."""
+    names_read: frozenset[str] = eqx.field(static=True, default=frozenset())
+    """Names of shared values that later layers read."""
     source: "Source | None" = None
     """The sequence that cross-attention reads."""
     score_bias: Callable[..., Any] | None = None
@@ -72,7 +72,7 @@ class Tokens(eqx.Module):
     @property
     def bare(self) -> "Tokens":
         """The same tokens with nothing that is for layers alone."""
-        return self.replaced(inputs=None, left=(), wanted=frozenset())
+        return self.replaced(inputs=None, shared=(), names_read=frozenset())
 
     def replaced(self, **fields: Any) -> "Tokens":
         """The same tokens in the same order with other fields, of which is known what was known."""

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int, PyTree
 from .._array_checks import checked
 from ..kernels import soft_capped
 from ._contracts import ScoreBias
-from ._dropout import Dropout
 from ._dtype import at_least_float32, float_dtype
 from ._embedding import Embedding, LearnedPositions
 from ._encoder import Encoder
@@ -19,6 +18,7 @@ from ._linear_map import LinearMap
 from ._module import Module
 from ._norm import Norm
 from ._predictor import Predictor
+from ._residual import Dropout
 from ._sequential import run_layers
 from ._slots import check_cached
 from ._stack import empty_caches, Stack

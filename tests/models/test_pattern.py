@@ -47,7 +47,7 @@ def test_layers_that_stand_together_are_not_parted():
     assert [(len(stack), nn.reads(stack)) for stack in stacks] == [(1, frozenset()), (2, frozenset()), (1, frozenset())]
     period: Any = stacks[1].blocks
     blocks = period.blocks
-    assert [(its.mixer.leaves, its.mixer.reads) for its in blocks] == [("choice", None), *[(None, "choice")] * 2]
+    assert [(its.mixer.shares, its.mixer.reads) for its in blocks] == [("choice", None), *[(None, "choice")] * 2]
 
 
 def test_layers_are_numbered_from_zero_and_counted_from_one():

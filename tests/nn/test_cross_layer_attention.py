@@ -38,7 +38,7 @@ def model_of(remat="none", inputs=True):
     def block(mask, first, key):
         name = "all" if mask == nn.causal() else "window"
         own: dict[str, Any]
-        mixer, own = (leaving, {"leaves": name}) if first else (reading, {"reads": name})
+        mixer, own = (leaving, {"shares": name}) if first else (reading, {"reads": name})
         given = nn.Residual(nn.GatedInput(embed=EMBED, mlp=4, key=key), output_norm=norm()) if inputs else None
         mlp = nn.Residual(nn.GatedMLP(embed=EMBED, mlp=5, key=key), norm())
         return nn.Block(nn.Residual(mixer(mask=mask), norm(), **own), mlp, gated_input=given)
@@ -59,9 +59,9 @@ def test_it_attends_to_what_an_attention_has_left():
     first, second = randomised(leaving(query_norm=nn.RMSNorm("head_dim", head_dim=3))), randomised(reading())
     one, two = normal(1, 2, SEQ, EMBED), normal(2, 2, SEQ, EMBED)
     run = eqx.filter_jit(lambda mixer, *given: mixer(*given))
-    y, left = run(first, one, None, nn.Leaving(None))
-    assert isinstance(left, nn.Left) and left.rest is None
-    assert isinstance(left.what, nn.KeysAndValues) and left.what.positions is None
+    y, left = run(first, one, None, nn.ShareRequest(None))
+    assert isinstance(left, nn.SharedValue) and left.wrapped is None
+    assert isinstance(left.value, nn.SharedKV) and left.value.positions is None
     assert np.array_equal(y, run(first, one)[0])
     found, _ = run(second, two, None, left)
     query = wide(
@@ -70,7 +70,7 @@ def test_it_attends_to_what_an_attention_has_left():
         )
     )
     visible = np.tril(np.ones((2, SEQ, SEQ), bool))
-    want = linear(attend(query, wide(left.what.keys), wide(left.what.values), visible, 3**-0.5), second.output)
+    want = linear(attend(query, wide(left.value.keys), wide(left.value.values), visible, 3**-0.5), second.output)
     assert close(found, want, 1e-5) and not close(found, want[:, ::-1], 1e-2)
 
 
@@ -128,7 +128,7 @@ def test_remat_changes_nothing():
 
 def test_what_does_not_fit_is_refused():
     model, ids = model_of(), jnp.zeros((1, SEQ), jnp.int32)
-    with pytest.raises(ValueError, match=r"Residual\(reads='window'\): layers before it have left .* under no name"):
+    with pytest.raises(ValueError, match=r"Residual\(reads='window'\): layers before it share .* under no name"):
         dataclasses.replace(model, stacks=model.stacks[1:], layer_inputs=None)(ids)
     with pytest.raises(ValueError, match=r"LayerInputs\(depth=6\): the model has 2 layers with a GatedInput"):
         dataclasses.replace(model, stacks=model.stacks[:1])(ids)
@@ -138,8 +138,8 @@ def test_what_does_not_fit_is_refused():
         reading()(normal(1, 1, SEQ, EMBED))
     with pytest.raises(ValueError, match=r"CrossLayerAttention\(heads=4, kv_heads=3\)"):
         nn.CrossLayerAttention(embed=EMBED, heads=4, head_dim=3, kv_heads=3, key=KEY)
-    with pytest.raises(ValueError, match=r"Residual\(leaves='a', reads='b'\)"):
-        nn.Residual(reading(), leaves="a", reads="b")
+    with pytest.raises(ValueError, match=r"Residual\(shares='a', reads='b'\)"):
+        nn.Residual(reading(), shares="a", reads="b")
 
     class Still(nn.Mixer):
         def __call__(self, x, tokens=None, cache=None):
@@ -148,15 +148,19 @@ def test_what_does_not_fit_is_refused():
         def init_cache(self, batch, capacity, dtype="float32"):
             return None
 
-    with pytest.raises(ValueError, match=r"Residual\(Still, leaves='a'\): given Leaving\(cache\), the mixer returns L"):
-        nn.Residual(Still(), leaves="a")(normal(1, 1, SEQ, EMBED))
-    left = nn.Tokens(jnp.zeros((1, SEQ), jnp.int32), left=(nn.Left(None, name="a"),))
+    with pytest.raises(
+        ValueError, match=r"Residual\(Still, shares='a'\): given ShareRequest\(cache\), the mixer returns ShareReq"
+    ):
+        nn.Residual(Still(), shares="a")(normal(1, 1, SEQ, EMBED))
+    left = nn.Tokens(jnp.zeros((1, SEQ), jnp.int32), shared=(nn.SharedValue(None, name="a"),))
 
     class Forgets(Still):
         def __call__(self, x, tokens=None, cache=None):
             return x, None
 
-    with pytest.raises(ValueError, match=r"Residual\(Forgets, reads='a'\): given a Left, the mixer returns NoneType"):
+    with pytest.raises(
+        ValueError, match=r"Residual\(Forgets, reads='a'\): given a SharedValue, the mixer returns NoneType"
+    ):
         nn.Residual(Forgets(), reads="a")(normal(1, 1, SEQ, EMBED), left)
     with pytest.raises(ValueError, match=r"CrossLayerAttention\(x\): it reads keys of an earlier layer"):
         nn.Residual(reading(), reads="a")(normal(1, 1, SEQ, EMBED), left)

@@ -83,15 +83,15 @@ def test_a_layer_reads_what_an_earlier_one_has_chosen():
     """It sees the keys that the other's indexer would choose for it, where both choose by the same."""
     (first, second), x = pair(), normal(1, 2, SEQ, EMBED)
     run = eqx.filter_jit(lambda module, x, given=None: module(x, None, given))
-    y, left = run(first, x, nn.Leaving(None))
-    assert np.array_equal(y, run(first, x)[0]) and left.rest is None and left.what.best.shape == (2, SEQ, 2)
+    y, left = run(first, x, nn.ShareRequest(None))
+    assert np.array_equal(y, run(first, x)[0]) and left.wrapped is None and left.value.best.shape == (2, SEQ, 2)
     found, after = run(second, x, left)
     assert np.allclose(found, run(eqx.tree_at(lambda m: m.indexer, second, first.indexer, is_leaf=_is_none), x)[0])
-    assert not np.allclose(found, run(second, x)[0], atol=1e-3) and after.rest is None
-    every = nn.Left(nn.Choice(jnp.broadcast_to(jnp.arange(SEQ), (2, SEQ, SEQ)), 3))
+    assert not np.allclose(found, run(second, x)[0], atol=1e-3) and after.wrapped is None
+    every = nn.SharedValue(nn.Choice(jnp.broadcast_to(jnp.arange(SEQ), (2, SEQ, SEQ)), 3))
     assert np.allclose(run(second, x, every)[0], run(second, x)[0], atol=1e-6)
-    assert run(*(pair(SEQ)[0], x, nn.Leaving(None)))[1].what is None  # so few keys are all seen
-    for wrong in ((first, left), (second, nn.Left(jnp.zeros(3)))):
+    assert run(*(pair(SEQ)[0], x, nn.ShareRequest(None)))[1].value is None  # so few keys are all seen
+    for wrong in ((first, left), (second, nn.SharedValue(jnp.zeros(3)))):
         with pytest.raises(ValueError, match=r"LatentAttention\(x\): it was given .* reads an indexer's choice alone"):
             wrong[0](x, None, wrong[1])
 
@@ -100,7 +100,7 @@ def test_layers_that_read_a_choice_have_caches_and_decode_alike():
     def stack_of(reads):
         first, second = pair()
         block = lambda mixer, **own: nn.Block(nn.Residual(mixer, nn.RMSNorm("embed", embed=EMBED), **own))
-        blocks = block(first, leaves="choice"), block(second, reads=reads)
+        blocks = block(first, shares="choice"), block(second, reads=reads)
         return eqx.filter_jit(lambda: nn.Stack(lambda key: nn.Period(blocks), 2, key=KEY))()
 
     stack, x = stack_of("choice"), normal(1, 2, SEQ, EMBED)

@@ -258,7 +258,7 @@ def pairs(key: Any) -> nn.Period:
     sizes = {"embed": EMBED, "heads": HEADS, "head_dim": HEAD_DIM, "kv_heads": 4, "rotary": nn.Rotary(HEAD_DIM, 1e4)}
     reading = nn.CrossLayerAttention(**sizes, core=CORE, bias=True, key=two)
     gated = nn.GatedMLP(embed=EMBED, mlp=MLP, key=three)
-    first = nn.Block(nn.Residual(attention(one), norm(), leaves="pair"))
+    first = nn.Block(nn.Residual(attention(one), norm(), shares="pair"))
     return nn.Period((first, nn.Block(nn.Residual(reading, norm(), reads="pair"), nn.Residual(gated, norm()))))
 
 

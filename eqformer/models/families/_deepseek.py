@@ -114,10 +114,10 @@ class SigmoidLatentConfig(LatentConfig):
 
 
 class LatentKind(NamedTuple):
-    """What a layer is: whether it has experts, and under which names it leaves or reads a choice of keys."""
+    """What a layer is: whether it has experts, and under which names it shares or reads a choice of keys."""
 
     is_mixture: bool
-    leaves: str | None = None
+    shares: str | None = None
     reads: str | None = None
 
 
@@ -145,7 +145,7 @@ def build_latent(
             fed = gated_mlp(config, key=feed_forward)
         own = options(kind, jax.random.fold_in(mixer, 0))
         mixed = latent_attention(config, mixer, interleaved=interleaved, **own)
-        mixed = Residual(mixed, norm(config), leaves=kind.leaves, reads=kind.reads)
+        mixed = Residual(mixed, norm(config), shares=kind.shares, reads=kind.reads)
         return Block(mixed, Residual(fed, norm(config)))
 
     return decoder(config, block, kinds or [LatentKind(its) for its in config.mixtures], key=key)

@@ -83,10 +83,10 @@ class Gemma4Config(DecoderConfig):
 
 
 class Kind(NamedTuple):
-    """What a layer is: its window, and under which names it leaves or reads keys and values."""
+    """What a layer is: its window, and under which names it shares or reads keys and values."""
 
     window: int | None
-    leaves: str | None = None
+    shares: str | None = None
     reads: str | None = None
 
 
@@ -101,7 +101,7 @@ def kinds_of(config: Gemma4Config) -> list[Kind]:
         )
     last = {name: layer for layer, name in enumerate(names[:own])} if config.reading_layers else {}
     kinds = [
-        Kind(window, leaves=name if last.get(name) == layer and name in names[own:] else None)
+        Kind(window, shares=name if last.get(name) == layer and name in names[own:] else None)
         for layer, (window, name) in enumerate(zip(windows[:own], names[:own]))
     ]
     return kinds + [Kind(window, reads=name) for window, name in zip(windows[own:], names[own:])]
@@ -257,7 +257,7 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
     gelu: dict[str, Any] = {"output_std": None}
 
     def mixer(kind: Kind, key: Key[Array, ""]) -> Residual:
-        window, leaves, reads = kind
+        window, shares, reads = kind
         size, heads = config.head_size, config.kv_heads
         rotary = rotary_of(config, size, theta=config.local_theta, scaling=config.local_scaling)
         if window is None:
@@ -273,7 +273,7 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
             options |= {"key_norm": own(), "value_norm": own(scale=False)}
             options["keys_as_values"] = config.keys_as_values and window is None
             attended = attention(config, window=window, output_std=None, **options, key=key)
-        return Residual(attended, norm(config), output_norm=norm(config), leaves=leaves, reads=reads)
+        return Residual(attended, norm(config), output_norm=norm(config), shares=shares, reads=reads)
 
     def fed(is_wide: bool, key: Key[Array, ""]) -> Residual:
         router, experts, dense = jax.random.split(key, 3)

@@ -45,7 +45,7 @@ def _kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together]:
         if layer not in config.reading_layers:
             rows.append([LatentKind(is_mixture)])
         elif rows:
-            rows[-1] = [rows[-1][0]._replace(leaves="choice"), *rows[-1][1:], LatentKind(is_mixture, reads="choice")]
+            rows[-1] = [rows[-1][0]._replace(shares="choice"), *rows[-1][1:], LatentKind(is_mixture, reads="choice")]
         else:
             raise ValueError(
                 f"GLMMoEDSAConfig(reading_layers={config.reading_layers}): no layer before the first has an indexer; "

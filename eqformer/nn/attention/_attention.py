@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int, Key
 from ...kernels import ATTENTION, AttentionCall, causal, Mask, Operation
 from .._cache import KVCache
 from .._contracts import Attends, Mixer, MixerFacts
+from .._cross_layer import SharedKV, SharedValue, ShareRequest
 from .._float32_sums import multiply_float32
-from .._left import KeysAndValues, Leaving, Left
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
@@ -132,11 +132,14 @@ class Attention(Mixer):
         self.softcap, self.norms_rotated, self.score_bias = softcap, norms_rotated, score_bias
 
     def __call__(
-        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: KVCache | Leaving | None = None
-    ) -> tuple[Float[Array, "*batch seq embed"], KVCache | Left | None]:
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: KVCache | ShareRequest | None = None,
+    ) -> tuple[Float[Array, "*batch seq embed"], KVCache | SharedValue | None]:
         """Attend among the tokens of `x` and, with a cache, to those stored in it; the new ones are stored too."""
-        leaves = isinstance(cache, Leaving)
-        cache = cache.cache if isinstance(cache, Leaving) else cache
+        leaves = isinstance(cache, ShareRequest)
+        cache = cache.cache if isinstance(cache, ShareRequest) else cache
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         query, key = self.query(x), self.key(x)
         value = key if self.value is None else self.value(x)
@@ -180,8 +183,8 @@ class Attention(Mixer):
             attended = attended * jax.nn.sigmoid(self.gate(x))
         if not leaves:
             return self.output(attended), cache
-        seen = KeysAndValues(key, value, None if kv_tokens is None else kv_tokens.positions)
-        return self.output(attended), Left(seen, cache)
+        seen = SharedKV(key, value, None if kv_tokens is None else kv_tokens.positions)
+        return self.output(attended), SharedValue(seen, cache)
 
     def _frequencies(
         self, tokens: Tokens, cache: KVCache | None

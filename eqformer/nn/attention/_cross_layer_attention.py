@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from ...kernels import ATTENTION, AttentionCall, causal, Mask, Operation
 from .._contracts import Attends, Mixer, MixerFacts
-from .._left import KeysAndValues, Left
+from .._cross_layer import SharedKV, SharedValue
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
@@ -18,11 +18,11 @@ from ._rotary import Rotary
 
 
 class CrossLayerAttention(Mixer):
-    """Attention whose keys and values an earlier layer has left (Brandon et al. 2024, arXiv:2405.12981).
+    """Attention whose keys and values an earlier layer shares (Brandon et al. 2024, arXiv:2405.12981).
 
-    It has queries and an output of its own, stands in `Residual(reads=name)`, and is called with the `Left` of that
-    name in the place of a cache, of which it has none. Masks and rotary positions are as for `Attention`, whose keys it
-    reads; `kv_heads` of the whole layer are for costs alone, since keys come with their heads.
+    It has queries and an output of its own, stands in `Residual(reads=name)`, and is called with the `SharedValue` of
+    that name in the place of a cache, of which it has none. Masks and rotary positions are as for `Attention`, whose
+    keys it reads; `kv_heads` of the whole layer are for costs alone, since keys come with their heads.
     """
 
     query: LinearMap
@@ -85,14 +85,14 @@ class CrossLayerAttention(Mixer):
         self.softcap, self.kv_heads = softcap, kv_heads
 
     def __call__(
-        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: Left | None = None
-    ) -> tuple[Float[Array, "*batch seq embed"], Left]:
-        """Attend to what the earlier layer has left."""
-        seen = None if cache is None else cache.what
-        if cache is None or not isinstance(seen, KeysAndValues):
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: SharedValue | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], SharedValue]:
+        """Attend to the keys and values that the earlier layer shares."""
+        seen = None if cache is None else cache.value
+        if cache is None or not isinstance(seen, SharedKV):
             raise ValueError(
                 "CrossLayerAttention(x): it reads keys of an earlier layer; let it stand in Residual(reads=), behind "
-                "an Attention in Residual(leaves=)."
+                "an Attention in Residual(shares=)."
             )
         tokens = tokens_or_default(tokens, x.shape[:-1], None)
         kv_tokens = None if seen.positions is None else Tokens(seen.positions)

@@ -23,9 +23,9 @@ from ...kernels import (
 )
 from .._cache import LatentCache
 from .._contracts import Attends, Mixer, MixerFacts
+from .._cross_layer import SharedValue, ShareRequest
 from .._dtype import float_dtype
 from .._float32_sums import add_float32, broadcast_float32, multiply_float32
-from .._left import Leaving, Left
 from .._linear import Linear
 from .._linear_map import LinearMap
 from .._norm import Norm
@@ -44,7 +44,7 @@ class LatentAttention(Mixer):
     latent of their own. Without a `rotary` there is no decoupled key (NoPE). A single decoded token attends to the
     latents directly: the up-projections are absorbed into query and output, as in the paper, with equal results. With
     an `indexer`, beyond its number of keys each query sees those alone that it chooses (DeepSeek-V3.2). In
-    `Residual(leaves=)` it leaves this choice, for a layer without an indexer in `Residual(reads=)` (GLM-5).
+    `Residual(shares=)` it shares this choice, for a layer without an indexer in `Residual(reads=)` (GLM-5).
     """
 
     query_down: LinearMap | None
@@ -144,8 +144,8 @@ class LatentAttention(Mixer):
         self,
         x: Float[Array, "*batch seq embed"],
         tokens: Tokens | None = None,
-        cache: LatentCache | Leaving | Left | None = None,
-    ) -> tuple[Float[Array, "*batch seq embed"], LatentCache | Left | None]:
+        cache: LatentCache | ShareRequest | SharedValue | None = None,
+    ) -> tuple[Float[Array, "*batch seq embed"], LatentCache | SharedValue | None]:
         """Attend among the tokens of `x` and, with a cache, to those stored in it; the new ones are stored too."""
         given, cache = cache, _own_cache(cache)
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
@@ -200,16 +200,18 @@ class LatentAttention(Mixer):
             up = self.value_up
             attended = einops.einsum(attended, up.matrix(x.dtype), "... h latent, h v latent -> ... h v")
             attended = add_float32(attended, up.bias)
-        return self.output(attended), Left(choice, cache) if isinstance(given, Leaving | Left) else cache
+        return self.output(attended), SharedValue(choice, cache) if isinstance(
+            given, ShareRequest | SharedValue
+        ) else cache
 
     def _read(self, given: PyTree) -> Choice | None:
-        """The choice of keys that an earlier layer has left; raises a `ValueError` for anything else."""
-        choice = given.what if isinstance(given, Left) else None
-        if isinstance(given, Left) and (self.indexer is not None or not isinstance(choice, Choice | None)):
+        """Return the choice of keys that an earlier layer shares; raises a `ValueError` for anything else."""
+        choice = given.value if isinstance(given, SharedValue) else None
+        if isinstance(given, SharedValue) and (self.indexer is not None or not isinstance(choice, Choice | None)):
             raise ValueError(
                 f"LatentAttention(x): it was given {type(choice).__name__} of an earlier layer, and reads an indexer's "
                 "choice alone, if it has no indexer; let it stand in Residual(reads=), behind one that has an indexer, "
-                "in Residual(leaves=)."
+                "in Residual(shares=)."
             )
         return choice
 
@@ -285,6 +287,8 @@ class LatentAttention(Mixer):
         return MixerFacts(True, attends)
 
 
-def _own_cache(given: LatentCache | Leaving | Left | None) -> LatentCache | None:
+def _own_cache(given: LatentCache | ShareRequest | SharedValue | None) -> LatentCache | None:
     """The cache of what a mixer is called with."""
-    return given.cache if isinstance(given, Leaving) else given.rest if isinstance(given, Left) else given
+    return (
+        given.cache if isinstance(given, ShareRequest) else given.wrapped if isinstance(given, SharedValue) else given
+    )

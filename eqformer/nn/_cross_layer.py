@@ -1,0 +1,82 @@
+"""Values that a layer shares with later layers: keys and values (Brandon et al. 2024, arXiv:2405.12981), or a choice of
+keys."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, Int, PyTree
+
+
+class SharedKV(eqx.Module):
+    """Keys and values that a mixer shares with mixers of later layers, which compute none of their own."""
+
+    keys: Float[Array, "*batch kv_seq kv_heads head_dim"]
+    """The keys, rotated."""
+    values: Float[Array, "*batch kv_seq kv_heads v_dim"]
+    """The values."""
+    positions: Int[Array, "*batch kv_seq"] | None = None
+    """Positions of keys that come from a cache; None: the keys are of the call's own tokens."""
+
+
+class SharedValue(eqx.Module):
+    """A value that a mixer shares with mixers of later layers, wrapped around its cache or a layer's aux."""
+
+    value: PyTree
+    """A `SharedKV`, a `Choice` of keys, or anything else that the later mixer understands."""
+    wrapped: PyTree = None
+    """The mixer's cache, where a mixer takes or returns this; the other sublayer's aux, where it stands in an aux."""
+    name: str = eqx.field(static=True, default="")
+    """The name by which later layers ask for the value."""
+
+
+class ShareRequest(eqx.Module):
+    """A mixer's cache, passed in this wrapper to ask the mixer for a `SharedValue` around its new cache."""
+
+    cache: PyTree
+
+
+def find_shared(shared: Iterable[SharedValue], name: str) -> SharedValue:
+    """Return the last shared value of this name; raise a `ValueError` if there is none."""
+    matches = [value for value in shared if value.name == name]
+    if not matches:
+        names = sorted({value.name for value in shared})
+        raise ValueError(
+            f"Residual(reads={name!r}): layers before it share values under {names or 'no name'}; write "
+            f"Residual(shares={name!r}) in one of them."
+        )
+    return matches[-1]
+
+
+def wrap_aux(shared: SharedValue | None, aux: PyTree) -> PyTree:
+    """Return a layer's aux, wrapped in the value that its mixer shares, if there is one."""
+    return aux if shared is None else dataclasses.replace(shared, wrapped=aux)
+
+
+def collect_shared(aux: PyTree) -> list[SharedValue]:
+    """Return the values that layers with this aux share, in the order of the layers."""
+    return [node for node in jax.tree.leaves(aux, is_leaf=_is_shared) if isinstance(node, SharedValue)]
+
+
+def keep_shared(aux: PyTree, names: Iterable[str]) -> PyTree:
+    """Return the aux with the shared values of these names only; others are unwrapped."""
+    return _map_shared(aux, lambda shared: shared if shared.name in names else shared.wrapped)
+
+
+def take_last_layer(aux: PyTree) -> PyTree:
+    """Return a stack's aux with shared values of the last layer only; all else keeps its `layers` dim in front."""
+
+    def take_last(shared: SharedValue) -> SharedValue:
+        unwrapped = dataclasses.replace(shared, wrapped=None)
+        return dataclasses.replace(jax.tree.map(lambda x: x[-1], unwrapped), wrapped=shared.wrapped)
+
+    return _map_shared(aux, take_last)
+
+
+def _map_shared(aux: PyTree, change: Callable[[SharedValue], PyTree]) -> PyTree:
+    return jax.tree.map(lambda node: change(node) if isinstance(node, SharedValue) else node, aux, is_leaf=_is_shared)
+
+
+def _is_shared(node: object) -> bool:
+    return isinstance(node, SharedValue)
