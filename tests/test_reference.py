@@ -15,7 +15,7 @@ PAGES = ROOT / "docs" / "reference"
 CONFIG = ROOT / ".mkdocs" / "mkdocs.yml"
 SHOWN = re.compile(
     r"^(?:::: |### )eqformer((?:\.\w+)+)$", re.MULTILINE
-)  # `::: eqformer.nn.MLP`, `### eqformer.nn.blocks`
+)  # `::: eqformer.nn.MLP`, `### eqformer.kernels.blockwise`
 
 
 def names_shown(page: str) -> list[str]:

@@ -18,7 +18,7 @@ from ._platform import (
     traced_for as traced_for,
     varying_of as varying_of,
 )
-from .attention import _blocks, _blockwise, _flash
+from .attention import _blockwise, _flash
 from .attention._attention import (
     ATTENTION as ATTENTION,
     ATTENTIONS as ATTENTIONS,
@@ -82,5 +82,4 @@ from .recurrent_step._tpu import StepTpu as StepTpu
 
 
 blockwise = _blockwise
-blocks = _blocks
 flash = _flash

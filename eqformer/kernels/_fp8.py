@@ -31,5 +31,5 @@ def fp8_scale(largest: Float[Array, "*dims"], dtype: Any) -> tuple[Float[Array, 
     # A float32's exponent, to which 127 is added, stands above 23 bits of digits.
     exponent = (jax.lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32) >> 23) - _EXPONENTS[dtype]
     exponent = jnp.clip(exponent, 1, 253)  # so that the scale's inverse is a number too
-    scale, inverse = (jax.lax.bitcast_convert_type(one << 23, jnp.float32) for one in (exponent, 254 - exponent))
+    scale, inverse = (jax.lax.bitcast_convert_type(bits << 23, jnp.float32) for bits in (exponent, 254 - exponent))
     return scale, inverse

@@ -125,18 +125,16 @@ class Op(Operation):
 
         It replaces one of the same class for the platform.
         """
-        others = [
-            (name, one)
-            for name, one in zip(self.platforms, self.implementations)
-            if (name, type(one)) != (platform, type(implementation))
-        ]
-        return Op(self.reference, ((platform, implementation), *others), self.run_choice)
+        pairs = zip(self.platforms, self.implementations)
+        remaining = [pair for pair in pairs if (pair[0], type(pair[1])) != (platform, type(implementation))]
+        return Op(self.reference, ((platform, implementation), *remaining), self.run_choice)
 
     def implementation_for(self, call: Any, platform: str) -> Implementation:
         """Return the first implementation that supports the call on a platform, the reference if there is no other."""
         pairs = zip(self.platforms, self.implementations)
-        own = (implementation for name, implementation in pairs if name in (platform, "any"))
-        return next((implementation for implementation in own if implementation.supports(call) is None), self.reference)
+        candidates = [implementation for name, implementation in pairs if name in (platform, "any")]
+        supported = (implementation for implementation in candidates if implementation.supports(call) is None)
+        return next(supported, self.reference)
 
     def choose(self, call: Any) -> Choice:
         """Return the first implementation that supports the call, for each platform that can be compiled for here."""
@@ -196,11 +194,11 @@ _RECORDED: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
 def recorded_choices() -> Iterator[list[Choice]]:
     """Collect the choices of all ops that are called within."""
     choices: list[Choice] = []
-    before = _RECORDED.set(choices)
+    token = _RECORDED.set(choices)
     try:
         yield choices
     finally:
-        _RECORDED.reset(before)
+        _RECORDED.reset(token)
 
 
 def record_choice(choice: Choice) -> None:

@@ -14,84 +14,84 @@ from jax.interpreters import mlir
 from jaxtyping import Array, Float, PyTree, Shaped
 
 
-_CHOSEN = jax.make_user_context(None)  # of traces that are kept, too
+_TRACED_FOR = jax.make_user_context(None)  # a JAX context is part of the key of cached traces
 
 
 def compilers() -> tuple[str, ...]:
-    """The accelerators that this installation can compile for, as `jax.lax.platform_dependent` names them.
+    """Return the accelerators that this installation can compile for, as `jax.lax.platform_dependent` names them.
 
-    What is made for others need not be traced. On a machine with none of them, that leaves programs as they are. Inside
-    `traced_for` it is the platform that is given there.
+    Kernels for other platforms need not be traced: on a machine without accelerators no kernel is in a program. Inside
+    `traced_for` the platform given there is the only one.
     """
-    if _CHOSEN.value is not None:
-        return _CHOSEN.value
+    if _TRACED_FOR.value is not None:
+        return _TRACED_FOR.value
     plugins = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
-    return tuple(name for name, found in plugins.items() if any(importlib.util.find_spec(one) for one in found))
+    return tuple(platform for platform, packages in plugins.items() if any(map(importlib.util.find_spec, packages)))
 
 
 def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
-    """Within it programs are traced for a platform, `"tpu"`, `"cuda"` or `"cpu"`, whatever is installed here.
+    """Trace programs for a platform, `"tpu"`, `"cuda"` or `"cpu"`, whatever is installed here: a context manager.
 
-    So a program that is only looked at is the same on each machine. To compile it takes the platform's compiler.
+    So a program that is only analyzed is the same on each machine. Compiling it needs the platform's compiler.
     """
-    return _CHOSEN(() if platform == "cpu" else (platform,))
+    return _TRACED_FOR(() if platform == "cpu" else (platform,))
 
 
-def cpu_or(cpu: Callable[..., Any], default: Callable[..., Any], *given: PyTree) -> Any:
-    """What `cpu` gives on CPUs and `default` elsewhere, which is traced where something else can be compiled for."""
-    return jax.lax.platform_dependent(*given, cpu=cpu, default=default) if compilers() else cpu(*given)
+def cpu_or(cpu: Callable[..., Any], default: Callable[..., Any], *arguments: PyTree) -> Any:
+    """Return `cpu(*arguments)` on CPUs and `default(*arguments)` elsewhere, traced only where there is an elsewhere."""
+    return jax.lax.platform_dependent(*arguments, cpu=cpu, default=default) if compilers() else cpu(*arguments)
 
 
 def typed(function: Callable[..., Any], like: Shaped[Array, "..."]) -> Callable[..., Any]:
-    """A function of JAX's kernels whose results vary over the mesh axes that `like` varies over.
+    """Return a function of JAX's kernels whose results vary over the mesh axes that `like` varies over.
 
-    Under `shard_map(check_vma=True)` each result of `pallas_call` must say over which axes it varies, which JAX's own
-    kernels do not say. So the function runs with a `pallas_call` that says it for them.
+    Under `shard_map(check_vma=True)` each result of `pallas_call` must be typed with the axes that it varies over.
+    JAX's own kernels lack this, so the function runs with a `pallas_call` that adds it.
     """
     function = getattr(function, "__wrapped__", function)
     pallas, varying = function.__globals__["pl"], jax.typeof(like).manual_axis_type
-    say = lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, manual_axis_type=varying)
+    add_type = lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, manual_axis_type=varying)
 
-    def pallas_call(*args: Any, out_shape: Any, **more: Any) -> Any:
-        return pallas.pallas_call(*args, out_shape=jax.tree.map(say, out_shape), **more)
+    def pallas_call(*args: Any, out_shape: Any, **options: Any) -> Any:
+        return pallas.pallas_call(*args, out_shape=jax.tree.map(add_type, out_shape), **options)
 
     names = {**function.__globals__, "pl": types.SimpleNamespace(**{**vars(pallas), "pallas_call": pallas_call})}
     copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
 
-    def call(*args: Any, **more: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"):  # the kernels mix dtypes
-            return copy(*args, **more)
+            return copy(*args, **options)
 
     return call
 
 
 def varying_of(arrays: PyTree) -> Any:
-    """Over which mesh axes a kernel's result varies that reads all of these arrays."""
+    """Return the type of mesh axes over which a kernel's result varies that reads all of these arrays."""
     return jax.typeof(sum(jnp.zeros_like(x, jnp.float32, shape=()) for x in jax.tree.leaves(arrays))).manual_axis_type
 
 
 def varying_as(array: Shaped[Array, "..."], like: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """A kernel's result, said to vary over the mesh axes that `like` varies over: Mosaic's for GPUs say nothing."""
-    more = jax.typeof(like).manual_axis_type.varying - jax.typeof(array).manual_axis_type.varying
-    return jax.lax.pcast(array, tuple(more), to="varying") if more else array
+    """Return a kernel's result typed as varying over the axes of `like`: Mosaic's kernels for GPUs have no types."""
+    missing = jax.typeof(like).manual_axis_type.varying - jax.typeof(array).manual_axis_type.varying
+    return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
 
 
 def gpu_capability() -> float:
-    """The compute capability of the GPUs that a program is traced for, 9.0 for Hopper's.
+    """Return the compute capability of the GPUs that a program is traced for, 9.0 for Hopper.
 
-    It is that of the mesh's GPUs: of this machine's, or of absent ones by their name. Without a mesh it is that of this
-    machine's; where there is none either, the program is taken to be for Hopper's.
+    The mesh's GPUs count, this machine's or absent ones by their name, and without a mesh this machine's. A program
+    that is traced without any GPU is taken to be for Hopper.
     """
-    own, mesh = _own_gpu(), jax.sharding.get_abstract_mesh().abstract_device
-    if own is not None:
-        return float(own.compute_capability)
+    gpu, mesh = _local_gpu(), jax.sharding.get_abstract_mesh().abstract_device
+    if gpu is not None:
+        return float(gpu.compute_capability)
     name = "" if mesh is None else str(mesh.device_kind)
     return capability_of(name) if "NVIDIA" in name else 9.0  # the mesh of a test, or none
 
 
 def capability_of(gpu: str) -> float:
-    """The compute capability of GPUs of a name, such as `NVIDIA H100` or `h100`; 8.0 where it is not known."""
+    """Return the compute capability of GPUs of a name, such as `NVIDIA H100` or `h100`; 8.0 if it is not known."""
     return next((capability for kinds, capability in _KINDS.items() if re.search(kinds, gpu, re.IGNORECASE)), 8.0)
 
 
@@ -102,17 +102,17 @@ _KINDS = {
 
 
 def gpu_cores() -> int:
-    """Multiprocessors of these GPUs, as for `gpu_capability`: by default 132, an H100's."""
-    own = _own_gpu()
-    return 132 if own is None else int(own.core_count)
+    """Return the multiprocessors of the GPUs of `gpu_capability`, by default 132, an H100's."""
+    gpu = _local_gpu()
+    return 132 if gpu is None else int(gpu.core_count)
 
 
-def _own_gpu() -> Any:
-    """This machine's GPU, where a program is traced for it: without a mesh, or with one of its kind; else None."""
+def _local_gpu() -> Any:
+    """Return this machine's GPU if a program is traced for it, without a mesh or with one of its kind; else None."""
     if jax.default_backend() != "gpu":
         return None
-    mesh, (own, *_) = jax.sharding.get_abstract_mesh().abstract_device, jax.devices()
-    return own if mesh is None or mesh.device_kind == own.device_kind else None
+    mesh, (gpu, *_) = jax.sharding.get_abstract_mesh().abstract_device, jax.devices()
+    return gpu if mesh is None or mesh.device_kind == gpu.device_kind else None
 
 
 def fail_lowering(query: Float[Array, "..."], required_by: str, platforms: tuple[str, ...]) -> Float[Array, "..."]:

@@ -13,8 +13,7 @@ from haste import put
 from jax.sharding import AxisType, PartitionSpec as P
 
 from eqformer.kernels import AttentionCall, BlockwiseAttention, ReferenceAttention, TokenPositions
-from eqformer.kernels.attention._blocks import cut
-from eqformer.kernels.attention._blockwise import attend, BlockwiseSettings
+from eqformer.kernels.attention._blockwise import attend, BlockwiseSettings, split_into_blocks
 from eqformer.nn import causal, Mask, positions_like, sliding_window
 
 
@@ -175,6 +174,6 @@ def test_few_queries_take_many_keys_at_a_time(queries, block, kv_block):
     """As many scores as a pair of full blocks has, so that decoding is not a loop over short blocks of its cache."""
     places, kv_places = (TokenPositions(positions_like((1, seq)).positions) for seq in (queries, 100))
     arrays = (jax.ShapeDtypeStruct((1, 1, *shape, 2), jnp.float32) for shape in ((1, queries), (100,)))
-    cut_rows, cut_columns, here, there, _ = eqx.filter_eval_shape(cut, 4, *arrays, places, kv_places)
+    cut_rows, cut_columns, here, there, _ = eqx.filter_eval_shape(split_into_blocks, 4, *arrays, places, kv_places)
     assert (cut_rows.shape[4], cut_columns.shape[3]) == (block, kv_block)
     assert (here.positions.shape[2], there.positions.shape[2]) == (block, kv_block)

@@ -26,18 +26,18 @@ def run_attention(choice: Choice, call: AttentionCall) -> Float[Array, "*batch s
     The derivative of an implementation without a backward pass is that of the fallback.
     """
     flash = flash_choice(choice)
-    kernels = dict(() if flash is None else flash.by_platform)
-    others = {platform: one.run for platform, one in choice.by_platform if platform not in kernels}
+    flash_platforms = set() if flash is None else {platform for platform, _ in flash.by_platform}
+    branches = {platform: kernel.run for platform, kernel in choice.by_platform if platform not in flash_platforms}
 
     def run_default(call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
         return choice.fallback.run(call) if flash is None else run_flash(flash, call)
 
-    return dispatch_with_derivative(others, run_default, call)
+    return dispatch_with_derivative(branches, run_default, call)
 
 
 def flash_choice(choice: Choice) -> FlashChoice | None:
     """Return the chosen kernels that have a backward pass, and the passes of the fallback; None if there are none."""
-    kernels = tuple((platform, one) for platform, one in choice.by_platform if isinstance(one, FlashAttention))
+    kernels = tuple((platform, kernel) for platform, kernel in choice.by_platform if isinstance(kernel, FlashAttention))
     if isinstance(choice.fallback, FlashAttention) or (kernels and isinstance(choice.fallback, BlockwiseAttention)):
         return FlashChoice(kernels, choice.fallback)
     return None
@@ -92,7 +92,8 @@ def blockwise_of(core: Operation) -> BlockwiseAttention | None:
     if isinstance(core, BlockwiseAttention):
         return core
     if isinstance(core, Op):
-        return next((one for one in core.implementations if isinstance(one, BlockwiseAttention)), BlockwiseAttention())
+        loops = (loop for loop in core.implementations if isinstance(loop, BlockwiseAttention))
+        return next(loops, BlockwiseAttention())
     return BlockwiseAttention() if isinstance(core, Implementation | RequiredKernel) else None
 
 

@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._dtype import at_least_float32
 from .._op import Implementation, Op
@@ -20,7 +20,6 @@ from .._platform import compilers
 from ..decode_attention._call import DecodeCall
 from ..decode_attention._decode import DECODE_ATTENTION
 from ._block_pairs import possible_pairs, spans
-from ._blocks import block_of, cut, grouped, joined, ungrouped
 from ._call import AttentionCall
 from ._flash import Gradients, LogSum, Output, scale_output
 from ._mask import ChosenKeys, Mask
@@ -30,6 +29,7 @@ from ._reference import lowest, soft_capped
 
 Block = int | Literal["platform"]  # tokens of a block, or as many as are fastest on the platform
 FEW = 8  # queries, whose scores for all keys are few too
+_WIDEST = 16  # times the block of queries that a block of keys may have
 _BLOCK, _TPU_BLOCK = 128, 512  # tokens of a block: see `docs/accelerators-kernels.md`
 
 
@@ -102,7 +102,7 @@ def decode_call(call: AttentionCall) -> DecodeCall:
 
 
 def _grouped_arrays(call: AttentionCall) -> tuple[Array, Array, Array, TokenPositions, TokenPositions]:
-    return grouped(call.query, call.key, call.value, call.tokens, call.kv_tokens)
+    return group_heads(call.query, call.key, call.value, call.tokens, call.kv_tokens)
 
 
 def _tokens_first(x: Float[Array, "batch kv_heads group seq head_dim"]) -> Float[Array, "batch seq heads head_dim"]:
@@ -128,85 +128,87 @@ class BlockwiseSettings(NamedTuple):
 
 
 def attend(
-    rules: BlockwiseSettings,
+    settings: BlockwiseSettings,
     query: Float[Array, "*batch seq heads head_dim"],
     key: Float[Array, "*batch kv_seq kv_heads head_dim"],
     value: Float[Array, "*batch kv_seq kv_heads v_dim"],
     tokens: TokenPositions,
     kv_tokens: TokenPositions | None,
 ) -> tuple[Float[Array, "*batch seq heads v_dim"], Float[Array, "*batch seq heads"]]:
-    """The attended values and the logarithm of each row's sum of exponentials (a very low number for an empty row).
+    """Return the output and the logarithm of each row's sum of exponentials, a very low number for an empty row.
 
     Two calls over different keys combine by their logarithms. Gradients flow through both results.
 
     Args:
-        rules: The mask, scale and cap, and the tokens of a block.
+        settings: The mask, scale and cap, and the tokens of a block.
         query: The queries.
         key: The keys.
         value: The values.
         tokens: The positions and segments of the queries.
-        kv_tokens: Those of the keys; None: the queries' own.
+        kv_tokens: The positions and segments of the keys; None: the queries' own.
     """
-    arrays = grouped(query, key, value, tokens, kv_tokens)
+    arrays = group_heads(query, key, value, tokens, kv_tokens)
     # Under `shard_map` the arrays may vary over different mesh axes (replicated key heads, split query heads). A custom
     # gradient must vary like its argument, so a zero that varies over all of these axes is added; XLA drops it.
     zero = jnp.zeros((), query.dtype)
     for array in jax.tree.leaves(arrays):
         zero += jnp.zeros_like(array, zero.dtype, shape=())
-    output, logsum = _attend(rules, *(x + zero.astype(x.dtype) for x in arrays[:3]), *arrays[3:])
-    return ungrouped(output, query.shape[:-3]), ungrouped(logsum[..., None], query.shape[:-3])[..., 0]
+    output, logsum = _attend(settings, *(x + zero.astype(x.dtype) for x in arrays[:3]), *arrays[3:])
+    return ungroup_heads(output, query.shape[:-3]), ungroup_heads(logsum[..., None], query.shape[:-3])[..., 0]
 
 
 def attend_forward(
-    rules: BlockwiseSettings,
+    settings: BlockwiseSettings,
     query: Float[Array, "batch kv_heads _ seq head_dim"],
     key: Float[Array, "batch kv_heads kv_seq head_dim"],
     value: Float[Array, "batch kv_heads kv_seq v_dim"],
-    places: TokenPositions,
-    kv_places: TokenPositions,
+    tokens: TokenPositions,
+    kv_tokens: TokenPositions,
 ) -> tuple[Float[Array, "batch kv_heads _ seq v_dim"], Float[Array, "batch kv_heads _ seq"]]:
-    """What `attend` gives, of `grouped` arrays that all vary over the same mesh axes, and with no gradient.
+    """Return the output and sums for arrays of `group_heads` that vary over the same mesh axes, without a gradient.
 
     Args:
-        rules: The mask, scale and cap, and the tokens of a block.
+        settings: The mask, scale and cap, and the tokens of a block.
         query: The queries, grouped by the key head that they read.
         key: The keys.
         value: The values.
-        places: The positions and segments of the queries.
-        kv_places: Those of the keys.
+        tokens: The positions and segments of the queries.
+        kv_tokens: The positions and segments of the keys.
     """
-    return _by_block(_forward_in_blocks, rules, query, key, value, places, kv_places)
+    return _by_block(_forward_in_blocks, settings, query, key, value, tokens, kv_tokens)
 
 
-def _by_block(attend: Callable[..., Any], rules: BlockwiseSettings, *arrays: Any) -> Any:
-    """`attend(block, rules, *arrays)` with the rules' block or that of the platform."""
-    if rules.block != "platform":
-        return attend(rules.block, rules, *arrays)
+def _by_block(attend: Callable[..., Any], settings: BlockwiseSettings, *arrays: Any) -> Any:
+    """Return `attend(block, settings, *arrays)` with the block of the settings or that of the platform."""
+    if settings.block != "platform":
+        return attend(settings.block, settings, *arrays)
     if "tpu" not in compilers() or arrays[1].shape[2] <= _BLOCK:  # keys of one block
-        return attend(_BLOCK, rules, *arrays)
-    here, there = (functools.partial(attend, block, rules) for block in (_TPU_BLOCK, _BLOCK))
-    return jax.lax.platform_dependent(*arrays, tpu=here, default=there)
+        return attend(_BLOCK, settings, *arrays)
+    on_tpus, elsewhere = (functools.partial(attend, block, settings) for block in (_TPU_BLOCK, _BLOCK))
+    return jax.lax.platform_dependent(*arrays, tpu=on_tpus, default=elsewhere)
 
 
 def _forward_in_blocks(
     block: int,
-    rules: BlockwiseSettings,
+    settings: BlockwiseSettings,
     query: Array,
     key: Array,
     value: Array,
-    places: TokenPositions,
-    kv_places: TokenPositions,
+    tokens: TokenPositions,
+    kv_tokens: TokenPositions,
 ) -> tuple[Array, Array]:
-    queries, keys, here, there, zero = cut(block, query, (key, value), places, kv_places)
+    queries, keys, token_blocks, kv_token_blocks, zero = split_into_blocks(
+        block, query, (key, value), tokens, kv_tokens
+    )
 
     def one_query_block(_, xs):
-        query_block, place, first, stop = xs
+        query_block, query_tokens, first, stop = xs
 
         def one_key_block(number: Array, carry: tuple[Array, Array, Array]):
             output, peak, total = carry
-            (key_block, value_block), kv_place = block_of((keys, there), number)
-            visible = rules.mask(place, kv_place)[:, None, None]
-            scores = jnp.where(visible, _scores(rules, query_block, key_block), lowest(zero.dtype))
+            (key_block, value_block), key_tokens = select_block((keys, kv_token_blocks), number)
+            visible = settings.mask(query_tokens, key_tokens)[:, None, None]
+            scores = jnp.where(visible, _scores(settings, query_block, key_block), lowest(zero.dtype))
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
             weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0)
             values = jnp.einsum(
@@ -222,118 +224,199 @@ def _forward_in_blocks(
             jnp.full(rows, zero),
         )
         output, peak, total = jax.lax.fori_loop(first, stop, one_key_block, empty)
-        sighted = total > 0
-        total = jnp.where(sighted, total, 1)
-        logsum = jnp.where(sighted, peak + jnp.log(total), lowest(zero.dtype))
+        sees_any_key = total > 0
+        total = jnp.where(sees_any_key, total, 1)
+        logsum = jnp.where(sees_any_key, peak + jnp.log(total), lowest(zero.dtype))
         return None, ((output / total[..., None]).astype(query.dtype), logsum)
 
-    xs = (queries, here, *spans(possible_pairs(rules.mask, here, there)))
+    xs = (queries, token_blocks, *spans(possible_pairs(settings.mask, token_blocks, kv_token_blocks)))
     _, (output, logsum) = jax.lax.scan(one_query_block, None, xs)
-    return joined(output, 3, query.shape[3]), joined(logsum, 3, query.shape[3])
+    return join_blocks(output, 3, query.shape[3]), join_blocks(logsum, 3, query.shape[3])
 
 
 _attend = jax.custom_vjp(attend_forward, nondiff_argnums=(0,))
 
 
 def _attend_forward(
-    rules: BlockwiseSettings, query: Array, key: Array, value: Array, places: TokenPositions, kv_places: TokenPositions
+    settings: BlockwiseSettings,
+    query: Array,
+    key: Array,
+    value: Array,
+    tokens: TokenPositions,
+    kv_tokens: TokenPositions,
 ):
-    results = _attend(rules, query, key, value, places, kv_places)
+    results = _attend(settings, query, key, value, tokens, kv_tokens)
     output, logsum = (checkpoint_name(x, "attended") for x in results)  # for remat policies that keep it
-    return (output, logsum), (query, key, value, places, kv_places, output, logsum)
+    return (output, logsum), (query, key, value, tokens, kv_tokens, output, logsum)
 
 
 def attend_backward(
-    rules: BlockwiseSettings, saved: tuple, gradients: tuple[Array, Array]
+    settings: BlockwiseSettings, residuals: tuple, gradients: tuple[Array, Array]
 ) -> tuple[
     Float[Array, "batch kv_heads _ seq head_dim"],
     Float[Array, "batch kv_heads kv_seq head_dim"],
     Float[Array, "batch kv_heads kv_seq v_dim"],
 ]:
-    """The gradients of query, key and value from those of output and logsum.
+    """Return the gradients of query, key and value from those of output and logsum.
 
-    `saved` holds the array arguments of `attend_forward`, then output and logsum. If these are of a softmax over more
-    keys than are given (ring attention), the results are the given keys' part of the gradients.
+    `residuals` holds the array arguments of `attend_forward`, then output and logsum. If these belong to a softmax over
+    more keys than those of the call (ring attention), the gradients are the part of these keys.
     """
-    return _by_block(_backward_in_blocks, rules, *saved, *gradients)
+    return _by_block(_backward_in_blocks, settings, *residuals, *gradients)
 
 
 def _backward_in_blocks(
     block: int,
-    rules: BlockwiseSettings,
+    settings: BlockwiseSettings,
     query: Array,
     key: Array,
     value: Array,
-    places: TokenPositions,
-    kv_places: TokenPositions,
-    *results: Array,
+    tokens: TokenPositions,
+    kv_tokens: TokenPositions,
+    *outputs_and_grads: Array,
 ) -> tuple[Array, Array, Array]:
-    output, logsum, to_output, to_logsum = results
-    shared = jnp.sum(to_output.astype(logsum.dtype) * output.astype(logsum.dtype), axis=-1) - to_logsum
-    queries, keys, here, there, zero = cut(block, (query, to_output, logsum, shared), (key, value), places, kv_places)
+    output, logsum, output_grad, logsum_grad = outputs_and_grads
+    row_sums = jnp.sum(output_grad.astype(logsum.dtype) * output.astype(logsum.dtype), axis=-1) - logsum_grad
+    query_arrays = query, output_grad, logsum, row_sums
+    blocks = split_into_blocks(block, query_arrays, (key, value), tokens, kv_tokens)
+    queries, keys, token_blocks, kv_token_blocks, zero = blocks
 
-    def one_key_block(to_query, xs):
-        (key_block, value_block), kv_place, first, stop = xs
-        # Behind a barrier, as XLA's CPU compiler would turn the keys in the product, and has none of bfloat16 then.
+    def one_key_block(query_grad, xs):
+        (key_block, value_block), key_tokens, first, stop = xs
+        # A barrier: otherwise XLA transposes keys within the product on CPUs, and has no such product in bfloat16.
         columns = key_block, jax.lax.optimization_barrier(key_block.swapaxes(-1, -2)), value_block
 
         def one_query_block(number: Array, carry: tuple[Array, Array, Array]):
-            to_query, to_key, to_value = carry
-            rows, place = block_of((queries, here), number)
-            visible = rules.mask(place, kv_place).swapaxes(-1, -2)[:, None, :, None]
-            parts = _block_gradients(rules, rows, columns, visible)
-            grown = jax.lax.dynamic_index_in_dim(to_query, number, keepdims=False) + parts[0]
-            to_query = jax.lax.dynamic_update_index_in_dim(to_query, grown, number, 0)
-            return to_query, to_key + parts[1], to_value + parts[2]
+            query_grad, key_grad, value_grad = carry
+            rows, query_tokens = select_block((queries, token_blocks), number)
+            visible = settings.mask(query_tokens, key_tokens).swapaxes(-1, -2)[:, None, :, None]
+            parts = _block_gradients(settings, rows, columns, visible)
+            updated = jax.lax.dynamic_index_in_dim(query_grad, number, keepdims=False) + parts[0]
+            query_grad = jax.lax.dynamic_update_index_in_dim(query_grad, updated, number, 0)
+            return query_grad, key_grad + parts[1], value_grad + parts[2]
 
-        empty = to_query, jnp.full(key_block.shape, zero), jnp.full(value_block.shape, zero)
-        to_query, to_key, to_value = jax.lax.fori_loop(first, stop, one_query_block, empty)
-        return to_query, (to_key.astype(key.dtype), to_value.astype(value.dtype))
+        empty = query_grad, jnp.full(key_block.shape, zero), jnp.full(value_block.shape, zero)
+        query_grad, key_grad, value_grad = jax.lax.fori_loop(first, stop, one_query_block, empty)
+        return query_grad, (key_grad.astype(key.dtype), value_grad.astype(value.dtype))
 
-    xs = (keys, there, *spans(possible_pairs(rules.mask, here, there).T))
+    xs = (keys, kv_token_blocks, *spans(possible_pairs(settings.mask, token_blocks, kv_token_blocks).T))
     empty = jnp.full(jnp.moveaxis(queries[0], -1, 3).shape, zero)
-    to_query, (to_key, to_value) = jax.lax.scan(one_key_block, empty, xs)
-    to_query = joined(jnp.moveaxis(to_query, 3, -1), 3, query.shape[3]).astype(query.dtype)
-    return to_query, joined(to_key, 2, key.shape[2]), joined(to_value, 2, key.shape[2])
+    query_grad, (key_grad, value_grad) = jax.lax.scan(one_key_block, empty, xs)
+    query_grad = join_blocks(jnp.moveaxis(query_grad, 3, -1), 3, query.shape[3]).astype(query.dtype)
+    return query_grad, join_blocks(key_grad, 2, key.shape[2]), join_blocks(value_grad, 2, key.shape[2])
 
 
-def _attend_backward(rules: BlockwiseSettings, saved: tuple, gradients: tuple[Array, Array]):
-    return *attend_backward(rules, saved, gradients), None, None
+def _attend_backward(settings: BlockwiseSettings, residuals: tuple, gradients: tuple[Array, Array]):
+    return *attend_backward(settings, residuals, gradients), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _scores(rules: BlockwiseSettings, query: Array, key: Array) -> Array:
+def _scores(settings: BlockwiseSettings, query: Array, key: Array) -> Array:
     scores = jnp.einsum("bkgqd,bksd->bkgqs", query, key, preferred_element_type=at_least_float32(query.dtype))
-    return soft_capped(scores * rules.scale, rules.softcap)
+    return soft_capped(scores * settings.scale, settings.softcap)
 
 
 def _block_gradients(
-    rules: BlockwiseSettings,
+    settings: BlockwiseSettings,
     rows: tuple[Array, Array, Array, Array],
     columns: tuple[Array, Array, Array],
     visible: Bool[Array, "batch 1 kv_seq 1 seq"],
 ) -> tuple[Array, Array, Array]:
-    """What a pair of blocks adds to the gradients of its queries, with channels before them, keys and values.
+    """Return what a pair of blocks adds to the gradients of queries, with channels before tokens, keys and values.
 
-    Scores stand keys first, and keys come with a transposed copy: so each product sums over the last dim of what is on
-    its left, as CPU kernels want it, and no array of the scores' size is transposed.
+    Scores have keys before queries, and keys come with a transposed copy. So each product sums over the last dim of its
+    left factor, as kernels for CPUs want it, and no array of the scores' size is transposed.
     """
-    (query, to_output, logsum, shared), (key, key_turned, value) = rows, columns
-    exact, (group, seq) = logsum.dtype, logsum.shape[-2:]
+    (query, output_grad, logsum, row_sums), (key, key_transposed, value) = rows, columns
+    wide, (group, seq) = logsum.dtype, logsum.shape[-2:]
     merged = lambda x: x.reshape(*x.shape[:2], group * seq, -1)
-    product = functools.partial(jnp.einsum, preferred_element_type=exact)
+    product = functools.partial(jnp.einsum, preferred_element_type=wide)
     by_key = lambda one, other: product("bksd,bkrd->bksr", one, merged(other)).reshape(*one.shape[:3], group, seq)
-    scores = soft_capped(by_key(key, query) * rules.scale, rules.softcap)
+    scores = soft_capped(by_key(key, query) * settings.scale, settings.softcap)
     weights = jnp.where(visible, jnp.exp(scores - logsum[:, :, None]), 0)
-    to_scores = weights * (by_key(value, to_output) - shared[:, :, None])
-    if rules.softcap is not None:
-        to_scores *= 1 - jnp.square(scores / rules.softcap)
-    weights, to_scores = (
-        x.astype(like.dtype).reshape(*x.shape[:3], group * seq) for x, like in ((weights, value), (to_scores, query))
+    scores_grad = weights * (by_key(value, output_grad) - row_sums[:, :, None])
+    if settings.softcap is not None:
+        scores_grad *= 1 - jnp.square(scores / settings.softcap)
+    weights, scores_grad = (
+        x.astype(like.dtype).reshape(*x.shape[:3], group * seq) for x, like in ((weights, value), (scores_grad, query))
     )
-    to_query = product("bkds,bksr->bkdr", key_turned, to_scores).reshape(*key_turned.shape[:3], group, seq)
-    to_key = product("bksr,bkrd->bksd", to_scores, merged(query))
-    to_value = product("bksr,bkrd->bksd", weights, merged(to_output))
-    return to_query * rules.scale, to_key * rules.scale, to_value
+    query_grad = product("bkds,bksr->bkdr", key_transposed, scores_grad).reshape(*key_transposed.shape[:3], group, seq)
+    key_grad = product("bksr,bkrd->bksd", scores_grad, merged(query))
+    value_grad = product("bksr,bkrd->bksd", weights, merged(output_grad))
+    return query_grad * settings.scale, key_grad * settings.scale, value_grad
+
+
+def group_heads(
+    query: Float[Array, "*batch seq heads head_dim"],
+    key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+    value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+    tokens: TokenPositions,
+    kv_tokens: TokenPositions | None,
+) -> tuple[Array, Array, Array, TokenPositions, TokenPositions]:
+    """Return arrays with one batch dim, heads before tokens, and queries grouped by the key head that they read."""
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    batch, seq, kv_seq = query.shape[:-3], query.shape[-3], key.shape[-3]
+    queries = query.reshape(-1, seq, kv_heads, heads // kv_heads, query.shape[-1]).transpose(0, 2, 3, 1, 4)
+    keys = key.reshape(-1, kv_seq, kv_heads, key.shape[-1]).transpose(0, 2, 1, 3)
+    values = value.reshape(-1, kv_seq, kv_heads, value.shape[-1]).transpose(0, 2, 1, 3)
+    merged = _merge_batch(tokens, batch, seq)
+    return queries, keys, values, merged, merged if kv_tokens is None else _merge_batch(kv_tokens, batch, kv_seq)
+
+
+def ungroup_heads(
+    output: Float[Array, "_ kv_heads group seq v_dim"], batch: tuple[int, ...]
+) -> Float[Array, "*batch seq heads v_dim"]:
+    """Return rows of queries in the order that they had before `group_heads`."""
+    _, kv_heads, group, seq, v_dim = output.shape
+    return output.transpose(0, 3, 1, 2, 4).reshape(*batch, seq, kv_heads * group, v_dim)
+
+
+def _merge_batch(tokens: TokenPositions, batch: tuple[int, ...], seq: int) -> TokenPositions:
+    """Return positions and segments with one batch dim."""
+    merge = lambda x: jnp.broadcast_to(x, (*batch, seq)).reshape(-1, seq)
+    return TokenPositions(merge(tokens.positions), None if tokens.segments is None else merge(tokens.segments))
+
+
+def split_into_blocks(
+    most: int, query_arrays: PyTree, key_arrays: PyTree, tokens: TokenPositions, kv_tokens: TokenPositions
+) -> tuple[PyTree, PyTree, TokenPositions, TokenPositions, Float[Array, ""]]:
+    """Return all arrays in blocks of up to `most` tokens, and a zero of the type that carries have.
+
+    For few queries, as in decoding, blocks of keys are larger (up to `_WIDEST` times), so that a pair of blocks has as
+    many scores.
+    """
+    block = min(most, tokens.positions.shape[-1])
+    kv_block = min(most * min(most // max(block, 1), _WIDEST), kv_tokens.positions.shape[-1])
+
+    def split_tokens(tokens: TokenPositions, size: int) -> TokenPositions:
+        segments = None if tokens.segments is None else _split(tokens.segments, 1, size)
+        return TokenPositions(_split(tokens.positions, 1, size, fill=-1), segments)
+
+    zero = jnp.zeros_like(key_arrays[0], at_least_float32(key_arrays[0].dtype), shape=())
+    query_blocks = jax.tree.map(lambda x: _split(x, 3, block), query_arrays)
+    key_blocks = jax.tree.map(lambda x: _split(x, 2, kv_block), key_arrays)
+    return query_blocks, key_blocks, split_tokens(tokens, block), split_tokens(kv_tokens, kv_block), zero
+
+
+def _split(array: Array, dim: int, block: int, fill: int = 0) -> Array:
+    """Return `array` in blocks along `dim`, counted by a new first dim; the last block is filled up with `fill`."""
+    count = -(-array.shape[dim] // block)
+    widths = [(0, 0)] * array.ndim
+    widths[dim] = (0, count * block - array.shape[dim])
+    array = jnp.pad(array, widths, constant_values=fill)
+    return jnp.moveaxis(array.reshape(*array.shape[:dim], count, block, *array.shape[dim + 1 :]), dim, 0)
+
+
+def join_blocks(array: Array, dim: int, length: int) -> Array:
+    """Return blocks, which the first dim counts, joined along `dim`, without what filled up the last block."""
+    array = jnp.moveaxis(array, 0, dim)
+    padded = array.shape[dim] * array.shape[dim + 1]  # not -1, which is ambiguous for an array without rows
+    array = array.reshape(*array.shape[:dim], padded, *array.shape[dim + 2 :])
+    return jax.lax.slice_in_dim(array, 0, length, axis=dim)
+
+
+def select_block(tree: PyTree, number: Int[Array, ""]) -> PyTree:
+    """Return one block of each array."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), tree)

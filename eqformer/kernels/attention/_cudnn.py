@@ -110,12 +110,12 @@ class _Packed(NamedTuple):
 
     def arguments(self, query: Array, key: Array) -> tuple[Array, ...]:
         """Return the arguments between the arrays and the statistics: no bias, sizes and places, no pages."""
-        nothing = jnp.zeros_like(query, shape=(0,))
-        places = (self.starts * (x.shape[-2] * x.shape[-1]) for x in (query, key))
-        return nothing, self.sizes, self.sizes, *places, nothing, nothing
+        empty = jnp.zeros_like(query, shape=(0,))
+        offsets = (self.starts * (x.shape[-2] * x.shape[-1]) for x in (query, key))
+        return empty, self.sizes, self.sizes, *offsets, empty, empty
 
     def without_padding(self, x: Float[Array, "batch seq heads head_dim"]) -> Float[Array, "batch seq heads head_dim"]:
-        """Return zeros for padding, for which the kernel writes nothing."""
+        """Return zeros for padding, for which the kernel writes empty."""
         return jnp.where(self.is_real[..., None, None], x, jnp.zeros_like(x))
 
 
@@ -124,9 +124,9 @@ def _packed(documents: int, tokens: TokenPositions) -> _Packed:
     rows, seq = positions.shape
     is_real, is_first = (positions >= 0).reshape(-1), (positions == 0).reshape(-1)
     starts = jnp.nonzero(is_first, size=rows * documents, fill_value=rows * seq)[0].astype(jnp.int32)
-    before = jnp.concatenate([jnp.zeros_like(starts[:1]), jnp.cumsum(is_real, dtype=jnp.int32)])
-    after = jnp.concatenate([starts[1:], jnp.full_like(starts[:1], rows * seq)])
-    sizes = before[after] - before[starts]
+    real_before = jnp.concatenate([jnp.zeros_like(starts[:1]), jnp.cumsum(is_real, dtype=jnp.int32)])
+    ends = jnp.concatenate([starts[1:], jnp.full_like(starts[:1], rows * seq)])
+    sizes = real_before[ends] - real_before[starts]
     filled = jnp.concatenate([starts, jnp.full_like(starts, rows * seq, shape=(rows,))])
     number = jnp.maximum(jnp.cumsum(is_first, dtype=jnp.int32) - 1, 0)
     shaped = lambda x: x.reshape(rows, -1)
@@ -135,11 +135,11 @@ def _packed(documents: int, tokens: TokenPositions) -> _Packed:
 
 def _lengths(call: AttentionCall) -> tuple[Array, ...]:
     """Return the lengths of rows of one document, where no causal order hides the padding."""
-    nothing = jnp.zeros_like(call.query, shape=(0,))
+    empty = jnp.zeros_like(call.query, shape=(0,))
     if _is_causal(call):
-        return (nothing,) * 7
+        return (empty,) * 7
     sizes = jnp.maximum(jnp.sum(call.tokens.positions >= 0, axis=-1, dtype=jnp.int32), 1)
-    return nothing, sizes, sizes, nothing, nothing, nothing, nothing
+    return empty, sizes, sizes, empty, empty, empty, empty
 
 
 def _is_causal(call: AttentionCall) -> bool:

@@ -122,8 +122,8 @@ def without_sinks(call: AttentionCall) -> AttentionCall:
 def call_gradient(call: AttentionCall, *gradients: Array | None) -> AttentionCall:
     """Return the gradients of query, key, value and sinks in the structure of the call."""
     differentiated = lambda call: (call.query, call.key, call.value, call.sinks)
-    nothing = jax.tree.map(lambda _: None, call)
-    return eqx.tree_at(differentiated, nothing, gradients, is_leaf=lambda x: x is None)
+    without_gradients = jax.tree.map(lambda _: None, call)
+    return eqx.tree_at(differentiated, without_gradients, gradients, is_leaf=lambda x: x is None)
 
 
 def add_sinks(output: Output, logsum: LogSum, sinks: Float[Array, "heads"] | None) -> tuple[Output, LogSum]:

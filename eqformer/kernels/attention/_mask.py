@@ -39,11 +39,11 @@ class Mask(eqx.Module):
             )
 
     def reach(self, seq: int) -> int:
-        """Of the last `seq` tokens, how many a query can see at most: what a cache has to keep."""
+        """Return how many of the last `seq` tokens a query can see at most, which a cache has to keep."""
         return min(n for n in (seq, self.window, self.chunk) if n is not None)
 
     def check_cached(self, mixer: str) -> None:
-        """Raise a `ValueError` where a token sees later ones, so that nothing of it can be kept for them."""
+        """Raise a `ValueError` if a token sees later ones, so that its keys and values change and cannot be cached."""
         if not self.is_causal:
             raise ValueError(
                 f"{mixer}.init_cache: with {self} a token sees later ones, and changes with each; call the model on "
@@ -51,7 +51,7 @@ class Mask(eqx.Module):
             )
 
     def __call__(self, queries: HasPositions, keys: HasPositions) -> Bool[Array, "*batch seq kv_seq"]:
-        """True where the query of the row may attend to the key of the column."""
+        """Return a matrix that is true where the query of a row may attend to the key of a column."""
         query, key = queries.positions[..., :, None], keys.positions[..., None, :]
         visible = jnp.broadcast_to(key >= 0, jnp.broadcast_shapes(query.shape, key.shape))
         if self.is_causal:

@@ -1,4 +1,4 @@
-"""Where tokens stand: their positions, their documents, and what is known of their order."""
+"""Positions and documents of tokens, and what is known of their order."""
 
 from typing import Any, Protocol, runtime_checkable
 

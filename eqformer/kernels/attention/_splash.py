@@ -53,19 +53,19 @@ class SplashAttention(FlashAttention):
         forward = typed(kernels._splash_attention_forward, query)
         sizes = kernels.BlockSizes(block_q=_block(query.shape[-3]), block_kv=_block(key.shape[-3]))
 
-        def of_row(query: Array, key: Array, value: Array, segments: tuple[Array, Array] | None):
-            pair = None if segments is None else kernels.SegmentIds(*segments)
-            given = {"save_residuals": True, "mask_function": mask.function, "attn_logits_soft_cap": call.softcap}
-            given |= {"is_mqa": False, "block_sizes": sizes, "residual_checkpoint_name": None}
+        def run_row(query: Array, key: Array, value: Array, segments: tuple[Array, Array] | None):
+            segment_ids = None if segments is None else kernels.SegmentIds(*segments)
+            options = {"save_residuals": True, "mask_function": mask.function, "attn_logits_soft_cap": call.softcap}
+            options |= {"is_mqa": False, "block_sizes": sizes, "residual_checkpoint_name": None}
             lowest = kernels.DEFAULT_MASK_VALUE
             output, (logsum,) = forward(
-                mask.info, query, key, value, pair, None, mask_value=lowest, interpret=self.interpret, **given
+                mask.info, query, key, value, segment_ids, None, mask_value=lowest, interpret=self.interpret, **options
             )
             return output, logsum
 
         segments = _segments(call)
         arrays: tuple[Any, ...] = _scaled(call, query), _heads_first(key), _heads_first(value), segments
-        output, logsum = jax.vmap(of_row)(*arrays)
+        output, logsum = jax.vmap(run_row)(*arrays)
         return _heads_first(output), logsum
 
     def backward(self, call: AttentionCall, output: Output, logsum: LogSum, output_grad: Output) -> Gradients:
@@ -74,28 +74,35 @@ class SplashAttention(FlashAttention):
         kernels, seq, kv_seq = _kernels(), query.shape[-3], key.shape[-3]
         masks = {name: _block_mask(_mask_rule(call), call.piece, seq, kv_seq, name) for name in ("query", "key")}
         layout = kernels.QKVLayout.HEAD_DIM_MINOR
-        given: dict[str, Any] = {"bq": _block(seq), "bkv": _block(kv_seq), "is_mqa": False, "interpret": self.interpret}
-        given |= {"mask_value": kernels.DEFAULT_MASK_VALUE, "attn_logits_soft_cap": call.softcap}
-        given |= {"q_layout": layout, "k_layout": layout, "v_layout": layout}
+        options: dict[str, Any] = {
+            "bq": _block(seq),
+            "bkv": _block(kv_seq),
+            "is_mqa": False,
+            "interpret": self.interpret,
+        }
+        options |= {"mask_value": kernels.DEFAULT_MASK_VALUE, "attn_logits_soft_cap": call.softcap}
+        options |= {"q_layout": layout, "k_layout": layout, "v_layout": layout}
         to_queries = typed(kernels._splash_attention_bwd_dq, query)
         to_keys = typed(kernels._splash_attention_bwd_dkv, query)
 
-        def of_row(query, key, value, segments, logsum, output_grad, shared):
-            pair = None if segments is None else kernels.SegmentIds(*segments)
-            arrays = query, key, value, pair, None, logsum, output_grad, shared
+        def run_row(query, key, value, segments, logsum, output_grad, row_sums):
+            segment_ids = None if segments is None else kernels.SegmentIds(*segments)
+            arrays = query, key, value, segment_ids, None, logsum, output_grad, row_sums
             mask = masks["query"]
-            query_grad = to_queries(*arrays, mask_info=mask.info, mask_function=mask.function, **given)
-            mask, more = masks["key"], {"bkv_compute": _block(kv_seq), "use_fused_bwd_kernel": False}
-            _, *rest = to_keys(*arrays, mask_info=mask.info, mask_function=mask.function, **more, **given)
-            return query_grad, *rest
+            query_grad = to_queries(*arrays, mask_info=mask.info, mask_function=mask.function, **options)
+            mask, key_options = masks["key"], {"bkv_compute": _block(kv_seq), "use_fused_bwd_kernel": False}
+            _, key_grad, value_grad = to_keys(
+                *arrays, mask_info=mask.info, mask_function=mask.function, **key_options, **options
+            )
+            return query_grad, key_grad, value_grad
 
-        exact = at_least_float32(query.dtype)
-        shared = jnp.sum(output.astype(exact) * output_grad.astype(exact), axis=-1).swapaxes(1, 2)
+        wide = at_least_float32(query.dtype)
+        row_sums = jnp.sum(output.astype(wide) * output_grad.astype(wide), axis=-1).swapaxes(1, 2)
         segments = _segments(call)
         arrays: tuple[Any, ...] = _scaled(call, query), _heads_first(key), _heads_first(value), segments
-        arrays = *arrays, logsum, _heads_first(output_grad), shared
-        query_grad, key_grad, value_grad = jax.vmap(of_row)(*arrays)
-        query_grad = (query_grad.astype(exact) * call.scale).astype(query.dtype)
+        arrays = *arrays, logsum, _heads_first(output_grad), row_sums
+        query_grad, key_grad, value_grad = jax.vmap(run_row)(*arrays)
+        query_grad = (query_grad.astype(wide) * call.scale).astype(query.dtype)
         return _heads_first(query_grad), _heads_first(key_grad), _heads_first(value_grad)
 
 

@@ -90,7 +90,7 @@ class _Part(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What a program of the kernel reads of."""
+    """Arrays that a program of the kernel reads."""
 
     visible: Bool[Array, "rows kv_seq"]
     filled: Int[Array, "rows 2"]
@@ -100,7 +100,7 @@ class _Given(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Of each chunk of slots the sums of values, weighted by exponentials, their peaks, and the exponentials' sums."""
+    """Running softmax of each chunk of slots: weighted sums of values, peaks of scores, sums of exponentials."""
 
     values: Float[Array, "chunks rows kv_heads group v_dim"]
     peaks: Float[Array, "chunks rows kv_heads group"]
@@ -108,7 +108,7 @@ class _Sums(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Of a call: its heads, those of a program, the slots of a block, the blocks of a chunk, and channels."""
+    """Sizes of a call: heads, heads of a program, slots of a block, blocks of a chunk, and channels."""
 
     group: int
     heads: int
@@ -171,7 +171,7 @@ def _chunks(
 
 
 def _filled(visible: Bool[Array, "rows kv_seq"], block: int) -> Int[Array, "rows 2"]:
-    """Of each row the first block with a slot that its token sees, and the first behind the last such."""
+    """Return for each row the first block with a visible slot, and the block behind the last one."""
     slots = jnp.arange(visible.shape[1], dtype=jnp.int32)
     first = jnp.min(jnp.where(visible, slots, visible.shape[1]), axis=1)
     last = jnp.max(jnp.where(visible, slots, -1), axis=1)

@@ -98,7 +98,7 @@ def _attend(rules: ScoreSettings, read: DecodeCall, held: StoredArrays) -> Float
 
 
 class _Sums(NamedTuple):
-    """Of a row's slots so far the values, weighted by exponentials, their peaks, and the exponentials' sums."""
+    """Running softmax of a row: weighted sums of values, peaks of scores, sums of exponentials."""
 
     values: Float[Array, "group v_dim"]
     peaks: Float[Array, "group 1"]
@@ -106,7 +106,7 @@ class _Sums(NamedTuple):
 
 
 def _block(read: DecodeCall, kv_seq: int) -> int:
-    """How many slots a program reads at once."""
+    """Return the slots that a program reads at once."""
     widest = max(x.shape[-1] for x in (read.query, read.value, read.rotated and read.rotated.key) if x is not None)
     group = read.query.shape[-2] // read.key.shape[-2]
     return min(max(min(_TILE // max(LANES, widest), _SCORES // group) // LANES * LANES, LANES), kv_seq)
@@ -202,7 +202,7 @@ def _add_block(rules: ScoreSettings, sizes: Sizes, given: Any, sums: Any, number
 
 
 def _of_head(scales: Any, head: Any) -> Float[Array, "1 _"]:
-    """Of a block of scales those of a head; a row's own are of one."""
+    """Return the scales of a head from a block of scales; a block of one head is shared."""
     from jax.experimental import pallas as pl
 
     return scales[pl.ds(head if scales.shape[0] > 1 else 0, 1), :]

@@ -21,7 +21,7 @@ class Part(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the kernel reads: a row is one of the batch and a key head."""
+    """Arrays that the kernel reads; a row is one of the batch and a key head."""
 
     visible: Bool[Array, "batch 1 kv_seq"] | Int[Array, "batch 1 kv_seq"]
     parts: list[Part]
@@ -32,7 +32,7 @@ class Given(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What is known before the first program: the layer and, of each row of the batch, the first and the last block."""
+    """Scalars that are prefetched: the layer, and the first and the last visible block of each row of the batch."""
 
     layer: Int[Array, "1"]
     first: Int[Array, "batch"]
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 
 
 def seen_of(visible: Bool[Array, "batch kv_seq"], layer: Int[Array, ""], block: int) -> Seen:
-    """Of rows whose token sees nothing, the first block, of which nothing counts."""
+    """Return the prefetched scalars. Rows whose query attends to nothing read block 0, which is fully masked."""
     slots = jnp.arange(visible.shape[1], dtype=jnp.int32)
     last = jnp.max(jnp.where(visible, slots, 0), axis=1)
     first = jnp.min(jnp.where(visible, slots, last[:, None]), axis=1)
@@ -57,12 +57,12 @@ def seen_of(visible: Bool[Array, "batch kv_seq"], layer: Int[Array, ""], block: 
 
 
 def laid(x: Num[Array, "layers rows kv_seq width"]) -> Num[Array, "layers rows _ _"]:
-    """Memories as compilers for TPUs lay them out, so that nothing is copied."""
+    """Return memories in the order in which TPU compilers store them, so that nothing is copied."""
     return x.swapaxes(-2, -1) if is_turned(*x.shape[-2:]) else x
 
 
 def specs_of(sizes: Sizes, given: Given) -> Any:
-    """Which block of each array a program reads, of memories as they are laid."""
+    """Return the block of each array that a program reads, of memories in the order of `laid`."""
     from jax.experimental import pallas as pl
 
     def of_block(row: Any, number: Any, seen: Seen) -> Any:
@@ -102,9 +102,9 @@ def specs_of(sizes: Sizes, given: Given) -> Any:
 
 
 def cost_of(sizes: Sizes, seen: Seen, given: Given, result: Any) -> Any:
-    """Of a call whose tokens see all slots: arrays are read once, of a stack's one layer; in blocks the mask by heads.
+    """Return the costs of a call whose queries see all slots: each array of the layer is read once, the mask by heads.
 
-    What a program's text is counted by, and what XLA orders its work by.
+    XLA schedules by this estimate, and analyses of compiled programs count it.
     """
     from jax.experimental import pallas as pl
 

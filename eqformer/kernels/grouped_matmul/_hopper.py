@@ -106,7 +106,7 @@ def _sum_outer_products(
 
 
 class Tiles(NamedTuple):
-    """What tiles compute of the rows. Behind the last group's are those of no group, which are zeros.
+    """Rows of the tiles. Behind the last group's tiles are those of no group, which are zeros.
 
     A tile's group has `size` of its rows, from `start` on; those before and behind are its neighbours'.
     """
@@ -119,7 +119,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(sizes: Int[Array, "groups"], rows: int, tile: int) -> Tiles:
-    """The tiles of so many rows; `number` of them are used."""
+    """Return the tiles of so many rows; `number` of them are used."""
     most = (rows + min(len(sizes) + 1, rows) * (tile + ROWS - 2)) // tile
     ends = jnp.concatenate([jnp.cumsum(sizes, dtype=jnp.int32), jnp.full(1, rows, jnp.int32)])
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
@@ -135,7 +135,7 @@ def tiles_of(sizes: Int[Array, "groups"], rows: int, tile: int) -> Tiles:
 
 
 def tile_for(rows: int, groups: int, columns: int) -> Tile:
-    """The largest tiles that leave few rows of groups' last ones empty, and all multiprocessors some."""
+    """Return the largest tiles that leave few rows of groups' last tiles empty, and give all multiprocessors some."""
     height = 128 if rows >= 640 * groups else 64
     tiles = max(rows // height, min(rows, groups))
     return Tile(height, 128 if columns % 128 == 0 and tiles * (columns // 128) >= gpu_cores() else 64)
@@ -176,5 +176,5 @@ def run_kernel(body: Callable[..., None], result: jax.ShapeDtypeStruct, interpre
 
 
 def padded(rows: Array, number: int) -> Array:
-    """So many rows, zeros behind the last."""
+    """Return so many rows, with zeros behind the last."""
     return rows if len(rows) == number else jnp.pad(rows, [(0, number - len(rows)), (0, 0)])

@@ -1,4 +1,4 @@
-"""What a program on a Hopper GPU does with a tile, in Pallas by Mosaic: copies, products, and copies back."""
+"""Work of a program on a Hopper GPU on one tile, in Pallas by Mosaic: copies, products, and copies back."""
 
 import functools
 import importlib
@@ -22,7 +22,7 @@ class Tile(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many pieces of both factors are read or on their way."""
+        """Return how many pieces of both factors are read or in flight."""
         return _SHARED // ((self.rows + self.columns) * STEP * 2)
 
 
@@ -77,7 +77,7 @@ def row_tiles(
 
 
 def store_rows(found: Array, y: Any, first: Array, begin: Array, size: Array, column: Array) -> None:
-    """Of what a program has found the rows of its tile's group, `size` from `first` on, to their place."""
+    """Store the rows of a tile's group, `size` from `first` on, in the result."""
     pl, plgpu = pallas()
 
     def store(written: Any) -> None:
@@ -90,7 +90,7 @@ def store_rows(found: Array, y: Any, first: Array, begin: Array, size: Array, co
 
 
 def store_tile(found: Array, y: Any, group: Array, row: Array, column: Array) -> None:
-    """What a program has found, to its place in the group's matrix."""
+    """Store a tile of a group's matrix in the result."""
     pl, plgpu = pallas()
 
     def store(written: Any) -> None:
@@ -178,6 +178,6 @@ def in_panels(index: Array, rows: Array, columns: int) -> tuple[Array, Array]:
 
 
 def mixed_places(dtype: Any) -> tuple[Any, ...]:
-    """How tensor cores and copies have a tile in shared memory: rows of 128 bytes, mixed by eights."""
+    """Return the layout of a tile in shared memory for tensor cores: rows of 128 bytes, swizzled by eights."""
     plgpu = pallas()[1]
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)

@@ -138,7 +138,7 @@ def _run(
 
 
 def _cost(products: int, *arrays: Any) -> dict[str, int]:
-    """What the compiler is told of a kernel: two operations for each product, and each array once."""
+    """Return the cost estimate for the compiler: two operations for each product, and each array once."""
     return {"flops": 2 * products, "bytes_accessed": sum(array.size * array.dtype.itemsize for array in arrays)}
 
 

@@ -1,4 +1,4 @@
-"""What a TPU does with tiles of sorted rows, in Pallas by Mosaic: of each the rows of one group after another.
+"""Work of a TPU on tiles of sorted rows, in Pallas by Mosaic: the rows of one group after another.
 
 Rows lie in tiles of equal height, and a tile is visited for each group that has rows in it. A visit multiplies the
 group's own rows, in pieces of one of few heights, for each of which the kernel has a product: of what they need, at

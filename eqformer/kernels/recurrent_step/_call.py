@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 
 class StateLayout(NamedTuple):
-    """How a step reads states: by which products, and with keys' or values' channels first."""
+    """Order of a state's dims, and the products by which a step reads it."""
 
     by_products: bool = False
     """Whether states are read by matrix products, as on CPUs; elsewhere a sum is fused with other passes."""

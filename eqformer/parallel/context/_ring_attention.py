@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from ...kernels import at_least_float32, blocks, blockwise, lowest, TokenPositions
+from ...kernels import at_least_float32, blockwise, lowest, TokenPositions
 from .._ring import Ring
 from .._vary import vary, vary_like
 from ._shift import shift
@@ -26,11 +26,11 @@ def ring_attend(
     gradients, which reach their owner with the last step, and recomputes probabilities from the total logsumexp. Keys
     and values are sent `size - 1` times in each pass, and gradients as often, in the arrays' dtype.
     """
-    arrays = blocks.grouped(query, key, value, tokens, None)
+    arrays = blockwise.group_heads(query, key, value, tokens, None)
     arrays = vary(vary_like(arrays, arrays), (ring.axis,))
     output, logsum = _ring(rules, ring, *arrays[:4])
     batch = query.shape[:-3]
-    return blocks.ungrouped(output, batch), blocks.ungrouped(logsum[..., None], batch)[..., 0]
+    return blockwise.ungroup_heads(output, batch), blockwise.ungroup_heads(logsum[..., None], batch)[..., 0]
 
 
 def _ring_plainly(
