@@ -18,8 +18,16 @@ SOURCES = ("eqformer", "scripts", "tests", "pyproject.toml")
 # What each part holds; `models` and `parallel` all of their folders that no other part names.
 PARTS = {
     "layers": (
-        *("tests/nn", "tests/generation", "tests/training", "tests/planning", "tests/systems"),
-        *("tests/test_docs.py", "tests/test_modules_of_ones_own.py", "tests/test_reference.py"),
+        *(
+            "tests/nn",
+            "tests/kernels",
+            "tests/data",
+            "tests/generation",
+            "tests/training",
+            "tests/planning",
+            "tests/systems",
+        ),
+        *("tests/test_docs.py", "tests/test_modules_of_ones_own.py", "tests/test_reference.py", "tests/test_calls.py"),
     ),
     "models": ("tests/models",),
     "layouts": ("tests/models/test_family_layouts.py",),

@@ -39,6 +39,7 @@ UNCHECKED = (
     ),
     *("_optimizer", "_rates", "_tally", "_loop", "_run_metadata", "_first_non_finite", "_picture_experts"),
     "recurrent_step._call",
+    "kernels._fp8",
 )
 
 

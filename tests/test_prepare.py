@@ -140,7 +140,7 @@ def test_a_flag_that_is_gone_ends_no_script(monkeypatch, caplog):
 # holds an attribute of transformers by such a name.
 ASKED = {"eqformer/_prepare.py", "scripts/support/environment.py", "tests/haste.py", "tests/conftest.py"}
 ASKED |= {"tests/test_prepare.py", "tests/nn/test_compiled_products.py", "tests/kernels/test_grouped_hopper.py"}
-ASKED |= {"tests/fixtures/make_generic.py"}
+ASKED |= {"tests/fixtures/make_generic.py", "tests/parallel/test_own_tokens.py"}
 
 
 @pytest.mark.parametrize("folder", ["eqformer", "scripts", "tests"])

@@ -57,7 +57,8 @@ class Implementation(Operation):
                 f"{self} cannot compute {call.describe()}: {reason}; pass an op such as kernels.ATTENTION, which takes "
                 "another implementation where it must."
             )
-        return self.run(call)
+        with jax.named_scope(scope_name(call)):
+            return self.run(call)
 
 
 class Choice(NamedTuple):
@@ -159,7 +160,13 @@ class Op(Operation):
         """Compute the call by the implementation of the platform that the program is compiled for."""
         choice = self.choose(call)
         record_choice(choice)
-        return self.run_choice(choice, call)
+        with jax.named_scope(scope_name(call)):
+            return self.run_choice(choice, call)
+
+
+def scope_name(call: Any) -> str:
+    """Return the name under which programs and profiles show what computes a call: that of its operation."""
+    return call.operation.replace(" ", "_")
 
 
 def run_with_fallback_derivative(choice: Choice, call: Any) -> Any:

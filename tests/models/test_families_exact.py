@@ -41,7 +41,7 @@ def test_logits_and_gradients_in_float64(name, tmp_path, record_property):
             model, ids, read_for(model, ids)
         )
         logits = np.asarray(logits)[..., ::8]
-        rules = format_of("test", None, config)[0].rules(config, model)
+        rules = format_of("test", None, config, model)[0].rules(config, model)
         found = {key: sketch(key, array) for key, array in published_arrays(rules, gradient)}
     difference = np.max(np.abs(logits - expected)) / np.std(expected)
     record_property("exact", float(difference))

@@ -14,7 +14,7 @@ from eqformer import models, nn, planning
 from eqformer.models._arrays import Arrays
 from eqformer.models._folder import Folder
 from eqformer.models._kept import kept_maps, with_kept
-from eqformer.models._published import described, rules_of
+from eqformer.models._published import described
 
 
 LAYERS, EMBED, VOCAB, EXPERTS, HEADS, KV_HEADS, HEAD = 24, 2880, 201_088, 32, 64, 8, 64
@@ -75,7 +75,9 @@ def test_gpt_oss_20b_fits_in_16_gb_as_it_is_published(tmp_path):
     assert said.config == models.preset("gpt-oss-20b")
     arrays = Arrays(Folder(tmp_path), said)
     shapes = eqx.filter_eval_shape(lambda: models.build(said.config, key=jax.random.key(0)))
-    kept = with_kept(shapes, kept_maps(arrays, rules_of(arrays.shapes, said, shapes), shapes))
+    kept = with_kept(
+        shapes, kept_maps(arrays, said.family.rules(said.config, shapes, arrays.shapes, said.tower), shapes)
+    )
     narrow = lambda model: eqx.filter_eval_shape(nn.Precision("bfloat16", "bfloat16").apply, model)
     held, decoded = nbytes(narrow(kept)), nbytes(narrow(shapes))
     numbers = sum(nbytes(stack.numbers) for stack in nn.modules(shapes, nn.Stack))

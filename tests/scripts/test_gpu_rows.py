@@ -171,6 +171,6 @@ def test_rows_are_written_as_they_come(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(benchmark, "measured", rows)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit, match="130"):  # as shells count programs that Ctrl-C ended
         benchmark.main(["--only", "train", "--output", str(tmp_path / "found.json")])
     assert [row["value"] for row in json.loads((tmp_path / "found.json").read_text())["rows"]] == [2.0]
