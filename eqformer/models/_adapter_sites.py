@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..nn import beside, DenseMap, LinearMap, LoRA, lossless_dtype, Transformer
+from ..nn import add_lora, DenseMap, LinearMap, LoRA, lossless_dtype, Transformer
 from ._weights import Weight
 
 
@@ -166,7 +166,7 @@ def _empty(
 
 def _beside(linear: LinearMap, down: np.ndarray, up: np.ndarray, scale: float) -> LoRA:
     rank = up.shape[-1]
-    shapes = eqx.filter_eval_shape(lambda: beside(linear, rank, scale, key=jax.random.key(0)))
+    shapes = eqx.filter_eval_shape(lambda: add_lora(linear, rank, scale, key=jax.random.key(0)))
     parts = linear, jnp.asarray(down), jnp.asarray(up)
     return eqx.tree_at(lambda m: (m.linear, m.down.weight, m.up.weight), shapes, parts)
 

@@ -13,7 +13,7 @@ import einops
 import numpy as np
 
 from .._shapes import ArrayOrShape
-from ..nn import Layer, Period, Predictor, Stack, Transformer
+from ..nn import Layer, Predictor, Stack, SuperBlock, Transformer
 
 
 Stacked = Transformer | Predictor  # what has stacks of layers and arrays beside them
@@ -240,10 +240,12 @@ def places(model: Stacked) -> list[tuple[str, Callable[[Any], Any], range]]:
     for part in ("", "encoder"):
         first = 0
         for number, stack in enumerate(_stacks(part, model)):
-            size = len(stack.blocks.blocks) if isinstance(stack.blocks, Period) else 1
+            size = len(stack.blocks.blocks) if isinstance(stack.blocks, SuperBlock) else 1
             end = first + size * len(stack)
             for place in range(size):
-                where = functools.partial(_layer_at, part, number, place if isinstance(stack.blocks, Period) else None)
+                where = functools.partial(
+                    _layer_at, part, number, place if isinstance(stack.blocks, SuperBlock) else None
+                )
                 found.append((part, where, range(first + place, end, size)))
             first = end
     return found

@@ -30,11 +30,11 @@ from ._activation import (
 )
 from ._aux import Aux as Aux, aux_loss as aux_loss, aux_of as aux_of
 from ._block import (
-    Beside as Beside,
     Block as Block,
+    DenseAndMoE as DenseAndMoE,
     ParallelBlock as ParallelBlock,
     ParallelMixers as ParallelMixers,
-    Period as Period,
+    SuperBlock as SuperBlock,
 )
 from ._cache import (
     ConvCache as ConvCache,
@@ -76,7 +76,6 @@ from ._dtype import (
 )
 from ._embedding import (
     Embedding as Embedding,
-    LayerEmbedding as LayerEmbedding,
     LearnedPositions as LearnedPositions,
     unembed as unembed,
 )
@@ -89,8 +88,7 @@ from ._float32_sums import (
     multiply_float32 as multiply_float32,
 )
 from ._fp8 import Fp8Linear as Fp8Linear, with_fp8 as with_fp8, without_fp8 as without_fp8
-from ._layer_cache import LayerCache as LayerCache, of_layer as of_layer, with_layer as with_layer
-from ._layer_inputs import GatedInput as GatedInput, LayerInputs as LayerInputs
+from ._layer_cache import index_layer as index_layer, LayerCache as LayerCache, update_layer as update_layer
 from ._linear import dense as dense, Linear as Linear
 from ._linear_map import (
     ComposedMap as ComposedMap,
@@ -102,7 +100,7 @@ from ._linear_map import (
     PrecomputedLinear as PrecomputedLinear,
 )
 from ._lora import (
-    beside as beside,
+    add_lora as add_lora,
     LoRA as LoRA,
     lora_factors as lora_factors,
     merge_lora as merge_lora,
@@ -117,10 +115,15 @@ from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import GatedMLP as GatedMLP, MLP as MLP
 from ._module import Module as Module
 from ._norm import ClippedNorm as ClippedNorm, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
+from ._per_layer_embedding import (
+    PerLayerEmbedding as PerLayerEmbedding,
+    PerLayerGate as PerLayerGate,
+    PerLayerInputs as PerLayerInputs,
+)
 from ._precision import cast as cast, Precision as Precision
 from ._predictor import Predictor as Predictor
 from ._residual import Dropout as Dropout, Residual as Residual
-from ._sequential import reads as reads
+from ._sequential import shared_names_read as shared_names_read
 from ._slots import check_cached as check_cached, is_position_array as is_position_array, SlotCache as SlotCache
 from ._stack import REMAT as REMAT, Stack as Stack
 from ._tokens import (

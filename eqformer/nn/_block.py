@@ -64,8 +64,8 @@ class Block(Layer):
     """A mixer beside the residual stream, or several, and, where there is one, a feed-forward layer after it.
 
     Between the two may stand a second mixer, `cross`, as an encoder-decoder's cross-attention does; the cache is then a
-    tuple of both mixers'. Behind them may stand a `GatedInput`, in `gated_input`; a `scalar` multiplies the stream last
-    (Gemma 4).
+    tuple of both mixers'. Behind them may stand a `PerLayerGate`, in `gated_input`; a `scalar` multiplies the stream
+    last (Gemma 4).
     """
 
     mixer: Residual | ParallelMixers
@@ -134,7 +134,7 @@ class ParallelBlock(Layer):
         return self.mixer.init_cache(batch, capacity, dtype)
 
 
-class Beside(Routed):
+class DenseAndMoE(Routed):
     """A layer for each token beside one that routes tokens: what both branches add, each with norms of its own."""
 
     dense: Residual
@@ -151,14 +151,14 @@ class Beside(Routed):
         )
         return dense + routed, aux
 
-    def rebalanced(self, aux: PyTree, rate: float | Float[Array, ""]) -> "Beside":
+    def rebalanced(self, aux: PyTree, rate: float | Float[Array, ""]) -> "DenseAndMoE":
         """With the routed layer rebalanced."""
         layer = self.routed.layer
         assert isinstance(layer, Routed)
         return eqx.tree_at(lambda m: m.routed.layer, self, layer.rebalanced(aux, rate))
 
 
-class Period(Layer):
+class SuperBlock(Layer):
     """Layers of any kinds that repeat together as one of a stack: Gemma's local and global blocks, three sublayers."""
 
     blocks: tuple[Layer, ...]

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from .._array_checks import checked, checked_fields
 from ._dtype import float_dtype
-from ._layer_cache import LayerCache, of_layer
+from ._layer_cache import index_layer, LayerCache
 from ._slots import empty_slots, remembered, SlotCache, slots_for
 from ._tokens import Tokens
 from .quantization._kv_cache import dequantize_rows
@@ -75,7 +75,7 @@ class KVCache(SlotCache):
 
     def scaled(self) -> dict[str, Array]:
         """What is read of all slots, of 8 bits: keys and values as they are stored, and what they are to be times."""
-        own = lambda x: of_layer(x, self.layer)
+        own = lambda x: index_layer(x, self.layer)
         return {
             "key": _swapped(own(self.keys)),
             "value": _swapped(own(self.values)),
@@ -87,7 +87,7 @@ class KVCache(SlotCache):
         self, dtype: jnp.dtype
     ) -> tuple[Float[Array, "*batch all kv_heads head_dim"], Float[Array, "*batch all kv_heads v_dim"], Tokens]:
         """All keys and values that it holds, and their tokens."""
-        own = lambda x: of_layer(x, self.layer)
+        own = lambda x: index_layer(x, self.layer)
         memories = (self.keys, self.key_scales), (self.values, self.value_scales)
         keys, values = (
             own(rows) if scales is None else dequantize_rows(own(rows), own(scales), dtype) for rows, scales in memories
@@ -144,7 +144,7 @@ class LatentCache(SlotCache):
 
     def scaled(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         """Of all slots, of 8 bits: latents as they are stored and what they are to be times; rotated keys likewise."""
-        own = lambda x: of_layer(x, self.layer)
+        own = lambda x: index_layer(x, self.layer)
         return (own(self.latents), own(self.latent_scales)), (own(self.rotary_keys), own(self.rotary_scales))
 
     @checked

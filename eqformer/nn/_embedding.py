@@ -46,50 +46,6 @@ class LearnedPositions(Module):
         return lookup_rows(self.weight, jnp.maximum(positions, 0))
 
 
-class LayerEmbedding(Module):
-    """A table with a vector for each token id and each of `depth` layers; `scale` as for `Embedding`.
-
-    In a row the layers' numbers of one channel stand side by side. A table with a dim for layers would be stored by
-    columns on some platforms, and copied as a whole to look up a token.
-    """
-
-    weight: Float[Array, "vocab mlp"]
-    depth: int = eqx.field(static=True)
-    scale: float | None = eqx.field(static=True)
-
-    def __init__(
-        self,
-        *,
-        vocab: int,
-        depth: int,
-        mlp: int,
-        std: float = 0.02,
-        scale: float | None = None,
-        key: Key[Array, ""],
-    ):
-        """Draw the table.
-
-        Args:
-            vocab: Ids.
-            depth: Layers.
-            mlp: Channels of a vector.
-            std: The deviation of the table.
-            scale: What looked-up vectors are multiplied by.
-            key: For the table.
-        """
-        self.weight = std * jax.random.normal(key, (vocab, mlp * depth), jnp.float32)
-        self.depth, self.scale = depth, scale
-
-    def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq depth mlp"]:
-        """Look up a token's vectors for all layers."""
-        return self.by_layers(lookup_rows(self.weight, ids))
-
-    def by_layers(self, x: Float[Array, "*batch seq mlp"]) -> Float[Array, "*batch seq depth _"]:
-        """The vectors of all layers, of a token's row of the table."""
-        x = x.reshape(*x.shape[:-1], -1, self.depth).swapaxes(-2, -1)
-        return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
-
-
 @checked
 def unembed(x: Float[Array, "*batch embed"], weight: Float[Array, "vocab embed"]) -> Float[Array, "*batch vocab"]:
     """`x W^T` with products in the dtype of `x` and sums, and so logits, in float32 at least; gradients likewise."""

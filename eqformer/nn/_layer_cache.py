@@ -19,11 +19,11 @@ class LayerCache(eqx.Module):
         layer: eqx.AbstractVar[Int[Array, ""] | None]
 
 
-def of_layer(memory: Array, layer: Int[Array, ""] | None) -> Array:
+def index_layer(memory: Array, layer: Int[Array, ""] | None) -> Array:
     """Of an array of a stack's cache the part of a layer, or all where there is no dim of layers."""
     return memory if layer is None else jax.lax.dynamic_index_in_dim(memory, layer, 0, keepdims=False)
 
 
-def with_layer(memory: Array, part: Array, layer: Int[Array, ""] | None) -> Array:
+def update_layer(memory: Array, part: Array, layer: Int[Array, ""] | None) -> Array:
     """An array of a stack's cache with another part of a layer, or this alone where there is no dim of layers."""
     return part if layer is None else jax.lax.dynamic_update_index_in_dim(memory, part, layer, 0)

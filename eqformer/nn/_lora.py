@@ -105,7 +105,7 @@ def with_lora(
 
     def one(path: tuple, node: PyTree) -> PyTree:
         name = path_name(path)
-        return beside(node, rank, scale, key=keys[name]) if name in keys else node
+        return add_lora(node, rank, scale, key=keys[name]) if name in keys else node
 
     return jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda node: isinstance(node, LinearMap))
 
@@ -143,7 +143,7 @@ def lora_factors(model: PyTree) -> PyTree:
     return jax.tree.map(factors, model, is_leaf=is_lora)
 
 
-def beside(linear: LinearMap, rank: int, scale: float, *, key: Key[Array, ""]) -> LoRA:
+def add_lora(linear: LinearMap, rank: int, scale: float, *, key: Key[Array, ""]) -> LoRA:
     """A map with fresh factors, which have the dims in front that its ensembles have."""
     outer = linear.shape[: len(linear.shape) - len(linear.sizes)]
     into: dict[str, Any] = {name: linear.sizes[name] for name in linear.inputs}

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, PyTree
 
 from ._cross_layer import collect_shared, keep_shared
 from ._dims import modules
-from ._layer_inputs import GatedInput
+from ._per_layer_embedding import PerLayerGate
 from ._residual import Residual
 from ._stack import Stack
 from ._tokens import Tokens
@@ -25,12 +25,12 @@ def run_layers(
     that a layer behind these layers reads stay in the aux. Raises a `ValueError` if the number of per-layer inputs is
     not the number of layers that take one.
     """
-    counts = [len(modules(layer, GatedInput)) * (len(layer) if isinstance(layer, Stack) else 1) for layer in layers]
-    read_by_layer = [reads(layer) for layer in layers]
+    counts = [len(modules(layer, PerLayerGate)) * (len(layer) if isinstance(layer, Stack) else 1) for layer in layers]
+    read_by_layer = [shared_names_read(layer) for layer in layers]
     if tokens.inputs is not None and tokens.inputs.shape[-2] != sum(counts):
         raise ValueError(
-            f"LayerInputs(depth={tokens.inputs.shape[-2]}): the model has {sum(counts)} layers with a GatedInput; give "
-            "one vector for each."
+            f"PerLayerInputs(depth={tokens.inputs.shape[-2]}): the model has {sum(counts)} layers with a PerLayerGate; "
+            "give one vector for each."
         )
     caches = (None,) * len(layers) if cache is None else cache
     if not isinstance(caches, tuple | list) or len(caches) != len(layers):
@@ -51,7 +51,7 @@ def run_layers(
     return x, None if cache is None else tuple(new_caches), keep_shared(tuple(auxes), tokens.names_read)
 
 
-def reads(layer: PyTree) -> frozenset[str]:
+def shared_names_read(layer: PyTree) -> frozenset[str]:
     """Return the names of the values that a layer, or a stack, reads from layers before it."""
     needed, shared = set[str](), set[str]()
     for residual in modules(layer, Residual):

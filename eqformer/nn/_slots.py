@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .._shapes import ArrayOrShape
 from ..kernels import CACHE_WRITE, CacheWriteCall, rounded_slots
 from ._dims import dims
-from ._layer_cache import LayerCache, of_layer
+from ._layer_cache import index_layer, LayerCache
 from ._tokens import Tokens
 from .quantization._kv_cache import dequantize_rows, quantize_rows
 
@@ -158,8 +158,8 @@ def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int 
     """
     check_cached(tokens, cache)
     layer, capacity = cache.layer, capacity_of(cache)
-    old_positions = of_layer(cache.positions, layer)
-    first = None if cache.first is None else of_layer(cache.first, layer)
+    old_positions = index_layer(cache.positions, layer)
+    first = None if cache.first is None else index_layer(cache.first, layer)
     size, seq = old_positions.shape[-1], tokens.positions.shape[-1]
     positions = tokens.positions.astype(jnp.int32)
     if cache.rolling:
@@ -187,10 +187,10 @@ def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int 
         if first is not None:
             positions = jnp.where(first[..., None] == 0, positions, -1)
         news = (*new, positions)
-        pairs = zip((*(of_layer(memory, layer) for memory in old), old_positions), news, along)
+        pairs = zip((*(index_layer(memory, layer) for memory in old), old_positions), news, along)
         seen = tuple(jnp.concatenate([memory, x.astype(memory.dtype)], axis=dim) for memory, x, dim in pairs)
         return stored, seen
-    return stored, tuple(of_layer(memory, layer) for memory in stored)
+    return stored, tuple(index_layer(memory, layer) for memory in stored)
 
 
 def _like(flags: Array, x: Array) -> Array:

@@ -14,7 +14,7 @@ from ._contracts import Layer
 from ._cross_layer import keep_shared, take_last_layer
 from ._dims import ensemble, path_name
 from ._dtype import in_dtypes_of, in_float32
-from ._layer_cache import LayerCache, of_layer, with_layer
+from ._layer_cache import index_layer, LayerCache, update_layer
 from ._slots import in_memory, with_rollback
 from ._tokens import Tokens, tokens_or_default
 from .quantization._kv_cache import parse_cache_dtype
@@ -25,8 +25,8 @@ class Stack(Layer):
 
     The blocks are built in one trace and run in one trace, so neither start-up nor compilation grows with depth. A
     slice of layers is plain indexing: `stack[2]` is a block, `stack[2:4]` a stack. Unlike blocks that repeat go into
-    one `Period`; kinds that do not repeat go into stacks of their own. What the backward pass recomputes (`remat`, see
-    `REMAT`) and how many layers a turn of the scan runs (`unroll`) is set by `with_execution`. `depth` is how many
+    one `SuperBlock`; kinds that do not repeat go into stacks of their own. What the backward pass recomputes (`remat`,
+    see `REMAT`) and how many layers a turn of the scan runs (`unroll`) is set by `with_execution`. `depth` is how many
     layers the whole stack has, of which a device may hold a few; in a pipeline of unequal stages it holds rows of
     padding too.
     """
@@ -139,7 +139,7 @@ def _of_layer(caches: PyTree, place: Int[Array, ""]) -> PyTree:
     """A layer's own cache: where it takes the whole stack's, that with the layer's place, and else its slice."""
 
     def one(cache: PyTree) -> PyTree:
-        return dataclasses.replace(cache, layer=place) if _is_whole(cache) else of_layer(cache, place)
+        return dataclasses.replace(cache, layer=place) if _is_whole(cache) else index_layer(cache, place)
 
     return jax.tree.map(one, caches, is_leaf=_is_whole)
 
@@ -148,7 +148,7 @@ def _with_layer(caches: PyTree, kept: PyTree, place: Int[Array, ""]) -> PyTree:
     """The stack's caches with what a layer gave back."""
 
     def one(old: PyTree, new: PyTree) -> PyTree:
-        return dataclasses.replace(new, layer=None) if _is_whole(old) else with_layer(old, new, place)
+        return dataclasses.replace(new, layer=None) if _is_whole(old) else update_layer(old, new, place)
 
     return jax.tree.map(one, caches, kept, is_leaf=_is_whole)
 

@@ -37,7 +37,7 @@ class Tokens(eqx.Module):
     """The lengths of the tokens' documents, on which rotary frequencies may depend, if the tokens here are only a part
     of their rows; None: computed from `positions`."""
     inputs: Float[Array, "*rows seq depth mlp"] | None = None
-    """A vector for each of the layers that are given one (`LayerInputs`); no mixer is given any."""
+    """A vector for each of the layers that are given one (`PerLayerInputs`); no mixer is given any."""
     shared: tuple[SharedValue, ...] = ()
     """Values that earlier layers share; a mixer is given the value that it reads in place of a cache."""
     names_read: frozenset[str] = eqx.field(static=True, default=frozenset())

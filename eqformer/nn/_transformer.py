@@ -13,10 +13,10 @@ from ._dtype import at_least_float32, float_dtype
 from ._embedding import Embedding, LearnedPositions
 from ._encoder import Encoder
 from ._float32_sums import add_float32
-from ._layer_inputs import LayerInputs
 from ._linear_map import LinearMap
 from ._module import Module
 from ._norm import Norm
+from ._per_layer_embedding import PerLayerInputs
 from ._predictor import Predictor
 from ._residual import Dropout
 from ._sequential import run_layers
@@ -58,7 +58,7 @@ class Transformer(Module):
     """What multiplies the logits (Granite, Cohere)."""
     logit_softcap: float | None = eqx.field(static=True, default=None)
     """The bound that they have then, `softcap * tanh(logits / softcap)` (Gemma 2)."""
-    layer_inputs: LayerInputs | None = None
+    layer_inputs: PerLayerInputs | None = None
     """What each layer is given of each token beside the stream (Gemma 4 E2B)."""
     predictor: Predictor | None = None
     """Predicts one token further, for drafts of text; a call of the model leaves it alone."""

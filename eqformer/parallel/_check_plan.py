@@ -95,7 +95,7 @@ def check_kind(model: object) -> None:
 
 def _check_stages(plan: Placement, model: nn.Transformer) -> None:
     """Refuse what stages cannot keep, and what later ones would need beside the stream."""
-    reading = [number for number, stack in enumerate(model.stacks) if nn.reads(stack)]
+    reading = [number for number, stack in enumerate(model.stacks) if nn.shared_names_read(stack)]
     hosts = [number for number, stack in enumerate(model.stacks) if stack.remat.endswith("_on_host")]
     if hosts and not plan.reruns_stages:
         remat = model.stacks[hosts[0]].remat
@@ -192,7 +192,16 @@ def _check_mixer(plan: Placement, path: str, module: nn.Mixer, seq: int) -> None
 
 
 def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None:
-    known = (nn.Mixer, nn.FeedForward, nn.MoE, nn.LayerInputs, nn.Embedding, nn.LearnedPositions, nn.Norm, nn.ScoreBias)
+    known = (
+        nn.Mixer,
+        nn.FeedForward,
+        nn.MoE,
+        nn.PerLayerInputs,
+        nn.Embedding,
+        nn.LearnedPositions,
+        nn.Norm,
+        nn.ScoreBias,
+    )
     of_logits = lambda m: (m.head, m.logit_bias)
     headless = lambda tree: eqx.tree_at(of_logits, tree, (None, None), is_leaf=lambda node: node is None)
     rest = headless(model)

@@ -36,7 +36,7 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
 
     `specs` and `shapes` are those of the whole model. The arrays of the stacks stay what and where they were.
     """
-    kinds = (nn.Mixer, nn.FeedForward, nn.LayerInputs, nn.Norm, nn.MoE, ReplicatedLayer)
+    kinds = (nn.Mixer, nn.FeedForward, nn.PerLayerInputs, nn.Norm, nn.MoE, ReplicatedLayer)
     names = nn.dims(shapes)
 
     def wrap(module: PyTree, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
@@ -52,7 +52,7 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
             return eqx.tree_at(parts, module, (*read_whole, shared, norm), is_leaf=_is_none)
         if isinstance(module, ReplicatedLayer):
             return module
-        if is_split(module) or isinstance(module, nn.LayerInputs):
+        if is_split(module) or isinstance(module, nn.PerLayerInputs):
             return stream.layer(module, shape, spec, name)
         if isinstance(module, nn.Mixer):
             return ReplicatedMixer(sliced(module, spec), stream)

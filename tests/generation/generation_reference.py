@@ -100,7 +100,7 @@ def make_model(
     def period(key):
         keys = jax.random.split(key, len(attentions))
         blocks = tuple(map(block, attentions, keys))
-        return blocks[0] if len(blocks) == 1 else nn.Period(blocks)
+        return blocks[0] if len(blocks) == 1 else nn.SuperBlock(blocks)
 
     def build(key):
         positions = nn.LearnedPositions(max_seq=max_seq, embed=EMBED, key=key) if kind == "learned positions" else None

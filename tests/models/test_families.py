@@ -8,7 +8,7 @@ import pytest
 
 from eqformer.models import build, FAMILIES, GPT2Config, JAXformerConfig, LlamaConfig, preset, presets, shapes
 from eqformer.models._weights import places, Rule
-from eqformer.nn import Attention, Block, dims, LatentAttention, Period, Residual, Rotary, YarnScaling
+from eqformer.nn import Attention, Block, dims, LatentAttention, Residual, Rotary, SuperBlock, YarnScaling
 from eqformer.planning import parameter_count
 
 
@@ -242,7 +242,7 @@ def _attention(block):
 def test_the_last_layer_of_a_jaxformer_block_has_no_rotary_position():
     numbers = JAXformerConfig(9, 16, blocks=2, layers_per_block=3, heads=2, latent=4, rope_dim=2)
     period = shapes_of(numbers).stacks[0].blocks
-    assert isinstance(period, Period)
+    assert isinstance(period, SuperBlock)
     assert [_attention(block).rotary for block in period.blocks] == [Rotary(2, 10_000.0, interleaved=True)] * 2 + [None]
     key_rope = _attention(period.blocks[0]).key_rope
     assert key_rope is not None and key_rope.shape == (2, 2, 16)

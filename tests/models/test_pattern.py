@@ -44,7 +44,11 @@ def test_layers_that_stand_together_are_not_parted():
     numbers: Any = models.preset("glm-5-byte-500k")
     numbers = dataclasses.replace(numbers, layers=8, reading_layers=(2, 3, 5, 6))
     stacks = models.shapes(numbers).stacks
-    assert [(len(stack), nn.reads(stack)) for stack in stacks] == [(1, frozenset()), (2, frozenset()), (1, frozenset())]
+    assert [(len(stack), nn.shared_names_read(stack)) for stack in stacks] == [
+        (1, frozenset()),
+        (2, frozenset()),
+        (1, frozenset()),
+    ]
     period: Any = stacks[1].blocks
     blocks = period.blocks
     assert [(its.mixer.shares, its.mixer.reads) for its in blocks] == [("choice", None), *[(None, "choice")] * 2]

@@ -130,7 +130,7 @@ def test_a_parallel_block_has_one_sum(place, name):
 
 def test_a_period_runs_its_blocks_in_turn_with_caches_and_keys_of_their_own():
     one, two = block(dropout=nn.Dropout(0.3)), block((2, 3), dropout=nn.Dropout(0.3))
-    period, x = nn.Period((one, two)), normal(1, 2, 3, EMBED)
+    period, x = nn.SuperBlock((one, two)), normal(1, 2, 3, EMBED)
     tokens = keyed(x)
     y, cache, _ = run(period, x, tokens)
     h, _, _ = run(one, x, tokens.fold_in(0))
@@ -203,10 +203,12 @@ def test_a_mixer_without_a_feed_forward_layer():
 
 @pytest.mark.grid
 def test_three_sublayers_in_a_row():
-    """Each kind of layer alone beside the stream, as a `Period` of `Residual`s: caches, keys and gradients."""
+    """Each kind of layer alone beside the stream, as a `SuperBlock` of `Residual`s: caches, keys and gradients."""
     dropout, x = nn.Dropout(0.4), normal(1, 2, 5, EMBED)
     layers = smooth(), attention(), perceptron()
-    period = nn.Period(tuple(nn.Residual(layer, norm(place), dropout=dropout) for place, layer in enumerate(layers)))
+    period = nn.SuperBlock(
+        tuple(nn.Residual(layer, norm(place), dropout=dropout) for place, layer in enumerate(layers))
+    )
 
     def by_hand(period, x, tokens, swapped=False):
         for number, one in enumerate(period.blocks):

@@ -39,17 +39,17 @@ def model_of(remat="none", inputs=True):
         name = "all" if mask == nn.causal() else "window"
         own: dict[str, Any]
         mixer, own = (leaving, {"shares": name}) if first else (reading, {"reads": name})
-        given = nn.Residual(nn.GatedInput(embed=EMBED, mlp=4, key=key), output_norm=norm()) if inputs else None
+        given = nn.Residual(nn.PerLayerGate(embed=EMBED, mlp=4, key=key), output_norm=norm()) if inputs else None
         mlp = nn.Residual(nn.GatedMLP(embed=EMBED, mlp=5, key=key), norm())
         return nn.Block(nn.Residual(mixer(mask=mask), norm(), **own), mlp, gated_input=given)
 
     masks = (nn.sliding_window(4), nn.causal())
-    period = lambda first: lambda key: nn.Period(tuple(block(mask, first, key) for mask in masks))
+    period = lambda first: lambda key: nn.SuperBlock(tuple(block(mask, first, key) for mask in masks))
     sizes = {"vocab": VOCAB, "embed": EMBED}
 
     def build():
         stacks = nn.Stack(period(True), 1, key=KEY), nn.Stack(period(False), 2, key=KEY)
-        vectors = nn.LayerInputs(**sizes, depth=6, mlp=4, key=KEY) if inputs else None
+        vectors = nn.PerLayerInputs(**sizes, depth=6, mlp=4, key=KEY) if inputs else None
         return nn.Transformer(nn.Embedding(**sizes, key=KEY), stacks, norm(), layer_inputs=vectors)
 
     return nn.with_execution(randomised(eqx.filter_eval_shape(build)), remat=remat)
@@ -75,13 +75,13 @@ def test_it_attends_to_what_an_attention_has_left():
 
 
 def test_vectors_of_each_layer_are_those_of_the_formula():
-    module = randomised(nn.LayerInputs(vocab=VOCAB, embed=EMBED, depth=3, mlp=4, eps=0.1, key=KEY))
+    module = randomised(nn.PerLayerInputs(vocab=VOCAB, embed=EMBED, depth=3, mlp=4, eps=0.1, key=KEY))
     x, ids = normal(1, 2, SEQ, EMBED), jnp.arange(2 * SEQ).reshape(2, SEQ) % VOCAB
     projected = linear(wide(x), module.project).swapaxes(-1, -2) * EMBED**-0.5
     table = wide(module.embedding.weight).reshape(VOCAB, 4, 3).swapaxes(1, 2)
     want = (rms(projected, module.norm) + 2 * table[np.asarray(ids)]) / np.sqrt(2)
     assert module(x, ids).shape == (2, SEQ, 3, 4) and close(module(x, ids), want, 1e-5)
-    gate = randomised(nn.GatedInput(embed=EMBED, mlp=4, activation=jnp.tanh, key=KEY))
+    gate = randomised(nn.PerLayerGate(embed=EMBED, mlp=4, activation=jnp.tanh, key=KEY))
     by_hand = linear(np.tanh(linear(wide(x), gate.gate)) * want[..., 1, :], gate.down)
     assert close(gate(x, module(x, ids)[..., 1, :]), by_hand, 1e-5)
 
@@ -130,9 +130,9 @@ def test_what_does_not_fit_is_refused():
     model, ids = model_of(), jnp.zeros((1, SEQ), jnp.int32)
     with pytest.raises(ValueError, match=r"Residual\(reads='window'\): layers before it share .* under no name"):
         dataclasses.replace(model, stacks=model.stacks[1:], layer_inputs=None)(ids)
-    with pytest.raises(ValueError, match=r"LayerInputs\(depth=6\): the model has 2 layers with a GatedInput"):
+    with pytest.raises(ValueError, match=r"PerLayerInputs\(depth=6\): the model has 2 layers with a PerLayerGate"):
         dataclasses.replace(model, stacks=model.stacks[:1])(ids)
-    with pytest.raises(ValueError, match=r"GatedInput\(x\): the layer is given no vector"):
+    with pytest.raises(ValueError, match=r"PerLayerGate\(x\): the layer is given no vector"):
         dataclasses.replace(model, layer_inputs=None)(ids)
     with pytest.raises(ValueError, match=r"CrossLayerAttention\(x\): it reads keys of an earlier layer"):
         reading()(normal(1, 1, SEQ, EMBED))

@@ -172,7 +172,7 @@ def test_shapes_alone_have_the_same_names():
 
 
 def test_a_period_and_nested_ensembles():
-    period = lambda key: nn.Period((block(key), block(key)))
+    period = lambda key: nn.SuperBlock((block(key), block(key)))
     stack = eqx.filter_eval_shape(lambda: nn.Stack(period, 2, key=KEY))
     assert names(stack)["blocks.blocks[1].mixer.layer.query.weight"] == "layers heads head_dim embed"
 

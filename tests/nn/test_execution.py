@@ -23,7 +23,7 @@ class Around(eqx.Module):
 
 
 def block(key):
-    return nn.Period((nn.Stack(attending, 2, key=key),))
+    return nn.SuperBlock((nn.Stack(attending, 2, key=key),))
 
 
 def attending(key):

@@ -101,7 +101,7 @@ def test_layers_that_read_a_choice_have_caches_and_decode_alike():
         first, second = pair()
         block = lambda mixer, **own: nn.Block(nn.Residual(mixer, nn.RMSNorm("embed", embed=EMBED), **own))
         blocks = block(first, shares="choice"), block(second, reads=reads)
-        return eqx.filter_jit(lambda: nn.Stack(lambda key: nn.Period(blocks), 2, key=KEY))()
+        return eqx.filter_jit(lambda: nn.Stack(lambda key: nn.SuperBlock(blocks), 2, key=KEY))()
 
     stack, x = stack_of("choice"), normal(1, 2, SEQ, EMBED)
     call = eqx.filter_jit(lambda stack, x, tokens, cache: stack(x, tokens, cache))

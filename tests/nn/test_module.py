@@ -37,7 +37,7 @@ def model():
             nn.Residual(nn.Attention(embed=8, heads=2, head_dim=4, key=key), nn.RMSNorm("embed", embed=8)),
             nn.Residual(Own(nn.MLP(embed=8, mlp=8, key=key))),
         )
-        period = nn.Period((one, nn.Residual(Plain(jnp.ones(8)))))
+        period = nn.SuperBlock((one, nn.Residual(Plain(jnp.ones(8)))))
         stacks = nn.Stack(lambda _: period, 2, key=key), nn.Stack(lambda _: one, 1, key=key)
         return nn.Transformer(nn.Embedding(vocab=16, embed=8, key=key), stacks, nn.RMSNorm("embed", embed=8))
 

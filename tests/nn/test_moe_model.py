@@ -52,7 +52,7 @@ dense, few = partial(block, feed_forward=KINDS["plain"]), partial(block, dispatc
 
 def period(key):
     """A dense block, then one with a mixture of few slots."""
-    return nn.Period((dense(key), few(key)))
+    return nn.SuperBlock((dense(key), few(key)))
 
 
 def transformer(*stacks):

@@ -195,7 +195,7 @@ def test_a_stack_of_periods():
             nn.Residual(nn.Attention(embed=EMBED, heads=1, head_dim=4, mask=nn.sliding_window(2), key=key)),
             nn.Residual(nn.MLP(embed=EMBED, mlp=4, key=key)),
         )
-        return nn.Period((local(one), block(two, dropout=0.0)))
+        return nn.SuperBlock((local(one), block(two, dropout=0.0)))
 
     built = drawn(nn.Stack, period, 2, key=KEY)
     x = normal(1, 2, 6, EMBED)

@@ -20,7 +20,7 @@ Int8Map: Any = beside("eight_bits").Int8Map
 ReZero: Any = beside("rezero").ReZero
 
 
-def windows(key: Any) -> nn.Period:
+def windows(key: Any) -> nn.SuperBlock:
     """Like gpt-oss: sinks and biases, windows and whole rows in turn, clamped gates; and dropout."""
 
     def block(mask: nn.Mask, key: Any) -> nn.Block:
@@ -31,7 +31,7 @@ def windows(key: Any) -> nn.Period:
             nn.Residual(mixer, norm(), dropout=nn.Dropout(0.1)), nn.Residual(gated, norm(), dropout=nn.Dropout(0.1))
         )
 
-    return nn.Period(tuple(map(block, (nn.sliding_window(5), nn.causal()), jax.random.split(key))))
+    return nn.SuperBlock(tuple(map(block, (nn.sliding_window(5), nn.causal()), jax.random.split(key))))
 
 
 def full_norms(key: Any) -> nn.Block:
@@ -85,12 +85,12 @@ def side_by_side(key: Any) -> nn.ParallelBlock:
     )
 
 
-def sublayers(key: Any) -> nn.Period:
+def sublayers(key: Any) -> nn.SuperBlock:
     """A mixer with no feed-forward layer behind it, then three layers beside the stream by themselves."""
     one, two, three, four = jax.random.split(key, 4)
     alone = nn.Block(nn.Residual(attention(one, mask=nn.sliding_window(5)), norm(), dropout=nn.Dropout(0.1)))
     layers = attention(two), nn.MLP(embed=EMBED, mlp=MLP, key=three), nn.GatedMLP(embed=EMBED, mlp=MLP, key=four)
-    return nn.Period((alone, *(nn.Residual(layer, norm(), dropout=nn.Dropout(0.1)) for layer in layers)))
+    return nn.SuperBlock((alone, *(nn.Residual(layer, norm(), dropout=nn.Dropout(0.1)) for layer in layers)))
 
 
 def latents(key: Any) -> nn.Block:
@@ -130,14 +130,14 @@ def crowded(key: Any, **options: Any) -> nn.Block:
     return mixture(key, router=router, **options)
 
 
-def weighed_inputs(key: Any) -> nn.Period:
+def weighed_inputs(key: Any) -> nn.SuperBlock:
     """Like Llama 4: chunks of rows and whole ones in turn, the latter sharpened, and sigmoids that weigh inputs."""
     one, two = jax.random.split(key)
     router = nn.TopKRouter(embed=EMBED, experts=8, top_k=2, score="sigmoid", key=two)
     mixers = attention(one, mask=nn.chunked(5)), attention(one, rotary=None, temperature=nn.LogTemperature(3, 0.5))
     balance = nn.LoadBalance(0.5, per="sequence", normalise=True)
     options = {"router": router, "weighs_inputs": True}
-    return nn.Period(tuple(mixture(two, balance, mixer=mixer, **options) for mixer in mixers))
+    return nn.SuperBlock(tuple(mixture(two, balance, mixer=mixer, **options) for mixer in mixers))
 
 
 def latent_experts(key: Any) -> nn.Block:
@@ -150,10 +150,10 @@ def latent_experts(key: Any) -> nn.Block:
     return mixture(four, router=router, shared=nn.MLP(embed=EMBED, mlp=16, key=two), width=12, **maps)
 
 
-def shared_mixture(key: Any) -> nn.Period:
+def shared_mixture(key: Any) -> nn.SuperBlock:
     """Dense and routed layers in turn."""
     one, two = jax.random.split(key)
-    return nn.Period((full_norms(one), shared_experts(two)))
+    return nn.SuperBlock((full_norms(one), shared_experts(two)))
 
 
 def shared_experts(key: Any) -> nn.Block:
@@ -197,7 +197,7 @@ class Centred(eqx.Module):
         return self.down(jnp.tanh(self.up(x - jnp.mean(x, -1, keepdims=True))))
 
 
-def own_layers(key: Any) -> nn.Period:
+def own_layers(key: Any) -> nn.SuperBlock:
     """Layers of somebody's own: split, of a contract but with nothing to split, and of none."""
 
     def maps(key: Any, hidden: str) -> tuple[nn.Linear, nn.Linear]:
@@ -208,7 +208,7 @@ def own_layers(key: Any) -> nn.Period:
     amounts = [nn.Linear("embed -> amount", embed=EMBED, amount=1, bias=True, key=key) for key in (two, three)]
     split, unsplit = Bending(*maps(two, "mlp"), amounts[0]), Bending(*maps(three, "hidden"), amounts[1])
     feeding = nn.Block(nn.Residual(attention(one), norm()), nn.Residual(split, norm()))
-    return nn.Period((feeding, *(nn.Residual(layer, norm()) for layer in (unsplit, Centred(*maps(four, "mlp"))))))
+    return nn.SuperBlock((feeding, *(nn.Residual(layer, norm()) for layer in (unsplit, Centred(*maps(four, "mlp"))))))
 
 
 def cosine(key: Any, rows: bool = False) -> nn.Block:
@@ -232,34 +232,34 @@ class WholeFading(Fading):
         return nn.MixerFacts()
 
 
-def fading(key: Any, mixer: type = Fading) -> nn.Period:
+def fading(key: Any, mixer: type = Fading) -> nn.SuperBlock:
     """A mixer of somebody's own without a feed-forward layer, and an attention with one."""
     one, two = jax.random.split(key)
     mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
     alone = nn.Block(nn.Residual(mixer(embed=EMBED, heads=HEADS, v_dim=6, key=one), norm(), dropout=nn.Dropout(0.1)))
-    return nn.Period((alone, nn.Block(nn.Residual(attention(two), norm()), nn.Residual(mlp, norm()))))
+    return nn.SuperBlock((alone, nn.Block(nn.Residual(attention(two), norm()), nn.Residual(mlp, norm()))))
 
 
-def rezero(key: Any) -> nn.Period:
+def rezero(key: Any) -> nn.SuperBlock:
     """An arrangement of somebody's own around a mixer, a feed-forward layer and a mixture."""
     keys = jax.random.split(key, 3)
     routed: Any = mixture(keys[2]).feed_forward
     layers = attention(keys[0]), nn.GatedMLP(embed=EMBED, mlp=MLP, key=keys[1]), routed.layer
     sublayers = [nn.Residual(layer, norm(), dropout=nn.Dropout(0.1)) for layer in layers]
-    return nn.Period(tuple(ReZero(sublayer, jnp.array(0.0, jnp.float32)) for sublayer in sublayers))
+    return nn.SuperBlock(tuple(ReZero(sublayer, jnp.array(0.0, jnp.float32)) for sublayer in sublayers))
 
 
 Make = Callable[[Any], Any]
 
 
-def pairs(key: Any) -> nn.Period:
+def pairs(key: Any) -> nn.SuperBlock:
     """Two layers with the keys and values of the first, which leaves them to no other."""
     one, two, three = jax.random.split(key, 3)
     sizes = {"embed": EMBED, "heads": HEADS, "head_dim": HEAD_DIM, "kv_heads": 4, "rotary": nn.Rotary(HEAD_DIM, 1e4)}
     reading = nn.CrossLayerAttention(**sizes, core=CORE, bias=True, key=two)
     gated = nn.GatedMLP(embed=EMBED, mlp=MLP, key=three)
     first = nn.Block(nn.Residual(attention(one), norm(), shares="pair"))
-    return nn.Period((first, nn.Block(nn.Residual(reading, norm(), reads="pair"), nn.Residual(gated, norm()))))
+    return nn.SuperBlock((first, nn.Block(nn.Residual(reading, norm(), reads="pair"), nn.Residual(gated, norm()))))
 
 
 BLOCKS: dict[str, tuple[Make, ...]] = {

@@ -8,14 +8,14 @@ from plan_parts import attention, EMBED, HEAD_DIM, HEADS, MLP, norm
 from eqformer import nn
 
 
-def recurrence(key: Any, kv_heads: int = 4) -> nn.Period:
+def recurrence(key: Any, kv_heads: int = 4) -> nn.SuperBlock:
     """Like Qwen3-Next: a gated delta net, and an attention whose heads have gates, under norms that count from one."""
     one, two = jax.random.split(key)
     sizes: dict[str, Any] = {"heads": HEADS, "kv_heads": kv_heads, "head_dim": HEAD_DIM, "v_dim": 6}
     net = nn.GatedDeltaNet(embed=EMBED, **sizes, chunk=5, key=one)
     mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
     mixers = net, attention(two, kv_heads=kv_heads, gate=True)
-    return nn.Period(
+    return nn.SuperBlock(
         tuple(
             nn.Block(
                 nn.Residual(mixer, norm(1.0), dropout=nn.Dropout(0.1)),
@@ -26,12 +26,12 @@ def recurrence(key: Any, kv_heads: int = 4) -> nn.Period:
     )
 
 
-def state_space(key: Any, kv_heads: int = 4) -> nn.Period:
+def state_space(key: Any, kv_heads: int = 4) -> nn.SuperBlock:
     """Like Granite 4: a Mamba-2 whose outputs are normed by groups or, of one key head, together; an attention."""
     one, two = jax.random.split(key)
     net = nn.Mamba2Mixer(embed=EMBED, heads=HEADS, kv_heads=kv_heads, head_dim=5, v_dim=6, chunk=5, bias=True, key=one)
     mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
-    return nn.Period(
+    return nn.SuperBlock(
         (nn.Block(nn.Residual(net, norm())), nn.Block(nn.Residual(attention(two), norm()), nn.Residual(mlp)))
     )
 
@@ -50,12 +50,12 @@ def mixers_side_by_side(key: Any) -> nn.Block:
     return nn.Block(nn.ParallelMixers(mixers, norm()), nn.Residual(mlp, norm()))
 
 
-def short_convolutions(key: Any) -> nn.Period:
+def short_convolutions(key: Any) -> nn.SuperBlock:
     """Like LFM2: a short convolution between gates, with biases, and an attention."""
     one, two = jax.random.split(key)
     mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
     mixers = nn.GatedShortConv(embed=EMBED, mlp=24, taps=4, bias=True, key=one), attention(two)
-    return nn.Period(tuple(nn.Block(nn.Residual(mixer, norm()), nn.Residual(mlp, norm())) for mixer in mixers))
+    return nn.SuperBlock(tuple(nn.Block(nn.Residual(mixer, norm()), nn.Residual(mlp, norm())) for mixer in mixers))
 
 
 def channel_recurrence(key: Any) -> nn.Block:

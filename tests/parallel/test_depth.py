@@ -63,7 +63,7 @@ def balanced(key):
     one, two = jax.random.split(key)
     router = nn.TopKRouter(embed=EMBED, experts=4, top_k=2, balanced=True, key=one)
     experts = nn.Experts(lambda key: nn.MLP(embed=EMBED, mlp=8, key=key), 4, key=two)
-    return nn.Period((nn.Residual(nn.MoE(router, experts), norm()),))
+    return nn.SuperBlock((nn.Residual(nn.MoE(router, experts), norm()),))
 
 
 def equations_behind(program, results):

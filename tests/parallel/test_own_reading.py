@@ -101,9 +101,9 @@ class Shifted(nn.Mixer):
 def model(mixer: Any, *layers: Any, depth: int = 2) -> nn.Transformer:
     """Layers of a mixer and feed-forward layers, each a residual."""
 
-    def period(key: Any) -> nn.Period:
+    def period(key: Any) -> nn.SuperBlock:
         keys = jax.random.split(key, 1 + len(layers))
-        return nn.Period(tuple(nn.Residual(make(key), norm()) for make, key in zip((mixer, *layers), keys)))
+        return nn.SuperBlock(tuple(nn.Residual(make(key), norm()) for make, key in zip((mixer, *layers), keys)))
 
     @eqx.filter_jit
     def build() -> nn.Transformer:

@@ -93,7 +93,7 @@ def layer(bias: np.ndarray, weighs_inputs: bool, dtype: Any) -> tuple[nn.MoE, An
     return jax.tree.map(wide, (moe, *jax.random.normal(jax.random.key(2), (2, DEVICES, TOKENS, EMBED))))
 
 
-def of_layer(bias: np.ndarray, factor: float, *, weighs_inputs: bool = False, devices: Any = None) -> Any:
+def index_layer(bias: np.ndarray, factor: float, *, weighs_inputs: bool = False, devices: Any = None) -> Any:
     """Its output and gradients, split over devices and on one; with absent `devices`, its program for these."""
     moe, x, gradient = layer(bias, weighs_inputs, jnp.float32 if devices else jnp.float64)
     arrays, rest = eqx.partition(moe, eqx.is_inexact_array)
@@ -127,7 +127,7 @@ def most_apart(found: Any) -> float:
 def test_a_layer_is_one_devices_whatever_its_load(load, weighs_inputs, monkeypatch):
     as_on_accelerators(monkeypatch)
     with jax.enable_x64(True):
-        assert most_apart(of_layer(LOADS[load], 1.25, weighs_inputs=weighs_inputs)) < 1e-10
+        assert most_apart(index_layer(LOADS[load], 1.25, weighs_inputs=weighs_inputs)) < 1e-10
 
 
 def over_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +142,9 @@ def test_what_nobody_wrote_is_never_read(monkeypatch):
     as_on_accelerators(monkeypatch)
     over_no_numbers(monkeypatch)
     with jax.enable_x64(True):
-        assert most_apart(of_layer(LOADS["one device's"], 1.25)) < 1e-10
+        assert most_apart(index_layer(LOADS["one device's"], 1.25)) < 1e-10
         monkeypatch.setattr(jnp, "any", lambda x, axis: jnp.ones(x.shape[0], bool))
-        assert np.isnan(most_apart(of_layer(LOADS["one device's"], 1.25)))
+        assert np.isnan(most_apart(index_layer(LOADS["one device's"], 1.25)))
 
 
 def first_round_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_without_a_part_it_is_not(name, monkeypatch):
     as_on_accelerators(monkeypatch)
     CONTROLS[name](monkeypatch)
     with jax.enable_x64(True):
-        assert not most_apart(of_layer(LOADS["one expert's, and others"], 1.25)) < 1e-2  # it may be no number
+        assert not most_apart(index_layer(LOADS["one expert's, and others"], 1.25)) < 1e-2  # it may be no number
 
 
 @pytest.mark.grid
@@ -209,7 +209,7 @@ def test_each_way_is_needed(name, monkeypatch):
 @pytest.mark.parametrize("name", ["v5e:2x2", "h100:4"])
 def test_the_compilers_for_accelerators_make_ragged_all_to_alls(name):
     """One each way, in both passes of the first round, and none that are padded; XLA may make several zeros one."""
-    program = of_layer(LOADS["even"], 1.25, devices=devices_for(name))
+    program = index_layer(LOADS["even"], 1.25, devices=devices_for(name))
     sent = [each for each in planning.communication(program) if each.kind == "ragged-all-to-all" and each.times]
     assert len(sent) == 4 and all(each.named({"choices to experts", "choices from experts"}) for each in sent)
     choices, row = TOKENS * TOP_K, EMBED * 4

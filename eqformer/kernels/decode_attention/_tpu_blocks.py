@@ -110,9 +110,11 @@ def cost_of(sizes: Sizes, seen: Seen, given: Given, result: Any) -> Any:
 
     rows, group, v_dim = result.shape
     scales = [given.value_scales, *(part.scales for part in given.parts)]
-    of_layer = [x for x in (*(part.key for part in given.parts), given.value, *scales) if x is not None and x.ndim == 4]
+    index_layer = [
+        x for x in (*(part.key for part in given.parts), given.value, *scales) if x is not None and x.ndim == 4
+    ]
     read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((seen, given, result)))
-    read -= sum((x.shape[0] - 1) * x.size // x.shape[0] * x.dtype.itemsize for x in of_layer)
+    read -= sum((x.shape[0] - 1) * x.size // x.shape[0] * x.dtype.itemsize for x in index_layer)
     again = sizes.kv_heads - 1 if sizes.block < sizes.kv_seq else 0
     read += again * given.visible.size * given.visible.dtype.itemsize
     scores, channels = rows * group * sizes.kv_seq, sum(part.query.shape[-1] for part in given.parts) + v_dim

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from ...nn import (
-    Beside,
     Block,
     causal,
     CrossLayerAttention,
-    GatedInput,
-    LayerInputs,
+    DenseAndMoE,
+    PerLayerGate,
+    PerLayerInputs,
     ProportionalScaling,
     Residual,
     RMSNorm,
@@ -285,13 +285,13 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
         options: dict[str, Any] = {"norm": norm(config), "logit_scale": config.embed**-0.5, "scales_experts": True}
         options |= {"normalise": True, "expert_norm": norm(config)}
         mixed = mixture(config, expert, **options, router=router, experts=experts)
-        return Residual(Beside(gated, Residual(mixed, output_norm=norm(config))), output_norm=norm(config))
+        return Residual(DenseAndMoE(gated, Residual(mixed, output_norm=norm(config))), output_norm=norm(config))
 
     def block(kind: Kind, key: Key[Array, ""]) -> Block:
         first, second, third = jax.random.split(key, 3)
         given = None
         if config.input_mlp:
-            given = GatedInput(embed=config.embed, mlp=config.input_mlp, activation=bend(config), key=third)
+            given = PerLayerGate(embed=config.embed, mlp=config.input_mlp, activation=bend(config), key=third)
             given = Residual(given, output_norm=norm(config))
         is_wide = config.widens_reading and kind.reads is not None
         return Block(mixer(kind, first), fed(is_wide, second), jnp.ones((), jnp.float32), given)
@@ -302,7 +302,7 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
     if not config.input_mlp:
         return model
     sizes = {"vocab": config.input_vocab, "embed": config.embed, "depth": config.layers, "mlp": config.input_mlp}
-    return dataclasses.replace(model, layer_inputs=LayerInputs(**sizes, eps=config.eps, key=inputs))
+    return dataclasses.replace(model, layer_inputs=PerLayerInputs(**sizes, eps=config.eps, key=inputs))
 
 
 GEMMA4 = Family(

@@ -20,11 +20,11 @@ from ...nn import (
     LatentAttention,
     MLP,
     MoE,
-    Period,
     Residual,
     RMSNorm,
     Rotary,
     Stack,
+    SuperBlock,
     Transformer,
 )
 from .._family import Family, ModelConfig
@@ -94,10 +94,10 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transfor
         fed = mixed(feed_forward) if rotary is None and config.experts is not None else dense(feed_forward)
         return Block(Residual(mixer, norm(), dropout=dropout), Residual(fed, norm(), dropout=dropout))
 
-    def block(key: Key[Array, ""]) -> Period:
+    def block(key: Key[Array, ""]) -> SuperBlock:
         rotary = Rotary(config.rope_dim, config.theta, interleaved=True)
         kinds = (rotary,) * (config.layers_per_block - 1) + (None,)
-        return Period(tuple(map(layer, kinds, jax.random.split(key, config.layers_per_block))))
+        return SuperBlock(tuple(map(layer, kinds, jax.random.split(key, config.layers_per_block))))
 
     embedding, stack = jax.random.split(key)
     return Transformer(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Layer, Period, Stack
+from ...nn import Layer, Stack, SuperBlock
 
 
 _LONGEST_PERIOD = 128  # layers; without a bound, a thousand layers take seconds to cut
@@ -72,4 +72,4 @@ def _period(block: Callable[..., Layer], kinds: tuple[Any, ...], key: Key[Array,
     if len(kinds) == 1:
         return block(kinds[0], key)
     keys = jax.random.split(key, len(kinds))
-    return Period(tuple(block(kind, key) for kind, key in zip(kinds, keys, strict=True)))
+    return SuperBlock(tuple(block(kind, key) for kind, key in zip(kinds, keys, strict=True)))

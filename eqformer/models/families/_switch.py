@@ -20,13 +20,13 @@ from ...nn import (
     LoadBalance,
     MLP,
     MoE,
-    Period,
     RandomSecondRouter,
     relu,
     Residual,
     RMSNorm,
     Router,
     Stack,
+    SuperBlock,
     TopKRouter,
     Transformer,
 )
@@ -97,8 +97,8 @@ def build_switch(config: GShardConfig, *, key: Key[Array, ""]) -> Transformer:
         mixer = Attention(embed=embed, **given, output_std=damping * embed**-0.5, key=attention)
         return Block(Residual(mixer, norm()), Residual(make(feed_forward), norm()))
 
-    def pair(key: Key[Array, ""]) -> Period:
-        return Period(tuple(map(layer, (expert, mixture), jax.random.split(key))))
+    def pair(key: Key[Array, ""]) -> SuperBlock:
+        return SuperBlock(tuple(map(layer, (expert, mixture), jax.random.split(key))))
 
     embedding, stack = jax.random.split(key)
     return Transformer(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from .._cache import KVCache
-from .._layer_cache import of_layer, with_layer
+from .._layer_cache import index_layer, update_layer
 from .._tokens import document_lengths, Tokens
 from ..quantization._kv_cache import dequantize_rows, quantize_rows
 from ._rotary import Rotary
@@ -35,13 +35,13 @@ def keys_turned(rotary: Rotary, cache: KVCache, tokens: Tokens) -> tuple[KVCache
     Rows of which all tokens are padding stay as they are.
     """
     assert cache.turned is not None and rotary.scaling is not None
-    layer, was = cache.layer, of_layer(cache.turned, cache.layer)
+    layer, was = cache.layer, index_layer(cache.turned, cache.layer)
     length = rotary.scaling.alike(jnp.max(document_lengths(tokens), axis=-1))
     now = jnp.where(jnp.any(tokens.positions >= 0, axis=-1), length, was)
     lengths = was, now
     held = Keys(cache.keys, cache.key_scales)
-    keys, scales = _by_blocks(rotary, held, of_layer(cache.positions, layer), lengths, layer)
-    turned = with_layer(cache.turned, now, layer)
+    keys, scales = _by_blocks(rotary, held, index_layer(cache.positions, layer), lengths, layer)
+    turned = update_layer(cache.turned, now, layer)
     return dataclasses.replace(cache, keys=keys, key_scales=scales, turned=turned), now[..., None]
 
 
@@ -72,10 +72,10 @@ def _slope(rotary: Rotary, primals: tuple, tangents: tuple) -> tuple[Keys, Keys]
 
     def at_once(held: Keys, positions: Array, lengths: tuple[Array, Array], layer: Array | None) -> Keys:
         was, now = (x[..., None] for x in lengths)
-        own = jax.tree.map(lambda x: of_layer(x, layer), held)
+        own = jax.tree.map(lambda x: index_layer(x, layer), held)
         new = _anew(rotary, own, positions, (was, now))
         stay = lambda x: jax.lax.expand_dims(lengths[0] == lengths[1], range(was.ndim - 1, x.ndim))
-        return jax.tree.map(lambda x, y, all: with_layer(all, jnp.where(stay(x), x, y), layer), own, new, held)
+        return jax.tree.map(lambda x, y, all: update_layer(all, jnp.where(stay(x), x, y), layer), own, new, held)
 
     return jax.jvp(at_once, primals, tangents)
 

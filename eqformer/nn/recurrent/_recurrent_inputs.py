@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from .._cache import RecurrentCache
 from .._documents import continues, documents_of, lengths_after
 from .._dtype import at_least_float32, float_dtype
-from .._layer_cache import of_layer, with_layer
+from .._layer_cache import index_layer, update_layer
 from .._linear_map import LinearMap
 from .._slots import check_one_document
 from .._tokens import Tokens
@@ -75,7 +75,7 @@ class RecurrentInputs(eqx.Module):
             heads, v_dim = value.shape[-2:]
             zeros = jnp.zeros_like(value, shape=(*value.shape[:-3], heads, key.shape[-1], v_dim))
             return States(zeros, begins)
-        follows_cache = continues(self.positions, of_layer(self.cache.lengths, self.cache.layer))
+        follows_cache = continues(self.positions, index_layer(self.cache.lengths, self.cache.layer))
         return States(self.cache.state, begins, self.cache.layer, follows_cache)
 
     def update_cache(
@@ -86,11 +86,11 @@ class RecurrentInputs(eqx.Module):
         if cache is None:
             return None
         count = jnp.sum(self.is_real, axis=-1, dtype=jnp.int32)
-        store = functools.partial(with_layer, layer=cache.layer)
+        store = functools.partial(update_layer, layer=cache.layer)
         triples = zip(self.convs, self._without_padding(inputs), _last_inputs(cache), strict=True)
         last = [conv.after(x, self.documents, past, count) for conv, x, past in triples]
         queries, keys, values = map(store, (cache.queries, cache.keys, cache.values), last)
-        lengths = store(cache.lengths, lengths_after(self.positions, of_layer(cache.lengths, cache.layer)))
+        lengths = store(cache.lengths, lengths_after(self.positions, index_layer(cache.lengths, cache.layer)))
         return RecurrentCache(
             state=states, queries=queries, keys=keys, values=values, lengths=lengths, layer=cache.layer
         )
@@ -101,7 +101,7 @@ class RecurrentInputs(eqx.Module):
 
 def _last_inputs(cache: RecurrentCache) -> tuple[Array, ...]:
     """Return queries, keys and values of the last tokens before the call, of the cache's layer."""
-    return tuple(of_layer(x, cache.layer) for x in (cache.queries, cache.keys, cache.values))
+    return tuple(index_layer(x, cache.layer) for x in (cache.queries, cache.keys, cache.values))
 
 
 def check_sizes(call: str, *, heads: int, kv_heads: int, chunk: int) -> None:

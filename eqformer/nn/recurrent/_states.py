@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ...kernels import found_state, RECURRENT_STEP, RecurrentStepCall, Step
-from .._layer_cache import of_layer, with_layer
+from .._layer_cache import index_layer, update_layer
 
 
 class States(eqx.Module):
@@ -27,14 +27,14 @@ class States(eqx.Module):
 
     def first(self, dtype: DTypeLike) -> Float[Array, "*batch heads head_dim v_dim"]:
         """What first tokens find, in a dtype, for rules that see themselves where documents begin."""
-        state = of_layer(self.memory, self.layer).astype(dtype)
+        state = index_layer(self.memory, self.layer).astype(dtype)
         return state if self.is_next is None else found_state(self.found[..., None, None, None], state)
 
     def replaced(
         self, state: Float[Array, "*batch heads head_dim v_dim"]
     ) -> Float[Array, "*layers_batch heads head_dim v_dim"]:
         """The memory with other states, those of the layer."""
-        return with_layer(self.memory, state.astype(self.memory.dtype), self.layer)
+        return update_layer(self.memory, state.astype(self.memory.dtype), self.layer)
 
     def stepped(
         self, step: Step, *given: Float[Array, "*batch kv_heads _ _"]

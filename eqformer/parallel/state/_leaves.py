@@ -90,7 +90,7 @@ def _is_used_before_cast(model: nn.Transformer) -> PyTree:
     """
 
     def is_wide(node: object) -> bool:
-        is_scaled = isinstance(node, nn.Embedding | nn.LayerEmbedding) and node.scale is not None
+        is_scaled = isinstance(node, nn.Embedding | nn.PerLayerEmbedding) and node.scale is not None
         return is_scaled or isinstance(node, nn.Router | nn.LearnedPositions | eqx.nn.Embedding)
 
     return jax.tree.map(lambda node: _flag_all(node, is_wide(node)), model, is_leaf=is_wide)

@@ -87,9 +87,9 @@ class ChunkedEmbedding(nn.Module):
 
 
 class ChunkedLayerEmbedding(nn.Module):
-    """A `LayerEmbedding`, `inner`, that looks the vectors of all layers up at once in a chunked table."""
+    """A `PerLayerEmbedding`, `inner`, that looks the vectors of all layers up at once in a chunked table."""
 
-    inner: nn.LayerEmbedding
+    inner: nn.PerLayerEmbedding
     table: ShardedTable
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq depth mlp"]:

@@ -16,7 +16,7 @@ from .._vary import own_part
 from ._collective_matmul import Overlap
 
 
-Sublayer = nn.Mixer | nn.FeedForward | nn.LayerInputs
+Sublayer = nn.Mixer | nn.FeedForward | nn.PerLayerInputs
 StreamKind = Literal["replicated", "sequence", "feature"]  # values of `Plan(residual=)` and of the command line
 
 
@@ -83,7 +83,7 @@ class ResidualStream(abc.ABC):
 
     @abc.abstractmethod
     def layer(self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
-        """A mixer, feed-forward layer or `LayerInputs` on a slice; `shapes`, `specs` and `names` are the whole's."""
+        """A mixer, feed-forward layer or `PerLayerInputs` on a slice; `shapes`, `specs` and `names` are the whole's."""
 
     @abc.abstractmethod
     def dropout(self, dropout: nn.Dropout) -> eqx.Module:

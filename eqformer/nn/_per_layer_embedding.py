@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from ._activation import gelu_tanh
 from ._contracts import FeedForward
-from ._embedding import LayerEmbedding
+from ._float32_sums import lookup_rows
 from ._linear import Linear
 from ._linear_map import LinearMap
 from ._mlp import recomputed
@@ -16,13 +17,57 @@ from ._module import Module
 from ._norm import Norm, RMSNorm
 
 
-class LayerInputs(Module):
-    """`(norm(W x / sqrt(embed)) + sqrt(mlp) table[id]) / sqrt(2)` for each of `depth` layers (Gemma 4).
+class PerLayerEmbedding(Module):
+    """A table with a vector for each token id and each of `depth` layers; `scale` as for `Embedding`.
 
-    `x` is what the first layer is given. Each `GatedInput` of a model takes its own, in the order of the layers.
+    In a row the layers' numbers of one channel stand side by side. A table with a dim for layers would be stored by
+    columns on some platforms, and copied as a whole to look up a token.
     """
 
-    embedding: LayerEmbedding
+    weight: Float[Array, "vocab mlp"]
+    depth: int = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        depth: int,
+        mlp: int,
+        std: float = 0.02,
+        scale: float | None = None,
+        key: Key[Array, ""],
+    ):
+        """Draw the table.
+
+        Args:
+            vocab: Ids.
+            depth: Layers.
+            mlp: Channels of a vector.
+            std: The deviation of the table.
+            scale: What looked-up vectors are multiplied by.
+            key: For the table.
+        """
+        self.weight = std * jax.random.normal(key, (vocab, mlp * depth), jnp.float32)
+        self.depth, self.scale = depth, scale
+
+    def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq depth mlp"]:
+        """Look up a token's vectors for all layers."""
+        return self.by_layers(lookup_rows(self.weight, ids))
+
+    def by_layers(self, x: Float[Array, "*batch seq mlp"]) -> Float[Array, "*batch seq depth _"]:
+        """The vectors of all layers, of a token's row of the table."""
+        x = x.reshape(*x.shape[:-1], -1, self.depth).swapaxes(-2, -1)
+        return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
+
+
+class PerLayerInputs(Module):
+    """`(norm(W x / sqrt(embed)) + sqrt(mlp) table[id]) / sqrt(2)` for each of `depth` layers (Gemma 4).
+
+    `x` is what the first layer is given. Each `PerLayerGate` of a model takes its own, in the order of the layers.
+    """
+
+    embedding: PerLayerEmbedding
     project: LinearMap
     norm: Norm
     scale: float = eqx.field(static=True)
@@ -39,7 +84,7 @@ class LayerInputs(Module):
             key: For the weights.
         """
         one, two = jax.random.split(key)
-        self.embedding = LayerEmbedding(vocab=vocab, depth=depth, mlp=mlp, scale=mlp**0.5, key=one)
+        self.embedding = PerLayerEmbedding(vocab=vocab, depth=depth, mlp=mlp, scale=mlp**0.5, key=one)
         self.project = Linear("embed -> mlp depth", embed=embed, mlp=mlp, depth=depth, key=two)
         self.norm, self.scale = RMSNorm("mlp", mlp=mlp, eps=eps), embed**-0.5
 
@@ -51,8 +96,8 @@ class LayerInputs(Module):
         return (projected + self.embedding(ids).astype(projected.dtype)) * 2**-0.5
 
 
-class GatedInput(FeedForward):
-    """`W_down (act(W_gate x) * input)`, of the vector that a token has for this layer (`LayerInputs`)."""
+class PerLayerGate(FeedForward):
+    """`W_down (act(W_gate x) * input)`, of the vector that a token has for this layer (`PerLayerInputs`)."""
 
     gate: LinearMap
     down: LinearMap
@@ -79,7 +124,7 @@ class GatedInput(FeedForward):
         """Map each token by itself, with what it is `given` for this layer."""
         if given is None:
             raise ValueError(
-                "GatedInput(x): the layer is given no vector of each token; let it stand in "
+                "PerLayerGate(x): the layer is given no vector of each token; let it stand in "
                 "Block(gated_input=...), of a Transformer with layer_inputs."
             )
         return self.down(recomputed(lambda gate, given: self.activation(gate) * given)(self.gate(x), given))
