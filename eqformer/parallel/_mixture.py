@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 from .. import nn
 from . import _send as send
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
-from ._exchange import exchanged
-from ._expert_method import Exchange, expert_method, pieces_of
+from ._expert_exchange import exchange_choices
+from ._expert_method import choose_expert_method, count_pieces, Exchange
 from ._vary import vary
 from .state._gather import gather_parameter
 from .tensor._replicated_layers import counted_once, Sliced
@@ -28,7 +28,7 @@ class SplitMoE(nn.Routed):
     experts add, and the sums are scattered back; exact. As all choices may be for one device, it is done in as many
     pieces as keep the room for them below 1 GiB. `"exchange"`: each choice goes to its expert's device and back by
     all-to-alls (DeepSpeed-MoE, arXiv:2201.05596), those of `exchange`, in rounds until all have had a place; exact.
-    `"auto"`: the cheaper one (`expert_method`). Each token is routed once, on one device. `stream` is that over the
+    `"auto"`: the cheaper one (`choose_expert_method`). Each token is routed once, on one device. `stream` is that over the
     axis `tensor`, None where that has one device: split tokens or features are put together for the experts.
     """
 
@@ -79,7 +79,7 @@ class SplitMoE(nn.Routed):
     def _method(self, tokens: int, top_k: int, row_bytes: int) -> str:
         """Return how so many tokens of a device reach the experts of other devices."""
         sizes = {"tokens": tokens, "top_k": top_k, "devices": jax.lax.axis_size(EXPERT), "row_bytes": row_bytes}
-        return expert_method(self.method, **sizes, exchange=self.exchange)
+        return choose_expert_method(self.method, **sizes, exchange=self.exchange)
 
     @property
     def _splits_tokens(self) -> bool:
@@ -146,12 +146,12 @@ class SplitMoE(nn.Routed):
         tokens, top_k = choices.shape
         if self._method(tokens, top_k, x.shape[-1] * x.dtype.itemsize) == "gather":
             return self._gathered(x, choices, weights)
-        return exchanged(self._experts(), x, choices, weights, self.exchange, weighs_inputs=self.inner.weighs_inputs)
+        return exchange_choices(self._experts(), x, choices, weights, self.exchange, weighs_inputs=self.inner.weighs_inputs)
 
     def _gathered(self, x: Array, choices: Array, weights: Array) -> Array:
         experts = self._experts()
         rows = jax.lax.axis_size(EXPERT) * choices.size  # all of which may be for this device's experts
-        pieces = pieces_of(len(x), rows * x.shape[-1] * x.dtype.itemsize)
+        pieces = count_pieces(len(x), rows * x.shape[-1] * x.dtype.itemsize)
         if pieces == 1:
             return self._sum_of_all(experts, x, choices, weights)
         # One after another, and again in the backward pass, which keeps none of them and sums gradients over them.

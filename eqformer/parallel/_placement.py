@@ -15,7 +15,7 @@ from .. import nn
 from .._shapes import Batch
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._config import ParallelConfig
-from ._expert_method import Exchange, exchange_on, expert_method
+from ._expert_method import choose_expert_method, Exchange, exchange_on
 from .context._context_attention import context_order
 from .layouts._layout import Layout, partition_specs
 from .layouts._mesh import axis_sizes, Steps, torus_steps
@@ -82,7 +82,7 @@ class Placement(ParallelConfig):
             return "gather"
         row = moe.expert_width(model.embedding.weight.shape[-1]) * jnp.dtype(model.compute_dtype).itemsize
         sizes = {"devices": self.size(EXPERT), "exchange": self.exchange, "row_bytes": row}
-        return expert_method(self.expert_method, tokens=tokens, top_k=int(facts.choices), **sizes)
+        return choose_expert_method(self.expert_method, tokens=tokens, top_k=int(facts.choices), **sizes)
 
     @property
     def torus_steps(self) -> Steps:

@@ -19,7 +19,7 @@ from plan_parity import alone, Case, differences, program_under, total_under
 from test_exchange import CASES, crowded
 
 from eqformer import nn, planning
-from eqformer.parallel import _exchange_ragged as ragged, _send, filter_shard_map, make_mesh, Plan
+from eqformer.parallel import _expert_exchange, _send, filter_shard_map, make_mesh, Plan
 from eqformer.parallel._expert_method import Exchange
 from eqformer.parallel._mixture import SplitMoE
 
@@ -57,7 +57,7 @@ def test_every_choice_is_sent_once_to_a_place_of_its_own_beside_those_for_its_ex
     counts[1, :, 0] = 0
     rounds = -(-counts.sum(axis=(0, 2)).max() // room)
     starts = np.cumsum(counts.reshape(3, -1), axis=1) - counts.reshape(3, -1)
-    sent, of = np.zeros_like(counts), jax.jit(ragged.runs_of, static_argnums=3)
+    sent, of = np.zeros_like(counts), jax.jit(_expert_exchange.ragged_runs, static_argnums=3)
     for number in range(rounds):
         runs = [of(jnp.array(counts), device, number * room, room) for device in range(3)]
         for device in range(3):
@@ -149,15 +149,16 @@ def test_what_nobody_wrote_is_never_read(monkeypatch):
 
 def first_round_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What finds no room in the first round is dropped."""
-    queues_of = ragged.queues_of
-    alone = lambda *args: (found := queues_of(*args))._replace(rounds=jnp.ones_like(found.rounds))
-    monkeypatch.setattr(ragged, "queues_of", alone)
+    make_queues = _expert_exchange.make_ragged_queues
+    alone = lambda *args: (found := make_queues(*args))._replace(rounds=jnp.ones_like(found.rounds))
+    monkeypatch.setattr(_expert_exchange, "make_ragged_queues", alone)
 
 
 def wrong_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are sent as rows are, and not back."""
-    runs_of = ragged.runs_of
-    monkeypatch.setattr(ragged, "runs_of", lambda *args: (runs_of(*args)[0],) * 2 + runs_of(*args)[2:])
+    ragged_runs = _expert_exchange.ragged_runs
+    reversed_runs = lambda *args: (ragged_runs(*args)[0],) * 2 + ragged_runs(*args)[2:]
+    monkeypatch.setattr(_expert_exchange, "ragged_runs", reversed_runs)
 
 
 CONTROLS = {

@@ -1,0 +1,258 @@
+"""Exchange of choices: each is sent to its expert's device and back, in rounds until every choice had a slot.
+
+A round sends by all-to-alls of equally many slots for each pair of devices ("padded"), for platforms without ragged
+all-to-alls (XLA for CPUs has none), or by ragged all-to-alls, which send the rows that there are and nothing else. For
+a ragged round a device sorts its choices by expert, and the rows that arrive are laid by expert too, so that nothing is
+sorted after it arrives: from each device comes a run of rows for each expert.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int, PyTree
+
+from .. import nn
+from . import _send as send
+from ._axes import EXPERT
+from ._expert_method import Exchange
+from ._send import Runs
+from ._vary import vary, vary_like
+
+
+FURTHER_ROUNDS = "further rounds of choices"
+"""Named scope of the loops over rounds behind the first, which even loads do not enter."""
+
+
+class PaddedQueues(NamedTuple):
+    """A device's queues of choices for every device of the axis, of which a round takes the next few."""
+
+    choices: Int[Array, "tokens top_k"]
+    turn: Int[Array, "tokens top_k"]
+    """Round of each choice."""
+    slot: Int[Array, "tokens top_k"]
+    """Slot of each choice in its round, among those for its device."""
+    rounds: Int[Array, ""]
+    """Rounds until all queues of all devices of the axis are empty."""
+
+
+class RaggedQueues(NamedTuple):
+    """For each device a queue of the choices of all devices for its experts, by expert and then by who chose.
+
+    A round takes as many of them as there is room for.
+    """
+
+    order: Int[Array, "choices"]
+    """This device's choices sorted by expert."""
+    place: Int[Array, "tokens top_k"]
+    """Index of each choice in that order."""
+    counts: Int[Array, "devices devices experts"]
+    """Number of choices that each device has for each expert of every device."""
+    rounds: Int[Array, ""]
+    """Rounds until all queues are empty."""
+
+
+Queues = PaddedQueues | RaggedQueues
+Round = Callable[..., Float[Array, "tokens top_k embed"]]
+"""Function of frozen arrays, queues, the round's number and differentiable inputs."""
+
+
+def exchange_choices(
+    experts: nn.Experts,
+    x: Float[Array, "tokens embed"],
+    choices: Int[Array, "tokens top_k"],
+    weights: Float[Array, "tokens top_k"],
+    exchange: Exchange,
+    *,
+    weighs_inputs: bool,
+) -> Float[Array, "tokens embed"]:
+    """Return the sum of all devices' experts for this device's tokens; exact, whatever the load.
+
+    A round has `factor` times the room that even loads need: a device for all choices sent to it or, padded, each pair
+    of devices. So there is one round, but for uneven loads: all choices for one of `n` devices take `n / factor`.
+    Further rounds are a loop, and its backward pass is one, which computes each round again: gradients are summed over
+    rounds in float32 at least, and nothing of a round is kept. There is no second derivative and no forward mode.
+
+    Args:
+        experts: Experts of this device.
+        x: Tokens of this device.
+        choices: The chosen experts of each token, numbered over all devices; -1 adds nothing.
+        weights: Weights of the choices.
+        exchange: The all-to-alls by which choices are sent, and their room.
+        weighs_inputs: Whether tokens are weighted, and not the experts' outputs.
+    """
+    make_queues, run_round = make_padded_queues, run_padded_round
+    if exchange.is_ragged:
+        make_queues, run_round = make_ragged_queues, run_ragged_round
+    room = exchange.room(choices.size, jax.lax.axis_size(EXPERT))
+    queues = make_queues(choices, len(experts), room)
+    trainable, fixed = eqx.partition(experts, nn.is_trainable)
+    frozen, static = eqx.partition(fixed, eqx.is_array)
+    # Mark all as varying over the same axes, so that the transpose sums gradients once, outside of the rounds.
+    trainable, x, frozen, weights = vary_like((trainable, x, frozen, weights), trainable, x, frozen, choices, weights)
+
+    def run_experts(
+        frozen: PyTree, queues: Queues, number: int | Array, trainable: PyTree, *inputs: Array | None
+    ) -> Float[Array, "tokens top_k embed"]:
+        return run_round(eqx.combine(trainable, frozen, static), room, queues, number, *inputs)
+
+    outputs = _repeat_rounds(run_experts)(frozen, queues, trainable, x, weights if weighs_inputs else None)
+    return nn.dispatch.combine(outputs, jnp.ones_like(weights) if weighs_inputs else weights)
+
+
+def _repeat_rounds(run_round: Round) -> Callable[..., Float[Array, "tokens top_k embed"]]:
+    """Return a function of frozen arrays, queues and inputs that joins the outputs of all rounds.
+
+    A round gives zeros for the choices of all other rounds. The function is differentiable by its inputs.
+    """
+
+    def repeat(first: PyTree, queues: Queues, add_round: Callable[[Array, PyTree], PyTree]) -> PyTree:
+        continues, step = lambda carry: carry[0] < queues.rounds, lambda carry: (carry[0] + 1, add_round(*carry))
+        with jax.named_scope(FURTHER_ROUNDS):
+            return jax.lax.while_loop(continues, step, (jnp.ones((), jnp.int32), first))[1]
+
+    def run_further_rounds(first: Array, frozen: PyTree, queues: Queues, *inputs: PyTree) -> Array:
+        def add_round(number: Array, total: Array) -> Array:
+            outputs = run_round(frozen, queues, number, *inputs)
+            return jnp.where(outputs == 0, total, outputs)  # A choice has one round, so nothing is summed.
+
+        return repeat(first, queues, add_round)
+
+    @jax.custom_vjp
+    def run(frozen: PyTree, queues: Queues, *inputs: PyTree) -> Array:
+        return run_further_rounds(run_round(frozen, queues, 0, *inputs), frozen, queues, *inputs)
+
+    def forward(frozen: PyTree, queues: Queues, *inputs: PyTree) -> tuple[Array, Any]:
+        first, pull_back = jax.vjp(functools.partial(run_round, frozen, queues, 0), *inputs)
+        return run_further_rounds(first, frozen, queues, *inputs), (pull_back, frozen, queues, inputs)
+
+    def backward(residuals: Any, gradient: Array) -> tuple[PyTree, ...]:
+        pull_back, frozen, queues, inputs = residuals
+        wide = lambda x: x.astype(nn.at_least_float32(x.dtype))
+
+        def add_round(number: Array, total: PyTree) -> PyTree:
+            grads = jax.vjp(functools.partial(run_round, frozen, queues, number), *inputs)[1](gradient)
+            return jax.tree.map(lambda total, x: total + wide(x), total, grads)
+
+        total = repeat(jax.tree.map(wide, pull_back(gradient)), queues, add_round)
+        return None, None, *jax.tree.map(lambda total, x: total.astype(x.dtype), total, inputs)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def make_padded_queues(choices: Int[Array, "tokens top_k"], experts: int, room: int) -> PaddedQueues:
+    """Return the queues of this device's choices, with `room` slots a round and `experts` experts a device."""
+    rank = nn.dispatch.rank_of_choice(jnp.where(choices < 0, -1, choices // experts), jax.lax.axis_size(EXPERT))
+    rounds = jnp.max(jnp.where(choices < 0, -1, rank), initial=-1) // room + 1
+    # All devices that exchange must leave the loop together.
+    rounds = send.pmax("rounds of choices", vary(rounds, [EXPERT]), EXPERT)
+    return PaddedQueues(choices, rank // room, rank % room, rounds)
+
+
+def run_padded_round(
+    experts: nn.Experts,
+    room: int,
+    queues: PaddedQueues,
+    number: int | Array,
+    x: Float[Array, "tokens embed"],
+    weights: Float[Array, "tokens top_k"] | None,
+) -> Float[Array, "tokens top_k embed"]:
+    """Return the experts' outputs for a round's choices, of tokens times their weights, if any; else zeros."""
+    choices = queues.choices
+    is_in_round = (choices >= 0) & (queues.turn == number)
+    slot = jnp.where(is_in_round, choices // len(experts) * room + queues.slot, -1)
+    choice = nn.dispatch.choice_of_slot(slot, jax.lax.axis_size(EXPERT) * room)
+    rows = nn.dispatch.take_some_rows(x, choice // choices.shape[-1], slot)
+    if weights is not None:
+        rows = nn.dispatch.scaled(rows, nn.dispatch.weight_of_slot(slot, weights, len(choice)))
+    expert = jnp.where(choice < 0, -1, choices.reshape(-1)[jnp.maximum(choice, 0)] % len(experts))
+    to_experts = lambda array: send.all_to_all("choices to experts", array, EXPERT, 0, 0)
+    order, place, sizes = nn.dispatch.by_expert(to_experts(expert)[:, None], len(experts))
+    received = nn.dispatch.take_rows(to_experts(rows), order, place[:, None])
+    even_load = min(choices.size, len(choice))
+    y = experts.sorted_rows(received, sizes, even=even_load // len(experts))
+    returned = nn.dispatch.take_rows(y, place, order[:, None])
+    returned = checkpoint_name(send.all_to_all("choices from experts", returned, EXPERT, 0, 0), "product")
+    outputs = nn.dispatch.take_some_rows(returned, slot.reshape(-1), choice[:, None])
+    return outputs.reshape(*choices.shape, x.shape[-1])
+
+
+def make_ragged_queues(choices: Int[Array, "tokens top_k"], experts: int, room: int) -> RaggedQueues:
+    """Return the queues of all devices' choices, with `room` slots a round and `experts` experts a device."""
+    devices = jax.lax.axis_size(EXPERT)
+    nn.dispatch.check_indices(f"an exchange among {devices} devices", "choices", devices * choices.size)
+    order, place, sizes = nn.dispatch.by_expert(choices, devices * experts)
+    counts = send.all_gather("counts of choices", sizes, EXPERT, stacks=True).reshape(devices, devices, experts)
+    # All devices that exchange have the same counts, so that they leave the loop together.
+    rounds = (jnp.max(jnp.sum(counts, axis=(0, 2), dtype=jnp.int32)) + (room - 1)) // room
+    return RaggedQueues(order, place.reshape(choices.shape), counts, rounds)
+
+
+def run_ragged_round(
+    experts: nn.Experts,
+    room: int,
+    queues: RaggedQueues,
+    number: int | Array,
+    x: Float[Array, "tokens embed"],
+    weights: Float[Array, "tokens top_k"] | None,
+) -> Float[Array, "tokens top_k embed"]:
+    """Return the experts' outputs for a round's choices, of tokens times their weights, if any; else zeros."""
+    order, place = queues.order, queues.place
+    to_experts, from_experts, sizes = ragged_runs(queues.counts, jax.lax.axis_index(EXPERT), number * room, room)
+    rows = nn.dispatch.take_rows(x, order // place.shape[-1], place)
+    if weights is not None:
+        rows = nn.dispatch.scaled(rows, weights.reshape(-1)[order])
+    received = _send_rows("choices to experts", len(rows), room, rows, to_experts, from_experts)
+    y = experts.sorted_rows(received, sizes, even=min(len(rows), room) // len(experts))
+    outputs = _send_rows("choices from experts", room, len(rows), y, from_experts, to_experts)
+    outputs = checkpoint_name(outputs, "product")
+    return nn.dispatch.take_rows(outputs, place.reshape(-1), order[:, None]).reshape(*place.shape, x.shape[-1])
+
+
+def ragged_runs(
+    counts: Int[Array, "devices devices experts"], device: Int[Array, ""], first: int | Array, room: int
+) -> tuple[Runs, Runs, Int[Array, "experts"]]:
+    """Return a device's runs to the experts' devices, its runs back, and how many rows each of its experts gets.
+
+    The round has the choices from `first` on of each device's queue.
+    """
+    by_device = counts.reshape(len(counts), -1)
+    sender_starts = (jnp.cumsum(by_device, axis=1) - by_device).reshape(counts.shape)
+    # Dims of a queue: the device that has the experts, the expert, the sender.
+    queue = jnp.moveaxis(counts, 0, 2)
+    flat_queue = queue.reshape(len(queue), -1)
+    queue_starts = jnp.moveaxis((jnp.cumsum(flat_queue, axis=1) - flat_queue).reshape(queue.shape), 2, 0)
+    start, end = (jnp.clip(index, first, first + room) for index in (queue_starts, queue_starts + counts))
+    sizes = end - start
+    source, target = (
+        jnp.where(sizes > 0, index, 0) for index in (sender_starts + start - queue_starts, start - first)
+    )
+    sent_by_device = lambda array: jax.lax.dynamic_index_in_dim(array, device, 0, keepdims=False).reshape(-1)
+    received_by_sender = lambda array: jax.lax.dynamic_index_in_dim(array, device, 1, keepdims=False)
+    received = lambda array: received_by_sender(array).reshape(-1)
+    to_experts = Runs(sent_by_device(source), sent_by_device(sizes), sent_by_device(target), received(sizes))
+    from_experts = Runs(received(target), received(sizes), received(source), sent_by_device(sizes))
+    return to_experts, from_experts, jnp.sum(received_by_sender(sizes), axis=0, dtype=jnp.int32)
+
+
+def _send_rows(name: str, sent: int, received: int, rows: Array, runs: Runs, back: Runs) -> Array:
+    """Send `sent` rows to other devices, which have room for `received`; their gradients come by the runs `back`."""
+
+    @jax.custom_vjp
+    def run(rows: Float[Array, "sent embed"], runs: Runs, back: Runs) -> Float[Array, "received embed"]:
+        return send.ragged_all_to_all(name, rows, EXPERT, received, runs, back)
+
+    def forward(rows: Array, runs: Runs, back: Runs) -> tuple[Array, tuple[Runs, Runs]]:
+        return run(rows, runs, back), (runs, back)
+
+    def backward(residuals: tuple[Runs, Runs], gradient: Array) -> tuple[Array, None, None]:
+        runs, back = residuals
+        return _send_rows(name, received, sent, gradient, back, runs), None, None
+
+    run.defvjp(forward, backward)
+    return run(rows, runs, back)
