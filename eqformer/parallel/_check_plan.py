@@ -1,4 +1,4 @@
-"""Checks that a plan, a model and a batch go together, before anything is compiled."""
+"""Checks that a plan, a model and a batch fit together, before anything is compiled."""
 
 import dataclasses
 import math
@@ -20,8 +20,8 @@ from .tensor._replicated_layers import is_plain, plain_layers
 from .tensor._tensor import is_split, size_of
 
 
-def check_choices(plan: Placement) -> None:
-    """Raise a `ValueError` for an unknown choice, or for two that do not go together."""
+def check_config(plan: Placement) -> None:
+    """Raise a `ValueError` for an unknown choice, or for two that do not fit together."""
     axes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_types))
     if axes != dict.fromkeys(AXES, AxisType.Auto):
         raise ValueError(
@@ -29,10 +29,10 @@ def check_choices(plan: Placement) -> None:
             f"{', '.join(f'{axis} ({kind.name})' for axis, kind in axes.items())}; make it by make_mesh."
         )
     check_values(plan)
-    _check_memory(plan)
+    _check_optimizer_memory(plan)
     if plan.overlap != "none" and plan.stream is not None and plan.stream.is_whole:
         raise ValueError(
-            f"Plan(overlap={plan.overlap!r}, residual='replicated'): a replicated stream is reduced whole, with no "
+            f"Plan(overlap={plan.overlap!r}, residual='replicated'): a replicated stream is all-reduced, with no "
             "gather to overlap; take residual='sequence' or 'feature', or overlap='none'."
         )
     if plan.is_pipelined:
@@ -40,9 +40,9 @@ def check_choices(plan: Placement) -> None:
     if plan.spreads_edges:
         if plan.schedule != "gpipe" or plan.chunks != 1:
             raise ValueError(
-                f"Plan(edges='spread', schedule={plan.schedule!r}, chunks={plan.chunks}): other schedules begin to go "
-                "back before all microbatches are through, so that the loss has to stand at the end; take "
-                "schedule='gpipe' with chunks=1, or edges='ends'."
+                f"Plan(edges='spread', schedule={plan.schedule!r}, chunks={plan.chunks}): other schedules begin "
+                "backward passes before all microbatches are through, so that the last stage has to compute the loss; "
+                "take schedule='gpipe' with chunks=1, or edges='ends'."
             )
         if plan.microbatches % plan.size(PIPE):
             raise ValueError(
@@ -51,10 +51,10 @@ def check_choices(plan: Placement) -> None:
             )
 
 
-def _check_memory(plan: Placement) -> None:
+def _check_optimizer_memory(plan: Placement) -> None:
     if plan.optimizer_memory == "device" or not isinstance(plan.mesh, Mesh):
         return
-    kinds = _memories(plan.mesh)
+    kinds = _memory_kinds(plan.mesh)
     if kinds and plan.optimizer_memory not in kinds:
         raise ValueError(
             f"Plan(optimizer_memory={plan.optimizer_memory!r}): the mesh's devices, {plan.mesh.devices.flat[0]}, have "
@@ -62,29 +62,30 @@ def _check_memory(plan: Placement) -> None:
         )
 
 
-def _memories(mesh: Mesh) -> list[str]:
-    """The kinds of memory that devices have; none of GPUs that a compiler knows and that are not here."""
+def _memory_kinds(mesh: Mesh) -> list[str]:
+    """Return the kinds of memory that devices have; none for GPUs that only a compiler knows."""
     return [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
 
 
 def check_model(plan: Placement, model: nn.Transformer) -> None:
     """Raise a `ValueError` where the plan's mesh cannot split this model; `model` may be shapes."""
-    check_kind(model)
-    if plan.is_pipelined:  # first: its message on depth is clearer than that of layouts on the dim `layers`
+    check_model_class(model)
+    if plan.is_pipelined:
+        # First: this message on depth is clearer than that of layouts on the dim `layers`.
         check_depth(sum(stack.depth for stack in model.stacks), plan.size(PIPE), plan.timetable().chunks)
         _check_stages(plan, model)
         model = plan.shapes(model)
-    _check_beside(plan, model)
+    _check_extra_inputs(plan, model)
     specs = plan.parameter_specs(model)
     plan.state_specs(model)
     if plan.size(TENSOR) > 1:
         _check_tensor(plan, model, specs)
-        check_products(plan, specs)
+        _check_8_bit_maps(plan, specs)
     for path, moe in nn.named_modules(model, (nn.MoE,)):
-        check_mixture(plan, path, moe)
+        _check_mixture(plan, path, moe)
 
 
-def check_kind(model: object) -> None:
+def check_model_class(model: object) -> None:
     """Raise a `ValueError` for anything but a `Transformer`."""
     if not isinstance(model, nn.Transformer):
         raise ValueError(
@@ -94,38 +95,38 @@ def check_kind(model: object) -> None:
 
 
 def _check_stages(plan: Placement, model: nn.Transformer) -> None:
-    """Refuse what stages cannot keep, and what later ones would need beside the stream."""
-    reading = [number for number, stack in enumerate(model.stacks) if nn.shared_names_read(stack)]
-    hosts = [number for number, stack in enumerate(model.stacks) if stack.remat.endswith("_on_host")]
-    if hosts and not plan.reruns_stages:
-        remat = model.stacks[hosts[0]].remat
+    """Refuse residuals on the host, and layers that need more of earlier stages than the residual stream."""
+    reading_stacks = [number for number, stack in enumerate(model.stacks) if nn.shared_names_read(stack)]
+    host_stacks = [number for number, stack in enumerate(model.stacks) if stack.remat.endswith("_on_host")]
+    if host_stacks and not plan.reruns_stages:
+        remat = model.stacks[host_stacks[0]].remat
         raise ValueError(
-            f"Plan over pipe={plan.size(PIPE)}: stacks[{hosts[0]}] has remat {remat!r}, but stages keep on the devices "
-            f"what is for their backward pass; take remat {remat.removesuffix('_on_host')!r}, or "
+            f"Plan over pipe={plan.size(PIPE)}: stacks[{host_stacks[0]}] has remat {remat!r}, but stages keep the "
+            f"residuals of their backward pass on the devices; take remat {remat.removesuffix('_on_host')!r}, or "
             "Plan(stage_remat=True), which keeps a stage's input alone."
         )
-    found = [f"stacks[{number}] reads keys that layers before it leave" for number in reading]
-    found += [] if model.layer_inputs is None else ["each layer is given a vector of each token (layer_inputs)"]
-    if found:
+    needs = [f"stacks[{number}] reads keys that layers before it share" for number in reading_stacks]
+    needs += [] if model.layer_inputs is None else ["each layer is given a vector of each token (layer_inputs)"]
+    if needs:
         raise ValueError(
-            f"Plan over pipe={plan.size(PIPE)}: {found[0]}, and stages send the residual stream alone; leave out pipe, "
+            f"Plan over pipe={plan.size(PIPE)}: {needs[0]}, and stages send the residual stream alone; leave out pipe, "
             "and split the model over fsdp, tensor or context."
         )
 
 
-def _check_beside(plan: Placement, model: nn.Transformer) -> None:
-    """Refuse to cut what layers read beside their tokens: a source of other rows, and a bias of whole rows' scores."""
+def _check_extra_inputs(plan: Placement, model: nn.Transformer) -> None:
+    """Refuse to split inputs of layers beside their tokens: a source of other rows, and a bias of whole rows' scores."""
     names = {"source": "another sequence", "bias": "a bias of scores"}
     for path, mixer in nn.named_modules(model, nn.Mixer):
         attends = mixer.facts().attends
-        found = [names[need] for need in attends.needs if need in names] if attends is not None else []
-        cuts = {f"{axis}={plan.size(axis)}": plan.size(axis) > 1 for axis in (PIPE, CONTEXT)}
-        cuts["residual='feature'"] = plan.size(TENSOR) > 1 and plan.residual == "feature"
-        if found and any(cuts.values()):
+        extra_inputs = [names[need] for need in attends.needs if need in names] if attends is not None else []
+        splits = {f"{axis}={plan.size(axis)}": plan.size(axis) > 1 for axis in (PIPE, CONTEXT)}
+        splits["residual='feature'"] = plan.size(TENSOR) > 1 and plan.residual == "feature"
+        if extra_inputs and any(splits.values()):
             raise ValueError(
-                f"Plan over {', '.join(cut for cut, is_made in cuts.items() if is_made)}: {path} reads "
-                f"{' and '.join(found)}, which this does not bring to the devices; give them to another axis, such as "
-                "fsdp or tensor, with residual='replicated' or 'sequence'."
+                f"Plan over {', '.join(split for split, is_used in splits.items() if is_used)}: {path} reads "
+                f"{' and '.join(extra_inputs)}, which this does not bring to the devices; give them to another axis, "
+                "such as fsdp or tensor, with residual='replicated' or 'sequence'."
             )
 
 
@@ -133,34 +134,34 @@ def check_rows(plan: Placement, model: nn.Transformer, rows: int, seq: int, grou
     """Raise a `ValueError` if the rows of a microbatch, or the tokens of a row, do not divide over the devices."""
     devices = math.prod(plan.size(axis) for axis in BATCH_AXES)
     if rows % (devices * plan.microbatches * group):
-        what = "pieces" if group == 1 else f"pieces of whole groups of {group} rows"
+        pieces = "pieces" if group == 1 else f"pieces of whole groups of {group} rows"
         raise ValueError(
             f"Plan over {devices} pieces of the batch ({', '.join(f'{a}={plan.size(a)}' for a in BATCH_AXES)}) in "
             f"{plan.microbatches} microbatches: {rows} rows do not fall into {devices} x {plan.microbatches} equal "
-            f"{what}; take a multiple of {devices * plan.microbatches * group} rows."
+            f"{pieces}; take a multiple of {devices * plan.microbatches * group} rows."
         )
     size = plan.size(CONTEXT)
-    pieces = 2 * size if size > 1 and plan.context_method != "heads" else size
-    if seq % pieces:
+    row_pieces = 2 * size if size > 1 and plan.context_method != "heads" else size
+    if seq % row_pieces:
         raise ValueError(
-            f"Plan over context={size} by {plan.context_method!r}: rows of {seq} tokens are cut into {pieces} equal "
-            f"pieces; take a multiple of {pieces} tokens."
+            f"Plan over context={size} by {plan.context_method!r}: rows of {seq} tokens are cut into {row_pieces} "
+            f"equal pieces; take a multiple of {row_pieces} tokens."
         )
     stream = plan.stream
     routes = stream is not None and stream.routed.splits_tokens and bool(nn.named_modules(model, (nn.MoE,)))
     if stream is not None and (stream.splits_tokens or routes) and (seq // size) % plan.size(TENSOR):
-        who = "are split over the axis" if stream.splits_tokens else "are split over the axis where they choose"
+        reason = "are split over the axis" if stream.splits_tokens else "are split over the axis where they are routed"
         raise ValueError(
             f"Plan(residual={plan.residual!r}) over tensor={plan.size(TENSOR)}: the {seq // size} tokens that a device "
-            f"of context={size} holds {who}; take a multiple of {size * plan.size(TENSOR)} tokens."
+            f"of context={size} holds {reason}; take a multiple of {size * plan.size(TENSOR)} tokens."
         )
-    for path, module in nn.named_modules(model, nn.Mixer):
-        _check_mixer(plan, path, module, seq)
+    for path, mixer in nn.named_modules(model, nn.Mixer):
+        _check_mixer(plan, path, mixer, seq)
 
 
-def _check_mixer(plan: Placement, path: str, module: nn.Mixer, seq: int) -> None:
-    size, tensor, facts, splits = plan.size(CONTEXT), plan.size(TENSOR), module.facts(), is_split(module)
-    kv_heads = size_of(module, "kv_heads") or size_of(module, "heads") or tensor
+def _check_mixer(plan: Placement, path: str, mixer: nn.Mixer, seq: int) -> None:
+    size, tensor, facts, splits = plan.size(CONTEXT), plan.size(TENSOR), mixer.facts(), is_split(mixer)
+    kv_heads = size_of(mixer, "kv_heads") or size_of(mixer, "heads") or tensor
     if splits and kv_heads % tensor and tensor % kv_heads:
         raise ValueError(
             f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, which neither split over {tensor} devices "
@@ -174,14 +175,14 @@ def _check_mixer(plan: Placement, path: str, module: nn.Mixer, seq: int) -> None
     if size == 1:
         return
     if facts.attends is None:
-        refuse_pieces(size, path, module)
+        refuse_pieces(size, path, mixer)
     heads, kv_heads = (channels[0][0] for channels in (facts.attends.query, facts.attends.key))
     pieces = tensor if splits else 1
     try:
         check_context(
             plan.context_method,
             size,
-            module.core,  # type: ignore[attr-defined]
+            mixer.core,  # type: ignore[attr-defined]
             seq=seq,
             heads=heads // pieces,
             kv_heads=max(1, kv_heads // pieces),
@@ -192,107 +193,104 @@ def _check_mixer(plan: Placement, path: str, module: nn.Mixer, seq: int) -> None
 
 
 def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None:
-    known = (
-        nn.Mixer,
-        nn.FeedForward,
-        nn.MoE,
-        nn.PerLayerInputs,
-        nn.Embedding,
-        nn.LearnedPositions,
-        nn.Norm,
-        nn.ScoreBias,
-    )
-    of_logits = lambda m: (m.head, m.logit_bias)
-    headless = lambda tree: eqx.tree_at(of_logits, tree, (None, None), is_leaf=lambda node: node is None)
-    rest = headless(model)
-    plain = {id(layer) for _, layer in plain_layers(rest)}  # every device runs the whole of these
-    is_known = lambda node: isinstance(node, known) or id(node) in plain
-    nodes = jax.tree_util.tree_leaves_with_path(rest, is_leaf=is_known)
-    parts = jax.tree.map(lambda _, part: _Part(part), rest, headless(specs), is_leaf=is_known)
-    for (path, node), part in zip(nodes, jax.tree.leaves(parts), strict=True):
-        splits = any(TENSOR in axes_of(spec) for spec in jax.tree.leaves(part.specs, is_leaf=is_spec))
+    """Refuse modules that the axis `tensor` would split and that no wrapper can run on a slice."""
+    known = (nn.Mixer, nn.FeedForward, nn.MoE, nn.PerLayerInputs, nn.Embedding, nn.LearnedPositions, nn.Norm, nn.ScoreBias)
+    logits_fields = lambda m: (m.head, m.logit_bias)
+    remove_head = lambda tree: eqx.tree_at(logits_fields, tree, (None, None), is_leaf=lambda node: node is None)
+    headless = remove_head(model)
+    plain_ids = {id(layer) for _, layer in plain_layers(headless)}  # Every device runs the whole of these.
+    is_known = lambda node: isinstance(node, known) or id(node) in plain_ids
+    nodes = jax.tree_util.tree_leaves_with_path(headless, is_leaf=is_known)
+    subtrees = jax.tree.map(lambda _, subtree: _Subtree(subtree), headless, remove_head(specs), is_leaf=is_known)
+    for (path, node), subtree in zip(nodes, jax.tree.leaves(subtrees), strict=True):
+        splits = any(TENSOR in axes_of(spec) for spec in jax.tree.leaves(subtree.specs, is_leaf=is_spec))
         if splits and not is_known(node):
             raise ValueError(
                 f"Plan over tensor={plan.size(TENSOR)}: {nn.path_name(path)} would be split by the names of its dims, "
-                "but no transform knows how to run the module that it is in on a slice; name its dims otherwise, or "
-                "make the module an nn.Mixer or nn.FeedForward."
+                "but no transform knows how to run its module on a slice; name its dims otherwise, or make the module "
+                "an nn.Mixer or nn.FeedForward."
             )
     if plan.stream is not None and plan.stream.splits_features:
-        holders = _holders_of_key_heads(model)
+        kv_paths = _kv_head_paths(model)
         for path, mixer in nn.named_modules(model, nn.Mixer):
-            _check_feature(plan, path, mixer, holders)
-        parts = [("norm", model.norm)]
-        for path, block in nn.named_modules(model, nn.ParallelBlock):
-            parts += [(f"{path}.norm", block.norm), (f"{path}.sum_norm", block.sum_norm)]
-        parts += [(f"{path}.norm", mixers.norm) for path, mixers in nn.named_modules(model, nn.ParallelMixers)]
-        for path, sublayer in nn.named_modules(model, nn.Residual):
-            fields = [field.name for field in dataclasses.fields(sublayer) if not field.metadata.get("static")]
-            parts += [(f"{path}.{name}", getattr(sublayer, name)) for name in fields if name != "layer"]
-            parts += [] if is_plain(sublayer.layer) else [(f"{path}.layer", sublayer.layer)]
-        for path, part in parts:
-            if not isinstance(part, (*known, nn.Dropout, NoneType)):
-                raise ValueError(
-                    f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} is a {type(part).__name__}, "
-                    "which would be given a slice of each token's features and take it for all; take "
-                    "residual='replicated' or 'sequence', or an nn.Mixer, nn.FeedForward, nn.MoE or nn.Norm."
-                )
+            _check_shared_key_heads(plan, path, mixer, kv_paths)
+        _check_feature_layers(plan, model, known)
 
 
-def _check_feature(plan: Placement, path: str, mixer: nn.Mixer, holders: list[str]) -> None:
-    """Key heads that devices share are summed whole by their maps; nothing else may hold them."""
+def _check_feature_layers(plan: Placement, model: nn.Transformer, known: tuple[type, ...]) -> None:
+    """Refuse parts of blocks that would be given a slice of each token's features and cannot run on one."""
+    modules = [("norm", model.norm)]
+    for path, block in nn.named_modules(model, nn.ParallelBlock):
+        modules += [(f"{path}.norm", block.norm), (f"{path}.sum_norm", block.sum_norm)]
+    modules += [(f"{path}.norm", mixers.norm) for path, mixers in nn.named_modules(model, nn.ParallelMixers)]
+    for path, sublayer in nn.named_modules(model, nn.Residual):
+        fields = [field.name for field in dataclasses.fields(sublayer) if not field.metadata.get("static")]
+        modules += [(f"{path}.{name}", getattr(sublayer, name)) for name in fields if name != "layer"]
+        modules += [] if is_plain(sublayer.layer) else [(f"{path}.layer", sublayer.layer)]
+    for path, module in modules:
+        if not isinstance(module, (*known, nn.Dropout, NoneType)):
+            raise ValueError(
+                f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} is a {type(module).__name__}, "
+                "which would be given a slice of each token's features and take it for all; take "
+                "residual='replicated' or 'sequence', or an nn.Mixer, nn.FeedForward, nn.MoE or nn.Norm."
+            )
+
+
+def _check_shared_key_heads(plan: Placement, path: str, mixer: nn.Mixer, kv_paths: list[str]) -> None:
+    """Refuse arrays of key heads outside of maps where devices share heads: only maps sum shared heads as a whole."""
     kv_heads = size_of(mixer, "kv_heads")
     if not is_split(mixer) or kv_heads is None or kv_heads % plan.size(TENSOR) == 0:
         return
-    if found := [holder for holder in holders if holder.startswith(f"{path}.")]:
+    if mixer_paths := [kv_path for kv_path in kv_paths if kv_path.startswith(f"{path}.")]:
         raise ValueError(
             f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} has {kv_heads} key heads, fewer than "
-            f"the axis has devices, and {', '.join(found)} is of all of them; take residual='replicated' or 'sequence' "
-            "or a smaller axis."
+            f"the axis has devices, and {', '.join(mixer_paths)} is of all of them; take residual='replicated' or "
+            "'sequence' or a smaller axis."
         )
 
 
-def _holders_of_key_heads(model: nn.Transformer) -> list[str]:
-    """The paths of arrays with key heads that belong to no map, and of norms over key heads."""
-    bare = jax.tree.map(lambda node: None if nn.is_map(node) else node, model, is_leaf=nn.is_map)
-    names = jax.tree_util.tree_leaves_with_path(nn.dims(bare))
-    found = [nn.path_name(path) for path, dims in names if isinstance(dims, str) and "kv_heads" in dims.split()]
+def _kv_head_paths(model: nn.Transformer) -> list[str]:
+    """Return the paths of arrays with key heads that belong to no map, and of norms over key heads."""
+    without_maps = jax.tree.map(lambda node: None if nn.is_map(node) else node, model, is_leaf=nn.is_map)
+    names = jax.tree_util.tree_leaves_with_path(nn.dims(without_maps))
+    arrays = [nn.path_name(path) for path, dims in names if isinstance(dims, str) and "kv_heads" in dims.split()]
     norms = nn.named_modules(model, nn.Norm)
-    return found + [path for path, norm in norms if "kv_heads" in norm.reduced and not jax.tree.leaves(norm)]
+    return arrays + [path for path, norm in norms if "kv_heads" in norm.reduced and not jax.tree.leaves(norm)]
 
 
-class _Part:
-    """A subtree as a leaf."""
+class _Subtree:
+    """Subtree of specs as a leaf."""
 
     def __init__(self, specs: PyTree):
         self.specs = specs
 
 
-def check_mixture(plan: Placement, path: str, moe: nn.MoE) -> None:
+def _check_mixture(plan: Placement, path: str, moe: nn.MoE) -> None:
     """Raise a `ValueError` if a mixture's results would depend on the mesh, or its experts cannot be split.
 
-    The former: choices that depend on rows or a batch of which a device has only a part. The latter: experts that are
-    not made of linear maps, or whose hidden dim the layout leaves whole.
+    Results depend on the mesh if choices depend on rows or a batch of which a device has only a part. Experts cannot
+    be split if they are not made of linear maps, or if the layout does not split their hidden dim.
     """
     facts = moe.router.facts()
-    _check_among(plan, path, moe.router, facts.among)
+    _check_choice_scope(plan, path, moe.router, facts.among)
     if not facts.gives_slots:
-        _check_among(plan, path, moe.dispatch, moe.dispatch.among(facts))
+        _check_choice_scope(plan, path, moe.dispatch, moe.dispatch.among(facts))
     linears: list[nn.LinearMap] = []
-    rest = nn.map_linears(linears.append, moe.experts)
+    without_linears = nn.map_linears(linears.append, moe.experts)
     splits = plan.size(EXPERT) > 1 or plan.size(TENSOR) > 1
-    if splits and not facts.gives_slots and any(map(nn.has_shape, jax.tree.leaves(rest))):
+    if splits and not facts.gives_slots and any(map(nn.has_shape, jax.tree.leaves(without_linears))):
         raise ValueError(
             f"Plan over expert={plan.size(EXPERT)}, tensor={plan.size(TENSOR)}: {path} has experts with parameters "
             "that are not those of a linear map, and choices are brought to split experts as rows sorted by expert; "
             "leave both axes at 1, or build the experts of nn.LinearMaps."
         )
     if plan.size(TENSOR) > 1:
-        split = plan.layout(splits_fsdp=False).dims
+        axis_of = plan.layout(splits_fsdp=False).dims
         for linear in linears:
-            hidden = (*linear.inputs, *linear.outputs)
-            if "rank" in hidden:  # a factor of a LoRA: its other factor, or the map itself, is split
+            dims = (*linear.inputs, *linear.outputs)
+            if "rank" in dims:  # The other factor of the LoRA, or the map itself, is split.
                 continue
-            if "embed" in hidden and not any(split.get(dim) == TENSOR for dim in hidden if dim != "embed"):
+            if "embed" in dims and not any(axis_of.get(dim) == TENSOR for dim in dims if dim != "embed"):
                 raise ValueError(
                     f"Plan over tensor={plan.size(TENSOR)}: {path} has experts with a map from {linear.inputs} to "
                     f"{linear.outputs}, of which no dim is split over the axis, so that each device would compute all "
@@ -300,25 +298,26 @@ def check_mixture(plan: Placement, path: str, moe: nn.MoE) -> None:
                 )
 
 
-def _check_among(plan: Placement, path: str, part: nn.Router | nn.Dispatch, among: str) -> None:
-    context, rows, what = plan.size(CONTEXT), math.prod(map(plan.size, BATCH_AXES)), type(part).__name__
+def _check_choice_scope(plan: Placement, path: str, module: nn.Router | nn.Dispatch, among: str) -> None:
+    """Refuse a router or dispatch whose choices depend on more tokens (`among`) than a device has."""
+    context, rows, name = plan.size(CONTEXT), math.prod(map(plan.size, BATCH_AXES)), type(module).__name__
     if among != "token" and context > 1:
         raise ValueError(
-            f"Plan over context={context}: {path} has a {what}, whose choices depend on whole rows, and a device has "
+            f"Plan over context={context}: {path} has a {name}, whose choices depend on whole rows, and a device has "
             "pieces of them; take another axis, a router by which each token chooses, and Dropless or a factor of "
             "experts / top_k, which drop nothing."
         )
     if among not in ("token", "sequence") and rows > 1:
         raise ValueError(
-            f"Plan over {rows} pieces of the batch: {path} has a {what}, whose choices depend on the whole batch, and "
+            f"Plan over {rows} pieces of the batch: {path} has a {name}, whose choices depend on the whole batch, and "
             "a device has some of its rows; take per='sequence'."
         )
 
 
-def check_products(plan: Placement, specs: PyTree) -> None:
+def _check_8_bit_maps(plan: Placement, specs: PyTree) -> None:
     """Raise a `ValueError` for a map of 8 bits that every device of `tensor` repeats.
 
-    Each has the gradient of its own heads there, a part of a sum, and rounded parts are not the rounded sum.
+    Each device has the gradient of its own heads there, a part of a sum, and rounded parts are not the rounded sum.
     """
     nodes = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda node: nn.is_map(node) or is_spec(node))
     for path, linear in nodes:

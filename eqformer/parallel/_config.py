@@ -1,4 +1,4 @@
-"""What one chooses of a plan, whatever the mesh: plain data, that the command line reads with its documentation."""
+"""The choices of a plan, whatever the mesh: plain data that the command line reads with its documentation."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from .tensor._residual_stream import StreamKind
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How a model runs over the axes of a mesh. Plain data: a `Plan` checks it."""
+    """Choices of how a model runs over the axes of a mesh. Plain data: a `Plan` checks it."""
 
     zero: Literal[0, 1, 2, 3] = 0
     """What --mesh.fsdp splits: 0 rows only, 1 also the optimizer's state, 2 also gradients, 3 also parameters."""
@@ -47,24 +47,27 @@ class ParallelConfig:
 
 
 def option_values(name: str) -> tuple[str | int, ...]:
-    """The values that a choice is one of; none where it is a number. A schedule may also be a function or a table."""
-    kind = typing.get_type_hints(ParallelConfig)[name]
-    words = [one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is Literal]
-    return typing.get_args(words[0]) if words else ()
+    """Return the values that a field of `ParallelConfig` may have; none where it is a number.
+
+    A schedule may also be a function or a table.
+    """
+    annotation = typing.get_type_hints(ParallelConfig)[name]
+    literals = [kind for kind in (annotation, *typing.get_args(annotation)) if typing.get_origin(kind) is Literal]
+    return typing.get_args(literals[0]) if literals else ()
 
 
-def check_values(choices: ParallelConfig) -> None:
-    """Raise a `ValueError` for a value that is none of its choice's."""
+def check_values(config: ParallelConfig) -> None:
+    """Raise a `ValueError` for a field whose value is none of its allowed values."""
     for field in dataclasses.fields(ParallelConfig):
-        name, value, known = field.name, getattr(choices, field.name), option_values(field.name)
-        is_made = name == "schedule" and not isinstance(value, str)
-        if known and value not in known and not is_made:
-            raise ValueError(f"Plan({name}={value!r}): the choices are {', '.join(map(str, known))}.")
-    if choices.expert_factor is not None and not 0 < choices.expert_factor < math.inf:
+        name, value, allowed = field.name, getattr(config, field.name), option_values(field.name)
+        is_custom_schedule = name == "schedule" and not isinstance(value, str)
+        if allowed and value not in allowed and not is_custom_schedule:
+            raise ValueError(f"Plan({name}={value!r}): the choices are {', '.join(map(str, allowed))}.")
+    if config.expert_factor is not None and not 0 < config.expert_factor < math.inf:
         raise ValueError(
-            f"Plan(expert_factor={choices.expert_factor}): a device, or on CPUs a pair of devices, has that many times "
+            f"Plan(expert_factor={config.expert_factor}): a device, or on CPUs a pair of devices, has that many times "
             "the room that even loads need in a round of an exchange; give a positive and finite number, such as 1.25."
         )
-    for name, value in (("microbatches", choices.microbatches), ("chunks", choices.chunks)):
+    for name, value in (("microbatches", config.microbatches), ("chunks", config.chunks)):
         if not isinstance(value, numbers.Integral) or value < 1:
-            raise ValueError(f"Plan({name}={value!r}): it counts, so give a whole number of at least 1.")
+            raise ValueError(f"Plan({name}={value!r}): {name} must be a whole number of at least 1.")

@@ -229,9 +229,7 @@ def ragged_runs(
     queue_starts = jnp.moveaxis((jnp.cumsum(flat_queue, axis=1) - flat_queue).reshape(queue.shape), 2, 0)
     start, end = (jnp.clip(index, first, first + room) for index in (queue_starts, queue_starts + counts))
     sizes = end - start
-    source, target = (
-        jnp.where(sizes > 0, index, 0) for index in (sender_starts + start - queue_starts, start - first)
-    )
+    source, target = (jnp.where(sizes > 0, index, 0) for index in (sender_starts + start - queue_starts, start - first))
     sent_by_device = lambda array: jax.lax.dynamic_index_in_dim(array, device, 0, keepdims=False).reshape(-1)
     received_by_sender = lambda array: jax.lax.dynamic_index_in_dim(array, device, 1, keepdims=False)
     received = lambda array: received_by_sender(array).reshape(-1)

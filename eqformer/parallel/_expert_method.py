@@ -9,9 +9,9 @@ ExpertMethod = Literal["auto", "gather", "exchange"]
 MOST_GATHERED_BYTES = 2**30
 """Bytes of the rows that a device makes room for when tokens are gathered: some layers would need terabytes."""
 LEAST_SLOTS = 64
-"""Least slots for a pair of devices in an exchange; fewer are often exceeded by chance, so that rounds would repeat."""
+"""Least slots for a pair of devices in an exchange; chance often fills fewer, so that a second round would be usual."""
 RAGGED_FACTOR, PADDED_FACTOR = 1.25, 2.0
-"""Default room of a round, relative to an even load; the loads of pairs of devices differ more than those of devices."""
+"""Default room of a round, relative to an even load; loads of pairs of devices differ more than those of devices."""
 
 
 class Exchange(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where a plan keeps arrays: parameters, what is remembered of them, batches and layers, over a mesh."""
+"""Placement of a plan's arrays on a mesh: parameters, optimizer state, batches, and the order of layers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,67 +29,67 @@ from .tensor._stream_kinds import make_residual_stream
 
 @dataclasses.dataclass(frozen=True)
 class Placement(ParallelConfig):
-    """ParallelConfig over a mesh, and by them where global arrays are kept and in which order."""
+    """A `ParallelConfig` on a mesh: the shardings of global arrays, and the order of layers and tokens in them."""
 
     mesh: Mesh | AbstractMesh
     """The devices; an abstract mesh is enough for layouts and checks."""
 
     def size(self, axis: str) -> int:
-        """How many devices an axis has."""
+        """Return the number of devices of an axis."""
         return axis_sizes(self.mesh)[axis]
 
     @property
     def platform(self) -> str:
-        """That of the mesh's devices, `"tpu"`, `"gpu"` or `"cpu"`, which is also taken for a mesh that says none."""
+        """Platform of the mesh's devices: `"tpu"`, `"gpu"` or `"cpu"`; `"cpu"` for a mesh without devices."""
         mesh = self.mesh
-        one = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
-        return "cpu" if one is None else one.platform
+        device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
+        return "cpu" if device is None else device.platform
 
     def layout(self, *, splits_fsdp: bool) -> Layout:
-        """The layout of parameters or, with `splits_fsdp`, of what else is split over the axis `fsdp`."""
-        split = *make_residual_stream(self.residual).split_dims, "vocab"
-        dims = {"layers": PIPE, "experts": EXPERT, **dict.fromkeys(split, TENSOR)}
+        """Return the layout of arrays that the axis `fsdp` does not split or, with `splits_fsdp`, of those it splits."""
+        tensor_dims = *make_residual_stream(self.residual).split_dims, "vocab"
+        dims = {"layers": PIPE, "experts": EXPERT, **dict.fromkeys(tensor_dims, TENSOR)}
         # Stages may not divide the layers in reading order; in pipeline order they do.
         lenient, moving = frozenset({"kv_heads", "vocab"}), frozenset({"layers"})
         return Layout(dims, lenient, FSDP if splits_fsdp else None, self.smallest, moving)
 
     def parameter_specs(self, model: PyTree) -> PyTree:
-        """Where the parameters are kept."""
+        """Return the specs of the parameters."""
         return partition_specs(model, self.layout(splits_fsdp=self.zero == 3), self.mesh)
 
     def state_specs(self, model: PyTree) -> PyTree:
-        """Where gradients, and what the optimizer remembers of the parameters, are kept."""
+        """Return the specs of gradients, and of the optimizer state of each parameter."""
         return partition_specs(model, self.layout(splits_fsdp=self.zero >= 1), self.mesh)
 
     def batch_specs(self, batch: PyTree) -> PyTree:
-        """Rows over the axes that split the batch, tokens over `context`."""
+        """Return the specs of a batch: rows over the axes that split the batch, tokens over `context`."""
         return jax.tree.map(lambda x: PartitionSpec(self.batch_axes, *(CONTEXT,) * (x.ndim > 1)), batch)
 
     @property
     def stream(self) -> ResidualStream | None:
-        """The residual stream over the axis `tensor`; None where that has one device."""
+        """Residual stream over the axis `tensor`; None where the axis has one device."""
         return make_residual_stream(self.residual, self.overlap) if self.size(TENSOR) > 1 else None
 
     @property
     def exchange(self) -> Exchange:
-        """How choices reach their experts where they are exchanged."""
+        """All-to-alls by which choices reach their experts where they are exchanged."""
         return exchange_on(self.platform, self.expert_factor)
 
     def expert_method_of(self, model: nn.Transformer, moe: nn.MoE, tokens: int) -> str:
-        """How so many tokens of a device reach a mixture's experts on others: `"gather"` or `"exchange"`."""
+        """Return how `tokens` tokens of a device reach experts on other devices: `"gather"` or `"exchange"`."""
         facts = moe.router.facts()
         if facts.gives_slots:
             return "gather"
-        row = moe.expert_width(model.embedding.weight.shape[-1]) * jnp.dtype(model.compute_dtype).itemsize
-        sizes = {"devices": self.size(EXPERT), "exchange": self.exchange, "row_bytes": row}
+        row_bytes = moe.expert_width(model.embedding.weight.shape[-1]) * jnp.dtype(model.compute_dtype).itemsize
+        sizes = {"devices": self.size(EXPERT), "exchange": self.exchange, "row_bytes": row_bytes}
         return choose_expert_method(self.expert_method, tokens=tokens, top_k=int(facts.choices), **sizes)
 
     @property
     def torus_steps(self) -> Steps:
-        """Among how many devices each, one after another, gradients are scattered over `fsdp`, and parameters gathered.
+        """Numbers of devices in the steps by which gradients are scattered over `fsdp`, and parameters gathered.
 
-        Two steps where the axis is a whole square or box of a torus (for parameters: a box), one for its last side and
-        one for the rest.
+        There are two steps where the axis is a whole square or box of a torus (for parameters: a box), one step for its
+        last side and one for the remaining sides.
         """
         return torus_steps(self.mesh.devices, FSDP) if isinstance(self.mesh, Mesh) else Steps()
 
@@ -100,12 +100,12 @@ class Placement(ParallelConfig):
 
     @property
     def splits_tables(self) -> bool:
-        """Whether large tables of the vocabulary are gathered in parts, where they are used."""
+        """Whether large vocabulary tables are gathered in chunks, where they are used."""
         return self.zero == 3 and not self.is_pipelined and self.stream is None
 
     @property
     def scatters_layers(self) -> bool:
-        """Whether the gradient of each layer is split as soon as it is made; a pipeline splits them after its last."""
+        """Whether each layer's gradient is scattered at once; a pipeline scatters gradients after its last microbatch."""
         return self.zero == 2 and not self.is_pipelined
 
     @property
@@ -115,7 +115,7 @@ class Placement(ParallelConfig):
 
     @property
     def runs_schedule(self) -> bool:
-        """Whether gradients are made by the schedule's table, embedding and loss at its ends."""
+        """Whether the schedule's table computes gradients, with embedding and loss in the first and last stage."""
         return self.is_pipelined and not self.spreads_edges
 
     @property
@@ -125,38 +125,38 @@ class Placement(ParallelConfig):
 
     @property
     def aux_spec(self) -> PartitionSpec:
-        """The spec of routed layers' aux: split like the layers that a schedule runs, or else replicated."""
+        """Spec of routed layers' aux: split like the layers where a schedule runs them, else replicated."""
         return PartitionSpec(PIPE) if self.runs_schedule else PartitionSpec()
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes that rows are split over."""
+        """Axes that rows are split over."""
         return (*BATCH_AXES, PIPE) if self.spreads_edges else BATCH_AXES
 
     def timetable(self) -> Schedule:
-        """What each stage of the pipeline does when."""
+        """Return the table of the pipeline's schedule: the work of each stage in each tick."""
         return make_schedule(self.schedule, stages=self.size(PIPE), microbatches=self.microbatches, chunks=self.chunks)
 
     def to_pipeline_order(self, tree: PyTree, taken: Callable[..., Any] = taken_rows) -> PyTree:
-        """A model, or a tree of such, with its layers in the order in which the ring of stages holds them.
+        """Put the layers of a model, or of a tree of models, in the order in which the stages hold them.
 
-        It differs from reading order where devices hold several parts; and where parts hold unequal numbers of layers,
-        it has rows of padding, which are zero and skipped. Such a model trains in pipeline order and is saved in
+        Pipeline order differs from reading order where devices hold several parts; and where parts hold unequal numbers of layers,
+        the model has rows of padding, which are zero and skipped. Such a model trains in pipeline order and is saved in
         reading order. `taken(x, order)`, by default `taken_rows`, puts the rows of an array in an order; a caller may
         pass its own for large arrays.
         """
         return in_pipeline_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
 
     def to_reading_order(self, tree: PyTree, taken: Callable[..., Any] = taken_rows) -> PyTree:
-        """What `to_pipeline_order` gave, with its layers in the order in which the model is read."""
+        """Undo `to_pipeline_order`: put layers in the order in which the model is read."""
         return in_reading_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
 
     def aux_to_reading_order(self, aux: PyTree, model: nn.Transformer) -> PyTree:
-        """Layers' aux in pipeline order, for each of the model's stacks, brought into reading order."""
+        """Put the aux of layers, in pipeline order for each of the model's stacks, in reading order."""
         return from_rows(aux, self._rows(model)) if self.is_pipelined else aux
 
     def shapes(self, model: nn.Transformer) -> nn.Transformer:
-        """The shapes of a model, or of its shapes, as devices hold it: in pipeline order, whichever order it is in."""
+        """Return the shapes of a model, or of its shapes, in pipeline order, whichever order the model is in."""
         is_plain = all(len(stack) == stack.depth for stack in model.stacks)
         return eqx.filter_eval_shape(self.to_pipeline_order if is_plain else lambda model: model, model)
 
@@ -164,7 +164,7 @@ class Placement(ParallelConfig):
         return layer_rows([stack.depth for stack in model.stacks], self.timetable().part_of)
 
     def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
-        """The batch with each row's tokens in the order in which they are split over `context`.
+        """Put each row's tokens in the order in which they are split over `context`.
 
         The lengths of documents, which cannot be computed from a piece of a row, are added to its tokens.
         """
@@ -177,7 +177,7 @@ class Placement(ParallelConfig):
         return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))
 
     def leaves(self, model: nn.Transformer) -> PyTree:
-        """A tree like `model`, which is in pipeline order, with what this plan decides of each array."""
+        """Return a tree like `model`, which is in pipeline order, with a `Leaf` for each array."""
         if self.is_pipelined:
             self._check_pipeline_order(model)
         axes = *self.batch_axes, CONTEXT
@@ -186,10 +186,10 @@ class Placement(ParallelConfig):
     def _check_pipeline_order(self, model: nn.Transformer) -> None:
         """Raise a `ValueError` for a model in reading order where stages hold unequal numbers of layers."""
         rows = self._rows(model)
-        there, wanted = [len(stack) for stack in model.stacks], [len(each.order) for each in rows]
-        if there != wanted:
+        actual, wanted = [len(stack) for stack in model.stacks], [len(stack.order) for stack in rows]
+        if actual != wanted:
             raise ValueError(
-                f"Plan over pipe={self.size(PIPE)}: a model whose stacks have {[each.depth for each in rows]} layers "
-                f"lies in {wanted} rows on the ring of stages, some of them padding, but this one has {there}; put it "
-                "in pipeline order by plan.to_pipeline_order(model)."
+                f"Plan over pipe={self.size(PIPE)}: a model whose stacks have {[stack.depth for stack in rows]} layers "
+                f"lies in {wanted} rows on the stages, some of them padding, but this one has {actual}; put it in "
+                "pipeline order by plan.to_pipeline_order(model)."
             )

@@ -1,4 +1,4 @@
-"""One entry for all transforms: a mesh and choices, and how a plain model is laid out, checked and run by them."""
+"""`Plan`: a mesh and choices, by which a plain model is laid out, checked and run; and a plan in one line."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ import equinox as eqx
 
 from .. import nn
 from ._axes import BATCH_AXES, CONTEXT
-from ._check_plan import check_choices, check_model, check_rows
+from ._check_plan import check_config, check_model, check_rows
 from ._on_device import OnDevice
 from ._placement import Placement
 from .layouts._mesh import axis_sizes
@@ -16,30 +16,30 @@ from .pipeline._simulate import simulate
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Placement):
-    """How a model runs over a mesh: `Plan(mesh, zero=3, residual="sequence")`, by the choices of `ParallelConfig`.
+    """A `ParallelConfig` on a mesh: `Plan(mesh, zero=3, residual="sequence")`.
 
-    A plan takes and gives global arrays, laid out by its specs; what happens on each device happens inside one
-    `filter_shard_map`, where `on_device(model)` does its work.
+    A plan takes and gives global arrays, laid out by its specs; each device works inside one `filter_shard_map`, with
+    the methods of `on_device(model)`.
     """
 
     def __post_init__(self):
-        check_choices(self)
+        check_config(self)
 
     def check(self, model: nn.Transformer, *, rows: int, seq: int, group: int = 1) -> None:
         """Raise a `ValueError`, before anything is compiled, where model, rows or tokens do not fit the mesh.
 
-        `group` is the batch's: so many rows stay together.
+        `group` is the batch's: groups of so many rows are not split.
         """
         check_model(self, model)
         check_rows(self, model, rows, seq, group)
 
     def on_device(self, model: nn.Transformer) -> OnDevice:
-        """What each device does with its slices of a model, which is given whole and may be of shapes."""
+        """Return the functions of one device for its slices of a model, which is global and may be of shapes."""
         return OnDevice(self, self.leaves(model), eqx.filter_eval_shape(lambda: model))
 
 
 def summary(plan: Plan, model: nn.Transformer, *, rows: int, seq: int) -> str:
-    """The mesh, what matters on it of the plan's choices for batches of a model, and a pipeline's idle share."""
+    """Return one line: the mesh, the choices that matter on it for batches of a model, and a pipeline's idle share."""
     number, sizes = plan.mesh.size, axis_sizes(plan.mesh)
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "no axis is split"
     parts = [f"{number} device{'s' * (number > 1)}: {axes}"]

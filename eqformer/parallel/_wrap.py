@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 from .. import nn
 from ._axes import CONTEXT, TENSOR
 from ._expert_method import Exchange
-from ._mixture import SplitMoE
+from ._expert_parallel import SplitMoE
 from .context._context_attention import ContextAttention, refuse_pieces
 from .layouts._layout import dim_over
 from .state._gather import gather_parameter

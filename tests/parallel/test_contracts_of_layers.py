@@ -12,7 +12,7 @@ from plan_models import model_of
 from plan_parity import Case, differences, of_one_device
 
 from eqformer import nn, planning, training
-from eqformer.parallel import _mixture, EXPERT, TENSOR
+from eqformer.parallel import _expert_parallel, EXPERT, TENSOR
 from eqformer.parallel.tensor import _replicated_layers as _whole
 from eqformer.parallel.tensor._replicated_layers import counted_once
 
@@ -52,7 +52,7 @@ def test_a_router_that_needs_rows_must_say_so(monkeypatch):
 
 @pytest.mark.grid
 def test_a_router_in_slices_is_put_together_and_counts_once(monkeypatch):
-    monkeypatch.setattr(_mixture, "counted_once", lambda stream, y: stream.summed("maps to the stream", y))
+    monkeypatch.setattr(_expert_parallel, "counted_once", lambda stream, y: stream.summed("maps to the stream", y))
     assert is_seen(Case("cosine rows", {"expert": 2, "tensor": 2}, EXCHANGE))
 
 

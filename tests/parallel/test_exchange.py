@@ -15,7 +15,7 @@ from plan_parity import alone, Case, differences, program_under, total_under
 from eqformer import nn, planning
 from eqformer.parallel import filter_shard_map, make_mesh
 from eqformer.parallel._expert_method import Exchange
-from eqformer.parallel._mixture import SplitMoE
+from eqformer.parallel._expert_parallel import SplitMoE
 
 
 PADDED = Exchange(is_ragged=False, factor=1.0)

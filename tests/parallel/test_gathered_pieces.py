@@ -11,7 +11,7 @@ from plan_parity import Case, differences, of_one_device, of_plan
 from test_narrow_sums import MEANT, not_meant, program_of
 
 from eqformer import nn
-from eqformer.parallel import _expert_method, _mixture, AXES, Exchange, filter_shard_map, make_mesh
+from eqformer.parallel import _expert_method, _expert_parallel, AXES, Exchange, filter_shard_map, make_mesh
 
 
 CASE = Case("shared mixture", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_method": "gather"})
@@ -33,7 +33,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     found: list[int] = []
     pieces_of = _expert_method.count_pieces
     monkeypatch.setattr(_expert_method, "MOST_GATHERED_BYTES", most)
-    monkeypatch.setattr(_mixture, "count_pieces", lambda *given: found.append(pieces_of(*given)) or found[-1])
+    monkeypatch.setattr(_expert_parallel, "count_pieces", lambda *given: found.append(pieces_of(*given)) or found[-1])
     return found
 
 
@@ -51,7 +51,7 @@ def test_pieces_give_the_layers_own_results_and_gradients(monkeypatch):
     specs = jax.tree.map(lambda x: P("expert") if x.ndim == 3 else P(), arrays)
 
     def split(arrays, x):
-        return _mixture.SplitMoE(eqx.combine(arrays, rest), "gather", PADDED, None)(x)[0]
+        return _expert_parallel.SplitMoE(eqx.combine(arrays, rest), "gather", PADDED, None)(x)[0]
 
     mapped = filter_shard_map(split, make_mesh(expert=2, devices=jax.devices()[:2]), (specs, P("expert")), P("expert"))
     plain = lambda arrays, x: eqx.combine(arrays, rest)(x)[0]
@@ -100,7 +100,7 @@ def largest(monkeypatch: pytest.MonkeyPatch, most: float) -> float:
     specs = jax.tree.map(lambda x: P("expert") if x.ndim == 3 else P(), arrays)
 
     def loss(arrays, x):
-        split = _mixture.SplitMoE(eqx.combine(arrays, rest), "gather", PADDED, None)
+        split = _expert_parallel.SplitMoE(eqx.combine(arrays, rest), "gather", PADDED, None)
         return jax.lax.psum(jnp.sum(split(x)[0].astype(jnp.float32)), "expert")
 
     mapped = filter_shard_map(loss, mesh, (specs, P("expert")), P())

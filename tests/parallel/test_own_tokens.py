@@ -7,7 +7,7 @@ import pytest
 from eqformer import models, nn, planning, training
 from eqformer._xla_flags import known
 from eqformer.parallel import make_mesh, Plan
-from eqformer.parallel._mixture import SplitMoE
+from eqformer.parallel._expert_parallel import SplitMoE
 
 
 def scatters(remat: str) -> int:
@@ -69,7 +69,7 @@ def test_gpus_compute_the_attention_half_of_a_block_once_in_a_turn_backward(monk
         return planning.program_of(compiled, states.plan.mesh).operations
 
     once = operations()
-    monkeypatch.setattr(SplitMoE, "_kept", lambda self, x: x)
+    monkeypatch.setattr(SplitMoE, "_name_gathered_tokens", lambda self, x: x)
     twice = operations()
     tokens, embed = 8 // 4 * 128, MIXTURE.embed
     queries_keys_values = (MIXTURE.layers - 1) * 2 * tokens * 3 * embed**2

@@ -10,7 +10,7 @@ from plan_parity import place
 
 from eqformer import nn
 from eqformer.parallel import make_mesh, Plan, ShardedModel
-from eqformer.parallel._check_plan import check_kind
+from eqformer.parallel._check_plan import check_model_class
 
 
 @pytest.fixture(scope="module")
@@ -49,5 +49,5 @@ def test_a_cache_goes_on_where_it_was(both):
 
 def test_what_is_no_transformer_is_named(both):
     with pytest.raises(ValueError, match=r"Plan.check\(model\): it is a MLP, and a plan runs an nn.Transformer"):
-        check_kind(nn.MLP(embed=4, mlp=4, key=jax.random.key(0)))
-    check_kind(both[0])
+        check_model_class(nn.MLP(embed=4, mlp=4, key=jax.random.key(0)))
+    check_model_class(both[0])

@@ -21,7 +21,7 @@ from test_exchange import CASES, crowded
 from eqformer import nn, planning
 from eqformer.parallel import _expert_exchange, _send, filter_shard_map, make_mesh, Plan
 from eqformer.parallel._expert_method import Exchange
-from eqformer.parallel._mixture import SplitMoE
+from eqformer.parallel._expert_parallel import SplitMoE
 
 
 EXPERTS, TOP_K, TOKENS, DEVICES, EMBED = 8, 2, 8, 4, 128  # a row is whole tiles of a TPU's

@@ -1,0 +1,255 @@
+"""Expert parallelism: tokens are gathered on all devices of the axis `expert`, or sent to those with their experts."""
+
+import dataclasses
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int, PyTree, Shaped
+
+from .. import nn
+from . import _send as send
+from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
+from ._expert_exchange import exchange_choices
+from ._expert_method import choose_expert_method, count_pieces, Exchange
+from ._vary import vary
+from .state._gather import gather_parameter
+from .tensor._replicated_layers import counted_once, Sliced
+from .tensor._residual_stream import ResidualStream
+from .tensor._tensor import HEAD_DIMS
+
+
+class SplitMoE(nn.Routed):
+    """Mixture of which this device holds some experts, and of each expert a slice of its hidden features.
+
+    `method="gather"`: the tokens of all devices of the axis `expert` are gathered, each device computes what its own
+    experts add, and the sums are scattered back; exact. As all choices may be for one device, it is done in as many
+    pieces as keep the room for them below 1 GiB. `"exchange"`: each choice goes to its expert's device and back by
+    all-to-alls (DeepSpeed-MoE, arXiv:2201.05596), those of `exchange`, in rounds until all have had a slot; exact.
+    `"auto"`: the cheaper one (`choose_expert_method`). Each token is routed once, on one device. `stream` is the
+    residual stream over the axis `tensor`, None where the axis has one device: split tokens or features are gathered
+    for the experts.
+    """
+
+    inner: nn.MoE
+    method: str = eqx.field(static=True)
+    exchange: Exchange = eqx.field(static=True)
+    stream: ResidualStream | None = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], nn.Aux]:
+        """Return the layer's output for this device's tokens, and their `Aux`."""
+        x = self._name_gathered_tokens(x)
+        inputs = x if self.stream is None else self.stream.to_routed(x)
+        if tokens is None:
+            tokens = nn.positions_like(self._gather_rows(inputs).shape[:-1])
+        device_tokens = self._slice_tokens(tokens, inputs.shape[-2])
+        routing = self._route(inputs, tokens, device_tokens)
+        if self.inner.expert_norm is not None:
+            normed = self.inner.expert_norm(x)
+            inputs = normed if self.stream is None else self.stream.to_routed(normed)
+        inputs = _apply_map(self.inner.to_latent, inputs)
+        if isinstance(routing, nn.Slots):
+            y, aux = self._run_slots(inputs, routing, tokens)
+        else:
+            y, dropped = self._run_choices(inputs, routing, device_tokens)
+            aux = self.inner.aux_of_routing(routing, device_tokens, dropped, self._sum_tokens, self._sum_row)
+            if self._splits_tokens:
+                summed = jax.tree.map(lambda leaf: _sum_over(leaf, (TENSOR,)), aux)
+                aux = eqx.tree_at(lambda a: a.dropped, summed, dropped)
+        y = _apply_map(self.inner.from_latent, y)
+        y = checkpoint_name(y if self.stream is None else self.stream.from_routed(y), "product")
+        return (y if self.inner.shared is None else y + self.inner.shared(x)), aux
+
+    def _name_gathered_tokens(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
+        """Name this device's tokens for the remat policy `full` to keep, where the experts' devices gather them.
+
+        XLA for GPUs begins all-gathers a turn of the backward loop early. To gather tokens that are not kept, it
+        recomputes the block's mixer a turn early, and once more in the turn that needs the mixer's other results.
+        """
+        if jax.lax.axis_size(EXPERT) == 1 or self._splits_tokens:
+            return x
+        router = self.inner.router
+        facts = (router.whole if isinstance(router, Sliced) else router).facts()
+        tokens = math.prod(x.shape[:-1])
+        row_bytes = self.inner.expert_width(x.shape[-1]) * x.dtype.itemsize
+        gathers = facts.gives_slots or self._method(tokens, int(facts.choices), row_bytes) == "gather"
+        return checkpoint_name(x, "own tokens") if gathers else x
+
+    def _method(self, tokens: int, top_k: int, row_bytes: int) -> str:
+        """Return how so many tokens of a device reach the experts of other devices."""
+        sizes = {"tokens": tokens, "top_k": top_k, "devices": jax.lax.axis_size(EXPERT), "row_bytes": row_bytes}
+        return choose_expert_method(self.method, **sizes, exchange=self.exchange)
+
+    @property
+    def _splits_tokens(self) -> bool:
+        return self.stream is not None and self.stream.routed.splits_tokens
+
+    @property
+    def _splits_features(self) -> bool:
+        return self.stream is not None and self.stream.splits_features
+
+    def _sum_tokens(self, x: Array) -> Array:
+        """Sum over all devices between which the batch's tokens are split."""
+        return _sum_over(x, (*BATCH_AXES, CONTEXT, *(TENSOR,) * self._splits_tokens))
+
+    def _sum_row(self, x: Array) -> Array:
+        """Sum over the devices between which a row's tokens are split."""
+        return _sum_over(x, (CONTEXT, *(TENSOR,) * self._splits_tokens))
+
+    def _route(
+        self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens, device_tokens: nn.Tokens
+    ) -> nn.Routing | nn.Slots:
+        """Route this device's tokens; a router whose choices depend on other tokens sees the whole rows, `tokens`."""
+        router, stream, device_tokens = self.inner.router, self.stream, device_tokens.fold_in(nn.ROUTER)
+        if stream is None:
+            return router(x, device_tokens)
+        assert isinstance(router, Sliced)
+        if self._splits_tokens and router.whole.facts().among != "token":
+            routing = router.whole(self._gather_rows(x), tokens.fold_in(nn.ROUTER))
+            return routing if isinstance(routing, nn.Slots) else jax.tree.map(stream.routed.own, routing)
+        count_once = lambda leaf: counted_once(stream, leaf) if nn.is_trainable(leaf) else _mark_replicated(leaf)
+        routing = router.whole(x, device_tokens)
+        return jax.tree.map(count_once, routing) if router.is_split and not self._splits_tokens else routing
+
+    def _slice_tokens(self, tokens: nn.Tokens, size: int) -> nn.Tokens:
+        """Return the tokens that this device routes."""
+        if not self._splits_tokens:
+            return tokens
+        start = jax.lax.axis_index(TENSOR) * size
+        tokens = dataclasses.replace(tokens, source=None, score_bias=None)  # No router reads these fields.
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), tokens)
+
+    def _gather_rows(self, x: Shaped[Array, "*batch seq dim"]) -> Shaped[Array, "*batch full_seq dim"]:
+        """Return all tokens of this device's rows, on every device of `tensor`."""
+        return x if self.stream is None else self.stream.routed.whole("rows for experts", x)
+
+    def _sum_slices(self, y: Float[Array, "*batch full_seq embed"]) -> Float[Array, "*batch seq embed"]:
+        """Sum over slices of hidden features, for the tokens that `_gather_rows` was given."""
+        return y if self.stream is None else self.stream.routed.summed("slices of experts", y)
+
+    def _run_choices(
+        self, x: Float[Array, "*batch seq embed"], routing: nn.Routing, tokens: nn.Tokens
+    ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
+        """Return the chosen experts' sum for each token, and the number of dropped choices."""
+        dispatch = self.inner.dispatch_of(tokens, routing)
+        if self.stream is None and jax.lax.axis_size(EXPERT) == 1:
+            return dispatch(self.inner.experts, x, routing, weighs_inputs=self.inner.weighs_inputs)
+        experts = routing.scores.shape[-1]
+        x, choices, weights = (self._gather_rows(array) for array in (x, routing.experts, routing.weights))
+        choices, dropped = dispatch.kept(choices, experts)
+        flat = (array.reshape(-1, array.shape[-1]) for array in (x, choices, weights))
+        if jax.lax.axis_size(EXPERT) == 1:
+            y = self._sum_of_experts(self._device_experts(), *flat)
+        else:
+            y = self._run_over_devices(*flat)
+        dropped = dropped if self.stream is None else _mark_replicated(dropped)
+        return self._sum_slices(y.reshape(x.shape)), dropped
+
+    def _run_over_devices(self, x: Array, choices: Array, weights: Array) -> Float[Array, "tokens embed"]:
+        tokens, top_k = choices.shape
+        if self._method(tokens, top_k, x.shape[-1] * x.dtype.itemsize) == "gather":
+            return self._run_gathered(x, choices, weights)
+        weighs_inputs = self.inner.weighs_inputs
+        experts = self._device_experts()
+        return exchange_choices(experts, x, choices, weights, self.exchange, weighs_inputs=weighs_inputs)
+
+    def _run_gathered(self, x: Array, choices: Array, weights: Array) -> Float[Array, "tokens embed"]:
+        """Return the sum of all devices' experts by gathers, piece by piece where the room would be too large."""
+        experts = self._device_experts()
+        rows = jax.lax.axis_size(EXPERT) * choices.size  # All of them may be for this device's experts.
+        pieces = count_pieces(len(x), rows * x.shape[-1] * x.dtype.itemsize)
+        if pieces == 1:
+            return self._run_piece(experts, x, choices, weights)
+        # Pieces run one after another, and again in the backward pass, which keeps none of them and sums gradients.
+        wide = lambda x: x.astype(nn.at_least_float32(x.dtype)) if nn.is_trainable(x) else x
+        experts = jax.tree.map(wide, experts)
+        arrays = jax.tree.map(lambda a: a.reshape(pieces, -1, *a.shape[1:]), (x, choices, weights))
+        run_piece = jax.checkpoint(lambda piece: self._run_piece(experts, *piece), prevent_cse=False)
+        return jax.lax.map(run_piece, arrays).reshape(x.shape)
+
+    def _run_piece(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Float[Array, "tokens embed"]:
+        """Return the sum of all devices' experts for this device's tokens, gathered at once."""
+        x, choices, weights = map(_gather_for_experts, (x, choices, weights))
+        device_choices = choices - jax.lax.axis_index(EXPERT) * len(experts)
+        is_here = (device_choices >= 0) & (device_choices < len(experts)) & (choices >= 0)
+        device_choices = jnp.where(is_here, device_choices, -1)
+        y = self._sum_of_experts(experts, x, device_choices, weights)
+        return send.psum_scatter("sums of all experts", y, EXPERT)
+
+    def _sum_of_experts(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
+        options = {"weighs_inputs": self.inner.weighs_inputs, "devices": jax.lax.axis_size(EXPERT)}
+        return nn.dispatch.sum_of_experts(experts, x, choices, weights, **options)
+
+    def _run_slots(
+        self, x: Float[Array, "*batch seq embed"], slots: nn.Slots, tokens: nn.Tokens
+    ) -> tuple[Float[Array, "*batch seq embed"], nn.Aux]:
+        """Return the sum of experts that have chosen tokens of whole rows, and the aux of their choices."""
+        x, experts = self._gather_rows(x), self._device_experts()
+        aux = nn.aux_of_slots(slots, tokens, x)
+        if self.stream is not None:  # All devices of the axis have computed the same values.
+            aux = jax.tree.map(_mark_replicated, aux)
+            slots = slots if self._splits_tokens else jax.tree.map(self._gather_rows, slots)
+        if jax.lax.axis_size(EXPERT) == 1:
+            return self._sum_slices(nn.dispatch.run_slots(experts, x, slots)), aux
+        rows, slots = jax.tree.map(_gather_for_experts, (x, slots))
+        start = jax.lax.axis_index(EXPERT) * len(experts)
+        slice_experts = lambda array: jax.lax.dynamic_slice_in_dim(array, start, len(experts), 1)
+        y = nn.dispatch.run_slots(experts, rows, nn.Slots(slice_experts(slots.token), slice_experts(slots.weight)))
+        return self._sum_slices(send.psum_scatter("sums of all experts", y, EXPERT)), aux
+
+    def _device_experts(self) -> nn.Experts:
+        """Return this device's experts; as outputs are summed over `tensor`, only the first device adds biases."""
+        if self.stream is None:
+            return self.inner.experts
+        experts = self.inner.experts
+        if self._splits_features:
+            experts = jax.tree.map(_split_hidden_features, experts, nn.dims(experts))
+        is_first = jax.lax.axis_index(TENSOR) == 0
+
+        def with_bias_of_first(linear: nn.LinearMap) -> nn.LinearMap:
+            if linear.bias is None or linear.outputs != ("embed",):
+                return linear
+            return eqx.tree_at(lambda m: m.bias, linear, jnp.where(is_first, linear.bias, 0))
+
+        return nn.map_linears(with_bias_of_first, experts)
+
+
+def _apply_map(
+    linear: nn.LinearMap | Sliced | None, x: Float[Array, "*batch inputs"]
+) -> Float[Array, "*batch outputs"]:
+    """Apply a map between all features, whose arrays may be split over `tensor`; None returns `x`."""
+    if linear is None:
+        return x
+    return (linear.whole if isinstance(linear, Sliced) else linear)(x)
+
+
+def _sum_over(x: Array, axes: tuple[str, ...]) -> Array:
+    """Sum a few numbers over devices, named to be kept: to sum them again in the backward pass, all devices wait."""
+    return checkpoint_name(send.psum("loads of experts", vary(x, axes), axes), "product")
+
+
+def _gather_for_experts(x: Array) -> Array:
+    return send.all_gather("tokens to all experts", x, EXPERT)
+
+
+def _mark_replicated(x: Array) -> Array:
+    """Mark a value that all devices of `tensor` have computed alike as replicated."""
+    return send.pmax("same on all slices", vary(x, [TENSOR]), TENSOR)
+
+
+def _split_hidden_features(leaf: PyTree, names: PyTree) -> PyTree:
+    """Split an expert's array by hidden features, where it was split by `embed`; gather one without a hidden dim."""
+    if not eqx.is_array(leaf) or "embed" not in names.split():
+        return leaf
+    embed_dim = names.split().index("embed")
+    hidden_dims = [dim for dim, name in enumerate(names.split()) if name in HEAD_DIMS]
+    if not hidden_dims:
+        return gather_parameter(leaf, embed_dim)
+    # Of two dims the last is split, which in a map is the one that it contracts.
+    if embed_dim < hidden_dims[0]:
+        return leaf
+    return send.all_to_all("features of experts", leaf, TENSOR, hidden_dims[0], embed_dim)
