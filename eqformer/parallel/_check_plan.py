@@ -115,7 +115,7 @@ def _check_stages(plan: Placement, model: nn.Transformer) -> None:
 
 
 def _check_extra_inputs(plan: Placement, model: nn.Transformer) -> None:
-    """Refuse to split inputs of layers beside their tokens: a source of other rows, and a bias of whole rows' scores."""
+    """Refuse to split inputs beside a layer's tokens: a source of other rows, and a bias of whole rows' scores."""
     names = {"source": "another sequence", "bias": "a bias of scores"}
     for path, mixer in nn.named_modules(model, nn.Mixer):
         attends = mixer.facts().attends

@@ -85,9 +85,8 @@ def exchange_choices(
         exchange: The all-to-alls by which choices are sent, and their room.
         weighs_inputs: Whether tokens are weighted, and not the experts' outputs.
     """
-    make_queues, run_round = make_padded_queues, run_padded_round
-    if exchange.is_ragged:
-        make_queues, run_round = make_ragged_queues, run_ragged_round
+    make_queues: Callable[..., Queues] = make_ragged_queues if exchange.is_ragged else make_padded_queues
+    run_round: Round = run_ragged_round if exchange.is_ragged else run_padded_round
     room = exchange.room(choices.size, jax.lax.axis_size(EXPERT))
     queues = make_queues(choices, len(experts), room)
     trainable, fixed = eqx.partition(experts, nn.is_trainable)

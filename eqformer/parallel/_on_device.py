@@ -1,4 +1,4 @@
-"""What one device of a plan does with its slices of one model."""
+"""A model under a plan as one device runs it: parameters to differentiate, the wrapped model, reductions."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ from .tensor._vocabulary import SplitVocabulary
 class OnDevice:
     """A model under a plan as one device runs it; all methods are for use inside `filter_shard_map`.
 
-    `leaves` has what the plan decides of each array (`Placement.leaves`), `shapes` the whole model's.
+    `leaves` has the plan's `Leaf` of each array (`Placement.leaves`), `shapes` the shapes of the global model.
     """
 
     plan: Placement
@@ -35,12 +35,12 @@ class OnDevice:
     shapes: nn.Transformer
 
     def parameters(self, model: nn.Transformer) -> PyTree:
-        """What to differentiate: the model's shards, typed so that each device's gradients stay partial sums.
+        """Return the arrays to differentiate: the model's shards, typed so that gradients stay partial sums.
 
-        Arrays whose gradient is wider than they are, or is split (`zero=2`), are replaced by a stand-in of zeros.
+        Arrays whose gradient is wider than they are, or is split (`zero=2`), are replaced by a proxy of zeros.
         """
 
-        def own(leaf: Leaf, x: PyTree) -> PyTree:
+        def parameter_of(leaf: Leaf, x: PyTree) -> PyTree:
             is_split = self.plan.zero == 2 and leaf.fsdp_dim is not None
             if not (is_split or has_wider_grad(x)):
                 return vary(x, leaf.partial)
@@ -49,18 +49,18 @@ class OnDevice:
             spec = leaf.state_spec if is_split else leaf.spec
             return vary(jnp.zeros(shape, nn.at_least_float32(x.dtype)), {*leaf.partial, *axes_of(spec)})
 
-        return jax.tree.map(own, self.leaves, model)
+        return jax.tree.map(parameter_of, self.leaves, model)
 
     def wrap(self, parameters: PyTree, model: nn.Transformer) -> nn.Transformer:
-        """The wrapped model on this device, with the model's values and the gradients going to `parameters`."""
-        plan, leaves, whole, is_apart = self.plan, self.leaves, model, self._holds_values_apart(model)
-        outside = [_with_stacks(tree, [(), ()]) for tree in (leaves, whole, parameters)]
-        in_stacks = self._in_block if is_apart else self._with_value
-        stacks = [jax.tree.map(in_stacks, *each) for each in zip(*map(_stacks, (leaves, whole, parameters)))]
-        model = _with_stacks(jax.tree.map(self._with_value, *outside), stacks)
+        """Return the wrapped model on this device: with the model's values, whose gradients go to `parameters`."""
+        plan, leaves, shards, in_blocks = self.plan, self.leaves, model, self._combines_in_blocks(model)
+        outside = [_set_stacks(tree, [(), ()]) for tree in (leaves, shards, parameters)]
+        combine = self._block_parameter if in_blocks else self._combine
+        stacks = [jax.tree.map(combine, *trees) for trees in zip(*map(_stacks, (leaves, shards, parameters)))]
+        model = _set_stacks(jax.tree.map(self._combine, *outside), stacks)
         if plan.splits_tables:
-            given = model, whole, parameters, leaves, self.shapes, plan.torus_steps
-            model = with_chunked_tables(*given, has_tiles=plan.platform == "tpu")
+            inputs = model, shards, parameters, leaves, self.shapes, plan.torus_steps
+            model = with_chunked_tables(*inputs, has_tiles=plan.platform == "tpu")
         if plan.stream is not None:
             specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
             model = split_over_tensor(model, specs, self.shapes, plan.stream)
@@ -68,9 +68,9 @@ class OnDevice:
             model = split_mixtures(model, plan.expert_method, plan.exchange, plan.stream)
         if plan.size(CONTEXT) > 1:
             model = split_over_context(model, plan.context_method)
-        if is_apart:
-            each = zip(*map(_stacks, (model, leaves, whole)))
-            model = _with_stacks(model, [tuple(map(self._with_blocks, *stacks)) for stacks in each])
+        if in_blocks:
+            stack_triples = zip(*map(_stacks, (model, leaves, shards)))
+            model = _set_stacks(model, [tuple(map(self._combine_in_blocks, *triple)) for triple in stack_triples])
         if plan.is_pipelined:
             depths = list(map(len, self.shapes.stacks))
             stacks = pass_over_padding(model.stacks, depths, plan.timetable().part_of)
@@ -80,45 +80,44 @@ class OnDevice:
             model = eqx.tree_at(lambda m: m.stacks, model, stacks)
         return model
 
-    def _holds_values_apart(self, model: nn.Transformer) -> bool:
-        """Whether blocks of layers are put together from values and stand-ins when they are called.
+    def _combines_in_blocks(self, model: nn.Transformer) -> bool:
+        """Return whether blocks of layers combine values with gradient proxies each time they are called.
 
-        A pipeline that loops over microbatches adds up the gradients of what its stages are given.
+        A pipeline that loops over microbatches sums the gradients of what its stages are given.
         """
-        is_summed = self.plan.spreads_edges and any(map(has_wider_grad, jax.tree.leaves(model.stacks)))
-        return self.plan.zero == 3 or self.plan.scatters_layers or is_summed
+        sums_wide_grads = self.plan.spreads_edges and any(map(has_wider_grad, jax.tree.leaves(model.stacks)))
+        return self.plan.zero == 3 or self.plan.scatters_layers or sums_wide_grads
 
-    def _with_value(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
-        """An array with its value and the parameter's gradient, outside of blocks that are put together."""
+    def _combine(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
+        """Return an array with its value, whose gradient goes to the parameter; for use outside of blocks."""
         steps = self.plan.torus_steps
         if self.plan.zero == 3 and leaf.spec is not None:
-            # Once: it is used at both ends, and no backward pass needs it.
+            # Gathered once: both ends of the model may use the array, and no backward pass needs it.
             return gather(parameter, leaf.fsdp_dim, leaf.sent, x if has_wider_grad(x) else None, steps, leaf.dtype)
         dim = leaf.fsdp_dim if self.plan.zero == 2 else None
         return parameter if dim is None and not has_wider_grad(x) else route_gradient(x, parameter, dim, steps)
 
-    def _in_block(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
-        """What the block differentiates by; a pipeline scatters it after all microbatches."""
+    def _block_parameter(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
+        """Return the array by which a block differentiates; a pipeline scatters its gradient after all microbatches."""
         if self.plan.zero != 2 or self.plan.scatters_layers or leaf.fsdp_dim is None:
             return parameter
-        return route_gradient(
-            grad_proxy(x) if has_wider_grad(x) else x, parameter, leaf.fsdp_dim, self.plan.torus_steps
-        )
+        value = grad_proxy(x) if has_wider_grad(x) else x
+        return route_gradient(value, parameter, leaf.fsdp_dim, self.plan.torus_steps)
 
-    def _with_blocks(self, stack: nn.Stack, leaves: nn.Stack, whole: nn.Stack) -> nn.Stack:
-        """The stack with blocks of what it has and, where these are stand-ins, their values."""
+    def _combine_in_blocks(self, stack: nn.Stack, leaves: nn.Stack, shards: nn.Stack) -> nn.Stack:
+        """Wrap a stack's blocks to combine their arrays, which may be gradient proxies, with the values of `shards`."""
         arrays = [leaf for leaf in jax.tree.leaves(leaves.blocks) if leaf.spec is not None]
         is_split = self.plan.zero == 3 or self.plan.scatters_layers
-        # A block has no dim `layers`.
+        # The dims of a leaf count the dim `layers`, which a block does not have.
         dims = tuple(leaf.fsdp_dim - 1 if is_split and leaf.fsdp_dim is not None else None for leaf in arrays)
 
-        def value(x: Array, parameter: Array, leaf: Leaf) -> Array | None:
-            is_apart = has_wider_grad(x) or (self.plan.scatters_layers and leaf.fsdp_dim is not None)
+        def value_of(x: Array, parameter: Array, leaf: Leaf) -> Array | None:
+            has_proxy = has_wider_grad(x) or (self.plan.scatters_layers and leaf.fsdp_dim is not None)
             # `pcast` outside of the scan over layers: inside, each layer's weights would be saved.
-            return vary_like(x, parameter) if is_apart else None
+            return vary_like(x, parameter) if has_proxy else None
 
         arrays_of = lambda stack: jax.tree.leaves(eqx.filter(stack.blocks, eqx.is_array))
-        values = tuple(map(value, arrays_of(whole), arrays_of(stack), arrays))
+        values = tuple(map(value_of, arrays_of(shards), arrays_of(stack), arrays))
         if self.plan.zero == 3:
             dtypes = tuple(leaf.dtype for leaf in arrays)
             blocks = Gathered(stack.blocks, dims, dtypes, stack.remat != "none", values, self.plan.torus_steps)
@@ -127,7 +126,7 @@ class OnDevice:
         return eqx.tree_at(lambda s: s.blocks, stack, blocks)
 
     def wrap_forward(self, model: nn.Transformer) -> nn.Transformer:
-        """The model on this device for a pass without gradients, a pipeline's stages included."""
+        """Return the model on this device for a pass without gradients, a pipeline's stages included."""
         wrapped = self.wrap(model, model)
         if not self.plan.is_pipelined or self.plan.spreads_edges:
             return wrapped
@@ -135,33 +134,34 @@ class OnDevice:
         return eqx.tree_at(lambda m: m.stacks, wrapped, rounds)
 
     def reduce(self, gradients: PyTree) -> PyTree:
-        """Each gradient reduced once over the axes on which it is partial, and scattered if the state is split."""
+        """Reduce each gradient once over the axes on which it is partial, and scatter it if the state is split."""
 
-        def one(leaf: Leaf, gradient: Array | None) -> Array | None:
+        def reduce_array(leaf: Leaf, gradient: Array | None) -> Array | None:
             if gradient is None:
                 return None
             if self.plan.zero == 1 and leaf.fsdp_dim is not None:
                 gradient = scatter(vary(gradient, [FSDP]), leaf.fsdp_dim, self.plan.torus_steps)
             return self.total(gradient, leaf.reduced, "gradients over replicas")
 
-        return jax.tree.map(one, self.leaves, gradients)
+        return jax.tree.map(reduce_array, self.leaves, gradients)
 
     def total(self, x: Array, axes: tuple[str, ...] | None = None, name: str = "losses and counts") -> Array:
-        """The sum over the devices of some axes, by default all between which tokens are split."""
+        """Return the sum over the devices of some axes, by default all between which tokens are split."""
         axes = (*self.plan.batch_axes, CONTEXT) if axes is None else axes
         return send.psum(name, vary(x, axes), axes) if axes else x
 
     @property
     def vocabulary(self) -> SplitVocabulary | None:
-        """How the loss reads logits of which each device holds a part; None if a device holds all."""
+        """Reader of logits of which each device holds a part, for the loss; None if a device holds all."""
         return SplitVocabulary(self.shapes.vocab) if self.plan.size(TENSOR) > 1 else None
 
 
 def _stacks(model: nn.Transformer) -> list[PyTree]:
-    """The stacks of a model, or of a tree like it, and those of its encoder."""
+    """Return the stacks of a model, or of a tree like it, and those of its encoder."""
     return [model.stacks, *([] if model.encoder is None else [model.encoder.stacks])]
 
 
-def _with_stacks(model: nn.Transformer, stacks: list[PyTree]) -> nn.Transformer:
+def _set_stacks(model: nn.Transformer, stacks: list[PyTree]) -> nn.Transformer:
+    """Replace the stacks of a model, and those of its encoder, if it has one."""
     model = eqx.tree_at(lambda m: m.stacks, model, stacks[0])
     return model if model.encoder is None else eqx.tree_at(lambda m: m.encoder.stacks, model, stacks[1])

@@ -46,7 +46,7 @@ class Placement(ParallelConfig):
         return "cpu" if device is None else device.platform
 
     def layout(self, *, splits_fsdp: bool) -> Layout:
-        """Return the layout of arrays that the axis `fsdp` does not split or, with `splits_fsdp`, of those it splits."""
+        """Return the layout of arrays that `fsdp` does not split or, with `splits_fsdp`, of those it splits."""
         tensor_dims = *make_residual_stream(self.residual).split_dims, "vocab"
         dims = {"layers": PIPE, "experts": EXPERT, **dict.fromkeys(tensor_dims, TENSOR)}
         # Stages may not divide the layers in reading order; in pipeline order they do.
@@ -105,7 +105,7 @@ class Placement(ParallelConfig):
 
     @property
     def scatters_layers(self) -> bool:
-        """Whether each layer's gradient is scattered at once; a pipeline scatters gradients after its last microbatch."""
+        """Whether each layer's gradient is scattered at once; a pipeline does so after its last microbatch."""
         return self.zero == 2 and not self.is_pipelined
 
     @property
@@ -140,10 +140,10 @@ class Placement(ParallelConfig):
     def to_pipeline_order(self, tree: PyTree, taken: Callable[..., Any] = taken_rows) -> PyTree:
         """Put the layers of a model, or of a tree of models, in the order in which the stages hold them.
 
-        Pipeline order differs from reading order where devices hold several parts; and where parts hold unequal numbers of layers,
-        the model has rows of padding, which are zero and skipped. Such a model trains in pipeline order and is saved in
-        reading order. `taken(x, order)`, by default `taken_rows`, puts the rows of an array in an order; a caller may
-        pass its own for large arrays.
+        Pipeline order differs from reading order where devices hold several parts; and where parts hold unequal numbers
+        of layers, the model has rows of padding, which are zero and skipped. Such a model trains in pipeline order and
+        is saved in reading order. `taken(x, order)`, by default `taken_rows`, puts the rows of an array in an order; a
+        caller may pass its own for large arrays.
         """
         return in_pipeline_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
 

@@ -1,4 +1,4 @@
-"""One program by several processes: what all of them do together, what the first does alone, what they agree on."""
+"""One program run by several processes: barriers, work of the first process alone, and agreement between all."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -14,14 +14,14 @@ Result = TypeVar("Result")
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one that writes files and prints messages."""
+    """Return whether this process is the one that writes files and prints messages."""
     return jax.process_index() == 0
 
 
 def on_all_processes(action: Callable[[], Result]) -> Result:
-    """The result of `action`, run by every process; a barrier. If it raises in one process, all processes raise.
+    """Run `action` in every process and return its result; a barrier. If one process raises, all processes raise.
 
-    The others raise a `ValueError` that names the process, so that none waits forever for one that has ended.
+    The other processes raise a `ValueError` that names the process, so that none waits forever for one that has ended.
     """
     if jax.process_count() == 1:
         return action()
@@ -40,14 +40,15 @@ def on_all_processes(action: Callable[[], Result]) -> Result:
 
 
 def on_first_process(action: Callable[[], Result]) -> Result | None:
-    """The result of `action`, run by the first process; the others wait and get None. If it raises, all raise."""
+    """Run `action` in the first process and return its result, or None in others, which wait. If it raises, all do."""
     return on_all_processes(lambda: action() if is_first_process() else None)
 
 
 def check_alike(values: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` in every process if the values (their `repr`s) differ between processes."""
+    """Raise a `ValueError` in every process if the values (their `repr`s) differ between processes."""
     digests = [list(hashlib.sha256(repr(value).encode()).digest()) for value in values.values()]
-    all_digests = multihost_utils.process_allgather(np.array(digests, np.uint8))  # [process, value, byte]
+    # The dims of `all_digests` are processes, values and bytes.
+    all_digests = multihost_utils.process_allgather(np.array(digests, np.uint8))
     differs = (all_digests != all_digests[0]).any(-1)
     if differs.any():
         names = ", ".join(name for name, differ in zip(values, differs.any(0)) if differ)
@@ -58,10 +59,10 @@ def check_alike(values: Mapping[str, Any]) -> None:
 
 
 class Votes:
-    """Lets all processes know, at the same step, whether any of them was asked to stop.
+    """Votes of all processes on stopping: all learn, at the same step, whether any of them was asked to stop.
 
     The votes of a step are summed on the devices while the next step is prepared, so that no process waits: the answer
-    is that of the step before.
+    is the result of the step before.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh):
@@ -71,7 +72,7 @@ class Votes:
         self._pending: Any = None
 
     def any(self, mine: bool) -> bool:
-        """Cast this process's vote; returns whether any voted to stop at the step before (with one process: now)."""
+        """Cast this process's vote; return whether any voted to stop at the step before (with one process: now)."""
         if jax.process_count() == 1:
             return mine
         vote = np.full(self._shape, int(mine), np.int32)

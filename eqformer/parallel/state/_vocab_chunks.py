@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -263,7 +263,7 @@ def with_chunked_tables(
         has_tiles: Whether devices keep rows in tiles, as TPUs do.
     """
 
-    def shard_table(table_of: Callable[[PyTree], Array], sent: str) -> ShardedTable:
+    def shard_table(table_of: Callable[[PyTree], Any], sent: str) -> ShardedTable:
         value = table_of(shards)
         chunks, width = math.ceil(table_of(shapes).size * 4 / CHUNK_BYTES), table_of(shapes).shape[-1]
         rows = math.ceil(len(value) / chunks)
