@@ -20,7 +20,7 @@ from .tensor._replicated_layers import is_plain, plain_layers
 from .tensor._tensor import is_split, size_of
 
 
-def check_config(plan: Placement) -> None:
+def check_parallel_config(plan: Placement) -> None:
     """Raise a `ValueError` for an unknown choice, or for two that do not fit together."""
     axes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_types))
     if axes != dict.fromkeys(AXES, AxisType.Auto):

@@ -48,7 +48,7 @@ class RaggedQueues(NamedTuple):
 
     order: Int[Array, "choices"]
     """This device's choices sorted by expert."""
-    place: Int[Array, "tokens top_k"]
+    rank: Int[Array, "tokens top_k"]
     """Index of each choice in that order."""
     counts: Int[Array, "devices devices experts"]
     """Number of choices that each device has for each expert of every device."""
@@ -171,11 +171,11 @@ def run_padded_round(
         rows = nn.dispatch.scaled(rows, nn.dispatch.weight_of_slot(slot, weights, len(choice)))
     expert = jnp.where(choice < 0, -1, choices.reshape(-1)[jnp.maximum(choice, 0)] % len(experts))
     to_experts = lambda array: send.all_to_all("choices to experts", array, EXPERT, 0, 0)
-    order, place, sizes = nn.dispatch.by_expert(to_experts(expert)[:, None], len(experts))
-    received = nn.dispatch.take_rows(to_experts(rows), order, place[:, None])
+    order, rank, sizes = nn.dispatch.by_expert(to_experts(expert)[:, None], len(experts))
+    received = nn.dispatch.take_rows(to_experts(rows), order, rank[:, None])
     even_load = min(choices.size, len(choice))
     y = experts.sorted_rows(received, sizes, even=even_load // len(experts))
-    returned = nn.dispatch.take_rows(y, place, order[:, None])
+    returned = nn.dispatch.take_rows(y, rank, order[:, None])
     returned = checkpoint_name(send.all_to_all("choices from experts", returned, EXPERT, 0, 0), "product")
     outputs = nn.dispatch.take_some_rows(returned, slot.reshape(-1), choice[:, None])
     return outputs.reshape(*choices.shape, x.shape[-1])
@@ -185,11 +185,11 @@ def make_ragged_queues(choices: Int[Array, "tokens top_k"], experts: int, room: 
     """Return the queues of all devices' choices, with `room` slots a round and `experts` experts a device."""
     devices = jax.lax.axis_size(EXPERT)
     nn.dispatch.check_indices(f"an exchange among {devices} devices", "choices", devices * choices.size)
-    order, place, sizes = nn.dispatch.by_expert(choices, devices * experts)
+    order, rank, sizes = nn.dispatch.by_expert(choices, devices * experts)
     counts = send.all_gather("counts of choices", sizes, EXPERT, stacks=True).reshape(devices, devices, experts)
     # All devices that exchange have the same counts, so that they leave the loop together.
     rounds = (jnp.max(jnp.sum(counts, axis=(0, 2), dtype=jnp.int32)) + (room - 1)) // room
-    return RaggedQueues(order, place.reshape(choices.shape), counts, rounds)
+    return RaggedQueues(order, rank.reshape(choices.shape), counts, rounds)
 
 
 def run_ragged_round(
@@ -201,16 +201,16 @@ def run_ragged_round(
     weights: Float[Array, "tokens top_k"] | None,
 ) -> Float[Array, "tokens top_k embed"]:
     """Return the experts' outputs for a round's choices, of tokens times their weights, if any; else zeros."""
-    order, place = queues.order, queues.place
+    order, rank = queues.order, queues.rank
     to_experts, from_experts, sizes = ragged_runs(queues.counts, jax.lax.axis_index(EXPERT), number * room, room)
-    rows = nn.dispatch.take_rows(x, order // place.shape[-1], place)
+    rows = nn.dispatch.take_rows(x, order // rank.shape[-1], rank)
     if weights is not None:
         rows = nn.dispatch.scaled(rows, weights.reshape(-1)[order])
     received = _send_rows("choices to experts", len(rows), room, rows, to_experts, from_experts)
     y = experts.sorted_rows(received, sizes, even=min(len(rows), room) // len(experts))
     outputs = _send_rows("choices from experts", room, len(rows), y, from_experts, to_experts)
     outputs = checkpoint_name(outputs, "product")
-    return nn.dispatch.take_rows(outputs, place.reshape(-1), order[:, None]).reshape(*place.shape, x.shape[-1])
+    return nn.dispatch.take_rows(outputs, rank.reshape(-1), order[:, None]).reshape(*rank.shape, x.shape[-1])
 
 
 def ragged_runs(

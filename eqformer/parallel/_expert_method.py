@@ -1,4 +1,4 @@
-"""How tokens reach the experts of other devices: all tokens are gathered, or choices are exchanged."""
+"""Choice of how tokens reach the experts of other devices: all are gathered, or choices are exchanged."""
 
 from typing import Literal, NamedTuple
 

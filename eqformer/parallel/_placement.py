@@ -18,11 +18,11 @@ from ._config import ParallelConfig
 from ._expert_method import choose_expert_method, Exchange, exchange_on
 from .context._context_attention import context_order
 from .layouts._layout import Layout, partition_specs
-from .layouts._mesh import axis_sizes, Steps, torus_steps
+from .layouts._mesh import axis_sizes, torus_steps, TorusSteps
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import make_schedule
 from .pipeline._stage_layers import from_rows, in_pipeline_order, in_reading_order, layer_rows, Rows, taken_rows
-from .state._leaves import leaves_of
+from .state._leaves import make_leaves
 from .tensor._residual_stream import ResidualStream
 from .tensor._stream_kinds import make_residual_stream
 
@@ -85,13 +85,13 @@ class Placement(ParallelConfig):
         return choose_expert_method(self.expert_method, tokens=tokens, top_k=int(facts.choices), **sizes)
 
     @property
-    def torus_steps(self) -> Steps:
+    def torus_steps(self) -> TorusSteps:
         """Numbers of devices in the steps by which gradients are scattered over `fsdp`, and parameters gathered.
 
         There are two steps where the axis is a whole square or box of a torus (for parameters: a box), one step for its
         last side and one for the remaining sides.
         """
-        return torus_steps(self.mesh.devices, FSDP) if isinstance(self.mesh, Mesh) else Steps()
+        return torus_steps(self.mesh.devices, FSDP) if isinstance(self.mesh, Mesh) else TorusSteps()
 
     @property
     def is_pipelined(self) -> bool:
@@ -181,7 +181,7 @@ class Placement(ParallelConfig):
         if self.is_pipelined:
             self._check_pipeline_order(model)
         axes = *self.batch_axes, CONTEXT
-        return leaves_of(model, self.parameter_specs(model), self.state_specs(model), axes, self.stream)
+        return make_leaves(model, self.parameter_specs(model), self.state_specs(model), axes, self.stream)
 
     def _check_pipeline_order(self, model: nn.Transformer) -> None:
         """Raise a `ValueError` for a model in reading order where stages hold unequal numbers of layers."""

@@ -7,7 +7,7 @@ import equinox as eqx
 
 from .. import nn
 from ._axes import BATCH_AXES, CONTEXT
-from ._check_plan import check_config, check_model, check_rows
+from ._check_plan import check_model, check_parallel_config, check_rows
 from ._on_device import OnDevice
 from ._placement import Placement
 from .layouts._mesh import axis_sizes
@@ -23,7 +23,7 @@ class Plan(Placement):
     """
 
     def __post_init__(self):
-        check_config(self)
+        check_parallel_config(self)
 
     def check(self, model: nn.Transformer, *, rows: int, seq: int, group: int = 1) -> None:
         """Raise a `ValueError`, before anything is compiled, where model, rows or tokens do not fit the mesh.

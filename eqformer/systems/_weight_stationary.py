@@ -17,7 +17,7 @@ from ..parallel._vary import own_part, vary
 from ..parallel._wrap import replace
 from ..parallel.layouts._layout import Layout, partition_specs
 from ..parallel.layouts._mesh import axis_sizes
-from ..parallel.serving._sharded_model import DistributedModel, pad_rows, pad_tokens, round_up
+from ..parallel.serving._sharded_model import DistributedModel, pad_rows, pad_tokens, round_to_multiple
 from ..parallel.tensor._collective_matmul import OVERLAPS
 from ..parallel.tensor._feature import FeatureStream
 from ..parallel.tensor._residual_stream import SplitNorm
@@ -101,7 +101,7 @@ class WeightStationary(DistributedModel):
         return self.parameter_specs(self.model, self.mesh)
 
     def _rows(self, batch: int) -> int:
-        return round_up(batch, self.mesh.size) if self.attention == "rows" else batch
+        return round_to_multiple(batch, self.mesh.size) if self.attention == "rows" else batch
 
     def _cache_specs(self, cache: PyTree) -> PyTree:
         """Return specs for dims `layers rows slots`; a replicated cache is stored as one copy per device along the

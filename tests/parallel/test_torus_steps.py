@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from plan_parity import Case, differences, of_one_device, of_plan
 
 from eqformer.parallel import _placement, _send as send, filter_shard_map, make_mesh
-from eqformer.parallel.layouts._mesh import Steps
+from eqformer.parallel.layouts._mesh import TorusSteps
 
 
 ROUNDING = 64 * float(np.finfo(np.float32).eps)
@@ -59,7 +59,7 @@ def test_steps_in_another_order_and_a_step_too_few_are_seen(monkeypatch):
 def gradients(monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...]) -> dict[str, float]:
     """What differs from one device, where eight are said to scatter and to gather in such steps."""
     asked = []
-    monkeypatch.setattr(_placement, "torus_steps", lambda devices, axis: asked.append(axis) or Steps(steps, steps))
+    monkeypatch.setattr(_placement, "torus_steps", lambda devices, axis: asked.append(axis) or TorusSteps(steps, steps))
     found = differences(of_plan(CASE), of_one_device(CASE), ROUNDING)
     assert set(asked) == {"fsdp"}
     return found

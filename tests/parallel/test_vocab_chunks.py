@@ -16,7 +16,7 @@ from test_narrow_sums import MEANT, MEANT_OF_NARROW, not_meant, program_of
 
 from eqformer import models, nn, training
 from eqformer.parallel import filter_shard_map, make_mesh, vary
-from eqformer.parallel.layouts._mesh import Steps
+from eqformer.parallel.layouts._mesh import TorusSteps
 from eqformer.parallel.state import _leaves, _vocab_chunks
 from eqformer.planning import _traced as traced
 
@@ -35,7 +35,7 @@ def looked_up(dim, parts, dtypes, table, ids, wanted):
 
         def lookup_rows(place):
             rows = -(-len(table) // parts)
-            return _vocab_chunks.ShardedTable(place, value, dim, sent, rows, Steps()).lookup_rows(ids)
+            return _vocab_chunks.ShardedTable(place, value, dim, sent, rows, TorusSteps()).lookup_rows(ids)
 
         x, pull = jax.vjp(lookup_rows, place)
         return x, pull(wanted.astype(x.dtype))[0]

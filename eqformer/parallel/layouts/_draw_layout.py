@@ -1,4 +1,4 @@
-"""How arrays are sharded, for people: a table of a model, a text drawing of one array, and a picture of a model."""
+"""Drawings of shardings: a table of a model, a text drawing of one array, and a picture of a model."""
 
 import dataclasses
 import itertools
@@ -313,26 +313,26 @@ def _draw_pieces(axes: Any, array: ShardedArray, mesh: Mesh, x: float, y: float,
     by_preference = [*split_dims[-2:], *split_dims[:-2]]
     down = min(by_preference, key=lambda dim: len(ranges[dim])) if len(split_dims) > 1 else None
     for piece, devices in pieces.items():
-        left, top, wide, high = x, y, BOXES_WIDTH, height
+        box_x, box_y, box_width, box_height = x, y, BOXES_WIDTH, height
         for dim in split_dims:
             number, index = len(ranges[dim]), ranges[dim].index(piece[dim])
             color = AXIS_COLORS.get(array.axes[dim][0], INK)
-            gap = min(0.05, 0.2 * (high if dim == down else wide) / number)
+            gap = min(0.05, 0.2 * (box_height if dim == down else box_width) / number)
             drawn_gap = gap * (index < number - 1)
             if dim == down:
-                step = (high + gap) / number
-                _draw_box(axes, left, top + index * step + step - gap, wide, drawn_gap, color)
-                top, high = top + index * step, step - gap
+                step = (box_height + gap) / number
+                _draw_box(axes, box_x, box_y + index * step + step - gap, box_width, drawn_gap, color)
+                box_y, box_height = box_y + index * step, step - gap
             else:
-                step = (wide + gap) / number
-                _draw_box(axes, left + index * step + step - gap, top, drawn_gap, high, color)
-                left, wide = left + index * step, step - gap
+                step = (box_width + gap) / number
+                _draw_box(axes, box_x + index * step + step - gap, box_y, drawn_gap, box_height, color)
+                box_x, box_width = box_x + index * step, step - gap
         is_first, text = first in devices, format_devices(devices)
-        _draw_box(axes, left, top, wide, high, FIRST_DEVICE if is_first else OTHER_DEVICES, 2)
-        size = min(8.5, 72 * high * 0.8, 72 * wide * 0.9 / (0.6 * len(text)))
+        _draw_box(axes, box_x, box_y, box_width, box_height, FIRST_DEVICE if is_first else OTHER_DEVICES, 2)
+        size = min(8.5, 72 * box_height * 0.8, 72 * box_width * 0.9 / (0.6 * len(text)))
         if size >= 4.5:  # Smaller numbers would not be legible.
             style = {"fontsize": size, "color": "white" if is_first else INK, "ha": "center", "zorder": 4}
-            axes.text(left + wide / 2, top + high / 2, text, va="center_baseline", **style)
+            axes.text(box_x + box_width / 2, box_y + box_height / 2, text, va="center_baseline", **style)
 
 
 def _draw_bytes(axes: Any, array: ShardedArray, largest: int, x: float, y: float, width: float) -> None:

@@ -98,16 +98,16 @@ def arrange_devices(devices: Sequence[Device], sizes: Sequence[int]) -> np.ndarr
     return blocks.transpose(slow_and_fast_dims).reshape(sizes)
 
 
-class Steps(NamedTuple):
+class TorusSteps(NamedTuple):
     """Numbers of devices in the steps of a collective over an axis, one after another; empty: it is done at once."""
 
     scatter: tuple[int, ...] = ()
-    """Steps of a reduce-scatter; the last step has neighbors in the axis' order."""
+    """TorusSteps of a reduce-scatter; the last step has neighbors in the axis' order."""
     gather: tuple[int, ...] = ()
-    """Steps of an all-gather, which goes from the last to the first."""
+    """TorusSteps of an all-gather, which goes from the last to the first."""
 
 
-def torus_steps(devices: np.ndarray, axis: str) -> Steps:
+def torus_steps(devices: np.ndarray, axis: str) -> TorusSteps:
     """Return the steps in which an axis is best scattered and gathered over.
 
     `devices` are those of a mesh, in its shape. To scatter among all devices of a square or a box of a torus at once,
@@ -119,7 +119,7 @@ def torus_steps(devices: np.ndarray, axis: str) -> Steps:
     network, networks = _network(line[0]), [_network(device) for device in devices.ravel()]
     is_whole_network = all(_network(device) == network for device in line) and networks.count(network) == len(line)
     if line[0].platform != "tpu" or not is_whole_network:
-        return Steps()
+        return TorusSteps()
     coords = np.array([_torus_coords(device) for device in line])
     long_sides = [side for side in (len(set(column)) for column in coords.T.tolist()) if side > 1]
     rows = coords.reshape(-1, long_sides[-1] if long_sides else 1, coords.shape[1])
@@ -127,7 +127,7 @@ def torus_steps(devices: np.ndarray, axis: str) -> Steps:
     steps = rows.shape[:2] if is_side else ()
     is_square, is_box = len(long_sides) == 2 and long_sides[0] == long_sides[1] >= 4, len(long_sides) > 2
     scatters = (is_square or is_box) and not line[0].device_kind.startswith("TPU7")
-    return Steps(steps if scatters else (), steps if is_box else ())
+    return TorusSteps(steps if scatters else (), steps if is_box else ())
 
 
 def _split_by_network(devices: Sequence[Device] | np.ndarray) -> list[list[Device]]:

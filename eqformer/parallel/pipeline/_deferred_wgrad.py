@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PyTree
 from ... import nn
 from .._axes import FSDP
 from .._vary import vary, vary_like, varying_axes
-from ..layouts._mesh import Steps
+from ..layouts._mesh import TorusSteps
 from ..state._fully_sharded import Gathered
 from ..state._grad_proxies import scatter
 from ..tensor._replicated_layers import Sliced
@@ -194,7 +194,9 @@ def weight_gradients(blocks: PyTree, operands: dict[int, tuple[Array, Array]]) -
     """
     sites = _map_sites(blocks)
 
-    def multiply(linear: nn.DenseMap, dim: int | None, steps: Steps, inputs: Array, cotangents: Array) -> nn.DenseMap:
+    def multiply(
+        linear: nn.DenseMap, dim: int | None, steps: TorusSteps, inputs: Array, cotangents: Array
+    ) -> nn.DenseMap:
         layers = linear.weight.shape[0]
         inputs = inputs.reshape(layers, -1, math.prod(inputs.shape[inputs.ndim - len(linear.inputs) :]))
         cotangents = cotangents.reshape(
@@ -221,17 +223,17 @@ def _is_map(node: object) -> TypeGuard[nn.DenseMap]:
     return isinstance(node, nn.DenseMap)
 
 
-def _map_sites(blocks: PyTree) -> list[tuple[nn.DenseMap, int | None, Steps]]:
+def _map_sites(blocks: PyTree) -> list[tuple[nn.DenseMap, int | None, TorusSteps]]:
     """Return the maps in the tree's order, each with the dim of a layer's weight that is gathered for its use, or None,
     and the steps in which the weight gradient is scattered."""
-    sites: list[tuple[nn.DenseMap, int | None, Steps]] = []
+    sites: list[tuple[nn.DenseMap, int | None, TorusSteps]] = []
     for node in jax.tree.leaves(blocks, is_leaf=lambda node: _is_node(node) or isinstance(node, Gathered)):
         if isinstance(node, Gathered):
             for linear, dims in zip(_nodes(node), _group_by_node(node, node.dims)):
                 if isinstance(linear, nn.DenseMap):
                     sites.append((linear, dims[_weight_index(linear)], node.steps))
         elif _is_map(node):
-            sites.append((node, None, Steps()))
+            sites.append((node, None, TorusSteps()))
     return sites
 
 

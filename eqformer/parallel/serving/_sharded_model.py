@@ -178,7 +178,7 @@ class ShardedModel(DistributedModel):
         def padded_shape(names: str, x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
             sizes = dict(zip(_cache_dims(names), x.shape, strict=True))
             if "kv_seq" in sizes:
-                sizes["kv_seq"] = round_up(sizes["kv_seq"], pieces)
+                sizes["kv_seq"] = round_to_multiple(sizes["kv_seq"], pieces)
             if "kv_heads" in sizes:
                 # A layer that reads another's keys has caches of no heads; its axis is split, too.
                 sizes["kv_heads"] = max(sizes["kv_heads"], tensor)
@@ -210,7 +210,7 @@ class ShardedModel(DistributedModel):
 
     def _padded_rows(self, batch: int) -> int:
         """Return `batch` rounded up to a multiple of the devices that rows, or their caches, are split over."""
-        return round_up(batch, math.prod(self.plan.size(axis) for axis in BATCH_AXES) * self.sharers)
+        return round_to_multiple(batch, math.prod(self.plan.size(axis) for axis in BATCH_AXES) * self.sharers)
 
     def _is_split_by_sharers(self, x: ArrayOrShape) -> bool:
         """Return whether a cache's array has positions of rows that devices with the same key head split."""
@@ -286,7 +286,7 @@ def pad_tokens(tokens: nn.Tokens, rows: int) -> nn.Tokens:
     return nn.Tokens(pad_rows(tokens.positions, rows, -1), lengths=lengths, source=source)
 
 
-def round_up(number: int, divisor: int) -> int:
+def round_to_multiple(number: int, divisor: int) -> int:
     """Round a number up to a multiple of `divisor`."""
     return -(-number // divisor) * divisor
 

@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from ... import nn
 from .._axes import FSDP
-from ..layouts._mesh import Steps
+from ..layouts._mesh import TorusSteps
 from ._grad_proxies import gather, route_gradient
 
 
@@ -28,8 +28,8 @@ class Gathered(nn.Module):
     """Whether the caller runs the block under `jax.checkpoint`, which keeps no parameters; else the block does so."""
     values: PyTree = None
     """None, or a tuple with the values of arrays for which `inner` has a gradient proxy, and None for the others."""
-    steps: Steps = eqx.field(static=True, default=Steps())
-    """Steps in which arrays are gathered over a torus, and gradients scattered (`Plan.torus_steps`)."""
+    steps: TorusSteps = eqx.field(static=True, default=TorusSteps())
+    """TorusSteps in which arrays are gathered over a torus, and gradients scattered (`Plan.torus_steps`)."""
 
     def __call__(self, *args: PyTree) -> PyTree:
         """Call the block."""
@@ -62,7 +62,7 @@ class Scattered(nn.Module):
     inner: PyTree
     values: PyTree
     dims: tuple[int | None, ...] = eqx.field(static=True)
-    steps: Steps = eqx.field(static=True, default=Steps())
+    steps: TorusSteps = eqx.field(static=True, default=TorusSteps())
 
     def __call__(self, *args: PyTree) -> PyTree:
         """Call the block."""

@@ -14,10 +14,10 @@ from ... import nn
 from .. import _send as send
 from .._axes import FSDP
 from .._vary import vary_like
-from ..layouts._mesh import Steps
+from ..layouts._mesh import TorusSteps
 
 
-_ONE_STEP = Steps()
+_ONE_STEP = TorusSteps()
 
 
 def has_wider_grad(x: object) -> bool:
@@ -30,7 +30,7 @@ def grad_proxy(x: Array) -> Array:
     return vary_like(jnp.zeros(x.shape, nn.at_least_float32(x.dtype)), x)
 
 
-def route_gradient(value: Array, proxy: Array, dim: int | None = None, steps: Steps = _ONE_STEP) -> Array:
+def route_gradient(value: Array, proxy: Array, dim: int | None = None, steps: TorusSteps = _ONE_STEP) -> Array:
     """Return `value`, whose gradient goes to `proxy`: as it is or, with `dim`, summed and scattered along that dim."""
     return _route(dim, steps, vary_like(value, proxy), proxy)
 
@@ -40,7 +40,7 @@ def gather(
     dim: int | None,
     dtype: str,
     value: Array | None = None,
-    steps: Steps = _ONE_STEP,
+    steps: TorusSteps = _ONE_STEP,
     used: str | None = None,
 ) -> Array:
     """All-gather an array that `fsdp` splits along `dim`, in `dtype`; reduce its gradient in float32 at least.
@@ -55,7 +55,7 @@ def gather(
     return _gather(dim, dtype, steps, used or dtype, None if value is None else vary_like(value, leaf), leaf)
 
 
-def scatter(gradient: Array, dim: int, steps: Steps = _ONE_STEP) -> Array:
+def scatter(gradient: Array, dim: int, steps: TorusSteps = _ONE_STEP) -> Array:
     """Reduce-scatter the devices' partial gradients over `fsdp` along `dim`, in float32 at least.
 
     The gradient is scattered at once, or in the `steps` of `Placement.torus_steps`.
@@ -64,19 +64,19 @@ def scatter(gradient: Array, dim: int, steps: Steps = _ONE_STEP) -> Array:
     return send.psum_scatter("gradients over fsdp", wide, FSDP, dim, steps=steps.scatter)
 
 
-def _gather_forward(dim: int, dtype: str, steps: Steps, used: str, value: Array | None, leaf: Array) -> Array:
+def _gather_forward(dim: int, dtype: str, steps: TorusSteps, used: str, value: Array | None, leaf: Array) -> Array:
     shard = (leaf if value is None else value).astype(dtype)
     return send.all_gather("parameters over fsdp", shard, FSDP, dim, steps=steps.gather).astype(used)
 
 
 def _gather_with_residuals(
-    dim: int, dtype: str, steps: Steps, used: str, value: Array | None, leaf: Array
+    dim: int, dtype: str, steps: TorusSteps, used: str, value: Array | None, leaf: Array
 ) -> tuple[Array, Array]:
     return _gather_forward(dim, dtype, steps, used, value, leaf), jnp.zeros((), leaf.dtype)
 
 
 def _gather_backward(
-    dim: int, dtype: str, steps: Steps, used: str, like: Array | np.ndarray, gradient: Array
+    dim: int, dtype: str, steps: TorusSteps, used: str, like: Array | np.ndarray, gradient: Array
 ) -> tuple[None, Array]:
     return None, scatter(gradient, dim, steps).astype(like.dtype)
 
@@ -85,15 +85,17 @@ _gather = jax.custom_vjp(_gather_forward, nondiff_argnums=(0, 1, 2, 3))
 _gather.defvjp(_gather_with_residuals, _gather_backward)
 
 
-def _route_forward(dim: int | None, steps: Steps, value: Array, proxy: Array) -> Array:
+def _route_forward(dim: int | None, steps: TorusSteps, value: Array, proxy: Array) -> Array:
     return value
 
 
-def _route_with_residuals(dim: int | None, steps: Steps, value: Array, proxy: Array) -> tuple[Array, Array]:
+def _route_with_residuals(dim: int | None, steps: TorusSteps, value: Array, proxy: Array) -> tuple[Array, Array]:
     return value, jnp.zeros((), proxy.dtype)
 
 
-def _route_backward(dim: int | None, steps: Steps, like: Array | np.ndarray, gradient: Array) -> tuple[None, Array]:
+def _route_backward(
+    dim: int | None, steps: TorusSteps, like: Array | np.ndarray, gradient: Array
+) -> tuple[None, Array]:
     return None, (gradient if dim is None else scatter(gradient, dim, steps)).astype(like.dtype)
 
 

@@ -42,7 +42,7 @@ class Leaf:
         return tuple(axis for axis in self.partial if axis != FSDP or self.fsdp_dim is None)
 
 
-def leaves_of(
+def make_leaves(
     model: nn.Transformer, specs: PyTree, state_specs: PyTree, axes: tuple[str, ...], stream: ResidualStream | None
 ) -> PyTree:
     """Return a tree like `model` with a `Leaf` for each of its leaves.

@@ -14,7 +14,7 @@ from ... import nn
 from .. import _send as send
 from .._axes import FSDP
 from .._vary import vary_like
-from ..layouts._mesh import Steps
+from ..layouts._mesh import TorusSteps
 from ._grad_proxies import gather, has_wider_grad
 from ._leaves import narrower_dtype
 
@@ -26,7 +26,7 @@ WHOLE_HEAD_BYTES = 2**30
 WHOLE_TIED_BYTES = 2**32
 """The same for one table for ids and logits, which in chunks is gathered and scattered for either use."""
 
-LookupSettings = tuple[int, str, int, Steps]
+LookupSettings = tuple[int, str, int, TorusSteps]
 """Fields of a `ShardedTable`: `dim`, `sent`, `rows` and `steps`."""
 
 
@@ -42,7 +42,7 @@ class ShardedTable(nn.Module):
     dim: int = eqx.field(static=True)
     sent: str = eqx.field(static=True)
     rows: int = eqx.field(static=True)
-    steps: Steps = eqx.field(static=True)
+    steps: TorusSteps = eqx.field(static=True)
 
     def lookup_rows(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
         """Return one vector for each id; NaN for an id outside the table."""
@@ -247,7 +247,7 @@ def with_chunked_tables(
     parameters: PyTree,
     leaves: PyTree,
     shapes: nn.Transformer,
-    steps: Steps,
+    steps: TorusSteps,
     *,
     has_tiles: bool,
 ) -> nn.Transformer:
@@ -259,7 +259,7 @@ def with_chunked_tables(
         parameters: The differentiated arrays: slices, or gradient proxies for them.
         leaves: The plan's `Leaf` of each array.
         shapes: Shapes of the whole model.
-        steps: Steps in which chunks are gathered and scattered (`Plan.torus_steps`).
+        steps: TorusSteps in which chunks are gathered and scattered (`Plan.torus_steps`).
         has_tiles: Whether devices keep rows in tiles, as TPUs do.
     """
 
