@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 import eqformer
-from eqformer.parallel._send import COLLECTIVES
+from eqformer.parallel._collectives import COLLECTIVES
 
 
 SUMS = ("reduce_sum", "cumsum", "cumlogsumexp", "reduce_window_sum", "scatter-add", "scatter_add")
@@ -121,6 +121,6 @@ def _function_of(equation: Any) -> str:
     traceback = equation.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
         path = Path(frame.file_name)
-        if path.name not in ("_vary.py", "_send.py") and any(room in path.parents for room in ROOMS):
+        if path.name not in ("_shard_map.py", "_collectives.py") and any(room in path.parents for room in ROOMS):
             return frame.function_name.split(".<locals>")[0]
     return "somewhere"

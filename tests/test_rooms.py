@@ -25,7 +25,7 @@ ROOMS = {
 }
 SENDING = {"psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "ppermute", "pshuffle", "all_to_all"}
 COLLECTIVES = {*SENDING, "axis_index"}
-SENDER = "parallel/_send.py"  # where each collective gets its name
+SENDER = "parallel/_collectives.py"  # where each collective gets its name
 SHARDING = {"PartitionSpec", "NamedSharding", "Mesh", "shard_map", "with_sharding_constraint"}
 PLACING = "models/_load.py"  # its arrays go straight to where a plan wants them
 PREPARING = "_prepare.py"  # sets variables of JAX and XLA, when it is called
@@ -183,7 +183,7 @@ def test_a_script_imports_what_rooms_list(path):
 
 
 def test_each_listed_name_is_that_of_a_collective():
-    sources = {path: path.read_text() for path in FILES if path.parts[-2:] != ("parallel", "_send.py")}
+    sources = {path: path.read_text() for path in FILES if path.parts[-2:] != ("parallel", "_collectives.py")}
     assert {name for name in NAMES if not any(f'"{name}"' in source for source in sources.values())} == set()
     page = " ".join((ROOT / "docs" / "parallel-communication.md").read_text().split("## Names")[1].split())
     assert {name for name in NAMES if name not in page} == set()

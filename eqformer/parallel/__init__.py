@@ -10,6 +10,7 @@ from ._axes import (
     REPLICA as REPLICA,
     TENSOR as TENSOR,
 )
+from ._collectives import COLLECTIVES as COLLECTIVES, STATE as STATE
 from ._config import option_values as option_values, ParallelConfig as ParallelConfig
 from ._expert_exchange import FURTHER_ROUNDS as FURTHER_ROUNDS
 from ._expert_method import choose_expert_method as choose_expert_method, Exchange as Exchange
@@ -23,9 +24,13 @@ from ._processes import (
     on_first_process as on_first_process,
     Votes as Votes,
 )
-from ._send import COLLECTIVES as COLLECTIVES, STATE as STATE
-from ._shard_map import filter_shard_map as filter_shard_map
-from ._vary import vary as vary, vary_like as vary_like, varying_axes as varying_axes
+from ._ring import shift as shift
+from ._shard_map import (
+    filter_shard_map as filter_shard_map,
+    vary as vary,
+    vary_like as vary_like,
+    varying_axes as varying_axes,
+)
 from .context._context_attention import (
     check_context as check_context,
     CONTEXT_METHODS as CONTEXT_METHODS,
@@ -35,7 +40,6 @@ from .context._context_attention import (
     zigzag as zigzag,
     zigzag_inverse as zigzag_inverse,
 )
-from .context._shift import shift as shift
 from .layouts._draw_layout import (
     draw_array as draw_array,
     layout_table as layout_table,

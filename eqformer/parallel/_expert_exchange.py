@@ -17,11 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
-from . import _send as send
+from . import _collectives as send
 from ._axes import EXPERT
+from ._collectives import Runs
 from ._expert_method import Exchange
-from ._send import Runs
-from ._vary import vary, vary_like
+from ._shard_map import vary, vary_like
 
 
 FURTHER_ROUNDS = "further rounds of choices"

@@ -10,11 +10,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from .. import nn
-from . import _send as send
+from . import _collectives as send
 from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 from ._expert_exchange import exchange_choices
 from ._expert_method import choose_expert_method, count_pieces, Exchange
-from ._vary import vary
+from ._shard_map import vary
 from .state._gather import gather_parameter
 from .tensor._replicated_layers import counted_once, Sliced
 from .tensor._residual_stream import ResidualStream

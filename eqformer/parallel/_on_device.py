@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .. import nn
-from . import _send as send
+from . import _collectives as send
 from ._axes import CONTEXT, FSDP, TENSOR
 from ._placement import Placement
-from ._vary import vary, vary_like
+from ._shard_map import vary, vary_like
 from ._wrap import split_mixtures, split_over_context, split_over_tensor
 from .layouts._layout import axes_of
 from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack

@@ -1,18 +1,18 @@
-"""`jax.shard_map` over trees that hold more than arrays."""
+"""`jax.shard_map` over trees that hold more than arrays, and the mesh axes over which values inside it vary."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import PyTree
+from jax.typing import ArrayLike
+from jaxtyping import Array, PyTree
 
 from .. import nn
-from .._shapes import Array
-from ._vary import varying_axes
+from .._shapes import Array as AnyArray
 from .layouts._layout import axes_of, is_spec
 from .layouts._mesh import axis_sizes
 
@@ -42,26 +42,66 @@ def filter_shard_map(
                 f"filter_shard_map: the function was called with {len(args)} arguments, but in_specs has "
                 f"{len(in_specs)} entries; give one entry an argument."
             )
-        arrays, rest = eqx.partition(args, _is_array)
+        arrays, static_args = eqx.partition(args, _is_array)
         leaves, structure = jax.tree.flatten(arrays)
-        specs = [spec for path, leaf, spec in _by_leaf(in_specs, args, "in_specs") if _fits(path, leaf, spec, sizes)]
-        result_rest: list[Any] = []
+        specs = [
+            spec
+            for path, leaf, spec in _specs_by_leaf(in_specs, args, "in_specs")
+            if _check_argument(path, leaf, spec, sizes)
+        ]
+        static_results: list[PyTree] = []
 
-        def per_device(*leaves: Array) -> PyTree:
-            result = fn(*eqx.combine(jax.tree.unflatten(structure, leaves), rest))
-            result, others = eqx.partition(result, _is_array)
-            for path, leaf, spec in _by_leaf(out_specs, result, "out_specs"):
+        def per_device(*leaves: AnyArray) -> PyTree:
+            result = fn(*eqx.combine(jax.tree.unflatten(structure, leaves), static_args))
+            result, static_result = eqx.partition(result, _is_array)
+            for path, leaf, spec in _specs_by_leaf(out_specs, result, "out_specs"):
                 _check_result(path, leaf, spec, sizes)
-            result_rest[:] = [others]
+            static_results[:] = [static_result]
             return result
 
         run = jax.shard_map(per_device, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=True)
-        return eqx.combine(run(*leaves), result_rest[0])
+        return eqx.combine(run(*leaves), static_results[0])
 
     return mapped
 
 
-def _is_array(node: object) -> TypeGuard[Array]:
+def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
+    """Return the manual mesh axes over which an array inside `shard_map` may differ; none outside of it."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
+    """Mark arrays as varying over `axes` too (`pcast`), values unchanged; its transpose sums over the added axes.
+
+    Applied to a parameter before differentiation, it keeps each device's gradient a partial sum, to be reduced once.
+    """
+    wanted = tuple(axes)
+    return jax.tree.map(lambda x: _vary_array(x, wanted) if eqx.is_array(x) else x, tree)
+
+
+def _vary_array(x: Array, axes: tuple[str, ...]) -> Array:
+    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_like(tree: PyTree, *examples: PyTree) -> PyTree:
+    """Mark arrays as varying over every axis that any array of `examples` varies over.
+
+    The initial carry of a loop must vary over all axes that its results vary over.
+    """
+    arrays = [x for x in jax.tree.leaves(examples) if eqx.is_array(x)]
+    axes = frozenset().union(*map(varying_axes, arrays)) if arrays else frozenset()
+    return vary(tree, sorted(axes))
+
+
+def own_part(x: Array, axis: str | tuple[str, ...], dim: int) -> Array:
+    """Return this device's slice of a dim of an array that is replicated over an axis, or over several."""
+    dim = dim % x.ndim
+    size = x.shape[dim] // jax.lax.axis_size(axis)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * size, size, dim)
+
+
+def _is_array(node: object) -> TypeGuard[AnyArray]:
     return eqx.is_array(node) or isinstance(node, np.ndarray)
 
 
@@ -69,46 +109,47 @@ def _is_spec(node: object) -> bool:
     return node is None or is_spec(node)
 
 
-def _by_leaf(specs: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any, Any]]:
-    """Path, leaf and spec of each leaf, from a tree of specs in which one may stand for a whole subtree."""
-    found: list[tuple[str, Any, Any]] = []
+def _specs_by_leaf(specs: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any, Any]]:
+    """Return path, leaf and spec of each leaf, from a tree of specs in which one may stand for a whole subtree."""
+    entries: list[tuple[str, Any, Any]] = []
 
-    def below(path: tuple, spec: object, part: PyTree) -> None:
-        for rest, leaf in jax.tree_util.tree_leaves_with_path(part):
-            found.append((nn.path_name((*path, *rest)), leaf, PartitionSpec() if spec is None else spec))
+    def add_subtree(path: tuple, spec: object, subtree: PyTree) -> None:
+        for leaf_path, leaf in jax.tree_util.tree_leaves_with_path(subtree):
+            entries.append((nn.path_name((*path, *leaf_path)), leaf, PartitionSpec() if spec is None else spec))
 
     if name == "in_specs":
         specs = tuple(specs)
     try:
-        jax.tree_util.tree_map_with_path(below, specs, tree, is_leaf=_is_spec)
+        jax.tree_util.tree_map_with_path(add_subtree, specs, tree, is_leaf=_is_spec)
     except ValueError as error:
-        what = "the arguments" if name == "in_specs" else "the result"
+        values = "the arguments" if name == "in_specs" else "the result"
         raise ValueError(
-            f"filter_shard_map: the tree of {name} does not fit {what}; give specs in a tree like theirs, or one for a "
-            f"whole subtree. {error}"
+            f"filter_shard_map: the tree of {name} does not fit {values}; give specs in a tree like theirs, or one for "
+            f"a whole subtree. {error}"
         ) from error
-    return found
+    return entries
 
 
-def _fits(path: str, leaf: object, spec: Any, sizes: dict[str, int]) -> bool:
-    """Whether a leaf is an array, whose spec must then name dims that it has and axes that divide them."""
+def _check_argument(path: str, leaf: object, spec: Any, sizes: dict[str, int]) -> bool:
+    """Return whether a leaf is an array; refuse specs with dims that it lacks or axes that do not divide them."""
     if not _is_array(leaf):
         return False
     call = _check_spec(f"argument {path}", leaf, spec, sizes)
-    for place, entry in enumerate(spec):
+    for dim, entry in enumerate(spec):
         axes = (entry,) if isinstance(entry, str) else entry or ()
-        number = math.prod(sizes[axis] for axis in axes)
-        if leaf.shape[place] % number:
-            over = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
+        pieces = math.prod(sizes[axis] for axis in axes)
+        if leaf.shape[dim] % pieces:
+            product = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
             raise ValueError(
-                f"{call}, which cuts dim {place}, of {leaf.shape[place]}, into {number} pieces ({over}); choose sizes "
+                f"{call}, which cuts dim {dim}, of {leaf.shape[dim]}, into {pieces} pieces ({product}); choose sizes "
                 "of which the second divides the first, or leave the dim whole."
             )
     return True
 
 
-def _check_spec(what: str, leaf: Array, spec: Any, sizes: dict[str, int]) -> str:
-    call = f"filter_shard_map: {what} has shape {leaf.shape} and the spec {spec!r}"
+def _check_spec(value: str, leaf: AnyArray, spec: Any, sizes: dict[str, int]) -> str:
+    """Refuse a spec that is none, or has dims or axes that do not exist; return the beginning of error messages."""
+    call = f"filter_shard_map: {value} has shape {leaf.shape} and the spec {spec!r}"
     if not is_spec(spec):
         raise ValueError(f"{call}, which is no PartitionSpec; write PartitionSpec('tensor'), say, or None.")
     if len(spec) > leaf.ndim:
@@ -118,8 +159,8 @@ def _check_spec(what: str, leaf: Array, spec: Any, sizes: dict[str, int]) -> str
     return call
 
 
-def _check_result(path: str, leaf: Array, spec: Any, sizes: dict[str, int]) -> None:
-    """Check that a result has the dims of its spec, and varies only over axes that the spec splits it over."""
+def _check_result(path: str, leaf: AnyArray, spec: Any, sizes: dict[str, int]) -> None:
+    """Refuse a result that lacks dims of its spec, or varies over axes that the spec does not split it over."""
     call = _check_spec(f"result {path}".strip(), leaf, spec, sizes)
     if differs := sorted(varying_axes(leaf) - axes_of(spec)):
         raise ValueError(

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
-from ..parallel import _send as send
+from ..parallel import _collectives as send
 from ..parallel._axes import FSDP, TENSOR
 from ..parallel._ring import circulate, collect, Ring
-from ..parallel._vary import own_part
+from ..parallel._shard_map import own_part
 from ..parallel.tensor._collective_matmul import matmul_reduce_scatter
 from ..parallel.tensor._vocabulary import SplitEmbedding
 

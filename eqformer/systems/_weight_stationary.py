@@ -12,8 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .. import nn
 from .._array_checks import checked
 from ..parallel._axes import FSDP, TENSOR
-from ..parallel._shard_map import filter_shard_map
-from ..parallel._vary import own_part, vary
+from ..parallel._shard_map import filter_shard_map, own_part, vary
 from ..parallel._wrap import replace
 from ..parallel.layouts._layout import Layout, partition_specs
 from ..parallel.layouts._mesh import axis_sizes

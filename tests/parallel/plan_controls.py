@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from eqformer.parallel import _send, BATCH_AXES, COLLECTIVES, CONTEXT, OnDevice, Plan, vary
+from eqformer.parallel import _collectives, BATCH_AXES, COLLECTIVES, CONTEXT, OnDevice, Plan, vary
 from eqformer.parallel.state import _leaves
 from eqformer.parallel.tensor import _residual_stream as _stream_parts, _tensor as _maps
 
@@ -19,12 +19,12 @@ def without(name: str, replacement: Callable[..., Any]) -> Callable[[Any], None]
     assert name in COLLECTIVES, name
 
     def change(monkeypatch: Any) -> None:
-        sent = _send._sent
+        sent = _collectives._call
 
         def replaced(kind: str, which: str, *args: Any, **options: Any) -> Any:
             return replacement(*args, **options) if which == name else sent(kind, which, *args, **options)
 
-        monkeypatch.setattr(_send, "_sent", replaced)
+        monkeypatch.setattr(_collectives, "_call", replaced)
 
     change.collective = name
     return change
@@ -149,8 +149,9 @@ def untyped_entry(monkeypatch: Any) -> None:
 
 
 def _entry(monkeypatch: Any, enter: Callable[[Any], Any]) -> None:
-    name, entered = "maps from the stream", _send.vary
-    monkeypatch.setattr(_send, "vary", lambda which, *args: enter(args[0]) if which == name else entered(which, *args))
+    name, entered = "maps from the stream", _collectives.vary
+    replaced = lambda which, *args: enter(args[0]) if which == name else entered(which, *args)
+    monkeypatch.setattr(_collectives, "vary", replaced)
 
 
 def bias_before(monkeypatch: Any) -> None:

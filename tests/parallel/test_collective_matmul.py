@@ -13,8 +13,7 @@ from haste import FAST
 from jax.sharding import PartitionSpec as P
 
 from eqformer.parallel import all_gather_matmul, matmul_reduce_scatter
-from eqformer.parallel._shard_map import filter_shard_map
-from eqformer.parallel._vary import vary
+from eqformer.parallel._shard_map import filter_shard_map, vary
 
 
 # How, and the other axis of the mesh: beside `pipe`, pieces are swapped.

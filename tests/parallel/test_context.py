@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from eqformer import kernels, nn
 from eqformer.parallel._axes import CONTEXT, PIPE, TENSOR
-from eqformer.parallel._shard_map import filter_shard_map
-from eqformer.parallel._vary import vary
+from eqformer.parallel._shard_map import filter_shard_map, vary
 from eqformer.parallel.context import _ring_attention
 from eqformer.parallel.context._context_attention import context_order, ContextAttention, zigzag
 from eqformer.parallel.layouts._mesh import make_mesh

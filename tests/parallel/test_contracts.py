@@ -16,7 +16,7 @@ from plan_parity import Case, differences, of_one_device, of_plan as afresh, pla
 
 from eqformer import generation, nn, planning
 from eqformer.parallel import replicated_layers, ShardedModel
-from eqformer.parallel._vary import own_part
+from eqformer.parallel._shard_map import own_part
 from eqformer.parallel.state import _gather
 from eqformer.parallel.tensor import _residual_stream as _stream
 

@@ -19,7 +19,7 @@ from plan_parity import alone, Case, differences, program_under, total_under
 from test_exchange import CASES, crowded
 
 from eqformer import nn, planning
-from eqformer.parallel import _expert_exchange, _send, filter_shard_map, make_mesh, Plan
+from eqformer.parallel import _collectives, _expert_exchange, filter_shard_map, make_mesh, Plan
 from eqformer.parallel._expert_method import Exchange
 from eqformer.parallel._expert_parallel import SplitMoE
 
@@ -132,7 +132,7 @@ def test_a_layer_is_one_devices_whatever_its_load(load, weighs_inputs, monkeypat
 
 def over_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on TPUs, into arrays that nobody wrote."""
-    monkeypatch.setattr(_send, "_into_zeros", _send._into_nothing)
+    monkeypatch.setattr(_collectives, "_ragged_into_zeros", _collectives._ragged_into_empty)
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
 
 

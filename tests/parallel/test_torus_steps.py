@@ -11,7 +11,7 @@ from compilers import tpus
 from jax.sharding import NamedSharding, PartitionSpec as P
 from plan_parity import Case, differences, of_one_device, of_plan
 
-from eqformer.parallel import _placement, _send as send, filter_shard_map, make_mesh
+from eqformer.parallel import _collectives as send, _placement, filter_shard_map, make_mesh
 from eqformer.parallel.layouts._mesh import TorusSteps
 
 

@@ -24,10 +24,10 @@ from ...kernels import (
     unsupported_options,
 )
 from ...nn import broadcast_float32, Mixer
-from .. import _send as send
+from .. import _collectives as send
 from .._axes import CONTEXT
 from .._ring import Ring
-from .._vary import vary, varying_axes
+from .._shard_map import vary, varying_axes
 from ._flash_ring import flash_ring_attend, steps_of
 from ._ring_attention import ring_attend
 

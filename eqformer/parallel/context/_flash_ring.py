@@ -29,9 +29,8 @@ from ...kernels import (
     TokenPositions,
     with_one_batch_dim,
 )
-from .._ring import Ring
-from .._vary import vary, vary_like
-from ._shift import shift
+from .._ring import Ring, shift
+from .._shard_map import vary, vary_like
 
 
 Held = tuple[Array, Array, TokenPositions]

@@ -6,9 +6,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from ...kernels import at_least_float32, blockwise, lowest, TokenPositions
-from .._ring import Ring
-from .._vary import vary, vary_like
-from ._shift import shift
+from .._ring import Ring, shift
+from .._shard_map import vary, vary_like
 
 
 def ring_attend(

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, PyTree
 
 from ... import nn
 from .._axes import FSDP
-from .._vary import vary, vary_like, varying_axes
+from .._shard_map import vary, vary_like, varying_axes
 from ..layouts._mesh import TorusSteps
 from ..state._fully_sharded import Gathered
 from ..state._grad_proxies import scatter

@@ -11,9 +11,9 @@ from jaxtyping import Bool, Float, Int, PyTree
 
 from ... import nn
 from ..._shapes import Array
-from .. import _send as send
+from .. import _collectives as send
 from .._axes import PIPE
-from .._vary import vary, vary_like, varying_axes
+from .._shard_map import vary, vary_like, varying_axes
 from ..state._grad_proxies import grad_proxy
 from ._deferred_wgrad import (
     defer_maps,

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
-from .. import _send as send
+from .. import _collectives as send
 from .._axes import PIPE
-from .._vary import vary, varying_axes
+from .._shard_map import vary, varying_axes
 from ._schedule import Schedule
 from ._stage_layers import layers_of_parts
 

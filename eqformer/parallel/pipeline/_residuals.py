@@ -17,7 +17,7 @@ from jaxtyping import Int, PyTree
 
 from ..._shapes import Array, ArrayOrShape
 from .._axes import PIPE
-from .._vary import vary
+from .._shard_map import vary
 from ._schedule import IDLE
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ... import nn
 from .._axes import PIPE
-from .._vary import vary, varying_axes
+from .._shard_map import vary, varying_axes
 
 
 PartOf = Int[np.ndarray, "stages chunks"]  # which part of the model each chunk of a device is

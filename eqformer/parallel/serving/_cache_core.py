@@ -7,9 +7,9 @@ from jaxtyping import Array, Float
 
 from ... import kernels
 from ...kernels import blockwise
-from .. import _send as send
+from .. import _collectives as send
 from .._axes import CONTEXT
-from .._vary import vary
+from .._shard_map import vary
 from ..context._context_attention import loop_of
 
 

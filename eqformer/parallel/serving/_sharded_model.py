@@ -17,8 +17,7 @@ from ..._array_checks import checked
 from ..._shapes import ArrayOrShape, is_shape
 from .._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
 from .._plan import Plan
-from .._shard_map import filter_shard_map
-from .._vary import vary, vary_like
+from .._shard_map import filter_shard_map, vary, vary_like
 from .._wrap import replace
 from ..context._context_attention import ContextAttention
 from ..layouts._layout import is_spec, shardings

@@ -5,7 +5,7 @@ import jax
 from jaxtyping import Array, PyTree, Shaped
 
 from ...nn import at_least_float32, is_trainable
-from .. import _send as send
+from .. import _collectives as send
 from .._axes import TENSOR
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Array
 
 from ... import nn
-from .. import _send as send
+from .. import _collectives as send
 from .._axes import FSDP
-from .._vary import vary_like
+from .._shard_map import vary_like
 from ..layouts._mesh import TorusSteps
 
 

@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
-from .. import _send as send
+from .. import _collectives as send
 from .._axes import FSDP
-from .._vary import vary_like
+from .._shard_map import vary_like
 from ..layouts._mesh import TorusSteps
 from ._grad_proxies import gather, has_wider_grad
 from ._leaves import narrower_dtype

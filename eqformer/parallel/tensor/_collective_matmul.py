@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...nn import at_least_float32, ComputeDtypeMatmul, MatmulPrecision
-from .. import _send as send
+from .. import _collectives as send
 from .._ring import circulate, collect, Ring
-from .._vary import vary, vary_like
+from .._shard_map import vary, vary_like
 
 
 Overlap = Literal["none", "ring", "bidirectional"]

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from ... import nn
-from .. import _send as send
+from .. import _collectives as send
 from .._axes import TENSOR
 from ..layouts._layout import dim_over
 from ..state._gather import gather_module

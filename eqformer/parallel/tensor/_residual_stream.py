@@ -10,9 +10,9 @@ import jax
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from ... import nn
-from .. import _send as send
+from .. import _collectives as send
 from .._axes import TENSOR
-from .._vary import own_part
+from .._shard_map import own_part
 from ._collective_matmul import Overlap
 
 

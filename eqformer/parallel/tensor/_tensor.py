@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from ... import nn
-from .. import _send as send
+from .. import _collectives as send
 from .._axes import TENSOR
 from ._collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from ._residual_stream import ResidualStream, Sublayer, TokensDropout, TokensPositions

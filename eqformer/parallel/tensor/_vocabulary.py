@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ... import nn
-from .. import _send as send
+from .. import _collectives as send
 from .._axes import TENSOR
 from ._residual_stream import ResidualStream
 

@@ -1,0 +1,227 @@
+"""Collectives of the transforms, each with a name that the compiled program contains.
+
+The name is in the program's metadata (`op_name`), before that of the operation; a collective of the backward pass has
+the name of its forward collective. So profiles, counted bytes and the tests that leave one out use the same names.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, PyTree, Shaped
+
+from ._axes import CONTEXT, EXPERT, PIPE, TENSOR
+from ._shard_map import vary as vary_over, vary_like
+
+
+STATE = "state"
+"""Reason of collectives for parameters and gradients, over all axes along which they are replicated or split."""
+
+# The reason of each collective: the axis that splits its operand, or the state that devices share.
+COLLECTIVES: dict[str, str] = {
+    "losses and counts": STATE,
+    "sums of rows": CONTEXT,
+    "gradients over replicas": STATE,
+    "gradients over fsdp": STATE,
+    "parameters over fsdp": STATE,
+    "maps from the stream": TENSOR,
+    "maps to the stream": TENSOR,
+    "maps of features": TENSOR,
+    "whole maps of features": TENSOR,
+    "weights over tensor": TENSOR,
+    "means of split norms": TENSOR,
+    "squares of split norms": TENSOR,
+    "looked-up vectors": TENSOR,
+    "stream for the head": TENSOR,
+    "table from features to ids": TENSOR,
+    "highest logits": TENSOR,
+    "normalisers": TENSOR,
+    "logits of targets": TENSOR,
+    "highest logits of all ids": TENSOR,
+    "first of the highest": TENSOR,
+    "keys and values round": CONTEXT,
+    "keys and values gathered": CONTEXT,
+    "tokens to heads": CONTEXT,
+    "heads to tokens": CONTEXT,
+    "tokens beside heads": CONTEXT,
+    "peaks over split caches": CONTEXT,
+    "sums over split caches": CONTEXT,
+    "rows for experts": TENSOR,
+    "slices of experts": TENSOR,
+    "features to tokens": TENSOR,
+    "tokens to features": TENSOR,
+    "features of experts": TENSOR,
+    "loads of experts": STATE,
+    "same on all slices": TENSOR,
+    "tokens to all experts": EXPERT,
+    "sums of all experts": EXPERT,
+    "rounds of choices": EXPERT,
+    "counts of choices": EXPERT,
+    "choices to experts": EXPERT,
+    "choices from experts": EXPERT,
+    "activations between stages": PIPE,
+    "gradients between stages": PIPE,
+    "inputs between stages": PIPE,
+    "tokens for all stages": PIPE,
+    "outputs of the last stage": PIPE,
+    "sums over stages": STATE,
+    "stream for wide maps": TENSOR,
+    "wide maps": TENSOR,
+    "keys and values of rows": TENSOR,
+    "heads to rows": TENSOR,
+    "rows to heads": TENSOR,
+    "inputs of maps to the stream": TENSOR,
+    "stream for logits": TENSOR,
+    "partial logits": TENSOR,
+    "all_gather_matmul": TENSOR,
+    "matmul_reduce_scatter": TENSOR,
+    "ring": STATE,
+}
+
+
+def vary(name: str, tree: PyTree, axes: str | Iterable[str]) -> PyTree:
+    """Mark arrays as varying over `axes` too; nothing is sent but, in the backward pass, the sum of their gradients."""
+    with jax.named_scope(name):
+        return vary_over(tree, (axes,) if isinstance(axes, str) else axes)
+
+
+def psum(name: str, x: PyTree, axes: str | tuple[str, ...]) -> PyTree:
+    """Sum over the devices of some axes."""
+    return _call("psum", name, x, axes)
+
+
+def pmean(name: str, x: Array, axes: str | tuple[str, ...]) -> Array:
+    """Average over the devices of some axes."""
+    return _call("pmean", name, x, axes)
+
+
+def pmax(name: str, x: Array, axes: str | tuple[str, ...]) -> Array:
+    """Take the maximum over the devices of some axes."""
+    return _call("pmax", name, x, axes)
+
+
+def pmin(name: str, x: Array, axes: str | tuple[str, ...]) -> Array:
+    """Take the minimum over the devices of some axes."""
+    return _call("pmin", name, x, axes)
+
+
+def all_gather(
+    name: str, x: Array, axis: str, dim: int = 0, *, stacks: bool = False, steps: Sequence[int] = ()
+) -> Array:
+    """Concatenate all devices' pieces along `dim` or, with `stacks`, stack them along a new one.
+
+    With `steps` pieces are joined several times, in the reverse order of `psum_scatter` with the same steps.
+    """
+    assert not (stacks and steps)
+    for options in reversed(_step_options(steps)):
+        x = _call("all_gather", name, x, axis, axis=dim if stacks else dim % x.ndim, tiled=not stacks, **options)
+    return x
+
+
+def psum_scatter(name: str, x: Array, axis: str, dim: int = 0, *, steps: Sequence[int] = ()) -> Array:
+    """Sum over an axis and return this device's slice of the sum along `dim`.
+
+    With `steps` the sum is scattered several times, each time among so many devices; the product is the axis' size.
+    """
+    # Behind dims of one entry, XLA's compiler for TPUs sums the whole array on every device instead.
+    dim %= x.ndim
+    unit_dims = x.shape[:dim] if math.prod(x.shape[:dim]) == 1 else ()
+    x = x.reshape(x.shape[len(unit_dims) :])
+    for options in _step_options(steps):
+        x = _call("psum_scatter", name, x, axis, scatter_dimension=dim - len(unit_dims), tiled=True, **options)
+    return x.reshape(*unit_dims, *x.shape)
+
+
+def all_to_all(
+    name: str,
+    x: Array,
+    axis: str | tuple[str, ...],
+    split: int,
+    concat: int,
+    *,
+    groups: Sequence[Sequence[int]] | None = None,
+) -> Array:
+    """Exchange the parts of `x` along `split`, one for each device, and concatenate the received along `concat`."""
+    split, concat = split % x.ndim, concat % x.ndim
+    return _call(
+        "all_to_all", name, x, axis, split_axis=split, concat_axis=concat, axis_index_groups=groups, tiled=True
+    )
+
+
+class Runs(NamedTuple):
+    """Runs of rows that a device sends, equally many to each device in turn, and the sizes of those it receives."""
+
+    start: Int[Array, "runs"]
+    """Index of the first row of each run."""
+    size: Int[Array, "runs"]
+    """Number of rows of each run."""
+    place: Int[Array, "runs"]
+    """Index of the run's first row on the device that receives it."""
+    taken: Int[Array, "runs"]
+    """Numbers of rows of the runs that this device receives, from each device in turn."""
+
+
+def ragged_all_to_all(
+    name: str, x: Shaped[Array, "rows embed"], axis: str, received: int, runs: Runs, back: Runs
+) -> Shaped[Array, "received embed"]:
+    """Exchange runs of rows; return an array of `received` rows, zeros where no row arrives. CPUs cannot compile it.
+
+    Not to be differentiated: JAX's rule asks other devices for what the caller knows, the runs `back`.
+    """
+    x, runs, back = vary_like((x, runs, back), x, runs, back)
+    return _call("ragged_all_to_all", name, x, axis, received=received, runs=runs, back=back)
+
+
+def ppermute(name: str, x: Array, axis: str, pairs: Sequence[tuple[int, int]]) -> Array:
+    """Send the array of each pair's first device to its second."""
+    return _call("ppermute", name, x, axis, perm=pairs)
+
+
+def _step_options(steps: Sequence[int]) -> list[dict[str, Any]]:
+    """Return a collective's options in each step; without steps, one empty dict for the whole axis."""
+    return [{"axis_index_groups": groups} for groups in _step_groups(steps)] if steps else [{}]
+
+
+def _step_groups(steps: Sequence[int]) -> list[list[list[int]]]:
+    """Return for each step its groups of indices along an axis: in the first step those that differ in the first digit.
+
+    The digits of an index are its coordinates in an array of shape `steps`.
+    """
+    indices = np.arange(math.prod(steps)).reshape(steps)
+    return [np.moveaxis(indices, step, -1).reshape(-1, size).tolist() for step, size in enumerate(steps)]
+
+
+def _call(kind: str, name: str, x: PyTree, axes: str | tuple[str, ...], **options: Any) -> PyTree:
+    """Call the collective `kind` of `jax.lax` in a named scope."""
+    collective = _ragged if kind == "ragged_all_to_all" else getattr(jax.lax, kind)
+    with jax.named_scope(name):
+        return collective(x, axes, **options)
+
+
+def _ragged(x: Array, axis: str | tuple[str, ...], *, received: int, runs: Runs, back: Runs) -> Array:
+    shape = (received, *x.shape[1:])
+    on_tpus = functools.partial(_ragged_into_empty, axis, shape)
+    elsewhere = functools.partial(_ragged_into_zeros, axis, shape)
+    return jax.lax.platform_dependent(x, runs, back, tpu=on_tpus, default=elsewhere)
+
+
+def _ragged_into_zeros(axis: str | tuple[str, ...], shape: tuple[int, ...], x: Array, runs: Runs, back: Runs) -> Array:
+    """Exchange runs of rows into an array of zeros."""
+    # These zeros depend on the rows. XLA would make constant ones before a loop over layers, and hold them in it.
+    zero = ((runs.size[0] < 0) & jnp.isnan(x[0, 0])).astype(x.dtype)
+    return jax.lax.ragged_all_to_all(x, jnp.broadcast_to(zero, shape), *runs, axis_name=axis)
+
+
+def _ragged_into_empty(axis: str | tuple[str, ...], shape: tuple[int, ...], x: Array, runs: Runs, back: Runs) -> Array:
+    """Exchange runs of rows into an uninitialized array, and replace the rows that did not arrive by zeros.
+
+    TPUs take longer to write zeros, where a row is a tile, than to mask the rows afterwards.
+    """
+    rows = jax.lax.ragged_all_to_all(x, vary_like(jax.lax.empty(shape, x.dtype), x), *runs, axis_name=axis)
+    row = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
+    has_arrived = jnp.any((row >= back.start) & (row < back.start + back.size), axis=1)
+    return jnp.where(has_arrived[:, None], rows, 0)
