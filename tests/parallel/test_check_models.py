@@ -265,6 +265,6 @@ def test_tokens_that_choose_in_a_stream_of_features_fall_into_pieces():
     over = plan_over({"tensor": 2}, residual="feature")
     over.check(shapes(lambda: model_of("llama")), rows=8, seq=15)
     with pytest.raises(
-        ValueError, match=r"feature'\) over tensor=2: the 15 tokens .* where they choose; .*of 2 tokens"
+        ValueError, match=r"feature'\) over tensor=2: the 15 tokens .* where they are routed; .*of 2 tokens"
     ):
         over.check(mixed()(), rows=8, seq=15)

@@ -46,12 +46,12 @@ def test_steps_give_each_device_the_slice_that_is_its_own():
 
 def test_steps_in_another_order_and_a_step_too_few_are_seen(monkeypatch):
     x = np.random.default_rng(0).integers(-9, 9, (8, 3, 16)).astype(np.float32)
-    groups = send._groups
-    monkeypatch.setattr(send, "_groups", lambda steps: groups(steps)[::-1])
+    groups = send._step_groups
+    monkeypatch.setattr(send, "_step_groups", lambda steps: groups(steps)[::-1])
     found, (whole, *_) = moved((4, 2), x)[0]
     assert not np.array_equal(found, x.sum(0)) and np.array_equal(np.sort(found), np.sort(x.sum(0)))
     assert not np.array_equal(whole, x[0]) and np.array_equal(np.sort(whole), np.sort(x[0]))
-    monkeypatch.setattr(send, "_groups", lambda steps: groups(steps)[1:])
+    monkeypatch.setattr(send, "_step_groups", lambda steps: groups(steps)[1:])
     found, (whole, *_) = moved((4, 2), x)[0]
     assert found.shape != x.sum(0).shape and whole.shape != x[0].shape
 
@@ -73,8 +73,8 @@ def test_a_plan_over_a_torus_has_one_devices_gradients(monkeypatch):
 
 @pytest.mark.grid
 def test_a_plan_whose_steps_are_in_another_order_has_not(monkeypatch):
-    groups = send._groups
-    monkeypatch.setattr(send, "_groups", lambda steps: groups(steps)[::-1])
+    groups = send._step_groups
+    monkeypatch.setattr(send, "_step_groups", lambda steps: groups(steps)[::-1])
     assert {"embedding.weight", "stacks[0].blocks.mixer.layer.query.weight"} < set(gradients(monkeypatch, (4, 2)))
 
 
