@@ -194,7 +194,16 @@ def _check_mixer(plan: Placement, path: str, mixer: nn.Mixer, seq: int) -> None:
 
 def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None:
     """Refuse modules that the axis `tensor` would split and that no wrapper can run on a slice."""
-    known = (nn.Mixer, nn.FeedForward, nn.MoE, nn.PerLayerInputs, nn.Embedding, nn.LearnedPositions, nn.Norm, nn.ScoreBias)
+    known = (
+        nn.Mixer,
+        nn.FeedForward,
+        nn.MoE,
+        nn.PerLayerInputs,
+        nn.Embedding,
+        nn.LearnedPositions,
+        nn.Norm,
+        nn.ScoreBias,
+    )
     logits_fields = lambda m: (m.head, m.logit_bias)
     remove_head = lambda tree: eqx.tree_at(logits_fields, tree, (None, None), is_leaf=lambda node: node is None)
     headless = remove_head(model)

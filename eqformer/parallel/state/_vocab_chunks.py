@@ -86,7 +86,7 @@ class ChunkedEmbedding(nn.Module):
         return nn.unembed(x, self.weight)
 
 
-class ChunkedLayerEmbedding(nn.Module):
+class ChunkedPerLayerEmbedding(nn.Module):
     """A `PerLayerEmbedding`, `inner`, that looks the vectors of all layers up at once in a chunked table."""
 
     inner: nn.PerLayerEmbedding
@@ -277,7 +277,7 @@ def with_chunked_tables(
     embedding, head, inputs = model.embedding, model.head, model.layer_inputs
     if inputs is not None and chunked.inputs and inputs_table(leaves).fsdp_dim is not None:
         table = shard_table(inputs_table, inputs_table(leaves).sent)
-        layer_embedding = ChunkedLayerEmbedding(inputs.embedding, table)
+        layer_embedding = ChunkedPerLayerEmbedding(inputs.embedding, table)
         model = eqx.tree_at(lambda m: m.layer_inputs.embedding, model, layer_embedding)
     if chunked.ids and ids_table(leaves).fsdp_dim is not None:
         table = shard_table(ids_table, ids_table(leaves).sent)
