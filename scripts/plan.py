@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from recipes import LARGE, Mesh as RecipeMesh, Recipe
 from support.check import check
 from support.command import entry
-from support.kernel_report import DECODING, kernel_lines
+from support.kernel_report import decode_lines, kernel_lines
 from support.mesh import abstract_plan, check_plan, choices, flags, in_flags, plan_of, recipe_under, state_of, step_of
 from support.multiplying import products_line
 from support.nearest import looking, nearest
@@ -108,8 +108,9 @@ def _by_formulas(
 ) -> str:
     """Format what runs where, and what formulas say of a step."""
     recipe, accelerator = command.run, topology.accelerator
-    lines = [DECODING]
-    if not command.decode:
+    if command.decode:
+        lines = decode_lines(recipe, model, accelerator.platform, command.cache_dtype)
+    else:
         lines = [*kernel_lines(recipe, model, accelerator.platform), products_line(recipe, model, accelerator.name)]
     ways = "\n".join(filter(None, lines))
     summary = parallel.summary(plan, model, rows=recipe.batch, seq=1 if command.decode else recipe.seq)

@@ -2,6 +2,7 @@
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from recipes import Recipe
 
 from eqformer import kernels, nn, training
@@ -39,6 +40,21 @@ def kernel_lines(recipe: Recipe, model: nn.Transformer, platform: str) -> list[s
     tokens = eqx.filter_eval_shape(training.batch_tokens, batch)
     explanations = kernels.explain(model.encode, batch.ids, tokens, platform=platform)
     return [_line(explanation, recipe) for explanation in explanations] or ["attention: the model has none"]
+
+
+def decode_lines(recipe: Recipe, model: nn.Transformer, platform: str, cache_dtype: str | None) -> list[str]:
+    """Return a line per operation of decoding one token of each row on `cuda` or `tpu`, without writes into caches."""
+    if not has_kernels(platform):
+        return []
+    compute, rows = recipe.precision.compute, recipe.batch
+    narrow = eqx.filter_eval_shape(nn.Precision(compute, compute).apply, model)
+    numbers = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+
+    def decode(model: nn.Transformer, ids: jax.Array, positions: jax.Array) -> jax.Array:
+        return model.encode(ids, nn.Tokens(positions), model.init_cache(rows, recipe.seq, cache_dtype))[0]
+
+    explanations = kernels.explain(decode, narrow, numbers, numbers, platform=platform)
+    return [str(explanation) for explanation in explanations if explanation.operation != "cache write"]
 
 
 def _line(explanation: kernels.Explanation, recipe: Recipe) -> str:

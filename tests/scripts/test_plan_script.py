@@ -127,7 +127,6 @@ def test_bad_input_is_one_clear_error(flags, message):
             "BlockwiseAttention (--execution.core blockwise asks for it)",
             marks=pytest.mark.grid,
         ),
-        ("v5e:1x1 --decode", "in blocks, as wherever a cache is read"),
         pytest.param(
             "v5e:1x2 --mesh.context 2 --context-method gather --seq 256",
             "BlockwiseAttention; not a kernel: keys are gath",
@@ -137,6 +136,19 @@ def test_bad_input_is_one_clear_error(flags, message):
 )
 def test_the_attention_that_runs_is_said(flags, line):
     assert f"\nattention: {line}" in told(f"--formulas --topology {flags}")
+
+
+def test_the_attention_that_decodes_is_said():
+    """A kernel in 16 bits, for caches that are worth one."""
+    line = "\ndecode attention: ReferenceDecoding; not FlashDecodingTpu: a row's slots of a head must have"
+    assert line in told("--formulas --topology v5e:1x1 --decode")
+    wide = (
+        "\ndecode attention: ReferenceDecoding; not FlashDecodingGpu: it computes in bfloat16 or float16, not float32"
+    )
+    assert wide in told("--formulas --topology h100:1 --decode")
+    assert "\ndecode attention: FlashDecodingGpu\n" in told(
+        "--formulas --topology h100:1 --decode --precision.compute bfloat16"
+    )
 
 
 @pytest.mark.grid
