@@ -28,7 +28,6 @@ from ._activation import (
     sqrt_softplus as sqrt_softplus,
     tanh as tanh,
 )
-from ._aux import Aux as Aux, aux_loss as aux_loss, aux_of as aux_of
 from ._block import (
     Block as Block,
     DenseAndMoE as DenseAndMoE,
@@ -37,13 +36,22 @@ from ._block import (
     SuperBlock as SuperBlock,
 )
 from ._cache import (
+    check_cached as check_cached,
     ConvCache as ConvCache,
+    index_layer as index_layer,
+    is_position_array as is_position_array,
     KVCache as KVCache,
     LatentCache as LatentCache,
+    LayerCache as LayerCache,
     RecurrentCache as RecurrentCache,
+    SlotCache as SlotCache,
+    update_layer as update_layer,
 )
 from ._contracts import (
     Attends as Attends,
+    Aux as Aux,
+    aux_loss as aux_loss,
+    aux_of as aux_of,
     ChunkedUnembedding as ChunkedUnembedding,
     FeedForward as FeedForward,
     Layer as Layer,
@@ -87,13 +95,12 @@ from ._float32_sums import (
     lookup_rows as lookup_rows,
     multiply_float32 as multiply_float32,
 )
-from ._fp8 import Fp8Linear as Fp8Linear, with_fp8 as with_fp8, without_fp8 as without_fp8
-from ._layer_cache import index_layer as index_layer, LayerCache as LayerCache, update_layer as update_layer
-from ._linear import dense as dense, Linear as Linear
-from ._linear_map import (
+from ._linear import (
     ComposedMap as ComposedMap,
+    dense as dense,
     DenseMap as DenseMap,
     is_map as is_map,
+    Linear as Linear,
     linear_maps as linear_maps,
     LinearMap as LinearMap,
     LinearWrapper as LinearWrapper,
@@ -120,12 +127,15 @@ from ._per_layer_embedding import (
     PerLayerGate as PerLayerGate,
     PerLayerInputs as PerLayerInputs,
 )
-from ._precision import cast as cast, Precision as Precision
-from ._predictor import Predictor as Predictor
+from ._precision import (
+    cast as cast,
+    Fp8Linear as Fp8Linear,
+    Precision as Precision,
+    with_fp8 as with_fp8,
+    without_fp8 as without_fp8,
+)
 from ._residual import Dropout as Dropout, Residual as Residual
-from ._sequential import shared_names_read as shared_names_read
-from ._slots import check_cached as check_cached, is_position_array as is_position_array, SlotCache as SlotCache
-from ._stack import REMAT as REMAT, Stack as Stack
+from ._stack import REMAT as REMAT, shared_names_read as shared_names_read, Stack as Stack
 from ._tokens import (
     document_lengths as document_lengths,
     mark_whole_rows as mark_whole_rows,
@@ -139,7 +149,7 @@ from ._tokens import (
     with_row_layout_of as with_row_layout_of,
     with_source as with_source,
 )
-from ._transformer import Transformer as Transformer
+from ._transformer import Predictor as Predictor, Transformer as Transformer
 from .attention._attention import Attention as Attention
 from .attention._cross_attention import CrossAttention as CrossAttention
 from .attention._cross_layer_attention import CrossLayerAttention as CrossLayerAttention

@@ -10,7 +10,7 @@ from ._cross_layer import wrap_aux
 from ._float32_sums import multiply_float32
 from ._norm import Norm
 from ._residual import apply_norm, Residual
-from ._sequential import run_layers
+from ._stack import run_layers
 from ._tokens import Tokens, tokens_or_default
 
 

@@ -9,12 +9,10 @@ from ._activation import gelu
 from ._contracts import Routed, ScoreBias
 from ._dims import modules
 from ._embedding import Embedding
-from ._linear import Linear
-from ._linear_map import LinearMap
+from ._linear import Linear, LinearMap
 from ._module import Module
 from ._norm import Norm
-from ._sequential import run_layers
-from ._stack import Stack
+from ._stack import run_layers, Stack
 from ._tokens import Source, Tokens
 
 

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from ._dims import is_trainable, named_modules, path_name
 from ._dtype import at_least_float32
-from ._linear import dense, Linear
-from ._linear_map import ComposedMap, LinearMap
+from ._linear import ComposedMap, dense, Linear, LinearMap
 
 
 class LoRA(ComposedMap):

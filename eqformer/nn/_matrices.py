@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from ._dims import has_shape
 from ._embedding import Embedding, LearnedPositions
-from ._linear_map import DenseMap
+from ._linear import DenseMap
 from ._per_layer_embedding import PerLayerEmbedding
 
 

@@ -9,8 +9,7 @@ from jaxtyping import Array, Float, Key
 
 from ._activation import gelu_tanh, silu
 from ._contracts import FeedForward
-from ._linear import Linear
-from ._linear_map import LinearMap
+from ._linear import Linear, LinearMap
 
 
 class MLP(FeedForward):

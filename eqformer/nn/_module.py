@@ -67,7 +67,7 @@ def _input_sizes(module: eqx.Module, rules: dict[str, ArgumentRule]) -> Sizes:
     wanted = {array.dims[-1] for rule in rules.values() for array in rule.arrays if len(array.dims) > 1}
     if not wanted - {"seq", "kv_seq", "..."}:
         return {}
-    from ._linear_map import linear_maps  # here, since maps are modules
+    from ._linear import linear_maps
 
     found: dict[str, set[int]] = {}
     for linear in linear_maps(module):

@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, Int, Key
 from ._activation import gelu_tanh
 from ._contracts import FeedForward
 from ._float32_sums import lookup_rows
-from ._linear import Linear
-from ._linear_map import LinearMap
+from ._linear import Linear, LinearMap
 from ._mlp import recomputed
 from ._module import Module
 from ._norm import Norm, RMSNorm

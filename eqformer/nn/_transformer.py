@@ -1,4 +1,4 @@
-"""A language model: embed, run the stacks, normalise, unembed."""
+"""Language models: embed, run the stacks, normalise, unembed."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,21 +8,58 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .._array_checks import checked
 from ..kernels import soft_capped
+from ._cache import check_cached
 from ._contracts import ScoreBias
 from ._dtype import at_least_float32, float_dtype
 from ._embedding import Embedding, LearnedPositions
 from ._encoder import Encoder
 from ._float32_sums import add_float32
-from ._linear_map import LinearMap
+from ._linear import LinearMap
 from ._module import Module
 from ._norm import Norm
 from ._per_layer_embedding import PerLayerInputs
-from ._predictor import Predictor
 from ._residual import Dropout
-from ._sequential import run_layers
-from ._slots import check_cached
-from ._stack import empty_caches, Stack
+from ._stack import empty_caches, run_layers, Stack
 from ._tokens import Tokens, tokens_or_default, with_source
+
+
+class Predictor(Module):
+    """Multi-token prediction's module for one more token (DeepSeek-V3, arXiv:2412.19437, eq. 21 to 23).
+
+    With `h` what the model's final norm gave of token `i`, `x_i = merge [embedding_norm(Emb(t_(i+1))); hidden_norm(h)]`
+    goes through the layers and `norm`; of what they give, the model's head makes logits of token `i + 2`. The paper
+    writes the two in the other order, which permutes columns of `merge`; this one is that of published weights.
+    """
+
+    embedding_norm: Norm | Callable[[Array], Array]
+    """Of the next token's embedding."""
+    hidden_norm: Norm | Callable[[Array], Array]
+    """Of the model's vector."""
+    merge: LinearMap
+    """A map `sides embed -> merged`."""
+    stacks: tuple[Stack, ...]
+    """The layers, one in published models."""
+    norm: Norm | Callable[[Array], Array]
+    """Of the last layer's output."""
+
+    def __call__(
+        self,
+        embedded: Float[Array, "*batch seq embed"],
+        hidden: Float[Array, "*batch seq embed"],
+        tokens: Tokens,
+        cache: PyTree = None,
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
+        """What the head is given, and the cache; `tokens` count the vectors of the model, each beside the next token's
+        embedding."""
+        x = self.merge(jnp.stack([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-2))
+        x, cache, _ = run_layers(self.stacks, x, tokens, cache)
+        return self.norm(x), cache
+
+    def init_cache(
+        self, batch: Sequence[int], capacity: int, dtype: str | None, *, compute_dtype: str, rollback: int = 0
+    ) -> PyTree:
+        """An empty cache, as `Transformer.init_cache` gives one."""
+        return empty_caches(self.stacks, batch, capacity, dtype, compute_dtype=compute_dtype, rollback=rollback)
 
 
 def _compute_dtype(dtype: str) -> str:

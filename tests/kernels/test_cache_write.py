@@ -11,7 +11,7 @@ import pytest
 from eqformer import nn
 from eqformer.kernels import CacheWriteCall, LayerFill, ScatterWrite, TileWrite, traced_for
 from eqformer.kernels.cache_write import _tpu
-from eqformer.nn import _slots
+from eqformer.nn import _cache as _slots
 
 
 ROWS, SLOTS = 4, 128

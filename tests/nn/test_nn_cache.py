@@ -11,7 +11,7 @@ from haste import put as moved
 from nn_reference import close, drawn, normal
 
 from eqformer import nn
-from eqformer.nn._slots import with_rollback
+from eqformer.nn._cache import with_rollback
 
 
 def cache(slots=4, rolling=False, batch=(2,)):

@@ -8,7 +8,7 @@ import pytest
 from nn_reference import drawn, normal
 
 from eqformer import nn
-from eqformer.nn._slots import in_memory
+from eqformer.nn._cache import in_memory
 from eqformer.nn.quantization._kv_cache import dequantize_rows, parse_cache_dtype, quantize_rows
 
 

@@ -8,7 +8,7 @@ from plan_models import batch_of, model_of
 from plan_parity import Case, compiled, differences, leaf_differences, of_one_device, of_plan, Outcome
 
 from eqformer import nn, training
-from eqformer.nn import _linear_map
+from eqformer.nn import _linear as _linear_map
 from eqformer.training import next_token_loss
 from eqformer.training._step import accumulated_gradients
 

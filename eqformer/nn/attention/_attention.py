@@ -9,14 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from ...kernels import ATTENTION, AttentionCall, causal, Mask, Operation
-from .._cache import KVCache
+from .._cache import capacity_of, KVCache, without_room
 from .._contracts import Attends, Mixer, MixerFacts
 from .._cross_layer import SharedKV, SharedValue, ShareRequest
 from .._float32_sums import multiply_float32
-from .._linear import Linear
-from .._linear_map import LinearMap
+from .._linear import Linear, LinearMap
 from .._norm import Norm
-from .._slots import capacity_of, without_room
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ._reader import attend
 from ._rotary import Rotary

@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, Key
 from ...kernels import ATTENTION, AttentionCall, full, Mask, Operation
 from .._cache import KVCache
 from .._contracts import Attends, Mixer, MixerFacts
-from .._linear import Linear
-from .._linear_map import LinearMap
+from .._linear import Linear, LinearMap
 from .._tokens import Tokens, tokens_or_default
 from ._reader import attend
 

@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from ...kernels import ATTENTION, AttentionCall, causal, Mask, Operation
 from .._contracts import Attends, Mixer, MixerFacts
 from .._cross_layer import SharedKV, SharedValue
-from .._linear import Linear
-from .._linear_map import LinearMap
+from .._linear import Linear, LinearMap
 from .._norm import Norm
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ._rotary import Rotary

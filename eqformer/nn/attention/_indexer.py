@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from ...kernels import AttentionCall, ChosenKeys, Mask, ReferenceAttention
 from .._dtype import at_least_float32
-from .._linear import Linear
-from .._linear_map import LinearMap
+from .._linear import Linear, LinearMap
 from .._module import Module
 from .._norm import LayerNorm
 from .._tokens import Tokens

@@ -21,15 +21,13 @@ from ...kernels import (
     RotatedChannels,
     StoredArrays,
 )
-from .._cache import LatentCache
+from .._cache import empty_slots, LatentCache, slots_for, without_room
 from .._contracts import Attends, Mixer, MixerFacts
 from .._cross_layer import SharedValue, ShareRequest
 from .._dtype import float_dtype
 from .._float32_sums import add_float32, broadcast_float32, multiply_float32
-from .._linear import Linear
-from .._linear_map import LinearMap
+from .._linear import Linear, LinearMap
 from .._norm import Norm
-from .._slots import empty_slots, slots_for, without_room
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ._indexer import Choice, Indexer
 from ._rotary import Rotary

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...kernels import attend_to_sources, AttentionCall, blockwise_of, FEW, Mask, OF_SOURCE, Operation
-from .._cache import KVCache
+from .._cache import KVCache, without_room
 from .._contracts import Attends, Mixer, MixerFacts
-from .._linear_map import LinearMap
+from .._linear import LinearMap
 from .._norm import Norm
-from .._slots import without_room
 from .._tokens import Tokens, tokens_or_default
 from ._attention import Attention
 from ._cross_attention import read_source

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from .._cache import KVCache
-from .._layer_cache import index_layer, update_layer
+from .._cache import index_layer, KVCache, update_layer
 from .._tokens import document_lengths, Tokens
 from ..quantization._kv_cache import dequantize_rows, quantize_rows
 from ._rotary import Rotary

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from .._int_fractions import even_share
-from .._linear import Linear
-from .._linear_map import LinearMap
+from .._linear import Linear, LinearMap
 from .._tokens import Tokens
 from ._contract import Router, RouterFacts
 from ._routing import best_places, is_real, router_logits, Slots

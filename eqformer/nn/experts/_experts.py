@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from .._dims import ensemble, path_name
-from .._linear_map import LinearMap
+from .._linear import LinearMap
 from .._module import Module
 from ._grouped import grouped
 from ._grouped_maps import map_linears

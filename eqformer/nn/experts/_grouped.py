@@ -18,8 +18,7 @@ from ...kernels import (
     GroupedMatmulCall,
     record_choice,
 )
-from .._linear import dense
-from .._linear_map import DenseMap, LinearMap
+from .._linear import dense, DenseMap, LinearMap
 from .._matmul_precision import Fp8Matmul
 from ._grouped_blocks import blocked, blocked_backward, blocked_forward, WHOLE
 from ._grouped_maps import map_linears, recorded, zero_of

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._linear_map import is_map, LinearMap, PrecomputedLinear
+from .._linear import is_map, LinearMap, PrecomputedLinear
 from .._matmul_precision import MatmulPrecision
 
 

@@ -10,8 +10,7 @@ from jaxtyping import Array, PyTree
 from ...kernels import GroupedMatmul, GroupedMatmulCall
 from .._dtype import at_least_float32
 from .._float32_sums import add_float32
-from .._linear import dense
-from .._linear_map import LinearMap
+from .._linear import dense, LinearMap
 from .._matmul_precision import Fp8Matmul, MatmulPrecision
 from ._grouped_maps import Maps, Parameters, recorded, replayed
 

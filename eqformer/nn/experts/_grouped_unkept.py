@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .._float32_sums import add_float32
-from .._linear_map import DenseMap, linear_maps, LinearMap
+from .._linear import DenseMap, linear_maps, LinearMap
 from .._matmul_precision import ComputeDtypeMatmul
 from ._grouped_blocks import even_load, LEAST, outputs, Slots, WHOLE
 

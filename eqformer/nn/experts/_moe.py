@@ -8,11 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from ..._array_checks import checked
-from .._aux import Aux
-from .._contracts import FeedForward, Routed
+from .._contracts import Aux, FeedForward, Routed
 from .._float32_sums import multiply_float32
-from .._linear import Linear
-from .._linear_map import LinearMap
+from .._linear import Linear, LinearMap
 from .._norm import Norm
 from .._tokens import Tokens, tokens_or_default
 from ._balance import alone, BalanceLoss, Total

@@ -5,8 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from .._linear import Linear
-from .._linear_map import LinearMap
+from .._linear import Linear, LinearMap
 from .._tokens import Tokens
 from ._contract import Router, RouterFacts
 from ._routing import best_places, check_top_k, drawn_each, router_logits, Routing, routing_of

@@ -9,8 +9,7 @@ from jaxtyping import Array, Float, Int, Key, Num
 
 from .._dims import float32_at_least
 from .._dtype import at_least_float32
-from .._linear import Linear
-from .._linear_map import LinearMap
+from .._linear import Linear, LinearMap
 from .._norm import Norm
 from .._tokens import Tokens
 from ._balance import updated_selection_bias

@@ -8,8 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from .._dims import named_by
-from .._linear import applied
-from .._linear_map import LinearMap
+from .._linear import applied, LinearMap
 from ._formats import apply_scales, codes_in_a_byte, decode_codes
 
 

@@ -7,16 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from .._cache import ConvCache
+from .._cache import check_one_document, ConvCache
 from .._contracts import Mixer, MixerFacts
 from .._dims import named_by
-from .._documents import continues, documents_of, lengths_after
 from .._dtype import at_least_float32, float_dtype
-from .._linear import Linear
-from .._linear_map import LinearMap
+from .._linear import Linear, LinearMap
 from .._module import Module
-from .._slots import check_one_document
-from .._tokens import Tokens, tokens_or_default
+from .._tokens import continues, documents_of, lengths_after, Tokens, tokens_or_default
 from ._chunks import mask_in_layer
 
 

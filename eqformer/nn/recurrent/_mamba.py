@@ -12,8 +12,7 @@ from jaxtyping import Array, Float, Key
 from .._activation import silu
 from .._cache import RecurrentCache
 from .._contracts import Mixer, MixerFacts
-from .._linear import Linear
-from .._linear_map import LinearMap
+from .._linear import Linear, LinearMap
 from .._norm import RMSNorm
 from .._tokens import Tokens, tokens_or_default
 from ._convolution import CausalConv

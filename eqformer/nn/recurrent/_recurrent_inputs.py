@@ -9,13 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from .._cache import RecurrentCache
-from .._documents import continues, documents_of, lengths_after
+from .._cache import check_one_document, index_layer, RecurrentCache, update_layer
 from .._dtype import at_least_float32, float_dtype
-from .._layer_cache import index_layer, update_layer
-from .._linear_map import LinearMap
-from .._slots import check_one_document
-from .._tokens import Tokens
+from .._linear import LinearMap
+from .._tokens import continues, documents_of, lengths_after, Tokens
 from ._chunks import mask_in_layer
 from ._convolution import CausalConv
 from ._states import States

@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ...kernels import found_state, RECURRENT_STEP, RecurrentStepCall, Step
-from .._layer_cache import index_layer, update_layer
+from .._cache import index_layer, update_layer
 
 
 class States(eqx.Module):
