@@ -9,6 +9,7 @@ import pkgutil
 import types
 import typing
 
+from ._atomic_write import write_atomic as write_atomic
 from ._failures import (
     bytes_asked as bytes_asked,
     is_lost_peer as is_lost_peer,
@@ -18,7 +19,6 @@ from ._failures import (
 from ._prepare import prepare as prepare
 from ._read import read_json as read_json, read_utf8 as read_utf8
 from ._shapes import Batch as Batch, LEGEND as LEGEND
-from ._whole import write_whole as write_whole
 
 
 if typing.TYPE_CHECKING:

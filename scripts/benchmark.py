@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from support.command import entry
 
-from eqformer import training, write_whole
+from eqformer import training, write_atomic
 
 
 NAMES = (*BENCHMARKS, *OF_GPUS)
@@ -136,7 +136,7 @@ def measure(command: Command) -> None:
     for row in measured(command, names, gpu):  # written after each, so that a run that is ended keeps them
         rows.append(row)
         content = {"machine": about, "rows": [dataclasses.asdict(one) for one in rows]}
-        write_whole(command.output, json.dumps(content, indent=2) + "\n")
+        write_atomic(command.output, json.dumps(content, indent=2) + "\n")
     show(rows)
     print(f"on {about['device']}, {about['cores']} cores; written to {command.output}")
 

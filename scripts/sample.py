@@ -206,7 +206,7 @@ def prompt_of(command: Command, writer: Writer) -> tuple[str, list[int]]:
         system = [] if command.system is None else [{"role": "system", "content": command.system}]
         template = data.ChatTemplate(writer.folder, now=datetime.datetime.now)
         text = template.render([*system, {"role": "user", "content": prompt}])
-        return "", tokenizer.encode_prompt(text, whole=True).tolist()
+        return "", tokenizer.encode_prompt(text, add_special_tokens=False).tolist()
     encode = tokenizer.encode_prompt if writer.folder.is_dir() else tokenizer.encode
     ids = encode(prompt).tolist()
     shown = prompt if writer.model.start is None else ""  # what an encoder reads is no part of the text

@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from eqformer import write_whole
+from eqformer import write_atomic
 
 
 def test_a_file_is_written_whole_or_stays_what_it_was(tmp_path):
     path = tmp_path / "notes.txt"
-    write_whole(path, "é")
+    write_atomic(path, "é")
     assert path.read_text(encoding="utf-8") == "é"
 
     def half(part):
@@ -18,9 +18,9 @@ def test_a_file_is_written_whole_or_stays_what_it_was(tmp_path):
         raise OSError("full")
 
     with pytest.raises(OSError, match="full"):
-        write_whole(path, half)
+        write_atomic(path, half)
     assert path.read_text(encoding="utf-8") == "é" and list(tmp_path.iterdir()) == [path]
-    write_whole(str(path), lambda part: part.write_text("whole"))
+    write_atomic(str(path), lambda part: part.write_text("whole"))
     assert path.read_text(encoding="utf-8") == "whole" and list(tmp_path.iterdir()) == [path]
 
 
@@ -33,5 +33,5 @@ def test_a_file_and_its_name_are_on_the_disk_before_the_call_returns(tmp_path, m
 
     monkeypatch.setattr(os, "fsync", record)
     path = tmp_path / "notes.txt"
-    write_whole(path, "text")
+    write_atomic(path, "text")
     assert synced == [path.stat().st_ino, tmp_path.stat().st_ino]

@@ -1,4 +1,4 @@
-"""A run's text: what it trains on, and what each source has held out to validate it."""
+"""The text of a run: training batches of one or several sources, and held-out batches of each source."""
 
 import functools
 import warnings
@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .._shapes import Batch
-from ._documents import Source
-from ._loader import Loader
-from ._mixture import Mixture
-from ._store import check_vocab, EmptySplitError, is_stored, open_store, Split, SplitBy, TokenStore
+from ._documents import TextSource
+from ._loader import Loader, Mixture
+from ._token_store import check_vocab, EmptySplitError, is_stored, open_store, Split, SplitBy, TokenStore
 from ._tokenizer import Tokenizer
 
 
-class Means(NamedTuple):
-    """Means over the tokens of a text: of the loss, in nats; of the tokens that were right; and of their bytes."""
+class ValidationMeans(NamedTuple):
+    """Means over the tokens of a text: the loss in nats, the share of correct tokens, and the bytes of a token."""
 
     loss: float
     accuracy: float
@@ -27,11 +26,11 @@ class Means(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads: a text, or several.
+    """Text of a run, from one source or several.
 
     Args:
-        train: What batches are made of.
-        held_out: What each source has held out for validation, by its name.
+        train: The training batches.
+        held_out: The held-out batches of each source for validation, by the source's name.
     """
 
     train: Loader | Mixture
@@ -39,54 +38,56 @@ class Corpus:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """The share of each source in the rows."""
+        """The share of each source in the training rows."""
         return self.train.weights if isinstance(self.train, Mixture) else dict.fromkeys(self.held_out, 1.0)
 
     @property
     def loaders(self) -> Mapping[str, Loader]:
-        """What is trained on, by the names of sources."""
+        """The training loader of each source, by the source's name."""
         return self.train.loaders if isinstance(self.train, Mixture) else dict.fromkeys(self.held_out, self.train)
 
     @property
     def identity(self) -> str:
-        """What differs between texts and between mixtures of the same texts."""
-        names = {name: one.store.path.name for name, one in self.loaders.items()}
-        return " + ".join(
-            names[name] if len(names) == 1 else f"{its:.9g} {names[name]}" for name, its in self.weights.items()
-        )
+        """A text that differs between different sources and between mixtures of the same sources."""
+        folders = {name: loader.store.path.name for name, loader in self.loaders.items()}
+        if len(folders) == 1:
+            return " + ".join(folders[name] for name in self.weights)
+        return " + ".join(f"{weight:.9g} {folders[name]}" for name, weight in self.weights.items())
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """The tokens for training and those held out."""
-        count = lambda loaders: sum(len(one.store.tokens) for one in loaders.values())
-        return count(self.loaders), count(self.held_out)
+        """The number of training tokens, and the number of held-out tokens."""
+        train, held_out = (
+            sum(len(loader.store.tokens) for loader in loaders.values()) for loaders in (self.loaders, self.held_out)
+        )
+        return train, held_out
 
-    def description(self, steps: int) -> str:
-        """A line on each source of a mixture: its tokens, its share, and how often the run goes through it."""
+    def describe(self, steps: int) -> str:
+        """Describe each source of a mixture: its tokens, its share of the rows and its epochs in the run."""
         if not isinstance(self.train, Mixture):
             return ""
         epochs = self.train.epochs(steps)
-        each = (
-            f"{name} ({len(one.store.tokens):,} tokens) {self.weights[name]:.3g} of the rows, {epochs[name]:.3g} epochs"
-            for name, one in self.loaders.items()
-        )
-        return "the text is " + "; ".join(each)
+        clauses = []
+        for name, loader in self.loaders.items():
+            tokens = f"{len(loader.store.tokens):,} tokens"
+            clauses.append(f"{name} ({tokens}) {self.weights[name]:.3g} of the rows, {epochs[name]:.3g} epochs")
+        return "the text is " + "; ".join(clauses)
 
-    def validation(
+    def validate(
         self, sums: Callable[[Batch], Mapping[str, Any]], batches: int, *, rows: tuple[int, int] | None = None
-    ) -> tuple[Means, dict[str, Means]]:
-        """The means over what was held out: those of the sources by their shares, and those of each source.
+    ) -> tuple[ValidationMeans, dict[str, ValidationMeans]]:
+        """Return the means over the held-out text: of all sources, weighted by their shares, and of each source.
 
-        `sums` gives a batch's `nats`, `correct` and `count`, as `training.evaluation_sums` does. Of each source,
-        `batches` evenly spaced batches are read at most; of each batch, the rows from `rows[0]` to before `rows[1]`.
+        `sums` returns a batch's `nats`, `correct` and `count`, as `training.evaluation_sums` does. At most `batches`
+        evenly spaced batches of each source are read, and of each batch the rows `rows[0]` to `rows[1] - 1`.
         """
-        each = {name: _means(loader, sums, batches, rows) for name, loader in self.held_out.items()}
-        total = (sum(self.weights[name] * its[field] for name, its in each.items()) for field in range(3))
-        return Means(*total), each
+        means = {name: _average(loader, sums, batches, rows) for name, loader in self.held_out.items()}
+        total = (sum(self.weights[name] * mean[field] for name, mean in means.items()) for field in range(3))
+        return ValidationMeans(*total), means
 
 
 def open_corpus(
-    sources: Mapping[str, Source],
+    sources: Mapping[str, TextSource],
     tokenizer: Tokenizer,
     cache_dir: str | PathLike[str] | Sequence[str | PathLike[str]],
     *,
@@ -99,28 +100,29 @@ def open_corpus(
     vocab: int | None = None,
     progress: Callable[[str, int, int], Any] | None = None,
 ) -> Corpus:
-    """A text, or a mixture of several, as batches; their tokens from the cache, or tokenised into it now.
+    """Open one text or a mixture of several as batches; tokens come from the cache or are tokenized into the cache now.
 
     Args:
-        sources: The documents of each, by a name for messages and metrics.
-        tokenizer: What makes ids of their texts.
-        cache_dir: As `open_store` takes it; one that could not be written is not tried again.
+        sources: The sources, by a name for messages and metrics.
+        tokenizer: The tokenizer of all sources.
+        cache_dir: One or several cache folders, as in `open_store`; after a failed write to a folder, only those that
+            follow it are tried.
         seq: The tokens of a row.
         batch: The rows of a batch.
         seed: Decides the order.
-        packing: As `Loader` takes it.
-        weights: The share of the rows that each source has, for a `Mixture`; None: there is one source, and no mixture.
-        validation: The share of the documents that is held out, by a hash of their names. Of a source whose documents
-            are too few for that, the end of each document is held out instead, as by `open_store(split_by="position")`;
-            a warning says so. Where this share would be less than a row, more is held out, half of the text at most.
-        vocab: The ids of the model that is to read them, see `check_vocab`; None: it is not compared.
-        progress: Called with what is read, `NAME (split)`, the bytes done and the bytes in all (0: unknown).
+        packing: As in `Loader`.
+        weights: The share of each source in the rows of a `Mixture`; None: there is one source, and no mixture.
+        validation: The share of the documents that is held out, by a hash of their names. If a source has too few
+            documents for that, the end of each document is held out instead, as by `open_store(split_by="position")`,
+            with a warning. If this share is less than a row, more is held out, half of the text at most.
+        vocab: The number of the model's token ids, see `check_vocab`; None: no check.
+        progress: Called with the source and split, `NAME (split)`, the bytes done and the total bytes (0: unknown).
 
     **Raises:** `ValueError` as `open_store`, `check_vocab`, `Loader` and `Mixture` do.
     """
     if weights is None and len(sources) != 1:
         raise ValueError(f"open_corpus({list(sources)}, weights=None): several sources need weights; pass one of each.")
-    folders = [Path(one) for one in ([cache_dir] if isinstance(cache_dir, (str, PathLike)) else cache_dir)]
+    folders = [Path(folder) for folder in ([cache_dir] if isinstance(cache_dir, (str, PathLike)) else cache_dir)]
     loaders: dict[Split, dict[str, Loader]] = {"train": {}, "validation": {}}
     for name, source in sources.items():
         show = None if progress is None else functools.partial(_show_split, progress, name)
@@ -135,12 +137,13 @@ def open_corpus(
     return Corpus(mixed, loaders["validation"])
 
 
-_SPLITS: tuple[Split, Split] = ("validation", "train")  # the smaller one first, since it may turn out to be empty
+# The smaller split is first: if it is empty, the other has not been tokenized in vain.
+_SPLITS: tuple[Split, Split] = ("validation", "train")
 
 
 def _open_splits(
     name: str,
-    source: Source,
+    source: TextSource,
     tokenizer: Tokenizer,
     folders: Sequence[Path],
     *,
@@ -148,20 +151,23 @@ def _open_splits(
     validation: float,
     show: Callable[[Split, int, int], Any] | None,
 ) -> dict[Split, TokenStore]:
-    """Open both splits of a source: by document or, if that leaves one of them without text, by position."""
-    source = replace(source, fingerprint=functools.cache(source.fingerprint))  # files are hashed once for all splits
+    """Open both splits of a source: by document or, if a split would be empty then, by position."""
+    # The cache hashes files once for all splits.
+    source = replace(source, fingerprint=functools.cache(source.fingerprint))
 
     def open_both(split_by: SplitBy, share: float) -> dict[Split, TokenStore]:
         nonlocal folders
         stores: dict[Split, TokenStore] = {}
         for split in _SPLITS:
             progress = None if show is None else functools.partial(show, split)
-            how: dict[str, Any] = {"validation": share, "split_by": split_by, "progress": progress}
-            stores[split] = open_store(source, tokenizer, folders, split, **how)
-            folders = folders[folders.index(stores[split].path.parent) :]  # one that failed is not tried again
+            stores[split] = open_store(
+                source, tokenizer, folders, split, validation=share, split_by=split_by, progress=progress
+            )
+            # A folder that could not be written is not tried again.
+            folders = folders[folders.index(stores[split].path.parent) :]
         return stores
 
-    # Tokens of both splits by position exist only where the splits by document were tried before, and one was empty.
+    # Tokens by position exist only if an earlier run tried the splits by document, and one of the two was empty.
     if not is_stored(source, tokenizer, folders, "validation", validation=validation, split_by="position"):
         with suppress(EmptySplitError):
             return open_both("document", validation)
@@ -170,7 +176,7 @@ def _open_splits(
         share = min(0.5, 1.1 * (seq + 1) / (held_out + len(stores["train"].tokens)))
         stores = open_both("position", share)
     warnings.warn(
-        f"open_corpus({name!r}, validation={validation}): there are too few documents to hold some of them out, so the "
+        f"open_corpus({name!r}, validation={validation}): there are too few documents to hold out some of them, so the "
         f"last {share:.3g} of each document is held out.",
         stacklevel=3,
     )
@@ -181,12 +187,14 @@ def _show_split(progress: Callable[[str, int, int], Any], name: str, split: Spli
     progress(f"{name} ({split})", done, total)
 
 
-def _means(
+def _average(
     loader: Loader, sums: Callable[[Batch], Mapping[str, Any]], batches: int, rows: tuple[int, int] | None
-) -> Means:
+) -> ValidationMeans:
+    """Average the held-out batches of one source."""
     start, stop = (0, loader.batch_size) if rows is None else rows
     total = {"nats": 0.0, "correct": 0.0, "count": 0.0}
     for batch in loader.epoch(batches, start=start, stop=stop):
-        found = sums(batch)
-        total = {name: before + float(found[name]) for name, before in total.items()}
-    return Means(total["nats"] / total["count"], total["correct"] / total["count"], loader.store.bytes_per_token)
+        batch_sums = sums(batch)
+        total = {name: value + float(batch_sums[name]) for name, value in total.items()}
+    loss, accuracy = total["nats"] / total["count"], total["correct"] / total["count"]
+    return ValidationMeans(loss, accuracy, loader.store.bytes_per_token)

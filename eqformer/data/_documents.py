@@ -1,4 +1,4 @@
-"""Documents and the sources that yield them: texts in memory, the standard library."""
+"""Documents and text sources: texts in memory, the standard library, datasets of the Hugging Face hub."""
 
 import functools
 import hashlib
@@ -6,12 +6,16 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from .._extra import load_extra
+from .._read import open_regular
+
 
 class Document(NamedTuple):
-    """One text; a hash of `name` decides its split, and `size` is its part of the source's bytes, for progress bars."""
+    """Text of a source; a hash of `name` decides its split, and `size` is its share of the source's bytes."""
 
     name: str
     text: str
@@ -19,13 +23,13 @@ class Document(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
-    """A corpus that can be read any number of times, always in the same order.
+class TextSource:
+    """Text source that can be read any number of times, always in the same order.
 
-    `fingerprint()` changes whenever the documents do; it is called before anything is tokenised, so it should be
-    cheaper than reading the documents. `size` is the sum of their sizes in bytes, 0 if unknown. `check()` raises the
-    errors that reading the documents would raise, so that they show before any work is done. It may read all documents,
-    so it runs only once for a source that passes.
+    `fingerprint()` changes whenever the documents change; it is called before anything is tokenized, so it should be
+    cheaper than reading the documents. `size` is the sum of the documents' sizes in bytes, 0 if unknown. `check()`
+    raises the errors that reading the documents would raise, so that a user sees them before any work is done. `check`
+    may read all documents, so it runs only once for a source that passes.
     """
 
     name: str
@@ -35,19 +39,20 @@ class Source:
     check: Callable[[], None] = lambda: None
 
     def __post_init__(self):
-        object.__setattr__(self, "check", functools.cache(self.check))  # a call that raises is not cached
+        # `functools.cache` does not cache a call that raises.
+        object.__setattr__(self, "check", functools.cache(self.check))
 
     def __iter__(self) -> Iterator[Document]:
         return self.documents()
 
 
 def to_bytes(text: str) -> bytes:
-    """The UTF-8 of a text; lone surrogates, which JSON and file names can hold, are encoded too."""
+    """Encode a text as UTF-8, with its lone surrogates, which JSON and file names can contain."""
     return text.encode("utf-8", errors="surrogatepass")
 
 
 def digest(parts: Iterable[str | bytes]) -> str:
-    """A hash of 32 hexadecimal digits over the parts and their lengths."""
+    """Hash the parts and their lengths; return 32 hexadecimal digits."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = to_bytes(part) if isinstance(part, str) else part
@@ -56,39 +61,55 @@ def digest(parts: Iterable[str | bytes]) -> str:
     return state.hexdigest()
 
 
-def texts(documents: Mapping[str, str], *, name: str = "texts") -> Source:
-    """A source of texts in memory, given as name -> text."""
-    held = [Document(title, text, len(to_bytes(text))) for title, text in documents.items()]
-    return Source(
+def file_digest(path: Path) -> str:
+    """Hash a file's bytes; return 32 hexadecimal digits."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def texts(documents: Mapping[str, str], *, name: str = "texts") -> TextSource:
+    """Return a source of texts in memory, from a mapping of name to text."""
+    stored = [Document(title, text, len(to_bytes(text))) for title, text in documents.items()]
+    return TextSource(
         name=name,
-        size=sum(document.size for document in held),
-        fingerprint=lambda: digest(part for document in held for part in (document.name, document.text)),
-        documents=lambda: iter(held),
+        size=sum(document.size for document in stored),
+        fingerprint=lambda: digest(part for document in stored for part in (document.name, document.text)),
+        documents=lambda: iter(stored),
     )
 
 
-# Left out, since distributions package these modules separately, trim them or generate them; and tests.
-_LEFT_OUT = {"__hello__", "__phello__", "distutils", "ensurepip", "idlelib", "lib2to3", "test", "tkinter", "venv"}
-_LEFT_OUT |= {"turtle", "turtledemo"}
-_FOLDERS_LEFT_OUT = frozenset(("test", "tests", "macholib", "__pycache__"))
+# Modules that distributions package separately, trim or generate; and tests.
+_EXCLUDED_MODULES = {
+    "__hello__",
+    "__phello__",
+    "distutils",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "test",
+    "tkinter",
+    "venv",
+}
+_EXCLUDED_MODULES |= {"turtle", "turtledemo"}
+_EXCLUDED_FOLDERS = frozenset(("test", "tests", "macholib", "__pycache__"))
 
 
-def standard_library() -> Source:
-    """The sources of the standard library of the Python that runs this: about 10 MB of text on any machine.
+def standard_library() -> TextSource:
+    """Return the Python files of the running Python's standard library as a source: about 10 MB of text everywhere.
 
-    Modules that distributions package separately are left out, so that the list depends on Python's version and hardly
-    on its distribution. Documents are named by their path (`asyncio/tasks.py`), so they keep their split in other
+    Modules that distributions package separately are excluded, so that the list depends on Python's version and hardly
+    on its distribution. A document's name is its path (`asyncio/tasks.py`), so documents keep their split in other
     versions.
 
-    **Raises:** `ValueError` where Python came without its sources.
+    **Raises:** `ValueError` if Python was installed without its sources.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     paths = [(name, folder / name) for name in _library_files(folder)]
     size = sum(path.stat().st_size for _, path in paths)
     if size < 1_000_000:
         raise ValueError(
-            f"standard_library() must find the sources of Python's own library (megabytes of .py files), but {folder} "
-            f"holds {len(paths)} of them with {size} bytes; pass a text of your own with files(path)."
+            f"standard_library() must find the sources of Python's standard library (megabytes of .py files), but "
+            f"{folder} holds {len(paths)} of them with {size} bytes; pass another text by files(path)."
         )
 
     def documents() -> Iterator[Document]:
@@ -96,7 +117,7 @@ def standard_library() -> Source:
             data = path.read_bytes()
             yield Document(name, data.decode("utf-8", errors="replace"), len(data))
 
-    return Source(
+    return TextSource(
         name="standard library",
         size=size,
         fingerprint=lambda: digest(part for name, path in paths for part in (name, path.read_bytes())),
@@ -105,22 +126,23 @@ def standard_library() -> Source:
 
 
 def _library_files(folder: Path) -> list[str]:
+    """List the paths of the library's modules relative to its folder, in order."""
     names = []
     for path in folder.rglob("*.py"):
         *folders, file = path.relative_to(folder).parts
         module = folders[0] if folders else file.removesuffix(".py")
-        if module in sys.stdlib_module_names - _LEFT_OUT and _FOLDERS_LEFT_OUT.isdisjoint(folders):
+        if module in sys.stdlib_module_names - _EXCLUDED_MODULES and _EXCLUDED_FOLDERS.isdisjoint(folders):
             names.append("/".join((*folders, file)))
     return sorted(names)
 
 
-def field_of(row: object, field: str, *, call: str, place: str) -> str:
-    """The text in a row's field, empty for null; raises a `ValueError` that lists the row's fields if there is none."""
+def read_field(row: object, field: str, *, call: str, location: str) -> str:
+    """Return the text in a row's field, empty for null; raise a `ValueError` with the row's fields if it is missing."""
     if not isinstance(row, Mapping):
-        raise ValueError(f"{call}: {place} must be an object with a field {field!r}, but is {type(row).__name__}.")
+        raise ValueError(f"{call}: {location} must be an object with a field {field!r}, but is {type(row).__name__}.")
     if field not in row:
         raise ValueError(
-            f"{call}: {place} has no field {field!r}; its fields are {sorted(map(str, row))}: "
+            f"{call}: {location} has no field {field!r}; its fields are {sorted(map(str, row))}: "
             f"pass one of them as `field`."
         )
     text = row[field]
@@ -128,7 +150,77 @@ def field_of(row: object, field: str, *, call: str, place: str) -> str:
         return ""
     if not isinstance(text, str):
         raise ValueError(
-            f"{call}: the field {field!r} of {place} must hold text, but holds {type(text).__name__}; "
+            f"{call}: the field {field!r} of {location} must hold text, but holds {type(text).__name__}; "
             f"the fields are {sorted(map(str, row))}: pass another of them as `field`."
         )
     return text
+
+
+def hub(
+    name: str,
+    *,
+    config: str | None = None,
+    split: str = "train",
+    field: str = "text",
+    revision: str | None = None,
+    limit: int | None = None,
+) -> TextSource:
+    """Return a streamed dataset as a source: from the Hugging Face hub, or from a local folder that `datasets` loads.
+
+    The fingerprint is a hash of these arguments, so a finished cache is found without a network. For a local folder the
+    hash includes the names and contents of its files. Rows with an empty or null text are skipped.
+
+    Args:
+        name: The dataset's name, or the path of a folder.
+        config: The dataset's configuration; None: the default one.
+        split: The dataset's split.
+        field: The field of a row with the text.
+        revision: The version; pass it to pin the dataset.
+        limit: The maximum number of rows to read.
+
+    **Raises:** when the source is read: `ImportError` if the package `datasets` is not installed, `ValueError` if the
+    dataset cannot be opened or read or its rows have no such field.
+    """
+    arguments = f"hub({name!r}, config={config!r}, split={split!r}, field={field!r}, revision={revision!r})"
+
+    def documents() -> Iterator[Document]:
+        datasets = load_extra("datasets", extra="data", call=arguments)
+        load_rows = functools.partial(
+            datasets.load_dataset, name, config, split=split, revision=revision, streaming=True
+        )
+        for number, row in enumerate(_iterate_rows(load_rows, limit, arguments)):
+            text = read_field(row, field, call=arguments, location=f"row {number}")
+            if text:
+                yield Document(f"{split}#{number}", text, len(to_bytes(text)))
+
+    return TextSource(
+        name=name,
+        size=0,
+        fingerprint=lambda: digest((arguments, str(limit), *_names_and_digests(Path(name)))),
+        documents=documents,
+    )
+
+
+def _iterate_rows(load_rows: Callable[[], Iterable[object]], limit: int | None, call: str) -> Iterator[object]:
+    """Iterate over the rows of a dataset; raises a `ValueError` if the package cannot open or read it."""
+    number = 0
+    try:
+        for row in islice(load_rows(), limit):
+            number += 1
+            yield row
+    except Exception as error:
+        # Errors of datasets, pyarrow, pandas and the network have no common class.
+        if number:
+            rule, fix = f"cannot be read after its first {number} rows", "repair its files, or go online"
+        else:
+            rule = "cannot be opened"
+            fix = "correct the name, config or split or the files, or go online (a complete cache needs no network)"
+        raise ValueError(f"{call}: the dataset {rule}: {error}; {fix}.") from error
+
+
+def _names_and_digests(folder: Path) -> Iterator[str]:
+    """Yield the names and digests of all files in a local dataset's folder; none for a dataset of the hub."""
+    for file in sorted(folder.rglob("*")) if folder.is_dir() else ():
+        if file.is_file():
+            yield file.relative_to(folder).as_posix()
+            yield file_digest(file)

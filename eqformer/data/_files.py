@@ -2,7 +2,6 @@
 
 import codecs
 import functools
-import hashlib
 import math
 import os
 import warnings
@@ -13,36 +12,36 @@ from typing import Any, NamedTuple
 from .._extra import load_extra
 from .._failures import foreign_call, reason_and_fix
 from .._read import check_regular, is_there, open_regular, parse_json
-from ._documents import digest, Document, field_of, Source
+from ._documents import digest, Document, file_digest, read_field, TextSource
 
 
-_PLAIN = (".txt", ".md", ".py")
-_ROWS = (".jsonl", ".parquet")
-_LONGEST = 1 << 20  # characters of a plain file that are one document
-_NAMED = 3  # names in a warning of what is left out
-_BLOCK = 1 << 16  # bytes of it that are read at once
+_PLAIN_KINDS = (".txt", ".md", ".py")
+_ROW_KINDS = (".jsonl", ".parquet")
+_MAX_CHARACTERS = 1 << 20  # characters of one document of a plain file in a folder
+_MAX_NAMES = 3  # names in a warning of skipped files
+_BLOCK_BYTES = 1 << 16  # bytes of a plain file that are read at once
 
 
 def files(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, field: str = "text", piece: int | None = None
-) -> Source:
-    """The documents of a file, a folder (with its sub-folders), or several of either.
+) -> TextSource:
+    """Return the documents of a file, a folder (with its sub-folders), or several of either, as a source.
 
     A .txt, .md or .py file in a folder is one document for each 2^20 characters. A file given by its own path is cut
     into pieces, of at most 1,024 characters at its beginning and up to 65,536 farther on, so that a single file can be
     split into train and validation; `piece` cuts all plain files into pieces of at most that many characters. Cuts are
-    at blank lines, line ends or spaces if possible, and do not depend on what follows, so text appended to a file moves
-    no earlier text to another split. Each line of a .jsonl file and each row of a .parquet file is a document, with its
-    text in `field`. Texts are UTF-8; files are sorted by name. Of a plain file only one document at a time is in
-    memory.
+    at blank lines, line ends or spaces if possible, and do not depend on the text behind them, so text appended to a
+    file moves no earlier text to another split. Each line of a .jsonl file and each row of a .parquet file is a
+    document, with its text in `field`. Texts are UTF-8; files are sorted by name. Only one document of a plain file is
+    in memory at a time.
 
-    Links to folders are followed, and each folder is read once. Left out are hidden files and folders, files of other
-    kinds, empty files and rows, broken links, and links to folders that are read already: a warning counts and names
+    Links to folders are followed, and each folder is read once. Hidden files and folders, files of other kinds, empty
+    files and rows, broken links, and links to folders that are already read are skipped: a warning counts and names
     them, for rows when they are first read.
 
-    **Raises:** `ValueError` at once if a path does not exist, cannot be listed, or holds no file of these kinds or no
-    text; when it is read, `ValueError` if a file is not UTF-8, JSON or Parquet or has no such field, and `ImportError`
-    if .parquet needs the absent package `pyarrow`.
+    **Raises:** `ValueError` at once if a path does not exist, cannot be listed, or has no file of these kinds or no
+    text; when the source is read, `ValueError` if a file is not UTF-8, JSON or Parquet or has no such field, and
+    `ImportError` if .parquet needs the package `pyarrow`, which is not installed.
     """
     roots = [Path(root) for root in ([path] if isinstance(path, (str, os.PathLike)) else path)]
     call = f"files({', '.join(repr(str(root)) for root in roots)}, field={field!r})"
@@ -50,106 +49,115 @@ def files(
         raise ValueError(
             f"{call}: piece counts characters and must be at least 1, but is {piece}; pass None for whole files."
         )
-    left_out: dict[str, list[str]] = {}
-    found = [entry for root in roots for entry in _entries(root, call, left_out)]
-    left_out["empty files"] = [entry.name for entry in found if not entry.path.stat().st_size]
-    size = sum(entry.path.stat().st_size for entry in found)
+    skipped: dict[str, list[str]] = {}
+    entries = [entry for root in roots for entry in _list_entries(root, call, skipped)]
+    skipped["empty files"] = [entry.name for entry in entries if not entry.path.stat().st_size]
+    size = sum(entry.path.stat().st_size for entry in entries)
     if not size:
         raise ValueError(
-            f"{call}: there must be some text in them, but all {len(found)} files are empty; pass files with text."
+            f"{call}: the files must contain some text, but all {len(entries)} files are empty; pass files with text."
         )
 
-    _warn_left_out(call, left_out)
+    _warn_skipped(call, skipped)
 
     def documents(empty_rows: list[str] | None = None) -> Iterator[Document]:
-        for entry in found:
-            if entry.kind in _ROWS:
-                read = _from_lines if entry.kind == ".jsonl" else _from_parquet
-                for document in read(entry, field, call):
+        for entry in entries:
+            if entry.kind in _ROW_KINDS:
+                read_rows = _read_lines if entry.kind == ".jsonl" else _read_parquet
+                for document in read_rows(entry, field, call):
                     if document.text:
                         yield document
                     elif empty_rows is not None:
                         empty_rows.append(document.name)
             else:
-                yield from _from_text(entry, piece, call)
+                yield from _read_plain(entry, piece, call)
 
     def fingerprint() -> str:
-        options = [f"field={field} piece={piece} cuts=2"]
-        parts = [(entry.name, f"given={entry.is_given}", file_digest(entry.path)) for entry in found]
-        return digest(options + [part for its in parts for part in its])
+        parts = [f"field={field} piece={piece} cuts=2"]
+        for entry in entries:
+            parts += (entry.name, f"given={entry.is_given}", file_digest(entry.path))
+        return digest(parts)
 
     def check() -> None:
         empty_rows: list[str] = []
         for _ in documents(empty_rows):
             pass
-        _warn_left_out(call, {"rows without text": empty_rows})
+        _warn_skipped(call, {"rows without text": empty_rows})
 
-    return Source(_shown(roots[0].resolve().stem), size, fingerprint, documents, check)
+    return TextSource(_escape_path(roots[0].resolve().stem), size, fingerprint, documents, check)
 
 
-class _Entry(NamedTuple):
-    name: str  # relative to the folder that was given, so that a corpus may move
+class _FileEntry(NamedTuple):
+    """File of a source."""
+
+    name: str
+    """The path relative to the user's folder, so that a corpus may move."""
     path: Path
     kind: str
-    is_given: bool  # by its own path, not found in a folder
+    """The suffix in lower case."""
+    is_given: bool
+    """Whether the user named the file itself and not its folder."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The path, for messages."""
-        return _shown(self.path)
+        return _escape_path(self.path)
 
 
-def _shown(path: str | os.PathLike[str]) -> str:
-    """A path as text; bytes that are not UTF-8 are escaped (`\\xe9`)."""
+def _escape_path(path: str | os.PathLike[str]) -> str:
+    """Return a path as text, with escapes (`\\xe9`) for bytes that are not UTF-8."""
     return os.fsencode(path).decode("utf-8", errors="backslashreplace")
 
 
-def _warn_left_out(call: str, left_out: Mapping[str, Sequence[str]]) -> None:
-    """Warn of what is left out, by kind: how many there are and the names of the first."""
+def _warn_skipped(call: str, skipped: Mapping[str, Sequence[str]]) -> None:
+    """Warn of skipped files or rows: for each kind their number and the first names."""
     counts = [
-        f"{kind}: {len(names):,} ({', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''})"
-        for kind, names in left_out.items()
+        f"{kind}: {len(names):,} ({', '.join(names[:_MAX_NAMES])}{', ...' if len(names) > _MAX_NAMES else ''})"
+        for kind, names in skipped.items()
         if names
     ]
     if counts:
-        warnings.warn(f"{call}: left out are {'; '.join(counts)}", stacklevel=3)
+        warnings.warn(f"{call}: skipped {'; '.join(counts)}", stacklevel=3)
 
 
-def _entries(root: Path, call: str, left_out: dict[str, list[str]]) -> list[_Entry]:
-    """The files of a path that hold text; the others are added to `left_out` by kind."""
-    kinds = ", ".join(_PLAIN + _ROWS)
+def _list_entries(root: Path, call: str, skipped: dict[str, list[str]]) -> list[_FileEntry]:
+    """List the files of a path that are read; add the paths that are not read to `skipped`, by kind."""
+    kinds = ", ".join(_PLAIN_KINDS + _ROW_KINDS)
     if root.is_file():
         kind = root.suffix.lower()
-        if kind not in _PLAIN + _ROWS:
+        if kind not in _PLAIN_KINDS + _ROW_KINDS:
             raise ValueError(
                 f"{call}: a file must be one of {kinds}, but {root} ends in {kind!r}; convert or rename it."
             )
-        return [_Entry(_shown(root.name), root, kind, True)]
+        return [_FileEntry(_escape_path(root.name), root, kind, True)]
     if not root.is_dir():
         if is_there(root):
             check_regular(root)
         raise ValueError(f"{call}: the path must exist, but there is no file or folder {root}; correct it.")
-    found = _files_below(root, call, left_out)
-    if not found:
+    paths = _list_files(root, call, skipped)
+    if not paths:
         raise ValueError(
-            f"{call}: a folder must hold files of {kinds}, but there is none in {root}; pass another folder."
+            f"{call}: a folder must contain files of {kinds}, but there is none in {root}; pass another folder."
         )
-    named = [(_shown(path.relative_to(root).as_posix()), path) for path in found]
-    return sorted(_Entry(name, path, path.suffix.lower(), False) for name, path in named)
+    named = [(_escape_path(path.relative_to(root).as_posix()), path) for path in paths]
+    return sorted(_FileEntry(name, path, path.suffix.lower(), False) for name, path in named)
 
 
-def _files_below(root: Path, call: str, left_out: dict[str, list[str]]) -> list[Path]:
-    """The files of the known kinds in a folder and its sub-folders; each folder is read once, by its own path first."""
-    found: list[Path] = []
-    read: set[str] = set()
+def _list_files(root: Path, call: str, skipped: dict[str, list[str]]) -> list[Path]:
+    """List the files of the known kinds in a folder and its sub-folders.
+
+    Each folder is read once: by its real path where possible, else by the first link to it.
+    """
+    paths: list[Path] = []
+    read_folders: set[str] = set()
     folders, links = [root], list[Path]()
-    leave_out = functools.partial(_leave_out, left_out, root)
+    skip = functools.partial(_skip_path, skipped, root)
     while folders or links:
         folder = folders.pop() if folders else links.pop(links.index(min(links)))
-        if (real := os.path.realpath(folder)) in read:
-            leave_out("links to folders that are read already", folder)
+        if (real := os.path.realpath(folder)) in read_folders:
+            skip("links to folders that are already read", folder)
             continue
-        read.add(real)
+        read_folders.add(real)
         try:
             with os.scandir(folder) as listed:
                 entries = sorted(listed, key=lambda entry: entry.name)
@@ -162,135 +170,137 @@ def _files_below(root: Path, call: str, left_out: dict[str, list[str]]) -> list[
         for entry in entries:
             path = Path(entry.path)
             if entry.name.startswith("."):
-                leave_out("hidden files and folders", path)
+                skip("hidden files and folders", path)
             elif path.is_dir():
                 (links if entry.is_symlink() else folders).append(path)
             elif not path.is_file():
-                leave_out("broken links" if entry.is_symlink() else "special files", path)
-            elif path.suffix.lower() not in _PLAIN + _ROWS:
-                leave_out("files of other kinds", path)
+                skip("broken links" if entry.is_symlink() else "special files", path)
+            elif path.suffix.lower() not in _PLAIN_KINDS + _ROW_KINDS:
+                skip("files of other kinds", path)
             else:
-                found.append(path)
-    return found
+                paths.append(path)
+    return paths
 
 
-def _leave_out(left_out: dict[str, list[str]], root: Path, kind: str, path: Path) -> None:
-    left_out.setdefault(kind, []).append(_shown(path.relative_to(root)))
+def _skip_path(skipped: dict[str, list[str]], root: Path, kind: str, path: Path) -> None:
+    skipped.setdefault(kind, []).append(_escape_path(path.relative_to(root)))
 
 
-def file_digest(path: Path) -> str:
-    """A hash of a file's bytes."""
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _no_utf8(error: UnicodeDecodeError, place: int, of: str, call: str) -> ValueError:
+def _utf8_error(error: UnicodeDecodeError, index: int, location: str, call: str) -> ValueError:
+    """Return the error of a byte that is not UTF-8, at this index of a file or line."""
     return ValueError(
-        f"{call}: texts must be UTF-8, but byte {place} of {of} is 0x{error.object[error.start]:02x}; "
-        f"convert it (for example `iconv -f latin1 -t utf-8`) or leave it out."
+        f"{call}: texts must be UTF-8, but byte {index} of {location} is 0x{error.object[error.start]:02x}; "
+        f"convert it (for example `iconv -f latin1 -t utf-8`) or delete it."
     )
 
 
-def _blocks(entry: _Entry, call: str) -> Iterator[str]:
-    """A file's text in blocks of about `_BLOCK` bytes."""
-    decoder, read = codecs.getincrementaldecoder("utf-8-sig")(), 0
+def _read_blocks(entry: _FileEntry, call: str) -> Iterator[str]:
+    """Yield a file's text in blocks of about `_BLOCK_BYTES` bytes."""
+    decoder, bytes_read = codecs.getincrementaldecoder("utf-8-sig")(), 0
     with open_regular(entry.path) as file:
         is_last = False
         while not is_last:
-            block = file.read(_BLOCK)
-            read, is_last = read + len(block), not block
+            block = file.read(_BLOCK_BYTES)
+            bytes_read, is_last = bytes_read + len(block), not block
             try:
                 yield decoder.decode(block, final=is_last)
             except UnicodeDecodeError as error:
-                raise _no_utf8(error, read - len(error.object) + error.start, entry.place, call) from error
+                index = bytes_read - len(error.object) + error.start
+                raise _utf8_error(error, index, entry.location, call) from error
 
 
-def _from_text(entry: _Entry, piece: int | None, call: str) -> Iterator[Document]:
+def _read_plain(entry: _FileEntry, piece: int | None, call: str) -> Iterator[Document]:
+    """Yield the documents of a plain file; only one document and one block of text are in memory."""
     done = number = 0
 
-    def documents(text: str, is_all: bool) -> Iterator[Document]:
-        """The documents at the beginning of `text` that more text behind it could not change."""
+    def split_documents(text: str, is_all: bool) -> Iterator[Document]:
+        """Yield the documents at the beginning of `text` that do not depend on the text behind it."""
         nonlocal done, number
         start = 0
         while start < len(text):
-            size = piece or (max(1024, min(65536, done // 64)) if entry.is_given else _LONGEST)
+            size = piece or (max(1024, min(65536, done // 64)) if entry.is_given else _MAX_CHARACTERS)
             if not is_all and len(text) - start < size:
                 break
-            stop = _cut(text, start, size)
-            own = text[start:stop]
-            yield Document(f"{entry.name}#{number}" if number else entry.name, own, len(own.encode()))
+            stop = _find_cut(text, start, size)
+            document = text[start:stop]
+            yield Document(f"{entry.name}#{number}" if number else entry.name, document, len(document.encode()))
             done, number, start = done + stop - start, number + 1, stop
 
-    held, length = list[str](), 0
-    for block in _blocks(entry, call):
-        held.append(block)
+    pending, length = list[str](), 0
+    for block in _read_blocks(entry, call):
+        pending.append(block)
         length += len(block)
-        if length >= (piece or _LONGEST):
-            whole, before = "".join(held), done
-            yield from documents(whole, False)
-            held = [whole[done - before :]]
-            length = len(held[0])
-    yield from documents("".join(held), True)
+        if length >= (piece or _MAX_CHARACTERS):
+            text, start = "".join(pending), done
+            yield from split_documents(text, False)
+            pending = [text[done - start :]]
+            length = len(pending[0])
+    yield from split_documents("".join(pending), True)
 
 
-def _cut(text: str, start: int, size: int) -> int:
-    """The end of the document from `start`, of at most `size` characters: a blank line in its second half, or else a
-    line end in its last quarter, or a space in its last eighth. It does not depend on the text behind the cut.
+def _find_cut(text: str, start: int, size: int) -> int:
+    """Return the end of the document from `start`, of at most `size` characters.
+
+    The document ends at a blank line in its second half, or else at a line end in its last quarter, or at a space in
+    its last eighth. The end does not depend on the text behind the document.
     """
     stop = min(start + size, len(text))
     for border, least in (("\n\n", size / 2), ("\n", size * 3 / 4), (" ", size * 7 / 8)):
-        place = text.find(border, start + max(math.ceil(least) - len(border), 0), stop)
-        stop = stop if place < 0 else place + len(border)
+        index = text.find(border, start + max(math.ceil(least) - len(border), 0), stop)
+        stop = stop if index < 0 else index + len(border)
     return stop
 
 
-def _from_lines(entry: _Entry, field: str, call: str) -> Iterator[Document]:
-    """A document for each line of JSON; its text is empty where the line has none."""
+def _read_lines(entry: _FileEntry, field: str, call: str) -> Iterator[Document]:
+    """Yield a document for each line of JSON; its text is empty if the line has no text."""
     with open_regular(entry.path) as file:
         for number, line in enumerate(file):
-            place = f"line {number + 1} of {entry.place}"
+            location = f"line {number + 1} of {entry.location}"
             try:
-                written = line.decode("utf-8-sig")
+                text = line.decode("utf-8-sig")
             except UnicodeDecodeError as error:
-                raise _no_utf8(error, error.start, place, call) from error
-            if not written.strip():
+                raise _utf8_error(error, error.start, location, call) from error
+            if not text.strip():
                 continue
             try:
-                row = parse_json(written, unique=False)
+                row = parse_json(text, unique=False)
             except ValueError as error:
                 raise ValueError(
-                    f"{call}: {place} must be JSON, but {error}; correct the line or leave it out."
+                    f"{call}: {location} must be JSON, but {error}; correct the line or delete it."
                 ) from error
-            yield Document(f"{entry.name}#{number}", field_of(row, field, call=call, place=place), len(line))
+            yield Document(f"{entry.name}#{number}", read_field(row, field, call=call, location=location), len(line))
 
 
-def _from_parquet(entry: _Entry, field: str, call: str) -> Iterator[Document]:
-    """A document for each row; its text is empty where the row has none."""
+def _read_parquet(entry: _FileEntry, field: str, call: str) -> Iterator[Document]:
+    """Yield a document for each row; its text is empty if the row has no text."""
     parquet = load_extra("pyarrow.parquet", extra="data", call=call)
     number = 0
     with open_regular(entry.path) as opened:
-        file = _parquet_checked(lambda: parquet.ParquetFile(opened), entry, call)
+        file = _call_parquet(functools.partial(parquet.ParquetFile, opened), entry, call)
         names = file.schema_arrow.names
         if field not in names:
             raise ValueError(
-                f"{call}: {entry.place} has no field {field!r}; its fields are {sorted(names)}: "
+                f"{call}: {entry.location} has no field {field!r}; its fields are {sorted(names)}: "
                 f"pass one of them as `field`."
             )
-        # Sizes are for progress: each row counts for an equal share of the (compressed) file.
+        # Sizes are only for progress: each row counts as an equal share of the (compressed) file.
         share = entry.path.stat().st_size // max(1, file.metadata.num_rows)
         batches = file.iter_batches(batch_size=1024, columns=[field])
         while True:
-            batch = _parquet_checked(lambda: next(batches, None), entry, call)
+            batch = _call_parquet(functools.partial(next, batches, None), entry, call)
             if batch is None:
                 return
             for text in batch.column(0).to_pylist():
-                place = f"row {number} of {entry.place}"
-                yield Document(f"{entry.name}#{number}", field_of({field: text}, field, call=call, place=place), share)
+                content = read_field({field: text}, field, call=call, location=f"row {number} of {entry.location}")
+                yield Document(f"{entry.name}#{number}", content, share)
                 number += 1
 
 
-def _parquet_checked(read: Callable[[], Any], entry: _Entry, call: str) -> Any:
+def _call_parquet(read: Callable[[], Any], entry: _FileEntry, call: str) -> Any:
+    """Call a function of pyarrow, whose failures become a `ValueError` that names the file."""
     with foreign_call(
-        lambda reason: f"{call}: {entry.place} must be a whole Parquet file, but {reason}; fetch or write it again."
+        lambda reason: (
+            f"{call}: {entry.location} must be a complete Parquet file, but {reason}; fetch or write it again."
+        )
     ):
         return read()

@@ -1,24 +1,82 @@
-"""The batch at a step, as a function of the seed and the step alone."""
+"""Batches at a step, as a function of the seed and the step alone: shuffled order, `Loader` and `Mixture`."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+import functools
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from fractions import Fraction
+from math import isqrt
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int, UInt
 
 from .._shapes import Batch
-from ._order import shuffled
-from ._packing import as_examples, Documents, Windows
-from ._store import TokenStore
+from ._packing import as_examples, DocumentPacking, WindowPacking
+from ._token_store import TokenStore
+
+
+# Shuffled order.
+
+_ROUNDS = 8
+
+
+def shuffle_indices(indices: Int[np.ndarray, "batch"], *, rows: int, seed: int) -> Int[np.ndarray, "batch"]:
+    """Return the row number at each index of an endless shuffled sequence over `rows` rows.
+
+    Indices 0 to `rows - 1` are the first epoch, a permutation of all rows; the next `rows` indices are the second
+    epoch, in another order; and so on. Each row number depends on its index and the seed alone. The permutation is a
+    Feistel network over pairs (row // b, row % b) with cycle walking: the network is applied again until the result is
+    below `rows` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The order is computed and not
+    stored, so it takes no memory, and every index is as cheap as the first.
+    """
+    if rows < 1 or np.any(indices < 0):
+        raise ValueError(
+            f"shuffle_indices(indices, rows={rows}, seed={seed}): indices count from 0 and rows from 1, but the "
+            f"smallest index is {indices.min(initial=0)}; pass a step that is not negative and data that is not empty."
+        )
+    epochs, values = np.divmod(indices.astype(np.uint64), np.uint64(rows))
+    start = np.frombuffer(hashlib.blake2b(str(int(seed)).encode(), digest_size=8).digest(), np.uint64)
+    keys = _mix_bits(_mix_bits(start ^ epochs) + np.arange(_ROUNDS, dtype=np.uint64)[:, None])
+    walking = np.arange(len(values))
+    while len(walking):
+        values[walking] = _permute_feistel(values[walking], keys[:, walking], rows)
+        walking = walking[values[walking] >= rows]
+    return values.astype(np.int64)
+
+
+def _permute_feistel(
+    values: UInt[np.ndarray, "batch"], keys: UInt[np.ndarray, "_ batch"], rows: int
+) -> UInt[np.ndarray, "batch"]:
+    """Permute 0 to a * b - 1, where a and b are about the square root of `rows` and a * b is at least `rows`."""
+    a = isqrt(rows - 1) + 1
+    a, b = np.uint64(a), np.uint64(-(-rows // a))
+    high, low = np.divmod(values, b)
+    for even, odd in zip(keys[::2], keys[1::2]):
+        high = (high + _mix_bits(low ^ even) % a) % a
+        low = (low + _mix_bits(high ^ odd) % b) % b
+    return high * b + low
+
+
+def _mix_bits(values: UInt[np.ndarray, "*shape"]) -> UInt[np.ndarray, "*shape"]:
+    """Apply the finalizer of SplitMix64, a hash in which every bit of the result depends on every bit of the value."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+# Batches of one text.
 
 
 class Loader:
     """Batches of `batch` rows of `seq` tokens, in an order that `seed` decides.
 
     A run is an endless sequence of examples: row `row` of the batch at `step` is example `step * batch + row`. An epoch
-    is `rows_per_epoch` examples, which hold every row of the data once, each epoch in another order. A batch may span
-    two epochs, so no row is dropped. `packing` is `"windows"` (`Windows`) or `"documents"` (`Documents`).
+    is `rows_per_epoch` examples, which contain every row of the data once; each epoch has another order. A batch may
+    span two epochs, so no row is dropped. `packing` is `"windows"` (`WindowPacking`) or `"documents"`
+    (`DocumentPacking`).
 
     **Raises:** `ValueError` if `batch` is not positive, the packing is unknown, or the packing refuses `seq`.
     """
@@ -35,10 +93,10 @@ class Loader:
         call = f"Loader(store, seq={seq}, batch={batch}, packing={packing!r})"
         if batch < 1:
             raise ValueError(f"{call}: a batch must have at least 1 row, but batch is {batch}; pass a positive number.")
-        kinds = {"windows": Windows, "documents": Documents}
-        if packing not in kinds:
-            raise ValueError(f"{call}: packing must be one of {list(kinds)}, but is {packing!r}; pass one of them.")
-        self.packing = kinds[packing](store, seq=seq)
+        packings = {"windows": WindowPacking, "documents": DocumentPacking}
+        if packing not in packings:
+            raise ValueError(f"{call}: packing must be one of {list(packings)}, but is {packing!r}; pass one of them.")
+        self.packing = packings[packing](store, seq=seq)
         self.store = store
         self.seq = seq
         self.batch_size = batch
@@ -46,62 +104,185 @@ class Loader:
 
     @property
     def rows_per_epoch(self) -> int:
-        """The number of rows that the data has, which is the number of examples in an epoch."""
+        """The number of rows of the data, which is the number of examples in an epoch."""
         return self.packing.rows
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps after which every row has been seen."""
+        """The number of steps that visit every row."""
         return -(-self.rows_per_epoch // self.batch_size)
 
     def batch(self, step: int) -> Batch:
-        """The batch at a step, counted from 0 over the whole run."""
+        """Return the batch at a step, counted from 0 over the whole run."""
         return self.rows(step, 0, self.batch_size)
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
-        """Rows `start` to `stop - 1` of the batch at a step, without making the others: the rows of one host."""
+        """Return rows `start` to `stop - 1` of the batch at a step, the rows of one host, and compute no other row."""
         return self.at(example_numbers("Loader", self.batch_size, step, start, stop))
 
     def at(self, examples: Int[np.ndarray, "batch"]) -> Batch:
-        """The rows of these examples, by their numbers over the whole run."""
-        rows = shuffled(examples, rows=self.rows_per_epoch, seed=self.seed)
+        """Return the rows of these examples, given by their numbers over the whole run."""
+        rows = shuffle_indices(examples, rows=self.rows_per_epoch, seed=self.seed)
         return replace(self.packing(rows), examples=as_examples(examples))
 
     def epoch(self, batches: int | None = None, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """One pass over the data in its own order, the same each time: for evaluation.
+        """Iterate over the data once in its stored order, the same each time: for evaluation.
 
-        It takes every row once or, if `batches` is too small for that, rows evenly spaced over the data. The last batch
-        is padded with rows of weight 0, so that all have one shape; `examples` are the rows' numbers in the data.
-        `start` and `stop` choose the rows of each batch that one host needs.
+        The batches contain every row once or, if `batches` is too small for that, rows evenly spaced over the data. The
+        last batch is padded with rows of weight 0, so that all batches have one shape; `examples` are the rows' numbers
+        in the data. `start` and `stop` choose the rows of each batch that one host needs.
         """
         stop = self.batch_size if stop is None else stop
         if not 0 <= start < stop <= self.batch_size or (batches is not None and batches < 1):
             raise ValueError(
-                f"Loader.epoch(batches={batches}, start={start}, stop={stop}): it must hold that "
-                f"0 <= start < stop <= batch and batches >= 1, but batch is {self.batch_size}; "
-                f"ask for rows of the batch, or batches=None for all."
+                f"Loader.epoch(batches={batches}, start={start}, stop={stop}): 0 <= start < stop <= batch and "
+                f"batches >= 1 must hold, but batch is {self.batch_size}; ask for rows of the batch, or batches=None "
+                f"for all."
             )
         count = self.steps_per_epoch if batches is None else min(batches, self.steps_per_epoch)
-        return self._pass(min(self.rows_per_epoch, count * self.batch_size), count, start, stop)
+        return self._iterate_epoch(min(self.rows_per_epoch, count * self.batch_size), count, start, stop)
 
-    def _pass(self, total: int, count: int, start: int, stop: int) -> Iterator[Batch]:
+    def _iterate_epoch(self, total: int, count: int, start: int, stop: int) -> Iterator[Batch]:
         for number in range(count):
-            places = number * self.batch_size + np.arange(start, stop, dtype=np.int64)
-            made = self.packing(_spaced(np.minimum(places, total - 1), total, self.rows_per_epoch))
-            weights = made.weights * (places < total).astype(np.float32)[:, None]
-            yield replace(made, weights=weights)
+            numbers = number * self.batch_size + np.arange(start, stop, dtype=np.int64)
+            batch = self.packing(_space_evenly(np.minimum(numbers, total - 1), total, self.rows_per_epoch))
+            weights = batch.weights * (numbers < total).astype(np.float32)[:, None]
+            yield replace(batch, weights=weights)
 
 
 def example_numbers(kind: str, batch: int, step: int, start: int, stop: int) -> Int[np.ndarray, "batch"]:
-    """The examples that are rows `start` to `stop - 1` of the batch at a step; `ValueError` if there are none."""
+    """Return the examples of rows `start` to `stop - 1` of the batch at a step; `ValueError` for rows beyond it."""
     if step < 0 or not 0 <= start < stop <= batch:
         raise ValueError(
-            f"{kind}.rows(step={step}, start={start}, stop={stop}): it must hold that 0 <= step and "
-            f"0 <= start < stop <= batch, but batch is {batch}; ask for rows of the batch."
+            f"{kind}.rows(step={step}, start={start}, stop={stop}): 0 <= step and 0 <= start < stop <= batch must "
+            f"hold, but batch is {batch}; ask for rows of the batch."
         )
     return step * batch + np.arange(start, stop, dtype=np.int64)
 
 
-def _spaced(places: Int[np.ndarray, "batch"], total: int, rows: int) -> Int[np.ndarray, "batch"]:
-    """Row numbers for places below `total`, evenly spaced over `rows`; the places themselves if `total` is `rows`."""
-    return places * rows // total
+def _space_evenly(numbers: Int[np.ndarray, "batch"], total: int, rows: int) -> Int[np.ndarray, "batch"]:
+    """Map numbers below `total` to rows evenly spaced over `rows`; numbers stay as they are if `total` is `rows`."""
+    return numbers * rows // total
+
+
+# Batches of several texts.
+
+_BLOCK = 1024  # examples
+
+
+class Mixture:
+    """Batches whose rows come from several loaders, from each loader with a probability proportional to its weight.
+
+    The n-th example of the mixture that comes from a loader is the n-th example of that loader's run, so each text has
+    its epochs and its order, and no row is left out. The loader of an example depends on the example's number and the
+    seed alone: each block of 1,024 examples has as many examples of every loader as its weight says, in a random order,
+    rounded such that over any number of blocks a loader has its share to within half as many examples as there are
+    loaders. So the batch at any step can be computed at once, and the rows that the hosts compute form the batch, as
+    with a `Loader`.
+
+    Args:
+        loaders: The texts by name, as loaders with the same `seq`, `batch` and packing.
+        weights: The same names with numbers above 0; only their ratios matter.
+        seed: Decides the text of each example.
+
+    **Raises:** `ValueError` if names or shapes differ or a weight is not a positive number.
+    """
+
+    def __init__(self, loaders: Mapping[str, Loader], weights: Mapping[str, float | int], *, seed: int):
+        call = f"Mixture(loaders of {', '.join(loaders) or 'nothing'}, weights={dict(weights)})"
+        if not loaders or {*loaders} != {*weights}:
+            raise ValueError(
+                f"{call}: each loader must have a weight and each weight a loader; give both the same names."
+            )
+        if bad := [name for name, weight in weights.items() if not (math.isfinite(weight) and weight > 0)]:
+            raise ValueError(f"{call}: weights must be above 0 and finite, but that of {bad[0]} is {weights[bad[0]]}.")
+        kinds = {
+            name: (loader.seq, loader.batch_size, type(loader.packing).__name__) for name, loader in loaders.items()
+        }
+        if len(set(kinds.values())) > 1:
+            raise ValueError(
+                f"{call}: rows of one batch must have one shape, but (seq, batch, packing) are {kinds}; make all "
+                f"loaders with the same."
+            )
+        self.loaders = dict(loaders)
+        self.seq, self.batch_size, _ = next(iter(kinds.values()))
+        self.seed = seed
+        # `str` makes the weight 0.7 the fraction 7/10.
+        exact = [Fraction(str(float(weights[name]))) for name in loaders]
+        self.weights: dict[str, float] = {name: float(weight / sum(exact)) for name, weight in zip(loaders, exact)}
+        # A loader's share of the examples that the loaders before it do not take.
+        self._shares = [weight / sum(exact[number:]) for number, weight in enumerate(exact)]
+        documents = [loader.packing.documents for loader in loaders.values()]
+        self._documents = None if None in documents else max(count for count in documents if count is not None)
+        self._order = int.from_bytes(hashlib.blake2b(f"mixture {int(seed)}".encode(), digest_size=8).digest(), "big")
+        self._cached_block = functools.lru_cache(maxsize=4)(self._assign_block)
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch at a step, counted from 0 over the whole run."""
+        return self.rows(step, 0, self.batch_size)
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        """Return rows `start` to `stop - 1` of the batch at a step, the rows of one host, and compute no other row."""
+        return self.at(example_numbers("Mixture", self.batch_size, step, start, stop))
+
+    def at(self, examples: Int[np.ndarray, "batch"]) -> Batch:
+        """Return the rows of these examples, given by their numbers over the whole run."""
+        owner, number = self.origin(examples)
+        masks = [(owner == index, loader) for index, loader in enumerate(self.loaders.values())]
+        parts = [(mask, loader.at(number[mask])) for mask, loader in masks if mask.any()]
+        return _join_batches(parts, examples, self._documents)
+
+    def origin(self, examples: Int[np.ndarray, "batch"]) -> tuple[Int[np.ndarray, "batch"], Int[np.ndarray, "batch"]]:
+        """Return the index of each example's loader, and the example's number in that loader's run."""
+        owner, number = np.empty((2, len(examples)), np.int64)
+        blocks, offsets = np.divmod(examples, _BLOCK)
+        for block in np.unique(blocks):
+            mask = blocks == block
+            block_owner, block_number = self._cached_block(int(block))
+            owner[mask], number[mask] = block_owner[offsets[mask]], block_number[offsets[mask]]
+        return owner, number
+
+    def epochs(self, steps: int) -> dict[str, float]:
+        """Return about how many epochs of each text a run of so many steps takes."""
+        counts = self._count_examples(steps * self.batch_size)
+        return {name: count / loader.rows_per_epoch for count, (name, loader) in zip(counts, self.loaders.items())}
+
+    def _count_examples(self, examples: int) -> list[int]:
+        """Count the examples of each loader among the first `examples`, which are whole blocks; integers of any size.
+
+        Rounding one loader after another makes the counts add up to `examples`.
+        """
+        counts = []
+        for share in self._shares:
+            counts.append(math.floor((examples - sum(counts)) * share + Fraction(1, 2)))
+        return counts
+
+    def _assign_block(self, block: int) -> tuple[Int[np.ndarray, "block"], Int[np.ndarray, "block"]]:
+        """Return `origin` of the examples of one block."""
+        starts, stops = self._count_examples(block * _BLOCK), self._count_examples((block + 1) * _BLOCK)
+        sizes = [stop - start for start, stop in zip(starts, stops)]
+        indices = block * _BLOCK + np.arange(_BLOCK, dtype=np.int64)
+        owner = np.repeat(np.arange(len(sizes)), sizes)[shuffle_indices(indices, rows=_BLOCK, seed=self._order)]
+        number = np.empty(_BLOCK, np.int64)
+        for index, (start, size) in enumerate(zip(starts, sizes)):
+            number[owner == index] = start + np.arange(size)
+        return owner, number
+
+
+def _join_batches(
+    parts: Sequence[tuple[Bool[np.ndarray, "batch"], Batch]],
+    examples: Int[np.ndarray, "batch"],
+    documents: int | None,
+) -> Batch:
+    """Join batches to one, each with a mask of the rows that it fills.
+
+    `documents` is the maximum number of documents in a row of the mixture.
+    """
+    like = parts[0][1]
+    names = [field.name for field in fields(Batch) if isinstance(getattr(like, field.name), np.ndarray)]
+    joined = {}
+    for name in names:
+        joined[name] = np.empty((len(examples), *getattr(like, name).shape[1:]), getattr(like, name).dtype)
+        for mask, batch in parts:
+            joined[name][mask] = getattr(batch, name)
+    return replace(like, **joined | {"examples": as_examples(examples), "documents": documents})

@@ -1,21 +1,23 @@
-"""Rows of a fixed length from the tokens of a store, by index: the corpus is not copied."""
+"""Rows of a fixed length: windows or packed documents of a token store, found by index, and pairs of texts."""
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
 
 from .._shapes import Batch
-from ._store import TokenStore
+from ._token_store import TokenStore
 
 
-class Windows:
-    """Row `i` is the `seq + 1` tokens from `i * seq` on, across borders of documents and without padding.
+class WindowPacking:
+    """Rows of consecutive tokens, across document boundaries and without padding: row `i` starts at token `i * seq`.
 
-    Every token but the first is a target once; up to `seq` tokens at the very end are not used.
+    A row is `seq + 1` tokens. Every token but the first is a target once; up to `seq` tokens at the end of the store
+    are not used.
     """
 
-    documents = None  # how many a row holds is not asked: each counts as one
+    documents = None  # Each row counts as one document, so the maximum number of documents of a row is unknown.
 
     def __init__(self, store: TokenStore, *, seq: int):
         self.seq = seq
@@ -24,31 +26,32 @@ class Windows:
         self._tokens = store.tokens
         if self.rows < 1:
             raise ValueError(
-                f"Windows(store, seq={seq}): a row takes seq + 1 tokens and seq is at least 1, but {store.path.name} "
-                f"has {len(store.tokens)} tokens; pass a seq from 1 to {len(store.tokens) - 1}, or more text."
+                f"WindowPacking(store, seq={seq}): a row takes seq + 1 tokens and seq is at least 1, but "
+                f"{store.path.name} has {len(store.tokens)} tokens; pass a seq from 1 to {len(store.tokens) - 1}, or "
+                f"more text."
             )
 
     def __call__(self, rows: Int[np.ndarray, "batch"]) -> Batch:
-        """The rows with these numbers, without positions and segments: each row counts as one document."""
+        """Return the rows with these numbers, without positions and segments: each row counts as one document."""
         steps = np.arange(self.seq + 1)
-        taken = self._tokens[(rows * self.seq)[:, None] + steps].astype(np.int32)
+        tokens = self._tokens[(rows * self.seq)[:, None] + steps].astype(np.int32)
         shape = (len(rows), self.seq)
         return Batch(
-            ids=taken[:, :-1],
-            targets=taken[:, 1:],
+            ids=tokens[:, :-1],
+            targets=tokens[:, 1:],
             weights=np.ones(shape, np.float32),
             examples=as_examples(rows),
         )
 
 
-class Documents:
-    """Rows of whole documents, each with its own segment number and its own positions from 0.
+class DocumentPacking:
+    """Rows of complete documents, each with a segment number and with positions from 0.
 
     A document longer than `seq` is cut into pieces of `seq` tokens and a remainder; positions restart in each piece,
     and the last token of a piece still has its true target, the first token of the next piece. The pieces are packed by
-    best fit, longest first: each goes to the row with the least free space that can hold it. The last token of a
-    document has no target, so its weight is 0. The rest of a row is padding: id 0, target 0, weight 0, position -1,
-    segment -1.
+    best fit, longest first: each piece goes to the row with the least free space that is large enough. The last token
+    of a document has no target, so its weight is 0. The free space of a row is padding: id 0, target 0, weight 0,
+    position -1, segment -1.
 
     The index takes 13 bytes for each piece and 8 bytes for each row.
     """
@@ -56,64 +59,65 @@ class Documents:
     def __init__(self, store: TokenStore, *, seq: int):
         if seq < 2:
             raise ValueError(
-                f"Documents(store, seq={seq}): a row must hold at least 2 tokens, a text's and the end of text; "
-                f"pass a longer seq."
+                f"DocumentPacking(store, seq={seq}): a row must have at least 2 tokens, one of text and the end "
+                f"of text; pass a longer seq."
             )
         self.seq = seq
         self._tokens = store.tokens
         lengths = np.diff(store.offsets)
-        # A remainder of just the end of text would have no target; `lengths - 1` leaves it out.
+        # A remainder of only the end of text would have no target; `lengths - 1` excludes it.
         pieces = -(-(lengths - 1) // seq)
         document = np.repeat(np.arange(len(lengths)), pieces)
-        number = _ranges(pieces)
+        number = _concatenate_ranges(pieces)
         starts = store.offsets[document] + number * seq
         sizes = np.minimum(store.offsets[document + 1] - starts, seq)
-        row = best_fit(sizes, seq)
+        row = pack_best_fit(sizes, seq)
         order = np.argsort(row, kind="stable")
         self._starts = starts[order]
         self._sizes = sizes[order].astype(np.int32)
         self._ends = (starts + sizes == store.offsets[document + 1])[order]
         self._first = np.searchsorted(row[order], np.arange(row.max() + 2))
         self.rows = len(self._first) - 1
-        self.documents = int(np.diff(self._first).max())  # the most of any row
-        self.table_bytes = sum(part.nbytes for part in (self._starts, self._sizes, self._ends, self._first))
+        self.documents = int(np.diff(self._first).max())  # the maximum number of any row
+        self.table_bytes = sum(array.nbytes for array in (self._starts, self._sizes, self._ends, self._first))
 
     def __call__(self, rows: Int[np.ndarray, "batch"]) -> Batch:
-        """The rows with these numbers."""
+        """Return the rows with these numbers."""
         counts = self._first[rows + 1] - self._first[rows]
-        segment = _ranges(counts)
+        segment = _concatenate_ranges(counts)
         piece = np.repeat(self._first[rows], counts) + segment
         sizes = self._sizes[piece]
-        # From here on, arrays have one entry for each token.
-        position = _ranges(sizes)
+        # From here on, arrays have one entry per token.
+        position = _concatenate_ranges(sizes)
         source = np.repeat(self._starts[piece], sizes) + position
-        place = np.repeat(np.repeat(np.arange(len(rows)), counts), sizes), _ranges(_sums(sizes, counts))
+        row = np.repeat(np.repeat(np.arange(len(rows)), counts), sizes)
+        column = _concatenate_ranges(_sum_groups(sizes, counts))
         is_last = np.repeat(self._ends[piece], sizes) & (position == np.repeat(sizes, sizes) - 1)
         target = self._tokens[np.minimum(source + 1, len(self._tokens) - 1)]
 
-        def laid_out(values: np.ndarray, empty: int, dtype: type) -> np.ndarray:
-            array = np.full((len(rows), self.seq), empty, dtype)
-            array[place] = values
+        def fill_rows(values: np.ndarray, padding: int, dtype: type) -> np.ndarray:
+            array = np.full((len(rows), self.seq), padding, dtype)
+            array[row, column] = values
             return array
 
         return Batch(
-            ids=laid_out(self._tokens[source], 0, np.int32),
-            targets=laid_out(np.where(is_last, 0, target), 0, np.int32),
-            weights=laid_out(~is_last, 0, np.float32),
-            positions=laid_out(position, -1, np.int32),
-            segments=laid_out(np.repeat(segment, sizes), -1, np.int32),
+            ids=fill_rows(self._tokens[source], 0, np.int32),
+            targets=fill_rows(np.where(is_last, 0, target), 0, np.int32),
+            weights=fill_rows(~is_last, 0, np.float32),
+            positions=fill_rows(position, -1, np.int32),
+            segments=fill_rows(np.repeat(segment, sizes), -1, np.int32),
             examples=as_examples(rows),
             documents=self.documents,
         )
 
 
 def as_examples(numbers: Int[np.ndarray, "batch"]) -> Int[np.ndarray, "batch"]:
-    """Row numbers modulo 2**31 as int32 (they are only used for random keys)."""
+    """Return row numbers modulo 2**31 as int32; `Batch.examples` only decides random keys."""
     return (numbers % 2**31).astype(np.int32)
 
 
-def best_fit(sizes: Int[np.ndarray, "pieces"], capacity: int) -> Int[np.ndarray, "pieces"]:
-    """The row of each piece, by best fit, longest first; rows are numbered in the order of their first pieces.
+def pack_best_fit(sizes: Int[np.ndarray, "pieces"], capacity: int) -> Int[np.ndarray, "pieces"]:
+    """Return the row of each piece, by best fit, longest first; rows are numbered in the order of their first pieces.
 
     Pieces of one size, and rows with one amount of free space, are handled together, so the time depends on the number
     of distinct sizes and not on the number of pieces.
@@ -121,48 +125,101 @@ def best_fit(sizes: Int[np.ndarray, "pieces"], capacity: int) -> Int[np.ndarray,
     row_of = np.empty(len(sizes), np.int64)
     order = np.argsort(-sizes, kind="stable")
     distinct, first = np.unique(-sizes[order], return_index=True)
-    rows_with: dict[int, list[np.ndarray]] = {}  # room left -> the rows that have it
-    rooms: list[int] = []  # the keys, in order
-    opened = 0
+    rows_with_space: dict[int, list[np.ndarray]] = {}  # free space -> the rows with that much
+    spaces: list[int] = []  # the keys of `rows_with_space` in ascending order
+    row_count = 0
 
-    def leave(room: int, rows: np.ndarray) -> None:
-        if room and len(rows):
-            if room not in rows_with:
-                rows_with[room] = []
-                insort(rooms, room)
-            rows_with[room].append(rows)
+    def record_space(space: int, rows: np.ndarray) -> None:
+        if space and len(rows):
+            if space not in rows_with_space:
+                rows_with_space[space] = []
+                insort(spaces, space)
+            rows_with_space[space].append(rows)
 
     for size, members in zip((-distinct).tolist(), np.split(order, first[1:])):
         while len(members):
-            least = bisect_left(rooms, size)
-            room = rooms[least] if least < len(rooms) else capacity
-            each = room // size
-            wanted = -(-len(members) // each)
-            if least < len(rooms):
-                found = rows_with[room].pop()
-                if not rows_with[room]:
-                    del rows_with[room], rooms[least]
-                rows = found[:wanted]
-                leave(room, found[wanted:])
+            smallest = bisect_left(spaces, size)
+            space = spaces[smallest] if smallest < len(spaces) else capacity
+            pieces_per_row = space // size
+            needed_rows = -(-len(members) // pieces_per_row)
+            if smallest < len(spaces):
+                candidates = rows_with_space[space].pop()
+                if not rows_with_space[space]:
+                    del rows_with_space[space], spaces[smallest]
+                rows = candidates[:needed_rows]
+                record_space(space, candidates[needed_rows:])
             else:
-                rows = np.arange(opened, opened + wanted)
-                opened += wanted
-            taken, members = np.split(members, [len(rows) * each])
-            row_of[taken] = np.repeat(rows, each)[: len(taken)]
-            leave(room - each * size, rows[:-1])
-            leave(room - (len(taken) - (len(rows) - 1) * each) * size, rows[-1:])
+                rows = np.arange(row_count, row_count + needed_rows)
+                row_count += needed_rows
+            packed, members = np.split(members, [len(rows) * pieces_per_row])
+            row_of[packed] = np.repeat(rows, pieces_per_row)[: len(packed)]
+            record_space(space - pieces_per_row * size, rows[:-1])
+            record_space(space - (len(packed) - (len(rows) - 1) * pieces_per_row) * size, rows[-1:])
     _, first_piece, number = np.unique(row_of, return_index=True, return_inverse=True)
     rank = np.empty(len(first_piece), np.int64)
     rank[np.argsort(first_piece)] = np.arange(len(first_piece))
     return rank[number]
 
 
-def _ranges(counts: Int[np.ndarray, "n"]) -> Int[np.ndarray, "total"]:
-    """0 to count - 1 for each count, one after the other."""
+def _concatenate_ranges(counts: Int[np.ndarray, "n"]) -> Int[np.ndarray, "total"]:
+    """Return 0 to count - 1 for each count, one range after the other."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
 
 
-def _sums(values: Int[np.ndarray, "total"], counts: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
-    """The sums of consecutive groups of values; `counts` are the groups' sizes, all positive."""
+def _sum_groups(values: Int[np.ndarray, "total"], counts: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
+    """Sum consecutive groups of values; `counts` are the groups' sizes, all positive."""
     return np.add.reduceat(values, np.cumsum(counts) - counts).astype(np.int64)
+
+
+Ids = Sequence[int] | Int[np.ndarray, "_"]
+
+
+def batch_pairs(
+    sources: Sequence[Ids],
+    targets: Sequence[Ids],
+    *,
+    start: int,
+    seq: int,
+    source_seq: int,
+    first_example: int = 0,
+) -> Batch:
+    """Return a batch for encoder-decoder models, whose rows read `sources` and predict `targets`.
+
+    A row's ids are `start` and its target without the last id; its targets are the target's ids, with the end of text
+    if the model shall learn to end. Padding has weight 0, and position -1 in the source. Raises a `ValueError` for a
+    text that is empty or too long.
+
+    Args:
+        sources: The ids that the encoder reads, one text per row.
+        targets: The ids that the decoder predicts, one text per row.
+        start: The decoder's first id, `model.start`.
+        seq: The tokens of a row.
+        source_seq: The tokens of a source.
+        first_example: The first row's number in the run.
+    """
+    if len(sources) != len(targets) or not sources:
+        raise ValueError(f"batch_pairs: {len(sources)} sources and {len(targets)} targets; each source needs a target.")
+    for name, texts, max_length in (("sources", sources, source_seq), ("targets", targets, seq)):
+        for number, text in enumerate(texts):
+            if not 1 <= len(text) <= max_length:
+                raise ValueError(
+                    f"batch_pairs({name}): number {number} has {len(text)} ids, and a row holds 1 to {max_length}; cut "
+                    f"the text, or give a larger {'source_seq' if name == 'sources' else 'seq'}."
+                )
+    rows, positions = len(targets), np.arange(source_seq, dtype=np.int32)
+    source_ids = np.stack([_pad_ids(text, source_seq) for text in sources])
+    target_ids = np.stack([_pad_ids(text, seq) for text in targets])
+    lengths = np.array([[len(text)] for text in sources])
+    return Batch(
+        ids=np.concatenate([np.full((rows, 1), start, np.int32), target_ids[:, :-1]], axis=1),
+        targets=target_ids,
+        weights=np.stack([np.arange(seq) < len(text) for text in targets]).astype(np.float32),
+        examples=np.arange(first_example, first_example + rows, dtype=np.int32),
+        source_ids=source_ids,
+        source_positions=np.where(positions < lengths, positions, -1).astype(np.int32),
+    )
+
+
+def _pad_ids(text: Ids, length: int) -> Int[np.ndarray, "_"]:
+    return np.pad(np.asarray(text, np.int32), (0, length - len(text)))

@@ -1,12 +1,11 @@
-"""Batches made in a background thread, a few steps ahead of training."""
+"""Prefetch: a background thread computes batches a few steps ahead of training."""
 
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from ._loader import Loader
-from ._mixture import Mixture
+from ._loader import Loader, Mixture
 
 
 def prefetch(
@@ -19,23 +18,23 @@ def prefetch(
     transform: Callable[[Any], Any] | None = None,
     batch_of: Callable[[int], int] = lambda step: step,
 ) -> "Prefetch":
-    """The batches of a loader, step by step, made by a thread of their own while others are used.
+    """Iterate over the batches of a loader, step by step, computed ahead of use in a background thread.
 
-    Use it in a `with` statement, or close it.
+    Use the iterator in a `with` statement, or close it.
 
     Args:
-        loader: Where batches come from.
+        loader: The loader or mixture of the batches.
         start_step: The first step.
-        stop_step: The step before which it ends; None: it does not.
+        stop_step: The step after the last one; None: the iterator is endless.
         rows: The start and stop of the rows that this host needs (`Loader.rows`).
-        depth: How many batches are made ahead.
-        transform: Applied to each batch in the background too, for example to send it to the devices.
-        batch_of: Which of the loader's batches a step takes; by default that of its number.
+        depth: The number of batches that are computed ahead.
+        transform: A function that the thread applies to each batch, for example to send it to the devices.
+        batch_of: A function from a step to the number of its batch in the loader; by default the step's number.
     """
     if start_step < 0 or (stop_step is not None and stop_step < start_step):
         raise ValueError(
-            f"prefetch(loader, start_step={start_step}, stop_step={stop_step}): it must hold that 0 <= start_step <= "
-            f"stop_step; pass steps in order."
+            f"prefetch(loader, start_step={start_step}, stop_step={stop_step}): 0 <= start_step <= stop_step must "
+            f"hold; pass steps in order."
         )
     start, stop = (0, loader.batch_size) if rows is None else rows
 
@@ -47,16 +46,16 @@ def prefetch(
 
 
 class Prefetch:
-    """`make(start), make(start + 1), ...`, computed by one thread that keeps `depth` results ready.
+    """Iterator over `make(start), make(start + 1), ...`, computed by one thread that keeps `depth` results ready.
 
-    An exception in `make` is raised by the `next` of its step, after which the iterator is closed. `close` (or the end
-    of a `with`) waits for the thread to end.
+    `next` raises the exception that `make` raised for this step, and then the iterator is closed. `close` (or the end
+    of a `with` block) waits for the thread to end.
     """
 
     def __init__(self, make: Callable[[int], Any], start: int = 0, stop: int | None = None, *, depth: int = 2):
         if depth < 1:
             raise ValueError(
-                f"Prefetch(depth={depth}): at least 1 result must be kept ready; pass a depth of 1 or more."
+                f"Prefetch(depth={depth}): at least 1 result must be computed ahead; pass a depth of 1 or more."
             )
         self._make = make
         self._next = start
@@ -82,7 +81,7 @@ class Prefetch:
             raise
 
     def close(self) -> None:
-        """Stop: a result in progress is finished and dropped, and no further one is begun."""
+        """Stop the thread: it finishes and drops the result in progress, and begins no other."""
         self._stop = self._next
         self._waiting.clear()
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -21,10 +21,10 @@ Ids = Integer[np.ndarray, "seq"] | Sequence[int]
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """The interface of a tokenizer; any object with these attributes and methods is one.
+    """Interface of a tokenizer: any object with these attributes and methods.
 
-    `vocab` is one more than the largest id, `end_of_text` the id that is put behind every document, `fingerprint` a
-    text that changes when the tokenizer does.
+    `vocab` is one more than the largest id, `end_of_text` is the id that follows every document, and `fingerprint` is a
+    text that changes when the tokenizer changes.
     """
 
     vocab: int
@@ -33,25 +33,26 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> UInt[np.ndarray, "seq"]: ...
 
-    def encode_each(self, texts: Sequence[str]) -> list[UInt[np.ndarray, "_"]]: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[UInt[np.ndarray, "_"]]: ...
 
     def decode(self, ids: Ids) -> str: ...
 
 
 class TextStream:
-    """Decodes ids one by one into whole characters.
+    """Decoder of ids one by one, which returns complete characters only.
 
-    The bytes of an incomplete character are held back until the rest arrives or `finish` is called. The texts together
-    are what `decode` makes of all ids but those without a token, of a vocabulary that was rounded up.
+    The bytes of an incomplete character wait until the character is complete or `finish` is called. The texts together
+    equal `decode` of all ids. Ids without a token, which a model with a rounded-up vocabulary can sample, have no text.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._decode, self._vocab = tokenizer.decode, tokenizer.vocab
-        self._context: list[int] = []  # the ids last decoded: some decoders treat the first token of a text specially
+        # The ids that were decoded last come first again: some decoders treat the first token of a text specially.
+        self._context: list[int] = []
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
-        """The text that this id completes; often empty."""
+        """Return the text that this id completes; it is often empty."""
         if token >= self._vocab:
             return ""
         self._pending.append(token)
@@ -62,22 +63,22 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """The text that was held back, with U+FFFD for incomplete characters."""
+        """Return the text of the waiting bytes, with U+FFFD for incomplete characters."""
         text = self._text()
         self._context, self._pending = [], []
         return text
 
     def pieces(self, ids: Ids) -> list[str]:
-        """The text that each of the ids completes, the last with what was held back."""
-        found = [self.push(int(token)) for token in ids]
-        return [*found[:-1], found[-1] + self.finish()] if found else []
+        """Return the text that each id completes; the last text includes that of `finish`."""
+        texts = [self.push(int(token)) for token in ids]
+        return [*texts[:-1], texts[-1] + self.finish()] if texts else []
 
     def _text(self) -> str:
         return self._decode(self._context + self._pending)[len(self._decode(self._context)) :]
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8 as 256 ids; the NUL byte, which texts do not contain, is the end of text.
+    """Tokenizer of 256 ids, the bytes of UTF-8; the NUL byte, which texts do not contain, is the end of text.
 
     `encode` refuses a text that contains NUL: most often it is a binary file or UTF-16. `decode` leaves out the end of
     text and writes U+FFFD for bytes that are not UTF-8.
@@ -88,25 +89,25 @@ class ByteTokenizer:
     fingerprint = "utf-8 bytes, end of text 0"
 
     def encode(self, text: str) -> UInt[np.ndarray, "seq"]:
-        """The UTF-8 bytes of the text. Raises `ValueError` where it holds NUL."""
-        place = text.find("\0")
-        if place >= 0:
+        """Return the UTF-8 bytes of the text. Raises `ValueError` if the text contains NUL."""
+        index = text.find("\0")
+        if index >= 0:
             raise ValueError(
-                f"ByteTokenizer().encode(text): the text must hold no NUL, which stands for the end of text, but "
-                f"character {place} is one; remove it, or convert the file if it is UTF-16 or binary."
+                f"ByteTokenizer().encode(text): the text must contain no NUL, which stands for the end of text, but "
+                f"character {index} is NUL; remove it, or convert the file if it is UTF-16 or binary."
             )
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
-    def encode_each(self, texts: Sequence[str]) -> list[UInt[np.ndarray, "_"]]:
-        """`encode` of every text."""
+    def encode_batch(self, texts: Sequence[str]) -> list[UInt[np.ndarray, "_"]]:
+        """Encode every text by `encode`."""
         return [self.encode(text) for text in texts]
 
-    def encode_prompt(self, text: str, *, whole: bool = False) -> UInt[np.ndarray, "seq"]:
-        """`encode`: bytes have no special tokens around a prompt."""
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> UInt[np.ndarray, "seq"]:
+        """Encode a prompt by `encode`: bytes have no special tokens around a prompt."""
         return self.encode(text)
 
     def decode(self, ids: Ids) -> str:
-        """The text of these bytes. Raises `ValueError` where an id is no byte."""
+        """Return the text of these bytes. Raises `ValueError` if an id is not a byte."""
         array = np.asarray(ids, dtype=np.int64)
         if array.size and (array.min() < 0 or array.max() > 255):
             raise ValueError(
@@ -116,26 +117,27 @@ class ByteTokenizer:
         return array[array != self.end_of_text].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
-        """The same tokenizer as a `tokenizer.json`; the end of text is called `<|endoftext|>` there."""
-        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # other bytes are written as U+0100 onwards
-        moved = {byte: chr(256 + number) for number, byte in enumerate(sorted({*range(256)} - {*printable}))}
-        vocab = {_END_OF_TEXT[0]: 0} | {moved.get(byte, chr(byte)): byte for byte in range(1, 256)}
+        """Return this tokenizer as the text of a `tokenizer.json`, where the end of text is called `<|endoftext|>`."""
+        # Byte-level BPE writes the other bytes as the characters from U+0100 on.
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        substitutes = {byte: chr(256 + number) for number, byte in enumerate(sorted({*range(256)} - {*printable}))}
+        vocab = {_END_OF_TEXT_NAMES[0]: 0} | {substitutes.get(byte, chr(byte)): byte for byte in range(1, 256)}
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         return json.dumps(
             {
                 "version": "1.0",
-                "added_tokens": [{"id": 0, "content": _END_OF_TEXT[0], "special": True, **flags}],
-                "pre_tokenizer": bytes_of,
-                "decoder": bytes_of,
+                "added_tokens": [{"id": 0, "content": _END_OF_TEXT_NAMES[0], "special": True, **flags}],
+                "pre_tokenizer": byte_level,
+                "decoder": byte_level,
                 "model": {"type": "BPE", "vocab": vocab, "merges": []},
             },
             ensure_ascii=False,
         )
 
 
-# The names that published tokenizers use, the least ambiguous first.
-_END_OF_TEXT = (
+# The names of the end of text in published tokenizers, the least ambiguous first.
+_END_OF_TEXT_NAMES = (
     "<|endoftext|>",
     "<|end_of_text|>",
     "<|end▁of▁sentence|>",
@@ -147,18 +149,18 @@ _END_OF_TEXT = (
 )
 
 
-_TRIAL = "A word, 1 é.\n"
+_TRIAL_TEXT = "A word, 1 é.\n"
 
 
 class FileTokenizer:
-    """A `tokenizer.json`, run by the package `tokenizers`.
+    """Tokenizer of a `tokenizer.json`, run by the package `tokenizers`.
 
     `end_of_text` is the name or the id of a token; by default it is the special token with one of the usual names, or
     the only special token. `encode` treats the whole text as plain text: names of special tokens in it are encoded as
     ordinary characters, no beginning of text is added, and the file's truncation and padding are off.
 
-    **Raises:** `ValueError` if the file is absent or unreadable or its end of text is not known; `ImportError` if
-    `tokenizers` is absent.
+    **Raises:** `ValueError` if the file is missing or unreadable, or its end of text is unknown; `ImportError` if
+    `tokenizers` is not installed.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, end_of_text: str | int | None = None):
@@ -166,34 +168,35 @@ class FileTokenizer:
         tokenizers = load_extra("tokenizers", extra="train", call=call)
         if not is_there(path):
             raise ValueError(f"{call}: the path must be a tokenizer.json, but there is no file {path}; correct it.")
-        written = read_bytes(path)
+        content = read_bytes(path)
         self._path = Path(path)
-        refuse = foreign_call(
+        raise_value_error = foreign_call(
             lambda reason: (
                 f"{call}: the file must be a tokenizer.json as the package tokenizers writes it, but "
                 f"{reason}; fetch it again."
             )
         )
-        with quiet_panics(), refuse:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(written)
+        with quiet_panics(), raise_value_error:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-            # Some files make the package panic at the first text only. An ordinary error is no fault of the file: a
-            # vocabulary may lack these letters.
+            # Some files make the package panic at the first text only. An ordinary error is not the file's fault, since
+            # a vocabulary may lack the letters of the trial text.
             with suppress(Exception):
-                self._tokenizer.encode(_TRIAL)
+                self._tokenizer.encode(_TRIAL_TEXT)
             self._tokenizer.encode_special_tokens = True
         self.vocab: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.end_of_text: int = self._find(end_of_text, call)
-        self.fingerprint = f"tokenizer.json {digest((written,))}, end of text {self.end_of_text}"
+        self.end_of_text: int = self._find_end_of_text(end_of_text, call)
+        self.fingerprint = f"tokenizer.json {digest((content,))}, end of text {self.end_of_text}"
 
-    def _find(self, name: str | int | None, call: str) -> int:
+    def _find_end_of_text(self, name: str | int | None, call: str) -> int:
+        """Return the id of the end of text: the named token, or the only one that can be meant."""
         if isinstance(name, int) and 0 <= name < self.vocab:
             return name
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: number for number, token in sorted(added.items()) if token.special}
         if name is None:
-            names = [usual for usual in _END_OF_TEXT if usual in special] or list(special)
+            names = [name for name in _END_OF_TEXT_NAMES if name in special] or list(special)
             if len(special) == 1 or names != list(special):
                 return special[names[0]]
         else:
@@ -207,59 +210,60 @@ class FileTokenizer:
         )
 
     def encode(self, text: str) -> UInt[np.ndarray, "seq"]:
-        """The ids of the text."""
-        return self.encode_each([text])[0]
+        """Return the ids of the text."""
+        return self.encode_batch([text])[0]
 
-    def encode_prompt(self, text: str, *, whole: bool = False) -> UInt[np.ndarray, "seq"]:
-        """The ids of a prompt: special tokens named in it become their ids, and the file's own are added around it.
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> UInt[np.ndarray, "seq"]:
+        """Return the ids of a prompt; names of special tokens in the prompt become the ids of these tokens.
 
-        Added are, for example, a beginning of text; not to a `whole` text, which has them already, as one that a
-        `ChatTemplate` rendered. `tokenizer.json` alone decides which: `add_bos_token` and `add_eos_token` of a
-        `tokenizer_config.json` are ignored, as in transformers 5 where there is a `tokenizer.json`.
+        With `add_special_tokens`, the special tokens that `tokenizer.json` adds around a text, such as a beginning of
+        text, are added. Text that a `ChatTemplate` rendered already has them. `tokenizer.json` alone decides which
+        tokens are added: `add_bos_token` and `add_eos_token` of a `tokenizer_config.json` are ignored, as in
+        transformers 5 for folders with a `tokenizer.json`.
         """
         self._tokenizer.encode_special_tokens = False
         try:
-            with self._calls("encode_prompt(text)", "the text"):
-                ids = self._tokenizer.encode(text, add_special_tokens=not whole).ids
+            with self._describe_failure("encode_prompt(text)", "the text"):
+                ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         finally:
             self._tokenizer.encode_special_tokens = True
         return np.asarray(ids, dtype=np.uint32)
 
-    def encode_each(self, texts: Sequence[str]) -> list[UInt[np.ndarray, "_"]]:
-        """`encode` of every text, on all cores. Raises `ValueError` where the tokenizer cannot spell one."""
-        with self._calls("encode_each(texts)", "a text"):
+    def encode_batch(self, texts: Sequence[str]) -> list[UInt[np.ndarray, "_"]]:
+        """Encode every text, on all cores. Raises `ValueError` for a text that the tokenizer cannot encode."""
+        with self._describe_failure("encode_batch(texts)", "a text"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Ids) -> str:
-        """The text of these ids, special tokens left out. Raises `ValueError` where an id is negative."""
+        """Return the text of these ids without special tokens. Raises `ValueError` if an id is negative."""
         array = np.asarray(ids, dtype=np.int64)
         if array.size and array.min() < 0:
             raise ValueError(
                 f"FileTokenizer.decode(ids): ids must be 0 to {self.vocab - 1}, but one is {array.min()}; "
-                f"leave padding out."
+                f"remove the padding."
             )
-        with self._calls("decode(ids)", "these ids"):
+        with self._describe_failure("decode(ids)", "these ids"):
             return self._tokenizer.decode(array.tolist(), skip_special_tokens=True)
 
     def to_json(self) -> str:
-        """The text of the file."""
+        """Return the text of the file."""
         return read_utf8(self._path)
 
-    def _calls(self, method: str, subject: str) -> AbstractContextManager[None]:
-        """Calls of the package `tokenizers`, whose failures become a `ValueError` that names the file."""
+    def _describe_failure(self, method: str, subject: str) -> AbstractContextManager[None]:
+        """Turn failures of the package `tokenizers` in the block into a `ValueError` that names the file."""
         return foreign_call(
             lambda reason: f"FileTokenizer({str(self._path)!r}).{method}: the tokenizer refuses {subject} ({reason})."
         )
 
 
-def tokenizer_files(tokenizer: ByteTokenizer | FileTokenizer, *, longest: int) -> dict[str, str]:
-    """The files by which transformers reads a tokenizer, by their names: `tokenizer.json` and `tokenizer_config.json`.
+def tokenizer_files(tokenizer: ByteTokenizer | FileTokenizer, *, max_length: int) -> dict[str, str]:
+    """Return the files from which transformers loads a tokenizer, as name -> content, for `models.save(..., files=)`.
 
-    `longest` is the most tokens of a text; `models.save(..., files=)` takes them.
+    The files are `tokenizer.json` and `tokenizer_config.json`. `max_length` is the maximum number of tokens of a text.
     """
-    written = tokenizer.to_json()
-    added = {token["id"]: token["content"] for token in parse_json(written).get("added_tokens", [])}
-    settings: dict[str, str | int] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
+    tokenizer_json = tokenizer.to_json()
+    added = {token["id"]: token["content"] for token in parse_json(tokenizer_json).get("added_tokens", [])}
+    settings: dict[str, str | int] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
     settings |= {"eos_token": added[tokenizer.end_of_text]} if tokenizer.end_of_text in added else {}
-    return {"tokenizer.json": written, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
+    return {"tokenizer.json": tokenizer_json, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}

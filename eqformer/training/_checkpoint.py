@@ -13,10 +13,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
+from .._atomic_write import sync_path
 from .._extra import load_extra
 from .._failures import reason_and_fix
 from .._read import parse_json
-from .._whole import sync_path
 from ._at_exit import finished_at_exit
 from ._durable import make_folder, remove, sync_tree
 from ._manifest import check_files, describe_files, read_manifest, write_manifest

@@ -5,7 +5,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .._whole import sync_path
+from .._atomic_write import sync_path
 
 
 def make_folder(folder: Path) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from .._atomic_write import write_atomic
 from .._extra import load_extra
 from .._read import open_regular, parse_json
-from .._whole import write_whole
 from ..parallel import on_first_process
 
 
@@ -65,7 +65,7 @@ class JsonLines:
             if from_step is None or row["step"] < from_step:
                 kept.append(line if line.endswith(b"\n") else line + b"\n")
         if kept != lines:
-            write_whole(self._path, b"".join(kept).decode("utf-8"))  # so that a kill in between loses no rows
+            write_atomic(self._path, b"".join(kept).decode("utf-8"))  # so that a kill in between loses no rows
 
 
 def parse_row(line: bytes, place: str) -> dict[str, Any]:

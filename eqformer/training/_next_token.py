@@ -12,7 +12,7 @@ def check_next_token(model: nn.Transformer, *, seq: int) -> None:
     if model.start is not None:
         raise ValueError(
             "check_next_token(model): the model's encoder reads a text beside the one that is written; train it on "
-            "pairs, by eqformer.data.paired(sources, targets)."
+            "pairs, by eqformer.data.batch_pairs(sources, targets)."
         )
     for path, mixer in nn.named_modules(model, nn.Mixer):
         attends = mixer.facts().attends

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
+from .._atomic_write import write_atomic
 from .._extra import load_extra
-from .._whole import write_whole
 from ._pictures import figure_of
 
 
@@ -26,7 +26,7 @@ def picture_experts(
     colors = _colors(int(chosen.max()) + 1)
     if Path(path).suffix == ".html":
         page = _page(chosen, pieces, colors, title)
-        write_whole(path, page)
+        write_atomic(path, page)
         return
     places, letters = _laid_out(pieces, lines)
     height = max((line for line, _, _ in places), default=0) + 1
@@ -42,7 +42,7 @@ def picture_experts(
             axes.text(column, line, letter, family=_FONT, fontsize=8, ha="center", va="center", parse_math=False)
         axes.set_title(f"mixture {layer}", fontsize=8, loc="left")
         axes.set_axis_off()
-    write_whole(path, figure.savefig)
+    write_atomic(path, figure.savefig)
 
 
 _FONT, _WIDTH = "DejaVu Sans Mono", 96  # the font that matplotlib brings, and characters a line of the picture

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from .._atomic_write import write_atomic
 from .._extra import load_extra
 from .._read import open_regular
-from .._whole import write_whole
 from ._metric_writers import parse_row
 
 
@@ -40,7 +40,7 @@ def picture_losses(metrics: str | Path, path: str | Path) -> None:
         nats = ratios[-1]
         right = axes.secondary_yaxis("right", functions=(lambda x: np.divide(x, nats), lambda x: np.multiply(x, nats)))
         right.set_ylabel("bits a byte of the validation text")
-    write_whole(path, figure.savefig)
+    write_atomic(path, figure.savefig)
 
 
 def picture_loads(metrics: str | Path, path: str | Path) -> None:
@@ -61,7 +61,7 @@ def picture_loads(metrics: str | Path, path: str | Path) -> None:
         axes.set(ylabel=f"layer {number}", yticks=[0, experts - 1])
     panels[-1].set_xlabel("step")
     figure.colorbar(image, ax=list(panels), label="load over an even share")
-    write_whole(path, figure.savefig)
+    write_atomic(path, figure.savefig)
 
 
 def _rows(metrics: str | Path) -> list[dict[str, Any]]:

@@ -87,7 +87,7 @@ def _of_run(directory: RunDirectory) -> Iterator[Row]:
     first = None
     for name, form in FORMS.items():
         rounded = eqx.filter_jit(form)(model)
-        mean, _ = texts.validation(partial(sums, rounded), recipe.validation_batches, rows=(0, recipe.batch))
+        mean, _ = texts.validate(partial(sums, rounded), recipe.validation_batches, rows=(0, recipe.batch))
         bits = training.bits_per_byte(mean.loss, mean.bytes_per_token)
         first = first or bits
         note = f"{bits:.4f}; {_bytes(rounded):,} bytes of arrays"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from recipes import Recipe
 
-from eqformer import read_utf8, training, write_whole
+from eqformer import read_utf8, training, write_atomic
 from support.recipe_file import to_json
 from support.run_directory import RunDirectory
 
@@ -26,5 +26,5 @@ def open_metrics(recipe: Recipe, directory: RunDirectory, start: int) -> trainin
 def _identifier(directory: RunDirectory, start: int) -> str:
     """The run's identifier at Weights & Biases, kept in its folder; a run that starts from step 0 gets a new one."""
     if not start or not directory.identifier.exists():
-        write_whole(directory.identifier, secrets.token_hex(8))
+        write_atomic(directory.identifier, secrets.token_hex(8))
     return read_utf8(directory.identifier)

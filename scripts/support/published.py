@@ -9,7 +9,7 @@ from typing import Any
 
 from recipes import Recipe
 
-from eqformer import data, models, read_utf8, write_whole
+from eqformer import data, models, read_utf8, write_atomic
 from eqformer.training import Optimization
 from support.recipe_file import differences
 from support.run_directory import EVERYTHING_ELSE, RunDirectory
@@ -100,7 +100,7 @@ def _bytes(end_of_text: str | None) -> Tokenizer:
 def keep_companions(recipe: Recipe, directory: RunDirectory) -> None:
     """Copy the tokenizer's file, or those that the model was published with but for its weights, into the folder."""
     if (file := recipe.text.tokenizer) is not None and not directory.checkpointer().steps:
-        write_whole(directory.tokenizer, lambda part: shutil.copyfile(file, part))
+        write_atomic(directory.tokenizer, lambda part: shutil.copyfile(file, part))
     if recipe.published is None or directory.published.exists():
         return
     part = directory.published.with_suffix(".part")
@@ -125,5 +125,5 @@ def to_publish(recipe: Recipe, directory: RunDirectory) -> dict[str, Any]:
     return {
         "config": recipe.model,
         "attributes": {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None},
-        "files": data.tokenizer_files(tokenizer, longest=recipe.seq),
+        "files": data.tokenizer_files(tokenizer, max_length=recipe.seq),
     }

@@ -14,7 +14,7 @@ from beartype import BeartypeConf
 from beartype.door import is_bearable
 from recipes import Recipe
 
-from eqformer import models, nn, read_json, read_utf8, write_whole
+from eqformer import models, nn, read_json, read_utf8, write_atomic
 from support.own_recipe import classes_of, file_of, loaded
 from support.screen import Screen
 
@@ -173,9 +173,9 @@ def run_identifier(path: Path) -> str | None:
 def write_recipe(path: Path, name: str, recipe: Recipe, run: str) -> None:
     """Write a `recipe.json` with the run's identifier, and before it a copy of the recipe's own file, if it has one."""
     if (file := file_of(name)) is not None:
-        write_whole(source_beside(path), read_utf8(file))
+        write_atomic(source_beside(path), read_utf8(file))
     content = {"name": name, "run": run, "recipe": to_json(recipe)}
-    write_whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    write_atomic(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def differences(old: Recipe, new: Recipe, changeable: frozenset[str]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from recipes import Recipe
 
-from eqformer import read_utf8, write_whole
+from eqformer import read_utf8, write_atomic
 from support.recipe_file import needs_code
 from support.run_directory import RunDirectory
 
@@ -62,7 +62,7 @@ def add_sample(path: Path, step: int, text: str) -> None:
     """Append a sample under its step; samples of this step or later, from before the run was resumed, are removed."""
     _, *entries = re.split(r"^--- step (\d+)\n", read_utf8(path) if path.exists() else "", flags=re.MULTILINE)
     kept = [f"--- step {number}\n{body}" for number, body in zip(entries[::2], entries[1::2]) if int(number) < step]
-    write_whole(path, "".join(kept) + f"--- step {step}\n{text}\n\n")
+    write_atomic(path, "".join(kept) + f"--- step {step}\n{text}\n\n")
 
 
 def speed(rate: Mapping[str, float]) -> str:

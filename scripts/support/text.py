@@ -20,7 +20,7 @@ SHARED = "EQFORMER_TOKENS"  # the environment variable that names the shared fol
 _HUB = "hub:"
 
 
-def sources_of(recipe: Recipe) -> dict[str, tuple[data.Source, float]]:
+def sources_of(recipe: Recipe) -> dict[str, tuple[data.TextSource, float]]:
     """The recipe's documents, by the names of their sources, each with its weight."""
     text = recipe.text
     given = {"--data": recipe.data, "--text.hub": text.hub, "--text.mix": " ".join(text.mix) or None}
@@ -30,7 +30,7 @@ def sources_of(recipe: Recipe) -> dict[str, tuple[data.Source, float]]:
         return _sources(recipe)
 
 
-def _sources(recipe: Recipe) -> dict[str, tuple[data.Source, float]]:
+def _sources(recipe: Recipe) -> dict[str, tuple[data.TextSource, float]]:
     text = recipe.text
     if not text.mix:
         source = _source(recipe.data if text.hub is None else f"{_HUB}{text.hub}", text.field)
@@ -55,7 +55,7 @@ def _weighted(part: str) -> tuple[str, float]:
     return place, weight
 
 
-def _source(place: str | Path | None, field: str) -> data.Source:
+def _source(place: str | Path | None, field: str) -> data.TextSource:
     """The documents at a path, or of a dataset (`hub:NAME`); by default the standard library's."""
     if place is None:
         return data.standard_library()
@@ -66,7 +66,7 @@ def _source(place: str | Path | None, field: str) -> data.Source:
 
 def open_texts(
     recipe: Recipe,
-    sources: Mapping[str, tuple[data.Source, float]],
+    sources: Mapping[str, tuple[data.TextSource, float]],
     tokenizer: data.Tokenizer,
     directory: RunDirectory,
     screen: Screen,

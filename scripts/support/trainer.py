@@ -73,7 +73,7 @@ class Trainer:
             step = aside.submit(lambda: self.step) if start < recipe.steps else None
             state = self._state(checkpointer)
             screen.note(opening(self.name, recipe, self.directory, start, self.parameters, self.texts.tokens))
-            if mixed := self.texts.description(recipe.steps):
+            if mixed := self.texts.describe(recipe.steps):
                 screen.note(mixed)
             if self.plan.mesh.size > 1:
                 screen.note(self.summary)
@@ -210,7 +210,7 @@ class Trainer:
     def _validation(self, model: Any) -> tuple[Any, Mapping[str, Any]]:
         sums = lambda batch: self.evaluate(model, self.rows.place(batch))
         rows = self.rows.start, self.rows.stop
-        return self.texts.validation(sums, self.recipe.validation_batches, rows=rows)
+        return self.texts.validate(sums, self.recipe.validation_batches, rows=rows)
 
     def _draw(self) -> None:
         training.picture_losses(self.directory.metrics, self.directory.loss)

@@ -45,11 +45,11 @@ def folder_of(path, template, **settings):
 def test_a_conversation_is_rendered(tmp_path):
     template = ChatTemplate(folder_of(tmp_path, MARKED))
     said = "<s><|system|>Be brief.\n<|user|>Hé <b>?\n<|assistant|>Yes.</s>\n<|user|>Go on\n"
-    assert template.render(TALK, answer=False) == said
+    assert template.render(TALK, add_generation_prompt=False) == said
     assert template.render(TALK) == said + "<|assistant|>"
     assert template.render(TALK, enable_thinking=False) == said + "<|assistant|><think></think>"
     assert template.render([TALK[1], {"role": "user", "content": "stop"}, TALK[1]]).count("<|user|>") == 2
-    assert template.render(TALK[:1], answer=False, tools=["é"]).endswith('[\n "é"\n]')
+    assert template.render(TALK[:1], add_generation_prompt=False, tools=["é"]).endswith('[\n "é"\n]')
 
 
 def test_templates_in_the_settings(tmp_path):
@@ -80,7 +80,7 @@ def test_bad_templates(tmp_path, template, words):
 def test_prompts_have_special_tokens(tokenizer_json, tmp_path):
     tokenizer = FileTokenizer(tokenizer_json)
     text = "one<|endoftext|>two"
-    ids = tokenizer.encode_prompt(text, whole=True).tolist()
+    ids = tokenizer.encode_prompt(text, add_special_tokens=False).tolist()
     assert ids.count(tokenizer.end_of_text) == 1
     assert ids == [*tokenizer.encode("one"), tokenizer.end_of_text, *tokenizer.encode("two")]
     assert tokenizer.end_of_text not in tokenizer.encode(text)  # as before: in documents they are only text
@@ -92,7 +92,7 @@ def test_prompts_have_special_tokens(tokenizer_json, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(file))
     begun = FileTokenizer(tmp_path / "tokenizer.json")
     assert begun.encode_prompt("one").tolist() == [begun.end_of_text, *tokenizer.encode("one")]
-    assert begun.encode_prompt("one", whole=True).tolist() == begun.encode("one").tolist()
+    assert begun.encode_prompt("one", add_special_tokens=False).tolist() == begun.encode("one").tolist()
 
 
 CHATS = json.loads((Path(__file__).parents[1] / "fixtures" / "chats.json").read_text())
@@ -110,7 +110,7 @@ def test_settings_say_what_they_say_in_transformers(name, tmp_path):
     tokenizer = FileTokenizer(tmp_path / "tokenizer.json", end_of_text="</s>")
     assert tokenizer.encode_prompt(CHATS["prompt"]).tolist() == case["ids"]
     plain = [4, 5, 1, 5]
-    assert tokenizer.encode_prompt(CHATS["prompt"], whole=True).tolist() == plain
+    assert tokenizer.encode_prompt(CHATS["prompt"], add_special_tokens=False).tolist() == plain
     assert tokenizer.encode(CHATS["prompt"]).tolist() == plain
 
 
@@ -133,6 +133,6 @@ def test_as_transformers_renders(tmp_path, tokenizer_json):
     ours, tokenizer = ChatTemplate(tmp_path), FileTokenizer(tmp_path / "tokenizer.json", end_of_text="</s>")
     for answer in (True, False):
         expected = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=answer)
-        assert ours.render(TALK, answer=answer) == expected
+        assert ours.render(TALK, add_generation_prompt=answer) == expected
         ids = theirs(expected, add_special_tokens=False)["input_ids"]
-        assert tokenizer.encode_prompt(expected, whole=True).tolist() == ids
+        assert tokenizer.encode_prompt(expected, add_special_tokens=False).tolist() == ids

@@ -10,7 +10,7 @@ from eqformer.data import _files, ByteTokenizer, files, FileTokenizer, open_stor
 
 
 # Folders of tests hold caches and other files beside texts, of which `files` warns.
-pytestmark = pytest.mark.filterwarnings("ignore:files.*left out are:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:files.*skipped:UserWarning")
 
 
 def _tree(root):
@@ -86,9 +86,9 @@ class Counting(ByteTokenizer):
 
     count = 0
 
-    def encode_each(self, texts):
+    def encode_batch(self, texts):
         Counting.count += len(texts)
-        return super().encode_each(texts)
+        return super().encode_batch(texts)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_what_cannot_be_read_is_reported_before_anything_is_tokenised(name, data
 
 
 def test_files_are_checked_once_a_source_and_again_after_a_mistake(tmp_path, monkeypatch):
-    read, whole = [], _files._from_text
-    monkeypatch.setattr(_files, "_from_text", lambda entry, *more: read.append(entry.name) or whole(entry, *more))
+    read, whole = [], _files._read_plain
+    monkeypatch.setattr(_files, "_read_plain", lambda entry, *more: read.append(entry.name) or whole(entry, *more))
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "b.txt").write_bytes(b"\xe9")
     source = files(tmp_path)
@@ -170,8 +170,8 @@ def test_a_name_that_is_no_utf8_is_spelled_out(tmp_path):
     [
         ({"path": "absent"}, r"no file or folder .*absent"),
         ({"path": "image.png"}, r"must be one of \.txt, .*ends in '\.png'"),
-        ({"path": "empty_folder"}, r"must hold files of \.txt.*none in"),
-        ({"path": "empty.txt"}, r"there must be some text in them, but all 1 files are empty"),
+        ({"path": "empty_folder"}, r"must contain files of \.txt.*none in"),
+        ({"path": "empty.txt"}, r"the files must contain some text, but all 1 files are empty"),
         ({"path": "good.txt", "piece": 0}, r"piece counts characters and must be at least 1, but is 0"),
         ({"path": "latin.txt"}, r"must be UTF-8, but byte 1 of .*latin\.txt is 0xe9.*iconv"),
         ({"path": "good.jsonl", "field": "body"}, r"line 1 of .*good\.jsonl has no field 'body'.*\['n', 'text'\]"),
@@ -222,7 +222,7 @@ def test_parquet_rows(tmp_path):
     with pytest.raises(ValueError, match=r"field 'n' of row 0 .* must hold text, but holds int"):
         list(files(path, field="n"))
     path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(ValueError, match=r"must be a whole Parquet file"):
+    with pytest.raises(ValueError, match=r"must be a complete Parquet file"):
         list(files(path, field="body"))
 
 
@@ -245,13 +245,13 @@ def test_nothing_in_a_folder_is_left_out_without_a_line_and_a_count(tmp_path):
     for words in (
         "hidden files and folders: 2 (.git, .hidden.txt)",
         "files of other kinds: 1 (image.png)",
-        "links to folders that are read already: 2 (again, linked/deep/up)",
+        "links to folders that are already read: 2 (again, linked/deep/up)",
         "broken links: 1 (gone.txt)",
         "special files: 1 (pipe.txt)",
         "empty files: 1 (empty.txt)",
     ):
         assert words in line
-    with pytest.warns(UserWarning, match=r"left out are rows without text: 2 \(rows.jsonl#1, rows.jsonl#2\)$"):
+    with pytest.warns(UserWarning, match=r"skipped rows without text: 2 \(rows.jsonl#1, rows.jsonl#2\)$"):
         source.check()
 
 

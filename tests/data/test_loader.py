@@ -134,9 +134,9 @@ def test_a_batch_larger_than_the_data_runs_through_it_several_times(tmp_path):
     "changes, message",
     [
         ({"batch": 0}, r"at least 1 row, but batch is 0"),
-        ({"seq": 0}, r"Windows\(store, seq=0\): .*seq is at least 1"),
-        ({"seq": 10**6}, r"Windows\(store, seq=1000000\): .* has \d+ tokens; pass a seq from 1 to \d+"),
-        ({"seq": 1, "packing": "documents"}, r"Documents\(store, seq=1\): .*at least 2"),
+        ({"seq": 0}, r"WindowPacking\(store, seq=0\): .*seq is at least 1"),
+        ({"seq": 10**6}, r"WindowPacking\(store, seq=1000000\): .* has \d+ tokens; pass a seq from 1 to \d+"),
+        ({"seq": 1, "packing": "documents"}, r"DocumentPacking\(store, seq=1\): .*at least 2"),
     ],
 )
 def test_bad_sizes_are_reported(store, changes, message):

@@ -7,10 +7,10 @@ import tracemalloc
 import pytest
 
 from eqformer.data import _files, files
-from eqformer.data._store import is_validation
+from eqformer.data._token_store import is_validation
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:files.*left out are:UserWarning")  # of empty files
+pytestmark = pytest.mark.filterwarnings("ignore:files.*skipped:UserWarning")  # of empty files
 
 
 def _text(number, length):
@@ -40,7 +40,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_held_out_stays_so_however_the_corpus_grows(way, tmp_path, monkeypatch):
     """Text is added at a file's end, wherever it ended, and files beside it."""
-    monkeypatch.setattr(_files, "_LONGEST", 400)
+    monkeypatch.setattr(_files, "_MAX_CHARACTERS", 400)
     text = _text(0, 60_000 if way == "a file" else 3000)
     sizes = range(20, len(text), len(text) // 15) if way == "a file" else range(20, 2000, 29)
     before, others = {"book.txt": []}, 0
@@ -84,13 +84,13 @@ def test_documents_do_not_depend_on_how_a_file_is_read(block, tmp_path, monkeypa
     (tmp_path / "other.md").write_bytes(b"")
     for way in WAYS.values():
         with monkeypatch.context() as patch:
-            patch.setattr(_files, "_LONGEST", 300)
+            patch.setattr(_files, "_MAX_CHARACTERS", 300)
             want = list(way(tmp_path, "book.txt"))
-            patch.setattr(_files, "_BLOCK", block)
+            patch.setattr(_files, "_BLOCK_BYTES", block)
             assert list(way(tmp_path, "book.txt")) == want and len(want) > 1
         assert "".join(document.text for document in want) == text
     (tmp_path / "book.txt").write_bytes(text.encode()[:100] + b"\xff")
-    monkeypatch.setattr(_files, "_BLOCK", block)
+    monkeypatch.setattr(_files, "_BLOCK_BYTES", block)
     with pytest.raises(ValueError, match=r"byte 100 of .*book\.txt is 0xff"):
         list(files(tmp_path))
     (tmp_path / "book.txt").write_bytes(b"\xef\xbb\xbfab" + "日".encode()[:2])

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from eqformer.data import shuffled
+from eqformer.data import shuffle_indices
 
 
 def _epoch(rows, seed, epoch):
-    return shuffled(np.arange(epoch * rows, (epoch + 1) * rows), rows=rows, seed=seed)
+    return shuffle_indices(np.arange(epoch * rows, (epoch + 1) * rows), rows=rows, seed=seed)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 16, 17, 97, 100, 1000, 4097, 36_619])
@@ -19,15 +19,15 @@ def test_each_epoch_is_a_permutation_and_another_one(rows):
 
 
 def test_a_place_does_not_depend_on_what_else_is_asked():
-    whole = shuffled(np.arange(3000), rows=1000, seed=3)
+    whole = shuffle_indices(np.arange(3000), rows=1000, seed=3)
     some = np.random.default_rng(0).integers(0, 3000, 200)
-    np.testing.assert_array_equal(shuffled(some, rows=1000, seed=3), whole[some])
-    assert not np.array_equal(shuffled(some, rows=1000, seed=4), whole[some])  # negative control
+    np.testing.assert_array_equal(shuffle_indices(some, rows=1000, seed=3), whole[some])
+    assert not np.array_equal(shuffle_indices(some, rows=1000, seed=4), whole[some])  # negative control
 
 
 def test_known_values_so_that_no_version_changes_the_order_unseen():
-    assert shuffled(np.arange(8), rows=10, seed=0).tolist() == [8, 0, 4, 9, 1, 6, 5, 7]
-    assert shuffled(np.array([10**15]), rows=10**12, seed=-(2**70)).tolist() == [485669757528]
+    assert shuffle_indices(np.arange(8), rows=10, seed=0).tolist() == [8, 0, 4, 9, 1, 6, 5, 7]
+    assert shuffle_indices(np.array([10**15]), rows=10**12, seed=-(2**70)).tolist() == [485669757528]
 
 
 def _uniformity(orders):
@@ -42,14 +42,14 @@ def test_every_row_is_equally_likely_everywhere(rows):
     orders = np.stack([_epoch(rows, seed, 0) for seed in range(1500)])
     bound = 1 + 5 * np.sqrt(2) / (rows - 1)  # five standard deviations
     assert _uniformity(orders) < bound
-    epochs = shuffled(np.arange(1500 * rows), rows=rows, seed=0).reshape(1500, rows)
+    epochs = shuffle_indices(np.arange(1500 * rows), rows=rows, seed=0).reshape(1500, rows)
     assert _uniformity(epochs) < bound
     # Negative control: rotations alone, or a row that prefers its place, are seen.
     assert _uniformity(np.where(np.arange(1500)[:, None] % 4 == 0, np.arange(rows), orders)) > bound
 
 
 def test_every_order_of_four_rows_comes_up():
-    orders = shuffled(np.arange(4 * 4800), rows=4, seed=1).reshape(-1, 4)
+    orders = shuffle_indices(np.arange(4 * 4800), rows=4, seed=1).reshape(-1, 4)
     _, counts = np.unique(orders, axis=0, return_counts=True)
     assert len(counts) == 24 and ((counts - 200) ** 2 / 200).sum() < 60  # 23 degrees of freedom: mean 23, deviation 7
 
@@ -63,7 +63,7 @@ def test_neighbours_are_not_kept_together():
 
 
 def test_places_and_rows_must_exist():
-    with pytest.raises(ValueError, match=r"shuffled\(places, rows=5, seed=0\).*smallest place is -1"):
-        shuffled(np.array([3, -1]), rows=5, seed=0)
+    with pytest.raises(ValueError, match=r"shuffle_indices\(indices, rows=5, seed=0\).*smallest index is -1"):
+        shuffle_indices(np.array([3, -1]), rows=5, seed=0)
     with pytest.raises(ValueError, match=r"rows=0"):
-        shuffled(np.array([0]), rows=0, seed=0)
+        shuffle_indices(np.array([0]), rows=0, seed=0)

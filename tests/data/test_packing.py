@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from eqformer import Batch
-from eqformer.data import ByteTokenizer, Documents, open_store, texts, Windows
-from eqformer.data._packing import best_fit
+from eqformer.data import ByteTokenizer, DocumentPacking, open_store, texts, WindowPacking
+from eqformer.data._packing import pack_best_fit
 
 
 def _store(lengths, folder):
@@ -103,7 +103,7 @@ def _check_documents(store, batch, seq):
 def test_packed_documents_are_those_of_a_literal_reference(case, tmp_path):
     lengths, seq = CASES[case]
     store = _store(lengths, tmp_path)
-    packing = Documents(store, seq=seq)
+    packing = DocumentPacking(store, seq=seq)
     batch = packing(np.arange(packing.rows))
     _check_documents(store, batch, seq)
     dtypes = {name: getattr(batch, name).dtype for name in ("ids", "targets", "positions", "segments", "examples")}
@@ -135,7 +135,7 @@ FAULTS = {
 def test_the_reference_sees_a_fault(fault, tmp_path):
     lengths, seq = CASES["long"]
     store = _store(lengths, tmp_path)
-    packing = Documents(store, seq=seq)
+    packing = DocumentPacking(store, seq=seq)
     batch = packing(np.arange(packing.rows))
     wrong: Batch = dataclasses.replace(batch, **{fault: FAULTS[fault](getattr(batch, fault))})
     with pytest.raises(AssertionError):
@@ -144,7 +144,7 @@ def test_the_reference_sees_a_fault(fault, tmp_path):
 
 def test_a_long_document_goes_on_in_the_next_rows_with_its_true_targets(tmp_path):
     store = _store([21], tmp_path)
-    batch = Documents(store, seq=8)(np.arange(3))
+    batch = DocumentPacking(store, seq=8)(np.arange(3))
     document = store.tokens.tolist()
     assert batch.ids[:2].tolist() == [document[0:8], document[8:16]]
     assert batch.targets[:2].tolist() == [document[1:9], document[9:17]]
@@ -161,7 +161,7 @@ def test_best_fit_is_the_literal_one(seed):
     random = np.random.default_rng(seed)
     capacity = int(random.integers(1, 60))
     sizes = random.integers(1, capacity + 1, int(random.integers(1, 200)))
-    row = best_fit(sizes, capacity)
+    row = pack_best_fit(sizes, capacity)
     assert np.sort(np.bincount(row, sizes)).tolist() == _literal_best_fit(sizes.tolist(), capacity)
     # Negative control: the pieces in their own order do not give these rows.
     in_order = np.cumsum(sizes) // capacity
@@ -172,15 +172,15 @@ def test_best_fit_is_the_literal_one(seed):
 
 def test_the_table_is_small_beside_the_tokens(tmp_path):
     store = _store(np.random.default_rng(0).integers(200, 4000, 400).tolist(), tmp_path)
-    assert Documents(store, seq=512).table_bytes < 0.06 * len(store.tokens)
-    assert Windows(store, seq=512).table_bytes == 0
+    assert DocumentPacking(store, seq=512).table_bytes < 0.06 * len(store.tokens)
+    assert WindowPacking(store, seq=512).table_bytes == 0
 
 
 @pytest.mark.parametrize("count, seq, rows", [(33, 8, 4), (34, 8, 4), (40, 8, 4), (41, 8, 5), (9, 8, 1), (5, 1, 4)])
 def test_windows_are_the_tokens_in_order(count, seq, rows, tmp_path):
     lengths = [count // 2, count - count // 2]
     store = _store(lengths, tmp_path)
-    packing = Windows(store, seq=seq)
+    packing = WindowPacking(store, seq=seq)
     assert packing.rows == rows
     batch = packing(np.arange(rows))
     tokens = store.tokens.tolist()
@@ -193,7 +193,7 @@ def test_windows_are_the_tokens_in_order(count, seq, rows, tmp_path):
 
 def test_rows_that_cannot_be_made_are_reported(tmp_path):
     store = _store([5, 4], tmp_path)
-    with pytest.raises(ValueError, match=r"Windows\(store, seq=9\).*seq \+ 1 tokens.*has 9 tokens"):
-        Windows(store, seq=9)
-    with pytest.raises(ValueError, match=r"Documents\(store, seq=1\).*at least 2 tokens"):
-        Documents(store, seq=1)
+    with pytest.raises(ValueError, match=r"WindowPacking\(store, seq=9\).*seq \+ 1 tokens.*has 9 tokens"):
+        WindowPacking(store, seq=9)
+    with pytest.raises(ValueError, match=r"DocumentPacking\(store, seq=1\).*at least 2 tokens"):
+        DocumentPacking(store, seq=1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eqformer import models, nn
-from eqformer.data import paired
+from eqformer.data import batch_pairs
 from eqformer.training import next_token_loss
 
 
@@ -17,7 +17,7 @@ SOURCES, TARGETS = [[5, 6, 7], [8]], [[1, 2], [3, 4, 9]]
 
 
 def test_rows_begin_with_the_start_and_padding_counts_for_nothing():
-    batch: Any = paired(SOURCES, TARGETS, start=11, seq=4, source_seq=3, first_example=6)
+    batch: Any = batch_pairs(SOURCES, TARGETS, start=11, seq=4, source_seq=3, first_example=6)
     assert batch.ids.tolist() == [[11, 1, 2, 0], [11, 3, 4, 9]] and batch.examples.tolist() == [6, 7]
     assert batch.targets.tolist() == [[1, 2, 0, 0], [3, 4, 9, 0]] and batch.weights.sum(1).tolist() == [2, 3]
     assert batch.source_ids.tolist() == [[5, 6, 7], [8, 0, 0]]
@@ -28,7 +28,7 @@ def test_the_loss_is_of_each_pair_alone():
     """The mean over target tokens, of logits of each pair in a call of its own without padding."""
     model = eqx.filter_jit(lambda: models.build("t5-byte-200k", key=jax.random.key(0)))()
     model = jax.tree.map(lambda x: 3 * x if eqx.is_inexact_array(x) else x, model)
-    total, count = next_token_loss(model, paired(SOURCES, TARGETS, start=0, seq=5, source_seq=6))
+    total, count = next_token_loss(model, batch_pairs(SOURCES, TARGETS, start=0, seq=5, source_seq=6))
 
     def nats(source, target):
         ids = jnp.asarray([[0, *target[:-1]]])
@@ -46,20 +46,20 @@ def test_the_loss_is_of_each_pair_alone():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"seq": 2}, r"paired\(targets\): number 1 has 3 ids, and a row holds 1 to 2; .*a larger seq"),
-        ({"source_seq": 2}, r"paired\(sources\): number 0 has 3 ids, .* a larger source_seq"),
-        ({"sources": [[1], []]}, r"paired\(sources\): number 1 has 0 ids"),
-        ({"targets": [[1]]}, "paired: 2 sources and 1 targets; each source needs a target"),
+        ({"seq": 2}, r"batch_pairs\(targets\): number 1 has 3 ids, and a row holds 1 to 2; .*a larger seq"),
+        ({"source_seq": 2}, r"batch_pairs\(sources\): number 0 has 3 ids, .* a larger source_seq"),
+        ({"sources": [[1], []]}, r"batch_pairs\(sources\): number 1 has 0 ids"),
+        ({"targets": [[1]]}, "batch_pairs: 2 sources and 1 targets; each source needs a target"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
     given = {"sources": SOURCES, "targets": TARGETS, "start": 0, "seq": 4, "source_seq": 4} | change
     with pytest.raises(ValueError, match=message):
-        paired(**given)
+        batch_pairs(**given)
 
 
 def test_segments_are_of_both_or_of_neither():
-    batch, none = paired(SOURCES, TARGETS, start=0, seq=4, source_seq=4), np.zeros((2, 4), np.int32)
+    batch, none = batch_pairs(SOURCES, TARGETS, start=0, seq=4, source_seq=4), np.zeros((2, 4), np.int32)
     fields = {name: getattr(batch, name) for name in ("ids", "targets", "weights", "examples", "source_ids")}
     with pytest.raises(ValueError, match="a target sees the source of its own segment, so packed rows need segments"):
         type(batch)(**fields, positions=none, segments=none, source_positions=none)

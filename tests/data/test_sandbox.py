@@ -8,8 +8,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from eqformer.data import _template_limits, ChatTemplate
-from eqformer.data._sandbox import BoundedEnvironment
 from eqformer.data._template_limits import MAX_SECONDS, MAX_SOURCE
+from eqformer.data._template_sandbox import BoundedEnvironment
 
 
 TALK = [
@@ -207,7 +207,7 @@ def plain_text(source: str) -> str:
 
 
 def bounded_text(source: str) -> str:
-    return BOUNDED.parsed(source)({"messages": TALK})
+    return BOUNDED.compile_template(source)({"messages": TALK})
 
 
 def test_templates_render_as_in_the_plain_sandbox():

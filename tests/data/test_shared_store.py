@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from eqformer.data import ByteTokenizer, open_store, texts
-from eqformer.data._cache import writing
+from eqformer.data._atomic_folder import write_atomic_folder
 
 
 def _open(documents, folders, **options):
@@ -57,7 +57,7 @@ def test_a_damaged_cache_is_passed_over_where_another_folder_has_a_whole_one(cor
         warnings.simplefilter("error")
         assert _open(corpus, [shared, own]).path == whole.path
     shutil.rmtree(own)
-    with pytest.warns(UserWarning, match="is damaged: .*; it is written anew"):
+    with pytest.warns(UserWarning, match="is damaged: .*; it is rewritten"):
         assert _open(corpus, [shared, own]).path == damaged.path
 
 
@@ -101,7 +101,7 @@ def test_what_another_machine_writes_stays_even_where_its_lock_cannot_be_seen(ma
     target = _open(corpus, tmp_path).path
     shutil.rmtree(target)
     monkeypatch.setattr(platform, "node", lambda: machine)
-    with writing(target):
+    with write_atomic_folder(target):
         (unfinished,) = tmp_path.glob(f".{target.name}.*")
         shutil.copytree(unfinished, tmp_path / "kept")
     (tmp_path / "kept").rename(unfinished)  # with a lock that nobody holds

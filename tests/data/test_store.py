@@ -29,7 +29,7 @@ class Counting:
         self.count += 1
         return ByteTokenizer().encode(text).astype(np.uint32) + np.uint32(self.shift)
 
-    def encode_each(self, texts):
+    def encode_batch(self, texts):
         return [self.encode(text) for text in texts]
 
     def decode(self, ids):
@@ -166,7 +166,7 @@ def test_a_damaged_cache_is_reported_and_written_anew(corpus, tmp_path, damage):
     path = _open(corpus, tmp_path).path
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     DAMAGE[damage](path)
-    with pytest.warns(UserWarning, match=r"open_store\(.*is damaged: .*; it is written anew"):
+    with pytest.warns(UserWarning, match=r"open_store\(.*is damaged: .*; it is rewritten"):
         store = _open(corpus, tmp_path)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert store.tokens.tobytes() == before["tokens.bin"] and not _hidden(tmp_path)
@@ -196,13 +196,13 @@ def test_an_error_in_the_middle_leaves_nothing(corpus, tmp_path):
 
 WRITER = """
 import sys, time
-from eqformer.data import ByteTokenizer, open_store, Source, Document
+from eqformer.data import ByteTokenizer, open_store, TextSource, Document
 def documents():
     for number in range({count}):
         yield Document(str(number), "x" * 1_000_000, 1_000_000)
     print("written", flush=True)
     time.sleep({seconds})
-source = Source("killed", 0, lambda: "same", documents)
+source = TextSource("killed", 0, lambda: "same", documents)
 try:
     open_store(source, ByteTokenizer(), sys.argv[1], validation=0.0)
 except ValueError as error:
@@ -283,7 +283,7 @@ def test_bad_input_is_reported_in_one_message(tmp_path):
         _open({"a": ""}, tmp_path)
     with pytest.raises(ValueError, match=r"validation is a share of the documents.*below 1"):
         _open(two, tmp_path, validation=1.0)
-    with pytest.raises(ValueError, match=r"b cannot be tokenised: .*no NUL"):
+    with pytest.raises(ValueError, match=r"b cannot be tokenized: .*no NUL"):
         _open({"a": "one", "b": "t\0wo"}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -291,5 +291,5 @@ def test_bad_input_is_reported_in_one_message(tmp_path):
 def test_a_vocabulary_must_hold_every_token(tmp_path):
     store = _open({"a": "az"}, tmp_path)
     check_vocab(store, 123)
-    with pytest.raises(ValueError, match=r"check_vocab\(store, vocab=122\).*holds the id 122; build .* vocab=256"):
+    with pytest.raises(ValueError, match=r"check_vocab\(store, vocab=122\).*contains the id 122; build .* vocab=256"):
         check_vocab(store, 122)

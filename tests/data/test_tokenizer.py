@@ -49,18 +49,18 @@ def test_bytes_as_a_file(tmp_path):
     assert file.encode(text).tolist() == ByteTokenizer().encode(text).tolist()
     assert file.decode(file.encode(text)) == text
     assert file.encode_prompt("a<|endoftext|>").tolist() == [97, 0]
-    assert ByteTokenizer().encode_prompt("ab", whole=True).tolist() == [97, 98]
+    assert ByteTokenizer().encode_prompt("ab", add_special_tokens=False).tolist() == [97, 98]
     for tokenizer in (file, ByteTokenizer()):
-        files = tokenizer_files(tokenizer, longest=77)
+        files = tokenizer_files(tokenizer, max_length=77)
         assert files["tokenizer.json"] == (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
         settings = json.loads(files["tokenizer_config.json"])
         assert (settings["eos_token"], settings["model_max_length"]) == ("<|endoftext|>", 77)
     named = FileTokenizer(tmp_path / "tokenizer.json", end_of_text="a")  # no token of its own, which a name could mean
-    assert "eos_token" not in json.loads(tokenizer_files(named, longest=77)["tokenizer_config.json"])
+    assert "eos_token" not in json.loads(tokenizer_files(named, max_length=77)["tokenizer_config.json"])
 
 
 def test_bytes_refuse_nul_and_foreign_ids():
-    with pytest.raises(ValueError, match=r"no NUL.*character 2 is one.*UTF-16"):
+    with pytest.raises(ValueError, match=r"no NUL.*character 2 is NUL.*UTF-16"):
         ByteTokenizer().encode("ab\0c")
     with pytest.raises(ValueError, match=r"0 to 255, but they reach from 3 to 300"):
         ByteTokenizer().decode([3, 300])
@@ -70,7 +70,7 @@ def test_every_tokenizer_has_the_common_surface(tokenizer_json):
     for tokenizer in (ByteTokenizer(), FileTokenizer(tokenizer_json)):
         assert isinstance(tokenizer, Tokenizer)
         assert 0 <= tokenizer.end_of_text < tokenizer.vocab
-        both = tokenizer.encode_each(["né", "x"])
+        both = tokenizer.encode_batch(["né", "x"])
         assert [ids.tolist() for ids in both] == [tokenizer.encode("né").tolist(), tokenizer.encode("x").tolist()]
         assert tokenizer.encode("").size == 0 and tokenizer.decode(tokenizer.encode("")) == ""
 
@@ -165,7 +165,7 @@ def test_a_text_that_the_tokenizer_cannot_spell_is_reported_with_its_document(tm
     written = {"version": "1.0", "added_tokens": _special(["</s>"], 0), "model": model}
     (tmp_path / "tokenizer.json").write_text(json.dumps(written | {"pre_tokenizer": {"type": "WhitespaceSplit"}}))
     tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
-    with pytest.raises(ValueError, match=r"open_store\(.*b cannot be tokenised: .*refuses a text \(.*Missing"):
+    with pytest.raises(ValueError, match=r"open_store\(.*b cannot be tokenized: .*refuses a text \(.*Missing"):
         open_store(texts({"a": "one one", "b": "one two"}), tokenizer, tmp_path, validation=0.0)
 
 

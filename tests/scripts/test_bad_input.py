@@ -65,7 +65,7 @@ def refused(capsys):
         ("--batch 16 --microbatches 3", ["--microbatches 3 --batch 16", "multiple of 3 rows"]),
         (
             "--recipe t5-byte-200k",
-            ["error: --recipe t5-byte-200k: ", "the model's encoder", "data.paired(sources, targets)"],
+            ["error: --recipe t5-byte-200k: ", "the model's encoder", "data.batch_pairs(sources, targets)"],
         ),
         (
             "--recipe modernbert-byte-200k",

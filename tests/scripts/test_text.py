@@ -114,11 +114,11 @@ def test_a_mixture_has_each_sources_own_order_and_its_own_held_out_text(corpus, 
     assert same.identity == texts.identity != others.identity and texts.identity.count(" + ") == 1
     numbers = [rows * 100 * 4 / texts.loaders[name].rows_per_epoch for name, rows in texts.weights.items()]
     counted = [f"{len(one.store.tokens):,}" for one in texts.loaders.values()]
-    assert texts.description(100) == (
+    assert texts.describe(100) == (
         f"the text is corpus ({counted[0]} tokens) 0.75 of the rows, {numbers[0]:.3g} epochs; "
         f"other ({counted[1]} tokens) 0.25 of the rows, {numbers[1]:.3g} epochs"
     )
-    assert alone["other"].description(100) == ""
+    assert alone["other"].describe(100) == ""
 
 
 def test_a_mixture_of_folders_of_one_name_is_told_apart_by_their_paths(shared, tmp_path):
@@ -141,7 +141,7 @@ def test_validation_is_the_mean_of_the_sources_by_their_weights(corpus, shared, 
         counted = {"nats": batch.ids, "correct": batch.ids < 60, "count": np.ones_like(batch.ids)}
         return {name: (x * batch.weights).sum() for name, x in counted.items()}
 
-    mean, each = texts.validation(sums, 10**6, rows=(0, 4))
+    mean, each = texts.validate(sums, 10**6, rows=(0, 4))
     ids = [one.packing(np.arange(one.rows_per_epoch)).ids for one in texts.held_out.values()]
     sizes = [one.store.bytes_per_token for one in texts.held_out.values()]
     assert list(each) == ["corpus", "other"]
@@ -150,5 +150,5 @@ def test_validation_is_the_mean_of_the_sources_by_their_weights(corpus, shared, 
     assert mean.accuracy == pytest.approx(0.75 * (ids[0] < 60).mean() + 0.25 * (ids[1] < 60).mean())
     assert mean.bytes_per_token == pytest.approx(0.75 * sizes[0] + 0.25 * sizes[1])
     assert mean.loss != pytest.approx(np.concatenate(ids).mean(), rel=1e-4)  # the control: not the mean of all rows
-    alone, of_one = texts_of(tmp_path / "run", data=other).validation(sums, 10**6)
+    alone, of_one = texts_of(tmp_path / "run", data=other).validate(sums, 10**6)
     assert alone == of_one["other"] == each["other"]

@@ -16,7 +16,7 @@ def written(path, rows):
 def test_the_picture_has_the_bits_that_are_printed(tmp_path, monkeypatch):
     """The validation text has other bytes a token than the training text."""
     drawn: list[Any] = []
-    monkeypatch.setattr(_pictures, "write_whole", lambda path, write: drawn.append(write.__self__))
+    monkeypatch.setattr(_pictures, "write_atomic", lambda path, write: drawn.append(write.__self__))
     (tmp_path / "metrics.jsonl").write_text(
         "".join(
             json.dumps(row) + "\n"

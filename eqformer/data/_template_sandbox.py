@@ -1,6 +1,6 @@
-"""A sandbox for chat templates of strangers, which counts what a rendering asks for, by `_template_limits.py`.
+"""Jinja sandbox for untrusted chat templates, which enforces the limits of `_template_limits.py` on a rendering.
 
-This file imports `jinja2`, which is optional, so others import it inside of functions.
+This file imports `jinja2`, which is optional, so other files import this one inside functions.
 """
 
 import datetime
@@ -24,9 +24,9 @@ from ._template_limits import (
     Budget,
     check_bits,
     FILTERS,
-    formatted_size,
     largest_number,
     MAX_FORMAT,
+    max_formatted_size,
     MAX_SMALL,
     MAX_SOURCE,
     METHODS,
@@ -35,8 +35,8 @@ from ._template_limits import (
 )
 
 
-class Counted(Iterator[Any]):
-    """An iterator whose items are counted as steps. Iterators over iterators may nest 64 levels deep."""
+class CountedIterator(Iterator[Any]):
+    """Iterator that counts every item as a step. Iterators over iterators may nest 64 levels deep."""
 
     def __init__(self, items: Iterator[Any], budget: Budget, depth: int):
         if depth > 64:
@@ -49,14 +49,14 @@ class Counted(Iterator[Any]):
 
 
 class BoundedNamespace(Namespace):
-    """Variables that outlive a loop; they are not shown as text, since a namespace may hold itself."""
+    """Variables that outlive a loop; their values are not written as text, since a namespace may contain itself."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
 
 
 class BoundedFormatter(SandboxedFormatter):
-    """`str.format` with bounded widths."""
+    """`str.format` with bounded widths and precisions."""
 
     def __init__(self, environment: "BoundedEnvironment", **options: Any):
         super().__init__(environment, **options)
@@ -70,14 +70,14 @@ class BoundedFormatter(SandboxedFormatter):
 
 
 class BoundedEscapeFormatter(BoundedFormatter, EscapeFormatter):
-    """The same for text that is marked as safe."""
+    """`str.format` with bounded widths and precisions, for text that is marked as safe."""
 
 
-class BoundedCode(CodeGenerator):
-    """Code of a template in which every loop counts its iterations, and every constructor what it makes."""
+class CountingCodeGenerator(CodeGenerator):
+    """Code generator that counts every loop iteration and the size of every value that an expression creates."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        # `environment.count()` is true. In the test it counts the items that the body does not see.
+        # `environment.count()` is true. In the loop's test it counts the items that do not reach the body.
         count = nodes.EnvironmentAttribute("count()")
         if node.test is not None:
             node.test = nodes.And(count, node.test)
@@ -85,23 +85,23 @@ class BoundedCode(CodeGenerator):
         super().visit_For(node, frame)
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
-        self._checked(lambda: super(BoundedCode, self).visit_Compare(node, frame))
+        self._write_checked(lambda: super(CountingCodeGenerator, self).visit_Compare(node, frame))
 
     def visit_List(self, node: nodes.List, frame: Frame) -> None:
-        self._checked(lambda: super(BoundedCode, self).visit_List(node, frame))
+        self._write_checked(lambda: super(CountingCodeGenerator, self).visit_List(node, frame))
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
-        self._checked(lambda: super(BoundedCode, self).visit_Dict(node, frame))
+        self._write_checked(lambda: super(CountingCodeGenerator, self).visit_Dict(node, frame))
 
     def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
         if node.ctx == "load":
-            self._checked(lambda: super(BoundedCode, self).visit_Tuple(node, frame))
+            self._write_checked(lambda: super(CountingCodeGenerator, self).visit_Tuple(node, frame))
         else:
             super().visit_Tuple(node, frame)
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         if isinstance(node.arg, nodes.Slice):
-            self._checked(lambda: super(BoundedCode, self).visit_Getitem(node, frame))
+            self._write_checked(lambda: super(CountingCodeGenerator, self).visit_Getitem(node, frame))
         else:
             super().visit_Getitem(node, frame)
 
@@ -114,51 +114,54 @@ class BoundedCode(CodeGenerator):
             self.write(", ")
         self.write("))")
 
-    def _checked(self, write: Callable[[], None]) -> None:
-        self.write("environment.checked(")
+    def _write_checked(self, write: Callable[[], None]) -> None:
+        """Write an expression inside a call of `BoundedEnvironment.check_value`."""
+        self.write("environment.check_value(")
         write()
         self.write(")")
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits; a template is rendered by `render`, and evaluates nothing elsewhere."""
+    """Jinja's sandbox with limits. A template runs only in the function that `compile_template` returns."""
 
-    code_generator_class = BoundedCode
+    code_generator_class = CountingCodeGenerator
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
     def __init__(self, now: Callable[[], datetime.datetime] | None):
-        extensions = ["jinja2.ext.loopcontrols", Generation]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=self._shown)
-        self._of_thread = threading.local()
-        self.concat = self._joined  # type: ignore[assignment]  # jinja2 calls it for blocks, macros and the output
-        self.globals |= {"namespace": BoundedNamespace, "raise_exception": _refuse}
+        extensions = ["jinja2.ext.loopcontrols", GenerationTag]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=self._finalize_value)
+        self._thread_state = threading.local()
+        # jinja2 calls `concat` for blocks, macros and the output.
+        self.concat = self._join_output  # type: ignore[assignment]
+        self.globals |= {"namespace": BoundedNamespace, "raise_exception": _raise_exception}
         if now is not None:
             self.globals["strftime_now"] = lambda format: now().strftime(format[:MAX_FORMAT])
         del self.globals["lipsum"]
         self.filters["tojson"] = to_json
-        self.filters = {name: self._bounded_filter(name, call) for name, call in self.filters.items()}
-        self.tests = {name: self._counted_test(call) for name, call in self.tests.items()}
+        self.filters = {name: self._bound_filter(name, call) for name, call in self.filters.items()}
+        self.tests = {name: self._count_test(call) for name, call in self.tests.items()}
 
     @property
     def budget(self) -> Budget:
-        """The budget of the rendering that runs in this thread; raises an error where none does."""
-        budget = getattr(self._of_thread, "budget", None)
-        if budget is None:  # jinja2 computes constants when it compiles, and leaves them to the rendering if that fails
+        """The budget of this thread's rendering; raises a `TemplateLimit` if no rendering runs."""
+        budget = getattr(self._thread_state, "budget", None)
+        if budget is None:
+            # jinja2 computes constants when it compiles; if that raises, the rendering computes them.
             raise TemplateLimit("a template is evaluated when it is rendered, and not before")
         return budget
 
-    def parsed(self, source: str) -> Callable[[Mapping[str, Any]], str]:
-        """The function that renders a template; raises an error of jinja2 for one that cannot be parsed."""
+    def compile_template(self, source: str) -> Callable[[Mapping[str, Any]], str]:
+        """Return the function that renders a template; raises an error of jinja2 if the template cannot be parsed."""
         if len(source) > MAX_SOURCE:
             raise TemplateLimit(f"it has {len(source):,} characters, and at most {MAX_SOURCE:,} are read")
         template = self.from_string(source)
 
         def render(variables: Mapping[str, Any]) -> str:
-            self._of_thread.budget = Budget(variables)
+            self._thread_state.budget = Budget(variables)
             try:
                 return template.render(variables)
             finally:
-                self._of_thread.budget = None
+                self._thread_state.budget = None
 
         return render
 
@@ -167,8 +170,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.budget.step()
         return True
 
-    def checked(self, value: Any, depth: int = 1) -> Any:
-        """The same value once it is counted; an iterator becomes one whose items are counted."""
+    def check_value(self, value: Any, depth: int = 1) -> Any:
+        """Count a value and return it; an iterator becomes a `CountedIterator` at this depth of nesting."""
         budget = self.budget
         if isinstance(value, str):
             budget.make(len(value) if value.isascii() else 4 * len(value))
@@ -178,18 +181,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             check_bits(value.bit_length())
             budget.step()
         elif isinstance(value, Iterator) and not isinstance(value, LoopContext):
-            return Counted(value, budget, depth)
+            return CountedIterator(value, budget, depth)
         else:
             budget.make(budget.size(value))
         return value
 
     def concatenate(self, join: Callable[[Sequence[Any]], str], parts: Sequence[Any]) -> str:
-        """The parts of `a ~ b` as one text."""
+        """Join the parts of `a ~ b` to one text."""
         self.budget.make(sum(self.budget.size(part) for part in parts))
         return join(parts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """The result of an operator."""
+        """Return the result of an operator; a result that would be too large is not computed."""
         budget = self.budget
         if isinstance(left, int) and isinstance(right, int):
             if operator == "**" and right > 0:
@@ -200,27 +203,30 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             times, value = (left, right) if isinstance(left, int) else (right, left)
             budget.allow(max(times, 0) * budget.size(value))
         elif operator == "%" and isinstance(left, str | bytes):
-            budget.allow(formatted_size(left, right, budget))
-        return self.checked(super().call_binop(context, operator, left, right))
+            budget.allow(max_formatted_size(left, right, budget))
+        return self.check_value(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """The result of a call in a template; the names are jinja2's, since others may be keywords of the call."""
+        """Return the result of a call in a template.
+
+        The parameters have jinja2's names, since other names may be keywords of the call.
+        """
         budget = __self.budget
         budget.step()
         owner = getattr(__obj, "__self__", None)
         is_method = isinstance(__obj, types.BuiltinMethodType | types.MethodType)
         if is_method and isinstance(owner, str | bytes | int) and __obj.__name__ in METHODS:
             args = tuple(METHODS[__obj.__name__](budget, owner, args, kwargs))
-        return __self.checked(super().call(__context, __obj, *args, **kwargs))
+        return __self.check_value(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`str.format` and `str.format_map` with this sandbox's attributes and widths; None for other values."""
+        """Return `str.format` or `str.format_map` with this sandbox's attributes and widths; None for other values."""
         is_method = isinstance(value, types.MethodType | types.BuiltinMethodType)
         text = value.__self__ if is_method and value.__name__ in ("format", "format_map") else None
         if not isinstance(text, str):
             return None
-        marked = isinstance(text, Markup)
-        formatter = BoundedEscapeFormatter(self, escape=text.escape) if marked else BoundedFormatter(self)
+        is_safe = isinstance(text, Markup)
+        formatter = BoundedEscapeFormatter(self, escape=text.escape) if is_safe else BoundedFormatter(self)
 
         def format(*args: Any, **kwargs: Any) -> str:
             if value.__name__ == "format_map":
@@ -229,41 +235,46 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         return format
 
-    def _shown(self, value: Any) -> Any:
-        """A value of the output as text."""
-        if isinstance(value, str) or getattr(self._of_thread, "budget", None) is None:
+    def _finalize_value(self, value: Any) -> Any:
+        """Convert a value of the output to text, and count the text."""
+        if isinstance(value, str) or getattr(self._thread_state, "budget", None) is None:
             return value
         text = str(value)
         self.budget.make(len(text))
         return text
 
-    def _joined(self, pieces: Iterable[str]) -> str:
-        budget, size, held = self.budget, 0, []
+    def _join_output(self, pieces: Iterable[str]) -> str:
+        """Join pieces of the output; the size is checked before each piece, since the pieces may be endless."""
+        budget, size, read_pieces = self.budget, 0, []
         for piece in pieces:
             size += len(piece)
             budget.allow(size)
-            held.append(piece)
+            read_pieces.append(piece)
         budget.make(size)
-        return "".join(held)
+        return "".join(read_pieces)
 
-    def _bounded_filter(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        place = 1 if hasattr(call, "jinja_pass_arg") else 0  # of the value, behind the context or the environment
+    def _bound_filter(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a filter that checks its arguments by `FILTERS` and counts its result."""
+        # jinja2 passes the context or the environment before the value to filters with this attribute.
+        first = 1 if hasattr(call, "jinja_pass_arg") else 0
 
         @functools.wraps(call)
         def bounded(*args: Any, **kwargs: Any) -> Any:
             budget = self.budget
             budget.step()
-            if name in NOT_LINEAR and budget.size(args[place]) > MAX_SMALL:
+            if name in NOT_LINEAR and budget.size(args[first]) > MAX_SMALL:
                 raise TemplateLimit(f"its filter {name} takes at most {MAX_SMALL:,} characters or elements")
             if (bound := FILTERS.get(name)) is not None:
-                args = (*args[:place], *bound(budget, self, *args[place:], **kwargs))
+                args = (*args[:first], *bound(budget, self, *args[first:], **kwargs))
                 kwargs = {} if name == "join" else kwargs
-            depth = 1 + getattr(args[place], "depth", 0) if isinstance(args[place], Counted) else 1
-            return self.checked(call(*args, **kwargs), depth)
+            depth = 1 + getattr(args[first], "depth", 0) if isinstance(args[first], CountedIterator) else 1
+            return self.check_value(call(*args, **kwargs), depth)
 
         return bounded
 
-    def _counted_test(self, call: Callable[..., bool]) -> Callable[..., bool]:
+    def _count_test(self, call: Callable[..., bool]) -> Callable[..., bool]:
+        """Return a test that counts each call as a step."""
+
         @functools.wraps(call)
         def counted(*args: Any, **kwargs: Any) -> bool:
             self.budget.step()
@@ -272,8 +283,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return counted
 
 
-class Generation(Extension):
-    """The tag `{% generation %}`, which marks text to train on: here it renders its content and nothing else."""
+class GenerationTag(Extension):
+    """The tag `{% generation %}`, which marks text to train on; a rendering writes only the content of the tag."""
 
     tags = {"generation"}
 
@@ -282,7 +293,7 @@ class Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def _refuse(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise ValueError(str(message)[:MAX_SMALL])
 
 
@@ -293,5 +304,5 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as the filter `tojson` of transformers writes it, which escapes no letters by default."""
+    """Return JSON as the filter `tojson` of transformers writes it, which escapes no letters by default."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-def write_whole(path: str | Path, content: str | Callable[[Path], Any]) -> None:
+def write_atomic(path: str | Path, content: str | Callable[[Path], Any]) -> None:
     """Write a small file so that a reader, a crash or a power cut finds the old content or the new, never a part.
 
     Another file beside `path` is written, synced to the disk (fsync) and renamed to `path`; then the folder is synced.

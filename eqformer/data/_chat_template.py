@@ -1,0 +1,123 @@
+"""Chat templates of published models, which render conversations as text, and the tokenizer settings they use."""
+
+import datetime
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .._extra import load_extra
+from .._failures import foreign_call
+from .._read import is_there, read_json, read_utf8
+
+
+class ChatTemplate:
+    """Chat template of a published tokenizer, run in Jinja's sandbox, with access to its arguments only.
+
+    `folder` contains the template as `chat_template.jinja` or in `tokenizer_config.json`, with the special tokens that
+    the template may use by name. As in transformers 5, null tokens and null fields of a message are undefined in the
+    template. `now` returns the date for templates that write it; without `now` they have no date.
+
+    A template is untrusted code: one rendering takes at most 2^20 steps and a second of processor time, and creates
+    values of at most 2^22 characters; all three limits grow with a long conversation.
+
+    **Raises:** `ValueError` if there is no template or it cannot be parsed; `ImportError` if `jinja2` is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, now: Callable[[], datetime.datetime] | None = None):
+        call = f"ChatTemplate({str(folder)!r})"
+        settings = read_tokenizer_config(Path(folder))
+        file, source = _find_template(Path(folder), settings)
+        if source is None:
+            raise ValueError(
+                f"{call}: the folder has no chat_template.jinja, and its tokenizer_config.json no chat_template; give "
+                "the prompt as plain text."
+            )
+        load_extra("jinja2", extra="train", call=call)
+        from ._template_sandbox import BoundedEnvironment
+
+        self._description = f"{call}: the template in {file.name}"
+        environment = BoundedEnvironment(now)
+        with foreign_call(lambda reason: f"{self._description} cannot be read ({reason}); fetch it again."):
+            self._render = environment.compile_template(source)
+        self._tokens = special_tokens(settings)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **options: Any
+    ) -> str:
+        """Return the conversation as one text.
+
+        Each message has a `role` (`system`, `user`, `assistant`) and a `content`. With `add_generation_prompt`, the
+        text ends with the header of the assistant's next message. `options` are further variables of the template
+        (`enable_thinking=False`). The text names special tokens; `FileTokenizer.encode_prompt` encodes the names as the
+        tokens. Raises a `ValueError` if the template refuses the conversation, or exceeds a limit.
+        """
+        without_nulls = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        variables = {**self._tokens, "tools": None, "documents": None}
+        roles = ", ".join(str(message.get("role")) for message in messages[:20])
+        with foreign_call(lambda reason: f"{self._description} refuses messages of {roles} ({reason})."):
+            conversation = {"messages": without_nulls, "add_generation_prompt": add_generation_prompt}
+            return self._render(variables | conversation | options)
+
+
+def has_chat_template(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a published tokenizer has a chat template."""
+    return _find_template(Path(folder), read_tokenizer_config(Path(folder)))[1] is not None
+
+
+def _find_template(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, str | None]:
+    """Return the template's file and text (None without a template); of several, the template named default."""
+    file = folder / "chat_template.jinja"
+    if is_there(file):
+        return file, read_utf8(file)
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = _default_template(template, folder / _CONFIG_FILE)
+    if not isinstance(template, str | None):
+        raise ValueError(
+            f"{folder / _CONFIG_FILE}: chat_template must be a text, or a list of texts with names, but is "
+            f"{type(template).__name__}."
+        )
+    return folder / _CONFIG_FILE, template
+
+
+def _default_template(templates: list[Any], file: Path) -> Any:
+    """Return the template named default in a list of `{"name": ..., "template": ...}`, or None."""
+    for entry in templates:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or "template" not in entry:
+            raise ValueError(
+                f"{file}: each template of the list chat_template must have a name and a template, but one is "
+                f"{str(entry)[:100]!r}."
+            )
+    return next((entry["template"] for entry in templates if entry["name"] == "default"), None)
+
+
+_CONFIG_FILE, _OLDER_FILE = "tokenizer_config.json", "special_tokens_map.json"
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return the settings in `tokenizer_config.json` and, in older folders, in `special_tokens_map.json`.
+
+    Raises a `ValueError` if a file is not a JSON object.
+    """
+    settings = _read_optional(folder / _CONFIG_FILE)
+    # Newer versions of transformers write `added_tokens_decoder`, and then read only `tokenizer_config.json`.
+    return settings if "added_tokens_decoder" in settings else settings | _read_optional(folder / _OLDER_FILE)
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the named special tokens (name -> text), as in transformers: `bos_token` and others, and the model's.
+
+    Null tokens are excluded: they are undefined in a template, which writes nothing for them. Settings that are not
+    text, such as `add_bos_token`, are not tokens.
+    """
+    named = {name: value for name, value in settings.items() if name.endswith("_token")}
+    for setting in ("extra_special_tokens", "model_specific_special_tokens"):
+        if isinstance(model_tokens := settings.get(setting), dict):
+            named |= model_tokens
+    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: content for name, content in contents.items() if isinstance(content, str)}
+
+
+def _read_optional(file: Path) -> dict[str, Any]:
+    return read_json(file) if is_there(file) else {}

@@ -1,0 +1,349 @@
+"""Token store: documents, tokenized once into files that are memory-mapped."""
+
+import hashlib
+import math
+import os.path
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int, UInt
+
+from .._failures import reason_and_fix, write_failure
+from ._atomic_folder import (
+    DamagedFolder,
+    delete_folder,
+    FolderWriter,
+    read_description,
+    write_atomic_folder,
+    WriteFailure,
+)
+from ._documents import digest, Document, TextSource, to_bytes
+from ._tokenizer import Tokenizer
+
+
+Split = Literal["train", "validation"]
+SplitBy = Literal["document", "position"]
+Progress = Callable[[int, int], Any]
+
+_FORMAT = 1  # Version of the files; caches of another version are not used.
+_GROUP_CHARACTERS = 1 << 20  # Documents are tokenized in groups of about so many characters.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """Tokens of one split: document `i` is `tokens[offsets[i]:offsets[i + 1]]`, the end of text last."""
+
+    path: Path
+    """The folder of the cache."""
+    tokens: UInt[np.ndarray, "tokens"]
+    """The ids of all documents."""
+    offsets: Int[np.ndarray, "borders"]
+    """The index of each document's first token, and the number of tokens."""
+    text_bytes: int
+    """The UTF-8 bytes of the texts."""
+    largest: int
+    """The largest id that occurs."""
+    vocab: int
+    """The tokenizer's vocabulary size."""
+    end_of_text: int
+    """The id after each document."""
+    fingerprint: str
+    """The tokenizer's fingerprint."""
+
+    @property
+    def documents(self) -> int:
+        """The number of documents."""
+        return len(self.offsets) - 1
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text per token, ends of text counted as tokens.
+
+        Bits per byte are nats per token / ln 2 / `bytes_per_token`.
+        """
+        return self.text_bytes / len(self.tokens)
+
+
+class EmptySplitError(ValueError):
+    """Error of a split without text."""
+
+
+def open_store(
+    source: TextSource,
+    tokenizer: Tokenizer,
+    cache_dir: str | PathLike[str] | Sequence[str | PathLike[str]],
+    split: Split = "train",
+    *,
+    validation: float = 0.05,
+    split_by: SplitBy = "document",
+    progress: Progress | None = None,
+    verify: bool = True,
+) -> TokenStore:
+    """Open the tokens of one split of a source: from the cache, or tokenized into the cache now.
+
+    By default only the hash of a document's name decides its split, so the split is the same on any machine and however
+    the corpus grows. A source that cannot be read raises before anything is tokenized. Lone surrogates, which JSON can
+    spell although they are not characters, are replaced by U+FFFD, with a warning that counts the documents with some.
+    A damaged cache is rewritten, with a warning.
+
+    Args:
+        source: The documents.
+        tokenizer: The tokenizer of the texts.
+        cache_dir: One or several folders for caches; a missing folder is created. All are searched, and new tokens are
+            written to the first writable folder, with a warning about the folders before it.
+        split: `"train"` or `"validation"`.
+        validation: The share of the documents that is held out for validation.
+        split_by: "position" holds out the end of each document instead, for sources of few documents: about the share
+            `validation` of its characters, from the beginning of a line or word, see `find_held_out`.
+        progress: Called with the bytes done and the total bytes (0: unknown).
+        verify: Whether to compare the checksums of an existing cache (about half a second per gigabyte) and not only
+            the sizes.
+
+    **Raises:** `ValueError` if the split has no text, a text cannot be tokenized, or the cache cannot be written.
+    """
+    call = f"open_store({source.name!r}, split={split!r}, validation={validation}, split_by={split_by!r})"
+    if split not in ("train", "validation"):
+        raise ValueError(f"{call}: split must be 'train' or 'validation', but is {split!r}.")
+    if not 0 <= validation < 1:
+        raise ValueError(f"{call}: validation is a share of the documents, at least 0 and below 1; 0.05 is usual.")
+    if split_by not in ("document", "position"):
+        raise ValueError(f"{call}: split_by must be 'document' or 'position'; pass one of them.")
+    folders = [cache_dir] if isinstance(cache_dir, (str, PathLike)) else cache_dir
+    targets = [Path(folder) / _folder_name(source, tokenizer, split, validation, split_by) for folder in folders]
+    messages = []
+    for target in filter(os.path.exists, targets):
+        try:
+            return _map_store(target, verify=verify)
+        except DamagedFolder as damage:
+            messages.append(f"{call}: the cache {target} is damaged: {damage}; it is rewritten.")
+    for message in messages:
+        warnings.warn(message, stacklevel=2)
+    source.check()
+    for target, following in zip(targets, [*targets[1:], None]):
+        try:
+            # `os.path.exists`, because `Path.exists` raises for a folder without permission.
+            if os.path.exists(target):
+                delete_folder(target)
+            with write_atomic_folder(target) as writer:
+                _write_tokens(writer, source, tokenizer, split, validation, split_by, progress, call)
+            return _map_store(target, verify=False)
+        except (WriteFailure, DamagedFolder) as failure:
+            if following is None:
+                raise _describe_write_failure(call, target, failure) from failure
+            reason = failure if isinstance(failure, DamagedFolder) else reason_and_fix(failure.error)[0]
+            message = f"the tokens cannot be written to {target.parent} ({reason}), but to {following.parent}"
+            warnings.warn(f"{call}: {message}.", stacklevel=2)
+    raise ValueError(f"{call}: cache_dir must name a folder, but is {cache_dir!r}; pass one or several.")
+
+
+def is_stored(
+    source: TextSource,
+    tokenizer: Tokenizer,
+    folders: Sequence[Path],
+    split: Split,
+    *,
+    validation: float,
+    split_by: SplitBy,
+) -> bool:
+    """Return whether one of the folders has the tokens of a split; their files are not read."""
+    name = _folder_name(source, tokenizer, split, validation, split_by)
+    return any(os.path.exists(folder / name) for folder in folders)
+
+
+def _folder_name(source: TextSource, tokenizer: Tokenizer, split: Split, validation: float, split_by: SplitBy) -> str:
+    """Return the name of a split's folder in a cache, which depends on texts, tokenizer, share and way to split."""
+    parts = [source.fingerprint(), tokenizer.fingerprint, split, repr(float(validation)), str(_FORMAT)]
+    key = digest(parts if split_by == "document" else [*parts, split_by])
+    slug = re.sub(r"[^a-z0-9]+", "-", source.name.lower()).strip("-")[:40] or "texts"
+    return f"{slug}-{split}-{key[:16]}"
+
+
+def find_held_out(text: str, share: float) -> int:
+    """Return the index of the first held-out character, at or somewhat before the last `share` of a text.
+
+    The index moves back to the nearest beginning of a line or else of a word, by at most as many characters as `share`
+    is of the text.
+    """
+    held_out = math.ceil(len(text) * share)
+    start = len(text) - held_out
+    for border in ("\n", " "):
+        index = text.rfind(border, max(start - held_out, 0), start)
+        if index >= 0:
+            return index + 1
+    return start
+
+
+def _select_split(document: Document, split: Split, validation: float, split_by: SplitBy) -> Document | None:
+    """Return the part of a document that belongs to a split, or None."""
+    if split_by == "document":
+        return document if is_validation(document.name, validation) == (split == "validation") else None
+    start = find_held_out(document.text, validation)
+    text = document.text[start:] if split == "validation" else document.text[:start]
+    return document._replace(text=text) if text else None
+
+
+def is_validation(name: str, share: float) -> bool:
+    """Return whether a document of this name belongs to the validation split."""
+    value = hashlib.blake2b(to_bytes(f"eqformer:{name}"), digest_size=8).digest()
+    return int.from_bytes(value, "big") < share * 2**64
+
+
+def check_vocab(store: TokenStore, vocab: int) -> None:
+    """Raise a `ValueError` if the store has a token id that a model of `vocab` token ids has not."""
+    if store.largest >= vocab:
+        raise ValueError(
+            f"check_vocab(store, vocab={vocab}): the vocabulary must be larger than every token id, but "
+            f"{store.path.name} contains the id {store.largest}; build the model with "
+            f"vocab={store.vocab} (the tokenizer's), or change the tokenizer."
+        )
+
+
+def _write_tokens(
+    writer: FolderWriter,
+    source: TextSource,
+    tokenizer: Tokenizer,
+    split: Split,
+    validation: float,
+    split_by: SplitBy,
+    progress: Progress | None,
+    call: str,
+) -> None:
+    """Tokenize one split of a source into the files of a folder."""
+    dtype = np.min_scalar_type(max(tokenizer.vocab, tokenizer.end_of_text + 1) - 1).newbyteorder("<")
+    end = np.full(1, tokenizer.end_of_text, dtype)
+    lengths: list[int] = []
+    done = largest = text_bytes = excluded = 0
+    documents_with_surrogates: list[str] = []
+    for group in _group_documents(source):
+        done += sum(document.size for document in group)
+        parts = (_select_split(document, split, validation, split_by) for document in group)
+        selected = [part for part in parts if part is not None]
+        excluded += len(group) - len(selected)
+        selected = [_replace_surrogates(document, documents_with_surrogates) for document in selected if document.text]
+        for document, ids in zip(selected, _encode_documents(tokenizer, selected, call), strict=True):
+            if not len(ids):
+                continue
+            lengths.append(len(ids) + 1)
+            text_bytes += len(document.text.encode())
+            largest = max(largest, int(ids.max()))
+            assert largest < tokenizer.vocab, "a tokenizer's ids must be below its vocab"
+            writer.append("tokens.bin", ids.astype(dtype))
+            writer.append("tokens.bin", end)
+        if progress is not None:
+            progress(min(done, source.size) if source.size else done, source.size)
+    if not lengths:
+        raise EmptySplitError(
+            f"{call}: the {split} split must have a document with text, but it has none and the other split "
+            f"{excluded}; pass more documents, another `validation` share, split_by='position' to hold out the end of "
+            f"each document, or, of a folder of few long files, the files themselves, which are cut (as by "
+            f"files(folder, piece=...))."
+        )
+    if documents_with_surrogates:
+        count = len(documents_with_surrogates)
+        warnings.warn(
+            f"{call}: lone surrogates, which are not characters, were replaced by U+FFFD in {count} "
+            f"document{'s' * (count > 1)}, the first of them {documents_with_surrogates[0]}.",
+            stacklevel=3,
+        )
+    writer.append("offsets.bin", np.cumsum([0, *lengths]).astype("<i8"))
+    writer.finish(
+        {
+            "format": _FORMAT,
+            "source": source.name,
+            "split": split,
+            "validation": validation,
+            "split_by": split_by,
+            "tokenizer": tokenizer.fingerprint,
+            "vocab": tokenizer.vocab,
+            "end_of_text": tokenizer.end_of_text,
+            "dtype": dtype.name,
+            "tokens": sum(lengths),
+            "documents": len(lengths),
+            "text_bytes": text_bytes,
+            "largest": max(largest, tokenizer.end_of_text),
+        }
+    )
+    if progress is not None:
+        progress(source.size or done, source.size or done)
+
+
+def _replace_surrogates(document: Document, names: list[str]) -> Document:
+    """Replace lone surrogates by U+FFFD; append the document's name to `names` if it has some."""
+    if document.text.isascii() or not _SURROGATE.search(document.text):
+        return document
+    names.append(document.name)
+    # UTF-16 joins the two halves of a surrogate pair to one character.
+    encoded = document.text.encode("utf-16-le", errors="surrogatepass")
+    return document._replace(text=encoded.decode("utf-16-le", errors="replace"))
+
+
+def _group_documents(source: TextSource) -> Iterator[list[Document]]:
+    """Group the documents of a source; the tokenizer encodes one group at a time, on all cores."""
+    group: list[Document] = []
+    characters = 0
+    for document in source:
+        group.append(document)
+        characters += len(document.text)
+        if characters >= _GROUP_CHARACTERS or len(group) >= 4096:
+            yield group
+            group, characters = [], 0
+    yield group
+
+
+def _encode_documents(tokenizer: Tokenizer, documents: list[Document], call: str) -> list[np.ndarray]:
+    try:
+        return tokenizer.encode_batch([document.text for document in documents])
+    except ValueError:
+        # Encode one by one to name the document that failed.
+        for document in documents:
+            try:
+                tokenizer.encode(document.text)
+            except ValueError as error:
+                raise ValueError(f"{call}: {document.name} cannot be tokenized: {error}") from error
+        raise
+
+
+def _map_store(target: Path, *, verify: bool) -> TokenStore:
+    """Map the files of a finished folder into memory. Raises `DamagedFolder`."""
+    meta = read_description(target, verify=verify)
+    try:
+        dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+        tokens = np.memmap(target / "tokens.bin", dtype, "r").view(np.ndarray)
+        offsets = np.fromfile(target / "offsets.bin", "<i8")
+        store = TokenStore(
+            path=target,
+            tokens=tokens,
+            offsets=offsets,
+            text_bytes=meta["text_bytes"],
+            largest=meta["largest"],
+            vocab=meta["vocab"],
+            end_of_text=meta["end_of_text"],
+            fingerprint=meta["tokenizer"],
+        )
+        counts = (len(tokens), len(offsets) - 1)
+        expected = (meta["tokens"], meta["documents"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedFolder(f"meta.json does not describe the files ({error})") from error
+    if counts != expected or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(np.diff(offsets) < 2):
+        raise DamagedFolder(
+            f"the files hold (tokens, documents) {counts}, which do not fit meta.json's {expected} and the offsets"
+        )
+    return store
+
+
+def _describe_write_failure(call: str, target: Path, failure: WriteFailure | DamagedFolder) -> ValueError:
+    if isinstance(failure, DamagedFolder):
+        # Another process has deleted or created the folder at the same time, or the disk is faulty.
+        return ValueError(f"{call}: the cache {target} is damaged just after it was written: {failure}; delete it.")
+    reason, fix = write_failure(target.parent, failure.error)
+    return ValueError(
+        f"{call}: the tokens must be written to {target.parent}, but the system says {reason}; no part of the "
+        f"cache was left behind; {fix or 'see why'}, or pass another `cache_dir`."
+    )
