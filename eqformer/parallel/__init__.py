@@ -95,14 +95,18 @@ from .tensor._collective_matmul import (
     matmul_reduce_scatter as matmul_reduce_scatter,
     OVERLAPS as OVERLAPS,
 )
-from .tensor._feature import FeatureLinear as FeatureLinear, FeatureStream as FeatureStream
+from .tensor._feature import FeatureLinear as FeatureLinear
 from .tensor._replicated_layers import replicated_layers as replicated_layers, ReplicatedMixer as ReplicatedMixer
 from .tensor._residual_stream import ResidualStream as ResidualStream, SplitNorm as SplitNorm
-from .tensor._stream_kinds import make_residual_stream as make_residual_stream, RESIDUAL_STREAMS as RESIDUAL_STREAMS
+from .tensor._stream_kinds import (
+    FeatureStream as FeatureStream,
+    make_residual_stream as make_residual_stream,
+    ReplicatedStream as ReplicatedStream,
+    RESIDUAL_STREAMS as RESIDUAL_STREAMS,
+    SequenceStream as SequenceStream,
+)
 from .tensor._tensor import (
     is_split as is_split,
-    ReplicatedStream as ReplicatedStream,
-    SequenceStream as SequenceStream,
     stream_maps as stream_maps,
     TensorParallelLayer as TensorParallelLayer,
     TensorParallelMixer as TensorParallelMixer,

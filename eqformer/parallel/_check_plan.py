@@ -17,7 +17,7 @@ from .context._context_attention import check_context, refuse_pieces
 from .layouts._layout import axes_of, is_spec
 from .pipeline._stage_layers import check_depth
 from .tensor._replicated_layers import is_plain, plain_layers
-from .tensor._tensor import is_split, size_of
+from .tensor._tensor import dim_size, is_split
 
 
 def check_parallel_config(plan: Placement) -> None:
@@ -161,7 +161,7 @@ def check_rows(plan: Placement, model: nn.Transformer, rows: int, seq: int, grou
 
 def _check_mixer(plan: Placement, path: str, mixer: nn.Mixer, seq: int) -> None:
     size, tensor, facts, splits = plan.size(CONTEXT), plan.size(TENSOR), mixer.facts(), is_split(mixer)
-    kv_heads = size_of(mixer, "kv_heads") or size_of(mixer, "heads") or tensor
+    kv_heads = dim_size(mixer, "kv_heads") or dim_size(mixer, "heads") or tensor
     if splits and kv_heads % tensor and tensor % kv_heads:
         raise ValueError(
             f"Plan over tensor={tensor}: {path} has {kv_heads} key heads, which neither split over {tensor} devices "
@@ -247,7 +247,7 @@ def _check_feature_layers(plan: Placement, model: nn.Transformer, known: tuple[t
 
 def _check_shared_key_heads(plan: Placement, path: str, mixer: nn.Mixer, kv_paths: list[str]) -> None:
     """Refuse arrays of key heads outside of maps where devices share heads: only maps sum shared heads as a whole."""
-    kv_heads = size_of(mixer, "kv_heads")
+    kv_heads = dim_size(mixer, "kv_heads")
     if not is_split(mixer) or kv_heads is None or kv_heads % plan.size(TENSOR) == 0:
         return
     if mixer_paths := [kv_path for kv_path in kv_paths if kv_path.startswith(f"{path}.")]:

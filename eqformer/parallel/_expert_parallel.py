@@ -16,7 +16,7 @@ from ._expert_exchange import exchange_choices
 from ._expert_method import choose_expert_method, count_pieces, Exchange
 from ._shard_map import vary
 from .state._gather import gather_parameter
-from .tensor._replicated_layers import counted_once, Sliced
+from .tensor._replicated_layers import count_once, Sliced
 from .tensor._residual_stream import ResidualStream
 from .tensor._tensor import HEAD_DIMS
 
@@ -110,10 +110,10 @@ class SplitMoE(nn.Routed):
         assert isinstance(router, Sliced)
         if self._splits_tokens and router.whole.facts().among != "token":
             routing = router.whole(self._gather_rows(x), tokens.fold_in(nn.ROUTER))
-            return routing if isinstance(routing, nn.Slots) else jax.tree.map(stream.routed.own, routing)
-        count_once = lambda leaf: counted_once(stream, leaf) if nn.is_trainable(leaf) else _mark_replicated(leaf)
+            return routing if isinstance(routing, nn.Slots) else jax.tree.map(stream.routed.take_local, routing)
+        count_leaf = lambda leaf: count_once(stream, leaf) if nn.is_trainable(leaf) else _mark_replicated(leaf)
         routing = router.whole(x, device_tokens)
-        return jax.tree.map(count_once, routing) if router.is_split and not self._splits_tokens else routing
+        return jax.tree.map(count_leaf, routing) if router.is_split and not self._splits_tokens else routing
 
     def _slice_tokens(self, tokens: nn.Tokens, size: int) -> nn.Tokens:
         """Return the tokens that this device routes."""
@@ -125,11 +125,11 @@ class SplitMoE(nn.Routed):
 
     def _gather_rows(self, x: Shaped[Array, "*batch seq dim"]) -> Shaped[Array, "*batch full_seq dim"]:
         """Return all tokens of this device's rows, on every device of `tensor`."""
-        return x if self.stream is None else self.stream.routed.whole("rows for experts", x)
+        return x if self.stream is None else self.stream.routed.gather("rows for experts", x)
 
     def _sum_slices(self, y: Float[Array, "*batch full_seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Sum over slices of hidden features, for the tokens that `_gather_rows` was given."""
-        return y if self.stream is None else self.stream.routed.summed("slices of experts", y)
+        return y if self.stream is None else self.stream.routed.reduce("slices of experts", y)
 
     def _run_choices(
         self, x: Float[Array, "*batch seq embed"], routing: nn.Routing, tokens: nn.Tokens

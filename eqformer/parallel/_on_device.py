@@ -15,7 +15,7 @@ from ._shard_map import vary, vary_like
 from ._wrap import split_mixtures, split_over_context, split_over_tensor
 from .layouts._layout import axes_of
 from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack
-from .pipeline._stage_layers import pass_over_padding
+from .pipeline._stage_layers import skip_padding
 from .state._fully_sharded import Gathered, Scattered
 from .state._grad_proxies import gather, grad_proxy, has_wider_grad, route_gradient, scatter
 from .state._leaves import Leaf
@@ -73,7 +73,7 @@ class OnDevice:
             model = _set_stacks(model, [tuple(map(self._combine_in_blocks, *triple)) for triple in stack_triples])
         if plan.is_pipelined:
             depths = list(map(len, self.shapes.stacks))
-            stacks = pass_over_padding(model.stacks, depths, plan.timetable().part_of)
+            stacks = skip_padding(model.stacks, depths, plan.timetable().part_of)
             model = eqx.tree_at(lambda m: m.stacks, model, stacks)
         if plan.spreads_edges:
             stacks = tuple(PipelinedStack(stack, plan.microbatches, splits_rows=True) for stack in model.stacks)

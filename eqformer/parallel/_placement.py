@@ -21,7 +21,14 @@ from .layouts._layout import Layout, partition_specs
 from .layouts._mesh import axis_sizes, torus_steps, TorusSteps
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import make_schedule
-from .pipeline._stage_layers import from_rows, in_pipeline_order, in_reading_order, layer_rows, Rows, taken_rows
+from .pipeline._stage_layers import (
+    LayerRows,
+    order_for_pipeline,
+    order_for_reading,
+    place_layers,
+    rows_to_layers,
+    take_rows,
+)
 from .state._leaves import make_leaves
 from .tensor._residual_stream import ResidualStream
 from .tensor._stream_kinds import make_residual_stream
@@ -137,31 +144,31 @@ class Placement(ParallelConfig):
         """Return the table of the pipeline's schedule: the work of each stage in each tick."""
         return make_schedule(self.schedule, stages=self.size(PIPE), microbatches=self.microbatches, chunks=self.chunks)
 
-    def to_pipeline_order(self, tree: PyTree, taken: Callable[..., Any] = taken_rows) -> PyTree:
+    def to_pipeline_order(self, tree: PyTree, take: Callable[..., Any] = take_rows) -> PyTree:
         """Put the layers of a model, or of a tree of models, in the order in which the stages hold them.
 
         Pipeline order differs from reading order where devices hold several parts; and where parts hold unequal numbers
         of layers, the model has rows of padding, which are zero and skipped. Such a model trains in pipeline order and
-        is saved in reading order. `taken(x, order)`, by default `taken_rows`, puts the rows of an array in an order; a
+        is saved in reading order. `take(x, order)`, by default `take_rows`, puts the rows of an array in an order; a
         caller may pass its own for large arrays.
         """
-        return in_pipeline_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
+        return order_for_pipeline(tree, self.timetable().part_of, take) if self.is_pipelined else tree
 
-    def to_reading_order(self, tree: PyTree, taken: Callable[..., Any] = taken_rows) -> PyTree:
+    def to_reading_order(self, tree: PyTree, take: Callable[..., Any] = take_rows) -> PyTree:
         """Undo `to_pipeline_order`: put layers in the order in which the model is read."""
-        return in_reading_order(tree, self.timetable().part_of, taken) if self.is_pipelined else tree
+        return order_for_reading(tree, self.timetable().part_of, take) if self.is_pipelined else tree
 
     def aux_to_reading_order(self, aux: PyTree, model: nn.Transformer) -> PyTree:
         """Put the aux of layers, in pipeline order for each of the model's stacks, in reading order."""
-        return from_rows(aux, self._rows(model)) if self.is_pipelined else aux
+        return rows_to_layers(aux, self._rows(model)) if self.is_pipelined else aux
 
     def shapes(self, model: nn.Transformer) -> nn.Transformer:
         """Return the shapes of a model, or of its shapes, in pipeline order, whichever order the model is in."""
         is_plain = all(len(stack) == stack.depth for stack in model.stacks)
         return eqx.filter_eval_shape(self.to_pipeline_order if is_plain else lambda model: model, model)
 
-    def _rows(self, model: nn.Transformer) -> list[Rows]:
-        return layer_rows([stack.depth for stack in model.stacks], self.timetable().part_of)
+    def _rows(self, model: nn.Transformer) -> list[LayerRows]:
+        return place_layers([stack.depth for stack in model.stacks], self.timetable().part_of)
 
     def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
         """Put each row's tokens in the order in which they are split over `context`.
@@ -186,7 +193,7 @@ class Placement(ParallelConfig):
     def _check_pipeline_order(self, model: nn.Transformer) -> None:
         """Raise a `ValueError` for a model in reading order where stages hold unequal numbers of layers."""
         rows = self._rows(model)
-        actual, wanted = [len(stack) for stack in model.stacks], [len(stack.order) for stack in rows]
+        actual, wanted = [len(stack) for stack in model.stacks], [len(stack.layer_of_row) for stack in rows]
         if actual != wanted:
             raise ValueError(
                 f"Plan over pipe={self.size(PIPE)}: a model whose stacks have {[stack.depth for stack in rows]} layers "

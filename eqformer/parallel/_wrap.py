@@ -18,7 +18,7 @@ from .state._gather import gather_parameter
 from .tensor._replicated_layers import is_plain, PLACES, ReplicatedLayer, ReplicatedMixer, Sliced
 from .tensor._residual_stream import ResidualStream
 from .tensor._tensor import is_split, TensorParallelMixer
-from .tensor._vocabulary import HeadInput, own_rows, rows_of_features, SourceOutput
+from .tensor._vocabulary import features_to_rows, HeadInput, SourceOutput, take_local_rows
 
 
 def replace(model: PyTree, kinds: type | tuple[type, ...], make: Callable[..., Any], *likes: PyTree) -> PyTree:
@@ -41,10 +41,10 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
 
     def wrap(module: PyTree, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
         if isinstance(module, nn.Norm):
-            return stream.norm(module)
+            return stream.split_norm(module)
         if isinstance(module, nn.MoE):
             shared = replace(module.shared, kinds, wrap, spec.shared, shape.shared, name.shared)
-            norm = None if module.expert_norm is None else stream.norm(module.expert_norm)
+            norm = None if module.expert_norm is None else stream.split_norm(module.expert_norm)
             replicated = [(module.router, spec.router), (module.to_latent, spec.to_latent)]
             replicated.append((module.from_latent, spec.from_latent))
             sliced = [None if part is None else slice_module(part, part_spec) for part, part_spec in replicated]
@@ -53,7 +53,7 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
         if isinstance(module, ReplicatedLayer):
             return module
         if is_split(module) or isinstance(module, nn.PerLayerInputs):
-            return stream.layer(module, shape, spec, name)
+            return stream.split_layer(module, shape, spec, name)
         if isinstance(module, nn.Mixer):
             return ReplicatedMixer(slice_module(module, spec), stream)
         return _replicate_layer(module, spec, stream)
@@ -63,8 +63,8 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
         replicate = lambda module, spec, layer_of=layer_of: _replicate_plain_layer(module, spec, layer_of, stream)
         model = replace(model, kind, replicate, specs)
     model = replace(model, kinds, wrap, specs, shapes, names)
-    model = replace(model, nn.Dropout, stream.dropout)
-    model = replace(model, nn.LearnedPositions, stream.positions)
+    model = replace(model, nn.Dropout, stream.split_dropout)
+    model = replace(model, nn.LearnedPositions, stream.split_positions)
     model = eqx.tree_at(lambda m: m.norm, model, HeadInput(model.norm, stream))
     if model.encoder is not None:
         # The encoder's output, which all cross-attentions read, is gathered once.
@@ -144,7 +144,7 @@ def _split_embedding(
 ) -> eqx.Module:
     """Wrap an embedding, of which each device looks up its rows or features."""
     rows = lambda: _vocab_rows(embedding.weight, spec.weight, names.weight)
-    return stream.embedding(embedding, rows, vocab, is_tied=is_tied)
+    return stream.split_embedding(embedding, rows, vocab, is_tied=is_tied)
 
 
 def _vocab_rows(table: Array, spec: PartitionSpec, names: str) -> Array:
@@ -154,8 +154,8 @@ def _vocab_rows(table: Array, spec: PartitionSpec, names: str) -> Array:
         return table if split_dim is None else gather_parameter(table, split_dim)
     vocab_dim = dims.index("vocab")
     if split_dim is None:
-        return own_rows(table, vocab_dim)
-    return table if split_dim == vocab_dim else rows_of_features(table, vocab_dim, split_dim)
+        return take_local_rows(table, vocab_dim)
+    return table if split_dim == vocab_dim else features_to_rows(table, vocab_dim, split_dim)
 
 
 def _is_none(node: object) -> bool:

@@ -18,8 +18,8 @@ from ..parallel.layouts._layout import Layout, partition_specs
 from ..parallel.layouts._mesh import axis_sizes
 from ..parallel.serving._sharded_model import DistributedModel, pad_rows, pad_tokens, round_to_multiple
 from ..parallel.tensor._collective_matmul import OVERLAPS
-from ..parallel.tensor._feature import FeatureStream
 from ..parallel.tensor._residual_stream import SplitNorm
+from ..parallel.tensor._stream_kinds import FeatureStream
 from ..parallel.tensor._vocabulary import SplitEmbedding
 from ._two_dim import HEADS, STREAM, TwoDimBlock, TwoDimVocabulary
 

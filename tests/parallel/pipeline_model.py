@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from eqformer import kernels, nn
 from eqformer.parallel import filter_shard_map, layer_order, pipeline_gradients
 from eqformer.parallel._axes import BATCH_AXES, PIPE
-from eqformer.parallel.pipeline._stage_layers import pass_over_padding, Skipping, taken_rows
+from eqformer.parallel.pipeline._stage_layers import PaddedBlock, skip_padding, take_rows
 
 
 EMBED, VOCAB, SEQ, LAYERS = 16, 32, 12, 8
@@ -156,12 +156,12 @@ def pipelined(mesh, schedule, functions=(first, stage, last), specs=P(PIPE), bat
     order = lambda stack: layer_order(stack.depth, schedule.part_of)
     back = lambda stack: np.argsort(order(stack), kind="stable")[: stack.depth]
     split = lambda x: x.reshape(schedule.microbatches, -1, *x.shape[1:])
-    is_skipping = lambda node: isinstance(node, Skipping)
+    is_skipping = lambda node: isinstance(node, PaddedBlock)
     unpadded = lambda tree: jax.tree.map(lambda n: n.inner if is_skipping(n) else n, tree, is_leaf=is_skipping)
 
     def per_device(model, data):
         (edges, stack), rows = model, len(order(model[1]))
-        (stack,) = pass_over_padding((stack,), [rows], schedule.part_of)
+        (stack,) = skip_padding((stack,), [rows], schedule.part_of)
         total, count, (edges, blocks) = run(schedule, *functions, (edges, stack), data)
         blocks = unpadded(blocks)
         return jax.lax.psum((total, count), batch), jax.tree.map(lambda g: jax.lax.psum(g, batch), (edges, blocks))
@@ -171,7 +171,7 @@ def pipelined(mesh, schedule, functions=(first, stage, last), specs=P(PIPE), bat
     def whole(model, data):
         edges, stack = model
         arrays, rest = eqx.partition(stack, eqx.is_array)
-        stack = eqx.combine(jax.tree.map(lambda x: taken_rows(x, order(stack)), arrays), rest)
+        stack = eqx.combine(jax.tree.map(lambda x: take_rows(x, order(stack)), arrays), rest)
         (total, count), (edges, blocks) = mapped((edges, stack), jax.tree.map(split, data))
         return total, count, (edges, jax.tree.map(lambda x: x[back(stack)], blocks))
 

@@ -157,7 +157,7 @@ def _entry(monkeypatch: Any, enter: Callable[[Any], Any]) -> None:
 def bias_before(monkeypatch: Any) -> None:
     """The bias of the map back into the stream added by every device, before the sum."""
     row = lambda self, x: jax.lax.psum(self.inner(x), "tensor")
-    monkeypatch.setattr(_maps.Row, "__call__", row)
+    monkeypatch.setattr(_maps.RowParallelMap, "__call__", row)
 
 
 def first_tokens(kind: type) -> Callable[[Any], None]:
@@ -201,7 +201,7 @@ def in_reading_order(*names: str) -> Callable[[Any], None]:
 def marks(value: bool) -> Callable[[Any], None]:
     """Every array, or none, said to meet slices."""
     everywhere = lambda model, stream: jax.tree.map(lambda _: value, model)
-    return lambda monkeypatch: monkeypatch.setattr(_leaves, "_in_slices", everywhere)
+    return lambda monkeypatch: monkeypatch.setattr(_leaves, "_has_partial_gradient", everywhere)
 
 
 def in_order_read(monkeypatch: Any) -> None:

@@ -14,7 +14,7 @@ from plan_parity import Case, differences, of_one_device
 from eqformer import nn, planning, training
 from eqformer.parallel import _expert_parallel, EXPERT, TENSOR
 from eqformer.parallel.tensor import _replicated_layers as _whole
-from eqformer.parallel.tensor._replicated_layers import counted_once
+from eqformer.parallel.tensor._replicated_layers import count_once
 
 
 EXCHANGE: dict[str, Any] = {"expert_method": "exchange", "expert_factor": 0.5}
@@ -52,7 +52,7 @@ def test_a_router_that_needs_rows_must_say_so(monkeypatch):
 
 @pytest.mark.grid
 def test_a_router_in_slices_is_put_together_and_counts_once(monkeypatch):
-    monkeypatch.setattr(_expert_parallel, "counted_once", lambda stream, y: stream.summed("maps to the stream", y))
+    monkeypatch.setattr(_expert_parallel, "count_once", lambda stream, y: stream.reduce("maps to the stream", y))
     assert is_seen(Case("cosine rows", {"expert": 2, "tensor": 2}, EXCHANGE))
 
 
@@ -98,7 +98,7 @@ def test_feed_forward_layers_of_ones_own_are_split_or_whole(case):
 @pytest.mark.grid
 @pytest.mark.parametrize("case", named(LAYERS, MORE_LAYERS[1:3]))
 def test_a_whole_layer_counts_once(monkeypatch, case):
-    monkeypatch.setattr(_whole, "counted_once", lambda stream, y: counted_once(stream, y) * 0)
+    monkeypatch.setattr(_whole, "count_once", lambda stream, y: count_once(stream, y) * 0)
     assert is_seen(case)
 
 

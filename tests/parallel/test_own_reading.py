@@ -139,7 +139,7 @@ def test_maps_read_what_a_layer_makes_of_its_input(shifted, monkeypatch):
     batch = batch_of(shifted)
     want = alone(shifted, batch)
     assert differences(under(PIPELINE, shifted, batch), want, ROUNDING) == {}
-    monkeypatch.setattr(_maps.Given, "product", as_if_given)
+    monkeypatch.setattr(_maps.PrecomputedMap, "product", as_if_given)
     assert abs(total_under(PIPELINE, shifted, batch) - float(want.total)) > 1e-4 * float(want.total)
 
 
@@ -149,9 +149,9 @@ def test_what_is_made_of_each_token_is_gathered(by_token, monkeypatch):
     want = alone(by_token, batch)
     assert differences(under(BY_TOKEN, by_token, batch), want, ROUNDING) == {}
     with monkeypatch.context() as patched:
-        patched.setattr(_maps.Given, "product", as_if_given)
+        patched.setattr(_maps.PrecomputedMap, "product", as_if_given)
         assert abs(total_under(BY_TOKEN, by_token, batch) - float(want.total)) > 1e-4 * float(want.total)
-    monkeypatch.setattr(_tensor, "_meets_stream_alone", lambda layer: False)
+    monkeypatch.setattr(_tensor, "_has_unmapped_array", lambda layer: False)
     with pytest.raises(TypeCheckError, match=r"f32\[4,1,32\]"):  # the map scatters tokens of one device
         total_under(BY_TOKEN, by_token, batch)
 
@@ -164,7 +164,7 @@ def test_what_is_made_of_other_tokens_is_refused_where_a_device_has_some(shifted
 def test_arrays_that_act_on_the_stream_are_no_slices(by_token, monkeypatch):
     """Marked as slices' own, they would make the stream differ between devices, which its types refuse."""
     plan, batch = Plan(make_mesh(tensor=2, devices=jax.devices()[:2])), batch_of(by_token)
-    monkeypatch.setattr(_leaves, "_names_a_slice", lambda layer: jax.tree.map(lambda _: True, layer))
+    monkeypatch.setattr(_leaves, "_names_split_dims", lambda layer: jax.tree.map(lambda _: True, layer))
     with pytest.raises(TypeError, match="tensor"):
         total_under(plan, by_token, batch)
 

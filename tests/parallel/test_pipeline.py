@@ -224,7 +224,7 @@ def test_rows_of_padding_are_passed_over(monkeypatch, schedule):
     jax.effects_barrier()
     assert len(small.counts) == 5 * 4
     assert distance(result, small.one_device(model, data)) < CLOSE
-    monkeypatch.setattr(padding, "Skipping", lambda inner, is_layer: inner)
+    monkeypatch.setattr(padding, "PaddedBlock", lambda inner, is_layer: inner)
     small.counts.clear()
     run(mesh, schedule, model, data)
     jax.effects_barrier()

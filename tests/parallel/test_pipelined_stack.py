@@ -82,8 +82,8 @@ def test_any_number_of_microbatches_will_do(monkeypatch, pipe, microbatches, spl
     mesh = make_mesh(pipe=pipe, devices=jax.devices()[:pipe])
     assert distance(mesh, microbatches, splits_rows, *given) < CLOSE
     if (pipe, microbatches) == (4, 4):  # messages the wrong way round the ring
-        right = module._sent
-        monkeypatch.setattr(module, "_sent", lambda x, step, stages: right(x, -step, stages))
+        right = module._receive
+        monkeypatch.setattr(module, "_receive", lambda x, step, stages: right(x, -step, stages))
         assert not distance(mesh, microbatches, splits_rows, *given) < 100 * CLOSE
 
 

@@ -15,7 +15,7 @@ from test_narrow_sums import MEANT_OF_NARROW, not_meant, program_of
 
 from eqformer import models, nn
 from eqformer.nn import _stack
-from eqformer.parallel.tensor._tensor import Given
+from eqformer.parallel.tensor._tensor import PrecomputedMap
 from eqformer.parallel.tensor._vocabulary import SourceOutput
 from eqformer.training import next_token_loss
 from eqformer.training._step import accumulated_gradients
@@ -86,8 +86,8 @@ def test_a_sources_keys_are_made_by_the_maps_of_the_rows_own(kv_heads, residual,
     want = compiled(accumulated_gradients(next_token_loss, 1), model, batch)
     assert differences(under(plan, model, batch), want, ROUNDING) == {}
     if residual == "replicated":
-        of_the_row = lambda self, x: jnp.concatenate([self(self.given)] * 2, axis=-3)[..., : x.shape[-2], :, :]
-        monkeypatch.setattr(Given, "of_other", of_the_row)
+        of_the_row = lambda self, x: jnp.concatenate([self(self.layer_input)] * 2, axis=-3)[..., : x.shape[-2], :, :]
+        monkeypatch.setattr(PrecomputedMap, "of_other", of_the_row)
         assert abs(total_under(plan, model, batch) / float(want.total) - 1) > 1e-4
     for axis in ("pipe", "context"):
         with pytest.raises(ValueError, match=rf"Plan over {axis}=2: stacks.*mixer.layer reads another sequence, which"):

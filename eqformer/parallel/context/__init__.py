@@ -1,1 +1,1 @@
-"""Rows cut over devices: attention over their pieces."""
+"""Context parallelism: attention over rows that are split over devices."""

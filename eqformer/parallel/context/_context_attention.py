@@ -28,8 +28,7 @@ from .. import _collectives as send
 from .._axes import CONTEXT
 from .._ring import Ring
 from .._shard_map import vary, varying_axes
-from ._flash_ring import flash_ring_attend, steps_of
-from ._ring_attention import ring_attend
+from ._ring_attention import choose_ring_kernels, flash_ring_attend, ring_attend
 
 
 ContextMethod = Literal["ring", "gather", "heads"]
@@ -40,17 +39,18 @@ class ContextAttention(Operation):
     """Attention of rows split over the mesh axis `context`; inside `shard_map` it takes the place of `inner`.
 
     Each device passes the queries, keys, values and tokens of its piece and gets its queries' outputs; pieces are in
-    the order of `context_order`. `method` says what is sent (bytes a device sends for both passes, with `c` devices,
+    the order of `context_order`. `method` decides what is sent (bytes per device for both passes, with `c` devices,
     `T` tokens a row, and `n`, `m` bytes a token of queries or of keys and values):
 
-    - `"ring"`: keys and values pass round a ring while each device attends to those it has (Liu et al., 2310.01889);
+    - `"ring"`: keys and values pass round a ring while each device attends to its current piece (arXiv:2310.01889);
       memory for two pieces of them; `3 m T (c-1)/c`. Computed by the kernels of `inner` where they support the
       rows, as `Plan` stores them, or else by `BlockwiseAttention`, with the block of `inner`.
-    - `"gather"`: all keys and values are gathered, in the backward pass again; `3 m T (c-1)/c`. Any `inner`. One that
-      does not name its output "attended", as all but `DotProductAttention` do, has it computed again under
-      `remat="products"`, which gathers once more.
+    - `"gather"`: all keys and values are gathered, in the backward pass again; `3 m T (c-1)/c`. Any `inner`. All but
+      `DotProductAttention` name their output "attended"; the output of an `inner` that does not is computed again
+      under `remat="products"`, which gathers once more.
     - `"heads"`: an all-to-all gives each device whole rows of `heads / c` heads and a second one brings the outputs
-      back (DeepSpeed Ulysses, 2309.14509); `(4 n + 2 m) T (c-1)/c^2`. Any `inner`; `heads` must be a multiple of `c`.
+      back (DeepSpeed Ulysses, arXiv:2309.14509); `(4 n + 2 m) T (c-1)/c^2`. Any `inner`; `heads` must be a multiple
+      of `c`.
 
     Raises `ValueError` while tracing for heads that do not split, and for a cache.
     """
@@ -62,11 +62,11 @@ class ContextAttention(Operation):
         if self.method not in CONTEXT_METHODS:
             raise ValueError(f"ContextAttention(method={self.method!r}): the methods are {', '.join(CONTEXT_METHODS)}.")
         if self.method == "ring":
-            loop_of(self.inner)
+            require_blockwise(self.inner)
 
     def supports(self, call: AttentionCall) -> str | None:
-        """Return the reason of the loop over blocks for a ring, and otherwise that of `inner`."""
-        return loop_of(self.inner).supports(call) if self.method == "ring" else self.inner.supports(call)
+        """Return why the call is not supported: by the loop over blocks for a ring, and otherwise by `inner`."""
+        return require_blockwise(self.inner).supports(call) if self.method == "ring" else self.inner.supports(call)
 
     def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
         """Attend to the keys of all devices."""
@@ -89,32 +89,32 @@ class ContextAttention(Operation):
 
     def _ring(self, call: AttentionCall) -> Array:
         ring = Ring("keys and values round", CONTEXT)
-        if (steps := steps_of(self.inner, ring.devices, call)) is not None:
-            return flash_ring_attend(steps, ring, call)
-        settings = loop_of(self.inner).settings(call)
+        if (ring_kernels := choose_ring_kernels(self.inner, ring.devices, call)) is not None:
+            return flash_ring_attend(ring_kernels, ring, call)
+        settings = require_blockwise(self.inner).settings(call)
         output, logsum = ring_attend(settings, ring, call.query, call.key, call.value, call.tokens)
         return output if call.sinks is None else blockwise.with_sinks(output, logsum, call.sinks)
 
     def _gather(self, call: AttentionCall) -> Array:
         def attend(call: AttentionCall, kv_tokens: TokenPositions) -> Array:
-            key, value = (_in_reading_order(x, 3) for x in (call.key, call.value))
+            key, value = (_gather_in_reading_order(x, 3) for x in (call.key, call.value))
             return self.inner(dataclasses.replace(call, key=key, value=value, kv_tokens=kv_tokens))
 
-        kv_tokens = jax.tree.map(lambda x: _in_reading_order(x, 1), call.tokens)
-        # Gathered keys and values are not kept for the backward pass but gathered again.
+        kv_tokens = jax.tree.map(lambda x: _gather_in_reading_order(x, 1), call.tokens)
+        # Gathered keys and values are not saved for the backward pass but gathered again.
         attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names("attended"))
         return attend(call, kv_tokens)
 
     def _heads(self, call: AttentionCall) -> Array:
         size, heads = jax.lax.axis_size(CONTEXT), call.query.shape[-2]
-        copies = _copies(size, heads, call.key.shape[-2], "ContextAttention(method='heads')")
+        copies = _count_copies(size, heads, call.key.shape[-2], "ContextAttention(method='heads')")
         seq, head = call.query.ndim - 3, call.query.ndim - 2
 
         def swap(x: Array) -> Array:
-            # Named for remat policies that keep linear maps' results: these are kept instead, and not sent again.
+            # Named for remat policies that save linear maps' results: these are saved instead, and not sent again.
             return checkpoint_name(send.all_to_all("tokens to heads", x, CONTEXT, head, seq), "product")
 
-        query, key, value = swap(call.query), *(swap(_copied(x, copies)) for x in (call.key, call.value))
+        query, key, value = swap(call.query), *(swap(_repeat_heads(x, copies)) for x in (call.key, call.value))
         tokens = jax.tree.map(lambda x: send.all_gather("tokens beside heads", x, CONTEXT, -1), call.tokens)
         sinks = call.sinks
         if sinks is not None:
@@ -125,10 +125,11 @@ class ContextAttention(Operation):
 
 
 def zigzag(seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
-    """The order of a row's tokens in which piece `i` of `c` holds the parts `i` and `2c-1-i` of `2c` equal ones.
+    """Return the order of a row's tokens in which piece `i` of `c` holds parts `i` and `2c-1-i` of `2c` equal parts.
 
-    Under a causal mask, late queries see many keys and early ones few; so paired, all pieces have equal work, at each
-    step of the ring. `row[zigzag(seq, c)]` is the stored row. Raises `ValueError` unless `2 * pieces` divides `seq`.
+    Under a causal mask, late queries see many keys and early queries few; paired like this, all pieces have equal work
+    at each step of the ring. `row[zigzag(seq, c)]` is the stored row. Raises `ValueError` unless `2 * pieces` divides
+    `seq`.
     """
     if pieces < 1 or seq % (2 * pieces):
         raise ValueError(
@@ -140,14 +141,14 @@ def zigzag(seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
 
 
 def zigzag_inverse(seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
-    """The order that puts a row stored in the order of `zigzag` back into reading order."""
+    """Return the order that puts a row stored in the order of `zigzag` back into reading order."""
     return np.argsort(zigzag(seq, pieces))
 
 
 def context_order(method: str, seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
-    """The order in which `ContextAttention` wants rows to be stored before they are cut into `pieces`.
+    """Return the order in which `ContextAttention` needs rows to be stored before they are cut into `pieces`.
 
-    `zigzag` for `"ring"` and `"gather"`, reading order for `"heads"`, whose inner core sees whole rows.
+    `zigzag` for `"ring"` and `"gather"`, reading order for `"heads"`, whose inner attention sees unsplit rows.
     """
     if pieces == 1:
         return np.arange(seq)
@@ -164,21 +165,21 @@ def context_order(method: str, seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
 def check_context(
     method: str, size: int, core: Operation, *, seq: int, heads: int, kv_heads: int, needs: Sequence[str] = ()
 ) -> None:
-    """Raise the `ValueError` that an attention over pieces of a row would end in, before anything is compiled.
+    """Raise the `ValueError` of an attention over pieces of a row before anything is compiled.
 
     Args:
         method: One of `CONTEXT_METHODS`.
-        size: The pieces of a row.
-        core: How the attention is computed.
-        seq: A whole row's tokens.
-        heads: The heads of queries that one device holds, after a split over `tensor`.
-        kv_heads: Those of keys and values.
-        needs: Which of `softcap` and `sinks` the core must compute.
+        size: The number of pieces of a row.
+        core: The operation that computes the attention.
+        seq: The tokens of an unsplit row.
+        heads: The heads of queries of one device, after a split over `tensor`.
+        kv_heads: The heads of keys and values of one device.
+        needs: The options among `softcap` and `sinks` that the core must compute.
     """
     ContextAttention(core, method)
     context_order(method, seq, size)
     if method == "heads":
-        _copies(size, heads, kv_heads, f"check_context('heads', size={size})")
+        _count_copies(size, heads, kv_heads, f"check_context('heads', size={size})")
     if method != "ring" and (lacking := unsupported_options(core, needs)):
         raise ValueError(
             f"check_context({method!r}, core={core}): the core has no place for {' and '.join(lacking)}; take "
@@ -187,7 +188,7 @@ def check_context(
 
 
 def refuse_pieces(size: int, path: str, mixer: Mixer) -> NoReturn:
-    """Raise a `ValueError` for a mixer without a core over rows in pieces, such as a recurrence."""
+    """Raise a `ValueError` for a mixer that cannot run on pieces of rows, such as a recurrence."""
     raise ValueError(
         f"Plan over context={size}: {path} has a {type(mixer).__name__}, which needs whole rows, as it reads tokens "
         "one after another or chooses among all, and a device has pieces of rows; give the devices to another axis, "
@@ -195,8 +196,8 @@ def refuse_pieces(size: int, path: str, mixer: Mixer) -> NoReturn:
     )
 
 
-def loop_of(core: Operation) -> BlockwiseAttention:
-    """Return the loop over blocks with which the ring computes what `core` would."""
+def require_blockwise(core: Operation) -> BlockwiseAttention:
+    """Return the loop over blocks that computes the attention of `core` on a ring; raise a `ValueError` if none."""
     if (loop := blockwise_of(core)) is not None:
         return loop
     raise ValueError(
@@ -206,8 +207,8 @@ def loop_of(core: Operation) -> BlockwiseAttention:
     )
 
 
-def _copies(size: int, heads: int, kv_heads: int, call: str) -> int:
-    """How often each key head is sent, so that each device gets those that its share of the query heads reads."""
+def _count_copies(size: int, heads: int, kv_heads: int, call: str) -> int:
+    """Return how often each key head is sent, so that each device gets the key heads of its share of query heads."""
     if heads % size:
         raise ValueError(
             f"{call}: {heads} query heads on a device do not split over {size} devices of the axis {CONTEXT!r}; take a "
@@ -222,27 +223,30 @@ def _copies(size: int, heads: int, kv_heads: int, call: str) -> int:
     return 1 if kv_heads % size == 0 else size // kv_heads
 
 
-def _copied(x: Float[Array, "*batch seq kv_heads head_dim"], copies: int) -> Float[Array, "*batch seq heads head_dim"]:
-    """Each key head as often as it is sent."""
-    each = broadcast_float32(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
-    return each.reshape(*x.shape[:-2], -1, x.shape[-1])
+def _repeat_heads(
+    x: Float[Array, "*batch seq kv_heads head_dim"], copies: int
+) -> Float[Array, "*batch seq heads head_dim"]:
+    """Repeat each key head as often as it is sent."""
+    repeated = broadcast_float32(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
+    return repeated.reshape(*x.shape[:-2], -1, x.shape[-1])
 
 
-def _in_reading_order(x: Array, back: int) -> Array:
-    """All pieces of an array whose tokens are `back` dims from the end, put together from the order of `zigzag`.
+def _gather_in_reading_order(x: Array, dims_from_end: int) -> Array:
+    """Gather all pieces of an array in the order of `zigzag`, and return it in reading order.
 
-    Masks go by positions and would be right in any order; a core that skips blocks finds more of them empty in this.
+    The tokens are `dims_from_end` dims from the end. Masks use positions and would be right in any order; an operation
+    that skips blocks finds more empty blocks in reading order.
     """
-    dim = x.ndim - back
+    dim = x.ndim - dims_from_end
     pieces = send.all_gather("keys and values gathered", x, CONTEXT, stacks=True)
     early, late = jnp.split(pieces, 2, axis=dim + 1)
-    both = jnp.concatenate([early, late[::-1]])
-    moved = jnp.moveaxis(both, 0, dim)
+    parts = jnp.concatenate([early, late[::-1]])
+    moved = jnp.moveaxis(parts, 0, dim)
     return moved.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
 
 def sum_rows(x: Float[Array, "batch seq"]) -> tuple[Float[Array, "batch"], int]:
-    """The sum over each row's tokens, wherever they are, and over how many devices the row is cut.
+    """Return the sum over each row's tokens on all devices, and the number of devices that the row is split over.
 
     Outside of `shard_map` these are the sums of `x`, and 1.
     """

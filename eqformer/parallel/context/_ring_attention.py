@@ -1,110 +1,367 @@
-"""Ring attention: over a sequence that is split over the devices of an axis, keys and values pass round a ring."""
+"""Ring attention: over rows that are split over the devices of an axis, keys and values pass round a ring.
+
+There are two ways to compute a piece: by blocks, for any mask and order, and by the kernels of accelerators, for rows
+in the order of `zigzag`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from ...kernels import at_least_float32, blockwise, lowest, TokenPositions
+from ...kernels import (
+    at_least_float32,
+    AttentionCall,
+    blockwise,
+    flash,
+    flash_choice,
+    FlashAttention,
+    lowest,
+    Mask,
+    Op,
+    Operation,
+    RequiredKernel,
+    TokenPositions,
+    with_one_batch_dim,
+)
 from .._ring import Ring, shift
 from .._shard_map import vary, vary_like
 
 
+def _send_on(ring: Ring, tree: PyTree) -> PyTree:
+    return shift(tree, ring.axis, name=ring.name)
+
+
+# By blocks.
+
+
 def ring_attend(
-    rules: blockwise.BlockwiseSettings,
+    settings: blockwise.BlockwiseSettings,
     ring: Ring,
     query: Float[Array, "*batch seq heads head_dim"],
     key: Float[Array, "*batch seq kv_heads head_dim"],
     value: Float[Array, "*batch seq kv_heads v_dim"],
     tokens: TokenPositions,
 ) -> tuple[Float[Array, "*batch seq heads v_dim"], Float[Array, "*batch seq heads"]]:
-    """Attend to the keys of all devices of the axis as `blockwise.attend` would (Liu et al., 2310.01889).
+    """Attend to the keys of all devices of the axis as `blockwise.attend` would (Liu et al., arXiv:2310.01889).
 
-    Each device attends to the piece it has while the next one arrives, and combines results by their logsumexps.
-    Received pieces are not kept: the backward pass sends keys and values round the ring again, together with their
+    Each device attends to the piece it has while the next piece arrives, and combines results by their logsumexps.
+    Received pieces are not saved: the backward pass sends keys and values round the ring again, together with their
     gradients, which reach their owner with the last step, and recomputes probabilities from the total logsumexp. Keys
     and values are sent `size - 1` times in each pass, and gradients as often, in the arrays' dtype.
     """
     arrays = blockwise.group_heads(query, key, value, tokens, None)
     arrays = vary(vary_like(arrays, arrays), (ring.axis,))
-    output, logsum = _ring(rules, ring, *arrays[:4])
+    output, logsum = _block_ring(settings, ring, *arrays[:4])
     batch = query.shape[:-3]
     return blockwise.ungroup_heads(output, batch), blockwise.ungroup_heads(logsum[..., None], batch)[..., 0]
 
 
-def _ring_plainly(
-    rules: blockwise.BlockwiseSettings, ring: Ring, query: Array, key: Array, value: Array, places: TokenPositions
+def _block_ring_primal(
+    settings: blockwise.BlockwiseSettings, ring: Ring, query: Array, key: Array, value: Array, positions: TokenPositions
 ) -> tuple[Array, Array]:
-    def attended(result: tuple[Array, Array], held: tuple) -> tuple[Array, Array]:
-        (output, logsum), (key, value, kv_places) = result, held
-        part, part_logsum = blockwise.attend_forward(rules, query, key, value, places, kv_places)
-        share = jax.nn.sigmoid(part_logsum - logsum)[..., None]
-        return output + share * (part.astype(output.dtype) - output), jnp.logaddexp(logsum, part_logsum)
+    def attend_piece(result: tuple[Array, Array], piece: tuple) -> tuple[Array, Array]:
+        (output, logsum), (key, value, kv_positions) = result, piece
+        piece_output, piece_logsum = blockwise.attend_forward(settings, query, key, value, positions, kv_positions)
+        share = jax.nn.sigmoid(piece_logsum - logsum)[..., None]
+        return output + share * (piece_output.astype(output.dtype) - output), jnp.logaddexp(logsum, piece_logsum)
 
     def step(carry: tuple, _) -> tuple[tuple, None]:
-        result, held = carry
-        following = _send(ring, held)  # on its way while this device computes
-        return (attended(result, held), following), None
+        result, piece = carry
+        next_piece = _send_on(ring, piece)  # Sent while this device computes.
+        return (attend_piece(result, piece), next_piece), None
 
-    held = key, value, places
+    piece = key, value, positions
     zero = jnp.zeros_like(query, at_least_float32(query.dtype), shape=())
     rows = query.shape[:-1]
     empty = jnp.full((*rows, value.shape[-1]), zero), jnp.full(rows, zero + lowest(zero.dtype))
-    (result, held), _ = jax.lax.scan(step, (empty, held), length=ring.devices - 1)
-    output, logsum = attended(result, held)
+    (result, piece), _ = jax.lax.scan(step, (empty, piece), length=ring.devices - 1)
+    output, logsum = attend_piece(result, piece)
     return output.astype(query.dtype), logsum
 
 
-_ring = jax.custom_vjp(_ring_plainly, nondiff_argnums=(0, 1))
+_block_ring = jax.custom_vjp(_block_ring_primal, nondiff_argnums=(0, 1))
 
 
-def _ring_forward(
-    rules: blockwise.BlockwiseSettings, ring: Ring, query: Array, key: Array, value: Array, places: TokenPositions
+def _block_ring_forward(
+    settings: blockwise.BlockwiseSettings, ring: Ring, query: Array, key: Array, value: Array, positions: TokenPositions
 ):
-    results = _ring(rules, ring, query, key, value, places)
-    output, logsum = (checkpoint_name(x, "attended") for x in results)  # for remat policies that keep it
-    return (output, logsum), (query, key, value, places, output, logsum)
+    results = _block_ring(settings, ring, query, key, value, positions)
+    output, logsum = (checkpoint_name(x, "attended") for x in results)  # for remat policies that save it
+    return (output, logsum), (query, key, value, positions, output, logsum)
 
 
-def _ring_backward(rules: blockwise.BlockwiseSettings, ring: Ring, saved: tuple, gradients: tuple[Array, Array]):
-    query, key, value, places, output, logsum = saved
-    exact = at_least_float32(query.dtype)
+def _block_ring_backward(
+    settings: blockwise.BlockwiseSettings, ring: Ring, residuals: tuple, gradients: tuple[Array, Array]
+):
+    query, key, value, positions, output, logsum = residuals
+    sum_dtype = at_least_float32(query.dtype)
 
-    def parts(held: tuple) -> tuple[Array, tuple[Array, ...]]:
-        to_query, *to_held = blockwise.attend_backward(
-            rules, (query, *held[:2], places, held[2], output, logsum), gradients
+    def piece_gradients(piece: tuple) -> tuple[Array, tuple[Array, ...]]:
+        query_grad, *piece_grads = blockwise.attend_backward(
+            settings, (query, *piece[:2], positions, piece[2], output, logsum), gradients
         )
-        return to_query.astype(exact), tuple(to_held)
+        return query_grad.astype(sum_dtype), tuple(piece_grads)
 
     def step(carry: tuple, _) -> tuple[tuple, None]:
-        held, to_query, to_held = carry
-        following, arrived = _send(ring, held), _send(ring, to_held)
-        more, to_held = parts(held)
-        return (following, to_query + more, jax.tree.map(jnp.add, arrived, to_held)), None
+        piece, query_grad, piece_grads = carry
+        next_piece, arrived_grads = _send_on(ring, piece), _send_on(ring, piece_grads)
+        query_grad_part, piece_grads = piece_gradients(piece)
+        return (next_piece, query_grad + query_grad_part, jax.tree.map(jnp.add, arrived_grads, piece_grads)), None
 
-    # The device's own piece first, while the next one arrives. The gradients of a piece are sent one step behind it, so
-    # that they too overlap with the computation, and reach their owner with the last step.
-    held, size = (key, value, places), ring.devices
+    # The device attends to its own piece first, while the next piece arrives. The gradients of a piece are sent one
+    # step behind the piece, so that they too overlap with the computation; they reach their owner with the last step.
+    piece, size = (key, value, positions), ring.devices
     if size == 1:
-        to_query, own = parts(held)
-        return to_query.astype(query.dtype), *own, None
-    following = _send(ring, held)
-    to_query, own = parts(held)
-    held, arrived = following, None
+        query_grad, local_grads = piece_gradients(piece)
+        return query_grad.astype(query.dtype), *local_grads, None
+    next_piece = _send_on(ring, piece)
+    query_grad, local_grads = piece_gradients(piece)
+    piece, arrived_grads = next_piece, None
     if size > 2:
-        following = _send(ring, held)
-        more, to_held = parts(held)
-        carry, _ = jax.lax.scan(step, (following, to_query + more, to_held), length=size - 3)
-        held, to_query, to_held = carry
-        arrived = _send(ring, to_held)
-    more, to_held = parts(held)
-    to_held = to_held if arrived is None else jax.tree.map(jnp.add, arrived, to_held)
-    home = jax.tree.map(jnp.add, own, _send(ring, to_held))
-    return (to_query + more).astype(query.dtype), *home, None
+        next_piece = _send_on(ring, piece)
+        query_grad_part, piece_grads = piece_gradients(piece)
+        carry, _ = jax.lax.scan(step, (next_piece, query_grad + query_grad_part, piece_grads), length=size - 3)
+        piece, query_grad, piece_grads = carry
+        arrived_grads = _send_on(ring, piece_grads)
+    query_grad_part, piece_grads = piece_gradients(piece)
+    piece_grads = piece_grads if arrived_grads is None else jax.tree.map(jnp.add, arrived_grads, piece_grads)
+    returned_grads = jax.tree.map(jnp.add, local_grads, _send_on(ring, piece_grads))
+    return (query_grad + query_grad_part).astype(query.dtype), *returned_grads, None
 
 
-_ring.defvjp(_ring_forward, _ring_backward)
+_block_ring.defvjp(_block_ring_forward, _block_ring_backward)
 
 
-def _send(ring: Ring, tree: PyTree) -> PyTree:
-    return shift(tree, ring.axis, name=ring.name)
+# By kernels, for rows in the order of `zigzag`. A device holds an early and a late part of each row. Its queries see
+# its own keys in the order of a causal mask. They see all early keys and no late keys of a device before it on the
+# ring; only its late queries come after the keys of a device behind it, and they see all of those. So no step needs
+# another mask than these, and each step but the first is half of the full work.
+
+KeyValuePiece = tuple[Array, Array, TokenPositions]
+
+
+class RingKernels(NamedTuple):
+    """The kernels for attention to a device's local piece, and to a piece whose keys are all before the queries."""
+
+    local: flash.FlashChoice
+    past: flash.FlashChoice
+
+
+def choose_ring_kernels(core: Operation, devices: int, call: AttentionCall) -> RingKernels | None:
+    """Return the kernels of `core` for both kinds of pieces, or None if there are none.
+
+    Raises a `ValueError` if `core` requires a kernel that does not support the pieces.
+    """
+    reason = "over a ring it needs a causal mask without chunks, and rows known to be whole or in order"
+    if _are_known_pieces(call, devices):
+        local = _piece_call(call, "own")
+        half = call.query.shape[-3] // 2
+        past = _past_call(local, call.query, call.key[..., :half, :, :], call.value[..., :half, :, :])
+        if isinstance(core, RequiredKernel):
+            reason = core.kernel.supports(local) or core.kernel.supports(past)
+            if reason is None:
+                return RingKernels(core.flash_choice(), core.flash_choice())
+        elif isinstance(core, Op):
+            return _common_kernels(core, local, past)
+    if not isinstance(core, RequiredKernel):
+        return None
+    raise ValueError(
+        f"{core} over {devices} devices of a ring cannot compute query {call.query.dtype}{list(call.query.shape)} "
+        f"under {call.mask}: {reason}; pass kernels.ATTENTION, which takes blocks where it must, or method='heads', "
+        "which gives it whole rows."
+    )
+
+
+def _are_known_pieces(call: AttentionCall, devices: int) -> bool:
+    """Return whether a causal mask, in rows of known order, follows from the pieces' numbers alone."""
+    tokens, mask = call.tokens, call.mask
+    is_known = tokens.pieces == devices and tokens.whole_rows == devices * call.query.shape[-3]
+    is_known = is_known and (tokens.segments is None or tokens.documents is not None)
+    return is_known and isinstance(mask, Mask) and mask.is_causal and mask.chunk is None
+
+
+def _common_kernels(core: Op, local: AttentionCall, past: AttentionCall) -> RingKernels | None:
+    """Return the kernels that an op chooses for both pieces."""
+    local_choice, past_choice = (flash_choice(core.choose(call)) for call in (local, past))
+    if local_choice is None or past_choice is None:
+        return None
+    pairs = tuple(pair for pair in local_choice.by_platform if pair in past_choice.by_platform)
+    if not pairs and not isinstance(local_choice.fallback, FlashAttention):
+        return None
+    return RingKernels(local_choice._replace(by_platform=pairs), past_choice._replace(by_platform=pairs))
+
+
+def _piece_call(call: AttentionCall, piece: str) -> AttentionCall:
+    mask = Mask(True, call.mask.window) if isinstance(call.mask, Mask) else call.mask
+    return dataclasses.replace(call, mask=mask, piece=piece)
+
+
+def _past_call(
+    call: AttentionCall,
+    query: Float[Array, "*batch seq heads head_dim"],
+    key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+    value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+    tokens: TokenPositions | None = None,
+    kv_tokens: TokenPositions | None = None,
+) -> AttentionCall:
+    """Return the call of queries that see all of these keys."""
+    mask = Mask(False, call.mask.window) if isinstance(call.mask, Mask) else call.mask
+    tokens = call.tokens if tokens is None else tokens
+    return dataclasses.replace(
+        call, query=query, key=key, value=value, mask=mask, tokens=tokens, kv_tokens=kv_tokens, sinks=None, piece="past"
+    )
+
+
+def flash_ring_attend(kernels: RingKernels, ring: Ring, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+    """Return the attention of this device's queries to the keys of all devices, as `ring_attend` computes it."""
+    merged = with_one_batch_dim(_piece_call(call, "own"))
+    output = _flash_ring(kernels, ring, vary(vary_like(merged, merged), (ring.axis,)))
+    return output.reshape(*call.query.shape[:-1], call.value.shape[-1])
+
+
+def _flash_forward(kernels: RingKernels, ring: Ring, call: AttentionCall) -> tuple[Array, Array]:
+    """Return the output and the logsumexp of all keys."""
+
+    def combine_piece(result: tuple[Array, Array], piece: KeyValuePiece, step_number: Any) -> tuple[Array, Array]:
+        output, logsum = result
+        piece_output, piece_logsum = _attend_past(kernels.past, ring, step_number, call, piece)
+        share = jax.nn.sigmoid(piece_logsum - logsum).swapaxes(1, 2)[..., None]
+        return output + share * (piece_output.astype(output.dtype) - output), jnp.logaddexp(logsum, piece_logsum)
+
+    def step(carry: tuple, step_number: Array) -> tuple[tuple, None]:
+        result, piece = carry
+        next_piece = _send_on(ring, piece)  # Sent while this device computes.
+        return (combine_piece(result, piece, step_number), next_piece), None
+
+    piece = call.key, call.value, call.tokens
+    next_piece = _send_on(ring, piece) if ring.devices > 1 else piece
+    output, logsum = flash.forward(kernels.local, flash.without_sinks(call))
+    result = output.astype(at_least_float32(output.dtype)), logsum
+    if ring.devices > 1:
+        step_numbers = jnp.arange(1, ring.devices - 1, dtype=jnp.int32)
+        (result, piece), _ = jax.lax.scan(step, (result, next_piece), step_numbers)
+        result = combine_piece(result, piece, ring.devices - 1)
+    return flash.add_sinks(result[0].astype(call.query.dtype), result[1], call.sinks)
+
+
+def _flash_ring_primal(kernels: RingKernels, ring: Ring, call: AttentionCall) -> Array:
+    return _flash_forward(kernels, ring, call)[0]
+
+
+_flash_ring = jax.custom_vjp(_flash_ring_primal, nondiff_argnums=(0, 1))
+
+
+def _flash_ring_forward(kernels: RingKernels, ring: Ring, call: AttentionCall):
+    output, logsum = (checkpoint_name(x, "attended") for x in _flash_forward(kernels, ring, call))  # for remat policies
+    return output, (call, output, logsum)
+
+
+def _flash_ring_backward(kernels: RingKernels, ring: Ring, residuals: tuple, output_grad: Array):
+    call, output, logsum = residuals
+    results = output, logsum, output_grad
+    sum_dtype = at_least_float32(call.query.dtype)
+
+    def piece_gradients(piece: KeyValuePiece, step_number: Any) -> tuple[Array, tuple[Array, ...]]:
+        query_grad, *piece_grads = _attend_past_grads(kernels.past, ring, step_number, call, piece, results)
+        return query_grad.astype(sum_dtype), tuple(piece_grads)
+
+    def step(carry: tuple, step_number: Array) -> tuple[tuple, None]:
+        piece, query_grad, piece_grads = carry
+        next_piece, arrived_grads = _send_on(ring, piece), _send_on(ring, piece_grads)
+        query_grad_part, piece_grads = piece_gradients(piece, step_number)
+        return (next_piece, query_grad + query_grad_part, jax.tree.map(jnp.add, arrived_grads, piece_grads)), None
+
+    piece, size = (call.key, call.value, call.tokens), ring.devices
+    next_piece = _send_on(ring, piece) if size > 1 else piece
+    query_grad, *local_grads = flash.backward(kernels.local, flash.without_sinks(call), *results)
+    query_grad = query_grad.astype(sum_dtype)
+    if size > 1:
+        # The gradients of a piece are sent one step behind the piece, and reach their owner with the last step.
+        arriving_grads = vary_like(jax.tree.map(jnp.zeros_like, tuple(local_grads)), local_grads)
+        if size > 2:
+            piece, next_piece = next_piece, _send_on(ring, next_piece)
+            query_grad_part, arriving_grads = piece_gradients(piece, 1)
+            step_numbers = jnp.arange(2, size - 1, dtype=jnp.int32)
+            (next_piece, query_grad, arriving_grads), _ = jax.lax.scan(
+                step, (next_piece, query_grad + query_grad_part, arriving_grads), step_numbers
+            )
+            arriving_grads = _send_on(ring, arriving_grads)
+        query_grad_part, piece_grads = piece_gradients(next_piece, size - 1)
+        query_grad = query_grad + query_grad_part
+        returned_grads = _send_on(ring, jax.tree.map(jnp.add, arriving_grads, piece_grads))
+        local_grads = jax.tree.map(jnp.add, tuple(local_grads), returned_grads)
+    gradients = query_grad.astype(call.query.dtype), *local_grads, flash.sinks_grad(call.sinks, *results)
+    return (flash.call_gradient(call, *gradients),)
+
+
+_flash_ring.defvjp(_flash_ring_forward, _flash_ring_backward)
+
+
+def _attend_past(
+    kernels: flash.FlashChoice, ring: Ring, step_number: Any, call: AttentionCall, piece: KeyValuePiece
+) -> tuple[Array, Array]:
+    """Return the output and sums of a device's queries over the piece that arrives in a step of the ring."""
+
+    def see_early_keys() -> tuple[Array, Array]:
+        key, value, kv_tokens = _halves(piece)[0]
+        return flash.forward(kernels, _past_call(call, call.query, key, value, call.tokens, kv_tokens))
+
+    def see_by_late_queries() -> tuple[Array, Array]:
+        _, (late, late_tokens) = _halves((call.query, call.tokens))
+        key, value, kv_tokens = piece
+        output, logsum = flash.forward(kernels, _past_call(call, late, key, value, late_tokens, kv_tokens))
+        unseen = jnp.full_like(logsum, lowest(logsum.dtype))
+        return _concatenate(jnp.zeros_like(output), output, 1), _concatenate(unseen, logsum, 2)
+
+    return _branch_on_step(ring, step_number, see_early_keys, see_by_late_queries)
+
+
+def _attend_past_grads(
+    kernels: flash.FlashChoice,
+    ring: Ring,
+    step_number: Any,
+    call: AttentionCall,
+    piece: KeyValuePiece,
+    results: tuple[Array, Array, Array],
+) -> tuple[Array, Array, Array]:
+    """Return the gradients of queries, and of the keys and values that arrive in a step of the ring."""
+
+    def see_early_keys() -> tuple[Array, Array, Array]:
+        key, value, kv_tokens = _halves(piece)[0]
+        past = _past_call(call, call.query, key, value, call.tokens, kv_tokens)
+        query_grad, *early_grads = flash.backward(kernels, past, *results)
+        key_grad, value_grad = (_concatenate(x, jnp.zeros_like(x), 1) for x in early_grads)
+        return query_grad, key_grad, value_grad
+
+    def see_by_late_queries() -> tuple[Array, Array, Array]:
+        output, logsum, output_grad = results
+        _, (late, late_tokens, output, output_grad) = _halves((call.query, call.tokens, output, output_grad))
+        logsum = jnp.split(logsum, 2, axis=2)[1]
+        key, value, kv_tokens = piece
+        past = _past_call(call, late, key, value, late_tokens, kv_tokens)
+        query_grad, key_grad, value_grad = flash.backward(kernels, past, output, logsum, output_grad)
+        return _concatenate(jnp.zeros_like(query_grad), query_grad, 1), key_grad, value_grad
+
+    return _branch_on_step(ring, step_number, see_early_keys, see_by_late_queries)
+
+
+def _branch_on_step(
+    ring: Ring, step_number: Any, see_early_keys: Callable[[], Any], see_by_late_queries: Callable[[], Any]
+) -> Any:
+    """Run the first function for a piece of a device before this one, and the second for a piece of a later device."""
+    return jax.lax.cond(jax.lax.axis_index(ring.axis) >= step_number, see_early_keys, see_by_late_queries)
+
+
+def _halves(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """Return the early and the late half of arrays `batch seq ...`."""
+    half = lambda x: x.shape[1] // 2
+    return jax.tree.map(lambda x: x[:, : half(x)], tree), jax.tree.map(lambda x: x[:, half(x) :], tree)
+
+
+def _concatenate(early: Array, late: Array, dim: int) -> Array:
+    return jnp.concatenate([vary_like(early, late), vary_like(late, early)], axis=dim)

@@ -357,7 +357,7 @@ def make_schedule(name: str | Maker | Schedule, *, stages: int, microbatches: in
     if kind.chunks is None:
         return kind.make(stages, microbatches, chunks)
     if chunks != kind.chunks:
-        alternatives = [other for other, schedule in SCHEDULES.items() if schedule.chunks in (None, chunks)]
+        alternatives = [fitting for fitting, schedule in SCHEDULES.items() if schedule.chunks in (None, chunks)]
         raise ValueError(
             f"make_schedule: {name} has {'one chunk' if kind.chunks == 1 else f'{kind.chunks} chunks'} a stage, but "
             f"chunks={chunks} was given; give chunks={kind.chunks}, or choose {' or '.join(alternatives)}."

@@ -1,4 +1,8 @@
-"""Which layers each part of a pipeline has, and which rows of the stacked arrays hold them (pipeline order)."""
+"""Layers of a pipeline's stages: the rows of stacked arrays that hold each part's layers (pipeline order), and padding.
+
+All devices hold equally many rows of a stack. If stages have unequal numbers of layers, some rows are padding, which
+the devices skip.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,30 +19,32 @@ from .._axes import PIPE
 from .._shard_map import vary, varying_axes
 
 
-PartOf = Int[np.ndarray, "stages chunks"]  # which part of the model each chunk of a device is
-Taken = Callable[[Any, np.ndarray], Any]  # (array, order) -> rows in that order, as `taken_rows`
+PartOf = Int[np.ndarray, "stages chunks"]
+"""The part of the model that each chunk of a device is."""
+TakeRows = Callable[[Any, np.ndarray], Any]
+"""A function like `take_rows`, of an array and an order, that returns the rows in that order."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rows:
-    """Which of the `depth` layers of a stack lies in each row of its arrays; `depth` itself where a row is padding."""
+class LayerRows:
+    """The layer that lies in each row of a stack's arrays; `depth`, the number of layers, if the row is padding."""
 
-    order: Int[np.ndarray, "rows"]
+    layer_of_row: Int[np.ndarray, "rows"]
     depth: int
 
     @property
-    def back(self) -> Int[np.ndarray, "layers"]:
-        """In which row each layer lies."""
-        return np.argsort(self.order, kind="stable")[: self.depth]
+    def row_of_layer(self) -> Int[np.ndarray, "layers"]:
+        """The row of each layer."""
+        return np.argsort(self.layer_of_row, kind="stable")[: self.depth]
 
     @property
     def is_layer(self) -> Bool[np.ndarray, "rows"]:
         """Whether each row is a layer."""
-        return self.order < self.depth
+        return self.layer_of_row < self.depth
 
 
 def check_depth(layers: int, stages: int, chunks: int = 1) -> None:
-    """A `ValueError` unless each of `stages * chunks` parts has at least one of the layers."""
+    """Raise a `ValueError` unless each of `stages * chunks` parts has at least one of the layers."""
     if layers < (parts := stages * chunks):
         raise ValueError(
             f"check_depth(layers={layers}, stages={stages}, chunks={chunks}): each of the {parts} parts holds at least "
@@ -47,99 +53,115 @@ def check_depth(layers: int, stages: int, chunks: int = 1) -> None:
         )
 
 
-def layers_of_parts(depths: Sequence[int], parts: int) -> Int[np.ndarray, "stacks parts"]:
-    """How many layers of each of the stacks, which follow each other, each part holds.
+def count_layers(depths: Sequence[int], parts: int) -> Int[np.ndarray, "stacks parts"]:
+    """Return the number of layers of each stack in each part; the stacks follow each other.
 
-    All layers together are cut into equal parts; where they do not divide, the first parts have one more, since the
-    last has the loss.
+    All layers together are cut into equal parts. If the parts do not divide the layers, the first parts have one layer
+    more, since the last part has the loss.
     """
-    number = np.full(parts, sum(depths) // parts) + (np.arange(parts) < sum(depths) % parts)
-    until, ends = np.cumsum(number), np.cumsum(depths)[:, None]
-    starts = ends - np.array(depths)[:, None]
-    return np.maximum(np.minimum(until, ends) - np.maximum(until - number, starts), 0)
+    counts = np.full(parts, sum(depths) // parts) + (np.arange(parts) < sum(depths) % parts)
+    part_ends, stack_ends = np.cumsum(counts), np.cumsum(depths)[:, None]
+    stack_starts = stack_ends - np.array(depths)[:, None]
+    return np.maximum(np.minimum(part_ends, stack_ends) - np.maximum(part_ends - counts, stack_starts), 0)
 
 
-def layer_rows(depths: Sequence[int], part_of: PartOf) -> list[Rows]:
-    """The rows of each stack as the devices hold them: device after device, each with its chunks in turn.
+def place_layers(depths: Sequence[int], part_of: PartOf) -> list[LayerRows]:
+    """Return the rows of each stack in the order of the devices, and of each device's chunks.
 
     Every part has as many rows as the part with most layers of the stack, so that the rows split evenly over devices.
     """
     check_depth(sum(depths), *part_of.shape)
-    found = []
-    for depth, numbers in zip(depths, layers_of_parts(depths, part_of.size), strict=True):
-        place = np.arange(numbers.max())
-        order = np.where(place < numbers[:, None], (np.cumsum(numbers) - numbers)[:, None] + place, depth)
-        found.append(Rows(order[part_of].reshape(-1), depth))
-    return found
+    placements = []
+    for depth, counts in zip(depths, count_layers(depths, part_of.size), strict=True):
+        index = np.arange(counts.max())
+        starts = (np.cumsum(counts) - counts)[:, None]
+        layer_of_row = np.where(index < counts[:, None], starts + index, depth)
+        placements.append(LayerRows(layer_of_row[part_of].reshape(-1), depth))
+    return placements
 
 
 def layer_order(layers: int, part_of: PartOf) -> Int[np.ndarray, "rows"]:
-    """The order in which the layers of a single stack lie on the devices; `layers` where a row is padding.
+    """Return the order in which the layers of a single stack lie on the devices; `layers` for a row of padding.
 
-    `taken_rows(array, layer_order(...))`, split evenly over the devices, gives each its layers.
+    `take_rows(array, layer_order(...))`, split evenly over the devices, gives each its layers.
     """
-    return layer_rows([layers], part_of)[0].order
+    return place_layers([layers], part_of)[0].layer_of_row
 
 
-def taken_rows(x: Array, order: Int[np.ndarray, "rows"]) -> Array:
-    """The entries of an array along its first dim in an order; zeros for numbers beyond its last.
+def take_rows(x: Array, order: Int[np.ndarray, "rows"]) -> Array:
+    """Return the rows of an array in an order; rows of zeros for numbers beyond the last row.
 
-    Outside of `jit` they are waited for: on simulated devices many programs that wait for each other's messages can
-    hold all threads.
+    Outside of `jit` this waits for the result: on simulated devices, many programs that wait for each other's messages
+    can occupy all threads.
     """
     return jax.block_until_ready(x[order] if order.max() < x.shape[0] else x.at[order].get(mode="fill", fill_value=0))
 
 
-def in_pipeline_order(tree: PyTree, part_of: PartOf, taken: Taken = taken_rows) -> PyTree:
-    """A model, or a tree of such, with the rows of each stack as in `layer_rows`; padding is zero."""
-    return _of_each_model(tree, part_of, lambda stacks, rows: to_rows(stacks, rows, taken))
+def order_for_pipeline(tree: PyTree, part_of: PartOf, take: TakeRows = take_rows) -> PyTree:
+    """Put the rows of each stack of a model, or of a tree of models, in pipeline order; padding is zero."""
+    return _move_models(tree, part_of, lambda stacks, rows: layers_to_rows(stacks, rows, take))
 
 
-def in_reading_order(tree: PyTree, part_of: PartOf, taken: Taken = taken_rows) -> PyTree:
-    """What `in_pipeline_order` gave, back in the order in which the model is read."""
-    return _of_each_model(tree, part_of, lambda stacks, rows: from_rows(stacks, rows, taken))
+def order_for_reading(tree: PyTree, part_of: PartOf, take: TakeRows = take_rows) -> PyTree:
+    """Put the layers of `order_for_pipeline`'s result back into reading order."""
+    return _move_models(tree, part_of, lambda stacks, rows: rows_to_layers(stacks, rows, take))
 
 
-def to_rows(trees: Sequence[PyTree], rows: Sequence[Rows], taken: Taken = taken_rows) -> tuple[PyTree, ...]:
-    """A tree of arrays with a `layers` dim in front for each stack, from reading order into that of `layer_rows`."""
-    return tuple(_moved(tree, each.order, each.depth, taken) for tree, each in zip(trees, rows, strict=True))
+def layers_to_rows(
+    trees: Sequence[PyTree], rows: Sequence[LayerRows], take: TakeRows = take_rows
+) -> tuple[PyTree, ...]:
+    """Move arrays with a leading `layers` dim, a tree for each stack, from reading order into rows of devices."""
+    return tuple(
+        _move_rows(tree, placement.layer_of_row, placement.depth, take)
+        for tree, placement in zip(trees, rows, strict=True)
+    )
 
 
-def from_rows(trees: Sequence[PyTree], rows: Sequence[Rows], taken: Taken = taken_rows) -> tuple[PyTree, ...]:
-    """Undoes `to_rows`."""
-    return tuple(_moved(tree, each.back, len(each.order), taken) for tree, each in zip(trees, rows, strict=True))
+def rows_to_layers(
+    trees: Sequence[PyTree], rows: Sequence[LayerRows], take: TakeRows = take_rows
+) -> tuple[PyTree, ...]:
+    """Undo `layers_to_rows`."""
+    return tuple(
+        _move_rows(tree, placement.row_of_layer, len(placement.layer_of_row), take)
+        for tree, placement in zip(trees, rows, strict=True)
+    )
 
 
-def _moved(tree: PyTree, order: Int[np.ndarray, "rows"], there: int, taken: Taken) -> PyTree:
-    def one(x: PyTree) -> PyTree:
+def _move_rows(tree: PyTree, order: Int[np.ndarray, "rows"], source_rows: int, take: TakeRows) -> PyTree:
+    """Take the rows of all arrays, which have `source_rows` rows, in an order."""
+
+    def move(x: PyTree) -> PyTree:
         if not nn.has_shape(x):
             return x
-        if x.shape[0] != there:
+        if x.shape[0] != source_rows:
             raise ValueError(
-                f"Plan.to_pipeline_order, Plan.to_reading_order: an array of layers has {there} rows where it is moved "
-                f"from, but this one has {x.shape[0]}; each is for what the other gave, or a plain model."
+                f"Plan.to_pipeline_order, Plan.to_reading_order: an array of layers has {source_rows} rows before it "
+                f"is moved, but this one has {x.shape[0]}; give either call a plain model, or the other call's result."
             )
-        return x if np.array_equal(order, np.arange(there)) else taken(x, order)
+        return x if np.array_equal(order, np.arange(source_rows)) else take(x, order)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(move, tree)
 
 
-def _of_each_model(tree: PyTree, part_of: PartOf, move: Callable[[Sequence[PyTree], list[Rows]], tuple]) -> PyTree:
-    """The tree with each model's stacks moved together, since one part may hold layers of two stacks."""
+def _move_models(tree: PyTree, part_of: PartOf, move: Callable[[Sequence[PyTree], list[LayerRows]], tuple]) -> PyTree:
+    """Move each model's stacks together, since one part may hold layers of two stacks."""
 
-    def one(node: PyTree) -> PyTree:
+    def move_node(node: PyTree) -> PyTree:
         if isinstance(node, nn.Stack):
-            return move((node,), layer_rows([node.depth], part_of))[0]
+            return move((node,), place_layers([node.depth], part_of))[0]
         if not isinstance(node, nn.Transformer) or not all(isinstance(stack, nn.Stack) for stack in node.stacks):
             return node
         depths = [stack.depth for stack in node.stacks]
-        return eqx.tree_at(lambda m: m.stacks, node, move(node.stacks, layer_rows(depths, part_of)))
+        return eqx.tree_at(lambda m: m.stacks, node, move(node.stacks, place_layers(depths, part_of)))
 
-    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, nn.Stack | nn.Transformer))
+    return jax.tree.map(move_node, tree, is_leaf=lambda node: isinstance(node, nn.Stack | nn.Transformer))
 
 
-class Skipping(nn.Module):
-    """A block of a stack of which some rows are padding: these compute nothing, and return their input."""
+# Padding.
+
+
+class PaddedBlock(nn.Module):
+    """A block of a stack with rows of padding, which compute nothing and return their input."""
 
     inner: PyTree
     is_layer: Bool[Array, "*layers"]
@@ -147,24 +169,28 @@ class Skipping(nn.Module):
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """The block's results or, for padding, `x` and `cache` as they are, with zeros for aux."""
+        """Return the block's results or, for padding, `x` and `cache` unchanged, with zeros for aux."""
         run = lambda: self.inner(x, tokens, cache)
         shapes = jax.eval_shape(run)
         typed = lambda tree: jax.tree.map(lambda y, like: vary(y, varying_axes(like) | {PIPE}), tree, shapes)
-        nothing = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes[2])
-        return jax.lax.cond(self.is_layer, lambda: typed(run()), lambda: typed((x, cache, nothing)))
+        zero_aux = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes[2])
+        return jax.lax.cond(self.is_layer, lambda: typed(run()), lambda: typed((x, cache, zero_aux)))
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """The block's."""
+        """Return the block's empty cache."""
         return self.inner.init_cache(batch, capacity, dtype)
 
 
-def pass_over_padding(stacks: Sequence[Any], rows: Sequence[int], part_of: PartOf) -> tuple[Any, ...]:
-    """This device's stacks, with `Skipping` around the blocks of each that has padding in its `rows` of all devices."""
-    found, changed = layer_rows([stack.depth for stack in stacks], part_of), []
-    for stack, number, each in zip(stacks, rows, found, strict=True):
-        if number != each.depth:
-            mine = jnp.asarray(each.is_layer.reshape(part_of.shape[0], -1))[jax.lax.axis_index(PIPE)]
-            stack = eqx.tree_at(lambda s: s.blocks, stack, Skipping(stack.blocks, mine))
-        changed.append(stack)
-    return tuple(changed)
+def skip_padding(stacks: Sequence[Any], rows: Sequence[int], part_of: PartOf) -> tuple[Any, ...]:
+    """Return this device's stacks, with `PaddedBlock` around the blocks of each stack with padding.
+
+    `rows` are the numbers of rows of the stacks on all devices together.
+    """
+    placements, padded = place_layers([stack.depth for stack in stacks], part_of), []
+    for stack, row_count, placement in zip(stacks, rows, placements, strict=True):
+        if row_count != placement.depth:
+            is_layer_by_stage = jnp.asarray(placement.is_layer.reshape(part_of.shape[0], -1))
+            blocks = PaddedBlock(stack.blocks, is_layer_by_stage[jax.lax.axis_index(PIPE)])
+            stack = eqx.tree_at(lambda s: s.blocks, stack, blocks)
+        padded.append(stack)
+    return tuple(padded)

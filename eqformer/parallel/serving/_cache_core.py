@@ -10,7 +10,7 @@ from ...kernels import blockwise
 from .. import _collectives as send
 from .._axes import CONTEXT
 from .._shard_map import vary
-from ..context._context_attention import loop_of
+from ..context._context_attention import require_blockwise
 
 
 class CacheCore(kernels.Operation):
@@ -24,12 +24,12 @@ class CacheCore(kernels.Operation):
 
     def supports(self, call: kernels.AttentionCall) -> str | None:
         """Return why the loop over blocks, which computes each device's part, does not support a call, or None."""
-        return loop_of(self.inner).supports(call)
+        return require_blockwise(self.inner).supports(call)
 
     def __call__(self, call: kernels.AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
         """Attend to the slots of all devices."""
         mask = cast(kernels.Mask, call.mask)
-        settings = blockwise.BlockwiseSettings(mask, call.scale, call.softcap, loop_of(self.inner).block)
+        settings = blockwise.BlockwiseSettings(mask, call.scale, call.softcap, require_blockwise(self.inner).block)
         tokens = kernels.TokenPositions(call.tokens.positions)
         arrays = vary((call.query, call.key, call.value, tokens, call.kv_tokens), (CONTEXT,))
         output, logsum = blockwise.attend(settings, *arrays)

@@ -16,7 +16,7 @@ from .._axes import PIPE, TENSOR
 from .._plan import Plan
 from .._wrap import replace_where
 from ..layouts._layout import shardings
-from ..tensor._tensor import is_split, size_of
+from ..tensor._tensor import dim_size, is_split
 
 
 def count_sharers(model: PyTree, plan: Plan) -> int:
@@ -57,7 +57,7 @@ def repeat_key_heads(model: PyTree, plan: Plan) -> PyTree:
 
 def _repeats(mixer: nn.Mixer, plan: Plan) -> int:
     """Return how many devices share each of a mixer's key heads."""
-    kv_heads, devices = size_of(mixer, "kv_heads"), plan.size(TENSOR)
+    kv_heads, devices = dim_size(mixer, "kv_heads"), plan.size(TENSOR)
     if not is_split(mixer) or kv_heads is None or kv_heads >= devices or devices % kv_heads:
         return 1
     return devices // kv_heads

@@ -1,4 +1,7 @@
-"""The residual stream between layers over the axis `tensor`: what a device holds of it, and how it gets the rest."""
+"""The residual stream between layers over the axis `tensor`: a device's part of it, gathers, and what splits with it.
+
+Norms, dropout and learned positions of a split stream are here too.
+"""
 
 import abc
 import dataclasses
@@ -24,8 +27,8 @@ StreamKind = Literal["replicated", "sequence", "feature"]  # values of `Plan(res
 class ResidualStream(abc.ABC):
     """A residual stream of one kind, between layers that are split over the axis `tensor`.
 
-    Its methods gather and reduce it around layers, and wrap layers, norms, dropout, positions and the embedding for it.
-    `dim` is the dim of an activation (`*batch seq embed`) that is split, None where each device has the whole;
+    Its methods gather and reduce it around layers, and split layers, norms, dropout, positions and the embedding for
+    it. `dim` is the dim of an activation (`*batch seq embed`) that is split, None if the stream is replicated;
     `split_dims` are the names of all dims of activations that are split inside layers. `overlap` says how its gathers
     and scatters overlap with products, see `all_gather_matmul`.
     """
@@ -50,20 +53,20 @@ class ResidualStream(abc.ABC):
         """Whether each device has some of the features."""
         return self.dim == -1
 
-    def whole(self, name: str, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """All tokens and features on each device; the gradient is summed, and scattered if the stream is split."""
+    def gather(self, name: str, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """Return all tokens and features; the gradient is summed, and scattered if the stream is split."""
         return send.vary(name, x, TENSOR) if self.dim is None else send.all_gather(name, x, TENSOR, self.dim)
 
-    def summed(self, name: str, y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """What this device holds of the sum of all devices' `y`: all of it, or its slice."""
+    def reduce(self, name: str, y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """Return this device's part of the sum of all devices' `y`: the sum, or its slice if the stream is split."""
         return send.psum(name, y, TENSOR) if self.dim is None else send.psum_scatter(name, y, TENSOR, self.dim)
 
-    def own(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """What this device holds of an array that every device has whole."""
+    def take_local(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+        """Return this device's part of a replicated array."""
         return x if self.dim is None else own_part(x, TENSOR, self.dim)
 
-    def norm(self, norm: nn.Norm) -> PyTree:
-        """The norm, or a `SplitNorm` where a dim that it averages over is split."""
+    def split_norm(self, norm: nn.Norm) -> PyTree:
+        """Return the norm, or a `SplitNorm` if a dim that it averages over is split."""
         # Decided by the names of its dims, since a norm need not have an array with a spec. Key heads that devices
         # share are each on equally many devices, so that the mean of the devices' means is the mean there too.
         return SplitNorm(norm, TENSOR) if set(norm.reduced) & set(self.split_dims) else norm
@@ -71,40 +74,43 @@ class ResidualStream(abc.ABC):
     @property
     @abc.abstractmethod
     def routed(self) -> "ResidualStream":
-        """The stream of whole features that routers and experts read: itself, or by tokens where features are split."""
+        """The stream with all features of a token that routers and experts read: this stream, or split over tokens."""
 
     @abc.abstractmethod
     def to_routed(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """From this stream to `routed`."""
+        """Convert from this stream to `routed`."""
 
     @abc.abstractmethod
     def from_routed(self, y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """From `routed` to this stream."""
+        """Convert from `routed` to this stream."""
 
     @abc.abstractmethod
-    def layer(self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
-        """A mixer, feed-forward layer or `PerLayerInputs` on a slice; `shapes`, `specs` and `names` are the whole's."""
+    def split_layer(self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
+        """Return a mixer, feed-forward layer or `PerLayerInputs` on a slice of its arrays.
+
+        `shapes`, `specs` and `names` are those of the unsplit layer's arrays.
+        """
 
     @abc.abstractmethod
-    def dropout(self, dropout: nn.Dropout) -> eqx.Module:
-        """Dropout of what this device holds, with its part of the mask that one device would draw."""
+    def split_dropout(self, dropout: nn.Dropout) -> eqx.Module:
+        """Return dropout of this device's part, with its part of the mask that one device would draw."""
 
     @abc.abstractmethod
-    def positions(self, positions: nn.LearnedPositions) -> eqx.Module:
-        """Learned positions of what this device holds."""
+    def split_positions(self, positions: nn.LearnedPositions) -> eqx.Module:
+        """Return learned positions of this device's part."""
 
     @abc.abstractmethod
-    def embedding(
-        self, embedding: nn.Embedding, own_table: Callable[[], Array], total: int, *, is_tied: bool
+    def split_embedding(
+        self, embedding: nn.Embedding, local_table: Callable[[], Array], total: int, *, is_tied: bool
     ) -> eqx.Module:
-        """The lookup of what this device holds; `own_table()` has the rows of its ids, of `total` in all."""
+        """Return the lookup of this device's part; `local_table()` has the rows of its ids, out of `total`."""
 
 
-_NAMES = {"means": "means of split norms", "squares": "squares of split norms"}
+_MEAN_NAMES = {"means": "means of split norms", "squares": "squares of split norms"}
 
 
 class SplitNorm(nn.Module):
-    """A norm over dims of which this device holds a slice: the averages are taken over `axis`, one or several.
+    """A norm over dims of which this device holds a slice; the averages are taken over one mesh axis or several.
 
     Slices are equal, so the mean of the devices' means is the mean.
     """
@@ -113,17 +119,17 @@ class SplitNorm(nn.Module):
     axis: str | tuple[str, ...] = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Normalise the trailing dims of the whole, of which `x` is a slice."""
+        """Normalize the trailing dims of the unsplit array, of which `x` is a slice."""
 
         def mean(y: Array, what: str) -> Array:
-            own, name = self.inner.mean(y, what), _NAMES[what]
-            return send.vary(name, send.pmean(name, own, self.axis), self.axis)
+            local_mean, name = self.inner.mean(y, what), _MEAN_NAMES[what]
+            return send.vary(name, send.pmean(name, local_mean, self.axis), self.axis)
 
         return self.inner.normalised(x, mean)
 
 
 class TokensDropout(nn.Module):
-    """Dropout of this device's tokens, with their own keys out of all tokens' keys."""
+    """Dropout of this device's tokens, with their keys out of all tokens' keys."""
 
     inner: nn.Dropout
 
@@ -135,7 +141,7 @@ class TokensDropout(nn.Module):
 
 
 class FeatureDropout(nn.Module):
-    """Dropout of this device's features: its slice of the mask of all features."""
+    """Dropout of this device's features, by its slice of the mask of all features."""
 
     inner: nn.Dropout
 
@@ -145,8 +151,8 @@ class FeatureDropout(nn.Module):
         """Drop this device's channels of each token."""
         if keys is None or self.inner.rate == 0:
             return x
-        whole = self.inner.mask(keys, x.shape[-1] * jax.lax.axis_size(TENSOR))
-        return self.inner.masked(x, own_part(whole, TENSOR, -1))
+        mask = self.inner.mask(keys, x.shape[-1] * jax.lax.axis_size(TENSOR))
+        return self.inner.masked(x, own_part(mask, TENSOR, -1))
 
 
 class TokensPositions(nn.Module):

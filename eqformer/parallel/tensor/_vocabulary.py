@@ -1,4 +1,4 @@
-"""Embedding and loss over a vocabulary of which each device holds a part: no logits are ever gathered."""
+"""Embedding and loss over a vocabulary that is split over devices: logits are never gathered."""
 
 from collections.abc import Callable
 
@@ -14,9 +14,9 @@ from ._residual_stream import ResidualStream
 
 
 class SplitEmbedding(nn.Module):
-    """Lookup in a table of which this device holds `rows`, padded at the end where the axis does not divide `total`.
+    """Lookup in a table of which this device holds some rows, padded at the end if the axis does not divide `total`.
 
-    Each device looks up the ids that it has; the sum over devices is the whole lookup, kept whole or scattered over
+    Each device looks up the ids that it has; the sum over devices is the full lookup, replicated or scattered over
     tokens or features. `unembed` gives this device's part of the logits.
     """
 
@@ -26,77 +26,81 @@ class SplitEmbedding(nn.Module):
     stream: ResidualStream = eqx.field(static=True)
 
     def __call__(self, ids: Int[Array, "*batch full_seq"]) -> Float[Array, "*batch seq embed"]:
-        """What this device holds of each token's vector."""
+        """Return this device's part of each token's vector."""
         count = self.weight.shape[0]
-        own = ids - jax.lax.axis_index(TENSOR) * count
-        is_here = (own >= 0) & (own < count)
-        found = nn.lookup_rows(self.weight, jnp.where(is_here, own, 0))
-        x = jnp.where(is_here[..., None], found, jnp.zeros_like(found))
-        # As in the whole table, an id outside it gives NaN.
+        local_ids = ids - jax.lax.axis_index(TENSOR) * count
+        is_local = (local_ids >= 0) & (local_ids < count)
+        vectors = nn.lookup_rows(self.weight, jnp.where(is_local, local_ids, 0))
+        x = jnp.where(is_local[..., None], vectors, jnp.zeros_like(vectors))
+        # An id outside of the table gives NaN, as in an unsplit table.
         x = jnp.where(((ids >= 0) & (ids < self.total))[..., None], x, jnp.full_like(x, jnp.nan))
-        x = self.stream.summed("looked-up vectors", x)
+        x = self.stream.reduce("looked-up vectors", x)
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """This device's logits."""
+        """Return this device's logits."""
         return nn.unembed(x, self.weight)
 
 
 class FeatureEmbedding(nn.Module):
-    """An embedding of which this device holds all ids and a slice of the features; logits by `rows`, a slice of ids."""
+    """An embedding of all ids and a slice of the features; logits use `rows`, a slice of ids with all features."""
 
     inner: nn.Embedding
     rows: Float[Array, "vocab embed"]
 
     @property
     def weight(self) -> Float[Array, "vocab embed"]:
-        """The rows that give logits."""
+        """The rows that logits use."""
         return self.rows
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
-        """This device's features of each token's vector."""
+        """Return this device's features of each token's vector."""
         return self.inner(ids)
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """This device's logits."""
+        """Return this device's logits."""
         return nn.unembed(x, self.rows)
 
 
 class HeadInput(nn.Module):
-    """The final norm, and then what the split vocabulary needs: every token's whole vector on every device."""
+    """The final norm and a gather, since the split vocabulary needs every token's full vector on every device."""
 
     inner: Callable[[Array], Array]
     stream: ResidualStream = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Normalise, then gather what is split; the gradient is reduced on the way back."""
-        return self.stream.whole("stream for the head", self.inner(x))
+        """Normalize, then gather the stream; the backward pass reduces the gradient."""
+        return self.stream.gather("stream for the head", self.inner(x))
 
 
 class SourceOutput(nn.Module):
-    """An encoder's final norm, and then every token's whole vector on every device, for cross-attention."""
+    """An encoder's final norm and a gather of every token's full vector, for cross-attention."""
 
     inner: Callable[[Array], Array]
     stream: ResidualStream = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Normalise, then gather what is split; the gradient of all heads is reduced on the way back."""
-        return self.stream.whole("maps from the stream", self.inner(x))
+        """Normalize, then gather the stream; the backward pass reduces the gradient of all heads."""
+        return self.stream.gather("maps from the stream", self.inner(x))
 
 
-def own_rows(table: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
-    """This device's part, along `dim`, of a table that every device holds whole, the last one filled up with zeros."""
-    padded = _filled(table, dim)
+def take_local_rows(table: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
+    """Return this device's slice, along `dim`, of a replicated table; the last slice is padded with zeros."""
+    padded = _pad_to_devices(table, dim)
     size = padded.shape[dim] // jax.lax.axis_size(TENSOR)
     return jax.lax.dynamic_slice_in_dim(padded, jax.lax.axis_index(TENSOR) * size, size, dim)
 
 
-def rows_of_features(table: Shaped[Array, "..."], rows: int, features: int) -> Shaped[Array, "..."]:
-    """From all rows of a slice of the features to a slice of the rows with all features, by an all-to-all."""
-    return send.all_to_all("table from features to ids", _filled(table, rows), TENSOR, rows, features)
+def features_to_rows(table: Shaped[Array, "..."], rows: int, features: int) -> Shaped[Array, "..."]:
+    """Convert all rows of a slice of the features to a slice of the rows with all features, by an all-to-all.
+
+    `rows` and `features` are the two dims of the table.
+    """
+    return send.all_to_all("table from features to ids", _pad_to_devices(table, rows), TENSOR, rows, features)
 
 
-def _filled(table: Array, dim: int) -> Array:
+def _pad_to_devices(table: Array, dim: int) -> Array:
+    """Pad a dim with zeros to a multiple of the number of devices."""
     count = jax.lax.axis_size(TENSOR)
     widths = [(0, 0)] * table.ndim
     widths[dim] = (0, -table.shape[dim] % count)
@@ -104,14 +108,14 @@ def _filled(table: Array, dim: int) -> Array:
 
 
 class SplitVocabulary(eqx.Module):
-    """The loss's view of logits of which each device holds a part of `total`."""
+    """The loss's view of logits that are split over devices, of a vocabulary of `total` ids."""
 
     total: int = eqx.field(static=True)
 
     def nats(
         self, logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]
     ) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
-        """Per token `logsumexp(logits) - logits[target]`, NaN where that is no id, and the logsumexp, of all ids."""
+        """Return `logsumexp(logits) - logits[target]` per token, and the logsumexp; NaN for a target that is no id."""
         ids, logits = self._ids(logits), self._without_padding(logits)
         peak = send.pmax("highest logits", jax.lax.stop_gradient(jnp.max(logits, axis=-1)), TENSOR)
         total = send.psum("normalisers", jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), TENSOR)
@@ -121,7 +125,7 @@ class SplitVocabulary(eqx.Module):
         return jnp.where((targets >= 0) & (targets < self.total), nats, jnp.nan), log_normaliser
 
     def is_first(self, logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
-        """Whether the target is the first of the ids with the highest logit."""
+        """Return whether the target is the first of the ids with the highest logit."""
         ids, logits = self._ids(logits), self._without_padding(logits)
         peak = jnp.max(logits, axis=-1)
         first = jnp.take_along_axis(ids, jnp.argmax(logits, axis=-1, keepdims=True), axis=1)[:, 0]
@@ -129,8 +133,8 @@ class SplitVocabulary(eqx.Module):
         return send.pmin("first of the highest", jnp.where(is_peak, first, self.total), TENSOR) == targets
 
     def _ids(self, logits: Float[Array, "tokens vocab"]) -> Int[Array, "tokens vocab"]:
-        own = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        return own + jax.lax.axis_index(TENSOR) * logits.shape[1]
+        local_ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        return local_ids + jax.lax.axis_index(TENSOR) * logits.shape[1]
 
     def _without_padding(self, logits: Float[Array, "tokens vocab"]) -> Float[Array, "tokens vocab"]:
         if logits.shape[1] * jax.lax.axis_size(TENSOR) == self.total:
