@@ -81,8 +81,8 @@ from .pipeline._schedules import (
 from .pipeline._simulate import Entries as Entries, simulate as simulate, Simulation as Simulation, Timing as Timing
 from .pipeline._stage_layers import check_depth as check_depth, layer_order as layer_order
 from .pipeline._timeline import draw_timeline as draw_timeline, picture_timeline as picture_timeline
-from .serving._cache_core import CacheCore as CacheCore
 from .serving._sharded_model import ShardedModel as ShardedModel
+from .serving._split_cache_attention import SplitCacheAttention as SplitCacheAttention
 from .state._fully_sharded import Gathered as Gathered
 from .state._grad_proxies import (
     grad_proxy as grad_proxy,

@@ -159,9 +159,9 @@ class Runs(NamedTuple):
     """Index of the first row of each run."""
     size: Int[Array, "runs"]
     """Number of rows of each run."""
-    place: Int[Array, "runs"]
+    target: Int[Array, "runs"]
     """Index of the run's first row on the device that receives it."""
-    taken: Int[Array, "runs"]
+    received: Int[Array, "runs"]
     """Numbers of rows of the runs that this device receives, from each device in turn."""
 
 

@@ -67,9 +67,9 @@ def test_every_choice_is_sent_once_to_a_place_of_its_own_beside_those_for_its_ex
                 there, back = runs[other][0], runs[device][1]
                 for expert in range(2):
                     run, its = device * 2 + expert, other * 2 + expert
-                    start, size, place = int(there.start[run]), int(there.size[run]), int(there.place[run])
-                    assert (int(back.place[its]), int(back.size[its]), int(back.start[its])) == (start, size, place)
-                    assert int(runs[device][0].taken[its]) == size == int(runs[other][1].taken[run])
+                    start, size, place = int(there.start[run]), int(there.size[run]), int(there.target[run])
+                    assert (int(back.target[its]), int(back.size[its]), int(back.start[its])) == (start, size, place)
+                    assert int(runs[device][0].received[its]) == size == int(runs[other][1].received[run])
                     if size:
                         assert start == starts[other, run] + sent[other, device, expert]
                     sent[other, device, expert] += size

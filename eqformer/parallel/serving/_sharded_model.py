@@ -23,8 +23,8 @@ from ..context._context_attention import ContextAttention
 from ..layouts._layout import is_spec, shardings
 from ..tensor._replicated_layers import replicated_layers
 from ..tensor._tensor import TensorParallelMixer
-from ._cache_core import CacheCore
 from ._shared_heads import count_sharers, repeat_key_heads
+from ._split_cache_attention import SplitCacheAttention
 
 
 SPLIT_CACHE_DIMS = "heads", "kv_heads", "mlp"
@@ -261,7 +261,7 @@ class ShardedModel(DistributedModel):
 
         def per_device(model: nn.Transformer, *inputs: PyTree) -> PyTree:
             wrapped = device.wrap_forward(model)
-            wrapped = replace(wrapped, ContextAttention, lambda core: CacheCore(core.inner))
+            wrapped = replace(wrapped, ContextAttention, lambda core: SplitCacheAttention(core.inner))
             if self.sharers > 1:
                 with_sharers = lambda mixer: TensorParallelMixer(dataclasses.replace(mixer.inner, sharers=self.sharers))
                 wrapped = replace(wrapped, TensorParallelMixer, with_sharers)

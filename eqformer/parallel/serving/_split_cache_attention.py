@@ -13,7 +13,7 @@ from .._shard_map import vary
 from ..context._context_attention import require_blockwise
 
 
-class CacheCore(kernels.Operation):
+class SplitCacheAttention(kernels.Operation):
     """Attention to KV caches whose slots are split over the axis `context`.
 
     Queries, which are replicated, attend to the keys that the device holds. The results are combined by their
