@@ -1,4 +1,7 @@
-"""Contracts of the modules that a block or a stack holds, and the `Aux` of routed layers."""
+"""Contracts of the modules that a block or a stack holds, and the `Aux` of routed layers.
+
+Contracts are abstract modules, which anybody's own modules may follow.
+"""
 
 import abc
 import dataclasses
@@ -15,40 +18,44 @@ from ._module import Module
 from ._tokens import Tokens
 
 
-Channels = tuple[tuple[int, ...], ...]  # (heads, channels of each) of what a token has; a cost adds them up
+Channels = tuple[tuple[int, ...], ...]  # Pairs (heads, channels of each) of a token; a cost adds up the pairs.
 
 
 class Attends(NamedTuple):
-    """What a mixer passes to its attention core, its field `core`, whose exchange lets rows be cut over devices."""
+    """Arguments that a mixer passes to its attention core, its field `core`.
+
+    A mixer that states these lets a plan exchange the core, so that rows can be split over devices.
+    """
 
     mask: Mask
-    """Which keys a query may see."""
+    """The keys that a query may see."""
     query: Channels
-    """The queries' heads and channels."""
+    """Heads and channels of the queries."""
     key: Channels
-    """The keys'."""
+    """Heads and channels of the keys."""
     value: Channels
-    """The values'."""
+    """Heads and channels of the values."""
     output: Channels
-    """The output's."""
+    """Heads and channels of the output."""
     needs: tuple[str, ...] = ()
-    """Which of `softcap`, `sinks` and `bias` the core must compute; `source`: the keys are of another sequence."""
+    """Options among `softcap`, `sinks` and `bias` that the core must compute; `source`: keys of another sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MixerFacts:
-    """What transforms and cost formulas must know of a mixer; the defaults are safe for any mixer.
+    """Facts about a mixer for transforms and cost formulas; the defaults are safe for any mixer.
 
     Sizes are those of the slice that a device holds.
 
-    - `splits_heads`: whether it runs on a slice of its `heads`, `kv_heads` or `mlp`: its maps out of the stream return
-      such slices, and the results of its maps back into the stream are summed over devices. Beside maps and norms it
-      may make of its input what each number gives by itself; a map reads that too, but not in a `sequence` stream. If
-      not, or if an array that belongs to no map is of `embed` and of these, every device runs the whole of it.
-    - `attends`: None for one that needs whole rows: it reads tokens in turn, chooses among all of them, or makes
-      something of neighbours beside its core, of which a device with a piece of a row knows some.
-    - `operations`: a token, beyond those of its linear maps and its core; a multiplication and an addition are two.
-    - `shares_kv_heads`: whether devices may have a key head in common, each with some of the heads that it serves.
+    - `splits_heads`: whether the mixer runs on a slice of its `heads`, `kv_heads` or `mlp`. Its maps out of the
+      stream then return such slices, and the results of its maps back into the stream are summed over devices. Apart
+      from maps and norms, it may apply only elementwise functions to its input; a map may read their result too,
+      except in a `sequence` stream. If `splits_heads` is false, or if an array that belongs to no map has a dim
+      `embed` and one of these dims, every device runs the whole mixer.
+    - `attends`: None for a mixer that needs whole rows: it reads tokens in sequence, chooses among all tokens, or
+      combines neighbouring tokens outside of its core, of which a device with a piece of a row has only some.
+    - `operations`: operations a token, beyond those of linear maps and core; a multiply-add is two.
+    - `shares_kv_heads`: whether devices may share a key head, each with some of the query heads that it serves.
     """
 
     splits_heads: bool = False
@@ -58,47 +65,48 @@ class MixerFacts:
 
 
 class Mixer(Module):
-    """What mixes tokens and can remember them: an attention, or a recurrence."""
+    """A layer that mixes tokens and may cache them: an attention, or a recurrence."""
 
     @abc.abstractmethod
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """Map the tokens of `x`, reading and extending the cache where one is given."""
+        """Map the tokens of `x`, reading and extending the cache if one is given."""
 
     @abc.abstractmethod
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """An empty cache for `batch` rows of up to `capacity` tokens, with a name for each dim of its arrays."""
+        """Return an empty cache for `batch` rows of up to `capacity` tokens, whose arrays name all their dims."""
 
     def facts(self) -> MixerFacts:
-        """What transforms and cost formulas must know; by default what is safe for any mixer."""
+        """Return facts for transforms and cost formulas; the default is safe for any mixer."""
         return MixerFacts()
 
 
 class ScoreBias(Module):
-    """What is added to the scores of a model's attentions that say so (`Attention(score_bias=True)`), by positions.
+    """A bias by positions, added to the scores of the attentions that ask for it (`Attention(score_bias=True)`).
 
     It runs on a slice of its heads: its arrays name their dim `heads`, or are the same for all heads.
     """
 
     @abc.abstractmethod
     def __call__(self, queries: Tokens, keys: Tokens) -> Float[Array, "*batch heads seq kv_seq"]:
-        """What is added for each query and key, in float32 at least."""
+        """Return the bias of each query and key, in float32 at least."""
 
 
 class FeedForward(Module):
-    """A layer for each token by itself that runs on a slice of its `mlp` hidden features.
+    """A layer that maps each token alone and runs on a slice of its `mlp` hidden features.
 
-    Its maps out of the stream to `mlp` then give such a slice, and what its maps back into the stream give is summed
-    over slices. What other maps out of the stream give, such as a number for each token, every device has whole.
-    Beside maps and norms it may make of its input what each number gives by itself. Arrays that belong to no map name
-    their dims: those of `embed` act on the stream, those of `mlp` on slices, and with one of both all is run whole.
-    A layer for which this does not hold is a plain function, of which every device runs the whole.
+    Its maps out of the stream to `mlp` return such a slice on each device, and the results of its maps back into the
+    stream are summed over slices. Other maps out of the stream, such as a gate of one number a token, give the whole
+    result on every device. Apart from maps and norms, it may apply only elementwise functions to its input. Arrays
+    that belong to no map name their dims: those with `embed` act on the stream, those with `mlp` on slices; an array
+    with both makes every device run the whole layer. Write a layer that does not follow these rules as a plain
+    function: every device runs the whole of it.
     """
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
-        """Map each token by itself."""
+        """Map each token alone."""
 
 
 class Routed(Module):
@@ -108,41 +116,45 @@ class Routed(Module):
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """The layer's output and an `Aux`."""
+        """Return the layer's output and an `Aux`."""
 
     def rebalanced(self, aux: PyTree, rate: float | Float[Array, ""]) -> "Routed":
-        """The layer after a step with this `Aux`, its loads moved by `rate` towards even ones; the same by default."""
+        """Return the layer after a step with this `Aux`, with loads moved by `rate` towards even; unchanged by
+        default."""
         return self
 
 
 class Layer(Module):
-    """What a stack repeats: a block, a period of blocks, a residual sublayer alone."""
+    """A layer that a stack repeats: a block, a super-block, or a residual sublayer alone."""
 
     @abc.abstractmethod
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """Map the tokens of `x`, extending the cache where one is given; third, the `Aux` of routed layers, or None."""
+        """Map the tokens of `x`; return the output, the extended cache, and the `Aux` of routed layers or None."""
 
     @abc.abstractmethod
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """An empty cache for `batch` rows of up to `capacity` tokens; None where there is nothing to remember."""
+        """Return an empty cache for `batch` rows of up to `capacity` tokens; None for a layer without a cache."""
 
 
 class ChunkedUnembedding(Module):
-    """What gives logits of all ids, and also of a part of them at a time, as where no device has its table whole."""
+    """A module that gives logits of the whole vocabulary, or of one part of it at a time.
+
+    Parts are for a vocabulary table that no device holds whole.
+    """
 
     @abc.abstractmethod
     def parts(self) -> tuple[PyTree, PyTree]:
-        """Arrays of each part, with a dim of parts in front: those that have gradients, and others."""
+        """Return the arrays of all parts, with a dim of parts in front: those with gradients, and others."""
 
     @abc.abstractmethod
     def of_part(self, moving: PyTree, rest: PyTree) -> tuple[Module, Int[Array, "part"]]:
-        """What stands in its place to give a part's logits, and the part's ids; -1 where a logit is none."""
+        """Return a module that gives the logits of one part, and the part's ids; id -1 marks padding."""
 
 
 class Aux(eqx.Module):
-    """The auxiliary losses and counts of a mixture of experts, each a sum over the tokens of a call without padding.
+    """Auxiliary losses and counts of a mixture of experts, each a sum over the tokens of a call without padding.
 
     In a stack, each array has a `layers` dim in front. `loss` is added to the sum of the tokens' losses; `load` counts
     the choices of each expert, also those dropped; `entropy` sums the entropy of each token's scores, in nats.
@@ -156,11 +168,11 @@ class Aux(eqx.Module):
 
 
 def aux_of(aux: PyTree) -> list[Aux]:
-    """Every `Aux` in what a model or a part of one returned as aux, in the order of its layers."""
+    """Return every `Aux` in the aux of a model or of a part of one, in the order of the layers."""
     return modules(aux, Aux)
 
 
 def aux_loss(aux: PyTree) -> Float[Array, ""]:
-    """The sum of all losses of routed layers; zero where there are none."""
-    first, *others = [jnp.sum(one.loss) for one in aux_of(aux)] or [jnp.zeros((), jnp.float32)]
-    return sum(others, start=first)
+    """Return the sum of the losses of all routed layers; zero if there are none."""
+    first, *further = [jnp.sum(layer.loss) for layer in aux_of(aux)] or [jnp.zeros((), jnp.float32)]
+    return sum(further, start=first)

@@ -19,14 +19,15 @@ from ._module import Module
 
 
 class LinearMap(Module):
-    """`y = W x + b` between named dims, however W is held: the contract of `Linear`, `LoRA` and a map of one's own.
+    """A linear map `y = W x + b` between named dims, whatever form W is stored in: the contract of `Linear` and `LoRA`.
 
-    A module that follows it stands wherever a `Linear` does. Its arrays name their dims (`nn.named_by`), so that a
-    layout can split them; everything it says is of the slice that a device holds. An array of outputs alone that is no
-    bias, such as a scale for each output of a weight of eight bits, multiplies or is added before sums over devices.
+    A module that follows this contract may stand wherever a `Linear` does. Its arrays name their dims
+    (`nn.named_by`), so that a layout can split them; all sizes are those of the slice that a device holds. An array of
+    output dims alone other than the bias, such as a scale for each output of an 8-bit weight, is applied before sums
+    over devices.
     """
 
-    if TYPE_CHECKING:  # an abstract variable would be taken for an argument of each constructor
+    if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
         inputs: tuple[str, ...] = eqx.field(init=False)
         outputs: tuple[str, ...] = eqx.field(init=False)
         bias: Array | None = eqx.field(init=False)
@@ -38,32 +39,32 @@ class LinearMap(Module):
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The sizes of W's dims, outputs then inputs; in front those of the ensembles that the map stands in."""
+        """Sizes of W's dims, outputs then inputs; in front the dims of the ensembles that contain the map."""
 
     @abc.abstractmethod
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """`W x`, of the trailing dims of `x`, without the bias; in `dtype` where one is given, else in that of `x`."""
+        """Return `W x` over the trailing dims of `x`, without the bias, in `dtype` or else in the dtype of `x`."""
 
     @abc.abstractmethod
     def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """W in `dtype` or its own, of the dims of `shape`."""
+        """Return W in `dtype`, by default in its own dtype, with the dims of `shape`."""
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Map the trailing input dims of `x` to the output dims; leading dims stay."""
         return add_float32(self.product(x), self.bias)
 
     def of_other(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The same of vectors that are not those of the layer's own tokens, such as a source's."""
+        """Map vectors of other tokens than the layer's own, such as those of a cross-attention's source."""
         return self(x)
 
     @property
     def products(self) -> MatmulPrecision:
-        """How `matrix` is multiplied: in the compute dtype, unless a map says otherwise."""
+        """The precision in which `matrix` is multiplied: by default the compute dtype."""
         return ComputeDtypeMatmul()
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each output and input dim."""
+        """Size of each output and input dim."""
         names = (*self.outputs, *self.inputs)
         if len(self.shape) < len(names):
             raise ValueError(
@@ -74,18 +75,19 @@ class LinearMap(Module):
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """The sizes of the output dims."""
+        """Sizes of the output dims."""
         return tuple(self.sizes[name] for name in self.outputs)
 
     def flat_matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "outputs inputs"]:
-        """`matrix` with all outputs as rows and all inputs as columns, of a map that stands in no ensemble."""
+        """Return `matrix` with all outputs as rows and all inputs as columns, for a map outside of ensembles."""
         return self.matrix(dtype).reshape(math.prod(self.output_shape), -1)
 
 
 class DenseMap(LinearMap):
-    """A map whose W is a parameter, `weight`, so that W's gradient is the product of the output's and the input.
+    """A linear map whose W is a parameter, `weight`.
 
-    Its `product` is `products.forward` with the weight cast to the dtype of `x`, and nothing more.
+    The gradient of W is then the product of the output's gradient and the input. `product` is `products.forward` with
+    the weight cast to the dtype of `x`, and nothing more.
     """
 
     if TYPE_CHECKING:
@@ -95,7 +97,7 @@ class DenseMap(LinearMap):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The weight's."""
+        """Shape of the weight."""
         return self.weight.shape
 
     @property
@@ -104,51 +106,51 @@ class DenseMap(LinearMap):
         return (*self.outputs, *self.inputs)
 
     def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """The weight."""
+        """Return the weight."""
         return self.weight if dtype is None else self.weight.astype(dtype)
 
 
 class ComposedMap(LinearMap):
-    """A map made of maps, such as a `LoRA`: what splits, watches or counts maps takes each of these by itself."""
+    """A linear map made of linear maps, such as a `LoRA`; transforms and costs treat each inner map separately."""
 
 
 class LinearWrapper(LinearMap):
-    """A map in the place of another, `inner`, whose product it finds in a way of its own."""
+    """A linear map that takes the place of `inner` and computes its product in another way."""
 
-    inner: Any  # a `LinearMap`, or what stands for one in a tree like the model
+    inner: Any  # A `LinearMap`, or whatever replaces it in a tree of the model's structure.
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Those of `inner`."""
+        """Forwarded from `inner`."""
         return self.inner.inputs
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Those of `inner`."""
+        """Forwarded from `inner`."""
         return self.inner.outputs
 
     @property
     def bias(self) -> Float[Array, "..."] | None:
-        """That of `inner`."""
+        """Forwarded from `inner`."""
         return self.inner.bias
 
     @property
     def products(self) -> MatmulPrecision:
-        """Those of `inner`."""
+        """Forwarded from `inner`."""
         return self.inner.products
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of `inner`."""
+        """Forwarded from `inner`."""
         return self.inner.shape
 
     def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """That of `inner`."""
+        """Forwarded from `inner`."""
         return self.inner.matrix(dtype)
 
     @property
     def weight(self) -> Array:
-        """None of its own: an `AttributeError` that says so."""
+        """Raise an `AttributeError`: a wrapper has no weight."""
         raise AttributeError(
             f"LinearMap.weight: a {type(self).__name__} stands for the map '{' '.join(self.inputs)} -> "
             f"{' '.join(self.outputs)}' here, which devices may hold a slice of; call the map in place of reading its "
@@ -157,27 +159,27 @@ class LinearWrapper(LinearMap):
 
 
 class PrecomputedLinear(LinearWrapper):
-    """A map whose whole result, the bias included, is what `answer(x)` gives."""
+    """A linear map whose result, bias included, is computed by the function `answer`."""
 
     answer: Callable[[Array], Array] = eqx.field(static=True)
 
     @property
     def bias(self) -> None:
-        """None that is left to add."""
+        """None: `answer` adds the bias."""
 
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """The result."""
+        """Return `answer(x)`."""
         y = self.answer(x)
         return y if dtype is None else y.astype(dtype)
 
 
 def is_map(node: object) -> TypeGuard[LinearMap]:
-    """Whether a node is a linear map, and none that is made of others."""
+    """Return whether a node is a linear map that is not made of others."""
     return isinstance(node, LinearMap) and not isinstance(node, ComposedMap)
 
 
 def linear_maps(tree: PyTree) -> list[Any]:
-    """Every linear map in a tree, in order, those that others are made of by themselves."""
+    """Return every linear map in a tree, in order; a `ComposedMap` counts as the maps that it is made of."""
     return [node for node in jax.tree.leaves(tree, is_leaf=is_map) if is_map(node)]
 
 
@@ -207,8 +209,8 @@ class Linear(DenseMap):
         self.bias = jnp.zeros([sizes[dim] for dim in self.outputs], jnp.float32) if bias else None
 
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """`W x`, of the trailing dims of `x`; sums and result in `dtype` where one is given, of gradients too."""
-        return applied(self, self.weight, x, dtype)
+        """Return `W x` over the trailing dims of `x`; a given `dtype` is that of sums and result, in gradients too."""
+        return apply_weight(self, self.weight, x, dtype)
 
 
 # On CPUs a weight of three dims is copied in transposed order at each call, which costs more than the product for few
@@ -217,29 +219,30 @@ class Linear(DenseMap):
 _FEW = 512
 
 
-def applied(
+def apply_weight(
     linear: LinearMap, weight: Float[Array, "..."], x: Float[Array, "..."], dtype: DTypeLike | None
 ) -> Float[Array, "..."]:
-    """What the map gives of `x` whose matrix is `weight`; raises a `ValueError` for an `x` of other dims."""
-    wanted = tuple(linear.sizes[name] for name in linear.inputs)
-    if x.shape[-len(wanted) :] != wanted:
+    """Return the product of `linear` and `x` with `weight` as its matrix; raise a `ValueError` for an `x` of other
+    dims."""
+    input_shape = tuple(linear.sizes[name] for name in linear.inputs)
+    if x.shape[-len(input_shape) :] != input_shape:
         spec = f"{' '.join(linear.inputs)} -> {' '.join(linear.outputs)}"
+        sizes = dict(zip(linear.inputs, input_shape))
         raise ValueError(
-            f"{type(linear).__name__}({spec!r})(x): the last dims of x must be {dict(zip(linear.inputs, wanted))}; "
-            f"x has shape {x.shape}."
+            f"{type(linear).__name__}({spec!r})(x): the last dims of x must be {sizes}; x has shape {x.shape}."
         )
-    lead = x.shape[: x.ndim - len(wanted)]
+    lead = x.shape[: x.ndim - len(input_shape)]
     is_plain = isinstance(linear.products, ComputeDtypeMatmul)
     is_widening = is_plain and dtype is not None and jnp.dtype(dtype) == at_least_float32(x.dtype) != x.dtype
     if is_plain and not is_widening and math.prod(lead) > _FEW:
-        # Numbers stand for the dims: the inputs' first, then the outputs'.
-        into = list(range(len(wanted)))
-        out = list(range(len(wanted), len(wanted) + len(linear.outputs)))
+        # Dims are numbered for `einsum`: the inputs first, then the outputs.
+        into = list(range(len(input_shape)))
+        out = list(range(len(input_shape), len(input_shape) + len(linear.outputs)))
         cast = weight.astype(x.dtype)
         return jnp.einsum(x, [..., *into], cast, [*out, *into], [..., *out], preferred_element_type=dtype)
     rows, matrix = (
-        x.reshape(*lead, math.prod(wanted)),
-        weight.reshape(math.prod(linear.output_shape), math.prod(wanted)),
+        x.reshape(*lead, math.prod(input_shape)),
+        weight.reshape(math.prod(linear.output_shape), math.prod(input_shape)),
     )
     if is_widening:
         y = matmul_float32(rows, matrix)
@@ -249,12 +252,12 @@ def applied(
 
 
 def dense(linear: LinearMap) -> DenseMap:
-    """A map whose weight is what this map computes: itself, or a plain `Linear`."""
+    """Return the map itself if it has a weight, else a `Linear` whose weight is the map's matrix."""
     return linear if isinstance(linear, DenseMap) else plain(linear, linear.matrix())
 
 
 def plain(linear: LinearMap, weight: Float[Array, "..."]) -> Linear:
-    """A `Linear` of such dims and of the map's bias."""
+    """Return a `Linear` of the map's dims and bias with another weight."""
     sizes = dict.fromkeys((*linear.outputs, *linear.inputs), 1)
     spec = f"{' '.join(linear.inputs)} -> {' '.join(linear.outputs)}"
     shapes = eqx.filter_eval_shape(Linear, spec, bias=linear.bias is not None, key=jax.random.key(0), **sizes)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 
 from ._dims import float32_flags, named_by, named_modules, path_name
 from ._dtype import at_least_float32, float_dtype
-from ._linear import applied, DenseMap, Linear, LinearMap, plain
+from ._linear import apply_weight, DenseMap, Linear, LinearMap, plain
 from ._lora import chosen_maps, LoRA, Where
 from ._matmul_precision import Fp8Matmul, MatmulPrecision
 from ._transformer import Transformer
@@ -77,7 +77,7 @@ class Fp8Linear(DenseMap):
 
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """`W x`, of the trailing dims of `x`."""
-        return applied(self, self.weight, x, dtype)
+        return apply_weight(self, self.weight, x, dtype)
 
 
 def with_fp8(model: PyTree, where: Where | None = None) -> PyTree:

@@ -26,10 +26,11 @@ class Stack(Layer):
 
     The blocks are built in one trace and run in one trace, so neither start-up nor compilation grows with depth. A
     slice of layers is plain indexing: `stack[2]` is a block, `stack[2:4]` a stack. Unlike blocks that repeat go into
-    one `SuperBlock`; kinds that do not repeat go into stacks of their own. What the backward pass recomputes (`remat`,
-    see `REMAT`) and how many layers a turn of the scan runs (`unroll`) is set by `with_execution`. `depth` is how many
-    layers the whole stack has, of which a device may hold a few; in a pipeline of unequal stages it holds rows of
-    padding too.
+    one `SuperBlock`; kinds that do not repeat go into stacks of their own.
+
+    `with_execution` sets `remat`, what the backward pass recomputes (see `REMAT`), and `unroll`, how many layers an
+    iteration of the scan runs. `depth` is the number of layers of the whole stack, of which a device may hold a few; in
+    a pipeline of unequal stages a device holds rows of padding too.
     """
 
     numbers: Int[Array, "layers"]
@@ -50,49 +51,51 @@ class Stack(Layer):
     def __len__(self) -> int:
         return self.numbers.shape[0]
 
-    def __getitem__(self, place: int | slice) -> Layer:
-        if isinstance(place, int) and not -len(self) <= place < len(self):
-            raise IndexError(f"stack[{place}]: the stack has {len(self)} layers.")
+    def __getitem__(self, index: int | slice) -> Layer:
+        if isinstance(index, int) and not -len(self) <= index < len(self):
+            raise IndexError(f"stack[{index}]: the stack has {len(self)} layers.")
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
-        blocks = eqx.combine(jax.tree.map(lambda x: x[place], arrays), static)
-        if isinstance(place, int):
+        blocks = eqx.combine(jax.tree.map(lambda x: x[index], arrays), static)
+        if isinstance(index, int):
             return blocks
-        if not len(range(len(self))[place]):
-            raise ValueError(f"stack[{place.start}:{place.stop}]: no layer is left of {len(self)}.")
-        part = eqx.tree_at(lambda s: (s.blocks, s.numbers), self, (blocks, self.numbers[place]))
+        if not len(range(len(self))[index]):
+            raise ValueError(f"stack[{index.start}:{index.stop}]: no layer is left of {len(self)}.")
+        part = eqx.tree_at(lambda s: (s.blocks, s.numbers), self, (blocks, self.numbers[index]))
         object.__setattr__(part, "depth", len(part))
         return part
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """Run the layers in turn; the cache and the aux of routed layers have a `layers` dim in front."""
+        """Run the layers in order; the cache and the aux of routed layers have a `layers` dim in front."""
         _check_layers(self, "x")
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
-        own_inputs, tokens = _by_layer(tokens.inputs, len(self)), tokens.replaced(inputs=None)
-        # Layers that read one array, such as a source, give it gradients, which the scan adds up in the array's dtype.
-        shared = in_float32(tokens) if cache is None else tokens
+        layer_inputs, tokens = _split_by_layer(tokens.inputs, len(self)), tokens.replaced(inputs=None)
+        # All layers read these arrays, such as a cross-attention's source. The scan sums their gradients over layers in
+        # the arrays' dtype, so they enter the scan in float32.
+        float32_tokens = in_float32(tokens) if cache is None else tokens
 
-        def layer(carry: tuple, given: tuple) -> tuple[tuple, PyTree]:
+        def run_layer(carry: tuple, scanned: tuple) -> tuple[tuple, PyTree]:
             # The cache is part of the carry and updated in place; as a scanned input it would be copied by every call.
-            (x, caches), (weights, number, place, inputs) = carry, given
-            x = checkpoint_name(x, "layer input")  # for remat policies that keep it elsewhere
-            own = in_dtypes_of(shared, tokens).replaced(inputs=inputs).fold_in(number)
-            x, kept, aux = eqx.combine(weights, static)(x, own, _of_layer(caches, place))
-            return (x, _with_layer(caches, kept, place)), keep_shared(aux, tokens.names_read)
+            (x, caches), (weights, number, index, inputs) = carry, scanned
+            x = checkpoint_name(x, "layer input")  # A name for rematerialisation policies that offload layer inputs.
+            layer_tokens = in_dtypes_of(float32_tokens, tokens).replaced(inputs=inputs).fold_in(number)
+            x, new_cache, aux = eqx.combine(weights, static)(x, layer_tokens, _select_cache(caches, index))
+            return (x, _store_cache(caches, new_cache, index)), keep_shared(aux, tokens.names_read)
 
         policy = REMAT[self.remat]
         if policy is not None:
-            # Without a loop, common subexpressions of unrolled layers would be kept instead of recomputed.
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=1 < len(self) <= self.unroll)
-        places = jnp.arange(len(self), dtype=jnp.int32)
-        given = (arrays, self.numbers, places, own_inputs)
-        (x, cache), aux = jax.lax.scan(layer, (x, cache), given, unroll=self.unroll)
+            # Without a loop between forward and backward pass, some compilers merge the recomputation with the forward
+            # pass and keep its results. A scan of a single iteration has no loop.
+            run_layer = jax.checkpoint(run_layer, policy=policy, prevent_cse=1 < len(self) <= self.unroll)
+        indices = jnp.arange(len(self), dtype=jnp.int32)
+        scanned = (arrays, self.numbers, indices, layer_inputs)
+        (x, cache), aux = jax.lax.scan(run_layer, (x, cache), scanned, unroll=self.unroll)
         return x, cache, take_last_layer(aux)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """The blocks' empty caches, stacked over `layers`."""
+        """Return the blocks' empty caches, stacked over `layers`."""
         _check_layers(self, "init_cache")
         return eqx.filter_vmap(lambda block: block.init_cache(batch, capacity, dtype))(self.blocks)
 
@@ -106,7 +109,7 @@ def empty_caches(
     compute_dtype: str,
     rollback: int,
 ) -> tuple[PyTree, ...]:
-    """The empty cache of each stack, in a dtype, by default the compute dtype, of 8 bits with scales too."""
+    """Return the empty cache of each stack; a `dtype` of None is the compute dtype, one of 8 bits adds scales."""
     dtype, is_small = parse_cache_dtype(dtype or compute_dtype, f"init_cache(dtype={dtype!r})")
     caches = tuple(stack.init_cache(batch, capacity, compute_dtype if is_small else dtype) for stack in stacks)
     caches = in_memory(caches, dtype) if is_small else caches
@@ -126,35 +129,35 @@ def _check_layers(stack: Stack, call: str) -> None:
     )
 
 
-def _by_layer(
+def _split_by_layer(
     inputs: Float[Array, "*rows seq depth mlp"] | None, layers: int
 ) -> Float[Array, "layers *rows seq _ mlp"] | None:
-    """The inputs of each layer, or of each of its blocks."""
+    """Move the per-layer inputs of each layer to a `layers` dim in front; a `SuperBlock` gets one for each block."""
     if inputs is None:
         return None
     *rows, depth, mlp = inputs.shape
     return jnp.moveaxis(inputs.reshape(*rows, layers, depth // layers, mlp), -3, 0)
 
 
-def _of_layer(caches: PyTree, place: Int[Array, ""]) -> PyTree:
-    """A layer's own cache: where it takes the whole stack's, that with the layer's place, and else its slice."""
+def _select_cache(caches: PyTree, index: Int[Array, ""]) -> PyTree:
+    """Return a layer's cache: its slice, or for a `LayerCache` all layers' arrays with the layer's index."""
 
-    def one(cache: PyTree) -> PyTree:
-        return dataclasses.replace(cache, layer=place) if _is_whole(cache) else index_layer(cache, place)
+    def select(cache: PyTree) -> PyTree:
+        return dataclasses.replace(cache, layer=index) if _is_layer_cache(cache) else index_layer(cache, index)
 
-    return jax.tree.map(one, caches, is_leaf=_is_whole)
-
-
-def _with_layer(caches: PyTree, kept: PyTree, place: Int[Array, ""]) -> PyTree:
-    """The stack's caches with what a layer gave back."""
-
-    def one(old: PyTree, new: PyTree) -> PyTree:
-        return dataclasses.replace(new, layer=None) if _is_whole(old) else update_layer(old, new, place)
-
-    return jax.tree.map(one, caches, kept, is_leaf=_is_whole)
+    return jax.tree.map(select, caches, is_leaf=_is_layer_cache)
 
 
-def _is_whole(node: object) -> TypeGuard[LayerCache]:
+def _store_cache(caches: PyTree, new_cache: PyTree, index: Int[Array, ""]) -> PyTree:
+    """Return the stack's caches with a layer's new cache stored."""
+
+    def store(old: PyTree, new: PyTree) -> PyTree:
+        return dataclasses.replace(new, layer=None) if _is_layer_cache(old) else update_layer(old, new, index)
+
+    return jax.tree.map(store, caches, new_cache, is_leaf=_is_layer_cache)
+
+
+def _is_layer_cache(node: object) -> TypeGuard[LayerCache]:
     return isinstance(node, LayerCache)
 
 
@@ -217,36 +220,47 @@ def _split_inputs(tokens: Tokens, counts: Sequence[int]) -> Iterator[Tokens]:
         start += count
 
 
+# Rematerialisation policies: each names what the forward pass keeps; the backward pass recomputes all else.
+#
+# - `none` keeps everything.
+# - `full` keeps the layers' inputs, and arrays named "own tokens": the results of a layer's maps for each device's
+#   tokens, where devices split a row's tokens (they would be sent again), and the tokens gathered for experts (they
+#   would be computed twice).
+# - `dots` keeps the results of all matrix products, `dots_no_batch` of those without a batch dim.
+# - `products` keeps the results of linear maps, and arrays that are named by `checkpoint_name`: "attended", the output
+#   of attention (with the sums of its softmax where the backward pass reads them, so that no kernel runs twice
+#   forward), in every core but `DotProductAttention`; "product", results of linear maps that are put together from
+#   devices or are those of experts; "dropout", dropout's masks, a byte a channel. Products of several experts at once
+#   have a batch dim, and are not kept where experts choose their tokens or are made of more than maps.
+# - `products_on_host` keeps the same except masks, and the layers' inputs, in the memory of the devices' hosts.
+# - `full_on_host` keeps the layers' inputs in the hosts' memory, and "own tokens" on the devices.
+#
+# A device that is its own host runs the last two as `products` and `full`.
 _POLICIES = jax.checkpoint_policies
 _TO_HOST: dict[str, Any] = {"offload_src": "device", "offload_dst": "pinned_host"}
-# Rematerialisation policies: what is kept from the forward pass; all else is recomputed in the backward pass. `none`
-# keeps everything; `full` layers' inputs alone and a device's "own tokens": what the maps of a layer give each of the
-# devices that split a row's tokens, which would be sent again, and what they gather for experts, which would be
-# computed twice; `products` keeps the results of linear maps, and arrays that are named by `checkpoint_name`: the
-# output of attention ("attended"; with the sums of its softmax, where its backward pass reads them, so that no kernel
-# runs twice forward), in every core but `DotProductAttention`, results of linear maps that are put together from
-# devices or are those of experts ("product"), and dropout's masks ("dropout"), a byte a channel. (Products of several
-# experts at once have a batch dim, and are not kept where experts choose their tokens or are made of more than maps.)
-# `products_on_host` keeps the same but masks, and the layers' inputs, in the memory of the devices' hosts,
-# `full_on_host` the layers' inputs; CPUs run them as `products` and `full`.
-_KEPT = ("attended", "product")
-_NAMED = _POLICIES.save_and_offload_only_these_names(
-    names_which_can_be_saved=[], names_which_can_be_offloaded=[*_KEPT, "layer input"], **_TO_HOST
+_PRODUCT_NAMES = ("attended", "product")
+_OFFLOAD_NAMES = _POLICIES.save_and_offload_only_these_names(
+    names_which_can_be_saved=[], names_which_can_be_offloaded=[*_PRODUCT_NAMES, "layer input"], **_TO_HOST
 )
-_INPUTS = _POLICIES.save_and_offload_only_these_names(
+_OFFLOAD_LAYER_INPUTS = _POLICIES.save_and_offload_only_these_names(
     names_which_can_be_saved=["own tokens"], names_which_can_be_offloaded=["layer input"], **_TO_HOST
 )
-_DOTS = _POLICIES.offload_dot_with_no_batch_dims(**_TO_HOST)
+_OFFLOAD_DOTS = _POLICIES.offload_dot_with_no_batch_dims(**_TO_HOST)
+
+
+def _offload_products(primitive: Any, *avals: Any, **params: Any) -> Any:
+    """Offload named arrays and the results of products without a batch dim."""
+    return (_OFFLOAD_NAMES if primitive.name == "name" else _OFFLOAD_DOTS)(primitive, *avals, **params)
+
+
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "full": _POLICIES.save_only_these_names("own tokens"),
     "dots": _POLICIES.dots_saveable,
     "dots_no_batch": _POLICIES.dots_with_no_batch_dims_saveable,
     "products": _POLICIES.save_from_both_policies(
-        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(*_KEPT, "dropout")
+        _POLICIES.dots_with_no_batch_dims_saveable, _POLICIES.save_only_these_names(*_PRODUCT_NAMES, "dropout")
     ),
-    "products_on_host": lambda operation, *given, **params: (_NAMED if operation.name == "name" else _DOTS)(
-        operation, *given, **params
-    ),
-    "full_on_host": _INPUTS,
+    "products_on_host": _offload_products,
+    "full_on_host": _OFFLOAD_LAYER_INPUTS,
 }

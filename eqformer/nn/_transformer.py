@@ -27,20 +27,20 @@ class Predictor(Module):
     """Multi-token prediction's module for one more token (DeepSeek-V3, arXiv:2412.19437, eq. 21 to 23).
 
     With `h` what the model's final norm gave of token `i`, `x_i = merge [embedding_norm(Emb(t_(i+1))); hidden_norm(h)]`
-    goes through the layers and `norm`; of what they give, the model's head makes logits of token `i + 2`. The paper
-    writes the two in the other order, which permutes columns of `merge`; this one is that of published weights.
+    goes through the layers and `norm`, and the model's head turns the output into logits of token `i + 2`. The paper
+    concatenates the two in the other order, which permutes columns of `merge`; published weights have this order.
     """
 
     embedding_norm: Norm | Callable[[Array], Array]
-    """Of the next token's embedding."""
+    """Norm of the next token's embedding."""
     hidden_norm: Norm | Callable[[Array], Array]
-    """Of the model's vector."""
+    """Norm of the model's hidden vector."""
     merge: LinearMap
     """A map `sides embed -> merged`."""
     stacks: tuple[Stack, ...]
     """The layers, one in published models."""
     norm: Norm | Callable[[Array], Array]
-    """Of the last layer's output."""
+    """Norm of the last layer's output."""
 
     def __call__(
         self,
@@ -49,8 +49,10 @@ class Predictor(Module):
         tokens: Tokens,
         cache: PyTree = None,
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """What the head is given, and the cache; `tokens` count the vectors of the model, each beside the next token's
-        embedding."""
+        """Return the input of the model's head, and the new cache.
+
+        Each hidden vector of the model is merged with the next token's embedding; `tokens` are those of the vectors.
+        """
         x = self.merge(jnp.stack([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-2))
         x, cache, _ = run_layers(self.stacks, x, tokens, cache)
         return self.norm(x), cache
@@ -58,7 +60,7 @@ class Predictor(Module):
     def init_cache(
         self, batch: Sequence[int], capacity: int, dtype: str | None, *, compute_dtype: str, rollback: int = 0
     ) -> PyTree:
-        """An empty cache, as `Transformer.init_cache` gives one."""
+        """Return an empty cache, as `Transformer.init_cache` does."""
         return empty_caches(self.stacks, batch, capacity, dtype, compute_dtype=compute_dtype, rollback=rollback)
 
 
@@ -67,95 +69,102 @@ def _compute_dtype(dtype: str) -> str:
 
 
 class Transformer(Module):
-    """A model of tokens, in parts that are passed built; without a `head` the embedding's table gives the logits.
+    """A language model, assembled from built parts; without a `head`, the embedding's table gives the logits.
 
     Parameters keep their own dtype and are cast where they are used; norms, softmax and logits are computed in float32
     at least.
     """
 
     embedding: Embedding
-    """The table of tokens."""
+    """The table of token embeddings."""
     stacks: tuple[Stack, ...]
     """The layers."""
     norm: Norm | Callable[[Array], Array]
-    """Of the last layer's output."""
+    """Norm of the last layer's output."""
     head: LinearMap | None = None
-    """What gives the logits; None: the embedding's table."""
+    """The map from hidden vectors to logits; None: the embedding's table."""
     positions: LearnedPositions | None = None
-    """A table of positions that is added to the embeddings."""
+    """A table of position embeddings, added to the token embeddings."""
     embedding_norm: Norm | None = None
-    """Of the embeddings (ModernBERT)."""
+    """Norm of the embeddings (ModernBERT)."""
     logit_bias: Float[Array, "vocab"] | None = None
-    """What is added to the logits, beside a head's own bias (ModernBERT, whose head is the embedding's table)."""
+    """A bias of the logits, beside a head's own bias (ModernBERT, whose head is the embedding's table)."""
     dropout: Dropout | None = None
-    """Acts on the embeddings."""
+    """Dropout of the embeddings."""
     compute_dtype: str = eqx.field(static=True, default="float32", converter=_compute_dtype)
     """The dtype of the residual stream."""
     logit_scale: float | None = eqx.field(static=True, default=None)
-    """What multiplies the logits (Granite, Cohere)."""
+    """A factor of the logits (Granite, Cohere)."""
     logit_softcap: float | None = eqx.field(static=True, default=None)
-    """The bound that they have then, `softcap * tanh(logits / softcap)` (Gemma 2)."""
+    """A bound of the scaled logits, `softcap * tanh(logits / softcap)` (Gemma 2)."""
     layer_inputs: PerLayerInputs | None = None
-    """What each layer is given of each token beside the stream (Gemma 4 E2B)."""
+    """A vector of each token for each layer, beside the stream (Gemma 4 E2B)."""
     predictor: Predictor | None = None
-    """Predicts one token further, for drafts of text; a call of the model leaves it alone."""
+    """A module that predicts one token further, for speculative decoding; a call of the model does not use it."""
     encoder: Encoder | None = None
-    """What reads `tokens.source` for the layers' cross-attention, embedded by the same table (T5) or by its own."""
+    """The encoder of `tokens.source` for cross-attention, with the model's embedding table (T5) or its own."""
     score_bias: ScoreBias | None = None
-    """What is added to the scores of the layers' attentions that say so, such as a `RelativeBias`."""
+    """A bias of attention scores, such as a `RelativeBias`, for the layers' attentions that use one."""
 
     @property
     def vocab(self) -> int:
-        """How many token ids there are."""
+        """The number of token ids."""
         return self.embedding.weight.shape[0]
 
     @property
     def depth(self) -> int:
-        """How many layers the stacks hold together, a period counted as one."""
+        """The number of layers in all stacks; a super-block counts as one."""
         return sum(len(stack) for stack in self.stacks)
 
     @property
     def start(self) -> int | None:
-        """With an encoder, the id that each text begins with, while the encoder reads the prompt; or None."""
+        """The id that each text begins with where an encoder reads the prompt; None without an encoder."""
         return None if self.encoder is None else self.encoder.start
 
     def __call__(
         self, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq vocab"], PyTree]:
-        """Logits of the next token after each token, and the cache with these tokens stored."""
+        """Return the logits of the token after each token, and the cache with these tokens stored."""
         hidden, cache, _ = self.encode(ids, tokens, cache)
         return self.unembed(hidden), cache
 
     def encode(
         self, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """The final norm's output, the new cache (a tuple with one for each stack), and the aux of routed layers.
+        """Return the final norm's output, the new cache (a tuple with one for each stack), and the aux of routed
+        layers.
 
         The aux has, for each stack, a tree of `Aux` with a `layers` dim in front, None for other layers. With a cache,
-        `tokens` must be given, since their positions say how long each row is already. A source of ids
+        `tokens` must be given, since their positions tell the length of each row so far. A source of ids
         (`tokens.source`) is encoded here; with a cache it is given once, and kept.
         """
         tokens = tokens_or_default(tokens, ids.shape, cache)
         if cache is not None:
             check_cached(tokens, cache)
         x = self.embed(ids, tokens)
-        tokens = self._with_encoded(tokens).replaced(score_bias=self.score_bias)
+        tokens = self._encode_source(tokens).replaced(score_bias=self.score_bias)
         if self.layer_inputs is not None:
             tokens = tokens.replaced(inputs=self.layer_inputs(x, ids))
         x, cache, aux = run_layers(self.stacks, x, tokens, cache)
         return self.norm(x), cache, aux
 
-    def _with_encoded(self, tokens: Tokens) -> Tokens:
+    def _encode_source(self, tokens: Tokens) -> Tokens:
+        """Return the tokens with their source of ids encoded."""
         source = tokens.source
         if self.encoder is None or source is None or not source.is_of_ids:
             return tokens
-        read = source.tokens.fold_in(_SOURCE)  # so that its random keys are not the targets'
-        own = self.encoder.embedding
-        x = self.embed(source.values, read) if own is None else own(source.values).astype(self.compute_dtype)
-        return with_source(tokens, self.encoder(x, read))
+        # Another number than the target's layers fold in, so that source and target draw different dropout masks.
+        source_tokens = source.tokens.fold_in(_SOURCE)
+        table = self.encoder.embedding
+        if table is None:
+            x = self.embed(source.values, source_tokens)
+        else:
+            x = table(source.values).astype(self.compute_dtype)
+        return with_source(tokens, self.encoder(x, source_tokens))
 
     def embed(self, ids: Int[Array, "*batch seq"], tokens: Tokens) -> Float[Array, "*batch _ embed"]:
-        """What the first stack is given: the tokens' vectors and, where learned, their positions'."""
+        """Return the input of the first stack: token embeddings plus learned position embeddings, if the model has
+        any."""
         x = self.embedding(ids).astype(self.compute_dtype)
         if self.positions is not None:
             x = add_float32(x, self.positions(tokens.positions))
@@ -163,7 +172,7 @@ class Transformer(Module):
         return x if self.dropout is None else self.dropout(x, tokens.fold_in(_EMBEDDING).keys)
 
     def unembed(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """Logits, in float32 at least, of what `encode` gave."""
+        """Return the logits, in float32 at least, of the output of `encode`."""
         if self.head is None:
             logits = self.embedding.unembed(hidden)
         else:
@@ -175,23 +184,25 @@ class Transformer(Module):
     def predict(
         self, ids: Int[Array, "*batch seq"], hidden: Float[Array, "*batch seq embed"], tokens: Tokens, cache: PyTree
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
-        """What the `predictor` gives, of which `unembed` makes logits of the token behind each of `ids`, and its cache.
+        """Return the predictor's output and its new cache; `unembed` turns the output into logits of the token after
+        `ids`.
 
-        `hidden` is what `encode` gave of the token before each, or this method, to predict further still.
+        `hidden` is the output of `encode` for the token before each of `ids`, or of this method, to predict one token
+        further.
         """
         if self.predictor is None:
             raise ValueError("Transformer.predict: the model has no predictor; load or build it with predictor=True.")
-        # A vector of the model and the embedding of the token behind it stand at the vector's own position.
-        before = Tokens(jnp.where(tokens.positions > 0, tokens.positions - 1, -1))
-        return self.predictor(self.embed(ids, tokens), hidden, before, cache)
+        # A hidden vector, merged with the embedding of the token after it, has the vector's own position.
+        hidden_tokens = Tokens(jnp.where(tokens.positions > 0, tokens.positions - 1, -1))
+        return self.predictor(self.embed(ids, tokens), hidden, hidden_tokens, cache)
 
     def init_cache(
         self, batch: int | Sequence[int], capacity: int, dtype: str | None = None, *, rollback: int = 0
     ) -> PyTree:
-        """An empty cache for `batch` rows of up to `capacity` tokens, by default in the compute dtype.
+        """Return an empty cache for `batch` rows of up to `capacity` tokens, by default in the compute dtype.
 
-        Of a row's tokens the last `rollback` may be read anew, as others; windows keep so many slots more for it. A
-        recurrence's state cannot be taken back.
+        The last `rollback` tokens of a row may be replaced by other tokens later; windows keep that many more slots. A
+        recurrence's state cannot be rolled back.
 
         In `"int8"` or `"float8_e4m3fn"` (`"fp8"`), keys, values and latents have a scale for each token and head, and a
         recurrence's state stays in the compute dtype.
@@ -206,7 +217,7 @@ class Transformer(Module):
     def init_predictor_cache(
         self, batch: int | Sequence[int], capacity: int, dtype: str | None = None, *, rollback: int = 0
     ) -> PyTree:
-        """The same for the layers of the `predictor`, as `predict` takes it."""
+        """Return an empty cache for the layers of the `predictor`, as `predict` takes it."""
         if self.predictor is None:
             raise ValueError(
                 "Transformer.init_predictor_cache: the model has no predictor; load or build it with predictor=True."
@@ -216,4 +227,5 @@ class Transformer(Module):
 
 
 _SOURCE = 2**31 - 2
-_EMBEDDING = 2**31 - 1  # folded into the keys of the embedding's dropout, where layers fold their numbers
+# Folded into the keys of the embedding's dropout, where layers fold in their numbers.
+_EMBEDDING = 2**31 - 1

@@ -31,7 +31,7 @@ MEANT = {
     ("all_gather_matmul", ()),
     ("matmul_reduce_scatter", ()),
     # A factor of LoRA's, a slice of whose outputs each device has.
-    *((name, ("tensor",)) for name in ("applied", "ComputeDtypeMatmul.forward")),
+    *((name, ("tensor",)) for name in ("apply_weight", "ComputeDtypeMatmul.forward")),
     # A token's chosen experts, on whatever devices they are, and the gradients that they have for it.
     *((name, ("expert",)) for name in ("tokens to all experts", "sums of all experts")),
     # Gradients of keys and values that were gathered.

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from .._dims import named_by
-from .._linear import applied, LinearMap
+from .._linear import apply_weight, LinearMap
 from ._formats import apply_scales, codes_in_a_byte, decode_codes
 
 
@@ -79,4 +79,4 @@ class QuantizedLinear(LinearMap):
 
 
 def _product(dtype: DTypeLike | None, linear: QuantizedLinear, x: Float[Array, "..."]) -> Float[Array, "..."]:
-    return applied(linear, linear.matrix(x.dtype), x, dtype)
+    return apply_weight(linear, linear.matrix(x.dtype), x, dtype)
