@@ -11,10 +11,10 @@ import typing
 
 from ._atomic_write import write_atomic as write_atomic
 from ._failures import (
-    bytes_asked as bytes_asked,
+    explain_error as explain_error,
+    explain_write_error as explain_write_error,
     is_lost_peer as is_lost_peer,
-    reason_and_fix as reason_and_fix,
-    write_failure as write_failure,
+    requested_bytes as requested_bytes,
 )
 from ._prepare import prepare as prepare
 from ._read import read_json as read_json, read_utf8 as read_utf8

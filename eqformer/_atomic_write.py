@@ -8,11 +8,11 @@ from typing import Any
 
 
 def write_atomic(path: str | Path, content: str | Callable[[Path], Any]) -> None:
-    """Write a small file so that a reader, a crash or a power cut finds the old content or the new, never a part.
+    """Write a small file so that a reader finds the old or the new content and no mixture, even after a power cut.
 
-    Another file beside `path` is written, synced to the disk (fsync) and renamed to `path`; then the folder is synced.
-    `content` is the text, or a function that writes the file whose path it is given; that path has the suffix of
-    `path`. If writing fails, the other file is deleted.
+    A temporary file beside `path` is written, synced to the disk (fsync) and renamed to `path`; then the folder is
+    synced. `content` is the text, or a function that writes to the path that it receives, which has the suffix of
+    `path`. If writing fails, the temporary file is deleted.
     """
     part = Path(path).with_suffix(f".part{Path(path).suffix}")
     try:
@@ -27,9 +27,10 @@ def write_atomic(path: str | Path, content: str | Callable[[Path], Any]) -> None
 
 
 def sync_path(path: Path) -> None:
-    """Sync a file, or the list of names in a folder, to the disk; a rename survives a power cut only after the latter.
+    """Sync a file, or the list of names in a folder, to the disk.
 
-    Nothing is done for a folder on systems other than POSIX, where a folder cannot be opened.
+    A rename survives a power cut only once its folder is synced. Folders are not synced on systems other than POSIX,
+    where a folder cannot be opened.
     """
     if os.name != "posix" and path.is_dir():
         return

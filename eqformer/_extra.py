@@ -1,11 +1,11 @@
-"""Packages that only some parts need, loaded when they are first used."""
+"""Optional packages, loaded when they are first used."""
 
 import importlib
 from typing import Any
 
 
 def load_extra(module: str, *, extra: str, call: str) -> Any:
-    """The module of that name, or an `ImportError` that says which extra of eqformer brings it."""
+    """Import an optional module; raise an `ImportError` that names the extra of eqformer that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

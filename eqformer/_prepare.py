@@ -1,4 +1,4 @@
-"""What JAX and XLA take from the process before they start, so that programs are as fast as those of the commands."""
+"""Process settings that JAX and XLA read when they start: XLA's flags, a GPU's memory share, malloc's parameters."""
 
 import ctypes
 import importlib.util
@@ -9,147 +9,161 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from ._xla_flags import as_flags, known
+from ._xla_flags import format_flags, keep_known
 
 
 def prepare(*, devices: int | None = None, compilers: bool = False, gradients: bool = True) -> None:
     """Set flags of XLA and libtpu, the share of a GPU's memory that JAX takes and malloc's parameters for CPUs.
 
-    What the user has set stays. Nothing else in eqformer sets them, and XLA reads them once: call it before JAX makes
-    its first array or looks for devices. On CPUs training is about twice as fast with them, and texts and forward
-    passes are up to a fifth faster with those of `gradients=False`; docs/benchmarks.md and docs/accelerators-memory.md
-    tell what each brings. Flags that those installed do not know are left out, with a line in the log.
+    The user's settings stay. No other part of eqformer sets these flags, and XLA reads them once: call `prepare` before
+    JAX creates its first array or looks for devices. On CPUs training is about twice as fast with the flags, and
+    generation and forward passes are up to a fifth faster with those of `gradients=False`; docs/benchmarks.md and
+    docs/accelerators-memory.md give the effect of each. Flags that the installed libraries do not know are left out,
+    with a line in the log.
 
-    With `devices` JAX takes the CPU for so many devices, whatever else is there. With `compilers` libtpu and CUDA
-    compile for accelerators that are not here, as `planning.compilation_of` has them do. Raises a `ValueError` where
-    JAX has started without these flags.
+    With `devices` JAX simulates so many devices on the CPU and uses no other platform. With `compilers` libtpu and CUDA
+    compile for accelerators that this machine does not have, as `planning.compilation_of` needs. Raises a `ValueError`
+    if JAX has started without these flags.
     """
     if devices is not None and devices < 1:
         raise ValueError(
-            f"prepare(devices={devices}): it counts devices, so pass at least 1, or None for those there are."
+            f"prepare(devices={devices}): it counts devices, so pass at least 1, or None for this machine's devices."
         )
     flags = _flags(devices, compilers, gradients)
-    more = _share_of_memory() | _tpu_flags()
-    if more or flags != os.environ.get("XLA_FLAGS", "").split():
+    variables = _memory_share() | _tpu_flags()
+    if variables or flags != os.environ.get("XLA_FLAGS", "").split():
         if _has_started():
             raise ValueError(
-                "prepare(): JAX has started already, and XLA reads its flags only then; call it before the first array "
-                "is made and before jax.devices()."
+                "prepare(): JAX has started already, and XLA reads its flags only at the start; call prepare before "
+                "the first array is created and before jax.devices()."
             )
-        os.environ.update({"XLA_FLAGS": " ".join(flags)} | more)
+        os.environ.update({"XLA_FLAGS": " ".join(flags)} | variables)
     if devices is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"
-        if (jax := sys.modules.get("jax")) is not None:  # which has read the variable
+        # An imported JAX has already read the variable.
+        if (jax := sys.modules.get("jax")) is not None:
             jax.config.update("jax_platforms", "cpu")
     if compilers:
-        for name, value in _OF_COMPILERS.items():
+        for name, value in _COMPILER_VARIABLES.items():
             os.environ.setdefault(name, value)
     if platform.libc_ver()[0] == "glibc" and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
-        keep_pages(ctypes.CDLL(None))
+        keep_freed_memory(ctypes.CDLL(None))
 
 
 def _flags(devices: int | None, compilers: bool, gradients: bool) -> list[str]:
-    """The words of `XLA_FLAGS`: the user's, and those of the others that XLA knows."""
+    """Return the words of `XLA_FLAGS`: the user's, and our flags that XLA knows."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    wanted = platform_flags() | ({"xla_gpu_autotune_level": 0} if compilers else {})
-    wanted |= {} if gradients else _FORWARD_FLAGS | (_GPU_FORWARD_FLAGS if _has_gpus() else {})
-    flags += as_flags(known(unset(wanted)))
+    options = platform_flags() | ({"xla_gpu_autotune_level": 0} if compilers else {})
+    options |= {} if gradients else _FORWARD_FLAGS | (_GPU_FORWARD_FLAGS if _has_gpus() else {})
+    flags += format_flags(keep_known(drop_user_options(options)))
     if devices is not None:
         flags = [flag for flag in flags if flag.partition("=")[0] != _SIMULATED] + [f"{_SIMULATED}={devices}"]
     return flags
 
 
-def unset(options: Mapping[str, Any], variable: str = "XLA_FLAGS") -> dict[str, Any]:
-    """The options that the user has not set in the environment's variable."""
-    given = {flag.partition("=")[0].lstrip("-") for flag in os.environ.get(variable, "").split()}
-    return {name: value for name, value in options.items() if name not in given}
+def drop_user_options(options: Mapping[str, Any], variable: str = "XLA_FLAGS") -> dict[str, Any]:
+    """Return the options without those that the user has set in an environment variable."""
+    user_flags = {flag.partition("=")[0].lstrip("-") for flag in os.environ.get(variable, "").split()}
+    return {name: value for name, value in options.items() if name not in user_flags}
 
 
 def _tpu_flags() -> dict[str, str]:
-    """libtpu's own variable, with those of our flags that it knows, where it is installed and more are to be set."""
-    more = as_flags(known(unset(_TPU_FLAGS, _OF_TPUS), "libtpu")) if importlib.util.find_spec("libtpu") else []
-    return {_OF_TPUS: " ".join([*os.environ.get(_OF_TPUS, "").split(), *more])} if more else {}
+    """Return libtpu's variable with our flags that libtpu knows; nothing without libtpu or without such flags."""
+    if importlib.util.find_spec("libtpu") is None:
+        return {}
+    flags = format_flags(keep_known(drop_user_options(_TPU_FLAGS, _TPU_VARIABLE), "libtpu"))
+    return {_TPU_VARIABLE: " ".join([*os.environ.get(_TPU_VARIABLE, "").split(), *flags])} if flags else {}
 
 
 def compiler_flags() -> str:
-    """All flags that this process' compilers take from its environment: other flags, other programs."""
-    return " ".join(filter(None, (os.environ.get(name) for name in ("XLA_FLAGS", _OF_TPUS))))
+    """Return all compiler flags in the environment; programs of other flags differ."""
+    return " ".join(filter(None, (os.environ.get(name) for name in ("XLA_FLAGS", _TPU_VARIABLE))))
 
 
-def run_once(platform: str) -> dict[str, Any]:
-    """XLA's options for a program of random weights, which runs once, but for those that the user has set."""
+def single_run_options(platform: str) -> dict[str, Any]:
+    """Return XLA's options for a program that draws random weights and runs once; the user's flags stay."""
     if platform != "cpu":
         return {}
-    is_ours = as_flags(_CPU_FLAGS)[0] in os.environ.get("XLA_FLAGS", "").split()
-    return unset(_ONCE) | (_DRAWN if is_ours else {})
+    has_our_flag = format_flags(_CPU_FLAGS)[0] in os.environ.get("XLA_FLAGS", "").split()
+    return drop_user_options(_SINGLE_RUN_FLAGS) | (_RANDOM_FLAGS if has_our_flag else {})
 
 
 def _has_started() -> bool:
+    """Return whether JAX has created a client, and so XLA has read its flags."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bool(getattr(bridge, "_backends", None))
 
 
 def platform_flags() -> dict[str, Any]:
-    """XLA's flags for CPUs and, where JAX can compile for them, for GPUs: a planned program is compiled as a run's."""
+    """Return XLA's flags for CPUs and, if JAX can compile for them, for GPUs; planning compiles with the same flags."""
     return _CPU_FLAGS | (_GPU_FLAGS if _has_gpus() else {})
 
 
-def _share_of_memory() -> dict[str, str]:
-    """The variable of JAX's share of a GPU's memory, where that is not set yet by the name it has or had."""
-    is_set = any(os.environ.get(name) for name in _OF_MEMORY)
-    return {_OF_MEMORY[0]: str(GPU_SHARE)} if _has_gpus() and not is_set else {}
+def _memory_share() -> dict[str, str]:
+    """Return the variable of JAX's share of a GPU's memory, unless it is set by its present or former name."""
+    is_set = any(os.environ.get(name) for name in _MEMORY_VARIABLES)
+    return {_MEMORY_VARIABLES[0]: str(GPU_SHARE)} if _has_gpus() and not is_set else {}
 
 
 def _has_gpus() -> bool:
-    """Whether JAX can compile for GPUs."""
+    """Return whether JAX can compile for GPUs."""
     return any(importlib.util.find_spec(f"jax_cuda{number}_plugin") for number in (12, 13))
 
 
-def keep_pages(libc: ctypes.CDLL) -> None:
+def keep_freed_memory(libc: ctypes.CDLL) -> None:
     """Make malloc keep a step's memory for the next step, instead of returning it to the system."""
     for parameter, value in ((_ARENA_MAX, 1), (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 << 20)):
         libc.mallopt(parameter, value)
 
 
-# XLA's YNN library computes products and reductions, fused with the operations around them, and element-wise programs
-# too; not these with jaxlib 0.10, where XLA's own are faster (docs/benchmarks.md).
+# XLA's YNN library computes matrix products and reductions, fused with neighboring operations, and elementwise
+# programs. With jaxlib 0.10 it is not used for elementwise programs, since XLA's kernels are faster
+# (docs/benchmarks.md).
 _KERNELS = "DOT", "REDUCE", *(() if version("jaxlib").startswith("0.10.") else ("ELTWISE",))
 _KERNELS_FLAG, _KIND = "xla_cpu_experimental_ynn_fusion_type", "LIBRARY_FUSION_TYPE_"
 _CPU_FLAGS = {_KERNELS_FLAG: ",".join(f"{_KIND}{kind}" for kind in _KERNELS)}
-# Each product by itself: a chain of them, such as a feed-forward layer's, is slower fused. Of programs with gradients
-# XLA would then fuse operations that take longer than the products.
+# Matrix products are not fused with each other: a chain of products, such as a feed-forward layer's, is slower fused.
+# In programs with gradients XLA would then fuse operations that take longer than the products.
 _FORWARD_FLAGS = {_KERNELS_FLAG: f"{_KIND}INDIVIDUAL_DOT"}
-# LLVM's later passes take three quarters of such a program's compilation, and change no bit of it.
-_ONCE = {"xla_backend_optimization_level": 1}
-# YNN would hold each step of drawing them in memory, beside those of all other weights: with jaxlib 0.11 and 0.12 five
-# times as long, and four times the memory.
-_DRAWN = {_KERNELS_FLAG: f"{_KIND}DOT"}
-# In a loop over layers, gathers of weights begin in the turn before they are used: without it, half of those of a layer
-# stood exposed. Gradients are scattered in their own turn: XLA would hold, and copy, them in float32 for the next one
-# (docs/accelerators-memory.md). XLA's latency-hiding scheduler and asynchronous collectives are on by default.
+# LLVM's later passes take three quarters of the compilation of a program that draws weights, and change no bit of the
+# weights.
+_SINGLE_RUN_FLAGS = {"xla_backend_optimization_level": 1}
+# YNN would store each intermediate array of drawing random weights, for all weights at once: with jaxlib 0.11 and 0.12
+# this takes five times as long and four times the memory.
+_RANDOM_FLAGS = {_KERNELS_FLAG: f"{_KIND}DOT"}
+# In a loop over layers, all-gathers of weights begin in the iteration before the weights are used: without that, half
+# of a layer's all-gathers did not overlap with computation. Gradients are reduce-scattered in the iteration that
+# computes them: for the next iteration XLA would store and copy them in float32 (docs/accelerators-memory.md). XLA's
+# latency-hiding scheduler and asynchronous collectives are on by default.
 _GPU_FLAGS = {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_pipelined_reduce_scatter": False}
-# Maps of one input become one product, of weights that are copied one behind another in each step. With few tokens that
-# is most of what large maps move: a mixer of Mamba-2 read its own twice and wrote them (docs/accelerators-decoding.md).
+# Without the limit, linear maps of one input become one product of weights that are concatenated in each step. With few
+# tokens that is most of the memory traffic of large maps: a Mamba-2 mixer read its weights twice and wrote them once
+# (docs/accelerators-decoding.md).
 _GPU_FORWARD_FLAGS = {"xla_gpu_dot_merger_threshold_mb": 1}
-# What of a GPU's memory JAX takes at its start for all its programs; by itself it takes three quarters, and a program
-# has no more. The rest is for CUDA, NCCL and the workspaces of their libraries: NVIDIA's own runs take 0.8 to 0.9.
+# The share of a GPU's memory that JAX allocates at its start for all programs; by default JAX takes three quarters, and
+# a program has no more. The remaining memory is for CUDA, NCCL and the workspaces of their libraries: NVIDIA's runs
+# take 0.8 to 0.9.
 GPU_SHARE = 0.9
-_OF_MEMORY = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-# A gather of weights begins before the product that stands before its own, and its parts arrive between that product's.
-# libtpu does so by default for v5e, and by SparseCores for tpu7x, which these leave as they are; for v5p and v6e it did
-# not for one gather (docs/accelerators-memory.md).
+_MEMORY_VARIABLES = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# An all-gather of weights begins before the matrix product that precedes the product of these weights, and its parts
+# arrive between the parts of that product. libtpu does so by default for v5e, and by SparseCores for tpu7x, which these
+# flags do not change; for v5p and v6e libtpu did not do so for a single all-gather (docs/accelerators-memory.md).
 _TPU_FLAGS = {
     "xla_enable_async_all_gather": True,
     "xla_tpu_enable_async_collective_fusion": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
 }
-_OF_TPUS = "LIBTPU_INIT_ARGS"
+_TPU_VARIABLE = "LIBTPU_INIT_ARGS"
 _SIMULATED = "--xla_force_host_platform_device_count"
 
-# Compilers for accelerators that are not here must look for none, and say no word of it; no chip is opened, so that
-# several may compile at once.
-_OF_COMPILERS = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-_OF_COMPILERS |= {"TF_CPP_MIN_LOG_LEVEL": "3"}
+# Compilers for accelerators of other machines must not look for accelerators here, and must not warn that there are
+# none. They open no chip, so several processes may compile at once.
+_COMPILER_VARIABLES = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+_COMPILER_VARIABLES |= {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 # Numbers of mallopt's parameters in glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8

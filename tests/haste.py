@@ -15,12 +15,12 @@ _SPEC = importlib.util.spec_from_file_location("xla_flags", Path(__file__).paren
 assert _SPEC is not None and _SPEC.loader is not None
 _XLA_FLAGS = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(_XLA_FLAGS)
-known = _XLA_FLAGS.known
+keep_known = _XLA_FLAGS.keep_known
 
 # One module of code a program: making and joining 32 takes a fifth of the time.
-FAST: dict[str, Any] = known({"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1})
-HASTE: dict[str, Any] = FAST | known({"xla_cpu_use_fusion_emitters": False})
-FLAGS = _XLA_FLAGS.as_flags(HASTE)
+FAST: dict[str, Any] = keep_known({"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1})
+HASTE: dict[str, Any] = FAST | keep_known({"xla_cpu_use_fusion_emitters": False})
+FLAGS = _XLA_FLAGS.format_flags(HASTE)
 
 
 def share_contexts(programs: int = 64) -> None:

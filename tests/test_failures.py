@@ -6,7 +6,7 @@ import os
 import jax
 import pytest
 
-from eqformer import bytes_asked, reason_and_fix, write_failure
+from eqformer import explain_error, explain_write_error, requested_bytes
 
 
 TENSORSTORE = (
@@ -62,7 +62,7 @@ def system(number: int) -> OSError:
     ],
 )
 def test_an_error_is_named_by_what_it_is(error, reason, fix):
-    line, done = reason_and_fix(error)
+    line, done = explain_error(error)
     assert reason in line and len(line) < 320 and "\n" not in line
     assert (fix in done) if fix else done == ""
 
@@ -92,18 +92,18 @@ def test_a_path_that_cannot_be_written_is_told_by_what_is_wrong_with_it(tmp_path
         errno.EDQUOT: (system(errno.EDQUOT), "free some space"),
     }
     for number, (error, wanted) in table.items():
-        reason, fix = write_failure(tmp_path / "run", error)
+        reason, fix = explain_write_error(tmp_path / "run", error)
         assert error.errno == number and wanted in fix, (number, fix)
         assert ("bytes are free" in reason) == (number in (errno.ENOSPC, errno.EDQUOT)), reason
         assert os.strerror(number) in reason and len(f"{reason}; {fix}") < 600
-    long = write_failure(tmp_path, failure_of(lambda: os.mkdir(f"{tmp_path}{'/abcdefg' * 600}")))[1]
+    long = explain_write_error(tmp_path, failure_of(lambda: os.mkdir(f"{tmp_path}{'/abcdefg' * 600}")))[1]
     assert "bytes, and systems allow 4096" in long
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="/proc is Linux's")
 def test_a_folder_of_the_kernel_lets_nothing_be_made():
     error = failure_of(lambda: os.makedirs("/proc/run/checkpoints"))
-    reason, fix = write_failure("/proc/run/checkpoints", error)
+    reason, fix = explain_write_error("/proc/run/checkpoints", error)
     assert "free" not in reason and fix == "/proc has no 'run', and may not let one be made; check the path"
 
 
@@ -120,10 +120,10 @@ MEMORY = {
 
 @pytest.mark.parametrize("message", MEMORY)
 def test_what_was_asked_for_of_a_full_memory(message):
-    assert bytes_asked(jax.errors.JaxRuntimeError(message)) == MEMORY[message]
-    assert bytes_asked(caused(ValueError("stopped"), RuntimeError(message))) == MEMORY[message]
+    assert requested_bytes(jax.errors.JaxRuntimeError(message)) == MEMORY[message]
+    assert requested_bytes(caused(ValueError("stopped"), RuntimeError(message))) == MEMORY[message]
 
 
 @pytest.mark.parametrize("error", [ValueError(TENSORSTORE.format("No space left", 28)), ValueError(GLOO), OSError()])
 def test_a_full_disk_is_no_full_memory(error):
-    assert bytes_asked(error) is None
+    assert requested_bytes(error) is None

@@ -12,7 +12,7 @@ import pytest
 
 import eqformer
 from eqformer import _prepare
-from eqformer._xla_flags import as_flags, known
+from eqformer._xla_flags import format_flags, keep_known
 
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +21,7 @@ GONE = {"xla_cpu_no_such_flag": "1", "xla_cpu_use_fusion_emitter": True}  # the 
 
 def test_those_that_xla_does_not_know_are_a_line_each(caplog):
     with caplog.at_level(logging.WARNING, logger="eqformer"):
-        assert known(GONE | {"xla_backend_optimization_level": 0}) == {"xla_backend_optimization_level": 0}
+        assert keep_known(GONE | {"xla_backend_optimization_level": 0}) == {"xla_backend_optimization_level": 0}
     assert len(caplog.records) == 2
     assert all(name in record.getMessage() for name, record in zip(GONE, caplog.records))
 
@@ -34,14 +34,14 @@ def test_xla_agrees():
         | _prepare._GPU_FORWARD_FLAGS
         | {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
     )
-    assert _starts(as_flags(known(words | GONE)))
-    assert not _starts(as_flags(GONE))
+    assert _starts(format_flags(keep_known(words | GONE)))
+    assert not _starts(format_flags(GONE))
 
 
 def test_flags_for_gpus_are_set_where_there_are_compilers_for_them_and_the_users_stay(monkeypatch):
-    monkeypatch.setattr(_prepare, "keep_pages", lambda libc: None)
+    monkeypatch.setattr(_prepare, "keep_freed_memory", lambda libc: None)
     monkeypatch.setattr(_prepare, "_has_started", lambda: False)
-    monkeypatch.setattr(_prepare, "known", lambda options, library="jaxlib": options)
+    monkeypatch.setattr(_prepare, "keep_known", lambda options, library="jaxlib": options)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "")
     set_by = {}
     for installed in ([], ["jax_cuda13_plugin"]):
@@ -86,7 +86,7 @@ def test_jax_takes_most_of_a_gpus_memory_where_the_user_says_nothing(monkeypatch
     """And jaxlib reads it so; it refuses both names at once."""
     from jaxlib.xla_client import generate_pjrt_gpu_plugin_options as options
 
-    monkeypatch.setattr(_prepare, "keep_pages", lambda libc: None)
+    monkeypatch.setattr(_prepare, "keep_freed_memory", lambda libc: None)
     monkeypatch.setattr(_prepare, "_has_started", lambda: False)
     monkeypatch.setattr(_prepare, "_has_gpus", lambda: False)
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_FLAGS"):
@@ -94,7 +94,7 @@ def test_jax_takes_most_of_a_gpus_memory_where_the_user_says_nothing(monkeypatch
     eqformer.prepare()
     assert options().get("memory_fraction") == (0.4 if own else None)  # no GPU: nothing is set
     monkeypatch.setattr(_prepare, "_has_gpus", lambda: True)
-    monkeypatch.setattr(_prepare, "known", lambda options, library="jaxlib": options)
+    monkeypatch.setattr(_prepare, "keep_known", lambda options, library="jaxlib": options)
     eqformer.prepare()
     assert options()["memory_fraction"] == (0.4 if own else _prepare.GPU_SHARE)
 
@@ -127,7 +127,7 @@ def _starts(flags: list[str]) -> bool:
 
 def test_a_flag_that_is_gone_ends_no_script(monkeypatch, caplog):
     monkeypatch.setattr(_prepare, "_CPU_FLAGS", GONE)
-    monkeypatch.setattr(_prepare, "keep_pages", lambda libc: None)
+    monkeypatch.setattr(_prepare, "keep_freed_memory", lambda libc: None)
     monkeypatch.setattr(_prepare, "_has_started", lambda: False)
     monkeypatch.setenv("XLA_FLAGS", "--xla_of_the_user=1")
     with caplog.at_level(logging.WARNING, logger="eqformer"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._extra import load_extra
-from .._failures import foreign_call, reason_and_fix
+from .._failures import explain_error, foreign_call
 from .._read import check_regular, is_there, open_regular, parse_json
 from ._documents import digest, Document, file_digest, read_field, TextSource
 
@@ -162,7 +162,7 @@ def _list_files(root: Path, call: str, skipped: dict[str, list[str]]) -> list[Pa
             with os.scandir(folder) as listed:
                 entries = sorted(listed, key=lambda entry: entry.name)
         except OSError as error:
-            reason, fix = reason_and_fix(error)
+            reason, fix = explain_error(error)
             raise ValueError(
                 f"{call}: every folder must be readable, but {folder} is not ({reason}); {fix or 'see why'}, or leave "
                 "it out."

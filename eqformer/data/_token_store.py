@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int, UInt
 
-from .._failures import reason_and_fix, write_failure
+from .._failures import explain_error, explain_write_error
 from ._atomic_folder import (
     DamagedFolder,
     delete_folder,
@@ -137,7 +137,7 @@ def open_store(
         except (WriteFailure, DamagedFolder) as failure:
             if following is None:
                 raise _describe_write_failure(call, target, failure) from failure
-            reason = failure if isinstance(failure, DamagedFolder) else reason_and_fix(failure.error)[0]
+            reason = failure if isinstance(failure, DamagedFolder) else explain_error(failure.error)[0]
             message = f"the tokens cannot be written to {target.parent} ({reason}), but to {following.parent}"
             warnings.warn(f"{call}: {message}.", stacklevel=2)
     raise ValueError(f"{call}: cache_dir must name a folder, but is {cache_dir!r}; pass one or several.")
@@ -342,7 +342,7 @@ def _describe_write_failure(call: str, target: Path, failure: WriteFailure | Dam
     if isinstance(failure, DamagedFolder):
         # Another process has deleted or created the folder at the same time, or the disk is faulty.
         return ValueError(f"{call}: the cache {target} is damaged just after it was written: {failure}; delete it.")
-    reason, fix = write_failure(target.parent, failure.error)
+    reason, fix = explain_write_error(target.parent, failure.error)
     return ValueError(
         f"{call}: the tokens must be written to {target.parent}, but the system says {reason}; no part of the "
         f"cache was left behind; {fix or 'see why'}, or pass another `cache_dir`."

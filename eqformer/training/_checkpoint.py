@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from .._atomic_write import sync_path
 from .._extra import load_extra
-from .._failures import reason_and_fix
+from .._failures import explain_error
 from .._read import parse_json
 from ._at_exit import finished_at_exit
 from ._durable import make_folder, remove, sync_tree
@@ -269,7 +269,7 @@ class Checkpointer:
         try:
             yield
         except OSError as error:
-            reason, fix = reason_and_fix(error)
+            reason, fix = explain_error(error)
             self._left.append(f"{path} could not be deleted: {reason}; {fix or 'see why'}, or delete it by hand.")
 
     def _could_not_save(self, step: int, error: BaseException) -> CheckpointError:
@@ -278,7 +278,7 @@ class Checkpointer:
         kept = (
             f"It is there, but a power cut may take it; {rest}" if step in held else f"Nothing of it was kept; {rest}"
         )
-        reason, fix = reason_and_fix(error)
+        reason, fix = explain_error(error)
         return CheckpointError(
             f"Checkpointer.save(step={step}) to {self._directory} failed: {reason.rstrip('.')}. {kept}. "
             f"{fix[0].upper() + fix[1:] if fix else 'See why'}, or choose another folder."

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks import _ours
 from benchmarks._gpu_runs import Found
 from benchmarks._measure import Row
-from eqformer import kernels, models, nn, reason_and_fix, training
+from eqformer import explain_error, kernels, models, nn, training
 
 
 GROUP, UNIT = "numbers", "1e-3 off"
@@ -99,7 +99,7 @@ def row_of(check: Check, programs: Callable[[], Programs]) -> Row:
         given, (run, wanted) = check.given(), programs()
         off = distance(run(given), wanted(_wide(given)))
     except Exception as error:
-        return Row(GROUP, check.name, note=f"{type(error).__name__}: {reason_and_fix(error)[0]}")
+        return Row(GROUP, check.name, note=f"{type(error).__name__}: {explain_error(error)[0]}")
     if not math.isfinite(off):
         return Row(GROUP, check.name, note="WRONG: some of it is not finite")
     note = f"WRONG: more than {1e3 * check.most:.0f}" if off > check.most else f"at most {1e3 * check.most:.0f}"

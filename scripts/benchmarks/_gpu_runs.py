@@ -15,7 +15,7 @@ from support import environment
 
 from benchmarks import _ours, _peers
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
-from eqformer import kernels, models, nn, planning, reason_and_fix, training
+from eqformer import explain_error, kernels, models, nn, planning, training
 from eqformer.parallel import Plan
 
 
@@ -218,6 +218,6 @@ def _rows(
             (row,) = rate_rows(group, unit, amount, seconds_in_turn({name: make()}, rounds))
             yield dataclasses.replace(row, note="; ".join(filter(None, (row.note, way))))
         except Exception as error:
-            why = f"{type(error).__name__}: {reason_and_fix(error)[0]}"
+            why = f"{type(error).__name__}: {explain_error(error)[0]}"
             yield Row(group, name, note="; ".join(filter(None, (why, way))))
         gc.collect()

@@ -67,10 +67,10 @@ def take_kernels_unmeasured() -> None:
 
 
 def _add_flags(options: Mapping[str, object]) -> None:
-    from eqformer._prepare import unset
-    from eqformer._xla_flags import as_flags, known
+    from eqformer._prepare import drop_user_options
+    from eqformer._xla_flags import format_flags, keep_known
 
-    more = as_flags(known(unset(options)))
+    more = format_flags(keep_known(drop_user_options(options)))
     os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *more])
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from recipes import Recipe
 
-from eqformer import bytes_asked, nn, planning
+from eqformer import nn, planning, requested_bytes
 from eqformer.planning import gigabytes
 from support.mesh import abstract_plan, choices, state_of
 from support.nearest import nearest
@@ -20,7 +20,7 @@ def exhausted(error: BaseException, recipe: Recipe, model: nn.Transformer) -> st
 
     None for an error of another kind.
     """
-    if (asked := bytes_asked(error)) is None:
+    if (asked := requested_bytes(error)) is None:
         return None
     device = jax.local_devices()[0]
     there = (device.memory_stats() or {}).get("bytes_limit")

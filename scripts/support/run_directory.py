@@ -12,7 +12,7 @@ from typing import IO
 
 from recipes import CHANGEABLE, Recipe
 
-from eqformer import read_utf8, training, write_failure
+from eqformer import explain_write_error, read_utf8, training
 from support.own_recipe import classes_of, file_of
 from support.prolonged import stretches_of
 from support.recipe_file import differences, from_json, read_recipe, run_identifier, source_beside, write_recipe
@@ -97,7 +97,7 @@ class RunDirectory:
         try:
             yield
         except OSError as error:
-            reason, fix = write_failure(self.path, error)
+            reason, fix = explain_write_error(self.path, error)
             raise ValueError(
                 f"--run-dir {self.path}: the folder cannot be written ({reason}); {fix or 'see why'}, or give another."
             ) from error

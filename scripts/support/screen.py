@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
-from eqformer import is_lost_peer, reason_and_fix
+from eqformer import explain_error, is_lost_peer
 from eqformer.training import CheckpointError, DivergedError
 from support.stopping import interruptible
 
@@ -187,7 +187,7 @@ def _fail(error: BaseException) -> NoReturn:
     """End the program with one message and exit code 2; for errors of the system the message says what to do."""
     with suppress(BrokenPipeError):
         sys.stdout.flush()
-    reason, fix = reason_and_fix(error)
+    reason, fix = explain_error(error)
     is_foreign = isinstance(error, OSError | RuntimeError) or reason.startswith("UNKNOWN: ")
     print(f"error: {reason}; {fix}." if is_foreign and fix else f"error: {error}", file=sys.stderr, flush=True)
     if is_lost_peer(error) and jax.process_count() > 1:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from compilers import devices_for
 from grouped_cases import linears, wanted
-from haste import known
+from haste import keep_known
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from nn_reference import close, normal
 
@@ -187,7 +187,7 @@ def test_the_compiler_for_h100_takes_the_kernels_and_copies_no_weights():
     whole = NamedSharding(mesh, PartitionSpec())
     run, given = gradients_of(gated(embed=512, mlp=768), rows=8192)
     placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), given)
-    program = jax.jit(run).lower(*placed).compile(compiler_options=known({"xla_gpu_autotune_level": 0}))
+    program = jax.jit(run).lower(*placed).compile(compiler_options=keep_known({"xla_gpu_autotune_level": 0}))
     text = program.as_text() or ""
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 9 and "__cublas" not in text
     assert not re.search(r"\[4,(768,512|512,768)\]\S* (copy|transpose|convert)\(", text)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilers import devices_for
-from haste import known
+from haste import keep_known
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eqformer import nn
@@ -40,7 +40,7 @@ def compiled(name: str, options: dict[str, Any], *, fp8: bool = True) -> str:
 
 def test_gpus_call_cublas_for_all_six():
     """As they do where Triton's products, which compete with these on a device, are switched off."""
-    options = known({"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False})
+    options = keep_known({"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False})
     calls = lambda text: re.findall(r'custom_call_target="(__cublas[^"]*)"', text)
     assert calls(compiled("h100:8", options)) == ["__cublas$lt$matmul$f8"] * 6
     assert not any("f8" in call for call in calls(compiled("h100:8", options, fp8=False)))
@@ -71,7 +71,7 @@ def factors_of_experts(name: str) -> list[tuple[str, ...]]:
     x, sizes = ((2048, 256), jnp.bfloat16), ((4,), jnp.int32)
     given = [jax.ShapeDtypeStruct(*one, sharding=whole) for one in (x, sizes)]
     mapped = jax.shard_map(gradients, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-    options = known({"xla_gpu_autotune_level": 0}) if name.startswith("h100") else {}
+    options = keep_known({"xla_gpu_autotune_level": 0}) if name.startswith("h100") else {}
     text = jax.jit(mapped).lower(arrays, *given).compile(compiler_options=options).as_text() or ""
     kinds = dict(re.findall(r"%([\w.-]+) = (\w+)\[", text))
     calls = re.findall(r'custom-call\((.*?)\), custom_call_target="(?:tpu_custom_call|mosaic_gpu_v2)"', text)

@@ -56,10 +56,11 @@ def test_values_are_those_of_one_device_and_no_device_needs_a_copy(name, plain):
 
 def test_what_runs_once_is_compiled_in_less_time_to_the_same_bits():
     lowered = jax.jit(lambda: nn.Linear("embed -> mlp", embed=64, mlp=64, key=jax.random.key(0))).lower()
-    (option,) = _prepare._ONCE
+    (option,) = _prepare._SINGLE_RUN_FLAGS
     at = lambda level: lowered.compile(compiler_options={option: level})
     least, little, most = (
-        np.concatenate([x.ravel() for x in numbers_of(at(level)())]) for level in (0, _prepare._ONCE[option], 3)
+        np.concatenate([x.ravel() for x in numbers_of(at(level)())])
+        for level in (0, _prepare._SINGLE_RUN_FLAGS[option], 3)
     )
     np.testing.assert_array_equal(little, most)
     assert (least != most).any()  # the control: without any of LLVM's passes, products are not fused with sums
@@ -67,17 +68,17 @@ def test_what_runs_once_is_compiled_in_less_time_to_the_same_bits():
 
 def test_what_is_drawn_is_not_held_step_by_step(monkeypatch):
     """By YNN's kernels, which `prepare` chooses for training, and which programs that draw do not get."""
-    (ours,), draw = _prepare.as_flags(_prepare._CPU_FLAGS), lambda key: jax.random.normal(key, (64, 1024))
+    (ours,), draw = _prepare.format_flags(_prepare._CPU_FLAGS), lambda key: jax.random.normal(key, (64, 1024))
     lowered = jax.jit(lambda: [draw(key) for key in jax.random.split(jax.random.key(0), 8)]).lower()
     needs_of = lambda options: lowered.compile(compiler_options=options).memory_analysis()
     kinds = ",".join(f"{_prepare._KIND}{kind}" for kind in ("DOT", "REDUCE", "ELTWISE"))
     monkeypatch.setenv("XLA_FLAGS", f"--of_the_user=1 {ours}")
-    drawn = _prepare.run_once("cpu")
+    drawn = _prepare.single_run_options("cpu")
     few, many = needs_of(drawn), needs_of({_prepare._KERNELS_FLAG: kinds})
-    assert few is not None and many is not None and _prepare.run_once("gpu") == {}
+    assert few is not None and many is not None and _prepare.single_run_options("gpu") == {}
     assert few.temp_size_in_bytes < 0.2 * many.temp_size_in_bytes
     monkeypatch.setenv("XLA_FLAGS", f"--{_prepare._KERNELS_FLAG}=")
-    assert _prepare.run_once("cpu") == _prepare._ONCE  # what the user has set stays
+    assert _prepare.single_run_options("cpu") == _prepare._SINGLE_RUN_FLAGS  # what the user has set stays
 
 
 def test_the_memory_check_sees_a_copy():

@@ -5,7 +5,7 @@ import jax
 import pytest
 
 from eqformer import models, nn, planning, training
-from eqformer._xla_flags import known
+from eqformer._xla_flags import keep_known
 from eqformer.parallel import make_mesh, Plan
 from eqformer.parallel._expert_parallel import SplitMoE
 
@@ -53,7 +53,7 @@ def test_the_tokens_that_experts_devices_gather_are_kept():
 
 
 GPUS = planning.topology("h100:4")
-AS_PREPARED = known({"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_autotune_level": 0})
+AS_PREPARED = keep_known({"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_autotune_level": 0})
 
 
 @pytest.mark.grid

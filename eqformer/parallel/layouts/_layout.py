@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ... import nn
-from ..._prepare import run_once
+from ..._prepare import single_run_options
 from ..._shapes import ENSEMBLE_DIMS, is_shape
 from ._mesh import axis_sizes
 
@@ -92,7 +92,7 @@ def init_sharded(
     """
     shapes = eqx.filter_eval_shape(make, *args) if shapes is None else shapes
     lowered = lower_sharded(make, shardings, *args, shapes=shapes)
-    run = lowered.compile(compiler_options=run_once(jax.default_backend()))
+    run = lowered.compile(compiler_options=single_run_options(jax.default_backend()))
     return eqx.combine(run(), eqx.filter(shapes, is_shape, inverse=True))
 
 
