@@ -1,7 +1,8 @@
 """An Equinox-based, modular transformer zoo for JAX: one model, any mesh, the same numbers.
 
-Its rooms are `eqformer.nn`, `eqformer.models`, `eqformer.data`, `eqformer.parallel`, `eqformer.training`,
-`eqformer.generation` and `eqformer.planning`; each is imported when it is first used.
+Its rooms are `eqformer.nn`, `eqformer.kernels`, `eqformer.models`, `eqformer.data`, `eqformer.parallel`,
+`eqformer.training`, `eqformer.generation`, `eqformer.planning` and `eqformer.systems`; each is imported at its first
+use.
 """
 
 import importlib
@@ -33,7 +34,7 @@ if typing.TYPE_CHECKING:
     )
 
 
-__version__ = "0.1.0"  # the one place that says so: the build reads it here
+__version__ = "0.1.0"  # The build reads the version here.
 
 
 def __getattr__(name: str) -> types.ModuleType:

@@ -1,4 +1,4 @@
-"""Checks of array arguments against their shape annotations: one rule and one error text for every public call.
+"""Checks of array arguments against their shape annotations, with one rule and one error text for all public calls.
 
 A check reads shapes and dtypes in Python, so under `jax.jit` it runs while a program is traced and leaves nothing in
 the program. It runs before jaxtyping's, so its short text is seen with the import hook too.
@@ -20,23 +20,24 @@ import numpy as np
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
-# The sizes of each name, one for `batch` and any number for `*batch`, and the words that say where they are from.
+# For each name of dims: its sizes, one for `batch` and any number for `*batch`, and the argument that decided them.
 Sizes = dict[str, tuple[tuple[int, ...], str]]
 
-# The dtype that stands for a kind among an annotation's dtypes; the kind; its name; the cast to it. Unsigned integers
-# count as integers: ids of 16 bits are stored so.
-_KINDS = (
+# For each kind of dtype: the dtype in an annotation that means the kind, the kind, its name, and the cast to it.
+# Unsigned integers count as integers, because ids of 16 bits are stored as such.
+_DTYPE_KINDS = (
     ("float32", jnp.floating, "floats", ".astype('float32')"),
     ("int32", jnp.integer, "integers", ".astype('int32')"),
     ("uint32", jnp.integer, "integers", ".astype('int32')"),
     ("bool", jnp.bool_, "booleans", ".astype(bool)"),
     ("prng_key", jax.dtypes.prng_key, "keys", ""),
 )
-# Arguments whose fields have the dims of the call's arrays; of others, such as `kv_tokens`, the same names mean others.
-_OF_THE_CALL = ("tokens", "cache")
+# Arguments whose fields share the dims of the call's arrays. In other arguments, such as `kv_tokens`, the same names of
+# dims may have other sizes.
+_CALL_ARGUMENTS = ("tokens", "cache")
 _RULES = "__argument_rules__"
-# Plain fields of checked classes, of which jaxtyping would tell an error at length.
-_PLAIN = {
+# Types of plain fields of checked classes; jaxtyping's error for such a field would be long.
+_PLAIN_TYPES = {
     int: (numbers.Integral, "whole number"),
     float: (numbers.Real, "number"),
     str: (str, "text"),
@@ -46,31 +47,31 @@ _PLAIN = {
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRule:
-    """What one annotation of jaxtyping asks of an array: its kinds, as in `_KINDS`, and the names of its dims."""
+    """Rule of one jaxtyping annotation: the kinds of dtype, as in `_DTYPE_KINDS`, and the names of the dims."""
 
     kinds: tuple[tuple[str, Any, str, str], ...]
     dims: tuple[str, ...]
 
     @property
     def variadic(self) -> int | None:
-        """The place of `*dims` or `...`."""
-        places = [place for place, dim in enumerate(self.dims) if dim[0] == "*" or dim == "..."]
-        return places[0] if places else None
+        """The index of `*dims` or `...` among the dims."""
+        indices = [index for index, dim in enumerate(self.dims) if dim[0] == "*" or dim == "..."]
+        return indices[0] if indices else None
 
     def is_old_key(self, dtype: Any) -> bool:
-        """Whether a dtype is that of `jax.random.PRNGKey`, which functions of `jax.random` take for a single key."""
+        """Return whether a dtype is that of `jax.random.PRNGKey`, which `jax.random` accepts as a single key."""
         return not self.dims and dtype == jnp.uint32 and any(kind[2] == "keys" for kind in self.kinds)
 
     def has_kind(self, dtype: Any) -> bool:
-        """Whether a dtype is of one of the kinds, or none is named."""
+        """Return whether a dtype is of one of the kinds; any dtype is if the annotation names no kind."""
         return not self.kinds or self.is_old_key(dtype) or any(jnp.issubdtype(dtype, kind[1]) for kind in self.kinds)
 
     def has_rank(self, rank: int) -> bool:
-        """Whether an array of this rank has all dims."""
+        """Return whether an array of this rank has all dims."""
         return rank == len(self.dims) if self.variadic is None else rank >= len(self.dims) - 1
 
-    def parts(self, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
-        """Each dim's name and its size, or sizes."""
+    def name_sizes(self, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+        """Return each dim's name with its size, or with its sizes for `*dims`."""
         first = len(self.dims) if self.variadic is None else self.variadic
         last = len(shape) - (len(self.dims) - first - 1)
         middle = [] if self.variadic is None else [tuple(shape[first:last])]
@@ -80,32 +81,32 @@ class ArrayRule:
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentRule:
-    """What an annotation asks of an argument: one of `arrays`, or an instance of one of `classes` of checked fields."""
+    """Rule of an argument: one of `arrays`, or an instance of one of `classes` with checked fields."""
 
     arrays: tuple[ArrayRule, ...]
     classes: tuple[type, ...]
     is_open: bool
-    """Whether the annotation has other options, of which nothing is known here."""
+    """Whether the annotation also accepts types that are not checked."""
     is_optional: bool
     has_integers: bool = False
-    """Whether it may be a sequence of integers beside; floats in it would be cut off."""
+    """Whether the argument may also be a sequence of integers; floats in the sequence would be truncated."""
     plain: tuple[type, ...] = ()
-    """Where it is of neither, the types of Python that it may have, as in `_PLAIN`."""
+    """The Python types, as in `_PLAIN_TYPES`, of an argument that is neither an array nor such an instance."""
 
 
 def argument_rules(annotations: Mapping[str, Any]) -> dict[str, ArgumentRule]:
-    """The rules of those arguments whose annotations name arrays or classes of checked fields."""
-    rules = {name: _argument_rule(annotation) for name, annotation in annotations.items()}
+    """Return the rules of the arguments whose annotations name arrays or classes with checked fields."""
+    rules = {name: _make_argument_rule(annotation) for name, annotation in annotations.items()}
     return {name: rule for name, rule in rules.items() if rule.arrays or rule.classes or rule.has_integers}
 
 
 def check_arguments(
     call: str, rules: Mapping[str, ArgumentRule], arguments: Mapping[str, Any], sizes: Sizes | None = None
 ) -> None:
-    """Raise a `ValueError` for the first argument whose kind, rank or sizes are not those of its annotation.
+    """Raise a `ValueError` for the first argument whose kind, rank or sizes differ from its annotation.
 
-    A dim of one name has one size in a call, `sizes` where it is known before. Inside of `jax.shard_map` nothing is
-    checked: arrays are pieces there, and eqformer cuts them.
+    A name of a dim has one size in a call; `sizes` gives sizes that are known before. No check runs inside
+    `jax.shard_map`, where arrays are shards that eqformer has cut.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
         return
@@ -116,29 +117,30 @@ def check_arguments(
 
 
 def check_cache(call: str, cache: Any, sizes: Sizes) -> None:
-    """Raise a `ValueError` for a cache, or a tree of caches, that was made for other rows than the call's.
+    """Raise a `ValueError` for a cache, or a tree of caches, whose rows differ from the call's rows.
 
-    The caches of a stack have a dim of layers before those of rows.
+    The caches of a stack have a dim of layers before the dims of rows.
     """
     if "batch" not in sizes or jax.sharding.get_abstract_mesh().manual_axes:
         return
     rows, source = sizes["batch"]
     is_cache = lambda node: hasattr(type(node), _RULES)
-    for part in filter(is_cache, jax.tree.leaves(cache, is_leaf=is_cache)):
-        for field, rule in getattr(type(part), _RULES).items():
-            value = getattr(part, field)
+    for layer_cache in filter(is_cache, jax.tree.leaves(cache, is_leaf=is_cache)):
+        for field, rule in getattr(type(layer_cache), _RULES).items():
+            value = getattr(layer_cache, field)
             if value is None or not rule.arrays or rule.arrays[0].dims[:1] != ("*batch",):
                 continue
-            own = value.shape[: value.ndim - len(rule.arrays[0].dims) + 1]
-            if own[len(own) - len(rows) :] != rows:
+            cache_rows = value.shape[: value.ndim - len(rule.arrays[0].dims) + 1]
+            if cache_rows[len(cache_rows) - len(rows) :] != rows:
                 raise ValueError(
-                    f"{call}(cache): its {field} of shape {value.shape} are of {own} rows, the dims being "
-                    f"{_dims(rule.arrays[0])}, but with {source} there are {rows}; make it by init_cache({rows}, ...)."
+                    f"{call}(cache): its {field} of shape {value.shape} are of {cache_rows} rows, the dims being "
+                    f"{_format_dims(rule.arrays[0])}, but with {source} there are {rows}; make it by "
+                    f"init_cache({rows}, ...)."
                 )
 
 
 def checked(function: Function) -> Function:
-    """Check the array arguments of a function by its annotations whenever it is called."""
+    """Return the function with a check of its array arguments against their annotations at every call."""
     signature = inspect.signature(function)
     names, rules = list(signature.parameters), rules_of(signature)
     call = function.__qualname__.rpartition("<locals>.")[2].removesuffix(".__call__")
@@ -152,10 +154,10 @@ def checked(function: Function) -> Function:
 
 
 def checked_fields(cls: Class) -> Class:
-    """Check the arrays of a dataclass when one is made, and where a checked call is given one."""
+    """Add checks to a dataclass: of its fields at construction, and as an argument of checked functions."""
     fields = [field for field in dataclasses.fields(cls) if field.init]
     annotations = {field.name: field.type for field in fields}
-    names, plain = list(annotations), {name: _plain_rule(annotation) for name, annotation in annotations.items()}
+    names, plain = list(annotations), {name: _make_plain_rule(annotation) for name, annotation in annotations.items()}
     rules = argument_rules(annotations) | {name: rule for name, rule in plain.items() if rule.plain}
     construct, call = cls.__init__, cls.__name__
 
@@ -170,38 +172,42 @@ def checked_fields(cls: Class) -> Class:
 
 
 def rules_of(signature: inspect.Signature) -> dict[str, ArgumentRule]:
-    """The rules of a call's arguments."""
+    """Return the rules of a call's arguments."""
     return argument_rules({name: parameter.annotation for name, parameter in signature.parameters.items()})
 
 
-def _options(annotation: Any) -> tuple[Any, ...]:
+def _union_members(annotation: Any) -> tuple[Any, ...]:
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
-def _plain_rule(annotation: Any) -> ArgumentRule:
-    options = _options(annotation)
-    plain = tuple(option for option in options if option in _PLAIN)
+def _make_plain_rule(annotation: Any) -> ArgumentRule:
+    options = _union_members(annotation)
+    plain = tuple(option for option in options if option in _PLAIN_TYPES)
     is_known = all(option in (*plain, type(None)) for option in options)
     return ArgumentRule((), (), not is_known, type(None) in options, plain=plain if is_known else ())
 
 
-def _argument_rule(annotation: Any) -> ArgumentRule:
-    options = _options(annotation)
+def _make_argument_rule(annotation: Any) -> ArgumentRule:
+    options = _union_members(annotation)
     arrays = [option for option in options if isinstance(option, type) and "dim_str" in dir(option)]
     classes = [option for option in options if isinstance(option, type) and _RULES in option.__dict__]
-    others = [option for option in options if option not in (*arrays, *classes, type(None))]
-    unlike = dict.fromkeys(_array_rule(option) for option in arrays)  # jax's and numpy's arrays have one rule
-    return ArgumentRule(tuple(unlike), tuple(classes), bool(others), type(None) in options, Sequence[int] in options)
+    unchecked = [option for option in options if option not in (*arrays, *classes, type(None))]
+    # jax's and numpy's arrays have the same rule.
+    distinct = dict.fromkeys(_make_array_rule(option) for option in arrays)
+    return ArgumentRule(
+        tuple(distinct), tuple(classes), bool(unchecked), type(None) in options, Sequence[int] in options
+    )
 
 
-def _array_rule(annotation: Any) -> ArrayRule:
-    dtypes = annotation.dtypes if isinstance(annotation.dtypes, list | tuple) else ()  # any, of `Shaped`
-    kinds = tuple(kind for kind in _KINDS if kind[0] in dtypes)
+def _make_array_rule(annotation: Any) -> ArrayRule:
+    dtypes = annotation.dtypes if isinstance(annotation.dtypes, list | tuple) else ()  # `Shaped` accepts any dtype.
+    kinds = tuple(kind for kind in _DTYPE_KINDS if kind[0] in dtypes)
     return ArrayRule(kinds, tuple(annotation.dim_str.split()))
 
 
 def _check_argument(call: str, name: str, value: Any, rule: ArgumentRule, sizes: Sizes) -> None:
+    """Raise a `ValueError` if an argument does not fit its rule."""
     shape: tuple[int, ...] = tuple(getattr(value, "shape", None) or ())
     dtype = getattr(value, "dtype", None)
     is_array = dtype is not None
@@ -214,81 +220,85 @@ def _check_argument(call: str, name: str, value: Any, rule: ArgumentRule, sizes:
     elif (value is None and rule.is_optional) or (rule.is_open and not (is_array and rule.arrays)):
         return
     elif rule.plain:
-        if not isinstance(value, tuple(_PLAIN[kind][0] for kind in rule.plain)):
-            kinds = " or ".join(_PLAIN[kind][1] for kind in rule.plain)
+        if not isinstance(value, tuple(_PLAIN_TYPES[kind][0] for kind in rule.plain)):
+            kinds = " or ".join(_PLAIN_TYPES[kind][1] for kind in rule.plain)
             raise ValueError(f"{call}({name}={value!r:.40}): it is a {type(value).__name__}; give a {kinds}.")
     elif not rule.arrays:
         names, cls = " or ".join(cls.__name__ for cls in rule.classes), rule.classes[0]
-        fields = [field for field, own in getattr(cls, _RULES).items() if not own.is_optional]
+        fields = [field for field, field_rule in getattr(cls, _RULES).items() if not field_rule.is_optional]
         raise ValueError(
-            f"{call}({name} {_shown(value)}): it must be of the class {names}; make one, as {cls.__name__}"
+            f"{call}({name} {_describe_value(value)}): it must be of the class {names}; make one, as {cls.__name__}"
             f"({', '.join(fields)})."
         )
     elif not is_array:
-        wanted = _words(rule.arrays[0])
-        maker = "jax.random.key(seed)" if "keys" in wanted else "jnp.asarray"
-        raise ValueError(f"{call}({name} {_shown(value)}): it must be an array of {wanted}; make one by {maker}.")
+        expected = _describe_kinds(rule.arrays[0])
+        maker = "jax.random.key(seed)" if "keys" in expected else "jnp.asarray"
+        raise ValueError(
+            f"{call}({name} {_describe_value(value)}): it must be an array of {expected}; make one by {maker}."
+        )
     else:
         fitting = [array for array in rule.arrays if array.has_kind(dtype)]
         if not fitting:
             cast = rule.arrays[0].kinds[0][3]
             fix = f"cast it, as {name}{cast}, or give" if cast else "make keys by jax.random.key(seed), and give"
             raise ValueError(
-                f"{call}({name} of {dtype} and shape {shape}): it must hold {_words(rule.arrays[0])}; {fix} the "
-                "array that is meant."
+                f"{call}({name} of {dtype} and shape {shape}): it must hold {_describe_kinds(rule.arrays[0])}; {fix} "
+                "the array that is meant."
             )
         if not fitting[0].is_old_key(dtype):
             _check_shape(call, name, shape, fitting[0], sizes)
 
 
 def _check_fields(call: str, name: str, value: Any, sizes: Sizes) -> None:
-    """Check the arrays of an argument; those of `tokens` and `cache` have the rows and tokens of the call's arrays."""
-    is_of_the_call, own = name in _OF_THE_CALL, type(value)
-    for field, rule in getattr(own, _RULES).items():
-        if is_of_the_call and rule.arrays:
+    """Check the arrays of an argument; those of `tokens` and `cache` share the dims of the call's arrays."""
+    shares_dims, cls = name in _CALL_ARGUMENTS, type(value)
+    for field, rule in getattr(cls, _RULES).items():
+        if shares_dims and rule.arrays:
             _check_argument(call, f"{name}.{field}", getattr(value, field), rule, sizes)
-    if not is_of_the_call:
-        fields = {field: getattr(value, field) for field in getattr(own, _RULES)}
-        check_arguments(own.__name__, getattr(own, _RULES), fields)
+    if not shares_dims:
+        fields = {field: getattr(value, field) for field in getattr(cls, _RULES)}
+        check_arguments(cls.__name__, getattr(cls, _RULES), fields)
 
 
 def _check_shape(call: str, name: str, shape: tuple[int, ...], rule: ArrayRule, sizes: Sizes) -> None:
+    """Raise a `ValueError` if a shape does not fit its rule; add the sizes of new names to `sizes`."""
     if not rule.has_rank(len(shape)):
-        least = len(rule.dims) - (rule.variadic is not None)
-        count = f"{least}" if rule.variadic is None else f"at least {least}"
-        fix = f"add what is missing, as {name}[None]" if len(shape) < least else "take the others away"
+        min_rank = len(rule.dims) - (rule.variadic is not None)
+        count = f"{min_rank}" if rule.variadic is None else f"at least {min_rank}"
+        fix = f"add the missing dims, as {name}[None]" if len(shape) < min_rank else "remove the others"
         raise ValueError(
-            f"{call}({name} of shape {shape}): it must have the dims {_dims(rule)}, {count} of them; {fix}."
+            f"{call}({name} of shape {shape}): it must have the dims {_format_dims(rule)}, {count} of them; {fix}."
         )
-    parts = rule.parts(shape)
-    for dim, own in parts:
+    named_sizes = rule.name_sizes(shape)
+    for dim, dim_sizes in named_sizes:
         if dim in ("...", "_") or not (key := dim.lstrip("#*")).isidentifier():
             continue
-        here = (own, f"{name} of shape {shape}")
-        known, source = sizes.get(key, here) if "#" in dim else sizes.setdefault(key, here)
-        if own != known and not ("#" in dim and _broadcasts(own, known)):
-            right = [sizes.get(part.lstrip("#*"), (size, ""))[0] for part, size in parts]
-            wanted = tuple(number for sizes_of_part in right for number in sizes_of_part)
+        entry = (dim_sizes, f"{name} of shape {shape}")
+        known_sizes, source = sizes.get(key, entry) if "#" in dim else sizes.setdefault(key, entry)
+        if dim_sizes != known_sizes and not ("#" in dim and _broadcasts(dim_sizes, known_sizes)):
+            expected = [sizes.get(part.lstrip("#*"), (size, ""))[0] for part, size in named_sizes]
+            expected_shape = tuple(number for part_sizes in expected for number in part_sizes)
             raise ValueError(
-                f"{call}({name} of shape {shape}): with {source} it has shape {wanted}, its dims being {_dims(rule)}; "
-                "give it that shape."
+                f"{call}({name} of shape {shape}): with {source} it has shape {expected_shape}, its dims being "
+                f"{_format_dims(rule)}; give it that shape."
             )
 
 
-def _broadcasts(sizes: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    return len(sizes) <= len(wanted) and all(x in (1, y) for x, y in zip(reversed(sizes), reversed(wanted)))
+def _broadcasts(sizes: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Return whether an array of these sizes broadcasts to the target sizes."""
+    return len(sizes) <= len(target) and all(x in (1, y) for x, y in zip(reversed(sizes), reversed(target)))
 
 
-def _words(rule: ArrayRule) -> str:
+def _describe_kinds(rule: ArrayRule) -> str:
     kinds = " or ".join(dict.fromkeys(kind[2] for kind in rule.kinds)) or "values"
-    return f"{kinds}, with the dims {_dims(rule)}"
+    return f"{kinds}, with the dims {_format_dims(rule)}"
 
 
-def _dims(rule: ArrayRule) -> str:
+def _format_dims(rule: ArrayRule) -> str:
     return f"({', '.join(rule.dims)})"
 
 
-def _shown(value: object) -> str:
+def _describe_value(value: object) -> str:
     shape = getattr(value, "shape", None)
     if value is None or shape is None:
         return "none" if value is None else f"of type {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Reading of files that others wrote: regular files of bounded size, and JSON of bounded depth with unique names."""
+"""Readers of untrusted files: regular files of bounded size, and JSON of bounded depth with unique names."""
 
 import io
 import json
@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import UInt8
 
 
-MAX_JSON_BYTES = 1 << 27  # the longest published files, indices and tokenizers, have 10 to 40 MB
-MAX_JSON_DEPTH = 200  # far below Python's limit of recursion, which functions over the values use too
-_KINDS: Mapping[int, str] = MappingProxyType(
+MAX_JSON_BYTES = 1 << 27  # The largest published files, indices and tokenizers, have 10 to 40 MB.
+MAX_JSON_DEPTH = 200  # Far below Python's recursion limit, since functions over the values recurse too.
+_FILE_KINDS: Mapping[int, str] = MappingProxyType(
     {
         stat.S_IFDIR: "a folder",
         stat.S_IFIFO: "a named pipe",
@@ -27,7 +27,7 @@ _KINDS: Mapping[int, str] = MappingProxyType(
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise a `ValueError` for a path that is no regular file, nor a link to one, without opening it."""
+    """Raise a `ValueError` for a path that is not a regular file or a link to a regular file; open no file."""
     try:
         _check_mode(path, os.stat(path).st_mode)
     except OSError as error:
@@ -35,15 +35,17 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a regular file, or a link to one, for reading bytes.
+    """Open a regular file, or a link to a regular file, for reading bytes.
 
     Raises a `ValueError` at once for a missing file, a folder, a named pipe, a device and a socket: a pipe would block,
     and a device such as `/dev/zero` has no end.
     """
     flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
-    check_regular(path)  # some devices act when they are opened
+    # Some devices act when they are opened, so the kind is checked first.
+    check_regular(path)
     try:
-        descriptor = os.open(path, flags)  # without blocking, if another process replaces the file in between
+        # `O_NONBLOCK` keeps this call from blocking if another process has replaced the file by a pipe.
+        descriptor = os.open(path, flags)
     except OSError as error:
         raise _unreadable(path, error) from None
     try:
@@ -59,7 +61,8 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES)
     chunks, size = list[bytes](), 0
     with open_regular(path) as file:
         try:
-            while size <= max_bytes and (chunk := file.read(1 << 20)):  # `read(max_bytes)` would allocate all of it
+            # Chunks, since `read(max_bytes)` would allocate all of `max_bytes`.
+            while size <= max_bytes and (chunk := file.read(1 << 20)):
                 chunks.append(chunk)
                 size += len(chunk)
         except OSError as error:
@@ -88,10 +91,10 @@ def map_bytes(path: str | os.PathLike[str]) -> UInt8[np.ndarray, "bytes"]:
 
 
 def parse_json(text: str | bytes, *, unique: bool = True) -> Any:
-    """Return the value that a JSON text spells.
+    """Return the value of a JSON text.
 
-    Raises a `ValueError` with the reason alone, for the caller to add the place, for a text that is no JSON, that nests
-    deeper than `MAX_JSON_DEPTH`, or, unless `unique` is off, an object of which has a name twice.
+    Raises a `ValueError` for a text that is not JSON, that nests deeper than `MAX_JSON_DEPTH`, or, with `unique`, in
+    which an object has a name twice. The message is the reason alone; the caller adds the file's name.
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique_names if unique else None)
@@ -99,15 +102,15 @@ def parse_json(text: str | bytes, *, unique: bool = True) -> Any:
     except RecursionError:
         raise ValueError(f"it nests deeper than {MAX_JSON_DEPTH} levels") from None
     except MemoryError:
-        raise ValueError("it takes more memory than there is") from None
+        raise ValueError("it takes more memory than this machine has") from None
     return value
 
 
 def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Return the JSON object in a regular file.
 
-    Raises a `ValueError` that begins with the path: for a file that `open_regular` refuses, for one of more than
-    `max_bytes`, for a text that `parse_json` refuses, and for JSON other than an object.
+    Raises a `ValueError` that begins with the path: for a file that `open_regular` refuses, for more than `max_bytes`,
+    for a text that `parse_json` refuses, and for JSON other than an object.
     """
     content = read_bytes(path, max_bytes=max_bytes)
     try:
@@ -120,17 +123,18 @@ def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) 
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Return whether anything has this path, a broken link too, so that a file is not passed over for its kind."""
+    """Return whether the path exists, be it a broken link, so that a wrong kind of file is refused and not ignored."""
     return os.path.lexists(path)
 
 
 def few_names(names: Set[str]) -> str:
-    """Return the first five names in order, and how many more there are."""
+    """List the first five names in order, and the number of further names."""
     listed = sorted(names)
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs; raise a `ValueError` if a name occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -139,9 +143,10 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_depth(value: Any) -> None:
+    """Raise a `RecursionError` if a value nests too deeply; go level by level, without recursion."""
     level = [[value]]
     for _ in range(MAX_JSON_DEPTH + 1):
-        level = [part for whole in level for part in whole if isinstance(part, dict | list)]
+        level = [part for container in level for part in container if isinstance(part, dict | list)]
         level = [part.values() if isinstance(part, dict) else part for part in level]
         if not level:
             return
@@ -150,7 +155,7 @@ def _check_depth(value: Any) -> None:
 
 def _check_mode(path: str | os.PathLike[str], mode: int) -> None:
     if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+        kind = _FILE_KINDS.get(stat.S_IFMT(mode), "no file")
         raise ValueError(f"{os.fspath(path)}: it is {kind}, and only regular files are read; give the path of one.")
 
 

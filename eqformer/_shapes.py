@@ -1,7 +1,7 @@
-"""The one vocabulary, `LEGEND`: every dim that a shape annotation, an einops pattern, a layout or a message may name.
+"""Names of dims, `LEGEND`, for shape annotations, einops patterns, layouts and messages; and the class `Batch`.
 
-A parameter's dims are stored out first (`heads head_dim embed`), as published checkpoints have them. `dim` is a
-tensor's; an `axis` is a mesh's.
+The output dims of a parameter come first (`heads head_dim embed`), as in published checkpoints. A tensor has a `dim`; a
+mesh has an `axis`.
 """
 
 from typing import TypeGuard
@@ -47,30 +47,31 @@ LEGEND = {
     "taps": "tokens that a convolution reads",
 }
 
-ENSEMBLE_DIMS = ("layers", "experts")  # put in front of a leaf's own dims by a vmapped ensemble
+ENSEMBLE_DIMS = ("layers", "experts")  # A vmapped ensemble puts these dims before a leaf's dims.
 
 Array = jax.Array | np.ndarray
 ArrayOrShape = Array | jax.ShapeDtypeStruct
 
 
 def is_shape(leaf: object) -> TypeGuard[jax.ShapeDtypeStruct]:
-    """Whether a leaf stands for an array, as in the trees of `eqx.filter_eval_shape`."""
+    """Return whether a leaf is the shape of an array, as in the trees of `eqx.filter_eval_shape`."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 @checked_fields
 class Batch(eqx.Module):
-    """Rows of tokens with what the loss and the layers need to know of each; made by `eqformer.data`, numpy or jax.
+    """Rows of tokens with targets, weights, positions and segments; made by `eqformer.data`, as numpy or jax arrays.
 
-    `weights` is 1 where the target counts and 0 where it does not (padding, the end of a document). `examples` numbers
-    the rows over the whole run, so that randomness can follow the example instead of the device that happens to hold
-    it. `positions` and `segments` restart and change with each packed document; without them (`None`) each row is one
-    text from position 0 on and nothing of it is padding, which attention then knows before it is compiled. Each `group`
-    of so many rows is never parted by devices or microbatches, for a loss that compares them. `documents` is the most
-    documents that any row of the run holds, if it is known that they stand one after another, each whole at positions
-    0, 1, 2, ... and the padding behind them: kernels of attention that need it are used then. `source_ids` are what an
-    encoder reads for each row, with positions (-1 at padding) and segments of their own: in packed rows a target sees
-    the source of its own segment.
+    `weights` is 1 for a target that counts and 0 for one that does not (padding, the end of a document). `examples`
+    numbers the rows over the whole run, so that randomness depends on the example and not on its device. `positions`
+    restart and `segments` change with each packed document; without them (`None`) each row is one text from position 0
+    on without padding, which attention then knows at compile time. Devices and microbatches never split a `group` of so
+    many rows, for a loss that compares the rows of a group.
+
+    `documents` is the maximum number of documents in any row of the run. It is given if documents are known to follow
+    one another, each complete at positions 0, 1, 2, ..., with the padding behind them; attention kernels that need this
+    order are then used. `source_ids` are the tokens that an encoder reads for each row, with `source_positions` (-1 at
+    padding) and `source_segments`: in packed rows a target sees the source of the same segment.
     """
 
     ids: Int[Array, "batch seq"]
