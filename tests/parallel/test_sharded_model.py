@@ -187,7 +187,7 @@ def test_weights_that_are_gathered_and_prompts_in_chunks(monkeypatch):
     model = built("llama-byte-1m")
     alone = written(model, 3)
     assert same(written(planned(model, plan_over({"fsdp": 4}, zero=3)), 3, prefill_chunk=32), alone)
-    monkeypatch.setattr(module, "_piece", lambda cache, pieces: cache)
+    monkeypatch.setattr(module, "_as_piece", lambda cache, pieces: cache)
     with pytest.raises(ValueError, match="NaN"):  # tokens beyond a piece that takes itself for the whole
         written(planned(model, plan_over({"context": 2}, smallest=2)), 3)
 
