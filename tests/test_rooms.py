@@ -242,7 +242,7 @@ def vague_names(tree: ast.AST) -> list[str]:
 
 def riddles(tree: ast.AST) -> list[str]:
     """Return docstrings that begin with a relative clause or a pronoun instead of a noun or a verb."""
-    documented = ast.FunctionDef | ast.ClassDef | ast.Module
+    documented = (ast.FunctionDef, ast.ClassDef, ast.Module)
     docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
     return [text.splitlines()[0] for text in docstrings if text and RIDDLE.match(text)]
 
