@@ -129,13 +129,13 @@ CONTROLS: dict[str, Control] = {
     "rounds that all take": Control(without("rounds of choices", of_first), SENT),
     "choices sent to their experts": Control(without("choices to experts", control.kept_all), SENT),
     "and back": Control(without("choices from experts", control.kept_all), SENT),
-    "own experts of all": Control(control.first_device_in("_mixture"), EXPERTS),
+    "own experts of all": Control(control.first_device_in("_expert_parallel"), EXPERTS),
     "counts of all devices for the balance": Control(
         without("loads of experts", nothing), Case("batch mixture", {"fsdp": 2})
     ),
     "sum over slices of hidden features": Control(without("slices of experts", own_part), SLICES),
     "sum over slices, whole": Control(without("slices of experts", of_first), SLICES._replace(choices={})),
-    "bias of a sum added once": Control(control.first_device_in("_mixture"), SLICES),
+    "bias of a sum added once": Control(control.first_device_in("_expert_parallel"), SLICES),
     "gather of rows for slices of experts": Control(without("rows for experts", own_piece), SLICES),
     "slices' counts said to be the same": Control(without("same on all slices", nothing), SLICES, "types"),
     "features exchanged for tokens": Control(without("features to tokens", own_exchange), FEATURES),
