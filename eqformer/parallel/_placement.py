@@ -27,7 +27,7 @@ from .pipeline._stage_layers import (
     order_for_reading,
     place_layers,
     rows_to_layers,
-    take_rows,
+    take_layer_rows,
 )
 from .state._leaves import make_leaves
 from .tensor._residual_stream import ResidualStream
@@ -144,17 +144,17 @@ class Placement(ParallelConfig):
         """Return the table of the pipeline's schedule: the work of each stage in each tick."""
         return make_schedule(self.schedule, stages=self.size(PIPE), microbatches=self.microbatches, chunks=self.chunks)
 
-    def to_pipeline_order(self, tree: PyTree, take: Callable[..., Any] = take_rows) -> PyTree:
+    def to_pipeline_order(self, tree: PyTree, take: Callable[..., Any] = take_layer_rows) -> PyTree:
         """Put the layers of a model, or of a tree of models, in the order in which the stages hold them.
 
         Pipeline order differs from reading order where devices hold several parts; and where parts hold unequal numbers
         of layers, the model has rows of padding, which are zero and skipped. Such a model trains in pipeline order and
-        is saved in reading order. `take(x, order)`, by default `take_rows`, puts the rows of an array in an order; a
-        caller may pass its own for large arrays.
+        is saved in reading order. `take(x, order)`, by default `take_layer_rows`, puts the rows of an array in an
+        order; a caller may pass its own for large arrays.
         """
         return order_for_pipeline(tree, self.timetable().part_of, take) if self.is_pipelined else tree
 
-    def to_reading_order(self, tree: PyTree, take: Callable[..., Any] = take_rows) -> PyTree:
+    def to_reading_order(self, tree: PyTree, take: Callable[..., Any] = take_layer_rows) -> PyTree:
         """Undo `to_pipeline_order`: put layers in the order in which the model is read."""
         return order_for_reading(tree, self.timetable().part_of, take) if self.is_pipelined else tree
 

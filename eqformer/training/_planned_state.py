@@ -131,7 +131,7 @@ class PlannedState:
             take = lambda x, order: near(x).at[order].get(mode="fill", fill_value=0)
             donated = (0,) if is_as_long else ()  # another shape has no use for the memory
             self._movers[key] = jax.jit(take, donate_argnums=donated, out_shardings=sharding)
-        # Waited for, so that there is one copy at a time, and as in `parallel.pipeline`'s `take_rows`.
+        # Waited for, so that there is one copy at a time, and as in `parallel.pipeline`'s `take_layer_rows`.
         taken = jax.block_until_ready(self._movers[key](x, order))
         if not is_as_long:
             x.delete()

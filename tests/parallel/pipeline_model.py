@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from eqformer import kernels, nn
 from eqformer.parallel import filter_shard_map, layer_order, pipeline_gradients
 from eqformer.parallel._axes import BATCH_AXES, PIPE
-from eqformer.parallel.pipeline._stage_layers import PaddedBlock, skip_padding, take_rows
+from eqformer.parallel.pipeline._stage_layers import PaddedBlock, skip_padding, take_layer_rows
 
 
 EMBED, VOCAB, SEQ, LAYERS = 16, 32, 12, 8
@@ -171,7 +171,7 @@ def pipelined(mesh, schedule, functions=(first, stage, last), specs=P(PIPE), bat
     def whole(model, data):
         edges, stack = model
         arrays, rest = eqx.partition(stack, eqx.is_array)
-        stack = eqx.combine(jax.tree.map(lambda x: take_rows(x, order(stack)), arrays), rest)
+        stack = eqx.combine(jax.tree.map(lambda x: take_layer_rows(x, order(stack)), arrays), rest)
         (total, count), (edges, blocks) = mapped((edges, stack), jax.tree.map(split, data))
         return total, count, (edges, jax.tree.map(lambda x: x[back(stack)], blocks))
 

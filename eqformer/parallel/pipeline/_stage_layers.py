@@ -22,7 +22,7 @@ from .._shard_map import vary, varying_axes
 PartOf = Int[np.ndarray, "stages chunks"]
 """The part of the model that each chunk of a device is."""
 TakeRows = Callable[[Any, np.ndarray], Any]
-"""A function like `take_rows`, of an array and an order, that returns the rows in that order."""
+"""A function like `take_layer_rows`, of an array and an order, that returns the rows in that order."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,12 +83,12 @@ def place_layers(depths: Sequence[int], part_of: PartOf) -> list[LayerRows]:
 def layer_order(layers: int, part_of: PartOf) -> Int[np.ndarray, "rows"]:
     """Return the order in which the layers of a single stack lie on the devices; `layers` for a row of padding.
 
-    `take_rows(array, layer_order(...))`, split evenly over the devices, gives each its layers.
+    `take_layer_rows(array, layer_order(...))`, split evenly over the devices, gives each its layers.
     """
     return place_layers([layers], part_of)[0].layer_of_row
 
 
-def take_rows(x: Array, order: Int[np.ndarray, "rows"]) -> Array:
+def take_layer_rows(x: Array, order: Int[np.ndarray, "rows"]) -> Array:
     """Return the rows of an array in an order; rows of zeros for numbers beyond the last row.
 
     Outside of `jit` this waits for the result: on simulated devices, many programs that wait for each other's messages
@@ -97,18 +97,18 @@ def take_rows(x: Array, order: Int[np.ndarray, "rows"]) -> Array:
     return jax.block_until_ready(x[order] if order.max() < x.shape[0] else x.at[order].get(mode="fill", fill_value=0))
 
 
-def order_for_pipeline(tree: PyTree, part_of: PartOf, take: TakeRows = take_rows) -> PyTree:
+def order_for_pipeline(tree: PyTree, part_of: PartOf, take: TakeRows = take_layer_rows) -> PyTree:
     """Put the rows of each stack of a model, or of a tree of models, in pipeline order; padding is zero."""
     return _move_models(tree, part_of, lambda stacks, rows: layers_to_rows(stacks, rows, take))
 
 
-def order_for_reading(tree: PyTree, part_of: PartOf, take: TakeRows = take_rows) -> PyTree:
+def order_for_reading(tree: PyTree, part_of: PartOf, take: TakeRows = take_layer_rows) -> PyTree:
     """Put the layers of `order_for_pipeline`'s result back into reading order."""
     return _move_models(tree, part_of, lambda stacks, rows: rows_to_layers(stacks, rows, take))
 
 
 def layers_to_rows(
-    trees: Sequence[PyTree], rows: Sequence[LayerRows], take: TakeRows = take_rows
+    trees: Sequence[PyTree], rows: Sequence[LayerRows], take: TakeRows = take_layer_rows
 ) -> tuple[PyTree, ...]:
     """Move arrays with a leading `layers` dim, a tree for each stack, from reading order into rows of devices."""
     return tuple(
@@ -118,7 +118,7 @@ def layers_to_rows(
 
 
 def rows_to_layers(
-    trees: Sequence[PyTree], rows: Sequence[LayerRows], take: TakeRows = take_rows
+    trees: Sequence[PyTree], rows: Sequence[LayerRows], take: TakeRows = take_layer_rows
 ) -> tuple[PyTree, ...]:
     """Undo `layers_to_rows`."""
     return tuple(
