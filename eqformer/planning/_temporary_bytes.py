@@ -80,7 +80,7 @@ def _results_bytes(jaxpr: Any) -> int:
 def _traced(states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str) -> list[Any]:
     """The programs of a loss and its gradients on each device of a platform, without what they do not need."""
     plan, trained = for_platform(states.plan, platform), states.optimizer.trained
-    gradients = training.planned_gradients(plan)(training.next_token_loss, trained)
+    gradients = training.make_gradient_function(training.next_token_loss, plan, trained=trained)
     arrays, rest = eqx.partition(plan.shapes(model), is_shape)
 
     def run(arrays: PyTree, batch: Batch, key: Any) -> PyTree:

@@ -8,8 +8,9 @@ from ._chunks import chunk_size as chunk_size
 from ._clock import Clock as Clock
 from ._debug_nans import DebugNans as DebugNans
 from ._diverged import check_finite as check_finite, DivergedError as DivergedError
+from ._evaluation import planned_evaluation as planned_evaluation, planned_row_nats as planned_row_nats
 from ._first_non_finite import first_non_finite as first_non_finite, NonFinite as NonFinite
-from ._gradient_norms import module_gradient_norms as module_gradient_norms
+from ._gradients import make_gradient_function as make_gradient_function
 from ._host_memory import is_on_host as is_on_host
 from ._loop import (
     Callback as Callback,
@@ -56,13 +57,6 @@ from ._own_rows import OwnRows as OwnRows
 from ._picture_experts import picture_experts as picture_experts
 from ._pictures import picture_loads as picture_loads, picture_losses as picture_losses
 from ._planned_state import PlannedState as PlannedState, restore_model as restore_model
-from ._planned_step import (
-    planned_evaluation as planned_evaluation,
-    planned_gradients as planned_gradients,
-    planned_row_nats as planned_row_nats,
-    planned_step as planned_step,
-    state_shardings as state_shardings,
-)
 from ._profile import Profile as Profile
 from ._rates import (
     constant as constant,
@@ -73,16 +67,14 @@ from ._rates import (
     warmup_cosine as warmup_cosine,
     warmup_stable_decay as warmup_stable_decay,
 )
-from ._rebalance import rebalanced as rebalanced
 from ._row_loss import row_loss as row_loss, row_nats as row_nats
 from ._run_metadata import run_metadata as run_metadata, saved_key as saved_key, versions as versions
 from ._spikes import LossSpikeError as LossSpikeError, Spikes as Spikes
 from ._step import (
-    accumulated_gradients as accumulated_gradients,
-    init_state as init_state,
     make_step as make_step,
+    module_gradient_norms as module_gradient_norms,
+    rebalanced as rebalanced,
     Step as Step,
-    TrainState as TrainState,
 )
 from ._stretches import (
     Continuation as Continuation,
@@ -92,4 +84,9 @@ from ._stretches import (
     stretched_rates as stretched_rates,
 )
 from ._tally import count_of as count_of, routing_metrics as routing_metrics, Tally as Tally
+from ._train_state import (
+    init_state as init_state,
+    state_shardings as state_shardings,
+    TrainState as TrainState,
+)
 from ._validation import Validation as Validation

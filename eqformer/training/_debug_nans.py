@@ -11,10 +11,10 @@ from .. import nn
 from .._shapes import Batch
 from ._diverged import DivergedError
 from ._first_non_finite import first_non_finite
+from ._gradients import LossFn
 from ._loop import Callback, Progress
 from ._optimizer import trainable, Trained
 from ._planned_state import PlannedState
-from ._step import LossFn
 
 
 class DebugNans(Callback):

@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from .. import nn
+from ._gradients import LossFn, make_gradient_function, split_microbatches
 from ._loss_scale import Scale
 from ._optimizer import trainable, Trained
-from ._step import accumulated_gradients, in_microbatches, LossFn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +72,8 @@ def first_non_finite(
         trained: What picks the parameters that have gradients.
         scale: The step's `LossScale` value, in float16.
     """
-    of_batch = accumulated_gradients(loss_fn, 1, trained)
-    pieces = in_microbatches(jax.tree.map(jnp.asarray, batch), microbatches)
+    of_batch = make_gradient_function(loss_fn, trained=trained)
+    pieces = split_microbatches(jax.tree.map(jnp.asarray, batch), microbatches)
     for number in range(microbatches):
         piece = jax.tree.map(lambda x, at=number: x[at], pieces)
         arrays, rest = eqx.partition((model, piece, key, scale), eqx.is_array)

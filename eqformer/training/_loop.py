@@ -12,7 +12,8 @@ from jaxtyping import Array, Key, PyTree
 from ._checkpoint import Checkpointer
 from ._diverged import check_finite
 from ._planned_state import PlannedState
-from ._step import Step, TrainState
+from ._step import Step
+from ._train_state import TrainState
 
 
 @dataclasses.dataclass
@@ -67,7 +68,7 @@ def train(
     are not finite, see `check_finite`, and a `ValueError` where batches end before the steps do, or change shape.
 
     Args:
-        step: Of `make_step` or `planned_step`.
+        step: The step, from `make_step`.
         state: The state after `start` steps, which is donated.
         batches: One for each step, where the step takes it from, as `data.prefetch` gives them.
         key: The run's key, which steps fold their number into; None: no dropout, no router noise.

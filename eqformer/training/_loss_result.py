@@ -41,9 +41,9 @@ def check_takes_tokens(loss_fn: Callable[..., Any]) -> None:
     missing = {"tokens", "vocabulary"} - {parameter.name for parameter in parameters}
     if missing and not takes_all:
         raise ValueError(
-            f"planned_step({_name(loss_fn)}): under a plan a loss is called as loss_fn(model, batch, None, tokens=..., "
-            f"vocabulary=...), and this one takes no {' and no '.join(sorted(missing))}; take both, and pass them on "
-            "to next_token_loss, or tokens to model.encode and vocabulary.nats to cross_entropy(nats=)."
+            f"make_step({_name(loss_fn)}, plan=...): under a plan a loss is called as loss_fn(model, batch, None, "
+            f"tokens=..., vocabulary=...), and this one takes no {' and no '.join(sorted(missing))}; take both, and "
+            "pass them on to next_token_loss, or tokens to model.encode and vocabulary.nats to cross_entropy(nats=)."
         )
 
 

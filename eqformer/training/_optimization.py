@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, PyTree
 from ..parallel import Plan
 from ._loss import next_token_loss
 from ._optimizer import Optimizer, optimizer, trainable, Trained
-from ._planned_step import planned_step
 from ._rates import Rates
 from ._step import make_step, Step
 from ._stretches import default_warmup, Stretch, stretched_rates
@@ -66,9 +65,7 @@ class Optimization:
         """
         self._check_positive("z_loss", "balance_rate")
         options = {"clip": self.clip, "balance_rate": self.balance_rate, "gradient_norms": gradient_norms}
-        if plan is None:
-            return make_step(self.loss, optimizer, **options)
-        return planned_step(self.loss, optimizer, plan, **options)
+        return make_step(self.loss, optimizer, plan, **options)
 
     def _check_positive(self, *names: str) -> None:
         for name in names:

@@ -14,8 +14,7 @@ from .._shapes import Batch, is_shape
 from ..parallel import BATCH_AXES, init_sharded, Plan, shardings
 from ._checkpoint import Checkpointer
 from ._optimizer import Optimizer
-from ._planned_step import state_shardings
-from ._step import init_state, TrainState
+from ._train_state import init_state, state_shardings, TrainState
 
 
 class PlannedState:

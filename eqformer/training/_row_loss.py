@@ -12,8 +12,8 @@ from .._shapes import Batch
 from ..nn import Tokens
 from ..parallel import sum_rows, vary_like
 from ._batch_tokens import batch_tokens
+from ._gradients import LossFn
 from ._loss import cross_entropy, nats_of_tokens, token_nats, Vocabulary, weighed
-from ._step import LossFn
 from ._tally import tallied
 
 

@@ -67,7 +67,7 @@ class OverMesh:
         self.state, self.key = states.init(), None if key is None else states.everywhere(key)
         batch = random_batch(numbers.vocab, rows, seq)
         self.batch = jax.device_put(batch, shardings(plan.batch_specs(batch), plan.mesh))
-        step = training.planned_step(training.next_token_loss, optimizer, plan, balance_rate=0.001)
+        step = training.make_step(training.next_token_loss, optimizer, plan, balance_rate=0.001)
         start = time.perf_counter()
         self.step = step.compiled(self.state, self.batch, self.key)
         self.seconds_to_compile = time.perf_counter() - start

@@ -15,8 +15,7 @@ from test_published import RECORDED, write
 
 from eqformer import models, nn
 from eqformer.parallel import make_mesh, Plan
-from eqformer.training import next_token_loss
-from eqformer.training._step import accumulated_gradients
+from eqformer.training import make_gradient_function, next_token_loss
 
 
 ROUNDING = 4e-5  # twice the logits': fourteen layers of random weights magnify it
@@ -54,7 +53,8 @@ def model_of(name: str, changes: Changes = ()) -> nn.Transformer:
 def of_one_device(name: str, changes: Changes, microbatches: int) -> Outcome:
     """Its loss and gradients; balance losses are over a microbatch, so that a mixture's depend on their number."""
     model = model_of(name, changes)
-    return compiled(accumulated_gradients(next_token_loss, microbatches), model, batch_of(model, ROWS, SEQ))
+    gradients = make_gradient_function(next_token_loss, microbatches=microbatches)
+    return compiled(gradients, model, batch_of(model, ROWS, SEQ))
 
 
 def assert_same(plan: Plan, name: str, changes: Changes = ()) -> None:

@@ -12,8 +12,7 @@ from plan_models import batch_of, model_of
 
 from eqformer import nn, training
 from eqformer.parallel import init_sharded, make_mesh, Plan, shardings
-from eqformer.training import next_token_loss, planned_gradients
-from eqformer.training._step import accumulated_gradients
+from eqformer.training import make_gradient_function, next_token_loss
 from eqformer.training._tally import count_of, Tally
 
 
@@ -88,7 +87,7 @@ def under(plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_token_
 def total_under(plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_token_loss) -> float:
     """The loss alone, of a program that is smaller without gradients: enough for a control that the loss shows."""
     plan.check(model, rows=len(batch.ids), seq=batch.ids.shape[1])
-    of_batch = planned_gradients(plan)(loss)
+    of_batch = make_gradient_function(loss, plan)
     model, key = place(_moved(plan.to_pipeline_order, model), plan), jax.random.key(KEY)
     only = lambda *given: of_batch(*given)[0]
     return float(hastily(only, model, batch, key)(model, batch, key))
@@ -99,7 +98,7 @@ def program_under(
 ) -> Callable[[nn.Transformer], Outcome]:
     """What a plan makes of a batch and any model of such shapes."""
     plan.check(model, rows=len(batch.ids), seq=batch.ids.shape[1])
-    of_batch = planned_gradients(plan)(loss)
+    of_batch = make_gradient_function(loss, plan)
 
     def read(*given: Any) -> tuple:
         total, tally, gradients = of_batch(*given)
@@ -132,7 +131,7 @@ def _moved(order: Callable[..., Any], tree: Any) -> Any:
 
 def alone(model: nn.Transformer, batch: Any, loss: Any = next_token_loss, microbatches: int = 1) -> Outcome:
     """What one device makes of them."""
-    return compiled(accumulated_gradients(loss, microbatches), model, batch)
+    return compiled(make_gradient_function(loss, microbatches=microbatches), model, batch)
 
 
 def place(model: nn.Transformer, plan: Plan) -> nn.Transformer:
@@ -233,7 +232,7 @@ def trained_by_plan(case: Case) -> Trained:
     """As many steps under the plan, from a state that is made where it is kept."""
     model, plan = model_of(case.model, case.remat, case.dtypes), case.plan
     rule = _optimizer(case.optimizer, model)
-    step = training.planned_step(next_token_loss, rule, plan, balance_rate=BALANCE, gradient_norms=True)
+    step = training.make_step(next_token_loss, rule, plan, balance_rate=BALANCE, gradient_norms=True)
     make = lambda: training.init_state(plan.to_pipeline_order(model), rule)
     state = init_sharded(make, lambda shapes: training.state_shardings(plan, rule, shapes))
     got = _train(step, state, training.planned_evaluation(plan), batch_of(model))

@@ -26,7 +26,7 @@ def stepped(
         step = training.make_step(training.next_token_loss, optimizer)
         state = training.init_state(jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, model), optimizer)
     else:
-        step = training.planned_step(training.next_token_loss, optimizer, plan)
+        step = training.make_step(training.next_token_loss, optimizer, plan)
         state = begun(model, plan, optimizer) if state is None else state
     step, metrics = hastily(step, state, batch, key), {}
     for _ in range(steps):

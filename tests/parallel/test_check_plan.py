@@ -119,7 +119,7 @@ def test_what_is_not_checked_beforehand_is_checked_by_the_step():
     state = shapes(lambda: training.init_state(model, optimizer))
 
     def step(over):
-        training.planned_step(training.next_token_loss, optimizer, over).lower(state, batch_of(model))
+        training.make_step(training.next_token_loss, optimizer, over).lower(state, batch_of(model))
 
     with pytest.raises(ValueError, match=r"8 rows do not fall into 2 x 6 equal pieces"):
         step(plan_over({"fsdp": 2, "pipe": 2}, microbatches=6))

@@ -88,7 +88,7 @@ def test_a_step_balances_layers_in_the_order_that_it_holds_and_reads_them_in_the
     plan = plan_over({"pipe": 2}, schedule="interleaved", chunks=2, microbatches=2)
     make = lambda: training.init_state(plan.to_pipeline_order(model), rule)
     state = init_sharded(make, lambda shapes: training.state_shardings(plan, rule, shapes))
-    step = training.planned_step(training.next_token_loss, rule, plan, balance_rate=0.5)
+    step = training.make_step(training.next_token_loss, rule, plan, balance_rate=0.5)
 
     def results(arrays):
         state, metrics = step.run.__wrapped__((batch, None, step.rate), eqx.combine(arrays, rest))

@@ -25,7 +25,7 @@ def temporary(tensor=1, **choices):
     kept = shardings(plan.parameter_specs(arrays), plan.mesh)
     placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     arrays = jax.tree.map(placed, arrays, kept)
-    gradients = training.planned_gradients(plan)(training.next_token_loss)
+    gradients = training.make_gradient_function(training.next_token_loss, plan)
     run = jax.jit(lambda arrays, batch: eqx.filter(gradients(eqx.combine(arrays, rest), batch, None)[2], eqx.is_array))
     needs: Any = run.lower(arrays, batch_of(model)).compile().memory_analysis()
     return needs.temp_size_in_bytes

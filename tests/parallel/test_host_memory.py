@@ -28,7 +28,7 @@ def states_of(memory: Any, mesh: dict, moments: str = "float32", **choices: Any)
 
 
 def step_of(states: training.PlannedState) -> training.Step:
-    return training.planned_step(training.next_token_loss, states.optimizer, states.plan)
+    return training.make_step(training.next_token_loss, states.optimizer, states.plan)
 
 
 def stepped(step: training.Step, state: Any, steps: int) -> Any:
@@ -72,7 +72,7 @@ def test_steps_and_checkpoints_are_the_same_to_the_bit(case, tmp_path):
 def test_a_step_that_brings_nothing_near_is_refused(monkeypatch):
     """The control: the state is really elsewhere, and JAX mixes no memories."""
     states = states_of("pinned_host", {"fsdp": 2}, zero=1)
-    monkeypatch.setattr(training._planned_step, "brought_near", lambda _, __, memory, gradients: (memory, gradients))
+    monkeypatch.setattr(training._gradients, "brought_near", lambda _, __, memory, gradients: (memory, gradients))
     with pytest.raises(ValueError, match="memory_space of all inputs"):
         stepped(step_of(states), states.init(), 1)
 
@@ -126,7 +126,7 @@ def test_gradients_by_what_is_on_hosts_are_those_of_what_is_on_devices(case, way
     found, kept = {}, {}
     for remat in (way, f"{way}_on_host"):
         model, plan = model_of("llama", remat), plan_over(mesh, smallest=1, **choices)
-        gradients = eqx.filter_jit(training.planned_gradients(plan)(training.next_token_loss, training.trainable))
+        gradients = eqx.filter_jit(training.make_gradient_function(training.next_token_loss, plan))
         found[remat] = gradients(model, batch_of(model), jax.random.key(7))
         states = training.PlannedState(lambda model=model: model, rule(model), plan)
         kept[remat] = planning.step_bytes(states, model, planning.batch_shapes(8, 16)).on_host
@@ -152,7 +152,7 @@ def test_compilers_keep_it_on_the_host(name):
         optimizer = rule(jax.eval_shape(build))
         plan = Plan(make_mesh(fsdp=4, devices=devices), zero=3, optimizer_memory=memory)
         states = training.PlannedState(build, optimizer, plan)
-        step = training.planned_step(training.next_token_loss, optimizer, plan)
+        step = training.make_step(training.next_token_loss, optimizer, plan)
         made[way] = planning.program_of(planning.lowered_step(states, step, batch).compile())
         moments += planning.state_bytes(states).get("optimizer state on its host", (0, 0))[0]
         kept[way] = planning.step_bytes(states, jax.eval_shape(build), batch).on_host

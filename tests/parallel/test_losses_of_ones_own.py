@@ -14,7 +14,6 @@ from plan_models import batch_of, model_of
 from eqformer import training
 from eqformer.parallel import make_mesh, Plan
 from eqformer.training import _loss_result
-from eqformer.training._step import accumulated_gradients
 
 
 MODEL = functools.cache(lambda: model_of("gpt2"))
@@ -27,7 +26,7 @@ def plan_over(**axes):
 
 def traced(loss, plan=None, key=None):
     """The shapes of a loss's sum, count and gradients, on one device or under a plan."""
-    gradients = accumulated_gradients(loss) if plan is None else training.planned_gradients(plan)(loss)
+    gradients = training.make_gradient_function(loss, plan)
     return eqx.filter_eval_shape(gradients, MODEL(), batch_of(MODEL()), key)
 
 
@@ -75,9 +74,11 @@ def test_a_loss_that_takes_no_tokens_is_named_before_anything_is_traced():
     def plain(model, batch, key):
         return passing(model, batch, key)
 
-    with pytest.raises(ValueError, match=r"planned_step\(plain\): .* takes no tokens and no vocabulary; take both"):
-        training.planned_gradients(plan_over(fsdp=2))(plain)
-    training.planned_gradients(plan_over(fsdp=2))(lambda model, batch, key, **given: None)  # takes all
+    with pytest.raises(
+        ValueError, match=r"make_step\(plain, plan=\.\.\.\): .* takes no tokens and no vocabulary; take both"
+    ):
+        training.make_gradient_function(plain, plan_over(fsdp=2))
+    training.make_gradient_function(lambda model, batch, key, **given: None, plan_over(fsdp=2))  # takes all
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from plan_parity import Case, compiled, differences, leaf_differences, of_one_de
 
 from eqformer import nn, training
 from eqformer.nn import _linear as _linear_map
-from eqformer.training import next_token_loss
-from eqformer.training._step import accumulated_gradients
+from eqformer.training import make_gradient_function, next_token_loss
 
 
 PLAIN = Case("long table", {}, shape=(256, 64))
@@ -111,7 +110,7 @@ def test_a_meshs_gradients_of_narrow_parameters_are_wide_sums(case):
 def test_biases_that_are_added_in_bfloat16_are_seen(monkeypatch):
     monkeypatch.setattr(_linear_map, "add_float32", lambda y, bias: y if bias is None else y + bias.astype(y.dtype))
     model = model_of(PLAIN.model, dtypes=("float32", "bfloat16"))
-    got = compiled(accumulated_gradients(next_token_loss), model, batch_of(model, *PLAIN.shape))
+    got = compiled(make_gradient_function(next_token_loss), model, batch_of(model, *PLAIN.shape))
     found = wrong(got, PLAIN)
     assert {"stacks[0].blocks.mixer.layer.value.bias", "stacks[0].blocks.feed_forward.layer.up.bias"} <= found.keys()
     assert max(found.values()) > 5 * tolerance(PLAIN)

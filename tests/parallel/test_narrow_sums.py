@@ -1,6 +1,5 @@
 """The rule of `nn/_sums.py`, held: gradients add up nothing in 16 bits over tokens, and few things over devices."""
 
-import functools
 from typing import Any
 
 import equinox as eqx
@@ -15,8 +14,7 @@ from plan_parts import EMBED
 
 from eqformer import kernels, nn
 from eqformer.parallel import filter_shard_map, make_mesh
-from eqformer.training import next_token_loss, planned_gradients
-from eqformer.training._step import accumulated_gradients
+from eqformer.training import make_gradient_function, next_token_loss
 
 
 # What is added up in 16 bits, and why that is meant. Each is an activation or the gradient of one, token by token: as
@@ -72,8 +70,8 @@ WIDER = [
 def program_of(case: Case, model: Any = None, batch: Any = None, loss: Any = next_token_loss) -> Any:
     """The trace of the gradients, under the case's plan or on one device."""
     model = model_of(case.model, case.remat, case.dtypes) if model is None else model
-    on_one = functools.partial(accumulated_gradients, microbatches=case.choices.get("microbatches", 1))
-    function = (planned_gradients(case.plan) if case.mesh else on_one)(loss)
+    plan, pieces = (case.plan, 1) if case.mesh else (None, case.choices.get("microbatches", 1))
+    function = make_gradient_function(loss, plan, microbatches=pieces)
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
     batch = batch_of(model) if batch is None else batch
     arrays, rest = eqx.partition((model, batch, jax.random.key(7)), is_array)

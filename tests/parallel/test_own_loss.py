@@ -18,7 +18,6 @@ from test_narrow_sums import MEANT_OF_NARROW, not_meant, program_of
 
 from eqformer import planning, training
 from eqformer.parallel import COLLECTIVES
-from eqformer.training._step import accumulated_gradients
 from eqformer.training._tally import count_of
 
 
@@ -64,7 +63,7 @@ def test_it_is_the_formula():
 
         total, gradients = eqx.filter_jit(eqx.filter_value_and_grad(formula))(model)
         given = lambda m, b, key: loss(m, b, None, chunk=24)  # which does not divide the tokens, and no dropout
-        run = hastily(accumulated_gradients(given, 1), model, batch, None)
+        run = hastily(training.make_gradient_function(given), model, batch, None)
         found, count, of_model = run(model, batch, None)
         assert float(count_of(count)) == 4 and np.isclose(float(found), float(total), rtol=1e-12)
         assert leaf_differences(of_model, gradients, 1e-10, rounding=1e-12) == {}
@@ -100,7 +99,8 @@ def test_loss_and_gradients_equal_one_devices(case):
 def test_microbatches_of_one_device_hold_whole_pairs():
     want, model = of_one("llama"), model_of("llama")
     assert differences(alone(model, pairs("llama"), loss, 2), want, ROUNDING) == {}
-    batch, only = pairs("llama", group=1), lambda *given: accumulated_gradients(loss, 2)(*given)[0]
+    batch, run = pairs("llama", group=1), training.make_gradient_function(loss, microbatches=2)
+    only = lambda *given: run(*given)[0]
     parted = hastily(only, model, batch, None)(model, batch, None)  # rows 0, 2, 4 and 6, as if 0 and 2 were a pair
     assert float(parted) != pytest.approx(float(want.total), rel=1e-3)
 
@@ -163,7 +163,7 @@ def test_it_trains_as_on_one_device(mesh):
     metrics = []
     for step, its_nats in (
         (training.make_step(loss, optimizer), training.row_nats),
-        (training.planned_step(loss, optimizer, plan), training.planned_row_nats(plan)),
+        (training.make_step(loss, optimizer, plan), training.planned_row_nats(plan)),
     ):
         state = training.init_state(jax.tree.map(lambda x: x + 0 if eqx.is_array(x) else x, model), optimizer)
         own = dataclasses.replace(batch, reference=np.asarray(its_nats(model, batch)))

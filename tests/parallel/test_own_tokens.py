@@ -16,7 +16,7 @@ def scatters(remat: str) -> int:
     shapes = nn.with_execution(shapes, remat=remat)
     plan = Plan(make_mesh(tensor=2, devices=jax.devices()[:2]), residual="sequence")
     trained = training.optimizer("adamw", shapes, rate=3e-4).trained
-    gradients = training.planned_gradients(plan)(training.next_token_loss, trained)
+    gradients = training.make_gradient_function(training.next_token_loss, plan, trained=trained)
     arrays, rest = eqx.partition(plan.shapes(shapes), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     run = lambda arrays, batch: eqx.filter(gradients(eqx.combine(arrays, rest), batch, None), eqx.is_array)
     return str(jax.make_jaxpr(run)(arrays, planning.batch_shapes(2, 16))).count("reduce_scatter[")
@@ -64,7 +64,7 @@ def test_gpus_compute_the_attention_half_of_a_block_once_in_a_turn_backward(monk
     def operations():
         devices = planning.devices_of(GPUS)
         states, _, batch = mixture(devices, "gather")
-        step = training.planned_step(training.next_token_loss, states.optimizer, states.plan)
+        step = training.make_step(training.next_token_loss, states.optimizer, states.plan)
         compiled = planning.lowered_step(states, step, batch).compile(compiler_options=AS_PREPARED)
         return planning.program_of(compiled, states.plan.mesh).operations
 

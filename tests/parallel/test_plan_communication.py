@@ -30,7 +30,7 @@ def program_of_gradients(plan: Plan, remat: str):
     """The program of loss and gradients, optimised as usual."""
     model, batch = model_and_batch(plan, remat)
     arrays, rest = eqx.partition(place(model, plan), eqx.is_array)
-    gradients = training.planned_gradients(plan)(training.next_token_loss)
+    gradients = training.make_gradient_function(training.next_token_loss, plan)
     run = jax.jit(lambda arrays, batch, key: gradients(eqx.combine(arrays, rest), batch, key))
     return run.lower(arrays, batch, jax.random.key(0)).compile(compiler_options=FAST)
 
@@ -77,7 +77,7 @@ def test_fully_sharded_parameters_are_gathered_twice_and_their_gradients_scatter
 def test_a_step_scatters_gradients_and_gathers_parameters_once():
     plan, model = Plan(make_mesh(fsdp=8), zero=1, smallest=1), model_of("llama")
     states = training.PlannedState(lambda: model, training.optimizer("adamw", model, rate=1e-2), plan)
-    step = training.planned_step(training.next_token_loss, states.optimizer, plan)
+    step = training.make_step(training.next_token_loss, states.optimizer, plan)
     program = planning.lowered_step(states, step, planning.batch_shapes(ROWS, SEQ)).compile()
     sent = by_axes(plan, getattr(program, "compiled", program))
     least = planning.sharded_state_bytes(parameters(model), 8, zero=1, weight_bytes=4, gradient_bytes=4)

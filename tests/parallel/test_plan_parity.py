@@ -19,8 +19,7 @@ from plan_parity import (
 )
 
 from eqformer.parallel import AXES
-from eqformer.training import next_token_loss
-from eqformer.training._step import accumulated_gradients
+from eqformer.training import make_gradient_function, next_token_loss
 
 
 ROUNDING = 64 * float(np.finfo(np.float32).eps)
@@ -100,7 +99,7 @@ def test_balance_over_the_batch_is_over_each_microbatch_as_on_one_device(sizes):
     """Which is another loss than the whole batch's: what a step's pieces are, pieces of any mesh are."""
     case = Case("batch mixture", sizes, {"microbatches": 2, "schedule": "1f1b"})
     plain = model_of(case.model)
-    want = compiled(accumulated_gradients(next_token_loss, 2), plain, batch_of(plain))
+    want = compiled(make_gradient_function(next_token_loss, microbatches=2), plain, batch_of(plain))
     assert differences(of_plan(case), want, ROUNDING) == {}
     assert "total" in differences(of_one_device(case), want, ROUNDING)
 

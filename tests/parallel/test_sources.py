@@ -17,8 +17,7 @@ from eqformer import models, nn
 from eqformer.nn import _stack
 from eqformer.parallel.tensor._tensor import PrecomputedMap
 from eqformer.parallel.tensor._vocabulary import SourceOutput
-from eqformer.training import next_token_loss
-from eqformer.training._step import accumulated_gradients
+from eqformer.training import make_gradient_function, next_token_loss
 
 
 CONFIG = models.T5Config(50, 24, 2, 4, 20, head_dim=6, encoder_layers=3, ranges=8, farthest=10)
@@ -31,7 +30,7 @@ def of_one_device() -> tuple[nn.Transformer, Any, Any]:
     """A model, packed pairs, and their loss and gradients."""
     model = filled(lambda: models.build(CONFIG, key=jax.random.key(0)))
     batch = batch_of(model)
-    return model, batch, compiled(accumulated_gradients(next_token_loss, 1), model, batch)
+    return model, batch, compiled(make_gradient_function(next_token_loss), model, batch)
 
 
 @pytest.mark.grid
@@ -83,7 +82,7 @@ def test_a_sources_keys_are_made_by_the_maps_of_the_rows_own(kv_heads, residual,
     config = dataclasses.replace(MERGED, kv_heads=kv_heads)
     model = filled(lambda: models.build(config, key=jax.random.key(0)))
     batch, plan = batch_of(model), plan_over({"fsdp": 2, "tensor": 2}, zero=3, smallest=1, residual=residual)
-    want = compiled(accumulated_gradients(next_token_loss, 1), model, batch)
+    want = compiled(make_gradient_function(next_token_loss), model, batch)
     assert differences(under(plan, model, batch), want, ROUNDING) == {}
     if residual == "replicated":
         of_the_row = lambda self, x: jnp.concatenate([self(self.layer_input)] * 2, axis=-3)[..., : x.shape[-2], :, :]
@@ -110,7 +109,7 @@ def test_an_encoder_has_a_table_of_its_own(mesh, choices, monkeypatch):
     config = models.T5GemmaConfig(50, 24, 2, 4, 4, 20, **sizes, encoder=dataclasses.replace(read, vocab=54))
     model = filled(lambda: models.build(config, key=jax.random.key(0)))
     batch, plan = batch_of(model), plan_over(mesh, smallest=1, **choices)
-    want = compiled(accumulated_gradients(next_token_loss, 1), model, batch)
+    want = compiled(make_gradient_function(next_token_loss), model, batch)
     assert differences(under(plan, model, batch), want, ROUNDING) == {}
     assert float(jnp.max(jnp.abs(want.gradients.encoder.embedding.weight))) > 1e-3
     if plan.stream is not None and plan.residual == "replicated":  # each device's own ids alone

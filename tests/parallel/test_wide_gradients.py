@@ -13,7 +13,7 @@ from plan_parity import Case, compiled, hastily, place
 from test_narrow_sums import MEANT_OF_NARROW, not_meant
 
 from eqformer import training
-from eqformer.training import next_token_loss, planned_gradients
+from eqformer.training import make_gradient_function, next_token_loss
 
 
 NARROW = ("bfloat16", "bfloat16")
@@ -46,7 +46,7 @@ def sums_not_meant(case: Case) -> list[NarrowSum]:
     """What a program that gives gradients adds up in 16 bits, beside streams between layers."""
     model, plan = model_of(case.model, dtypes=NARROW), case.plan
     arrays, rest = eqx.partition(plan.to_pipeline_order(model), eqx.is_array)
-    gradients = planned_gradients(plan)(next_token_loss)
+    gradients = make_gradient_function(next_token_loss, plan)
     run = lambda arrays, batch: jax.tree.leaves(gradients(eqx.combine(arrays, rest), batch, None)[2])
     program, shapes = jax.make_jaxpr(run, return_shape=True)(arrays, batch_of(model))
     assert {str(x.dtype) for x in shapes} == {"float32"}
@@ -60,7 +60,7 @@ def test_no_gradient_of_a_parameter_adds_up_in_16_bits(case):
 
 @pytest.mark.quick
 def test_gradients_of_the_parameters_dtype_would_be_seen(monkeypatch):
-    monkeypatch.setattr("eqformer.training._step.has_wider_grad", lambda x: False)
+    monkeypatch.setattr("eqformer.training._gradients.has_wider_grad", lambda x: False)
     monkeypatch.setattr("eqformer.parallel._on_device.has_wider_grad", lambda x: False)
     with pytest.raises(AssertionError, match="bfloat16"):
         sums_not_meant(CASES[1])
@@ -95,7 +95,7 @@ def test_what_a_16_bit_sum_would_round_away_is_there(case):
     weights = np.ones_like(batch.weights)
     weights[0] = 256
     batch = eqx.tree_at(lambda b: b.weights, batch, weights)
-    got = compiled(planned_gradients(case.plan)(of_first_weights), place(model, case.plan), batch)
+    got = compiled(make_gradient_function(of_first_weights, case.plan), place(model, case.plan), batch)
     assert np.asarray(got.gradients.embedding.weight).tolist() == np.full((50, 32), 263.0).tolist()
 
 
@@ -129,7 +129,7 @@ def test_clipped_gradients_of_narrow_parameters_have_the_norm_exactly():
 def test_a_loss_scale_changes_no_bit(case):
     """Of powers of two, where nothing overflows: those of balancing losses have it too."""
     plan, plain = case.plan, model_of(case.model)
-    of_batch = planned_gradients(plan)(next_token_loss)
+    of_batch = make_gradient_function(next_token_loss, plan)
     model, batch, key = place(plan.to_pipeline_order(plain), plan), batch_of(plain), jax.random.key(0)
     run = hastily(lambda *given: of_batch(*given)[2], model, batch, key, jnp.float32(1))
     one, other = (run(model, batch, key, jnp.float32(scale)) for scale in (1, 2**12))

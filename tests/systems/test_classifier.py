@@ -62,7 +62,7 @@ def distance(ours, theirs):
 @pytest.mark.parametrize("schedule", ["looping", "gpipe", "1f1b"])
 def test_a_schedule_gives_the_gradients_of_plain_jax(schedule, model, gradients):
     over = plan(schedule)
-    run, held = eqx.filter_jit(classifier.pipelined(over)(None, None)), over.to_pipeline_order(model)
+    run, held = eqx.filter_jit(classifier.pipelined_gradients(over)), over.to_pipeline_order(model)
     total, count, found = run(held, classifier.make_batch(), KEY)
     assert float(count) == classifier.ROWS
     assert distance((total, over.to_reading_order(found)), gradients) < 2e-5

@@ -50,9 +50,7 @@ def split(start):
     arrays, rest = eqx.partition(state, eqx.is_array)
     placed = jax.device_put(arrays, training.state_shardings(plan, optimizer, arrays))
     copied = jax.tree.map(jnp.copy, placed)  # a step consumes the state that it is given
-    return stepped(
-        training.planned_step(training.next_token_loss, optimizer, plan, clip=CLIP), eqx.combine(copied, rest)
-    )
+    return stepped(training.make_step(training.next_token_loss, optimizer, plan, clip=CLIP), eqx.combine(copied, rest))
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def test_a_run_ends_at_its_first_such_step(axes):
     table, large = lambda m: m.embedding.weight, lambda x: x.at[7].set(2.0)
     first = lambda: eqx.tree_at(table, at_layer("factor", 50.0, 2), replace_fn=large)
     states = training.PlannedState(first, optimizer, plan)
-    step = training.planned_step(training.next_token_loss, optimizer, plan)
+    step = training.make_step(training.next_token_loss, optimizer, plan)
     quiet, loud = batch_of(1), batch_of(2)
     quiet = eqx.tree_at(lambda b: b.ids, quiet, np.zeros_like(quiet.ids))
     key = states.everywhere(jax.random.key(0))

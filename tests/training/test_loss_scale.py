@@ -30,7 +30,7 @@ def test_a_batch_that_overflows_is_learnt(make_model, many, parameters):
     make = lambda: nn.Precision(parameters, "float16").apply(make_model(layers=1))
     rule = training.optimizer("sgd", make(), rate=0.02)
     step = training.make_step(training.next_token_loss, rule)
-    found, of_plain = [], training.accumulated_gradients(training.next_token_loss)
+    found, of_plain = [], training.make_gradient_function(training.next_token_loss)
     row = jax.tree.map(lambda x: x[:1], many)  # alike, so that the mean is one row's
     exact = eqx.filter_jit(lambda m: [training.global_norm(x) for x in of_plain(m, row, None)[1:]])(plain)
     state = training.init_state(make(), rule)
@@ -76,7 +76,7 @@ def test_the_scale_is_halved_and_doubled():
 def test_the_scale_changes_no_bit_of_what_neither_overflows_nor_vanishes(make_model, make_batch):
     model, batch = make_model(layers=1), make_batch(rows=4)
     for microbatches in (1, 2):
-        of_batch = training.accumulated_gradients(training.next_token_loss, microbatches)
+        of_batch = training.make_gradient_function(training.next_token_loss, microbatches=microbatches)
         run = eqx.filter_jit(of_batch)
         one, other, none = (run(model, batch, None, scale) for scale in (jnp.float32(1), jnp.float32(2**20), None))
         assert_same_bits(one, other)

@@ -43,7 +43,7 @@ LEFT = np.where(np.arange(6) < 2, 0, batch_with().weights).astype(np.float32)
 def under_tensor(model, batch):
     """The loss over two devices, each with half of the ids."""
     plan = parallel.Plan(parallel.make_mesh(tensor=2, devices=jax.devices()[:2]))
-    found = eqx.filter_jit(training.planned_gradients(plan)(training.next_token_loss))(model, batch, None)
+    found = eqx.filter_jit(training.make_gradient_function(training.next_token_loss, plan))(model, batch, None)
     return found[0] / found[1]
 
 

@@ -12,6 +12,7 @@ from same_bits import assert_same_bits, leaves
 
 from eqformer import training
 from eqformer.kernels import _platform
+from eqformer.parallel import make_mesh, Plan
 from eqformer.training import _step
 
 
@@ -20,8 +21,8 @@ loss = partial(training.next_token_loss, chunk=16)
 
 def test_microbatches_give_the_big_batch_s_gradient_with_dropout(make_model, make_batch, key):
     model, batch = make_model(dropout=0.3, layers=1), make_batch(rows=4)
-    one = eqx.filter_jit(training.accumulated_gradients(loss, 1))
-    two = eqx.filter_jit(training.accumulated_gradients(loss, 2))
+    one = eqx.filter_jit(training.make_gradient_function(loss))
+    two = eqx.filter_jit(training.make_gradient_function(loss, microbatches=2))
     total, count, gradients = one(model, batch, key)
     found_total, found_count, found = two(model, batch, key)
     np.testing.assert_allclose([found_total, found_count], [total, count], rtol=1e-6)
@@ -247,8 +248,9 @@ def test_bad_arguments_are_refused(quadratic, make_batch):
     make, _, optimizer, _, of_batch = quadratic
     with pytest.raises(ValueError, match="microbatches=0"):
         training.make_step(of_batch, optimizer, microbatches=0)
-    with pytest.raises(ValueError, match="microbatches=2, gradients_of=...*leave it out"):
-        training.make_step(of_batch, optimizer, microbatches=2, gradients_of=lambda loss_fn, trained: of_batch)
+    plan = Plan(make_mesh(devices=jax.devices()[:1]), microbatches=4)
+    with pytest.raises(ValueError, match=r"Plan\(microbatches=4\), microbatches=2\): .*leave it out of make_step"):
+        training.make_step(training.next_token_loss, optimizer, plan, microbatches=2)
     with pytest.raises(ValueError, match="clip=0.0"):
         training.make_step(of_batch, optimizer, clip=0.0)
     step = training.make_step(of_batch, optimizer, microbatches=3)

@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_whole_and_others_are_not_computed():
     model = jax.tree.map(lambda x: put(np.float32(0.1) + x) if eqx.is_inexact_array(x) else x, adapted())
 
     def compiled(part):
-        run = eqx.filter_jit(training.accumulated_gradients(training.next_token_loss, 1, part))
+        run = eqx.filter_jit(training.make_gradient_function(training.next_token_loss, trained=part))
         program = run.lower(model, batch(), None).compile()
         return program(model, batch(), None), program.compiled.cost_analysis()["flops"]
 

@@ -68,7 +68,7 @@ def square_arrays(program):
 def program_of(given):
     shapes = eqx.filter_eval_shape(model)
     arrays, rest = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    gradients = training.accumulated_gradients(training.next_token_loss, 1)
+    gradients = training.make_gradient_function(training.next_token_loss)
     run = lambda arrays, batch, key: gradients(eqx.combine(arrays, rest), batch, key)
     return jax.make_jaxpr(run)(arrays, given, jax.random.key(0)).jaxpr
 
@@ -88,7 +88,7 @@ def test_packed_rows_are_masked(calls):
 def test_whole_rows_stay_known_over_devices(calls, mesh, method):
     count = int(np.prod(list(mesh.values())))
     plan = parallel.Plan(parallel.make_mesh(**mesh, devices=jax.devices()[:count]), context_method=method)
-    run = training.planned_gradients(plan)(training.next_token_loss)
+    run = training.make_gradient_function(training.next_token_loss, plan)
     eqx.filter_eval_shape(run, eqx.filter_eval_shape(model), batch(), jax.random.key(0))
     assert calls and all(rules == {"is_causal": True} for rules in calls)
 
@@ -111,7 +111,7 @@ def test_packed_documents_stay_known_over_devices(monkeypatch, mesh, method):
 
     monkeypatch.setattr(_op.Op, "choose", noting)
     plan = parallel.Plan(parallel.make_mesh(**mesh, devices=jax.devices()[:4]), context_method=method)
-    run = training.planned_gradients(plan)(training.next_token_loss)
+    run = training.make_gradient_function(training.next_token_loss, plan)
     auto = eqx.filter_eval_shape(lambda: nn.with_execution(model(), core=kernels.ATTENTION))
     given = dataclasses.replace(packed(), documents=3)
     eqx.filter_eval_shape(run, auto, given, jax.random.key(0))

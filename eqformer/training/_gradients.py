@@ -1,0 +1,324 @@
+"""Gradients of a loss over a batch: on one device, over a mesh, or through the schedule of a pipeline.
+
+A step differs between the three in a few places, which are the methods of `SingleDevice`; `ShardedExecution` and
+`PipelinedExecution` override them. `make_execution` chooses the class once, when a step is made.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, PyTree
+
+from .. import nn
+from .._shapes import Batch
+from ..parallel import (
+    filter_shard_map,
+    grad_proxy,
+    has_wider_grad,
+    OnDevice,
+    pipeline_gradients,
+    Plan,
+    route_gradient,
+    select_differentiable,
+    TENSOR,
+    vary,
+    varying_axes,
+)
+from ._batch_tokens import batch_tokens
+from ._host_memory import brought_near, taken_back
+from ._loss_result import check_takes_tokens, check_whole, sum_and_count
+from ._loss_scale import Scale, seed, unscaled
+from ._optimizer import divided, Optimizer, trainable, Trained
+from ._tally import Count, Tally
+from ._train_state import state_shardings, TrainState
+
+
+LossFn = Callable[..., Any]  # (model, batch, key) -> (sum, count or Tally)
+LossGradients = tuple[Array, PyTree, PyTree]  # the loss's sum, its count or Tally, and the gradients of the sum
+GradientFunction = Callable[..., LossGradients]  # (model, batch, key, scale=None) -> LossGradients
+
+
+def make_gradient_function(
+    loss_fn: LossFn, plan: Plan | None = None, *, microbatches: int = 1, trained: Trained = trainable
+) -> GradientFunction:
+    """Return `(model, batch, key, scale=None) -> (sum, count, gradients of the sum)`, which `make_step` runs.
+
+    There are gradients of the parameters that `trained` picks, and None in the place of all else. Gradients and their
+    sums are float32 at least, whatever the parameters' dtype. `scale` is a `LossScale`'s value.
+
+    The batch is cut into `microbatches` or, under a plan, into the plan's, whose gradients are summed. Microbatch `i`
+    holds rows `i`, `i + microbatches`, ..., so that rows which are split over devices stay on theirs; of a `Batch` with
+    groups of rows, it holds groups. All microbatches get the same key: random numbers depend on the example, so the
+    result is that of the whole batch. A loss over the whole batch (`LoadBalance(per="batch")`) is computed for each
+    microbatch.
+
+    Under a plan the numbers equal those of one device. The model is in pipeline order (`plan.to_pipeline_order`), and
+    so are its gradients and the aux of routed layers. The loss is called as
+    `loss_fn(model, batch, None, tokens=..., vocabulary=...)` with the wrapped model, this device's rows and tokens, and
+    the `Vocabulary` that reads split logits, as `next_token_loss` takes them. In a pipeline the last stage calls it
+    with a model whose stacks only return the layers' output.
+    """
+    return make_execution(loss_fn, trained, plan, microbatches).gradients
+
+
+class SingleDevice:
+    """A loss on one device, and the parts of a step that a plan changes."""
+
+    def __init__(self, loss_fn: LossFn, trained: Trained, microbatches: int):
+        self.loss_fn, self.trained, self.microbatches = loss_fn, trained, microbatches
+
+    def gradients(self, model: PyTree, batch: PyTree, key: PyTree, scale: Scale = None) -> LossGradients:
+        """Return the loss's sum, its count and the gradients of the sum, over the whole batch."""
+        return accumulate_gradients(self.loss_fn, self.microbatches, self.trained, model, batch, key, scale)
+
+    def fetch_optimizer_state(
+        self, optimizer: Optimizer, optimizer_state: PyTree, gradients: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Bring the optimizer's state to the devices once the gradients exist; returns both."""
+        return optimizer_state, gradients
+
+    def place_state(self, optimizer: Optimizer, state: TrainState) -> TrainState:
+        """Constrain the sharding and the memory of the new state."""
+        return state
+
+    def order_aux(self, aux: PyTree, model: PyTree) -> PyTree:
+        """Bring the aux of routed layers into the order in which the model reads its layers, for metrics."""
+        return aux
+
+
+class ShardedExecution(SingleDevice):
+    """A loss over a plan's mesh: `shard_map` runs the loss on each device's shards of the model and the batch."""
+
+    def __init__(self, loss_fn: LossFn, trained: Trained, plan: Plan):
+        check_takes_tokens(loss_fn)
+        super().__init__(loss_fn, trained, plan.microbatches)
+        self.plan = plan
+
+    def gradients(self, model: PyTree, batch: PyTree, key: PyTree, scale: Scale = None) -> LossGradients:
+        plan = self.plan
+        plan.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1], group=batch.group)
+        per_device = functools.partial(self._gradients_per_device, plan.on_device(model))
+        rows = plan.arrange(batch, batch_tokens(batch, key))
+        replicated = PartitionSpec()
+        specs = plan.parameter_specs(model), plan.batch_specs(rows), replicated
+        out_specs = replicated, (replicated, plan.aux_spec), plan.state_specs(model)
+        total, (count, aux), gradients = filter_shard_map(per_device, plan.mesh, specs, out_specs)(model, rows, scale)
+        return total, Tally(count, aux) if nn.aux_of(aux) else count, gradients
+
+    def fetch_optimizer_state(
+        self, optimizer: Optimizer, optimizer_state: PyTree, gradients: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        return brought_near(self.plan, optimizer, optimizer_state, gradients)
+
+    def place_state(self, optimizer: Optimizer, state: TrainState) -> TrainState:
+        arrays, static = eqx.partition(state, eqx.is_array)
+        device_plan = dataclasses.replace(self.plan, optimizer_memory="device")
+        arrays = jax.lax.with_sharding_constraint(arrays, state_shardings(device_plan, optimizer, arrays))
+        optimizer_state = taken_back(self.plan, optimizer, arrays.optimizer_state)
+        return eqx.combine(eqx.tree_at(lambda s: s.optimizer_state, arrays, optimizer_state), static)
+
+    def order_aux(self, aux: PyTree, model: PyTree) -> PyTree:
+        return self.plan.aux_to_reading_order(aux, model)
+
+    def _gradients_per_device(self, device: OnDevice, model: PyTree, rows: PyTree, scale: Scale) -> tuple:
+        """Return the loss's sum, its count with the aux, and the gradients, reduced over all devices."""
+        parameters = device.parameters(model)
+        total, tally, gradients = self._run_microbatches(device, model, parameters, rows, scale)
+        count, aux = (tally.count, tally.aux) if isinstance(tally, Tally) else (tally, None)
+        aux = jax.tree.map(device.total, aux)
+        return device.total(total), (device.total(count), aux), device.reduce(gradients)
+
+    def _run_microbatches(
+        self, device: OnDevice, model: PyTree, parameters: PyTree, rows: PyTree, scale: Scale
+    ) -> LossGradients:
+        """Run one microbatch after another and sum their gradients.
+
+        A pipeline without a schedule of gradients cuts the rows itself, within the wrapped model.
+        """
+
+        def loss(parameters: PyTree, rows: PyTree, key: None) -> tuple[Array, Count]:
+            return self._loss(device, device.wrap(parameters, model), rows)
+
+        microbatches = 1 if self.plan.is_pipelined else self.microbatches
+        return accumulate_gradients(loss, microbatches, self.trained, parameters, rows, None, scale)
+
+    def _loss(self, device: OnDevice, model: PyTree, rows: PyTree) -> tuple[Array, Count]:
+        batch, tokens = rows
+        result = self.loss_fn(model, batch, None, tokens=tokens, vocabulary=device.vocabulary)
+        total, tally = sum_and_count(result, self.loss_fn)
+        check_whole(total, self.loss_fn, self.plan.size(TENSOR))
+        return total, tally
+
+
+class PipelinedExecution(ShardedExecution):
+    """A loss over a mesh whose stages run forward and backward passes of microbatches by a schedule."""
+
+    def _run_microbatches(
+        self, device: OnDevice, model: PyTree, parameters: PyTree, rows: PyTree, scale: Scale
+    ) -> LossGradients:
+        """Run the schedule. Parameters outside of the stacks are gathered once, before the schedule runs, and their
+        gradients are reduced once, after it."""
+        wrapped = device.wrap(parameters, model)
+        # Differentiated at float32 parameters that are gathered in float32, so that the reductions of the gradients,
+        # which are summed over microbatches by then, are float32 too.
+        float32_model = _in_float32(model)
+        float32_device = dataclasses.replace(device, leaves=_gather_in_float32(device.leaves))
+        wrap_float32 = lambda parameters: float32_device.wrap(parameters, float32_model)
+        like, pull_back = eqx.filter_vjp(
+            lambda parameters: select_differentiable(wrap_float32(parameters)), _in_float32(parameters)
+        )
+        edges = eqx.tree_at(lambda m: m.stacks, wrapped, None)
+
+        def first(edges: PyTree, microbatch: PyTree) -> Array:
+            batch, tokens = microbatch
+            return edges.embed(batch.ids, tokens)
+
+        def stage(stacks: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, PyTree]:
+            stage_aux = []
+            for number, stack in enumerate(stacks):
+                with jax.named_scope(f"stacks[{number}]"):  # `nn.Transformer` sets this scope, but is not called here
+                    hidden, _, aux = stack(hidden, microbatch[1].fold_in(number))
+                stage_aux.append(aux)
+            return hidden, tuple(stage_aux)
+
+        def last(edges: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, Count]:
+            return self._loss(device, _with_stacks(edges, (_ReturnHidden(hidden, microbatch[1]),)), microbatch)
+
+        microbatches = split_microbatches(rows, self.microbatches)
+        loss_seed = seed(scale, jax.tree.map(lambda x: x[0], microbatches))
+        total, count, aux, (edge_gradients, stack_gradients) = pipeline_gradients(
+            self.plan.timetable(),
+            first,
+            stage,
+            last,
+            (edges, wrapped.stacks),
+            microbatches,
+            has_aux=True,
+            remat=self.plan.stage_remat,
+            seed=loss_seed,
+        )
+        gradients = unscaled(_with_stacks(edge_gradients, stack_gradients), loss_seed)
+        assert jax.tree.map(jnp.dtype, gradients) == jax.tree.map(jnp.dtype, like)
+        (parameter_gradients,) = pull_back(gradients)
+        return total, Tally(count, aux), self.trained(parameter_gradients)
+
+
+def make_execution(loss_fn: LossFn, trained: Trained, plan: Plan | None, microbatches: int) -> SingleDevice:
+    """Choose how a step runs its loss: on one device, over a plan's mesh, or by a plan's pipeline schedule."""
+    if microbatches < 1:
+        raise ValueError(f"make_step(microbatches={microbatches}): a step has at least one microbatch.")
+    if plan is None:
+        return SingleDevice(loss_fn, trained, microbatches)
+    if microbatches > 1:
+        raise ValueError(
+            f"make_step(plan=Plan(microbatches={plan.microbatches}), microbatches={microbatches}): a plan has its own "
+            f"number of microbatches; write Plan(microbatches={microbatches}), and leave it out of make_step."
+        )
+    return (PipelinedExecution if plan.runs_schedule else ShardedExecution)(loss_fn, trained, plan)
+
+
+def accumulate_gradients(
+    loss_fn: LossFn,
+    microbatches: int,
+    trained: Trained,
+    model: PyTree,
+    batch: PyTree,
+    key: PyTree,
+    scale: Scale,
+) -> LossGradients:
+    """Sum the loss, the count and the gradients over microbatches, by a scan; see `make_gradient_function`."""
+    parameters, static = divided(model, trained)
+    # A 16-bit parameter is differentiated at a float32 proxy, to which `route_gradient` gives the parameter's value.
+    proxies = jax.tree.map(lambda x: grad_proxy(x) if has_wider_grad(x) else x, parameters)
+
+    def loss(proxies: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
+        values = jax.tree.map(
+            lambda x, proxy: route_gradient(x, proxy) if has_wider_grad(x) else proxy, parameters, proxies
+        )
+        total, tally = sum_and_count(loss_fn(eqx.combine(values, static), batch, key), loss_fn)
+        return total * seed(scale, batch), (total, tally)
+
+    def with_gradients(proxies: PyTree, batch: PyTree) -> LossGradients:
+        gradients, (total, tally) = eqx.filter_grad(loss, has_aux=True)(proxies, batch)
+        return total, tally, unscaled(gradients, seed(scale, batch))
+
+    if microbatches == 1:
+        return with_gradients(proxies, batch)
+    pieces = split_microbatches(batch, microbatches)
+    zero_gradients = jax.tree.map(jnp.zeros_like, proxies)
+
+    def add(sums: tuple, piece: PyTree) -> tuple[tuple, None]:
+        return jax.tree.map(jnp.add, sums, with_gradients(proxies, piece)), None
+
+    first = jax.tree.map(lambda x: x[0], pieces)
+    shapes = eqx.filter_eval_shape(lambda *args: sum_and_count(loss_fn(*args), loss_fn), model, first, key)
+    zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), shapes)
+    return jax.lax.scan(add, (zeros[0], zeros[1], zero_gradients), pieces)[0]
+
+
+def split_microbatches(batch: PyTree, number: int) -> PyTree:
+    """Return the batch with a leading dim of microbatches: microbatch `i` holds rows `i`, `i + number`, and so on.
+
+    Of a `Batch` with groups of rows, it holds groups `i`, `i + number`, and so on.
+    """
+    is_batch = lambda node: isinstance(node, Batch)
+    groups = [node.group for node in jax.tree.leaves(batch, is_leaf=is_batch) if is_batch(node)]
+    group = math.lcm(*groups)
+
+    def split(x: Array) -> Array:
+        if remainder := x.shape[0] % (number * group):
+            unit = "" if group == 1 else f" of whole groups of {group} rows"
+            raise ValueError(
+                f"make_step(microbatches={number}): the batch of {x.shape[0]} rows must divide into as many "
+                f"microbatches{unit}, but {remainder} rows would be left; change one of them."
+            )
+        grouped = jnp.asarray(x).reshape(-1, number, group, *x.shape[1:]).swapaxes(0, 1)
+        return grouped.reshape(number, -1, *x.shape[1:])
+
+    return jax.tree.map(split, batch)
+
+
+class _ReturnHidden(eqx.Module):
+    """A stack for a pipeline's last stage: returns the hidden states that the stages computed with `tokens`."""
+
+    hidden: Float[Array, "*batch seq embed"]
+    tokens: nn.Tokens
+
+    def __call__(
+        self, x: PyTree, tokens: nn.Tokens, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], None, None]:
+        is_default = not varying_axes(tokens.positions)  # positions from the batch vary over the mesh; default ones not
+        if is_default and (self.tokens.segments is not None or self.tokens.keys is not None):
+            raise ValueError(
+                "a loss under Plan over pipe calls its model without tokens, but the stages have run with the "
+                "batch's documents and random keys; pass the loss's own tokens= on, as model.encode(batch.ids, tokens)."
+            )
+        return self.hidden, None, None
+
+
+def _in_float32(model: PyTree) -> PyTree:
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    return eqx.combine(nn.in_float32(arrays), static)
+
+
+def _gather_in_float32(leaves: PyTree) -> PyTree:
+    """Change the plan's leaves so that arrays outside of the stacks are gathered in float32 at least."""
+
+    def widen(leaf: PyTree) -> PyTree:
+        if not leaf.dtype or not jnp.issubdtype(leaf.dtype, jnp.inexact):  # no array, or one that has no gradient
+            return leaf
+        dtype = str(nn.at_least_float32(jnp.dtype(leaf.dtype)))
+        return dataclasses.replace(leaf, dtype=dtype, sent=dtype)
+
+    return eqx.tree_at(lambda m: m.stacks, jax.tree.map(widen, leaves), leaves.stacks)
+
+
+def _with_stacks(edges: PyTree, stacks: PyTree) -> PyTree:
+    return eqx.tree_at(lambda m: m.stacks, edges, stacks, is_leaf=lambda node: node is None)

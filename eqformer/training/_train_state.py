@@ -1,0 +1,103 @@
+"""The training state: the model, the optimizer's state and the counters; and its sharding under a plan."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, PyTree
+
+from .._shapes import ArrayOrShape
+from ..parallel import Plan, shardings
+from ._host_memory import is_on_host
+from ._loss_scale import loss_scale, LossScale
+from ._moments import Codes
+from ._optimizer import check_optimizer, Optimizer
+
+
+class TrainState(eqx.Module):
+    """Everything that a training step changes: the model, the optimizer's state, and counters of steps."""
+
+    model: PyTree
+    """The model."""
+    optimizer_state: PyTree
+    """The optimizer's state."""
+    step: Int[Array, ""]
+    """The number of steps taken."""
+    skipped: Int[Array, ""]
+    """The number of steps skipped because the loss or the gradient norm was not finite."""
+    skipped_in_a_row: Int[Array, ""]
+    """The number of steps skipped since the last step that was not skipped."""
+    loss_scale: LossScale | None = None
+    """The loss scale of a model in float16; None for models in other dtypes."""
+    empty_batches: Int[Array, ""] | None = None
+    """The number of batches without any weight, which change nothing; None: such batches are not counted."""
+
+
+def init_state(model: PyTree, optimizer: Optimizer) -> TrainState:
+    """Return the state before step 0. A step donates its state, so the first step deletes the arrays of `model`."""
+    check_optimizer(optimizer, "init_state(model, optimizer)")
+    step, skipped, skipped_in_a_row, empty_batches = (jnp.zeros((), jnp.int32) for _ in range(4))
+    state = TrainState(
+        model,
+        optimizer.init(model),
+        step,
+        skipped,
+        skipped_in_a_row,
+        loss_scale=loss_scale(model),
+        empty_batches=empty_batches,
+    )
+    return _copy_repeated_arrays(state)
+
+
+def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
+    """Return the sharding of each array of a `TrainState` (of arrays or shapes), as a tree like it; None elsewhere.
+
+    Raises a `ValueError` for an optimizer that holds an array of another shape than its parameter.
+    """
+    replicated, parameters = PartitionSpec(), optimizer.trained(state.model)
+    optimizer_specs = optimizer.map_state(
+        _optimizer_spec, state.optimizer_state, plan.state_specs(parameters), parameters, other=replicated
+    )
+    counters = lambda s: (s.step, s.skipped, s.skipped_in_a_row, s.loss_scale, s.empty_batches)
+    counter_specs = [jax.tree.map(lambda _: replicated, counter) for counter in counters(state)]
+    specs = eqx.tree_at(
+        lambda s: (s.model, s.optimizer_state, *counters(s)),
+        state,
+        (plan.parameter_specs(state.model), optimizer_specs, *counter_specs),
+        is_leaf=lambda node: node is None,
+    )
+    device_shardings = shardings(specs, plan.mesh)
+    optimizer_shardings = jax.tree.map(
+        _with_memory, device_shardings.optimizer_state, is_on_host(plan, optimizer, state.optimizer_state)
+    )
+    return eqx.tree_at(lambda s: s.optimizer_state, device_shardings, optimizer_shardings)
+
+
+def _with_memory(sharding: NamedSharding, on_host: bool) -> NamedSharding:
+    return sharding.with_memory_kind("pinned_host") if on_host else sharding
+
+
+def _optimizer_spec(moment: PyTree, spec: PartitionSpec, parameter: ArrayOrShape) -> PyTree:
+    """Return the spec of an optimizer's array for a parameter; scales of rows are sharded like the rows."""
+    if isinstance(moment, Codes):
+        levels_spec, dims = _optimizer_spec(moment.levels, spec, parameter), len(parameter.shape)
+        scale_spec = PartitionSpec(*(*spec, *(None,) * (dims - len(spec)))[: dims - 1])
+        return eqx.tree_at(lambda codes: (codes.levels, codes.scale), moment, (levels_spec, scale_spec))
+    if moment.shape != parameter.shape:
+        raise ValueError(
+            f"state_shardings: the optimizer holds an array of shape {moment.shape} for a parameter of shape "
+            f"{parameter.shape}, but under a plan it is laid out like the parameter; hold it in the parameter's shape."
+        )
+    return spec
+
+
+def _copy_repeated_arrays(tree: PyTree) -> PyTree:
+    """Copy each array that occurs a second time in a tree: no array can be donated twice."""
+    seen: set[int] = set()
+
+    def copy_if_seen(leaf: PyTree) -> PyTree:
+        is_first = id(leaf) not in seen
+        seen.add(id(leaf))
+        return leaf if is_first or not eqx.is_array(leaf) else leaf.copy()
+
+    return jax.tree.map(copy_if_seen, tree)
