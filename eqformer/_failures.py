@@ -11,11 +11,10 @@ from pathlib import Path
 
 
 _MAX_MESSAGE = 300  # characters of another library's message
-
 _LOST_PEER = (
     "another process of the run has ended or cannot be reached; its own message says why. Start all of them again"
 )
-# XLA's code for full memory also means a full disk; these words are only of a device's memory.
+# XLA has one error code for full device memory and a full disk, but different words; these are the words for memory.
 _OUT_OF_MEMORY = r"\bout of memory\b|failed to allocate request|attempting to allocate .* not possible"
 _LESS_MEMORY = (
     "have a device hold less: more devices or pieces of the batch, fewer rows or tokens, 16 bits, more recomputation; "
@@ -33,8 +32,9 @@ _KINDS = (
     ((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO), "input/output error|stale file", "see to the disk"),
 )
 _MAX_BYTES = {"name": 255, "path": 4096}  # limits of Linux and its common file systems
+# For these errors the number of free bytes of the disk is part of the reason.
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# A lost connection may be to a hub or to another process of the run, so these numbers alone decide nothing.
+# A lost connection may be to a hub or to another process of the run, so the words of the message decide.
 _LOST_CONNECTION = {errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.EPIPE}
 _ERROR_NUMBER = re.compile(r"(?:os_error_code='|errno |OS error )(\d+)", re.IGNORECASE)
 
@@ -52,8 +52,11 @@ def explain_error(error: BaseException) -> tuple[str, str]:
         if numbers & set(kind_numbers):
             return reason, fix
     for related in errors:
-        has_path = isinstance(related, OSError) and isinstance(related.filename, str | os.PathLike)
-        if has_path and (fix := _explain_path(related)):
+        if (
+            isinstance(related, OSError)
+            and isinstance(related.filename, str | os.PathLike)
+            and (fix := _explain_path(related))
+        ):
             return reason, fix
     words = " ".join(f"{type(related).__name__} {related}" for related in errors)
     fixes = (fix for _, pattern, fix in _KINDS if not numbers and re.search(pattern, words, re.IGNORECASE))

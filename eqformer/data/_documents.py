@@ -80,17 +80,9 @@ def texts(documents: Mapping[str, str], *, name: str = "texts") -> TextSource:
 
 # Modules that distributions package separately, trim or generate; and tests.
 _EXCLUDED_MODULES = {
-    "__hello__",
-    "__phello__",
-    "distutils",
-    "ensurepip",
-    "idlelib",
-    "lib2to3",
-    "test",
-    "tkinter",
-    "venv",
+    *("__hello__", "__phello__", "distutils", "ensurepip", "idlelib", "lib2to3", "test", "tkinter", "venv"),
+    *("turtle", "turtledemo"),
 }
-_EXCLUDED_MODULES |= {"turtle", "turtledemo"}
 _EXCLUDED_FOLDERS = frozenset(("test", "tests", "macholib", "__pycache__"))
 
 
