@@ -3,9 +3,13 @@
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from .._shapes import Batch
 from ._loader import Loader, Mixture
+
+
+Result = TypeVar("Result")
 
 
 def prefetch(
@@ -15,9 +19,9 @@ def prefetch(
     *,
     rows: tuple[int, int] | None = None,
     depth: int = 2,
-    transform: Callable[[Any], Any] | None = None,
+    transform: Callable[[Batch], Any] | None = None,
     batch_of: Callable[[int], int] = lambda step: step,
-) -> "Prefetch":
+) -> "Prefetch[Any]":
     """Iterate over the batches of a loader, step by step, computed ahead of use in a background thread.
 
     Use the iterator in a `with` statement, or close it.
@@ -45,14 +49,14 @@ def prefetch(
     return Prefetch(make, start_step, stop_step, depth=depth)
 
 
-class Prefetch:
+class Prefetch(Generic[Result]):
     """Iterator over `make(start), make(start + 1), ...`, computed by one thread that keeps `depth` results ready.
 
     `next` raises the exception that `make` raised for this step, and then the iterator is closed. `close` (or the end
     of a `with` block) waits for the thread to end.
     """
 
-    def __init__(self, make: Callable[[int], Any], start: int = 0, stop: int | None = None, *, depth: int = 2):
+    def __init__(self, make: Callable[[int], Result], start: int = 0, stop: int | None = None, *, depth: int = 2):
         if depth < 1:
             raise ValueError(
                 f"Prefetch(depth={depth}): at least 1 result must be computed ahead; pass a depth of 1 or more."
@@ -61,14 +65,14 @@ class Prefetch:
         self._next = start
         self._stop = stop
         self._depth = depth
-        self._waiting: deque[Future] = deque()
+        self._waiting: deque[Future[Result]] = deque()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="eqformer-prefetch")
         self._fill()
 
-    def __iter__(self) -> "Prefetch":
+    def __iter__(self) -> "Prefetch[Result]":
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Result:
         if not self._waiting:
             self.close()
             raise StopIteration
@@ -86,7 +90,7 @@ class Prefetch:
         self._waiting.clear()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def __enter__(self) -> "Prefetch":
+    def __enter__(self) -> "Prefetch[Result]":
         return self
 
     def __exit__(self, *_: object) -> None:
