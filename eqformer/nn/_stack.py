@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from ._cache import in_memory, index_layer, LayerCache, update_layer, with_rollback
+from ._cache import index_layer, LayerCache, quantize_caches, update_layer, with_rollback
 from ._contracts import Layer
 from ._cross_layer import collect_shared, keep_shared, take_last_layer
 from ._dims import ensemble, modules, path_name
@@ -112,7 +112,7 @@ def empty_caches(
     """Return the empty cache of each stack; a `dtype` of None is the compute dtype, one of 8 bits adds scales."""
     dtype, is_small = parse_cache_dtype(dtype or compute_dtype, f"init_cache(dtype={dtype!r})")
     caches = tuple(stack.init_cache(batch, capacity, compute_dtype if is_small else dtype) for stack in stacks)
-    caches = in_memory(caches, dtype) if is_small else caches
+    caches = quantize_caches(caches, dtype) if is_small else caches
     return with_rollback(caches, rollback) if rollback else caches
 
 

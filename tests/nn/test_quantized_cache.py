@@ -8,7 +8,7 @@ import pytest
 from nn_reference import drawn, normal
 
 from eqformer import nn
-from eqformer.nn._cache import in_memory
+from eqformer.nn._cache import quantize_caches
 from eqformer.nn.quantization._kv_cache import dequantize_rows, parse_cache_dtype, quantize_rows
 
 
@@ -49,7 +49,7 @@ def test_what_is_seen_is_what_was_rounded(kind, mask):
     @jax.jit
     def ways(x):
         def cached(sizes, dtype):
-            memory, found, start = in_memory(module.init_cache((2,), 8), dtype), [], 0
+            memory, found, start = quantize_caches(module.init_cache((2,), 8), dtype), [], 0
             for size in sizes:
                 part = slice(start, start + size)
                 y, memory = module(x[:, part], nn.Tokens(places[:, part]), memory)
@@ -71,7 +71,9 @@ def test_what_is_seen_is_what_was_rounded(kind, mask):
 def test_recurrences_keep_their_state_and_names_are_checked():
     net = nn.GatedDeltaNet(embed=8, heads=2, kv_heads=1, head_dim=4, v_dim=4, key=jax.random.key(0))
     attention = MODULES["grouped"]()
-    caches = eqx.filter_eval_shape(lambda: in_memory((net.init_cache((2,), 8), attention.init_cache((2,), 8)), "int8"))
+    caches = eqx.filter_eval_shape(
+        lambda: quantize_caches((net.init_cache((2,), 8), attention.init_cache((2,), 8)), "int8")
+    )
     assert caches[0].state.dtype == jnp.float32 and caches[1].keys.dtype == caches[1].values.dtype == jnp.int8
     assert caches[1].key_scales.shape == (2, 2, 8) and nn.dims(caches[1]).key_scales == "batch kv_heads kv_seq"
     assert parse_cache_dtype("FP8", "f") == ("float8_e4m3fn", True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from ...kernels import ATTENTION, AttentionCall, causal, Mask, Operation
-from .._cache import capacity_of, KVCache, without_room
+from .._cache import capacity_of, KVCache, mask_overflow
 from .._contracts import Attends, Mixer, MixerFacts
 from .._cross_layer import SharedKV, SharedValue, ShareRequest
 from .._float32_sums import multiply_float32
@@ -176,7 +176,7 @@ class Attention(Mixer):
         # A single token sees only what is stored.
         attended = attend(self.core, call, None if late or x.shape[-2] > 1 else cache)
         if cache is not None:
-            attended = without_room(attended, tokens, cache)
+            attended = mask_overflow(attended, tokens, cache)
         if self.gate is not None:
             attended = attended * jax.nn.sigmoid(self.gate(x))
         if not leaves:

@@ -21,7 +21,7 @@ from ...kernels import (
     RotatedChannels,
     StoredArrays,
 )
-from .._cache import empty_slots, LatentCache, slots_for, without_room
+from .._cache import empty_slots, LatentCache, mask_overflow, slots_for
 from .._contracts import Attends, Mixer, MixerFacts
 from .._cross_layer import SharedValue, ShareRequest
 from .._dtype import float_dtype
@@ -193,7 +193,7 @@ class LatentAttention(Mixer):
             else:
                 attended = choice(query, key, value, kv_tokens=seen, **rest)
         if cache is not None:
-            attended = without_room(attended, tokens, cache)
+            attended = mask_overflow(attended, tokens, cache)
         if absorbed:
             up = self.value_up
             attended = einops.einsum(attended, up.matrix(x.dtype), "... h latent, h v latent -> ... h v")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...kernels import attend_to_sources, AttentionCall, blockwise_of, FEW, Mask, OF_SOURCE, Operation
-from .._cache import KVCache, without_room
+from .._cache import KVCache, mask_overflow
 from .._contracts import Attends, Mixer, MixerFacts
 from .._linear import LinearMap
 from .._norm import Norm
@@ -83,7 +83,7 @@ class MergedAttention(Mixer):
             attended = self.core(AttentionCall(query, *both, mask=self.mask, tokens=tokens, kv_tokens=seen, **rules))
         if own is None or other is None:
             return self.output(attended), None
-        return self.output(without_room(attended, tokens, own)), (own, other)
+        return self.output(mask_overflow(attended, tokens, own)), (own, other)
 
     def _normed(self, key: Float[Array, "*batch _ kv_heads head_dim"]) -> Float[Array, "*batch _ kv_heads head_dim"]:
         return key if self.key_norm is None else self.key_norm(key)
