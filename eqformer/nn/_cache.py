@@ -139,7 +139,8 @@ def check_cached(tokens: Tokens, cache: PyTree) -> None:
     if capacities and last >= min(capacities):
         raise ValueError(
             f"a call on tokens up to position {last} has a cache of capacity {min(capacities)}, which holds the "
-            f"positions 0 to {min(capacities) - 1}; make it by init_cache(..., capacity) with a capacity of at least {last + 1}."
+            f"positions 0 to {min(capacities) - 1}; make it by init_cache(..., capacity) with a capacity of at "
+            f"least {last + 1}."
         )
 
 

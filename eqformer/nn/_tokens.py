@@ -71,15 +71,15 @@ class Tokens(eqx.Module):
 
     @property
     def bare(self) -> "Tokens":
-        """The same tokens with nothing that is for layers alone."""
+        """These tokens without the fields that only layers read."""
         return self.replaced(inputs=None, shared=(), names_read=frozenset())
 
     def replaced(self, **fields: Any) -> "Tokens":
-        """The same tokens in the same order with other fields, of which is known what was known."""
+        """Return these tokens, in the same order and row layout, with other fields."""
         return with_row_layout_of(dataclasses.replace(self, **fields), self)
 
     def fold_in(self, number: int | Int[Array, ""]) -> "Tokens":
-        """The same tokens with `number` folded into every key, as each layer and sublayer does with its own."""
+        """Return these tokens with `number` folded into every key; each layer and sublayer folds in its number."""
         if self.keys is None:
             return self
         return self.replaced(keys=fold_in_each(self.keys, jnp.uint32(number)))
@@ -108,26 +108,26 @@ class Source(eqx.Module):
 
 
 def with_source(tokens: Tokens, source: Source | None) -> Tokens:
-    """The same tokens, whose cross-attention reads this source."""
+    """Return the tokens with a source for cross-attention."""
     return tokens.replaced(source=source)
 
 
 def mark_whole_rows(tokens: Tokens, number: int | None, documents: int | None = None) -> Tokens:
-    """The same tokens, marked as rows of `number` tokens, each one document from position 0 on; None marks nothing.
+    """Mark the tokens as rows of `number` tokens, each one document from position 0 on; None marks nothing.
 
     With `documents`, each row is up to so many whole documents, one after another and numbered by `segments`.
     """
-    said = copy.copy(tokens)  # `dataclasses.replace` leaves `whole_rows` out, which is its point
-    object.__setattr__(said, "whole_rows", number)
-    object.__setattr__(said, "documents", documents)
-    return said
+    marked = copy.copy(tokens)  # `dataclasses.replace` drops `whole_rows` on purpose.
+    object.__setattr__(marked, "whole_rows", number)
+    object.__setattr__(marked, "documents", documents)
+    return marked
 
 
 def with_row_layout_of(tokens: Tokens, other: Tokens, pieces: int | None = None) -> Tokens:
-    """The same tokens, of which is known what is known of `other`, in whose order they stand, or cut into `pieces`."""
-    said = mark_whole_rows(tokens, other.whole_rows, other.documents)
-    object.__setattr__(said, "pieces", other.pieces if pieces is None else pieces)
-    return said
+    """Copy the row layout of `other`, whose order the tokens have, or of which they are one of `pieces`."""
+    marked = mark_whole_rows(tokens, other.whole_rows, other.documents)
+    object.__setattr__(marked, "pieces", other.pieces if pieces is None else pieces)
+    return marked
 
 
 @checked
