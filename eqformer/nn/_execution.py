@@ -1,4 +1,4 @@
-"""How a model runs: its attention kernel, rematerialisation and scan. None of these changes results."""
+"""Execution settings: attention kernel, rematerialisation and scan. None of them changes results."""
 
 import copy
 import dataclasses

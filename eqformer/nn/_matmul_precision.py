@@ -1,4 +1,4 @@
-"""How the matrices of a linear map are multiplied, forward and backward: in the compute dtype, or in 8 bits."""
+"""Precisions of the products of a linear map, forward and backward: the compute dtype, or 8 bits."""
 
 import abc
 import dataclasses

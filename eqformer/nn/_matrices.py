@@ -1,4 +1,4 @@
-"""Which parameters are matrices, and how their dims fall into rows and columns."""
+"""Marks of the parameters that are matrices, with their dims split into rows and columns."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from ._per_layer_embedding import PerLayerEmbedding
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """How a parameter's dims make matrices: `ensemble` dims in front, then `outputs`, then `inputs`.
+    """Numbers of a matrix parameter's dims: `ensemble` dims in front, then `outputs`, then `inputs`.
 
     `table` marks those whose one side is the vocabulary or the positions: embeddings and heads, which optimizers
     treat apart from hidden matrices.
