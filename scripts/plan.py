@@ -57,8 +57,7 @@ class Command:
     weights: Literal["decoded", "kept"] = "decoded"
     """Whether --decode counts weights that --model FOLDER holds in fewer bits as decoded, or kept so."""
     search: bool = False
-    """Rank meshes over all the devices by the time of a step, in place of the mesh that is given; compile the best. A
-    first table comes within seconds, and better ones as plans are traced and compiled."""
+    """Rank meshes over all devices by the time of a step: at once by formulas, then by traced and compiled plans."""
     formulas: bool = False
     """Compile nothing."""
     json: bool = False
