@@ -29,6 +29,8 @@ _KINDS = {
     )
 }
 
+_FORMER_NAMES = {"Choices": "ParallelConfig"}
+"""Classes by the names that older run folders have for them."""
 _NUMBERS = BeartypeConf(is_pep484_tower=True)  # an integer is a float too, as in annotations
 _FLOAT = "__float__"  # as transformers writes what JSON has no number for
 
@@ -66,7 +68,8 @@ def from_json(value: Any, own: Mapping[str, type] = MappingProxyType({})) -> Any
         return float(value[_FLOAT])
     fields = {name: from_json(part, own) for name, part in value.items() if name != "kind"}
     kinds: Mapping[str, Any] = {**_KINDS, **own}
-    kind = kinds.get(value.get("kind", ""))
+    name = value.get("kind", "")
+    kind = kinds.get(name, kinds.get(_FORMER_NAMES.get(name, "")))
     if kind is None:
         raise UnknownKindError(value.get("kind"), kinds)
     known = {field.name: field for field in dataclasses.fields(kind)}

@@ -200,3 +200,12 @@ def test_a_recipe_of_other_kinds_is_refused_by_name(tmp_path):
             read_recipe(path)
     path.write_text(json.dumps({"name": "a", "recipe": written}))  # a control
     assert read_recipe(path) == ("a", recipe)
+
+
+def test_a_recipe_with_former_names_of_classes_is_read():
+    """Run folders keep the names that classes had when the run began; a name that never was is unknown."""
+    recipe = Recipe(model=models.preset("llama-byte-1m"))
+    written = json.dumps(to_json(recipe))
+    assert from_json(json.loads(written.replace('"ParallelConfig"', '"Choices"'))) == recipe
+    with pytest.raises(ValueError, match="kind 'Choicess' is unknown"):
+        from_json(json.loads(written.replace('"ParallelConfig"', '"Choicess"')))
