@@ -151,7 +151,7 @@ def test_what_is_whole_is_told_and_its_cache_is_not_split(capsys):
     layout._print_whole(Case("whole fading", {"tensor": 2}).plan, model)
     layout._print_whole(Case("fading", {"tensor": 2}).plan, model_of("fading"))
     assert capsys.readouterr().out.split(": ")[-1].strip() == path
-    with pytest.raises(ValueError, match=r"mixer.layer says of no heads to split, and its cache has heads"):
+    with pytest.raises(ValueError, match=r"mixer.layer declares no head dim to split, and its cache has heads"):
         ShardedModel(model, Case("whole fading", {"tensor": 2}).plan)
 
 
