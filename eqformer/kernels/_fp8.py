@@ -9,7 +9,10 @@ from jaxtyping import Array, Float
 from ._dtype import at_least_float32
 
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3 = jnp.float8_e4m3fn
+"""The 8-bit float with 4 exponent bits, for weights and activations."""
+E5M2 = jnp.float8_e5m2
+"""The 8-bit float with 5 exponent bits, for gradients."""
 # The exponent of the largest magnitude of what is rounded: below 256 in E4M3 and below 2^15 in E5M2.
 _EXPONENTS: dict[Any, int] = {E4M3: 7, E5M2: 14}
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
+from jax.extend.core import jaxpr_as_fun, Literal
 from jaxtyping import Int, PyTree
 
 from ..._shapes import Array, ArrayOrShape
@@ -71,7 +71,8 @@ def _separate_inputs(results: PyTree, inputs: PyTree) -> tuple[list[tuple[int, i
     return [sources[id(x)] for x in leaves], computed
 
 
-def _constant_program(program: ClosedJaxpr, index: int) -> ClosedJaxpr | None:
+# A program is a `ClosedJaxpr`, which no public module of JAX 0.12 exports as a type.
+def _constant_program(program: Any, index: int) -> Any:
     """Return the program of one result, without effects of other equations, or None if the result needs an input."""
     results = program.jaxpr.outvars[index : index + 1]
     needed, equations = {x for x in results if not isinstance(x, Literal)}, []
