@@ -31,10 +31,10 @@ OTHERS |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint
 
 
 class _Place(NamedTuple):
-    """Where an array lies in a file."""
+    """Place, shape and dtype of an array in a file."""
 
     dtype: str
-    """The file's word for it."""
+    """The dtype's name in the file."""
     shape: list[int]
     start: int
     stop: int
@@ -83,7 +83,7 @@ class Folder:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to tell of files that the folder has and that are not read, a line each."""
+        """Lines about files of the folder that are not read."""
         return tuple(self._notes)
 
     def dtype(self, name: str) -> str:

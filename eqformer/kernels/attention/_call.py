@@ -42,8 +42,8 @@ class AttentionCall(eqx.Module):
     bias: Float[Array, "*#batch heads seq kv_seq"] | None = eqx.field(kw_only=True, default=None)
     """Numbers that are added to the scores, before the mask; None: nothing."""
     piece: Literal["own", "past"] | None = eqx.field(kw_only=True, static=True, default=None)
-    """Of rows cut into pieces over devices: the keys are the queries' `own` piece, or all in the `past` of every query;
-    None: rows are whole."""
+    """The piece of the keys, if rows are cut into pieces over devices: the queries' `own` piece, or a piece in the
+    `past` of every query. None: rows are whole."""
 
     operation = "attention"
 

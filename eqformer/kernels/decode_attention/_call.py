@@ -54,8 +54,8 @@ class DecodeCall(eqx.Module):
     rotated: RotatedChannels | None = eqx.field(kw_only=True, default=None)
     """Further channels of queries and keys; None: there are none."""
     stored: StoredArrays | None = eqx.field(kw_only=True, default=None)
-    """The same keys and values where a cache stores them; the TPU's kernel reads them there, as an array that is cut
-    out of a stack for a kernel would be copied. None: that kernel is not used."""
+    """The cache that stores the same keys and values. The TPU kernel reads the cache in place, because an array that is
+    sliced out of a stack for a kernel would be copied. None: that kernel is not used."""
 
     operation = "decode attention"
 

@@ -46,7 +46,7 @@ class RecurrentStepCall(eqx.Module):
     memory: Float[Array, "*layers_batch heads head_dim v_dim"]
     """The states, of all layers where there is a `layer`."""
     found: Int[Array, "*batch"]
-    """What the token finds: the row's state (0), zeros (1) or NaN (2)."""
+    """The state before the token: that of the row (0), zeros (1) or NaN (2)."""
     layer: Int[Array, ""] | None
     """The layer of a stack whose states are read and written; None: the memory is of one layer."""
     step: Step = eqx.field(static=True)
