@@ -29,7 +29,7 @@ SIZES = {"embed": 8, "seq": 5, "kv_seq": 7, "batch": 2, "tokens": 10, "vocab": 1
 UNCHECKED = (
     *(
         "_activation",
-        "_float32_sums",
+        "_dtype",
         "_matmul_precision",
         "_lora",
         "_balance",

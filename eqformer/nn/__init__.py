@@ -77,10 +77,14 @@ from ._dims import (
     path_name as path_name,
 )
 from ._dtype import (
+    add_float32 as add_float32,
     at_least_float32 as at_least_float32,
+    broadcast_float32 as broadcast_float32,
     float_dtype as float_dtype,
     in_float32 as in_float32,
+    lookup_rows as lookup_rows,
     lossless_dtype as lossless_dtype,
+    multiply_float32 as multiply_float32,
 )
 from ._embedding import (
     Embedding as Embedding,
@@ -89,12 +93,6 @@ from ._embedding import (
 )
 from ._encoder import Encoder as Encoder, PredictionHead as PredictionHead
 from ._execution import Execution as Execution, with_execution as with_execution
-from ._float32_sums import (
-    add_float32 as add_float32,
-    broadcast_float32 as broadcast_float32,
-    lookup_rows as lookup_rows,
-    multiply_float32 as multiply_float32,
-)
 from ._linear import (
     ComposedMap as ComposedMap,
     dense as dense,
@@ -179,21 +177,23 @@ from .experts._balance import (
     RouterZ as RouterZ,
     updated_selection_bias as updated_selection_bias,
 )
-from .experts._contract import Dispatch as Dispatch, Router as Router, RouterFacts as RouterFacts
-from .experts._dispatch import Capacity as Capacity, Dropless as Dropless
-from .experts._expert_choice import ExpertChoiceRouter as ExpertChoiceRouter
+from .experts._dispatch import Capacity as Capacity, Dispatch as Dispatch, Dropless as Dropless
 from .experts._experts import Experts as Experts
-from .experts._first_experts import first_experts as first_experts
-from .experts._grouped_maps import map_linears as map_linears
+from .experts._linear_replay import map_linears as map_linears
 from .experts._moe import (
     aux_of_slots as aux_of_slots,
+    first_experts as first_experts,
     GatedShared as GatedShared,
     MoE as MoE,
     ROUTER as ROUTER,
 )
-from .experts._noisy_routers import NoisyTopKRouter as NoisyTopKRouter, RandomSecondRouter as RandomSecondRouter
-from .experts._router import TopKRouter as TopKRouter
-from .experts._routing import Routing as Routing, Slots as Slots
+from .experts._routers import (
+    ExpertChoiceRouter as ExpertChoiceRouter,
+    NoisyTopKRouter as NoisyTopKRouter,
+    RandomSecondRouter as RandomSecondRouter,
+    TopKRouter as TopKRouter,
+)
+from .experts._routing import Router as Router, RouterFacts as RouterFacts, Routing as Routing, Slots as Slots
 from .quantization._formats import codes_in_a_byte as codes_in_a_byte
 from .quantization._linear import QuantizedLinear as QuantizedLinear
 from .quantization._weights import dequantize as dequantize, quantize as quantize

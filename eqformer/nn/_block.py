@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, PyTree
 
 from ._contracts import Layer, Mixer, Routed
 from ._cross_layer import wrap_aux
-from ._float32_sums import multiply_float32
+from ._dtype import multiply_float32
 from ._norm import Norm
 from ._residual import apply_norm, Residual
 from ._stack import run_layers

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from .._array_checks import checked
-from ._float32_sums import lookup_rows, matmul_float32
+from ._dtype import lookup_rows, matmul_float32
 from ._module import Module
 
 

@@ -12,8 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
 from ._dims import named_by
-from ._dtype import at_least_float32
-from ._float32_sums import add_float32, matmul_float32
+from ._dtype import add_float32, at_least_float32, matmul_float32
 from ._matmul_precision import ComputeDtypeMatmul, MatmulPrecision
 from ._module import Module
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from ._activation import gelu_tanh
 from ._contracts import FeedForward
-from ._float32_sums import lookup_rows
+from ._dtype import lookup_rows
 from ._linear import Linear, LinearMap
 from ._mlp import recomputed
 from ._module import Module

@@ -15,7 +15,7 @@ from ._linear import apply_weight, DenseMap, Linear, LinearMap, plain
 from ._lora import chosen_maps, LoRA, Where
 from ._matmul_precision import Fp8Matmul, MatmulPrecision
 from ._transformer import Transformer
-from .experts._contract import Router
+from .experts._routing import Router
 
 
 @dataclasses.dataclass(frozen=True)

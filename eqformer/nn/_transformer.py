@@ -10,10 +10,9 @@ from .._array_checks import checked
 from ..kernels import soft_capped
 from ._cache import check_cached
 from ._contracts import ScoreBias
-from ._dtype import at_least_float32, float_dtype
+from ._dtype import add_float32, at_least_float32, float_dtype
 from ._embedding import Embedding, LearnedPositions
 from ._encoder import Encoder
-from ._float32_sums import add_float32
 from ._linear import LinearMap
 from ._module import Module
 from ._norm import Norm

@@ -24,7 +24,7 @@ from nn_reference import close, drawn, normal, wide
 
 from eqformer import nn
 from eqformer.kernels import TpuGroupedMatmul
-from eqformer.nn.experts import _grouped_blocks, _grouped_ragged
+from eqformer.nn.experts import _grouped, _grouped_blocks
 
 
 run = jax.jit(with_gradients)
@@ -161,7 +161,7 @@ def test_modules_in_blocks_and_in_ragged_products_are_those_of_a_loop(name):
     def both_ways(arrays, x, sizes):
         interpreted = TpuGroupedMatmul(interpret=True)
         ragged, blocked = (
-            ("ragged", _grouped_ragged, {"kernel_for": lambda call: interpreted}),
+            ("ragged", _grouped, {"kernel_for": lambda call: interpreted}),
             ("blocked", _grouped_blocks),
         )
         for way, place, more in ((*blocked, {}), (*blocked, {"even": 11}), (*blocked, {"most": 50}), ragged):

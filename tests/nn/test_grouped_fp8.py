@@ -16,7 +16,7 @@ from nn_reference import close, drawn, normal, wide
 
 from eqformer import kernels, nn
 from eqformer.kernels import _op
-from eqformer.nn.experts import _grouped, _grouped_blocks, _grouped_ragged
+from eqformer.nn.experts import _grouped, _grouped_blocks
 from eqformer.nn.experts._grouped import grouped
 
 
@@ -162,7 +162,7 @@ def test_kernels_of_8_bits_where_there_are_any():
         return y, backward(static, arrays, x, sizes, (*kept, y), direction, **more)
 
     blocks = _grouped_blocks.blocked_forward, _grouped_blocks.blocked_backward
-    ragged = _grouped_ragged.ragged_forward, _grouped_ragged.ragged_backward
+    ragged = _grouped.ragged_forward, _grouped.ragged_backward
     in_8, in_16 = kernels.HopperFp8GroupedMatmul(interpret=True), kernels.TpuGroupedMatmul(interpret=True)
     ways: Any = {
         "blocks": functools.partial(both_of, blocks, experts),

@@ -11,8 +11,8 @@ import pytest
 from moe_cases import KEY
 
 from eqformer import nn
-from eqformer.nn._int_fractions import check_indices, even_share, INT32_MAX
 from eqformer.nn.experts._grouped_blocks import Slots
+from eqformer.nn.experts._routing import check_indices, even_share, INT32_MAX
 
 
 FACTORS = ("1e-4", "0.01", "0.5", "0.75", "1", "1.1", "1.25", "1.333", "1.5", "2", "3.9", "99.999", "1e6")

@@ -12,7 +12,7 @@ from ...kernels import ATTENTION, AttentionCall, causal, Mask, Operation
 from .._cache import capacity_of, KVCache, mask_overflow
 from .._contracts import Attends, Mixer, MixerFacts
 from .._cross_layer import SharedKV, SharedValue, ShareRequest
-from .._float32_sums import multiply_float32
+from .._dtype import multiply_float32
 from .._linear import Linear, LinearMap
 from .._norm import Norm
 from .._tokens import document_lengths, Tokens, tokens_or_default

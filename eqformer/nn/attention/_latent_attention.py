@@ -24,8 +24,7 @@ from ...kernels import (
 from .._cache import empty_slots, LatentCache, mask_overflow, slots_for
 from .._contracts import Attends, Mixer, MixerFacts
 from .._cross_layer import SharedValue, ShareRequest
-from .._dtype import float_dtype
-from .._float32_sums import add_float32, broadcast_float32, multiply_float32
+from .._dtype import add_float32, broadcast_float32, float_dtype, multiply_float32
 from .._linear import Linear, LinearMap
 from .._norm import Norm
 from .._tokens import document_lengths, Tokens, tokens_or_default

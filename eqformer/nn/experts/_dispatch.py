@@ -1,5 +1,6 @@
 """Two ways of dispatch, from tokens to their experts and back: dropless, or with a fixed capacity of each expert."""
 
+import abc
 import math
 
 import equinox as eqx
@@ -7,12 +8,34 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._dtype import at_least_float32
-from .._float32_sums import lookup_rows, multiply_float32
-from .._int_fractions import check_indices, even_share
-from ._contract import Dispatch, RouterFacts
+from .._dtype import at_least_float32, lookup_rows, multiply_float32
+from .._module import Module
 from ._experts import Experts
-from ._routing import Routing, Slots
+from ._routing import check_indices, even_share, RouterFacts, Routing, Slots
+
+
+class Dispatch(Module):
+    """How tokens reach the experts that they chose."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, experts: Experts, x: Float[Array, "*batch seq embed"], routing: Routing, *, weighs_inputs: bool = False
+    ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
+        """The weighted sum of each token's experts whose choices are kept, and the number of dropped choices."""
+
+    @abc.abstractmethod
+    def kept(
+        self, chosen: Int[Array, "*batch seq top_k"], experts: int
+    ) -> tuple[Int[Array, "*batch seq top_k"], Int[Array, ""]]:
+        """The choices that are kept, with -1 for others, and the number of dropped choices."""
+
+    @abc.abstractmethod
+    def without_drops(self, experts: Experts, routing: Routing) -> "Dispatch":
+        """A dispatch of these experts, which may be those of one device, that drops no choice of all tokens."""
+
+    @abc.abstractmethod
+    def among(self, facts: RouterFacts) -> str:
+        """The tokens on which it depends whether a choice is kept, as in `RouterFacts`; "token" where all are."""
 
 
 class Dropless(Dispatch):

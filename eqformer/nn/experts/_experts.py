@@ -11,7 +11,7 @@ from .._dims import ensemble, path_name
 from .._linear import LinearMap
 from .._module import Module
 from ._grouped import grouped
-from ._grouped_maps import map_linears
+from ._linear_replay import map_linears
 
 
 class Experts(Module):

@@ -9,15 +9,15 @@ from jaxtyping import Array, Float, Int, Key
 
 from ..._array_checks import checked
 from .._contracts import Aux, FeedForward, Routed
-from .._float32_sums import multiply_float32
+from .._dtype import multiply_float32
 from .._linear import Linear, LinearMap
 from .._norm import Norm
 from .._tokens import Tokens, tokens_or_default
+from .._transformer import Transformer
 from ._balance import alone, BalanceLoss, Total
-from ._contract import Dispatch, Router
-from ._dispatch import Dropless, run_slots
+from ._dispatch import Dispatch, Dropless, run_slots
 from ._experts import Experts
-from ._routing import is_real, Routing, Slots
+from ._routing import is_real, Router, Routing, Slots
 
 
 class MoE(Routed):
@@ -167,3 +167,38 @@ def aux_of_slots(slots: Slots, tokens: Tokens, x: Float[Array, "*batch seq embed
 
 
 ROUTER = 2  # folded into tokens' keys, where a block's dropouts fold 0 and 1
+
+
+@checked
+def first_experts(
+    model: Transformer, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None
+) -> Int[Array, "mixtures *batch seq"]:
+    """The number of each token's best expert, -1 for padding, a row for each mixture in the layers' order.
+
+    Raises a `ValueError` for a model without mixtures, or whose experts choose their tokens.
+    """
+    aux = _showing(model).encode(ids, tokens)[2]
+    stacks = [jnp.stack(jax.tree.leaves(stack), axis=1) for stack in aux if jax.tree.leaves(stack)]
+    if not stacks:
+        raise ValueError("first_experts(model): the model has no mixture of experts, so no token chooses one.")
+    return jnp.concatenate([stack.reshape(-1, *ids.shape) for stack in stacks])
+
+
+class _Showing(Routed):
+    """A mixture that returns each token's first expert in the place of its `Aux`."""
+
+    inner: MoE
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, "*batch seq"]]:
+        tokens = tokens_or_default(tokens, x.shape[:-1], None)
+        routing = self.inner.router(x, tokens.fold_in(ROUTER))
+        if isinstance(routing, Slots):
+            raise ValueError("first_experts(model): its experts choose their tokens, so tokens have no first one.")
+        return self.inner(x, tokens)[0], routing.experts[..., 0]
+
+
+def _showing(model: Transformer) -> Transformer:
+    is_mixture = lambda node: isinstance(node, MoE)
+    return jax.tree.map(lambda node: _Showing(node) if is_mixture(node) else node, model, is_leaf=is_mixture)

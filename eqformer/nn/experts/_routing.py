@@ -1,14 +1,19 @@
 """Who goes where: the experts that each token takes, or the tokens that each expert takes."""
 
+import abc
+import dataclasses
+import fractions
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Num
 
 from .._dtype import at_least_float32
+from .._module import Module
 from .._tokens import Tokens
 
 
@@ -105,3 +110,84 @@ def check_top_k(router: str, top_k: int, experts: int) -> None:
             f"{router}(top_k={top_k}, experts={experts}): a token takes at least one expert and each at most once; "
             "give 1 <= top_k <= experts."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterFacts:
+    """What a router says of itself.
+
+    - `experts`: how many there are to choose from.
+    - `choices`: how many a token takes at most; how many on average, where experts choose their tokens.
+    - `among`: the tokens that a choice depends on, which a device must have: a "token" alone, all of its row
+      ("sequence") or all of the call ("batch").
+    - `gives_slots`: experts choose their tokens, so that it gives `Slots`.
+    """
+
+    experts: int
+    choices: int | float
+    among: str
+    gives_slots: bool = False
+
+
+class Router(Module):
+    """What brings tokens and experts together, computed in float32 at least; padding goes nowhere.
+
+    Noise is drawn from each token's own key and there is none without keys, so a token's experts are the same in any
+    batch and on any mesh. Every device runs the whole of a router, on all features of a token.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Routing | Slots:
+        """Choose experts for each token, or tokens for each expert, and their weights."""
+
+    @abc.abstractmethod
+    def facts(self) -> RouterFacts:
+        """What mixtures, transforms and costs must know."""
+
+    def rebalanced(self, load: Num[Array, "*layers experts"], rate: float | Float[Array, ""]) -> "Router":
+        """The router after a step in which experts had this load, moved by `rate`; the same unless it has a rule.
+
+        In a stack its arrays have a dim of `layers` in front, as `load` has.
+        """
+        return self
+
+
+Count = TypeVar("Count", int, jax.Array)
+INT32_MAX = 2**31 - 1
+
+
+def even_share(factor: float, number: Count, parts: int) -> Count:
+    """Return `min(number, ceil(factor * number / parts))`, for a count on the host or counts on a device.
+
+    The factor is taken as a fraction of whole numbers: 1.1 is 11/10, so 100 in 10 parts give 11, not 12. No product
+    exceeds 32 bits.
+    """
+    share = min(fractions.Fraction(factor).limit_denominator(1000) / parts, fractions.Fraction(1))
+    if isinstance(number, int):
+        return -(-share.numerator * number // share.denominator)
+    return _ceil_of_product(share, number)
+
+
+def check_indices(call: str, what: str, number: int) -> None:
+    """Raise a `ValueError` that begins with `call` if `number` places exceed 32-bit indices."""
+    if number > INT32_MAX:
+        raise ValueError(
+            f"{call}: {number:,} {what} on one device, and indices of 32 bits reach {INT32_MAX:,}; run fewer tokens at "
+            "once (more devices, more microbatches), or lower the factor."
+        )
+
+
+def _ceil_of_product(share: fractions.Fraction, number: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """Return `ceil(share * number)` for a share of at most 1, by long division over the digits of `number`."""
+    numerator, denominator = share.numerator, share.denominator
+    # The remainder is below the denominator: with one more digit, both products of a step fit into 32 bits.
+    bits = 31 - denominator.bit_length()
+    assert bits > 0, "a share of thousandths of fewer than a million parts"
+    digits, number = -(-31 // bits), number.astype(jnp.uint32)
+    quotient = remainder = jnp.zeros_like(number)
+    for position in reversed(range(digits)):
+        digit = (number >> (position * bits)) & (2**bits - 1)
+        dividend = remainder * 2**bits + digit * numerator
+        quotient = quotient * 2**bits + dividend // denominator
+        remainder = dividend % denominator
+    return (quotient + (remainder > 0).astype(jnp.uint32)).astype(jnp.int32)

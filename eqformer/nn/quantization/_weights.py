@@ -10,7 +10,7 @@ from .._dims import named_modules, path_name
 from .._dtype import float_dtype
 from .._linear import dense, DenseMap, is_map, LinearMap
 from .._lora import chosen_maps, Where
-from ..experts._contract import Router
+from ..experts._routing import Router
 from ._formats import codes_in_a_byte, LARGEST, round_to_codes
 from ._linear import QuantizedLinear
 

@@ -1,5 +1,6 @@
 """Routers that send each token to its best experts."""
 
+import math
 from collections.abc import Callable
 
 import equinox as eqx
@@ -13,8 +14,20 @@ from .._linear import Linear, LinearMap
 from .._norm import Norm
 from .._tokens import Tokens
 from ._balance import updated_selection_bias
-from ._contract import Router, RouterFacts
-from ._routing import best_places, check_top_k, drawn_each, normalised, router_logits, Routing, routing_of
+from ._routing import (
+    best_places,
+    check_top_k,
+    drawn_each,
+    even_share,
+    is_real,
+    normalised,
+    Router,
+    router_logits,
+    RouterFacts,
+    Routing,
+    routing_of,
+    Slots,
+)
 
 
 class TopKRouter(Router):
@@ -185,3 +198,148 @@ SCORES: dict[str, Callable[[Array], Array]] = {
     "sqrt_softplus": _sqrt_softplus,
 }
 GROUP_SCORES = {"max": 1, "top2": 2}  # how many of a group's best experts are summed
+
+
+class NoisyTopKRouter(Router):
+    """Softmax over the `top_k` highest of `H(x) = W x + N(0, 1) softplus(W_noise x)` (Shazeer et al. 2017, eq. 3-5).
+
+    Its routing has the `load` that `NoisyLoad` balances: the probability that an expert is chosen if its noise alone
+    is drawn again, `P(x, i) = Phi((W x - kth_excluding(H(x), k, i)) / softplus(W_noise x))` (eq. 8-9), 1 where every
+    expert is chosen. The scores are the softmax of `H` over all experts. Without keys `H` is `W x`.
+    """
+
+    linear: LinearMap
+    noise: LinearMap
+    top_k: int = eqx.field(static=True)
+
+    def __init__(self, *, embed: int, experts: int, top_k: int, std: float | None = 0.0, key: Key[Array, ""]):
+        """Draw both maps; by default they are zero, as in the paper: all experts are equal, and noise decides."""
+        check_top_k("NoisyTopKRouter", top_k, experts)
+        first, second = jax.random.split(key)
+        self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=first)
+        self.noise = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=second)
+        self.top_k = top_k
+
+    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Routing:
+        """Choose the `top_k` experts that are best under this token's noise."""
+        logits = router_logits(self.linear, x)
+        # The floor keeps the quotient's slope finite where softplus underflows.
+        deviation = jnp.maximum(jax.nn.softplus(router_logits(self.noise, x)), 1e-6)
+        noisy = logits
+        if tokens.keys is not None:
+            draw = lambda key: jax.random.normal(key, logits.shape[-1:], logits.dtype)
+            noisy = logits + drawn_each(draw, tokens.keys) * deviation
+        experts = best_places(noisy, self.top_k)
+        weights = jax.nn.softmax(jnp.take_along_axis(noisy, experts, axis=-1))
+        load = self._load(logits, noisy, deviation)
+        return routing_of(tokens, experts, weights, jax.nn.softmax(noisy), logits, load)
+
+    def facts(self) -> RouterFacts:
+        """Each token chooses `top_k`."""
+        return RouterFacts(self.linear.sizes["candidates"], self.top_k, "token")
+
+    def _load(
+        self,
+        logits: Float[Array, "*batch seq experts"],
+        noisy: Float[Array, "*batch seq experts"],
+        deviation: Float[Array, "*batch seq experts"],
+    ) -> Float[Array, "*batch seq experts"]:
+        if self.top_k == noisy.shape[-1]:
+            return jnp.ones_like(noisy)
+        # What an expert must beat is the `top_k`-th highest of the others: one place further down for those above it.
+        best = jax.lax.top_k(noisy, self.top_k + 1)[0]
+        last, following = best[..., self.top_k - 1 : self.top_k], best[..., self.top_k :]
+        return jax.scipy.special.ndtr((logits - jnp.where(noisy >= last, following, last)) / deviation)
+
+
+class RandomSecondRouter(Router):
+    """The two likeliest experts, the second only at times (GShard, Lepikhin et al. 2020, algorithm 1).
+
+    Weights are `g1 / (g1 + g2)` and `g2 / (g1 + g2)` of the softmax. While training, the second is taken with
+    probability `2 g2 / (g1 + g2)`, which is at most 1; the first keeps its weight either way. Without keys both are.
+    """
+
+    linear: LinearMap
+
+    def __init__(self, *, embed: int, experts: int, std: float | None = None, key: Key[Array, ""]):
+        """Draw the map."""
+        check_top_k("RandomSecondRouter", 2, experts)
+        self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=key)
+
+    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Routing:
+        """Choose one or two experts for each token."""
+        logits = router_logits(self.linear, x)
+        experts = best_places(logits, 2)
+        weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1))
+        if tokens.keys is not None:
+            draws = drawn_each(lambda key: jax.random.uniform(key, (1,), logits.dtype), tokens.keys)
+            taken = jnp.concatenate([jnp.ones_like(draws, bool), 2 * weights[..., 1:] > draws], axis=-1)
+            experts, weights = jnp.where(taken, experts, -1), jnp.where(taken, weights, 0)
+        return routing_of(tokens, experts, weights, jax.nn.softmax(logits), logits)
+
+    def facts(self) -> RouterFacts:
+        """Each token chooses two at most."""
+        return RouterFacts(self.linear.sizes["candidates"], 2, "token")
+
+
+class ExpertChoiceRouter(Router):
+    """Each expert takes the `ceil(factor * n / experts)` tokens that score it highest (Zhou et al. 2022, eq. 1-2).
+
+    Scores are the softmax over experts, and the weights; equal scores: the earlier token. `n` counts the real tokens of
+    a group: of a row (`per="sequence"`) or of the whole call (`per="batch"`), so that padding changes nothing. A
+    token is taken by `factor` experts on average, and possibly by none or by all. The load is balanced by construction.
+    Which tokens are taken depends on later ones: the future leaks into a causal model, and a prompt is routed in
+    another way alone than with its continuation.
+    """
+
+    linear: LinearMap
+    factor: float = eqx.field(static=True)
+    per: str = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        embed: int,
+        experts: int,
+        factor: float,
+        per: str = "sequence",
+        std: float | None = None,
+        key: Key[Array, ""],
+    ):
+        """Draw the map. Raises a `ValueError` for a factor below 0.01 or above `experts`, or an unknown group.
+
+        Args:
+            embed: Channels of a token.
+            experts: How many there are to choose from.
+            factor: The experts that a token has on average.
+            per: Of what an expert chooses its tokens: `"sequence"` or `"batch"`.
+            std: The deviation of the map's weights; None: as any linear map's.
+            key: For the weights.
+        """
+        if not 0.01 <= factor <= experts:
+            raise ValueError(
+                f"ExpertChoiceRouter(factor={factor}, experts={experts}): a token is taken by `factor` experts on "
+                "average and by each at most once; give 0.01 <= factor <= experts."
+            )
+        if per not in ("sequence", "batch"):
+            raise ValueError(f"ExpertChoiceRouter(per={per!r}): experts choose among each 'sequence' or the 'batch'.")
+        self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=key)
+        self.factor, self.per = factor, per
+
+    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Slots:
+        """Choose tokens for each expert, its best first."""
+        scores = jax.nn.softmax(router_logits(self.linear, x))
+        *batch, seq, experts = scores.shape
+        groups = math.prod(batch) if self.per == "sequence" else 1
+        by_expert = jnp.swapaxes(scores.reshape(groups, -1, experts), 1, 2)
+        real = is_real(tokens, (*batch, seq)).reshape(groups, 1, -1)
+        capacity = even_share(self.factor, real.shape[-1], experts)
+        token = best_places(jnp.where(real, by_expert, -jnp.inf), capacity)
+        weight = jnp.take_along_axis(by_expert, token, axis=-1)
+        number = jnp.sum(real, axis=-1, keepdims=True, dtype=jnp.int32)
+        is_filled = jnp.arange(capacity, dtype=jnp.int32) < even_share(self.factor, number, experts)
+        return Slots(jnp.where(is_filled, token, -1), jnp.where(is_filled, weight, 0))
+
+    def facts(self) -> RouterFacts:
+        """Experts choose, so that a token takes `factor` on average."""
+        return RouterFacts(self.linear.sizes["candidates"], self.factor, self.per, gives_slots=True)
