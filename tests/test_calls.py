@@ -20,7 +20,7 @@ from jaxtyping import Int
 import eqformer
 from eqformer import generation, kernels, nn, training
 from eqformer._array_checks import ArrayRule, checked, rules_of
-from eqformer.training import _optimizer
+from eqformer.training.optimizer import _optimizer
 
 
 LONGEST = 400  # characters of an error
@@ -36,7 +36,7 @@ UNCHECKED = (
         "_indexer",
         "_platform",
     ),
-    *("_optimizer", "_rates", "_tally", "_loop", "_run_metadata", "_first_non_finite", "_picture_experts"),
+    *("_optimizer", "_learning_rates", "_loss_aux", "_loop", "_contents", "_first_non_finite", "_pictures"),
     "recurrent_step._call",
     "kernels._fp8",
 )

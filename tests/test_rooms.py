@@ -23,6 +23,8 @@ ROOMS = {
     "planning": {"nn", "kernels", "parallel", "training"},
     "systems": {"nn", "kernels", "parallel", "planning"},
 }
+# Folders of a room that know nothing of the room's other files, which import from them.
+INNER_FOLDERS = ("training/checkpoint", "training/losses", "training/optimizer")
 SENDING = {"psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "ppermute", "pshuffle", "all_to_all"}
 COLLECTIVES = {*SENDING, "axis_index"}
 SENDER = "parallel/_collectives.py"  # where each collective gets its name
@@ -79,6 +81,13 @@ def private_files_imported(tree: ast.AST, folder: tuple[str, ...] = ()) -> list[
     return sorted(name for name in names if re.fullmatch(r"[a-z]+(\.[a-z]+)*\._.*", name))
 
 
+def files_of_room_imported(tree: ast.AST, folder: tuple[str, ...], inner: str) -> list[str]:
+    """Return the imports of a file in the folder `inner` of a room that are of the same room and not of that folder."""
+    module = inner.replace("/", ".")
+    names = [name for name in imported(tree, folder) if name.split(".")[0] == folder[0]]
+    return sorted(name for name in names if not f"{name}.".startswith(f"{module}."))
+
+
 def unnamed_collectives(tree: ast.AST) -> set[str]:
     """Functions of `jax.lax` that send something, called or imported as such."""
     found = set()
@@ -112,6 +121,9 @@ def complaints(path: pathlib.Path, source: str) -> list[str]:
         found.append("a public file: only __init__.py is, and it lists the room's names")
     if foreign := rooms_imported(tree, folder) - ROOMS.get(room, set(ROOMS)):
         found.append(f"imports from {sorted(foreign)}")
+    inner = next((inner for inner in INNER_FOLDERS if "/".join(folder).startswith(inner)), None)
+    if inner and (outer := files_of_room_imported(tree, folder, inner)):
+        found.append(f"imports {outer} of its own room: {inner} stands by itself")
     # `systems` rebuilds published layouts from the inner parts of `parallel`.
     private = [name for name in private_files_imported(tree, folder) if room != "systems" or name[:9] != "parallel."]
     if private:
@@ -168,6 +180,8 @@ def test_a_file_keeps_to_its_room(path):
         ("nn/attention", "# On TPUs it is faster.", "chips or compilers ['TPUs']"),
         ("nn", "call = by_platform(cuda=run)", "chips or compilers ['cuda']"),
         ("kernels", "from ..nn import Linear", "imports from ['nn']"),
+        ("training/losses", "from .._step import make_step", "imports ['training._step'] of its own room"),
+        ("training/optimizer", "from ..losses._loss_aux import LossFn", "training/optimizer stands by itself"),
     ],
 )
 def test_the_architecture_test_can_fail(room, source, word):

@@ -9,12 +9,11 @@ from jaxtyping import Array, Key, PyTree
 
 from .. import nn
 from .._shapes import Batch
-from ._diverged import DivergedError
 from ._first_non_finite import first_non_finite
-from ._gradients import LossFn
-from ._loop import Callback, Progress
-from ._optimizer import trainable, Trained
+from ._loop import Callback, DivergedError, Progress
 from ._planned_state import PlannedState
+from .losses._loss_aux import LossFn
+from .optimizer._optimizer import trainable, Trained
 
 
 class DebugNans(Callback):

@@ -1,7 +1,7 @@
 """Evaluation under a plan: sums over a batch and nats of its rows, without gradients."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, PyTree
 
 from .._shapes import Batch
 from ..parallel import filter_shard_map, OnDevice, Plan
-from ._batch_tokens import batch_tokens
-from ._loss import evaluation_sums
-from ._row_loss import row_nats
+from ._loop import Every, Progress
+from ._metrics import bits_per_byte
+from .losses._row_loss import row_nats
+from .losses._token_losses import batch_tokens, evaluation_sums
 
 
 def planned_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
@@ -50,3 +51,34 @@ def _make_forward(plan: Plan, function: Callable[..., Any], out: PartitionSpec) 
         return filter_shard_map(per_device, plan.mesh, specs, out)(model, rows)
 
     return of_batch
+
+
+class Validation(Every):
+    """Writes `validation_loss`, `validation_bits_per_byte` and `validation_accuracy` after each `every` steps.
+
+    Of several sources it writes `validation_loss/NAME` of each too.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        means: Callable[[PyTree], tuple[Any, Mapping[str, Any]]],
+        write: Callable[[dict[str, Any]], Any],
+    ):
+        """`means(model)` gives those of all that was held out and of each source, as `data.Corpus.validation` does.
+
+        They have a `loss` in nats, an `accuracy` and `bytes_per_token`. `write` is given the row.
+        """
+        super().__init__(every, self._validate)
+        self._means, self._to = means, write
+
+    def _validate(self, run: Progress) -> None:
+        mean, each = self._means(run.state.model)
+        row = {
+            "step": run.step,
+            "validation_loss": mean.loss,
+            "validation_bits_per_byte": bits_per_byte(mean.loss, mean.bytes_per_token),
+            "validation_accuracy": mean.accuracy,
+        }
+        several = each if len(each) > 1 else {}
+        self._to(row | {f"validation_loss/{name}": its.loss for name, its in several.items()})

@@ -15,9 +15,10 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from .. import nn
-from ._gradients import LossFn, make_gradient_function, split_microbatches
-from ._loss_scale import Scale
-from ._optimizer import trainable, Trained
+from ._gradients import make_gradient_function, split_microbatches
+from .losses._loss_aux import LossFn
+from .losses._loss_scale import Scale
+from .optimizer._optimizer import trainable, Trained
 
 
 @dataclasses.dataclass(frozen=True)

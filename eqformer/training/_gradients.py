@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -31,16 +30,13 @@ from ..parallel import (
     vary,
     varying_axes,
 )
-from ._batch_tokens import batch_tokens
-from ._host_memory import brought_near, taken_back
-from ._loss_result import check_takes_tokens, check_whole, sum_and_count
-from ._loss_scale import Scale, seed, unscaled
-from ._optimizer import divided, Optimizer, trainable, Trained
-from ._tally import Count, Tally
-from ._train_state import state_shardings, TrainState
+from ._train_state import brought_near, state_shardings, taken_back, TrainState
+from .losses._loss_aux import check_takes_tokens, check_whole, Count, LossFn, sum_and_count, Tally
+from .losses._loss_scale import Scale, seed, unscaled
+from .losses._token_losses import batch_tokens
+from .optimizer._optimizer import divided, Optimizer, trainable, Trained
 
 
-LossFn = Callable[..., Any]  # (model, batch, key) -> (sum, count or Tally)
 LossGradients = tuple[Array, PyTree, PyTree]  # the loss's sum, its count or Tally, and the gradients of the sum
 GradientFunction = Callable[..., LossGradients]  # (model, batch, key, scale=None) -> LossGradients
 

@@ -9,11 +9,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from ._checkpoint import Checkpointer
-from ._diverged import check_finite
 from ._planned_state import PlannedState
 from ._step import Step
 from ._train_state import TrainState
+from .checkpoint._checkpointer import Checkpointer
 
 
 @dataclasses.dataclass
@@ -187,3 +186,23 @@ def _number(value: Array) -> Any:
         return array.round(6).tolist()
     number = array.item()
     return number if isinstance(number, int) else float(number)
+
+
+class DivergedError(RuntimeError):
+    """Too many steps in a row had a loss or gradient that was not finite."""
+
+
+def check_finite(metrics: dict[str, Any], limit: int = 10, *, step: int | None = None) -> None:
+    """Raises `DivergedError` if the last `limit` steps were all skipped; blocks until these metrics are computed.
+
+    The error names the first such step, where `step` is the number of these metrics' own.
+    """
+    in_a_row = int(metrics["skipped_in_a_row"])
+    if in_a_row >= limit:
+        which = "" if step is None else f", steps {step - in_a_row + 1} to {step},"
+        raise DivergedError(
+            f"{in_a_row} steps in a row{which} had a loss or a gradient norm that was not finite (limit {limit}; last: "
+            f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}). Parameters are those of the "
+            "last finite step; lower the learning rate, lengthen the warmup, look at the data of these steps, or have "
+            "DebugNans (--debug-nans) name the module."
+        )

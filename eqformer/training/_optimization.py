@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Key, PyTree
 
+from .. import nn
 from ..parallel import Plan
-from ._loss import next_token_loss
-from ._optimizer import Optimizer, optimizer, trainable, Trained
-from ._rates import Rates
 from ._step import make_step, Step
-from ._stretches import default_warmup, Stretch, stretched_rates
+from .losses._token_losses import next_token_loss
+from .optimizer._learning_rates import default_warmup, Rates, Stretch, stretched_rates
+from .optimizer._optimizer import Optimizer, optimizer, trainable, Trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,3 +71,24 @@ class Optimization:
         for name in names:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"Optimization({name}={getattr(self, name)}): give 0, which is none, or more.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """LoRA: low-rank changes that are trained instead of the weights. Plain data: `nn.with_lora` checks it."""
+
+    rank: int = 0
+    """The rank of trained low-rank changes; 0 trains all weights."""
+    alpha: float = 16.0
+    """The changes are multiplied by alpha / rank."""
+    maps: tuple[str, ...] = ("query", "key", "value", "output")
+    """The linear maps that get one, by the ends of their names, as eqformer.nn.with_lora takes them."""
+
+    def apply(self, model: PyTree, *, key: Key[Array, ""]) -> PyTree:
+        """The model with an `nn.LoRA` in the place of each of the maps, which changes nothing before the first step."""
+        return nn.with_lora(model, self.maps, rank=self.rank, alpha=self.alpha, key=key) if self.rank else model
+
+    @property
+    def trained(self) -> Trained:
+        """What an optimizer takes to train the changes alone, or all weights."""
+        return nn.lora_factors if self.rank else trainable

@@ -15,11 +15,11 @@ from .. import nn
 from .._array_checks import checked
 from ..kernels import cpu_or
 from ..parallel import Plan
-from ._gradients import LossFn, make_execution
-from ._optimizer import check_optimizer, divided, global_norm, Optimizer
-from ._rates import Rates
-from ._tally import count_of, routing_metrics, Tally
+from ._gradients import make_execution
 from ._train_state import TrainState
+from .losses._loss_aux import count_of, LossFn, routing_metrics, Tally
+from .optimizer._learning_rates import Rates
+from .optimizer._optimizer import check_optimizer, divided, global_norm, Optimizer
 
 
 class Step(eqx.Module):

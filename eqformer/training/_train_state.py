@@ -1,5 +1,7 @@
 """The training state: the model, the optimizer's state and the counters; and its sharding under a plan."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,9 @@ from jaxtyping import Array, Int, PyTree
 
 from .._shapes import ArrayOrShape
 from ..parallel import Plan, shardings
-from ._host_memory import is_on_host
-from ._loss_scale import loss_scale, LossScale
-from ._moments import Codes
-from ._optimizer import check_optimizer, Optimizer
+from .losses._loss_scale import loss_scale, LossScale
+from .optimizer._moments import Codes
+from .optimizer._optimizer import check_optimizer, Optimizer
 
 
 class TrainState(eqx.Module):
@@ -101,3 +102,32 @@ def _copy_repeated_arrays(tree: PyTree) -> PyTree:
         return leaf if is_first or not eqx.is_array(leaf) else leaf.copy()
 
     return jax.tree.map(copy_if_seen, tree)
+
+
+def is_on_host(plan: Plan, optimizer: Optimizer, memory: PyTree) -> PyTree:
+    """Whether a plan keeps each array of an optimizer's state on hosts: what it holds for parameters, no counters."""
+    keeps = plan.optimizer_memory == "pinned_host"
+    return optimizer.map_state(lambda held, *_: jax.tree.map(lambda _: keeps, held), memory, other=False)
+
+
+def brought_near(plan: Plan, optimizer: Optimizer, memory: PyTree, gradients: PyTree) -> tuple[PyTree, PyTree]:
+    """An optimizer's state, in a jitted function, with what lies on hosts copied to the devices; and the gradients.
+
+    Compilers are kept from copying before the gradients are there: those for GPUs would do so at a step's beginning, so
+    that the copies lay beside all that the backward pass needs.
+    """
+    if plan.optimizer_memory == "device":
+        return memory, gradients
+    arrays, rest = eqx.partition(memory, eqx.is_array)
+    arrays, gradients = jax.lax.optimization_barrier((arrays, gradients))
+    return eqx.combine(_moved(jax.memory.Space.Device, plan, optimizer, arrays), rest), gradients
+
+
+def taken_back(plan: Plan, optimizer: Optimizer, memory: PyTree) -> PyTree:
+    """An optimizer's state, in a jitted function, with what the plan keeps on hosts there."""
+    return _moved(jax.memory.Space.Host, plan, optimizer, memory)
+
+
+def _moved(space: Any, plan: Plan, optimizer: Optimizer, arrays: PyTree) -> PyTree:
+    move = lambda x, is_far: jax.device_put(x, space) if is_far else x
+    return jax.tree.map(move, arrays, is_on_host(plan, optimizer, arrays))

@@ -13,7 +13,7 @@ from plan_models import batch_of, model_of
 from eqformer import nn, training
 from eqformer.parallel import init_sharded, make_mesh, Plan, shardings
 from eqformer.training import make_gradient_function, next_token_loss
-from eqformer.training._tally import count_of, Tally
+from eqformer.training.losses._loss_aux import count_of, Tally
 
 
 KEY = 7

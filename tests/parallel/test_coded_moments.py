@@ -12,8 +12,8 @@ from plan_parity import leaf_differences
 from plan_steps import begun, stepped
 
 from eqformer import training
-from eqformer.training import _moments
-from eqformer.training._moments import is_coded
+from eqformer.training.optimizer import _moments
+from eqformer.training.optimizer._moments import is_coded
 
 
 DOUBLE = ("float64", "float64")  # in which no rounding brings a number across a threshold

@@ -13,7 +13,7 @@ from plan_models import batch_of, model_of
 
 from eqformer import training
 from eqformer.parallel import make_mesh, Plan
-from eqformer.training import _loss_result
+from eqformer.training.losses import _loss_aux
 
 
 MODEL = functools.cache(lambda: model_of("gpt2"))
@@ -94,7 +94,7 @@ def test_a_model_that_is_called_without_tokens_is_refused(axes, fault):
 def test_a_sum_of_slices_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="penalised under Plan over tensor=2: .* optimizer, as weight_decay"):
         traced(penalised, plan_over(tensor=2))
-    monkeypatch.setattr(_loss_result, "varying_axes", lambda x: ())
+    monkeypatch.setattr(_loss_aux, "varying_axes", lambda x: ())
     with pytest.raises(ValueError, match="filter_shard_map"):  # which says nothing of losses
         traced(penalised, plan_over(tensor=2))
 

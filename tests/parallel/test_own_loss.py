@@ -18,7 +18,7 @@ from test_narrow_sums import MEANT_OF_NARROW, not_meant, program_of
 
 from eqformer import planning, training
 from eqformer.parallel import COLLECTIVES
-from eqformer.training._tally import count_of
+from eqformer.training.losses._loss_aux import count_of
 
 
 ROUNDING = 50 * float(np.finfo(np.float32).eps)

@@ -236,7 +236,7 @@ def test_an_error_of_the_commit_surfaces_in_close(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     checkpointer = training.Checkpointer(tmp_path)
-    monkeypatch.setattr("eqformer.training._checkpoint.sync_tree", fail)
+    monkeypatch.setattr("eqformer.training.checkpoint._checkpointer.sync_tree", fail)
     checkpointer.save(make(), 1, {})
     with pytest.raises(training.CheckpointError, match="No space left.*no checkpoint exists. Free some space, or"):
         checkpointer.close()
@@ -256,9 +256,9 @@ KILLED = """
 
     import jax.numpy as jnp, numpy as np
     from eqformer import training
-    from eqformer.training import _checkpoint
+    from eqformer.training.checkpoint import _checkpointer
 
-    _checkpoint._orbax()  # imported once, not by each child
+    _checkpointer._orbax()  # imported once, not by each child
 
     def state(step):
         return {"x": jnp.asarray(np.random.default_rng(step).normal(size=2**16), jnp.float32), "step": jnp.int32(step)}
@@ -271,15 +271,15 @@ KILLED = """
         checkpointer.save(state(1), 1, {"at": 1})
         checkpointer.wait()
         if point == "describe":
-            _checkpoint.describe_files = die
+            _checkpointer.describe_files = die
         elif point == "sync":
-            _checkpoint.sync_tree = die
+            _checkpointer.sync_tree = die
         elif point == "after rename":
-            _checkpoint.sync_path = die
+            _checkpointer.sync_path = die
         elif point == "prune":
             training.Checkpointer._prune = die
         elif point == "delete":
-            _checkpoint.remove = die
+            _checkpointer.remove = die
         checkpointer.save(state(2), 2, {"at": 2})
         if point == "writing":
             die()
@@ -317,14 +317,14 @@ ENDED = """
 
     import jax.numpy as jnp
     from eqformer import training
-    from eqformer.training import _checkpoint
+    from eqformer.training.checkpoint import _checkpointer
 
     def fail(folder):
         raise OSError(28, "No space left on device")
 
     folder, how = sys.argv[1:]
     if how == "full":
-        _checkpoint.sync_tree = fail
+        _checkpointer.sync_tree = fail
     checkpointer = training.Checkpointer(folder)
     checkpointer.save({"x": jnp.ones((1024, 1024))}, 3, {})
     if how == "at once":

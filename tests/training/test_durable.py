@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eqformer import training
-from eqformer.training import _checkpoint
+from eqformer.training.checkpoint import _checkpointer
 
 
 LIKE = {"x": jnp.zeros(8)}
@@ -26,7 +26,7 @@ class Durable:
 
     def __init__(self, monkeypatch):
         self.synced, self.lost = set(), []  # inode and time of change, by which a later write shows
-        fsync, rename, remove = os.fsync, Path.rename, _checkpoint.remove
+        fsync, rename, remove = os.fsync, Path.rename, _checkpointer.remove
 
         def record(handle):
             fsync(handle)
@@ -45,7 +45,7 @@ class Durable:
             remove(path)
 
         self.named = set()
-        sync_path = _checkpoint.sync_path
+        sync_path = _checkpointer.sync_path
 
         def named(folder):
             sync_path(folder)
@@ -53,8 +53,8 @@ class Durable:
 
         monkeypatch.setattr(os, "fsync", record)
         monkeypatch.setattr(Path, "rename", renamed)
-        monkeypatch.setattr(_checkpoint, "remove", removed)
-        monkeypatch.setattr(_checkpoint, "sync_path", named)
+        monkeypatch.setattr(_checkpointer, "remove", removed)
+        monkeypatch.setattr(_checkpointer, "sync_path", named)
 
     def _state(self, found):
         return found.st_ino, found.st_mtime_ns
@@ -66,7 +66,7 @@ def test_all_that_is_in_a_step_is_on_the_disk_before_it_is_one(tmp_path, monkeyp
         save(checkpointer, 1, 2)
     assert durable.lost == [] and checkpointer.steps == [2]
     assert len(durable.synced) > 20  # it did look
-    monkeypatch.setattr(_checkpoint, "sync_tree", lambda folder: None)  # the control
+    monkeypatch.setattr(_checkpointer, "sync_tree", lambda folder: None)  # the control
     with training.Checkpointer(tmp_path / "c") as checkpointer:
         save(checkpointer, 1)
     names = {path.name for path in durable.lost}
@@ -107,13 +107,13 @@ def test_what_cannot_be_deleted_is_a_warning_and_the_save_is_whole(tmp_path, mon
     with training.Checkpointer(tmp_path, keep=1) as checkpointer:
         save(checkpointer, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(_checkpoint, "remove", forbidden)
+            patch.setattr(_checkpointer, "remove", forbidden)
             with pytest.warns(UserWarning, match="1 could not be deleted: .*Permission denied.*; make it writable, or"):
                 save(checkpointer, 2)
         assert checkpointer.steps == [2]
         save(checkpointer, 3)
     with monkeypatch.context() as patch:
-        patch.setattr(_checkpoint, "remove", forbidden)
+        patch.setattr(_checkpointer, "remove", forbidden)
         with (
             pytest.warns(UserWarning, match="1.discarded could not be deleted"),
             training.Checkpointer(tmp_path, keep=None) as checkpointer,
@@ -126,7 +126,7 @@ def test_a_step_that_is_there_though_its_name_may_not_last_is_reported_as_that(t
     def failing(folder):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(_checkpoint, "sync_path", failing)
+    monkeypatch.setattr(_checkpointer, "sync_path", failing)
     checkpointer = training.Checkpointer(tmp_path)
     with pytest.raises(training.CheckpointError, match="It is there, but a power cut may take it.*See to the disk, or"):
         save(checkpointer, 1)
@@ -134,7 +134,7 @@ def test_a_step_that_is_there_though_its_name_may_not_last_is_reported_as_that(t
 
 
 def test_a_slow_disk_has_a_day(tmp_path, monkeypatch):
-    ocp, seconds = _checkpoint._orbax(), []
+    ocp, seconds = _checkpointer._orbax(), []
     make = ocp.AsyncCheckpointer
     monkeypatch.setattr(
         ocp, "AsyncCheckpointer", lambda *parts, **options: seconds.append(options["timeout_secs"]) or make(*parts)

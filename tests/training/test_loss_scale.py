@@ -8,7 +8,7 @@ import pytest
 from same_bits import assert_same_bits
 
 from eqformer import nn, training
-from eqformer.training._loss_scale import loss_scale, seed
+from eqformer.training.losses._loss_scale import loss_scale, seed
 
 
 ROWS, SEQ, STEPS = 1024, 16, 9

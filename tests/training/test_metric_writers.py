@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eqformer import training
-from eqformer.training import _metric_writers
+from eqformer.training import _metrics
 
 
 def rows(path):
@@ -145,6 +145,6 @@ def test_several_writers_get_each_row_and_are_closed_also_where_a_later_one_cann
 
 
 def test_a_process_that_is_not_the_first_opens_and_writes_nothing(monkeypatch):
-    monkeypatch.setattr(_metric_writers, "on_first_process", lambda action: None)
+    monkeypatch.setattr(_metrics, "on_first_process", lambda action: None)
     with training.MetricWriters(lambda: Kept(fails=True)) as writers:
         writers.write({"step": 1})

@@ -12,8 +12,8 @@ from haste import put
 from eqformer import models, training
 from eqformer.parallel import make_mesh, Plan
 from eqformer.planning import state_bytes
-from eqformer.training import _moments
-from eqformer.training._moments import decoded, encoded, is_coded
+from eqformer.training.optimizer import _moments
+from eqformer.training.optimizer._moments import decoded, encoded, is_coded
 
 
 RATE = 1e-2

@@ -11,8 +11,8 @@ from haste import put
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eqformer import nn, training
-from eqformer.training import _loss
-from eqformer.training._narrow_tables import read_dtypes
+from eqformer.training.losses import _cross_entropy
+from eqformer.training.losses._cross_entropy import read_dtypes
 
 
 VOCAB, EMBED, TOKENS = 50, 16, 24
@@ -38,7 +38,7 @@ def loss(tables: dict[str, Any], hidden: Any, targets: Any) -> Any:
 
 
 def nats(tables: dict[str, Any], hidden: Any, targets: Any) -> Any:
-    return _loss.nats_of_tokens(jax.tree_util.Partial(logits, tables), hidden, targets, chunk=8)
+    return _cross_entropy.nats_of_tokens(jax.tree_util.Partial(logits, tables), hidden, targets, chunk=8)
 
 
 def dtypes(call: Any, hidden: Any, tables: list[Any]) -> list[Any]:

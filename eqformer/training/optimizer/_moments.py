@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree, UInt8
 
-from ..nn import at_least_float32
+from ...nn import at_least_float32
 
 
 MOMENTS = ("float32", "bfloat16", "8bit")

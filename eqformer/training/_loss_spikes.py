@@ -5,8 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ._diverged import DivergedError
-from ._loop import Callback, Progress
+from ._loop import Callback, DivergedError, Progress
 
 
 Result = TypeVar("Result")

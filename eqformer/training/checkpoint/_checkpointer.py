@@ -1,8 +1,11 @@
 """Checkpoints: written in the background, committed by one rename, checked before they are read."""
 
+import logging
+import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,16 +16,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from .._atomic_write import sync_path
-from .._extra import load_extra
-from .._failures import explain_error
-from .._read import parse_json
-from ._at_exit import finished_at_exit
-from ._durable import make_folder, remove, sync_tree
-from ._manifest import check_files, describe_files, read_manifest, write_manifest
-from ._named_arrays import as_it_was, is_array, leaf_faults, named_arrays, to_read, written
-from ._quiet import quiet_orbax
-from ._run_metadata import as_json
+from ..._atomic_write import sync_path
+from ..._extra import load_extra
+from ..._failures import explain_error
+from ..._read import parse_json
+from ._contents import as_it_was, as_json, is_array, leaf_faults, named_arrays, to_read, written
+from ._files import check_files, describe_files, make_folder, read_manifest, remove, sync_tree, write_manifest
 
 
 class CheckpointError(ValueError):
@@ -330,3 +329,39 @@ def _refuse(
 ) -> NoReturn:
     listed = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
     raise CheckpointError(f"{folder}: the checkpoint exists but cannot be restored: {listed}. {fix}")
+
+
+def finished_at_exit(method: Callable[[], object]) -> None:
+    """Have an object's method called when the program ends, unless the object is gone; its errors are shown.
+
+    It is called before Python shuts executors down, and so what runs in the background can still end. `atexit` comes
+    after that. Where Python has no such hook, nothing is called.
+    """
+    held = weakref.WeakMethod(method)
+
+    def finish() -> None:
+        found = held()
+        try:
+            if found is not None:
+                found()
+        except Exception as error:  # raised here, it would keep other hooks from running
+            sys.excepthook(type(error), error, None)
+
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(finish)
+
+
+def quiet_orbax() -> None:
+    """Drop orbax's log records: progress, and each error with its traceback, which `Checkpointer` raises as one error.
+
+    A full disk or a deleted folder fails several of orbax's threads at once, and each would print the same traceback.
+    """
+    # Orbax logs through absl's logger, which other libraries share: a filter by source leaves theirs alone.
+    logger = logging.getLogger("absl")
+    if _not_of_orbax not in logger.filters:
+        logger.addFilter(_not_of_orbax)
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname

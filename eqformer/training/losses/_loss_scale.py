@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from .. import nn
+from ... import nn
 
 
 LARGEST = 2.0**24

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
-from .._array_checks import checked
-from .._shapes import Batch
-from ..nn import Tokens
-from ..parallel import sum_rows, vary_like
-from ._batch_tokens import batch_tokens
-from ._gradients import LossFn
-from ._loss import cross_entropy, nats_of_tokens, token_nats, Vocabulary, weighed
-from ._tally import tallied
+from ..._array_checks import checked
+from ..._shapes import Batch
+from ...nn import Tokens
+from ...parallel import sum_rows, vary_like
+from ._cross_entropy import cross_entropy, nats_of_tokens, token_nats, Vocabulary, weighed
+from ._loss_aux import LossFn, tallied
+from ._token_losses import batch_tokens
 
 
 OfRows = Callable[[Float[Array, "batch"], Any], tuple[Any, Any]]  # (each row's nats, batch) -> (sum, count)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from .. import nn
+from ... import nn
+from ._learning_rates import constant, Rates
 from ._moments import CodedState, is_masked, kept, MOMENTS, over_moments, unkept
-from ._rates import constant, Rates
 
 
 def trainable(model: PyTree) -> PyTree:

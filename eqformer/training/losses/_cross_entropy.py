@@ -1,22 +1,18 @@
 """Cross-entropy over chunks of tokens: the logits of all tokens never exist at once, in either pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
 
-from .._array_checks import checked
-from .._shapes import Batch
-from ..nn import in_float32, Tokens
-from ..parallel import vary, varying_axes
-from ._batch_tokens import batch_tokens
-from ._chunks import chunks_of, sum_over_chunks
-from ._loss_in_parts import in_parts, nats_in_parts
-from ._narrow_tables import cast, read_dtypes, read_from
-from ._tally import tallied
+from ..._array_checks import checked
+from ...nn import in_float32
+from ...parallel import vary, varying_axes
+from ._chunked_logits import chunks_of, in_parts, nats_in_parts, sum_over_chunks
 
 
 TokenNats = Callable[..., Any]
@@ -94,7 +90,7 @@ def cross_entropy(
         each, log_normaliser = nats_in_parts(unembed, *flat[:2], chunk)
         each = each + z_loss * jnp.square(log_normaliser) if z_loss else each
         return jnp.sum(weighed(each, flat[2])), jnp.sum(flat[2].astype(each.dtype))
-    sizes = _chunk_sizes(unembed, flat[0], chunk)
+    sizes = count_chunks(unembed, flat[0], chunk)
     unembed, tables, dtypes = _with_tables(unembed, flat[0][: sizes[1]])
 
     def of_chunk(tables: list, hidden: Array, targets: Array, weights: Array) -> Array:
@@ -132,69 +128,6 @@ def cross_entropy(
     return total, jnp.sum(flat[2].astype(total.dtype))
 
 
-@checked
-def next_token_loss(
-    model: PyTree,
-    batch: Batch,
-    key: Key[Array, ""] | None = None,
-    *,
-    chunk: int | None = None,
-    z_loss: float = 0.0,
-    tokens: Tokens | None = None,
-    vocabulary: Vocabulary | None = None,
-) -> tuple[Float[Array, ""], Any]:
-    """The sum over a batch of the nats of each target, and the weight of those tokens.
-
-    Targets are next tokens, as the loaders' are, or hidden ones (`masked_batch`).
-
-    The auxiliary losses of routed layers (load balancing, z-loss of the router) are added to the sum, and the weight is
-    then a `Tally`, which holds the layers' `Aux` too.
-
-    Args:
-        model: Has `encode(ids, tokens) -> (hidden, cache, aux)` and `unembed(hidden) -> logits`.
-        batch: Ids, targets and weights.
-        key: For dropout and routers; None is inference: no dropout, no router noise, no dropped choices of experts.
-        chunk: The tokens whose logits are there at once; None: see `chunk_size`.
-        z_loss: As in `cross_entropy`.
-        tokens: Replaces what `batch_tokens` makes of the batch; a mesh that splits rows passes its own.
-        vocabulary: Reads logits that a mesh splits.
-    """
-    tokens = batch_tokens(batch, key) if tokens is None else tokens
-    hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
-    targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
-    nats = token_nats if vocabulary is None else vocabulary.nats
-    total, count = cross_entropy(model.unembed, hidden, targets, weights, chunk=chunk, z_loss=z_loss, nats=nats)
-    return tallied(total, count, aux)
-
-
-@checked
-def evaluation_sums(
-    model: PyTree,
-    batch: Batch,
-    *,
-    chunk: int | None = None,
-    tokens: Tokens | None = None,
-    vocabulary: Vocabulary | None = None,
-) -> dict[str, Float[Array, ""]]:
-    """`nats`, `correct` (targets with the largest logit) and `count`, each summed over a batch, without dropout."""
-    tokens = batch_tokens(batch) if tokens is None else tokens
-    hidden, _, _ = model.encode(jnp.asarray(batch.ids), tokens)
-    flat = (hidden.reshape(-1, hidden.shape[-1]), *(jnp.asarray(x).reshape(-1) for x in (batch.targets, batch.weights)))
-    sizes = _chunk_sizes(model.unembed, flat[0], chunk)
-    unembed = _casting_once(model.unembed, flat[0][: sizes[1]])
-
-    def of_chunk(piece):
-        logits = in_float32(unembed(piece[0]))
-        weights = piece[2].astype(logits.dtype)
-        nats, _ = (token_nats if vocabulary is None else vocabulary.nats)(logits, piece[1])
-        is_first = (_is_first if vocabulary is None else vocabulary.is_first)(logits, piece[1])
-        sums = {"nats": nats, "correct": is_first.astype(logits.dtype)}
-        found = {name: jnp.sum(weighed(each, weights)) for name, each in sums.items()}
-        return found | {"count": jnp.sum(weights)}, None
-
-    return sum_over_chunks(of_chunk, flat, sizes)[0]
-
-
 def nats_of_tokens(
     unembed: Callable[..., Any],
     hidden: Float[Array, "*batch seq embed"],
@@ -205,23 +138,19 @@ def nats_of_tokens(
 ) -> Float[Array, "*batch seq"]:
     """Each token's `-log p[target]`, from the logits of `chunk` tokens at a time; not meant to be differentiated."""
     flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    sizes = _chunk_sizes(unembed, flat[0], chunk)
-    unembed = _casting_once(unembed, flat[0][: sizes[1]])
+    sizes = count_chunks(unembed, flat[0], chunk)
+    unembed = cast_tables_once(unembed, flat[0][: sizes[1]])
     of_chunk = lambda piece: ((), nats(in_float32(unembed(piece[0])), piece[1])[0])
     return sum_over_chunks(of_chunk, flat, sizes)[1].reshape(targets.shape)
 
 
-def _is_first(logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
-    return jnp.argmax(logits, axis=-1).astype(targets.dtype) == targets
-
-
-def _chunk_sizes(unembed: Callable, hidden: Float[Array, "tokens embed"], chunk: int | None) -> tuple[int, int]:
+def count_chunks(unembed: Callable, hidden: Float[Array, "tokens embed"], chunk: int | None) -> tuple[int, int]:
     """`chunks_of` these tokens, whose logits are of as many ids as `unembed` gives."""
     vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
     return chunks_of(len(hidden), vocab, chunk)
 
 
-def _casting_once(unembed: Callable, chunk: Array) -> Callable:
+def cast_tables_once(unembed: Callable, chunk: Array) -> Callable:
     """`unembed` of chunks like this one, whose tables are cast here where it casts them."""
     if in_parts(unembed):  # which are gathered where they are read
         return unembed
@@ -261,3 +190,50 @@ def _with_tables(unembed: Callable, chunk: Array) -> tuple[Callable, list[Array]
             "jax.tree_util.Partial."
         )
     return converted, tables + list(closed_over), dtypes + [None] * len(closed_over)
+
+
+def read_dtypes(program: Any, tables: Sequence[Any]) -> list[np.dtype | None]:
+    """For each variable of a jaxpr the dtype to which it is cast wherever it is read, if that has fewer bits."""
+    return [_if_narrower(_read_as(program, table), table.aval.dtype) for table in tables]
+
+
+def cast(tables: Sequence[Array], dtypes: Sequence[np.dtype | None]) -> list[Array | None]:
+    """The tables of which `read_dtypes` knows a dtype, in that dtype; None for the others."""
+    return [None if dtype is None else table.astype(dtype) for table, dtype in zip(tables, dtypes, strict=True)]
+
+
+def read_from(values: Sequence[Array | None], tables: Sequence[Array]) -> list[Array]:
+    """The tables, with the values of those that were cast and all gradients as wide as the tables."""
+    return [table if value is None else _valued(value, table) for value, table in zip(values, tables, strict=True)]
+
+
+@jax.custom_vjp
+def _valued(value: Shaped[Array, "..."], table: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    return value.astype(table.dtype)
+
+
+_valued.defvjp(lambda value, table: (value.astype(table.dtype), None), lambda _, gradient: (None, gradient))
+
+
+def _read_as(program: Any, variable: Any) -> set[np.dtype]:
+    """The dtypes that a variable of a jaxpr is cast to; its own among them where it is read as it is."""
+    found = {variable.aval.dtype for one in program.outvars if one is variable}
+    for equation in program.eqns:
+        for place, one in enumerate(equation.invars):
+            if one is not variable:
+                continue
+            inner = [getattr(x, "jaxpr", x) for x in equation.params.values() if hasattr(x, "eqns")]
+            if equation.primitive.name == "convert_element_type":
+                found.add(np.dtype(equation.params["new_dtype"]))
+            elif len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
+                found |= _read_as(inner[0], inner[0].invars[place])
+            else:
+                found.add(variable.aval.dtype)
+    return found
+
+
+def _if_narrower(found: set[np.dtype], than: np.dtype) -> np.dtype | None:
+    """The one dtype that was found, if it is of floating-point numbers of fewer bits."""
+    (one, *others) = found or {than}
+    is_narrower = jnp.issubdtype(one, jnp.floating) and jnp.finfo(one).bits < jnp.finfo(than).bits
+    return one if is_narrower and not others else None

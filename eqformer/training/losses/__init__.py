@@ -1,0 +1,1 @@
+"""Losses over tokens and rows, in chunks of logits; `eqformer.training` lists the public names."""
