@@ -96,13 +96,13 @@ def forgotten_programs_of_long_files():
 @pytest.fixture(autouse=True)
 def listed_families():
     """A family that a test registers is let go after it."""
-    from eqformer.models import _families  # here, so that what pytest checks the shapes of is not imported before
+    from eqformer.models import _registry  # here, so that what pytest checks the shapes of is not imported before
 
-    before = dict(_families._REGISTERED)
+    before = dict(_registry._REGISTERED)
     yield
-    if len(_families._REGISTERED) != len(before):
-        _families._REGISTERED.clear()
-        _families._REGISTERED.update(before)
+    if len(_registry._REGISTERED) != len(before):
+        _registry._REGISTERED.clear()
+        _registry._REGISTERED.update(before)
 
 
 @pytest.fixture

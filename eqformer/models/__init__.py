@@ -1,6 +1,6 @@
 """Families: configs, builders, presets, and how all of them are published. One file a family."""
 
-from . import _kinds, _layer_attributes, _rotary_attributes
+from . import _config_types, _layer_attributes, _rotary_attributes
 from ._adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from ._attributes import (
     Attribute as Attribute,
@@ -12,8 +12,13 @@ from ._attributes import (
     Switched as Switched,
     Unpublished as Unpublished,
 )
-from ._config import PublishedConfig as PublishedConfig
-from ._families import (
+from ._family import DecoderConfig as DecoderConfig, Family as Family, ModelConfig as ModelConfig
+from ._folder import ends_of_text as ends_of_text
+from ._gguf_tokenizer import companions as companions
+from ._load import load as load, load_shapes as load_shapes, read_config as read_config
+from ._multimodal import Tower as Tower
+from ._published_config import PublishedConfig as PublishedConfig
+from ._registry import (
     build as build,
     FAMILIES as FAMILIES,
     preset as preset,
@@ -21,13 +26,8 @@ from ._families import (
     register as register,
     shapes as shapes,
 )
-from ._family import DecoderConfig as DecoderConfig, Family as Family, ModelConfig as ModelConfig
-from ._folder import ends_of_text as ends_of_text
-from ._gguf_tokenizer import companions as companions
-from ._load import load as load, load_shapes as load_shapes, read_config as read_config
 from ._save import COMPANIONS as COMPANIONS, save as save
-from ._towers import Tower as Tower
-from ._weights import Rule as Rule
+from ._weight_rules import Rule as Rule
 from .families import _common, _decoder, _mixtures
 from .families._bamba import BambaConfig as BambaConfig
 from .families._cohere import CohereConfig as CohereConfig
@@ -86,7 +86,7 @@ from .families._t5gemma2 import T5Gemma2Config as T5Gemma2Config
 
 
 # Files listed whole, each with its names. Type checkers take an import under another name for private, so assigned.
-kinds = _kinds
+config_types = _config_types
 layer_attributes = _layer_attributes
 rotary_attributes = _rotary_attributes
 tables = _common

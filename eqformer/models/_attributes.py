@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ._config import PublishedConfig, REQUIRED
-from ._kinds import converted, described_kind, fits, shown
+from ._config_types import converted, described_kind, fits, shown
+from ._published_config import PublishedConfig, REQUIRED
 
 
 class Entry(abc.ABC):

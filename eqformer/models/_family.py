@@ -8,12 +8,12 @@ import jax
 
 from ..nn import RotaryScaling, Transformer
 from ._attributes import Entry, kinds_of, read_entries
-from ._config import PublishedConfig
-from ._kinds import described_kind, fits, LayerCount, Length, NotNegative, Positive, shown, Size
+from ._config_types import described_kind, fits, LayerCount, Length, NotNegative, Positive, shown, Size
+from ._multimodal import Tower
 from ._predictors import PredictorTable
-from ._rotary_scalings import check_scaling
-from ._towers import Tower
-from ._weights import NOTHING_STORED, Rule, Stored, Weight, weights_of
+from ._published_config import PublishedConfig
+from ._rotary_attributes import check_scaling
+from ._weight_rules import NOTHING_STORED, Rule, Stored, Weight, weights_of
 
 
 HEAD = "lm_head.weight"  # what most families call the head

@@ -16,7 +16,7 @@ import numpy as np
 from .._extra import load_extra
 from .._failures import foreign_call
 from .._read import check_regular, few_names, is_there, map_bytes, parse_json, read_json
-from ._kinds import fits, Index, shown
+from ._config_types import fits, Index, shown
 
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"

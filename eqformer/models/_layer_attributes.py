@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 from ._attributes import Entry
-from ._config import PublishedConfig
-from ._kinds import Index, LayerCount, Length, Range
+from ._config_types import Index, LayerCount, Length, Range
+from ._published_config import PublishedConfig
 from ._rotary_attributes import FULL, SLIDING
 
 

@@ -19,17 +19,17 @@ from .. import nn
 from .._shapes import is_shape
 from ..nn import float_dtype
 from ..parallel import Plan, shardings
-from ._arrays import Arrays
 from ._attributes import Attribute, kinds_of
-from ._families import build, FAMILIES, predictor_of
+from ._config_types import ranges_in
 from ._family import ModelConfig
-from ._filled import Filled, read
 from ._folder import Folder
-from ._gguf import GGUF
-from ._kept import kept_maps, with_kept
-from ._kinds import ranges_in
-from ._published import described, Description
-from ._weights import Weight
+from ._gguf_file import GGUF
+from ._leaf_reader import Filled, read
+from ._published_arrays import Arrays
+from ._published_model import described, Description
+from ._quantized_weights import kept_maps, with_kept
+from ._registry import build, FAMILIES, predictor_of
+from ._weight_rules import Weight
 
 
 def read_config(path: str | Path) -> ModelConfig:

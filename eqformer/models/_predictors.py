@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from ..nn import Linear, Predictor, Transformer
-from ._weights import NOTHING_STORED, Rule, Stored, Weight, weights_of
+from ._weight_rules import NOTHING_STORED, Rule, Stored, Weight, weights_of
 
 
 _LAYER = "model.layers.{layer}."

@@ -13,13 +13,13 @@ from jaxtyping import Array
 
 from .._read import read_bytes
 from ..nn import LoRA, modules, named_modules, QuantizedLinear, Transformer
-from ._arrays import Arrays
 from ._family import Family, ModelConfig
 from ._folder import CONFIG, Folder, new_folder, write_folder
-from ._kept import names_as_stored, plain_shapes
-from ._published import check_shapes, described, Description, DTYPES, format_of, has_weights, QUANTIZATION_KEYS
-from ._towers import TEXT
-from ._weights import NOTHING_STORED, Stored, Weight
+from ._multimodal import TEXT
+from ._published_arrays import Arrays
+from ._published_model import check_shapes, described, Description, DTYPES, format_of, has_weights, QUANTIZATION_KEYS
+from ._quantized_weights import names_as_stored, plain_shapes
+from ._weight_rules import NOTHING_STORED, Stored, Weight
 
 
 # What a published folder holds beside its configuration and weights.

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from eqformer.models import build, FAMILIES, GPT2Config, JAXformerConfig, LlamaConfig, preset, presets, shapes
-from eqformer.models._weights import places, Rule
+from eqformer.models._weight_rules import places, Rule
 from eqformer.nn import Attention, Block, dims, LatentAttention, Residual, Rotary, SuperBlock, YarnScaling
 from eqformer.planning import parameter_count
 

@@ -9,7 +9,7 @@ from family_weights import ids_of, sketch
 from test_published import FIXTURES, read_for, RECORDED, write
 
 from eqformer import models, nn
-from eqformer.models._published import format_of
+from eqformer.models._published_model import format_of
 from eqformer.models._save import published_arrays
 
 

@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 from test_published import FIXTURES
 
 from eqformer import models, nn
-from eqformer.models import _arrays
-from eqformer.models._arrays import Arrays
-from eqformer.models._config import PublishedConfig
+from eqformer.models import _published_arrays
+from eqformer.models._published_arrays import Arrays
+from eqformer.models._published_config import PublishedConfig
 from eqformer.models.formats import Format, FORMATS, read_format, UNREAD
 from eqformer.parallel import make_mesh, Plan
 
@@ -51,7 +51,7 @@ def test_a_part_that_no_device_holds_is_not_decoded(tmp_path, monkeypatch):
     seen: list[Any] = []
     read = Arrays.read
     monkeypatch.setattr(Arrays, "read", lambda self, *given: seen.append(given[2]) or read(self, *given))
-    monkeypatch.setattr("eqformer.models._filled._Part.holds", lambda part, place: len(place) < 2 or place[1] != 3)
+    monkeypatch.setattr("eqformer.models._leaf_reader._Part.holds", lambda part, place: len(place) < 2 or place[1] != 3)
     models.load(tmp_path)
     assert {piece for piece in seen if piece is not None} == {0, 1, 2}
 
@@ -138,7 +138,7 @@ def test_beside_the_model_one_array_is_decoded_at_a_time(sizes, tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     shares = sum(shard.data.nbytes for x in jax.tree.leaves(kept) for shard in x.addressable_shards)
-    working = 4 * 3 * _arrays._AT_ONCE * 4  # each thread's pieces in float32
+    working = 4 * 3 * _published_arrays._AT_ONCE * 4  # each thread's pieces in float32
     # Python's garbage is up to one array more, until it is collected.
     assert own <= shares and shares < peak < shares + 2 * largest + working, (peak - shares) / largest
     assert 2 * largest + working < own / 3

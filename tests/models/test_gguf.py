@@ -16,7 +16,7 @@ from test_published import FIXTURES
 
 from eqformer import models
 from eqformer.data import FileTokenizer, has_chat_template
-from eqformer.models._gguf import GGUF
+from eqformer.models._gguf_file import GGUF
 from eqformer.models.formats import BLOCKS
 from eqformer.nn import Llama3Scaling
 from eqformer.parallel import make_mesh, Plan

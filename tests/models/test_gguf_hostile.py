@@ -14,7 +14,7 @@ from test_gguf import made, SAID, text
 from test_published import FIXTURES
 
 from eqformer import models
-from eqformer.models._gguf import GGUF
+from eqformer.models._gguf_file import GGUF
 from eqformer.models._gguf_models import _is_without_effect, _NEUTRAL
 
 

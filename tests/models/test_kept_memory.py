@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from eqformer import models, nn, planning
-from eqformer.models._arrays import Arrays
 from eqformer.models._folder import Folder
-from eqformer.models._kept import kept_maps, with_kept
-from eqformer.models._published import described
+from eqformer.models._published_arrays import Arrays
+from eqformer.models._published_model import described
+from eqformer.models._quantized_weights import kept_maps, with_kept
 
 
 LAYERS, EMBED, VOCAB, EXPERTS, HEADS, KV_HEADS, HEAD = 24, 2880, 201_088, 32, 64, 8, 64

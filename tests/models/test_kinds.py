@@ -8,7 +8,7 @@ from test_attributes import case, HARMLESS, numbers_of, PUBLISHED, SUPERSEDED, U
 from test_published import RECORDED
 
 from eqformer import nn
-from eqformer.models._kinds import fits
+from eqformer.models._config_types import fits
 
 
 @pytest.mark.parametrize("family", PUBLISHED)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from eqformer import models, nn
-from eqformer.models._filled import _parts
+from eqformer.models._leaf_reader import _parts
 from eqformer.parallel import make_mesh, Plan
 
 

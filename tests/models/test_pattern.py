@@ -8,7 +8,7 @@ import jax
 
 from eqformer import models, nn
 from eqformer.models._layer_attributes import all_but_every, every
-from eqformer.models._weights import places
+from eqformer.models._weight_rules import places
 from eqformer.models.families._pattern import Run, runs, Together
 
 

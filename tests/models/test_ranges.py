@@ -16,7 +16,7 @@ from test_published import RECORDED
 
 from eqformer import models, nn
 from eqformer.models._attributes import kinds_of
-from eqformer.models._kinds import fits, Fraction, Number, Positive, Range, Size
+from eqformer.models._config_types import fits, Fraction, Number, Positive, Range, Size
 
 
 WRONG = {"text": "500", "NaN": math.nan}

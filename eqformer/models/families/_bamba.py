@@ -8,11 +8,11 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Ignore
+from .._config_types import Fraction, Index, Length, NotNegative
 from .._family import DecoderConfig, Family
-from .._kinds import Fraction, Index, Length, NotNegative
 from .._layer_attributes import ListedLayers
 from .._rotary_attributes import RotaryFraction
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, gated_weights, LAYER, norm_weights
 from ._decoder import attention, bend, decoder, gated_mlp, part_rotary, pre_norm_block
 from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes

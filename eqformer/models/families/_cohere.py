@@ -8,10 +8,10 @@ from jaxtyping import Array, Key
 
 from ...nn import LayerNorm, ParallelBlock, Residual, Transformer
 from .._attributes import Activation, Attribute
+from .._config_types import Length, NotNegative, Number, Positive
 from .._family import DecoderConfig, Family
-from .._kinds import Length, NotNegative, Number, Positive
 from .._rotary_attributes import RotaryPositions
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import decoder_attributes, LAYER, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, rotary_of
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._attributes import Attribute, Count, Entry
-from .._config import PublishedConfig
-from .._kinds import Size
+from .._config_types import Size
+from .._published_config import PublishedConfig
 from .._rotary_attributes import RotaryPositions
-from .._weights import Rule
+from .._weight_rules import Rule
 
 
 LAYER = "model.layers.{layer}."

@@ -22,12 +22,12 @@ from ...nn import (
     YarnScaling,
 )
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Unpublished
-from .._config import PublishedConfig
+from .._config_types import Index, LayerCount, Length, NotNegative, Number, OptionalSize, Positive, Size
 from .._family import ModelConfig
-from .._kinds import Index, LayerCount, Length, NotNegative, Number, OptionalSize, Positive, Size
 from .._layer_attributes import layers_of
+from .._published_config import PublishedConfig
 from .._rotary_attributes import SharpenedRotaryPositions
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import AsManyKeyHeads, EDGES, GATED, LAYER, PRE_NORMS, SIZES, WIDTH
 from ._decoder import damping, decoder, gated_mlp, norm, rotary_of
 from ._mixtures import MIXTURE, mixture_beside_shared, SHARED, SHARED_ATTRIBUTES

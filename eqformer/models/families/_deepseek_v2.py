@@ -7,9 +7,9 @@ from jaxtyping import Array, Key
 
 from ...nn import Transformer, YarnScaling
 from .._attributes import Attribute, Entry, Expect
-from .._config import PublishedConfig
+from .._config_types import Index, NotNegative, Number, OptionalSize, Size
 from .._family import Family
-from .._kinds import Index, NotNegative, Number, OptionalSize, Size
+from .._published_config import PublishedConfig
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
 
 

@@ -8,11 +8,11 @@ from jaxtyping import Array, Key
 
 from ...nn import Indexer, Transformer, YarnScaling
 from .._attributes import Attribute, Count, Entry, Expect, Ignore
+from .._config_types import Length, Size
 from .._family import Family
-from .._kinds import Length, Size
 from .._layer_attributes import AllLayers
 from .._predictors import BEHIND
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import LAYER
 from ._decoder import rotary_of
 from ._deepseek import (

@@ -7,11 +7,11 @@ from jaxtyping import Array, Key
 
 from ...nn import Attention, GatedDeltaNet
 from .._attributes import Activation, Attribute, Entry
+from .._config_types import Fraction, Index, Length, Positive, Size
 from .._family import DecoderConfig
-from .._kinds import Fraction, Index, Length, Positive, Size
 from .._layer_attributes import LayerTypes, Period
 from .._rotary_attributes import RotaryFraction
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import attention_weights, LAYER
 from ._decoder import attention, bend, damping, head_norms, part_rotary
 

@@ -7,8 +7,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
+from .._config_types import Length, NotNegative, Positive
 from .._family import DecoderConfig, Family
-from .._kinds import Length, NotNegative, Positive
 from .._rotary_attributes import RotaryPositions
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, PRE_NORMS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block, rotary_of

@@ -9,12 +9,12 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Linear, MoE, Transformer
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore
-from .._config import PublishedConfig
+from .._config_types import Index, Length, NotNegative, OptionalSize, Positive, Size
 from .._family import DecoderConfig, Family
-from .._kinds import Index, Length, NotNegative, OptionalSize, Positive, Size
 from .._layer_attributes import layers_of
+from .._published_config import PublishedConfig
 from .._rotary_attributes import RotaryPositions
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block, rotary_of
 from ._mixtures import MIXTURE, mixture

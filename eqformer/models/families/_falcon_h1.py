@@ -8,10 +8,10 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, ParallelMixers, Residual, ScaledActivation, Transformer
 from .._attributes import Activation, Attribute, Entry, Expect, Ignore
-from .._config import PublishedConfig
+from .._config_types import Length, NotNegative, Number
 from .._family import DecoderConfig, Family
-from .._kinds import Length, NotNegative, Number
-from .._weights import Rule
+from .._published_config import PublishedConfig
+from .._weight_rules import Rule
 from ._common import attention_weights, decoder_attributes, gated_weights, LAYER
 from ._decoder import attention, bend, decoder, gated_mlp, norm
 from ._state_spaces import mamba2, mamba_weights, NetSizes, STATED_MAMBA_ATTRIBUTES

@@ -9,8 +9,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Expect, Ignore, Nullable
+from .._config_types import Index, Length, Positive, Size
 from .._family import DecoderConfig, Family
-from .._kinds import Index, Length, Positive, Size
 from .._layer_attributes import all_but_every, Period, Windows
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED
 from ._decoder import attention, decoder, four_norm_block, gated_mlp, norm

@@ -23,13 +23,13 @@ from ...nn import (
     Transformer,
 )
 from .._attributes import Activation, Attribute, Entry, Expect
-from .._config import PublishedConfig
+from .._config_types import Index, Length, NotNegative, OptionalSize, Positive, Size
 from .._family import DecoderConfig, Family
-from .._kinds import Index, Length, NotNegative, OptionalSize, Positive, Size
 from .._layer_attributes import all_but_every, layers_of, Windows
+from .._multimodal import Tower
+from .._published_config import PublishedConfig
 from .._rotary_attributes import PositionsByType
-from .._towers import Tower
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, gated_weights, head_norm_weights, LAYER
 from ._decoder import attention, bend, decoder, gated_mlp, norm, rotary_of
 from ._mixtures import mixture

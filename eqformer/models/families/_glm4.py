@@ -7,8 +7,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
+from .._config_types import Fraction, NotNegative
 from .._family import DecoderConfig, Family
-from .._kinds import Fraction, NotNegative
 from .._rotary_attributes import RotaryFraction
 from ._common import ATTENTION, decoder_attributes, EDGES, JOINED_GATED, norm_weights
 from ._decoder import attention, decoder, four_norm_block, gated_mlp, part_rotary

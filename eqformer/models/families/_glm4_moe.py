@@ -8,8 +8,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Ignore
+from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, Positive, Size
 from .._family import DecoderConfig, Family
-from .._kinds import Fraction, Index, Length, NotNegative, Number, OptionalSize, Positive, Size
 from .._predictors import BEHIND
 from .._rotary_attributes import RotaryFraction
 from ._common import decoder_attributes, LLAMA_WEIGHTS

@@ -7,11 +7,11 @@ from jaxtyping import Array, Key
 
 from ...nn import Transformer
 from .._attributes import Entry, Expect
-from .._config import PublishedConfig
+from .._config_types import Index, Length, NotNegative, Positive, Size
 from .._family import Family
-from .._kinds import Index, Length, NotNegative, Positive, Size
 from .._layer_attributes import layers_of
 from .._predictors import BEHIND
+from .._published_config import PublishedConfig
 from ._deepseek import latent_attributes, LatentKind, LayerMixtures
 from ._deepseek_v32 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_BYTE, DSA_WEIGHTS
 from ._pattern import Together

@@ -21,9 +21,9 @@ from ...nn import (
     Transformer,
 )
 from .._attributes import Activation, Attribute, Entry, Expect, Ignore
+from .._config_types import LayerCount, Length, NotNegative, Rate, Size
 from .._family import Family, ModelConfig
-from .._kinds import LayerCount, Length, NotNegative, Rate, Size
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._decoder import bend
 from ._pattern import stacks_of
 

@@ -8,11 +8,11 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, GatedMLP, RotaryScaling, Transformer, YarnScaling
 from .._attributes import Attribute, Count, Expect, Ignore, Unpublished
+from .._config_types import Index, Length, NotNegative, Positive, Size
 from .._family import DecoderConfig, Family
-from .._kinds import Index, Length, NotNegative, Positive, Size
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryPositions
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 from ._mixtures import mixture, stacked_mixture_weights

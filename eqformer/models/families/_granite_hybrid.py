@@ -8,10 +8,10 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, GatedMLP, MoE, Transformer
 from .._attributes import Activation, Attribute, Count, Expect, Ignore, Unpublished
+from .._config_types import Index, Length, NotNegative, OptionalSize, Size
 from .._family import Family
-from .._kinds import Index, Length, NotNegative, OptionalSize, Size
 from .._layer_attributes import every, LayerTypes, RotaryOrNone
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, PRE_NORMS
 from ._decoder import attention, bend, decoder, gated_mlp, pre_norm_block, rotary_of
 from ._granite import GraniteConfig, SCALES

@@ -8,12 +8,11 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, NTKScaling, Transformer
 from .._attributes import Activation, Attribute, Expect, Ignore
-from .._config import PublishedConfig
+from .._config_types import NotNegative, Positive
 from .._family import DecoderConfig, Family
-from .._kinds import NotNegative, Positive
-from .._rotary_attributes import RotaryPositions
-from .._rotary_scalings import either_rotary_parameters, unknown
-from .._weights import Rule
+from .._published_config import PublishedConfig
+from .._rotary_attributes import either_rotary_parameters, RotaryPositions, unknown
+from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, LAYER, PRE_NORMS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
 

@@ -8,11 +8,11 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, NTKScaling, Transformer
 from .._attributes import Attribute, Count, Entry, Expect, Ignore
-from .._config import PublishedConfig
+from .._config_types import NotNegative, Size
 from .._family import DecoderConfig, Family
-from .._kinds import NotNegative, Size
 from .._layer_attributes import layers_of
-from .._weights import Rule
+from .._published_config import PublishedConfig
+from .._weight_rules import Rule
 from ._common import gated_weights, LAYER
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
 from ._hunyuan import HUNYUAN_ATTRIBUTES, HUNYUAN_WEIGHTS

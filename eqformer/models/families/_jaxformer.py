@@ -27,8 +27,8 @@ from ...nn import (
     SuperBlock,
     Transformer,
 )
+from .._config_types import NotNegative, OptionalSize, Positive, Rate, Size
 from .._family import Family, ModelConfig
-from .._kinds import NotNegative, OptionalSize, Positive, Rate, Size
 from ._mixtures import mixture
 
 

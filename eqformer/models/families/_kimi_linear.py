@@ -8,11 +8,11 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, ChannelDeltaNet, ProportionalScaling, Transformer
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Nullable, Unpublished
-from .._config import PublishedConfig
+from .._config_types import Index, Length, NotNegative, Number, Size
 from .._family import Family
-from .._kinds import Index, Length, NotNegative, Number, Size
 from .._layer_attributes import every, LayerTypes
-from .._weights import Rule
+from .._published_config import PublishedConfig
+from .._weight_rules import Rule
 from ._common import AsManyKeyHeads, gated_weights, LAYER, SIZES, WIDTH
 from ._decoder import bend, damping, decoder, gated_mlp, pre_norm_block
 from ._deepseek import latent_attention, LATENT_WEIGHTS, LayerMixtures, SigmoidLatentConfig

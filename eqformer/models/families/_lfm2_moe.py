@@ -8,9 +8,9 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Attribute, Count
+from .._config_types import Index, NotNegative, Number, Size
 from .._family import Family
-from .._kinds import Index, NotNegative, Number, Size
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import gated_weights, LAYER, WIDTH
 from ._decoder import decoder, gated_mlp, pre_norm_block
 from ._mixtures import mixture

@@ -7,8 +7,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Llama3Scaling, Transformer
 from .._attributes import Activation, Attribute, Ignore
+from .._config_types import Length, NotNegative
 from .._family import DecoderConfig, Family
-from .._kinds import Length, NotNegative
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 

@@ -8,11 +8,11 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Llama3Scaling, LogTemperature, LongRopeScaling, Mask, MoE, Transformer, YarnScaling
 from .._attributes import Activation, Attribute, Count, Entry, Nullable, Switched
+from .._config_types import Index, Length, NotNegative, Number, Positive, Size
 from .._family import DecoderConfig, Family
-from .._kinds import Index, Length, NotNegative, Number, Positive, Size
 from .._layer_attributes import every, LayerTypes, ListedLayers, NoRotaryLayers, Period
+from .._multimodal import Tower
 from .._rotary_attributes import RotaryPositions
-from .._towers import Tower
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, norm, pre_norm_block, rotary_of
 from ._mixtures import mixture, stacked_mixture_weights

@@ -7,9 +7,9 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Residual, Transformer
 from .._attributes import Activation, Attribute, Count, Expect, Ignore
+from .._config_types import LayerCount, NotNegative
 from .._family import Family, ModelConfig
-from .._kinds import LayerCount, NotNegative
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._decoder import bend, decoder, norm
 from ._state_spaces import mamba2, mamba_weights, NetSizes, StepLimits, ValueChannels
 

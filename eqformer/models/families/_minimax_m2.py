@@ -8,11 +8,11 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Count, Expect, Ignore
-from .._config import PublishedConfig
+from .._config_types import Fraction, Length, NotNegative, Positive, Size
 from .._family import DecoderConfig, Family
-from .._kinds import Fraction, Length, NotNegative, Positive, Size
+from .._published_config import PublishedConfig
 from .._rotary_attributes import RotaryFraction, RotaryPositions
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, head_norm_weights, LAYER, OF_HEADS, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, head_norms, part_rotary, pre_norm_block
 from ._mixtures import mixture

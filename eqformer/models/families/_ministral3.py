@@ -7,10 +7,10 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, LogTemperature, RotaryScaling, Transformer, YarnScaling
 from .._attributes import Activation, Attribute
+from .._config_types import Length, NotNegative, Number, Positive, Size
 from .._family import DecoderConfig, Family
-from .._kinds import Length, NotNegative, Number, Positive, Size
+from .._multimodal import Tower
 from .._rotary_attributes import GrowingPositions
-from .._towers import Tower
 from ._common import decoder_attributes, LLAMA_WEIGHTS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 

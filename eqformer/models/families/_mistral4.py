@@ -7,11 +7,11 @@ from jaxtyping import Array, Key
 
 from ...nn import LogTemperature, RotaryScaling, Transformer, YarnScaling
 from .._attributes import Attribute, Entry
-from .._config import PublishedConfig
+from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, Size
 from .._family import Family
-from .._kinds import Fraction, Index, Length, NotNegative, Number, OptionalSize, Size
+from .._multimodal import Tower
+from .._published_config import PublishedConfig
 from .._rotary_attributes import GrowingPositions, SharpenedRotaryPositions
-from .._towers import Tower
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
 from ._mixtures import FUSED
 

@@ -7,10 +7,10 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Capacity, Dropless, Transformer
 from .._attributes import Activation, Attribute, Count, Unpublished
+from .._config_types import Length, NotNegative, Positive, Size
 from .._family import DecoderConfig, Family
-from .._kinds import Length, NotNegative, Positive, Size
 from .._rotary_attributes import RotaryPositions
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 from ._mixtures import mixture

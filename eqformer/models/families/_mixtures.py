@@ -20,10 +20,10 @@ from ...nn import (
     TopKRouter,
 )
 from .._attributes import Attribute, Count, Entry
-from .._config import PublishedConfig
+from .._config_types import Index, NotNegative, Positive, Size
 from .._family import DecoderConfig
-from .._kinds import Index, NotNegative, Positive, Size
-from .._weights import Rule
+from .._published_config import PublishedConfig
+from .._weight_rules import Rule
 from ._common import gated_weights, LAYER
 from ._decoder import gated_mlp
 

@@ -19,12 +19,12 @@ from ...nn import (
     Transformer,
 )
 from .._attributes import Activation, Attribute, Entry, Ignore
-from .._config import PublishedConfig
+from .._config_types import Index, LayerCount, Length, NotNegative, Positive, Size
 from .._family import Family, ModelConfig
-from .._kinds import Index, LayerCount, Length, NotNegative, Positive, Size
 from .._layer_attributes import LayerTypes
+from .._published_config import PublishedConfig
 from .._rotary_attributes import FULL, RotaryByType, SLIDING
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import INTO_HEADS, LAYER, OF_HEADS, OUT_OF_HEADS, SIZES, WIDTH
 from ._decoder import bend, damping, decoder, gated_mlp, rotary_of
 

@@ -8,13 +8,13 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Residual, Transformer
 from .._attributes import Activation, Attribute, Expect
-from .._config import PublishedConfig
+from .._config_types import Index, Length, NotNegative, Number, Positive, Size
 from .._family import DecoderConfig, Family
-from .._kinds import Index, Length, NotNegative, Number, Positive, Size
 from .._layer_attributes import all_but_every, every, layers_of, NullableWindows
+from .._multimodal import Tower
+from .._published_config import PublishedConfig
 from .._rotary_attributes import RotaryPositions
-from .._towers import Tower
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, INTO_HEADS, LAYER
 from ._decoder import attention, decoder, gated_mlp, head_norms, norm
 from ._pattern import windows_of

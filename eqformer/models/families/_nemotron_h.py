@@ -9,10 +9,10 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Layer, Linear, MLP, Residual, Transformer
 from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Nullable
-from .._config import PublishedConfig
+from .._config_types import LayerCount, NotNegative, Number, Size
 from .._family import DecoderConfig, Family
-from .._kinds import LayerCount, NotNegative, Number, Size
-from .._weights import Rule
+from .._published_config import PublishedConfig
+from .._weight_rules import Rule
 from ._common import attention_weights, KeyHeads
 from ._decoder import attention, bend, damping, decoder, norm
 from ._mixtures import BIASED_SIGMOIDS, mixture

@@ -7,8 +7,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
+from .._config_types import Length, Positive
 from .._family import DecoderConfig, Family
-from .._kinds import Length, Positive
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, OF_HEADS, POST_NORMS
 from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block
 

@@ -8,8 +8,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, RotaryScaling, Transformer, YarnScaling
 from .._attributes import Activation, Attribute
+from .._config_types import Index, Length, Positive
 from .._family import DecoderConfig, Family
-from .._kinds import Index, Length, Positive
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryByType
 from ._common import decoder_attributes

@@ -8,8 +8,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, ClippedNorm, Transformer
 from .._attributes import Activation, Attribute
+from .._config_types import Length, NotNegative, Positive, Size
 from .._family import DecoderConfig, Family
-from .._kinds import Length, NotNegative, Positive, Size
 from ._common import ATTENTION, decoder_attributes, EDGES, head_norm_weights, OF_HEADS, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
 from ._mixtures import choice_attributes, MIXTURE, mixture

@@ -7,10 +7,10 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, LongRopeScaling, Transformer
 from .._attributes import Activation, Attribute, Expect
+from .._config_types import Fraction, Length, NotNegative
 from .._family import DecoderConfig, Family
-from .._kinds import Fraction, Length, NotNegative
 from .._rotary_attributes import LongRotaryPositions, RotaryFraction
-from .._weights import Rule
+from .._weight_rules import Rule
 from ._common import decoder_attributes, EDGES, INTO_HEADS, JOINED_GATED, LAYER, OUT_OF_HEADS, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, part_rotary, pre_norm_block
 

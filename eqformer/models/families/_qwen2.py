@@ -7,8 +7,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Activation
+from .._config_types import Index, Length, Positive
 from .._family import DecoderConfig, Family
-from .._kinds import Index, Length, Positive
 from .._layer_attributes import LateWindows
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block

@@ -10,9 +10,9 @@ from ...nn import Block, Transformer
 from .._attributes import Entry, Expect, Ignore
 from .._family import Family
 from .._layer_attributes import every
+from .._multimodal import Tower
 from .._predictors import BESIDE
 from .._rotary_attributes import RotaryPositions
-from .._towers import Tower
 from ._common import decoder_attributes, EDGES, GATED, head_norm_weights, PRE_NORMS
 from ._decoder import decoder, gated_mlp, norm, pre_norm_block
 from ._delta_nets import delta_net, GATED_ATTENTION, gated_attention, NET_ATTRIBUTES, NetConfig, SPLIT_NET_WEIGHTS

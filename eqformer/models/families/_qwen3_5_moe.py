@@ -8,11 +8,11 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Attribute, Count, Ignore
+from .._config_types import NotNegative, Size
 from .._family import Family
-from .._kinds import NotNegative, Size
 from .._layer_attributes import every
+from .._multimodal import Tower
 from .._predictors import BESIDE
-from .._towers import Tower
 from ._common import decoder_attributes
 from ._decoder import decoder, norm, pre_norm_block
 from ._delta_nets import delta_net, gated_attention, NetConfig

@@ -7,10 +7,10 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
+from .._config_types import Length, Size
 from .._family import Family
-from .._kinds import Length, Size
 from .._layer_attributes import SwitchedWindow
-from .._towers import Tower
+from .._multimodal import Tower
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
 from ._mixtures import FUSED, MIXTURE, mixture, mixture_attributes, QwenMoEConfig, TURNED, which_are_mixtures

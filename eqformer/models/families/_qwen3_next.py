@@ -8,8 +8,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Attribute
+from .._config_types import Length, Positive, Size
 from .._family import Family
-from .._kinds import Length, Positive, Size
 from .._layer_attributes import every
 from .._predictors import BESIDE
 from ._common import decoder_attributes, EDGES, GATED, head_norm_weights, PRE_NORMS

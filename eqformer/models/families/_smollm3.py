@@ -8,8 +8,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
+from .._config_types import Index, Length, Positive
 from .._family import DecoderConfig, Family
-from .._kinds import Index, Length, Positive
 from .._layer_attributes import every, NoRotaryLayers, SwitchedWindows
 from .._rotary_attributes import RotaryPositions
 from ._common import decoder_attributes, LLAMA_WEIGHTS

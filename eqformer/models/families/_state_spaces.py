@@ -9,9 +9,9 @@ from jaxtyping import Array, Key
 
 from ...nn import Mamba2Mixer
 from .._attributes import Attribute, Count, Entry
-from .._config import PublishedConfig
-from .._kinds import fits, NotNegative, Positive, Range, Size
-from .._weights import Rule
+from .._config_types import fits, NotNegative, Positive, Range, Size
+from .._published_config import PublishedConfig
+from .._weight_rules import Rule
 from ._decoder import damping
 
 

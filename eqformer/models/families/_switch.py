@@ -30,8 +30,8 @@ from ...nn import (
     TopKRouter,
     Transformer,
 )
+from .._config_types import LayerCount, NotNegative, Positive, Size
 from .._family import Family, ModelConfig
-from .._kinds import LayerCount, NotNegative, Positive, Size
 from ._decoder import rotary_of
 
 

@@ -25,10 +25,10 @@ from ...nn import (
     Transformer,
 )
 from .._attributes import Attribute, Count, Entry, Expect, Ignore, names_of
-from .._config import PublishedConfig
+from .._config_types import Index, LayerCount, Length, NotNegative, Size
 from .._family import Family, ModelConfig
-from .._kinds import Index, LayerCount, Length, NotNegative, Size
-from .._weights import Rule
+from .._published_config import PublishedConfig
+from .._weight_rules import Rule
 from ._common import INTO_HEADS, OUT_OF_HEADS
 from ._decoder import bend, gated_mlp
 

@@ -8,10 +8,10 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, CrossAttention, Embedding, Encoder, full, Residual, Transformer, window_both_ways
 from .._attributes import Attribute, Entry, Expect, Ignore, kinds_of, read_entries
-from .._config import PublishedConfig
+from .._config_types import Index
 from .._family import Family
-from .._kinds import Index
-from .._weights import Rule
+from .._published_config import PublishedConfig
+from .._weight_rules import Rule
 from ._common import attention_weights
 from ._decoder import norm
 from ._gemma2 import GEMMA2, gemma2_block, gemma2_of, Gemma2Config, scores_of

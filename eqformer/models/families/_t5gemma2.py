@@ -8,11 +8,11 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Encoder, full, MergedAttention, Transformer, window_both_ways
 from .._attributes import Attribute, Entry, Expect, Ignore, kinds_of, read_entries
-from .._config import PublishedConfig
+from .._config_types import Index
 from .._family import Family
-from .._kinds import Index
-from .._towers import Tower
-from .._weights import Rule
+from .._multimodal import Tower
+from .._published_config import PublishedConfig
+from .._weight_rules import Rule
 from ._common import ATTENTION, gated_weights, head_norm_weights, norm_weights
 from ._decoder import norm
 from ._gemma3 import build_gemma3, GEMMA3, gemma3_block, GEMMA3_MISSING, Gemma3Config

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from .._config import PublishedConfig
+from .._published_config import PublishedConfig
 from ._awq import awq
-from ._compressed import compressed_tensors
+from ._compressed_tensors import compressed_tensors
 from ._format import Coded as Coded, Format as Format, Grouped as Grouped, Numbers as Numbers, Parts as Parts
 from ._ggml import BLOCKS as BLOCKS, Blocks as Blocks, ORDER as ORDER, ROWS as ROWS
 from ._gptq import gptq

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 from jaxtyping import UInt8
 
-from .._config import PublishedConfig
+from .._published_config import PublishedConfig
 from ._format import check_codes, check_part, Format, number_of_groups, Parts, SCALES
-from ._whole_numbers import octets_of, unpacked, WholeNumbers
+from ._packed_integers import octets_of, unpacked, WholeNumbers
 
 
 _CODES, _ZEROS, _SCALES, _PLACES = ".qweight", WholeNumbers.zeros, WholeNumbers.scales, WholeNumbers.places

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped
 
-from .._config import PublishedConfig
+from .._published_config import PublishedConfig
 from ._format import (
     check_codes,
     check_part,

@@ -8,10 +8,10 @@ import ml_dtypes  # noqa: F401  # lets numpy know bfloat16
 import numpy as np
 
 from ._folder import FLOATS, Folder
-from ._gguf import GGUF
+from ._gguf_file import GGUF
 from ._gguf_models import coded_of, plain_of
-from ._published import Description
-from ._weights import Stored
+from ._published_model import Description
+from ._weight_rules import Stored
 from .formats import Coded, Format, Grouped, Numbers
 
 

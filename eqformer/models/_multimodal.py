@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ._config import PublishedConfig
-from ._weights import Rule
+from ._published_config import PublishedConfig
+from ._weight_rules import Rule
 
 
 TEXT, TIED = "text_config", "tie_word_embeddings"

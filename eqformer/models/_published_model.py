@@ -11,13 +11,13 @@ import numpy as np
 
 from .._read import read_json
 from ..nn import has_shape, path_name, Transformer
-from ._config import private_names, PublishedConfig
-from ._families import build, FAMILIES, family_of
 from ._family import Family, ModelConfig
 from ._folder import CONFIG, FLOATS, Folder, INDEX, SINGLE
-from ._gguf import GGUF
+from ._gguf_file import GGUF
 from ._gguf_models import configuration_of, names_of
-from ._towers import TEXT, Tower
+from ._multimodal import TEXT, Tower
+from ._published_config import private_names, PublishedConfig
+from ._registry import build, FAMILIES, family_of
 from .formats import Format, read_format
 
 

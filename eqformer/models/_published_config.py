@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NoReturn
 
-from ._kinds import converted, described_kind, fits, LARGEST_WHOLE, Number, Range, shown
+from ._config_types import converted, described_kind, fits, LARGEST_WHOLE, Number, Range, shown
 
 
 REQUIRED: Any = object()

@@ -13,9 +13,9 @@ from jax.sharding import Sharding
 from jaxtyping import Array
 
 from .. import nn
-from ._arrays import Arrays, Run
-from ._kept import leaves_of, own_arrays
-from ._weights import Weight
+from ._published_arrays import Arrays, Run
+from ._quantized_weights import leaves_of, own_arrays
+from ._weight_rules import Weight
 
 
 class Filled(NamedTuple):

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array
 
 from .. import nn
-from ._arrays import Arrays
-from ._weights import Weight
+from ._published_arrays import Arrays
+from ._weight_rules import Weight
 from .formats import Grouped
 
 
