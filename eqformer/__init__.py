@@ -1,8 +1,8 @@
 """An Equinox-based, modular transformer zoo for JAX: one model, any mesh, the same numbers.
 
 Its rooms are `eqformer.nn`, `eqformer.kernels`, `eqformer.models`, `eqformer.data`, `eqformer.parallel`,
-`eqformer.training`, `eqformer.generation`, `eqformer.planning` and `eqformer.systems`; each is imported at its first
-use.
+`eqformer.training`, `eqformer.generation`, `eqformer.program`, `eqformer.planning` and `eqformer.systems`; each is
+imported at its first use.
 """
 
 import importlib
@@ -30,6 +30,7 @@ if typing.TYPE_CHECKING:
         nn as nn,
         parallel as parallel,
         planning as planning,
+        program as program,
         training as training,
     )
 

@@ -37,6 +37,7 @@ from support.setup import batch_shapes, optimizer_of
 from eqformer import parallel, planning, training
 from eqformer.parallel import CONTEXT, TENSOR
 from eqformer.planning import gigabytes
+from eqformer.program import read_compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,7 @@ def _print_sent(recipe: Recipe, plan: parallel.Plan, model: Any, trained: traini
 def _print_compiled(recipe: Recipe, model: Any) -> None:
     """Print the memory and the communication of the compiled step; devices are simulated, so it is a CPU's program."""
     plan = plan_of(recipe, jax.devices())
-    program = planning.program_of(compiled_step(recipe, plan, model), plan.mesh)
+    program = read_compiled(compiled_step(recipe, plan, model), plan.mesh)
     held, more = program.argument, program.temporary
     print(f"compiled: {held:,} bytes of state and batch, {more:,} bytes of temporaries a device")
     print(planning.communication_table(program.transfers, names=parallel.COLLECTIVES), end="\n\n")

@@ -14,14 +14,15 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "eqformer"
 ROOMS = {
     "kernels": set(),
+    "program": set(),
     "nn": {"kernels"},
     "data": set(),
     "models": {"nn", "parallel"},
-    "parallel": {"nn", "kernels"},
+    "parallel": {"nn", "kernels", "program"},
     "generation": {"nn"},
-    "training": {"nn", "kernels", "parallel"},
-    "planning": {"nn", "kernels", "parallel", "training"},
-    "systems": {"nn", "kernels", "parallel", "planning"},
+    "training": {"nn", "kernels", "program", "parallel"},
+    "planning": {"nn", "kernels", "program", "parallel", "training"},
+    "systems": {"nn", "kernels", "program", "parallel", "planning"},
 }
 # Folders of a room that know nothing of the room's other files, which import from them.
 INNER_FOLDERS = ("training/checkpoint", "training/losses", "training/optimizer")
@@ -182,6 +183,7 @@ def test_a_file_keeps_to_its_room(path):
         ("kernels", "from ..nn import Linear", "imports from ['nn']"),
         ("training/losses", "from .._step import make_step", "imports ['training._step'] of its own room"),
         ("training/optimizer", "from ..losses._loss_aux import LossFn", "training/optimizer stands by itself"),
+        ("program", "from ..parallel import STATE", "imports from ['parallel']"),
     ],
 )
 def test_the_architecture_test_can_fail(room, source, word):

@@ -12,7 +12,6 @@ from ._axes import (
 )
 from ._collectives import COLLECTIVES as COLLECTIVES, STATE as STATE
 from ._config import option_values as option_values, ParallelConfig as ParallelConfig
-from ._expert_exchange import FURTHER_ROUNDS as FURTHER_ROUNDS
 from ._expert_method import choose_expert_method as choose_expert_method, Exchange as Exchange
 from ._on_device import OnDevice as OnDevice
 from ._placement import Placement as Placement

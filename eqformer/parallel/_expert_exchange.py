@@ -17,15 +17,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
+from ..program import FURTHER_ROUNDS
 from . import _collectives as send
 from ._axes import EXPERT
 from ._collectives import Runs
 from ._expert_method import Exchange
 from ._shard_map import vary, vary_like
-
-
-FURTHER_ROUNDS = "further rounds of choices"
-"""Named scope of the loops over rounds behind the first, which even loads do not enter."""
 
 
 class PaddedQueues(NamedTuple):

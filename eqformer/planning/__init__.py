@@ -21,12 +21,6 @@ from ._bounds import (
     sharded_state_bytes as sharded_state_bytes,
     tensor_bytes as tensor_bytes,
 )
-from ._communication import (
-    bytes_sent as bytes_sent,
-    communication as communication,
-    communication_table as communication_table,
-    Transfer as Transfer,
-)
 from ._compile import (
     decode_shapes as decode_shapes,
     lowered_decode as lowered_decode,
@@ -38,9 +32,8 @@ from ._costs import (
     parameter_count as parameter_count,
     visible_keys as visible_keys,
 )
-from ._counted_bytes import counted_bytes as counted_bytes
+from ._counted_bytes import communication_table as communication_table, counted_bytes as counted_bytes
 from ._decode_plans import best_decodes as best_decodes, Served as Served
-from ._executed import executed as executed
 from ._fitting import (
     abstract_mesh as abstract_mesh,
     Candidate as Candidate,
@@ -63,9 +56,6 @@ from ._held_bytes import (
     state_bytes as state_bytes,
     step_bytes as step_bytes,
 )
-from ._hlo import module_of as module_of
-from ._liveness import Buffer as Buffer, largest_buffers as largest_buffers
-from ._moved_bytes import moved_bytes as moved_bytes
 from ._offers import (
     bytes_of as bytes_of,
     offers as offers,
@@ -75,7 +65,6 @@ from ._offers import (
 )
 from ._peak import copy_bandwidth as copy_bandwidth, matmul_peak as matmul_peak, mesh_peak as mesh_peak
 from ._picture_costs import picture_costs as picture_costs
-from ._program import Program as Program, program_of as program_of
 from ._roofline import Roofline as Roofline, roofline as roofline
 from ._scatter_padding import scatter_padding as scatter_padding
 from ._sent_bytes import (
@@ -91,5 +80,4 @@ from ._tables import (
     sent_table as sent_table,
 )
 from ._temporary_bytes import StepBytes as StepBytes, temporary_bytes as temporary_bytes
-from ._time_account import Span as Span, time_account as time_account, Work as Work
 from ._verdict import judge_formula as judge_formula, Verdict as Verdict

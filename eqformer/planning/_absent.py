@@ -21,8 +21,8 @@ from .._prepare import compiler_flags
 from .._read import read_json
 from ..kernels import compilers
 from ..parallel import COLLECTIVES
+from ..program import CompiledCosts, read_compiled
 from ._accelerators import Accelerator, Topology
-from ._program import Program, program_of
 
 
 def missing_compiler(topology: Topology) -> str | None:
@@ -70,7 +70,7 @@ def chips_per_host(shape: tuple[int, ...]) -> list[int]:
 class Compilation:
     """What is known of a program that was compiled for devices that are not here."""
 
-    program: Program | None
+    program: CompiledCosts | None
     """None where it does not fit into memory."""
     seconds: float
     """That its compilation took."""
@@ -112,7 +112,7 @@ def compilation_of(
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or another version's
         if path is not None:
             row = read_json(path)
-            program = None if row["program"] is None else Program.from_dict(row["program"])
+            program = None if row["program"] is None else CompiledCosts.from_dict(row["program"])
             return Compilation(program, row["seconds"], True, row["failure"])
     start = time.perf_counter()
     program, failure = _compiled(lowered, mesh)
@@ -135,14 +135,14 @@ def _key(asked: list[Any]) -> str:
 
 @functools.cache
 def _counters() -> str:
-    """A name for the source of this package: what has been counted otherwise is counted anew."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    """Return a name for the source of `program`: a program whose costs were counted by other code is counted anew."""
+    sources = sorted((Path(__file__).parents[1] / "program").glob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
-def _compiled(lowered: jax.stages.Lowered, mesh: Mesh) -> tuple[Program | None, str]:
+def _compiled(lowered: jax.stages.Lowered, mesh: Mesh) -> tuple[CompiledCosts | None, str]:
     try:
-        return program_of(lowered.compile(), mesh), ""
+        return read_compiled(lowered.compile(), mesh), ""
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
         if "memory" not in text.lower():

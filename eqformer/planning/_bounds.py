@@ -1,7 +1,7 @@
 """Lower bounds of what each way to split a model sends: closed formulas, in bytes sent by one device.
 
 Rings are optimal in bandwidth (Patarasuk and Yuan 2009): to gather or to reduce-scatter `S` bytes over `n` devices,
-each sends `(n-1)/n S`; to all-reduce them, twice that. `communication` counts what a compiled program does send.
+each sends `(n-1)/n S`; to all-reduce them, twice that. `list_transfers` counts what a compiled program does send.
 """
 
 Number = int | float

@@ -13,16 +13,17 @@ from jaxtyping import PyTree
 from .. import kernels, nn, parallel, training
 from .._shapes import Batch
 from ..parallel import STATE
+from ..program import list_traced_transfers
 from ._accelerators import for_platform, Topology
 from ._compile import decode_shapes, traced_decode
 from ._costs import flops_per_token, parameter_count
+from ._counted_bytes import name_transfers
 from ._fitting import Candidate, every_mesh, fitting_plans, Progress
 from ._held_bytes import ON_HOST, placed_bytes, state_bytes, step_bytes
 from ._roofline import link_speed, Roofline, roofline
 from ._scatter_padding import scatter_padding
 from ._sent_bytes import by_cause, GRADIENTS, Sent, sent_bytes
 from ._temporary_bytes import StepBytes
-from ._traced_sent import traced_sent
 from ._verdict import judge_formula, Verdict
 
 
@@ -166,7 +167,7 @@ def decode_forecast(
     held = decode_held(served, caches)
     with kernels.traced_for(one.platform):
         traced = traced_decode(plan, served, caches, rows)
-    sent = tuple(traced_sent(traced, parallel.axis_sizes(plan.mesh)))
+    sent = name_transfers(list_traced_transfers(traced, parallel.axis_sizes(plan.mesh)))
     writes = eqx.tree_at(lambda m: m.encoder, model, None, is_leaf=lambda node: node is None)
     operations = flops_per_token(writes, capacity, backward=False, attention="full") * rows / topology.devices
     products = operations / one.peak(str(jnp.dtype(model.compute_dtype)))

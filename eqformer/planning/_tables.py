@@ -4,12 +4,11 @@ from collections.abc import Iterable, Mapping
 
 from ..nn import format_table
 from ..parallel import COLLECTIVES, STATE
+from ..program import CompiledCosts, module_of
 from ._absent import Compilation
 from ._accelerators import Accelerator
-from ._communication import communication_table
+from ._counted_bytes import communication_table
 from ._forecast import Forecast, read_by_decoding
-from ._hlo import module_of
-from ._program import Program
 from ._sent_bytes import Sent
 from ._temporary_bytes import StepBytes
 from ._verdict import Verdict
@@ -98,7 +97,7 @@ def compilation_table(made: Compilation, found: Forecast) -> str:
     return "\n".join([*lines, *_read_lines(program, found)])
 
 
-def _read_lines(program: Program, found: Forecast) -> list[str]:
+def _read_lines(program: CompiledCosts, found: Forecast) -> list[str]:
     """What is read off a program's text."""
     one = found.topology.accelerator
     rows = [("largest temporaries", "", "of")]

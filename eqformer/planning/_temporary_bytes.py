@@ -9,10 +9,10 @@ from jaxtyping import PyTree
 
 from .. import kernels, nn, training
 from .._shapes import Batch, is_shape
+from ..program import carry_of, host_bytes, Line, Lines, needed, of_platform, per_device
 from ._accelerators import for_platform
 from ._temporary_cuda import beside_loops, born_early, copied_bytes, gradients_last, kept_twice, last_in_flight
 from ._temporary_tpu import before_loops, cast_before_sent, relaid_bytes, tpu_uses
-from ._traced import carry_of, host_bytes, Line, Lines, needed, of_platform, per_device
 from ._traced_uses import IN_PLACE, Uses, WRITTEN
 
 

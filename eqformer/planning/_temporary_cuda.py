@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ._traced import carry_of, Line, Lines
+from ..program import carry_of, Line, Lines
 from ._traced_uses import is_view, Uses, VIEWS, WRITTEN
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ._traced import carry_of, Line, Lines
+from ..program import carry_of, Line, Lines
 from ._traced_uses import Uses, VIEWS, WRITTEN
 
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Collection, Mapping
 
-from ._traced import Line, Lines
+from ..program import Line, Lines
 
 
 VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "pcast", "pvary", "copy", "stop_gradient", "name"}

@@ -24,6 +24,7 @@ from eqformer.parallel import (
     simulate,
     TENSOR,
 )
+from eqformer.program import list_transfers
 
 
 ROWS, SEQ = 16, 256
@@ -96,7 +97,7 @@ def communication(rounds: int) -> Iterator[Row]:
     model = nn.Execution().apply(models.shapes(NUMBERS))
     for name in LAYOUTS:
         plan = _plan(name)
-        counted = planning.counted_bytes(plan, planning.communication(_run(plan).step.program, mesh=plan.mesh))
+        counted = planning.counted_bytes(plan, list_transfers(_run(plan).step.program, mesh=plan.mesh))
         for cause, size in planning.by_cause(planning.sent_bytes(plan, model, rows=ROWS, seq=SEQ)).items():
             sent = counted.get(cause, 0.0)
             yield Row(f"sent: {name}", cause, sent / 1e6, "MB", sent / size, f"formula {size / 1e6:.2f} MB")

@@ -13,8 +13,8 @@ import jax
 
 from benchmarks import _ours
 from benchmarks._measure import Row
-from eqformer import models, planning
-from eqformer.planning import Span, Work
+from eqformer import models
+from eqformer.program import Span, time_account, Work
 
 
 MOST = 12  # modules that have a row of their own
@@ -35,7 +35,7 @@ def profile(rounds: int, config: Any = None, rows: int = 8, seq: int = 256) -> I
     yield Row("step", "untraced", 1e3 * seconds, "ms", None, f"{cores:.2f} cores at work")
     with tempfile.TemporaryDirectory() as folder:
         spans = _traced(run, rounds, Path(folder))
-    found = planning.time_account(text, spans)
+    found = time_account(text, spans)
     whole = sum(work.seconds for work in found)
     yield Row("step", "traced", 1e3 * whole / rounds, "ms", whole / rounds / seconds, "the sum of all rows of a group")
     groups: dict[str, Callable[[Work], str]] = {"kind of work": lambda work: work.kind, "module": _module}

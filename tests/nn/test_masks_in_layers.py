@@ -6,7 +6,7 @@ import pytest
 from nn_reference import close, normal
 
 from eqformer.nn.recurrent._chunks import mask_in_layer
-from eqformer.planning._traced import carry_of, Lines
+from eqformer.program import carry_of, Lines
 
 
 X, WEIGHTS, MASK = normal(1, 6, 5), normal(2, 4, 5), jnp.arange(6)[:, None] % 3 > 0

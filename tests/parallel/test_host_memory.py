@@ -11,6 +11,7 @@ from plan_models import batch_of, model_of, plan_over
 
 from eqformer import models, nn, planning, training
 from eqformer.parallel import _check_plan, make_mesh, Plan
+from eqformer.program import read_compiled
 
 
 def kinds(tree: Any) -> list[str | None]:
@@ -153,7 +154,7 @@ def test_compilers_keep_it_on_the_host(name):
         plan = Plan(make_mesh(fsdp=4, devices=devices), zero=3, optimizer_memory=memory)
         states = training.PlannedState(build, optimizer, plan)
         step = training.make_step(training.next_token_loss, optimizer, plan)
-        made[way] = planning.program_of(planning.lowered_step(states, step, batch).compile())
+        made[way] = read_compiled(planning.lowered_step(states, step, batch).compile())
         moments += planning.state_bytes(states).get("optimizer state on its host", (0, 0))[0]
         kept[way] = planning.step_bytes(states, jax.eval_shape(build), batch).on_host
     here, away = made["products"], made["pinned_host"]

@@ -8,6 +8,7 @@ from eqformer import models, nn, planning, training
 from eqformer._xla_flags import keep_known
 from eqformer.parallel import make_mesh, Plan
 from eqformer.parallel._expert_parallel import SplitMoE
+from eqformer.program import read_compiled
 
 
 def scatters(remat: str) -> int:
@@ -66,7 +67,7 @@ def test_gpus_compute_the_attention_half_of_a_block_once_in_a_turn_backward(monk
         states, _, batch = mixture(devices, "gather")
         step = training.make_step(training.next_token_loss, states.optimizer, states.plan)
         compiled = planning.lowered_step(states, step, batch).compile(compiler_options=AS_PREPARED)
-        return planning.program_of(compiled, states.plan.mesh).operations
+        return read_compiled(compiled, states.plan.mesh).operations
 
     once = operations()
     monkeypatch.setattr(SplitMoE, "_name_gathered_tokens", lambda self, x: x)

@@ -18,7 +18,7 @@ from eqformer import models, nn, training
 from eqformer.parallel import filter_shard_map, make_mesh, vary
 from eqformer.parallel.layouts._mesh import TorusSteps
 from eqformer.parallel.state import _leaves, _vocab_chunks
-from eqformer.planning import _traced as traced
+from eqformer.program import _jaxpr as traced
 
 
 ROUNDING = 64 * float(np.finfo(np.float32).eps)

@@ -9,8 +9,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 from eqformer.parallel import all_gather_matmul, matmul_reduce_scatter
 from eqformer.parallel._shard_map import filter_shard_map
 from eqformer.planning import (
-    bytes_sent,
-    communication,
     context_bytes,
     expert_bytes,
     gather_bytes,
@@ -18,6 +16,7 @@ from eqformer.planning import (
     sharded_state_bytes,
     tensor_bytes,
 )
+from eqformer.program import bytes_sent, list_transfers
 from eqformer.systems import (
     ffn_activation_bytes,
     ffn_gradient_bytes,
@@ -102,7 +101,7 @@ def mesh():
 
 
 def sent_by(fn, specs, outs, *args):
-    return bytes_sent(communication(jax.jit(filter_shard_map(fn, mesh(), specs, outs)).lower(*args).compile()))
+    return bytes_sent(list_transfers(jax.jit(filter_shard_map(fn, mesh(), specs, outs)).lower(*args).compile()))
 
 
 def test_an_ffn_over_data_sends_its_gradients_and_over_features_its_output():

@@ -11,7 +11,8 @@ from compilers import devices_for
 
 from eqformer import generation, kernels, models, nn
 from eqformer.parallel import make_mesh, Plan
-from eqformer.planning import decode_shapes, lowered_decode, moved_bytes
+from eqformer.planning import decode_shapes, lowered_decode
+from eqformer.program import moved_bytes
 
 
 EIGHT = models.LlamaConfig(vocab=4096, embed=4096, layers=2, heads=32, kv_heads=8, mlp=14336)  # billion: its widths

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from eqformer.parallel import _collectives as send, filter_shard_map, make_mesh, vary
 from eqformer.planning._temporary_bytes import peak
 from eqformer.planning._temporary_tpu import relaid_bytes
-from eqformer.planning._traced import Lines, needed, of_platform, per_device
+from eqformer.program import Lines, needed, of_platform, per_device
 
 
 N = 256

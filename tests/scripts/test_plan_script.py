@@ -9,7 +9,8 @@ import pytest
 from script_helpers import run_here
 
 from eqformer import planning
-from eqformer.planning import _absent, missing_compiler, Program, topology
+from eqformer.planning import _absent, missing_compiler, topology
+from eqformer.program import CompiledCosts
 
 
 TINY = "--model.embed 32 --model.layers 2 --model.heads 4 --model.mlp 64 --model.kv-heads 2 --seq 32 --batch 16"
@@ -44,7 +45,7 @@ def test_meshes_are_ranked_by_time():
 
 def test_a_search_prints_a_table_before_it_traces_and_one_as_each_compiler_answers(monkeypatch):
     """Until a compiled plan fits: three do not, so that a fourth is compiled."""
-    seen, made = [], iter([None, None, None, Program(1, 1, 2)])
+    seen, made = [], iter([None, None, None, CompiledCosts(1, 1, 2)])
 
     def step(*_):
         assert isinstance(sys.stdout, io.StringIO)

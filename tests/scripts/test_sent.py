@@ -15,6 +15,7 @@ from support.setup import optimizer_of, shapes_of
 from eqformer import nn, planning
 from eqformer.parallel import COLLECTIVES, CONTEXT, EXPERT, PIPE, STATE, TENSOR
 from eqformer.planning import by_cause, counted_bytes, sent_bytes
+from eqformer.program import bytes_sent, list_transfers
 
 
 TINY = "--model.embed 64 --model.heads 8 --model.mlp 160 --seq 32 --batch 16 --optimizer.name adamw"
@@ -107,12 +108,12 @@ def test_a_compiled_step_sends_what_formulas_say(name):
     recipe = recipe_of({**MESHES, **WIDER}[name])
     plan = plan_of(recipe, jax.devices())
     program = layout.compiled_step(recipe, plan, shapes_of(recipe), **HASTE)
-    transfers = planning.communication(program, mesh=plan.mesh)
+    transfers = list_transfers(program, mesh=plan.mesh)
     counted = counted_bytes(plan, transfers)
     assert counted == pytest.approx(by_formula(recipe, plan), rel=0.03)
     # What has no name is the partitioner's, or a sum that JAX adds to a backward pass: a factor's, of a LoRA.
     unnamed = [t for t in transfers if t.named(COLLECTIVES) is None and "shard_map" in t.scopes]
-    assert planning.bytes_sent(unnamed) <= 0.02 * planning.bytes_sent(transfers), unnamed
+    assert bytes_sent(unnamed) <= 0.02 * bytes_sent(transfers), unnamed
 
 
 def silent(module):
@@ -145,9 +146,7 @@ def test_a_step_with_mixers_of_ones_own_sends_what_formulas_say(name, monkeypatc
     )
     model = eqx.filter_eval_shape(build)
     plan = plan_of(recipe, jax.devices())
-    counted = counted_bytes(
-        plan, planning.communication(layout.compiled_step(recipe, plan, model, **HASTE), mesh=plan.mesh)
-    )
+    counted = counted_bytes(plan, list_transfers(layout.compiled_step(recipe, plan, model, **HASTE), mesh=plan.mesh))
     told = sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=optimizer_of(recipe, model).trained)
     assert counted == pytest.approx(by_cause(told), rel=0.03)
 

@@ -4,8 +4,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from eqformer import nn, planning
+from eqformer import nn
 from eqformer.parallel import make_mesh, Plan, ShardedModel
+from eqformer.program import bytes_sent, list_transfers
 from eqformer.systems import WeightStationary
 
 
@@ -114,7 +115,7 @@ def sent(model, mesh, seq):
     run = fresh if seq > 1 else later
     arrays, rest = eqx.partition(model, eqx.is_array)
     compiled = jax.jit(lambda arrays, ids: run(eqx.combine(arrays, rest), ids)).lower(arrays, ids).compile()
-    transfers = planning.communication(compiled, mesh=mesh)
+    transfers = list_transfers(compiled, mesh=mesh)
     inside = [one for one in transfers if (one.times or 0) % LAYERS == 0]
     outside = [one for one in transfers if one not in inside]
-    return planning.bytes_sent(inside) / LAYERS, planning.bytes_sent(outside), transfers
+    return bytes_sent(inside) / LAYERS, bytes_sent(outside), transfers

@@ -2,7 +2,7 @@
 
 import pytest
 
-from eqformer.planning import module_of, Span, time_account, Work
+from eqformer.program import module_of, Span, time_account, Work
 
 
 TEXT = """HloModule jit_run

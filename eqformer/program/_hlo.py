@@ -9,7 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from ..parallel import FURTHER_ROUNDS
+
+FURTHER_ROUNDS = "further rounds of choices"
+"""Named scope of loops that only an uneven load of experts enters, such as rounds of an exchange behind the first: the
+costs of a program leave them out."""
 
 
 class Instruction(NamedTuple):
@@ -40,7 +43,7 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
             operands = tuple(re.findall(r"%([\w.-]+)", inside))
             program[current].append(Instruction(name, result, operation, operands, attributes, inside, bool(root)))
     if not entry:
-        raise ValueError("communication: the text has no ENTRY; give the text of a compiled program (HLO).")
+        raise ValueError("list_transfers: the text has no ENTRY; give the text of a compiled program (HLO).")
     return program, entry
 
 
@@ -169,8 +172,12 @@ def scopes_of(attributes: str) -> tuple[str, ...]:
     (`a/(b/psum:c/psum)`) all scopes are there.
     """
     found = re.search(r'op_name="([^"]*)"', attributes)
-    scopes = re.split("[/:]", found.group(1)) if found else []
-    return tuple(filter(None, (re.sub(r"^(?:[\w<>]*\()*|\)*$", "", scope) for scope in scopes)))
+    return scopes_in(found.group(1)) if found else ()
+
+
+def scopes_in(name: str) -> tuple[str, ...]:
+    """Return the scopes of a name such as `while/body/transpose(jvp(maps))/psum`, without JAX's transformations."""
+    return tuple(filter(None, (re.sub(r"^(?:[\w<>]*\()*|\)*$", "", scope) for scope in re.split("[/:]", name))))
 
 
 def module_of(scopes: tuple[str, ...]) -> str:
@@ -206,7 +213,7 @@ def groups_of(attributes: str, everyone: int) -> Int[np.ndarray, "groups devices
         return grid.reshape(-1, math.prod(sizes[name] for name in over))
     if re.search(r"replica_groups=\{\}", attributes) or "replica_groups" not in attributes:
         return np.arange(everyone)[None]
-    raise ValueError(f"communication: unknown form of groups in {attributes[:200]!r}.")
+    raise ValueError(f"list_transfers: unknown form of groups in {attributes[:200]!r}.")
 
 
 _NOT_MODULES = {"jit", "run", "step", "shard_map", "while", "body", "cond", "closed_call", "checkpoint"}

@@ -6,17 +6,17 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from ._communication import communication, text_of, Transfer
-from ._executed import executed
-from ._liveness import Buffer, largest_buffers
-from ._moved_bytes import moved_bytes
+from ._buffers import Buffer, largest_buffers
+from ._communication import list_transfers, text_of, Transfer
+from ._flops import executed
+from ._traffic import moved_bytes
 
 
 MOST_BUFFERS = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CompiledCosts:
     """A compiled program by its compiler's own figures and, but for the first three, by its text."""
 
     argument: int
@@ -71,7 +71,7 @@ class Program:
         return dataclasses.asdict(self) | {"buffers": [each._asdict() for each in self.buffers]}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Program":
+    def from_dict(cls, data: dict[str, Any]) -> "CompiledCosts":
         """What `as_dict` gave, also after it was written as JSON."""
         buffers = tuple(Buffer(**each | {"scopes": tuple(each["scopes"])}) for each in data["buffers"])
         transfers = []
@@ -81,14 +81,14 @@ class Program:
         return cls(**data | {"buffers": buffers, "moved": data["moved"], "transfers": tuple(transfers)})
 
 
-def program_of(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | None = None) -> Program:
+def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | None = None) -> CompiledCosts:
     """Read a compiled program; with the `mesh` it was compiled for, also the axes that it sends over."""
     memory: Any = compiled.memory_analysis()
     argument, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     argument_on_host = memory.host_argument_size_in_bytes
     # The compiler's peak counts the host's arrays too; it does not say how many temporaries of the host are among them.
     peak = getattr(memory, "peak_memory_in_bytes", 0) or argument + temporary + argument_on_host
-    memory_only = Program(
+    memory_only = CompiledCosts(
         argument,
         temporary,
         peak=min(peak - argument_on_host, argument + temporary),
@@ -106,7 +106,7 @@ def program_of(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | None =
         operations=operations,
         moved=moved_bytes(text),
         cycles=cycles,
-        transfers=communication(text, mesh=mesh),
+        transfers=list_transfers(text, mesh=mesh),
     )
 
 

@@ -1,18 +1,31 @@
 """The bytes that a compiled program sends, read off its text."""
 
-import collections
 import dataclasses
 import math
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
-from ..nn import format_table
-from ._hlo import called, groups_of, hidden_starts, Instruction, parse, scopes_of, size_of, trips_of, Waits, waits
+from ._hlo import (
+    called,
+    FURTHER_ROUNDS,
+    groups_of,
+    hidden_starts,
+    Instruction,
+    parse,
+    scopes_in,
+    scopes_of,
+    size_of,
+    trips_of,
+    Waits,
+    waits,
+)
+from ._jaxpr import Line, Lines, needed, per_device
 
 
 AnyMesh = Mesh | AbstractMesh
@@ -56,7 +69,7 @@ class Transfer:
         return next((scope for scope in reversed(self.scopes) if scope in names), None)
 
 
-def communication(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None = None) -> tuple[Transfer, ...]:
+def list_transfers(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None = None) -> tuple[Transfer, ...]:
     """What each device sends in one run of a compiled program (`jax.jit(f).lower(...).compile()`, or its HLO text).
 
     All-reduce `2(n-1)/n S`; all-gather `(n-1)/n S` of its result; reduce-scatter and all-to-all `(n-1)/n S` of their
@@ -72,7 +85,7 @@ def communication(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None =
     everyone = math.prod(int(match.group(1)) for match in count if match)
     if mesh is not None and mesh.size != everyone:
         raise ValueError(
-            f"communication(mesh={dict(mesh.shape)}): the mesh has {mesh.size} devices, but the program was "
+            f"list_transfers(mesh={dict(mesh.shape)}): the mesh has {mesh.size} devices, but the program was "
             f"compiled for {everyone}; pass the mesh it runs on."
         )
     known: dict[str, tuple[Transfer, ...]] = {}
@@ -104,13 +117,72 @@ def communication(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None =
     return tuple(transfer for transfer in sent_by(entry) if transfer.times != 0)
 
 
+def list_traced_transfers(jaxpr: Any, sizes: Mapping[str, int]) -> tuple[Transfer, ...]:
+    """Return the collectives that each device of a mesh with axes of such `sizes` runs in a traced program.
+
+    Conventions are those of `list_transfers`: loops are multiplied out (None for a loop of unknown length), of a
+    conditional the branch that sends most counts, and of an exchange of experts' tokens the first round. A pipeline
+    counts all ticks, in some of which a device is idle. What the partitioner adds outside `shard_map` is not traced.
+    """
+    programs = (Lines(needed(program)) for program in per_device(jaxpr))
+    return tuple(transfer for program in programs for transfer in _traced_transfers(program, sizes))
+
+
+def _traced_transfers(program: Lines, sizes: Mapping[str, int]) -> Iterator[Transfer]:
+    for line in program.lines:
+        if line.name in _TRACED_KINDS:
+            yield from _traced_transfer(line, program, sizes)
+        elif line.name == "scan":
+            for transfer in _traced_transfers(Lines(line.params["jaxpr"].jaxpr), sizes):
+                length = line.params["length"]
+                yield dataclasses.replace(transfer, times=None if transfer.times is None else transfer.times * length)
+        elif line.name == "while" and FURTHER_ROUNDS not in line.scopes:
+            for transfer in _traced_transfers(Lines(line.params["body_jaxpr"].jaxpr), sizes):
+                yield dataclasses.replace(transfer, times=None)
+        elif line.name == "cond":
+            branches = [tuple(_traced_transfers(Lines(branch.jaxpr), sizes)) for branch in line.params["branches"]]
+            yield from max(branches, key=lambda branch: sum(each.sent * (each.times or 1) for each in branch))
+
+
+def _traced_transfer(line: Line, program: Lines, sizes: Mapping[str, int]) -> Iterator[Transfer]:
+    kind = _TRACED_KINDS[line.name]
+    operands = [program.size(value) for value in line.reads if value is not None]
+    size = ragged_bytes(*operands) if kind == "ragged-all-to-all" else sum(operands)
+    names: Any = line.params.get("axes", line.params.get("axis_name"))
+    axes = (names,) if isinstance(names, str) else tuple(names)
+    groups, devices = line.params.get("axis_index_groups"), math.prod(sizes[axis] for axis in axes)
+    if kind == "collective-permute":
+        senders = len(line.params["perm"])
+        transfer = Transfer(kind, axes, senders, size * senders / devices, 1, scopes_in(line.scopes))
+    else:
+        members = len(groups[0]) if groups else devices
+        transfer = Transfer(kind, axes, members, float(SENT[kind](members) * size), 1, scopes_in(line.scopes))
+    if transfer.sent:
+        yield transfer
+
+
+_TRACED_KINDS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "psum_scatter": "reduce-scatter",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
 def text_of(compiled: jax.stages.Compiled) -> str:
     """The text of a compiled program (HLO); raises a `ValueError` where its compiler cannot write it."""
     try:
         return compiled.as_text() or ""
     except Exception as error:  # jaxlib's own kind of error, which JAX does not name
         raise ValueError(
-            "communication: the text of this program cannot be had, so that its collectives cannot be counted: "
+            "list_transfers: the text of this program cannot be had, so that its collectives cannot be counted: "
             f"{str(error).splitlines()[0][:200]}"
         ) from error
 
@@ -133,30 +205,6 @@ def bytes_sent(transfers: Iterable[Transfer], *, axes: tuple[str, ...] | None = 
             f"leave them out."
         )
     return float(sum(transfer.sent * (transfer.times or 0) for transfer in chosen))
-
-
-def communication_table(transfers: Iterable[Transfer], *, names: Container[str] = ()) -> str:
-    """Lines of text: what is sent by kind, axes, and which of some names, largest first, and the sum.
-
-    `+?` stands behind what more is sent in loops of unknown length.
-    """
-    groups: dict[tuple[str, str, str, str], list[Transfer]] = collections.defaultdict(list)
-    for each in transfers:
-        over = f"{each.devices} devices" if each.axes is None else " x ".join(each.axes)
-        groups[each.kind, over, each.named(names) or "", "beside other work" if each.hidden else ""].append(each)
-    groups = dict(sorted(groups.items(), key=lambda its: -_known(its[1])[1]))
-    groups["all", "", "", ""] = [each for group in groups.values() for each in group]
-    rows: list[tuple[str, ...]] = [("operation", "over", "times", "bytes sent a device", "name", "")]
-    for (kind, over, name, hidden), group in groups.items():
-        (times, sent), more = _known(group), "+?" if any(each.times is None for each in group) else ""
-        rows.append((kind, over, f"{times}{more}", f"{sent:,.0f}{more}", name, hidden))
-    return format_table(rows)
-
-
-def _known(transfers: Iterable[Transfer]) -> tuple[int, float]:
-    """How often they run, and the bytes that are sent, of those of which that is known."""
-    known = [each for each in transfers if each.times is not None]
-    return sum(each.times or 0 for each in known), bytes_sent(known)
 
 
 _AGAIN = (Waits.WORKS, Waits.ENDS)  # a collective stands there once more, but was begun elsewhere

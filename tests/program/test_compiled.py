@@ -9,20 +9,16 @@ import jax
 import pytest
 
 from eqformer.models import build, LlamaConfig, MixtralConfig, T5Config
-from eqformer.parallel import COLLECTIVES, FURTHER_ROUNDS, make_mesh, Plan, STATE
+from eqformer.parallel import COLLECTIVES, make_mesh, Plan, STATE
 from eqformer.planning import (
     abstract_mesh,
-    Buffer,
     Compilation,
     compilation_table,
     decode_forecast,
-    executed,
-    largest_buffers,
     lowered_decode,
-    Program,
-    program_of,
     topology,
 )
+from eqformer.program import Buffer, CompiledCosts, executed, FURTHER_ROUNDS, largest_buffers, read_compiled
 
 
 V5E = (pathlib.Path(__file__).parent / "programs" / "v5e.hlo").read_text()
@@ -136,14 +132,14 @@ def test_a_decode_step_holds_what_was_told():
     abstract = Plan(abstract_mesh({"fsdp": 4, "tensor": 2}))
     told = decode_forecast(abstract, model, topology("v5e:2x4"), rows=8, capacity=64)
     plan = Plan(make_mesh(fsdp=4, tensor=2))
-    program = program_of(lowered_decode(plan, model, 8, 64).compile(), plan.mesh)
+    program = read_compiled(lowered_decode(plan, model, 8, 64).compile(), plan.mesh)
     assert program.argument == pytest.approx(told.total, rel=0.02)
     by_hand = 2 * 8 / 4 * 64 * 2 * (2 / 2) * 8 * 4  # layers, rows, slots, keys and values, heads, channels, bytes
     assert told.held["caches"] == pytest.approx(by_hand, rel=0.3)  # and the slots' positions
     assert told.time.bound == "memory" and told.time.seconds > told.total / topology("v5e:2x4").accelerator.bandwidth
     sent = {what: size for _, what, size in told.sent}
     assert sent == named_bytes(program) and sent["maps to the stream"] == 2 * 1 / 2 * 2 * 32 * 4 * 2 * 2
-    assert Program.from_dict(json.loads(json.dumps(program.as_dict()))) == program
+    assert CompiledCosts.from_dict(json.loads(json.dumps(program.as_dict()))) == program
     made = Compilation(program, 2.0, False)
     assert {row["name"] for row in json.loads(json.dumps(made.as_dict()))["transfers"]} >= {"maps to the stream"}
     table = compilation_table(made, told)
@@ -161,7 +157,7 @@ def test_an_encoder_is_held_and_not_read_to_decode():
     model = eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))
     told = decode_forecast(Plan(abstract_mesh({})), model, topology("v5e:1x1"), rows=8, capacity=16)
     plan = Plan(make_mesh(devices=jax.devices()[:1]))
-    program = program_of(lowered_decode(plan, model, 8, 16).compile(), plan.mesh)
+    program = read_compiled(lowered_decode(plan, model, 8, 16).compile(), plan.mesh)
     read = told.total - told.held["encoder"]
     of_source = 2 * 2 * 32 * 32 * 4  # layers, keys and values: maps that are not read either, and told
     assert program.argument == pytest.approx(read - of_source, rel=0.01) and told.held["encoder"] > read / 2
@@ -172,7 +168,7 @@ def test_an_encoder_is_held_and_not_read_to_decode():
 def test_a_program_holds_its_peak_on_tpus_and_its_allocations_elsewhere():
     """As SmolLM3 with 20 layers on v5e:2x4, which its compiler takes although it allocates more than there is."""
     memory = topology("v5e:2x4").accelerator.memory
-    program = Program(argument=2_738_000_000, temporary=15_417_000_000, peak=15_999_000_000, platform="tpu")
+    program = CompiledCosts(argument=2_738_000_000, temporary=15_417_000_000, peak=15_999_000_000, platform="tpu")
     on_gpus = dataclasses.replace(program, platform="cuda")
     assert program.held == program.peak and on_gpus.held == program.argument + program.temporary > memory
     told = decode_forecast(Plan(abstract_mesh({})), shapes(NUMBERS), topology("v5e:1x1"), rows=8, capacity=64)
@@ -199,7 +195,7 @@ def test_a_decode_step_sends_what_was_told_over_every_axis(name):
     model = eqx.filter_eval_shape(lambda: build(numbers, key=jax.random.key(0)))
     abstract, plan = Plan(abstract_mesh(sizes), zero=zero), Plan(make_mesh(**sizes), zero=zero)
     told = decode_forecast(abstract, model, topology("v5e:2x4"), rows=16, capacity=64)
-    compiled = named_bytes(program_of(lowered_decode(plan, model, 16, 64).compile(), plan.mesh))
+    compiled = named_bytes(read_compiled(lowered_decode(plan, model, 16, 64).compile(), plan.mesh))
     assert {what: size for _, what, size in told.sent} == pytest.approx(compiled)
     over = {cause for cause, *_ in told.sent}
     assert over == {*sizes} - {"fsdp"} | ({STATE} if zero == 3 else set()) and {*told.time.sent} == over

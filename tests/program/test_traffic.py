@@ -1,6 +1,6 @@
 """Bytes that a program's text says it reads and writes, against counts made by hand."""
 
-from eqformer.planning import moved_bytes
+from eqformer.program import moved_bytes
 
 
 # Three turns, each of which reads a slice of what is carried, multiplies it, and writes four rows of it in place. Of a
