@@ -144,11 +144,11 @@ def _draw(path: Path, recipe: Recipe, model: Any) -> None:
     plan = plan_of(recipe, jax.devices())
     assert isinstance(plan.mesh, Mesh)
     model = plan.shapes(model)
-    parallel.picture_layout(model, plan.parameter_specs(model), plan.mesh, path)
+    parallel.plot_layout(model, plan.parameter_specs(model), plan.mesh, path)
     print(f"drawn: {path}")
     if plan.is_pipelined:
         timeline = path.with_name(f"{path.stem}-timeline.png")
-        parallel.picture_timeline(plan.timetable(), timeline)
+        parallel.plot_timeline(plan.timetable(), timeline)
         print(f"drawn: {timeline}")
 
 

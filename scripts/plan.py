@@ -99,7 +99,7 @@ def tell(command: Command) -> None:
                 others = run.instead(progress)
             print(others)
     if command.picture is not None:
-        planning.picture_costs(run.found.held, topology.accelerator.memory, run.found.time.by_cause, command.picture)
+        planning.plot_costs(run.found.held, topology.accelerator.memory, run.found.time.by_cause, command.picture)
 
 
 def _by_formulas(
@@ -160,7 +160,7 @@ def training(recipe: Recipe, model: nn.Transformer, topology: planning.Topology)
     states = state_of(recipe, plan, optimizer, model)
 
     def lower(plan: parallel.Plan) -> jax.stages.Lowered:
-        return planning.lowered_step(states.under(plan), step_of(recipe, plan, optimizer), batch)
+        return planning.lowered_step(states.with_plan(plan), step_of(recipe, plan, optimizer), batch)
 
     def instead(progress: planning.Progress) -> str:
         others = planning.best_plans(states, model, batch, topology, progress=progress)

@@ -16,7 +16,7 @@ from support.recipe_file import read_recipe
 from eqformer import data, models, read_json, read_utf8
 from eqformer._failures import foreign_call
 from eqformer._read import check_regular, map_bytes, MAX_JSON_DEPTH, open_regular, parse_json, read_bytes
-from eqformer.training import JsonLines, picture_losses
+from eqformer.training import JsonLines, plot_losses
 
 
 def place_pipe(path: Path) -> None:
@@ -79,7 +79,7 @@ READERS = {
 LINES = {
     "rows.jsonl": lambda path: list(data.files(path)),
     "metrics.jsonl": lambda path: JsonLines(path, from_step=3),
-    "drawn.jsonl": lambda path: picture_losses(path, path.with_suffix(".png")),
+    "drawn.jsonl": lambda path: plot_losses(path, path.with_suffix(".png")),
 }
 OTHERS = {
     "text.txt": lambda path: list(data.files(path)),

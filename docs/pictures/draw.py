@@ -192,14 +192,14 @@ def layout() -> None:
     shapes = models.shapes(models.LlamaConfig(vocab=2048, embed=256, layers=8, heads=8, kv_heads=4, mlp=688))
     mesh = parallel.make_mesh(fsdp=2, pipe=2, tensor=2)
     specs = parallel.Plan(mesh, zero=3).parameter_specs(shapes)
-    parallel.picture_layout(shapes, specs, mesh, FOLDER / "layout.png")
+    parallel.plot_layout(shapes, specs, mesh, FOLDER / "layout.png")
 
 
 def schedules() -> None:
     """The seven schedules, as the library draws them."""
     chunks = {name: kind.chunks or 2 for name, kind in parallel.SCHEDULES.items()}
     make = lambda name: parallel.make_schedule(name, stages=4, microbatches=8, chunks=chunks[name])
-    parallel.picture_timeline([make(name) for name in chunks], FOLDER / "schedules.png")
+    parallel.plot_timeline([make(name) for name in chunks], FOLDER / "schedules.png")
 
 
 if __name__ == "__main__":

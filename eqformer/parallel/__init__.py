@@ -42,7 +42,7 @@ from .context._context_attention import (
 from .layouts._draw_layout import (
     draw_array as draw_array,
     layout_table as layout_table,
-    picture_layout as picture_layout,
+    plot_layout as plot_layout,
 )
 from .layouts._layout import (
     init_sharded as init_sharded,
@@ -79,7 +79,7 @@ from .pipeline._schedules import (
 )
 from .pipeline._simulate import Entries as Entries, simulate as simulate, Simulation as Simulation, Timing as Timing
 from .pipeline._stage_layers import check_depth as check_depth, layer_order as layer_order
-from .pipeline._timeline import draw_timeline as draw_timeline, picture_timeline as picture_timeline
+from .pipeline._timeline import draw_timeline as draw_timeline, plot_timeline as plot_timeline
 from .serving._sharded_model import ShardedModel as ShardedModel
 from .serving._split_cache_attention import SplitCacheAttention as SplitCacheAttention
 from .state._fully_sharded import Gathered as Gathered

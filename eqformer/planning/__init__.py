@@ -64,7 +64,7 @@ from ._offers import (
     servings as servings,
 )
 from ._peak import copy_bandwidth as copy_bandwidth, matmul_peak as matmul_peak, mesh_peak as mesh_peak
-from ._picture_costs import picture_costs as picture_costs
+from ._plot_costs import plot_costs as plot_costs
 from ._roofline import Roofline as Roofline, roofline as roofline
 from ._scatter_padding import scatter_padding as scatter_padding
 from ._sent_bytes import (

@@ -126,7 +126,7 @@ def fitting_plans(
     candidates = [one for _, one in ranked]
     # Of plans that cannot fit, one is traced, to tell what is too large.
     possible = [one for one in candidates if one.least <= memory] or sorted(candidates, key=lambda one: one.least)[:1]
-    step = lambda one: step_bytes(states.under(one.plan), one.model, batch, platform)
+    step = lambda one: step_bytes(states.with_plan(one.plan), one.model, batch, platform)
     offered, traced = _search(possible if tries is None else possible[:tries], step, memory, most, progress)
     least = min(traced, key=lambda its: its[1].total, default=None)
     return Fitting(offered, least, min(sizes, default=memory + 1), len(sizes), len(candidates), len(traced))
@@ -236,7 +236,9 @@ def _candidates(
         except ValueError:  # the plan does not suit the model
             break
         if size is None:
-            by_cause = {cause: own for cause, (own, _) in state_bytes(states.under(plan)).items() if cause != ON_HOST}
+            by_cause = {
+                cause: own for cause, (own, _) in state_bytes(states.with_plan(plan)).items() if cause != ON_HOST
+            }
             size, stays = sum(by_cause.values()), sum(by_cause.values()) - by_cause["gradients"]
         if size > memory:
             break

@@ -90,7 +90,7 @@ def forecast(states: training.PlannedState, model: nn.Transformer, batch: Batch,
     """
     rows, seq = batch.ids.shape
     topology.speeds(states.plan.mesh)  # which refuses a mesh of another size before anything is traced
-    states = states.under(for_platform(states.plan, topology.accelerator.platform))
+    states = states.with_plan(for_platform(states.plan, topology.accelerator.platform))
     held, kept = step_bytes(states, model, batch, topology.accelerator.platform)
     moments = _on_host(states)
     sent, time = _sent_and_time(states, model, batch, topology, kept, moments)
@@ -261,7 +261,7 @@ def best_plans(
     memory = topology.accelerator.memory
 
     def time(one: Candidate, kept: int = 0) -> Roofline:
-        under = states.under(one.plan)
+        under = states.with_plan(one.plan)
         sent = _with_padding(one.sends, under, one.model, topology)
         return _time(under, one.model, batch, topology, sent, kept, _on_host(under))
 

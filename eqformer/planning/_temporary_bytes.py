@@ -66,7 +66,7 @@ def temporary_bytes(states: training.PlannedState, model: nn.Transformer, batch:
 def _moments(states: training.PlannedState) -> int:
     """How many numbers the optimizer holds for a parameter, about."""
     shapes, size = (
-        states.held_shapes(),
+        states.pipeline_shapes(),
         lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree) if is_shape(leaf)),
     )
     return round(size(shapes.optimizer_state) / size(states.optimizer.trained(shapes.model)))

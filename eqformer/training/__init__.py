@@ -2,8 +2,8 @@
 
 from ._debug_nans import DebugNans as DebugNans
 from ._evaluation import (
-    planned_evaluation as planned_evaluation,
-    planned_row_nats as planned_row_nats,
+    make_evaluation as make_evaluation,
+    make_row_nats as make_row_nats,
     Validation as Validation,
 )
 from ._first_non_finite import first_non_finite as first_non_finite, NonFinite as NonFinite
@@ -18,7 +18,7 @@ from ._loop import (
     Progress as Progress,
     train as train,
 )
-from ._loss_spikes import LossSpikeError as LossSpikeError, Spikes as Spikes
+from ._loss_spikes import LossSpikeError as LossSpikeError, LossSpikes as LossSpikes
 from ._metrics import (
     bits_per_byte as bits_per_byte,
     JsonLines as JsonLines,
@@ -30,15 +30,15 @@ from ._metrics import (
 )
 from ._optimization import Lora as Lora, Optimization as Optimization
 from ._pictures import (
-    picture_experts as picture_experts,
-    picture_loads as picture_loads,
-    picture_losses as picture_losses,
+    plot_expert_loads as plot_expert_loads,
+    plot_experts as plot_experts,
+    plot_losses as plot_losses,
 )
-from ._planned_state import OwnRows as OwnRows, PlannedState as PlannedState, restore_model as restore_model
+from ._planned_state import PlannedState as PlannedState, ProcessRows as ProcessRows, restore_model as restore_model
 from ._step import (
     make_step as make_step,
     module_gradient_norms as module_gradient_norms,
-    rebalanced as rebalanced,
+    rebalance_routers as rebalance_routers,
     Step as Step,
 )
 from ._timing import Clock as Clock, Profile as Profile
@@ -56,27 +56,27 @@ from .losses._cross_entropy import (
     token_nats as token_nats,
     Vocabulary as Vocabulary,
 )
-from .losses._loss_aux import count_of as count_of, routing_metrics as routing_metrics, Tally as Tally
+from .losses._loss_aux import loss_count as loss_count, LossAux as LossAux, routing_metrics as routing_metrics
 from .losses._loss_scale import LossScale as LossScale
 from .losses._row_loss import row_loss as row_loss, row_nats as row_nats
 from .losses._token_losses import (
     batch_tokens as batch_tokens,
     check_next_token as check_next_token,
     evaluation_sums as evaluation_sums,
-    masked_batch as masked_batch,
+    mask_tokens as mask_tokens,
     next_token_loss as next_token_loss,
 )
 from .optimizer._learning_rates import (
     constant as constant,
     Continuation as Continuation,
-    continuation as continuation,
+    continue_phases as continue_phases,
     default_warmup as default_warmup,
+    phase_rates as phase_rates,
     RATES as RATES,
     Rates as Rates,
     rates as rates,
-    Stretch as Stretch,
-    stretched_rates as stretched_rates,
-    switched as switched,
+    SchedulePhase as SchedulePhase,
+    switch_rates as switch_rates,
     warmup_cosine as warmup_cosine,
     warmup_stable_decay as warmup_stable_decay,
 )

@@ -54,7 +54,7 @@ class DebugNans(Callback):
     def _explained(self, run: Progress, scale: Array | None) -> str:
         state, model, given = run.state, run.state.model, (run.batch, scale)
         if self._states is not None:
-            model, given = self._states.on_one_device(model), self._states.copied(given)
+            model, given = self._states.copy_model_to_one_device(model), self._states.copy_to_one_device(given)
         batch, scale = given
         if stranger := _no_id(batch, model):
             return stranger

@@ -16,7 +16,7 @@ from .losses._row_loss import row_nats
 from .losses._token_losses import batch_tokens, evaluation_sums
 
 
-def planned_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
+def make_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
     """Return `evaluation_sums` under a plan, jitted."""
 
     def sum_over_devices(device: OnDevice, *args: Any, **views: Any) -> dict[str, Array]:
@@ -25,7 +25,7 @@ def planned_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[
     return _make_forward(plan, sum_over_devices, PartitionSpec())
 
 
-def planned_row_nats(plan: Plan) -> Callable[[PyTree, Batch], Float[Array, "batch"]]:
+def make_row_nats(plan: Plan) -> Callable[[PyTree, Batch], Float[Array, "batch"]]:
     """Return `row_nats` under a plan, jitted."""
     return _make_forward(plan, lambda _, *args, **views: row_nats(*args, **views), PartitionSpec(plan.batch_axes))
 

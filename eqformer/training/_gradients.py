@@ -31,13 +31,13 @@ from ..parallel import (
     varying_axes,
 )
 from ._train_state import brought_near, state_shardings, taken_back, TrainState
-from .losses._loss_aux import check_takes_tokens, check_whole, Count, LossFn, sum_and_count, Tally
+from .losses._loss_aux import check_takes_tokens, check_whole, Count, LossAux, LossFn, sum_and_count
 from .losses._loss_scale import Scale, seed, unscaled
 from .losses._token_losses import batch_tokens
 from .optimizer._optimizer import divided, Optimizer, trainable, Trained
 
 
-LossGradients = tuple[Array, PyTree, PyTree]  # the loss's sum, its count or Tally, and the gradients of the sum
+LossGradients = tuple[Array, PyTree, PyTree]  # the loss's sum, its count or LossAux, and the gradients of the sum
 GradientFunction = Callable[..., LossGradients]  # (model, batch, key, scale=None) -> LossGradients
 
 
@@ -106,7 +106,7 @@ class ShardedExecution(SingleDevice):
         specs = plan.parameter_specs(model), plan.batch_specs(rows), replicated
         out_specs = replicated, (replicated, plan.aux_spec), plan.state_specs(model)
         total, (count, aux), gradients = filter_shard_map(per_device, plan.mesh, specs, out_specs)(model, rows, scale)
-        return total, Tally(count, aux) if nn.aux_of(aux) else count, gradients
+        return total, LossAux(count, aux) if nn.aux_of(aux) else count, gradients
 
     def fetch_optimizer_state(
         self, optimizer: Optimizer, optimizer_state: PyTree, gradients: PyTree
@@ -127,7 +127,7 @@ class ShardedExecution(SingleDevice):
         """Return the loss's sum, its count with the aux, and the gradients, reduced over all devices."""
         parameters = device.parameters(model)
         total, tally, gradients = self._run_microbatches(device, model, parameters, rows, scale)
-        count, aux = (tally.count, tally.aux) if isinstance(tally, Tally) else (tally, None)
+        count, aux = (tally.count, tally.aux) if isinstance(tally, LossAux) else (tally, None)
         aux = jax.tree.map(device.total, aux)
         return device.total(total), (device.total(count), aux), device.reduce(gradients)
 
@@ -203,7 +203,7 @@ class PipelinedExecution(ShardedExecution):
         gradients = unscaled(_with_stacks(edge_gradients, stack_gradients), loss_seed)
         assert jax.tree.map(jnp.dtype, gradients) == jax.tree.map(jnp.dtype, like)
         (parameter_gradients,) = pull_back(gradients)
-        return total, Tally(count, aux), self.trained(parameter_gradients)
+        return total, LossAux(count, aux), self.trained(parameter_gradients)
 
 
 def make_execution(loss_fn: LossFn, trained: Trained, plan: Plan | None, microbatches: int) -> SingleDevice:

@@ -1,4 +1,4 @@
-"""Spikes of the loss: back to the last checkpoint, and on without the batches since."""
+"""LossSpikes of the loss: back to the last checkpoint, and on without the batches since."""
 
 import statistics
 from collections import deque
@@ -19,7 +19,7 @@ class LossSpikeError(DivergedError):
         self.step = step
 
 
-class Spikes(Callback):
+class LossSpikes(Callback):
     """Ends a stretch of a run with a `LossSpikeError` where its loss jumps, and has it go on without those batches.
 
     A spike is a loss above `factor` times the median of the `window` losses before it. As with PaLM (arXiv 2204.02311,
@@ -37,20 +37,20 @@ class Spikes(Callback):
         Raises a `ValueError` for a factor of 1 or less, and for a window or a `most` below 1.
         """
         if factor is not None and not factor > 1:
-            raise ValueError(f"Spikes(factor={factor}): a spike is above the losses before it; give more than 1.")
+            raise ValueError(f"LossSpikes(factor={factor}): a spike is above the losses before it; give more than 1.")
         if window < 1 or most < 1:
-            raise ValueError(f"Spikes(window={window}, most={most}): both count, so give at least 1.")
+            raise ValueError(f"LossSpikes(window={window}, most={most}): both count, so give at least 1.")
         self._factor, self._most = factor, most
         self._losses: deque[float] = deque(maxlen=window)
         self._left_out: list[tuple[int, int]] = []
         self._spike: int | None = None
 
     @property
-    def left_out(self) -> tuple[tuple[int, int], ...]:
+    def skipped_batches(self) -> tuple[tuple[int, int], ...]:
         """The ranges of batches that were left out: the numbers of the first and the last of each, from 0."""
         return tuple(self._left_out)
 
-    def batch_of(self, step: int) -> int:
+    def batch_number(self, step: int) -> int:
         """The number of the batch that a step takes; steps are counted from 0, as a loader counts."""
         for first, last in self._left_out:
             step += (last - first + 1) * (step >= first)
@@ -66,14 +66,14 @@ class Spikes(Callback):
         if self._spike is None:
             self._left_out = [(first, last) for first, last in record["left_out"]]
         else:
-            self._left_out.append((self.batch_of(step), self.batch_of(self._spike - 1)))
+            self._left_out.append((self.batch_number(step), self.batch_number(self._spike - 1)))
             self._spike = None
         self._losses = deque(record["losses"], self._losses.maxlen)
 
-    def past(self, stretch: Callable[[], Result], note: Callable[[str], Any] = lambda text: None) -> Result:
+    def retry(self, stretch: Callable[[], Result], note: Callable[[str], Any] = lambda text: None) -> Result:
         """The result of `stretch()`, which is called again after each spike; `note` is given a line about it.
 
-        `stretch` restores the last checkpoint, calls `start`, and trains on batches numbered by `batch_of`.
+        `stretch` restores the last checkpoint, calls `start`, and trains on batches numbered by `batch_number`.
         """
         while True:
             try:

@@ -10,7 +10,7 @@ from .. import nn
 from ..parallel import Plan
 from ._step import make_step, Step
 from .losses._token_losses import next_token_loss
-from .optimizer._learning_rates import default_warmup, Rates, Stretch, stretched_rates
+from .optimizer._learning_rates import default_warmup, phase_rates, Rates, SchedulePhase
 from .optimizer._optimizer import Optimizer, optimizer, trainable, Trained
 
 
@@ -37,22 +37,22 @@ class Optimization:
     balance_rate: float = 0.001
     """The step size of the routers' selection biases, which balance the load of experts."""
 
-    def stretches(self, steps: int) -> list[Stretch]:
-        """The one stretch of a run that is asked for so many steps from its beginning."""
-        return [Stretch(0, steps, default_warmup(steps) if self.warmup is None else self.warmup)]
+    def phases(self, steps: int) -> list[SchedulePhase]:
+        """The one phase of a run that is asked for so many steps from its beginning."""
+        return [SchedulePhase(0, steps, default_warmup(steps) if self.warmup is None else self.warmup)]
 
-    def rates_over(self, stretches: Sequence[Stretch]) -> Rates:
-        """The learning rate of each step of a run in stretches; raises a `ValueError` as `training.rates` does."""
-        return stretched_rates(self.rates, stretches, peak=self.learning_rate)
+    def make_rates(self, phases: Sequence[SchedulePhase]) -> Rates:
+        """The learning rate of each step of a run in phases; raises a `ValueError` as `training.rates` does."""
+        return phase_rates(self.rates, phases, peak=self.learning_rate)
 
-    def optimizer(self, model: PyTree, stretches: Sequence[Stretch], *, trained: Trained = trainable) -> Optimizer:
-        """The optimizer for a model's structure, and a run in stretches; `trained` picks what is trained.
+    def optimizer(self, model: PyTree, phases: Sequence[SchedulePhase], *, trained: Trained = trainable) -> Optimizer:
+        """The optimizer for a model's structure, and a run in phases; `trained` picks what is trained.
 
         Raises a `ValueError` for a decay below zero, and for rates that cannot be made.
         """
         self._check_positive("weight_decay")
         options: dict[str, Any] = {"moments": self.moments, "weight_decay": self.weight_decay, "trained": trained}
-        return optimizer(self.name, model, rate=self.rates_over(stretches), **options)
+        return optimizer(self.name, model, rate=self.make_rates(phases), **options)
 
     def loss(self, model: PyTree, batch: PyTree, key: PyTree = None, **views: Any) -> tuple[Float[Array, ""], PyTree]:
         """What a step minimises: `next_token_loss` with the `z_loss`."""

@@ -16,7 +16,7 @@ from .._read import open_regular
 from ._metrics import parse_row
 
 
-def picture_losses(metrics: str | Path, path: str | Path) -> None:
+def plot_losses(metrics: str | Path, path: str | Path) -> None:
     """A PNG of the training and validation loss in nats a token, `loss` and `validation_loss` of the rows of `metrics`.
 
     Where rows have `validation_bits_per_byte`, an axis on the right is in bits a byte of the validation text. Nothing
@@ -27,7 +27,7 @@ def picture_losses(metrics: str | Path, path: str | Path) -> None:
     validated = [(row["step"], row["validation_loss"]) for row in rows if isinstance(row.get("validation_loss"), float)]
     if not trained:
         return
-    figure = figure_of("picture_losses(metrics, path)", (8, 4.5))
+    figure = figure_of("plot_losses(metrics, path)", (8, 4.5))
     axes = figure.add_subplot()
     axes.plot(*zip(*trained), color="#9ab8d6", linewidth=1, label="training, one step")
     axes.plot(*zip(*_smoothed(trained)), color="#1f4e79", linewidth=1.6, label="training, smoothed")
@@ -47,7 +47,7 @@ def picture_losses(metrics: str | Path, path: str | Path) -> None:
     write_atomic(path, figure.savefig)
 
 
-def picture_loads(metrics: str | Path, path: str | Path) -> None:
+def plot_expert_loads(metrics: str | Path, path: str | Path) -> None:
     """A PNG of each expert's load over the steps, `expert_load` of the rows of `metrics`, with a panel for each layer.
 
     Nothing is drawn of rows without loads. The file is written atomically. Needs matplotlib.
@@ -57,7 +57,7 @@ def picture_loads(metrics: str | Path, path: str | Path) -> None:
         return
     steps, loads = [row["step"] for row in rows], _loads(rows, metrics)
     _, layers, experts = loads.shape
-    figure = figure_of("picture_loads(metrics, path)", (8, 0.6 + 1.1 * layers))
+    figure = figure_of("plot_expert_loads(metrics, path)", (8, 0.6 + 1.1 * layers))
     panels = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
     for number, axes in enumerate(panels):
         shares = experts * loads[:, number].T
@@ -97,7 +97,7 @@ def _smoothed(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return [(step, sum(window) / len(window)) for (step, _), window in zip(points, windows)]
 
 
-def picture_experts(
+def plot_experts(
     chosen: Integer[np.ndarray, "mixtures seq"], pieces: Sequence[str], path: str | Path, *, title: str, lines: int = 12
 ) -> None:
     """A PNG of a text's first `lines`, each piece in the colour of its expert, with a panel for each mixture; or, where
@@ -114,7 +114,7 @@ def picture_experts(
     places, letters = _laid_out(pieces, lines)
     height = max((line for line, _, _ in places), default=0) + 1
     size = 0.105 * _WIDTH, 0.6 + len(chosen) * (0.2 * height + 0.35)
-    figure = figure_of("picture_experts(chosen, pieces, path)", size)
+    figure = figure_of("plot_experts(chosen, pieces, path)", size)
     figure.suptitle(title, fontsize=10)
     for layer, axes in enumerate(figure.subplots(len(chosen), 1, squeeze=False)[:, 0]):
         image = np.ones((height, _WIDTH, 3))
@@ -156,7 +156,7 @@ def _page(chosen: np.ndarray, pieces: Sequence[str], colors: list[tuple[float, f
 
 def _laid_out(pieces: Sequence[str], lines: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, str]]]:
     """Line, column and piece of each coloured cell; and line, column and letter of each visible character."""
-    fonts = load_extra("matplotlib.font_manager", extra="train", call="picture_experts(chosen, pieces, path)")
+    fonts = load_extra("matplotlib.font_manager", extra="train", call="plot_experts(chosen, pieces, path)")
     glyphs = fonts.get_font(fonts.findfont(_FONT)).get_charmap()
     places, letters, line, column = [], [], 0, 0
     for number, piece in enumerate(pieces):

@@ -49,11 +49,11 @@ class PlannedState:
         return eqx.combine(run(arrays), others)
 
     def restore(
-        self, checkpointer: Checkpointer, step: int | None = None, *, fresh_counts: bool = False
+        self, checkpointer: Checkpointer, step: int | None = None, *, reset_counters: bool = False
     ) -> tuple[TrainState, dict[str, Any]]:
         """The state of a checkpoint (the latest, or of `step`) that was saved under any plan, and its metadata.
 
-        With `fresh_counts` it has taken no step yet: another run begins with it.
+        With `reset_counters` it has taken no step yet: another run begins with it.
         """
         like, count = self.shapes(), lambda s: s.empty_batches
         if "empty_batches" in checkpointer.leaves(step):
@@ -61,7 +61,7 @@ class PlannedState:
         else:  # older versions did not count empty batches
             state, metadata = checkpointer.restore(eqx.tree_at(count, like, None), step)
             state = eqx.tree_at(count, state, state.skipped * 0, is_leaf=lambda leaf: leaf is None)
-        if fresh_counts:
+        if reset_counters:
             counts = lambda s: (s.step, s.skipped, s.skipped_in_a_row, s.empty_batches)
             state = eqx.tree_at(counts, state, jax.tree.map(lambda x: x * 0, counts(state)))
         return self.to_pipeline_order(state), metadata
@@ -76,7 +76,7 @@ class PlannedState:
         """The state's shapes in reading order, with the plan's shardings: what a checkpoint is restored into."""
         return _placed(self._read, self._shardings(eqx.filter(self._read, is_shape)))
 
-    def held_shapes(self) -> TrainState:
+    def pipeline_shapes(self) -> TrainState:
         """The shapes of what a step takes: in pipeline order, each where the plan keeps it."""
         return _placed(self._held, self._shardings(eqx.filter(self._held, is_shape)))
 
@@ -84,9 +84,9 @@ class PlannedState:
         """The shapes of a step's state, batch and key, each with its place; `batch` has arrays or their shapes."""
         placed = lambda axes, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.plan.mesh, axes))
         key = placed(PartitionSpec(), jax.eval_shape(lambda: jax.random.key(0)))
-        return self.held_shapes(), jax.tree.map(functools.partial(placed, PartitionSpec(BATCH_AXES)), batch), key
+        return self.pipeline_shapes(), jax.tree.map(functools.partial(placed, PartitionSpec(BATCH_AXES)), batch), key
 
-    def under(self, plan: Plan) -> "PlannedState":
+    def with_plan(self, plan: Plan) -> "PlannedState":
         """The same state under another plan; shapes are shared, since tracing them takes long."""
         other = PlannedState(self.build, self.optimizer, plan, model_shapes=self._model_shapes)
         other._read = self._read
@@ -136,18 +136,18 @@ class PlannedState:
             x.delete()
         return taken
 
-    def everywhere(self, key: Key[Array, ""]) -> Key[Array, ""]:
+    def replicate(self, key: Key[Array, ""]) -> Key[Array, ""]:
         """A random key, replicated on all devices."""
         whole = NamedSharding(self.plan.mesh, PartitionSpec())
         raw = np.asarray(jax.random.key_data(key))
         copies = jax.make_array_from_callback(raw.shape, whole, raw.__getitem__)
         return jax.random.wrap_key_data(copies, impl=str(jax.random.key_impl(key)))
 
-    def on_one_device(self, model: PyTree) -> PyTree:
+    def copy_model_to_one_device(self, model: PyTree) -> PyTree:
         """A copy of the state's model in reading order on this process's first device; all processes call together."""
         return self._copied(model, self.plan.to_reading_order)
 
-    def copied(self, tree: PyTree) -> PyTree:
+    def copy_to_one_device(self, tree: PyTree) -> PyTree:
         """A copy of a batch, or of anything that is not in pipeline order, on this process's first device."""
         return self._copied(tree, lambda arrays: arrays)
 
@@ -192,7 +192,7 @@ def _is_sharding(leaf: object) -> bool:
     return isinstance(leaf, jax.sharding.Sharding)
 
 
-class OwnRows:
+class ProcessRows:
     """The rows of a batch that this process loads: `start` to `stop - 1` of the whole batch, split as a plan says."""
 
     def __init__(self, plan: Plan, rows: int):

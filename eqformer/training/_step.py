@@ -17,7 +17,7 @@ from ..kernels import cpu_or
 from ..parallel import Plan
 from ._gradients import make_execution
 from ._train_state import TrainState
-from .losses._loss_aux import count_of, LossFn, routing_metrics, Tally
+from .losses._loss_aux import loss_count, LossAux, LossFn, routing_metrics
 from .optimizer._learning_rates import Rates
 from .optimizer._optimizer import check_optimizer, divided, global_norm, Optimizer
 
@@ -101,7 +101,7 @@ def make_step(
         microbatches: How many microbatches a batch is cut into on one device, one after another; their gradients are
             summed. A plan has its own number.
         clip: The norm to which gradients are clipped; None: they are not.
-        balance_rate: The step size of the routers' selection biases, see `rebalanced`.
+        balance_rate: The step size of the routers' selection biases, see `rebalance_routers`.
         gradient_norms: Whether metrics have the norm of each module's gradient too, see `module_gradient_norms`.
     """
     check_optimizer(optimizer, "make_step(loss_fn, optimizer)")
@@ -117,7 +117,7 @@ def make_step(
         total, tally, gradients = execution.gradients(
             state.model, batch, key, None if loss_scale is None else loss_scale.value
         )
-        count = count_of(tally)
+        count = loss_count(tally)
         loss, norm = total / count.astype(total.dtype), global_norm(gradients)
         norm = norm / count.astype(norm.dtype)
         clipping = 1.0 if clip is None else jnp.where(norm > clip, clip / norm, jnp.ones_like(norm))
@@ -130,8 +130,8 @@ def make_step(
         def update(parameters: PyTree, optimizer_state: PyTree) -> tuple[PyTree, PyTree]:
             scaled = jax.tree.map(lambda x: x * scale.astype(x.dtype), gradients)
             parameters, optimizer_state = optimizer.update(scaled, optimizer_state, parameters, learning_rate)
-            aux = tally.aux if balance_rate and isinstance(tally, Tally) else ()
-            return (rebalanced(parameters, aux, balance_rate) if aux else parameters), optimizer_state
+            aux = tally.aux if balance_rate and isinstance(tally, LossAux) else ()
+            return (rebalance_routers(parameters, aux, balance_rate) if aux else parameters), optimizer_state
 
         with jax.named_scope("optimizer"):
             model, optimizer_state = _update_if(is_finite, update, state.model, optimizer_state, optimizer)
@@ -139,8 +139,8 @@ def make_step(
         state = _count_step(state, model, optimizer_state, is_finite, is_empty, norm)
         state = execution.place_state(optimizer, state)
 
-        if isinstance(tally, Tally):
-            tally = Tally(count, execution.order_aux(tally.aux, state.model))
+        if isinstance(tally, LossAux):
+            tally = LossAux(count, execution.order_aux(tally.aux, state.model))
         metrics = {"loss": loss, "count": count, "grad_norm": norm, "learning_rate": learning_rate}
         metrics |= routing_metrics(tally) | ({} if loss_scale is None else {"loss_scale": loss_scale.value + 0})
         if gradient_norms:
@@ -218,7 +218,7 @@ def updated_if(condition: Bool[Array, ""], update: Callable[..., Any], *state: P
     return cpu_or(branch, choices, condition, *state)
 
 
-def rebalanced(model: PyTree, aux: PyTree, rate: float) -> PyTree:
+def rebalance_routers(model: PyTree, aux: PyTree, rate: float) -> PyTree:
     """Return the model with each routed layer rebalanced by `rate`: a router's `selection_bias`, where it has one.
 
     `aux` is what the model's layers returned for the whole batch. This is DeepSeek-V3's load balancing without an

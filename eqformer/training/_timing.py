@@ -16,7 +16,7 @@ from ._metrics import throughput
 class Clock:
     """A stopwatch of steps that leaves out what some callbacks take.
 
-    `Log(10, write, clock.rate)` before `*clock.leaving_out([...])` among a loop's callbacks logs the speed without the
+    `Log(10, write, clock.rate)` before `*clock.excluding([...])` among a loop's callbacks logs the speed without the
     time of validations and checkpoints.
     """
 
@@ -33,7 +33,7 @@ class Clock:
         self._steps, self._seconds = 0, 0.0
         self._since: float | None = None
 
-    def leaving_out(self, callbacks: Sequence[Callback]) -> list[Callback]:
+    def excluding(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """These callbacks, between two that stop the clock and start it again."""
         return [_Stopping(self), *callbacks, Every(1, lambda run: self._start())]
 

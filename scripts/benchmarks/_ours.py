@@ -64,7 +64,7 @@ class OverMesh:
     def __init__(self, numbers: Any, plan: Plan, rows: int, seq: int, key: Key[Array, ""] | None = None, **how: Any):
         make, optimizer = model_and_optimizer(numbers, **how)
         states = training.PlannedState(make, optimizer, plan)
-        self.state, self.key = states.init(), None if key is None else states.everywhere(key)
+        self.state, self.key = states.init(), None if key is None else states.replicate(key)
         batch = random_batch(numbers.vocab, rows, seq)
         self.batch = jax.device_put(batch, shardings(plan.batch_specs(batch), plan.mesh))
         step = training.make_step(training.next_token_loss, optimizer, plan, balance_rate=0.001)

@@ -33,7 +33,7 @@ def check(recipe: Recipe, *, trains: bool = True) -> nn.Transformer:
         steps_of(recipe.profile)
     _check_vocab(recipe)
     with naming_flags(recipe):  # the library makes its own checks
-        training.Spikes(**dataclasses.asdict(recipe.spikes))
+        training.LossSpikes(**dataclasses.asdict(recipe.spikes))
         shapes = shapes_of(recipe)
         if trains:
             training.check_next_token(shapes, seq=recipe.seq)

@@ -24,4 +24,4 @@ def color(directory: RunDirectory, model: nn.Transformer, ids: Sequence[int], pi
     chosen = np.asarray(eqx.filter_jit(nn.first_experts)(model, jnp.asarray(ids[:known], jnp.int32)))
     title = f"{directory.path.name}: the expert that each token takes first"
     for path in (directory.experts_page, directory.experts):
-        training.picture_experts(chosen, pieces[:known], path, title=title)
+        training.plot_experts(chosen, pieces[:known], path, title=title)

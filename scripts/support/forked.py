@@ -51,7 +51,7 @@ def forked(recipe: Recipe, states: training.PlannedState) -> training.TrainState
     _, old = source.read()
     checkpointer = training.Checkpointer(source.checkpoints)
     if recipe.from_optimizer:
-        return states.restore(checkpointer, recipe.from_step, fresh_counts=True)[0]
+        return states.restore(checkpointer, recipe.from_step, reset_counters=True)[0]
     shapes = shapes_of(_as_saved(recipe, old))
     model = training.restore_model(checkpointer, shapes, states.plan, step=recipe.from_step)
     model = model if old.lora == recipe.lora else adapted(recipe, nn.merge_lora(model))

@@ -10,32 +10,32 @@ import numpy as np
 from recipes import Recipe
 
 from eqformer import training
-from eqformer.training import Stretch
+from eqformer.training import SchedulePhase
 
 
-def stretches_of(recipe: Recipe, checkpointer: training.Checkpointer) -> tuple[list[Stretch], str]:
-    """The stretches of a run that goes on by a recipe, and a line on how its rates changed ("" where they did not).
+def phases_of(recipe: Recipe, checkpointer: training.Checkpointer) -> tuple[list[SchedulePhase], str]:
+    """The phases of a run that goes on by a recipe, and a line on how its rates changed ("" where they did not).
 
     Raises a `ValueError` where the rate would jump and the recipe does not say how to go on.
     """
     start, steps, chosen = checkpointer.latest_step, recipe.steps, recipe.optimizer
     if not start:
-        return chosen.stretches(steps), ""
-    so_far = [Stretch(**stretch) for stretch in checkpointer.metadata()["rates"]]
+        return chosen.phases(steps), ""
+    so_far = [SchedulePhase(**phase) for phase in checkpointer.metadata()["rates"]]
     if steps in (so_far[-1].steps, start) or steps < start:
         return so_far, ""
     options = {"peak": chosen.learning_rate, "start": start, "steps": steps, "warmup": chosen.warmup}
-    ahead = lambda stretches: _ahead(chosen.rates_over(stretches), start, steps)
-    on = training.continuation(chosen.rates, so_far, **options)
+    ahead = lambda phases: _ahead(chosen.make_rates(phases), start, steps)
+    on = training.continue_phases(chosen.rates, so_far, **options)
     call = f"--steps {steps}: the run was trained as one of {so_far[-1].steps} steps, and the learning rate was "
-    call += f"{_rate(chosen.rates_over(so_far), start - 1)} at step {start}"
+    call += f"{_rate(chosen.make_rates(so_far), start - 1)} at step {start}"
     if on.smooth(start):
         return on.longer, f"{call}; it will be {ahead(on.longer)}"
     if recipe.prolong in on.ways:
         way = on.ways[recipe.prolong]
         return way, f"{call}; by --prolong {recipe.prolong} it will be {ahead(way)}"
     why = "it would jump" if recipe.prolong == "refuse" else f"--prolong {recipe.prolong} is not possible here"
-    listed = "".join(f"\n  --prolong {how}: {ahead(stretches)}" for how, stretches in on.ways.items())
+    listed = "".join(f"\n  --prolong {how}: {ahead(phases)}" for how, phases in on.ways.items())
     kept = [step for step in checkpointer.steps if step >= so_far[-1].start and on.smooth(step)]
     other = f"\nThe checkpoint of step {kept[-1]} goes on without a jump: move later ones away." if kept else ""
     raise ValueError(f"{call}; {why}. Choose how to go on, and it will be{listed}{other}")

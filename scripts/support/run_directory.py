@@ -14,7 +14,7 @@ from recipes import CHANGEABLE, Recipe
 
 from eqformer import explain_write_error, read_utf8, training
 from support.own_recipe import classes_of, file_of
-from support.prolonged import stretches_of
+from support.prolonged import phases_of
 from support.recipe_file import differences, from_json, read_recipe, run_identifier, source_beside, write_recipe
 
 
@@ -59,7 +59,7 @@ class RunDirectory:
         if self.recipe.exists():
             self._check_same(name, recipe)
             self._check_latest(recipe)
-            stretches_of(recipe, self.checkpointer())
+            phases_of(recipe, self.checkpointer())
         elif self.path.exists() and not self._left_by_a_killed_start().issuperset(self.path.iterdir()):
             raise ValueError(
                 f"--run-dir {self.path}: this folder holds other things than a run; give a new or empty one."

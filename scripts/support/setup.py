@@ -74,8 +74,8 @@ def batch_shapes(recipe: Recipe) -> Batch:
 
 
 def optimizer_of(
-    recipe: Recipe, model: nn.Transformer, stretches: Sequence[training.Stretch] | None = None
+    recipe: Recipe, model: nn.Transformer, phases: Sequence[training.SchedulePhase] | None = None
 ) -> training.Optimizer:
-    """The recipe's optimizer, with the learning rates of a new run or, if given, those of these stretches."""
+    """The recipe's optimizer, with the learning rates of a new run or, if given, those of these phases."""
     its = recipe.optimizer
-    return its.optimizer(model, stretches or its.stretches(recipe.steps), trained=recipe.lora.trained)
+    return its.optimizer(model, phases or its.phases(recipe.steps), trained=recipe.lora.trained)

@@ -20,7 +20,7 @@ from support.kernel_report import kernel_lines, platform_here
 from support.mesh import state_of, step_of
 from support.metric_writers import open_metrics
 from support.multiplying import chip_here, products_line
-from support.prolonged import stretches_of
+from support.prolonged import phases_of
 from support.published import keep_companions, tokenizer_of
 from support.recipe_file import to_json
 from support.report import add_sample, closing, figures, opening
@@ -47,21 +47,21 @@ class Trainer:
         texts = on_first_process(read)  # the first process writes the tokens, which the others then read
         self.texts = on_all_processes(lambda: texts or read())
         check_alike({"the text": [self.texts.identity, [one.store.path.name for one in self.texts.held_out.values()]]})
-        self.rows, self.votes = training.OwnRows(plan, recipe.batch), parallel.Votes(plan.mesh)
+        self.rows, self.votes = training.ProcessRows(plan, recipe.batch), parallel.Votes(plan.mesh)
         self.keys: Keys = keys_of(recipe)
-        self.stopping, self.spikes = False, training.Spikes(**dataclasses.asdict(recipe.spikes))
-        self.stretches, self.rates_note = on_all_processes(lambda: stretches_of(recipe, directory.checkpointer()))
-        self.optimizer = optimizer_of(recipe, shapes, self.stretches)
+        self.stopping, self.spikes = False, training.LossSpikes(**dataclasses.asdict(recipe.spikes))
+        self.phases, self.rates_note = on_all_processes(lambda: phases_of(recipe, directory.checkpointer()))
+        self.optimizer = optimizer_of(recipe, shapes, self.phases)
         self.states = state_of(recipe, plan, self.optimizer, shapes)
         self.flops_per_token = planning.flops_per_token(shapes, recipe.seq, trained=self.optimizer.trained)
         self.parameters = parameters(recipe, shapes)
         self.summary = parallel.summary(plan, shapes, rows=recipe.batch, seq=recipe.seq)
-        self.evaluate = training.planned_evaluation(plan)
+        self.evaluate = training.make_evaluation(plan)
         self.last: dict[str, Any] = {}
 
     def run(self) -> None:
         """Train to the last step, or until a signal asks to stop."""
-        self.spikes.past(self._run, self.screen.note)
+        self.spikes.retry(self._run, self.screen.note)
 
     def _run(self) -> None:
         """Train from the last checkpoint to the last step, or to a spike of the loss."""
@@ -90,8 +90,8 @@ class Trainer:
             if self.rates_note:
                 screen.note(self.rates_note)
             self.spikes.start(start, checkpointer.metadata().get("spikes") if start else None)
-            key, rows = self.states.everywhere(self.keys.steps), (self.rows.start, self.rows.stop)
-            place, batch_of = self.rows.place, self.spikes.batch_of
+            key, rows = self.states.replicate(self.keys.steps), (self.rows.start, self.rows.stop)
+            place, batch_of = self.rows.place, self.spikes.batch_number
             with (
                 data.prefetch(
                     self.texts.train, start, recipe.steps, rows=rows, transform=place, batch_of=batch_of
@@ -145,7 +145,7 @@ class Trainer:
         return [
             *([self._profile()] if recipe.profile else []),
             training.Log(recipe.log_every, keep, self._more(clock)),
-            *clock.leaving_out(
+            *clock.excluding(
                 [
                     *([self._debug_nans()] if recipe.debug_nans else []),
                     self.spikes,
@@ -175,7 +175,7 @@ class Trainer:
 
     def _more(self, clock: training.Clock) -> Callable[[training.Progress], dict[str, int | float]]:
         """What rows have beside the step's metrics."""
-        left_out = sum(last - first + 1 for first, last in self.spikes.left_out)
+        left_out = sum(last - first + 1 for first, last in self.spikes.skipped_batches)
         return lambda run: clock.rate(run) | ({"batches_left_out": left_out} if left_out else {})
 
     def _vote(self, run: training.Progress) -> None:
@@ -213,19 +213,19 @@ class Trainer:
         return self.texts.validate(sums, self.recipe.validation_batches, rows=rows)
 
     def _draw(self) -> None:
-        training.picture_losses(self.directory.metrics, self.directory.loss)
-        training.picture_loads(self.directory.metrics, self.directory.loads)
+        training.plot_losses(self.directory.metrics, self.directory.loss)
+        training.plot_expert_loads(self.directory.metrics, self.directory.loads)
 
     def _metadata(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps beside the state; raises a `ValueError` if the run's folder is gone."""
         on_first_process(self.directory.check_there)
-        place = {"text": self.texts.identity, "example": self.spikes.batch_of(step) * self.recipe.batch}
+        place = {"text": self.texts.identity, "example": self.spikes.batch_number(step) * self.recipe.batch}
         recipe = {"name": self.name, "recipe": to_json(self.recipe)}
-        more = {"rates": list(map(dataclasses.asdict, self.stretches)), "spikes": self.spikes.record()}
+        more = {"rates": list(map(dataclasses.asdict, self.phases)), "spikes": self.spikes.record()}
         return training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, **more)
 
     def _sample(self, run: training.Progress) -> None:
-        model = self.states.on_one_device(run.state.model)
+        model = self.states.copy_model_to_one_device(run.state.model)
         on_first_process(lambda: self._write_sample(model, run.step))
 
     def _write_sample(self, model: Any, step: int) -> None:

@@ -136,7 +136,7 @@ def test_a_model_tells_stack_by_stack_and_the_loss_adds_it(model):
     assert close(nn.aux_loss(given_aux), extra, 1e-6) and extra > 1
     assert nn.aux_of((None, (None,))) == [] and nn.aux_loss((None, (None,))) == 0
     total, tally = as_numpy(eqx.filter_jit(training.next_token_loss)(model, given))
-    assert isinstance(tally, training.Tally) and tally.count == given.weights.sum()
+    assert isinstance(tally, training.LossAux) and tally.count == given.weights.sum()
     assert close(total, wide(nats) + extra, 1e-5) and all_close(tally.aux, given_aux)
     assert len(eqx.filter_eval_shape(model, given.ids, TOKENS)) == 2  # a call gives logits and cache alone
 
@@ -145,7 +145,7 @@ def test_without_mixtures_a_loss_has_a_count_and_nothing_to_tell():
     bare = transformer((dense, 1, "none"))
     _, count = eqx.filter_eval_shape(training.next_token_loss, bare, batch())
     assert isinstance(count, jax.ShapeDtypeStruct) and training.routing_metrics(jnp.ones(())) == {}
-    assert training.routing_metrics(training.Tally(jnp.ones(()), (None, (None,)))) == {}
+    assert training.routing_metrics(training.LossAux(jnp.ones(()), (None, (None,)))) == {}
 
 
 def aux_of_rows(rows):
@@ -167,7 +167,7 @@ def test_a_step_s_metrics():
     rows["load"][:, :2, EXPERTS:] = 0
 
     def cost(weight, rows, key):
-        return jnp.sum(weight * rows["loss"]), training.Tally(jnp.sum(rows["entropy"]), aux_of_rows(rows))
+        return jnp.sum(weight * rows["loss"]), training.LossAux(jnp.sum(rows["entropy"]), aux_of_rows(rows))
 
     weight = jnp.ones(())
     optimizer = training.optimizer("sgd", weight, rate=0.1)

@@ -13,7 +13,7 @@ from plan_models import batch_of, model_of
 from eqformer import nn, training
 from eqformer.parallel import init_sharded, make_mesh, Plan, shardings
 from eqformer.training import make_gradient_function, next_token_loss
-from eqformer.training.losses._loss_aux import count_of, Tally
+from eqformer.training.losses._loss_aux import loss_count, LossAux
 
 
 KEY = 7
@@ -102,8 +102,8 @@ def program_under(
 
     def read(*given: Any) -> tuple:
         total, tally, gradients = of_batch(*given)
-        if isinstance(tally, Tally):
-            tally = Tally(tally.count, plan.aux_to_reading_order(tally.aux, model))
+        if isinstance(tally, LossAux):
+            tally = LossAux(tally.count, plan.aux_to_reading_order(tally.aux, model))
         return total, tally, gradients
 
     placed = lambda model: place(_moved(plan.to_pipeline_order, model), plan)
@@ -148,8 +148,8 @@ def compiled(gradients: Any, model: nn.Transformer, batch: Any) -> Outcome:
 
 
 def _outcome(total: Any, tally: Any, found: Any) -> Outcome:
-    aux = tuple(nn.aux_of(tally.aux)) if isinstance(tally, Tally) else ()
-    return Outcome(total, count_of(tally), found, aux)
+    aux = tuple(nn.aux_of(tally.aux)) if isinstance(tally, LossAux) else ()
+    return Outcome(total, loss_count(tally), found, aux)
 
 
 def hastily(function: Any, *args: Any) -> Any:
@@ -235,7 +235,7 @@ def trained_by_plan(case: Case) -> Trained:
     step = training.make_step(next_token_loss, rule, plan, balance_rate=BALANCE, gradient_norms=True)
     make = lambda: training.init_state(plan.to_pipeline_order(model), rule)
     state = init_sharded(make, lambda shapes: training.state_shardings(plan, rule, shapes))
-    got = _train(step, state, training.planned_evaluation(plan), batch_of(model))
+    got = _train(step, state, training.make_evaluation(plan), batch_of(model))
     ordered = lambda tree: _moved(plan.to_reading_order, tree)
     return got._replace(model=ordered(got.model), memory=ordered(got.memory))
 

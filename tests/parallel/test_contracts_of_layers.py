@@ -122,7 +122,7 @@ def test_a_routers_own_rule_rebalances_it():
     model = model_of("cosine rows")
     aux = of_one_device(ROUTED[0]).aux
     router = lambda model: model.stacks[0].blocks.feed_forward.layer.router
-    moved = router(training.rebalanced(model, aux, 0.1)).handicap
+    moved = router(training.rebalance_routers(model, aux, 0.1)).handicap
     load = np.asarray(aux[0].load)
     assert load.shape == (4, 8) and np.ptp(load) > 0
     expected = router(model).handicap + 0.1 * (load / load.mean(-1, keepdims=True) - 1)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqformer import models, nn
-from eqformer.parallel import draw_array, layout_table, make_mesh, partition_specs, picture_layout, Plan
+from eqformer.parallel import draw_array, layout_table, make_mesh, partition_specs, Plan, plot_layout
 
 
 LLAMA = models.LlamaConfig(vocab=64, embed=32, layers=4, heads=8, kv_heads=4, mlp=48)
@@ -143,10 +143,10 @@ def test_a_spec_that_does_not_fit_is_refused(mesh, spec, words):
 def test_a_picture_is_written(mesh, tmp_path):
     shapes, specs = laid_out(mesh)
     path = tmp_path / "layout.png"
-    picture_layout(shapes, specs, mesh, path)
+    plot_layout(shapes, specs, mesh, path)
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])
     assert width > 1000 and height > 40 * 12
-    picture_layout({"nothing": None, "x": np.zeros(3)}, {"nothing": None, "x": None}, mesh, path)
+    plot_layout({"nothing": None, "x": np.zeros(3)}, {"nothing": None, "x": None}, mesh, path)
     assert path.read_bytes()[:8] == data[:8]

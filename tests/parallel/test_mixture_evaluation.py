@@ -28,7 +28,7 @@ def evaluated(function, model):
 
 
 def by_plan(case):
-    return evaluated(training.planned_evaluation(case.plan), place(model_of(case.model), case.plan))
+    return evaluated(training.make_evaluation(case.plan), place(model_of(case.model), case.plan))
 
 
 @functools.cache

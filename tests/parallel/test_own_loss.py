@@ -19,7 +19,7 @@ from test_narrow_sums import MEANT_OF_NARROW, not_meant, program_of
 from eqformer import training
 from eqformer.parallel import COLLECTIVES
 from eqformer.program import bytes_sent, list_transfers
-from eqformer.training.losses._loss_aux import count_of
+from eqformer.training.losses._loss_aux import loss_count
 
 
 ROUNDING = 50 * float(np.finfo(np.float32).eps)
@@ -66,7 +66,7 @@ def test_it_is_the_formula():
         given = lambda m, b, key: loss(m, b, None, chunk=24)  # which does not divide the tokens, and no dropout
         run = hastily(training.make_gradient_function(given), model, batch, None)
         found, count, of_model = run(model, batch, None)
-        assert float(count_of(count)) == 4 and np.isclose(float(found), float(total), rtol=1e-12)
+        assert float(loss_count(count)) == 4 and np.isclose(float(found), float(total), rtol=1e-12)
         assert leaf_differences(of_model, gradients, 1e-10, rounding=1e-12) == {}
         swapped = dataclasses.replace(batch, reference=batch.reference[::-1])
         assert not np.isclose(float(run(model, swapped, None)[0]), float(total), rtol=1e-3)
@@ -135,7 +135,7 @@ def test_nats_of_rows_and_what_is_sent():
     model, batch, plan = model_of("llama"), pairs("llama"), EVERY_RUN[0].plan
     nats = training.row_nats, lambda model, batch: training.evaluation_sums(model, batch)["nats"]
     want, total = eqx.filter_jit(lambda model, batch: [of_batch(model, batch) for of_batch in nats])(model, batch)
-    found, placed = training.planned_row_nats(plan), place(model, plan)
+    found, placed = training.make_row_nats(plan), place(model, plan)
     program = found.lower(placed, batch).compile()
     assert np.allclose(program(placed, batch), want, rtol=1e-5)
     assert np.allclose(np.sum(np.asarray(want)), total, rtol=1e-5)
@@ -150,7 +150,7 @@ def test_nats_of_rows_and_what_is_sent():
 )
 def test_nats_of_rows_come_back_in_order_from_pipelines(case):
     model, batch, plan = model_of(case.model), pairs(case.model), case.plan
-    found = training.planned_row_nats(plan)(place(plan.to_pipeline_order(model), plan), batch)
+    found = training.make_row_nats(plan)(place(plan.to_pipeline_order(model), plan), batch)
     assert np.allclose(found, eqx.filter_jit(training.row_nats)(model, batch), rtol=1e-5)
     assert len({*np.asarray(found).tolist()}) == 8
 
@@ -164,7 +164,7 @@ def test_it_trains_as_on_one_device(mesh):
     metrics = []
     for step, its_nats in (
         (training.make_step(loss, optimizer), training.row_nats),
-        (training.make_step(loss, optimizer, plan), training.planned_row_nats(plan)),
+        (training.make_step(loss, optimizer, plan), training.make_row_nats(plan)),
     ):
         state = training.init_state(jax.tree.map(lambda x: x + 0 if eqx.is_array(x) else x, model), optimizer)
         own = dataclasses.replace(batch, reference=np.asarray(its_nats(model, batch)))

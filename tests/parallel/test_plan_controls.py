@@ -251,8 +251,8 @@ def test_an_evaluation_needs_it(name, monkeypatch):
         change(monkeypatch)
     if wrong == "types":
         with pytest.raises((ValueError, TypeError), match=TYPES):
-            hastily(training.planned_evaluation(plan), placed, batch)
+            hastily(training.make_evaluation(plan), placed, batch)
         return
-    got = hastily(training.planned_evaluation(plan), placed, batch)(placed, batch)
+    got = hastily(training.make_evaluation(plan), placed, batch)(placed, batch)
     unlike = {name for name in want if not np.isclose(got[name], want[name], rtol=ROUNDING)}
     assert wrong in unlike if wrong else not unlike

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from eqformer.parallel import draw_timeline, make_schedule, picture_timeline, SCHEDULES, simulate
+from eqformer.parallel import draw_timeline, make_schedule, plot_timeline, SCHEDULES, simulate
 
 
 KINDS = {"F": "forward", "B": "backward", "W": "weight"}
@@ -77,18 +77,18 @@ def test_what_costs_nothing_is_not_drawn():
 @pytest.mark.grid
 def test_a_picture_is_written(tmp_path):
     tables, path = [make(name, microbatches=8) for name in SCHEDULES], tmp_path / "schedules.png"
-    picture_timeline(tables, path)
+    plot_timeline(tables, path)
     image = path.read_bytes()
     assert image[:8] == b"\x89PNG\r\n\x1a\n" and len(image) > 40_000
     width, height = struct.unpack(">II", image[16:24])
     assert width > 1200 and height > 1200
-    picture_timeline(tables[0], tmp_path / "one.png", forward=1.0, backward=2.0, clock="asynchronous")
+    plot_timeline(tables[0], tmp_path / "one.png", forward=1.0, backward=2.0, clock="asynchronous")
     assert 5_000 < len((tmp_path / "one.png").read_bytes()) < len(image)
 
 
 def test_a_picture_shows_the_table(tmp_path):
     """Two tables that differ in order alone give different pictures, the same table the same one."""
     for name, each in (("a", "gpipe"), ("b", "1f1b"), ("c", "gpipe")):
-        picture_timeline(make(each), tmp_path / name)
+        plot_timeline(make(each), tmp_path / name)
     a, b, c = ((tmp_path / name).read_bytes() for name in "abc")
     assert a == c != b

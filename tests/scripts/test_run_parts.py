@@ -104,7 +104,7 @@ def test_a_folder_is_a_recipes_once_something_is_saved(tmp_path):
 
     def saved(step):
         with training.Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
-            about = {"rates": [dataclasses.asdict(its) for its in Optimization().stretches(9)]}
+            about = {"rates": [dataclasses.asdict(its) for its in Optimization().phases(9)]}
             checkpointer.save({"x": np.zeros(1)}, step, about)
 
     other = models.preset("gpt2")
@@ -237,7 +237,7 @@ def test_samples_stay_within_learned_positions_and_colours_are_of_their_ids(prom
     monkeypatch.setattr(_trainer.generation, "generate", generate)
     monkeypatch.setattr(_trainer, "has_choices", lambda model: True)
     monkeypatch.setattr(nn, "first_experts", lambda model, ids: ids[None])
-    monkeypatch.setattr(training, "picture_experts", lambda chosen, pieces, *_, **__: coloured.append((chosen, pieces)))
+    monkeypatch.setattr(training, "plot_experts", lambda chosen, pieces, *_, **__: coloured.append((chosen, pieces)))
     run = recipe(model=numbers, prompt=prompt)
     parts = {"recipe": run, "keys": keys_of(run), "tokenizer": data.ByteTokenizer(), "screen": Screen(silent=True)}
     trainer: Any = SimpleNamespace(**parts, directory=RunDirectory(tmp_path))
@@ -317,7 +317,7 @@ def test_a_run_goes_on_by_its_copy_once_the_published_folder_has_moved(folder, t
         checkpointer.save(
             {"x": np.zeros(1)},
             3,
-            {"rates": [dataclasses.asdict(its) for its in begun.optimizer.stretches(begun.steps)]},
+            {"rates": [dataclasses.asdict(its) for its in begun.optimizer.phases(begun.steps)]},
         )
     again = parse(pretrain.Command, flags).run
     for spelled in (["--run_dir", str(run.path)], [f"--run_dir={run.path}"]):
@@ -338,7 +338,7 @@ def test_a_checkpoint_of_another_run_or_recipe_is_refused_by_name(tmp_path):
         return directory
 
     def save(directory, step, run, **changes):
-        about = {"rates": [dataclasses.asdict(its) for its in Optimization().stretches(800)]}
+        about = {"rates": [dataclasses.asdict(its) for its in Optimization().phases(800)]}
         about |= {"recipe": {"name": "name", "recipe": to_json(recipe(**changes))}}
         with training.Checkpointer(directory.checkpoints, run=run) as checkpointer:
             checkpointer.save({"x": np.zeros(1)}, step, about)

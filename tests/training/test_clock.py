@@ -25,7 +25,7 @@ def test_the_speed_leaves_out_what_callbacks_take(monkeypatch):
 
     clock = training.Clock(tokens_per_step=100, flops_per_token=8.0, peak_flops=peak)
     slow = training.Every(1, lambda run: time.take(10))
-    callbacks = [training.Log(2, rows.append, clock.rate), *clock.leaving_out([slow])]
+    callbacks = [training.Log(2, rows.append, clock.rate), *clock.excluding([slow])]
     zero = jnp.zeros((), jnp.int32)
     run = training.Progress(training.TrainState(None, None, zero, zero, zero), 0, 4, {})
     for one in callbacks:
@@ -41,7 +41,7 @@ def test_the_speed_leaves_out_what_callbacks_take(monkeypatch):
     # The control: what is not left out is counted.
     rows.clear()
     bare = training.Clock(tokens_per_step=100)
-    callbacks = [slow, training.Log(1, rows.append, bare.rate), *bare.leaving_out([])]
+    callbacks = [slow, training.Log(1, rows.append, bare.rate), *bare.excluding([])]
     callbacks[-2].begin(run)
     time.take(2)
     for one in callbacks:

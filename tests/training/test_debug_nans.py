@@ -87,7 +87,7 @@ def test_a_run_ends_at_its_first_such_step(axes):
     step = training.make_step(training.next_token_loss, optimizer, plan)
     quiet, loud = batch_of(1), batch_of(2)
     quiet = eqx.tree_at(lambda b: b.ids, quiet, np.zeros_like(quiet.ids))
-    key = states.everywhere(jax.random.key(0))
+    key = states.replicate(jax.random.key(0))
 
     def train(*callbacks, steps=4):
         return training.train(step, states.init(), [quiet, quiet, loud, quiet], key, steps=steps, callbacks=callbacks)

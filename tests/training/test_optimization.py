@@ -15,11 +15,11 @@ CHOSEN = training.Optimization("sgd", 0.5, "constant", weight_decay=0.2, clip=0.
 
 
 def test_an_optimization_makes_the_step_of_its_numbers(make_model, make_batch):
-    model, batch, stretches = make_model(), make_batch(), CHOSEN.stretches(20)
-    assert stretches == [training.Stretch(0, 20, 2)] and CHOSEN.stretches(800)[0].warmup == 50
+    model, batch, phases = make_model(), make_batch(), CHOSEN.phases(20)
+    assert phases == [training.SchedulePhase(0, 20, 2)] and CHOSEN.phases(800)[0].warmup == 50
     rule = training.sgd(model, rate=training.constant(0.5, warmup=2), weight_decay=0.2)
     loss = lambda model, batch, key: training.next_token_loss(model, batch, key, z_loss=0.3)
-    own = CHOSEN.optimizer(model, stretches)
+    own = CHOSEN.optimizer(model, phases)
     plan = Plan(make_mesh(devices=jax.devices()[:1]))
     steps = [(training.make_step(loss, rule, clip=0.1), rule), (CHOSEN.step(own), own), (CHOSEN.step(own, plan), own)]
     steps.append((dataclasses.replace(CHOSEN, z_loss=0.0).step(own), own))
@@ -43,7 +43,7 @@ def _copied(leaf):
 def test_an_optimization_that_cannot_work_is_refused(wrong, make_model):
     chosen, ((name, value),) = dataclasses.replace(CHOSEN, **{"rates": "warmup-cosine"} | wrong), wrong.items()
     with pytest.raises(ValueError, match=f"{name}={value}"):
-        chosen.step(chosen.optimizer(make_model(), chosen.stretches(20)))
+        chosen.step(chosen.optimizer(make_model(), chosen.phases(20)))
 
 
 @pytest.mark.quick

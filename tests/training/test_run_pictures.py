@@ -27,7 +27,7 @@ def test_the_picture_has_the_bits_that_are_printed(tmp_path, monkeypatch):
             )
         )
     )
-    training.picture_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    training.plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     (axes,) = drawn[0].axes
     (right,) = axes.child_axes
     drawn[0].draw_without_rendering()
@@ -39,13 +39,13 @@ def test_pictures_are_written_whole_and_only_of_what_there_is(tmp_path):
     loads = [[0.25, 0.75], [0.5, 0.5]]  # of two layers
     rows = [{"step": step, "loss": 5.0 / step, "expert_load": loads} for step in (1, 2, 3)]
     metrics = written(tmp_path / "metrics.jsonl", rows)
-    training.picture_losses(metrics, tmp_path / "loss.png")
-    training.picture_loads(metrics, tmp_path / "loads.png")
+    training.plot_losses(metrics, tmp_path / "loss.png")
+    training.plot_expert_loads(metrics, tmp_path / "loads.png")
     nothing = written(tmp_path / "nothing.jsonl", [{"step": 1}])
-    training.picture_losses(nothing, tmp_path / "no.png")
-    training.picture_loads(nothing, tmp_path / "no.png")
+    training.plot_losses(nothing, tmp_path / "no.png")
+    training.plot_expert_loads(nothing, tmp_path / "no.png")
     for name in ("text.png", "text.html"):
-        training.picture_experts(np.asarray([[0, 2], [1, 1]]), ["a<", "b"], tmp_path / name, title="of two & two")
+        training.plot_experts(np.asarray([[0, 2], [1, 1]]), ["a<", "b"], tmp_path / name, title="of two & two")
     page = (tmp_path / "text.html").read_text()
     assert page.count('<span class="e1" title="expert 1">') == 2 and "a&lt;</span>" in page and "two &amp;" in page
     assert sorted(path.name for path in tmp_path.glob("*.[ph]*")) == ["loads.png", "loss.png", "text.html", "text.png"]

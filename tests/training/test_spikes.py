@@ -45,7 +45,7 @@ class Kill(training.Callback):
 def trained(fitted, folder, source, *more, factor: float | None = 4.0, most=3, forgets=False):
     """A run in a folder, from its last checkpoint; `forgets` leaves out what checkpoints keep of spikes."""
     (step, first), noted = fitted, []
-    spikes = training.Spikes(factor, window=4, most=most)
+    spikes = training.LossSpikes(factor, window=4, most=most)
 
     def stretch():
         with training.Checkpointer(folder, keep=2) as checkpointer:
@@ -56,10 +56,10 @@ def trained(fitted, folder, source, *more, factor: float | None = 4.0, most=3, f
             spikes.start(start, record)
             about = lambda n: training.run_metadata(recipe={}, step=n, data={}, key=KEY, spikes=spikes.record())
             callbacks = [*more, spikes, training.Checkpoints(EVERY, checkpointer, about)]
-            taken = (source[spikes.batch_of(n)] for n in range(start, STEPS))
+            taken = (source[spikes.batch_number(n)] for n in range(start, STEPS))
             return training.train(step, state, taken, KEY, steps=STEPS, start=start, callbacks=callbacks)
 
-    return spikes.past(stretch, noted.append), spikes, noted
+    return spikes.retry(stretch, noted.append), spikes, noted
 
 
 def without(fitted, *left_out: int):
@@ -71,15 +71,15 @@ def without(fitted, *left_out: int):
 
 def test_the_run_goes_back_and_leaves_out_the_batches_since(fitted, tmp_path):
     run, spikes, noted = trained(fitted, tmp_path, batches(7))
-    assert spikes.left_out == ((6, 7),)  # the spike is in step 8, and the checkpoint of step 6
+    assert spikes.skipped_batches == ((6, 7),)  # the spike is in step 8, and the checkpoint of step 6
     assert len(noted) == 1 and noted[0].startswith("step 8: the loss is") and "above 4 times" in noted[0]
     assert run.step == STEPS and int(run.state.step) == STEPS
     assert_same_bits(run.state, without(fitted, 6, 7))
     saved = training.Checkpointer(tmp_path).metadata()["spikes"]
     assert saved["left_out"] == [[6, 7]] and len(saved["losses"]) == 4
     # The controls: without a spike nothing is left out, and where none is watched for it goes by.
-    assert trained(fitted, tmp_path / "quiet", batches())[1].left_out == ()
-    assert trained(fitted, tmp_path / "unwatched", batches(7), factor=None)[1].left_out == ()
+    assert trained(fitted, tmp_path / "quiet", batches())[1].skipped_batches == ()
+    assert trained(fitted, tmp_path / "unwatched", batches(7), factor=None)[1].skipped_batches == ()
 
 
 # Killed before the spike, on the way again to it, just before a checkpoint keeps what was left out, and after.
@@ -88,12 +88,12 @@ def test_the_run_goes_back_and_leaves_out_the_batches_since(fitted, tmp_path):
 def test_a_run_that_is_killed_leaves_out_the_same(step, times, fitted, tmp_path):
     source = batches(7, 11)
     straight, spikes, _ = trained(fitted, tmp_path / "straight", source)
-    assert spikes.left_out == ((6, 7), (11, 11))
+    assert spikes.skipped_batches == ((6, 7), (11, 11))
     assert_same_bits(straight.state, without(fitted, 6, 7, 11))
     with pytest.raises(KeyboardInterrupt):
         trained(fitted, tmp_path / "killed", source, Kill(step, times))
     again, spikes, _ = trained(fitted, tmp_path / "killed", source)
-    assert spikes.left_out == ((6, 7), (11, 11))
+    assert spikes.skipped_batches == ((6, 7), (11, 11))
     assert_same_bits(again.state, straight.state)
 
 
@@ -107,7 +107,7 @@ def test_the_record_is_what_a_run_goes_on_by(fitted, tmp_path):
 
 
 def test_a_run_goes_back_so_often_and_no_more(fitted, tmp_path):
-    of = training.Spikes
+    of = training.LossSpikes
     with pytest.raises(training.LossSpikeError, match=r"^step 8: .* gone back 1 of at most 1 times"):
         trained(fitted, tmp_path, batches(7, 9), most=1)
     for make in (lambda: of(1.0), lambda: of(2.0, window=0), lambda: of(2.0, most=0)):

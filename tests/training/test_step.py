@@ -154,8 +154,8 @@ def test_runs_of_any_length_share_a_program_compiled_from_shapes(quadratic):
 
     def step_of(name, *lengths, peak=0.1):
         starts = [0, *lengths[:-1]]
-        stretches = [training.Stretch(start, steps, 1, "rewarm") for start, steps in zip(starts, lengths)]
-        rate = training.stretched_rates(name, stretches, peak=peak)
+        phases = [training.SchedulePhase(start, steps, 1, "rewarm") for start, steps in zip(starts, lengths)]
+        rate = training.phase_rates(name, phases, peak=peak)
         return training.make_step(of_batch, training.optimizer("adamw", make(), rate=rate))
 
     first = training.init_state(make(), training.optimizer("adamw", make(), rate=0.1))

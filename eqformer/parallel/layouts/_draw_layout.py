@@ -197,10 +197,10 @@ INK, FAINT, BAR, FIRST_DEVICE, OTHER_DEVICES = "#1d2733", "#7b8794", "#c9ced5", 
 ROW_HEIGHT, HEADING_HEIGHT, FOOTING_HEIGHT, LEAST_WIDTH = 0.5, 1.25, 0.55, 15.0
 LETTER_WIDTH = 0.0885
 BOXES_WIDTH, BARS_WIDTH = 3.6, 3.0
-CALL = "picture_layout(model, specs, mesh, path)"
+CALL = "plot_layout(model, specs, mesh, path)"
 
 
-def picture_layout(model: PyTree, specs: PyTree, mesh: Mesh, path: str | Path) -> None:
+def plot_layout(model: PyTree, specs: PyTree, mesh: Mesh, path: str | Path) -> None:
     """Write a PNG with a row an array: its dims, those that are split in their axis's color; its pieces; its bytes.
 
     A box is cut into the pieces that devices hold, with the devices' numbers inside and gaps in the colors of the

@@ -50,7 +50,7 @@ def draw_timeline(
     return "\n".join([_title(simulation, timing), *drawn])
 
 
-def picture_timeline(
+def plot_timeline(
     schedules: Schedule | Sequence[Schedule],
     path: str | Path,
     *,
@@ -72,7 +72,7 @@ def picture_timeline(
         weight: The time of a weight entry.
         clock: `"lock_step"`, in which a tick lasts as long as its longest device, or `"asynchronous"`.
     """
-    figures = load_extra("matplotlib.figure", extra="train", call="picture_timeline(schedules, path)")
+    figures = load_extra("matplotlib.figure", extra="train", call="plot_timeline(schedules, path)")
     schedule_list = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     simulations = [simulate(schedule, forward=forward, backward=backward, weight=weight) for schedule in schedule_list]
     longest = max(getattr(simulation, clock).total for simulation in simulations)
@@ -142,7 +142,7 @@ def _plot_schedule(axes: Any, simulation: Simulation, timing: Timing, longest: f
 
 
 def _draw_legend(figure: Any, schedules: list[Schedule], y: float) -> None:
-    patches = load_extra("matplotlib.patches", extra="train", call="picture_timeline(schedules, path)")
+    patches = load_extra("matplotlib.patches", extra="train", call="plot_timeline(schedules, path)")
     kinds = 3 if any(schedule.is_split for schedule in schedules) else 2
     handles = [patches.Patch(color=COLORS[kind][0], label=LABELS[kind]) for kind in range(kinds)]
     handles.append(patches.Patch(color=IDLE_COLOR, label="idle"))

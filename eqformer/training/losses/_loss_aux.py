@@ -12,29 +12,29 @@ from ...nn import aux_loss, aux_of
 from ...parallel import TENSOR, varying_axes
 
 
-LossFn = Callable[..., Any]  # (model, batch, key) -> (sum, count or Tally)
+LossFn = Callable[..., Any]  # (model, batch, key) -> (sum, count or LossAux)
 
 
-class Tally(eqx.Module):
+class LossAux(eqx.Module):
     """The weight of a loss's tokens, and the `Aux` of routed layers; both add up over microbatches and devices."""
 
     count: Float[Array, ""]
     aux: PyTree = None
 
 
-Count = Float[Array, ""] | Tally
+Count = Float[Array, ""] | LossAux
 
 
-def tallied(total: Float[Array, ""], count: Float[Array, ""], aux: PyTree) -> tuple[Float[Array, ""], Count]:
-    """A loss's sum and count with what routed layers, where there are any, add to it: their losses, and a `Tally`."""
+def add_aux_losses(total: Float[Array, ""], count: Float[Array, ""], aux: PyTree) -> tuple[Float[Array, ""], Count]:
+    """A loss's sum and count with what routed layers, where there are any, add to it: their losses, and a `LossAux`."""
     if not aux_of(aux):
         return total, count
-    return total + aux_loss(aux).astype(total.dtype), Tally(count, aux)
+    return total + aux_loss(aux).astype(total.dtype), LossAux(count, aux)
 
 
-def count_of(tally: Count) -> Float[Array, ""]:
-    """The weight of the tokens, from a loss that returns it alone or in a `Tally`."""
-    return tally.count if isinstance(tally, Tally) else tally
+def loss_count(tally: Count) -> Float[Array, ""]:
+    """The weight of the tokens, from a loss that returns it alone or in a `LossAux`."""
+    return tally.count if isinstance(tally, LossAux) else tally
 
 
 def routing_metrics(tally: Count) -> dict[str, Array]:
@@ -45,7 +45,7 @@ def routing_metrics(tally: Count) -> dict[str, Array]:
     busiest expert over the even load, minus 1, in the worst layer (MaxVio of arXiv:2408.15664). `expert_load`: each
     expert's share of its layer's choices, `routed_layers experts`; layers with fewer experts are padded with zeros.
     """
-    if not isinstance(tally, Tally) or not (found := aux_of(tally.aux)):
+    if not isinstance(tally, LossAux) or not (found := aux_of(tally.aux)):
         return {}
     count = tally.count.astype(jnp.float32)
     rows = lambda name: jnp.concatenate([getattr(aux, name).reshape(-1) for aux in found]).astype(jnp.float32)
@@ -66,7 +66,7 @@ def sum_and_count(found: Any, loss_fn: Callable[..., Any]) -> tuple[Float[Array,
     """What a loss gave: a sum and a count, which may be a number of Python's; a `ValueError` for anything else."""
     is_pair = isinstance(found, tuple | list) and len(found) == 2
     total, tally = cast(tuple[Any, Any], found if is_pair else (found, None))
-    count: Any = tally.count if isinstance(tally, Tally) else tally
+    count: Any = tally.count if isinstance(tally, LossAux) else tally
     shapes = [jnp.shape(x) for x in (total, count)] if is_pair else []
     if shapes != [(), ()]:
         given = f"two of shapes {shapes[0]} and {shapes[1]}" if is_pair else _described(found)
@@ -76,7 +76,7 @@ def sum_and_count(found: Any, loss_fn: Callable[..., Any]) -> tuple[Float[Array,
             "(sum, count)."
         )
     total = jnp.asarray(total)
-    if isinstance(tally, Tally):
+    if isinstance(tally, LossAux):
         return total, tally
     count = jnp.asarray(tally)
     return total, count if jnp.issubdtype(count.dtype, jnp.inexact) else count.astype(total.dtype)

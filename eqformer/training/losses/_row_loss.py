@@ -12,7 +12,7 @@ from ..._shapes import Batch
 from ...nn import Tokens
 from ...parallel import sum_rows, vary_like
 from ._cross_entropy import cross_entropy, nats_of_tokens, token_nats, Vocabulary, weighed
-from ._loss_aux import LossFn, tallied
+from ._loss_aux import add_aux_losses, LossFn
 from ._token_losses import batch_tokens
 
 
@@ -76,7 +76,7 @@ def row_loss(function: OfRows) -> LossFn:
         )
         # The gradient is that of the tokens here; of the value, each device that has a part of the row has its share.
         total = total + jax.lax.stop_gradient(value.astype(total.dtype) / devices - total)
-        return tallied(total, count / devices, aux)
+        return add_aux_losses(total, count / devices, aux)
 
     return loss_fn
 

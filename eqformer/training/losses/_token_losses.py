@@ -14,7 +14,7 @@ from ..._shapes import Batch
 from ...nn import in_float32, packed_in_order, positions_like, Source, token_keys, Tokens, with_source
 from ._chunked_logits import sum_over_chunks
 from ._cross_entropy import cast_tables_once, count_chunks, cross_entropy, token_nats, Vocabulary, weighed
-from ._loss_aux import tallied
+from ._loss_aux import add_aux_losses
 
 
 def check_next_token(model: nn.Transformer, *, seq: int) -> None:
@@ -33,7 +33,7 @@ def check_next_token(model: nn.Transformer, *, seq: int) -> None:
         if attends is not None and not attends.mask.is_causal:
             raise ValueError(
                 f"check_next_token(model): in {path} a token sees later ones, so nothing is learned by predicting the "
-                "next; train it on hidden ones, by eqformer.training.masked_batch(batch, ...)."
+                "next; train it on hidden ones, by eqformer.training.mask_tokens(batch, ...)."
             )
     if model.positions is not None and seq > (longest := model.positions.weight.shape[0]):
         raise ValueError(
@@ -75,7 +75,7 @@ def _tokens(positions: Any, segments: Any, keys: Any, shape: tuple[int, ...], do
 
 
 @checked
-def masked_batch(
+def mask_tokens(
     batch: Batch,
     key: Key[Array, ""],
     *,
@@ -106,11 +106,11 @@ def masked_batch(
     """
     if not 0 < rate <= 1 or min(hidden, replaced) < 0 or hidden + replaced > 1:
         raise ValueError(
-            f"masked_batch(rate={rate}, hidden={hidden}, replaced={replaced}): rate is a probability above 0, and the "
+            f"mask_tokens(rate={rate}, hidden={hidden}, replaced={replaced}): rate is a probability above 0, and the "
             "parts of the chosen add up to at most 1; give such numbers."
         )
     if not 0 <= mask_id < vocab:
-        raise ValueError(f"masked_batch(mask_id={mask_id}, vocab={vocab}): ids are from 0 to {vocab - 1}.")
+        raise ValueError(f"mask_tokens(mask_id={mask_id}, vocab={vocab}): ids are from 0 to {vocab - 1}.")
     ids = jnp.asarray(batch.ids)
     places = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
 
@@ -141,10 +141,10 @@ def next_token_loss(
 ) -> tuple[Float[Array, ""], Any]:
     """The sum over a batch of the nats of each target, and the weight of those tokens.
 
-    Targets are next tokens, as the loaders' are, or hidden ones (`masked_batch`).
+    Targets are next tokens, as the loaders' are, or hidden ones (`mask_tokens`).
 
     The auxiliary losses of routed layers (load balancing, z-loss of the router) are added to the sum, and the weight is
-    then a `Tally`, which holds the layers' `Aux` too.
+    then a `LossAux`, which holds the layers' `Aux` too.
 
     Args:
         model: Has `encode(ids, tokens) -> (hidden, cache, aux)` and `unembed(hidden) -> logits`.
@@ -160,7 +160,7 @@ def next_token_loss(
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
     nats = token_nats if vocabulary is None else vocabulary.nats
     total, count = cross_entropy(model.unembed, hidden, targets, weights, chunk=chunk, z_loss=z_loss, nats=nats)
-    return tallied(total, count, aux)
+    return add_aux_losses(total, count, aux)
 
 
 @checked

@@ -85,10 +85,10 @@ def rates(
     return RATES[name](peak, steps=steps, warmup=warmup, **given)
 
 
-def switched(first: Rates, after: Rates, *, at: int) -> Rates:
+def switch_rates(first: Rates, after: Rates, *, at: int) -> Rates:
     """`first(step)` for steps before `at`, `after(step)` from it on."""
     if at < 1:
-        raise ValueError(f"switched(at={at}): nothing comes before that step; pass at least 1, or `after` alone.")
+        raise ValueError(f"switch_rates(at={at}): nothing comes before that step; pass at least 1, or `after` alone.")
     return _Switched(first, after, at)
 
 
@@ -183,7 +183,7 @@ LONGEST_WARMUP = 50  # steps; the most that `default_warmup` takes
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
+class SchedulePhase:
     """The steps of a run from `start` on, and how their learning rates are made.
 
     `reshape`: the rates of a run of `steps` steps, as if that had been the number from the beginning. `rewarm`: those
@@ -201,38 +201,38 @@ def default_warmup(steps: int) -> int:
     return min(LONGEST_WARMUP, max(1, steps // 10), steps - 1)
 
 
-def stretched_rates(name: str, stretches: Sequence[Stretch], *, peak: float) -> Rates:
-    """The learning rate of each step of a run in stretches, by a name in `RATES`; raises as `rates` does."""
+def phase_rates(name: str, phases: Sequence[SchedulePhase], *, peak: float) -> Rates:
+    """The learning rate of each step of a run in phases, by a name in `RATES`; raises as `rates` does."""
     made: Rates | None = None
-    for stretch in stretches:
-        own = _own_rates(name, stretch, peak, made)
-        made = own if made is None else switched(made, own, at=stretch.start)
-    assert made is not None, "a run has a stretch"
+    for phase in phases:
+        own = _own_rates(name, phase, peak, made)
+        made = own if made is None else switch_rates(made, own, at=phase.start)
+    assert made is not None, "a run has a phase"
     return made
 
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """How a run in stretches may go on after `start` steps to `steps` steps.
+    """How a run in phases may go on after `start` steps to `steps` steps.
 
-    `longer` are the stretches of a run that was asked for `steps` steps from the beginning, and `smooth(step)` says
-    whether the rate of a step is the same in the run so far. `ways` are the stretches by each name in `WAYS` for which
+    `longer` are the phases of a run that was asked for `steps` steps from the beginning, and `smooth(step)` says
+    whether the rate of a step is the same in the run so far. `ways` are the phases by each name in `WAYS` for which
     there are rates: a warmup may not be as long as what is left.
     """
 
-    longer: list[Stretch]
-    ways: dict[str, list[Stretch]]
+    longer: list[SchedulePhase]
+    ways: dict[str, list[SchedulePhase]]
     smooth: Callable[[int], bool]
 
 
-def continuation(
-    name: str, so_far: Sequence[Stretch], *, peak: float, start: int, steps: int, warmup: int | None = None
+def continue_phases(
+    name: str, so_far: Sequence[SchedulePhase], *, peak: float, start: int, steps: int, warmup: int | None = None
 ) -> Continuation:
-    """How a run in stretches may go on to another number of steps.
+    """How a run in phases may go on to another number of steps.
 
     Args:
         name: The name of its rates in `RATES`.
-        so_far: Its stretches.
+        so_far: Its phases.
         peak: The largest rate.
         start: The steps that it has taken.
         steps: Those that it is to have.
@@ -240,9 +240,9 @@ def continuation(
     """
     rewarm = default_warmup(steps - start) if warmup is None else warmup
     warmups = {"hold": so_far[0].warmup, "rewarm": rewarm, "reshape": so_far[0].warmup}
-    ways = {how: [*so_far, Stretch(start, steps, warmups[how], how)] for how in WAYS}
+    ways = {how: [*so_far, SchedulePhase(start, steps, warmups[how], how)] for how in WAYS}
     longer = [*so_far[:-1], dataclasses.replace(so_far[-1], steps=steps)]
-    before, after = stretched_rates(name, so_far, peak=peak), _possible(name, longer, peak)
+    before, after = phase_rates(name, so_far, peak=peak), _possible(name, longer, peak)
 
     def smooth(step: int) -> bool:
         return after is not None and math.isclose(float(before(step)), float(after(step)), rel_tol=1e-5)
@@ -251,17 +251,17 @@ def continuation(
     return Continuation(longer, possible, smooth)
 
 
-def _possible(name: str, stretches: Sequence[Stretch], peak: float) -> Rates | None:
+def _possible(name: str, phases: Sequence[SchedulePhase], peak: float) -> Rates | None:
     with suppress(ValueError):
-        return stretched_rates(name, stretches, peak=peak)
+        return phase_rates(name, phases, peak=peak)
     return None
 
 
-def _own_rates(name: str, stretch: Stretch, peak: float, before: Rates | None) -> Rates:
-    """The learning rate of each step of one stretch, as a function of the run's step."""
-    if stretch.how == "hold":
+def _own_rates(name: str, phase: SchedulePhase, peak: float, before: Rates | None) -> Rates:
+    """The learning rate of each step of one phase, as a function of the run's step."""
+    if phase.how == "hold":
         assert before is not None, "a rate is held after others"
-        return constant(float(before(stretch.start - 1)))
-    shift = stretch.start if stretch.how == "rewarm" else 0
-    own = rates(name, peak=peak, steps=stretch.steps - shift, warmup=stretch.warmup)
+        return constant(float(before(phase.start - 1)))
+    shift = phase.start if phase.how == "rewarm" else 0
+    own = rates(name, peak=peak, steps=phase.steps - shift, warmup=phase.warmup)
     return later(own, shift) if shift else own

@@ -6,12 +6,12 @@ from pathlib import Path
 from .._extra import load_extra
 
 
-def picture_costs(held: Mapping[str, int], memory: int, seconds: Mapping[str, float], path: str | Path) -> None:
+def plot_costs(held: Mapping[str, int], memory: int, seconds: Mapping[str, float], path: str | Path) -> None:
     """A PNG of the bytes of a device by cause, against the `memory` that it has, and of a step's seconds by cause.
 
     They are a `Forecast`'s `held` and `time.by_cause`. Needs matplotlib.
     """
-    figures = load_extra("matplotlib.figure", extra="train", call="picture_costs(held, memory, seconds, path)")
+    figures = load_extra("matplotlib.figure", extra="train", call="plot_costs(held, memory, seconds, path)")
     figure = figures.Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
     left, right = figure.subplots(1, 2)
     for axes, found, scale, label in ((left, held, 1e-9, "GB a device"), (right, seconds, 1.0, "seconds a step")):
