@@ -40,7 +40,7 @@ def test_the_likeliest_text_is_that_of_transformers(name, tmp_path):
     assert generation.generate(model, [prompts[1], prompts[0][:-1]], **GREEDY).ids[0].tolist() == want[1]
     assert generation.generate(model, [prompts[1][:-1]], **GREEDY).ids[0].tolist() != want[1]
     assert list(generation.stream(model, prompts[1], **GREEDY)) == want[1][1:]
-    with pytest.raises(ValueError, match="the model has an encoder, and no draft is made for one; leave the draft out"):
+    with pytest.raises(ValueError, match="the model has an encoder, and no draft supports one; leave the draft out"):
         generation.generate(model, prompts, draft=model, **GREEDY)
 
 
