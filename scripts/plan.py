@@ -1,14 +1,28 @@
-"""What a run will be on accelerators that are not here: `python scripts/plan.py --recipe NAME --topology v5e:16x16`."""
+"""Report what a run holds, sends and takes, before anything runs: `python scripts/plan.py --topology v5e:16x16`."""
 
+import math
 import sys
+from collections.abc import Sequence
 
 from support import environment
+from support.flags import given
+
+
+def prepare(arguments: Sequence[str]) -> None:
+    """Prepare JAX for a command line: nothing runs, so one device will do, but for `--compile` and `--picture`.
+
+    Without a topology these need as many simulated devices as the mesh has.
+    """
+    flags = given(arguments)
+    words = [words[0] for flag, words in flags.items() if flag.startswith("--mesh.") and words]
+    needs_mesh = flags.keys() & {"--compile", "--picture"} and "--topology" not in flags
+    devices = math.prod(int(word) for word in words if word.isdecimal()) if needs_mesh else 1
+    simulate = [] if environment.simulated(flags) else ["--simulate", str(max(1, devices))]
+    environment.prepare([*arguments, *simulate], compilers=True, gradients="--decode" not in flags)
 
 
 if __name__ == "__main__":
-    # Nothing runs, so JAX needs no accelerator of its own.
-    is_training = "--decode" not in sys.argv
-    environment.prepare([*sys.argv, "--simulate", "1"], compilers=True, gradients=is_training)
+    prepare(sys.argv)
 
 import dataclasses
 import functools
@@ -28,93 +42,95 @@ from support.kernel_report import decode_lines, kernel_lines
 from support.mesh import abstract_plan, check_plan, choices, flags, in_flags, plan_of, recipe_under, state_of, step_of
 from support.multiplying import products_line
 from support.nearest import looking, nearest
+from support.processes import check_machine, Machine
 from support.screen import Screen
 from support.setup import batch_shapes, optimizer_of
 from support.user_folder import delete_oldest, user_folder
 
 from eqformer import generation, models, nn, parallel, planning
-from eqformer.planning import Compilation, gigabytes, missing_compiler
-from eqformer.training import PlannedState
+from eqformer.parallel import CONTEXT, TENSOR
+from eqformer.planning import Compilation, gigabytes, missing_compiler, Topology
+from eqformer.program import CompiledCosts, read_compiled
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """Tell what a run will hold, send and take on accelerators that are not here: give the flags of pretrain.py.
+    """Report what a run holds, sends and takes, before anything runs: give the flags of pretrain.py.
 
-    First by formulas from shapes; then, where the accelerators' compiler is installed, by the recipe's real step as it
-    compiles for them. Nothing runs, so a pod can be examined on any machine.
+    Prints the sharding of each parameter, the bytes that a device holds and sends by formulas, and a pipeline's
+    timeline. With --topology also the time of a step and which kernels run and, where the accelerators' compiler is
+    installed, the same of the recipe's real step as it compiles for them. Nothing runs, so a mesh of any size can be
+    examined on any machine.
     """
 
     recipe: str
-    """The recipe to start from, or a preset of eqformer.models: --recipe llama-3-8b."""
+    """A recipe, or a preset of eqformer.models; such as --recipe llama-3-8b."""
     run: Annotated[Recipe, tyro.conf.arg(name="")]
+    machine: Annotated[Machine, tyro.conf.arg(name="")] = Machine()
     topology: str | None = None
-    """Accelerators such as v5e:16x16 or tpu7x:4x4x4; or GPUs, as those of a machine x machines, h100:8x4."""
+    """Accelerators, such as v5e:16x16 or h100:8; tpu7x:4x4x4 are chips, and h100:8x4 GPUs of a machine x machines."""
+    memory: str | None = None
+    """Memory of a device without --topology; such as 80GB: whether the plan fits and, if not, which others do."""
     decode: bool = False
-    """Tell of decoding one token of --batch rows with caches of --seq tokens, not of training."""
+    """Plan decoding, not training; one token of each of --batch rows, whose caches have --seq tokens."""
     cache_dtype: str | None = None
-    """What caches of --decode are kept in; such as bfloat16, int8 or fp8, and the compute dtype by default."""
+    """Dtype of the caches of --decode; such as bfloat16, int8 or fp8; the compute dtype by default."""
     weights: Literal["decoded", "kept"] = "decoded"
-    """Whether --decode counts weights that --model FOLDER holds in fewer bits as decoded, or kept so."""
+    """Whether --decode decodes quantized weights; those that --model FOLDER holds in fewer bits, or keeps them so."""
     search: bool = False
-    """Rank meshes over all devices by the time of a step: at once by formulas, then by traced and compiled plans."""
+    """Rank all meshes by the time of a step; at once by formulas, then by traced and compiled plans."""
     formulas: bool = False
     """Compile nothing."""
+    compile: bool = False
+    """Compile for simulated devices; without --topology, whose own compiler is used where it is installed."""
     json: bool = False
     """Print JSON."""
     picture: Path | None = None
-    """Draw memory by cause and time by cause to this PNG."""
+    """Draw to this PNG; memory and time by cause or, without --topology, the layout (and NAME-timeline.png)."""
     run_dir: Path | None = None
     """Accepted, since pretrain.py has it, and ignored."""
     trust_recipe: bool = False
     """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
-OFFERED, COMPILED = 5, 2  # the most meshes that a search lists, and that it compiles unless none of these fits
-KEPT = 2**26  # the bytes of what is kept of compiled programs
+SEARCH_LIMIT = 5  # The most meshes that a search lists.
+COMPILED_AT_ONCE = 2  # Meshes that a search compiles, and further ones only while none of these fits.
+KEPT_BYTES = 2**26  # The most bytes of figures of compiled programs that are kept.
 
 
-def tell(command: Command) -> None:
-    """Print what is asked for."""
+def report(command: Command) -> None:
+    """Print the report, or the ranking of a search."""
+    check_machine(command.machine)
     _check_flags(command)
-    recipe, topology = command.run, _topology(command)
+    recipe, target = command.run, target_of(command)
     model = check(recipe, trains=not command.decode)
     if command.search:
-        states = state_of(recipe, abstract_plan(recipe), optimizer_of(recipe, model), model)
-        search(command, states, model, topology)
+        assert isinstance(target, Topology)
+        search(command, model, target)
         return
-    plan = planning.for_platform(abstract_plan(recipe), topology.accelerator.platform)
-    in_flags(recipe, lambda: topology.speeds(plan.mesh), f"--topology {topology}")
-    run = decoding(command, model, topology) if command.decode else training(recipe, model, topology)
+    step = decode_step(command, model, target) if command.decode else training_step(recipe, model, target)
     if not command.json:
-        print(_by_formulas(command, model, topology, plan, run.found), end="\n\n", flush=True)
-    made = None if command.formulas or missing_compiler(topology) else compiled(run, recipe, topology)
+        print(_formula_report(command, model, step.forecast), end="\n\n", flush=True)
+    compilation = program = None
+    if isinstance(target, Topology):
+        if not command.formulas and not missing_compiler(target):
+            compilation = compile_for(step, recipe, target)
+    elif command.compile:  # The devices are simulated, so the program is a CPU's.
+        plan = plan_of(recipe, jax.devices())
+        program = read_compiled(compile_step(recipe, plan, model), plan.mesh)
     if command.json:
-        row = {"recipe": command.recipe, "flags": flags(recipe)} | run.found.as_dict()
-        print(json.dumps(row | {"compiled": made and made.as_dict()}, indent=1))
+        row = {"recipe": command.recipe, "flags": flags(recipe)} | step.forecast.as_dict()
+        compiled = compilation or program
+        print(json.dumps(row | {"compiled": compiled and compiled.as_dict()}, indent=1))
     else:
-        print(_unsaid(topology) if made is None else planning.compilation_table(made, run.found), flush=True)
-        if run.found.missing if made is None else not made.fits(topology.accelerator.memory):
+        _print_compiled(target, step.forecast, compilation, program)
+        memory = step.forecast.memory
+        if step.forecast.missing if compilation is None or memory is None else not compilation.fits(memory):
             with looking() as progress:
-                others = run.instead(progress)
-            print(others)
+                alternatives = step.find_alternatives(progress)
+            print(alternatives)
     if command.picture is not None:
-        planning.plot_costs(run.found.held, topology.accelerator.memory, run.found.time.by_cause, command.picture)
-
-
-def _by_formulas(
-    command: Command, model: nn.Transformer, topology: planning.Topology, plan: parallel.Plan, found: planning.Forecast
-) -> str:
-    """Format what runs where, and what formulas say of a step."""
-    recipe, accelerator = command.run, topology.accelerator
-    if command.decode:
-        lines = decode_lines(recipe, model, accelerator.platform, command.cache_dtype)
-    else:
-        lines = [*kernel_lines(recipe, model, accelerator.platform), products_line(recipe, model, accelerator.name)]
-    ways = "\n".join(filter(None, lines))
-    summary = parallel.summary(plan, model, rows=recipe.batch, seq=1 if command.decode else recipe.seq)
-    table = planning.forecast_table(found)
-    return f"{topology}; {summary}; {found.parameters:,} parameters\n{ways}\n\nby formulas:\n{table}"
+        _draw(command.picture, recipe, model, step.forecast)
 
 
 def _check_flags(command: Command) -> None:
@@ -130,128 +146,245 @@ def _check_flags(command: Command) -> None:
         )
     for flag, value in (("--picture", command.picture), ("--decode", command.decode or None)):
         if command.search and value is not None:
-            given = f"{flag} {value}" if flag == "--picture" else flag
+            words = f"{flag} {value}" if flag == "--picture" else flag
             raise ValueError(
-                f"--search {given}: a search ranks meshes of training as text or JSON; leave --search out and give the "
+                f"--search {words}: a search ranks meshes of training as text or JSON; leave --search out and give the "
                 "mesh that is meant."
             )
+    if command.topology is not None and command.memory is not None:
+        raise ValueError(
+            f"--topology {command.topology} --memory {command.memory}: the topology says what memory a device has; "
+            "leave one of them out."
+        )
+    if command.topology is not None and command.compile:
+        raise ValueError(
+            f"--topology {command.topology} --compile: a step is compiled for the topology where its compiler is "
+            "installed; leave out --compile, or --topology to compile for simulated devices."
+        )
 
 
-def _topology(command: Command) -> planning.Topology:
-    """The accelerators that are asked for, or those that the recipe was written for."""
-    if command.topology is None and command.recipe not in LARGE:
+def target_of(command: Command) -> planning.Target:
+    """Return the topology that is asked for or that the recipe was written for, or else a device's memory."""
+    if command.topology is not None:
+        return planning.topology(command.topology)
+    if command.recipe in LARGE and command.memory is None and not command.compile:
+        return planning.topology(LARGE[command.recipe][0])
+    if command.search or command.decode:
         raise ValueError("--topology is missing: say which accelerators to plan for, such as --topology v5e:16x16.")
-    return planning.topology(command.topology or LARGE[command.recipe][0])
+    return planning.DeviceMemory(None if command.memory is None else planning.parse_bytes(command.memory))
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """What is reported: its formulas, how it is lowered under a plan, and the plans that would do in its place."""
+class PlannedStep:
+    """A step to report: its forecast, how it is lowered under a plan, and the search for other plans that fit."""
 
-    found: planning.Forecast
+    forecast: planning.Forecast
     lower: Callable[[parallel.Plan], jax.stages.Lowered]
-    instead: Callable[[planning.Progress], str]
+    find_alternatives: Callable[[planning.Progress], str]
 
 
-def training(recipe: Recipe, model: nn.Transformer, topology: planning.Topology) -> Run:
-    """A training step."""
+def training_step(recipe: Recipe, model: nn.Transformer, target: planning.Target) -> PlannedStep:
+    """Return the recipe's training step."""
     plan, optimizer, batch = abstract_plan(recipe), optimizer_of(recipe, model), batch_shapes(recipe)
+    if isinstance(target, Topology):
+        in_flags(recipe, lambda: target.speeds(plan.mesh), f"--topology {target}")
     check_plan(recipe, plan, model)
     states = state_of(recipe, plan, optimizer, model)
+    forecast = planning.forecast(states, model, batch, target)
 
     def lower(plan: parallel.Plan) -> jax.stages.Lowered:
         return planning.lowered_step(states.with_plan(plan), step_of(recipe, plan, optimizer), batch)
 
-    def instead(progress: planning.Progress) -> str:
-        others = planning.best_plans(states, model, batch, topology, progress=progress)
-        one = topology.accelerator
-        near = nearest(recipe, one.memory, one.platform, 3 - len(others))
-        lines = [planning.proposals(others, functools.partial(choices, recipe)), *["on the same mesh by"] * bool(near)]
-        return "\n".join([*lines, *map(str, near)])
+    def find_alternatives(progress: planning.Progress) -> str:
+        found = planning.search_plans(states, model, batch, target, progress=progress)
+        assert forecast.memory is not None
+        near = nearest(recipe, forecast.memory, forecast.platform, 3 - len(found.proposals))
+        lines = [planning.format_search(found, functools.partial(choices, recipe))]
+        return "\n".join([*lines, *["on the same mesh by"] * bool(near), *map(str, near)])
 
-    return Run(planning.forecast(states, model, batch, topology), lower, instead)
+    return PlannedStep(forecast, lower, find_alternatives)
 
 
-def decoding(command: Command, model: nn.Transformer, topology: planning.Topology) -> Run:
-    """A step that writes a token of each row, with parameters in the dtype that they are computed in."""
-    recipe = command.run
-    compute = recipe.precision.compute
+def decode_step(command: Command, model: nn.Transformer, topology: planning.Target) -> PlannedStep:
+    """Return a step that writes a token of each row, with parameters in the dtype that they are computed in."""
+    assert isinstance(topology, Topology)
+    recipe, compute = command.run, command.run.precision.compute
+    plan = abstract_plan(recipe)
+    in_flags(recipe, lambda: topology.speeds(plan.mesh), f"--topology {topology}")
     if command.weights == "kept":
         assert recipe.published is not None
-        whole = models.load_shapes(recipe.published, dtype=compute, weights=command.weights)
+        stacked = models.load_shapes(recipe.published, dtype=compute, weights=command.weights)
     else:
-        whole = eqx.filter_eval_shape(nn.Precision(compute, compute).apply, model)
-    model = whole
+        stacked = eqx.filter_eval_shape(nn.Precision(compute, compute).apply, model)
+    model = stacked
     if recipe.mesh.pipe == 1:
-        chip = topology.accelerator
+        accelerator = topology.accelerator
         split = recipe.mesh.tensor * recipe.mesh.fsdp
-        model = eqx.filter_eval_shape(generation.unstack_for_platform, model, chip.platform, chip.name, split)
+        model = eqx.filter_eval_shape(
+            generation.unstack_for_platform, model, accelerator.platform, accelerator.name, split
+        )
     sizes: dict[str, Any] = {"rows": recipe.batch, "capacity": recipe.seq, "cache_dtype": command.cache_dtype}
-    found = planning.decode_forecast(abstract_plan(recipe), model, topology, **sizes)
 
-    def spelled(one: planning.Served) -> str:
-        mesh = dataclasses.replace(recipe, mesh=RecipeMesh(**parallel.axis_sizes(one.plan.mesh)))
-        words = [flags(mesh), f"--batch {one.rows}" * (one.rows != recipe.batch)]
-        words.append(f"--cache-dtype {one.cache_dtype}" if one.cache_dtype else "")
+    def format_plan(found: planning.DecodePlan) -> str:
+        mesh = dataclasses.replace(recipe, mesh=RecipeMesh(**parallel.axis_sizes(found.plan.mesh)))
+        words = [flags(mesh), f"--batch {found.rows}" * (found.rows != recipe.batch)]
+        words.append(f"--cache-dtype {found.cache_dtype}" if found.cache_dtype else "")
         return " ".join(filter(None, words)) or "one device"
 
-    others = functools.partial(planning.best_decodes, abstract_plan(recipe), whole, topology, **sizes)
-    instead = lambda progress: planning.servings(others(progress=progress), spelled)
-    return Run(found, lambda plan: planning.lowered_decode(plan, model, **sizes), instead)
+    def find_alternatives(progress: planning.Progress) -> str:
+        plans = planning.search_decode_plans(plan, stacked, topology, **sizes, progress=progress)
+        return planning.format_decode_plans(plans, format_plan)
+
+    return PlannedStep(
+        planning.decode_forecast(plan, model, topology, **sizes),
+        lambda plan: planning.lowered_decode(plan, model, **sizes),
+        find_alternatives,
+    )
 
 
-def compiled(run: Run, recipe: Recipe, topology: planning.Topology, which: str = "") -> Compilation:
-    """Compile a run's program for a topology's devices; what is known of it is kept for the user's next look."""
+def _formula_report(command: Command, model: nn.Transformer, forecast: planning.Forecast) -> str:
+    """Return the report on what runs where and what formulas say of a step."""
+    recipe, target = command.run, forecast.target
+    plan = planning.for_platform(abstract_plan(recipe), forecast.platform)
+    summary = parallel.summary(plan, model, rows=recipe.batch, seq=1 if command.decode else recipe.seq)
+    heading = [str(target)] if isinstance(target, Topology) else []
+    parts = ["; ".join([*heading, summary, f"{forecast.parameters:,} parameters"])]
+    if isinstance(target, Topology):
+        platform, name = target.accelerator.platform, target.accelerator.name
+        if command.decode:
+            parts += decode_lines(recipe, model, platform, command.cache_dtype)
+        else:
+            parts += [*kernel_lines(recipe, model, platform), products_line(recipe, model, name)]
+    parts = [part for part in parts if part]
+    if not command.decode:
+        shapes = plan.shapes(model)
+        table = parallel.layout_table(shapes, plan.parameter_specs(shapes), plan.mesh)
+        parts += ["", table.partition("\n")[2], *replicated_lines(plan, shapes)]
+    parts += ["", "by formulas:", planning.forecast_table(forecast)]
+    if not command.decode:
+        parts += _training_lines(recipe, plan, forecast)
+    return "\n".join(parts)
+
+
+def replicated_lines(plan: parallel.Plan, model: nn.Transformer) -> list[str]:
+    """Return a line on the layers that every device of the tensor axis computes whole; none where there are none."""
+    layers = parallel.replicated_layers(model) if plan.size(TENSOR) > 1 else []
+    if not layers:
+        return []
+    paths = ", ".join(path for path, _ in layers)
+    return [f"computed whole by every device of {TENSOR}, as they name nothing to split: {paths}"]
+
+
+def _training_lines(recipe: Recipe, plan: parallel.Plan, forecast: planning.Forecast) -> list[str]:
+    pieces = math.prod(plan.size(axis) for axis in parallel.BATCH_AXES) * plan.microbatches
+    tokens = f"{recipe.batch // pieces} rows of {recipe.seq // plan.size(CONTEXT)} tokens"
+    lines = [f"a microbatch on a device is {tokens}"]
+    if forecast.sent and recipe.optimizer.name == "muon":
+        lines.append("Muon's products of whole matrices send more, as XLA parts them: a compiled step counts all")
+    if plan.is_pipelined:
+        lines += ["", "timeline, a backward as long as two forwards", parallel.draw_timeline(plan.timetable())]
+    return lines
+
+
+def compile_for(step: PlannedStep, recipe: Recipe, topology: Topology, number: str = "") -> Compilation:
+    """Compile a step for a topology's devices; its figures are kept for the user's next look."""
     plan, folder = plan_of(recipe, planning.devices_of(topology)), user_folder("plans")
     assert isinstance(plan.mesh, Mesh)
-    with Screen(errors=True).working(f"compiling{which} for {topology}; a compiler takes 5 s to some minutes"):
-        made = planning.compilation_of(run.lower(plan), topology, plan.mesh, folder)
+    with Screen(errors=True).working(f"compiling{number} for {topology}; a compiler takes 5 s to some minutes"):
+        compilation = planning.compilation_of(step.lower(plan), topology, plan.mesh, folder)
     if folder is not None:
-        delete_oldest(folder, KEPT)
-    return made
+        delete_oldest(folder, KEPT_BYTES)
+    return compilation
 
 
-def search(command: Command, states: PlannedState, model: nn.Transformer, topology: planning.Topology) -> None:
+def compile_step(recipe: Recipe, plan: parallel.Plan, model: nn.Transformer, **options: Any) -> jax.stages.Compiled:
+    """Compile the recipe's step from shapes, with XLA's `options`."""
+    optimizer = optimizer_of(recipe, model)
+    states = state_of(recipe, plan, optimizer, model)
+    lowered = planning.lowered_step(states, step_of(recipe, plan, optimizer), batch_shapes(recipe))
+    return lowered.compile(compiler_options=options)
+
+
+def _print_compiled(
+    target: planning.Target,
+    forecast: planning.Forecast,
+    compilation: Compilation | None,
+    program: CompiledCosts | None,
+) -> None:
+    """Print what compilers made of a step, or why there is none."""
+    if compilation is not None:
+        print(planning.compilation_table(compilation, forecast), flush=True)
+    elif isinstance(target, Topology):
+        print(_why_not_compiled(target), flush=True)
+    if program is not None:
+        state, temporary = program.argument, program.temporary
+        print(f"compiled: {state:,} bytes of state and batch, {temporary:,} bytes of temporaries a device")
+        print(planning.communication_table(program.transfers, names=parallel.COLLECTIVES), end="\n\n")
+
+
+def _why_not_compiled(topology: Topology) -> str:
+    return missing_compiler(topology) or "nothing is compiled, as --formulas says"
+
+
+def _draw(path: Path, recipe: Recipe, model: nn.Transformer, forecast: planning.Forecast) -> None:
+    """Draw the costs of a step over a topology, or else the layout and a pipeline's timeline."""
+    if forecast.roofline is not None and forecast.memory is not None:
+        planning.plot_costs(forecast.held, forecast.memory, forecast.time.by_cause, path)
+        return
+    plan = plan_of(recipe, jax.devices())
+    assert isinstance(plan.mesh, Mesh)
+    model = plan.shapes(model)
+    parallel.plot_layout(model, plan.parameter_specs(model), plan.mesh, path)
+    print(f"drawn: {path}", file=sys.stderr)
+    if plan.is_pipelined:
+        timeline = path.with_name(f"{path.stem}-timeline.png")
+        parallel.plot_timeline(plan.timetable(), timeline)
+        print(f"drawn: {timeline}", file=sys.stderr)
+
+
+def search(command: Command, model: nn.Transformer, topology: Topology) -> None:
     """Print the meshes that fit and take the least time: by shapes at once, by formulas, and as compilers answer."""
-    recipe, spelled = command.run, functools.partial(choices, command.run)
-    memory = topology.accelerator.memory
+    recipe, format_plan = command.run, functools.partial(choices, command.run)
+    memory, batch = topology.accelerator.memory, batch_shapes(recipe)
+    states = state_of(recipe, abstract_plan(recipe), optimizer_of(recipe, model), model)
     note = (lambda text: None) if command.json else functools.partial(print, flush=True)
 
-    def first(look: planning.FirstLook) -> None:
-        so_far = f", {look.compared} of {look.meshes} meshes so far" if look.compared < look.meshes else ""
-        nothing = [None] * len(look.proposals)
-        table = planning.ranking_table(look.proposals, nothing, spelled, memory)
+    def show_ranking(ranking: planning.ShapeRanking) -> None:
+        so_far = f", {ranking.compared} of {ranking.meshes} meshes so far" if ranking.compared < ranking.meshes else ""
+        not_compiled = [None] * len(ranking.proposals)
+        table = planning.ranking_table(ranking.proposals, not_compiled, format_plan, memory)
         note(f"{topology}, {topology.devices} devices, ranked by shapes alone{so_far}\n{table}\n")
 
     with looking() as progress:
-        shapes = batch_shapes(recipe)
-        offered = planning.best_plans(states, model, shapes, topology, most=OFFERED, progress=progress, first=first)
-    if not offered:
+        found = planning.search_plans(
+            states, model, batch, topology, limit=SEARCH_LIMIT, progress=progress, show_ranking=show_ranking
+        )
+    if not found.proposals:
         raise ValueError(
             f"--search --topology {topology}: no mesh was found that fits into {gigabytes(memory)} a device; take more "
             "devices, more --microbatches, a smaller --batch or --seq, or a smaller model."
         )
-    made: list[Compilation | None] = [None] * len(offered)
-    note(f"ranked by formulas\n{planning.ranking_table(offered, made, spelled, memory)}\n")
+    proposals = found.proposals
+    compilations: list[Compilation | None] = [None] * len(proposals)
+    note(f"ranked by formulas\n{planning.ranking_table(proposals, compilations, format_plan, memory)}\n")
     if not command.formulas and missing_compiler(topology) is None:
-        for number, one in enumerate(offered):
-            if number >= COMPILED and any(its is not None and its.fits(memory) for its in made):
+        for number, proposal in enumerate(proposals):
+            if number >= COMPILED_AT_ONCE and any(done is not None and done.fits(memory) for done in compilations):
                 break
-            own = recipe_under(recipe, one.candidate)
-            made[number] = compiled(training(own, one.candidate.model, topology), own, topology, f" plan {number + 1}")
-            note(f"{number + 1} compiled\n{planning.ranking_table(offered, made, spelled, memory)}\n")
+            variant = recipe_under(recipe, proposal.candidate)
+            step = training_step(variant, proposal.candidate.model, topology)
+            compilations[number] = compile_for(step, variant, topology, f" plan {number + 1}")
+            table = planning.ranking_table(proposals, compilations, format_plan, memory)
+            note(f"{number + 1} compiled\n{table}\n")
     if command.json:
-        rows = [{"flags": spelled(one.candidate)} | one.as_dict() for one in offered]
-        print(json.dumps([row | {"compiled": its and its.as_dict()} for row, its in zip(rows, made)], indent=1))
-    elif made[0] is None:
-        print(_unsaid(topology))
+        rows = [{"flags": format_plan(proposal.candidate)} | proposal.as_dict() for proposal in proposals]
+        pairs = zip(rows, compilations)
+        print(json.dumps([row | {"compiled": done and done.as_dict()} for row, done in pairs], indent=1))
+    elif compilations[0] is None:
+        print(_why_not_compiled(topology))
 
 
-def _unsaid(topology: planning.Topology) -> str:
-    return missing_compiler(topology) or "nothing is compiled, as --formulas says"
-
-
-main = entry(Command, tell, left_out=("the run",))  # whose flags change nothing in the report
+main = entry(Command, report, left_out=("the run",))  # whose flags change nothing in the report
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -33,22 +33,12 @@ from ._costs import (
     visible_keys as visible_keys,
 )
 from ._counted_bytes import communication_table as communication_table, counted_bytes as counted_bytes
-from ._decode_plans import best_decodes as best_decodes, Served as Served
-from ._fitting import (
-    abstract_mesh as abstract_mesh,
-    Candidate as Candidate,
-    every_mesh as every_mesh,
-    Fitting as Fitting,
-    fitting_plans as fitting_plans,
-    Progress as Progress,
-)
 from ._forecast import (
-    best_plans as best_plans,
     decode_forecast as decode_forecast,
-    FirstLook as FirstLook,
+    DeviceMemory as DeviceMemory,
     Forecast as Forecast,
     forecast as forecast,
-    Proposal as Proposal,
+    Target as Target,
 )
 from ._held_bytes import (
     activation_bytes as activation_bytes,
@@ -56,28 +46,37 @@ from ._held_bytes import (
     state_bytes as state_bytes,
     step_bytes as step_bytes,
 )
-from ._offers import (
-    bytes_of as bytes_of,
-    offers as offers,
-    proposals as proposals,
-    ranking_table as ranking_table,
-    servings as servings,
-)
 from ._peak import copy_bandwidth as copy_bandwidth, matmul_peak as matmul_peak, mesh_peak as mesh_peak
 from ._plot_costs import plot_costs as plot_costs
+from ._report import (
+    compilation_table as compilation_table,
+    forecast_table as forecast_table,
+    format_decode_plans as format_decode_plans,
+    format_search as format_search,
+    gigabytes as gigabytes,
+    held_table as held_table,
+    parse_bytes as parse_bytes,
+    ranking_table as ranking_table,
+    sent_table as sent_table,
+)
 from ._roofline import Roofline as Roofline, roofline as roofline
 from ._scatter_padding import scatter_padding as scatter_padding
+from ._search import (
+    abstract_mesh as abstract_mesh,
+    Candidate as Candidate,
+    DecodePlan as DecodePlan,
+    enumerate_meshes as enumerate_meshes,
+    PlanSearch as PlanSearch,
+    Progress as Progress,
+    Proposal as Proposal,
+    search_decode_plans as search_decode_plans,
+    search_plans as search_plans,
+    ShapeRanking as ShapeRanking,
+)
 from ._sent_bytes import (
     by_cause as by_cause,
     Sent as Sent,
     sent_bytes as sent_bytes,
-)
-from ._tables import (
-    compilation_table as compilation_table,
-    forecast_table as forecast_table,
-    gigabytes as gigabytes,
-    held_table as held_table,
-    sent_table as sent_table,
 )
 from ._temporary_bytes import StepBytes as StepBytes, temporary_bytes as temporary_bytes
 from ._verdict import judge_formula as judge_formula, Verdict as Verdict

@@ -1,7 +1,5 @@
 """What is said where a device's memory was too small for a run."""
 
-from typing import Any
-
 import jax
 from recipes import Recipe
 
@@ -37,9 +35,9 @@ def exhausted(error: BaseException, recipe: Recipe, model: nn.Transformer) -> st
     memory = min(there or step.total, step.total * 9 // 10)
     plans = []
     if plan.mesh.size > 1:
-        how: dict[str, Any] = {"platform": platform, "most": 1, "tries": _TRIES}
-        found = planning.fitting_plans(states, model, batch_shapes(recipe), memory, **how)
-        plans = [f"  {choices(recipe, one)}: {gigabytes(its.total)}" for one, its in found.offered]
+        target = planning.DeviceMemory(memory, platform)
+        search = planning.search_plans(states, model, batch_shapes(recipe), target, limit=1, max_traced=_TRIES)
+        plans = [f"  {choices(recipe, found.candidate)}: {gigabytes(found.held)}" for found in search.proposals]
     plans += map(str, nearest(recipe, memory, platform, 3 - len(plans)))
     lines += [f"by formulas it would hold no more than {gigabytes(memory)} with", *plans] if plans else [_none(memory)]
     return "\n".join(lines)

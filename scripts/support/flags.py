@@ -120,7 +120,7 @@ WORDS = {
     "FileTokenizer(": ("--text.tokenizer", "--model"),
     "files(": ("--data", "--text.mix"),
     "hub(": ("--text.hub", "--text.mix"),
-    "bytes_of(": ("--memory",),
+    "parse_bytes(": ("--memory",),
     "check_next_token(": ("--model", "--recipe"),
     "load(": ("--model",),
     "optimizer(": ("--optimizer.name",),

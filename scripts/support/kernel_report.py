@@ -12,7 +12,7 @@ from support.setup import batch_shapes
 # The flag that changes a reason, by words of the reason.
 _FLAGS = {
     "computes in": "--precision.compute bfloat16",
-    "multiple of": "another --seq",
+    "tokens, not": "another --seq",
     "documents a row": "--text.packing windows",
 }
 DECODING = (

@@ -41,17 +41,20 @@ def flags(recipe: Recipe) -> str:
     return " ".join(axes + [spelled(f"--{name.replace('_', '-')}", value) for name, value in chosen])
 
 
-def recipe_under(recipe: Recipe, one: planning.Candidate) -> Recipe:
+def recipe_under(recipe: Recipe, candidate: planning.Candidate) -> Recipe:
     """The recipe with a candidate's mesh and choices."""
-    execution = dataclasses.replace(recipe.execution, remat=one.remat)
-    mesh, plan = Mesh(**parallel.axis_sizes(one.plan.mesh)), dataclasses.replace(recipe.plan, zero=one.plan.zero)
+    execution = dataclasses.replace(recipe.execution, remat=candidate.remat)
+    mesh, plan = (
+        Mesh(**parallel.axis_sizes(candidate.plan.mesh)),
+        dataclasses.replace(recipe.plan, zero=candidate.plan.zero),
+    )
     return dataclasses.replace(recipe, mesh=mesh, plan=plan, execution=execution)
 
 
-def choices(recipe: Recipe, one: planning.Candidate) -> str:
+def choices(recipe: Recipe, candidate: planning.Candidate) -> str:
     """The candidate's choices, as flags."""
-    remat = [f"--execution.remat {one.remat}"] * (one.remat != recipe.execution.remat)
-    return " ".join(filter(None, [flags(recipe_under(recipe, one)), *remat])) or "one device"
+    remat = [f"--execution.remat {candidate.remat}"] * (candidate.remat != recipe.execution.remat)
+    return " ".join(filter(None, [flags(recipe_under(recipe, candidate)), *remat])) or "one device"
 
 
 def in_flags(recipe: Recipe, call: Callable[[], Any], *more: str) -> Any:

@@ -5,8 +5,8 @@ import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import layout
 import numpy as np
+import plan as plan_script
 import plan_controls as control
 import pytest
 from contract_cases import is_seen, named, of_plan, ROUNDING, STAGES, ZERO
@@ -145,12 +145,12 @@ def test_a_mixer_that_says_nothing_is_whole_on_every_device(case):
     assert differences(of_plan(case), of_one_device(case._replace(model="fading")), ROUNDING) == {}
 
 
-def test_what_is_whole_is_told_and_its_cache_is_not_split(capsys):
+def test_what_is_whole_is_told_and_its_cache_is_not_split():
     model, path = model_of("whole fading"), "stacks[0].blocks.blocks[0].mixer.layer"
     assert [found for found, _ in replicated_layers(model)] == [path] and not replicated_layers(model_of("fading"))
-    layout._print_whole(Case("whole fading", {"tensor": 2}).plan, model)
-    layout._print_whole(Case("fading", {"tensor": 2}).plan, model_of("fading"))
-    assert capsys.readouterr().out.split(": ")[-1].strip() == path
+    (line,) = plan_script.replicated_lines(Case("whole fading", {"tensor": 2}).plan, model)
+    assert line.split(": ")[-1] == path
+    assert plan_script.replicated_lines(Case("fading", {"tensor": 2}).plan, model_of("fading")) == []
     with pytest.raises(ValueError, match=r"mixer.layer declares no head dim to split, and its cache has heads"):
         ShardedModel(model, Case("whole fading", {"tensor": 2}).plan)
 

@@ -3,8 +3,8 @@
 import functools
 from typing import Any
 
-import layout
 import numpy as np
+import plan as plan_script
 import pytest
 from contract_cases import bytes_of_gradients, is_seen, named, of_plan, ROUNDING, STAGES, ZERO
 from plan_blocks import Cosine
@@ -102,11 +102,9 @@ def test_a_whole_layer_counts_once(monkeypatch, case):
     assert is_seen(case)
 
 
-def test_whole_layers_are_told(capsys):
-    model = model_of("own layers")
-    layout._print_whole(LAYERS[0].plan, model)
-    told = capsys.readouterr().out.split(": ")[-1].strip()
-    assert told == "stacks[0].blocks.blocks[1].layer, stacks[0].blocks.blocks[2].layer"
+def test_whole_layers_are_told():
+    (line,) = plan_script.replicated_lines(LAYERS[0].plan, model_of("own layers"))
+    assert line.split(": ")[-1] == "stacks[0].blocks.blocks[1].layer, stacks[0].blocks.blocks[2].layer"
 
 
 COUNTED = [Case("own layers", {"tensor": 2}), Case("own layers", {"tensor": 2}, {"residual": "sequence"})]

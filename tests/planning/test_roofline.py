@@ -13,7 +13,7 @@ from eqformer.models import build, LlamaConfig, MixtralConfig
 from eqformer.parallel import Plan
 from eqformer.planning import (
     abstract_mesh,
-    every_mesh,
+    enumerate_meshes,
     flops_per_token,
     fp8_flops_per_token,
     parameter_count,
@@ -128,11 +128,11 @@ def test_the_link_to_the_host_is_waited_for_where_a_pass_is_shorter():
 def test_every_mesh_has_all_devices_and_no_more_stages_than_layers():
     plan = Plan(abstract_mesh({"fsdp": 16}), zero=1, microbatches=8)
     model = shapes_of(dataclasses.replace(NUMBERS, layers=2))
-    found = list(every_mesh(16, plan, model))
+    found = list(enumerate_meshes(16, plan, model))
     assert all(mesh.size == 16 and mesh.shape["pipe"] <= 2 and mesh.shape["expert"] == 1 for mesh, _ in found)
     assert {mesh.shape["tensor"] for mesh, _ in found} == {1, 2, 4, 8} and len(set(found)) == len(found)
     assert {zero for _, zero in found} == {1, 3} and {mesh.shape["replica"] for mesh, _ in found} == {1}
-    wider = list(every_mesh(16, plan, model, tensor=64, replicas=(1, 4)))
+    wider = list(enumerate_meshes(16, plan, model, tensor=64, replicas=(1, 4)))
     assert all(mesh.size == 16 for mesh, _ in wider) and set(found) < set(wider)
     assert {mesh.shape["tensor"] for mesh, _ in wider} == {1, 2, 4, 8, 16}
     assert {mesh.shape["replica"] for mesh, _ in wider} == {1, 4}

@@ -145,8 +145,9 @@ def test_a_decode_step_holds_what_was_told():
     table = compilation_table(made, told)
     assert table.startswith("compiled in 2 s: fits, of 16.9 GB\narguments 0.0") and " of weights and caches" in table
     assert f"{program.sent:,.0f}" in table.splitlines()[-1] and "of the model's own" in table
-    too_small = dataclasses.replace(told.topology.accelerator, memory=program.held - 1)
-    told = dataclasses.replace(told, topology=dataclasses.replace(told.topology, accelerator=too_small))
+    chips = topology("v5e:2x4")
+    too_small = dataclasses.replace(chips.accelerator, memory=program.held - 1)
+    told = dataclasses.replace(told, target=dataclasses.replace(chips, accelerator=too_small))
     assert "compiled in 2 s: does not fit: 0.000 GB too much" in compilation_table(made, told)
     assert compilation_table(Compilation(None, 2.0, True, "Used 9G"), told).endswith(" run's): does not fit: Used 9G")
 

@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
     environment.prepare(["--simulate", "1"], compilers=True)
 
-import layout
 import plan
 from support.command import parse
 from support.mesh import abstract_plan, state_of
@@ -30,10 +29,10 @@ from eqformer import planning
 
 def compiled(row: dict) -> dict:
     """The row with the figures of its program."""
-    topology, recipe = planning.topology(row["topology"]), parse(layout.Command, row["flags"].split()).run
+    topology, recipe = planning.topology(row["topology"]), parse(plan.Command, row["flags"].split()).run
     if planning.missing_compiler(topology) is not None:
         return row
-    made = plan.compiled(plan.training(recipe, shapes_of(recipe), topology), recipe, topology)
+    made = plan.compile_for(plan.training_step(recipe, shapes_of(recipe), topology), recipe, topology)
     program = made.program
     assert program is not None and not program.unread, made
     sent = planning.counted_bytes(abstract_plan(recipe), program.transfers)
@@ -43,7 +42,7 @@ def compiled(row: dict) -> dict:
 
 def formulas(row: dict) -> planning.Forecast:
     """The same by formulas."""
-    recipe = parse(layout.Command, row["flags"].split()).run
+    recipe = parse(plan.Command, row["flags"].split()).run
     model = shapes_of(recipe)
     states = state_of(recipe, abstract_plan(recipe), optimizer_of(recipe, model), model)
     return planning.forecast(states, model, batch_shapes(recipe), planning.topology(row["topology"]))

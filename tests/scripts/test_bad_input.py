@@ -9,7 +9,7 @@ import sys
 
 import benchmark
 import jax
-import layout
+import plan
 import pretrain
 import pytest
 import sample
@@ -143,10 +143,10 @@ def test_what_cannot_work_is_refused_before_anything_is_written(arguments, words
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(arguments, words, refused, tmp_path):
-    for main in (pretrain.main, layout.main):
-        if main is layout.main and any("left over" in word or "there are" in word or "cpu" in word for word in words):
-            continue  # a layout needs no devices
-        more = () if main is layout.main else ("--run-dir", tmp_path / "run")
+    for main in (pretrain.main, plan.main):
+        if main is plan.main and any("left over" in word or "there are" in word or "cpu" in word for word in words):
+            continue  # plan.py needs no devices
+        more = () if main is plan.main else ("--run-dir", tmp_path / "run")
         error = refused(*more, *arguments.split(), main=main)
         assert all(word in error for word in words), error
     assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ that the compiler says, the bytes that it allocates, and the bytes sent that are
 import json
 import pathlib
 
-import layout
+import plan as plan_script
 import pytest
 from support.command import parse
 from support.mesh import abstract_plan, state_of
@@ -36,7 +36,7 @@ def relative(predicted, recorded):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.grid) for n in ROWS])
 def test_formulas_give_what_compilers_do(name):
     row = ROWS[name]
-    recipe = parse(layout.Command, row["flags"].split()).run
+    recipe = parse(plan_script.Command, row["flags"].split()).run
     plan, model = abstract_plan(recipe), shapes_of(recipe)
     states = state_of(recipe, plan, optimizer_of(recipe, model), model)
     found = planning.forecast(states, model, batch_shapes(recipe), planning.topology(row["topology"]))

@@ -7,7 +7,7 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-import layout
+import plan
 import pretrain
 import pytest
 import sample
@@ -23,7 +23,7 @@ from eqformer import data, models, nn, parallel, training
 
 def page(kind, capsys, *arguments):
     with pytest.raises(SystemExit) as exit:
-        parse(kind, arguments)
+        parse(kind, arguments, HIDDEN if kind is plan.Command else ())
     assert exit.value.code == 0
     return capsys.readouterr().out
 
@@ -32,7 +32,11 @@ def of_recipe(kind, name="default"):
     return flags_of(kind(name, recipe_of(name)))
 
 
-@pytest.mark.parametrize("kind", [pretrain.Command, layout.Command])
+HIDDEN = ("the run",)  # groups that plan.py's --help leaves out
+PLAN_FLAGS = "--topology --memory --decode --cache-dtype --weights --search --formulas --compile --json --picture"
+
+
+@pytest.mark.parametrize("kind", [pretrain.Command, plan.Command])
 def test_help_fits_on_a_screen_and_help_all_has_every_flag(kind, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("sys.argv", ["scripts/pretrain.py"])
@@ -40,11 +44,12 @@ def test_help_fits_on_a_screen_and_help_all_has_every_flag(kind, capsys, monkeyp
     lines, all_flags = short.splitlines(), {*re.findall(r"--[a-z][a-z0-9.-]*", whole)}
     assert len(lines) <= 45 and max(map(len, lines)) <= 80
     shown = re.findall(r"^  (--[a-z.-]+)", short, re.MULTILINE)
-    chosen = [named.split()[0] for group in GROUPS.values() for named in group.split(", ")]
-    own = ["--compile", "--memory", "--picture"] if kind is layout.Command else []
+    groups = [group for heading, group in GROUPS.items() if kind is not plan.Command or heading not in HIDDEN]
+    chosen = [named.split()[0] for group in groups for named in group.split(", ")]
+    own = PLAN_FLAGS.split() if kind is plan.Command else []
     there = [flag for flag in chosen if flag in of_recipe(kind)] + own
     assert shown == there and len(there) >= 25
-    assert ("--memory MEMORY " in short) == (kind is layout.Command) and all(name in whole for name in LARGE)
+    assert ("--memory MEMORY " in short) == (kind is plan.Command) and all(name in whole for name in LARGE)
     monkeypatch.setenv("COLUMNS", "100")  # in one column
     letters = lambda text: re.sub(r"\W", "", text)
     words = letters(page(kind, capsys, "--help-all"))
@@ -87,7 +92,7 @@ def test_names_from_elsewhere_are_of_flags_that_exist():
     assert {*USUAL_NAMES} <= known
     names = [name for others in USUAL_NAMES.values() for name in others.split()]
     assert not {name for name in names if names.count(name) > 1}
-    assert {flag for flags in WORDS.values() for flag in flags} <= known | flags_of(layout.Command).keys()
+    assert {flag for flags in WORDS.values() for flag in flags} <= known | flags_of(plan.Command).keys()
 
 
 @pytest.mark.parametrize(

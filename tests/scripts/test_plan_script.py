@@ -1,12 +1,16 @@
-"""plan.py tells what a step holds, sends and takes on accelerators that are not here."""
+"""plan.py reports what a step holds, sends and takes, over simulated devices and accelerators that are not here."""
 
 import io
 import json
+import re
 import sys
 
 import plan
 import pytest
 from script_helpers import run_here
+from support import setup as _setup
+from support.command import parse
+from support.mesh import abstract_plan, state_of
 
 from eqformer import planning
 from eqformer.planning import _absent, missing_compiler, topology
@@ -23,12 +27,12 @@ def told(arguments):
 
 
 @pytest.mark.quick
-def test_what_is_told_is_what_layout_counts(tmp_path):
+def test_a_topology_and_a_devices_memory_give_the_same_figures(tmp_path):
     mesh = "--mesh.fsdp 4 --mesh.tensor 2 --zero 3"
     found = json.loads(told(f"--topology h100:8 {mesh} --json --picture {tmp_path}/costs.png"))
     assert found["devices"] == 8 and found["fits"] and found["flags"] == mesh
-    counted = run_here("layout.py", *f"{TINY} {mesh} --memory 1GB".split()).stdout
-    assert f"{sum(found['held'].values()):,}" in counted and "\nfits: " in counted
+    counted = told(f"{mesh} --memory 1GB")
+    assert f"{sum(found['held'].values()):,}" in counted and "\nfits, of 1.000 GB" in counted
     assert f"{sum(found['sent'].values()):,.0f}" in counted
     assert 0 < found["mfu"] < 1 and found["seconds"] > max(found["seconds_by"].values()) > 0
     assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG")
@@ -52,9 +56,9 @@ def test_a_search_prints_a_table_before_it_traces_and_one_as_each_compiler_answe
         seen.append(sys.stdout.getvalue())
         return planning.StepBytes({"all": 1}, 0)
 
-    monkeypatch.setattr(planning._fitting, "step_bytes", step)
-    monkeypatch.setattr(plan, "compiled", lambda *_: planning.Compilation(next(made), 1.0, False, "Used 99G"))
-    monkeypatch.setattr(plan, "training", lambda *_: None)
+    monkeypatch.setattr(planning._search, "step_bytes", step)
+    monkeypatch.setattr(plan, "compile_for", lambda *_: planning.Compilation(next(made), 1.0, False, "Used 99G"))
+    monkeypatch.setattr(plan, "training_step", lambda *_: None)
     monkeypatch.setattr(plan, "missing_compiler", lambda _: None)
     text = told("--topology h100:2 --search")
     assert all("ranked by shapes alone\n" in each and "ranked by formulas" not in each for each in seen)
@@ -97,6 +101,10 @@ def test_what_does_not_fit_has_other_plans_that_do():
         ("--topology v5e:1x1 --cache-dtype int8", "--cache-dtype int8: training has no caches"),
         ("--topology v5e:1x1 --decode --weights kept", "--weights kept: it is a published folder's weights"),
         ("--topology v5e:1x1 --search --picture costs.png", "--search --picture costs.png: a search ranks meshes"),
+        ("--topology v5e:1x1 --memory 80GB", "--topology v5e:1x1 --memory 80GB: the topology says what memory"),
+        ("--topology v5e:1x1 --compile", "--topology v5e:1x1 --compile: a step is compiled for the topology"),
+        ("--search", "--topology is missing"),
+        ("--decode", "--topology is missing"),
         ("--topology v5e:1x1 --search --decode", "--search --decode: a search ranks meshes"),
         ("--topology v5e:2x2 --search --model.vocab 2000000000", "no mesh was found that fits into 16.9 GB"),
     ],
@@ -189,3 +197,156 @@ def test_a_step_compiled_for_tpus_holds_what_was_told(tmp_path, monkeypatch):
     assert row["compiled"]["cycles"] > 0 and len(row["compiled"]["buffers"]) > 3
     (kept,) = (tmp_path / "eqformer" / "plans").iterdir()
     assert json.loads(told(f"{wide} --topology v5e:2x2 --json"))["compiled"]["kept"], kept
+
+
+@pytest.fixture
+def report(capsys):
+    def text(arguments):
+        plan.main(arguments.split())
+        return capsys.readouterr().out
+
+    return text
+
+
+def figure(text, name, column=0):
+    """An exact number of bytes in the line that begins with a name, which stands behind the same in GB."""
+    (line,) = re.findall(rf"^{name} .*$", text, re.MULTILINE)
+    numbers = re.findall(r"[\d,]{2,}|\d", re.sub(r"[\d,.]+ GB", "", line[len(name) :]))
+    return int(numbers[column].replace(",", ""))
+
+
+def test_a_mesh_far_larger_than_the_machine_is_examined_from_shapes(report):
+    text = report("--recipe llama-3-8b --mesh.fsdp 64 --zero 3 --batch 64 --seq 8192")
+    assert text.startswith("64 devices: fsdp 64; zero 3")
+    whole = 8_030_261_248 * 4 + 32 * 4  # float32, and the layers' numbers
+    assert figure(text, "parameters", 1) == whole
+    assert figure(text, "parameters") == pytest.approx(whole / 64, rel=1e-6)
+    assert figure(text, "optimizer state") == pytest.approx(2 * whole / 64, rel=1e-6)
+    # Each step gathers parameters in both passes and scatters gradients: 63/64 of 3 x 4 bytes.
+    # The table of tokens is gathered once for both; the head, part by part, in each.
+    least = 63 / 64 * (2 * whole - 128256 * 4096 * 4)
+    assert figure(text, "state  parameters, zero 3") == pytest.approx(least, rel=1e-4)
+    assert figure(text, "state  gradients, zero 3") == pytest.approx(63 / 64 * whole, rel=1e-4)
+
+
+def test_a_pipeline_is_reported_with_its_timeline_and_pictures(report, tmp_path):
+    mesh = "--mesh.fsdp 2 --mesh.tensor 2 --mesh.pipe 2 --microbatches 4"
+    text = report(f"{mesh} --picture {tmp_path}/plan.png")
+    assert "layers/pipe heads/tensor head_dim embed" in text and "device 0 |F0F1....F2B0--" in text
+    parts = [figure(text, name) for name in ("parameters", "optimizer state")]
+    parts += [int(size.replace(",", "")) for size in re.findall(r"^in a step: .*? GB +([\d,]+)", text, re.MULTILINE)]
+    assert sum(parts) == figure(text, "sum when it is most")
+    # Two layers, four microbatches: the layers run forward once, and backward.
+    assert figure(text, "tensor  layers with a replicated stream") == 4 * 2 * 8 * 2 * 256 * 128 * 4 // 2
+    for name in ("plan.png", "plan-timeline.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.grid
+def test_the_compiled_step_holds_and_sends_what_was_reported(report):
+    text = report("--mesh.replica 8 --model.embed 32 --model.mlp 64 --seq 32 --compile")
+    state = figure(text, "parameters") + figure(text, "optimizer state")
+    (held,) = re.findall(r"compiled: ([\d,]+) bytes of state", text)
+    assert int(held.replace(",", "")) == pytest.approx(state, rel=0.05)
+    sent = figure(text, "state  gradients, zero 1")
+    assert figure(text, "all", 1) == pytest.approx(sent, rel=0.01)
+
+
+@pytest.mark.parametrize("mesh", ["--mesh.fsdp 8", "--mesh.fsdp 4 --mesh.pipe 2 --microbatches 2"])
+def test_gradients_are_split_as_soon_as_they_are_made_or_after_a_pipeline(mesh):
+    def gradients(zero):
+        recipe = parse(plan.Command, f"{mesh} --zero {zero}".split()).run
+        model = _setup.shapes_of(recipe)
+        states = state_of(recipe, abstract_plan(recipe), _setup.optimizer_of(recipe, model), model)
+        return planning.state_bytes(states)["gradients"][0]
+
+    held = {zero: gradients(zero) for zero in range(4)}
+    assert held[1] == held[0] and held[3] < held[0] / 3
+    assert held[2] == (held[0] if "pipe" in mesh else held[3])
+
+
+@pytest.mark.quick
+def test_spread_edges_are_reported(report):
+    text = report("--mesh.fsdp 2 --mesh.pipe 4 --microbatches 4 --schedule gpipe --edges spread")
+    assert figure(text, "sum when it is most") > figure(text, "parameters") + figure(text, "optimizer state")
+
+
+def test_pretrains_flags_are_taken_and_help_reads_well(report, tmp_path, capsys):
+    assert report(f"--run-dir {tmp_path}/run").startswith("1 device") and not (tmp_path / "run").exists()
+    with pytest.raises(SystemExit):
+        plan.main(["--help-all"])
+    assert "Prints the sharding of each parameter" in capsys.readouterr().out
+
+
+@pytest.mark.grid
+def test_what_muon_sends_is_said_to_be_left_out(report):
+    left_out = "Muon's products of whole matrices send more"
+    assert left_out in report("--mesh.fsdp 2 --optimizer.name muon")
+    assert left_out not in report("--mesh.fsdp 2 --optimizer.name adamw")
+    assert left_out not in report("--optimizer.name muon")  # on one device
+
+
+TIGHT = "--mesh.fsdp 8 --model.layers 4 --seq 64 --batch 16"
+
+
+@pytest.mark.grid
+def test_memory_that_is_enough_and_meshes_where_it_is_not(report):
+    """Each plan that is offered is then reported to hold what was said, and that fits."""
+    sum_of = lambda text: figure(text, "sum when it is most")
+    held = sum_of(report(TIGHT))
+    assert "\nfits, of 1,000.0 GB" in report(f"{TIGHT} --memory 1TB")
+    memory = held * 3 // 4
+    text = report(f"{TIGHT} --memory {memory}B")
+    assert f"\ndoes not fit: {(held - memory) / 1e9:.3f} GB too much, of {memory / 1e9:.3f} GB" in text
+    offered = re.findall(r"^  (--.*): ([\d.]+) GB, sends ([\d.]+) GB a step$", text, re.MULTILINE)
+    assert 1 <= len(offered) <= 3
+    for flags, size, _ in offered[:2]:
+        again = report(f"{flags} --model.layers 4 --seq 64 --batch 16 --memory {memory}B")
+        assert (
+            "does not fit" not in again
+            and again.startswith("8 devices")
+            and sum_of(again) / 1e9 == pytest.approx(float(size), abs=0.001)
+        )
+    sends = [float(sent) for *_, sent in offered]
+    assert sends == sorted(sends)
+
+
+@pytest.mark.grid
+def test_where_nothing_fits_the_part_that_is_too_large_is_named(report, monkeypatch):
+    text = report(f"{TIGHT} --memory 1k")
+    assert "the state alone (parameters, gradients, optimizer) takes" in text and "more microbatches" not in text
+    least, number = re.findall(r"of (\d+) that are possible.* takes ([\d.]+) GB at least", text)[0][::-1]
+    assert float(least) > 0 and int(number) >= 4
+    # A row of 16384 tokens keeps far more than the state of a small model takes.
+    long = "--mesh.fsdp 2 --model.layers 1 --batch 2 --seq 16384 --memory"
+    text = report(f"{long} 12MB")
+    assert (
+        "but not the temporaries of a step beside it" in text and "more microbatches" in text and "stopped" not in text
+    )
+    monkeypatch.setattr("eqformer.planning._search.MAX_TRACED_WITHOUT_FIT", 1)
+    assert re.search(r"the search stopped after 1 of \d+ plans", report(f"{long} 12MB"))
+
+
+@pytest.mark.grid
+def test_models_are_made_once_for_all_meshes(report, monkeypatch):
+    made, build = [], _setup.build_model
+    monkeypatch.setattr(_setup, "build_model", lambda recipe: made.append(recipe) or build(recipe))
+    report(f"{TIGHT} --memory 1k")
+    assert len(made) <= 3  # as it is, for the report and for the search, and computing all again
+
+
+def test_help_leaves_out_what_is_not_looked_at(capsys):
+    with pytest.raises(SystemExit):
+        plan.main(["--help"])
+    text = capsys.readouterr().out
+    assert "--run-dir" not in text and "--memory " in text and "devices:" in text
+
+
+@pytest.mark.parametrize("amount", ["much", "80QB", "0GB", "-1GB", "80", "80i", "80iB", "8.0.0GB", "80GBB"])
+def test_memory_is_a_number_and_a_unit(amount, capsys):
+    with pytest.raises(SystemExit):
+        plan.main([f"--memory={amount}"])
+    assert (
+        f"--memory {amount}: parse_bytes({amount!r}): give what a device has as a number and a unit"
+        in capsys.readouterr().err
+    )

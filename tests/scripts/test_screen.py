@@ -40,7 +40,7 @@ def test_a_reader_that_has_seen_enough_ends_a_script_quietly(writes):
 
 @GRID
 def test_so_does_a_whole_script():
-    assert unread(command("layout.py")) == (141, b"")
+    assert unread(command("plan.py")) == (141, b"")
 
 
 @pytest.mark.quick

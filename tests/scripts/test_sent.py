@@ -1,10 +1,10 @@
-"""The bytes that layout.py and the benchmark tell are those that the compiled step sends."""
+"""The bytes that plan.py and the benchmark tell are those that the compiled step sends."""
 
 import shlex
 
 import equinox as eqx
 import jax
-import layout
+import plan as plan_script
 import pytest
 from extending import beside
 from haste import HASTE
@@ -89,7 +89,7 @@ WIDER = {
 
 def recipe_of(flags):
     more = JAXFORMER if "jaxformer" in flags else "" if NETS in flags or VECTORS in flags else LLAMA
-    return parse(layout.Command, shlex.split(f"{TINY} {more} {flags}")).run
+    return parse(plan_script.Command, shlex.split(f"{TINY} {more} {flags}")).run
 
 
 def by_formula(recipe, plan):
@@ -107,7 +107,7 @@ def by_formula_of(flags):
 def test_a_compiled_step_sends_what_formulas_say(name):
     recipe = recipe_of({**MESHES, **WIDER}[name])
     plan = plan_of(recipe, jax.devices())
-    program = layout.compiled_step(recipe, plan, shapes_of(recipe), **HASTE)
+    program = plan_script.compile_step(recipe, plan, shapes_of(recipe), **HASTE)
     transfers = list_transfers(program, mesh=plan.mesh)
     counted = counted_bytes(plan, transfers)
     assert counted == pytest.approx(by_formula(recipe, plan), rel=0.03)
@@ -146,7 +146,8 @@ def test_a_step_with_mixers_of_ones_own_sends_what_formulas_say(name, monkeypatc
     )
     model = eqx.filter_eval_shape(build)
     plan = plan_of(recipe, jax.devices())
-    counted = counted_bytes(plan, list_transfers(layout.compiled_step(recipe, plan, model, **HASTE), mesh=plan.mesh))
+    program = plan_script.compile_step(recipe, plan, model, **HASTE)
+    counted = counted_bytes(plan, list_transfers(program, mesh=plan.mesh))
     told = sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=optimizer_of(recipe, model).trained)
     assert counted == pytest.approx(by_cause(told), rel=0.03)
 

@@ -1,0 +1,228 @@
+"""Text for people: what a step holds, sends and takes, what its compiler made of it, and which other plans fit."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from ..nn import format_table
+from ..parallel import COLLECTIVES, STATE
+from ..program import CompiledCosts, module_of
+from ._absent import Compilation
+from ._accelerators import Accelerator, Topology
+from ._counted_bytes import communication_table
+from ._forecast import Forecast, read_by_decoding
+from ._roofline import Roofline
+from ._search import Candidate, DecodePlan, PlanSearch, Proposal
+from ._sent_bytes import Sent
+from ._verdict import Verdict
+
+
+FormatPlan = Callable[[Candidate], str]
+"""Returns the flags that a user types to have a plan."""
+
+
+def gigabytes(size: int | float) -> str:
+    """Format bytes as `80.0 GB`, of 10^9 bytes."""
+    return f"{size / 10**9:,.{1 if size >= 10**10 else 3}f} GB"
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that `80GB` (or `80G`) says.
+
+    Raises a `ValueError` for anything else, such as a number without a unit.
+    """
+    match = re.fullmatch(r"([\d.]+) ?(?:([kmgt])(i?)b?|b)", text.strip(), re.IGNORECASE)
+    try:
+        power = 0 if match is None or not match[2] else " kmgt".index(match[2].lower())
+        size = 0.0 if match is None else float(match[1]) * (1024 if match[3] else 1000) ** power
+    except ValueError:  # a number with more than one point
+        size = 0.0
+    if not size >= 1:
+        raise ValueError(
+            f"parse_bytes({text!r}): give what a device has as a number and a unit, such as 80GB (or 80G, of 10^9 "
+            "bytes) or 141GiB (or 141Gi, of 2^30)."
+        )
+    return int(size)
+
+
+def forecast_table(forecast: Forecast) -> str:
+    """Format what formulas say of a step: what a device holds and whether it fits, what it sends, and its seconds."""
+    lines = [held_table(forecast)]
+    on_host = ""
+    if forecast.on_host:
+        on_host = f"{gigabytes(forecast.on_host)} in the host's memory, there and back each step"
+    if forecast.verdict is not None and forecast.memory is not None:
+        accelerator = forecast.target.accelerator if isinstance(forecast.target, Topology) else None
+        verdict = _verdict_line(forecast.verdict, forecast.total, forecast.memory, accelerator)
+        lines.append("; ".join(filter(None, [verdict, on_host])))
+    elif on_host:
+        lines.append(on_host)
+    lines += ["", sent_table(forecast.sent)]
+    operations = f"{forecast.operations:.4g} operations of the model a device and step"
+    if forecast.roofline is None:
+        return "\n".join([*lines, "", operations])
+    mfu = f"an MFU of at most {forecast.roofline.utilization:.1%}"
+    return "\n".join([*lines, "", _time_table(forecast.roofline), f"{operations}: {mfu}"])
+
+
+def held_table(forecast: Forecast) -> str:
+    """Format what a device holds, by cause: the training state and its share of all devices', then a step at its peak.
+
+    The sum is of parameters, optimizer state and all that a step holds beside them; gradients of the state count as far
+    as they are there at the peak.
+    """
+    rows = [("a device holds", "", "bytes", "of", "share", "of its memory")]
+    for cause, (local, size) in forecast.state.items():
+        share = f"{local / max(size, 1):.1%}"
+        rows.append((cause, gigabytes(local), f"{local:,}", f"{size:,}", share, _share_of(forecast.memory, local)))
+    step = {f"in a step: {cause}" if forecast.state else cause: size for cause, size in forecast.held.items()}
+    between_steps = {f"in a step: {cause}" for cause in ("parameters", "optimizer state")}
+    step = {cause: size for cause, size in step.items() if cause not in between_steps}
+    for cause, size in {**step, "sum when it is most": forecast.total}.items():
+        rows.append((cause, gigabytes(size), f"{size:,}", "", "", _share_of(forecast.memory, size)))
+    return format_table(rows)
+
+
+def _share_of(memory: int | None, size: int) -> str:
+    return "" if memory is None else f"{size / memory:.1%}"
+
+
+def sent_table(sent: Iterable[Sent]) -> str:
+    """Format what a device sends in a step, by cause, and the sum."""
+    sent = tuple(sent)
+    if not sent:
+        return "nothing is sent between devices"
+    rows = [("over", "a device sends in a step", "", "bytes")]
+    rows += [(cause, what, gigabytes(size), f"{size:,.0f}") for cause, what, size in sent]
+    total = sum(size for *_, size in sent)
+    rows.append(("sum", "", gigabytes(total), f"{total:,.0f}"))
+    return format_table(rows)
+
+
+def _time_table(time: Roofline) -> str:
+    rows = [("a step, by roofline", "seconds", "")]
+    notes = dict.fromkeys(time.hidden, "beside products")
+    notes |= {STATE: f"beside products, but for {time.waited:.4f}"} if time.waited else {}
+    rows += [(cause, f"{seconds:.4f}", notes.get(cause, "")) for cause, seconds in time.by_cause.items()]
+    rows += [("bubble of the pipeline", f"{time.bubble:.1%}", "")] * (time.bubble > 0)
+    return format_table([*rows, ("in all", f"{time.seconds:.4f}", f"bound by {time.bound}")])
+
+
+def _verdict_line(verdict: Verdict, held: int, memory: int, accelerator: Accelerator | None) -> str:
+    """Return a verdict with the bytes that decide it."""
+    share = f" that JAX takes of {gigabytes(accelerator.whole)}" if accelerator and accelerator.whole else ""
+    of_memory = f"of {gigabytes(memory)}{share}"
+    if verdict == "does not fit":
+        return f"{verdict}: {gigabytes(held - memory)} too much, {of_memory}"
+    return f"{verdict}, {of_memory}" if verdict == "fits" else f"{verdict}: {gigabytes(held)} by formulas, {of_memory}"
+
+
+def compilation_table(compilation: Compilation, forecast: Forecast) -> str:
+    """Format what a compiler made of a step, beside formulas: what it holds, computes, moves and sends."""
+    assert isinstance(forecast.target, Topology)
+    seconds = f"{compilation.seconds:.0f} s" + " (an earlier run's)" * compilation.is_kept
+    if (program := compilation.program) is None:
+        return f"compiled in {seconds}: does not fit: {compilation.failure}"
+    on_host = f" ({gigabytes(program.on_host)} more on the host)" if program.on_host else ""
+    accelerator = forecast.target.accelerator
+    verdict: Verdict = "fits" if compilation.fits(accelerator.memory) else "does not fit"
+    lines = [
+        f"compiled in {seconds}: {_verdict_line(verdict, program.held, accelerator.memory, accelerator)}",
+        f"arguments {gigabytes(program.argument)}{on_host}, temporaries {gigabytes(program.temporary)}, at most "
+        f"{gigabytes(program.peak)} at once; by formulas {gigabytes(forecast.total)} in all",
+    ]
+    if program.unread:
+        return "\n".join([*lines, f"its text was not had: {program.unread}"])
+    return "\n".join([*lines, *_program_lines(program, forecast, accelerator)])
+
+
+def _program_lines(program: CompiledCosts, forecast: Forecast, accelerator: Accelerator) -> list[str]:
+    """Return the lines on what is read from a program's text."""
+    rows = [("largest temporaries", "", "of")]
+    rows += [
+        (buffer.type, gigabytes(buffer.size), module_of(buffer.scopes) or "(unnamed)") for buffer in program.buffers
+    ]
+    waste = program.operations / forecast.operations
+    lines = [format_table(rows), f"{program.operations:.4g} operations of products, {waste:.2f} of the model's own"]
+    if program.cycles and accelerator.clock:
+        busy = program.cycles / accelerator.clock
+        share = f"an MFU of at most {forecast.time.of_model / busy:.1%} before what waits for links"
+        lines.append(
+            f"{program.cycles:,} cycles by its estimate, {busy:.4f} s at {accelerator.clock / 1e9:.2f} GHz: {share}"
+        )
+    needed = read_by_decoding(forecast.held)
+    of_held = f", {program.moved / needed:.2f} of weights and caches" if "caches" in forecast.held else ""
+    lines.append(f"reads and writes {gigabytes(program.moved)} of main memory{of_held}")
+    sent, hidden, predicted = program.sent, program.hidden, sum(size for *_, size in forecast.sent)
+    lines.append(f"sends {gigabytes(sent)}, {gigabytes(hidden)} beside other work; by formulas {gigabytes(predicted)}")
+    return [*lines, communication_table(program.transfers, names=COLLECTIVES)] if program.transfers else lines
+
+
+_HEADING = "by formulas, as many devices would hold it by"
+
+
+def format_search(search: PlanSearch, format_plan: FormatPlan) -> str:
+    """Format the plans that `search_plans` proposes or, where nothing fits, what is too large."""
+    if search.proposals:
+        return "\n".join([_HEADING, *(_proposal_line(proposal, format_plan) for proposal in search.proposals)])
+    if search.smallest is None:
+        return (
+            f"no mesh of as many devices was found that fits, of {search.meshes} that are possible: the state alone "
+            f"(parameters, gradients, optimizer) takes {gigabytes(search.smallest_state)} at least; take more devices, "
+            "or a smaller model (more pieces or a smaller batch make no difference to it)"
+        )
+    candidate, step = search.smallest
+    stopped = f"; the search stopped after {search.traced} of {search.candidates} plans, the best by their shapes"
+    return (
+        f"no mesh of as many devices was found that fits: the state does, with {gigabytes(candidate.state)}, but not "
+        f"the temporaries of a step beside it, {gigabytes(step.total - candidate.state)} at least"
+        f"{stopped if search.traced < search.candidates else ''}; take more devices, more microbatches, or a smaller "
+        "batch or shorter rows"
+    )
+
+
+def _proposal_line(proposal: Proposal, format_plan: FormatPlan) -> str:
+    costs = [gigabytes(proposal.held), f"sends {gigabytes(proposal.candidate.sent)} a step"]
+    costs += [] if proposal.time is None else [f"at least {proposal.time.seconds:.3f} s a step"]
+    return f"  {format_plan(proposal.candidate)}: {', '.join(costs)}"
+
+
+def format_decode_plans(plans: Sequence[DecodePlan], format_plan: Callable[[DecodePlan], str]) -> str:
+    """Format the plans that `search_decode_plans` returns."""
+    if not plans:
+        return "no mesh over these devices was found that holds the caches of a row; take more devices, or shorter rows"
+    lines = [_HEADING]
+    for plan in plans:
+        total, seconds = plan.forecast.total, plan.forecast.time.seconds
+        lines.append(f"  {format_plan(plan)}: {gigabytes(total)}, {seconds:.4f} s a token of each row")
+    return "\n".join(lines)
+
+
+def ranking_table(
+    proposals: Sequence[Proposal],
+    compilations: Sequence[Compilation | None],
+    format_plan: FormatPlan,
+    memory: int,
+) -> str:
+    """Format the plans of `search_plans` over a topology as they rank, beside what compilers made of them.
+
+    The seconds are a lower bound, and the MFU is an upper bound, as a roofline is.
+
+    Args:
+        proposals: The plans.
+        compilations: For each plan what its compiler made of it; None where it was not compiled.
+        format_plan: Returns a plan's flags.
+        memory: Bytes of a device.
+    """
+    rows = [("seconds", "MFU", "held", "compiled", "verdict", "bound by", "flags")]
+    for proposal, compilation in zip(proposals, compilations, strict=True):
+        assert proposal.time is not None
+        seconds, share = f">= {proposal.time.seconds:.3f}", f"<= {proposal.time.utilization:.1%}"
+        held = gigabytes(proposal.held) if proposal.verdict else f">= {gigabytes(proposal.held)}"
+        verdict, compiled = proposal.verdict or "not traced yet", ""
+        if compilation is not None:
+            program = compilation.program
+            compiled = compilation.failure if program is None else gigabytes(program.held)
+            verdict = "fits" if compilation.fits(memory) else "does not fit"
+        flags = format_plan(proposal.candidate)
+        rows.append((seconds, share, held, compiled, verdict, proposal.time.bound, flags))
+    return format_table(rows)

@@ -1,0 +1,405 @@
+"""Search for plans over as many devices that fit into a device's memory, for training and for decoding."""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from jax.sharding import AbstractMesh, AxisType
+
+from .. import nn, parallel, training
+from .._shapes import Batch
+from ..parallel import AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
+from ._accelerators import for_platform, Topology
+from ._compile import decode_shapes
+from ._forecast import (
+    add_padding,
+    certain_bytes,
+    decode_forecast,
+    decode_held,
+    Forecast,
+    roofline_dict,
+    Target,
+    target_memory,
+    target_platform,
+    training_time,
+)
+from ._held_bytes import activation_bytes, ON_HOST, state_bytes, step_bytes
+from ._roofline import Roofline
+from ._sent_bytes import Sent, sent_bytes
+from ._temporary_bytes import StepBytes
+from ._verdict import judge_formula, Verdict
+
+
+MAX_TENSOR = 8  # The largest tensor axis that is tried where devices are unknown: larger ones cross machines of GPUs.
+MAX_TENSOR_OF_TORUS = 64  # The largest tensor axis that is tried on TPUs: a torus has no bound such as a switch's.
+MAX_CONTEXT = 8  # The largest context axis that is tried.
+MAX_TRACED = 16  # The most plans that are traced (a second or more each), if some of them fit.
+MAX_TRACED_WITHOUT_FIT = 64  # The same, if none fits.
+FIRST_SECONDS = 4.0  # A search shows what it has after this time, though meshes remain to be compared.
+
+Progress = Callable[[str, int, int], None]
+"""Called with what a search counts, how many of these are done, and how many there are at most."""
+
+
+class Candidate(NamedTuple):
+    """A plan that might fit, with its model; nothing of it was traced."""
+
+    plan: parallel.Plan
+    """Mesh and choices."""
+    model: nn.Transformer
+    """Model of shapes, with its policy of recomputation."""
+    state: int
+    """Bytes of parameters, gradients and optimizer state on a device."""
+    sent: float
+    """Bytes that a device sends in a step."""
+    sent_by: tuple[Sent, ...] = ()
+    """The same bytes by cause."""
+    least: int = 0
+    """Bytes that a device holds at least, whatever the compiler does."""
+
+    @property
+    def remat(self) -> str:
+        """Policy of recomputation in the backward pass."""
+        return self.model.stacks[0].remat
+
+    @property
+    def mesh_and_zero(self) -> tuple[int, ...]:
+        """Axis sizes of the mesh, and the stage of zero."""
+        return (*parallel.axis_sizes(self.plan.mesh).values(), self.plan.zero)
+
+
+class Proposal(NamedTuple):
+    """A plan with the bytes that a device holds and, over a topology, the seconds of a step."""
+
+    candidate: Candidate
+    held: int
+    time: Roofline | None = None
+    verdict: Verdict | None = None
+    """Whether it fits by formulas; None where nothing was traced, so that `held` is the least that it may be."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what it holds, sends and takes as plain data."""
+        return {"held": self.held, "sent": self.candidate.sent, **roofline_dict(self.time)}
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Seconds to three digits, below which a roofline says nothing (bytes sent without a topology), then bytes."""
+        return (self.candidate.sent if self.time is None else float(f"{self.time.seconds:.3g}"), self.held)
+
+
+class ShapeRanking(NamedTuple):
+    """The best plans by their shapes alone, before any is traced."""
+
+    proposals: list[Proposal]
+    compared: int
+    """Meshes that were compared so far."""
+    meshes: int
+    """All meshes to compare."""
+
+
+class PlanSearch(NamedTuple):
+    """Result of a search for plans."""
+
+    proposals: list[Proposal]
+    """Plans that fit, the best first."""
+    smallest: tuple[Candidate, StepBytes] | None
+    """The traced plan that holds the fewest bytes; None if no plan's state fits alone."""
+    smallest_state: int
+    """The fewest bytes of a plan's state."""
+    meshes: int
+    """Meshes that suit the model."""
+    candidates: int
+    """Plans whose state fits."""
+    traced: int
+    """Plans of which all bytes were computed."""
+
+
+def search_plans(
+    states: training.PlannedState,
+    model: nn.Transformer,
+    batch: Batch,
+    target: Target,
+    *,
+    limit: int = 3,
+    max_traced: int | None = None,
+    progress: Progress = lambda what, done, most: None,
+    show_ranking: Callable[[ShapeRanking], None] = lambda ranking: None,
+) -> PlanSearch:
+    """Search all meshes of as many devices for plans that fit into the memory of a device.
+
+    Plans have the `states`' choices, with its stage of zero or 3, and the model's policy of recomputation or `full`.
+    Nothing is compiled: plans are ranked by their shapes, and the best of them are traced. Over a topology the rank is
+    the time of a step by formulas, to three digits, then the bytes that a device holds; and over machines of GPUs each
+    may hold a copy of the state. Without a topology the rank is the bytes that a device sends. Time that a step takes
+    for what it keeps on hosts is known from the trace alone: it counts among the plans that are proposed, and not in
+    which plans are traced.
+
+    Args:
+        states: The training state under the plan in question, whose other choices all plans have.
+        model: The model, or its shapes.
+        batch: The shapes of a step's batch.
+        target: Devices to plan for, whose memory is known.
+        limit: The most plans to propose.
+        max_traced: The most plans to trace; None: 64 until one fits, 16 from then on.
+        progress: Called before each mesh that is compared and each plan that is traced.
+        show_ranking: Called once, within seconds and before any plan is traced, with the best plans by shapes alone.
+    """
+    memory, platform = target_memory(target), target_platform(target)
+    if memory is None:
+        raise ValueError(f"search_plans(target={target}): plans are searched that fit, so give a device's memory.")
+
+    def time_of(candidate: Candidate, kept_on_host: int = 0) -> Roofline | None:
+        if not isinstance(target, Topology):
+            return None
+        candidate_states = states.with_plan(candidate.plan)
+        sent = add_padding(candidate.sent_by, candidate_states, candidate.model, target)
+        return training_time(candidate_states, candidate.model, batch, target, sent, kept_on_host)
+
+    ranked: list[Proposal] = []  # by shapes alone
+    state_sizes: list[int] = []  # of each mesh that suits the model
+    meshes = sorted(_meshes_over(target, states.plan, model), key=lambda pair: _mesh_complexity(pair[0]))
+    is_shown, start = False, time.monotonic()
+
+    def show(compared: int) -> None:
+        ranked.sort(key=lambda proposal: proposal.rank)
+        show_ranking(ShapeRanking(_first_of_each_mesh(ranked, memory)[:limit], compared, len(meshes)))
+
+    for number, (mesh, zero) in enumerate(meshes):
+        progress("meshes compared", number, len(meshes))
+        if not is_shown and ranked and time.monotonic() - start > FIRST_SECONDS:
+            is_shown = True
+            show(number)
+        state_size, candidates = _make_candidates(states, model, batch, memory, mesh, zero, platform)
+        state_sizes += [] if state_size is None else [state_size]
+        ranked += [Proposal(candidate, candidate.least, time_of(candidate)) for candidate in candidates]
+    if not is_shown:
+        show(len(meshes))
+    ranked.sort(key=lambda proposal: proposal.rank)
+    by_least = sorted(ranked, key=lambda proposal: proposal.held)
+    # If no plan can fit, one is traced, to tell what is too large.
+    possible = [proposal.candidate for proposal in ranked if proposal.held <= memory] or [
+        proposal.candidate for proposal in by_least[:1]
+    ]
+
+    def trace(candidate: Candidate) -> StepBytes:
+        return step_bytes(states.with_plan(candidate.plan), candidate.model, batch, platform)
+
+    fitting, traced = _trace_until_fits(possible[:max_traced], trace, memory, limit, progress)
+    proposals = [
+        Proposal(
+            candidate,
+            step.total,
+            time_of(candidate, step.on_host),
+            judge_formula(step.total, certain_bytes(step.held), memory),
+        )
+        for candidate, step in fitting
+    ]
+    return PlanSearch(
+        sorted(proposals, key=lambda proposal: proposal.rank),
+        min(traced, key=lambda pair: pair[1].total, default=None),
+        min(state_sizes, default=memory + 1),
+        len(state_sizes),
+        len(ranked),
+        len(traced),
+    )
+
+
+def _meshes_over(target: Target, plan: parallel.Plan, model: nn.Transformer) -> Iterator[tuple[AbstractMesh, int]]:
+    """Return the meshes to compare, each with a stage of zero."""
+    if not isinstance(target, Topology):
+        return enumerate_meshes(plan.mesh.size, plan, model)
+    switched = target.accelerator.switched
+    if switched == 1:
+        return enumerate_meshes(target.devices, plan, model, tensor=MAX_TENSOR_OF_TORUS)
+    # Between machines copies of the state may take less time than pieces.
+    machines = math.prod(target.shape[1:])
+    return enumerate_meshes(target.devices, plan, model, tensor=switched, replicas=(1, machines))
+
+
+def _mesh_complexity(mesh: AbstractMesh) -> tuple[int, int]:
+    """Return the number of axes that split anything, and the devices of all axes but `fsdp`."""
+    sizes = parallel.axis_sizes(mesh)
+    return sum(size > 1 for size in sizes.values()), mesh.size // sizes.get(FSDP, 1)
+
+
+def _first_of_each_mesh(proposals: list[Proposal], memory: int) -> list[Proposal]:
+    """Return the first proposal of each mesh and stage of zero that may fit."""
+    first: dict[tuple[int, ...], Proposal] = {}
+    for proposal in proposals:
+        if proposal.held <= memory:
+            first.setdefault(proposal.candidate.mesh_and_zero, proposal)
+    return list(first.values())
+
+
+def enumerate_meshes(
+    devices: int,
+    plan: parallel.Plan,
+    model: nn.Transformer,
+    *,
+    tensor: int = MAX_TENSOR,
+    context: int = MAX_CONTEXT,
+    replicas: Iterable[int] = (1,),
+) -> Iterator[tuple[AbstractMesh, int]]:
+    """Yield the meshes of so many devices, each with a stage of zero: the plan's and, where `fsdp` splits rows, 3.
+
+    `pipe` has at most as many stages as there are microbatches and layers, `expert` as many devices as there are
+    experts; `fsdp` has the remaining devices.
+
+    Args:
+        devices: Devices of each mesh.
+        plan: Plan whose microbatches and stage of zero are meant.
+        model: The model, or its shapes.
+        tensor: The most devices of that axis.
+        context: The most devices of that axis.
+        replicas: Sizes that `replica` may have.
+    """
+    experts = min((moe.router.facts().experts for moe in nn.modules(model, nn.MoE)), default=1)
+    stages = min(plan.microbatches, sum(map(len, model.stacks)))
+    sizes_of_axes = (_divisors(devices, int(size)) for size in (experts, stages, context, tensor))
+    for replica, expert, pipe, ring, split in itertools.product(sorted(set(replicas)), *sizes_of_axes):
+        fsdp, remainder = divmod(devices, replica * expert * pipe * ring * split)
+        if fsdp and not remainder:
+            sizes = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, PIPE: pipe, CONTEXT: ring, TENSOR: split}
+            yield from ((abstract_mesh(sizes), zero) for zero in sorted({plan.zero, 3} if fsdp > 1 else {plan.zero}))
+
+
+def _divisors(number: int, largest: int) -> list[int]:
+    """Return the divisors of a number up to `largest`."""
+    return [size for size in range(1, min(number, largest) + 1) if number % size == 0]
+
+
+def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:
+    """Return a mesh without devices, of any size; axes that are not named have size 1.
+
+    Raises a `ValueError` for a size below 1.
+    """
+    if wrong := {axis: size for axis, size in sizes.items() if size < 1}:
+        raise ValueError(f"abstract_mesh({sizes}): an axis has at least one device; change {wrong}.")
+    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, (AxisType.Auto,) * len(AXES))
+
+
+def _trace_until_fits(
+    candidates: list[Candidate],
+    trace: Callable[[Candidate], StepBytes],
+    memory: int,
+    limit: int,
+    progress: Progress,
+) -> tuple[list[tuple[Candidate, StepBytes]], list[tuple[Candidate, StepBytes]]]:
+    """Return the candidates that fit, and all that were traced, each with its bytes: in order, until a limit."""
+    fitting: list[tuple[Candidate, StepBytes]] = []
+    traced: list[tuple[Candidate, StepBytes]] = []
+    for candidate in candidates:
+        max_traced = MAX_TRACED if fitting else MAX_TRACED_WITHOUT_FIT
+        if len(fitting) == limit or len(traced) >= max_traced:
+            break
+        progress("plans traced, at most", len(traced), min(max_traced, len(candidates)))
+        if any(candidate.mesh_and_zero == other.mesh_and_zero for other, _ in fitting):
+            continue  # The same mesh fits already with less recomputation.
+        step = trace(candidate)
+        traced.append((candidate, step))
+        if step.total <= memory:
+            fitting.append((candidate, step))
+    return fitting, traced
+
+
+def _make_candidates(
+    states: training.PlannedState,
+    model: nn.Transformer,
+    batch: Batch,
+    memory: int,
+    mesh: AbstractMesh,
+    zero: int,
+    platform: str,
+) -> tuple[int | None, list[Candidate]]:
+    """Return the bytes of the state on a mesh (None where it does not suit the model), and plans whose state fits.
+
+    A mesh's state is made once for all policies of recomputation.
+    """
+    rows, seq = batch.ids.shape
+    plan = for_platform(dataclasses.replace(states.plan, mesh=mesh, zero=zero), platform)
+    state_size, size_between_steps, candidates = None, 0, []
+    for variant in (model, *([nn.with_execution(model, remat="full")] if model.stacks[0].remat != "full" else [])):
+        try:
+            plan.check(variant, rows=rows, seq=seq)
+        except ValueError:  # the plan does not suit the model
+            break
+        if state_size is None:
+            local = state_bytes(states.with_plan(plan)).items()
+            state_by_cause = {cause: size for cause, (size, _) in local if cause != ON_HOST}
+            state_size = sum(state_by_cause.values())
+            size_between_steps = state_size - state_by_cause["gradients"]
+        if state_size > memory:
+            break
+        sent_by = tuple(sent_bytes(plan, variant, rows=rows, seq=seq, trained=states.optimizer.trained))
+        least = max(state_size, size_between_steps + activation_bytes(plan, variant, rows=rows, seq=seq))
+        candidates.append(
+            Candidate(plan, variant, state_size, math.fsum(sent.size for sent in sent_by), sent_by, least)
+        )
+    return state_size, candidates
+
+
+class DecodePlan(NamedTuple):
+    """A plan to decode by that fits."""
+
+    plan: parallel.Plan
+    rows: int
+    cache_dtype: str | None
+    forecast: Forecast
+
+
+def search_decode_plans(
+    plan: parallel.Plan,
+    model: nn.Transformer,
+    topology: Topology,
+    *,
+    rows: int,
+    capacity: int,
+    cache_dtype: str | None = None,
+    limit: int = 3,
+    progress: Progress = lambda what, done, most: None,
+) -> list[DecodePlan]:
+    """Search for plans to decode by that fit into a topology's memory by formulas, the nearest first.
+
+    These are other meshes of tensor, expert and fsdp with the plan's other choices, by their time; the same with caches
+    in int8; and, where no mesh holds so many rows, with half as many, a quarter, and so on. A mesh that the model does
+    not suit is left out.
+
+    Args:
+        plan: The plan that does not fit.
+        model: The model, or its shapes, in the dtype in which it is served.
+        topology: Devices to plan for.
+        rows: Rows that are decoded together.
+        capacity: Slots of a row's caches.
+        cache_dtype: Dtype of cached keys and values; None: the compute dtype.
+        limit: The most plans to return.
+        progress: Called with how many plans were tried, and how many there are at most.
+    """
+    without_stages = dataclasses.replace(plan, microbatches=1)
+    meshes = enumerate_meshes(topology.devices, without_stages, model, tensor=topology.devices, context=1)
+    plans = [dataclasses.replace(plan, mesh=mesh) for mesh, zero in meshes if zero == plan.zero]
+    small_dtype = "int8" if cache_dtype is None else cache_dtype
+    variants = dict.fromkeys(
+        [(rows, cache_dtype), *((rows >> halvings, small_dtype) for halvings in range(rows.bit_length()))]
+    )
+    results: list[DecodePlan] = []
+    for variant, (row_count, dtype) in enumerate(variants):
+        if len(results) >= limit or (results and row_count < rows):
+            break
+        fitting = []
+        for number, mesh_plan in enumerate(plans):
+            progress("ways to decode tried, at most", variant * len(plans) + number, len(variants) * len(plans))
+            try:
+                held = decode_held(*decode_shapes(mesh_plan, model, row_count, capacity, dtype))
+                if sum(held.values()) > topology.accelerator.memory:
+                    continue  # A step that does not fit need not be traced.
+                forecast = decode_forecast(
+                    mesh_plan, model, topology, rows=row_count, capacity=capacity, cache_dtype=dtype
+                )
+            except ValueError:  # the mesh suits neither the model nor so few rows
+                continue
+            fitting.append(DecodePlan(mesh_plan, row_count, dtype, forecast))
+        results += sorted(fitting, key=lambda found: found.forecast.time.seconds)
+    return results[:limit]
