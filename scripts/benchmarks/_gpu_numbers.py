@@ -131,7 +131,7 @@ def _with_gradients(call: Callable[[Any], Any], given: Any) -> Any:
 def _attentions(seq: int) -> Iterator[Check]:
     """The attention that runs on a GPU, forward and backward."""
     for name, its in CALLS.items():
-        core = kernels.ATTENTION if its.softcap else kernels.CudnnAttention()
+        core = kernels.ATTENTION if its.softcap else kernels.RequiredKernel("cuda", kernels.CudnnAttention())
         run = partial(_attended, its)
         yield Check(
             f"attention, {name}",

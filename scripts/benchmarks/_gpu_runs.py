@@ -104,7 +104,7 @@ def attention(
         program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*given).compile()
         return lambda: jax.block_until_ready(program(*given))
 
-    cores: dict[str, kernels.Operation] = {"cuDNN": kernels.CudnnAttention()}
+    cores: dict[str, kernels.Operation] = {"cuDNN": kernels.RequiredKernel("cuda", kernels.CudnnAttention())}
     if not kernel_alone:
         cores["jax.nn"] = kernels.DotProductAttention()
         cores |= {f"blocks of {size}": kernels.BlockwiseAttention(size) for size in (128, 256, 512)}
