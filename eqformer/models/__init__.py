@@ -16,7 +16,7 @@ from ._family import DecoderConfig as DecoderConfig, Family as Family, ModelConf
 from ._folder import ends_of_text as ends_of_text
 from ._gguf_tokenizer import companions as companions
 from ._load import load as load, load_shapes as load_shapes, read_config as read_config
-from ._multimodal import Tower as Tower
+from ._multimodal import MultimodalModel as MultimodalModel
 from ._published_config import PublishedConfig as PublishedConfig
 from ._registry import (
     build as build,

@@ -30,7 +30,7 @@ class Entry(abc.ABC):
 
 
 @functools.cache
-def kinds_of(config: type) -> Mapping[str, Any]:
+def field_types(config: type) -> Mapping[str, Any]:
     """Return the kind with which a class of configs annotates each of its fields."""
     return MappingProxyType(typing.get_type_hints(config, include_extras=True))
 

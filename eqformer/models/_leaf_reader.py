@@ -1,8 +1,8 @@
-"""Copies published arrays into the shards of a model's leaves that this process's devices hold."""
+"""Reads the published arrays of a model's leaves into the shards that this process's devices hold."""
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -10,143 +10,176 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
-from jaxtyping import Array
+from jaxtyping import Array, Shaped
 
 from .. import nn
-from ._published_arrays import Arrays, Run
-from ._quantized_weights import leaves_of, own_arrays
-from ._weight_rules import Weight
+from ._published_arrays import MapFunction, PublishedArrays
+from ._quantized_weights import code_leaves, read_map_codes
+from ._weight_rules import ResolvedRule
 
 
-class Filled(NamedTuple):
-    """What one rule fills: the leaves that it names, or what holds their codes and scales in their places."""
+_ALIGNMENT, _THREADS = 64, 4
 
-    rule: Weight
-    leaves: tuple
-    targets: list[jax.ShapeDtypeStruct]
-    dtypes: list[str]
-    maps: list[nn.QuantizedLinear]
 
-    @classmethod
-    def of(cls, arrays: Arrays, rule: Weight, dtype: str, shapes: nn.Transformer, kept: Mapping[int, Any]) -> "Filled":
-        """What a rule fills of a model of these shapes, whose `kept` maps hold codes."""
-        leaves = rule.leaves(shapes)
-        maps = [kept[id(leaf)] for leaf in leaves if id(leaf) in kept]
-        targets = [leaf for one in maps for leaf in leaves_of(one)] if maps else list(leaves)
-        return cls(rule, leaves, targets, [str(its.dtype) if maps else dtype for its in targets], maps)
+class LeafGroup(NamedTuple):
+    """The leaves that one rule fills: those that it names, or the codes and scales of the maps that hold them."""
+
+    rule: ResolvedRule
+    leaves: dict[str, jax.ShapeDtypeStruct]
+    """By path, the shape of each leaf and the dtype in which it is read."""
+    maps: tuple[nn.QuantizedLinear, ...]
+    """The shapes of the maps that hold codes; none for plain leaves."""
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all of it."""
-        return sum(leaf.size * jnp.dtype(its).itemsize for leaf, its in zip(self.targets, self.dtypes, strict=True))
+        """The bytes of all leaves."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves.values())
 
-    def arrays(
-        self, source: Arrays, name: str, piece: int | None, rule: Weight, run: Run, into: np.ndarray
-    ) -> list[np.ndarray]:
-        """What a published array, or a piece of it, that `rule` reads gives to each of the targets."""
+    @property
+    def dtype(self) -> str:
+        """The dtype of the first leaf."""
+        return str(next(iter(self.leaves.values())).dtype)
+
+    def read(
+        self,
+        arrays: PublishedArrays,
+        name: str,
+        index: int | None,
+        rule: ResolvedRule,
+        map_function: MapFunction,
+        buffer: Shaped[np.ndarray, "numbers"],
+    ) -> list[Shaped[np.ndarray, "..."]]:
+        """Return what a published array, or one index of it, holds of each leaf.
+
+        Args:
+            arrays: The published arrays.
+            name: The array's name in the family's table.
+            index: The index of the array's first dim; None: all of it.
+            rule: The rule for the array or for this index.
+            map_function: Runs the decoder on parts of the array.
+            buffer: Memory for a decoded array.
+        """
         if self.maps:
-            return own_arrays(source, name, piece, rule, self.maps)
-        whole = source.read(name, self.dtypes[0], piece, run, into)
-        return [rule.to_own(whole, self.leaves, number) for number in range(len(self.leaves))]
+            return read_map_codes(arrays, name, index, rule, self.maps)
+        array = arrays.read(name, self.dtype, index, map_function, buffer)
+        return [rule.to_leaf(array, number) for number in range(len(rule.paths))]
 
 
-class _Part(NamedTuple):
-    """What of a leaf a device holds: from where to where in each dim, and the values."""
+def group_leaves(rule: ResolvedRule, dtype: str, quantized: Mapping[str, nn.QuantizedLinear]) -> LeafGroup:
+    """Return the leaves that a rule fills, in this dtype; `quantized` are the maps that hold codes, by weight path."""
+    if not all(path in quantized for path in rule.paths):
+        leaves = zip(rule.paths, rule.shapes, strict=True)
+        return LeafGroup(rule, {path: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for path, shape in leaves}, ())
+    maps = {path: quantized[path] for path in rule.paths}
+    codes = {
+        path.removesuffix("weight") + field: leaf
+        for path, linear in maps.items()
+        for field, leaf in code_leaves(linear).items()
+    }
+    return LeafGroup(rule, codes, tuple(maps.values()))
+
+
+class _Shard(NamedTuple):
+    """The part of a leaf that a device holds: where each dim starts and stops, and the values."""
 
     bounds: tuple[tuple[int, int], ...]
-    values: np.ndarray
+    values: Shaped[np.ndarray, "..."]
 
-    def holds(self, place: tuple[int, ...]) -> bool:
-        return all(start <= at < stop for at, (start, stop) in zip(place, self.bounds))
+    def holds(self, index: tuple[int, ...]) -> bool:
+        return all(start <= number < stop for number, (start, stop) in zip(index, self.bounds))
 
-    def fill(self, place: tuple[int, ...], own: np.ndarray, run: Run) -> None:
-        at = tuple(one - start for one, (start, _) in zip(place, self.bounds))
-        target = np.atleast_1d(self.values[(*at, ...)])
-        source = np.atleast_1d(own[tuple(slice(*bound) for bound in self.bounds[len(place) :])])
+    def fill(self, index: tuple[int, ...], array: Shaped[np.ndarray, "..."], map_function: MapFunction) -> None:
+        """Copy the shard's part of an array, which is that of the whole leaf at this index of the outer dims."""
+        local = tuple(number - start for number, (start, _) in zip(index, self.bounds))
+        target = np.atleast_1d(self.values[(*local, ...)])
+        source = np.atleast_1d(array[tuple(slice(*bound) for bound in self.bounds[len(index) :])])
         step = max(1, -(-len(target) // _THREADS))
 
         def copy(start: int) -> None:  # memory that is touched for the first time takes longer than the copy
             target[start : start + step] = source[start : start + step]
 
-        for _ in run(copy, range(0, len(target), step)):
+        for _ in map_function(copy, range(0, len(target), step)):
             pass
 
 
-def read(arrays: Arrays, filled: Filled, places: list[Sharding]) -> list[Array]:
-    """What one rule fills; each published array is looked at once, and copied to whom it belongs.
+def read_leaves(arrays: PublishedArrays, group: LeafGroup, shardings: Mapping[str, Sharding]) -> dict[str, Array]:
+    """Return the leaves of a group by path, placed by their shardings.
 
-    Those that are decoded are one after another, each by all threads, so that one is in memory at a time.
+    Each published array is read once, and copied to every shard that holds a part of it. Arrays that are decoded are
+    read one after another, each by all threads, so that one decoded array is in memory at a time.
     """
-    parts = [_parts(*each) for each in zip(filled.targets, places, filled.dtypes, strict=True)]
-    distinct = [[*{part.bounds: part for part in its.values()}.values()] for its in parts]
-    named = list(filled.rule.places(filled.leaves[0]))
-    is_decoded = lambda task: arrays.is_coded(task[1]) and not filled.maps
-    decoded = list(filter(is_decoded, named))
-    into = np.empty(max((math.prod(arrays.shape(name)[-2:]) for _, name in decoded), default=0), filled.dtypes[0])
+    shards = {path: _empty_shards(leaf, shardings[path]) for path, leaf in group.leaves.items()}
+    distinct = [list({shard.bounds: shard for shard in by_device.values()}.values()) for by_device in shards.values()]
+    is_decoded = lambda task: arrays.is_coded(task[1]) and not group.maps
+    tasks = list(group.rule.arrays())
+    decoded = list(filter(is_decoded, tasks))
+    longest = max((math.prod(arrays.shape(name)[-2:]) for _, name in decoded), default=0)
+    buffer = np.empty(longest, group.dtype)
     with ThreadPoolExecutor(_THREADS) as threads:
-        copy = lambda task, run: _copy(arrays, filled, distinct, task, run, into)
-        list(threads.map(lambda task: copy(task, map), itertools.filterfalse(is_decoded, named)))
+        copy = lambda task, map_function: _copy_array(arrays, group, distinct, task, map_function, buffer)
+        list(threads.map(lambda task: copy(task, map), itertools.filterfalse(is_decoded, tasks)))
         for task in decoded:
             copy(task, threads.map)
-    made = ([jax.device_put(part.values, device) for device, part in its.items()] for its in parts)
-    return [
-        jax.make_array_from_single_device_arrays(leaf.shape, place, pieces)
-        for leaf, place, pieces in zip(filled.targets, places, made)
-    ]
+    leaves: dict[str, Array] = {}
+    for path, leaf in group.leaves.items():
+        on_devices = [jax.device_put(shard.values, device) for device, shard in shards[path].items()]
+        leaves[path] = jax.make_array_from_single_device_arrays(leaf.shape, shardings[path], on_devices)
+    return leaves
 
 
-def _copy(
-    arrays: Arrays,
-    filled: Filled,
-    distinct: list[list[_Part]],
+def _copy_array(
+    arrays: PublishedArrays,
+    group: LeafGroup,
+    shards: Sequence[Sequence[_Shard]],
     task: tuple[tuple[int, ...], str],
-    run: Run,
-    into: np.ndarray,
+    map_function: MapFunction,
+    buffer: Shaped[np.ndarray, "numbers"],
 ) -> None:
-    """Copy one published array, at this place of the leaves' outer dims, into the parts that hold it.
+    """Copy one published array into the shards that hold a part of it.
 
     Args:
-        arrays: What is published.
-        filled: What the rule fills.
-        distinct: The parts of each target.
-        task: The place, and the array's name.
-        run: Shares the work.
-        into: Memory for what is decoded, used again for each array.
+        arrays: The published arrays.
+        group: The leaves that the array is of.
+        shards: The distinct shards of each leaf.
+        task: The index of the leaves' outer dims that the array stands for, and the array's name.
+        map_function: Runs copies and the decoder on parts of the array.
+        buffer: Memory for a decoded array, used again for the next one.
     """
-    (place, name), rule, leaves = task, filled.rule, filled.leaves
+    (outer_index, name), rule = task, group.rule
     try:
-        rule.check_shape(arrays.shape(name), leaves)
-        pieces = arrays.pieces(name)
-        inner = rule.inner(leaves) if pieces else None
-        for piece in (None,) if inner is None else pieces:
-            at, its = (place, rule) if inner is None or piece is None else ((*place, piece), inner)
-            if any(part.holds(at) for of_target in distinct for part in of_target):
-                for own, of_target in zip(filled.arrays(arrays, name, piece, its, run, into), distinct, strict=True):
-                    for part in of_target:
-                        if part.holds(at):
-                            part.fill(at, own, run)
+        rule.check_shape(arrays.shape(name))
+        slices = arrays.slices(name)
+        slice_rule = rule.slice_rule() if slices else None
+        reads = [(None, outer_index, rule)]
+        if slice_rule is not None:
+            reads = [(number, (*outer_index, number), slice_rule) for number in slices]
+        for number, index, read_rule in reads:
+            if not any(shard.holds(index) for of_leaf in shards for shard in of_leaf):
+                continue
+            parts = group.read(arrays, name, number, read_rule, map_function, buffer)
+            for part, of_leaf in zip(parts, shards, strict=True):
+                for shard in of_leaf:
+                    if shard.holds(index):
+                        shard.fill(index, part, map_function)
     except ValueError as error:
         raise ValueError(f"{arrays.call}: {arrays.stored_name(name)}: {error}.") from None
 
 
-def _parts(leaf: jax.ShapeDtypeStruct, sharding: Any, dtype: str) -> dict[Any, _Part]:
-    """By device its part, not yet filled; devices that hold the same have one together."""
-    made: dict[tuple, _Part] = {}
-    found = {}
+def _empty_shards(leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> dict[Any, _Shard]:
+    """Return the shard of each JAX device of this process, not yet filled; devices with the same part share one."""
+    by_bounds: dict[tuple[tuple[int, int], ...], _Shard] = {}
+    by_device = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
-        if bounds not in made:
-            made[bounds] = _Part(bounds, _aligned([stop - start for start, stop in bounds], dtype))
-        found[device] = made[bounds]
-    return found
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), leaf.shape, strict=True))
+        if bounds not in by_bounds:
+            by_bounds[bounds] = _Shard(bounds, _aligned_empty([stop - start for start, stop in bounds], leaf.dtype))
+        by_device[device] = by_bounds[bounds]
+    return by_device
 
 
-def _aligned(shape: list[int], dtype: str) -> np.ndarray:
-    """An empty array at an address that JAX takes over on CPUs without a copy."""
-    size = math.prod(shape) * jnp.dtype(dtype).itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size].view(jnp.dtype(dtype)).reshape(shape)
-
-
-_ALIGNMENT, _THREADS = 64, 4
+def _aligned_empty(shape: Sequence[int], dtype: np.dtype) -> Shaped[np.ndarray, "..."]:
+    """Return an empty array at an address that JAX takes over on CPUs without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)

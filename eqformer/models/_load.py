@@ -1,9 +1,13 @@
-"""Loads published models: a folder into a model, on one device or straight into the shards of a plan."""
+"""Loads published models: a folder into a model, on one device or straight into the shards of a plan.
+
+A model is flattened once into `{path: leaf}`. Each rule of its family fills some of these leaves, and one loop reads,
+converts and places the leaves of one rule after another.
+"""
 
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,28 +17,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from .. import nn
-from .._shapes import is_shape
 from ..nn import float_dtype
 from ..parallel import Plan, shardings
-from ._attributes import Attribute, kinds_of
+from ._attributes import Attribute, field_types
 from ._config_types import ranges_in
 from ._family import ModelConfig
 from ._folder import Folder
 from ._gguf_file import GGUF
-from ._leaf_reader import Filled, read
-from ._published_arrays import Arrays
-from ._published_model import described, Description
-from ._quantized_weights import kept_maps, with_kept
+from ._leaf_reader import group_leaves, LeafGroup, read_leaves
+from ._published_arrays import PublishedArrays
+from ._published_model import describe_model, PublishedModel
+from ._quantized_weights import find_quantized_maps, with_quantized_maps
 from ._registry import build, FAMILIES, predictor_of
-from ._weight_rules import Weight
+from ._weight_rules import flatten_model, ResolvedRule, unflatten_model
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """The config of the model published in a folder, or in one file of GGUF."""
-    return described(Path(path)).config
+    """Return the config of the model published in a folder, or in one file of GGUF."""
+    return describe_model(Path(path)).config
 
 
 def load(
@@ -47,112 +50,114 @@ def load(
     predictor: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> nn.Transformer:
-    """The model published in a folder, or in one file of GGUF, on the first device, or sharded by a plan.
+    """Load the model published in a folder, or in one file of GGUF, to the first device, or sharded by a plan.
 
-    Each array of the folder is memory-mapped, read once, and copied into the shards that this process's devices hold;
-    only the shards of one leaf (one array of all layers, or arrays that are published as one) are in host memory at a
-    time. The model computes in the dtype of its embedding table; `nn.with_execution` sets how it runs. Of a model of
-    several kinds of data the text model is read. A warning lists the arrays that are left unread by rule: of its other
-    parts, and of predictors of further tokens that are not asked for.
+    Each array of the folder is memory-mapped, read once, and copied into the shards that this process's devices hold.
+    Only the shards of one leaf (one array of all layers, or arrays that are published as one) are in host memory at a
+    time. The model computes in the dtype of its embedding table; `nn.with_execution` sets how it runs. The text model
+    of a multimodal model is read. A warning lists the arrays that no rule reads on purpose: those of other parts, and
+    of predictors of further tokens that are not asked for.
 
     Args:
         path: The folder, or the file.
-        mesh: Alone it stands for `Plan(mesh, zero=3)`, which splits everything it can.
-        plan: Where arrays lie.
-        dtype: That of all leaves (names such as `bf16` too); None: each has its published one (one wide enough for all
-            layers). Fields marked `nn.float32_at_least` are no narrower than that.
-        weights: `"decoded"`: weights in fewer bits are, those of GGUF to float32 without a `dtype`, others to that of
-            the configuration. `"kept"`: linear maps hold their codes and scales (`nn.QuantizedLinear`), with the same
-            logits.
-        predictor: Whether what predicts a further token is read too.
-        progress: Is called with the bytes read so far, and in all.
+        mesh: A mesh alone stands for `Plan(mesh, zero=3)`, which splits everything it can.
+        plan: The plan that places the arrays.
+        dtype: The dtype of all leaves (names such as `bf16` too); None: each has its published dtype (one wide enough
+            for all layers). Fields marked `nn.float32_at_least` are no narrower than that.
+        weights: `"decoded"`: quantized weights are decoded, those of GGUF to float32 without a `dtype`, others to the
+            dtype of the configuration. `"kept"`: linear maps hold the codes and scales (`nn.QuantizedLinear`), with
+            the same logits.
+        predictor: Whether the module that predicts a further token is read too.
+        progress: A function that is called with the bytes read so far, and in all.
 
-    Raises a `ValueError` for a folder that is not what it says, and one that lists what is left over: arrays of the
-    folder that no rule reads (but for a head that is stored beside its equal, the table to which it is tied), leaves
-    that no array fills (but for a head's, which a base model lacks: a warning says that they are initialized by a fixed
-    key), attributes of `config.json` that the family does not know. With `weights="kept"` also one that names what no
-    map can hold as it is stored.
+    Raises a `ValueError` for a folder that does not agree with its own headers and configuration, and one that lists
+    what does not match: arrays of the folder that no rule reads (except a head that is stored beside its equal, the
+    table to which it is tied), leaves that no array fills (except a head's, which a base model lacks: a warning says
+    that they are initialized by a fixed key), attributes of `config.json` that the family does not know. With
+    `weights="kept"` it also raises one that names an array that no map can hold as it is stored.
     """
-    plan = _plan(path, mesh, plan)
-    found = _to_read(path, dtype, weights, predictor)
-    places = _places(plan, found.empty)
-    sharding_of = dict(zip(map(id, jax.tree.leaves(found.empty)), jax.tree.leaves(places), strict=True))
-    made: dict[int, Array] = {}
-    total, done = sum(one.nbytes for one in found.filled), 0
-    for one in found.filled:
-        made |= zip(map(id, one.targets), read(found.arrays, one, [sharding_of[id(leaf)] for leaf in one.targets]))
-        done += one.nbytes
+    plan = _choose_plan(path, mesh, plan)
+    source = _open_model(path, dtype, weights, predictor)
+    sharding_of = _shardings(plan, source.shapes)
+    total, done = sum(group.nbytes for group in source.groups), 0
+    leaves: dict[str, Array] = {}
+    for group in source.groups:
+        leaves |= read_leaves(source.arrays, group, sharding_of)
+        done += group.nbytes
         progress(done, total)
-    made |= _initialized(found, predictor, sharding_of)
-    made |= _numbers_of_layers(found.empty, sharding_of)
-    model = eqx.combine(jax.tree.map(lambda leaf: made[id(leaf)], found.empty), found.rest)
-    return dataclasses.replace(model, compute_dtype=found.compute_dtype)
+    leaves |= _initialize_head(source, predictor, sharding_of)
+    leaves |= _layer_numbers(source.shapes, sharding_of)
+    model = unflatten_model(source.shapes, leaves)
+    return dataclasses.replace(model, compute_dtype=source.compute_dtype)
 
 
 def load_shapes(path: str | Path, *, dtype: DTypeLike | None = None, weights: str = "decoded") -> nn.Transformer:
-    """The shapes of what `load` gives, of any size: no array of the folder is read.
+    """Return the shapes and dtypes of what `load` returns, for a model of any size: no array of the folder is read.
 
     Raises what `load` raises.
     """
-    found = _to_read(path, dtype, weights, predictor=False)
-    dtypes = {id(leaf): its for one in found.filled for leaf, its in zip(one.targets, one.dtypes, strict=True)}
-    dtypes |= {leaf: its for leaf, (_, its) in found.absent.items()}
-    narrow = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(id(leaf), leaf.dtype))
-    model = eqx.combine(jax.tree.map(narrow, found.empty), found.rest)
-    return dataclasses.replace(model, compute_dtype=found.compute_dtype)
+    source = _open_model(path, dtype, weights, predictor=False)
+    leaves = flatten_model(source.shapes)
+    leaves |= {
+        name: jax.ShapeDtypeStruct(leaves[name].shape, jnp.dtype(source.compute_dtype)) for name in source.absent
+    }
+    for group in source.groups:
+        leaves |= group.leaves
+    return dataclasses.replace(unflatten_model(source.shapes, leaves), compute_dtype=source.compute_dtype)
 
 
-class _ToRead(NamedTuple):
-    """A model whose arrays are still to be read."""
+class _ModelSource(NamedTuple):
+    """A published model whose arrays are still to be read."""
 
-    arrays: Arrays
-    empty: PyTree
-    """Its shapes, with None for all else."""
-    rest: PyTree
-    """All else."""
-    filled: list[Filled]
-    absent: dict[int, tuple[int, str]]
-    """A head's leaves that the folder lacks, by their ids: the place among the leaves that `build` makes, and dtype."""
+    arrays: PublishedArrays
+    shapes: nn.Transformer
+    """The model with shapes in the place of arrays."""
+    groups: list[LeafGroup]
+    """The leaves that each rule fills."""
+    absent: list[str]
+    """The paths of a head's leaves that the folder lacks."""
     config: ModelConfig
     compute_dtype: str
 
 
-def _to_read(path: str | Path, dtype: DTypeLike | None, weights: str, predictor: bool) -> _ToRead:
-    source = GGUF(Path(path)) if Path(path).is_file() else Folder(path)
-    dtype = None if dtype is None else float_dtype(dtype, f"{source.call}: dtype={dtype!r}")
-    said = described(source.path, source if isinstance(source, GGUF) else None)
+def _open_model(path: str | Path, dtype: DTypeLike | None, weights: str, predictor: bool) -> _ModelSource:
+    """Compare a folder with its configuration and with the family's rules, and find which leaves each rule fills."""
+    file = GGUF(Path(path)) if Path(path).is_file() else None
+    source = Folder(path) if file is None else file
+    leaf_dtype = None if dtype is None else float_dtype(dtype, f"{source.call}: dtype={dtype!r}")
+    published = describe_model(source.path, file)
     if predictor:
-        predictor_of(f"{source.call}: predictor=True", said.family)
-        said = dataclasses.replace(said, predictor=True)
-    arrays = Arrays(source, said)
-    _check_sizes(arrays, said.config)
-    shapes = eqx.filter_eval_shape(lambda: build(said.config, predictor=predictor, key=jax.random.key(0)))
-    rules = said.family.rules(said.config, shapes, arrays.shapes, said.tower)
-    absent = [rule for rule in rules if _is_absent_head(arrays, said, rule, shapes)]
-    rules = [rule for rule in rules if rule not in absent]
-    _check_names(arrays, said, rules, absent, shapes)
-    notes = () if isinstance(source, GGUF) else source.notes
-    names = tuple(f"{source.call}: {note}." for note in said.notes_on(source.names))
-    for note in (*notes, *said.notes, *names, _note_on(absent, arrays, shapes), arrays.unread):
+        predictor_of(f"{source.call}: predictor=True", published.family)
+        published = dataclasses.replace(published, predictor=True)
+    arrays = PublishedArrays(source, published)
+    _check_sizes(arrays, published.config)
+    shapes = eqx.filter_eval_shape(lambda: build(published.config, predictor=predictor, key=jax.random.key(0)))
+    all_rules = published.family.rules(published.config, shapes, arrays.shapes, published.multimodal)
+    absent = [rule for rule in all_rules if _is_absent_head(arrays, published, rule)]
+    rules = [rule for rule in all_rules if rule not in absent]
+    _check_names(arrays, published, rules, absent, shapes)
+    folder_notes = source.notes if isinstance(source, Folder) else ()
+    name_notes = [f"{source.call}: {note}." for note in published.notes_on(source.names)]
+    for note in (*folder_notes, *published.notes, *name_notes, _note_on_head(absent, arrays), arrays.unread):
         if note:
             warnings.warn(note, stacklevel=3)
-    dtypes = _dtypes(arrays, rules, shapes, dtype)
-    kept = _kept(arrays, rules, shapes, weights)
-    empty, rest = eqx.partition(with_kept(shapes, kept), is_shape)
-    filled = [Filled.of(arrays, rule, its, shapes, kept) for rule, its in zip(rules, dtypes, strict=True)]
-    of_head = {id(leaf) for rule in absent for leaf in rule.leaves(shapes)}
-    leaves = enumerate(jax.tree.leaves(eqx.filter(shapes, is_shape)))
-    places = {id(leaf): (place, dtypes[0]) for place, leaf in leaves if id(leaf) in of_head}
-    return _ToRead(arrays, empty, rest, filled, places, said.config, dtypes[0])
+    dtypes = _dtypes(arrays, rules, shapes, leaf_dtype)
+    if weights not in ("decoded", "kept"):
+        raise ValueError(f"{arrays.call}: weights={weights!r}: they are 'decoded' or 'kept'.")
+    quantized = find_quantized_maps(arrays, rules, shapes) if weights == "kept" else {}
+    groups = [group_leaves(rule, rule_dtype, quantized) for rule, rule_dtype in zip(rules, dtypes, strict=True)]
+    absent_leaves = [leaf for rule in absent for leaf in rule.paths]
+    shapes = with_quantized_maps(shapes, quantized)
+    return _ModelSource(arrays, shapes, groups, absent_leaves, published.config, dtypes[0])
 
 
-def _is_absent_head(arrays: Arrays, said: Description, rule: Weight, shapes: nn.Transformer) -> bool:
-    """Whether a rule is of what stands between the base model and the logits, and the folder has none of its arrays."""
-    names = {name for _, name in rule.places(rule.leaves(shapes)[0])}
-    return said.family.is_of_head(rule, shapes) and not names & arrays.names
+def _is_absent_head(arrays: PublishedArrays, published: PublishedModel, rule: ResolvedRule) -> bool:
+    """Return whether a rule is for the head, or a layer before it, and the folder has none of its arrays."""
+    return published.family.is_of_head(rule) and arrays.names.isdisjoint(rule.published_names())
 
 
-def _note_on(absent: list[Weight], arrays: Arrays, shapes: nn.Transformer) -> str:
+def _note_on_head(absent: Sequence[ResolvedRule], arrays: PublishedArrays) -> str:
+    """Return the warning about a head's arrays that the folder lacks; empty where it lacks none."""
     if not absent:
         return ""
     names = ", ".join(rule.name for rule in absent)
@@ -162,54 +167,66 @@ def _note_on(absent: list[Weight], arrays: Arrays, shapes: nn.Transformer) -> st
     )
 
 
-def _initialized(found: _ToRead, predictor: bool, sharding_of: dict[int, Sharding]) -> dict[int, Array]:
+def _initialize_head(source: _ModelSource, predictor: bool, sharding_of: Mapping[str, Sharding]) -> dict[str, Array]:
     """Return the leaves of a head that the folder lacks, as `build` makes them by a fixed key."""
-    if not found.absent:
+    if not source.absent:
         return {}
-    places = found.absent
 
-    def initial() -> dict[int, Array]:
-        made = jax.tree.leaves(
-            eqx.filter(build(found.config, predictor=predictor, key=jax.random.key(0)), eqx.is_array)
-        )
-        return {number: made[place].astype(dtype) for number, (place, dtype) in places.items()}
+    def initial() -> dict[str, Array]:
+        leaves = flatten_model(build(source.config, predictor=predictor, key=jax.random.key(0)))
+        return {path: leaves[path].astype(source.compute_dtype) for path in source.absent}
 
-    return jax.jit(initial, out_shardings={number: sharding_of[number] for number in places})()
+    return jax.jit(initial, out_shardings={path: sharding_of[path] for path in source.absent})()
 
 
-_LITTLE = {"entries": 2**24, "layers": 512}  # a model of so many is traced at once, whatever the folder holds
-
-
-def _check_sizes(arrays: Arrays, config: ModelConfig) -> None:
-    """Raise a `ValueError` for sizes far beyond those of the folder's arrays, before a model of them is traced."""
-    numbers = {name: math.prod(shape) for name, shape in arrays.shapes.items()}
-    largest = max(numbers, key=lambda name: numbers[name], default="")
-    limits = {
-        "entries": (numbers.get(largest, 0), f"its largest array, {largest}, has {numbers.get(largest, 0)} numbers"),
-        "layers": (len(numbers), f"it has {len(numbers)} arrays"),
+def _layer_numbers(shapes: nn.Transformer, sharding_of: Mapping[str, Sharding]) -> dict[str, Array]:
+    """Return the leaves that are no parameters: the numbers of each stack's layers."""
+    stacks = nn.named_modules(shapes, nn.Stack)
+    leaves = {f"{path}.numbers": stack.numbers for path, stack in stacks}
+    return {
+        path: jax.device_put(np.arange(leaf.size, dtype=leaf.dtype), sharding_of[path]) for path, leaf in leaves.items()
     }
-    entries = [
-        entry for family in FAMILIES.values() if isinstance(config, family.config) for entry in family.attributes
-    ]
-    attributes = {entry.name: entry.published for entry in entries if isinstance(entry, Attribute)}
-    for name, kind in kinds_of(type(config)).items():
+
+
+_ALWAYS_TRACED = {
+    "entries": 2**24,
+    "layers": 512,
+}  # a model of these sizes is traced at once, whatever the folder holds
+
+
+def _check_sizes(arrays: PublishedArrays, config: ModelConfig) -> None:
+    """Raise a `ValueError` for sizes far beyond those of the folder's arrays, before a model of them is traced."""
+    sizes = {name: math.prod(shape) for name, shape in arrays.shapes.items()}
+    largest = max(sizes, key=lambda name: sizes[name], default="")
+    limits = {
+        "entries": (sizes.get(largest, 0), f"its largest array, {largest}, has {sizes.get(largest, 0)} numbers"),
+        "layers": (len(sizes), f"it has {len(sizes)} arrays"),
+    }
+    for name, field_type in field_types(type(config)).items():
         value = getattr(config, name, None)
         if isinstance(value, ModelConfig):
             _check_sizes(arrays, value)
         if not isinstance(value, int):
             continue
-        for counts in {bounds.counts for bounds in ranges_in(kind)} & limits.keys():
+        for counts in {bounds.counts for bounds in ranges_in(field_type)} & limits.keys():
             limit, why = limits[counts]
-            if value > max(limit, _LITTLE[counts]):
-                published = attributes.get(name, name)
-                attribute = published if isinstance(published, str) else published[0]
+            if value > max(limit, _ALWAYS_TRACED[counts]):
                 raise ValueError(
-                    f"{arrays.call}: the configuration says {attribute}={value}, and the folder holds no such model: "
-                    f"{why}; take the config.json that was published with the arrays."
+                    f"{arrays.call}: the configuration says {_attribute_of(config, name)}={value}, and the folder "
+                    f"holds no such model: {why}; take the config.json that was published with the arrays."
                 )
 
 
-def _plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan | None:
+def _attribute_of(config: ModelConfig, field: str) -> str:
+    """Return the attribute of `config.json` that a config's field is read from, or the field's own name."""
+    for family in FAMILIES.values():
+        for entry in family.attributes if isinstance(config, family.config) else ():
+            if isinstance(entry, Attribute) and entry.name == field:
+                return entry.published if isinstance(entry.published, str) else entry.published[0]
+    return field
+
+
+def _choose_plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan | None:
     if mesh is None or plan is None:
         return plan if mesh is None else Plan(mesh, zero=3)
     if plan.mesh != mesh:
@@ -217,53 +234,67 @@ def _plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan | None
     return plan
 
 
-def _kept(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer, weights: str) -> dict[int, nn.QuantizedLinear]:
-    if weights not in ("decoded", "kept"):
-        raise ValueError(f"{arrays.call}: weights={weights!r}: they are 'decoded' or 'kept'.")
-    return kept_maps(arrays, rules, shapes) if weights == "kept" else {}
-
-
-def _places(plan: Plan | None, shapes: PyTree) -> PyTree:
+def _shardings(plan: Plan | None, shapes: nn.Transformer) -> dict[str, Sharding]:
+    """Return the sharding of each leaf by its path: the plan's, or that of the first device of this process."""
+    leaves = flatten_model(shapes)
     if plan is None:
-        first = SingleDeviceSharding(jax.local_devices()[0])
-        return jax.tree.map(lambda _: first, shapes)
-    return shardings(plan.parameter_specs(shapes), plan.mesh)
+        return dict.fromkeys(leaves, SingleDeviceSharding(jax.local_devices()[0]))
+    arrays = eqx.filter(shapes, nn.has_shape)
+    placed = jax.tree.leaves(shardings(plan.parameter_specs(arrays), plan.mesh))
+    return dict(zip(leaves, placed, strict=True))
 
 
 def _check_names(
-    arrays: Arrays, said: Description, rules: list[Weight], absent: list[Weight], shapes: nn.Transformer
+    arrays: PublishedArrays,
+    published: PublishedModel,
+    rules: Sequence[ResolvedRule],
+    absent: Sequence[ResolvedRule],
+    shapes: nn.Transformer,
 ) -> None:
-    """Raise a `ValueError` for arrays that no rule reads, and for leaves that no array fills."""
-    filled, wanted = {id(leaf) for rule in absent for leaf in rule.leaves(shapes)}, set[str]()
-    for rule in rules:
-        leaves = rule.leaves(shapes)
-        filled.update(map(id, leaves))
-        wanted.update(name for _, name in rule.places(leaves[0]))
-    named = jax.tree_util.tree_leaves_with_path(shapes)
-    empty = [jax.tree_util.keystr(path) for path, leaf in named if id(leaf) not in filled and _is_float(leaf)]
-    missing, spare = wanted - arrays.names, arrays.names - wanted
-    spare = {name for name in spare if not name.endswith(said.family.ignored_suffixes)}
-    head = said.family.head_name
-    copies = said.family.copies(said.config, shapes) | ({head: shapes.embedding.weight} if shapes.head is None else {})
-    copies = {name: leaf for name, leaf in copies.items() if name in spare}
-    spare -= copies.keys()
-    if codes := arrays.unexplained((wanted & arrays.names) | (spare if missing else set())):
+    """Raise a `ValueError` for arrays that no rule reads, and for leaves that no array fills.
+
+    Args:
+        arrays: The folder's arrays.
+        published: The published model.
+        rules: The rules that read arrays of the folder.
+        absent: The rules for a head that the folder lacks.
+        shapes: The model's shapes.
+    """
+    filled = {path for rule in (*rules, *absent) for path in rule.paths}
+    expected = {name for rule in rules for name in rule.published_names()}
+    unfilled = {path for path, leaf in flatten_model(shapes).items() if path not in filled and nn.is_trainable(leaf)}
+    missing, unexpected = expected - arrays.names, arrays.names - expected
+    unexpected = {name for name in unexpected if not name.endswith(published.family.ignored_suffixes)}
+    head = published.family.head_name
+    copies = published.family.copied_leaves(published.config, shapes)
+    copies |= {head: "embedding.weight"} if shapes.head is None else {}
+    copies = {name: path for name, path in copies.items() if name in unexpected}
+    unexpected -= copies.keys()
+    if codes := arrays.unexplained((expected & arrays.names) | (unexpected if missing else set())):
         raise ValueError(
             f"{arrays.call}: {codes} holds codes, and config.json has no quantization_config that says how they are "
             "meant; take the config.json that was published with them."
         )
-    if missing or spare or empty:
-        parts = (("not in the folder", missing), ("in no rule", spare), ("filled by no array", set(empty)))
-        faults = "; ".join(f"{what}: {', '.join(sorted(names)[:8])} ({len(names)})" for what, names in parts if names)
-        raise ValueError(f"{arrays.call}: {faults}.")
-    for copy, leaf in copies.items():
-        own = next(rule for rule in rules if rule.leaves(shapes)[0] is leaf)
-        _check_copy(arrays, copy, next(own.places(leaf))[1], head)
+    _refuse_mismatches(arrays, missing, unexpected, unfilled)
+    for name, path in copies.items():
+        original = next(rule for rule in rules if rule.paths[0] == path)
+        _check_copy(arrays, name, original.published_names()[0], head)
 
 
-def _check_copy(arrays: Arrays, copy: str, name: str, head: str) -> None:
-    table, its = np.asarray(arrays.read(name)), np.asarray(arrays.read(copy))
-    if table.shape == its.shape and all(map(np.array_equal, table, its)):  # row by row, in little memory
+def _refuse_mismatches(
+    arrays: PublishedArrays, missing: Collection[str], unexpected: Collection[str], unfilled: Collection[str]
+) -> None:
+    """Raise a `ValueError` that lists arrays that are missing or in no rule, and leaves that no array fills."""
+    parts = (("not in the folder", missing), ("in no rule", unexpected), ("filled by no array", unfilled))
+    faults = [f"{fault}: {', '.join(sorted(names)[:8])} ({len(names)})" for fault, names in parts if names]
+    if faults:
+        raise ValueError(f"{arrays.call}: {'; '.join(faults)}.")
+
+
+def _check_copy(arrays: PublishedArrays, copy: str, name: str, head: str) -> None:
+    """Raise a `ValueError` unless an array that is published twice is the same both times."""
+    original, copied = np.asarray(arrays.read(name)), np.asarray(arrays.read(copy))
+    if original.shape == copied.shape and all(map(np.array_equal, original, copied)):  # row by row, in little memory
         return
     if copy == head:
         raise ValueError(
@@ -276,25 +307,19 @@ def _check_copy(arrays: Arrays, copy: str, name: str, head: str) -> None:
     )
 
 
-def _dtypes(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer, dtype: str | None) -> list[str]:
-    """The dtype of what each rule fills: the one asked for or else its own, float32 at least where a field says so."""
-    flags = zip(jax.tree.leaves(shapes), jax.tree.leaves(nn.float32_flags(shapes)), strict=True)
-    wide = {id(leaf) for leaf, is_wide in flags if is_wide}
-    found = [dtype or _dtype(arrays, rule, shapes) for rule in rules]
-    is_wide = [any(id(leaf) in wide for leaf in rule.leaves(shapes)) for rule in rules]
-    return [str(nn.at_least_float32(jnp.dtype(its))) if one else its for its, one in zip(found, is_wide)]
+def _dtypes(
+    arrays: PublishedArrays, rules: Sequence[ResolvedRule], shapes: nn.Transformer, dtype: str | None
+) -> list[str]:
+    """Return the dtype of the leaves that each rule fills.
 
-
-def _dtype(arrays: Arrays, rule: Weight, shapes: nn.Transformer) -> str:
-    """The dtype in which no array that the rule reads loses anything."""
-    return str(nn.lossless_dtype(*{arrays.dtype(name) for _, name in rule.places(rule.leaves(shapes)[0])}))
-
-
-def _numbers_of_layers(shapes: nn.Transformer, sharding_of: dict[int, Sharding]) -> dict[int, Array]:
-    """The arrays that are no parameters: layers' numbers."""
-    leaves = [stack.numbers for stack in nn.modules(shapes, nn.Stack)]
-    return {id(leaf): jax.device_put(np.arange(leaf.size, dtype=leaf.dtype), sharding_of[id(leaf)]) for leaf in leaves}
-
-
-def _is_float(leaf: object) -> bool:
-    return is_shape(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    It is `dtype` or else the narrowest in which no array of the rule loses anything, and float32 at least for fields
+    that ask for it.
+    """
+    flags = jax.tree_util.tree_leaves_with_path(nn.float32_flags(shapes))
+    float32_paths = {nn.path_name(path) for path, is_float32 in flags if is_float32}
+    dtypes = []
+    for rule in rules:
+        rule_dtype = dtype or str(nn.lossless_dtype(*{arrays.dtype(name) for name in rule.published_names()}))
+        is_float32 = not float32_paths.isdisjoint(rule.paths)
+        dtypes.append(str(nn.at_least_float32(jnp.dtype(rule_dtype))) if is_float32 else rule_dtype)
+    return dtypes

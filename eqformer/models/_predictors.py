@@ -1,4 +1,4 @@
-"""Predictors of a further token, which stand behind published models: how they are built and published."""
+"""Multi-token prediction: how families build and publish the module that predicts one token further."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -7,12 +7,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key
+from jaxtyping import Array, Key, PyTree
 
 from ..nn import Linear, Predictor, Transformer
-from ._weight_rules import NOTHING_STORED, Rule, Stored, Weight, weights_of
+from ._weight_rules import flatten_model, NOTHING_STORED, resolve_rules, ResolvedRule, Rule, StoredShapes
 
 
+PREDICTOR = "predictor."
+"""What paths of the predictor's leaves begin with."""
 _LAYER = "model.layers.{layer}."
 
 
@@ -20,37 +22,37 @@ _LAYER = "model.layers.{layer}."
 class PredictorTable:
     """How a family's models publish a predictor."""
 
-    alone: Callable[[Any], Any]
-    """The config of a model of one layer, such as the predictor's, of the model's config."""
+    one_layer_config: Callable[[Any], Any]
+    """Gives the config of a model of one layer like the predictor's, for a model's config."""
     prefix: str
-    """What names of its arrays begin with; with `{depth}` it is numbered like a layer behind the model's."""
+    """What names of its arrays begin with; `{depth}` stands for the number of the model's layers."""
     weights: tuple[Rule, ...]
-    """Rules of what is not its layer's, whose rules are the family's; names without the prefix."""
+    """Rules for arrays outside its layer, with names without the prefix; the layer's rules are the family's."""
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Arrays that are copies of the model's own, by the paths of these; names without the prefix."""
+    """Arrays that are copies of the model's own, by name without the prefix: of its `"embedding"` or its `"head"`."""
     attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What a configuration says of a model with one."""
+    """What the configuration of a model with a predictor states."""
 
     def prefix_of(self, config: Any) -> str:
-        """What names of its arrays begin with, behind a model of this config."""
+        """Return what names of the predictor's arrays begin with, behind a model of this config."""
         return self.prefix.format(depth=config.layers)
 
     def build(self, make: Callable[..., Transformer], config: Any, *, key: Key[Array, ""]) -> Predictor:
-        """A predictor with random weights, whose layer and norms are those that `make` gives a model of one layer."""
-        layer, merge = jax.random.split(key)
-        model, embed = make(self.alone(config), key=layer), config.embed
+        """Return a predictor with random weights; its layer and norms are those of a one-layer model by `make`."""
+        layer_key, merge_key = jax.random.split(key)
+        model, embed = make(self.one_layer_config(config), key=layer_key), config.embed
         return Predictor(
-            embedding_norm=_copied(model.norm),
-            hidden_norm=_copied(model.norm),
-            merge=Linear("sides embed -> merged", sides=2, embed=embed, merged=embed, key=merge),
+            embedding_norm=_copy_arrays(model.norm),
+            hidden_norm=_copy_arrays(model.norm),
+            merge=Linear("sides embed -> merged", sides=2, embed=embed, merged=embed, key=merge_key),
             stacks=model.stacks,
             norm=model.norm,
         )
 
     def rules(
-        self, weights: Sequence[Rule], config: Any, predictor: Predictor, stored: Stored = NOTHING_STORED
-    ) -> list[Weight]:
-        """Where its arrays stand in a model of this config; `weights` are the family's."""
+        self, weights: Sequence[Rule], config: Any, predictor: Predictor, stored: StoredShapes = NOTHING_STORED
+    ) -> list[ResolvedRule]:
+        """Return the rules for the predictor of a model of this config; `weights` are the family's."""
         prefix, depth = self.prefix_of(config), config.layers if "{depth}" in self.prefix else 0
         layer = _LAYER if depth else f"{prefix}layers.{{layer}}."
         table = [dataclasses.replace(rule, name=prefix + rule.name) for rule in self.weights]
@@ -59,33 +61,34 @@ class PredictorTable:
             for rule in weights
             if "{layer}" in rule.name
         ]
-        found = weights_of(table, config, predictor, stored)
-        return [
-            dataclasses.replace(
-                rule,
-                where=lambda model, where=rule.where: where(model.predictor),
-                layers=[number + depth for number in rule.layers],
-            )
-            for rule in found
-        ]
+        rules = resolve_rules(table, config, predictor, stored, root=PREDICTOR)
+        return [dataclasses.replace(rule, layers=[number + depth for number in rule.layers]) for rule in rules]
 
-    def copies_of(self, config: Any, model: Transformer) -> dict[str, Any]:
-        """The names of arrays that are copies, and the model's leaves that they are copies of."""
-        head = model.embedding if model.head is None else model.head
-        # A head that is kept as codes has no weight, and its copy stays as it is stored.
-        leaves = {"embedding": model.embedding.weight, "head": getattr(head, "weight", None)}
-        its = {self.prefix_of(config) + name: leaves[whose] for name, whose in self.copies.items()}
-        return {name: leaf for name, leaf in its.items() if leaf is not None}
+    def copied_leaves(self, config: Any, model: Transformer) -> dict[str, str]:
+        """Return the names of arrays that are copies, and the paths of the model's leaves that they are copies of."""
+        head = "embedding.weight" if model.head is None else "head.weight"
+        path_of = {"embedding": "embedding.weight", "head": head}
+        # A quantized head has no weight, and its copy stays as it is stored.
+        leaves, prefix = flatten_model(model), self.prefix_of(config)
+        return {prefix + name: path_of[whose] for name, whose in self.copies.items() if path_of[whose] in leaves}
 
 
-def _copied(norm: Any) -> Any:
-    """A norm with arrays of its own."""
+def _copy_arrays(norm: PyTree) -> Any:
+    """Return a norm with arrays of its own."""
     return jax.tree.map(lambda x: jnp.array(x) if eqx.is_array(x) else x, norm)
 
 
-# As DeepSeek-V3 publishes it, in one more layer of the model, with copies of what it shares.
-BEHIND = PredictorTable(
-    lambda config: dataclasses.replace(config, layers=1, first_dense=0),
+def _one_dense_free_layer(config: Any) -> Any:
+    return dataclasses.replace(config, layers=1, first_dense=0)
+
+
+def _one_attention_layer(config: Any) -> Any:
+    return dataclasses.replace(config, layers=1, attention_layers=(0,))
+
+
+# As DeepSeek-V3 publishes it: in one more layer of the model, with copies of the table and the head.
+NUMBERED_PREDICTOR = PredictorTable(
+    _one_dense_free_layer,
     "model.layers.{depth}.",
     (
         Rule("enorm.weight", "embedding_norm.weight"),
@@ -96,9 +99,9 @@ BEHIND = PredictorTable(
     copies={"embed_tokens.weight": "embedding", "shared_head.head.weight": "head"},
     attributes={"num_nextn_predict_layers": 1},
 )
-# As Qwen3-Next and 3.5 publish it, with an attention over all tokens.
-BESIDE = PredictorTable(
-    lambda config: dataclasses.replace(config, layers=1, attention_layers=(0,)),
+# As Qwen3-Next and 3.5 publish it: under a name of its own, with an attention over all tokens.
+NAMED_PREDICTOR = PredictorTable(
+    _one_attention_layer,
     "mtp.",
     (
         Rule("pre_fc_norm_embedding.weight", "embedding_norm.weight"),

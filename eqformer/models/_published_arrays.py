@@ -1,4 +1,4 @@
-"""The arrays of a folder as a family knows them: those of its text model, by the names of its table, decoded."""
+"""The arrays of a published model by the names of its family's table, decoded where they are quantized."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -6,44 +6,48 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401  # lets numpy know bfloat16
 import numpy as np
+from jaxtyping import Shaped
 
 from ._folder import FLOATS, Folder
 from ._gguf_file import GGUF
 from ._gguf_models import coded_of, plain_of
-from ._published_model import Description
-from ._weight_rules import Stored
-from .formats import Coded, Format, Grouped, Numbers
+from ._published_model import PublishedModel
+from ._weight_rules import Shape, StoredShapes
+from .formats import Coded, Format, Grouped, QuantizedArray
 
 
-_NO_CODES = ("BOOL", "I64")  # what masks and positions are of
-Run = Callable[[Callable[[Any], None], Iterable[Any]], Iterable[None]]  # as `map`, perhaps by several threads
-_AT_ONCE, _ROWS = 1 << 17, 32  # numbers and rows that a thread decodes at once
+_NO_CODES = ("BOOL", "I64")  # the dtypes of masks and positions
+MapFunction = Callable[[Callable[[Any], None], Iterable[Any]], Iterable[None]]
+"""A function like `map`, which may share the calls among several threads."""
+_NUMBERS_AT_ONCE, _ROWS = 1 << 17, 32  # a thread decodes about so many numbers at once, and a multiple of these rows
 
 
-class Arrays:
+class PublishedArrays:
     """The arrays of a model that is published in a folder, by the names that its family's table gives them.
 
     Raises a `ValueError` for a folder that has an array under two names, and for codes and scales that do not go
     together.
     """
 
-    def __init__(self, source: Folder | GGUF, said: Description):
-        """Find what each array of the folder, or of the one file, is."""
+    def __init__(self, source: Folder | GGUF, published: PublishedModel):
+        """Find out which array of the table each array of the folder, or of the one file, is."""
         self.call, self._source = source.call, source
-        self._stored: dict[str, str] = {}
+        self._stored: dict[str, str] = {}  # the name in the folder, by the name in the family's table
         self._coded: dict[str, Coded] = {}
-        self._left: list[str] = []
-        self._is_said = said.format is not None
-        for name, own in sorted(said.own_names(source.names).items()):
-            if own is None:
-                self._left.append(name)
-            elif (other := self._stored.setdefault(own, name)) != name:
-                raise ValueError(f"{self.call}: {other} and {name} are both {own}; the folder must have one of them.")
+        self._unread: list[str] = []
+        self._states_format = published.format is not None
+        for name, table_name in sorted(published.table_names(source.names).items()):
+            if table_name is None:
+                self._unread.append(name)
+            elif (first := self._stored.setdefault(table_name, name)) != name:
+                raise ValueError(
+                    f"{self.call}: {first} and {name} are both {table_name}; the folder must have one of them."
+                )
         if isinstance(source, GGUF):
-            found = {own: coded_of(source, name) for own, name in self._stored.items()}
-            self._coded = {own: coded for own, coded in found.items() if coded is not None}
-        elif said.format is not None:
-            self._find(source, said.format, said.dtype)
+            coded = {table_name: coded_of(source, name) for table_name, name in self._stored.items()}
+            self._coded = {table_name: array for table_name, array in coded.items() if array is not None}
+        elif published.format is not None:
+            self._find_coded(source, published.format, published.dtype)
 
     @property
     def names(self) -> Set[str]:
@@ -51,82 +55,86 @@ class Arrays:
         return self._stored.keys()
 
     @property
-    def shapes(self) -> Stored:
+    def shapes(self) -> StoredShapes:
         """Every array's shape, by its name in the family's table."""
         return {name: self.shape(name) for name in self._stored}
 
     @property
     def unread(self) -> str:
-        """One line on the arrays that are left unread by rule; empty where there are none."""
-        if not self._left:
+        """One line on the arrays that no rule reads on purpose; empty where there are none."""
+        if not self._unread:
             return ""
-        counts = Counter(_part(name) for name in self._left)
+        counts = Counter(_model_part(name) for name in self._unread)
         listed = ", ".join(f"{part}. ({count})" for part, count in sorted(counts.items()))
         return f"{self.call}: arrays that are no part of the text model are left unread: {listed}."
 
     def stored_name(self, name: str) -> str:
-        """What the folder calls an array."""
+        """Return an array's name in the folder."""
         return self._stored[name]
 
     def dtype(self, name: str) -> str:
-        """An array's dtype as JAX calls it."""
+        """Return an array's dtype as JAX calls it; of a quantized array, the dtype that it is decoded to by default."""
         return self._coded[name].dtype if name in self._coded else self._source.dtype(self._stored[name])
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """An array's shape."""
+    def shape(self, name: str) -> Shape:
+        """Return an array's shape."""
         return self._coded[name].shape if name in self._coded else self._source.shape(self._stored[name])
 
-    def pieces(self, name: str) -> Sequence[int]:
-        """The places of an array's first dim that are decoded one by one; none where it is read at once."""
+    def slices(self, name: str) -> Sequence[int]:
+        """Return the indices of the first dim that are decoded one by one; none for an array that is read at once."""
         shape = self.shape(name)
         return range(shape[0]) if name in self._coded and len(shape) > 2 else ()
 
     def is_coded(self, name: str) -> bool:
-        """Whether an array is stored in fewer bits, so that reading it takes time and memory."""
+        """Return whether an array is quantized, so that reading it takes time and memory."""
         return name in self._coded
 
     def read(
         self,
         name: str,
         dtype: str | None = None,
-        piece: int | None = None,
-        run: Run = map,
-        into: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """An array, mapped into memory where it is stored plainly, or else decoded to a `dtype`, its own by default.
+        index: int | None = None,
+        map_function: MapFunction = map,
+        buffer: Shaped[np.ndarray, "numbers"] | None = None,
+    ) -> Shaped[np.ndarray, "..."]:
+        """Return an array: mapped into memory where it is stored as it is, or else decoded.
 
-        `piece` is the place of its first dim that is read alone; `run` shares the work; `into` is memory of that dtype
-        for what is decoded, as much as an array of two dims has or more.
+        Args:
+            name: The array's name in the family's table.
+            dtype: The dtype of a decoded array; None: the array's own.
+            index: The index of the first dim that is read alone; None: all.
+            map_function: Runs the decoder on parts of the array.
+            buffer: Memory of `dtype` for a decoded array, as long as two dims of the array or longer.
         """
         if name not in self._coded:
             stored = self._stored[name]
             return plain_of(self._source, stored) if isinstance(self._source, GGUF) else self._source.read(stored)
-        if piece is None and (pieces := self.pieces(name)):
-            return np.stack([self.read(name, dtype, place, run) for place in pieces])
-        coded = self._coded_at(name, piece)
-        rows, columns = reversed(coded.shape) if coded.form.turned else coded.shape
-        into = np.empty(rows * columns, dtype or coded.dtype) if into is None else into
-        made = into[: rows * columns].reshape(rows, columns)
+        if index is None and (slices := self.slices(name)):
+            return np.stack([self.read(name, dtype, number, map_function) for number in slices])
+        coded = self._coded_at(name, index)
+        rows, columns = reversed(coded.shape) if coded.form.transposed else coded.shape
+        buffer = np.empty(rows * columns, dtype or coded.dtype) if buffer is None else buffer
+        decoded = buffer[: rows * columns].reshape(rows, columns)
 
-        def decode(some: slice) -> None:
-            with np.errstate(over="ignore", invalid="ignore"):  # what is too large is infinite, as in the references
-                coded.form.decode(coded.parts, some, made[some])
+        def decode(some_rows: slice) -> None:
+            with np.errstate(over="ignore", invalid="ignore"):  # too large a number is infinite, as in the references
+                coded.form.decode(coded.parts, some_rows, decoded[some_rows])
 
-        step = _ROWS * max(1, _AT_ONCE // (_ROWS * columns))
-        for _ in run(decode, [slice(start, min(start + step, rows)) for start in range(0, rows, step)]):
+        step = _ROWS * max(1, _NUMBERS_AT_ONCE // (_ROWS * columns))
+        for _ in map_function(decode, [slice(start, min(start + step, rows)) for start in range(0, rows, step)]):
             pass
-        return made.T if coded.form.turned else made
+        return decoded.T if coded.form.transposed else decoded
 
     def unexplained(self, names: Iterable[str]) -> str:
-        """The first of some arrays that holds codes although the configuration says nothing of any; empty for none."""
-        if isinstance(self._source, GGUF) or self._is_said:
+        """Return the first of some arrays whose dtype is that of codes, though no format is stated; empty for none."""
+        if isinstance(self._source, GGUF) or self._states_format:
             return ""
         dtypes = {name: self._source.dtype_in_file(self._stored[name]) for name in sorted(names)}
-        found = (f"{self._stored[name]} ({its})" for name, its in dtypes.items() if its not in (*FLOATS, *_NO_CODES))
-        return next(found, "")
+        coded = (f"{self._stored[name]} ({dtype})" for name, dtype in dtypes.items() if _is_code_dtype(dtype))
+        return next(coded, "")
 
     def form(self, name: str) -> Format | None:
-        """In which format an array is stored; None: plainly."""
+        """Return the format in which an array is quantized; None for an array that is not."""
         return self._coded[name].form if name in self._coded else None
 
     def scale_dtype(self, name: str) -> str:
@@ -136,51 +144,60 @@ class Arrays:
         dtype = coded.parts[coded.form.groups.scale].dtype
         return "uint8" if dtype.itemsize == 1 else str(dtype)
 
-    def numbers(self, name: str, piece: int | None, unit: tuple[int, int]) -> Numbers:
-        """As `read`, of an array whose format is `Grouped`: its codes, and the scale of each `unit` of two dims."""
-        if piece is None and (pieces := self.pieces(name)):
-            codes, scales, zeros = zip(*(self.numbers(name, place, unit) for place in pieces), strict=True)
-            return Numbers(np.stack(codes), np.stack(scales), None if zeros[0] is None else np.stack(zeros))
-        coded = self._coded_at(name, piece)
-        assert isinstance(coded.form, Grouped)
-        return coded.form.numbers(coded.parts, unit)
+    def read_codes(self, name: str, index: int | None, unit: tuple[int, int]) -> QuantizedArray:
+        """Return the codes of an array whose format is `Grouped`, and the scale of each `unit` of its last two dims.
 
-    def _coded_at(self, name: str, piece: int | None) -> Coded:
+        `index` is the index of the first dim that is read alone; None: all.
+        """
+        if index is None and (slices := self.slices(name)):
+            codes, scales, zeros = zip(*(self.read_codes(name, number, unit) for number in slices), strict=True)
+            return QuantizedArray(np.stack(codes), np.stack(scales), None if zeros[0] is None else np.stack(zeros))
+        coded = self._coded_at(name, index)
+        assert isinstance(coded.form, Grouped)
+        return coded.form.read_codes(coded.parts, unit)
+
+    def _coded_at(self, name: str, index: int | None) -> Coded:
         coded = self._coded[name]
-        if piece is None:
+        if index is None:
             return coded
-        parts = {end: part[piece] for end, part in coded.parts.items()}
+        parts = {suffix: part[index] for suffix, part in coded.parts.items()}
         return Coded(coded.form, parts, coded.shape[1:], coded.dtype)
 
-    def _find(self, folder: Folder, form: Format, dtype: str) -> None:
-        """Put one name in the place of those of codes and scales."""
+    def _find_coded(self, folder: Folder, form: Format, dtype: str) -> None:
+        """Replace the names of codes and scales by the name of the array that they stand for."""
         dtype_of = lambda name: folder.dtype_in_file(self._stored[name])
         codes = [name for name in self._stored if name.endswith(form.codes) and name not in self._coded]
         for name in [name for name in codes if not form.dtypes or dtype_of(name) in form.dtypes]:
             stem, stored = name.removesuffix(form.codes), self._stored[name]
-            if missing := [end for end in form.needs if stem + end not in self._stored]:
+            if missing := [suffix for suffix in form.required if stem + suffix not in self._stored]:
                 raise ValueError(
                     f"{self.call}: {stored} holds codes of {form.name}, which mean nothing without {stem}{missing[0]}; "
                     "the folder must have both."
                 )
-            takes = [end for end in form.takes if stem + end in self._stored]
-            ends = dict.fromkeys((form.codes, *form.needs, *takes))
-            parts = {end: folder.stored(self._stored.pop(stem + end)) for end in ends}
-            for end in form.ignored:
-                self._stored.pop(stem + end, None)
-            if (own := stem + form.decoded) in self._stored:
-                raise ValueError(f"{self.call}: {stored} and {own} are both {own}; the folder must have one of them.")
+            optional = [suffix for suffix in form.optional if stem + suffix in self._stored]
+            suffixes = dict.fromkeys((form.codes, *form.required, *optional))
+            parts = {suffix: folder.stored(self._stored.pop(stem + suffix)) for suffix in suffixes}
+            for suffix in form.ignored:
+                self._stored.pop(stem + suffix, None)
+            if (decoded := stem + form.decoded) in self._stored:
+                raise ValueError(
+                    f"{self.call}: {stored} and {decoded} are both {decoded}; the folder must have one of them."
+                )
             try:
-                self._coded[own] = Coded(form, parts, form.shape(parts), dtype)
+                self._coded[decoded] = Coded(form, parts, form.shape(parts), dtype)
             except ValueError as error:
                 raise ValueError(f"{self.call}: {stored}, in {form.name}: {error}.") from None
-            self._stored[own] = stored
+            self._stored[decoded] = stored
         if form.also is not None:
-            self._find(folder, form.also, dtype)
+            self._find_coded(folder, form.also, dtype)
 
 
-def _part(name: str) -> str:
-    """What part of a model an array is of: `visual`, `model.layers.61`, `model.encoder.vision_tower`."""
+def _is_code_dtype(dtype: str) -> bool:
+    return dtype not in (*FLOATS, *_NO_CODES)
+
+
+def _model_part(name: str) -> str:
+    """Return the part of a model that an array is in: `visual`, `model.layers.61`, `model.encoder.vision_tower`."""
     words = name.split(".")
     if words[0] == "model" and words[1:2] in (["layers"], ["encoder"]):
         return ".".join(words[:3])

@@ -1,39 +1,48 @@
-"""Published weights that are kept in fewer bits: which maps hold them, and codes and scales as these have them."""
+"""Published weights that stay quantized: which maps hold them, and their codes and scales in the maps' layout."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree, Shaped
 
 from .. import nn
-from ._published_arrays import Arrays
-from ._weight_rules import Weight
+from ._published_arrays import PublishedArrays
+from ._weight_rules import ResolvedRule
 from .formats import Grouped
 
 
-def kept_maps(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer) -> dict[int, nn.QuantizedLinear]:
-    """By the `id` of a weight's shape in a plain model, the shapes of the map that holds its codes.
+def maps_by_weight(model: PyTree) -> dict[str, nn.LinearMap]:
+    """Return every linear map of a model by the path that its weight has, or would have if it were not quantized."""
+    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=nn.is_map)
+    return {f"{nn.path_name(path)}.weight": node for path, node in nodes if nn.is_map(node)}
 
-    Weights that are no linear map's, such as tables, are decoded. Raises a `ValueError` where none is stored in fewer
-    bits, and one that names an array in a format that no map holds, or of a stack of which some layers are plain.
+
+def find_quantized_maps(
+    arrays: PublishedArrays, rules: Sequence[ResolvedRule], shapes: nn.Transformer
+) -> dict[str, nn.QuantizedLinear]:
+    """Return the shapes of the maps that hold the folder's codes, by the path of the plain map's weight in `shapes`.
+
+    Weights that are no linear map's, such as tables, are decoded. Raises a `ValueError` where no weight is quantized,
+    and one that names an array in a format that no map holds, or of a stack of which some layers are not quantized.
     """
-    weights = {id(one.weight): one for one in nn.linear_maps(shapes) if isinstance(one, nn.DenseMap)}
-    found: dict[int, nn.QuantizedLinear] = {}
+    plain = {path: linear for path, linear in maps_by_weight(shapes).items() if isinstance(linear, nn.DenseMap)}
+    quantized: dict[str, nn.QuantizedLinear] = {}
     for rule in rules:
-        leaves = rule.leaves(shapes)
-        names = [name for _, name in rule.places(leaves[0])]
+        names = rule.published_names()
         coded = [name for name in names if arrays.is_coded(name)]
-        if not coded or not all(id(leaf) in weights for leaf in leaves):
+        if not coded or not all(path in plain for path in rule.paths):
             continue
         if len(coded) < len(names):
-            plain = next(name for name in names if not arrays.is_coded(name))
+            decoded = next(name for name in names if not arrays.is_coded(name))
             _refuse(
-                arrays, coded[0], f"is stored in fewer bits and {plain} is not, and a stack's layers are kept alike"
+                arrays,
+                coded[0],
+                f"is stored in fewer bits and {decoded} is not, and a stack's layers are kept alike",
             )
         form = arrays.form(coded[0])
         if not isinstance(form, Grouped):
@@ -42,126 +51,143 @@ def kept_maps(arrays: Arrays, rules: list[Weight], shapes: nn.Transformer) -> di
         if len(scales) > 1 and "uint8" in scales:
             _refuse(arrays, coded[0], "and others of its stack have scales of which some are exponents and some floats")
         dtype = scales.pop() if len(scales) == 1 else str(nn.lossless_dtype(*scales))
-        for number, leaf in enumerate(leaves):
-            dim = rule.dim_of_last(number)
-            found[id(leaf)] = _shapes_of(arrays, coded[0], form, dim, weights[id(leaf)], dtype)
-    if not found:
+        for number, path in enumerate(rule.paths):
+            axis = rule.axis_of_last_dim(number)
+            quantized[path] = _quantized_shapes(arrays, coded[0], form, axis, plain[path], dtype)
+    if not quantized:
         raise ValueError(
             f"{arrays.call}: weights='kept': no linear map of it is stored in fewer bits; load it without, and "
             "nn.quantize the model."
         )
-    return found
+    return quantized
 
 
-def with_kept(shapes: nn.Transformer, kept: dict[int, nn.QuantizedLinear]) -> nn.Transformer:
-    """The model's shapes with these maps in the place of their plain ones."""
-    one = lambda node: kept.get(id(node.weight), node) if isinstance(node, nn.DenseMap) else node
-    return jax.tree.map(one, shapes, is_leaf=nn.is_map)
+def with_quantized_maps(shapes: nn.Transformer, quantized: Mapping[str, nn.QuantizedLinear]) -> nn.Transformer:
+    """Return the model's shapes with these maps, given by the paths of their plain weights, in the place of plain ones.
+
+    Each map has the bias of the plain one.
+    """
+    replace = lambda path, node: quantized.get(f"{nn.path_name(path)}.weight", node)
+    return jax.tree_util.tree_map_with_path(replace, shapes, is_leaf=nn.is_map)
 
 
 def plain_shapes(model: nn.Transformer) -> nn.Transformer:
-    """The model with plain maps in the place of those that hold codes, with the shapes of their weights alone."""
+    """Return the model with a plain map in the place of each quantized one, with the shape of its weight alone."""
 
-    def one(node: Any) -> Any:
+    def to_plain(node: Any) -> Any:
         if not isinstance(node, nn.QuantizedLinear):
             return node
         return _with_bias(eqx.filter_eval_shape(nn.dense, node), node.bias)
 
-    return jax.tree.map(one, model, is_leaf=nn.is_map)
+    return jax.tree.map(to_plain, model, is_leaf=nn.is_map)
 
 
 def names_as_stored(
-    arrays: Arrays, rules: list[Weight], plain: nn.Transformer, model: nn.Transformer, call: str
+    arrays: PublishedArrays, rules: Sequence[ResolvedRule], model: nn.Transformer, call: str
 ) -> set[str]:
-    """The arrays in fewer bits whose codes and scales the model holds; raises a `ValueError` where it has others.
+    """Return the names of the quantized arrays whose codes and scales the model holds.
 
-    `plain` are the model's `plain_shapes`.
+    Raises a `ValueError` where the model holds other codes, or the decoded array. The rules are those of the model's
+    `plain_shapes`.
     """
-    maps = dict(zip((id(getattr(one, "weight", None)) for one in nn.linear_maps(plain)), nn.linear_maps(model)))
-    found = set[str]()
+    maps, stored_names = maps_by_weight(model), set[str]()
     for rule in rules:
-        leaves = rule.leaves(plain)
-        own: list[Any] = [maps.get(id(leaf)) for leaf in leaves]
-        for place, name in rule.places(leaves[0]):
+        linears = [maps.get(path) for path in rule.paths]
+        quantized = [linear for linear in linears if isinstance(linear, nn.QuantizedLinear)]
+        for index, name in rule.arrays():
             if not arrays.is_coded(name):
                 continue
             stored = arrays.stored_name(name)
-            if not all(isinstance(one, nn.QuantizedLinear) for one in own):
+            if len(quantized) < len(linears):
                 raise ValueError(
                     f"{call}: {stored} is stored in fewer bits, and whole=True would mix it with the model's decoded "
                     "arrays; save the model by itself, or load it with weights='kept'."
                 )
-            held = [np.asarray(leaf[place] if place else leaf) for one in own for leaf in leaves_of(one)]
-            its = own_arrays(arrays, name, None, rule, own)
-            if len(its) != len(held) or not all(map(np.array_equal, its, held)):
+            leaves = [leaf for linear in quantized for leaf in code_leaves(linear).values()]
+            own_codes = [np.asarray(leaf[index] if index else leaf) for leaf in leaves]
+            codes = read_map_codes(arrays, name, None, rule, quantized)
+            if len(codes) != len(own_codes) or not all(map(np.array_equal, codes, own_codes)):
                 raise ValueError(
                     f"{call}: the model's codes and scales are not those of {stored}; nn.dequantize the model and save "
                     "it by itself."
                 )
-            found.add(name)
-    return found
+            stored_names.add(name)
+    return stored_names
 
 
-def leaves_of(linear: nn.QuantizedLinear) -> list[Any]:
-    """What of a map, or of its shapes, codes and scales fill."""
-    return [leaf for leaf in (linear.codes, linear.scales, linear.zeros) if leaf is not None]
+def code_leaves(linear: nn.QuantizedLinear) -> dict[str, Any]:
+    """Return the codes, scales and zeros of a map, or their shapes, by field; without zeros where it has none."""
+    leaves = {"codes": linear.codes, "scales": linear.scales, "zeros": linear.zeros}
+    return {field: leaf for field, leaf in leaves.items() if leaf is not None}
 
 
-def own_arrays(
-    arrays: Arrays, name: str, piece: int | None, rule: Weight, maps: Sequence[nn.QuantizedLinear]
-) -> list[np.ndarray]:
-    """What one published array gives to the `leaves_of` each of the maps that hold it, in turn."""
+def read_map_codes(
+    arrays: PublishedArrays, name: str, index: int | None, rule: ResolvedRule, maps: Sequence[nn.QuantizedLinear]
+) -> list[Shaped[np.ndarray, "..."]]:
+    """Return what one published array holds of the `code_leaves` of each map, in the order of the maps.
+
+    `index` is the index of the array's first dim that is read alone; None: all.
+    """
     form, sizes = arrays.form(name), arrays.shape(name)[-2:]
     assert isinstance(form, Grouped)
-    made: list[np.ndarray] = []
+    parts: list[Shaped[np.ndarray, "..."]] = []
     for number, linear in enumerate(maps):
-        dim = rule.dim_of_last(number)
-        assert dim is not None
-        is_one = form.groups.members[dim] is None
+        axis = rule.axis_of_last_dim(number)
+        assert axis is not None
+        has_one_group = form.groups.members[axis] is None
         unit = [1, 1]
-        unit[dim] = sizes[dim] if is_one else linear.shape[-1] // linear.scales.shape[-1]
-        found = arrays.numbers(name, piece, (unit[0], unit[1]))
-        for its, leaves in zip(found, zip(*((m.codes, m.scales, m.zeros) for m in maps)), strict=True):
-            made += [] if its is None else [rule.to_own(its, leaves, number)]
-    return made
+        unit[axis] = sizes[axis] if has_one_group else linear.shape[-1] // linear.scales.shape[-1]
+        published = arrays.read_codes(name, index, (unit[0], unit[1]))
+        for array, leaves in zip(published, zip(*((m.codes, m.scales, m.zeros) for m in maps)), strict=True):
+            if array is not None:
+                parts.append(rule.with_shapes([leaf.shape for leaf in leaves]).to_leaf(array, number))
+    return parts
 
 
-def _shapes_of(
-    arrays: Arrays, name: str, form: Grouped, dim: int | None, linear: nn.DenseMap, dtype: str
+def _quantized_shapes(
+    arrays: PublishedArrays, name: str, form: Grouped, axis: int | None, linear: nn.DenseMap, dtype: str
 ) -> nn.QuantizedLinear:
-    """`dim` is that of the published array, from its end, along which the last of the inputs lies."""
+    """Return the shapes of the map that holds an array's codes in the place of a plain one.
+
+    Args:
+        arrays: The published arrays.
+        name: The array.
+        form: The array's format.
+        axis: The dim of the array, counted from its end, along which the last of the map's inputs lies.
+        linear: The plain map.
+        dtype: The dtype of the scales.
+    """
     groups, shape, inputs = form.groups, linear.weight.shape, linear.inputs
-    last, many = shape[-1], nn.codes_in_a_byte(groups.form)
-    if last % many:
+    last, per_byte = shape[-1], nn.codes_in_a_byte(groups.form)
+    if last % per_byte:
         _refuse(arrays, name, f"has {last} of {inputs[-1]!r}, and two codes share a byte")
-    if dim not in (-1, -2) or (many > 1 and dim != (-2 if form.turned else -1)):
+    if axis not in (-1, -2) or (per_byte > 1 and axis != (-2 if form.transposed else -1)):
         _refuse(arrays, name, f"has its {inputs[-1]!r} in another order, or two codes of other dims in a byte")
-    if (members := groups.members[dim]) is None:
-        ends = (1,) * len(inputs)
+    if (members := groups.members[axis]) is None:
+        scale_inputs = (1,) * len(inputs)
     else:
-        ends = (*shape[len(shape) - len(inputs) : -1], last // math.gcd(members, last))
-    of_scales = (*shape[: len(shape) - len(inputs)], *ends)
+        scale_inputs = (*shape[len(shape) - len(inputs) : -1], last // math.gcd(members, last))
+    scale_shape = (*shape[: len(shape) - len(inputs)], *scale_inputs)
 
     def make(bias: Array | None) -> nn.QuantizedLinear:
         return nn.QuantizedLinear(
             inputs,
             linear.outputs,
             form=groups.form,
-            codes=jnp.zeros((*shape[:-1], last // many), jnp.uint8),
-            scales=jnp.zeros(of_scales, dtype),
-            zeros=jnp.zeros(of_scales, jnp.uint8) if groups.has_zeros else None,
+            codes=jnp.zeros((*shape[:-1], last // per_byte), jnp.uint8),
+            scales=jnp.zeros(scale_shape, dtype),
+            zeros=jnp.zeros(scale_shape, jnp.uint8) if groups.has_zeros else None,
             bias=bias,
         )
 
-    return _with_bias(eqx.filter_eval_shape(make, linear.bias), linear.bias)
+    return eqx.filter_eval_shape(make, linear.bias)
 
 
 def _with_bias(linear: nn.LinearMap, bias: Any) -> Any:
-    """The map with a bias that other maps have too, by whose identity it is found."""
     return eqx.tree_at(lambda m: m.bias, linear, bias, is_leaf=lambda leaf: leaf is None)
 
 
-def _refuse(arrays: Arrays, name: str, why: str) -> NoReturn:
+def _refuse(arrays: PublishedArrays, name: str, why: str) -> NoReturn:
     raise ValueError(
         f"{arrays.call}: weights='kept': {arrays.stored_name(name)} {why}; load with weights='decoded', and "
         "nn.quantize the model."

@@ -101,7 +101,9 @@ def _identity(family: Family) -> dict[str, set]:
     return {
         "name": {family.name},
         "model_type": {family.model_type, *family.aliases} - {None},
-        "text model": {(tower.model_type, tower.text_type or family.model_type) for tower in family.towers},
+        "text model": {
+            (multimodal.model_type, multimodal.text_type or family.model_type) for multimodal in family.multimodal
+        },
         "architecture": {family.architecture} - {""},
         "class of configs": {family.config},
         "name of a preset": {*family.presets},

@@ -1,4 +1,8 @@
-"""Rules from published arrays to a model's leaves and back: one table a family, read in both directions."""
+"""Weight rules: a family's table from published arrays to a model's leaves and back.
+
+A `Rule` is a line of the table. A `ResolvedRule` is that line for one model: it names the leaves by their paths in the
+model, as `nn.path_name` writes them, so that a flat `{path: leaf}` is all that loading and saving need.
+"""
 
 import dataclasses
 import functools
@@ -10,145 +14,175 @@ from types import MappingProxyType
 from typing import Any
 
 import einops
+import jax
 import numpy as np
+from jaxtyping import PyTree, Shaped
 
-from .._shapes import ArrayOrShape
-from ..nn import Layer, Predictor, Stack, SuperBlock, Transformer
+from ..nn import has_shape, Layer, path_name, Predictor, Stack, SuperBlock, Transformer
 
 
-Stacked = Transformer | Predictor  # what has stacks of layers and arrays beside them
-Stored = Mapping[str, tuple[int, ...]]  # the shape of each array of a folder
-NOTHING_STORED: Stored = MappingProxyType({})
-_DIMS = re.compile(r"\(([^)]*)\)|(\S+)")  # of a pattern: names in brackets, or one
+Stacked = Transformer | Predictor
+"""A module that has stacks of layers, and arrays beside them."""
+Shape = tuple[int, ...]
+StoredShapes = Mapping[str, Shape]
+"""The shape of each array of a folder, by the array's name."""
+NOTHING_STORED: StoredShapes = MappingProxyType({})
+_DIMS = re.compile(r"\(([^)]*)\)|(\S+)")  # the dims of an einops pattern: names in brackets, or one name
+
+
+def flatten_model(model: PyTree) -> dict[str, Any]:
+    """Return every array of a model, or every shape of one, by its path."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model) if has_shape(leaf)}
+
+
+def unflatten_model(model: PyTree, leaves: Mapping[str, Any]) -> Any:
+    """Return the model with these leaves in the place of its arrays; raises a `KeyError` for an array without one."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaves[path_name(path)] if has_shape(leaf) else leaf, model
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
-    """Where a published array, or one for each of several layers and experts, stands in a model.
+class ResolvedRule:
+    """A rule for one model: which leaves of the model a published array fills, and how the array is rearranged.
 
-    `name` may hold `{layer}` and `{expert}`, which count the first dims of the leaf that `where` gives: its layer `i`
-    is published as number `layers[i]`. `pattern` is einops', from the published dims to the leaf's own (those after
-    layers and experts); without one they are the same. Where `where` gives a tuple of leaves, they are published as one
-    array, one after another along its dim `axis`, or taking turns there: each of `groups` (say, heads) has a part of
-    every leaf, or every leaf one number (`interleaved`). They have one pattern, or each its own. A leaf's dim may be
-    two, one of them the groups: `"ids (groups mlp) -> ids (mlp groups)"`.
+    `name` may hold `{layer}` and `{expert}`, which count the first dims of the leaves: layer `i` of a leaf is published
+    as number `layers[i]`. `pattern` is einops', from the published dims to the leaf's own (those behind layers and
+    experts); without a pattern they are equal.
+
+    Several leaves are published as one array, one after another along its dim `axis`, or in turns there: each of
+    `groups` (say, heads) has a part of every leaf, or every leaf has one number in turn (`interleaved`). The leaves
+    share one pattern, or have one each. A dim of a leaf may merge two, one of them the groups:
+    `"ids (groups mlp) -> ids (mlp groups)"`.
     """
 
     name: str
-    where: Callable[[Any], Any]
+    paths: tuple[str, ...]
+    """The paths of the leaves in the model, in the order in which they are published."""
+    shapes: tuple[Shape, ...]
+    """The shapes of these leaves."""
     pattern: str | tuple[str, ...] = ""
     layers: Sequence[int] = ()
     axis: int = 0
     interleaved: bool = False
     groups: int = 1
-    within: int = 0
-    """How many further dims of the leaves count places within a published array, of which this rule reads one."""
+    sliced_dims: int = 0
+    """The number of leading dims of the published array that this rule takes one index of, see `slice_rule`."""
     variant: bool = False
 
-    def leaves(self, model: Stacked) -> tuple[Any, ...]:
-        """The model's leaves, in the order in which they are published."""
-        found = self.where(model)
-        return found if isinstance(found, tuple) else (found,)
+    def with_shapes(self, shapes: Sequence[Shape]) -> "ResolvedRule":
+        """Return the rule for leaves of these shapes."""
+        return dataclasses.replace(self, shapes=tuple(shapes))
 
     def pattern_of(self, number: int) -> str:
-        """The pattern of leaf `number`."""
+        """Return the pattern of leaf `number`."""
         return self.pattern if isinstance(self.pattern, str) else self.pattern[number]
 
     @property
-    def outer(self) -> int:
-        """How many dims of a leaf count layers and experts."""
-        return ("{layer}" in self.name) + ("{expert}" in self.name) + self.within
+    def outer_dims(self) -> int:
+        """The number of a leaf's first dims that count layers and experts."""
+        return ("{layer}" in self.name) + ("{expert}" in self.name) + self.sliced_dims
 
-    def inner(self, leaves: Sequence[ArrayOrShape]) -> "Weight | None":
-        """The rule of what stands at one place of a published array's first dim; None where that is no leaf's own."""
+    def slice_rule(self) -> "ResolvedRule | None":
+        """Return the rule for one index of the published array's first dim; None where leaves mix several indices."""
         if not isinstance(self.pattern, str):
             return None
-        theirs, own = self.pattern.split(" -> ") if self.pattern else ("", "")
-        (first, _, others), (its, _, rest) = theirs.partition(" "), own.partition(" ")
-        if first != its or (len(leaves) > 1 and self.axis == 0):
+        published, own = self.pattern.split(" -> ") if self.pattern else ("", "")
+        (published_first, _, published_rest), (own_first, _, own_rest) = published.partition(" "), own.partition(" ")
+        if published_first != own_first or (len(self.paths) > 1 and self.axis == 0):
             return None
-        pattern = f"{others} -> {rest}" if self.pattern else ""
-        return dataclasses.replace(self, pattern=pattern, axis=max(self.axis - 1, 0), within=self.within + 1)
+        pattern = f"{published_rest} -> {own_rest}" if self.pattern else ""
+        return dataclasses.replace(self, pattern=pattern, axis=max(self.axis - 1, 0), sliced_dims=self.sliced_dims + 1)
 
-    def places(self, leaf: ArrayOrShape) -> Iterator[tuple[tuple[int, ...], str]]:
-        """The places of the leaf's outer dims, and the name of the array published for each."""
-        for place in itertools.product(*map(range, leaf.shape[: self.outer])):
-            layer = self.layers[place[0]] if "{layer}" in self.name else None
-            yield place, self.name.format(layer=layer, expert=place[-1] if place else None)
+    def arrays(self) -> Iterator[tuple[tuple[int, ...], str]]:
+        """Yield each index of the leaves' outer dims, and the name of the array that is published for it."""
+        for index in itertools.product(*map(range, self.shapes[0][: self.outer_dims])):
+            layer = self.layers[index[0]] if "{layer}" in self.name else None
+            yield index, self.name.format(layer=layer, expert=index[-1] if index else None)
 
-    def fits(self, shape: tuple[int, ...], leaves: Sequence[ArrayOrShape]) -> bool:
-        """Whether a published array of this shape is that of the leaves."""
+    def published_names(self) -> list[str]:
+        """Return the names of all arrays that the rule reads."""
+        return [name for _, name in self.arrays()]
+
+    def fits(self, shape: Shape) -> bool:
+        """Return whether a published array of this shape fills the leaves."""
         try:
-            self.check_shape(shape, leaves)
+            self.check_shape(shape)
         except ValueError:
             return False
         return True
 
-    def check_shape(self, shape: tuple[int, ...], leaves: Sequence[ArrayOrShape]) -> None:
+    def check_shape(self, shape: Shape) -> None:
         """Raise a `ValueError` unless a published array has the shape that the leaves have together."""
-        parts = self._published_shapes(leaves)
-        wanted = list(parts[0])
-        wanted[self.axis : self.axis + 1] = [sum(part[self.axis] for part in parts)] if wanted else []
-        if shape != tuple(wanted):
-            raise ValueError(f"it has shape {shape}, and the model's is {tuple(wanted)}")
+        parts = self._published_shapes()
+        expected = list(parts[0])
+        expected[self.axis : self.axis + 1] = [sum(part[self.axis] for part in parts)] if expected else []
+        if shape != tuple(expected):
+            raise ValueError(f"it has shape {shape}, and the model's is {tuple(expected)}")
 
-    def to_own(self, whole: np.ndarray, leaves: Sequence[ArrayOrShape], number: int) -> np.ndarray:
-        """What of a published array is leaf `number`'s; raises a `ValueError` for a shape that does not fit."""
-        self.check_shape(whole.shape, leaves)
-        parts, wanted, pattern = self._published_shapes(leaves), whole.shape, self.pattern_of(number)
-        own = leaves[number].shape[self.outer :]
-        if len(leaves) > 1:
+    def to_leaf(self, array: Shaped[np.ndarray, "..."], number: int) -> Shaped[np.ndarray, "..."]:
+        """Return the part of a published array that is leaf `number`, in the leaf's layout, without a copy if possible.
+
+        Raises a `ValueError` for a shape that does not fit.
+        """
+        self.check_shape(array.shape)
+        parts, shape, pattern = self._published_shapes(), array.shape, self.pattern_of(number)
+        if len(parts) > 1:
             groups = self._groups(parts[0])
             start = sum(part[self.axis] for part in parts[:number]) // groups
             stop = start + parts[number][self.axis] // groups
-            split = whole.reshape(*wanted[: self.axis], groups, -1, *wanted[self.axis + 1 :])
-            whole = split[*(slice(None),) * (self.axis + 1), start:stop].reshape(parts[number])
-        return einops.rearrange(whole, pattern, **_sizes(pattern, own, self.groups)) if pattern else whole
+            split = array.reshape(*shape[: self.axis], groups, -1, *shape[self.axis + 1 :])
+            array = split[*(slice(None),) * (self.axis + 1), start:stop].reshape(parts[number])
+        sizes = _sizes(pattern, self.shapes[number][self.outer_dims :], self.groups) if pattern else {}
+        return einops.rearrange(array, pattern, **sizes) if pattern else array
 
-    def dim_of_last(self, number: int) -> int | None:
-        """Along which dim of the published array, from its end, the last of leaf `number` lies, one after another."""
+    def axis_of_last_dim(self, number: int) -> int | None:
+        """Return the dim of the published array, counted from its end, along which leaf `number`'s last dim lies.
+
+        None where neighbours of the last dim are not neighbours there.
+        """
         if not (pattern := self.pattern_of(number)):
             return -1
         published, own = pattern.split(" -> ")
         dims = [(merged or alone).split() for merged, alone in _DIMS.findall(published)]
-        found = [place for place, names in enumerate(dims) if names[-1:] == own.split()[-1:]]
-        return found[0] - len(dims) if found else None
+        axes = [axis for axis, names in enumerate(dims) if names[-1:] == own.split()[-1:]]
+        return axes[0] - len(dims) if axes else None
 
-    def to_published(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """The published array of what the leaves hold for one place."""
-        turned = [_to_published(part, self.pattern_of(number), self.groups) for number, part in enumerate(parts)]
-        if len(turned) == 1:
-            return turned[0]
-        groups, shape = self._groups(turned[0].shape), turned[0].shape
-        before, after = shape[: self.axis], shape[self.axis + 1 :]
-        split = [part.reshape(*before, groups, -1, *after) for part in turned]
-        return np.concatenate(split, axis=self.axis + 1).reshape(*before, -1, *after)
+    def to_published(self, parts: Sequence[Shaped[np.ndarray, "..."]]) -> Shaped[np.ndarray, "..."]:
+        """Return the published array for what each leaf holds at one index of its outer dims."""
+        arrays = [_to_published(part, self.pattern_of(number), self.groups) for number, part in enumerate(parts)]
+        if len(arrays) == 1:
+            return arrays[0]
+        groups, shape = self._groups(arrays[0].shape), arrays[0].shape
+        leading, trailing = shape[: self.axis], shape[self.axis + 1 :]
+        split = [array.reshape(*leading, groups, -1, *trailing) for array in arrays]
+        return np.concatenate(split, axis=self.axis + 1).reshape(*leading, -1, *trailing)
 
     def _groups(self, published: Sequence[int]) -> int:
         return published[self.axis] if self.interleaved else self.groups
 
-    def _published_shapes(self, leaves: Sequence[ArrayOrShape]) -> list[tuple[int, ...]]:
-        """Of each leaf the shape of its part of the published array."""
-        shapes = enumerate(leaf.shape[self.outer :] for leaf in leaves)
+    def _published_shapes(self) -> list[Shape]:
+        """Return the shape of each leaf's part of the published array."""
+        shapes = enumerate(shape[self.outer_dims :] for shape in self.shapes)
         return [_published_shape(shape, self.pattern_of(number), self.groups) for number, shape in shapes]
 
 
-def _to_published(part: np.ndarray, pattern: str, groups: int) -> np.ndarray:
-    back = " -> ".join(reversed(pattern.split(" -> ")))
-    return einops.rearrange(part, back, **_sizes(pattern, part.shape, groups)) if back else part
+def _to_published(part: Shaped[np.ndarray, "..."], pattern: str, groups: int) -> Shaped[np.ndarray, "..."]:
+    reverse = " -> ".join(reversed(pattern.split(" -> ")))
+    return einops.rearrange(part, reverse, **_sizes(pattern, part.shape, groups)) if reverse else part
 
 
-def _published_shape(own: Sequence[int], pattern: str, groups: int) -> tuple[int, ...]:
+def _published_shape(shape: Sequence[int], pattern: str, groups: int) -> Shape:
     if not pattern:
-        return tuple(own)
-    sizes = _sizes(pattern, own, groups)
+        return tuple(shape)
+    sizes = _sizes(pattern, shape, groups)
     dims = _DIMS.findall(pattern.split(" -> ")[0])
     return tuple(math.prod(sizes.get(name, 1) for name in (merged or alone).split()) for merged, alone in dims)
 
 
-def _sizes(pattern: str, own: Sequence[int], groups: int) -> dict[str, int]:
-    """The sizes that a pattern names, of a leaf in which some dims may be one with that of the `groups`."""
-    dims = zip(_DIMS.findall(pattern.split(" -> ")[1]), own, strict=True)
+def _sizes(pattern: str, shape: Sequence[int], groups: int) -> dict[str, int]:
+    """Return the sizes that a pattern names, for a leaf of this shape, whose dims may be merged with the `groups`."""
+    dims = zip(_DIMS.findall(pattern.split(" -> ")[1]), shape, strict=True)
     sizes = {
         name: size // groups if merged else size for (merged, alone), size in dims for name in (merged or alone).split()
     }
@@ -165,90 +199,118 @@ class Rule:
     name: str
     """The published name; with `{layer}` it stands for every layer's array."""
     path: str | tuple[str, ...]
-    """The path of its leaf, from a layer where the name has one; several are published as one array."""
+    """The path of the leaf, from a layer where the name has `{layer}`; several leaves are published as one array."""
     pattern: str | tuple[str, ...] = ""
-    """How einops rearranges a published array into a leaf, or its parts each into its own."""
+    """How einops rearranges the published array into a leaf, or the part of each leaf into that leaf."""
     axis: int = 0
-    """Along which several leaves are put together."""
+    """The dim along which several leaves are concatenated."""
     interleaved: bool = False
-    """Whether leaves take turns number by number."""
+    """Whether several leaves alternate number by number."""
     groups: int | str = 1
-    """How many pieces of each leaf take turns, or the dim `groups` of the pattern has; or the field of the config that
-    says so."""
+    """The number of pieces of each leaf that alternate, or the size of the pattern's dim `groups`; a text is the field
+    of the config that holds the number."""
     needs: str = ""
     """The rule applies only where there is something at this path."""
     lacks: str = ""
     """The rule applies only where there is nothing at this path."""
     variant: bool = False
-    """The rule takes the place of others of its leaves where a folder has its arrays."""
+    """Whether the rule replaces others for its leaves where a folder has its arrays."""
     part: str = ""
-    """The part of the model whose layers the name's `{layer}` counts, `"encoder"`, or none: the model itself."""
+    """The part of the model whose layers `{layer}` counts: `"encoder"`, or empty for the model itself."""
 
     def leaves(self, holder: Stacked | Layer) -> Any:
-        """The leaf of a model or a layer, or a tuple of several; None where the rule does not apply."""
-        if (self.needs and _at(holder, self.needs) is None) or (self.lacks and _at(holder, self.lacks) is not None):
+        """Return the leaf of a model or a layer, or a tuple of several; None where the rule does not apply."""
+        if (self.needs and _get(holder, self.needs) is None) or (self.lacks and _get(holder, self.lacks) is not None):
             return None
         if isinstance(self.path, str):
-            return _at(holder, self.path)
-        found = tuple(_at(holder, path) for path in self.path)
-        return None if any(leaf is None for leaf in found) else found
+            return _get(holder, self.path)
+        leaves = tuple(_get(holder, path) for path in self.path)
+        return None if any(leaf is None for leaf in leaves) else leaves
 
 
-def weights_of(table: Sequence[Rule], config: object, model: Stacked, stored: Stored = NOTHING_STORED) -> list[Weight]:
-    """The rules of a family's table that apply to a model of this config: the model's, then those of its layers.
+def resolve_rules(
+    table: Sequence[Rule], config: object, model: Stacked, stored: StoredShapes = NOTHING_STORED, root: str = ""
+) -> list[ResolvedRule]:
+    """Return the rules of a table that apply to a model: first those of the model, then those of its layers.
 
-    Variants are among them where a folder has `stored` their arrays; of several of one name the first that fits.
+    Args:
+        table: A family's rules.
+        config: The model's config.
+        model: The model, or the shapes of one.
+        stored: The shapes of a folder's arrays. Variants apply where the folder has their arrays; of several variants
+            with one name, the first that fits.
+        root: What paths begin with, where the model is a part of another.
     """
-    found = [_weight(rule, config, rule.leaves, ()) for rule in table if _says(rule, model, is_of_layers=False)]
-    for part, where, layers in places(model):
+    # The same tree with each leaf's path in the leaf's place, so that a rule's own path, which may lead through
+    # properties, finds the path in the tree.
+    named = jax.tree_util.tree_map_with_path(lambda path, _: root + path_name(path), model)
+    shape_of = {root + path: leaf.shape for path, leaf in flatten_model(model).items()}
+    rules = [_resolve(rule, config, rule.leaves(named), (), shape_of) for rule in table if _applies(rule, model, False)]
+    for part, layers_in, numbers in layer_groups(model):
         for rule in table:
-            if rule.part == part and _says(rule, where(model), is_of_layers=True):
-                leaves = lambda model, rule=rule, where=where: rule.leaves(where(model))
-                found.append(_weight(rule, config, leaves, layers))
-    leaves_of = {id(rule): {*map(id, rule.leaves(model))} for rule in found}
-    variants = _variants(found, model, stored)
-    replaced = {leaf for rule in variants for leaf in leaves_of[id(rule)]}
-    return [rule for rule in found if rule in variants or not (rule.variant or leaves_of[id(rule)] & replaced)]
+            if rule.part == part and _applies(rule, layers_in(model), True):
+                rules.append(_resolve(rule, config, rule.leaves(layers_in(named)), numbers, shape_of))
+    variants = _variants(rules, stored)
+    replaced = {path for rule in variants for path in rule.paths}
+    return [rule for rule in rules if rule in variants or not (rule.variant or replaced.intersection(rule.paths))]
 
 
-def _variants(rules: Sequence[Weight], model: Stacked, stored: Stored) -> list[Weight]:
-    """The variants of which a folder has the arrays: of one name the first whose shape is that of the first array."""
-    found: dict[str, Weight] = {}
+def _variants(rules: Sequence[ResolvedRule], stored: StoredShapes) -> list[ResolvedRule]:
+    """Return the variants whose arrays a folder has: of one name the first whose shape is that of the first array."""
+    chosen: dict[str, ResolvedRule] = {}
     for rule in rules:
-        leaves = rule.leaves(model)
-        name = next(rule.places(leaves[0]))[1]
+        name = next(rule.arrays())[1]
         if rule.variant and name in stored:
-            other = found.setdefault(name, rule)
-            if not other.fits(stored[name], other.leaves(model)) and rule.fits(stored[name], leaves):
-                found[name] = rule
-    return list(found.values())
+            first = chosen.setdefault(name, rule)
+            if not first.fits(stored[name]) and rule.fits(stored[name]):
+                chosen[name] = rule
+    return list(chosen.values())
 
 
-def _says(rule: Rule, holder: Stacked | Layer, is_of_layers: bool) -> bool:
+def _applies(rule: Rule, holder: Stacked | Layer, is_of_layers: bool) -> bool:
     return ("{layer}" in rule.name) == is_of_layers and rule.leaves(holder) is not None
 
 
-def _weight(rule: Rule, config: object, where: Callable[[Any], Any], layers: Sequence[int]) -> Weight:
+def _resolve(
+    rule: Rule,
+    config: object,
+    paths: str | tuple[str, ...],
+    layers: Sequence[int],
+    shape_of: Mapping[str, Shape],
+) -> ResolvedRule:
     groups = getattr(config, rule.groups) if isinstance(rule.groups, str) else rule.groups
-    return Weight(rule.name, where, rule.pattern, layers, rule.axis, rule.interleaved, groups, variant=rule.variant)
+    paths = (paths,) if isinstance(paths, str) else paths
+    return ResolvedRule(
+        rule.name,
+        paths,
+        tuple(shape_of[path] for path in paths),
+        rule.pattern,
+        layers,
+        rule.axis,
+        rule.interleaved,
+        groups,
+        variant=rule.variant,
+    )
 
 
-def places(model: Stacked) -> list[tuple[str, Callable[[Any], Any], range]]:
-    """For each place in each stack's period: the part of the model that the stack is in (`Rule.part`), a function from
-    a model to the layers there, and the layers' numbers."""
-    found = []
+def layer_groups(model: Stacked) -> list[tuple[str, Callable[[Any], Any], range]]:
+    """Return the groups of layers that are stacked in one module, in the order of the model.
+
+    A stack has one group, or one for each layer of its super-block. For each group: the part of the model that the
+    stack is in (`Rule.part`), a function from a model to the stacked layers, and the layers' numbers.
+    """
+    groups = []
     for part in ("", "encoder"):
         first = 0
         for number, stack in enumerate(_stacks(part, model)):
             size = len(stack.blocks.blocks) if isinstance(stack.blocks, SuperBlock) else 1
             end = first + size * len(stack)
-            for place in range(size):
-                where = functools.partial(
-                    _layer_at, part, number, place if isinstance(stack.blocks, SuperBlock) else None
-                )
-                found.append((part, where, range(first + place, end, size)))
+            for position in range(size):
+                in_super_block = position if isinstance(stack.blocks, SuperBlock) else None
+                layers_in = functools.partial(_layers_at, part, number, in_super_block)
+                groups.append((part, layers_in, range(first + position, end, size)))
             first = end
-    return found
+    return groups
 
 
 def _stacks(part: str, model: Stacked) -> tuple[Stack, ...]:
@@ -256,13 +318,13 @@ def _stacks(part: str, model: Stacked) -> tuple[Stack, ...]:
     return () if holder is None else holder.stacks
 
 
-def _layer_at(part: str, stack: int, place: int | None, model: Stacked) -> Layer:
+def _layers_at(part: str, stack: int, position: int | None, model: Stacked) -> Layer:
     layers = _stacks(part, model)[stack].blocks
-    return layers if place is None else layers.blocks[place]  # type: ignore[attr-defined]
+    return layers if position is None else layers.blocks[position]  # type: ignore[attr-defined]
 
 
-def _at(holder: object, path: str) -> Any:
-    """What is at a path of names, and of places in tuples; None where there is nothing."""
+def _get(holder: object, path: str) -> Any:
+    """Return the value at a path of attribute names, and of indices of tuples; None where there is nothing."""
     for name in path.split("."):
         if isinstance(holder, tuple) and name.isdigit():
             holder = holder[int(name)] if int(name) < len(holder) else None

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from eqformer.models import build, FAMILIES, GPT2Config, JAXformerConfig, LlamaConfig, preset, presets, shapes
-from eqformer.models._weight_rules import places, Rule
+from eqformer.models._weight_rules import layer_groups, Rule
 from eqformer.nn import Attention, Block, dims, LatentAttention, Residual, Rotary, SuperBlock, YarnScaling
 from eqformer.planning import parameter_count
 
@@ -268,7 +268,7 @@ def test_residual_projections_start_smaller_in_deeper_models():
 
 def _paths(table, model):
     """The paths of the rules that say something of a model."""
-    layers = [(part, where(model)) for part, where, _ in places(model)]
+    layers = [(part, where(model)) for part, where, _ in layer_groups(model)]
     return {
         (rule.part, rule.path)
         for rule in table
@@ -290,7 +290,7 @@ def test_every_rule_of_weights_is_of_some_model():
 
 def test_a_rule_that_needs_or_lacks_a_part_says_nothing_of_other_layers():
     model = shapes_of("qwen3-next-byte-500k")
-    layers = [where(model) for _, where, _ in places(model)]
+    layers = [where(model) for _, where, _ in layer_groups(model)]
     has = [hasattr(layer.mixer.layer, "log_rate") for layer in layers]
     path, part = "mixer.layer.output.weight", "mixer.layer.log_rate"
     needs, lacks = Rule("x.{layer}", path, needs=part), Rule("x.{layer}", path, lacks=part)

@@ -15,7 +15,7 @@ from test_published import FIXTURES
 
 from eqformer import models, nn
 from eqformer.models import _published_arrays
-from eqformer.models._published_arrays import Arrays
+from eqformer.models._published_arrays import PublishedArrays
 from eqformer.models._published_config import PublishedConfig
 from eqformer.models.formats import Format, FORMATS, read_format, UNREAD
 from eqformer.parallel import make_mesh, Plan
@@ -49,9 +49,11 @@ def test_a_part_that_no_device_holds_is_not_decoded(tmp_path, monkeypatch):
     """Of experts that lie elsewhere, no code is read."""
     write(tmp_path, "mxfp4")
     seen: list[Any] = []
-    read = Arrays.read
-    monkeypatch.setattr(Arrays, "read", lambda self, *given: seen.append(given[2]) or read(self, *given))
-    monkeypatch.setattr("eqformer.models._leaf_reader._Part.holds", lambda part, place: len(place) < 2 or place[1] != 3)
+    read = PublishedArrays.read
+    monkeypatch.setattr(PublishedArrays, "read", lambda self, *given: seen.append(given[2]) or read(self, *given))
+    monkeypatch.setattr(
+        "eqformer.models._leaf_reader._Shard.holds", lambda part, place: len(place) < 2 or place[1] != 3
+    )
     models.load(tmp_path)
     assert {piece for piece in seen if piece is not None} == {0, 1, 2}
 
@@ -75,11 +77,11 @@ SAID: dict[str, Any] = {
 
 def in_pieces(form: Format, parts: Any, shape: tuple[int, ...], rows: int = 1 << 30) -> np.ndarray:
     """An array in float32, so many rows at a time, as they are stored."""
-    made = np.empty(shape[::-1] if form.turned else shape, np.float32)
+    made = np.empty(shape[::-1] if form.transposed else shape, np.float32)
     for start in range(0, len(made), rows):
         some = slice(start, min(start + rows, len(made)))
         form.decode(parts, some, made[some])
-    return made.T if form.turned else made
+    return made.T if form.transposed else made
 
 
 @pytest.mark.parametrize("name", SAID)

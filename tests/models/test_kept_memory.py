@@ -12,9 +12,9 @@ import numpy as np
 
 from eqformer import models, nn, planning
 from eqformer.models._folder import Folder
-from eqformer.models._published_arrays import Arrays
-from eqformer.models._published_model import described
-from eqformer.models._quantized_weights import kept_maps, with_kept
+from eqformer.models._published_arrays import PublishedArrays
+from eqformer.models._published_model import describe_model
+from eqformer.models._quantized_weights import find_quantized_maps, with_quantized_maps
 
 
 LAYERS, EMBED, VOCAB, EXPERTS, HEADS, KV_HEADS, HEAD = 24, 2880, 201_088, 32, 64, 8, 64
@@ -71,12 +71,13 @@ def nbytes(model: Any) -> int:
 
 def test_gpt_oss_20b_fits_in_16_gb_as_it_is_published(tmp_path):
     """Kept, its arrays take the bytes of the file, 13.8 GB; decoded three times as many."""
-    size, said = write(tmp_path), described(tmp_path)
+    size, said = write(tmp_path), describe_model(tmp_path)
     assert said.config == models.preset("gpt-oss-20b")
-    arrays = Arrays(Folder(tmp_path), said)
+    arrays = PublishedArrays(Folder(tmp_path), said)
     shapes = eqx.filter_eval_shape(lambda: models.build(said.config, key=jax.random.key(0)))
-    kept = with_kept(
-        shapes, kept_maps(arrays, said.family.rules(said.config, shapes, arrays.shapes, said.tower), shapes)
+    kept = with_quantized_maps(
+        shapes,
+        find_quantized_maps(arrays, said.family.rules(said.config, shapes, arrays.shapes, said.multimodal), shapes),
     )
     narrow = lambda model: eqx.filter_eval_shape(nn.Precision("bfloat16", "bfloat16").apply, model)
     held, decoded = nbytes(narrow(kept)), nbytes(narrow(shapes))

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from eqformer import models, nn
-from eqformer.models._leaf_reader import _parts
+from eqformer.models._leaf_reader import _empty_shards
 from eqformer.parallel import make_mesh, Plan
 
 
@@ -119,9 +119,9 @@ class OneOfEight:
 @pytest.mark.quick
 def test_a_process_makes_the_parts_of_its_own_devices_alone():
     leaf, sharding = jax.ShapeDtypeStruct((8, 512, 128), "float32"), NamedSharding(make_mesh(fsdp=8), P(None, "fsdp"))
-    parts = _parts(leaf, OneOfEight(sharding), "float32")
+    parts = _empty_shards(leaf, OneOfEight(sharding))
     assert [part.values.shape for part in parts.values()] == [(8, 64, 128)]
-    everyone = _parts(leaf, sharding, "float32").values()
+    everyone = _empty_shards(leaf, sharding).values()
     assert len({id(part) for part in everyone}) == 8 and all(part.holds((3,)) for part in everyone)
-    whole = _parts(leaf, NamedSharding(make_mesh(fsdp=8), P()), "float32").values()
+    whole = _empty_shards(leaf, NamedSharding(make_mesh(fsdp=8), P())).values()
     assert len(whole) == 8 and len({id(part) for part in whole}) == 1

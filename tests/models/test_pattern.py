@@ -8,7 +8,7 @@ import jax
 
 from eqformer import models, nn
 from eqformer.models._layer_attributes import all_but_every, every
-from eqformer.models._weight_rules import places
+from eqformer.models._weight_rules import layer_groups
 from eqformer.models.families._pattern import Run, runs, Together
 
 
@@ -29,7 +29,7 @@ def test_every_layer_has_one_place_of_its_kind():
     windows = tuple(layer for layer, kind in enumerate(kinds) if kind == "local")
     config = models.Gemma3Config(9, 8, 26, heads=2, kv_heads=1, mlp=8, head_dim=4, window_layers=windows)
     model = eqx.filter_eval_shape(lambda: models.build(config, key=jax.random.key(0)))
-    held = {layer: where(model) for _, where, layers in places(model) for layer in layers}
+    held = {layer: where(model) for _, where, layers in layer_groups(model) for layer in layers}
     assert sorted(held) == list(range(26))
     assert all((held[n].mixer.layer.mask.window is None) == (kind == "full") for n, kind in enumerate(kinds))
 

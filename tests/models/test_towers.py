@@ -57,7 +57,7 @@ def loaded(folder: Path, told: str = "are left unread") -> Any:
 TOWERS = {
     f"{tower.model_type} {family.model_type}": (family, tower)
     for family in models.FAMILIES.values()
-    for tower in family.towers
+    for tower in family.multimodal
 }
 
 
@@ -74,7 +74,7 @@ def test_a_tower_is_its_family_under_any_of_its_names(name, tmp_path):
     family, tower = TOWERS[name]
     case = next(each for each in FAMILIES if each.split()[0] == family.model_type)
     arrays = {key: weight(key, shape) for key, shape in FAMILIES[case]["shapes"].items()}
-    said = FAMILIES[case]["config"] | tower.always
+    said = FAMILIES[case]["config"] | tower.fixed
     store(tmp_path / "alone", arrays, said)
     want = models.load(tmp_path / "alone")
     whole = {"model_type": tower.model_type, "text_config": said | {"model_type": tower.text_type or family.model_type}}

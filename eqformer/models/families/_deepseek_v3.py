@@ -8,7 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Transformer, YarnScaling
 from .._attributes import Attribute, Expect, Ignore
 from .._family import Family
-from .._predictors import BEHIND
+from .._predictors import NUMBERED_PREDICTOR
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, SigmoidLatentConfig
 from ._mixtures import BIASED_SIGMOIDS, SELECTION_BIAS
 
@@ -64,6 +64,6 @@ DEEPSEEK_V3 = Family(
         Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # layers behind the model, which transformers skips too
     ),
     (*LATENT_WEIGHTS, SELECTION_BIAS),
-    predictor=BEHIND,
+    predictor=NUMBERED_PREDICTOR,
     aliases=("kimi_k2",),
 )

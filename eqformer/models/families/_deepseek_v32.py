@@ -11,7 +11,7 @@ from .._attributes import Attribute, Count, Entry, Expect, Ignore
 from .._config_types import Length, Size
 from .._family import Family
 from .._layer_attributes import AllLayers
-from .._predictors import BEHIND
+from .._predictors import NUMBERED_PREDICTOR
 from .._weight_rules import Rule
 from ._common import LAYER
 from ._decoder import rotary_of
@@ -110,5 +110,5 @@ DEEPSEEK_V32 = Family(
     "deepseek_v32",
     (*latent_attributes(mixtures=LayerMixtures(), max_seq=163_840), *DSA_ATTRIBUTES, *_EACH_CHOOSES),
     DSA_WEIGHTS,
-    predictor=BEHIND,
+    predictor=NUMBERED_PREDICTOR,
 )

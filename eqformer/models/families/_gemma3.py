@@ -12,7 +12,7 @@ from .._attributes import Activation, Attribute, Expect, Ignore
 from .._config_types import Index, Length, Positive, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
-from .._multimodal import Tower
+from .._multimodal import MultimodalModel
 from .._rotary_attributes import RotaryByType
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, head_norm_weights
 from ._decoder import attention, decoder, four_norm_block, gated_mlp, head_norms, norm, rotary_of
@@ -116,5 +116,5 @@ GEMMA3 = Family(
         Ignore("hidden_act", "cache_implementation", "attn_logit_softcapping", "_sliding_window_pattern"),
     ),
     (*EDGES, *ATTENTION, *head_norm_weights(), *GATED, *FOUR_NORMS),
-    towers=(Tower("gemma3", missing=GEMMA3_MISSING),),
+    multimodal=(MultimodalModel("gemma3", defaults=GEMMA3_MISSING),),
 )

@@ -26,7 +26,7 @@ from .._attributes import Activation, Attribute, Entry, Expect
 from .._config_types import Index, Length, NotNegative, OptionalSize, Positive, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, layers_of, Windows
-from .._multimodal import Tower
+from .._multimodal import MultimodalModel
 from .._published_config import PublishedConfig
 from .._rotary_attributes import PositionsByType
 from .._weight_rules import Rule
@@ -326,5 +326,5 @@ GEMMA4 = Family(
     ),
     GEMMA4_WEIGHTS,
     unread=unread,
-    towers=(Tower("gemma4"),),
+    multimodal=(MultimodalModel("gemma4"),),
 )

@@ -10,7 +10,7 @@ from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Ignore
 from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, Positive, Size
 from .._family import DecoderConfig, Family
-from .._predictors import BEHIND
+from .._predictors import NUMBERED_PREDICTOR
 from .._rotary_attributes import RotaryFraction
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, part_rotary, pre_norm_block
@@ -103,5 +103,5 @@ GLM4_MOE = Family(
         Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # layers behind the model, which transformers skips too
     ),
     (*LLAMA_WEIGHTS, *MIXTURE, *SHARED, SELECTION_BIAS),
-    predictor=BEHIND,
+    predictor=NUMBERED_PREDICTOR,
 )

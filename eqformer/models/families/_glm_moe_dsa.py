@@ -10,7 +10,7 @@ from .._attributes import Entry, Expect
 from .._config_types import Index, Length, NotNegative, Positive, Size
 from .._family import Family
 from .._layer_attributes import layers_of
-from .._predictors import BEHIND
+from .._predictors import NUMBERED_PREDICTOR
 from .._published_config import PublishedConfig
 from ._deepseek import latent_attributes, LatentKind, LayerMixtures
 from ._deepseek_v32 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_BYTE, DSA_WEIGHTS
@@ -100,5 +100,5 @@ GLM_MOE_DSA = Family(
         Expect("indexer_rope_interleave", True, written=False),
     ),
     DSA_WEIGHTS,
-    predictor=BEHIND,
+    predictor=NUMBERED_PREDICTOR,
 )

@@ -11,7 +11,7 @@ from .._attributes import Activation, Attribute, Count, Entry, Nullable, Switche
 from .._config_types import Index, Length, NotNegative, Number, Positive, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import every, LayerTypes, ListedLayers, NoRotaryLayers, Period
-from .._multimodal import Tower
+from .._multimodal import MultimodalModel
 from .._rotary_attributes import RotaryPositions
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, norm, pre_norm_block, rotary_of
@@ -140,5 +140,5 @@ LLAMA4 = Family(
     "llama4_text",
     ATTRIBUTES,
     WEIGHTS,
-    towers=(Tower("llama4"),),
+    multimodal=(MultimodalModel("llama4"),),
 )

@@ -9,7 +9,7 @@ from ...nn import Block, LogTemperature, RotaryScaling, Transformer, YarnScaling
 from .._attributes import Activation, Attribute
 from .._config_types import Length, NotNegative, Number, Positive, Size
 from .._family import DecoderConfig, Family
-from .._multimodal import Tower
+from .._multimodal import MultimodalModel
 from .._rotary_attributes import GrowingPositions
 from ._common import decoder_attributes, LLAMA_WEIGHTS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
@@ -71,5 +71,5 @@ MINISTRAL3 = Family(
         Activation(),
     ),
     LLAMA_WEIGHTS,
-    towers=(Tower("mistral3"),),
+    multimodal=(MultimodalModel("mistral3"),),
 )

@@ -10,7 +10,7 @@ from ...nn import Block, Transformer
 from .._attributes import Activation, Nullable
 from .._config_types import Length, NotNegative
 from .._family import DecoderConfig, Family
-from .._multimodal import Tower
+from .._multimodal import MultimodalModel
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 
@@ -58,5 +58,5 @@ MISTRAL = Family(
     "mistral",
     (*decoder_attributes(kv_heads=8, max_seq=131_072), Nullable("window", "sliding_window", 4096), Activation()),
     LLAMA_WEIGHTS,
-    towers=(Tower("mistral3"),),
+    multimodal=(MultimodalModel("mistral3"),),
 )

@@ -9,7 +9,7 @@ from ...nn import LogTemperature, RotaryScaling, Transformer, YarnScaling
 from .._attributes import Attribute, Entry
 from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, Size
 from .._family import Family
-from .._multimodal import Tower
+from .._multimodal import MultimodalModel
 from .._published_config import PublishedConfig
 from .._rotary_attributes import GrowingPositions, SharpenedRotaryPositions
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
@@ -103,5 +103,5 @@ MISTRAL4 = Family(
         *(rule for rule in LATENT_WEIGHTS if "{expert}" not in rule.name),
         *(dataclasses.replace(rule, variant=False) for rule in FUSED),
     ),
-    towers=(Tower("mistral3"),),
+    multimodal=(MultimodalModel("mistral3"),),
 )

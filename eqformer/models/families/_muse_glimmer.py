@@ -11,7 +11,7 @@ from .._attributes import Activation, Attribute, Expect
 from .._config_types import Index, Length, NotNegative, Number, Positive, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, every, layers_of, NullableWindows
-from .._multimodal import Tower
+from .._multimodal import MultimodalModel
 from .._published_config import PublishedConfig
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
@@ -117,5 +117,5 @@ MUSE_GLIMMER = Family(
         Expect("attention_bias", False, written=False),
     ),
     (*EDGES, *ATTENTION, _GATE, *GATED, *FOUR_NORMS),
-    towers=(Tower("muse_glimmer"),),
+    multimodal=(MultimodalModel("muse_glimmer"),),
 )

@@ -10,7 +10,7 @@ from .._attributes import Activation, Attribute
 from .._config_types import Index, Length, Positive, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import LateWindows
-from .._multimodal import Tower
+from .._multimodal import MultimodalModel
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
 from ._pattern import windows_of
@@ -73,5 +73,7 @@ QWEN3 = Family(
         Activation(),
     ),
     LLAMA_WEIGHTS,
-    towers=(Tower("qwen3_vl", "qwen3_vl_text", {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}),),
+    multimodal=(
+        MultimodalModel("qwen3_vl", "qwen3_vl_text", {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}),
+    ),
 )

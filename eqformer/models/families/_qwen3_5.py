@@ -10,8 +10,8 @@ from ...nn import Block, Transformer
 from .._attributes import Entry, Expect, Ignore
 from .._family import Family
 from .._layer_attributes import every
-from .._multimodal import Tower
-from .._predictors import BESIDE
+from .._multimodal import MultimodalModel
+from .._predictors import NAMED_PREDICTOR
 from .._rotary_attributes import RotaryPositions
 from ._common import decoder_attributes, EDGES, GATED, head_norm_weights, PRE_NORMS
 from ._decoder import decoder, gated_mlp, norm, pre_norm_block
@@ -63,6 +63,6 @@ QWEN3_5 = Family(
     "qwen3_5_text",
     (*decoder_attributes(QWEN35_POSITIONS, head_dim=256, kv_heads=4, max_seq=32_768), *QWEN35_ATTRIBUTES),
     (*QWEN35_WEIGHTS, *GATED),
-    predictor=BESIDE,
-    towers=(Tower("qwen3_5"),),
+    predictor=NAMED_PREDICTOR,
+    multimodal=(MultimodalModel("qwen3_5"),),
 )

@@ -11,8 +11,8 @@ from .._attributes import Attribute, Count, Ignore
 from .._config_types import NotNegative, Size
 from .._family import Family
 from .._layer_attributes import every
-from .._multimodal import Tower
-from .._predictors import BESIDE
+from .._multimodal import MultimodalModel
+from .._predictors import NAMED_PREDICTOR
 from ._common import decoder_attributes
 from ._decoder import decoder, norm, pre_norm_block
 from ._delta_nets import delta_net, gated_attention, NetConfig
@@ -80,6 +80,6 @@ QWEN3_5_MOE = Family(
         Ignore("intermediate_size"),  # of the dense layers that the family has not
     ),
     (*QWEN35_WEIGHTS, *MIXTURE, *FUSED, *GATED_SHARED),
-    predictor=BESIDE,
-    towers=(Tower("qwen3_5_moe"),),
+    predictor=NAMED_PREDICTOR,
+    multimodal=(MultimodalModel("qwen3_5_moe"),),
 )

@@ -10,7 +10,7 @@ from .._attributes import Activation, Attribute
 from .._config_types import Length, Size
 from .._family import Family
 from .._layer_attributes import SwitchedWindow
-from .._multimodal import Tower
+from .._multimodal import MultimodalModel
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
 from ._mixtures import FUSED, MIXTURE, mixture, mixture_attributes, QwenMoEConfig, TURNED, which_are_mixtures
@@ -74,5 +74,7 @@ QWEN3_MOE = Family(
         Activation(),
     ),
     (*LLAMA_WEIGHTS, *MIXTURE),
-    towers=(Tower("qwen3_vl_moe", "qwen3_vl_moe_text", _MISSING, {"norm_topk_prob": True}, (*FUSED, *TURNED)),),
+    multimodal=(
+        MultimodalModel("qwen3_vl_moe", "qwen3_vl_moe_text", _MISSING, {"norm_topk_prob": True}, (*FUSED, *TURNED)),
+    ),
 )

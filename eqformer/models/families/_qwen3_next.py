@@ -11,7 +11,7 @@ from .._attributes import Attribute
 from .._config_types import Length, Positive, Size
 from .._family import Family
 from .._layer_attributes import every
-from .._predictors import BESIDE
+from .._predictors import NAMED_PREDICTOR
 from ._common import decoder_attributes, EDGES, GATED, head_norm_weights, PRE_NORMS
 from ._decoder import decoder, gated_mlp, norm, pre_norm_block
 from ._delta_nets import delta_net, GATED_ATTENTION, gated_attention, NET_ATTRIBUTES, NET_WEIGHTS, NetConfig
@@ -81,5 +81,5 @@ QWEN3_NEXT = Family(
         Attribute("shared_mlp", "shared_expert_intermediate_size", 512),
     ),
     (*EDGES, *GATED_ATTENTION, *head_norm_weights(), *NET_WEIGHTS, *PRE_NORMS, *GATED, *MIXTURE, *GATED_SHARED),
-    predictor=BESIDE,
+    predictor=NAMED_PREDICTOR,
 )

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, CrossAttention, Embedding, Encoder, full, Residual, Transformer, window_both_ways
-from .._attributes import Attribute, Entry, Expect, Ignore, kinds_of, read_entries
+from .._attributes import Attribute, Entry, Expect, field_types, Ignore, read_entries
 from .._config_types import Index
 from .._family import Family
 from .._published_config import PublishedConfig
@@ -45,7 +45,7 @@ class _Halves(Entry):
 
 def _half(published: PublishedConfig, half: str) -> dict[str, Any]:
     its = PublishedConfig(_MISSING | published.nested(half), f"{published.source}: {half}")
-    found = read_entries((*GEMMA2.attributes, *_OF_HALVES), its, {**kinds_of(Gemma2Config), "start": Index})
+    found = read_entries((*GEMMA2.attributes, *_OF_HALVES), its, {**field_types(Gemma2Config), "start": Index})
     its.finish()
     return found
 

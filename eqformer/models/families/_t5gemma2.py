@@ -7,10 +7,10 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Encoder, full, MergedAttention, Transformer, window_both_ways
-from .._attributes import Attribute, Entry, Expect, Ignore, kinds_of, read_entries
+from .._attributes import Attribute, Entry, Expect, field_types, Ignore, read_entries
 from .._config_types import Index
 from .._family import Family
-from .._multimodal import Tower
+from .._multimodal import MultimodalModel
 from .._published_config import PublishedConfig
 from .._weight_rules import Rule
 from ._common import ATTENTION, gated_weights, head_norm_weights, norm_weights
@@ -20,7 +20,7 @@ from ._pattern import stacks_of, windows_of
 
 
 _TABLE = (*GEMMA3.attributes, Attribute("start", "bos_token_id", 2), Ignore("dropout_rate"))
-_WHOLE = Tower("t5gemma2_encoder")
+_WHOLE = MultimodalModel("t5gemma2_encoder")
 
 
 class _Halves(Entry):
@@ -29,7 +29,7 @@ class _Halves(Entry):
     def read(self, published: PublishedConfig) -> dict[str, Any]:
         """Those of the decoder; refuse an encoder with others."""
         whole = PublishedConfig(published.nested("encoder"), f"{published.source}: encoder")
-        encoder = _read(_WHOLE.attributes(whole), f"{whole.source}: text_config")
+        encoder = _read(_WHOLE.text_attributes(whole), f"{whole.source}: text_config")
         decoder = _read(published.nested("decoder"), f"{published.source}: decoder")
         if unlike := {name: its for name, its in encoder.items() if its != decoder[name] and name != "start"}:
             its = {name: decoder[name] for name in unlike}
@@ -49,7 +49,7 @@ class _Halves(Entry):
 
 def _read(said: dict[str, Any], source: str) -> dict[str, Any]:
     published = PublishedConfig(GEMMA3_MISSING | said, source)
-    found = read_entries(_TABLE, published, {**kinds_of(GEMMA3.config), "start": Index})
+    found = read_entries(_TABLE, published, {**field_types(GEMMA3.config), "start": Index})
     published.finish()
     return found
 

@@ -6,7 +6,13 @@ from types import MappingProxyType
 from .._published_config import PublishedConfig
 from ._awq import awq
 from ._compressed_tensors import compressed_tensors
-from ._format import Coded as Coded, Format as Format, Grouped as Grouped, Numbers as Numbers, Parts as Parts
+from ._format import (
+    Coded as Coded,
+    Format as Format,
+    Grouped as Grouped,
+    Parts as Parts,
+    QuantizedArray as QuantizedArray,
+)
 from ._ggml import BLOCKS as BLOCKS, Blocks as Blocks, ORDER as ORDER, ROWS as ROWS
 from ._gptq import gptq
 from ._mxfp4 import mxfp4

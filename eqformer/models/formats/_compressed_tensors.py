@@ -93,9 +93,9 @@ def _stored(published: PublishedConfig, form: Any, weights: PublishedConfig) -> 
         weights.refuse(f"actorder={order!r} beside format={form!r}; only format='pack-quantized' has an order.")
     if form == "pack-quantized" and kind == "int" and bits in (4, 8) and strategy in ("group", "channel"):
         group = weights.count("group_size") if strategy == "group" else None
-        needs = (".weight_scale", ".weight_shape", *(() if is_symmetric else (ZERO,)))
-        takes = (PLACES,) if order else ()
-        return Packed(f"INT{bits}", ".weight_packed", needs, takes=takes, bits=bits, group=group)
+        required = (".weight_scale", ".weight_shape", *(() if is_symmetric else (ZERO,)))
+        optional = (PLACES,) if order else ()
+        return Packed(f"INT{bits}", ".weight_packed", required, optional=optional, bits=bits, group=group)
     kinds = {"float-quantized": ("float",), "int-quantized": ("int",), "naive-quantized": ("float", "int")}
     blocks = {"tensor": (None, None), "channel": (1, None), "block": block}
     if kind in kinds.get(form, ()) and bits == 8 and is_symmetric and blocks.get(strategy) is not None:

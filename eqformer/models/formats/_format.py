@@ -28,11 +28,11 @@ class Format(abc.ABC):
     """What errors call it."""
     codes: str
     """The end of the name of an array of codes."""
-    needs: tuple[str, ...]
+    required: tuple[str, ...]
     """Those of the arrays that must stand beside it."""
     decoded: str = ".weight"
     """That of the array's own name."""
-    takes: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     """Those of arrays that may."""
     ignored: tuple[str, ...] = ()
     """Those of scales of activations, which are not rounded here."""
@@ -40,7 +40,7 @@ class Format(abc.ABC):
     """The dtypes, as files call them, that tell codes from plain arrays whose names end like theirs; none: all do."""
     also: "Format | None" = None
     """That of codes whose names end otherwise."""
-    turned: bool = False
+    transposed: bool = False
     """Whether arrays are stored, and decoded, with their last dim before the one that precedes it."""
 
     @abc.abstractmethod
@@ -51,7 +51,7 @@ class Format(abc.ABC):
     def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "rows columns"]) -> None:
         """Fill `out` with some rows of an array of two dims; raises a `ValueError` for bad scales.
 
-        The first row is a multiple of 32. Rows are columns where arrays are `turned`. Of an array of three dims,
+        The first row is a multiple of 32. Rows are columns where arrays are `transposed`. Of an array of three dims,
         `parts` are those of one place of the first.
         """
 
@@ -69,7 +69,7 @@ class Groups(NamedTuple):
     """Whether zeros are stored."""
 
 
-class Numbers(NamedTuple):
+class QuantizedArray(NamedTuple):
     """An array in fewer bits, as `nn.QuantizedLinear` holds it, its dims those of the decoded array."""
 
     codes: UInt8[np.ndarray, "code_rows code_columns"]
@@ -89,7 +89,7 @@ class Grouped(Format):
         """Return the layout, which all arrays have."""
 
     @abc.abstractmethod
-    def numbers(self, parts: Parts, unit: tuple[int, int]) -> Numbers:
+    def read_codes(self, parts: Parts, unit: tuple[int, int]) -> QuantizedArray:
         """Return the codes, scales and zeros that `decode` reads; raises a `ValueError` as `decode` does.
 
         There is a scale, and perhaps a zero, for each `unit` of rows and columns, all of which are of one group.

@@ -51,9 +51,9 @@ def gptq(published: PublishedConfig) -> Format:
     published.expect("pack_dtype", "int32")
     published.expect("lm_head", False)
     group = group_of(published)
-    needs = (_ZEROS, _SCALES, *((_PLACES,) if published.take("desc_act", False) else ()))
+    required = (_ZEROS, _SCALES, *((_PLACES,) if published.take("desc_act", False) else ()))
     shift = int(published.take("checkpoint_format", "gptq") == "gptq")
-    return GPTQ("GPTQ", _CODES, needs, takes=(_PLACES,), bits=published.take("bits"), group=group, shift=shift)
+    return GPTQ("GPTQ", _CODES, required, optional=(_PLACES,), bits=published.take("bits"), group=group, shift=shift)
 
 
 def group_of(published: PublishedConfig) -> int | None:

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Shaped, UInt8
 
 from .._published_config import PublishedConfig
-from ._format import check_codes, check_part, Format, Grouped, Groups, Numbers, Parts
+from ._format import check_codes, check_part, Format, Grouped, Groups, Parts, QuantizedArray
 
 
 _BLOCKS, _SCALES, _SIZE = "_blocks", "_scales", 32
@@ -32,10 +32,10 @@ class MXFP4(Grouped):
         # The table has a row for every index, so that nothing is clipped; "clip" alone writes to `out` without a copy.
         np.take(_products(str(out.dtype)), scale_and_codes, axis=0, out=pairs, mode="clip")
 
-    def numbers(self, parts: Parts, unit: tuple[int, int]) -> Numbers:
+    def read_codes(self, parts: Parts, unit: tuple[int, int]) -> QuantizedArray:
         """Return the codes and scales of an expert."""
         codes, scales = parts[_BLOCKS], _numbers(parts[_SCALES])
-        return Numbers(codes.reshape(len(codes), -1).T, np.repeat(scales, _SIZE // unit[0], axis=1).T, None)
+        return QuantizedArray(codes.reshape(len(codes), -1).T, np.repeat(scales, _SIZE // unit[0], axis=1).T, None)
 
     @property
     def groups(self) -> Groups:
@@ -59,4 +59,4 @@ def _numbers(scales: UInt8[np.ndarray, "outputs blocks"]) -> UInt8[np.ndarray, "
 
 def mxfp4(published: PublishedConfig) -> Format:
     """Return the format of a `quantization_config`."""
-    return MXFP4("MXFP4", _BLOCKS, (_SCALES,), decoded="", turned=True)
+    return MXFP4("MXFP4", _BLOCKS, (_SCALES,), decoded="", transposed=True)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from jaxtyping import Int32, Shaped, UInt8
 
-from ._format import finite, group_of_units, Grouped, Groups, Numbers, Parts
+from ._format import finite, group_of_units, Grouped, Groups, Parts, QuantizedArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class WholeNumbers(Grouped):
     scales: str = ".scales"
     """The end of the name of the array of scales."""
     zeros: str = ".qzeros"
-    """That of the array of zeros, where `needs` names it."""
+    """That of the array of zeros, where `required` names it."""
     places: str = ".g_idx"
     """That of the array that states the group of each input, where there is one."""
 
@@ -41,16 +41,16 @@ class WholeNumbers(Grouped):
         values *= scales[..., None].astype(np.float32)
         out[...] = values.reshape(out.shape)
 
-    def numbers(self, parts: Parts, unit: tuple[int, int]) -> Numbers:
+    def read_codes(self, parts: Parts, unit: tuple[int, int]) -> QuantizedArray:
         """Return all codes, scales and zeros."""
         columns, rows = self.shape(parts)[1], slice(0, None)
         scales, zeros = self._of_units(parts, rows, columns, unit[1])
-        return Numbers(self.octets(parts, rows)[:, : columns * self.bits // 8], scales, zeros)
+        return QuantizedArray(self.octets(parts, rows)[:, : columns * self.bits // 8], scales, zeros)
 
     @property
     def groups(self) -> Groups:
         """Return the layout that the configuration states."""
-        return Groups(f"int{self.bits}", (1, self.group), self.scales, has_zeros=self.zeros in self.needs)
+        return Groups(f"int{self.bits}", (1, self.group), self.scales, has_zeros=self.zeros in self.required)
 
     @abc.abstractmethod
     def octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:

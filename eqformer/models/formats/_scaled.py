@@ -21,8 +21,8 @@ from ._format import (
     Groups,
     not_negative,
     number_of_groups,
-    Numbers,
     Parts,
+    QuantizedArray,
     SCALES,
 )
 
@@ -47,7 +47,7 @@ class Scaled(Grouped):
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """Return the shape of the codes, which is that of the decoded array."""
-        (dtype,), (scale,) = self.dtypes, self.needs
+        (dtype,), (scale,) = self.dtypes, self.required
         dims = 3 if parts[self.codes].ndim == 3 == parts[scale].ndim else 2  # experts, as one array
         *experts, rows, columns = check_codes(parts, self.codes, dtype, dims)
         grid = self._grid(rows, columns)
@@ -69,25 +69,25 @@ class Scaled(Grouped):
         values.reshape(len(out), -1, unit)[...] *= scales[..., None].astype(np.float32)
         out[...] = values
 
-    def numbers(self, parts: Parts, unit: tuple[int, int]) -> Numbers:
+    def read_codes(self, parts: Parts, unit: tuple[int, int]) -> QuantizedArray:
         """Return all of them; scales of 8 bits are exponents."""
         codes = parts[self.codes]
         self._scales(parts)  # it refuses what is no scale
-        stored = parts[self.needs[0]].reshape(self._grid(*codes.shape))
+        stored = parts[self.required[0]].reshape(self._grid(*codes.shape))
         of_dims = zip(codes.shape, self.block, unit, strict=True)
         scales = (stored.view(np.uint8) if stored.itemsize == 1 else stored)[
             np.ix_(*(group_of_units(*each) for each in of_dims))
         ]
         codes = codes.view(np.uint8)
-        return Numbers(codes if self.groups.form == "fp8" else codes ^ 128, scales, None)
+        return QuantizedArray(codes if self.groups.form == "fp8" else codes ^ 128, scales, None)
 
     @property
     def groups(self) -> Groups:
         """Return the layout that the dtype of the codes stands for."""
-        return Groups("fp8" if self.dtypes == ("F8_E4M3",) else "int8", self.block, self.needs[0])
+        return Groups("fp8" if self.dtypes == ("F8_E4M3",) else "int8", self.block, self.required[0])
 
     def _scales(self, parts: Parts) -> Shaped[np.ndarray, "grid_rows grid_columns"]:
-        scales = parts[self.needs[0]]
+        scales = parts[self.required[0]]
         if scales.itemsize == 1:  # a power of two, which is NaN for 255
             scales = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
         # They are the largest magnitudes of what was rounded; of whole numbers of 4 bits some programs turn the sign.
@@ -127,5 +127,10 @@ def fp8(published: PublishedConfig) -> Format:
         block=block,
         scale_dtypes=(*SCALES, "F8_E8M0", *(("U8",) if has_exponents else ())),
     )
-    experts: dict[str, Any] = {"codes": "", "needs": ("_scale_inv",), "decoded": "", "ignored": ("_activation_scale",)}
+    experts: dict[str, Any] = {
+        "codes": "",
+        "required": ("_scale_inv",),
+        "decoded": "",
+        "ignored": ("_activation_scale",),
+    }
     return dataclasses.replace(parts, also=dataclasses.replace(parts, **experts))
