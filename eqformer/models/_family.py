@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from ..nn import RotaryScaling, Transformer
 from ._attributes import Entry, field_types, read_entries
-from ._config_types import described_kind, fits, LayerCount, Length, NotNegative, Positive, shown, Size
+from ._config_types import describe_type, fits, format_value, LayerCount, Length, NotNegative, Positive, Size
 from ._multimodal import MultimodalModel
 from ._predictors import PREDICTOR, PredictorTable
 from ._published_config import PublishedConfig
@@ -67,11 +67,11 @@ def check_config(call: str, config: ModelConfig) -> None:
     def refuse(text: str) -> NoReturn:
         raise ValueError(f"{call}: {text}")
 
-    kinds = field_types(type(config))
+    types = field_types(type(config))
     for name in (field.name for field in dataclasses.fields(config)):
         value = getattr(config, name)
-        if not fits(value, kinds[name]):
-            refuse(f"{name}={shown(value)}: it must be {described_kind(kinds[name], value)}.")
+        if not fits(value, types[name]):
+            refuse(f"{name}={format_value(value)}: it must be {describe_type(types[name], value)}.")
         if isinstance(value, ModelConfig):
             check_config(f"{call}: {name}", value)
     check_scaling(config, refuse)

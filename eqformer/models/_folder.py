@@ -16,7 +16,7 @@ import numpy as np
 from .._extra import load_extra
 from .._failures import foreign_call
 from .._read import check_regular, few_names, is_there, map_bytes, parse_json, read_json
-from ._config_types import fits, Index, shown
+from ._config_types import fits, format_value, Index
 
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -296,6 +296,8 @@ def ends_of_text(folder: str | Path) -> list[int]:
         if stated is None:
             continue
         if not fits(stated, Index | list[Index]):
-            raise ValueError(f"{file}: eos_token_id={shown(stated)}: it must be an id, or a list of ids, from 0 on.")
+            raise ValueError(
+                f"{file}: eos_token_id={format_value(stated)}: it must be an id, or a list of ids, from 0 on."
+            )
         return stated if isinstance(stated, list) else [stated]
     return []

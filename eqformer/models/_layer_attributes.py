@@ -1,4 +1,4 @@
-"""How configurations say which layers are of which kind: windows, rotary positions, experts, attention."""
+"""Entries for attributes that differ between layers: windows, rotary positions, experts, kinds of attention."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -11,30 +11,31 @@ from ._rotary_attributes import FULL, SLIDING
 
 
 LAYERS = "num_hidden_layers"
-_MAY_TURN = bool | Annotated[int, Range(0, 1)]
-By = Callable[[PublishedConfig, int], Iterable[int]]  # (configuration, number of layers) -> the numbers of some of them
+_FLAG = bool | Annotated[int, Range(0, 1)]
+LayerChoice = Callable[[PublishedConfig, int], Iterable[int]]
+"""A function from a configuration and the number of layers to the numbers of some layers."""
 
 
 def layers_of(published: PublishedConfig) -> int:
-    """Return the number of layers, which is checked before anything is listed for each of them."""
+    """Return the number of layers, which is checked before a list with an item for each layer is made."""
     return published.read(LAYERS, LayerCount)
 
 
 def every(period: int, layers: int) -> tuple[int, ...]:
-    """The numbers of every `period`-th of `layers` layers."""
+    """Return the numbers of every `period`-th of `layers` layers."""
     return tuple(range(period - 1, layers, period))
 
 
 def all_but_every(period: int, layers: int) -> tuple[int, ...]:
-    """The numbers of all others."""
+    """Return the numbers of all layers but every `period`-th."""
     return tuple(number for number in range(layers) if (number + 1) % period)
 
 
 @dataclasses.dataclass(frozen=True)
 class Period:
-    """Every `period`-th layer or, with `but`, all others: what a configuration without a list of its layers means.
+    """A choice of every `period`-th layer or, with `but`, of all other layers, for configurations without a list.
 
-    The last attribute of `published` that is there replaces `period`.
+    The last attribute of `published` that the configuration has replaces `period`.
     """
 
     period: int
@@ -42,7 +43,7 @@ class Period:
     but: bool = False
 
     def __call__(self, published: PublishedConfig, layers: int) -> tuple[int, ...]:
-        """The numbers of these layers; raises a `ValueError` for an attribute that is no count."""
+        """Return the numbers of these layers; raises a `ValueError` for an attribute that is no count."""
         period = self.period
         for name in self.published:
             period = published.count(name, period)
@@ -53,103 +54,111 @@ class Period:
 class LayerTypes(Entry):
     """`layer_types`: the layers of the first type are in the config's field `name`, the others are of the second type.
 
-    `default` gives them where there is no list or, with `empty`, an empty one. `published` are other names of the two
-    types, which are read too, and written.
+    `default` chooses the layers of the first type where there is no list or, with `empty`, an empty one. `published`
+    are other names of the two types, which are read too, and written.
     """
 
     name: str
     types: tuple[str, str]
-    default: By
+    default: LayerChoice
     empty: bool = False
     published: tuple[str, str] | None = None
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """The numbers of the layers; refuse lists of other lengths and types."""
+        """Return the numbers of the first type's layers; refuse lists of other lengths and types."""
         layers, types = layers_of(published), published.listed("layer_types", str, empty=self.empty)
-        own = {*self.default(published, layers)}
+        default = {*self.default(published, layers)}
         if types is None:
-            types = [self.types[number not in own] for number in range(layers)]
+            types = [self.types[number not in default] for number in range(layers)]
         elif self.published is not None:
-            its = dict(zip(self.published, self.types))
-            types = [its.get(name, name) for name in types]
+            type_of = dict(zip(self.published, self.types))
+            types = [type_of.get(name, name) for name in types]
         if len(types) != layers or set(types) - {*self.types}:
             known = " or ".join(map(repr, sorted(self.types)))
             published.refuse(f"layer_types={types} must name {layers} layers, each {known}.")
         return {self.name: tuple(number for number, name in enumerate(types) if name == self.types[0])}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """A type for each layer."""
-        own, types = getattr(config, self.name), self.published or self.types
-        return {"layer_types": [types[number not in own] for number in range(config.layers)]}
+        """Return a type for each layer."""
+        numbers, types = getattr(config, self.name), self.published or self.types
+        return {"layer_types": [types[number not in numbers] for number in range(config.layers)]}
 
 
 _WINDOW = "sliding_window"
 
 
-def _counted(published: PublishedConfig, window: Any) -> int | None:
-    """A window that there is, which counts tokens."""
+def _check_window(published: PublishedConfig, window: Any) -> int | None:
+    """Return a window; refuse one that is no number of tokens."""
     return None if window is None else published.checked(_WINDOW, window, Length)
 
 
-def _nullable(published: PublishedConfig, missing: int | None) -> int | None:
-    return _counted(published, published.nullable(_WINDOW, missing))
+def _read_nullable_window(published: PublishedConfig, missing: int | None) -> int | None:
+    return _check_window(published, published.nullable(_WINDOW, missing))
 
 
-def _switched(published: PublishedConfig, missing: int | None) -> int | None:
-    """None where windows are switched off, whatever is said of them."""
+def _read_switched_window(published: PublishedConfig, missing: int | None) -> int | None:
+    """Return the window; None where windows are switched off, whatever `sliding_window` is."""
     is_on, window = published.flag("use_sliding_window", False), published.nullable(_WINDOW, missing)
-    return _counted(published, window) if is_on else None
+    return _check_window(published, window) if is_on else None
+
+
+def _no_layers(published: PublishedConfig, layers: int) -> tuple[int, ...]:
+    return ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows(Entry):
-    """The `window`, and `window_layers`, the layers that have it; `default`s where the attributes are missing."""
+    """The fields `window` and `window_layers`, the layers with a window.
+
+    `window` and `default` hold where the attributes are missing.
+    """
 
     window: int | None
-    default: By
+    default: LayerChoice
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Both fields; refuse layers with a window where no window is in use."""
-        return self._read(published, _counted(published, published.take(_WINDOW, self.window)))
+        """Return both fields; refuse layers with a window where no window is in use."""
+        return self._read(published, _check_window(published, published.take(_WINDOW, self.window)))
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Both attributes."""
+        """Return both attributes."""
         return {"sliding_window": config.window} | self._types(self.default).write(config)
 
     def _read(self, published: PublishedConfig, window: int | None) -> dict[str, Any]:
-        found = self._types(lambda *given: tuple(self.default(*given)) * (window is not None)).read(published)
-        if found["window_layers"] and window is None:
+        default = self.default if window is not None else _no_layers
+        fields = self._types(default).read(published)
+        if fields["window_layers"] and window is None:
             types = published.take("layer_types", None)
             published.refuse(f"layer_types={types} has sliding layers, and no window is in use.")
-        return {"window": window} | found
+        return {"window": window} | fields
 
-    def _types(self, default: By) -> LayerTypes:
+    def _types(self, default: LayerChoice) -> LayerTypes:
         return LayerTypes("window_layers", (SLIDING, FULL), default)
 
 
 class NullableWindows(Windows):
-    """`Windows` that a configuration may have none of, by a null."""
+    """`Windows` whose attribute may be null, for no window."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Both fields."""
-        return self._read(published, _nullable(published, self.window))
+        """Return both fields."""
+        return self._read(published, _read_nullable_window(published, self.window))
 
 
 class SwitchedWindows(Windows):
     """`Windows` that `use_sliding_window` switches on; `window` is None where no layer has one."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Both fields."""
-        found = self._read(published, _switched(published, self.window))
-        return found if found["window_layers"] else found | {"window": None}
+        """Return both fields."""
+        fields = self._read(published, _read_switched_window(published, self.window))
+        return fields if fields["window_layers"] else fields | {"window": None}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Both attributes, and the switch."""
+        """Return both attributes, and the switch."""
         return super().write(config) | {"use_sliding_window": config.window is not None}
 
 
 class LateWindows(SwitchedWindows):
-    """`SwitchedWindows` that the first `max_window_layers` layers do not have."""
+    """`SwitchedWindows` of all layers but the first `max_window_layers`."""
 
     def __init__(self, window: int, first: int):
         super().__init__(
@@ -157,23 +166,23 @@ class LateWindows(SwitchedWindows):
         )
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Both attributes, the switch, and the first layer with a window."""
+        """Return both attributes, the switch, and the first layer with a window."""
         first = min(config.window_layers, default=config.layers)
         return super().write(config) | {"max_window_layers": first}
 
 
 @dataclasses.dataclass(frozen=True)
 class SwitchedWindow(Entry):
-    """The `window` of all layers, which `use_sliding_window` switches on; None without."""
+    """The `window` of all layers, which `use_sliding_window` switches on; None where it is off."""
 
     window: int
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`window`."""
-        return {"window": _switched(published, self.window)}
+        """Return `window`."""
+        return {"window": _read_switched_window(published, self.window)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The window, and the switch."""
+        """Return the window, and the switch."""
         return {"sliding_window": config.window, "use_sliding_window": config.window is not None}
 
 
@@ -184,17 +193,17 @@ class NoRotaryLayers(Entry):
     empty: bool = False
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`no_rotary_layers`; refuse a list of another length."""
+        """Return `no_rotary_layers`; refuse a list of another length."""
         return {"no_rotary_layers": self(published, layers_of(published))}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """`no_rope_layers`, which in spite of its name has a 1 for each layer with rotary positions."""
+        """Return `no_rope_layers`, which in spite of its name has a 1 for each layer with rotary positions."""
         return {"no_rope_layers": [int(layer not in config.no_rotary_layers) for layer in range(config.layers)]}
 
     def __call__(self, published: PublishedConfig, layers: int) -> tuple[int, ...]:
-        """The layers' numbers; other entries take them as their default."""
+        """Return the layers' numbers; other entries use this as their default."""
         by_default = Period(4, ("no_rope_layer_interval",))(published, layers)
-        rotated = published.listed("no_rope_layers", _MAY_TURN, empty=self.empty)
+        rotated = published.listed("no_rope_layers", _FLAG, empty=self.empty)
         if rotated is None:
             return by_default
         if len(rotated) != layers:
@@ -204,50 +213,50 @@ class NoRotaryLayers(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class RotaryOrNone(Entry):
-    """`position_embedding_type`: whether the attention has rotary positions."""
+    """The field `rotary`: whether the attention has rotary positions."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`rotary`; refuse other kinds than these."""
+        """Return `rotary`; refuse other kinds of positions."""
         published.expect("position_embedding_type", "nope", "rope")
         return {"rotary": published.text("position_embedding_type", "nope") == "rope"}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The attribute."""
+        """Return the attribute."""
         return {"position_embedding_type": "rope" if config.rotary else "nope"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ListedLayers(Entry):
-    """A list of layers' numbers; `default` where it is missing."""
+    """A list of layers' numbers; `default` where the attribute is missing."""
 
     name: str
     published: str
-    default: By
+    default: LayerChoice
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """The numbers."""
-        by_default, said = self.default(published, layers_of(published)), published.listed(self.published, Index)
-        return {self.name: tuple(by_default if said is None else said)}
+        """Return the numbers."""
+        default, stated = self.default(published, layers_of(published)), published.listed(self.published, Index)
+        return {self.name: tuple(default if stated is None else stated)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The list."""
+        """Return the list."""
         return {self.published: list(getattr(config, self.name))}
 
 
 @dataclasses.dataclass(frozen=True)
 class AllLayers(Entry):
-    """A list of layers' kinds, which are all this one."""
+    """A list with the kind of each layer; all layers must be of one `kind`."""
 
     published: str
     kind: str
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Nothing; refuse others."""
-        layers, said = layers_of(published), published.listed(self.published)
-        if said is not None and said != [self.kind] * layers:
-            published.refuse(f"{self.published}={said}: this family has {layers} layers that are {self.kind!r}.")
+        """Return no field; refuse other kinds."""
+        layers, stated = layers_of(published), published.listed(self.published)
+        if stated is not None and stated != [self.kind] * layers:
+            published.refuse(f"{self.published}={stated}: this family has {layers} layers that are {self.kind!r}.")
         return {}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Nothing."""
+        """Return no attribute."""
         return {}

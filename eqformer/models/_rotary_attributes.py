@@ -1,4 +1,4 @@
-"""How configurations say rotary positions: base, scaling, and which part of a head's channels they turn."""
+"""Entries for rotary positions: base, scaling, and the part of a head's channels that is rotated."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,39 +19,58 @@ from ._config_types import Fraction, Number, Positive, Size
 from ._published_config import PublishedConfig
 
 
-# The kinds of all attributes within `rope_parameters` and `rope_scaling`, whether or not a `rope_type` uses them.
-_KINDS: Mapping[str, Any] = {
+_ORIGINAL = "original_max_position_embeddings"
+_TYPES = FULL, SLIDING = "full_attention", "sliding_attention"
+# The types of all attributes within `rope_parameters` and `rope_scaling`, whether or not a `rope_type` uses them.
+_PARAMETER_TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("rope_type", "type"), str),
     **dict.fromkeys(("rope_theta", "factor", "attention_factor", "beta_fast", "beta_slow", "alpha"), Positive),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), Positive),
     **dict.fromkeys(("short_factor", "long_factor"), list[Positive]),
     **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), Number),
-    **dict.fromkeys(("original_max_position_embeddings", "max_position_embeddings"), Size),
+    **dict.fromkeys((_ORIGINAL, "max_position_embeddings"), Size),
     **{"truncate": bool, "partial_rotary_factor": Fraction},
-    **dict.fromkeys(("full_attention", "sliding_attention"), dict),
+    **dict.fromkeys(_TYPES, dict),
 }
+
+# By `rope_type` the class of the scaling, and by its fields the names of parameters.
+_FACTOR, _ORIGINAL_LENGTH = {"factor": "factor"}, {"original_length": _ORIGINAL}
+_FREQUENCIES = {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"}
+_YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "magnitude": "attention_factor", "truncate": "truncate"}
+_DIVISORS = {"short_divisors": "short_factor", "long_divisors": "long_factor", "magnitude": "attention_factor"}
+_SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, str]]] = {
+    "linear": (LinearScaling, _FACTOR),
+    "dynamic": (DynamicScaling, _FACTOR | _ORIGINAL_LENGTH),
+    "llama3": (Llama3Scaling, _FACTOR | _FREQUENCIES | _ORIGINAL_LENGTH),
+    "yarn": (YarnScaling, _FACTOR | _YARN | _ORIGINAL_LENGTH),
+    "longrope": (LongRopeScaling, _DIVISORS | _FACTOR | _ORIGINAL_LENGTH),
+}
+_OPTIONAL_FIELDS = {"magnitude", "truncate"}
+_ROPE_TYPES = {"default", "su", *_SCALINGS}
+_KNOWN_PARAMETERS = {name for _, fields in _SCALINGS.values() for name in fields.values()}
+_KNOWN_PARAMETERS |= {"mscale", "mscale_all_dim", "alpha", "finetuned"}
 
 
 def rotary_parameters(published: PublishedConfig, name: str) -> dict[str, Any]:
-    """Return `rope_parameters` or `rope_scaling`, whichever `name` is, with values of the right kinds or null.
+    """Return `rope_parameters` or `rope_scaling`, whichever `name` is, with values of the right types or null.
 
-    Raises a `ValueError` that names a value of another kind, in the object itself or in that of a type of layer.
+    Raises a `ValueError` that names a value of another type, in the object itself or in that of a type of layer.
     """
-    return _checked(published.nested(name), f"{published.source}: {name}")
+    return _check_parameters(published.nested(name), f"{published.source}: {name}")
 
 
-def _checked(parameters: dict[str, Any], source: str) -> dict[str, Any]:
+def _check_parameters(parameters: Mapping[str, Any], source: str) -> dict[str, Any]:
     published, values = PublishedConfig(parameters, source), dict(parameters)
-    for key, value in parameters.items():
-        if value is not None and key in _KINDS:
-            values[key] = published.checked(key, value, _KINDS[key])
+    for name, value in parameters.items():
+        if value is not None and name in _PARAMETER_TYPES:
+            values[name] = published.checked(name, value, _PARAMETER_TYPES[name])
         if isinstance(value, dict):
-            values[key] = _checked(value, f"{source}: {key}")
+            values[name] = _check_parameters(value, f"{source}: {name}")
     return values
 
 
 def either_rotary_parameters(published: PublishedConfig) -> dict[str, Any]:
-    """Return `rope_parameters` or, where they say nothing, `rope_scaling`, their older name."""
+    """Return `rope_parameters` or, where these are empty, `rope_scaling`, their older name."""
     older = rotary_parameters(published, "rope_scaling")
     return rotary_parameters(published, "rope_parameters") or older
 
@@ -84,53 +103,64 @@ def _rotated_channels(config: Any) -> int:
     return int(head_size * getattr(config, "rotary_fraction", 1.0))
 
 
-def scaling_of(
-    refuse: Callable[[str], NoReturn], kind: str | None, given: dict[str, Any], original: int, longest: int
+def make_scaling(
+    refuse: Callable[[str], NoReturn], rope_type: str | None, parameters: dict[str, Any], original: int, longest: int
 ) -> RotaryScaling | None:
-    """The scaling of this `rope_type` that the rest says, for rows of `original` length, and of the `longest`.
+    """Return the scaling of a `rope_type`; its parameters are removed from `parameters`.
 
-    Attributes of other types beside it are passed over, as in transformers, but not where no type is said.
+    Parameters of other scalings are passed over, as in transformers, but not where there is no `rope_type`.
+
+    Args:
+        refuse: Raises an error with a text.
+        rope_type: The name of the scaling; None or `"default"`: no scaling.
+        parameters: The scaling's parameters.
+        original: The length of rows before the scaling, in tokens.
+        longest: The length of the longest rows.
     """
-    if kind is None or kind == "default":
+    if rope_type is None or rope_type == "default":
         make, fields = None, {}
-    elif (named := "longrope" if kind == "su" else kind) in _SCALINGS:
-        make, fields = _SCALINGS[named]
-        _complete(named, given, original, longest)
+    elif (name := "longrope" if rope_type == "su" else rope_type) in _SCALINGS:
+        make, fields = _SCALINGS[name]
+        _complete(name, parameters, original, longest)
     else:
-        refuse(f"rope_type={kind!r} is not known.")
-    found: dict[str, Any] = {}
-    for name, published in fields.items():
-        value = given.pop(published, None)
-        if value is None and name not in _OPTIONAL:
-            refuse(f"rope_type={kind!r} needs {published!r}, which is not said.")
-        found[name] = tuple(value) if isinstance(value, list) else value
-    if left := given if kind is None else unknown(given):
-        refuse(f"rope_type={kind!r} has attributes that are not known: {left}.")
-    return None if make is None else make(**found)
+        refuse(f"rope_type={rope_type!r} is not known.")
+    arguments: dict[str, Any] = {}
+    for field, published in fields.items():
+        value = parameters.pop(published, None)
+        if value is None and field not in _OPTIONAL_FIELDS:
+            refuse(f"rope_type={rope_type!r} needs {published!r}, which is not said.")
+        arguments[field] = tuple(value) if isinstance(value, list) else value
+    if unknown := parameters if rope_type is None else unknown_parameters(parameters):
+        refuse(f"rope_type={rope_type!r} has attributes that are not known: {unknown}.")
+    return None if make is None else make(**arguments)
 
 
-def unknown(given: dict[str, Any]) -> dict[str, Any]:
-    """What of the attributes that a scaling does not have is not those of another either."""
-    return {name: value for name, value in given.items() if name not in _OF_ANY}
+def unknown_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that no scaling has."""
+    return {name: value for name, value in parameters.items() if name not in _KNOWN_PARAMETERS}
 
 
-def _complete(kind: str, given: dict[str, Any], original: int, longest: int) -> None:
-    """Say what is left out, or said in other words."""
-    if "original_length" in _SCALINGS[kind][1]:
-        # Of a `dynamic` one that is the longest length, whatever is said; transformers reads no other.
-        given["original_max_position_embeddings"] = longest if kind == "dynamic" else original
-    if kind == "longrope":
-        given["factor"] = longest / original if given.get("factor") is None else given["factor"]
-    if kind == "yarn":
-        over, under = given.pop("mscale", None), given.pop("mscale_all_dim", None)
-        if given.get("attention_factor") is None and given.get("factor") and over and under:
-            given["attention_factor"] = yarn_magnitude(given["factor"], over) / yarn_magnitude(given["factor"], under)
-        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0), ("truncate", True)):
-            given[name] = default if given.get(name) is None else given[name]
+def _complete(name: str, parameters: dict[str, Any], original: int, longest: int) -> None:
+    """Add a scaling's parameters that are left out, or that other parameters imply."""
+    if "original_length" in _SCALINGS[name][1]:
+        # The original length of a `dynamic` scaling is the longest, whatever is stated; transformers reads no other.
+        parameters[_ORIGINAL] = longest if name == "dynamic" else original
+    if name == "longrope":
+        parameters["factor"] = longest / original if parameters.get("factor") is None else parameters["factor"]
+    if name == "yarn":
+        above, below = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
+        factor = parameters.get("factor")
+        if parameters.get("attention_factor") is None and factor and above and below:
+            parameters["attention_factor"] = yarn_magnitude(factor, above) / yarn_magnitude(factor, below)
+        for parameter, default in (("beta_fast", 32.0), ("beta_slow", 1.0), ("truncate", True)):
+            parameters[parameter] = default if parameters.get(parameter) is None else parameters[parameter]
 
 
 def scaling_attributes(config: Any, name: str = "scaling") -> dict[str, Any]:
-    """The older attribute for a config's scaling; none without one. Raises a `ValueError` for what none says."""
+    """Return `rope_scaling` for the config's field `name`; empty without a scaling.
+
+    Raises a `ValueError` for a scaling that `rope_scaling` cannot express.
+    """
     scaling = getattr(config, name)
     if scaling is None:
         return {}
@@ -139,242 +169,227 @@ def scaling_attributes(config: Any, name: str = "scaling") -> dict[str, Any]:
             f"save(config={type(config).__name__}({name}={scaling}, max_seq={config.max_seq})): published "
             "configurations have one length for both; give the scaling's."
         )
-    for kind, (make, fields) in _SCALINGS.items():
+    for rope_type, (make, fields) in _SCALINGS.items():
         if type(scaling) is make:
-            said = {published: getattr(scaling, its) for its, published in fields.items()}
-            if kind == "dynamic":
-                del said["original_max_position_embeddings"]
-            said = {its: list(value) if isinstance(value, tuple) else value for its, value in said.items()}
-            return {"rope_scaling": {"rope_type": kind} | {its: one for its, one in said.items() if one is not None}}
+            parameters = {published: getattr(scaling, field) for field, published in fields.items()}
+            if rope_type == "dynamic":
+                del parameters[_ORIGINAL]
+            parameters = {key: list(value) if isinstance(value, tuple) else value for key, value in parameters.items()}
+            parameters = {key: value for key, value in parameters.items() if value is not None}
+            return {"rope_scaling": {"rope_type": rope_type} | parameters}
     raise ValueError(f"{type(scaling).__name__}: no configuration has a name for this scaling.")
-
-
-# By `rope_type` the scaling, and what configurations call its fields.
-_FACTOR, _ORIGINAL_LENGTH = {"factor": "factor"}, {"original_length": "original_max_position_embeddings"}
-_FREQUENCIES = {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"}
-_YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "magnitude": "attention_factor", "truncate": "truncate"}
-_DIVISORS = {"short_divisors": "short_factor", "long_divisors": "long_factor", "magnitude": "attention_factor"}
-_SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, str]]] = {
-    "linear": (LinearScaling, _FACTOR),
-    "dynamic": (DynamicScaling, _FACTOR | _ORIGINAL_LENGTH),
-    "llama3": (Llama3Scaling, _FACTOR | _FREQUENCIES | _ORIGINAL_LENGTH),
-    "yarn": (YarnScaling, _FACTOR | _YARN | _ORIGINAL_LENGTH),
-    "longrope": (LongRopeScaling, _DIVISORS | _FACTOR | _ORIGINAL_LENGTH),
-}
-_OPTIONAL = {"magnitude", "truncate"}
-SCALINGS = {"default", "su", *_SCALINGS}
-_OF_ANY = {name for _, fields in _SCALINGS.values() for name in fields.values()}
-_OF_ANY |= {"mscale", "mscale_all_dim", "alpha", "finetuned"}
-
-
-_ORIGINAL = "original_max_position_embeddings"
-_TYPES = FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclasses.dataclass(frozen=True)
 class RotaryPositions(Entry):
-    """Base and scaling; `theta` is the base where it is missing.
-
-    `layer_type` is for families whose `rope_parameters` may have both for each type of layer. `stated` is for families
-    that transformers scales by default, so that a configuration has to say how, even if not at all. What is `beside`
-    them in `rope_parameters` is read by other entries, or changes nothing.
-    """
+    """Base and scaling of rotary positions."""
 
     theta: float = 10_000.0
+    """The base where the attribute is missing."""
     layer_type: str | None = None
-    stated: bool = False
-    beside: tuple[str, ...] = ()
+    """The type of layer whose parameters are read, in families whose `rope_parameters` may be by type of layer."""
+    required: bool = False
+    """Whether a configuration must state the scaling, even if there is none, since transformers scales by default."""
+    skipped: tuple[str, ...] = ()
+    """Names in `rope_parameters` that other entries read, or that change nothing."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`theta` and `scaling`."""
-        if self.stated and not either_rotary_parameters(published):
+        """Return `theta` and `scaling`."""
+        if self.required and not either_rotary_parameters(published):
             published.take("rope_parameters")
-        theta, scaling = read_rotary(published, self.theta, self.layer_type, beside=self.beside)
+        theta, scaling = read_rotary(published, self.theta, self.layer_type, skipped=self.skipped)
         return {"theta": theta, "scaling": scaling}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The older attributes for both, which every version of transformers reads."""
-        found = {"rope_theta": config.theta} | scaling_attributes(config)
-        return {"rope_scaling": {"rope_type": "default"}} | found if self.stated else found
+        """Return the older attributes for both, which every version of transformers reads."""
+        attributes = {"rope_theta": config.theta} | scaling_attributes(config)
+        return {"rope_scaling": {"rope_type": "default"}} | attributes if self.required else attributes
 
 
 @dataclasses.dataclass(frozen=True)
 class RotaryByType(Entry):
-    """Base and scaling of layers without a window, and those of layers with one.
-
-    `theta` and `local_theta` are the bases where they are missing, which older configurations say in the attributes
-    `older`; their `rope_scaling`, where the family has had it, is of layers without a window.
-    """
+    """Base and scaling of layers without a window, and those of layers with one."""
 
     theta: float
+    """The base of layers without a window where the attribute is missing."""
     local_theta: float
+    """The base of layers with a window where the attribute is missing."""
     older: tuple[str, str] = ("rope_theta", "rope_local_base_freq")
+    """The attributes of older configurations for both bases."""
     scaled: bool = True
+    """Whether the family has had an older `rope_scaling`, for layers without a window."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`theta`, `scaling`, `local_theta` and `local_scaling`; refuse what releases of transformers read unlike."""
-        self._check(published, _of_types(published))
-        theta, scaling = read_rotary(
-            published, self.theta, FULL, (self.older[0], "rope_scaling" if self.scaled else None)
-        )
-        return {"theta": theta, "scaling": scaling} | read_local(published, self.local_theta, self.older[1])
+        """Return `theta`, `scaling`, `local_theta` and `local_scaling`.
 
-    def _check(self, published: PublishedConfig, by_type: dict[str, Any]) -> None:
+        Refuse configurations that releases of transformers read differently.
+        """
+        self._check(published, _parameters_by_type(published))
+        older_scaling = "rope_scaling" if self.scaled else None
+        theta, scaling = read_rotary(published, self.theta, FULL, (self.older[0], older_scaling))
+        return {"theta": theta, "scaling": scaling} | read_local_rotary(published, self.local_theta, self.older[1])
+
+    def _check(self, published: PublishedConfig, by_type: Mapping[str, Any]) -> None:
         older = rotary_parameters(published, "rope_scaling") if self.scaled else {}
         if older and not by_type and "rope_type" not in older:
             published.refuse(f"rope_scaling={older}: newer transformers reads no such type here; say its rope_type.")
-        said = [_of_type(by_type, kind).get("rope_theta") is not None for kind in _TYPES]
-        one, name = self.older[0] == self.older[1], self.older[0]
-        if one and not all(said) and (theta := published.read(name, Positive, self.theta)) != self.theta:
+        has_theta = [_parameters_of_type(by_type, layer_type).get("rope_theta") is not None for layer_type in _TYPES]
+        shares_name, name = self.older[0] == self.older[1], self.older[0]
+        if not shares_name or all(has_theta):
+            return
+        if (theta := published.read(name, Positive, self.theta)) != self.theta:
             published.refuse(
                 f"{name}={theta}: newer transformers takes {self.theta} for layers with a window; say both in "
                 "rope_parameters, by type of layer."
             )
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The older attributes and, for each type of layer, the newer, of which alone a local scaling is."""
-        found = {self.older[1]: config.local_theta} | {self.older[0]: config.theta}  # which may have one name
-        found |= scaling_attributes(config) if self.scaled else {}
-        return found | _by_type(config, _parameters(config))
+        """Return the older attributes and, by type of layer, the newer one, which alone can have a local scaling."""
+        attributes = {self.older[1]: config.local_theta} | {self.older[0]: config.theta}  # both may have one name
+        attributes |= scaling_attributes(config) if self.scaled else {}
+        return attributes | _write_by_type(config, _write_parameters(config))
 
 
 _WITH_ORIGINAL = LongRopeScaling, YarnScaling, Llama3Scaling
 
 
-class LongRotaryPositions(RotaryPositions):
-    """Rotary positions whose original length is said beside them (Phi-3)."""
+class RotaryWithOriginalLength(RotaryPositions):
+    """Rotary positions whose original length is an attribute of its own (Phi-3)."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`theta` and `scaling`; refuse a scaling of another original length than the configuration's."""
-        found = super().read(published)
-        # Where it is missing, transformers takes 4096, not the longest length.
-        original, scaling = published.read(_ORIGINAL, Size, 4096), found["scaling"]
+        """Return `theta` and `scaling`; refuse a scaling of another original length than the configuration's."""
+        fields = super().read(published)
+        # Where the attribute is missing, transformers takes 4096, not the longest length.
+        original, scaling = published.read(_ORIGINAL, Size, 4096), fields["scaling"]
         if isinstance(scaling, _WITH_ORIGINAL) and scaling.original_length != original:
             published.refuse(f"original_max_position_embeddings={original}: rope_scaling says {scaling}.")
-        return found
+        return fields
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The older attributes, and the original length."""
+        """Return the older attributes, and the original length."""
         scaling = config.scaling
-        said = {"original_max_position_embeddings": getattr(scaling, "original_length", None)}
-        return super().write(config) | (said if isinstance(scaling, _WITH_ORIGINAL) else {})
+        original = {_ORIGINAL: scaling.original_length} if isinstance(scaling, _WITH_ORIGINAL) else {}
+        return super().write(config) | original
 
 
-class SharpenedRotaryPositions(RotaryPositions):
-    """Rotary positions whose YaRN says too how much scores are sharpened (DeepSeek)."""
+class RotaryWithTemperature(RotaryPositions):
+    """Rotary positions whose YaRN also states how much attention scores are multiplied (DeepSeek)."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`theta`, `scaling` and `temperature`, which is 0 without a scaling."""
-        given, found = either_rotary_parameters(published), super().read(published)
-        stated = given.get("mscale_all_dim")
-        sharper = 0.0 if found["scaling"] is None or stated is None else stated
-        return found | {"temperature": sharper}
+        """Return `theta`, `scaling` and `temperature`, which is 0 without a scaling."""
+        parameters, fields = either_rotary_parameters(published), super().read(published)
+        stated = parameters.get("mscale_all_dim")
+        temperature = 0.0 if fields["scaling"] is None or stated is None else stated
+        return fields | {"temperature": temperature}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The older attributes, with YaRN's two of scores."""
-        found, sharper = super().write(config), config.temperature
-        if sharper:
-            found["rope_scaling"] |= {"mscale": sharper, "mscale_all_dim": sharper}
-        return found
+        """Return the older attributes, with YaRN's two for scores."""
+        attributes, temperature = super().write(config), config.temperature
+        if temperature:
+            attributes["rope_scaling"] |= {"mscale": temperature, "mscale_all_dim": temperature}
+        return attributes
 
 
 _GROWTH = ("llama_4_scaling_beta", "max_position_embeddings")
 
 
 @dataclasses.dataclass(frozen=True)
-class GrowingPositions(Entry):
-    """Rotary positions beside which stands how scores grow with their query's position (Ministral 3)."""
+class RotaryWithGrowth(Entry):
+    """Rotary positions, and how attention scores grow with their query's position (Ministral 3)."""
 
-    positions: RotaryPositions = RotaryPositions(stated=True, beside=_GROWTH)
+    positions: RotaryPositions = RotaryPositions(required=True, skipped=_GROWTH)
+    """The entry for base and scaling."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """What the positions are, `growth`, and `growth_every`; refuse a growth after no number of positions."""
-        given = either_rotary_parameters(published)
-        growth, every = given.get("llama_4_scaling_beta"), given.get(_ORIGINAL)
+        """Return the fields of `positions`, `growth` and `growth_every`; refuse a growth without an original length."""
+        parameters = either_rotary_parameters(published)
+        growth, every = parameters.get("llama_4_scaling_beta"), parameters.get(_ORIGINAL)
         if growth and every is None:
             published.refuse(f"llama_4_scaling_beta={growth}: no original_max_position_embeddings says after what.")
         growth, every = 0.0 if growth is None else growth, 1 if every is None else every
         return self.positions.read(published) | {"growth": growth, "growth_every": every}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The newer attribute; raises a `ValueError` for two lengths where it has one."""
-        found = self.positions.write(config)
-        said, every = dict(found.pop("rope_scaling", {})), config.growth_every
-        if said.get("original_max_position_embeddings", every) != every:
+        """Return the newer attribute; raises a `ValueError` for two lengths, since the attribute has one."""
+        attributes = self.positions.write(config)
+        parameters, every = dict(attributes.pop("rope_scaling", {})), config.growth_every
+        if parameters.get(_ORIGINAL, every) != every:
             raise ValueError(
                 f"save(config={type(config).__name__}(growth_every={every})): published configurations have one length "
                 f"for this and {config.scaling}; give the scaling's."
             )
-        said |= {"rope_theta": config.theta, "llama_4_scaling_beta": config.growth}
-        return {"rope_parameters": {"rope_type": "default"} | said | {"original_max_position_embeddings": every}}
+        parameters |= {"rope_theta": config.theta, "llama_4_scaling_beta": config.growth}
+        return {"rope_parameters": {"rope_type": "default"} | parameters | {_ORIGINAL: every}}
 
 
 _PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
 
 
-class PositionsByType(Entry):
-    """Rotary positions of layers with a window and of the others, of which a part of the pairs may turn."""
+class ProportionalRotaryByType(Entry):
+    """Rotary positions by type of layer, where layers without a window may rotate a part of the pairs (Gemma 4)."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`theta`, `scaling`, `local_theta` and `local_scaling`."""
-        by_type = _of_types(published)
-        if by_type and (missing := [kind for kind in _TYPES if not _of_type(by_type, kind)]):
+        """Return `theta`, `scaling`, `local_theta` and `local_scaling`."""
+        by_type = _parameters_by_type(published)
+        missing = [layer_type for layer_type in _TYPES if not _parameters_of_type(by_type, layer_type)]
+        if by_type and missing:
             published.refuse(f"rope_parameters say nothing of {missing[0]}; say both types of layer.")
-        local = read_local(published, 10_000.0, "rope_local_base_freq")
-        given = dict(_of_type(by_type, FULL) if by_type else _PROPORTIONAL)
-        if given.pop("rope_type", "default") != "proportional":
+        local = read_local_rotary(published, 10_000.0, "rope_local_base_freq")
+        parameters = dict(_parameters_of_type(by_type, FULL) if by_type else _PROPORTIONAL)
+        if parameters.pop("rope_type", "default") != "proportional":
             theta, scaling = read_rotary(published, 1_000_000.0, FULL)
             return {"theta": theta, "scaling": scaling} | local
         defaults = {"rope_theta": 1_000_000.0, "partial_rotary_factor": 1.0, "factor": 1.0}
-        theta, part, factor = (_first(given.pop(name, None), default) for name, default in defaults.items())
+        theta, part, factor = (_first(parameters.pop(name, None), default) for name, default in defaults.items())
         scaling = ProportionalScaling(part, factor)
-        if left := unknown(given):
-            published.refuse(f"rope_type='proportional' has attributes that are not known: {left}.")
+        if unknown := unknown_parameters(parameters):
+            published.refuse(f"rope_type='proportional' has attributes that are not known: {unknown}.")
         return {"theta": theta, "scaling": scaling} | local
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Both."""
-        scaling, said = config.scaling, {"rope_type": "proportional", "rope_theta": config.theta}
-        if isinstance(scaling, ProportionalScaling):
-            said |= {"partial_rotary_factor": scaling.part, "factor": scaling.factor}
-        else:
-            said = _parameters(config)
-        return _by_type(config, said)
+        """Return the parameters by type of layer."""
+        scaling = config.scaling
+        if not isinstance(scaling, ProportionalScaling):
+            return _write_by_type(config, _write_parameters(config))
+        parameters = {"rope_type": "proportional", "rope_theta": config.theta}
+        return _write_by_type(config, parameters | {"partial_rotary_factor": scaling.part, "factor": scaling.factor})
 
 
 @dataclasses.dataclass(frozen=True)
 class RotaryFraction(Entry):
-    """Which part of a head's channels is rotated; a family without this entry has whole heads."""
+    """The part of a head's channels that is rotated; families without this entry rotate all channels."""
 
     default: float = 1.0
+    """The part where the attribute is missing."""
     inside: bool = False
-    """Whether transformers takes its own default of what is not said beside the base."""
+    """Whether the part is written into `rope_parameters` too, without which transformers takes its own default."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`rotary_fraction`, said beside the base or by itself."""
-        own = published.read("partial_rotary_factor", Fraction, self.default)
-        return {"rotary_fraction": _first(either_rotary_parameters(published).get("partial_rotary_factor"), own)}
+        """Return `rotary_fraction`, an attribute of its own or within `rope_parameters`."""
+        outside = published.read("partial_rotary_factor", Fraction, self.default)
+        return {"rotary_fraction": _first(either_rotary_parameters(published).get("partial_rotary_factor"), outside)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Its attribute."""
-        said = {"partial_rotary_factor": config.rotary_fraction}
-        newer = {"rope_scaling": None, "rope_parameters": _parameters(config) | said}  # the older would come first
-        return said | (newer if self.inside else {})
+        """Return the attribute."""
+        attribute = {"partial_rotary_factor": config.rotary_fraction}
+        # Transformers would read an older `rope_scaling` first.
+        newer = {"rope_scaling": None, "rope_parameters": _write_parameters(config) | attribute}
+        return attribute | (newer if self.inside else {})
 
 
-def _of_types(published: PublishedConfig) -> dict[str, Any]:
-    """`rope_parameters` by type of layer; refuse those for all, which transformers does not read of these families."""
-    given = rotary_parameters(published, "rope_parameters")
-    if given and not any(isinstance(value, dict) for value in given.values()):
+def _parameters_by_type(published: PublishedConfig) -> dict[str, Any]:
+    """Return `rope_parameters` by type of layer; refuse one set for all layers, which transformers does not read."""
+    parameters = rotary_parameters(published, "rope_parameters")
+    if parameters and not any(isinstance(value, dict) for value in parameters.values()):
         types = " and of ".join(_TYPES)
-        published.refuse(f"rope_parameters={given}: this family's are by type of layer, of {types}.")
-    return given
+        published.refuse(f"rope_parameters={parameters}: this family's are by type of layer, of {types}.")
+    return parameters
 
 
-def _of_type(parameters: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return what `rope_parameters` say of a type of layer; nothing where that is no object."""
-    own = parameters.get(kind)
-    return own if isinstance(own, dict) else {}
+def _parameters_of_type(parameters: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
+    """Return the parameters of a type of layer; empty where these are no object."""
+    of_type = parameters.get(layer_type)
+    return of_type if isinstance(of_type, dict) else {}
 
 
 def _first(*values: Any) -> Any:
@@ -387,75 +402,88 @@ def read_rotary(
     default_theta: float = 10_000.0,
     layer_type: str | None = None,
     older: tuple[str, str | None] = ("rope_theta", "rope_scaling"),
-    beside: tuple[str, ...] = (),
+    skipped: tuple[str, ...] = (),
 ) -> tuple[float, RotaryScaling | None]:
-    """Base and scaling of the rotary positions, of the `older` attributes or of `rope_parameters`.
+    """Return base and scaling of rotary positions.
 
-    A scaling that has no older name, and is not said by type of layer, is refused.
+    Args:
+        published: The configuration.
+        default_theta: The base where the attribute is missing.
+        layer_type: The type of layer whose parameters are read, where `rope_parameters` are by type.
+        older: The older attributes for base and scaling. Without an older attribute for the scaling, a scaling is
+            refused unless it is stated by type of layer.
+        skipped: Names in `rope_parameters` that are passed over.
     """
-    given = rotary_parameters(published, "rope_parameters")
-    typed = {name for name, value in given.items() if isinstance(value, dict)}
-    if typed and layer_type and (others := typed - {*_TYPES}):
-        published.refuse(f"rope_parameters are by type of layer, and {sorted(others)} are no types.")
-    # Beside the types transformers leaves a scaling that it was given of none of them, and turns by the types alone.
-    if typed and layer_type and (kind := given.get("rope_type", "default")) not in SCALINGS:
-        published.refuse(f"rope_type={kind!r} is not known.")
-    if typed and layer_type:
-        # Whether YaRN's ramp is rounded it looks up there too, for all types, and never in theirs.
-        rounds, given = {"truncate": _first(given.get("truncate"), True)}, dict(_of_type(given, layer_type))
-        given |= rounds if given.get("rope_type") == "yarn" else {}
-    given = dict(given)
+    parameters = rotary_parameters(published, "rope_parameters")
+    types = {name for name, value in parameters.items() if isinstance(value, dict)}
+    by_type = bool(types and layer_type)
+    if types and layer_type:
+        parameters = _select_type(published, parameters, types, layer_type)
     theta = published.read(older[0], Positive, None)
-    scaling = rotary_parameters(published, older[1]) if older[1] else {}
-    if given and scaling and _unlike(scaling, given, bool(typed)):
-        published.refuse(f"{older[1]}={scaling}, and rope_parameters have {given}; give one of them.")
-    given = {name: value for name, value in (given or scaling).items() if name not in beside}
-    if (part := given.pop("partial_rotary_factor", None)) is not None:
+    older_scaling = rotary_parameters(published, older[1]) if older[1] else {}
+    if parameters and older_scaling and _differs(older_scaling, parameters, bool(types)):
+        published.refuse(f"{older[1]}={older_scaling}, and rope_parameters have {parameters}; give one of them.")
+    parameters = {name: value for name, value in (parameters or older_scaling).items() if name not in skipped}
+    if (part := parameters.pop("partial_rotary_factor", None)) is not None:
         published.add("partial_rotary_factor", part)
-    theta = _first(given.pop("rope_theta", None), theta, default_theta)
-    kind = given.pop("rope_type", given.pop("type", None))
-    longest = 0 if kind in (None, "default") else published.count("max_position_embeddings")
-    beside_it, inner = published.read(_ORIGINAL, Size, None), given.pop(_ORIGINAL, None)
-    # By types transformers reads theirs alone; else the other one, also where both are there.
-    original = _first(inner, longest) if typed and layer_type else _first(beside_it, inner, longest)
-    if kind in ("yarn", "llama3", "longrope", "su") and {_first(beside_it, original), _first(inner, original)} != {
-        original
-    }:
-        other = _first(inner, longest)
-        published.refuse(f"{_ORIGINAL}={beside_it}, and {other} beside rope_type={kind!r}; give them alike.")
-    scaling = scaling_of(published.refuse, kind, given, original, longest)
-    if scaling is not None and older[1] is None and not typed:
-        published.refuse(f"rope_parameters: {layer_type} has {kind!r}, and this family no scaling.")
+    theta = _first(parameters.pop("rope_theta", None), theta, default_theta)
+    rope_type = parameters.pop("rope_type", parameters.pop("type", None))
+    longest = 0 if rope_type in (None, "default") else published.count("max_position_embeddings")
+    outer, inner = published.read(_ORIGINAL, Size, None), parameters.pop(_ORIGINAL, None)
+    # By type of layer transformers reads the inner length alone; else the outer one first.
+    original = _first(inner, longest) if by_type else _first(outer, inner, longest)
+    has_original = rope_type in ("yarn", "llama3", "longrope", "su")
+    if has_original and {_first(outer, original), _first(inner, original)} != {original}:
+        published.refuse(
+            f"{_ORIGINAL}={outer}, and {_first(inner, longest)} beside rope_type={rope_type!r}; give them alike."
+        )
+    scaling = make_scaling(published.refuse, rope_type, parameters, original, longest)
+    if scaling is not None and older[1] is None and not types:
+        published.refuse(f"rope_parameters: {layer_type} has {rope_type!r}, and this family no scaling.")
     return theta, scaling
 
 
-def _unlike(older: dict[str, Any], newer: dict[str, Any], is_added: bool) -> bool:
-    """Whether the older attribute, which is read in the newer's place or is added to it, says something else."""
-    one, other = ({"rope_type": its.get("type")} | its | {"type": None} for its in (older, newer))
-    return any(other.get(name) != its for name, its in one.items()) if is_added else one != other
+def _select_type(
+    published: PublishedConfig, parameters: Mapping[str, Any], types: set[str], layer_type: str
+) -> dict[str, Any]:
+    """Return the parameters of one type of layer, of parameters by type."""
+    if unknown := types - {*_TYPES}:
+        published.refuse(f"rope_parameters are by type of layer, and {sorted(unknown)} are no types.")
+    # Transformers keeps a scaling that stands beside the types, and rotates by the types alone.
+    if (rope_type := parameters.get("rope_type", "default")) not in _ROPE_TYPES:
+        published.refuse(f"rope_type={rope_type!r} is not known.")
+    of_type = dict(_parameters_of_type(parameters, layer_type))
+    if of_type.get("rope_type") == "yarn":
+        # Transformers reads whether YaRN's ramp is truncated beside the types, and never within them.
+        of_type["truncate"] = _first(parameters.get("truncate"), True)
+    return of_type
 
 
-def read_local(published: PublishedConfig, theta: float, older: str) -> dict[str, Any]:
-    """`local_theta` and `local_scaling`, of layers with a window, whose base has an `older` attribute."""
-    found, scaling = read_rotary(published, theta, SLIDING, (older, None))
-    return {"local_theta": found, "local_scaling": scaling}
+def _differs(older: Mapping[str, Any], newer: Mapping[str, Any], is_added: bool) -> bool:
+    """Return whether the older attribute differs from the newer, which it replaces or, with `is_added`, extends."""
+    older, newer = ({"rope_type": x.get("type")} | dict(x) | {"type": None} for x in (older, newer))
+    return any(newer.get(name) != value for name, value in older.items()) if is_added else older != newer
 
 
-_LOCAL = ("local_theta", "local_scaling")
+def read_local_rotary(published: PublishedConfig, theta: float, older: str) -> dict[str, Any]:
+    """Return `local_theta` and `local_scaling` of layers with a window, whose base has an `older` attribute."""
+    local_theta, scaling = read_rotary(published, theta, SLIDING, (older, None))
+    return {"local_theta": local_theta, "local_scaling": scaling}
 
 
-def _by_type(config: Any, full: dict[str, Any]) -> dict[str, Any]:
-    """The newer attribute, with what all types have in common beside them."""
-    found = {SLIDING: _parameters(config, *_LOCAL), FULL: full}
-    rounds = {its.truncate for its in (config.scaling, config.local_scaling) if isinstance(its, YarnScaling)}
-    if len(rounds) == 2:
+def _write_by_type(config: Any, full: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters` by type of layer, beside what all types share; `full` is for layers without a window."""
+    by_type = {SLIDING: _write_parameters(config, "local_theta", "local_scaling"), FULL: full}
+    scalings = (config.scaling, config.local_scaling)
+    truncates = {scaling.truncate for scaling in scalings if isinstance(scaling, YarnScaling)}
+    if len(truncates) == 2:
         raise ValueError(
             f"save(config={type(config).__name__}(scaling={config.scaling}, local_scaling={config.local_scaling})): "
             "published configurations have one truncate for both; give both the same."
         )
-    return {"rope_parameters": found if False not in rounds else found | {"truncate": False}}
+    return {"rope_parameters": by_type if False not in truncates else by_type | {"truncate": False}}
 
 
-def _parameters(config: Any, theta: str = "theta", scaling: str = "scaling") -> dict[str, Any]:
-    said = scaling_attributes(config, scaling).get("rope_scaling", {})
-    return {"rope_type": "default"} | said | {"rope_theta": getattr(config, theta)}
+def _write_parameters(config: Any, theta: str = "theta", scaling: str = "scaling") -> dict[str, Any]:
+    parameters = scaling_attributes(config, scaling).get("rope_scaling", {})
+    return {"rope_type": "default"} | parameters | {"rope_theta": getattr(config, theta)}

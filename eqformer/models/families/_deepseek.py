@@ -26,7 +26,7 @@ from .._config_types import Index, LayerCount, Length, NotNegative, Number, Opti
 from .._family import ModelConfig
 from .._layer_attributes import layers_of
 from .._published_config import PublishedConfig
-from .._rotary_attributes import SharpenedRotaryPositions
+from .._rotary_attributes import RotaryWithTemperature
 from .._weight_rules import Rule
 from ._common import AsManyKeyHeads, EDGES, GATED, LAYER, PRE_NORMS, SIZES, WIDTH
 from ._decoder import damping, decoder, gated_mlp, norm, rotary_of
@@ -181,7 +181,7 @@ _FIRST_DENSE = Unpublished("dense_layers", (), "none but the first layers are de
 
 
 def latent_attributes(
-    positions: Entry = SharpenedRotaryPositions(), mixtures: Entry = _FIRST_DENSE, *, max_seq: int
+    positions: Entry = RotaryWithTemperature(), mixtures: Entry = _FIRST_DENSE, *, max_seq: int
 ) -> tuple[Entry, ...]:
     """Return the entries of a `LatentConfig`.
 

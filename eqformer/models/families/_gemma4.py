@@ -28,7 +28,7 @@ from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, layers_of, Windows
 from .._multimodal import MultimodalModel
 from .._published_config import PublishedConfig
-from .._rotary_attributes import PositionsByType
+from .._rotary_attributes import ProportionalRotaryByType
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, gated_weights, head_norm_weights, LAYER
 from ._decoder import attention, bend, decoder, gated_mlp, norm, rotary_of
@@ -313,7 +313,7 @@ GEMMA4 = Family(
     "Gemma4ForCausalLM",
     "gemma4_text",
     (
-        *decoder_attributes(PositionsByType(), head_dim=256, kv_heads=4, tied=True, max_seq=131_072),
+        *decoder_attributes(ProportionalRotaryByType(), head_dim=256, kv_heads=4, tied=True, max_seq=131_072),
         *(GlobalWindows(), GlobalHeads(), MaybeExperts()),
         Attribute("logit_softcap", "final_logit_softcapping", None),
         Attribute("bias", "attention_bias", False),

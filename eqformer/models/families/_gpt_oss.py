@@ -92,7 +92,7 @@ GPT_OSS = Family(
     "GptOssForCausalLM",
     "gpt_oss",
     (
-        *decoder_attributes(RotaryPositions(150_000.0, stated=True), head_dim=64, kv_heads=8, max_seq=131_072),
+        *decoder_attributes(RotaryPositions(150_000.0, required=True), head_dim=64, kv_heads=8, max_seq=131_072),
         Windows(128, Period(2, but=True)),
         Count("experts", "num_local_experts", 128),
         Count("top_k", "num_experts_per_tok", 4),

@@ -11,7 +11,7 @@ from .._attributes import Activation, Attribute, Expect, Ignore
 from .._config_types import NotNegative, Positive
 from .._family import DecoderConfig, Family
 from .._published_config import PublishedConfig
-from .._rotary_attributes import either_rotary_parameters, RotaryPositions, unknown
+from .._rotary_attributes import either_rotary_parameters, RotaryPositions, unknown_parameters
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, LAYER, PRE_NORMS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
@@ -45,7 +45,7 @@ class AlphaRotaryPositions(RotaryPositions):
         given = either_rotary_parameters(published)
         if given.get("rope_type", given.get("type")) != "dynamic" or given.get("alpha") is None:
             return super().read(published)
-        if left := unknown({name: value for name, value in given.items() if name not in _OWN}):
+        if left := unknown_parameters({name: value for name, value in given.items() if name not in _OWN}):
             published.refuse(f"rope_type='dynamic' with an alpha has attributes that are not known: {left}.")
         theta = published.read("rope_theta", Positive, self.theta)
         theta = theta if given.get("rope_theta") is None else given["rope_theta"]

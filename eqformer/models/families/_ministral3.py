@@ -10,7 +10,7 @@ from .._attributes import Activation, Attribute
 from .._config_types import Length, NotNegative, Number, Positive, Size
 from .._family import DecoderConfig, Family
 from .._multimodal import MultimodalModel
-from .._rotary_attributes import GrowingPositions
+from .._rotary_attributes import RotaryWithGrowth
 from ._common import decoder_attributes, LLAMA_WEIGHTS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 
@@ -65,7 +65,7 @@ MINISTRAL3 = Family(
     "Ministral3ForCausalLM",
     "ministral3",
     (
-        *decoder_attributes(GrowingPositions(), kv_heads=8, max_seq=262_144),
+        *decoder_attributes(RotaryWithGrowth(), kv_heads=8, max_seq=262_144),
         StatedHeadSize(128),
         Attribute("window", "sliding_window", None),
         Activation(),

@@ -11,7 +11,7 @@ from .._config_types import Fraction, Index, Length, NotNegative, Number, Option
 from .._family import Family
 from .._multimodal import MultimodalModel
 from .._published_config import PublishedConfig
-from .._rotary_attributes import GrowingPositions, SharpenedRotaryPositions
+from .._rotary_attributes import RotaryWithGrowth, RotaryWithTemperature
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
 from ._mixtures import FUSED
 
@@ -67,7 +67,7 @@ class _RotatedPart(Entry):
         return {}
 
 
-_POSITIONS = SharpenedRotaryPositions(stated=True, beside=("llama_4_scaling_beta", "max_position_embeddings"))
+_POSITIONS = RotaryWithTemperature(required=True, skipped=("llama_4_scaling_beta", "max_position_embeddings"))
 _BYTE: dict[str, Any] = {"latent": 32, "head_dim": 16, "rope_dim": 8, "v_dim": 16, "experts": 16, "growth_every": 64}
 _BYTE |= {"scaling": None, "temperature": 0.0, "tied": True}
 _PRESETS = {
@@ -92,7 +92,7 @@ MISTRAL4 = Family(
     "Mistral4ForCausalLM",
     "mistral4",
     (
-        *latent_attributes(GrowingPositions(_POSITIONS), max_seq=1_048_576),
+        *latent_attributes(RotaryWithGrowth(_POSITIONS), max_seq=1_048_576),
         _RotatedPart(),
         Attribute("normalise", "norm_topk_prob", True),
         Attribute("interleaved", "rope_interleave", True),

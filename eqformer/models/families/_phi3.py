@@ -9,7 +9,7 @@ from ...nn import Block, LongRopeScaling, Transformer
 from .._attributes import Activation, Attribute, Expect
 from .._config_types import Fraction, Length, NotNegative
 from .._family import DecoderConfig, Family
-from .._rotary_attributes import LongRotaryPositions, RotaryFraction
+from .._rotary_attributes import RotaryFraction, RotaryWithOriginalLength
 from .._weight_rules import Rule
 from ._common import decoder_attributes, EDGES, INTO_HEADS, JOINED_GATED, LAYER, OUT_OF_HEADS, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, part_rotary, pre_norm_block
@@ -144,7 +144,7 @@ PHI3 = Family(
     "Phi3ForCausalLM",
     "phi3",
     (
-        *decoder_attributes(LongRotaryPositions(), max_seq=4096),
+        *decoder_attributes(RotaryWithOriginalLength(), max_seq=4096),
         RotaryFraction(),
         Attribute("window", "sliding_window", None),
         Activation(),

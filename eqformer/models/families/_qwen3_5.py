@@ -36,7 +36,7 @@ def build_qwen3_5(config: Qwen35Config, *, key: Key[Array, ""]) -> Transformer:
 
 
 # Of text, the three positions of an image's part are one.
-QWEN35_POSITIONS = RotaryPositions(beside=("mrope_section", "mrope_interleaved"))
+QWEN35_POSITIONS = RotaryPositions(skipped=("mrope_section", "mrope_interleaved"))
 QWEN35_ATTRIBUTES: tuple[Entry, ...] = (
     *NET_ATTRIBUTES,
     Expect("attn_output_gate", True, written=False),
