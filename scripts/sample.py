@@ -157,7 +157,9 @@ def of_run(command: Command, folder: Path) -> Writer:
 
 
 def _writer(model: nn.Transformer, plan: parallel.Plan | None, tokenizer: Tokenizer, folder: Path) -> Writer:
-    return Writer(served(model, plan), tokenizer, sorted({tokenizer.end_of_text, *models.ends_of_text(folder)}), folder)
+    return Writer(
+        served(model, plan), tokenizer, sorted({tokenizer.end_of_text, *models.read_eos_token_ids(folder)}), folder
+    )
 
 
 def served(model: nn.Transformer, plan: parallel.Plan | None) -> generation.Model:

@@ -69,7 +69,7 @@ READERS = {
     "any.json": read_json,
     "config.json": lambda path: models.read_config(path.parent),
     "model.safetensors.index.json": lambda path: models.load(config_beside(path)),
-    "generation_config.json": lambda path: models.ends_of_text(path.parent),
+    "generation_config.json": lambda path: models.read_eos_token_ids(path.parent),
     "tokenizer.json": data.FileTokenizer,
     "tokenizer_config.json": lambda path: data.ChatTemplate(path.parent),
     "special_tokens_map.json": lambda path: data.ChatTemplate(path.parent),

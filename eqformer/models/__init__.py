@@ -13,8 +13,8 @@ from ._attributes import (
     Unpublished as Unpublished,
 )
 from ._family import DecoderConfig as DecoderConfig, Family as Family, ModelConfig as ModelConfig
-from ._folder import ends_of_text as ends_of_text
-from ._gguf_tokenizer import companions as companions
+from ._folder import read_eos_token_ids as read_eos_token_ids
+from ._gguf_tokenizer import gguf_companion_files as gguf_companion_files
 from ._load import load as load, load_shapes as load_shapes, read_config as read_config
 from ._multimodal import MultimodalModel as MultimodalModel
 from ._published_config import PublishedConfig as PublishedConfig
@@ -26,7 +26,7 @@ from ._registry import (
     register as register,
     shapes as shapes,
 )
-from ._save import COMPANIONS as COMPANIONS, save as save
+from ._save import COMPANION_FILES as COMPANION_FILES, save as save
 from ._weight_rules import Rule as Rule
 from .families import _common, _decoder, _mixtures
 from .families._bamba import BambaConfig as BambaConfig

@@ -1,4 +1,4 @@
-"""Folders of safetensors as they are published: one file, or several with an index; every header is checked."""
+"""Published folders of safetensors: one file, or shards with an index; every header is checked."""
 
 import contextlib
 import itertools
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  # lets numpy know bfloat16
 import numpy as np
+from jaxtyping import UInt8
 
 from .._extra import load_extra
 from .._failures import foreign_call
@@ -21,17 +22,17 @@ from ._config_types import fits, format_value, Index
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
-# Files of weights by how they end, and how names of other files of a training run begin that end alike.
+# How files of weights end, and how files of a training run begin that end like them and hold no weights.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
 _STATES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# What other arrays of a folder are of: codes of weights, and what other parts hold.
+# Dtypes of arrays that are no weights: codes of quantized weights, and buffers.
 OTHERS = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "BOOL": "bool"}
 OTHERS |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 
 
-class _Place(NamedTuple):
-    """Place, shape and dtype of an array in a file."""
+class _ArrayEntry(NamedTuple):
+    """The header's entry of an array: its dtype, shape, and bytes `start` to `stop` of the file."""
 
     dtype: str
     """The dtype's name in the file."""
@@ -41,20 +42,21 @@ class _Place(NamedTuple):
 
 
 class _File(NamedTuple):
-    """An open file: its bytes, mapped into memory, and the place of each array."""
+    """An open file: its bytes, mapped into memory, and the entry of each array."""
 
     bytes: np.ndarray
-    places: dict[str, _Place]
+    entries: dict[str, _ArrayEntry]
 
     def bytes_of(self, name: str) -> np.ndarray:
         """Return an array's bytes."""
-        return self.bytes[self.places[name].start : self.places[name].stop]
+        return self.bytes[self.entries[name].start : self.entries[name].stop]
 
 
 class Folder:
-    """The arrays of a published model, or of another `single` file, by name, memory-mapped; read when asked for.
+    """The arrays of a published folder by name, memory-mapped.
 
-    Raises a `ValueError` for a folder that is not what it says: an index that names files elsewhere or arrays that its
+    `single` is the name of the file that holds all arrays where there are no shards; shards have an index beside them.
+    Raises a `ValueError` for a folder that contradicts itself: an index that names files elsewhere or arrays that its
     files do not hold, arrays that are in two files, files whose headers do not fit them, a single file beside shards
     that hold other arrays.
     """
@@ -73,7 +75,7 @@ class Folder:
         self._files: dict[str, _File] = {}
         self._notes: list[str] = []
         self._file_of = self._choose_source()
-        self._tell_unused()
+        self._note_unused_files()
         self._files = {file: self._files[file] for file in set(self._file_of.values())}
 
     @property
@@ -83,12 +85,12 @@ class Folder:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines about files of the folder that are not read."""
+        """Warnings about files of the folder that are not read, a line each."""
         return tuple(self._notes)
 
     def dtype(self, name: str) -> str:
-        """An array's dtype as JAX calls it; raises a `ValueError` for one that is no float, as only buffers are."""
-        dtype = self._place(name).dtype
+        """Return an array's dtype as JAX calls it; raises a `ValueError` for one that is no float."""
+        dtype = self._entry(name).dtype
         if dtype not in FLOATS:
             raise ValueError(
                 f"{self.path / self._file_of[name]}: {name} is of {dtype}; weights are {', '.join(FLOATS)}."
@@ -96,32 +98,32 @@ class Folder:
         return FLOATS[dtype]
 
     def read(self, name: str) -> np.ndarray:
-        """An array as it lies in its file, mapped into memory: nothing is read before it is used."""
+        """Return an array of floats, mapped into memory: nothing is read before it is used."""
         return self._bytes(name).view(self.dtype(name)).reshape(self.shape(name))
 
     def dtype_in_file(self, name: str) -> str:
-        """An array's dtype as its file calls it."""
-        return self._place(name).dtype
+        """Return an array's dtype as its file calls it."""
+        return self._entry(name).dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """An array's shape."""
-        return tuple(self._place(name).shape)
+        """Return an array's shape."""
+        return tuple(self._entry(name).shape)
 
     def stored(self, name: str) -> np.ndarray:
-        """An array of whatever dtype as it lies in its file, mapped into memory; a `ValueError` for an unknown one."""
-        dtype = self._place(name).dtype
+        """Return an array of any dtype, mapped into memory; raises a `ValueError` for an unknown dtype."""
+        dtype = self._entry(name).dtype
         if (known := (FLOATS | OTHERS).get(dtype)) is None:
             raise ValueError(f"{self.path / self._file_of[name]}: {name} is of {dtype}, which is not known.")
         return self._bytes(name).view(known).reshape(self.shape(name))
 
-    def _place(self, name: str) -> _Place:
-        return self._files[self._file_of[name]].places[name]
+    def _entry(self, name: str) -> _ArrayEntry:
+        return self._files[self._file_of[name]].entries[name]
 
     def _bytes(self, name: str) -> np.ndarray:
         return self._files[self._file_of[name]].bytes_of(name)
 
     def _choose_source(self) -> dict[str, str]:
-        """Return the file of each array, of the single file or of shards with an index.
+        """Return the file of each array: the single file, or the shards of an index.
 
         Transformers reads the single file wherever there is one, even if it is older than the shards.
         """
@@ -151,10 +153,10 @@ class Folder:
                 f"({few_names(differing)}), and either may be out of date; move {self._single} away, or "
                 f"{self._index.name} with {few_names(shards)}."
             )
-        return self._read_single()  # what lies beside it holds the same
+        return self._read_single()  # the shards beside it hold the same arrays
 
     def _read_single(self) -> dict[str, str]:
-        return dict.fromkeys(self._open(self._single).places, self._single)
+        return dict.fromkeys(self._open(self._single).entries, self._single)
 
     def _read_index(self) -> dict[str, str]:
         file_of = read_json(self._index).get("weight_map")
@@ -171,25 +173,31 @@ class Folder:
         for name, file in file_of.items():
             listed_of.setdefault(file, set()).add(name)
         for file, listed in sorted(listed_of.items()):
-            if (held := self._open(file).places.keys()) != listed:
+            if (stored := self._open(file).entries.keys()) != listed:
                 raise ValueError(
-                    f"{self.path / file}: the index and the file disagree on {few_names(held ^ listed)}; the index "
+                    f"{self.path / file}: the index and the file disagree on {few_names(stored ^ listed)}; the index "
                     "must give each array's file, once."
                 )
 
     def _differing(self, file_of: Mapping[str, str]) -> set[str]:
-        """Return the names of arrays that are not the same in the single file and in shards; of values the first."""
-        single, file = self._open(self._single), {name: self._open(its) for name, its in file_of.items()}
-        if differing := single.places.keys() ^ file_of.keys():
+        """Return the names of arrays that differ between the single file and the shards.
+
+        Names are compared first, then dtypes and shapes; of arrays whose values differ, only the first is returned.
+        """
+        single, shards = self._open(self._single), {name: self._open(file) for name, file in file_of.items()}
+        if differing := single.entries.keys() ^ file_of.keys():
             return differing
-        kind = lambda place: (place.dtype, place.shape)
-        if differing := {name for name in file if kind(single.places[name]) != kind(file[name].places[name])}:
+        layout = lambda entry: (entry.dtype, entry.shape)
+        entries = {name: (single.entries[name], shard.entries[name]) for name, shard in shards.items()}
+        if differing := {name for name, (one, other) in entries.items() if layout(one) != layout(other)}:
             return differing
-        different = (name for name in file if not _are_equal(single.bytes_of(name), file[name].bytes_of(name)))
+        different = (
+            name for name, file in shards.items() if not _are_equal(single.bytes_of(name), file.bytes_of(name))
+        )
         return set(itertools.islice(different, 1))
 
-    def _tell_unused(self) -> None:
-        """Note the weight files that are not read; beside an adapter only those of adapters."""
+    def _note_unused_files(self) -> None:
+        """Add a note on weight files that are not read; beside an adapter, only on those of adapters."""
         if unused := self._weight_files() - set(self._file_of.values()):
             adapters = "; load_adapter reads adapters" if any(file.startswith("adapter_") for file in unused) else ""
             adapters = "" if self._single == ADAPTER else adapters
@@ -210,26 +218,29 @@ class Folder:
             foreign_call(lambda reason: f"{path}: it is no whole safetensors file ({reason})."),
             safetensors.safe_open(path, framework="np"),  # it compares header and size, byte by byte
         ):
-            whole = map_bytes(path)
-            data = 8 + int.from_bytes(whole[:8].tobytes(), "little")
-            header = parse_json(whole[8:data].tobytes())
+            content = map_bytes(path)
+            data = 8 + int.from_bytes(content[:8].tobytes(), "little")
+            header = parse_json(content[8:data].tobytes())
         header.pop("__metadata__", None)
-        places = {}
-        for name, its in header.items():
-            start, stop = (data + offset for offset in its["data_offsets"])
-            places[name] = _Place(its["dtype"], its["shape"], start, stop)
-        self._files[file] = _File(whole, places)
+        entries = {}
+        for name, entry in header.items():
+            start, stop = (data + offset for offset in entry["data_offsets"])
+            entries[name] = _ArrayEntry(entry["dtype"], entry["shape"], start, stop)
+        self._files[file] = _File(content, entries)
         return self._files[file]
 
 
-def _are_equal(own: np.ndarray, other: np.ndarray, piece: int = 1 << 24) -> bool:
-    """Compare bytes of one length, in little memory."""
-    return all(np.array_equal(own[at : at + piece], other[at : at + piece]) for at in range(0, own.size, piece))
+def _are_equal(first: UInt8[np.ndarray, "octets"], second: UInt8[np.ndarray, "octets"], step: int = 1 << 24) -> bool:
+    """Return whether bytes of one length are equal; they are compared in pieces, in little memory."""
+    return all(
+        np.array_equal(first[start : start + step], second[start : start + step])
+        for start in range(0, first.size, step)
+    )
 
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder, which is renamed to `target` at the end, and removed if an error is raised."""
+    """Yield a temporary folder, which is renamed to `target` at the end, or removed if an error is raised."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.parent / f".{target.name}.{secrets.token_hex(4)}"
     part.mkdir()
@@ -258,37 +269,37 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], call: str) -> Non
 def write_folder(
     path: Path, arrays: Iterator[tuple[str, np.ndarray]], config: Mapping[str, Any], shard_bytes: int
 ) -> None:
-    """Write `config.json` and the arrays, in as many files as need be; only the arrays of one file are held at once."""
+    """Write `config.json` and the arrays, in as many files as need be; one file's arrays are in memory at a time."""
     call = "save(model, path, config)"
     file_of: dict[str, int] = {}
-    part: dict[str, np.ndarray] = {}
-    number, held, total = 0, 0, 0
+    part: dict[str, np.ndarray] = {}  # the arrays of the next file
+    number, part_bytes, total_bytes = 0, 0, 0
 
     def flush() -> None:
-        nonlocal number, held
+        nonlocal number, part_bytes
         write_arrays(path / f"part-{number}.safetensors", part, call)
-        number, held = number + 1, 0
+        number, part_bytes = number + 1, 0
         part.clear()
 
     for name, array in arrays:
-        if part and held + array.nbytes > shard_bytes:
+        if part and part_bytes + array.nbytes > shard_bytes:
             flush()
-        part[name], file_of[name] = np.asarray(array, order="C"), number  # and 0 dims stay 0
-        held, total = held + array.nbytes, total + array.nbytes
+        part[name], file_of[name] = np.asarray(array, order="C"), number  # unlike `ascontiguousarray`, it keeps 0 dims
+        part_bytes, total_bytes = part_bytes + array.nbytes, total_bytes + array.nbytes
     flush()
     names = [f"model-{i + 1:05}-of-{number:05}.safetensors" if number > 1 else SINGLE for i in range(number)]
     for i, name in enumerate(names):
         (path / f"part-{i}.safetensors").rename(path / name)
     if number > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for name, i in file_of.items()}}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": {name: names[i] for name, i in file_of.items()}}
         write_json(path / INDEX, index)
     write_json(path / CONFIG, config)
 
 
-def ends_of_text(folder: str | Path) -> list[int]:
-    """The ids that end a text of a published model, the main one first; empty if the folder names none.
+def read_eos_token_ids(folder: str | Path) -> list[int]:
+    """Return the ids that end a text of a published model, the main one first; empty if the folder names none.
 
-    They are `eos_token_id` of `generation_config.json` or, where it says nothing, of `config.json`.
+    They are `eos_token_id` of `generation_config.json` or, where that file has none, of `config.json`.
     """
     for name in ("generation_config.json", CONFIG):
         file = Path(folder) / name

@@ -1,4 +1,4 @@
-"""GGUF: a model in one file, as llama.cpp reads it; its numbers by name, and its arrays, mapped into memory."""
+"""GGUF files, llama.cpp's format of a model in one file: the header's values, and the arrays, memory-mapped."""
 
 import dataclasses
 import math
@@ -14,15 +14,15 @@ from .._read import map_bytes
 from .formats import BLOCKS, Blocks, ORDER, Parts, ROWS
 
 
-# By the number that files have for a type of values.
+# The types of values, by their numbers in files.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
-# The divisors of rotary frequencies, which are no weights: for all rows, for long ones, for short ones.
+# Arrays that are no weights but divisors of rotary frequencies: for all rows, for long rows, for short rows.
 DIVISORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# What every array is decoded to: a file mixes types of blocks, F16 and BF16 with quantized ones, and as llama.cpp and
-# transformers compute with all of them in float32, so does a model of one.
+# The dtype that every array is decoded to. A file mixes quantized blocks with F16 and BF16, and llama.cpp and
+# transformers compute with all of them in float32.
 DTYPE = "float32"
-# The fewest bytes of a value in the header (an empty name, a type, a byte), of a text, and of an array's entry.
+# The fewest bytes in the header of a value (an empty name, a type, a byte), of a text, and of an array's entry.
 _VALUE_BYTES, _TEXT_BYTES, _ENTRY_BYTES = 13, 8, 32
 # Each array takes about 1.5 kB of memory beside its numbers; the largest published models have 70,000 of them.
 _MOST_ARRAYS = 1 << 17
@@ -30,14 +30,14 @@ _MOST_ARRAYS = 1 << 17
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """An array of the file: its type, its shape, rows first, and its bytes, row by row."""
+    """An array of a GGUF file: its type, its shape with rows first, and its bytes row by row."""
 
     form: Blocks
     shape: tuple[int, ...]
     rows: UInt8[np.ndarray, "rows octets"]
 
     def parts(self, order: np.ndarray | None) -> Parts:
-        """Return what is decoded, its rows in another `order` where that is given."""
+        """Return the parts that are decoded, with the rows in another `order` if there is one."""
         return {ROWS: self.rows} if order is None else {ROWS: self.rows, ORDER: order}
 
 
@@ -53,16 +53,17 @@ class _Entry:
 
 
 class GGUF:
-    """A file's numbers and texts by name (lists by their lengths alone), and its arrays.
+    """A GGUF file: its numbers and texts by name (of lists the lengths alone), and its arrays.
 
-    An array of three dims, of experts, is as many of two: their names end in `.0`, `.1` and so on.
+    An array of experts, which has three dims, is read as one array of two dims for each expert: their names end in
+    `.0`, `.1` and so on.
 
-    Raises a `ValueError` for a file that is not what it says: cut short, with arrays that overlap, or of a type that is
-    not known. Every count and size is compared with the bytes that are left before anything of that size is made.
+    Raises a `ValueError` for a file that contradicts itself: that is cut short, has arrays that overlap, or a type that
+    is not known. Every count and size is compared with the remaining bytes before anything of that size is made.
     """
 
     def __init__(self, path: Path):
-        """Read all but the arrays' numbers."""
+        """Read the header."""
         self.path, self.call = path, f"load({str(path)!r})"
         self._bytes = map_bytes(path)
         self._at = 0
@@ -94,11 +95,11 @@ class GGUF:
 
     @property
     def names(self) -> Set[str]:
-        """Every array's name but that of the frequencies' divisors, which are read as numbers are."""
+        """Every array's name, except those of the frequencies' divisors."""
         return self.tensors.keys() - {*DIVISORS}
 
     def dtype(self, name: str) -> str:
-        """Return the dtype that an array is decoded to where no other is asked for."""
+        """Return the dtype that an array is decoded to by default."""
         return DTYPE
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -113,7 +114,7 @@ class GGUF:
         return decoded.reshape(tensor.shape)
 
     def divisors(self, name: str) -> Shaped[np.ndarray, "*dims"] | None:
-        """Return what each frequency is divided by, if the file has it by this name."""
+        """Return the divisor of each frequency; None where the file has no array of this name."""
         return self.read(name) if name in self.tensors else None
 
     def listed(self, name: str) -> list[Any]:
@@ -129,9 +130,9 @@ class GGUF:
     def _refuse(self, text: str) -> NoReturn:
         raise ValueError(f"{self.path}: it is no GGUF file that can be read: {text}.")
 
-    def _check_count(self, count: int, least: int, things: str) -> None:
-        """Refuse a count of things of at `least` so many bytes each, where fewer bytes are left."""
-        if count * least > len(self._bytes) - self._at:
+    def _check_count(self, count: int, least_bytes: int, things: str) -> None:
+        """Refuse a count of things of at least `least_bytes` each, where fewer bytes remain."""
+        if count * least_bytes > len(self._bytes) - self._at:
             self._refuse(f"it ends within its header, after {len(self._bytes)} bytes: it says {count} {things}")
 
     def _take(self, count: int) -> UInt8[np.ndarray, "octets"]:
@@ -147,7 +148,7 @@ class GGUF:
         return self._texts(1)[0]
 
     def _texts(self, count: int) -> list[str]:
-        """Read so many texts; there may be hundreds of thousands, of which a tokenizer is made."""
+        """Read `count` texts; a tokenizer has hundreds of thousands."""
         self._check_count(count, _TEXT_BYTES, "texts")
         view, end, texts = self._bytes.data, len(self._bytes), list[str]()
         for _ in range(count):
@@ -162,7 +163,7 @@ class GGUF:
         return texts
 
     def _read_value(self) -> None:
-        """Read a name and its number or text; pass over a list, which `listed` reads."""
+        """Read a name and its number or text; skip a list, which `listed` reads."""
         name, kind = self._text(), self._number("I")
         if name in self.values:
             self._refuse(f"it has {name} twice")
@@ -174,12 +175,12 @@ class GGUF:
             self.values[name] = self._text()
         elif kind == _LIST:
             self._lists[name] = self._at
-            self.values[name] = f"a list of {self._pass_over_list()}"
+            self.values[name] = f"a list of {self._skip_list()}"
         else:
             self._refuse(f"a value is of type {kind}, which is not known")
 
-    def _pass_over_list(self) -> int:
-        """Move behind a list and return its length."""
+    def _skip_list(self) -> int:
+        """Skip a list and return its length."""
         kind, count = self._number("I"), self._number("Q")
         if kind == _LIST:
             self._refuse("a list of lists, of which no number is known")
@@ -192,7 +193,7 @@ class GGUF:
         return count
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Read an array's name, shape, number of its type, and place behind the header."""
+        """Read an array's name, shape, the number of its type, and its offset from the end of the header."""
         name, dims = self._text(), self._number("I")
         if not 1 <= dims <= 4:
             self._refuse(f"{name} has {dims} dims")
@@ -200,7 +201,7 @@ class GGUF:
         return name, shape, self._number("I"), self._number("Q")
 
     def _entry(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> _Entry:
-        """Compare an array's shape with its type and with the file's length."""
+        """Return an array's entry; refuse a shape that does not fit its type or the file's length."""
         if kind not in BLOCKS:
             known = ", ".join(form.name for form in BLOCKS.values())
             self._refuse(f"{name} is of type {kind}, which is not known; there are {known}")
@@ -222,7 +223,7 @@ class GGUF:
                 )
 
     def _tensors(self, entry: _Entry) -> dict[str, Tensor]:
-        """Return the array, or each expert's."""
+        """Return the array, or the array of each expert, by name."""
         width = entry.shape[-1] // entry.form.numbers * entry.form.octets
         rows = self._bytes[entry.start : entry.stop].reshape(-1, width)
         if len(entry.shape) != 3:

@@ -1,4 +1,4 @@
-"""Models of GGUF files: what llama.cpp's names of numbers and arrays are in published configurations and folders."""
+"""Models in GGUF files: llama.cpp's names of numbers and arrays, translated to those of published folders."""
 
 import dataclasses
 import math
@@ -14,6 +14,7 @@ from ._published_config import PublishedConfig
 from .formats import Coded
 
 
+# Published names of the feed-forward layer's maps.
 _MAPS = {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 LAYER: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
@@ -28,19 +29,20 @@ LAYER: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A `general.architecture`: its family's `model_type`, and how its files differ from folders."""
+    """A `general.architecture` of GGUF files: its family, and how its files differ from published folders."""
 
     model_type: str
+    """The family's `model_type`."""
     layer: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Published names of a layer's arrays, beyond `LAYER`, with a place for an expert's number."""
+    """Published names of a layer's arrays, beyond `LAYER`; `{}` stands for an expert's number."""
     numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Published names of numbers that not all architectures have; they may be missing."""
-    unsaid: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
-    """Attributes that files leave out, computed from those that they have."""
+    """Published names of numbers that not all architectures have; a file may lack them."""
+    implied: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
+    """Computes attributes that files leave out from those that they have."""
     interleaved: bool = False
-    """Whether the channels of queries and keys that turn together are neighbours."""
-    raised: bool = False
-    """Whether 1 is added to norms' scales."""
+    """Whether the two channels of queries and keys that are rotated together are neighbors."""
+    adds_one: bool = False
+    """Whether files store norms' scales with 1 added."""
 
 
 def _experts(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
@@ -49,7 +51,7 @@ def _experts(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _gemma_scores(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the divisor of scores, as llama.cpp does, which knows Gemma 2 27B and Gemma 3 27B by their layers."""
+    """Return the divisor of attention scores; like llama.cpp, know the two 27B models by their numbers of layers."""
     is_largest = config["num_hidden_layers"] in (46, 62)
     width = config["hidden_size"] // config["num_attention_heads"]
     return {"query_pre_attn_scalar": width if is_largest else config["head_dim"]}
@@ -66,7 +68,7 @@ _LOCAL = {
     "rope.freq_base_swa": "rope_local_base_freq",
     "attention.sliding_window_pattern": "sliding_window_pattern",
 }
-_CHOICE = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", interleaved=True),
@@ -75,12 +77,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture(
         "qwen3_moe",
         _experts("mlp.", {name: f"{name}_proj" for name in _MAPS}),
-        {**_CHOICE, "expert_feed_forward_length": "moe_intermediate_size"},
+        {**_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
         lambda config: {"norm_topk_prob": True},
     ),
-    "gemma": Architecture("gemma", raised=True),
-    "gemma2": Architecture("gemma2", _FOUR_NORMS, {**_WINDOW, **_SOFTCAPS}, _gemma_scores, raised=True),
-    "gemma3": Architecture("gemma3_text", _FOUR_NORMS, {**_WINDOW, **_SOFTCAPS, **_LOCAL}, _gemma_scores, raised=True),
+    "gemma": Architecture("gemma", adds_one=True),
+    "gemma2": Architecture("gemma2", _FOUR_NORMS, {**_WINDOW, **_SOFTCAPS}, _gemma_scores, adds_one=True),
+    "gemma3": Architecture(
+        "gemma3_text", _FOUR_NORMS, {**_WINDOW, **_SOFTCAPS, **_LOCAL}, _gemma_scores, adds_one=True
+    ),
     "phi3": Architecture("phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, _WINDOW),
 }
 # GGUF calls Mixtral "llama" too; a file with expert_count > 0 is Mixtral.
@@ -118,7 +122,7 @@ def _architecture(file: GGUF) -> Architecture:
 
 
 def order_of(file: GGUF, name: str) -> Int[np.ndarray, "rows"] | None:
-    """Return which of an array's rows is the first in published folders, the second, and so on; None: as they stand."""
+    """Return the rows of an array in the order of published folders; None where the order is the same."""
     kind = file.values["general.architecture"]
     match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.weight", name)
     if not _architecture(file).interleaved or match is None:
@@ -132,7 +136,7 @@ def order_of(file: GGUF, name: str) -> Int[np.ndarray, "rows"] | None:
 
 
 def coded_of(file: GGUF, name: str) -> Coded | None:
-    """Return an array of two dims, which is decoded as it is read; None for another."""
+    """Return an array of two dims, which is decoded when it is read; None for other arrays."""
     tensor = file.tensors[name]
     if len(tensor.shape) != 2:
         return None
@@ -140,13 +144,13 @@ def coded_of(file: GGUF, name: str) -> Coded | None:
 
 
 def plain_of(file: GGUF, name: str) -> Shaped[np.ndarray, "*dims"]:
-    """Return a small array, as folders have it."""
+    """Return a small array as published folders have it."""
     array = file.read(name)
-    return array - array.dtype.type(1) if _architecture(file).raised and name.endswith("norm.weight") else array
+    return array - array.dtype.type(1) if _architecture(file).adds_one and name.endswith("norm.weight") else array
 
 
 def configuration_of(file: GGUF) -> dict[str, Any]:
-    """Return a configuration as published; raises a `ValueError` for numbers that are not known."""
+    """Return the configuration as a `config.json` has it; raises a `ValueError` for numbers that are not known."""
     published = PublishedConfig(file.values, str(file.path), "this architecture")
     if (kind := published.text("general.architecture")) not in ARCHITECTURES:
         published.refuse(f"general.architecture={kind!r} is not known; there are {', '.join(ARCHITECTURES)}.")
@@ -174,7 +178,7 @@ def configuration_of(file: GGUF) -> dict[str, Any]:
     }
     for name, attribute in architecture.numbers.items():
         config[attribute] = published.take(f"{kind}.{name}", None) or None
-    config |= architecture.unsaid(config)
+    config |= architecture.implied(config)
     published.expect(f"{kind}.vocab_size", table.shape[0])
     published.finish_strictly(lambda name, value: _is_without_effect(name.removeprefix(f"{kind}."), value))
     return config
@@ -197,13 +201,13 @@ class _Sizes:
         return value
 
 
-# Nothing reads these: who made the file, how it was rounded, its tokenizer (which `companions` reads), the order of the
-# parts of a file that was split, whether a scaling was trained, and how old converters named their arrays' order.
+# Keys that nothing here reads: who made the file, how it was rounded, its tokenizer (see `gguf_companion_files`), the
+# order of the parts of a file that was split, whether a scaling was trained, and old converters' order of arrays.
 _UNREAD = re.compile(
     r"(general|tokenizer|quantize|imatrix)\..+|split\.(no|tensors\.count)|rope\.scaling\.finetuned|tensor_data_layout"
 )
-# What llama.cpp reads of some architecture, with the values that change nothing in those that are read here. Others
-# ask for what these models do not have.
+# Keys that llama.cpp reads for some architectures, with the values that change nothing in the architectures that are
+# read here. Other values ask for something that these models do not have.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "expert_gating_func": (0, 1),  # 1 is the softmax
@@ -230,12 +234,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def _is_without_effect(name: str, value: Any) -> bool:
-    """Return whether nothing reads a key, or it has the one value that the model has without it."""
+    """Return whether nothing reads a key, or its value is that of a model without it."""
     return _UNREAD.fullmatch(name) is not None or value in _NEUTRAL.get(name, ())
 
 
 def _head(published: PublishedConfig, size: _Sizes, kind: str, default: int) -> dict[str, Any]:
-    """Return the channels of a head and the rotated part of them; refuse keys of another width than values."""
+    """Return the channels of a head and the rotated part of these; refuse keys and values of different widths."""
     key, value = (size.read(f"attention.{name}_length", default) for name in ("key", "value"))
     if key != value:
         published.refuse(f"attention.key_length, value_length are [{key}, {value}]; keys and values must be as wide.")
@@ -248,12 +252,13 @@ def _head(published: PublishedConfig, size: _Sizes, kind: str, default: int) -> 
 
 
 def _scaling(published: PublishedConfig, kind: str, file: GGUF) -> dict[str, Any]:
-    """Return the scaling of rotary positions, as llama.cpp reads its numbers and the divisors of frequencies.
+    """Return the scaling of rotary positions, as llama.cpp reads the header and the divisors of frequencies.
 
-    Without a type a factor is linear. The attention's factor multiplies cosines and sines, beside what YaRN has itself.
+    A factor without a type is a linear scaling. The attention's factor multiplies cosines and sines, in addition to
+    YaRN's own factor.
     """
     key = f"{kind}.rope.scaling."
-    named = published.text(f"{key}type", "linear")
+    scaling_type = published.text(f"{key}type", "linear")
     factor = published.number(f"{key}factor", published.number(f"{kind}.rope.scale_linear", 0.0)) or 1.0
     original = published.count(f"{key}original_context_length", published.count(f"{kind}.context_length", 2048))
     magnitude = published.number(f"{key}attn_factor", 1.0)
@@ -261,23 +266,23 @@ def _scaling(published: PublishedConfig, kind: str, file: GGUF) -> dict[str, Any
         published.refuse(f"rope.scaling: factor={factor} and attn_factor={magnitude} must be above 0.")
     for_all, long, short = map(file.divisors, DIVISORS)
     has_divisors = for_all is not None or long is not None or short is not None
-    if has_divisors and factor != 1 and named != "none":
+    if has_divisors and factor != 1 and scaling_type != "none":
         published.refuse(f"{key}factor={factor} beside divisors of frequencies ({', '.join(DIVISORS)}); one is read.")
     if (long is None) != (short is None) or (for_all is not None and long is not None):
         published.refuse(f"it has some of {', '.join(DIVISORS)}: there must be the first, or the others, both of them.")
     if long is not None and short is not None:
         return _longrope(published, key, long, short, original, magnitude)
-    if not has_divisors and named not in ("none", "linear", "yarn"):
-        published.refuse(f"rope.scaling.type={named!r} is not known; there are none, linear and yarn.")
-    if named == "yarn" and factor != 1 and not has_divisors:
-        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        usual = {} if magnitude == 1 else {"attention_factor": magnitude * (1 + 0.1 * math.log(factor))}
-        return {"rope_scaling": scaling | usual}
+    if not has_divisors and scaling_type not in ("none", "linear", "yarn"):
+        published.refuse(f"rope.scaling.type={scaling_type!r} is not known; there are none, linear and yarn.")
+    if scaling_type == "yarn" and factor != 1 and not has_divisors:
+        scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        scaling |= {} if magnitude == 1 else {"attention_factor": magnitude * (1 + 0.1 * math.log(factor))}
+        return {"rope_scaling": scaling}
     if magnitude != 1:
         published.refuse(f"{key}attn_factor={magnitude}: of rotary positions that are no YaRN or LongRoPE, it is 1.")
     if for_all is not None:
         return _llama3(published, kind, for_all)
-    is_linear = named == "linear" and factor != 1
+    is_linear = scaling_type == "linear" and factor != 1
     return {"rope_scaling": {"rope_type": "linear", "factor": factor}} if is_linear else {}
 
 
@@ -289,13 +294,22 @@ def _longrope(
     original: int,
     magnitude: float,
 ) -> dict[str, Any]:
-    """Return LongRoPE's scaling, with the attention's factor where it is not the usual one of these lengths."""
+    """Return LongRoPE's scaling, with the attention's factor where it differs from the default for these lengths.
+
+    Args:
+        published: The values of the header.
+        key: What names of the scaling's values begin with.
+        long: The divisors for long rows.
+        short: The divisors for short rows.
+        original: The original length, in tokens.
+        magnitude: The attention's factor.
+    """
     published.count(f"{key}original_context_length")
-    grown = published.count(f"{key.split('.')[0]}.context_length") / original
-    usual = (1 + max(math.log(grown), 0) / math.log(original)) ** 0.5 if original > 1 else 1.0
+    growth = published.count(f"{key.split('.')[0]}.context_length") / original
+    default = (1 + max(math.log(growth), 0) / math.log(original)) ** 0.5 if original > 1 else 1.0
     factors = {"long_factor": _decimals(long), "short_factor": _decimals(short)}
     scaling: dict[str, Any] = {"rope_type": "longrope"} | factors
-    scaling |= {} if abs(magnitude - usual) < 1e-4 else {"attention_factor": magnitude}
+    scaling |= {} if abs(magnitude - default) < 1e-4 else {"attention_factor": magnitude}
     return {"rope_scaling": scaling, "original_max_position_embeddings": original}
 
 
@@ -305,7 +319,7 @@ def _decimals(numbers: Shaped[np.ndarray, "pairs"]) -> list[float]:
 
 
 def _llama3(published: PublishedConfig, kind: str, divisors: Shaped[np.ndarray, "pairs"]) -> dict[str, Any]:
-    """Return Llama 3's scaling of the published factors, whichever divides the frequencies so."""
+    """Return the one of Llama 3's published scalings whose divisors of frequencies are these."""
     theta = published.number(f"{kind}.rope.freq_base", 10_000.0)
     with np.errstate(all="ignore"):  # a base that is no number gives no divisors, and is refused below
         lengths = 2 * np.pi * np.float64(theta) ** (np.arange(divisors.size) / divisors.size)

@@ -1,4 +1,8 @@
-"""Tokenizers of GGUF files, as the `tokenizer.json` and the settings that folders have."""
+"""Tokenizers of GGUF files, translated to the `tokenizer.json` and settings of published folders.
+
+The names of ways to split texts into words, and the order of their splits, are llama.cpp's. Where llama.cpp rewrites a
+published regular expression for its own engine, the published expression is used here.
+"""
 
 import dataclasses
 import json
@@ -17,18 +21,18 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 
 @dataclasses.dataclass(frozen=True)
 class PreTokenizer:
-    """The way to split texts that one `tokenizer.ggml.pre` stands for."""
+    """The way to split texts into words, before bytes are merged, that one `tokenizer.ggml.pre` stands for."""
 
     patterns: tuple[str, ...] = (GPT2_PATTERN,)
-    """Regular expressions; each splits the pieces of the one before, at both ends of every match."""
+    """Regular expressions; each splits the pieces of the previous one, at both ends of every match."""
     composed: bool = False
-    """Whether a text is normalized to NFC first, as by the published tokenizer; llama.cpp never does."""
+    """Whether a text is normalized to NFC first, as by the published tokenizer; llama.cpp never normalizes."""
     whole_words: bool = False
-    """Whether a word that is a token is taken as it is, even if no merges make it."""
+    """Whether a word that is a token is used as it is, even if no merges produce it."""
     adds_bos: bool = False
-    """Whether a text begins with a token where the file says nothing of it."""
+    """Whether a text begins with the BOS token where the file does not state it."""
     raw: bool = False
-    """Whether merges are of characters, with spaces as `▁` and bytes for what is no token, and not of bytes."""
+    """Whether characters are merged, with spaces as `▁` and bytes for characters that are no token; else bytes are."""
 
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -177,28 +181,28 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
 )
 
 
-# The types of tokens; 1 is an ordinary one.
+# The types of tokens; 1 is an ordinary token.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-_LONGEST_PIECE = 512  # each piece is cut at every place, in a time that grows with the square of its length
+_LONGEST_PIECE = 512  # each piece is cut at every character, in a time that grows with the square of its length
 _MODELS = ("gpt2", "llama", "gemma4")
-# Nothing reads these of a tokenizer: the rest of the file, the lists that are read apart, further special tokens (for
-# infilling, masks, separators), templates by other names, another program's tokenizer, and, of merges that are listed,
-# a space before the text, which llama.cpp passes over there too.
+# Keys that nothing here reads: the rest of the file, the lists that `listed` reads, further special tokens (for
+# infilling, masks, separators), templates by other names, another program's tokenizer, and a space before the text,
+# which llama.cpp passes over too where merges are listed.
 _UNREAD = re.compile(
     r"(?!tokenizer\.).+|tokenizer\.ggml\.(tokens|token_type|scores|merges|token_type_count|\w+_token_ids?"
     r"|add_space_prefix)|tokenizer\.chat_template\..+|tokenizer\.(chat_templates|huggingface\.json)"
 )
-# What other kinds of tokenizers have, with the value that changes nothing in those that are read.
+# Keys of other kinds of tokenizers, with the value that changes nothing in the kinds that are read.
 _NEUTRAL = {"tokenizer.ggml.add_sep_token": False, "tokenizer.ggml.remove_extra_whitespaces": False}
 
 
-def companions(path: str | Path) -> dict[str, str]:
-    """Return the files that a folder has beside a model's weights, by name, of one GGUF file.
+def gguf_companion_files(path: str | Path) -> dict[str, str]:
+    """Return the files that a published folder has beside a model's weights, by name, made from one GGUF file.
 
     They are `tokenizer.json`, `tokenizer_config.json` with the chat template, and `generation_config.json` with the ids
     that end a text: for `save(..., files=)`, or to be written anywhere. Raises a `ValueError` for a tokenizer of a kind
-    that is not known, or that is not what it says.
+    that is not known, or that contradicts itself.
     """
     file = GGUF(Path(path))
     published = PublishedConfig(file.values, str(path), "a tokenizer")
@@ -236,7 +240,7 @@ def companions(path: str | Path) -> dict[str, str]:
 
 
 def _tokens(file: GGUF, published: PublishedConfig, model: str) -> tuple[list[str], list[int]]:
-    """Return the tokens and their types; refuse tokens that come twice, and types that are not one for each."""
+    """Return the tokens and their types; refuse a token that comes twice, and more or fewer types than tokens."""
     tokens, types = file.listed("tokenizer.ggml.tokens"), file.listed("tokenizer.ggml.token_type")
     if not all(isinstance(token, str) for token in tokens) or not all(isinstance(kind, int) for kind in types):
         published.refuse("tokenizer.ggml.tokens must be texts, and tokenizer.ggml.token_type whole numbers.")
@@ -255,7 +259,7 @@ def _is_id(token_id: Any, vocab: int) -> bool:
 
 
 def _pre_tokenizer(published: PublishedConfig, model: str) -> PreTokenizer:
-    """Return what `tokenizer.ggml.pre` stands for; refuse a name that is not known."""
+    """Return the way to split texts that `tokenizer.ggml.pre` names; refuse a name that is not known."""
     if model == "llama":
         published.take("tokenizer.ggml.pre", None)
         return PreTokenizer((), raw=True, adds_bos=True)
@@ -266,7 +270,7 @@ def _pre_tokenizer(published: PublishedConfig, model: str) -> PreTokenizer:
 
 
 def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the tokens that stand in a text as they are; special ones are left out of decoded text."""
+    """Return the tokens that a text contains as they are; special ones are left out of decoded text."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return [
         {"id": number, "content": token, "special": kind != _USER_DEFINED, **flags}
@@ -289,9 +293,9 @@ def _merge_tokenizer(
         model = _model(tokens, merges, fuse_unk=True, byte_fallback=True)
         return parts | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": splits}, "model": model}
     to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    # The last of most lists is the pattern that `ByteLevel` has itself.
-    has_own = pre_tokenizer.patterns[-1] == GPT2_PATTERN
-    words = [*(splits[:-1] if has_own else splits), to_bytes | {"use_regex": has_own}]
+    # The last pattern of most lists is built into `ByteLevel`.
+    ends_in_built_in = pre_tokenizer.patterns[-1] == GPT2_PATTERN
+    words = [*(splits[:-1] if ends_in_built_in else splits), to_bytes | {"use_regex": ends_in_built_in}]
     return {
         "normalizer": {"type": "NFC"} if pre_tokenizer.composed else None,
         "pre_tokenizer": words[0] if len(words) == 1 else {"type": "Sequence", "pretokenizers": words},
@@ -307,7 +311,7 @@ def _split(pattern: str) -> dict[str, Any]:
 def _piece_tokenizer(
     file: GGUF, published: PublishedConfig, tokens: Sequence[str], types: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the parts of a SentencePiece tokenizer, whose merges are found again from the scores of pieces."""
+    """Return the parts of a SentencePiece tokenizer, whose merges are reconstructed from the scores of pieces."""
     if (longest := max(map(len, tokens))) > _LONGEST_PIECE:
         published.refuse(f"tokenizer.ggml.tokens: one has {longest} characters, and a piece at most {_LONGEST_PIECE}.")
     number_of = {token: number for number, token in enumerate(tokens)}
@@ -331,14 +335,14 @@ def _piece_tokenizer(
 
 def _parts_with_spaces(prefix: bool) -> dict[str, Any]:
     """Return the normalizer that writes spaces as `▁`, one of them before the text with a `prefix`, and its decoder."""
-    before: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] * prefix
-    spaces = [*before, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
-    back: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
-    back += [{"type": "ByteFallback"}, {"type": "Fuse"}]
-    back += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prefix
+    prepend: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] * prefix
+    normalizers = [*prepend, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    decoders: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
+    decoders += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prefix
     return {
-        "normalizer": {"type": "Sequence", "normalizers": spaces},
-        "decoder": {"type": "Sequence", "decoders": back},
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "decoder": {"type": "Sequence", "decoders": decoders},
     }
 
 
@@ -350,12 +354,20 @@ def _model(tokens: Sequence[str], merges: list[Any], **options: bool) -> dict[st
 def _post_processor(
     sides: Sequence[str], names: Mapping[str, str], ids: Mapping[str, int | None]
 ) -> dict[str, Any] | None:
-    """Return the part that adds tokens before a text (`bos`) and behind it (`eos`)."""
+    """Return the part that adds tokens before a text (`bos`) and after it (`eos`)."""
     if not sides:
         return None
-    part = lambda kind, name, place: {kind: {"id": name, "type_id": place}}
-    token = lambda side, place: [part("SpecialToken", names[side], place)] if side in sides else []
-    around = lambda text, place: [*token("bos", place), part("Sequence", text, place), *token("eos", place)]
-    both = {"single": around("A", 0), "pair": around("A", 0) + around("B", 1)}
+
+    def token(side: str, type_id: int) -> list[dict[str, Any]]:
+        return [{"SpecialToken": {"id": names[side], "type_id": type_id}}] if side in sides else []
+
+    def template(*texts: str) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = []
+        for type_id, text in enumerate(texts):
+            text_part = {"Sequence": {"id": text, "type_id": type_id}}
+            parts += [*token("bos", type_id), text_part, *token("eos", type_id)]
+        return parts
+
     special = {names[side]: {"id": names[side], "ids": [ids[side]], "tokens": [names[side]]} for side in sides}
-    return {"type": "TemplateProcessing", **both, "special_tokens": special}
+    templates = {"single": template("A"), "pair": template("A", "B")}
+    return {"type": "TemplateProcessing", **templates, "special_tokens": special}

@@ -1,4 +1,4 @@
-"""The list of families, and models by name."""
+"""The registry of families: build a model by its family's config or by the name of a preset."""
 
 import dataclasses
 import difflib
@@ -85,19 +85,19 @@ def register(family: Family) -> None:
     Raises a `ValueError` where another family has its name, `model_type`, architecture, class of configs or a preset's
     name.
     """
-    own = _identity(family)
-    for other in FAMILIES.values():
-        for what, its in _identity(other).items():
-            if taken := own[what] & its:
+    identity = _identity(family)
+    for registered in FAMILIES.values():
+        for key, names in _identity(registered).items():
+            if taken := identity[key] & names:
                 raise ValueError(
-                    f"register({family.name!r}): the family {other.name!r} has the same {what}, "
+                    f"register({family.name!r}): the family {registered.name!r} has the same {key}, "
                     f"{', '.join(sorted(map(str, taken)))}; give this one another."
                 )
     _REGISTERED[family.name] = family
 
 
 def _identity(family: Family) -> dict[str, set]:
-    """What no two families share."""
+    """Return the names that no two families share, by what they name."""
     return {
         "name": {family.name},
         "model_type": {family.model_type, *family.aliases} - {None},
@@ -115,12 +115,12 @@ for _family in _LISTED:
 
 
 def presets() -> dict[str, ModelConfig]:
-    """The config of every preset of every family, by name."""
+    """Return the config of every preset of every family, by name."""
     return {name: config for family in FAMILIES.values() for name, config in family.presets.items()}
 
 
 def preset(name: str) -> ModelConfig:
-    """The config of one preset; raises a `ValueError` that lists the names nearest to an unknown one."""
+    """Return the config of one preset; raises a `ValueError` that lists the names nearest to an unknown name."""
     known = presets()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or sorted(known)
@@ -129,38 +129,37 @@ def preset(name: str) -> ModelConfig:
 
 
 def build(model: str | ModelConfig, *, predictor: bool = False, key: Key[Array, ""]) -> Transformer:
-    """A model with random weights, from the name of a preset or from a family's config.
+    """Build a model with random weights, from the name of a preset or from a family's config.
 
-    `shapes` are its shapes alone; `nn.with_execution` chooses how it runs. With `predictor` it has what predicts a
-    further token, where its family publishes one.
+    `shapes` gives its shapes alone; `nn.with_execution` chooses how it runs. With `predictor` it has the module that
+    predicts a further token, if its family publishes one.
     """
     config = preset(model) if isinstance(model, str) else model
     family = family_of(call := f"build({model!r})", config)
     check_config(call, config)
-    made = family.build(config, key=key)
+    transformer = family.build(config, key=key)
     if not predictor:
-        return made
-    its = predictor_of(f"{call[:-1]}, predictor=True)", family).build(
-        family.build, config, key=jax.random.fold_in(key, 1)
-    )
-    return dataclasses.replace(made, predictor=its)
+        return transformer
+    table = predictor_of(f"{call[:-1]}, predictor=True)", family)
+    module = table.build(family.build, config, key=jax.random.fold_in(key, 1))
+    return dataclasses.replace(transformer, predictor=module)
 
 
 def shapes(model: str | ModelConfig) -> Transformer:
-    """The shapes of what `build` makes, of any size: `ShapeDtypeStruct`s in the place of arrays."""
+    """Return what `build` returns with `ShapeDtypeStruct`s in the place of arrays, for a model of any size."""
     return eqx.filter_eval_shape(build, model, key=jax.random.key(0))
 
 
 def predictor_of(call: str, family: Family) -> PredictorTable:
-    """How a family publishes what predicts a further token; raises a `ValueError` where it publishes none."""
+    """Return how a family publishes the module that predicts a further token; raises a `ValueError` if it has none."""
     if family.predictor is None:
-        known = ", ".join(each.name for each in FAMILIES.values() if each.predictor is not None)
+        known = ", ".join(other.name for other in FAMILIES.values() if other.predictor is not None)
         raise ValueError(f"{call}: the family {family.name} has no predictor of a further token; {known} have one.")
     return family.predictor
 
 
 def family_of(call: str, config: ModelConfig) -> Family:
-    """The family whose config this is; raises a `ValueError` for what is none's."""
+    """Return the family whose config this is; raises a `ValueError` for an object that is no family's config."""
     for family in FAMILIES.values():
         if type(config) is family.config:
             return family

@@ -31,7 +31,7 @@ from ._weight_rules import flatten_model, NOTHING_STORED, ResolvedRule, StoredSh
 
 
 # The files that a published folder holds beside its configuration and weights.
-COMPANIONS = (
+COMPANION_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
@@ -126,7 +126,7 @@ def _text_configuration(published: PublishedModel) -> dict[str, Any]:
 def _copied_files(path: Path, whole: bool) -> dict[str, bytes]:
     """Return the files that are copied from a folder: its companions or, with `whole`, all but weights and config."""
     names = {file.name for file in path.iterdir() if file.is_file()} - {CONFIG}
-    copied = {name for name in names if not name.endswith(_WEIGHTS)} if whole else names & {*COMPANIONS}
+    copied = {name for name in names if not name.endswith(_WEIGHTS)} if whole else names & {*COMPANION_FILES}
     return {name: read_bytes(path / name) for name in sorted(copied)}
 
 

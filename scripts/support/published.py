@@ -66,7 +66,7 @@ def tokenizer_of(recipe: Recipe, directory: RunDirectory | None = None) -> Token
 def published_tokenizer(model: Path, end_of_text: str | None = None) -> Tokenizer:
     """Return the tokenizer of a published folder or a GGUF file; bytes if it has none and the model 256 ids."""
     folder = companions_of(model)
-    file, ends = folder / "tokenizer.json", models.ends_of_text(folder)
+    file, ends = folder / "tokenizer.json", models.read_eos_token_ids(folder)
     if file.exists():
         return data.FileTokenizer(file, end_of_text=next(iter(ends), None) if end_of_text is None else end_of_text)
     if models.read_config(model).vocab == data.ByteTokenizer.vocab:
@@ -82,7 +82,7 @@ def companions_of(path: Path) -> Path:
 @functools.cache
 def _unpacked(file: Path) -> Path:
     """Write the tokenizer and settings of a GGUF file to a folder that is removed when the process ends."""
-    files, folder = models.companions(file), Path(tempfile.mkdtemp())
+    files, folder = models.gguf_companion_files(file), Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, content in files.items():
         (folder / name).write_text(content, encoding="utf-8")
@@ -107,7 +107,7 @@ def keep_companions(recipe: Recipe, directory: RunDirectory) -> None:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     companions = companions_of(recipe.published)
-    for name in ("config.json", *models.COMPANIONS):
+    for name in ("config.json", *models.COMPANION_FILES):
         if (companions / name).exists():
             shutil.copyfile(companions / name, part / name)
     part.rename(directory.published)
@@ -118,7 +118,7 @@ def to_publish(recipe: Recipe, directory: RunDirectory) -> dict[str, Any]:
     if (directory.published / "config.json").exists():
         return {"like": directory.published}
     if directory.published.exists():  # of a GGUF file, which has no config.json
-        ends = models.ends_of_text(directory.published)
+        ends = models.read_eos_token_ids(directory.published)
         files = {file.name: read_utf8(file) for file in directory.published.iterdir()}
         return {"config": recipe.model, "attributes": {"eos_token_id": ends or None}, "files": files}
     tokenizer = tokenizer_of(recipe, directory)

@@ -80,16 +80,16 @@ def test_a_converted_model_is_the_one_before(name, tmp_path):
 @pytest.mark.parametrize("name", ("qwen3moe", "mixtral"))
 def test_a_tokenizer_gives_the_ids_of_the_one_before(name, tmp_path):
     kept = CONVERTED[name]["tokenizer"]
-    for file, content in models.companions(FIXTURES / f"{name}.gguf").items():
+    for file, content in models.gguf_companion_files(FIXTURES / f"{name}.gguf").items():
         (tmp_path / file).write_text(content)
-    own = FileTokenizer(tmp_path / "tokenizer.json", end_of_text=models.ends_of_text(tmp_path)[0])
+    own = FileTokenizer(tmp_path / "tokenizer.json", end_of_text=models.read_eos_token_ids(tmp_path)[0])
     assert own.vocab == kept["vocab"]
     for add_special_tokens, ids in zip((False, True), kept["ids"], strict=True):
         encode = partial(own.encode_prompt, add_special_tokens=add_special_tokens)
         assert [encode(text).tolist() for text in kept["texts"]] == ids
     assert [own.decode(its) for its in kept["ids"][0]] == kept["decoded"]
     assert has_chat_template(tmp_path) == (name == "qwen3moe")
-    assert len(models.ends_of_text(tmp_path)) == 1 + (name == "qwen3moe")
+    assert len(models.read_eos_token_ids(tmp_path)) == 1 + (name == "qwen3moe")
 
 
 def text(value: str) -> bytes:
@@ -272,10 +272,10 @@ WRONG_TOKENIZERS = {
 def test_a_tokenizer_that_is_not_what_it_says(name, tmp_path):
     path, (said, words) = tmp_path / "a.gguf", WRONG_TOKENIZERS[name]
     path.write_bytes(made(_TOKENS))
-    assert '"ab": 2' in models.companions(path)["tokenizer.json"]
+    assert '"ab": 2' in models.gguf_companion_files(path)["tokenizer.json"]
     path.write_bytes(made(_TOKENS | said))
     with pytest.raises(ValueError, match=rf"a.gguf.*{words}"):
-        models.companions(path)
+        models.gguf_companion_files(path)
 
 
 def test_a_file_cut_short_anywhere_is_refused(tmp_path):

@@ -128,7 +128,7 @@ def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "a.gguf")
     for path in (tmp_path / "a.gguf", Path("/dev/zero"), tmp_path):
         with pytest.raises(ValueError, match="only regular files are read"):
-            models.companions(path)
+            models.gguf_companion_files(path)
 
 
 def damaged(whole: bytes, rng: random.Random) -> bytes:
@@ -152,7 +152,7 @@ def test_a_damaged_file_is_loaded_or_refused(name, tmp_path):
     """
     whole = (FIXTURES / f"{name}.gguf").read_bytes()
     rng, path, counts = random.Random(0), tmp_path / "a.gguf", {"read": 0, "refused": 0}
-    calls = {"mixtral": (models.load_shapes, models.companions), "phi3": (models.load_shapes,)}
+    calls = {"mixtral": (models.load_shapes, models.gguf_companion_files), "phi3": (models.load_shapes,)}
     calls = calls.get(name, (models.read_config,))
     models.load(FIXTURES / f"{name}.gguf")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

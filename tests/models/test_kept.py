@@ -104,7 +104,7 @@ def test_logits_are_those_of_the_decoded_model(name, dtype, tmp_path):
 def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
     stored, _ = write(tmp_path / "order", "gptq in another order")
     fix = r"load with weights='decoded'"
-    with pytest.raises(ValueError, match=rf"proj.qweight: its scales are not of neighbouring .* g_idx .*; {fix}"):
+    with pytest.raises(ValueError, match=rf"proj.qweight: its scales are not of neighboring .* g_idx .*; {fix}"):
         models.load(tmp_path / "order", weights="kept")
     stored, decoded = write(tmp_path / "some", "fp8 blocks")
     stored = {key: its for key, its in stored.items() if key != f"{GATE}.weight_scale_inv"}

@@ -218,6 +218,6 @@ def test_ids_that_end_a_text_are_ids(tmp_path):
     for ids in ([None], "2", [2.0], True, -1, {"id": 2}):
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ids}))
         with pytest.raises(ValueError, match=r"config.json: eos_token_id=.*: it must be an id, or a list of ids"):
-            models.ends_of_text(tmp_path)
+            models.read_eos_token_ids(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
-    assert models.ends_of_text(tmp_path) == [2, 3]
+    assert models.read_eos_token_ids(tmp_path) == [2, 3]

@@ -139,10 +139,10 @@ def test_the_end_of_text_is_asked_of_what_can_have_another(folder):
 
 @pytest.mark.parametrize("text", ["", "[]"])
 def test_a_broken_configuration_is_named(text, folder):
-    assert models.ends_of_text(folder) == [10]
+    assert models.read_eos_token_ids(folder) == [10]
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match="generation_config.json: it"):
-        models.ends_of_text(folder)
+        models.read_eos_token_ids(folder)
 
 
 def test_prompts_begin_alike_for_a_published_model_and_a_run_of_it(folder):
@@ -177,13 +177,13 @@ def test_a_gguf_file_brings_its_tokenizer_to_a_run_and_into_its_exports(tmp_path
     """A run reads text in the file's own tokens, keeps what it needs of them, and publishes them with the model."""
     file = Path(__file__).parents[1] / "fixtures" / "qwen3moe.gguf"
     begun = parse(pretrain.Command, ["--model", str(file), "--run-dir", str(tmp_path / "run")]).run
-    own = models.companions(file)
+    own = models.gguf_companion_files(file)
     assert tokenizer_of(begun).encode("ab cd").tolist() == tokenizer_from(own, tmp_path).encode("ab cd").tolist()
     run = RunDirectory(tmp_path / "run")
     run.published.parent.mkdir()
     keep_companions(begun, run)
     assert {kept.name for kept in run.published.iterdir()} == own.keys()
-    assert tokenizer_of(begun, run).end_of_text == models.ends_of_text(run.published)[0]
+    assert tokenizer_of(begun, run).end_of_text == models.read_eos_token_ids(run.published)[0]
     model = models.load(file)
     models.save(model, tmp_path / "out", **to_publish(begun, run))
     assert eqx.tree_equal(models.load(tmp_path / "out"), model)

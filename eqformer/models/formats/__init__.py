@@ -1,4 +1,4 @@
-"""Formats of weights in fewer bits: one file a format, and the list of them."""
+"""Formats of quantized weights in published folders and files: a file for each, and the list of them."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -19,15 +19,15 @@ from ._mxfp4 import mxfp4
 from ._scaled import fp8
 
 
-# By `quant_method` what reads a `quantization_config`.
+# By `quant_method`, the function that reads a `quantization_config`.
 FORMATS: Mapping[str, Callable[[PublishedConfig], Format]] = MappingProxyType(
     {"awq": awq, "compressed-tensors": compressed_tensors, "fp8": fp8, "gptq": gptq, "mxfp4": mxfp4}
 )
 
 
-# By `quant_method` what nothing reads: which modules are stored in fewer bits (their arrays' names and dtypes say so),
-# how activations and caches are rounded (here they are not), how codes and scales were found, and how the program that
-# wrote the folder is to load or to run it.
+# By `quant_method`, the attributes that nothing reads: which modules are quantized (their arrays' names and dtypes show
+# it), how activations and caches are rounded (here they are not), how codes and scales were computed, and how the
+# program that wrote the folder is to load or to run it.
 UNREAD: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "awq": frozenset("modules_to_not_convert backend do_fuse exllama_config fuse_max_seq_len".split()),

@@ -1,64 +1,63 @@
-"""Folders of compressed-tensors: which of its formats one is of."""
+"""Folders of compressed-tensors (and Kimi K2): integers in words of 32 bits, or 8-bit numbers, with scales."""
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
 
 from .._published_config import PublishedConfig
 from ._format import check_codes, check_part, Format, number_of_groups, Parts, SCALES
-from ._packed_integers import octets_of, unpacked, WholeNumbers
+from ._packed_integers import bytes_of_words, PackedIntegers, unpack
 from ._scaled import block_of, Scaled
 
 
 _CODES, _SCALE, _SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
-ZERO, PLACES = ".weight_zero_point", ".weight_g_idx"
+ZERO, GROUP_INDICES = ".weight_zero_point", ".weight_g_idx"
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed(WholeNumbers):
-    """Numbers along rows, with zeros or without."""
+class Packed(PackedIntegers):
+    """Integers packed along rows, with zero points or without."""
 
     scales: str = _SCALE
     zeros: str = ZERO
-    places: str = PLACES
+    group_indices: str = GROUP_INDICES
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """Return the decoded array's shape, which `weight_shape` states."""
         check_part(parts, _SHAPE, ("I64", "I32"), ((2,),))
         rows, columns = (int(size) for size in parts[_SHAPE])
         check_codes(parts, _CODES, "I32", 2)
-        if rows < 1 or columns < 1 or parts[_CODES].shape != (rows, math.ceil(columns / self.many)):
+        if rows < 1 or columns < 1 or parts[_CODES].shape != (rows, math.ceil(columns / self.per_word)):
             raise ValueError(
                 f"its {_SHAPE} says {(rows, columns)}, and its {_CODES} has shape {parts[_CODES].shape}, of "
-                f"{self.many} numbers a word"
+                f"{self.per_word} numbers a word"
             )
         groups = number_of_groups(columns, self.group)
         check_part(parts, _SCALE, SCALES, ((rows, groups),))
         if ZERO in parts:
-            check_part(parts, ZERO, ("I32",), ((math.ceil(rows / self.many), groups),))
-        if PLACES in parts:
-            check_part(parts, PLACES, ("I32", "I64"), ((columns,),))
+            check_part(parts, ZERO, ("I32",), ((math.ceil(rows / self.per_word), groups),))
+        if GROUP_INDICES in parts:
+            check_part(parts, GROUP_INDICES, ("I32", "I64"), ((columns,),))
         return rows, columns
 
-    def octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
-        """Return the codes of some outputs, which are stored so."""
-        return octets_of(parts[_CODES][rows])
+    def read_bytes(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
+        """Return the codes of some outputs."""
+        return bytes_of_words(parts[_CODES][rows])
 
-    def of_groups(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the scales and zeros of some outputs; words of zeros go along outputs."""
+    def read_scales(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the scales and zero points of some outputs; a word of zero points holds outputs."""
         scales = parts[_SCALE][rows]
         if ZERO not in parts:
             return scales, None
-        words = parts[ZERO][(rows.start or 0) // self.many :][: math.ceil(len(scales) / self.many)]
-        return scales, unpacked(words.T, self.bits).T[: len(scales)]
+        words = parts[ZERO][(rows.start or 0) // self.per_word :][: math.ceil(len(scales) / self.per_word)]
+        return scales, unpack(words.T, self.bits).T[: len(scales)]
 
 
-# How scales were found, which nothing reads: their arrays say of which dtype they are.
+# How scales were computed, which nothing reads: their arrays state their dtype.
 UNREAD_OF_WEIGHTS = frozenset("observer observer_kwargs dynamic scale_dtype zp_dtype zero_point_dtype".split())
-# Of a group that has weights nothing else is read: which modules it is for (the arrays' names say so), and how
+# Attributes of a group with weights that nothing reads: which modules it is for (the arrays' names show it), and how
 # activations are rounded (here they are not).
 UNREAD_OF_GROUPS = frozenset(("targets", "input_activations", "output_activations"))
 
@@ -77,10 +76,10 @@ def compressed_tensors(published: PublishedConfig) -> Format:
     form = published.text("format")
     if any(group.get("format") not in (None, form) for group in groups.values()):
         published.refuse(f"format={form!r}, and config_groups={groups} say another.")
-    return _stored(published, form, PublishedConfig(weights[0], f"{published.source}: weights", "this format"))
+    return _format_of(published, form, PublishedConfig(weights[0], f"{published.source}: weights", "this format"))
 
 
-def _stored(published: PublishedConfig, form: Any, weights: PublishedConfig) -> Format:
+def _format_of(published: PublishedConfig, form: str, weights: PublishedConfig) -> Format:
     kind, bits, strategy = weights.text("type"), weights.take("num_bits"), weights.text("strategy")
     size, block = weights.take("group_size", None), block_of(weights, "block_structure")
     is_symmetric, order = weights.take("symmetric", True), weights.take("actorder", None)
@@ -94,7 +93,7 @@ def _stored(published: PublishedConfig, form: Any, weights: PublishedConfig) -> 
     if form == "pack-quantized" and kind == "int" and bits in (4, 8) and strategy in ("group", "channel"):
         group = weights.count("group_size") if strategy == "group" else None
         required = (".weight_scale", ".weight_shape", *(() if is_symmetric else (ZERO,)))
-        optional = (PLACES,) if order else ()
+        optional = (GROUP_INDICES,) if order else ()
         return Packed(f"INT{bits}", ".weight_packed", required, optional=optional, bits=bits, group=group)
     kinds = {"float-quantized": ("float",), "int-quantized": ("int",), "naive-quantized": ("float", "int")}
     blocks = {"tensor": (None, None), "channel": (1, None), "block": block}

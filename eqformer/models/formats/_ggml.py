@@ -1,4 +1,4 @@
-"""The blocks of GGUF files, as ggml lays them out: each row of an array is a row of blocks of bytes."""
+"""The quantized blocks of GGUF files, as ggml lays them out: each row of an array is a row of blocks of bytes."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -6,21 +6,25 @@ from types import MappingProxyType
 
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Float32, Shaped, UInt8
 
-from ._format import finite, Format, Parts
+from ._format import check_finite, Format, Parts
 
 
-ROWS, ORDER = "", "order"  # the bytes of each row and, where rows stand in another order, which is the first, and so on
+ROWS, ORDER = "", "order"
+"""The parts of an array: the bytes of each row and, where rows are stored in another order, the index of each row."""
 _Values = Callable[[UInt8[np.ndarray, "blocks octets"]], Float32[np.ndarray, "blocks numbers"]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks(Format):
-    """Blocks of so many numbers in so many bytes."""
+    """Blocks of a number of values in a number of bytes."""
 
     numbers: int = 1
+    """The values of a block."""
     octets: int = 4
+    """The bytes of a block."""
     values: _Values = lambda octets: octets.view(np.float32)
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
@@ -38,13 +42,13 @@ class Blocks(Format):
 
 
 def _scale(octets: UInt8[np.ndarray, "blocks 2"]) -> Float32[np.ndarray, "blocks 1"]:
-    return finite(np.ascontiguousarray(octets).view(np.float16)).astype(np.float32)
+    return check_finite(np.ascontiguousarray(octets).view(np.float16)).astype(np.float32)
 
 
 def _low_bits(bits: int, lowest: bool) -> _Values:
-    """Return the decoder of blocks of 32 codes: a scale, perhaps a least number, perhaps the fifth bit of each code.
+    """Return the decoder of blocks of 32 codes, which have a scale, and perhaps a minimum and fifth bits.
 
-    The last 16 bytes have the other four bits: of codes 0 to 15 in their low bits, of 16 to 31 in the high ones.
+    The last 16 bytes have the other four bits: of codes 0 to 15 in their low bits, of codes 16 to 31 in the high bits.
     """
 
     def values(octets: UInt8[np.ndarray, "blocks octets"]) -> Float32[np.ndarray, "blocks 32"]:
@@ -63,10 +67,10 @@ def _q8_0(octets: UInt8[np.ndarray, "blocks 34"]) -> Float32[np.ndarray, "blocks
 
 
 def _k_pairs(octets: UInt8[np.ndarray, "blocks octets"], codes: UInt8[np.ndarray, "blocks 8 32"]) -> np.ndarray:
-    """Decode 8 groups of 32 codes by two scales, then 8 pairs of a factor and a least number of 6 bits each.
+    """Decode 8 groups of 32 codes: two scales, then for each group a factor and a minimum of 6 bits each.
 
-    Of the 12 bytes of pairs the first four hold factors, the next four least numbers, of the groups 0 to 3 in their low
-    six bits, and in their upper two the upper bits of groups 4 to 7, whose low bits are the last four bytes.
+    Of the 12 bytes of pairs the first four hold factors and the next four minimums: of groups 0 to 3 in the low six
+    bits, and in the upper two bits the upper bits of groups 4 to 7, whose low bits are in the last four bytes.
     """
     low, least, shared = (octets[:, start : start + 4] for start in (4, 8, 12))
     factors = np.concatenate([low & 63, shared & 15 | low >> 2 & 48], axis=1)
@@ -77,7 +81,7 @@ def _k_pairs(octets: UInt8[np.ndarray, "blocks octets"], codes: UInt8[np.ndarray
 
 
 def _nibbles(octets: UInt8[np.ndarray, "blocks 128"]) -> UInt8[np.ndarray, "blocks 8 32"]:
-    """Return the low bits of each 32 bytes, then their high bits."""
+    """Return the low four bits of each 32 bytes, then their high four bits."""
     halves = octets.reshape(-1, 4, 1, 32)
     return np.concatenate([halves & 15, halves >> 4], axis=2).reshape(-1, 8, 32)
 
@@ -88,7 +92,7 @@ def _q4_k(octets: UInt8[np.ndarray, "blocks 144"]) -> Float32[np.ndarray, "block
 
 
 def _q5_k(octets: UInt8[np.ndarray, "blocks 176"]) -> Float32[np.ndarray, "blocks 256"]:
-    """Decode the same with a fifth bit: each of 32 bytes has a bit for each group."""
+    """Decode blocks like Q4_K's with a fifth bit: each of 32 bytes has a bit for each group."""
     high = np.stack([octets[:, 16:48] >> group & 1 for group in range(8)], axis=1)
     return _k_pairs(octets, _nibbles(octets[:, 48:]) | high << 4)
 
@@ -96,8 +100,8 @@ def _q5_k(octets: UInt8[np.ndarray, "blocks 176"]) -> Float32[np.ndarray, "block
 def _q6_k(octets: UInt8[np.ndarray, "blocks 210"]) -> Float32[np.ndarray, "blocks 256"]:
     """Decode blocks of the low four bits of each number, the upper two, a factor for each 16, and a scale.
 
-    Of each half of 128 numbers, 64 bytes have the low bits of the first 64 in theirs, and of the last in the upper; 32
-    bytes have the upper bits, of each quarter two.
+    For each half of 128 numbers, 64 bytes hold the low bits: of the first 64 in their low bits, of the last 64 in their
+    high bits. 32 bytes hold the upper bits, two for each quarter.
     """
     low, high = octets[:, :128].reshape(-1, 2, 1, 64), octets[:, 128:192].reshape(-1, 2, 1, 32)
     low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
@@ -111,12 +115,16 @@ def _blocks(name: str, numbers: int, octets: int, values: _Values) -> Blocks:
     return Blocks(name, ROWS, (), numbers=numbers, octets=octets, values=values)
 
 
-_wide = lambda dtype: lambda octets: octets.view(dtype).astype(np.float32)
-# By the number that files have for a type.
+def _floats(dtype: DTypeLike) -> _Values:
+    """Return the decoder of blocks of one float."""
+    return lambda octets: octets.view(dtype).astype(np.float32)
+
+
+# The types of blocks, by their numbers in files.
 BLOCKS: Mapping[int, Blocks] = MappingProxyType(
     {
-        0: _blocks("F32", 1, 4, _wide(np.float32)),
-        1: _blocks("F16", 1, 2, _wide(np.float16)),
+        0: _blocks("F32", 1, 4, _floats(np.float32)),
+        1: _blocks("F16", 1, 2, _floats(np.float16)),
         2: _blocks("Q4_0", 32, 18, _low_bits(4, lowest=False)),
         3: _blocks("Q4_1", 32, 20, _low_bits(4, lowest=True)),
         6: _blocks("Q5_0", 32, 22, _low_bits(5, lowest=False)),
@@ -125,6 +133,6 @@ BLOCKS: Mapping[int, Blocks] = MappingProxyType(
         12: _blocks("Q4_K", 256, 144, _q4_k),
         13: _blocks("Q5_K", 256, 176, _q5_k),
         14: _blocks("Q6_K", 256, 210, _q6_k),
-        30: _blocks("BF16", 1, 2, _wide(ml_dtypes.bfloat16)),
+        30: _blocks("BF16", 1, 2, _floats(ml_dtypes.bfloat16)),
     }
 )

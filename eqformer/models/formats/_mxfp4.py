@@ -1,4 +1,4 @@
-"""MXFP4 as gpt-oss has it (OCP Microscaling Formats 1.0): blocks of 32 numbers of 4 bits, with a power of two each."""
+"""MXFP4 as in gpt-oss (OCP Microscaling Formats 1.0): blocks of 32 numbers of 4 bits with a power of two each."""
 
 import functools
 
@@ -15,7 +15,7 @@ _VALUES = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], np.float32)
 
 
 class MXFP4(Grouped):
-    """`values[code] * 2**(scale - 127)`; of each expert blocks go along inputs, and outputs are stored first."""
+    """`values[code] * 2**(scale - 127)`; in each expert blocks lie along inputs, and outputs are the first dim."""
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """Return the decoded array's shape: (experts, inputs, outputs)."""
@@ -26,7 +26,7 @@ class MXFP4(Grouped):
 
     def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "outputs inputs"]) -> None:
         """Decode some outputs of an expert."""
-        scales = _numbers(parts[_SCALES][rows])
+        scales = _check_scales(parts[_SCALES][rows])
         scale_and_codes = scales.astype(np.uint16)[..., None] << 8 | parts[_BLOCKS][rows]
         pairs = out.reshape(*scale_and_codes.shape, 2)  # a view of the same memory
         # The table has a row for every index, so that nothing is clipped; "clip" alone writes to `out` without a copy.
@@ -34,7 +34,7 @@ class MXFP4(Grouped):
 
     def read_codes(self, parts: Parts, unit: tuple[int, int]) -> QuantizedArray:
         """Return the codes and scales of an expert."""
-        codes, scales = parts[_BLOCKS], _numbers(parts[_SCALES])
+        codes, scales = parts[_BLOCKS], _check_scales(parts[_SCALES])
         return QuantizedArray(codes.reshape(len(codes), -1).T, np.repeat(scales, _SIZE // unit[0], axis=1).T, None)
 
     @property
@@ -45,13 +45,13 @@ class MXFP4(Grouped):
 
 @functools.cache
 def _products(dtype: str) -> Shaped[np.ndarray, "scales_and_codes 2"]:
-    """Return the two numbers, the low bits' first, of a scale in an index's upper byte and two codes in its lower."""
+    """Return two numbers, the low bits' first, for each index of a scale (upper byte) and two codes (lower byte)."""
     pairs = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1)
     with np.errstate(over="ignore"):
         return np.ldexp(pairs, np.arange(-127, 129)[:, None, None]).reshape(-1, 2).astype(dtype)
 
 
-def _numbers(scales: UInt8[np.ndarray, "outputs blocks"]) -> UInt8[np.ndarray, "outputs blocks"]:
+def _check_scales(scales: UInt8[np.ndarray, "outputs blocks"]) -> UInt8[np.ndarray, "outputs blocks"]:
     if (scales == 255).any():
         raise ValueError(f"one of its {_SCALES} is 255, which is no number")
     return scales

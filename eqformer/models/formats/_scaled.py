@@ -1,4 +1,4 @@
-"""Numbers of 8 bits times a scale: of a block, as DeepSeek-V3 has it (arXiv:2412.19437), of a row, or of an array.
+"""8-bit numbers times a scale for each block, as in DeepSeek-V3 (arXiv:2412.19437), for each row, or for the array.
 
 Scales are floats, or powers of two of 8 bits (E8M0), which decode exactly.
 """
@@ -14,12 +14,12 @@ from jaxtyping import Shaped
 from .._published_config import PublishedConfig
 from ._format import (
     check_codes,
+    check_not_negative,
     check_part,
     Format,
     group_of_units,
     Grouped,
     Groups,
-    not_negative,
     number_of_groups,
     Parts,
     QuantizedArray,
@@ -28,7 +28,7 @@ from ._format import (
 
 
 _CODES = ".weight"
-_VALUES = {  # by what codes stand for
+_VALUES = {  # of all codes, by their number format
     "fp8": np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32),
     "int8": np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32),
 }
@@ -38,7 +38,7 @@ _VALUES = {  # by what codes stand for
 class Scaled(Grouped):
     """`code * scale` (which multiplies even where it is called `weight_scale_inv`).
 
-    A scale is one of a `block` of rows and columns; None stands for all.
+    There is a scale for each `block` of rows and columns; None stands for all of them.
     """
 
     block: tuple[int | None, int | None] = (None, None)
@@ -70,28 +70,28 @@ class Scaled(Grouped):
         out[...] = values
 
     def read_codes(self, parts: Parts, unit: tuple[int, int]) -> QuantizedArray:
-        """Return all of them; scales of 8 bits are exponents."""
+        """Return the codes and scales of all rows; scales of 8 bits are exponents."""
         codes = parts[self.codes]
-        self._scales(parts)  # it refuses what is no scale
+        self._scales(parts)  # refuses bad scales
         stored = parts[self.required[0]].reshape(self._grid(*codes.shape))
-        of_dims = zip(codes.shape, self.block, unit, strict=True)
+        dims = zip(codes.shape, self.block, unit, strict=True)
         scales = (stored.view(np.uint8) if stored.itemsize == 1 else stored)[
-            np.ix_(*(group_of_units(*each) for each in of_dims))
+            np.ix_(*(group_of_units(size, block, step) for size, block, step in dims))
         ]
         codes = codes.view(np.uint8)
         return QuantizedArray(codes if self.groups.form == "fp8" else codes ^ 128, scales, None)
 
     @property
     def groups(self) -> Groups:
-        """Return the layout that the dtype of the codes stands for."""
+        """Return the layout, whose number format is that of the codes' dtype."""
         return Groups("fp8" if self.dtypes == ("F8_E4M3",) else "int8", self.block, self.required[0])
 
     def _scales(self, parts: Parts) -> Shaped[np.ndarray, "grid_rows grid_columns"]:
         scales = parts[self.required[0]]
         if scales.itemsize == 1:  # a power of two, which is NaN for 255
             scales = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
-        # They are the largest magnitudes of what was rounded; of whole numbers of 4 bits some programs turn the sign.
-        return not_negative(scales).reshape(self._grid(*parts[self.codes].shape))
+        # Scales are largest magnitudes, so none is negative; only for integers of 4 bits do some programs use the sign.
+        return check_not_negative(scales).reshape(self._grid(*parts[self.codes].shape))
 
     def _grid(self, rows: int, columns: int) -> tuple[int, int]:
         height, width = self.block
@@ -110,8 +110,9 @@ def block_of(published: PublishedConfig, name: str) -> tuple[int, int] | None:
 def fp8(published: PublishedConfig) -> Format:
     """Return the format of a `quantization_config`, with a scale for each block or, without them, for each array.
 
-    `scale_fmt` is how scales were rounded when the folder was made: DeepSeek-V3.1 has powers of two as floats. The
-    dtype in the file is how they are stored, and bytes are exponents where `scale_fmt` says so, as in transformers.
+    `scale_fmt` states how scales were rounded when the folder was made: DeepSeek-V3.1 has powers of two as floats. The
+    dtype in the file states how they are stored; bytes are exponents where `scale_fmt` is "ue8m0", as in
+    transformers.
     """
     published.expect("fmt", "e4m3", "float8_e4m3fn")
     published.expect("scale_fmt", "float", "ue8m0")
