@@ -9,7 +9,7 @@ from ._attributes import (
     Expect as Expect,
     Ignore as Ignore,
     Nullable as Nullable,
-    Switched as Switched,
+    SwitchedAttribute as SwitchedAttribute,
     Unpublished as Unpublished,
 )
 from ._family import DecoderConfig as DecoderConfig, Family as Family, ModelConfig as ModelConfig

@@ -31,7 +31,7 @@ from ._weight_rules import ResolvedRule
 
 Settings = tuple[int, float]
 """The rank and the scale of a module's factors."""
-Factor = Shaped[np.ndarray, "rows columns"]
+Factor = Shaped[np.ndarray, "_ _"]
 
 
 def load_adapter(
@@ -269,8 +269,8 @@ def _map_patterns(rule: ResolvedRule, linear: LinearMap, number: int, maps: int)
     """Return the patterns of A and B of map `number` of `maps`; None where the weight's dims do not separate."""
     count, pattern = len(linear.outputs), rule.pattern_of(number)
     if pattern:
-        published, own = pattern.split(" -> ")
-        names = own.split()
+        published, leaf_dims = pattern.split(" -> ")
+        names = leaf_dims.split()
         groups = [(merged or alone).split() for merged, alone in re.findall(r"\(([^)]*)\)|(\S+)", published)]
     else:
         names = [*linear.outputs, *linear.inputs]

@@ -142,7 +142,7 @@ _ACTIVATIONS |= {"hardswish": "hard_swish", "sqrtsoftplus": "sqrt_softplus", "li
 _ACTIVATIONS |= {name: name for name in ("relu", "leaky_relu", "relu6", "mish", "laplace", "tanh", "sigmoid")}
 
 
-def names_of(activation: str) -> list[str]:
+def published_activations(activation: str) -> list[str]:
     """Return transformers' names of one of `nn.ACTIVATIONS`."""
     return [published for published, name in _ACTIVATIONS.items() if name == activation]
 
@@ -193,7 +193,7 @@ class Ignore(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class Switched(Entry):
+class SwitchedAttribute(Entry):
     """A field that another attribute switches on and off; the field is 0 when it is off."""
 
     number: Attribute

@@ -131,9 +131,9 @@ class Folder:
         if not is_there(self._index):
             if has_single:
                 return self._read_single()
-            others = f", and what it has is not read ({few_names(files)})" if (files := self._weight_files()) else ""
+            unread = f", and what it has is not read ({few_names(files)})" if (files := self._weight_files()) else ""
             raise ValueError(
-                f"{self.call}: the folder has no {self._single} and no {self._index.name}{others}. Pickled weights "
+                f"{self.call}: the folder has no {self._single} and no {self._index.name}{unread}. Pickled weights "
                 "(.bin, .pt) are never read, since they can run programs; convert them to safetensors where you trust "
                 "them."
             )
@@ -189,7 +189,7 @@ class Folder:
             return differing
         layout = lambda entry: (entry.dtype, entry.shape)
         entries = {name: (single.entries[name], shard.entries[name]) for name, shard in shards.items()}
-        if differing := {name for name, (one, other) in entries.items() if layout(one) != layout(other)}:
+        if differing := {name for name, (first, second) in entries.items() if layout(first) != layout(second)}:
             return differing
         different = (
             name for name, file in shards.items() if not _are_equal(single.bytes_of(name), file.bytes_of(name))

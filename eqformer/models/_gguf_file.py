@@ -42,7 +42,7 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Entry:
+class _TensorEntry:
     """The header's entry of an array; its bytes are `start` to `stop` of the file."""
 
     name: str
@@ -200,7 +200,7 @@ class GGUF:
         shape = tuple(self._number("Q") for _ in range(dims))[::-1]
         return name, shape, self._number("I"), self._number("Q")
 
-    def _entry(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> _Entry:
+    def _entry(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> _TensorEntry:
         """Return an array's entry; refuse a shape that does not fit its type or the file's length."""
         if kind not in BLOCKS:
             known = ", ".join(form.name for form in BLOCKS.values())
@@ -211,9 +211,9 @@ class GGUF:
         stop = start + rows * (columns // form.numbers * form.octets)
         if stop > len(self._bytes):
             self._refuse(f"{name} ends at byte {stop}, and the file at {len(self._bytes)}")
-        return _Entry(name, form, shape, start, stop)
+        return _TensorEntry(name, form, shape, start, stop)
 
-    def _check_overlaps(self, entries: list[_Entry]) -> None:
+    def _check_overlaps(self, entries: list[_TensorEntry]) -> None:
         """Refuse arrays that share bytes: they would be decoded to many times the file's size."""
         ordered = sorted(entries, key=lambda entry: entry.start)
         for entry, following in zip(ordered, ordered[1:]):
@@ -222,7 +222,7 @@ class GGUF:
                     f"{entry.name} ends at byte {entry.stop}, and {following.name} begins at byte {following.start}"
                 )
 
-    def _tensors(self, entry: _Entry) -> dict[str, Tensor]:
+    def _tensors(self, entry: _TensorEntry) -> dict[str, Tensor]:
         """Return the array, or the array of each expert, by name."""
         width = entry.shape[-1] // entry.form.numbers * entry.form.octets
         rows = self._bytes[entry.start : entry.stop].reshape(-1, width)

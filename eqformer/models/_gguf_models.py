@@ -100,7 +100,7 @@ _EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outp
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)(?:\.(\d+))?")  # layer, kind, part, expert
 
 
-def names_of(file: GGUF) -> dict[str, str]:
+def table_names_of(file: GGUF) -> dict[str, str]:
     """Return what a family's table calls each array."""
     table = {**LAYER, **_architecture(file).layer}
 

@@ -328,7 +328,7 @@ def _piece_tokenizer(
         for cut in range(1, len(token))
         if token[:cut] in number_of and token[cut:] in number_of
     ]
-    pairs = [[left, right] for *_, left, right in sorted(merges)]
+    pairs = [list(merge[-2:]) for merge in sorted(merges)]
     parts = _parts_with_spaces(published.flag("tokenizer.ggml.add_space_prefix", True))
     return parts | {"pre_tokenizer": None, "model": _model(tokens, pairs, fuse_unk=True, byte_fallback=True)}
 

@@ -108,7 +108,10 @@ def read_leaves(arrays: PublishedArrays, group: LeafGroup, shardings: Mapping[st
     Each published array is read once, and copied to every shard that holds a part of it. Arrays that are decoded are
     read one after another, each by all threads, so that one decoded array is in memory at a time.
     """
-    shards = {path: _empty_shards(leaf, shardings[path]) for path, leaf in group.leaves.items()}
+    shards = {
+        path: _empty_shards(leaf, shardings[path].addressable_devices_indices_map(leaf.shape))
+        for path, leaf in group.leaves.items()
+    }
     distinct = [list({shard.bounds: shard for shard in by_device.values()}.values()) for by_device in shards.values()]
     is_decoded = lambda task: arrays.is_coded(task[1]) and not group.maps
     tasks = list(group.rule.arrays())
@@ -165,11 +168,11 @@ def _copy_array(
         raise ValueError(f"{arrays.call}: {arrays.stored_name(name)}: {error}.") from None
 
 
-def _empty_shards(leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> dict[Any, _Shard]:
-    """Return the shard of each JAX device of this process, not yet filled; devices with the same part share one."""
+def _empty_shards(leaf: jax.ShapeDtypeStruct, indices: Mapping[Any, tuple[slice, ...] | None]) -> dict[Any, _Shard]:
+    """Return the shard of each device, not yet filled, by the indices that each holds; equal indices share a shard."""
     by_bounds: dict[tuple[tuple[int, int], ...], _Shard] = {}
     by_device = {}
-    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+    for device, index in indices.items():
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), leaf.shape, strict=True))
         if bounds not in by_bounds:
             by_bounds[bounds] = _Shard(bounds, _aligned_empty([stop - start for start, stop in bounds], leaf.dtype))

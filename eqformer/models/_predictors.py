@@ -20,7 +20,7 @@ _LAYER = "model.layers.{layer}."
 
 @dataclasses.dataclass(frozen=True)
 class PredictorTable:
-    """How a family's models publish a predictor."""
+    """Table of how a family's models publish a predictor."""
 
     one_layer_config: Callable[[Any], Any]
     """Gives the config of a model of one layer like the predictor's, for a model's config."""

@@ -14,7 +14,7 @@ from ..nn import Transformer
 from ._family import Family, ModelConfig
 from ._folder import CONFIG, FLOATS, Folder, INDEX, SINGLE
 from ._gguf_file import GGUF
-from ._gguf_models import configuration_of, names_of
+from ._gguf_models import configuration_of, table_names_of
 from ._multimodal import MultimodalModel, TEXT
 from ._published_config import private_names, PublishedConfig
 from ._registry import build, FAMILIES, family_of
@@ -30,7 +30,7 @@ QUANTIZATION_KEYS, DTYPE_KEYS = ("quantization_config", "compression_config"), (
 
 @dataclasses.dataclass(frozen=True)
 class PublishedModel:
-    """What is known of a published model before any array is read: its family, config, formats and names."""
+    """A published model before any array is read: its family, its config, its format, and the names of its arrays."""
 
     family: Family
     config: ModelConfig
@@ -161,7 +161,7 @@ def _describe_file(path: Path, file: GGUF) -> PublishedModel:
     family, _ = _find_family(published)
     config = family.read(published)
     published.finish()
-    return PublishedModel(family, config, None, attributes, table_name_of=names_of(file))
+    return PublishedModel(family, config, None, attributes, table_name_of=table_names_of(file))
 
 
 def has_weights(folder: Path) -> bool:

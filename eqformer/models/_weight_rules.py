@@ -87,11 +87,11 @@ class ResolvedRule:
         """Return the rule for one index of the published array's first dim; None where leaves mix several indices."""
         if not isinstance(self.pattern, str):
             return None
-        published, own = self.pattern.split(" -> ") if self.pattern else ("", "")
-        (published_first, _, published_rest), (own_first, _, own_rest) = published.partition(" "), own.partition(" ")
-        if published_first != own_first or (len(self.paths) > 1 and self.axis == 0):
+        published, leaf = self.pattern.split(" -> ") if self.pattern else ("", "")
+        (published_first, _, published_rest), (leaf_first, _, leaf_rest) = published.partition(" "), leaf.partition(" ")
+        if published_first != leaf_first or (len(self.paths) > 1 and self.axis == 0):
             return None
-        pattern = f"{published_rest} -> {own_rest}" if self.pattern else ""
+        pattern = f"{published_rest} -> {leaf_rest}" if self.pattern else ""
         return dataclasses.replace(self, pattern=pattern, axis=max(self.axis - 1, 0), sliced_dims=self.sliced_dims + 1)
 
     def arrays(self) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -143,9 +143,9 @@ class ResolvedRule:
         """
         if not (pattern := self.pattern_of(number)):
             return -1
-        published, own = pattern.split(" -> ")
+        published, leaf = pattern.split(" -> ")
         dims = [(merged or alone).split() for merged, alone in _DIMS.findall(published)]
-        axes = [axis for axis, names in enumerate(dims) if names[-1:] == own.split()[-1:]]
+        axes = [axis for axis, names in enumerate(dims) if names[-1:] == leaf.split()[-1:]]
         return axes[0] - len(dims) if axes else None
 
     def to_published(self, parts: Sequence[Shaped[np.ndarray, "..."]]) -> Shaped[np.ndarray, "..."]:

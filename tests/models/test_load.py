@@ -109,19 +109,13 @@ def test_the_biases_of_choice_of_deepseek_v3_are_never_rounded(sizes, tmp_path):
     assert len(np.unique(rounded)) < 8  # of 16
 
 
-class OneOfEight:
-    """A sharding as a process sees it that has the first of eight devices."""
-
-    def __init__(self, sharding):
-        self.addressable_devices_indices_map = lambda shape: dict([*sharding.devices_indices_map(shape).items()][:1])
-
-
 @pytest.mark.quick
 def test_a_process_makes_the_parts_of_its_own_devices_alone():
     leaf, sharding = jax.ShapeDtypeStruct((8, 512, 128), "float32"), NamedSharding(make_mesh(fsdp=8), P(None, "fsdp"))
-    parts = _empty_shards(leaf, OneOfEight(sharding))
+    indices = sharding.devices_indices_map(leaf.shape)
+    parts = _empty_shards(leaf, dict([*indices.items()][:1]))  # as a process that has the first of eight devices
     assert [part.values.shape for part in parts.values()] == [(8, 64, 128)]
-    everyone = _empty_shards(leaf, sharding).values()
+    everyone = _empty_shards(leaf, indices).values()
     assert len({id(part) for part in everyone}) == 8 and all(part.holds((3,)) for part in everyone)
-    whole = _empty_shards(leaf, NamedSharding(make_mesh(fsdp=8), P())).values()
+    whole = _empty_shards(leaf, NamedSharding(make_mesh(fsdp=8), P()).devices_indices_map(leaf.shape)).values()
     assert len(whole) == 8 and len({id(part) for part in whole}) == 1

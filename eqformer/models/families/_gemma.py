@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Activation, Attribute, Expect, names_of
+from .._attributes import Activation, Attribute, Expect, published_activations
 from .._config_types import Length, Size
 from .._family import DecoderConfig, Family
 from .._published_config import PublishedConfig
@@ -47,7 +47,7 @@ class EitherActivation(Activation):
         found = super().read(published)[self.name]
         # Early checkpoints say gelu and mean its approximation.
         own = "gelu_tanh" if published.text(self.published, self.default) == "gelu" else found
-        published.expect("hidden_activation", *names_of(own))
+        published.expect("hidden_activation", *published_activations(own))
         return {self.name: own}
 
     def write(self, config: Any) -> dict[str, Any]:

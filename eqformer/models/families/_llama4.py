@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Llama3Scaling, LogTemperature, LongRopeScaling, Mask, MoE, Transformer, YarnScaling
-from .._attributes import Activation, Attribute, Count, Entry, Nullable, Switched
+from .._attributes import Activation, Attribute, Count, Entry, Nullable, SwitchedAttribute
 from .._config_types import Index, Length, NotNegative, Number, Positive, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import every, LayerTypes, ListedLayers, NoRotaryLayers, Period
@@ -27,7 +27,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("balance", "router_aux_loss_coef", 0.001),
     Attribute("bias", "attention_bias", False),
     Attribute("temperature_every", "floor_scale", 8192),
-    Switched(Attribute("temperature", "attn_scale", 0.1), "attn_temperature_tuning"),
+    SwitchedAttribute(Attribute("temperature", "attn_scale", 0.1), "attn_temperature_tuning"),
     Nullable("chunk", "attention_chunk_size", 8192),
     ListedLayers("moe_layers", "moe_layers", Period(1, ("interleave_moe_layer_step",))),
     NoRotaryLayers(empty=True),

@@ -24,7 +24,7 @@ from ...nn import (
     Stack,
     Transformer,
 )
-from .._attributes import Attribute, Count, Entry, Expect, Ignore, names_of
+from .._attributes import Attribute, Count, Entry, Expect, Ignore, published_activations
 from .._config_types import Index, LayerCount, Length, NotNegative, Size
 from .._family import Family, ModelConfig
 from .._published_config import PublishedConfig
@@ -48,7 +48,7 @@ class _Layers(Entry):
 
 
 # By `feed_forward_proj`: whether layers are gated, and their activation. A gated GELU is its approximation.
-_NAMES = [(name, its) for its in ("relu", *ACTIVATIONS) for name in names_of(its)]
+_NAMES = [(name, its) for its in ("relu", *ACTIVATIONS) for name in published_activations(its)]
 _KINDS = {name: (False, its) for name, its in _NAMES} | {"gated-gelu": (True, "gelu_tanh")}
 _KINDS |= {f"gated-{name}": (True, its) for name, its in _NAMES if name != "gelu"}
 

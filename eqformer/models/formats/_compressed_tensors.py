@@ -17,7 +17,7 @@ ZERO, GROUP_INDICES = ".weight_zero_point", ".weight_g_idx"
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed(PackedIntegers):
+class PackedWeights(PackedIntegers):
     """Integers packed along rows, with zero points or without."""
 
     scales: str = _SCALE
@@ -68,7 +68,7 @@ def compressed_tensors(published: PublishedConfig) -> Format:
         published.refuse(f"sparsity_config: format={sparse!r} is not known; there is 'dense'.")
     groups = {name: group for name, group in published.nested("config_groups").items() if isinstance(group, dict)}
     weights = [group.get("weights") for group in groups.values()]
-    if not weights or not isinstance(weights[0], dict) or any(other != weights[0] for other in weights):
+    if not weights or not isinstance(weights[0], dict) or any(settings != weights[0] for settings in weights):
         published.refuse(f"config_groups={groups}: there must be groups with weights, all stored alike.")
     names = {name for group in groups.values() for name in group}
     if unknown := sorted(names - {"weights", "format", *UNREAD_OF_GROUPS}):
@@ -94,7 +94,7 @@ def _format_of(published: PublishedConfig, form: str, weights: PublishedConfig) 
         group = weights.count("group_size") if strategy == "group" else None
         required = (".weight_scale", ".weight_shape", *(() if is_symmetric else (ZERO,)))
         optional = (GROUP_INDICES,) if order else ()
-        return Packed(f"INT{bits}", ".weight_packed", required, optional=optional, bits=bits, group=group)
+        return PackedWeights(f"INT{bits}", ".weight_packed", required, optional=optional, bits=bits, group=group)
     kinds = {"float-quantized": ("float",), "int-quantized": ("int",), "naive-quantized": ("float", "int")}
     blocks = {"tensor": (None, None), "channel": (1, None), "block": block}
     if kind in kinds.get(form, ()) and bits == 8 and is_symmetric and blocks.get(strategy) is not None:

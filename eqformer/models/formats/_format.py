@@ -58,7 +58,7 @@ class Format(abc.ABC):
         """
 
 
-class Groups(NamedTuple):
+class GroupLayout(NamedTuple):
     """The layout of a format's codes and scales."""
 
     form: str
@@ -87,7 +87,7 @@ class Grouped(Format):
 
     @property
     @abc.abstractmethod
-    def groups(self) -> Groups:
+    def groups(self) -> GroupLayout:
         """Return the layout of all arrays."""
 
     @abc.abstractmethod
@@ -128,14 +128,14 @@ def check_codes(parts: Parts, suffix: str, dtype: str, dims: int) -> tuple[int, 
     return shape
 
 
-def check_not_negative(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
+def check_positive_scales(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
     """Return the scales; raises a `ValueError` if one is not finite or below 0."""
-    if (check_finite(scales) < 0).any():
+    if (check_finite_scales(scales) < 0).any():
         raise ValueError("a scale of it is below 0")
     return scales
 
 
-def check_finite(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
+def check_finite_scales(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
     """Return the scales; raises a `ValueError` if one is not finite."""
     if not np.isfinite(scales.astype(np.float32)).all():
         raise ValueError("a scale of it is not finite")

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float32, Shaped, UInt8
 
-from ._format import check_finite, Format, Parts
+from ._format import check_finite_scales, Format, Parts
 
 
 ROWS, ORDER = "", "order"
@@ -42,7 +42,7 @@ class Blocks(Format):
 
 
 def _scale(octets: UInt8[np.ndarray, "blocks 2"]) -> Float32[np.ndarray, "blocks 1"]:
-    return check_finite(np.ascontiguousarray(octets).view(np.float16)).astype(np.float32)
+    return check_finite_scales(np.ascontiguousarray(octets).view(np.float16)).astype(np.float32)
 
 
 def _low_bits(bits: int, lowest: bool) -> _Values:

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Shaped, UInt8
 
 from .._published_config import PublishedConfig
-from ._format import check_codes, check_part, Format, Grouped, Groups, Parts, QuantizedArray
+from ._format import check_codes, check_part, Format, Grouped, GroupLayout, Parts, QuantizedArray
 
 
 _BLOCKS, _SCALES, _SIZE = "_blocks", "_scales", 32
@@ -38,9 +38,9 @@ class MXFP4(Grouped):
         return QuantizedArray(codes.reshape(len(codes), -1).T, np.repeat(scales, _SIZE // unit[0], axis=1).T, None)
 
     @property
-    def groups(self) -> Groups:
+    def groups(self) -> GroupLayout:
         """Return the layout: E2M1, with an exponent for each block."""
-        return Groups("fp4", (_SIZE, 1), _SCALES)
+        return GroupLayout("fp4", (_SIZE, 1), _SCALES)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from jaxtyping import Int32, Shaped, UInt8
 
-from ._format import check_finite, group_of_units, Grouped, Groups, Parts, QuantizedArray
+from ._format import check_finite_scales, group_of_units, Grouped, GroupLayout, Parts, QuantizedArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,9 @@ class PackedIntegers(Grouped):
         return QuantizedArray(self.read_bytes(parts, rows)[:, : columns * self.bits // 8], scales, zeros)
 
     @property
-    def groups(self) -> Groups:
+    def groups(self) -> GroupLayout:
         """Return the layout that the configuration states."""
-        return Groups(f"int{self.bits}", (1, self.group), self.scales, has_zeros=self.zeros in self.required)
+        return GroupLayout(f"int{self.bits}", (1, self.group), self.scales, has_zeros=self.zeros in self.required)
 
     @abc.abstractmethod
     def read_bytes(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
@@ -67,7 +67,7 @@ class PackedIntegers(Grouped):
         group = group_of_units(columns, self.group, unit)
         if (group_indices := parts.get(self.group_indices)) is not None:
             group = _group_of_units(group_indices, scales.shape[1], unit)
-        return check_finite(scales)[:, group], None if zeros is None else zeros[:, group]
+        return check_finite_scales(scales)[:, group], None if zeros is None else zeros[:, group]
 
 
 def unpack(words: Int32[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows numbers"]:

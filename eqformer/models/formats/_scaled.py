@@ -14,12 +14,12 @@ from jaxtyping import Shaped
 from .._published_config import PublishedConfig
 from ._format import (
     check_codes,
-    check_not_negative,
     check_part,
+    check_positive_scales,
     Format,
     group_of_units,
     Grouped,
-    Groups,
+    GroupLayout,
     number_of_groups,
     Parts,
     QuantizedArray,
@@ -82,16 +82,16 @@ class Scaled(Grouped):
         return QuantizedArray(codes if self.groups.form == "fp8" else codes ^ 128, scales, None)
 
     @property
-    def groups(self) -> Groups:
+    def groups(self) -> GroupLayout:
         """Return the layout, whose number format is that of the codes' dtype."""
-        return Groups("fp8" if self.dtypes == ("F8_E4M3",) else "int8", self.block, self.required[0])
+        return GroupLayout("fp8" if self.dtypes == ("F8_E4M3",) else "int8", self.block, self.required[0])
 
     def _scales(self, parts: Parts) -> Shaped[np.ndarray, "grid_rows grid_columns"]:
         scales = parts[self.required[0]]
         if scales.itemsize == 1:  # a power of two, which is NaN for 255
             scales = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
         # Scales are largest magnitudes, so none is negative; only for integers of 4 bits do some programs use the sign.
-        return check_not_negative(scales).reshape(self._grid(*parts[self.codes].shape))
+        return check_positive_scales(scales).reshape(self._grid(*parts[self.codes].shape))
 
     def _grid(self, rows: int, columns: int) -> tuple[int, int]:
         height, width = self.block
