@@ -35,7 +35,7 @@ class BambaConfig(NetSizes, DecoderConfig):
 
 
 def build_bamba(config: BambaConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Bamba with random weights."""
+    """Return a Bamba with random weights."""
     rotary = part_rotary(config)
 
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:

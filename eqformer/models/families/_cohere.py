@@ -33,7 +33,7 @@ class CohereConfig(DecoderConfig):
 
 
 def build_cohere(config: CohereConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Command R with random weights."""
+    """Return a Command R with random weights."""
     size = config.head_size
 
     def norm(over: str, **sizes: Any) -> LayerNorm:

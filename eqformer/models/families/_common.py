@@ -1,4 +1,4 @@
-"""The tables that most published decoders share: attributes of configurations, and names of arrays."""
+"""Tables that most published decoders share: attributes of configurations, and names of arrays."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,60 +23,60 @@ WIDTH = Count("mlp", "intermediate_size")
 
 @dataclasses.dataclass(frozen=True)
 class KeyHeads(Entry):
-    """How many key heads there are: as many as heads, where null or, without a `default`, missing."""
+    """The number of key heads; as many as query heads where the attribute is null or, without a `default`, missing."""
 
     default: int | None = None
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`kv_heads`."""
+        """Return `kv_heads`."""
         stated = published.nullable("num_key_value_heads", self.default)
         kv_heads = published.read("num_attention_heads", Size) if stated is None else stated
         return {"kv_heads": published.checked("num_key_value_heads", kv_heads, Size)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Its attribute."""
+        """Return the attribute."""
         return {"num_key_value_heads": config.kv_heads}
 
 
 class AsManyKeyHeads(KeyHeads):
-    """The same of a family that has as many key heads as heads, and no number for them."""
+    """The attribute for key heads in a family that has as many as query heads, and no field for them."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Nothing; refuse another number."""
+        """Return no field; refuse another number."""
         heads, kv_heads = published.count("num_attention_heads"), super().read(published)["kv_heads"]
         if kv_heads != heads:
             published.refuse(f"num_key_value_heads={kv_heads}: latent attention has as many as heads, {heads}.")
         return {}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The attribute."""
+        """Return the attribute."""
         return {"num_key_value_heads": config.heads}
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadSize(Entry):
-    """Channels of a head; None is `embed / heads`, and left out unless transformers has another `default`."""
+    """The channels of a head; None, for `embed / heads`, is not written unless transformers has another `default`."""
 
     default: int | None = None
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`head_dim`."""
+        """Return `head_dim`."""
         return {"head_dim": published.take("head_dim", self.default)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Its attribute."""
+        """Return the attribute."""
         return {} if self.default is None and config.head_dim is None else {"head_dim": config.head_size}
 
 
 class StatedHeadSize(HeadSize):
-    """The same, always written; null is `embed / heads` too."""
+    """The channels of a head, always written; null is `embed / heads` too."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`head_dim`."""
+        """Return `head_dim`."""
         return {"head_dim": published.nullable("head_dim", self.default)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Its attribute."""
+        """Return the attribute."""
         return {"head_dim": config.head_size}
 
 
@@ -90,16 +90,16 @@ def decoder_attributes(
     mlp: str = "intermediate_size",
     max_seq: int = 2048,
 ) -> tuple[Entry, ...]:
-    """The fields of a `DecoderConfig`.
+    """Return the entries for the fields of a `DecoderConfig`.
 
     Args:
         rotary: The entry of rotary positions.
-        head_dim: What transformers takes for channels of a head where nothing is said; None: `embed / heads`.
-        kv_heads: What it takes for key heads; None: as many as heads.
-        eps: The attribute that says what norms add.
-        tied: Whether it ties the head to the table.
-        mlp: The attribute that says hidden features.
-        max_seq: What it takes for the longest rows.
+        head_dim: Transformers' default for channels of a head; None: `embed / heads`.
+        kv_heads: Transformers' default for key heads; None: as many as query heads.
+        eps: The attribute for the number that norms add.
+        tied: Transformers' default for whether the head is tied to the table.
+        mlp: The attribute for hidden features.
+        max_seq: Transformers' default for the length of the longest rows.
     """
     return (
         *(*SIZES, Count("mlp", mlp)),
@@ -127,19 +127,20 @@ def attention_weights(
     output: str = "o",
     path: str = "mixer.layer",
 ) -> tuple[Rule, ...]:
-    """The projections of an `Attention` at this path, published as `q_proj`, `k_proj`, `v_proj` and `o_proj`.
+    """Return the rules for an `Attention` at this path, published as `q_proj`, `k_proj`, `v_proj` and `o_proj`.
 
-    Biases are read where it has some. Of so many `gated` heads, each head's gate is published behind its query.
+    Biases are read if the attention has some. With `gated`, the number of heads, each head's gate is published behind
+    its query.
     """
-    found = []
+    rules = []
     for name, published in (("query", "q"), ("key", "k"), ("value", "v"), ("output", output)):
         for part, into, out in (("weight", INTO_HEADS, OUT_OF_HEADS), ("bias", OF_HEADS, "")):
-            own: str | tuple[str, str] = f"{path}.{name}.{part}"
-            joined = bool(gated) and name == "query"
-            own, groups = ((own, f"{path}.gate.{part}"), gated) if joined else (own, 1)
+            leaf: str | tuple[str, str] = f"{path}.{name}.{part}"
+            has_gate = bool(gated) and name == "query"
+            leaf, groups = ((leaf, f"{path}.gate.{part}"), gated) if has_gate else (leaf, 1)
             pattern = out if name == "output" else into
-            found.append(Rule(f"{prefix}{published}_proj.{part}", own, pattern, groups=groups))
-    return tuple(found)
+            rules.append(Rule(f"{prefix}{published}_proj.{part}", leaf, pattern, groups=groups))
+    return tuple(rules)
 
 
 INTO_HEADS = "(heads head_dim) embed -> heads head_dim embed"
@@ -148,7 +149,7 @@ OF_HEADS = "(heads head_dim) -> heads head_dim"
 
 
 def head_norm_weights(pattern: str = "") -> tuple[Rule, ...]:
-    """An `Attention`'s norms of queries and keys, if it has some, published as `q_norm` and `k_norm`."""
+    """Return the rules for an `Attention`'s norms of queries and keys, published as `q_norm` and `k_norm`."""
     prefix = f"{LAYER}self_attn."
     return (
         Rule(f"{prefix}q_norm.weight", "mixer.layer.query_norm.weight", pattern),
@@ -157,8 +158,8 @@ def head_norm_weights(pattern: str = "") -> tuple[Rule, ...]:
 
 
 def norm_weights(**names: str) -> tuple[Rule, ...]:
-    """Scales of norms before and after a block's sublayers, if it has some: for each the name published."""
-    return tuple(Rule(f"{LAYER}{its}.weight", f"{_NORMS[own]}.weight") for own, its in names.items())
+    """Return the rules for norms before and after a block's sublayers, given the published name of each."""
+    return tuple(Rule(f"{LAYER}{published}.weight", f"{_NORMS[norm]}.weight") for norm, published in names.items())
 
 
 _NORMS = {
@@ -176,9 +177,11 @@ def gated_weights(
     names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     bias: bool = False,
 ) -> tuple[Rule, ...]:
-    """The maps of a `GatedMLP` at this path of a layer, with `bias` their biases too."""
+    """Return the rules for the maps of a `GatedMLP` at this path of a layer, with `bias` for their biases too."""
     parts, maps = ("weight", "bias") if bias else ("weight",), list(zip(names, ("gate", "up", "down"), strict=True))
-    return tuple(Rule(f"{prefix}{its}.{part}", f"{path}.{own}.{part}") for its, own in maps for part in parts)
+    return tuple(
+        Rule(f"{prefix}{published}.{part}", f"{path}.{name}.{part}") for published, name in maps for part in parts
+    )
 
 
 ATTENTION, GATED = attention_weights(), gated_weights(bias=True)

@@ -1,4 +1,4 @@
-"""What most decoders are built of: attention with rotary positions, gated layers, norms around both, stacks of them."""
+"""Builders that most decoders share: attention with rotary positions, gated layers, norms, blocks and stacks."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -37,7 +37,7 @@ Fed = FeedForward | Routed
 
 @runtime_checkable
 class Sizes(Protocol):
-    """What is read of every config here: of a `DecoderConfig`, or of another class with these fields."""
+    """Fields of a config that all builders here read; `DecoderConfig` has them, and other classes may."""
 
     @property
     def vocab(self) -> int: ...
@@ -53,7 +53,7 @@ class Sizes(Protocol):
 
 @runtime_checkable
 class WithMLP(Sizes, Protocol):
-    """The same, with the width of feed-forward layers."""
+    """Fields of a config with feed-forward layers."""
 
     @property
     def mlp(self) -> int: ...
@@ -62,44 +62,44 @@ class WithMLP(Sizes, Protocol):
 
 
 def damping(config: Sizes) -> float:
-    """What multiplies the deviation of maps back into the residual stream.
+    """Return the factor of the standard deviation with which maps into the residual stream are initialized.
 
-    Each of the `2 * layers` additions to it starts smaller, so that their sum does not grow with depth.
+    Each of the `2 * layers` additions to the stream starts smaller, so that their sum does not grow with depth.
     """
     return (2 * config.layers) ** -0.5
 
 
 def norm(config: Sizes, dims: str = "embed", **options: Any) -> RMSNorm:
-    """An `RMSNorm` over dims of the config's sizes; `options` are its own, and come first."""
+    """Return an `RMSNorm` over dims of the config's sizes; `options` are further arguments, which take precedence."""
     sizes = {name: getattr(config, "head_size" if name == "head_dim" else name) for name in dims.split()}
-    given: dict[str, Any] = {"eps": config.eps} | sizes
-    return RMSNorm(dims, **given | options)
+    arguments: dict[str, Any] = {"eps": config.eps} | sizes
+    return RMSNorm(dims, **arguments | options)
 
 
 def head_norms(config: DecoderConfig, *, all_heads: bool = False, **options: Any) -> dict[str, Any]:
-    """An `Attention`'s norms of queries and keys, of each head or over `all_heads`; `options` are `RMSNorm`'s."""
+    """Return an `Attention`'s norms of queries and keys, of each head or over `all_heads`; `options` are the norms'."""
     dims = ("heads head_dim", "kv_heads head_dim") if all_heads else ("head_dim", "head_dim")
-    return {name: norm(config, its, **options) for name, its in zip(("query_norm", "key_norm"), dims)}
+    return {name: norm(config, norm_dims, **options) for name, norm_dims in zip(("query_norm", "key_norm"), dims)}
 
 
 def attention(config: DecoderConfig, *, window: int | None = None, key: Key[Array, ""], **options: Any) -> Attention:
-    """Causal attention with rotary positions, of the config's heads; `options` are `Attention`'s, and come first."""
+    """Return causal attention with rotary positions; `options` are arguments of `Attention`, which take precedence."""
     size = config.head_size
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "output_std": damping(config) * (config.heads * size) ** -0.5,
         "mask": causal() if window is None else sliding_window(window),
     }
-    given |= {} if "rotary" in options else {"rotary": rotary_of(config, size, scaling=config.scaling)}
-    given |= {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": size}
-    return Attention(embed=config.embed, **given | options, key=key)
+    arguments |= {} if "rotary" in options else {"rotary": rotary_of(config, size, scaling=config.scaling)}
+    arguments |= {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": size}
+    return Attention(embed=config.embed, **arguments | options, key=key)
 
 
 def rotary_of(
     config: Any, channels: int, name: str = "head_dim", *, theta: float | None = None, **options: Any
 ) -> Rotary:
-    """The rotary positions of channels that the config's field `name` counts, by its base or `theta`.
+    """Return rotary positions of `channels`, the config's field `name`, with the config's base or `theta`.
 
-    `options` are `Rotary`'s. Raises a `ValueError`, which names the field, for an odd number.
+    `options` are arguments of `Rotary`. Raises a `ValueError` that names the field for an odd number of channels.
     """
     if channels % 2:
         raise ValueError(
@@ -110,53 +110,53 @@ def rotary_of(
 
 
 def part_rotary(config: Any, **options: Any) -> Rotary:
-    """The rotary positions of a part of each head's channels; `options` are `Rotary`'s.
+    """Return rotary positions of a part of each head's channels; `options` are arguments of `Rotary`.
 
-    Of an odd number of channels the frequencies are counted by it, and the last turns with the one behind it, as in
-    transformers. Raises a `ValueError` where there is none behind it, or a scaling that has no such pairs.
+    An odd number of channels counts for the frequencies, and the last channel is rotated with the one behind it, as in
+    transformers. Raises a `ValueError` where no channel is behind it, or for a scaling that has no such pairs.
     """
-    found, scaling = int(config.head_size * config.rotary_fraction), config.scaling
-    channels = found + found % 2
-    if not 0 < channels <= config.head_size or (found % 2 and isinstance(scaling, DynamicScaling | YarnScaling)):
+    stated, scaling = int(config.head_size * config.rotary_fraction), config.scaling
+    channels = stated + stated % 2
+    if not 0 < channels <= config.head_size or (stated % 2 and isinstance(scaling, DynamicScaling | YarnScaling)):
         raise ValueError(
             f"{type(config).__name__}(head_dim={config.head_size}, rotary_fraction={config.rotary_fraction}, "
-            f"scaling={scaling}): {found} channels would turn, and they turn in pairs; give a partial_rotary_factor "
+            f"scaling={scaling}): {stated} channels would turn, and they turn in pairs; give a partial_rotary_factor "
             "that leaves an even number."
         )
-    return Rotary(channels, config.theta ** (channels / found), scaling=scaling, **options)
+    return Rotary(channels, config.theta ** (channels / stated), scaling=scaling, **options)
 
 
 def bend(config: Any, name: str = "activation") -> Callable[[Array], Array]:
-    """The activation that a config names; raises a `ValueError` that lists the names there are."""
-    if (said := getattr(config, name)) not in ACTIVATIONS:
+    """Return the activation that a config names; raises a `ValueError` that lists the known names for another one."""
+    if (activation := getattr(config, name)) not in ACTIVATIONS:
         known = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(f"{type(config).__name__}({name}={said!r}): no such activation; take one of {known}.")
-    return ACTIVATIONS[said]
+        raise ValueError(f"{type(config).__name__}({name}={activation!r}): no such activation; take one of {known}.")
+    return ACTIVATIONS[activation]
 
 
 def gated_mlp(config: WithMLP, *, mlp: int | None = None, key: Key[Array, ""], **options: Any) -> GatedMLP:
-    """A `GatedMLP` as wide as the config says, or `mlp`; `options` are its own, and come first."""
+    """Return a `GatedMLP` of the config's width or `mlp`; `options` are further arguments, which take precedence."""
     width = config.mlp if mlp is None else mlp
-    given: dict[str, Any] = {"output_std": damping(config) * max(width, 1) ** -0.5, "activation": bend(config)}
-    return GatedMLP(embed=config.embed, mlp=width, **given | options, key=key)
+    arguments: dict[str, Any] = {"output_std": damping(config) * max(width, 1) ** -0.5, "activation": bend(config)}
+    return GatedMLP(embed=config.embed, mlp=width, **arguments | options, key=key)
 
 
 def pre_norm_block(
     config: Sizes, mixer: Mixer, feed_forward: Fed, *, residual_scale: float | None = None, **options: Any
 ) -> Block:
-    """Both sublayers with a norm before (Llama); `options` are the norms'."""
+    """Return a block with a norm before each sublayer (Llama); `options` are the norms' arguments."""
     sublayer = lambda layer: Residual(layer, norm(config, **options), scale=residual_scale)
     return Block(sublayer(mixer), sublayer(feed_forward))
 
 
 def post_norm_block(config: Sizes, mixer: Mixer, feed_forward: Fed) -> Block:
-    """Both sublayers with a norm of what they give (OLMo 2)."""
+    """Return a block with a norm after each sublayer (OLMo 2)."""
     sublayer = lambda layer: Residual(layer, output_norm=norm(config))
     return Block(sublayer(mixer), sublayer(feed_forward))
 
 
 def four_norm_block(config: Sizes, mixer: Mixer, feed_forward: Fed, **options: Any) -> Block:
-    """Both sublayers with norms before and after (Gemma 2); `options` are the norms'."""
+    """Return a block with norms before and after each sublayer (Gemma 2); `options` are the norms' arguments."""
     sublayer = lambda layer: Residual(layer, norm(config, **options), output_norm=norm(config, **options))
     return Block(sublayer(mixer), sublayer(feed_forward))
 
@@ -172,28 +172,28 @@ def decoder(
     logit_softcap: float | None = None,
     key: Key[Array, ""],
 ) -> Transformer:
-    """Layers of these kinds between a table and a norm and a head.
+    """Return a decoder: a table of embeddings, layers of these kinds, a norm and a head.
 
     Args:
-        config: A `DecoderConfig`, or one with its fields.
-        block: `block(kind, key)`, which builds a layer.
+        config: A `DecoderConfig`, or a config with its fields.
+        block: A function `block(kind, key)` that builds a layer.
         kinds: The kind of each layer; None: all are alike, of kind None.
-        final_norm: The norm before the head; None: the family's usual one.
-        embedding_scale: What looked-up vectors are multiplied by.
-        logit_scale: What logits are multiplied by.
-        logit_softcap: What bounds them afterwards.
-        key: For the weights.
+        final_norm: The norm before the head; None: an `RMSNorm` of the config's.
+        embedding_scale: A factor of the embeddings.
+        logit_scale: A factor of the logits.
+        logit_softcap: A bound of the scaled logits.
+        key: The key of the weights.
     """
-    embedding, stacks, head = jax.random.split(key, 3)
+    embedding_key, layer_key, head_key = jax.random.split(key, 3)
     if kinds is None:
-        made: tuple[Stack, ...] = (Stack(lambda key: block(None, key), config.layers, key=stacks),)
+        stacks: tuple[Stack, ...] = (Stack(lambda key: block(None, key), config.layers, key=layer_key),)
     else:
-        made = stacks_of(block, kinds, key=stacks)
+        stacks = stacks_of(block, kinds, key=layer_key)
     return Transformer(
-        embedding=Embedding(vocab=config.vocab, embed=config.embed, scale=embedding_scale, key=embedding),
-        stacks=made,
+        embedding=Embedding(vocab=config.vocab, embed=config.embed, scale=embedding_scale, key=embedding_key),
+        stacks=stacks,
         norm=norm(config) if final_norm is None else final_norm,
-        head=None if config.tied else Linear("embed -> vocab", embed=config.embed, vocab=config.vocab, key=head),
+        head=None if config.tied else Linear("embed -> vocab", embed=config.embed, vocab=config.vocab, key=head_key),
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
     )

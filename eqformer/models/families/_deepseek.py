@@ -1,4 +1,4 @@
-"""What DeepSeek-V2 and V3 share: attributes of configurations, blocks of latent attention, and names of arrays."""
+"""Configs, blocks of latent attention, and tables that DeepSeek-V2, DeepSeek-V3 and their successors share."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ from ._pattern import Together
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig(ModelConfig):
-    """What the configs of DeepSeek-V2 and V3 have in common."""
+    """Base class of the configs of DeepSeek-V2, DeepSeek-V3 and their successors."""
 
     layers: LayerCount
     """Layers."""
@@ -57,49 +57,49 @@ class LatentConfig(ModelConfig):
     v_dim: Size = 128
     """Channels of a head's value."""
     experts: Size
-    """Experts of a layer."""
+    """The number of experts of a layer."""
     top_k: Size
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     shared: OptionalSize
-    """Experts that every token has."""
+    """The number of shared experts."""
     first_dense: Index
-    """Layers at the beginning without experts."""
+    """The number of layers at the beginning without experts."""
     dense_layers: tuple[Index, ...] = ()
     """The numbers of later layers without experts."""
     groups: Size
-    """Groups of experts."""
+    """The number of groups of experts."""
     kept_groups: Size
-    """The groups from which a token's experts are chosen."""
+    """The number of groups from which a token's experts are chosen."""
     scale: Number
-    """What the experts' weights are multiplied by."""
+    """A factor of the experts' weights."""
     balance: NotNegative
     """The weight of `LoadBalance`, row by row."""
     theta: Positive = 10_000.0
     """The base of rotary positions."""
     scaling: RotaryScaling | None = None
-    """Of rotary positions."""
+    """The scaling of rotary positions; None: none."""
     temperature: Number = 0.0
-    """The `mscale_all_dim` beside a scaling, YaRN as a rule: with it, scores grow with its factor."""
+    """The `mscale_all_dim` beside a scaling (usually YaRN), by which scores grow with the scaling's factor; 0: none."""
     activation: str = "silu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     bias: bool = False
     """Whether the maps to latents, and the attention's output, have biases."""
     eps: NotNegative = 1e-6
-    """What norms add before the root."""
+    """The number that norms add to the mean square before the root."""
     tied: bool = False
-    """Whether the head is the embedding's table."""
+    """Whether the embedding's table is the head too."""
     max_seq: Length = 163_840
-    """The longest rows it was trained on; it changes nothing."""
+    """The length of the longest rows that the model was trained on, in tokens; it changes nothing."""
 
     @property
     def mixtures(self) -> tuple[bool, ...]:
-        """Of each layer whether it has experts."""
+        """Whether each layer has experts."""
         return tuple(n >= self.first_dense and n not in self.dense_layers for n in range(self.layers))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SigmoidLatentConfig(LatentConfig):
-    """What the configs of DeepSeek-V3 and V3.2 have in common: experts chosen by biased sigmoids."""
+    """Base class of configs whose experts are chosen by biased sigmoids (DeepSeek-V3 and V3.2)."""
 
     experts: Size = 256
     top_k: Size = 8
@@ -109,12 +109,12 @@ class SigmoidLatentConfig(LatentConfig):
     kept_groups: Size = 4
     scale: Number = 2.5
     normalise: bool = True
-    """Whether a token's weights add up to 1."""
+    """Whether the weights of a token's experts are normalized to add up to 1."""
     balance: NotNegative = 0.0001
 
 
 class LatentKind(NamedTuple):
-    """What a layer is: whether it has experts, and under which names it shares or reads a choice of keys."""
+    """A kind of layer: whether it has experts, and the names under which it shares or reads a choice of keys."""
 
     is_mixture: bool
     shares: str | None = None
@@ -131,10 +131,16 @@ def build_latent(
     kinds: Sequence[LatentKind | Together] | None = None,
     key: Key[Array, ""],
 ) -> Transformer:
-    """Latent attention, whose scores YaRN sharpens by `temperature` too, and gated layers or mixtures.
+    """Return a decoder with latent attention, and with gated layers or mixtures.
 
-    `router` and `balance` are options of `TopKRouter` and `LoadBalance`, `options(kind, key)` more of
-    `LatentAttention`; `kinds` are those of the layers, by default the config's, which share nothing.
+    Args:
+        config: The config.
+        interleaved: Whether neighboring channels are rotated together.
+        router: Arguments of `TopKRouter`.
+        balance: Arguments of `LoadBalance`.
+        options: A function `options(kind, key)` that returns further arguments of `LatentAttention`.
+        kinds: The kinds of the layers; None: the config's, which share nothing.
+        key: The key of the weights.
     """
 
     def block(kind: LatentKind, key: Key[Array, ""]) -> Block:
@@ -143,21 +149,25 @@ def build_latent(
             fed = mixture_beside_shared(config, feed_forward, balance=balance, **router)
         else:
             fed = gated_mlp(config, key=feed_forward)
-        own = options(kind, jax.random.fold_in(mixer, 0))
-        mixed = latent_attention(config, mixer, interleaved=interleaved, **own)
-        mixed = Residual(mixed, norm(config), shares=kind.shares, reads=kind.reads)
-        return Block(mixed, Residual(fed, norm(config)))
+        arguments = options(kind, jax.random.fold_in(mixer, 0))
+        attention = latent_attention(config, mixer, interleaved=interleaved, **arguments)
+        sublayer = Residual(attention, norm(config), shares=kind.shares, reads=kind.reads)
+        return Block(sublayer, Residual(fed, norm(config)))
 
-    return decoder(config, block, kinds or [LatentKind(its) for its in config.mixtures], key=key)
+    kinds = kinds or [LatentKind(is_mixture) for is_mixture in config.mixtures]
+    return decoder(config, block, kinds, key=key)
 
 
 def latent_attention(
     config: LatentConfig, key: Key[Array, ""], *, interleaved: bool = False, **options: Any
 ) -> LatentAttention:
-    """Latent attention of the config's sizes; `options` are more of its own."""
-    scaling, sharper = config.scaling, 1.0
-    if config.temperature and isinstance(scaling, _SHARPENED):
-        sharper = yarn_magnitude(scaling.factor, config.temperature) ** 2
+    """Return latent attention of the config's sizes; `options` are further arguments of `LatentAttention`.
+
+    With a `temperature`, attention scores grow with the scaling's factor.
+    """
+    scaling, growth = config.scaling, 1.0
+    if config.temperature and isinstance(scaling, _WITH_FACTOR):
+        growth = yarn_magnitude(scaling.factor, config.temperature) ** 2
     return LatentAttention(
         embed=config.embed,
         heads=config.heads,
@@ -170,13 +180,13 @@ def latent_attention(
         rotary=rotary_of(config, config.rope_dim, "rope_dim", interleaved=interleaved, scaling=scaling),
         output_std=damping(config) * (config.heads * config.v_dim) ** -0.5,
         latent_bias=config.bias,
-        scale=sharper * (config.head_dim + config.rope_dim) ** -0.5,
+        scale=growth * (config.head_dim + config.rope_dim) ** -0.5,
         **options,
         key=key,
     )
 
 
-_SHARPENED = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+_WITH_FACTOR = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 _FIRST_DENSE = Unpublished("dense_layers", (), "none but the first layers are dense")
 
 
@@ -188,7 +198,7 @@ def latent_attributes(
     Args:
         positions: The entry of rotary positions.
         mixtures: The entry of later dense layers.
-        max_seq: What transformers takes for the longest rows where nothing is said.
+        max_seq: Transformers' default for the length of the longest rows.
     """
     return (
         *(*SIZES, WIDTH, AsManyKeyHeads(), positions, *SHARED_ATTRIBUTES, mixtures),
@@ -203,28 +213,28 @@ def latent_attributes(
         Activation(),
         Attribute("bias", "attention_bias", False),
         Expect("moe_layer_freq", 1),
-        Ignore("head_dim", "qk_head_dim"),  # which follow
-        Ignore("aux_loss_alpha", "seq_aux", "ep_size"),  # of training: how losses are summed and where experts are
+        Ignore("head_dim", "qk_head_dim"),  # sums of other sizes
+        Ignore("aux_loss_alpha", "seq_aux", "ep_size"),  # settings of training
     )
 
 
 class LayerMixtures(Entry):
-    """`mlp_layer_types`, which layers are dense; where there is no list, the first ones, whose number another says."""
+    """`mlp_layer_types`, a list of dense and sparse layers; without a list, another attribute counts dense layers."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`first_dense` and `dense_layers`; refuse other kinds, and lists of another length."""
+        """Return `first_dense` and `dense_layers`; refuse other types of layers, and lists of another length."""
         layers = layers_of(published)
-        if (said := published.listed("mlp_layer_types", str)) is None:
+        if (types := published.listed("mlp_layer_types", str)) is None:
             return {}
-        if len(said) != layers or {*said} - {"dense", "sparse"}:
-            published.refuse(f"mlp_layer_types={said} must name {layers} layers, each 'dense' or 'sparse'.")
-        first = [*said, "sparse"].index("sparse")
-        later = tuple(layer for layer, kind in enumerate(said) if kind == "dense" and layer > first)
+        if len(types) != layers or {*types} - {"dense", "sparse"}:
+            published.refuse(f"mlp_layer_types={types} must name {layers} layers, each 'dense' or 'sparse'.")
+        first = [*types, "sparse"].index("sparse")
+        later = tuple(layer for layer, kind in enumerate(types) if kind == "dense" and layer > first)
         return {"first_dense": first, "dense_layers": later}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The list."""
-        return {"mlp_layer_types": ["sparse" if its else "dense" for its in config.mixtures]}
+        """Return the list."""
+        return {"mlp_layer_types": ["sparse" if is_mixture else "dense" for is_mixture in config.mixtures]}
 
 
 _ATTENTION, _INTO = f"{LAYER}self_attn.", "(heads width) inputs -> heads width inputs"

@@ -28,21 +28,21 @@ class DeepSeekV2Config(LatentConfig):
 
 
 def build_deepseek_v2(config: DeepSeekV2Config, *, key: Key[Array, ""]) -> Transformer:
-    """A DeepSeek-V2 with random weights."""
+    """Return a DeepSeek-V2 with random weights."""
     return build_latent(config, interleaved=True, router={}, balance={}, key=key)
 
 
 class _Method(Entry):
-    """How experts are chosen: one by one, in which case there are no groups, or from groups."""
+    """The way in which experts are chosen: greedily, in which case there is one group, or from groups."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """A single group where choices are greedy, whatever other attributes say of groups; else nothing."""
+        """Return a single group where choices are greedy, whatever other attributes state; else no field."""
         published.expect("topk_method", "greedy", "group_limited_greedy")
         is_greedy = published.text("topk_method", "greedy") == "greedy"
         return {"groups": 1, "kept_groups": 1} if is_greedy else {}
 
     def write(self, config: DeepSeekV2Config) -> dict[str, Any]:
-        """The method's name."""
+        """Return the method's name."""
         return {"topk_method": "greedy" if config.groups == 1 else "group_limited_greedy"}
 
 

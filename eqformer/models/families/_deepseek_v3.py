@@ -22,7 +22,7 @@ class DeepSeekV3Config(SigmoidLatentConfig):
 
 
 def build_deepseek_v3(config: DeepSeekV3Config, *, key: Key[Array, ""]) -> Transformer:
-    """A DeepSeek-V3 with random weights."""
+    """Return a DeepSeek-V3 with random weights."""
     router = {"normalise": config.normalise, **BIASED_SIGMOIDS}
     return build_latent(config, interleaved=config.interleaved, router=router, balance={"normalise": True}, key=key)
 

@@ -47,7 +47,7 @@ def build_deepseek_v32(
     kinds: Sequence[LatentKind | Together] | None = None,
     key: Key[Array, ""],
 ) -> Transformer:
-    """A DeepSeek-V3.2 with random weights; layers of `kinds` that read a choice of keys have no indexer."""
+    """Return a DeepSeek-V3.2 with random weights; layers of `kinds` that read a choice of keys have no indexer."""
     rotary = rotary_of(config, config.rope_dim, "rope_dim", interleaved=index_interleaved, scaling=config.scaling)
     sizes = {"heads": config.index_heads, "dim": config.index_dim, "top_k": config.index_top_k}
 
@@ -56,8 +56,8 @@ def build_deepseek_v32(
             return {}
         return {"indexer": Indexer(embed=config.embed, q_latent=config.q_latent, **sizes, rotary=rotary, key=key)}
 
-    given: dict[str, Any] = {"router": {"normalise": config.normalise, **BIASED_SIGMOIDS}, "options": options}
-    return build_latent(config, interleaved=True, balance={"normalise": True}, kinds=kinds, **given, key=key)
+    arguments: dict[str, Any] = {"router": {"normalise": config.normalise, **BIASED_SIGMOIDS}, "options": options}
+    return build_latent(config, interleaved=True, balance={"normalise": True}, kinds=kinds, **arguments, key=key)
 
 
 DSA_ATTRIBUTES: tuple[Entry, ...] = (

@@ -1,4 +1,4 @@
-"""What hybrids of attention and gated delta nets share: configs, mixers, attributes, and names of arrays."""
+"""Configs, mixers and tables that hybrids of attention and gated delta nets share."""
 
 import dataclasses
 from typing import Any
@@ -18,20 +18,20 @@ from ._decoder import attention, bend, damping, head_norms, part_rotary
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetConfig(DecoderConfig):
-    """What the configs of these hybrids have in common."""
+    """Base class of the configs of hybrids of attention and gated delta nets."""
 
     attention_layers: tuple[Index, ...]
-    """The numbers of the layers with attention; others have nets."""
+    """The numbers of the layers with attention; all other layers have gated delta nets."""
     net_heads: Size = 32
-    """Heads of values in a net."""
+    """Value heads of a net."""
     net_kv_heads: Size = 16
-    """Heads of queries and keys in a net."""
+    """Query and key heads of a net."""
     net_head_dim: Size = 128
-    """Channels of their heads."""
+    """Channels of a query or key head of a net."""
     net_v_dim: Size = 128
-    """Channels of a value's head in a net."""
+    """Channels of a value head of a net."""
     taps: Size = 4
-    """Tokens that a net's convolutions see."""
+    """The number of tokens that a net's convolutions read."""
     head_dim: Size = 256
     rotary_fraction: Fraction = 0.25
     """The part of a head's channels that has rotary positions."""
@@ -42,21 +42,21 @@ class NetConfig(DecoderConfig):
 
 
 def gated_attention(config: NetConfig, key: Key[Array, ""]) -> Attention:
-    """An attention with a gate for each head, whose queries and keys are normed."""
+    """Return an attention with a gate for each head, and with norms of queries and keys."""
     rotary = part_rotary(config)
     return attention(config, rotary=rotary, gate=True, bias=config.bias, **head_norms(config, offset=1.0), key=key)
 
 
 def delta_net(config: NetConfig, key: Key[Array, ""]) -> GatedDeltaNet:
-    """A net of the config's heads."""
+    """Return a gated delta net of the config's sizes."""
     heads, v_dim = config.net_heads, config.net_v_dim
     sizes = {"kv_heads": config.net_kv_heads, "head_dim": config.net_head_dim, "taps": config.taps}
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "activation": bend(config),
         "eps": config.eps,
         "output_std": damping(config) * (heads * v_dim) ** -0.5,
     }
-    return GatedDeltaNet(embed=config.embed, heads=heads, v_dim=v_dim, **sizes, **given, key=key)
+    return GatedDeltaNet(embed=config.embed, heads=heads, v_dim=v_dim, **sizes, **arguments, key=key)
 
 
 NET_ATTRIBUTES: tuple[Entry, ...] = (
@@ -93,7 +93,7 @@ NET_WEIGHTS = _maps(
     Rule(f"{_NET}in_proj_qkvz.weight", _of("weight", "query", "key", "value", "gate"), _HEADS, groups="net_kv_heads"),
     Rule(f"{_NET}in_proj_ba.weight", _of("weight", "rate", "decay"), groups="net_kv_heads"),
 )
-# The same, published one after another (Qwen3.5).
+# A `GatedDeltaNet`'s maps, published one after another (Qwen3.5).
 SPLIT_NET_WEIGHTS = _maps(
     Rule(f"{_NET}in_proj_qkv.weight", _of("weight", "query", "key", "value"), _HEADS),
     Rule(f"{_NET}in_proj_z.weight", "mixer.layer.gate.weight", _HEADS),

@@ -27,7 +27,7 @@ class Ernie45Config(DecoderConfig):
 
 
 def build_ernie45(config: Ernie45Config, *, key: Key[Array, ""]) -> Transformer:
-    """A dense ERNIE 4.5 with random weights."""
+    """Return a dense ERNIE 4.5 with random weights."""
     rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
 
     def block(_: None, key: Key[Array, ""]) -> Block:

@@ -24,12 +24,12 @@ class _LastMixture(Entry):
     """The last layer that may have experts; where it is -1 or missing, the last of all."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`moe_last`."""
+        """Return `moe_last`."""
         last = published.count("moe_layer_end_index", -1, least=-1)
         return {"moe_last": layers_of(published) - 1 if last == -1 else last}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Its attribute."""
+        """Return the attribute."""
         return {"moe_layer_end_index": config.moe_last}
 
 
@@ -95,13 +95,13 @@ class Ernie45MoEConfig(DecoderConfig):
 
     @property
     def kinds(self) -> tuple[bool, ...]:
-        """Of each layer whether it has experts."""
+        """Whether each layer has experts."""
         allowed = range(self.moe_first, self.moe_last + 1)
         return tuple(layer in allowed and (layer + 1) % self.moe_every == 0 for layer in range(self.layers))
 
 
 def build_ernie45_moe(config: Ernie45MoEConfig, *, key: Key[Array, ""]) -> Transformer:
-    """An ERNIE 4.5 with experts and random weights."""
+    """Return an ERNIE 4.5 with experts and random weights."""
     rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
 
     def mixed(key: Key[Array, ""]) -> MoE:
@@ -117,13 +117,13 @@ def build_ernie45_moe(config: Ernie45MoEConfig, *, key: Key[Array, ""]) -> Trans
         fed = mixed(feed_forward) if is_mixture else gated_mlp(config, bias=config.bias, key=feed_forward)
         return pre_norm_block(config, attended, fed)
 
-    whole, head = jax.random.split(key)
-    model = decoder(config, block, config.kinds, key=whole)
+    decoder_key, head_key = jax.random.split(key)
+    model = decoder(config, block, config.kinds, key=decoder_key)
     if not config.bias:
         return model
     if config.tied:
         return dataclasses.replace(model, logit_bias=jnp.zeros(config.vocab, jnp.float32))
-    biased = Linear("embed -> vocab", embed=config.embed, vocab=config.vocab, bias=True, key=head)
+    biased = Linear("embed -> vocab", embed=config.embed, vocab=config.vocab, bias=True, key=head_key)
     return dataclasses.replace(model, head=biased)
 
 

@@ -31,7 +31,7 @@ class Exaone4Config(DecoderConfig):
 
 
 def build_exaone4(config: Exaone4Config, *, key: Key[Array, ""]) -> Transformer:
-    """An EXAONE 4 with random weights."""
+    """Return an EXAONE 4 with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
@@ -44,16 +44,16 @@ def build_exaone4(config: Exaone4Config, *, key: Key[Array, ""]) -> Transformer:
 
 
 def _local(published: PublishedConfig, layers: int) -> tuple[int, ...]:
-    """All but the last of each period, which is a number or spelled out as `LLLG`; none where there is no period."""
+    """Return all layers but the last of each period, a number or a text such as `LLLG`; none without a period."""
     name = "sliding_window_pattern"
-    said = published.checked(name, published.nullable(name, 4), str | Index | None)
-    if not said:  # 0 too, which transformers writes where there is no window
+    pattern = published.checked(name, published.nullable(name, 4), str | Index | None)
+    if not pattern:  # 0 too, which transformers writes where there is no window
         return ()
-    if not isinstance(said, str):
+    if not isinstance(pattern, str):
         return Period(4, (name,), but=True)(published, layers)
-    if {*said} - {*"LG"}:
-        published.refuse(f"{name}={said!r}: a layer is local, L, or global, G.")
-    return tuple(number for number in range(layers) if said[number % len(said)] == "L")
+    if {*pattern} - {*"LG"}:
+        published.refuse(f"{name}={pattern!r}: a layer is local, L, or global, G.")
+    return tuple(number for number in range(layers) if pattern[number % len(pattern)] == "L")
 
 
 _LONG = Llama3Scaling(16.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192)

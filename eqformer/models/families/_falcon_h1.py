@@ -26,15 +26,15 @@ class Scales(Entry):
     count: int
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """The multipliers; refuse a list of another length, and what is no number."""
-        said = published.listed(self.published, Number)
-        scales = [1.0] * self.count if said is None else said
+        """Return the multipliers; refuse a list of another length, and what is no number."""
+        stated = published.listed(self.published, Number)
+        scales = [1.0] * self.count if stated is None else stated
         if len(scales) != self.count:
-            published.refuse(f"{self.published}={said}: it must be a list of {self.count} numbers.")
+            published.refuse(f"{self.published}={stated}: it must be a list of {self.count} numbers.")
         return {self.name: tuple(scales)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The list."""
+        """Return the list."""
         return {self.published: list(getattr(config, self.name))}
 
 
@@ -113,7 +113,7 @@ class FalconH1Config(NetSizes, DecoderConfig):
 
 
 def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transformer:
-    """A Falcon-H1 with random weights."""
+    """Return a Falcon-H1 with random weights."""
     score_scale = config.head_size**-0.5 * config.key_scale
     net: dict[str, Any] = {"output_bias": config.output_bias, "multipliers": config.net_scales}
     net |= {"norm_eps": config.eps if config.net_norm else None, "norm_first": config.norm_first}

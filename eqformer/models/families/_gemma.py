@@ -28,7 +28,7 @@ class GemmaConfig(DecoderConfig):
 
 
 def build_gemma(config: GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Gemma with random weights."""
+    """Return a Gemma with random weights."""
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
@@ -40,21 +40,21 @@ def build_gemma(config: GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
 
 
 class EitherActivation(Activation):
-    """An activation said twice, since older readers look at `hidden_activation` alone, and newer ones not at all."""
+    """An activation in two attributes, since older readers use `hidden_activation` alone, and newer ones ignore it."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """The name in `nn.ACTIVATIONS`; refuse two that differ."""
-        found = super().read(published)[self.name]
-        # Early checkpoints say gelu and mean its approximation.
-        own = "gelu_tanh" if published.text(self.published, self.default) == "gelu" else found
-        published.expect("hidden_activation", *published_activations(own))
-        return {self.name: own}
+        """Return the name in `nn.ACTIVATIONS`; refuse two that differ."""
+        activation = super().read(published)[self.name]
+        if published.text(self.published, self.default) == "gelu":
+            activation = "gelu_tanh"  # early checkpoints say gelu and mean its approximation
+        published.expect("hidden_activation", *published_activations(activation))
+        return {self.name: activation}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Both attributes, or one where older readers take the other for granted."""
-        (said,) = super().write(config).values()
-        said = "gelu_python" if said == "gelu" else said
-        return {self.published: said} | ({} if said == self.default else {"hidden_activation": said})
+        """Return both attributes, or one where the other is the default of older readers."""
+        (name,) = super().write(config).values()
+        name = "gelu_python" if name == "gelu" else name
+        return {self.published: name} | ({} if name == self.default else {"hidden_activation": name})
 
 
 _PRESETS = {

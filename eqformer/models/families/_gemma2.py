@@ -40,7 +40,7 @@ class Gemma2Config(DecoderConfig):
 
 
 def build_gemma2(config: Gemma2Config, *, key: Key[Array, ""]) -> Transformer:
-    """A Gemma 2 with random weights."""
+    """Return a Gemma 2 with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         return gemma2_block(config, window, key=key)
@@ -49,22 +49,22 @@ def build_gemma2(config: Gemma2Config, *, key: Key[Array, ""]) -> Transformer:
 
 
 def gemma2_of(config: Gemma2Config, block: Callable[..., Block], *, key: Key[Array, ""]) -> Transformer:
-    """The model of layers that `block(window, key)` builds."""
+    """Return a Gemma 2 with the layers that `block(window, key)` builds."""
     ends: dict[str, Any] = {"embedding_scale": config.embed**0.5, "logit_softcap": config.logit_softcap}
     return decoder(config, block, windows_of(config), final_norm=norm(config, offset=1.0), **ends, key=key)
 
 
 def gemma2_block(config: Gemma2Config, window: int | None, *, key: Key[Array, ""], **options: Any) -> Block:
-    """A layer, local where it has a window; `options` are its attention's."""
+    """Return a layer, local if it has a window; `options` are arguments of its attention."""
     mixer, feed_forward = jax.random.split(key)
-    given: dict[str, Any] = {"bias": config.bias, "output_std": None} | scores_of(config)
-    attended = attention(config, window=window, **given | options, key=mixer)
+    arguments: dict[str, Any] = {"bias": config.bias, "output_std": None} | scores_of(config)
+    attended = attention(config, window=window, **arguments | options, key=mixer)
     gated = gated_mlp(config, output_std=None, key=feed_forward)
     return four_norm_block(config, attended, gated, offset=1.0)
 
 
 def scores_of(config: Gemma2Config) -> dict[str, Any]:
-    """What becomes of an attention's scores."""
+    """Return the arguments of an `Attention` for its scores."""
     return {"scale": config.query_scalar**-0.5, "softcap": config.score_softcap}
 
 

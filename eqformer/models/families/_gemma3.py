@@ -47,8 +47,10 @@ class Gemma3Config(DecoderConfig):
 AsMixer = Callable[[Attention], Mixer]
 
 
-def build_gemma3(config: Gemma3Config, as_mixer: AsMixer = lambda own: own, *, key: Key[Array, ""]) -> Transformer:
-    """A Gemma 3 with random weights, whose mixers are made of its attentions."""
+def build_gemma3(
+    config: Gemma3Config, as_mixer: AsMixer = lambda attention: attention, *, key: Key[Array, ""]
+) -> Transformer:
+    """Return a Gemma 3 with random weights; `as_mixer` wraps the attention of each layer."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         return gemma3_block(config, window, as_mixer, key=key)
@@ -60,18 +62,18 @@ def build_gemma3(config: Gemma3Config, as_mixer: AsMixer = lambda own: own, *, k
 def gemma3_block(
     config: Gemma3Config,
     window: int | None,
-    as_mixer: AsMixer = lambda own: own,
+    as_mixer: AsMixer = lambda attention: attention,
     *,
     key: Key[Array, ""],
     **options: Any,
 ) -> Block:
-    """A layer, local where it has a window, whose mixer is made of its attention; `options` are that one's."""
+    """Return a layer, local if it has a window; `as_mixer` wraps its attention, whose arguments are `options`."""
     mixer, feed_forward = jax.random.split(key)
-    given: dict[str, Any] = {"scale": config.query_scalar**-0.5, "bias": config.bias, "output_std": None}
+    arguments: dict[str, Any] = {"scale": config.query_scalar**-0.5, "bias": config.bias, "output_std": None}
     rotary = rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
-    given |= {} if window is None else {"rotary": rotary}
-    given |= head_norms(config, offset=1.0)
-    attended = attention(config, window=window, **given | options, key=mixer)
+    arguments |= {} if window is None else {"rotary": rotary}
+    arguments |= head_norms(config, offset=1.0)
+    attended = attention(config, window=window, **arguments | options, key=mixer)
     gated = gated_mlp(config, output_std=None, key=feed_forward)
     return four_norm_block(config, as_mixer(attended), gated, offset=1.0)
 
@@ -93,7 +95,7 @@ _PRESETS = {
     "gemma3-27b": _gemma3(5376, 62, 32, 16, 21_504, head_dim=128, query_scalar=168, scaling=_LONG),
 }
 
-# What the smaller ones leave out, each by its own choice.
+# Attributes that the configurations of the smaller models leave out.
 GEMMA3_MISSING = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 GEMMA3_MISSING |= {"num_attention_heads": 8, "rms_norm_eps": 1e-6, "max_position_embeddings": 131_072}
 

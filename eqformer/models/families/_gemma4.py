@@ -83,7 +83,7 @@ class Gemma4Config(DecoderConfig):
 
 
 class Kind(NamedTuple):
-    """What a layer is: its window, and under which names it shares or reads keys and values."""
+    """A kind of layer: its window, and the names under which it shares or reads keys and values."""
 
     window: int | None
     shares: str | None = None
@@ -91,24 +91,24 @@ class Kind(NamedTuple):
 
 
 def kinds_of(config: Gemma4Config) -> list[Kind]:
-    """Of each layer its kind; raises a `ValueError` where layers would read keys that none before them has."""
-    windows, own = windows_of(config), config.layers - config.reading_layers
+    """Return the kind of each layer; raises a `ValueError` where layers would read keys that no earlier layer has."""
+    windows, count = windows_of(config), config.layers - config.reading_layers
     names = ["global" if window is None else "window" for window in windows]
-    if missing := {*names[own:]} - {*names[:own]}:
+    if missing := {*names[count:]} - {*names[:count]}:
         raise ValueError(
             f"Gemma4Config(layers={config.layers}, reading_layers={config.reading_layers}): later layers read keys of "
-            f"{' and '.join(sorted(missing))} ones, and the first {max(own, 0)} have none; let fewer read."
+            f"{' and '.join(sorted(missing))} ones, and the first {max(count, 0)} have none; let fewer read."
         )
-    last = {name: layer for layer, name in enumerate(names[:own])} if config.reading_layers else {}
+    last = {name: layer for layer, name in enumerate(names[:count])} if config.reading_layers else {}
     kinds = [
-        Kind(window, shares=name if last.get(name) == layer and name in names[own:] else None)
-        for layer, (window, name) in enumerate(zip(windows[:own], names[:own]))
+        Kind(window, shares=name if last.get(name) == layer and name in names[count:] else None)
+        for layer, (window, name) in enumerate(zip(windows[:count], names[:count]))
     ]
-    return kinds + [Kind(window, reads=name) for window, name in zip(windows[own:], names[own:])]
+    return kinds + [Kind(window, reads=name) for window, name in zip(windows[count:], names[count:])]
 
 
 def unread(config: Any) -> tuple[str, ...]:
-    """How names begin of arrays that are published of layers which read others' keys, and that nothing reads."""
+    """Return prefixes of published arrays that nothing reads: key and value maps of layers that read others' keys."""
     layers = range(config.layers - config.reading_layers, config.layers)
     return tuple(f"model.layers.{layer}.self_attn.{part}_" for layer in layers for part in "kv")
 
@@ -120,52 +120,55 @@ class GlobalWindows(Windows):
         super().__init__(512, lambda _, layers: all_but_every(6, layers))
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Both fields."""
-        found, last = super().read(published), layers_of(published) - 1
-        return found | {"window_layers": tuple(layer for layer in found["window_layers"] if layer != last)}
+        """Return both fields."""
+        fields, last = super().read(published), layers_of(published) - 1
+        return fields | {"window_layers": tuple(layer for layer in fields["window_layers"] if layer != last)}
 
 
 class GlobalHeads(Entry):
-    """Size and number of the key heads of layers without a window, said at once or layer by layer."""
+    """The size and number of key heads in layers without a window, stated once or layer by layer."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`global_head_dim`, `global_kv_heads` and `keys_as_values`; refuse layers that differ otherwise."""
+        """Return `global_head_dim`, `global_kv_heads` and `keys_as_values`; refuse layers that differ otherwise."""
         size, shared = published.read("global_head_dim", Size, 512), published.flag("attention_k_eq_v", False)
-        own = published.read("num_key_value_heads", Size, 4)
-        heads = published.read("num_global_key_value_heads", Size, own) if shared else own
+        kv_heads = published.read("num_key_value_heads", Size, 4)
+        heads = published.read("num_global_key_value_heads", Size, kv_heads) if shared else kv_heads
         if by_layer := published.nested("per_layer_config"):
             windows = GlobalWindows().read(published)["window_layers"]
-            others = [str(layer) for layer in range(layers_of(published)) if layer not in windows]
-            said = next(iter(by_layer.values()))
-            known = isinstance(said, dict) and not {*said} - {"head_dim", "num_key_value_heads"}
+            global_layers = [str(layer) for layer in range(layers_of(published)) if layer not in windows]
+            stated = next(iter(by_layer.values()))
+            known = isinstance(stated, dict) and not {*stated} - {"head_dim", "num_key_value_heads"}
             listed = {str(layer).lstrip("0") or "0" for layer in by_layer}
-            if not known or listed != {*others} or any(its != said for its in by_layer.values()):
-                published.refuse(f"per_layer_config={by_layer}: layers {others}, without a window, must be alike.")
-            within = PublishedConfig(said, f"{published.source}: per_layer_config")
+            is_alike = all(attributes == stated for attributes in by_layer.values())
+            if not known or listed != {*global_layers} or not is_alike:
+                published.refuse(
+                    f"per_layer_config={by_layer}: layers {global_layers}, without a window, must be alike."
+                )
+            within = PublishedConfig(stated, f"{published.source}: per_layer_config")
             size = within.read("head_dim", Size, published.read("head_dim", Size, 256))
-            heads = within.read("num_key_value_heads", Size, own)
+            heads = within.read("num_key_value_heads", Size, kv_heads)
         return {"global_head_dim": size, "global_kv_heads": heads, "keys_as_values": shared}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """For all layers at once, as it is published, where transformers reads it so."""
-        said = {"global_head_dim": config.global_head_dim, "attention_k_eq_v": config.keys_as_values}
+        """Return the attributes for all layers at once, as they are published, where transformers reads them so."""
+        attributes = {"global_head_dim": config.global_head_dim, "attention_k_eq_v": config.keys_as_values}
         if config.keys_as_values:
-            return said | {"num_global_key_value_heads": config.global_kv_heads}
+            return attributes | {"num_global_key_value_heads": config.global_kv_heads}
         alike = {"head_dim": config.global_head_dim, "num_key_value_heads": config.global_kv_heads}
         layers = {str(layer): alike for layer in range(config.layers) if layer not in config.window_layers}
-        return said | ({} if config.global_kv_heads == config.kv_heads else {"per_layer_config": layers})
+        return attributes | ({} if config.global_kv_heads == config.kv_heads else {"per_layer_config": layers})
 
 
 class LayerVectors(Entry):
     """A vector of each token for each layer (E2B, E4B), of channels that are 0 where there is none."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`input_mlp` and, where there are vectors, `input_vocab`."""
+        """Return `input_mlp` and, where there are vectors, `input_vocab`."""
         channels, ids = published.read(*_CHANNELS), published.read(*_IDS)
         return {"input_mlp": channels, "input_vocab": ids} if channels else {}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Channels and, where there are vectors, ids."""
+        """Return the channels and, where there are vectors, the number of ids."""
         return {_CHANNELS[0]: config.input_mlp} | ({_IDS[0]: config.input_vocab} if config.input_mlp else {})
 
 
@@ -174,27 +177,27 @@ _CHANNELS, _IDS = ("hidden_size_per_layer_input", OptionalSize, 256), ("vocab_si
 
 @dataclasses.dataclass(frozen=True)
 class MaybeExperts(Entry):
-    """Experts beside the dense layers, where they are switched on."""
+    """Experts beside the dense layers, if they are switched on."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`experts`, `top_k` and `expert_mlp`."""
+        """Return `experts`, `top_k` and `expert_mlp`."""
         names = {"experts": "num_experts", "top_k": "top_k_experts", "expert_mlp": "moe_intermediate_size"}
         if published.flag("enable_moe_block", False):
-            return {own: published.read(its, Size) for own, its in names.items()}
-        for its in names.values():
-            published.take(its, None)
+            return {field: published.read(attribute, Size) for field, attribute in names.items()}
+        for attribute in names.values():
+            published.take(attribute, None)
         return {}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The switch, and what it switches on."""
+        """Return the switch, and what it switches on."""
         if not config.experts:
             return {"enable_moe_block": False}
-        said = {
+        attributes = {
             "num_experts": config.experts,
             "top_k_experts": config.top_k,
             "moe_intermediate_size": config.expert_mlp,
         }
-        return {"enable_moe_block": True} | said
+        return {"enable_moe_block": True} | attributes
 
 
 _DENSE, _MIXED = "feed_forward.layer.dense", "feed_forward.layer.routed"
@@ -231,8 +234,8 @@ GEMMA4_WEIGHTS = (
 
 
 def _gemma4(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, period: int, **more: Any) -> Gemma4Config:
-    given: dict[str, Any] = {"window_layers": all_but_every(period, layers), "logit_softcap": 30.0}
-    return Gemma4Config(262_144, embed, layers, heads, kv_heads, mlp, **given | more)
+    fields: dict[str, Any] = {"window_layers": all_but_every(period, layers), "logit_softcap": 30.0}
+    return Gemma4Config(262_144, embed, layers, heads, kv_heads, mlp, **fields | more)
 
 
 _BYTE: dict[str, Any] = {"window": 64, "window_layers": (0, 1, 2), "head_dim": 16, "global_head_dim": 32}
@@ -253,7 +256,7 @@ PRESETS: Mapping[str, Gemma4Config] = {
 
 
 def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
-    """A Gemma 4 with random weights."""
+    """Return a Gemma 4 with random weights."""
     gelu: dict[str, Any] = {"output_std": None}
 
     def mixer(kind: Kind, key: Key[Array, ""]) -> Residual:
@@ -263,14 +266,14 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
         if window is None:
             size, heads = config.global_head_dim, config.global_kv_heads
             rotary = rotary_of(config, size, "global_head_dim", scaling=config.scaling)
-        own = lambda **options: RMSNorm("head_dim", head_dim=size, eps=config.eps, **options)
+        head_norm = lambda **options: RMSNorm("head_dim", head_dim=size, eps=config.eps, **options)
         options: dict[str, Any] = {"head_dim": size, "kv_heads": heads, "rotary": rotary, "scale": 1.0}
-        options |= {"query_norm": own(), "bias": config.bias}
+        options |= {"query_norm": head_norm(), "bias": config.bias}
         if reads:
             mask = causal() if window is None else sliding_window(window)
             attended = CrossLayerAttention(embed=config.embed, heads=config.heads, mask=mask, **options, key=key)
         else:
-            options |= {"key_norm": own(), "value_norm": own(scale=False)}
+            options |= {"key_norm": head_norm(), "value_norm": head_norm(scale=False)}
             options["keys_as_values"] = config.keys_as_values and window is None
             attended = attention(config, window=window, output_std=None, **options, key=key)
         return Residual(attended, norm(config), output_norm=norm(config), shares=shares, reads=reads)
@@ -289,12 +292,12 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
 
     def block(kind: Kind, key: Key[Array, ""]) -> Block:
         first, second, third = jax.random.split(key, 3)
-        given = None
+        gate = None
         if config.input_mlp:
-            given = PerLayerGate(embed=config.embed, mlp=config.input_mlp, activation=bend(config), key=third)
-            given = Residual(given, output_norm=norm(config))
+            gate = PerLayerGate(embed=config.embed, mlp=config.input_mlp, activation=bend(config), key=third)
+            gate = Residual(gate, output_norm=norm(config))
         is_wide = config.widens_reading and kind.reads is not None
-        return Block(mixer(kind, first), fed(is_wide, second), jnp.ones((), jnp.float32), given)
+        return Block(mixer(kind, first), fed(is_wide, second), jnp.ones((), jnp.float32), gate)
 
     layers, inputs = jax.random.split(key)
     ends: dict[str, Any] = {"embedding_scale": config.embed**0.5, "logit_softcap": config.logit_softcap}

@@ -26,7 +26,7 @@ class GLM4Config(DecoderConfig):
 
 
 def build_glm4(config: GLM4Config, *, key: Key[Array, ""]) -> Transformer:
-    """A GLM-4 with random weights."""
+    """Return a GLM-4 with random weights."""
     rotary = part_rotary(config, interleaved=True)
 
     def block(_: None, key: Key[Array, ""]) -> Block:

@@ -53,7 +53,7 @@ class GLM4MoEConfig(DecoderConfig):
 
 
 def build_glm4_moe(config: GLM4MoEConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A GLM-4.5 with random weights."""
+    """Return a GLM-4.5 with random weights."""
     rotary = part_rotary(config)
     router = {"normalise": config.normalise, **BIASED_SIGMOIDS}
 

@@ -34,12 +34,12 @@ class GLMMoEDSAConfig(DeepSeekV32Config):
 
 
 def build_glm_moe_dsa(config: GLMMoEDSAConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A GLM-5 with random weights, whose indexers turn neighbouring channels."""
+    """Return a GLM-5 with random weights, whose indexers turn neighbouring channels."""
     return build_deepseek_v32(config, index_interleaved=True, kinds=_kinds(config), key=key)
 
 
 def _kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together]:
-    """Each layer with an indexer, and together with it those that read its choice."""
+    """Return each layer with an indexer together with the layers that read its choice."""
     rows: list[list[LatentKind]] = []
     for layer, is_mixture in enumerate(config.mixtures):
         if layer not in config.reading_layers:
@@ -58,26 +58,26 @@ class ReadingLayers(Entry):
     """`indexer_types`, or what a list is made from where there is none: a pattern of letters, or a period."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`reading_layers`; refuse other kinds, lists of another length, and a first layer that reads."""
-        layers, said = layers_of(published), published.listed("indexer_types", str)
+        """Return `reading_layers`; refuse other kinds, lists of another length, and a first layer that reads."""
+        layers, types = layers_of(published), published.listed("indexer_types", str)
         pattern = published.read("index_topk_pattern", str | list[str], None)
         period = published.count("index_topk_freq", 1, least=0)
         first = published.count("index_skip_topk_offset", 2, least=0)
-        if said is None and isinstance(pattern, str):
-            said = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
-        if said is None and isinstance(pattern, list):
-            said = pattern
-        if said is None:
+        if types is None and isinstance(pattern, str):
+            types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+        if types is None and isinstance(pattern, list):
+            types = pattern
+        if types is None:
             chooses = [max(layer - first + 1, 0) % max(period, 1) == 0 for layer in range(layers)]
-            said = ["full" if its else "shared" for its in chooses]
-        if len(said) != layers or {*said} - {"full", "shared"} or said[0] != "full":
+            types = ["full" if chooses_keys else "shared" for chooses_keys in chooses]
+        if len(types) != layers or {*types} - {"full", "shared"} or types[0] != "full":
             published.refuse(
-                f"indexer_types={said} must name {layers} layers, 'full' or 'shared', and the first 'full'."
+                f"indexer_types={types} must name {layers} layers, 'full' or 'shared', and the first 'full'."
             )
-        return {"reading_layers": tuple(layer for layer, kind in enumerate(said) if kind == "shared")}
+        return {"reading_layers": tuple(layer for layer, kind in enumerate(types) if kind == "shared")}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The list."""
+        """Return the list."""
         return {"indexer_types": ["shared" if n in config.reading_layers else "full" for n in range(config.layers)]}
 
 

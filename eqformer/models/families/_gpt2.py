@@ -95,7 +95,7 @@ class GPT2Config(ModelConfig):
 
 
 def build_gpt2(config: GPT2Config, *, key: Key[Array, ""]) -> Transformer:
-    """A GPT-2 with random weights."""
+    """Return a GPT-2 with random weights."""
     embed, mlp = config.embed, config.mlp or 4 * config.embed
     if embed % config.heads:
         raise ValueError(f"GPT2Config(embed={embed}, heads={config.heads}): heads must divide embed.")

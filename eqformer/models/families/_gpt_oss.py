@@ -46,7 +46,7 @@ class GPTOSSConfig(DecoderConfig):
 
 
 def build_gpt_oss(config: GPTOSSConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A gpt-oss with random weights."""
+    """Return a gpt-oss with random weights."""
 
     def expert(key: Key[Array, ""]) -> GatedMLP:
         options: dict[str, Any] = {"bias": True, "limit": config.limit, "offset": 1.0}

@@ -37,7 +37,7 @@ class GraniteConfig(DecoderConfig):
 
 
 def build_granite(config: GraniteConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Granite with random weights."""
+    """Return a Granite with random weights."""
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
@@ -90,7 +90,7 @@ class _Divisor(Attribute):
     """A number that is not 0."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """The field's value."""
+        """Return the field's value."""
         found = super().read(published)
         if found[self.name] == 0:
             published.refuse(f"{self.published}={found[self.name]}: logits are divided by it; give another number.")

@@ -39,7 +39,7 @@ class GraniteHybridConfig(NetSizes, GraniteConfig):
 
 
 def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Granite 4 with random weights."""
+    """Return a Granite 4 with random weights."""
     rotary = rotary_of(config, config.head_size, scaling=config.scaling) if config.rotary else None
 
     def fed(key: Key[Array, ""]) -> MoE | GatedMLP:

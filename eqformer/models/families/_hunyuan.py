@@ -27,7 +27,7 @@ class HunyuanConfig(DecoderConfig):
 
 
 def build_hunyuan(config: HunyuanConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A dense Hunyuan with random weights."""
+    """Return a dense Hunyuan with random weights."""
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
@@ -41,18 +41,18 @@ class AlphaRotaryPositions(RotaryPositions):
     """Rotary positions whose `dynamic` scaling with an `alpha` is a larger base, whatever the length."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`theta` and `scaling`."""
-        given = either_rotary_parameters(published)
-        if given.get("rope_type", given.get("type")) != "dynamic" or given.get("alpha") is None:
+        """Return `theta` and `scaling`."""
+        parameters = either_rotary_parameters(published)
+        if parameters.get("rope_type", parameters.get("type")) != "dynamic" or parameters.get("alpha") is None:
             return super().read(published)
-        if left := unknown_parameters({name: value for name, value in given.items() if name not in _OWN}):
-            published.refuse(f"rope_type='dynamic' with an alpha has attributes that are not known: {left}.")
+        if unknown := unknown_parameters({name: value for name, value in parameters.items() if name not in _OWN}):
+            published.refuse(f"rope_type='dynamic' with an alpha has attributes that are not known: {unknown}.")
         theta = published.read("rope_theta", Positive, self.theta)
-        theta = theta if given.get("rope_theta") is None else given["rope_theta"]
-        return {"theta": theta, "scaling": NTKScaling(given["alpha"])}
+        theta = theta if parameters.get("rope_theta") is None else parameters["rope_theta"]
+        return {"theta": theta, "scaling": NTKScaling(parameters["alpha"])}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The older attributes."""
+        """Return the older attributes."""
         if not isinstance(config.scaling, NTKScaling):
             return super().write(config)
         said = {"rope_type": "dynamic", "type": "dynamic", "alpha": config.scaling.alpha, "factor": 1.0}

@@ -21,10 +21,10 @@ from ._mixtures import mixture
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HunyuanMoEConfig(DecoderConfig):
-    """The config of a Hunyuan with experts; `mlp` is an expert's width, and that of the one that every token has."""
+    """The config of a Hunyuan with experts; `mlp` is the width of an expert and of the shared expert."""
 
     top_ks: tuple[Size, ...]
-    """Of each layer the experts of a token."""
+    """The number of experts that each token chooses, for each layer."""
     experts: Size = 64
     """Experts of a layer."""
     eps: NotNegative = 1e-5
@@ -39,12 +39,12 @@ class HunyuanMoEConfig(DecoderConfig):
 
     @property
     def top_k(self) -> int:
-        """The most experts that a token has in a layer."""
+        """The largest number of experts that a token chooses in a layer."""
         return max(self.top_ks)
 
 
 def build_hunyuan_moe(config: HunyuanMoEConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Hunyuan with experts and random weights."""
+    """Return a Hunyuan with experts and random weights."""
     expert = lambda key: gated_mlp(config, key=key)
 
     def block(top_k: int, key: Key[Array, ""]) -> Block:
@@ -58,20 +58,20 @@ def build_hunyuan_moe(config: HunyuanMoEConfig, *, key: Key[Array, ""]) -> Trans
 
 
 class _ForEachLayer(Entry):
-    """What is said once or layer by layer: how many experts a token has, and which the family has alike in all."""
+    """Attributes that are stated once or layer by layer: the number of a token's experts, and others."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`top_ks`; refuse other shared experts than one as wide as the experts."""
+        """Return `top_ks`; refuse other shared experts than one as wide as the experts."""
         layers, width = layers_of(published), published.read("intermediate_size", Size)
         for name, only in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
-            said = published.read(name, Size | list[Size], only)
-            if {*(said if isinstance(said, list) else [said])} != {only}:
-                published.refuse(f"{name}={said} is not supported for this family, which has {only} in every layer.")
-        said = published.read("moe_topk", Size | list[Size], 1)
-        return {"top_ks": tuple(said) if isinstance(said, list) else (said,) * layers}
+            stated = published.read(name, Size | list[Size], only)
+            if {*(stated if isinstance(stated, list) else [stated])} != {only}:
+                published.refuse(f"{name}={stated} is not supported for this family, which has {only} in every layer.")
+        stated = published.read("moe_topk", Size | list[Size], 1)
+        return {"top_ks": tuple(stated) if isinstance(stated, list) else (stated,) * layers}
 
     def write(self, config: HunyuanMoEConfig) -> dict[str, Any]:
-        """How many experts a token has."""
+        """Return the number of experts that each token chooses."""
         return {"moe_topk": list(config.top_ks) if len({*config.top_ks}) > 1 else config.top_k}
 
 

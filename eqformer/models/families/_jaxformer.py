@@ -67,7 +67,7 @@ class JAXformerConfig(ModelConfig):
 
 
 def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A JAXformer with random weights."""
+    """Return a JAXformer with random weights."""
     embed, mlp = config.embed, config.mlp or 4 * config.embed
     if embed % config.heads:
         raise ValueError(f"JAXformerConfig(embed={embed}, heads={config.heads}): heads must divide embed.")
@@ -81,10 +81,10 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transfor
 
     def mixed(key: Key[Array, ""]) -> MoE:
         router, experts, shared = jax.random.split(key, 3)
-        given: dict[str, Any] = {"dispatch": Capacity(config.capacity), "balance": {"normalise": True}}
-        given |= {"shared": dense(shared, config.shared) if config.shared else None}
-        given |= {"score": "sigmoid", "normalise": True, "bias": True}
-        return mixture(config, dense, **given, router=router, experts=experts)
+        arguments: dict[str, Any] = {"dispatch": Capacity(config.capacity), "balance": {"normalise": True}}
+        arguments |= {"shared": dense(shared, config.shared) if config.shared else None}
+        arguments |= {"score": "sigmoid", "normalise": True, "bias": True}
+        return mixture(config, dense, **arguments, router=router, experts=experts)
 
     def layer(rotary: Rotary | None, key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
@@ -99,10 +99,10 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transfor
         kinds = (rotary,) * (config.layers_per_block - 1) + (None,)
         return SuperBlock(tuple(map(layer, kinds, jax.random.split(key, config.layers_per_block))))
 
-    embedding, stack = jax.random.split(key)
+    embedding_key, stack_key = jax.random.split(key)
     return Transformer(
-        embedding=Embedding(vocab=config.vocab, embed=embed, key=embedding),
-        stacks=(Stack(block, config.blocks, key=stack),),
+        embedding=Embedding(vocab=config.vocab, embed=embed, key=embedding_key),
+        stacks=(Stack(block, config.blocks, key=stack_key),),
         norm=norm(),
     )
 

@@ -20,7 +20,7 @@ from ._mixtures import BIASED_SIGMOIDS, mixture_beside_shared
 
 
 def _of_nets(published: PublishedConfig) -> PublishedConfig:
-    """What the published configurations say of nets; transformers has attributes for it."""
+    """Return what published configurations state of delta nets, for which transformers has other attributes."""
     return PublishedConfig(published.nested("linear_attn_config"), f"{published.source}, linear_attn_config")
 
 
@@ -34,21 +34,23 @@ class _Net(Entry):
     )
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """The three."""
+        """Return the three fields."""
         nested = _of_nets(published)
         for name in ("full_attn_layers", "kda_layers"):  # other entries say what they mean
             nested.listed(name, Size)
-        found = {own: nested.count(its, published.count(name, default)) for own, name, its, default in self.names}
+        fields = {
+            field: nested.count(inner, published.count(name, default)) for field, name, inner, default in self.names
+        }
         nested.finish()
-        return found
+        return fields
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The attributes of transformers."""
+        """Return the attributes of transformers."""
         return {name: getattr(config, own) for own, name, _, _ in self.names}
 
 
 def _attention(published: PublishedConfig, layers: int) -> tuple[int, ...]:
-    """The layers with attention where no types are listed: those of the older list, or every fourth but the first."""
+    """Return the layers with attention where no types are listed: those of the older list, or every fourth layer."""
     said = _of_nets(published).listed("full_attn_layers", Size)
     return tuple(range(4, layers, 4)) if said is None else tuple(number - 1 for number in said)
 
@@ -137,7 +139,7 @@ class KimiLinearConfig(SigmoidLatentConfig):
 
 
 def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Kimi Linear with random weights."""
+    """Return a Kimi Linear with random weights."""
     router = {"normalise": config.normalise, **BIASED_SIGMOIDS}
     # Some channels of keys are one for all heads, as where they are rotated; here none turns.
     still = dataclasses.replace(config, scaling=ProportionalScaling(0.0))

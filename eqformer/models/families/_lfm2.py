@@ -21,7 +21,7 @@ class LFM2Config(ConvConfig):
 
 
 def build_lfm2(config: LFM2Config, *, key: Key[Array, ""]) -> Transformer:
-    """An LFM2 with random weights."""
+    """Return an LFM2 with random weights."""
 
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
@@ -35,7 +35,7 @@ class _Width(Entry):
     """Hidden features, which may be said as those of a layer without gates, of which two thirds are then meant."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`mlp`."""
+        """Return `mlp`."""
         width = published.read("block_ff_dim", Size, published.read("intermediate_size", Size, 12_288))
         multiple = published.count("block_multiple_of", 256)
         factor = published.nullable("block_ffn_dim_multiplier", 1.0)
@@ -46,7 +46,7 @@ class _Width(Entry):
         return {"mlp": published.checked("block_ffn_dim_multiplier: hidden features", width, Size)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The width as it is."""
+        """Return the width as it is."""
         return {"intermediate_size": config.mlp, "block_auto_adjust_ff_dim": False}
 
 

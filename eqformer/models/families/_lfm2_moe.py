@@ -40,7 +40,7 @@ class LFM2MoEConfig(ConvConfig):
 
 
 def build_lfm2_moe(config: LFM2MoEConfig, *, key: Key[Array, ""]) -> Transformer:
-    """An LFM2 with experts, with random weights."""
+    """Return an LFM2 with experts, with random weights."""
     chosen: dict[str, Any] = {"score": "sigmoid", "balanced": config.biased, "scale": config.scale}
     chosen |= {"normalise": config.normalise, "normalise_eps": 1e-6}
 

@@ -26,7 +26,7 @@ class LlamaConfig(DecoderConfig):
 
 
 def build_llama(config: LlamaConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Llama with random weights."""
+    """Return a Llama with random weights."""
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

@@ -52,21 +52,21 @@ class Llama4Config(DecoderConfig):
     moe_layers: tuple[Index, ...]
     """The numbers of the layers with experts."""
     no_rotary_layers: tuple[Index, ...]
-    """Those without rotary positions, whose scores grow by `LogTemperature`."""
+    """The numbers of the layers without rotary positions, whose scores grow by `LogTemperature`."""
     full_layers: tuple[Index, ...]
-    """Those that see whole rows."""
+    """The numbers of the layers that see whole rows."""
     experts: Size = 16
     """Experts of a layer."""
     top_k: Size = 1
     """Experts of a token."""
     chunk: Length | None = 8192
-    """The tokens of a chunk, within which the other layers see."""
+    """The tokens of a chunk; the other layers see only within a chunk."""
     qk_norm: bool = True
     """Whether rotated layers have norms of queries and keys."""
     temperature: Number = 0.1
     """The factor of `LogTemperature`."""
     temperature_every: Length = 8192
-    """After how many tokens it grows."""
+    """The number of tokens after which scores grow."""
     head_dim: Size = 128
     theta: Positive = 500_000.0
     eps: NotNegative = 1e-5
@@ -85,14 +85,14 @@ class Llama4Config(DecoderConfig):
 
     @property
     def kinds(self) -> tuple[tuple[bool, bool, bool], ...]:
-        """Of each layer whether it has rotary positions, sees whole rows, and has experts."""
+        """For each layer, whether it has rotary positions, sees whole rows, and has experts."""
         return tuple(
             (n not in self.no_rotary_layers, n in self.full_layers, n in self.moe_layers) for n in range(self.layers)
         )
 
 
 def build_llama4(config: Llama4Config, *, key: Key[Array, ""]) -> Transformer:
-    """A Llama 4 with random weights."""
+    """Return a Llama 4 with random weights."""
     sharper = LogTemperature(config.temperature_every, config.temperature) if config.temperature else None
 
     def experts(key: Key[Array, ""]) -> MoE:

@@ -30,7 +30,7 @@ class Mamba2Config(NetSizes, ModelConfig):
 
 
 def build_mamba2(config: Mamba2Config, *, key: Key[Array, ""]) -> Transformer:
-    """A Mamba-2 with random weights."""
+    """Return a Mamba-2 with random weights."""
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         return Block(Residual(mamba2(config, key, activation=bend(config)), norm(config)))

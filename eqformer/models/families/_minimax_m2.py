@@ -38,7 +38,7 @@ class MiniMaxM2Config(DecoderConfig):
 
 
 def build_minimax_m2(config: MiniMaxM2Config, *, key: Key[Array, ""]) -> Transformer:
-    """A MiniMax-M2 with random weights."""
+    """Return a MiniMax-M2 with random weights."""
     rotary = part_rotary(config)
     router = {"score": "sigmoid", "normalise": True, "balanced": True, "jitter": config.jitter}
 
@@ -56,7 +56,7 @@ class _Rotated(RotaryFraction):
     """The part of a head that is rotated, which published configurations say as a number of channels."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`rotary_fraction`; that which is said as a fraction comes first."""
+        """Return `rotary_fraction`; that which is said as a fraction comes first."""
         channels, head_dim = published.read("rotary_dim", Size, None), published.read("head_dim", Size, 128)
         return RotaryFraction(self.default if channels is None else channels / head_dim).read(published)
 

@@ -33,12 +33,12 @@ class Ministral3Config(DecoderConfig):
 
 
 def growth_of(config: Ministral3Config) -> LogTemperature | None:
-    """What queries are multiplied by."""
+    """Return the factor of queries, which grows with their position."""
     return LogTemperature(config.growth_every, config.growth, offset=0) if config.growth else None
 
 
 def build_ministral3(config: Ministral3Config, *, key: Key[Array, ""]) -> Transformer:
-    """A Ministral 3 with random weights."""
+    """Return a Ministral 3 with random weights."""
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

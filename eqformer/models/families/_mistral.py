@@ -25,7 +25,7 @@ class MistralConfig(DecoderConfig):
 
 
 def build_mistral(config: MistralConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Mistral with random weights."""
+    """Return a Mistral with random weights."""
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

@@ -44,7 +44,7 @@ class Mistral4Config(LatentConfig):
 
 
 def build_mistral4(config: Mistral4Config, *, key: Key[Array, ""]) -> Transformer:
-    """A Mistral 4 with random weights."""
+    """Return a Mistral 4 with random weights."""
     options: dict[str, Any] = {"router": {"normalise": config.normalise, "group_score": "top2"}, "balance": {}}
     growth = LogTemperature(config.growth_every, config.growth, offset=0) if config.growth else None
     options["options"] = lambda kind, key: {"temperature": growth}
@@ -55,15 +55,15 @@ class _RotatedPart(Entry):
     """The part of a head that is rotated, which its sizes say too."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Nothing; refuse another part."""
-        rotated, rest = published.read("qk_rope_head_dim", Size), published.read("qk_nope_head_dim", Size)
-        part = published.read("partial_rotary_factor", Fraction, rotated / (rotated + rest))
-        if int((rotated + rest) * part) != rotated:
-            published.refuse(f"partial_rotary_factor={part}: {rotated} of {rotated + rest} channels are rotated.")
+        """Return no field; refuse another part."""
+        rotated, unrotated = published.read("qk_rope_head_dim", Size), published.read("qk_nope_head_dim", Size)
+        part = published.read("partial_rotary_factor", Fraction, rotated / (rotated + unrotated))
+        if int((rotated + unrotated) * part) != rotated:
+            published.refuse(f"partial_rotary_factor={part}: {rotated} of {rotated + unrotated} channels are rotated.")
         return {}
 
     def write(self, config: Mistral4Config) -> dict[str, Any]:
-        """Nothing."""
+        """Return no attribute."""
         return {}
 
 

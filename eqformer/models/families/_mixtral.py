@@ -37,7 +37,7 @@ class MixtralConfig(DecoderConfig):
 
 
 def build_mixtral(config: MixtralConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Mixtral with random weights."""
+    """Return a Mixtral with random weights."""
     dispatch = Dropless() if config.capacity is None else Capacity(config.capacity)
 
     def block(_: None, key: Key[Array, ""]) -> Block:

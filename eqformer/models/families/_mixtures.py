@@ -1,4 +1,4 @@
-"""What published mixtures share: how they are built, attributes of configurations, and names of arrays."""
+"""Builders and tables that published mixtures of experts share: attributes of configurations, names of arrays."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -30,20 +30,20 @@ from ._decoder import gated_mlp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenMoEConfig(DecoderConfig):
-    """What the configs of Qwen's mixtures have in common."""
+    """Base class of the configs of Qwen's mixtures."""
 
     expert_mlp: Size
     """Hidden features of an expert."""
     experts: Size
-    """Experts of a layer."""
+    """The number of experts of a layer."""
     top_k: Size
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     normalise: bool
-    """Whether a token's weights add up to 1."""
+    """Whether the weights of a token's experts are normalized to add up to 1."""
     dense_layers: tuple[Index, ...] = ()
     """The numbers of layers without experts."""
     moe_every: Size = 1
-    """Of the others, every how many have some."""
+    """The distance between layers with experts, among all others."""
     theta: Positive = 1_000_000.0
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
@@ -63,20 +63,20 @@ def mixture(
     experts: Key[Array, ""],
     **options: Any,
 ) -> MoE:
-    """A mixture of experts by a config.
+    """Return a mixture of experts by a config.
 
     Args:
-        config: Has the numbers of experts and of those a token has, and the weight of the balance loss.
-        expert: `expert(key)`, which builds one.
-        shared: A layer that every token has beside its experts.
-        dispatch: How tokens reach experts.
+        config: A config with the numbers of experts and of a token's experts, and the weight of the balance loss.
+        expert: A function `expert(key)` that builds an expert.
+        shared: A layer that every token passes through beside its experts.
+        dispatch: The way in which tokens reach experts.
         balance: Further arguments of `LoadBalance`.
         weighs_inputs: Whether weights multiply the experts' inputs.
-        expert_norm: A norm of what experts read.
-        latent: The maps to what they read, and from what they give.
+        expert_norm: A norm of the experts' inputs.
+        latent: The maps into the experts' latent inputs, and out of their latent outputs.
         router: The key of the router.
         experts: The key of the experts.
-        **options: Further arguments of the router, which come first.
+        **options: Further arguments of the router, which take precedence.
     """
     sizes: dict[str, Any] = {"embed": config.embed, "experts": config.experts, "top_k": config.top_k}
     return MoE(
@@ -93,7 +93,7 @@ def mixture(
 
 
 def mixture_beside_gated_shared(config: Any, key: Key[Array, ""]) -> MoE:
-    """Small experts beside a shared one, of which each token takes as much as it wants (Qwen2-MoE)."""
+    """Return small experts beside a shared expert with a gate for each token (Qwen2-MoE)."""
     router, experts, shared, gate = jax.random.split(key, 4)
     return mixture(
         config,
@@ -106,7 +106,7 @@ def mixture_beside_gated_shared(config: Any, key: Key[Array, ""]) -> MoE:
 
 
 def mixture_beside_shared(config: Any, key: Key[Array, ""], *, balance: Mapping[str, Any] = {}, **options: Any) -> MoE:
-    """Small experts, of groups, beside some that every token has (DeepSeek); `options` are the router's."""
+    """Return small experts in groups beside shared experts (DeepSeek); `options` are arguments of the router."""
     router, experts, shared = jax.random.split(key, 3)
     return mixture(
         config,
@@ -122,12 +122,12 @@ def mixture_beside_shared(config: Any, key: Key[Array, ""], *, balance: Mapping[
     )
 
 
-# How DeepSeek-V3 and those after it choose experts: by sigmoids, and a bias for the choice alone.
+# Arguments of the routers of DeepSeek-V3 and its successors: sigmoid scores, and a bias that affects the choice alone.
 BIASED_SIGMOIDS: Mapping[str, Any] = {"score": "sigmoid", "balanced": True, "group_score": "top2"}
 
 
 def which_are_mixtures(config: QwenMoEConfig) -> tuple[bool, ...]:
-    """Which layers have experts: every so many, but those that are named."""
+    """Return for each layer whether it has experts: every `moe_every`-th layer but `dense_layers`."""
     return tuple(
         layer not in config.dense_layers and (layer + 1) % config.moe_every == 0 for layer in range(config.layers)
     )
@@ -135,22 +135,22 @@ def which_are_mixtures(config: QwenMoEConfig) -> tuple[bool, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class DenseLayers(Entry):
-    """The numbers of the layers without experts; none where nothing is said."""
+    """The numbers of the layers without experts; none where the attribute is missing."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`dense_layers`."""
+        """Return `dense_layers`."""
         return {"dense_layers": tuple(published.listed("mlp_only_layers", Index, empty=True) or ())}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The list."""
+        """Return the list."""
         return {"mlp_only_layers": list(config.dense_layers)}
 
 
-class Groups(Count):
-    """A number of groups, of which a null says that there is one."""
+class ExpertGroups(Count):
+    """A number of groups of experts; null stands for one group."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """The field's value."""
+        """Return the field's value."""
         (name,) = self._published
         return {self.name: 1 if published.take(name) is None else published.count(name)}
 
@@ -158,7 +158,7 @@ class Groups(Count):
 def choice_attributes(
     experts: int, top_k: int, *, normalise: bool = False, balance: float = 0.001
 ) -> tuple[Entry, ...]:
-    """How many experts there are, and how they are chosen; given is what transformers takes for what is missing."""
+    """Return the entries for the number of experts and their choice; arguments are transformers' defaults."""
     return (
         Count("experts", ("num_experts", "num_local_experts"), experts),
         Count("top_k", "num_experts_per_tok", top_k),
@@ -168,7 +168,7 @@ def choice_attributes(
 
 
 def mixture_attributes(experts: int, top_k: int, *, normalise: bool = False) -> tuple[Entry, ...]:
-    """The same, with the experts' width, and which layers have them, as Qwen's configurations say it."""
+    """Return the entries of `QwenMoEConfig`; arguments are transformers' defaults."""
     return (
         *choice_attributes(experts, top_k, normalise=normalise),
         Count("expert_mlp", "moe_intermediate_size"),
@@ -177,7 +177,7 @@ def mixture_attributes(experts: int, top_k: int, *, normalise: bool = False) -> 
     )
 
 
-# The fields that `mixture_beside_shared` reads, as DeepSeek's configurations say them.
+# The fields that `mixture_beside_shared` reads, by the attributes of DeepSeek's configurations.
 SHARED_ATTRIBUTES: tuple[Entry, ...] = (
     Count("expert_mlp", "moe_intermediate_size"),
     Count("experts", "n_routed_experts"),
@@ -185,8 +185,8 @@ SHARED_ATTRIBUTES: tuple[Entry, ...] = (
     Count("shared", "n_shared_experts", least=0),
     Attribute("first_dense", "first_k_dense_replace"),
     Attribute("scale", "routed_scaling_factor"),
-    Groups("groups", "n_group"),
-    Groups("kept_groups", "topk_group"),
+    ExpertGroups("groups", "n_group"),
+    ExpertGroups("kept_groups", "topk_group"),
 )
 
 # A `MoE`'s router and its gated experts.
@@ -194,7 +194,7 @@ MIXTURE = (
     Rule(f"{LAYER}mlp.gate.weight", "feed_forward.layer.router.linear.weight"),
     *gated_weights("feed_forward.layer.experts.mlps", prefix=f"{LAYER}mlp.experts.{{expert}}."),
 )
-# The same where a folder has the experts of a layer as one array, gates before ups.
+# The experts where a folder has those of a layer as one array, gates before ups.
 _EXPERTS = "feed_forward.layer.experts.mlps"
 FUSED = (
     Rule(
@@ -202,15 +202,15 @@ FUSED = (
     ),
     Rule(f"{LAYER}mlp.experts.down_proj", f"{_EXPERTS}.down.weight", variant=True),
 )
-# The same with inputs before outputs, where a folder of several kinds of data may have it either way.
-TURNED = tuple(
+# The experts as one array with inputs before outputs; a folder of a multimodal model may have either layout.
+TRANSPOSED = tuple(
     dataclasses.replace(rule, pattern="experts inputs outputs -> experts outputs inputs", axis=2 * rule.axis)
     for rule in FUSED
 )
-# The bias of its choice, and the experts that every token has.
+# The router's bias for the choice of experts, and the shared experts.
 SELECTION_BIAS = Rule(f"{LAYER}mlp.gate.e_score_correction_bias", "feed_forward.layer.router.selection_bias")
 SHARED = gated_weights("feed_forward.layer.shared", prefix=f"{LAYER}mlp.shared_experts.")
-# Its `GatedShared` expert.
+# A `GatedShared` expert.
 GATED_SHARED = (
     *gated_weights("feed_forward.layer.shared.layer", prefix=f"{LAYER}mlp.shared_expert."),
     Rule(f"{LAYER}mlp.shared_expert_gate.weight", "feed_forward.layer.shared.gate.weight"),
@@ -218,14 +218,17 @@ GATED_SHARED = (
 
 
 def stacked_mixture_weights(prefix: str = f"{LAYER}mlp.", *, interleaved: bool) -> tuple[Rule, ...]:
-    """Of a `MoE` whose experts are published as one array, inputs first, gates and ups in turns or in halves."""
-    experts, turned = "feed_forward.layer.experts.mlps", "experts inputs outputs -> experts outputs inputs"
+    """Return the rules for experts that are published as one array with inputs first.
+
+    Gates and ups alternate with `interleaved`, and else are two halves.
+    """
+    experts, transposed = "feed_forward.layer.experts.mlps", "experts inputs outputs -> experts outputs inputs"
     ups = lambda leaf: (f"{experts}.gate.{leaf}", f"{experts}.up.{leaf}")
     return (
         Rule(f"{prefix}router.weight", "feed_forward.layer.router.linear.weight"),
         Rule(f"{prefix}router.bias", "feed_forward.layer.router.linear.bias"),
-        Rule(f"{prefix}experts.gate_up_proj", ups("weight"), turned, axis=2, interleaved=interleaved),
+        Rule(f"{prefix}experts.gate_up_proj", ups("weight"), transposed, axis=2, interleaved=interleaved),
         Rule(f"{prefix}experts.gate_up_proj_bias", ups("bias"), axis=1, interleaved=interleaved),
-        Rule(f"{prefix}experts.down_proj", f"{experts}.down.weight", turned),
+        Rule(f"{prefix}experts.down_proj", f"{experts}.down.weight", transposed),
         Rule(f"{prefix}experts.down_proj_bias", f"{experts}.down.bias"),
     )

@@ -124,9 +124,9 @@ MODERNBERT_WEIGHTS = (
 
 
 def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A ModernBERT with random weights."""
-    size, rest = divmod(config.embed, config.heads)
-    if rest:
+    """Return a ModernBERT with random weights."""
+    size, remainder = divmod(config.embed, config.heads)
+    if remainder:
         raise ValueError(f"ModernBERTConfig(embed={config.embed}, heads={config.heads}): heads must divide embed.")
     norm = lambda: LayerNorm("embed", embed=config.embed, eps=config.eps, bias=config.norm_bias)
 
@@ -135,13 +135,13 @@ def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> Transf
         local = rotary_of(config, size, theta=config.local_theta, scaling=config.local_scaling)
         rotary = rotary_of(config, size, scaling=config.scaling) if is_global else local
         mask = Mask(is_causal=False, window=None if is_global else config.window // 2 + 1)
-        given: dict[str, Any] = {"bias": config.bias, "output_std": damping(config) * config.embed**-0.5}
-        given |= {"embed": config.embed, "heads": config.heads, "head_dim": size, "key": mixer}
-        mixed = Attention(mask=mask, rotary=rotary, **given)
+        arguments: dict[str, Any] = {"bias": config.bias, "output_std": damping(config) * config.embed**-0.5}
+        arguments |= {"embed": config.embed, "heads": config.heads, "head_dim": size, "key": mixer}
+        mixed = Attention(mask=mask, rotary=rotary, **arguments)
         fed = gated_mlp(config, bias=config.mlp_bias, key=feed_forward)
         return Block(Residual(mixed, None if is_first else norm()), Residual(fed, norm()))
 
-    of_decoder, of_dense, of_head = jax.random.split(key, 3)
+    decoder_key, dense_key, head_key = jax.random.split(key, 3)
     kinds = [(layer in config.global_layers, layer == 0) for layer in range(config.layers)]
     dense = PredictionHead(
         norm(),
@@ -149,12 +149,12 @@ def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> Transf
         embed=config.embed,
         bias=config.dense_bias,
         activation=bend(config, "dense_activation"),
-        key=of_dense,
+        key=dense_key,
     )
-    model = decoder(config, block, kinds, final_norm=dense, key=of_decoder)
+    model = decoder(config, block, kinds, final_norm=dense, key=decoder_key)
     if not config.tied:
         sizes = {"embed": config.embed, "vocab": config.vocab}
-        head = Linear("embed -> vocab", bias=config.logit_bias, **sizes, key=of_head)
+        head = Linear("embed -> vocab", bias=config.logit_bias, **sizes, key=head_key)
         return dataclasses.replace(model, embedding_norm=norm(), head=head)
     bias = jnp.zeros(config.vocab, jnp.float32) if config.logit_bias else None
     return dataclasses.replace(model, embedding_norm=norm(), logit_bias=bias)

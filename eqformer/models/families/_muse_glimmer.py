@@ -44,7 +44,7 @@ class MuseGlimmerConfig(DecoderConfig):
 
 
 def build_muse_glimmer(config: MuseGlimmerConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Muse Glimmer with random weights."""
+    """Return a Muse Glimmer with random weights."""
     options: dict[str, Any] = {"scale": config.query_scale * config.head_size**-0.5, "gate": True, "output_std": None}
     options |= head_norms(config, scale=False)
     after = lambda: norm(config, offset=1.0, eps=config.output_eps)
@@ -63,7 +63,7 @@ def build_muse_glimmer(config: MuseGlimmerConfig, *, key: Key[Array, ""]) -> Tra
 
 
 def _from_the_last(layers: int) -> tuple[int, ...]:
-    """The numbers of the last layer and of each fourth before it."""
+    """Return the numbers of the last layer and of each fourth before it."""
     return tuple(range((layers - 1) % 4, layers, 4))
 
 
@@ -71,18 +71,18 @@ class PositionsByLayer(RotaryPositions):
     """Rotary positions of one base, which a list has for each layer, and 0 for those without."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """What the positions are, and `no_rotary_layers`; refuse other bases, which transformers does not turn by."""
-        found, layers = super().read(published), layers_of(published)
-        if (said := published.listed("layer_rope_theta", NotNegative)) is None:
-            return found | {"no_rotary_layers": _from_the_last(layers)}
-        if len(said) != layers or any(theta not in (0, found["theta"]) for theta in said):
+        """Return the fields of the positions and `no_rotary_layers`; refuse other bases, which transformers ignores."""
+        fields, layers = super().read(published), layers_of(published)
+        if (thetas := published.listed("layer_rope_theta", NotNegative)) is None:
+            return fields | {"no_rotary_layers": _from_the_last(layers)}
+        if len(thetas) != layers or any(theta not in (0, fields["theta"]) for theta in thetas):
             published.refuse(
-                f"layer_rope_theta={said} must have for each of {layers} layers their base, {found['theta']}, or 0."
+                f"layer_rope_theta={thetas} must have for each of {layers} layers their base, {fields['theta']}, or 0."
             )
-        return found | {"no_rotary_layers": tuple(layer for layer, theta in enumerate(said) if not theta)}
+        return fields | {"no_rotary_layers": tuple(layer for layer, theta in enumerate(thetas) if not theta)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The older attributes, and the list."""
+        """Return the older attributes, and the list."""
         bases = [0.0 if layer in config.no_rotary_layers else config.theta for layer in range(config.layers)]
         return super().write(config) | {"layer_rope_theta": bases}
 

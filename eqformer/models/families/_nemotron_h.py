@@ -27,7 +27,7 @@ class LayerKinds(Entry):
     """The kind of each layer, as a list of names or, in most published configurations, as a pattern of letters."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`pattern` and `layers`; refuse names that are none, and another number of layers."""
+        """Return `pattern` and `layers`; refuse names that are none, and another number of layers."""
         names, pattern = published.listed("layers_block_type", str), published.text("hybrid_override_pattern", "ME*-")
         if names is not None:
             if unknown := [name for name in names if name not in KINDS]:
@@ -36,7 +36,7 @@ class LayerKinds(Entry):
         return {"pattern": pattern, "layers": published.read("num_hidden_layers", LayerCount, len(pattern))}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The pattern."""
+        """Return the pattern."""
         return {"hybrid_override_pattern": config.pattern, "num_hidden_layers": config.layers}
 
 
@@ -167,7 +167,7 @@ class NemotronHConfig(NetSizes, DecoderConfig):
 
 
 def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Nemotron-H with random weights."""
+    """Return a Nemotron-H with random weights."""
 
     def mlp(width: int, key: Key[Array, ""], *, embed: int = config.embed, bias: bool = config.mlp_bias) -> MLP:
         output_std = damping(config) * width**-0.5
@@ -187,12 +187,12 @@ def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transfo
         if kind == "-":
             return Residual(mlp(config.mlp, key), norm(config))
         router, experts, shared = jax.random.split(key, 3)
-        own: dict[str, Any] = {"shared": mlp(config.shared_mlp, shared), "router": router, "experts": experts}
-        own |= {"latent": latent(*jax.random.split(jax.random.fold_in(key, 3)))}
+        arguments: dict[str, Any] = {"shared": mlp(config.shared_mlp, shared), "router": router, "experts": experts}
+        arguments |= {"latent": latent(*jax.random.split(jax.random.fold_in(key, 3)))}
         expert = lambda key: mlp(config.expert_mlp, key, embed=config.expert_latent or config.embed, bias=False)
         groups: dict[str, Any] = {"groups": config.groups, "kept_groups": config.kept_groups, **BIASED_SIGMOIDS}
         choice: dict[str, Any] = {"normalise": config.normalise, "scale": config.scale, **groups}
-        return Residual(mixture(config, expert, **own, **choice), norm(config))
+        return Residual(mixture(config, expert, **arguments, **choice), norm(config))
 
     return decoder(config, layer, tuple(config.pattern), key=key)
 

@@ -24,7 +24,7 @@ class Olmo2Config(DecoderConfig):
 
 
 def build_olmo2(config: Olmo2Config, *, key: Key[Array, ""]) -> Transformer:
-    """An OLMo 2 with random weights."""
+    """Return an OLMo 2 with random weights."""
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

@@ -37,7 +37,7 @@ class Olmo3Config(DecoderConfig):
 
 
 def build_olmo3(config: Olmo3Config, *, key: Key[Array, ""]) -> Transformer:
-    """An OLMo 3 with random weights."""
+    """Return an OLMo 3 with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

@@ -36,7 +36,7 @@ class OLMoEConfig(DecoderConfig):
 
 
 def build_olmoe(config: OLMoEConfig, *, key: Key[Array, ""]) -> Transformer:
-    """An OLMoE with random weights."""
+    """Return an OLMoE with random weights."""
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

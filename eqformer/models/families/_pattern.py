@@ -1,4 +1,4 @@
-"""Layers of several kinds in a row, held as stacks of periods: each kind once for each place that it repeats at."""
+"""Stacks for layers of several kinds in a row: a stack for each run of a repeated pattern of kinds."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -10,17 +10,17 @@ from jaxtyping import Array, Key
 from ...nn import Layer, Stack, SuperBlock
 
 
-_LONGEST_PERIOD = 128  # layers; without a bound, a thousand layers take seconds to cut
+_LONGEST_PERIOD = 128  # layers; without a bound, a thousand layers take seconds to divide into runs
 
 
 class Together(NamedTuple):
-    """Kinds of layers in a row that no cut parts, since the later ones read what the first one leaves."""
+    """Kinds of layers in a row that stay in one block, since the later layers read what the first one shares."""
 
     kinds: tuple[Any, ...]
 
 
 class Run(NamedTuple):
-    """Layers from number `first` on: `periods` times these kinds."""
+    """A run of layers from number `first` on: a pattern of kinds, repeated `periods` times."""
 
     kinds: tuple[Any, ...]
     periods: int
@@ -29,21 +29,21 @@ class Run(NamedTuple):
 
 @functools.cache
 def runs(kinds: tuple[Hashable, ...]) -> tuple[Run, ...]:
-    """The layers cut into runs that trace the fewest blocks together, and of those the fewest runs.
+    """Return the layers divided into runs that trace the fewest blocks, and among those divisions the fewest runs.
 
-    26 layers of which each sixth is unlike the others are four periods of six and two periods of one.
+    26 layers of which each sixth differs are four periods of six layers and two periods of one.
     """
     best: dict[int, tuple[int, int, tuple[Run, ...]]] = {len(kinds): (0, 0, ())}
     for first in reversed(range(len(kinds))):
-        found = []
+        divisions = []
         longest = min(len(kinds) - first, _LONGEST_PERIOD)
-        for size in reversed(range(1, longest + 1)):  # of equal cuts the one that starts with a period
+        for size in reversed(range(1, longest + 1)):  # of equally good divisions, one that starts with a period
             period, end, periods = kinds[first : first + size], first, 0
             while kinds[end : end + size] == period:
                 end, periods = end + size, periods + 1
-                traced, number, rest = best[end]
-                found.append((traced + size, number + 1, (Run(period, periods, first), *rest)))
-        best[first] = min(found, key=lambda cut: cut[:2])
+                traced, number, later = best[end]
+                divisions.append((traced + size, number + 1, (Run(period, periods, first), *later)))
+        best[first] = min(divisions, key=lambda division: division[:2])
     return best[0][2]
 
 
@@ -53,22 +53,22 @@ def stacks_of(
     *,
     key: Key[Array, ""],
 ) -> tuple[Stack, ...]:
-    """Stacks of `block(kind, key)` for these kinds of layers, of which some may stand `Together`."""
-    cut = runs(tuple(kinds))
-    keys = jax.random.split(key, len(cut))
+    """Return stacks of `block(kind, key)` for these kinds of layers, of which some may stand `Together`."""
+    layer_runs = runs(tuple(kinds))
+    keys = jax.random.split(key, len(layer_runs))
     return tuple(
         Stack(functools.partial(_period, block, run.kinds), run.periods, key=key)
-        for run, key in zip(cut, keys, strict=True)
+        for run, key in zip(layer_runs, keys, strict=True)
     )
 
 
 def windows_of(config: Any) -> list[int | None]:
-    """Of each layer its window: the config's for its window layers."""
+    """Return the window of each layer: the config's for its window layers, None for others."""
     return [config.window if layer in config.window_layers else None for layer in range(config.layers)]
 
 
 def _period(block: Callable[..., Layer], kinds: tuple[Any, ...], key: Key[Array, ""]) -> Layer:
-    kinds = tuple(own for kind in kinds for own in (kind.kinds if isinstance(kind, Together) else (kind,)))
+    kinds = tuple(single for kind in kinds for single in (kind.kinds if isinstance(kind, Together) else (kind,)))
     if len(kinds) == 1:
         return block(kinds[0], key)
     keys = jax.random.split(key, len(kinds))

@@ -95,7 +95,7 @@ class Phi3Config(DecoderConfig):
 
 
 def build_phi3(config: Phi3Config, *, key: Key[Array, ""]) -> Transformer:
-    """A Phi-3 with random weights."""
+    """Return a Phi-3 with random weights."""
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

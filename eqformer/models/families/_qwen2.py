@@ -27,7 +27,7 @@ class Qwen2Config(DecoderConfig):
 
 
 def build_qwen2(config: Qwen2Config, *, key: Key[Array, ""]) -> Transformer:
-    """A Qwen2 with random weights."""
+    """Return a Qwen2 with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

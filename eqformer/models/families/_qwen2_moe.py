@@ -42,7 +42,7 @@ class Qwen2MoEConfig(QwenMoEConfig):
 
 
 def build_qwen2_moe(config: Qwen2MoEConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Qwen2-MoE with random weights."""
+    """Return a Qwen2-MoE with random weights."""
 
     def block(kind: tuple[bool, int | None], key: Key[Array, ""]) -> Block:
         (is_mixture, window), (mixer, feed_forward) = kind, jax.random.split(key)
@@ -55,7 +55,7 @@ def build_qwen2_moe(config: Qwen2MoEConfig, *, key: Key[Array, ""]) -> Transform
 
 
 def _every_other(published: PublishedConfig, layers: int) -> range:
-    """Of the first `max_window_layers` layers the first, the third and so on."""
+    """Return the first, the third and so on of the first `max_window_layers` layers."""
     return range(0, min(layers, published.count("max_window_layers", 28, least=0)), 2)
 
 

@@ -31,7 +31,7 @@ class Qwen3Config(DecoderConfig):
 
 
 def build_qwen3(config: Qwen3Config, *, key: Key[Array, ""]) -> Transformer:
-    """A Qwen3 with random weights."""
+    """Return a Qwen3 with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

@@ -24,7 +24,7 @@ class Qwen35Config(NetConfig):
 
 
 def build_qwen3_5(config: Qwen35Config, *, key: Key[Array, ""]) -> Transformer:
-    """A dense Qwen3.5 with random weights."""
+    """Return a dense Qwen3.5 with random weights."""
 
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

@@ -45,7 +45,7 @@ class Qwen35MoEConfig(NetConfig):
 
 
 def build_qwen3_5_moe(config: Qwen35MoEConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Qwen3.5 with experts and random weights."""
+    """Return a Qwen3.5 with experts and random weights."""
 
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

@@ -13,7 +13,7 @@ from .._layer_attributes import SwitchedWindow
 from .._multimodal import MultimodalModel
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
-from ._mixtures import FUSED, MIXTURE, mixture, mixture_attributes, QwenMoEConfig, TURNED, which_are_mixtures
+from ._mixtures import FUSED, MIXTURE, mixture, mixture_attributes, QwenMoEConfig, TRANSPOSED, which_are_mixtures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Qwen3MoEConfig(QwenMoEConfig):
 
 
 def build_qwen3_moe(config: Qwen3MoEConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Qwen3-MoE with random weights."""
+    """Return a Qwen3-MoE with random weights."""
 
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
@@ -75,6 +75,6 @@ QWEN3_MOE = Family(
     ),
     (*LLAMA_WEIGHTS, *MIXTURE),
     multimodal=(
-        MultimodalModel("qwen3_vl_moe", "qwen3_vl_moe_text", _MISSING, {"norm_topk_prob": True}, (*FUSED, *TURNED)),
+        MultimodalModel("qwen3_vl_moe", "qwen3_vl_moe_text", _MISSING, {"norm_topk_prob": True}, (*FUSED, *TRANSPOSED)),
     ),
 )

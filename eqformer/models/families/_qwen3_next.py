@@ -39,14 +39,14 @@ class Qwen3NextConfig(NetConfig, QwenMoEConfig):
 
     @property
     def kinds(self) -> tuple[tuple[bool, bool], ...]:
-        """Of each layer whether it has an attention, and whether it has experts."""
+        """For each layer, whether it has an attention, and whether it has experts."""
         return tuple(
             (layer in self.attention_layers, mixture) for layer, mixture in enumerate(which_are_mixtures(self))
         )
 
 
 def build_qwen3_next(config: Qwen3NextConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Qwen3-Next with random weights."""
+    """Return a Qwen3-Next with random weights."""
 
     def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

@@ -28,7 +28,7 @@ class SeedOSSConfig(DecoderConfig):
 
 
 def build_seed_oss(config: SeedOSSConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A Seed-OSS with random weights."""
+    """Return a Seed-OSS with random weights."""
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)

@@ -1,4 +1,4 @@
-"""What hybrids of attention and short convolutions share: configs, mixers, attributes, and names of arrays."""
+"""Configs, mixers and tables that hybrids of attention and short convolutions share."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -19,12 +19,12 @@ from ._decoder import attention, damping, head_norms
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvConfig(DecoderConfig):
-    """What the configs of these hybrids have in common."""
+    """Base class of the configs of hybrids of attention and short convolutions."""
 
     attention_layers: tuple[Index, ...]
-    """The numbers of the layers with attention; others have convolutions."""
+    """The numbers of the layers with attention; all other layers have convolutions."""
     taps: Size = 3
-    """Tokens that a convolution sees."""
+    """The number of tokens that a convolution reads."""
     bias: bool = False
     """Whether convolutions, and the maps around them, have biases."""
     theta: Positive = 1_000_000.0
@@ -34,7 +34,7 @@ class ConvConfig(DecoderConfig):
 
 
 def conv_or_attention(config: ConvConfig, is_attention: bool, key: Key[Array, ""]) -> Attention | GatedShortConv:
-    """An attention whose queries and keys are normed, or a convolution."""
+    """Return an attention with norms of queries and keys, or a convolution."""
     if is_attention:
         return attention(config, **head_norms(config), key=key)
     std = damping(config) * config.embed**-0.5
@@ -42,7 +42,7 @@ def conv_or_attention(config: ConvConfig, is_attention: bool, key: Key[Array, ""
 
 
 def _listed(published: PublishedConfig, layers: int) -> Iterable[int]:
-    """The layers with attention where no types are listed: all, if nothing is said."""
+    """Return the layers with attention where no types are listed; by default all."""
     said = published.listed("full_attn_idxs", Index)
     return range(layers) if said is None else said
 

@@ -37,7 +37,7 @@ class SmolLM3Config(DecoderConfig):
 
 
 def build_smollm3(config: SmolLM3Config, *, key: Key[Array, ""]) -> Transformer:
-    """A SmolLM3 with random weights."""
+    """Return a SmolLM3 with random weights."""
 
     def block(kind: tuple[bool, int | None], key: Key[Array, ""]) -> Block:
         (rotated, window), (mixer, feed_forward) = kind, jax.random.split(key)

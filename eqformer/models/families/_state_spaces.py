@@ -1,4 +1,4 @@
-"""What families with Mamba-2 share: fields of configs, the mixer, attributes, and names of arrays."""
+"""Config fields, the mixer and tables that families with Mamba-2 share."""
 
 import dataclasses
 import math
@@ -23,15 +23,15 @@ class NetSizes:
     """The fields of a `Mamba2Mixer`."""
 
     net_heads: Size
-    """Heads of values."""
+    """Value heads."""
     net_kv_heads: Size = 1
-    """Heads of keys and queries, which Mamba calls groups."""
+    """Key and query heads, which Mamba calls groups."""
     net_head_dim: Size = 128
-    """Their channels: the size of the state."""
+    """Channels of a key or query head: the size of the state."""
     net_v_dim: Size = 64
-    """Channels of a value's head."""
+    """Channels of a value head."""
     taps: Size = 4
-    """Tokens that the convolutions see."""
+    """The number of tokens that the convolutions read."""
     net_bias: bool = False
     """Whether the maps have biases."""
     conv_bias: bool = True
@@ -41,8 +41,8 @@ class NetSizes:
 
 
 def mamba2(config: Any, key: Key[Array, ""], **options: Any) -> Mamba2Mixer:
-    """A `Mamba2Mixer` of the config's `NetSizes`; `options` are its own, and come first."""
-    given: dict[str, Any] = {
+    """Return a `Mamba2Mixer` of the config's `NetSizes`; `options` are further arguments, which take precedence."""
+    arguments: dict[str, Any] = {
         "heads": config.net_heads,
         "kv_heads": config.net_kv_heads,
         "head_dim": config.net_head_dim,
@@ -54,23 +54,23 @@ def mamba2(config: Any, key: Key[Array, ""], **options: Any) -> Mamba2Mixer:
         "norm_eps": config.eps,
         "output_std": damping(config) * (config.net_heads * config.net_v_dim) ** -0.5,
     }
-    return Mamba2Mixer(embed=config.embed, **given | options, key=key)
+    return Mamba2Mixer(embed=config.embed, **arguments | options, key=key)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepLimits(Entry):
-    """`time_step_limit`: the least and the greatest step; without a bound where it is missing or null."""
+    """`time_step_limit`, the least and the greatest step; without a bound where it is missing or null."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`step_limits`; refuse what is no pair of numbers, of which the last may be infinite."""
-        said = published.listed("time_step_limit")
-        limits = (0.0, math.inf) if said is None else tuple(math.inf if end == _INFINITE else end for end in said)
+        """Return `step_limits`; refuse anything but two numbers, the second of which may be infinite."""
+        stated = published.listed("time_step_limit")
+        limits = (0.0, math.inf) if stated is None else tuple(math.inf if end == _INFINITE else end for end in stated)
         if not fits(limits, STEP_LIMITS) or limits[0] > limits[1]:
-            published.refuse(f"time_step_limit={said}: it must be a least and a greatest step of at least 0.")
+            published.refuse(f"time_step_limit={stated}: it must be a least and a greatest step of at least 0.")
         return {"step_limits": limits}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """The pair as transformers writes it, where there is a bound."""
+        """Return the pair as transformers writes it, where there is a bound."""
         least, most = config.step_limits
         bound = {"time_step_limit": [least, _INFINITE if math.isinf(most) else most]}
         return {} if (least, most) == (0.0, math.inf) else bound
@@ -81,7 +81,7 @@ _INFINITE = {"__float__": "Infinity"}
 
 @dataclasses.dataclass(frozen=True)
 class ValueChannels(Entry):
-    """Channels of a value's head, which transformers counts twice: by heads, and by the width's multiple `expand`.
+    """Channels of a value head, which transformers counts twice: by heads, and by the width's multiple `expand`.
 
     With `inner`, an attribute may say of all heads' channels how many there are; `expand` counts where it is null.
     """
@@ -91,23 +91,23 @@ class ValueChannels(Entry):
     expand: str
     default: int | str
     inner: tuple[str, int] | None = None
-    """The attribute, and what it is where it is missing."""
+    """The attribute, and its default."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`net_v_dim`; refuse one that does not fit the width."""
+        """Return `net_v_dim`; refuse one that does not fit the width."""
         heads, width = published.read(self.heads, Size, 128), published.read("hidden_size", Size)
         inner = int(published.read(self.expand, Positive, 2) * width)
         why = f"{inner} channels, {self.expand} * {width}"
         if self.inner is not None and (stated := published.nullable(*self.inner)) is not None:
             inner, why = published.checked(self.inner[0], stated, Size), f"{self.inner[0]}={stated} channels"
-        said = published.take(self.channels, self.default)
-        channels = inner // heads if said == "auto" else published.checked(self.channels, said, Size)
+        value = published.take(self.channels, self.default)
+        channels = inner // heads if value == "auto" else published.checked(self.channels, value, Size)
         if channels * heads != inner:
-            published.refuse(f"{self.channels}={said}: {heads} heads ({self.heads}) must fill {why}.")
+            published.refuse(f"{self.channels}={value}: {heads} heads ({self.heads}) must fill {why}.")
         return {"net_v_dim": channels}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Both attributes."""
+        """Return both attributes."""
         inner = config.net_heads * config.net_v_dim
         if self.inner is not None:
             return {self.channels: config.net_v_dim, self.inner[0]: inner}
@@ -131,11 +131,11 @@ MAMBA_ATTRIBUTES = (*STATED_MAMBA_ATTRIBUTES[:-1], ValueChannels(*_VALUES))
 
 
 def mamba_weights(prefix: str, path: str = "mixer.layer.") -> tuple[Rule, ...]:
-    """A `Mamba2Mixer`'s arrays: its maps from the stream are published as one, and so are its convolutions."""
+    """Return the rules for a `Mamba2Mixer`; its input maps are published as one array, and so are its convolutions."""
     parts = ("gate", "value", "key", "query", "step")
     joined = lambda names, leaf: tuple(f"{path}{name}.{leaf}" for name in names)
     convolved = tuple(f"{part}_conv" for part in parts[1:4])
-    found = (
+    rules = (
         Rule(f"{prefix}in_proj.weight", joined(parts, "weight"), ("(heads dim) embed -> heads dim embed",) * 4 + ("",)),
         Rule(f"{prefix}in_proj.bias", joined(parts, "bias"), (_OF_HEADS,) * 4 + ("",)),
         Rule(f"{prefix}conv1d.weight", joined(convolved, "weight"), "(heads dim) 1 taps -> heads dim taps"),
@@ -147,11 +147,11 @@ def mamba_weights(prefix: str, path: str = "mixer.layer.") -> tuple[Rule, ...]:
         Rule(f"{prefix}out_proj.weight", f"{path}output.weight", "embed (heads dim) -> embed heads dim"),
         Rule(f"{prefix}out_proj.bias", f"{path}output.bias"),
     )
-    return tuple(dataclasses.replace(rule, needs=f"{path}log_rate") for rule in found)
+    return tuple(dataclasses.replace(rule, needs=f"{path}log_rate") for rule in rules)
 
 
 def beside_mamba(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Rules of an attention, for layers that have no `Mamba2Mixer`."""
+    """Return an attention's rules, limited to layers that have no `Mamba2Mixer`."""
     return tuple(dataclasses.replace(rule, lacks="mixer.layer.log_rate") for rule in rules)
 
 

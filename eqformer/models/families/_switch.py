@@ -68,7 +68,7 @@ class SwitchConfig(GShardConfig):
 
 
 def build_switch(config: GShardConfig, *, key: Key[Array, ""]) -> Transformer:
-    """Either decoder with random weights."""
+    """Return a Switch or GShard decoder with random weights."""
     embed, kind = config.embed, type(config).__name__
     if config.layers % 2:
         raise ValueError(f"{kind}(layers={config.layers}): every second layer is a mixture; give an even number.")
@@ -93,8 +93,8 @@ def build_switch(config: GShardConfig, *, key: Key[Array, ""]) -> Transformer:
     def layer(make: Callable[..., MLP | MoE], key: Key[Array, ""]) -> Block:
         attention, feed_forward = jax.random.split(key)
         size = embed // config.heads
-        given: dict[str, Any] = {"heads": config.heads, "head_dim": size, "rotary": rotary_of(config, size)}
-        mixer = Attention(embed=embed, **given, output_std=damping * embed**-0.5, key=attention)
+        arguments: dict[str, Any] = {"heads": config.heads, "head_dim": size, "rotary": rotary_of(config, size)}
+        mixer = Attention(embed=embed, **arguments, output_std=damping * embed**-0.5, key=attention)
         return Block(Residual(mixer, norm()), Residual(make(feed_forward), norm()))
 
     def pair(key: Key[Array, ""]) -> SuperBlock:

@@ -34,62 +34,63 @@ from ._decoder import bend, gated_mlp
 
 
 class _Layers(Entry):
-    """Layers of the encoder and of the decoder, as many where nothing is said."""
+    """The numbers of layers of the encoder and of the decoder; by default equal."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Both."""
+        """Return both fields."""
         encoder = published.read("num_layers", LayerCount, 6)
         decoder = published.read("num_decoder_layers", LayerCount, encoder)
         return {"layers": decoder, "encoder_layers": None if encoder == decoder else encoder}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Both."""
+        """Return both attributes."""
         return {"num_layers": config.encoder_layers or config.layers, "num_decoder_layers": config.layers}
 
 
 # By `feed_forward_proj`: whether layers are gated, and their activation. A gated GELU is its approximation.
-_NAMES = [(name, its) for its in ("relu", *ACTIVATIONS) for name in published_activations(its)]
-_KINDS = {name: (False, its) for name, its in _NAMES} | {"gated-gelu": (True, "gelu_tanh")}
-_KINDS |= {f"gated-{name}": (True, its) for name, its in _NAMES if name != "gelu"}
+_NAMES = [(name, activation) for activation in ("relu", *ACTIVATIONS) for name in published_activations(activation)]
+_KINDS = {name: (False, activation) for name, activation in _NAMES} | {"gated-gelu": (True, "gelu_tanh")}
+_KINDS |= {f"gated-{name}": (True, activation) for name, activation in _NAMES if name != "gelu"}
 
 
 class _FeedForward(Entry):
-    """The kind of feed-forward layers, which transformers says three times."""
+    """The kind of feed-forward layers, which transformers writes into three attributes."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """`gated` and `activation`; refuse any other kind."""
+        """Return `gated` and `activation`; refuse any other kind."""
         published.expect("feed_forward_proj", *_KINDS)
-        said = published.text("feed_forward_proj", "relu")
-        for name, value in self._same(said).items():
+        proj = published.text("feed_forward_proj", "relu")
+        for name, value in self._copies(proj).items():
             published.expect(name, value)
-        return dict(zip(("gated", "activation"), _KINDS[said]))
+        return dict(zip(("gated", "activation"), _KINDS[proj]))
 
     def write(self, config: Any) -> dict[str, Any]:
-        """All three attributes; raises a `ValueError` for a kind that has no name."""
-        for said, kind in _KINDS.items():
+        """Return all three attributes; raises a `ValueError` for a kind that has no name."""
+        for proj, kind in _KINDS.items():
             if kind == (config.gated, config.activation):
-                return {"feed_forward_proj": said} | self._same(said)
+                return {"feed_forward_proj": proj} | self._copies(proj)
         raise ValueError(
             f"save(config=T5Config(activation={config.activation!r})): published are {', '.join(ACTIVATIONS)}; give "
             "one of these."
         )
 
-    def _same(self, said: str) -> dict[str, Any]:
-        name = "gelu_new" if said == "gated-gelu" else said.removeprefix("gated-")
-        return {"is_gated_act": _KINDS[said][0], "dense_act_fn": name}
+    def _copies(self, proj: str) -> dict[str, Any]:
+        """Return the two attributes that repeat `feed_forward_proj`."""
+        name = "gelu_new" if proj == "gated-gelu" else proj.removeprefix("gated-")
+        return {"is_gated_act": _KINDS[proj][0], "dense_act_fn": name}
 
 
 class _Head(Entry):
-    """Whether the head is tied, and whether its input is scaled, which older configurations say by being tied."""
+    """Whether the head is tied, and whether its input is scaled, which older configurations with a tied head imply."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Both."""
+        """Return both fields."""
         tied = published.flag("tie_word_embeddings", True)
         scaled = published.nullable("scale_decoder_outputs", tied)
         return {"tied": tied, "scaled": False if scaled is None else scaled}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Both."""
+        """Return both attributes."""
         return {"tie_word_embeddings": config.tied, "scale_decoder_outputs": config.scaled}
 
 
@@ -111,14 +112,17 @@ T5_ATTRIBUTES: tuple[Entry, ...] = (
 )
 
 
-def _sublayer(part: str, prefix: str, own: str, rules: dict[str, tuple[str, str]]) -> tuple[Rule, ...]:
-    maps = (Rule(f"{prefix}{name}", f"{own}.layer.{path}", how, part=part) for name, (path, how) in rules.items())
-    return Rule(f"{prefix}layer_norm.weight", f"{own}.norm.weight", part=part), *maps
+def _sublayer(part: str, prefix: str, name: str, rules: dict[str, tuple[str, str]]) -> tuple[Rule, ...]:
+    maps = (
+        Rule(f"{prefix}{published}", f"{name}.layer.{path}", pattern, part=part)
+        for published, (path, pattern) in rules.items()
+    )
+    return Rule(f"{prefix}layer_norm.weight", f"{name}.norm.weight", part=part), *maps
 
 
 def _attention(name: str) -> dict[str, tuple[str, str]]:
     maps = {"q": "query", "k": "key", "v": "value"}
-    rules = {f"{name}.{its}.weight": (f"{own}.weight", INTO_HEADS) for its, own in maps.items()}
+    rules = {f"{name}.{letter}.weight": (f"{path}.weight", INTO_HEADS) for letter, path in maps.items()}
     return rules | {f"{name}.o.weight": ("output.weight", OUT_OF_HEADS)}
 
 
@@ -126,8 +130,8 @@ _FED = {"wi": "up", "wi_0": "gate", "wi_1": "up", "wo": "down"}
 
 
 def _stack(part: str, name: str, fed: int) -> tuple[Rule, ...]:
-    """The arrays of the encoder or of the decoder, whose sublayer number `fed` is its feed-forward layer."""
-    layer, its = f"{name}.block.{{layer}}.layer.", f"{part}." if part else ""
+    """Return the rules for the encoder or the decoder, whose sublayer number `fed` is its feed-forward layer."""
+    layer, leaf_prefix = f"{name}.block.{{layer}}.layer.", f"{part}." if part else ""
     gate = "feed_forward.layer.gate"
     table = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     cross = () if part else _sublayer(part, f"{layer}1.", "cross", _attention("EncDecAttention"))
@@ -137,16 +141,16 @@ def _stack(part: str, name: str, fed: int) -> tuple[Rule, ...]:
         *_sublayer(part, f"{layer}{fed}.", "feed_forward", {}),
         *(
             Rule(
-                f"{layer}{fed}.DenseReluDense.{theirs}.weight",
-                f"feed_forward.layer.{own}.weight",
+                f"{layer}{fed}.DenseReluDense.{published}.weight",
+                f"feed_forward.layer.{leaf}.weight",
                 part=part,
-                needs=gate if theirs[-2:] in ("_0", "_1") else "",
-                lacks=gate if theirs == "wi" else "",
+                needs=gate if published[-2:] in ("_0", "_1") else "",
+                lacks=gate if published == "wi" else "",
             )
-            for theirs, own in _FED.items()
+            for published, leaf in _FED.items()
         ),
-        Rule(table, f"{its}score_bias.weight"),
-        Rule(f"{name}.final_layer_norm.weight", f"{its}norm.weight"),
+        Rule(table, f"{leaf_prefix}score_bias.weight"),
+        Rule(f"{name}.final_layer_norm.weight", f"{leaf_prefix}norm.weight"),
     )
 
 
@@ -170,45 +174,45 @@ class T5Config(ModelConfig):
     """Hidden features of a feed-forward layer."""
     _: dataclasses.KW_ONLY
     encoder_layers: LayerCount | None = None
-    """Layers of the encoder; None: as many."""
+    """Layers of the encoder; None: as many as the decoder's."""
     head_dim: Size = 64
     """Channels of a head."""
     gated: bool = True
     """Whether feed-forward layers are gated (v1.1), or plain."""
     activation: str = "gelu_tanh"
-    """The activation of their features, or of their gate: a name of `nn.ACTIVATIONS`."""
+    """The activation of a feed-forward layer's features, or of its gate: a name of `nn.ACTIVATIONS`."""
     tied: bool = False
-    """Whether the head is the embedding's table."""
+    """Whether the embedding's table is the head too."""
     scaled: bool = False
-    """Whether vectors are divided by the root of their channels before the head."""
+    """Whether hidden vectors are divided by the root of their channels before the head."""
     ranges: Size = 32
-    """Ranges of distances that have a bias of scores."""
+    """The number of ranges of distances that have a score bias."""
     farthest: Length = 128
-    """From where on all distances are in one range."""
+    """The distance from which on all distances are in one range."""
     eps: NotNegative = 1e-6
-    """What norms add before the root."""
+    """The number that norms add to the mean square before the root."""
     start: Index = 0
     """The id with which the decoder begins."""
 
 
 def build_t5(config: T5Config, *, key: Key[Array, ""]) -> Transformer:
-    """A T5 with random weights."""
+    """Return a T5 with random weights."""
     embed, inner = config.embed, config.heads * config.head_dim
     sizes: dict[str, Any] = {"embed": embed, "heads": config.heads, "head_dim": config.head_dim, "scale": 1.0}
     norm = lambda: RMSNorm("embed", embed=embed, eps=config.eps)
 
     def block(key: Key[Array, ""], *, reads: bool) -> Block:
-        own, other, fed = jax.random.split(key, 3)
-        given = sizes | {"output_std": (2 * config.layers * inner) ** -0.5}
-        attention = Attention(mask=full() if reads else causal(), score_bias=True, **given, key=own)
-        cross = None if reads else Residual(CrossAttention(**given, key=other), norm())
-        plain = lambda: MLP(embed=embed, mlp=config.mlp, activation=bend(config), key=fed)
-        layer = gated_mlp(config, key=fed) if config.gated else plain()
+        attention_key, cross_key, feed_forward_key = jax.random.split(key, 3)
+        arguments = sizes | {"output_std": (2 * config.layers * inner) ** -0.5}
+        attention = Attention(mask=full() if reads else causal(), score_bias=True, **arguments, key=attention_key)
+        cross = None if reads else Residual(CrossAttention(**arguments, key=cross_key), norm())
+        plain = lambda: MLP(embed=embed, mlp=config.mlp, activation=bend(config), key=feed_forward_key)
+        layer = gated_mlp(config, key=feed_forward_key) if config.gated else plain()
         return Block(Residual(attention, norm()), Residual(layer, norm()), cross=cross)
 
     def bias(key: Key[Array, ""], *, reads: bool) -> RelativeBias:
-        given = {"ranges": config.ranges, "heads": config.heads, "farthest": config.farthest}
-        return RelativeBias(both_ways=reads, **given, key=key)
+        arguments = {"ranges": config.ranges, "heads": config.heads, "farthest": config.farthest}
+        return RelativeBias(both_ways=reads, **arguments, key=key)
 
     table, reading, writing, of_reading, of_writing, head = jax.random.split(key, 6)
     reader = Stack(lambda key: block(key, reads=True), config.encoder_layers or config.layers, key=reading)

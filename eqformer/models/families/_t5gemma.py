@@ -19,46 +19,47 @@ from ._pattern import stacks_of, windows_of
 from ._t5gemma2 import half_weights
 
 
-# What transformers takes where a half says nothing.
+# Transformers' defaults for each half.
 _MISSING = {"vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 _MISSING |= {"num_attention_heads": 8, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192}
 
 
-class _Halves(Entry):
+class _EncoderAndDecoder(Entry):
     """The attributes of the encoder and of the decoder, each like a Gemma 2's."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """The decoder's, and `encoder` where that has others; the whole says whether the head is tied."""
-        read, written = (_half(published, half) for half in ("encoder", "decoder"))
-        same = all(its == written[name] for name, its in read.items() if name not in ("start", "tied"))
-        own: dict[str, Any] = {name: its for name, its in read.items() if name != "start"} | {"tied": True}
+        """Return the decoder's fields, and `encoder` where it differs; `tied` is an attribute outside of both."""
+        encoder, decoder = (_read_half(published, half) for half in ("encoder", "decoder"))
+        is_same = all(value == decoder[name] for name, value in encoder.items() if name not in ("start", "tied"))
+        fields: dict[str, Any] = {name: value for name, value in encoder.items() if name != "start"} | {"tied": True}
         tied = published.flag("tie_word_embeddings", True)
-        return written | {"tied": tied, "encoder": None if same else Gemma2Config(**own)}
+        return decoder | {"tied": tied, "encoder": None if is_same else Gemma2Config(**fields)}
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Both halves, and what the whole says of them."""
-        kinds: dict[str, Any] = {"model_type": "t5_gemma_module", "bos_token_id": config.start}
+        """Return the attributes of both halves, and those outside of both."""
+        shared: dict[str, Any] = {"model_type": "t5_gemma_module", "bos_token_id": config.start}
         halves = {"encoder": config.encoder or config, "decoder": config}
-        said = {name: kinds | GEMMA2.write(its) for name, its in halves.items()}
-        return said | {"vocab_size": config.vocab, "tie_word_embeddings": config.tied}
+        attributes = {name: shared | GEMMA2.write(half) for name, half in halves.items()}
+        return attributes | {"vocab_size": config.vocab, "tie_word_embeddings": config.tied}
 
 
-def _half(published: PublishedConfig, half: str) -> dict[str, Any]:
-    its = PublishedConfig(_MISSING | published.nested(half), f"{published.source}: {half}")
-    found = read_entries((*GEMMA2.attributes, *_OF_HALVES), its, {**field_types(Gemma2Config), "start": Index})
-    its.finish()
-    return found
+def _read_half(published: PublishedConfig, half: str) -> dict[str, Any]:
+    inner = PublishedConfig(_MISSING | published.nested(half), f"{published.source}: {half}")
+    fields = read_entries((*GEMMA2.attributes, *_OF_HALVES), inner, {**field_types(Gemma2Config), "start": Index})
+    inner.finish()
+    return fields
 
 
 _OF_HALVES = (
     Attribute("start", "bos_token_id", 2),
-    Expect("is_decoder", False, True),  # which the half's place says
+    Expect("is_decoder", False, True),  # the half's name states it
     Ignore("dropout_rate", "cross_attention_hidden_size"),
 )
 T5GEMMA_ATTRIBUTES: tuple[Entry, ...] = (
-    _Halves(),
+    _EncoderAndDecoder(),
     Expect("is_encoder_decoder", True),
-    Ignore("vocab_size", "dropout_rate", "classifier_dropout_rate"),  # said by the halves, and of training
+    # The halves have a vocab_size too; the others are settings of training.
+    Ignore("vocab_size", "dropout_rate", "classifier_dropout_rate"),
 )
 
 _CROSS = "model.decoder.layers.{layer}."
@@ -76,38 +77,40 @@ T5GEMMA_WEIGHTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5GemmaConfig(Gemma2Config):
-    """The config of a T5Gemma; its own numbers are those of the decoder."""
+    """The config of a T5Gemma; its own fields are those of the decoder."""
 
     encoder: Gemma2Config | None = None
-    """The encoder's, whose layers of `window_layers` see a `window` before a token and one behind; None: the same."""
+    """The config of the encoder, whose window layers see a window on both sides of a token; None: the decoder's."""
     start: Index = 2
     """The id with which the decoder begins."""
 
 
 def build_t5gemma(config: T5GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
-    """A T5Gemma with random weights."""
-    read, after = config.encoder or config, lambda: norm(config, offset=1.0)
+    """Return a T5Gemma with random weights."""
+    encoder_config, after = config.encoder or config, lambda: norm(config, offset=1.0)
 
     def reader(window: int | None, key: Key[Array, ""]) -> Block:
         mask = full() if window is None else window_both_ways(2 * window + 1)
-        return gemma2_block(read, window, mask=mask, key=key)
+        return gemma2_block(encoder_config, window, mask=mask, key=key)
 
     def writer(window: int | None, key: Key[Array, ""]) -> Block:
-        own, other = jax.random.split(key)
+        block_key, cross_key = jax.random.split(key)
         sizes: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_size}
-        sizes |= {"embed": config.embed, "source": read.embed, "bias": config.bias} | scores_of(config)
-        cross = Residual(CrossAttention(**sizes, key=other), after(), output_norm=after())
-        return dataclasses.replace(gemma2_block(config, window, key=own), cross=cross)
+        sizes |= {"embed": config.embed, "source": encoder_config.embed, "bias": config.bias} | scores_of(config)
+        cross = Residual(CrossAttention(**sizes, key=cross_key), after(), output_norm=after())
+        return dataclasses.replace(gemma2_block(config, window, key=block_key), cross=cross)
 
-    table, reading, writing = jax.random.split(key, 3)
-    stacks, last = stacks_of(reader, windows_of(read), key=reading), norm(read, offset=1.0)
-    embedding = Embedding(vocab=read.vocab, embed=read.embed, scale=read.embed**0.5, key=table)
+    table_key, encoder_key, decoder_key = jax.random.split(key, 3)
+    stacks, last = stacks_of(reader, windows_of(encoder_config), key=encoder_key), norm(encoder_config, offset=1.0)
+    embedding = Embedding(
+        vocab=encoder_config.vocab, embed=encoder_config.embed, scale=encoder_config.embed**0.5, key=table_key
+    )
     encoder = Encoder(stacks, last, start=config.start, embedding=embedding)
-    return dataclasses.replace(gemma2_of(config, writer, key=writing), encoder=encoder)
+    return dataclasses.replace(gemma2_of(config, writer, key=decoder_key), encoder=encoder)
 
 
 def _t5gemma(decoder: str, encoder: Any = None, **more: Any) -> T5GemmaConfig:
-    """A decoder of the sizes of a Gemma 2, and an encoder of those of another."""
+    """Return a decoder of the sizes of a Gemma 2, and an encoder of those of another."""
     return T5GemmaConfig(**vars(GEMMA2.presets[decoder]) | {"encoder": encoder} | more)
 
 

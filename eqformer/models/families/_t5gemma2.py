@@ -20,42 +20,45 @@ from ._pattern import stacks_of, windows_of
 
 
 _TABLE = (*GEMMA3.attributes, Attribute("start", "bos_token_id", 2), Ignore("dropout_rate"))
-_WHOLE = MultimodalModel("t5gemma2_encoder")
+_MULTIMODAL_ENCODER = MultimodalModel("t5gemma2_encoder")
 
 
-class _Halves(Entry):
-    """The same attributes of the encoder's text and of the decoder, which are of the same sizes."""
+class _EqualHalves(Entry):
+    """The attributes of the encoder's text model and of the decoder, which must be equal."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:
-        """Those of the decoder; refuse an encoder with others."""
-        whole = PublishedConfig(published.nested("encoder"), f"{published.source}: encoder")
-        encoder = _read(_WHOLE.text_attributes(whole), f"{whole.source}: text_config")
+        """Return the decoder's fields; refuse an encoder with others."""
+        multimodal = PublishedConfig(published.nested("encoder"), f"{published.source}: encoder")
+        encoder = _read(_MULTIMODAL_ENCODER.text_attributes(multimodal), f"{multimodal.source}: text_config")
         decoder = _read(published.nested("decoder"), f"{published.source}: decoder")
-        if unlike := {name: its for name, its in encoder.items() if its != decoder[name] and name != "start"}:
-            its = {name: decoder[name] for name in unlike}
-            published.refuse(f"the encoder has {unlike} and the decoder {its}; this family has two halves alike.")
+        differing = {name: value for name, value in encoder.items() if value != decoder[name] and name != "start"}
+        if differing:
+            decoder_values = {name: decoder[name] for name in differing}
+            published.refuse(
+                f"the encoder has {differing} and the decoder {decoder_values}; this family has two halves alike."
+            )
         published.expect("vocab_size", decoder["vocab"])
         return decoder
 
     def write(self, config: Any) -> dict[str, Any]:
-        """Both halves."""
-        said: dict[str, Any] = {}
+        """Return the attributes of both halves."""
+        attributes: dict[str, Any] = {}
         for entry in _TABLE:
-            said |= entry.write(config)
-        text = {"model_type": "t5gemma2_encoder", "text_config": {"model_type": "t5gemma2_text"} | said}
-        decoder = {"model_type": "t5gemma2_decoder"} | said
+            attributes |= entry.write(config)
+        text = {"model_type": "t5gemma2_encoder", "text_config": {"model_type": "t5gemma2_text"} | attributes}
+        decoder = {"model_type": "t5gemma2_decoder"} | attributes
         return {"encoder": text, "decoder": decoder, "vocab_size": config.vocab}
 
 
-def _read(said: dict[str, Any], source: str) -> dict[str, Any]:
-    published = PublishedConfig(GEMMA3_MISSING | said, source)
-    found = read_entries(_TABLE, published, {**field_types(GEMMA3.config), "start": Index})
+def _read(attributes: dict[str, Any], source: str) -> dict[str, Any]:
+    published = PublishedConfig(GEMMA3_MISSING | attributes, source)
+    fields = read_entries(_TABLE, published, {**field_types(GEMMA3.config), "start": Index})
     published.finish()
-    return found
+    return fields
 
 
 T5GEMMA2_ATTRIBUTES: tuple[Entry, ...] = (
-    _Halves(),
+    _EqualHalves(),
     Expect("is_encoder_decoder", True),
     Expect("tie_word_embeddings", True),
     # Of training and of images.
@@ -64,18 +67,20 @@ T5GEMMA2_ATTRIBUTES: tuple[Entry, ...] = (
 
 
 def half_weights(prefix: str, part: str) -> tuple[Rule, ...]:
-    """The arrays of a half, whose names begin so."""
-    four = norm_weights(
+    """Return the rules for a half, whose arrays' names begin with `prefix`; `part` as in `Rule`."""
+    norms = norm_weights(
         mixer="pre_self_attn_layernorm",
         mixer_output="post_self_attn_layernorm",
         feed_forward="pre_feedforward_layernorm",
         feed_forward_output="post_feedforward_layernorm",
     )
-    its = Rule("model.norm.weight", f"{part}.norm.weight" if part else "norm.weight")
+    final_norm = Rule("model.norm.weight", f"{part}.norm.weight" if part else "norm.weight")
     layers = (
-        dataclasses.replace(rule, part=part) for rule in (*ATTENTION, *gated_weights(), *head_norm_weights(), *four)
+        dataclasses.replace(rule, part=part) for rule in (*ATTENTION, *gated_weights(), *head_norm_weights(), *norms)
     )
-    return tuple(dataclasses.replace(rule, name=prefix + rule.name.removeprefix("model.")) for rule in (its, *layers))
+    return tuple(
+        dataclasses.replace(rule, name=prefix + rule.name.removeprefix("model.")) for rule in (final_norm, *layers)
+    )
 
 
 def _encoder(prefix: str) -> tuple[Rule, ...]:
@@ -109,7 +114,7 @@ class T5Gemma2Config(Gemma3Config):
 
 
 def build_t5gemma2(config: T5Gemma2Config, *, key: Key[Array, ""]) -> Transformer:
-    """A T5Gemma 2 with random weights."""
+    """Return a T5Gemma 2 with random weights."""
 
     def reader(window: int | None, key: Key[Array, ""]) -> Block:
         return gemma3_block(config, window, mask=full() if window is None else window_both_ways(window), key=key)
@@ -120,7 +125,7 @@ def build_t5gemma2(config: T5Gemma2Config, *, key: Key[Array, ""]) -> Transforme
 
 
 def _t5gemma2(gemma3: str, **more: Any) -> T5Gemma2Config:
-    """Both halves are of the sizes of a Gemma 3."""
+    """Return a config whose halves have the sizes of a Gemma 3."""
     return T5Gemma2Config(**vars(GEMMA3.presets[gemma3]) | more)
 
 
