@@ -14,7 +14,7 @@ from .._layer_attributes import ListedLayers
 from .._rotary_attributes import RotaryFraction
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, gated_weights, LAYER, norm_weights
-from ._decoder import attention, bend, decoder, gated_mlp, part_rotary, pre_norm_block
+from ._decoder import activation_of, attention, decoder, gated_mlp, part_rotary, pre_norm_block
 from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
 
 
@@ -41,7 +41,7 @@ def build_bamba(config: BambaConfig, *, key: Key[Array, ""]) -> Transformer:
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = lambda: attention(config, rotary=rotary, bias=config.bias, key=mixer)
-        mixed = attended() if is_attention else mamba2(config, mixer, activation=bend(config))
+        mixed = attended() if is_attention else mamba2(config, mixer, activation=activation_of(config))
         return pre_norm_block(config, mixed, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
 
     return decoder(config, block, [layer in config.attention_layers for layer in range(config.layers)], key=key)

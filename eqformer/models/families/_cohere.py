@@ -27,7 +27,7 @@ class CohereConfig(DecoderConfig):
     qk_norm: bool = False
     """Whether each head has a norm of its queries and of its keys, its own scale."""
     logit_scale: Number = 0.0625
-    """What logits are multiplied by."""
+    """A factor of the logits."""
     tied: bool = True
     max_seq: Length = 8192
 

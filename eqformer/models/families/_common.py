@@ -38,7 +38,7 @@ class KeyHeads(Entry):
         return {"num_key_value_heads": config.kv_heads}
 
 
-class AsManyKeyHeads(KeyHeads):
+class EqualKeyHeads(KeyHeads):
     """The attribute for key heads in a family that has as many as query heads, and no field for them."""
 
     def read(self, published: PublishedConfig) -> dict[str, Any]:

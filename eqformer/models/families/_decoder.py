@@ -32,7 +32,7 @@ from .._family import DecoderConfig
 from ._pattern import stacks_of
 
 
-Fed = FeedForward | Routed
+FeedForwardLayer = FeedForward | Routed
 
 
 @runtime_checkable
@@ -126,7 +126,7 @@ def part_rotary(config: Any, **options: Any) -> Rotary:
     return Rotary(channels, config.theta ** (channels / stated), scaling=scaling, **options)
 
 
-def bend(config: Any, name: str = "activation") -> Callable[[Array], Array]:
+def activation_of(config: Any, name: str = "activation") -> Callable[[Array], Array]:
     """Return the activation that a config names; raises a `ValueError` that lists the known names for another one."""
     if (activation := getattr(config, name)) not in ACTIVATIONS:
         known = ", ".join(map(repr, ACTIVATIONS))
@@ -137,25 +137,28 @@ def bend(config: Any, name: str = "activation") -> Callable[[Array], Array]:
 def gated_mlp(config: WithMLP, *, mlp: int | None = None, key: Key[Array, ""], **options: Any) -> GatedMLP:
     """Return a `GatedMLP` of the config's width or `mlp`; `options` are further arguments, which take precedence."""
     width = config.mlp if mlp is None else mlp
-    arguments: dict[str, Any] = {"output_std": damping(config) * max(width, 1) ** -0.5, "activation": bend(config)}
+    arguments: dict[str, Any] = {
+        "output_std": damping(config) * max(width, 1) ** -0.5,
+        "activation": activation_of(config),
+    }
     return GatedMLP(embed=config.embed, mlp=width, **arguments | options, key=key)
 
 
 def pre_norm_block(
-    config: Sizes, mixer: Mixer, feed_forward: Fed, *, residual_scale: float | None = None, **options: Any
+    config: Sizes, mixer: Mixer, feed_forward: FeedForwardLayer, *, residual_scale: float | None = None, **options: Any
 ) -> Block:
     """Return a block with a norm before each sublayer (Llama); `options` are the norms' arguments."""
     sublayer = lambda layer: Residual(layer, norm(config, **options), scale=residual_scale)
     return Block(sublayer(mixer), sublayer(feed_forward))
 
 
-def post_norm_block(config: Sizes, mixer: Mixer, feed_forward: Fed) -> Block:
+def post_norm_block(config: Sizes, mixer: Mixer, feed_forward: FeedForwardLayer) -> Block:
     """Return a block with a norm after each sublayer (OLMo 2)."""
     sublayer = lambda layer: Residual(layer, output_norm=norm(config))
     return Block(sublayer(mixer), sublayer(feed_forward))
 
 
-def four_norm_block(config: Sizes, mixer: Mixer, feed_forward: Fed, **options: Any) -> Block:
+def four_norm_block(config: Sizes, mixer: Mixer, feed_forward: FeedForwardLayer, **options: Any) -> Block:
     """Return a block with norms before and after each sublayer (Gemma 2); `options` are the norms' arguments."""
     sublayer = lambda layer: Residual(layer, norm(config, **options), output_norm=norm(config, **options))
     return Block(sublayer(mixer), sublayer(feed_forward))

@@ -28,7 +28,7 @@ from .._layer_attributes import layers_of
 from .._published_config import PublishedConfig
 from .._rotary_attributes import RotaryWithTemperature
 from .._weight_rules import Rule
-from ._common import AsManyKeyHeads, EDGES, GATED, LAYER, PRE_NORMS, SIZES, WIDTH
+from ._common import EDGES, EqualKeyHeads, GATED, LAYER, PRE_NORMS, SIZES, WIDTH
 from ._decoder import damping, decoder, gated_mlp, norm, rotary_of
 from ._mixtures import MIXTURE, mixture_beside_shared, SHARED, SHARED_ATTRIBUTES
 from ._pattern import Together
@@ -201,7 +201,7 @@ def latent_attributes(
         max_seq: Transformers' default for the length of the longest rows.
     """
     return (
-        *(*SIZES, WIDTH, AsManyKeyHeads(), positions, *SHARED_ATTRIBUTES, mixtures),
+        *(*SIZES, WIDTH, EqualKeyHeads(), positions, *SHARED_ATTRIBUTES, mixtures),
         Count("latent", "kv_lora_rank"),
         Attribute("q_latent", "q_lora_rank"),
         Count("head_dim", "qk_nope_head_dim"),

@@ -18,7 +18,7 @@ class DeepSeekV3Config(SigmoidLatentConfig):
     """The config of a DeepSeek-V3."""
 
     interleaved: bool = True
-    """Whether the channels that turn together are neighbours."""
+    """Whether the channels that are rotated together are neighbors."""
 
 
 def build_deepseek_v3(config: DeepSeekV3Config, *, key: Key[Array, ""]) -> Transformer:

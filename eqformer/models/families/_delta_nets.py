@@ -13,7 +13,7 @@ from .._layer_attributes import LayerTypes, Period
 from .._rotary_attributes import RotaryFraction
 from .._weight_rules import Rule
 from ._common import attention_weights, LAYER
-from ._decoder import attention, bend, damping, head_norms, part_rotary
+from ._decoder import activation_of, attention, damping, head_norms, part_rotary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def delta_net(config: NetConfig, key: Key[Array, ""]) -> GatedDeltaNet:
     heads, v_dim = config.net_heads, config.net_v_dim
     sizes = {"kv_heads": config.net_kv_heads, "head_dim": config.net_head_dim, "taps": config.taps}
     arguments: dict[str, Any] = {
-        "activation": bend(config),
+        "activation": activation_of(config),
         "eps": config.eps,
         "output_std": damping(config) * (heads * v_dim) ** -0.5,
     }

@@ -77,13 +77,13 @@ class Ernie45MoEConfig(DecoderConfig):
     moe_first: Index = 1
     """The first layer that may have experts."""
     moe_every: Size = 1
-    """Of these, every how many have some."""
+    """The distance between layers with experts, among these."""
     experts: Size = 64
-    """Experts of a layer."""
+    """The number of experts of a layer."""
     top_k: Size = 6
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     shared: OptionalSize = 2
-    """Experts that every token has."""
+    """The number of shared experts."""
     theta: Positive = 500_000.0
     eps: NotNegative = 1e-5
     bias: bool = False

@@ -14,7 +14,7 @@ from .._layer_attributes import all_but_every, NullableWindows, Period
 from .._published_config import PublishedConfig
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, POST_NORMS
 from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block
-from ._pattern import windows_of
+from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def build_exaone4(config: Exaone4Config, *, key: Key[Array, ""]) -> Transformer:
         attended = attention(config, window=window, **options, key=mixer)
         return post_norm_block(config, attended, gated_mlp(config, output_std=None, key=feed_forward))
 
-    return decoder(config, block, windows_of(config), key=key)
+    return decoder(config, block, layer_windows(config), key=key)
 
 
 def _local(published: PublishedConfig, layers: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from .._family import DecoderConfig, Family
 from .._published_config import PublishedConfig
 from .._weight_rules import Rule
 from ._common import attention_weights, decoder_attributes, gated_weights, LAYER
-from ._decoder import attention, bend, decoder, gated_mlp, norm
+from ._decoder import activation_of, attention, decoder, gated_mlp, norm
 from ._state_spaces import mamba2, mamba_weights, NetSizes, STATED_MAMBA_ATTRIBUTES
 
 
@@ -81,23 +81,23 @@ class FalconH1Config(NetSizes, DecoderConfig):
     """The config of a Falcon-H1; a scale is what something is multiplied by."""
 
     embedding_scale: Number = 1.0
-    """Of looked-up vectors."""
+    """A factor of the embeddings."""
     attention_input_scale: Number = 1.0
-    """Of what attention is given."""
+    """A factor of the attention's input."""
     key_scale: Number = 1.0
-    """Of its keys."""
+    """A factor of the attention's keys."""
     attention_scale: Number = 1.0
-    """Of what it adds."""
+    """A factor of the attention's output."""
     net_input_scale: Number = 1.0
-    """Of what a Mamba-2 is given."""
+    """A factor of a Mamba-2's input."""
     net_scales: tuple[Number, ...] = (1.0,) * 5
-    """Of its gates, values, keys, queries and steps."""
+    """Factors of a Mamba-2's gates, values, keys, queries and steps."""
     net_scale: Number = 1.0
-    """Of what it adds."""
+    """A factor of a Mamba-2's output."""
     mlp_scales: tuple[Number, ...] = (1.0, 1.0)
-    """Of a feed-forward layer's gate, and of what it adds."""
+    """Factors of a feed-forward layer's gate and of its output."""
     logit_scale: Number = 1.0
-    """Of logits."""
+    """A factor of the logits."""
     net_norm: bool = False
     """Whether the Mamba-2's output is normed."""
     norm_first: bool = True
@@ -117,9 +117,9 @@ def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transform
     score_scale = config.head_size**-0.5 * config.key_scale
     net: dict[str, Any] = {"output_bias": config.output_bias, "multipliers": config.net_scales}
     net |= {"norm_eps": config.eps if config.net_norm else None, "norm_first": config.norm_first}
-    net["activation"] = bend(config)
+    net["activation"] = activation_of(config)
     gate_scale, mlp_scale = config.mlp_scales
-    fed: dict[str, Any] = {"activation": ScaledActivation(bend(config), gate_scale), "bias": config.mlp_bias}
+    fed: dict[str, Any] = {"activation": ScaledActivation(activation_of(config), gate_scale), "bias": config.mlp_bias}
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         attended, recurrent, gated = jax.random.split(key, 3)

@@ -14,7 +14,7 @@ from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED
 from ._decoder import attention, decoder, four_norm_block, gated_mlp, norm
-from ._pattern import windows_of
+from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,19 +22,19 @@ class Gemma2Config(DecoderConfig):
     """The config of a Gemma 2."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers that see a `window`; the others see everything."""
+    """The numbers of the layers that see a `window`; all other layers see whole rows."""
     window: Length = 4096
-    """The tokens that the layers of `window_layers` see."""
+    """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 256
     activation: str = "gelu_tanh"
     bias: bool = False
     """Whether the attention's four projections have biases."""
     query_scalar: Size = 256
-    """Scores are divided by its root."""
+    """Attention scores are divided by the root of this number."""
     score_softcap: Positive | None = 50.0
-    """The bound of scores."""
+    """The softcap of the attention scores."""
     logit_softcap: Positive | None = 30.0
-    """The bound of logits."""
+    """The softcap of the logits."""
     tied: bool = True
     max_seq: Length = 8192
 
@@ -45,25 +45,25 @@ def build_gemma2(config: Gemma2Config, *, key: Key[Array, ""]) -> Transformer:
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         return gemma2_block(config, window, key=key)
 
-    return gemma2_of(config, block, key=key)
+    return gemma2_model(config, block, key=key)
 
 
-def gemma2_of(config: Gemma2Config, block: Callable[..., Block], *, key: Key[Array, ""]) -> Transformer:
+def gemma2_model(config: Gemma2Config, block: Callable[..., Block], *, key: Key[Array, ""]) -> Transformer:
     """Return a Gemma 2 with the layers that `block(window, key)` builds."""
     ends: dict[str, Any] = {"embedding_scale": config.embed**0.5, "logit_softcap": config.logit_softcap}
-    return decoder(config, block, windows_of(config), final_norm=norm(config, offset=1.0), **ends, key=key)
+    return decoder(config, block, layer_windows(config), final_norm=norm(config, offset=1.0), **ends, key=key)
 
 
 def gemma2_block(config: Gemma2Config, window: int | None, *, key: Key[Array, ""], **options: Any) -> Block:
     """Return a layer, local if it has a window; `options` are arguments of its attention."""
     mixer, feed_forward = jax.random.split(key)
-    arguments: dict[str, Any] = {"bias": config.bias, "output_std": None} | scores_of(config)
+    arguments: dict[str, Any] = {"bias": config.bias, "output_std": None} | score_options(config)
     attended = attention(config, window=window, **arguments | options, key=mixer)
     gated = gated_mlp(config, output_std=None, key=feed_forward)
     return four_norm_block(config, attended, gated, offset=1.0)
 
 
-def scores_of(config: Gemma2Config) -> dict[str, Any]:
+def score_options(config: Gemma2Config) -> dict[str, Any]:
     """Return the arguments of an `Attention` for its scores."""
     return {"scale": config.query_scalar**-0.5, "softcap": config.score_softcap}
 

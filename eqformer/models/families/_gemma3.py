@@ -16,7 +16,7 @@ from .._multimodal import MultimodalModel
 from .._rotary_attributes import RotaryByType
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, head_norm_weights
 from ._decoder import attention, decoder, four_norm_block, gated_mlp, head_norms, norm, rotary_of
-from ._pattern import windows_of
+from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,20 +26,20 @@ class Gemma3Config(DecoderConfig):
     window_layers: tuple[Index, ...]
     """The numbers of the layers that see a `window`; the others have the `scaling`."""
     window: Length = 1024
-    """The tokens that the layers of `window_layers` see."""
+    """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 256
     activation: str = "gelu_tanh"
     bias: bool = False
     """Whether the attention's four projections have biases."""
     query_scalar: Size = 256
-    """Scores are divided by its root."""
+    """Attention scores are divided by the root of this number."""
     logit_softcap: Positive | None = None
-    """The bound of logits."""
+    """The softcap of the logits."""
     theta: Positive = 1_000_000.0
     local_theta: Positive = 10_000.0
     """The base of rotary positions in these layers."""
     local_scaling: RotaryScaling | None = None
-    """Their scaling."""
+    """The scaling of rotary positions in layers with a window; None: none."""
     tied: bool = True
     max_seq: Length = 131_072
 
@@ -56,7 +56,7 @@ def build_gemma3(
         return gemma3_block(config, window, as_mixer, key=key)
 
     ends: dict[str, Any] = {"embedding_scale": config.embed**0.5, "logit_softcap": config.logit_softcap}
-    return decoder(config, block, windows_of(config), final_norm=norm(config, offset=1.0), **ends, key=key)
+    return decoder(config, block, layer_windows(config), final_norm=norm(config, offset=1.0), **ends, key=key)
 
 
 def gemma3_block(

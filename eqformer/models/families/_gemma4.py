@@ -31,9 +31,9 @@ from .._published_config import PublishedConfig
 from .._rotary_attributes import ProportionalRotaryByType
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, gated_weights, head_norm_weights, LAYER
-from ._decoder import attention, bend, decoder, gated_mlp, norm, rotary_of
+from ._decoder import activation_of, attention, decoder, gated_mlp, norm, rotary_of
 from ._mixtures import mixture
-from ._pattern import windows_of
+from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ class Gemma4Config(DecoderConfig):
     """The config of a Gemma 4; `head_dim` and `kv_heads` are those of layers with a window."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers that see a `window`; the others see everything."""
+    """The numbers of the layers that see a `window`; all other layers see whole rows."""
     window: Length = 512
-    """The tokens that the layers of `window_layers` see."""
+    """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 256
     activation: str = "gelu_tanh"
     global_head_dim: Size = 512
@@ -57,15 +57,15 @@ class Gemma4Config(DecoderConfig):
     local_theta: Positive = 10_000.0
     """The base of rotary positions in the layers of `window_layers`; the others have the `scaling`."""
     local_scaling: RotaryScaling | None = None
-    """Their scaling."""
+    """The scaling of rotary positions in layers with a window; None: none."""
     logit_softcap: Positive | None = None
-    """The bound of logits."""
+    """The softcap of the logits."""
     bias: bool = False
     """Whether the attention's projections have biases."""
     experts: OptionalSize = 0
     """Experts of a layer, beside its dense one; 0: none."""
     top_k: Size = 1
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     expert_mlp: Size = 1
     """Hidden features of an expert."""
     balance: NotNegative = 0.001
@@ -92,7 +92,7 @@ class Kind(NamedTuple):
 
 def kinds_of(config: Gemma4Config) -> list[Kind]:
     """Return the kind of each layer; raises a `ValueError` where layers would read keys that no earlier layer has."""
-    windows, count = windows_of(config), config.layers - config.reading_layers
+    windows, count = layer_windows(config), config.layers - config.reading_layers
     names = ["global" if window is None else "window" for window in windows]
     if missing := {*names[count:]} - {*names[:count]}:
         raise ValueError(
@@ -294,7 +294,7 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
         first, second, third = jax.random.split(key, 3)
         gate = None
         if config.input_mlp:
-            gate = PerLayerGate(embed=config.embed, mlp=config.input_mlp, activation=bend(config), key=third)
+            gate = PerLayerGate(embed=config.embed, mlp=config.input_mlp, activation=activation_of(config), key=third)
             gate = Residual(gate, output_norm=norm(config))
         is_wide = config.widens_reading and kind.reads is not None
         return Block(mixer(kind, first), fed(is_wide, second), jnp.ones((), jnp.float32), gate)

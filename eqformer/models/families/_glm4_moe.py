@@ -24,19 +24,19 @@ class GLM4MoEConfig(DecoderConfig):
     expert_mlp: Size
     """Hidden features of an expert."""
     experts: Size = 128
-    """Experts of a layer."""
+    """The number of experts of a layer."""
     top_k: Size = 8
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     shared: OptionalSize = 1
-    """Experts that every token has."""
+    """The number of shared experts."""
     first_dense: Index = 1
-    """Layers at the beginning without experts."""
+    """The number of layers at the beginning without experts."""
     groups: Size = 1
-    """Groups of experts."""
+    """The number of groups of experts."""
     kept_groups: Size = 1
-    """The groups from which a token's experts are chosen."""
+    """The number of groups from which a token's experts are chosen."""
     scale: Number = 1.0
-    """What the experts' weights are multiplied by."""
+    """A factor of the experts' weights."""
     normalise: bool = True
     """Whether a token's weights add up to 1 before."""
     rotary_fraction: Fraction = 0.5

@@ -24,7 +24,7 @@ from .._attributes import Activation, Attribute, Entry, Expect, Ignore
 from .._config_types import LayerCount, Length, NotNegative, Rate, Size
 from .._family import Family, ModelConfig
 from .._weight_rules import Rule
-from ._decoder import bend
+from ._decoder import activation_of
 from ._pattern import stacks_of
 
 
@@ -83,13 +83,13 @@ class GPT2Config(ModelConfig):
     activation: str = "gelu_tanh"
     """The activation of a feed-forward layer's features: a name of `nn.ACTIVATIONS`."""
     eps: NotNegative = 1e-5
-    """What norms add before the root."""
+    """The number that norms add to the mean square before the root."""
     score_scale: bool = True
     """Whether scores are divided by the root of a head's channels."""
     layer_scales: bool = False
     """Whether they are divided by the layer's number too, counted from 1."""
     tied: bool = True
-    """Whether the head is the embedding's table."""
+    """Whether the embedding's table is the head too."""
     dropout: Rate = 0.0
     """The rate, on the embeddings and on both residual additions."""
 
@@ -110,7 +110,7 @@ def build_gpt2(config: GPT2Config, *, key: Key[Array, ""]) -> Transformer:
         heads |= {"scale": (heads["head_dim"] ** -0.5 if config.score_scale else 1.0) / number}
         attention = Attention(embed=embed, **heads, bias=True, output_std=damping * embed**-0.5, key=mixes)
         sizes: dict[str, Any] = {"embed": embed, "mlp": mlp, "output_std": damping * mlp**-0.5}
-        feed_forward = MLP(**sizes, activation=bend(config), bias=True, key=feeds)
+        feed_forward = MLP(**sizes, activation=activation_of(config), bias=True, key=feeds)
         return Block(Residual(attention, norm(), dropout=dropout), Residual(feed_forward, norm(), dropout=dropout))
 
     embedding, positions, stack = jax.random.split(key, 3)

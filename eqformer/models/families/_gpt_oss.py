@@ -16,7 +16,7 @@ from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 from ._mixtures import mixture, stacked_mixture_weights
-from ._pattern import windows_of
+from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,13 +24,13 @@ class GPTOSSConfig(DecoderConfig):
     """The config of a gpt-oss; `mlp` is one expert's."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers that see a `window`; the others see everything."""
+    """The numbers of the layers that see a `window`; all other layers see whole rows."""
     window: Length = 128
-    """The tokens that the layers of `window_layers` see."""
+    """The number of tokens that the layers of `window_layers` see."""
     experts: Size = 32
-    """Experts of a layer."""
+    """The number of experts of a layer."""
     top_k: Size = 4
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     limit: Positive = 7.0
     """The bound of an expert's gate and of its other factor."""
     head_dim: Size = 64
@@ -59,7 +59,7 @@ def build_gpt_oss(config: GPTOSSConfig, *, key: Key[Array, ""]) -> Transformer:
         attended = attention(config, window=window, bias=config.bias, sinks=True, key=mixer)
         return pre_norm_block(config, attended, mixed)
 
-    return decoder(config, block, windows_of(config), key=key)
+    return decoder(config, block, layer_windows(config), key=key)
 
 
 _PRESETS = {

@@ -20,13 +20,13 @@ class GraniteConfig(DecoderConfig):
     """The config of a Granite."""
 
     embedding_scale: Number
-    """What looked-up vectors are multiplied by."""
+    """A factor of the embeddings."""
     attention_scale: Number
-    """What scores are multiplied by."""
+    """A factor of the attention scores."""
     residual_scale: Number
-    """What multiplies what a layer adds."""
+    """A factor of what each sublayer adds to the residual stream."""
     logit_divisor: Number
-    """What logits are divided by."""
+    """A divisor of the logits."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
     mlp_bias: bool = False

@@ -13,7 +13,7 @@ from .._family import Family
 from .._layer_attributes import every, LayerTypes, RotaryOrNone
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, PRE_NORMS
-from ._decoder import attention, bend, decoder, gated_mlp, pre_norm_block, rotary_of
+from ._decoder import activation_of, attention, decoder, gated_mlp, pre_norm_block, rotary_of
 from ._granite import GraniteConfig, SCALES
 from ._mixtures import mixture
 from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
@@ -32,7 +32,7 @@ class GraniteHybridConfig(NetSizes, GraniteConfig):
     experts: OptionalSize = 0
     """Experts of a layer; 0: there are none."""
     top_k: Size = 2
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
     max_seq: Length = 131_072
@@ -54,7 +54,7 @@ def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) ->
         mixer, feed_forward = jax.random.split(key)
         scaled: dict[str, Any] = {"scale": config.attention_scale, "output_std": None}
         attended = lambda: attention(config, bias=config.bias, rotary=rotary, **scaled, key=mixer)
-        mixed = attended() if is_attention else mamba2(config, mixer, output_std=None, activation=bend(config))
+        mixed = attended() if is_attention else mamba2(config, mixer, output_std=None, activation=activation_of(config))
         return pre_norm_block(config, mixed, fed(feed_forward), residual_scale=config.residual_scale)
 
     kinds = [layer in config.attention_layers for layer in range(config.layers)]

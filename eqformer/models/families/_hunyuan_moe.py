@@ -26,7 +26,7 @@ class HunyuanMoEConfig(DecoderConfig):
     top_ks: tuple[Size, ...]
     """The number of experts that each token chooses, for each layer."""
     experts: Size = 64
-    """Experts of a layer."""
+    """The number of experts of a layer."""
     eps: NotNegative = 1e-5
     bias: bool = False
     """Whether the attention's four projections have biases."""

@@ -37,7 +37,7 @@ class JAXformerConfig(ModelConfig):
     """The config of a JAXformer."""
 
     blocks: Size
-    """How often the layers of a block repeat."""
+    """The number of times that the layers of a block repeat."""
     layers_per_block: Size
     """Layers of a block."""
     heads: Size
@@ -51,17 +51,17 @@ class JAXformerConfig(ModelConfig):
     theta: Positive = 10_000.0
     """The base of rotary positions."""
     eps: NotNegative = 1e-6
-    """What norms add before the root."""
+    """The number that norms add to the mean square before the root."""
     dropout: Rate = 0.0
     """The rate."""
     experts: Size | None = None
     """Experts of a mixture; None: dense layers throughout."""
     top_k: Size = 2
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     shared: OptionalSize = 2
-    """Experts that see every token, as one of that many times the width."""
+    """The number of shared experts, which are one layer of so many times the width."""
     capacity: Positive = 1.5
-    """Slots of the experts, over what even loads need."""
+    """The experts' slots, as a multiple of the slots that even loads need."""
     balance: NotNegative = 0.01
     """The weight of the balance loss."""
 

@@ -13,8 +13,8 @@ from .._family import Family
 from .._layer_attributes import every, LayerTypes
 from .._published_config import PublishedConfig
 from .._weight_rules import Rule
-from ._common import AsManyKeyHeads, gated_weights, LAYER, SIZES, WIDTH
-from ._decoder import bend, damping, decoder, gated_mlp, pre_norm_block
+from ._common import EqualKeyHeads, gated_weights, LAYER, SIZES, WIDTH
+from ._decoder import activation_of, damping, decoder, gated_mlp, pre_norm_block
 from ._deepseek import latent_attention, LATENT_WEIGHTS, LayerMixtures, SigmoidLatentConfig
 from ._mixtures import BIASED_SIGMOIDS, mixture_beside_shared
 
@@ -50,7 +50,7 @@ class _Net(Entry):
 
 
 def _attention(published: PublishedConfig, layers: int) -> tuple[int, ...]:
-    """Return the layers with attention where no types are listed: those of the older list, or every fourth layer."""
+    """Return the layers with attention where no types are listed: those of the older list, or 4, 8, 12 and so on."""
     said = _of_nets(published).listed("full_attn_layers", Size)
     return tuple(range(4, layers, 4)) if said is None else tuple(number - 1 for number in said)
 
@@ -60,7 +60,7 @@ def _either(name: str, own: str, other: str, default: int, least: int = 1) -> Co
 
 
 KIMI_ATTRIBUTES: tuple[Entry, ...] = (
-    *(*SIZES, WIDTH, AsManyKeyHeads(), _Net()),
+    *(*SIZES, WIDTH, EqualKeyHeads(), _Net()),
     *(Attribute("first_dense", "first_k_dense_replace", 1), LayerMixtures()),
     LayerTypes("attention_layers", ("full_attention", "linear_attention"), _attention),
     Count("expert_mlp", "moe_intermediate_size", 1024),
@@ -145,7 +145,7 @@ def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Trans
     still = dataclasses.replace(config, scaling=ProportionalScaling(0.0))
     sizes: dict[str, Any] = {"heads": config.net_heads, "head_dim": config.net_head_dim, "taps": config.taps}
     sizes |= {
-        "activation": bend(config),
+        "activation": activation_of(config),
         "eps": config.eps,
         "output_std": damping(config) * (config.net_heads * config.net_head_dim) ** -0.5,
     }

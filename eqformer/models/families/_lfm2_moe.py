@@ -24,15 +24,15 @@ class LFM2MoEConfig(ConvConfig):
     expert_mlp: Size
     """Hidden features of an expert."""
     experts: Size = 32
-    """Experts of a layer."""
+    """The number of experts of a layer."""
     top_k: Size = 4
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     first_dense: Index = 2
-    """Layers at the beginning without experts."""
+    """The number of layers at the beginning without experts."""
     normalise: bool = True
     """Whether a token's weights are divided by their sum."""
     scale: Number = 1.0
-    """What they are multiplied by then."""
+    """A factor of the weights of a token's experts."""
     biased: bool = True
     """Whether the choice of experts has a bias."""
     balance: NotNegative = 0.0

@@ -56,9 +56,9 @@ class Llama4Config(DecoderConfig):
     full_layers: tuple[Index, ...]
     """The numbers of the layers that see whole rows."""
     experts: Size = 16
-    """Experts of a layer."""
+    """The number of experts of a layer."""
     top_k: Size = 1
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     chunk: Length | None = 8192
     """The tokens of a chunk; the other layers see only within a chunk."""
     qk_norm: bool = True

@@ -10,7 +10,7 @@ from .._attributes import Activation, Attribute, Count, Expect, Ignore
 from .._config_types import LayerCount, NotNegative
 from .._family import Family, ModelConfig
 from .._weight_rules import Rule
-from ._decoder import bend, decoder, norm
+from ._decoder import activation_of, decoder, norm
 from ._state_spaces import mamba2, mamba_weights, NetSizes, StepLimits, ValueChannels
 
 
@@ -22,9 +22,9 @@ class Mamba2Config(NetSizes, ModelConfig):
     """Layers."""
     _: dataclasses.KW_ONLY
     eps: NotNegative = 1e-5
-    """What norms add before the root."""
+    """The number that norms add to the mean square before the root."""
     tied: bool = False
-    """Whether the head is the embedding's table."""
+    """Whether the embedding's table is the head too."""
     activation: str = "silu"
     """The activation behind the convolutions: a name of `nn.ACTIVATIONS`."""
 
@@ -33,7 +33,7 @@ def build_mamba2(config: Mamba2Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Mamba-2 with random weights."""
 
     def block(_: None, key: Key[Array, ""]) -> Block:
-        return Block(Residual(mamba2(config, key, activation=bend(config)), norm(config)))
+        return Block(Residual(mamba2(config, key, activation=activation_of(config)), norm(config)))
 
     return decoder(config, block, key=key)
 

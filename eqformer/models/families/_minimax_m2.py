@@ -23,9 +23,9 @@ class MiniMaxM2Config(DecoderConfig):
     """The config of a MiniMax-M2; `mlp` is one expert's."""
 
     experts: Size = 256
-    """Experts of a layer."""
+    """The number of experts of a layer."""
     top_k: Size = 8
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     head_dim: Size = 128
     rotary_fraction: Fraction = 0.5
     """The part of a head's channels that has rotary positions."""

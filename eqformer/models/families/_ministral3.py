@@ -25,7 +25,7 @@ class Ministral3Config(DecoderConfig):
     growth: Number = 0.1
     """The strength of `LogTemperature`; 0: none."""
     growth_every: Length = 16_384
-    """After how many positions it grows."""
+    """The number of positions after which the scores grow."""
     window: Length | None = None
     """The tokens that every layer sees; None: all."""
     eps: NotNegative = 1e-5

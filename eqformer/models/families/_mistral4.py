@@ -30,16 +30,16 @@ class Mistral4Config(LatentConfig):
     kept_groups: Size = 1
     scale: Number = 1.0
     normalise: bool = True
-    """Whether a token's weights add up to 1."""
+    """Whether the weights of a token's experts are normalized to add up to 1."""
     interleaved: bool = True
-    """Whether the channels that turn together are neighbours."""
+    """Whether the channels that are rotated together are neighbors."""
     balance: NotNegative = 0.001
     scaling: RotaryScaling | None = YarnScaling(128.0, 8192, magnitude=1.0)
     temperature: Number = 1.0
     growth: Number = 0.1
     """The strength of `LogTemperature`; 0: none."""
     growth_every: Length = 8192
-    """After how many positions it grows."""
+    """The number of positions after which the scores grow."""
     max_seq: Length = 1_048_576
 
 

@@ -21,9 +21,9 @@ class MixtralConfig(DecoderConfig):
     """The config of a Mixtral; `mlp` is one expert's."""
 
     experts: Size = 8
-    """Experts of a layer."""
+    """The number of experts of a layer."""
     top_k: Size = 2
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     theta: Positive = 1_000_000.0
     eps: NotNegative = 1e-5
     window: Length | None = None

@@ -126,7 +126,7 @@ def mixture_beside_shared(config: Any, key: Key[Array, ""], *, balance: Mapping[
 BIASED_SIGMOIDS: Mapping[str, Any] = {"score": "sigmoid", "balanced": True, "group_score": "top2"}
 
 
-def which_are_mixtures(config: QwenMoEConfig) -> tuple[bool, ...]:
+def mixture_flags(config: QwenMoEConfig) -> tuple[bool, ...]:
     """Return for each layer whether it has experts: every `moe_every`-th layer but `dense_layers`."""
     return tuple(
         layer not in config.dense_layers and (layer + 1) % config.moe_every == 0 for layer in range(config.layers)

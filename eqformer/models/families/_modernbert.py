@@ -26,7 +26,7 @@ from .._published_config import PublishedConfig
 from .._rotary_attributes import FULL, RotaryByType, SLIDING
 from .._weight_rules import Rule
 from ._common import INTO_HEADS, LAYER, OF_HEADS, OUT_OF_HEADS, SIZES, WIDTH
-from ._decoder import bend, damping, decoder, gated_mlp, rotary_of
+from ._decoder import activation_of, damping, decoder, gated_mlp, rotary_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +47,13 @@ class ModernBERTConfig(ModelConfig):
     theta: Positive = 160_000.0
     """The base of rotary positions."""
     scaling: RotaryScaling | None = None
-    """Their scaling."""
+    """The scaling of rotary positions in these layers; None: none."""
     local_theta: Positive = 10_000.0
     """The base of layers with a window."""
     local_scaling: RotaryScaling | None = None
-    """Their scaling."""
+    """The scaling of rotary positions in these layers; None: none."""
     eps: NotNegative = 1e-5
-    """What norms add before the root."""
+    """The number that norms add to the mean square before the root."""
     activation: str = "gelu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     dense_activation: str = "gelu"
@@ -69,9 +69,9 @@ class ModernBERTConfig(ModelConfig):
     logit_bias: bool = True
     """Whether logits have."""
     tied: bool = True
-    """Whether the head is the embedding's table."""
+    """Whether the embedding's table is the head too."""
     max_seq: Length = 8192
-    """The longest rows it was trained on; it changes nothing."""
+    """The length of the longest rows that the model was trained on, in tokens; it changes nothing."""
 
 
 def _every_third(published: PublishedConfig, layers: int) -> range:
@@ -148,7 +148,7 @@ def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> Transf
         norm(),
         embed=config.embed,
         bias=config.dense_bias,
-        activation=bend(config, "dense_activation"),
+        activation=activation_of(config, "dense_activation"),
         key=dense_key,
     )
     model = decoder(config, block, kinds, final_norm=dense, key=decoder_key)

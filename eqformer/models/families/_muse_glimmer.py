@@ -17,7 +17,7 @@ from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, INTO_HEADS, LAYER
 from ._decoder import attention, decoder, gated_mlp, head_norms, norm
-from ._pattern import windows_of
+from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,19 +25,19 @@ class MuseGlimmerConfig(DecoderConfig):
     """The config of a Muse Glimmer."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers that see a `window`; the others see everything."""
+    """The numbers of the layers that see a `window`; all other layers see whole rows."""
     no_rotary_layers: tuple[Index, ...]
-    """Those without rotary positions."""
+    """The numbers of the layers without rotary positions."""
     window: Length | None = 2048
-    """The tokens that the layers of `window_layers` see."""
+    """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 128
     query_scale: Number = 3.87
-    """What normalised queries are multiplied by, beside `head_dim^-0.5`."""
+    """A factor of the normalized queries, besides `head_dim^-0.5`."""
     eps: NotNegative = 1e-5
     output_eps: NotNegative = 1e-8
-    """What the norms after sublayers add."""
+    """The number that the norms after sublayers add to the mean square before the root."""
     logit_scale: Number = 256**0.5 * 6656**-0.5
-    """What logits are multiplied by."""
+    """A factor of the logits."""
     logit_softcap: Positive = 20.0
     """The bound that they have then."""
     max_seq: Length = 131_072
@@ -56,7 +56,7 @@ def build_muse_glimmer(config: MuseGlimmerConfig, *, key: Key[Array, ""]) -> Tra
         attended = attention(config, window=window, **options, **positions, key=mixer)
         return Block(sublayer(attended), sublayer(gated_mlp(config, output_std=None, key=feed_forward)))
 
-    kinds = [(layer not in config.no_rotary_layers, window) for layer, window in enumerate(windows_of(config))]
+    kinds = [(layer not in config.no_rotary_layers, window) for layer, window in enumerate(layer_windows(config))]
     ends: dict[str, Any] = {"logit_scale": config.logit_scale, "logit_softcap": config.logit_softcap}
     model = decoder(config, block, kinds, **ends, key=key)
     return dataclasses.replace(model, embedding_norm=norm(config, scale=False))

@@ -14,7 +14,7 @@ from .._family import DecoderConfig, Family
 from .._published_config import PublishedConfig
 from .._weight_rules import Rule
 from ._common import attention_weights, KeyHeads
-from ._decoder import attention, bend, damping, decoder, norm
+from ._decoder import activation_of, attention, damping, decoder, norm
 from ._mixtures import BIASED_SIGMOIDS, mixture
 from ._state_spaces import beside_mamba, mamba2, mamba_weights, NetSizes, STEP_LIMITS, StepLimits
 
@@ -137,15 +137,15 @@ class NemotronHConfig(NetSizes, DecoderConfig):
     shared_mlp: Size = 7688
     """Hidden features of the layer beside experts."""
     experts: Size = 8
-    """Experts of a layer."""
+    """The number of experts of a layer."""
     top_k: Size = 2
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     groups: Size = 1
-    """Groups of experts."""
+    """The number of groups of experts."""
     kept_groups: Size = 1
-    """Of which a token takes experts of so many."""
+    """The number of groups from which a token's experts are chosen."""
     scale: Number = 1.0
-    """What weights of experts are multiplied by."""
+    """A factor of the experts' weights."""
     normalise: bool = True
     """Whether a token's weights add up to 1 before that."""
     activation: str = "relu_squared"
@@ -171,7 +171,7 @@ def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transfo
 
     def mlp(width: int, key: Key[Array, ""], *, embed: int = config.embed, bias: bool = config.mlp_bias) -> MLP:
         output_std = damping(config) * width**-0.5
-        return MLP(embed=embed, mlp=width, activation=bend(config), bias=bias, output_std=output_std, key=key)
+        return MLP(embed=embed, mlp=width, activation=activation_of(config), bias=bias, output_std=output_std, key=key)
 
     def latent(to: Key[Array, ""], back: Key[Array, ""]) -> tuple[Linear, Linear] | None:
         if config.expert_latent is None:
@@ -181,7 +181,9 @@ def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transfo
 
     def layer(kind: str, key: Key[Array, ""]) -> Layer:
         if kind == "M":
-            return Block(Residual(mamba2(config, key, activation=bend(config, "net_activation")), norm(config)))
+            return Block(
+                Residual(mamba2(config, key, activation=activation_of(config, "net_activation")), norm(config))
+            )
         if kind == "*":
             return Block(Residual(attention(config, rotary=None, key=key), norm(config)))
         if kind == "-":

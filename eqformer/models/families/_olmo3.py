@@ -15,7 +15,7 @@ from .._rotary_attributes import RotaryByType
 from ._common import decoder_attributes
 from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block, rotary_of
 from ._olmo2 import OLMO2_WEIGHTS
-from ._pattern import windows_of
+from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,12 @@ class Olmo3Config(DecoderConfig):
     window_layers: tuple[Index, ...]
     """The numbers of the layers that see a `window`; the others have the `scaling`."""
     window: Length = 4096
-    """The tokens that the layers of `window_layers` see."""
+    """The number of tokens that the layers of `window_layers` see."""
     theta: Positive = 500_000.0
     local_theta: Positive = 500_000.0
     """The base of rotary positions in these layers."""
     local_scaling: RotaryScaling | None = None
-    """Their scaling."""
+    """The scaling of rotary positions in layers with a window; None: none."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
     max_seq: Length = 65_536
@@ -47,7 +47,7 @@ def build_olmo3(config: Olmo3Config, *, key: Key[Array, ""]) -> Transformer:
         attended = attention(config, window=window, bias=config.bias, output_std=None, **options, key=mixer)
         return post_norm_block(config, attended, gated_mlp(config, output_std=None, key=feed_forward))
 
-    return decoder(config, block, windows_of(config), key=key)
+    return decoder(config, block, layer_windows(config), key=key)
 
 
 _YARN = YarnScaling(8.0, 8192, magnitude=1.2079441541679836)

@@ -20,16 +20,16 @@ class OLMoEConfig(DecoderConfig):
     """The config of an OLMoE; `mlp` is one expert's."""
 
     experts: Size = 64
-    """Experts of a layer."""
+    """The number of experts of a layer."""
     top_k: Size = 8
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     normalise: bool = False
-    """Whether a token's weights add up to 1."""
+    """Whether the weights of a token's experts are normalized to add up to 1."""
     eps: NotNegative = 1e-5
     bias: bool = False
     """Whether the attention's four projections have biases."""
     clip: Positive | None = None
-    """How far from 0 queries, keys and values may be, the first two after their norms; None: anywhere."""
+    """The bound of the magnitudes of queries, keys (both after their norms) and values; None: none."""
     balance: NotNegative = 0.01
     """The weight of `LoadBalance`, over the batch."""
     max_seq: Length = 4096

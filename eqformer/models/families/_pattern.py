@@ -62,7 +62,7 @@ def stacks_of(
     )
 
 
-def windows_of(config: Any) -> list[int | None]:
+def layer_windows(config: Any) -> list[int | None]:
     """Return the window of each layer: the config's for its window layers, None for others."""
     return [config.window if layer in config.window_layers else None for layer in range(config.layers)]
 

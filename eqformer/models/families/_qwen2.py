@@ -12,7 +12,7 @@ from .._family import DecoderConfig, Family
 from .._layer_attributes import LateWindows
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
-from ._pattern import windows_of
+from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,9 +21,9 @@ class Qwen2Config(DecoderConfig):
 
     theta: Positive = 1_000_000.0
     window: Length | None = None
-    """The tokens that the layers of `window_layers` see."""
+    """The number of tokens that the layers of `window_layers` see."""
     window_layers: tuple[Index, ...] = ()
-    """The numbers of the layers that see a `window`; the others see everything."""
+    """The numbers of the layers that see a `window`; all other layers see whole rows."""
 
 
 def build_qwen2(config: Qwen2Config, *, key: Key[Array, ""]) -> Transformer:
@@ -34,7 +34,7 @@ def build_qwen2(config: Qwen2Config, *, key: Key[Array, ""]) -> Transformer:
         attended = attention(config, window=window, bias=True, output_bias=False, key=mixer)
         return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
 
-    return decoder(config, block, windows_of(config), key=key)
+    return decoder(config, block, layer_windows(config), key=key)
 
 
 _QWEN2_05B = Qwen2Config(vocab=151_936, embed=896, layers=24, heads=14, kv_heads=2, mlp=4864, tied=True)

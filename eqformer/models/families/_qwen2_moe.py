@@ -18,10 +18,10 @@ from ._mixtures import (
     MIXTURE,
     mixture_attributes,
     mixture_beside_gated_shared,
+    mixture_flags,
     QwenMoEConfig,
-    which_are_mixtures,
 )
-from ._pattern import windows_of
+from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class Qwen2MoEConfig(QwenMoEConfig):
     bias: bool = True
     """Whether queries, keys and values have biases."""
     window: Length | None = None
-    """The tokens that the layers of `window_layers` see."""
+    """The number of tokens that the layers of `window_layers` see."""
     window_layers: tuple[Index, ...] = ()
-    """The numbers of the layers that see a `window`; the others see everything."""
+    """The numbers of the layers that see a `window`; all other layers see whole rows."""
 
 
 def build_qwen2_moe(config: Qwen2MoEConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -51,7 +51,7 @@ def build_qwen2_moe(config: Qwen2MoEConfig, *, key: Key[Array, ""]) -> Transform
             return pre_norm_block(config, attended, mixture_beside_gated_shared(config, feed_forward))
         return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
 
-    return decoder(config, block, list(zip(which_are_mixtures(config), windows_of(config), strict=True)), key=key)
+    return decoder(config, block, list(zip(mixture_flags(config), layer_windows(config), strict=True)), key=key)
 
 
 def _every_other(published: PublishedConfig, layers: int) -> range:

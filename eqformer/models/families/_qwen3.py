@@ -13,7 +13,7 @@ from .._layer_attributes import LateWindows
 from .._multimodal import MultimodalModel
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
-from ._pattern import windows_of
+from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,9 @@ class Qwen3Config(DecoderConfig):
     bias: bool = False
     """Whether the attention's four projections have biases."""
     window: Length | None = None
-    """The tokens that the layers of `window_layers` see."""
+    """The number of tokens that the layers of `window_layers` see."""
     window_layers: tuple[Index, ...] = ()
-    """The numbers of the layers that see a `window`; the others see everything."""
+    """The numbers of the layers that see a `window`; all other layers see whole rows."""
 
 
 def build_qwen3(config: Qwen3Config, *, key: Key[Array, ""]) -> Transformer:
@@ -38,7 +38,7 @@ def build_qwen3(config: Qwen3Config, *, key: Key[Array, ""]) -> Transformer:
         attended = attention(config, window=window, bias=config.bias, **head_norms(config), key=mixer)
         return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
 
-    return decoder(config, block, windows_of(config), key=key)
+    return decoder(config, block, layer_windows(config), key=key)
 
 
 def _qwen3(embed: int, layers: int, heads: int, mlp: int, tied: bool = False) -> Qwen3Config:

@@ -27,9 +27,9 @@ class Qwen35MoEConfig(NetConfig):
     shared_mlp: Size
     """Hidden features of the shared expert."""
     experts: Size = 256
-    """Experts of a layer."""
+    """The number of experts of a layer."""
     top_k: Size = 8
-    """Experts of a token."""
+    """The number of experts that each token chooses."""
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
 

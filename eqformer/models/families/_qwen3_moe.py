@@ -13,7 +13,7 @@ from .._layer_attributes import SwitchedWindow
 from .._multimodal import MultimodalModel
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
-from ._mixtures import FUSED, MIXTURE, mixture, mixture_attributes, QwenMoEConfig, TRANSPOSED, which_are_mixtures
+from ._mixtures import FUSED, MIXTURE, mixture, mixture_attributes, mixture_flags, QwenMoEConfig, TRANSPOSED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ def build_qwen3_moe(config: Qwen3MoEConfig, *, key: Key[Array, ""]) -> Transform
         mixed = mixture(config, expert, normalise=config.normalise, router=router, experts=experts)
         return pre_norm_block(config, attended, mixed)
 
-    return decoder(config, block, which_are_mixtures(config), key=key)
+    return decoder(config, block, mixture_flags(config), key=key)
 
 
 _PRESETS = {

@@ -20,8 +20,8 @@ from ._mixtures import (
     MIXTURE,
     mixture_attributes,
     mixture_beside_gated_shared,
+    mixture_flags,
     QwenMoEConfig,
-    which_are_mixtures,
 )
 
 
@@ -40,9 +40,7 @@ class Qwen3NextConfig(NetConfig, QwenMoEConfig):
     @property
     def kinds(self) -> tuple[tuple[bool, bool], ...]:
         """For each layer, whether it has an attention, and whether it has experts."""
-        return tuple(
-            (layer in self.attention_layers, mixture) for layer, mixture in enumerate(which_are_mixtures(self))
-        )
+        return tuple((layer in self.attention_layers, mixture) for layer, mixture in enumerate(mixture_flags(self)))
 
 
 def build_qwen3_next(config: Qwen3NextConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -14,7 +14,7 @@ from .._layer_attributes import every, NoRotaryLayers, SwitchedWindows
 from .._rotary_attributes import RotaryPositions
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
-from ._pattern import windows_of
+from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,9 @@ class SmolLM3Config(DecoderConfig):
     """The numbers of the layers without rotary positions."""
     theta: Positive = 5_000_000.0
     window: Length | None = None
-    """The tokens that the layers of `window_layers` see."""
+    """The number of tokens that the layers of `window_layers` see."""
     window_layers: tuple[Index, ...] = ()
-    """The numbers of the layers that see a `window`; the others see everything."""
+    """The numbers of the layers that see a `window`; all other layers see whole rows."""
     bias: bool = False
     """Whether the attention's four projections have biases."""
     mlp_bias: bool = False
@@ -45,7 +45,7 @@ def build_smollm3(config: SmolLM3Config, *, key: Key[Array, ""]) -> Transformer:
         attended = attention(config, window=window, bias=config.bias, **positions, key=mixer)
         return pre_norm_block(config, attended, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
 
-    kinds = [(layer not in config.no_rotary_layers, window) for layer, window in enumerate(windows_of(config))]
+    kinds = [(layer not in config.no_rotary_layers, window) for layer, window in enumerate(layer_windows(config))]
     return decoder(config, block, kinds, key=key)
 
 

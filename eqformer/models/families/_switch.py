@@ -46,7 +46,7 @@ class GShardConfig(ModelConfig):
     mlp: Size
     """Hidden features of a feed-forward layer and of an expert."""
     experts: Size
-    """Experts of a layer."""
+    """The number of experts of a layer."""
     capacity: Positive = 1.0
     """Slots for both choices, over what even loads need."""
     balance: NotNegative = 0.01
@@ -54,7 +54,7 @@ class GShardConfig(ModelConfig):
     theta: Positive = 10_000.0
     """The base of rotary positions."""
     eps: NotNegative = 1e-6
-    """What norms add before the root."""
+    """The number that norms add to the mean square before the root."""
 
 
 @dataclasses.dataclass(frozen=True)

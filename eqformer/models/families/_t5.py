@@ -30,7 +30,7 @@ from .._family import Family, ModelConfig
 from .._published_config import PublishedConfig
 from .._weight_rules import Rule
 from ._common import INTO_HEADS, OUT_OF_HEADS
-from ._decoder import bend, gated_mlp
+from ._decoder import activation_of, gated_mlp
 
 
 class _Layers(Entry):
@@ -206,7 +206,7 @@ def build_t5(config: T5Config, *, key: Key[Array, ""]) -> Transformer:
         arguments = sizes | {"output_std": (2 * config.layers * inner) ** -0.5}
         attention = Attention(mask=full() if reads else causal(), score_bias=True, **arguments, key=attention_key)
         cross = None if reads else Residual(CrossAttention(**arguments, key=cross_key), norm())
-        plain = lambda: MLP(embed=embed, mlp=config.mlp, activation=bend(config), key=feed_forward_key)
+        plain = lambda: MLP(embed=embed, mlp=config.mlp, activation=activation_of(config), key=feed_forward_key)
         layer = gated_mlp(config, key=feed_forward_key) if config.gated else plain()
         return Block(Residual(attention, norm()), Residual(layer, norm()), cross=cross)
 

@@ -14,8 +14,8 @@ from .._published_config import PublishedConfig
 from .._weight_rules import Rule
 from ._common import attention_weights
 from ._decoder import norm
-from ._gemma2 import GEMMA2, gemma2_block, gemma2_of, Gemma2Config, scores_of
-from ._pattern import stacks_of, windows_of
+from ._gemma2 import GEMMA2, gemma2_block, gemma2_model, Gemma2Config, score_options
+from ._pattern import layer_windows, stacks_of
 from ._t5gemma2 import half_weights
 
 
@@ -96,17 +96,17 @@ def build_t5gemma(config: T5GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
     def writer(window: int | None, key: Key[Array, ""]) -> Block:
         block_key, cross_key = jax.random.split(key)
         sizes: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_size}
-        sizes |= {"embed": config.embed, "source": encoder_config.embed, "bias": config.bias} | scores_of(config)
+        sizes |= {"embed": config.embed, "source": encoder_config.embed, "bias": config.bias} | score_options(config)
         cross = Residual(CrossAttention(**sizes, key=cross_key), after(), output_norm=after())
         return dataclasses.replace(gemma2_block(config, window, key=block_key), cross=cross)
 
     table_key, encoder_key, decoder_key = jax.random.split(key, 3)
-    stacks, last = stacks_of(reader, windows_of(encoder_config), key=encoder_key), norm(encoder_config, offset=1.0)
+    stacks, last = stacks_of(reader, layer_windows(encoder_config), key=encoder_key), norm(encoder_config, offset=1.0)
     embedding = Embedding(
         vocab=encoder_config.vocab, embed=encoder_config.embed, scale=encoder_config.embed**0.5, key=table_key
     )
     encoder = Encoder(stacks, last, start=config.start, embedding=embedding)
-    return dataclasses.replace(gemma2_of(config, writer, key=decoder_key), encoder=encoder)
+    return dataclasses.replace(gemma2_model(config, writer, key=decoder_key), encoder=encoder)
 
 
 def _t5gemma(decoder: str, encoder: Any = None, **more: Any) -> T5GemmaConfig:

@@ -16,7 +16,7 @@ from .._weight_rules import Rule
 from ._common import ATTENTION, gated_weights, head_norm_weights, norm_weights
 from ._decoder import norm
 from ._gemma3 import build_gemma3, GEMMA3, gemma3_block, GEMMA3_MISSING, Gemma3Config
-from ._pattern import stacks_of, windows_of
+from ._pattern import layer_windows, stacks_of
 
 
 _TABLE = (*GEMMA3.attributes, Attribute("start", "bos_token_id", 2), Ignore("dropout_rate"))
@@ -120,7 +120,9 @@ def build_t5gemma2(config: T5Gemma2Config, *, key: Key[Array, ""]) -> Transforme
         return gemma3_block(config, window, mask=full() if window is None else window_both_ways(window), key=key)
 
     reading, writing = jax.random.split(key)
-    encoder = Encoder(stacks_of(reader, windows_of(config), key=reading), norm(config, offset=1.0), start=config.start)
+    encoder = Encoder(
+        stacks_of(reader, layer_windows(config), key=reading), norm(config, offset=1.0), start=config.start
+    )
     return dataclasses.replace(build_gemma3(config, MergedAttention, key=writing), encoder=encoder)
 
 
