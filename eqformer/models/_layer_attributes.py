@@ -102,10 +102,6 @@ def _read_switched_window(published: PublishedConfig, missing: int | None) -> in
     return _check_window(published, window) if is_on else None
 
 
-def _no_layers(published: PublishedConfig, layers: int) -> tuple[int, ...]:
-    return ()
-
-
 @dataclasses.dataclass(frozen=True)
 class Windows(Entry):
     """The fields `window` and `window_layers`, the layers with a window.
@@ -125,12 +121,15 @@ class Windows(Entry):
         return {"sliding_window": config.window} | self._types(self.default).write(config)
 
     def _read(self, published: PublishedConfig, window: int | None) -> dict[str, Any]:
-        default = self.default if window is not None else _no_layers
-        fields = self._types(default).read(published)
+        fields = self._types(self.default if window is not None else self._no_layers).read(published)
         if fields["window_layers"] and window is None:
             types = published.take("layer_types", None)
             published.refuse(f"layer_types={types} has sliding layers, and no window is in use.")
         return {"window": window} | fields
+
+    def _no_layers(self, published: PublishedConfig, layers: int) -> tuple[int, ...]:
+        self.default(published, layers)  # takes its attributes, so that they are not refused as unknown
+        return ()
 
     def _types(self, default: LayerChoice) -> LayerTypes:
         return LayerTypes("window_layers", (SLIDING, FULL), default)
