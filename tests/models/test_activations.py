@@ -10,7 +10,7 @@ import pytest
 from test_attributes import case, numbers_of, PUBLISHED
 
 from eqformer import models, nn
-from eqformer.models._attributes import Activation, names_of
+from eqformer.models._attributes import Activation, published_activations
 
 
 FOUND = [(family, entry) for family, its in PUBLISHED.items() for entry in its.attributes]
@@ -32,7 +32,7 @@ def test_every_name_that_transformers_has_is_known_and_bends_alike():
     """Of those with weights of their own there are none."""
     activations, torch = pytest.importorskip("transformers.activations"), pytest.importorskip("torch")
     x = np.linspace(-12, 12, 97, dtype=np.float32) + np.float32(0.01)
-    known = {name: its for its in nn.ACTIVATIONS for name in names_of(its)}
+    known = {name: its for its in nn.ACTIVATIONS for name in published_activations(its)}
     assert set(activations.ACT2FN) == {*known, "prelu", "xielu"}
     found = jax.jit(lambda x: {name: nn.ACTIVATIONS[its](x) for name, its in known.items()})(x)
     for name, its in known.items():
@@ -49,7 +49,7 @@ def test_t5_has_every_activation_with_a_gate_and_without(gated):
         written = PUBLISHED["t5"].write(numbers)
         assert numbers_of({"model_type": "t5"} | written) == numbers
         assert written["is_gated_act"] == gated == written["feed_forward_proj"].startswith("gated-")
-        assert written["dense_act_fn"] in names_of(its)
+        assert written["dense_act_fn"] in published_activations(its)
     said = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new", "is_gated_act": True}
     assert numbers_of(config | said).activation == "gelu_tanh"
     with pytest.raises(ValueError, match="dense_act_fn='gelu' is not supported"):

@@ -140,7 +140,7 @@ def test_beside_the_model_one_array_is_decoded_at_a_time(sizes, tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     shares = sum(shard.data.nbytes for x in jax.tree.leaves(kept) for shard in x.addressable_shards)
-    working = 4 * 3 * _published_arrays._AT_ONCE * 4  # each thread's pieces in float32
+    working = 4 * 3 * _published_arrays._NUMBERS_AT_ONCE * 4  # each thread's pieces in float32
     # Python's garbage is up to one array more, until it is collected.
     assert own <= shares and shares < peak < shares + 2 * largest + working, (peak - shares) / largest
     assert 2 * largest + working < own / 3

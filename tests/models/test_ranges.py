@@ -15,7 +15,7 @@ from test_attributes import HARMLESS, numbers_of, PUBLISHED, SUPERSEDED, UNUSED
 from test_published import RECORDED
 
 from eqformer import models, nn
-from eqformer.models._attributes import kinds_of
+from eqformer.models._attributes import field_types
 from eqformer.models._config_types import fits, Fraction, Number, Positive, Range, Size
 
 
@@ -51,7 +51,7 @@ def changed(config: Mapping[str, Any], path: tuple[str, ...], *value: Any) -> di
 
 def faults_of(config: Any) -> list[str]:
     """Return the fields of a config that are not of their kinds or not finite."""
-    kinds = kinds_of(type(config))
+    kinds = field_types(type(config))
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     faults = [name for name, value in values.items() if not fits(value, kinds[name])]
     for name, value in values.items():
@@ -140,7 +140,7 @@ def test_every_number_of_every_config_has_a_range():
     """So that a new family cannot leave one out."""
     seen = 0
     for family in models.FAMILIES.values():
-        kinds = kinds_of(family.config)
+        kinds = field_types(family.config)
         for field in dataclasses.fields(family.config):
             for kind in numbers_in(kinds[field.name]):
                 seen += 1
