@@ -4,18 +4,18 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..nn import LearnedPositions, Predictor, Tokens
+from ..nn import Predictor, Tokens
 
 
 @runtime_checkable
 class Model(Protocol):
-    """A model that generates: `nn.Transformer`, or any class with its `encode`, `unembed` and `init_cache`."""
+    """A model that generates: `nn.LanguageModel`, or any class with its `encode`, `unembed` and `init_cache`."""
 
     @property
     def vocab(self) -> int: ...
 
     @property
-    def positions(self) -> LearnedPositions | None: ...
+    def max_seq(self) -> int | None: ...
 
     @property
     def start(self) -> int | None: ...

@@ -54,8 +54,7 @@ def pad_prompts(
     width = round_up(total, BUCKET)
     # The cache of a model with an encoder holds the prompt's keys in slots of their own, as many as the text's.
     capacity = max(width, round_up(longest, BUCKET)) if has_encoder else width
-    if model.positions is not None:
-        limit = model.positions.weight.shape[0]
+    if (limit := model.max_seq) is not None:
         # The model never reads the last token that is drawn, so that token needs no position.
         if total - 1 > limit:
             raise ValueError(
@@ -81,9 +80,9 @@ def fit_to_positions(model: Model, prompt: Sequence[int], max_new_tokens: int) -
 
     A model without learned positions changes nothing. `generate` refuses what does not fit.
     """
-    if model.positions is None:
+    if model.max_seq is None:
         return list(prompt), max_new_tokens
-    limit = model.positions.weight.shape[0]
+    limit = model.max_seq
     cut = list(prompt)[-limit:]
     return cut, min(max_new_tokens, limit + 1 - len(cut))  # the last new token is never read and needs no position
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
-from ..nn import LearnedPositions, SlotCache, token_keys, Tokens
+from ..nn import SlotCache, token_keys, Tokens
 from ._decode import append_tokens, decode_step, Rows, sample_ids, SamplingState
 from ._model import Model, PredictingModel
 from ._transforms import History
@@ -59,7 +59,7 @@ class DraftModel(Draft):
 
     def init_cache(self, batch: int, capacity: int, dtype: str | None) -> PyTree:
         """Return the smaller model's cache, of no more slots than it has learned positions."""
-        limit = capacity if self.model.positions is None else self.model.positions.weight.shape[0]
+        limit = capacity if self.model.max_seq is None else self.model.max_seq
         return self.model.init_cache(batch, min(capacity, limit), dtype, rollback=self.tokens)
 
 
@@ -129,7 +129,7 @@ def _check_draft_model(model: Model, draft: Model, total: int) -> None:
             f"generate(draft): the draft has {draft.vocab} ids and the model {model.vocab}; a draft proposes ids of "
             "the model's own vocabulary, so give a model of the same tokenizer."
         )
-    if draft.positions is not None and total - 1 > (limit := draft.positions.weight.shape[0]):
+    if (limit := draft.max_seq) is not None and total - 1 > limit:
         raise ValueError(
             f"generate(draft): rows of up to {total} tokens exceed the draft's {limit} learned positions; give shorter "
             "prompts, fewer new tokens or no draft."
@@ -183,9 +183,9 @@ class SpeculativeModel(eqx.Module):
         return self.model.vocab
 
     @property
-    def positions(self) -> LearnedPositions | None:
-        """Learned positions of the model."""
-        return self.model.positions
+    def max_seq(self) -> int | None:
+        """Number of positions that the model knows; None for any number."""
+        return self.model.max_seq
 
     @property
     def start(self) -> int | None:

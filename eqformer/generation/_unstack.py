@@ -3,21 +3,21 @@
 import equinox as eqx
 import jax
 
-from ..nn import modules, Routed, Stack, Transformer
+from ..nn import LanguageModel, modules, Routed
 
 
-def unstack_layers(model: Transformer) -> Transformer:
+def unstack_layers(model: LanguageModel) -> LanguageModel:
     """Return an equal model whose stacks hold one layer each, so that the compiled program has no loop over layers.
 
     Decoding a token reads every weight once. On GPUs and CPUs a scan over layers first copies each layer's weights, and
     on GPUs its cache, out of the stacked arrays; without the scan they are read in place. In exchange, compile time
     grows with depth, and this call copies the weights.
     """
-    layers = tuple(_take_layer(stack, number) for stack in model.stacks for number in range(len(stack)))
+    layers = tuple(stack.part(slice(number, number + 1)) for stack in model.stacks for number in range(len(stack)))
     return eqx.tree_at(lambda m: m.stacks, model, layers)
 
 
-def unstack_for_platform(model: Transformer, platform: str, chip: str = "", devices: int = 1) -> Transformer:
+def unstack_for_platform(model: LanguageModel, platform: str, chip: str = "", devices: int = 1) -> LanguageModel:
     """Unstack the layers of a model if decoding on a platform is then known to be faster.
 
     Layers are unstacked on GPUs and on TPU7x, and mixtures of experts everywhere: a scan copies all experts, on CPUs
@@ -43,15 +43,9 @@ _VECTOR_MEMORY = 2**26
 """Bytes: TPUs bring slices of more than two dims (those with heads) into vector memory, and copy larger ones."""
 
 
-def _largest_head_projection(model: Transformer) -> int:
+def _largest_head_projection(model: LanguageModel) -> int:
     """Return the bytes of a layer's largest projection to or from heads."""
     arrays = [
         x for stack in model.stacks for x in jax.tree.leaves(eqx.filter(stack.blocks, eqx.is_array)) if x.ndim > 3
     ]
     return max((x.size // len(x) * x.dtype.itemsize for x in arrays), default=0)
-
-
-def _take_layer(stack: Stack, number: int) -> Stack:
-    layer = stack[number : number + 1]
-    assert isinstance(layer, Stack), "a slice of a stack is a stack"
-    return layer

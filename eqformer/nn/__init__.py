@@ -118,6 +118,15 @@ from ._matmul_precision import (
 )
 from ._matrices import matrices as matrices, Matrix as Matrix
 from ._mlp import GatedMLP as GatedMLP, MLP as MLP
+from ._model_contracts import (
+    EmbeddingTable as EmbeddingTable,
+    LanguageModel as LanguageModel,
+    LayerStack as LayerStack,
+    ModelParts as ModelParts,
+    PositionEmbedding as PositionEmbedding,
+    RandomMask as RandomMask,
+    TokenEmbedding as TokenEmbedding,
+)
 from ._module import Module as Module
 from ._norm import ClippedNorm as ClippedNorm, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
 from ._per_layer_embedding import (
@@ -133,7 +142,12 @@ from ._precision import (
     without_fp8 as without_fp8,
 )
 from ._residual import Dropout as Dropout, Residual as Residual
-from ._stack import REMAT as REMAT, shared_names_read as shared_names_read, Stack as Stack
+from ._stack import (
+    REMAT as REMAT,
+    run_layers as run_layers,
+    shared_names_read as shared_names_read,
+    Stack as Stack,
+)
 from ._tokens import (
     document_lengths as document_lengths,
     mark_whole_rows as mark_whole_rows,
@@ -182,6 +196,7 @@ from .experts._experts import Experts as Experts
 from .experts._linear_replay import map_linears as map_linears
 from .experts._moe import (
     aux_of_slots as aux_of_slots,
+    ExpertMixture as ExpertMixture,
     first_experts as first_experts,
     GatedShared as GatedShared,
     MoE as MoE,

@@ -7,10 +7,10 @@ from jaxtyping import Array, Float, Int, Key
 
 from .._array_checks import checked
 from ._dtype import lookup_rows, matmul_float32
-from ._module import Module
+from ._model_contracts import PositionEmbedding, TokenEmbedding
 
 
-class Embedding(Module):
+class Embedding(TokenEmbedding):
     """A table with a vector for each token id, for lookup and, if tied, for the logits.
 
     `scale` multiplies looked-up vectors (Gemma: `sqrt(embed)`). An id outside the table gives NaN, never a neighbour.
@@ -23,23 +23,28 @@ class Embedding(Module):
         self.weight = std * jax.random.normal(key, (vocab, embed), jnp.float32)
         self.scale = scale
 
-    def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
-        """Look up one vector a token."""
-        x = lookup_rows(self.weight, ids)
+    @property
+    def has_transform(self) -> bool:
+        """Whether vectors are scaled."""
+        return self.scale is not None
+
+    def transform(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
+        """Scale the vectors of a lookup."""
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
 
-    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """Logits by the same table (Press and Wolf 2017), accumulated in float32 at least."""
-        return unembed(x, self.weight)
 
-
-class LearnedPositions(Module):
+class LearnedPositions(PositionEmbedding):
     """A table with a vector for each position, added to the embeddings (GPT-2); NaN for positions outside the table."""
 
     weight: Float[Array, "max_seq embed"]
 
     def __init__(self, *, max_seq: int, embed: int, std: float = 0.01, key: Key[Array, ""]):
         self.weight = std * jax.random.normal(key, (max_seq, embed), jnp.float32)
+
+    @property
+    def max_seq(self) -> int:
+        """The number of positions in the table."""
+        return self.weight.shape[0]
 
     def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
         """Look up one vector a position; padding, at position -1, gets the first."""

@@ -8,18 +8,18 @@ from jaxtyping import Array, Float, Key
 from ._activation import gelu
 from ._contracts import Routed, ScoreBias
 from ._dims import modules
-from ._embedding import Embedding
 from ._linear import Linear, LinearMap
+from ._model_contracts import LayerStack, TokenEmbedding
 from ._module import Module
 from ._norm import Norm
-from ._stack import run_layers, Stack
+from ._stack import run_layers
 from ._tokens import Source, Tokens
 
 
 class Encoder(Module):
     """Layers that read a source's embeddings, for the cross-attention of the model that holds them."""
 
-    stacks: tuple[Stack, ...]
+    stacks: tuple[LayerStack, ...]
     """The layers; their masks say whether tokens see later tokens."""
     norm: Norm | Callable[[Array], Array]
     """Norm of the last layer's output."""
@@ -27,7 +27,7 @@ class Encoder(Module):
     """Bias added to the scores of the encoder's attention layers that use one."""
     start: int = eqx.field(static=True, default=0)
     """The id with which the decoder begins each text."""
-    embedding: Embedding | None = None
+    embedding: TokenEmbedding | None = None
     """The encoder's own embedding table (T5Gemma), which may have other sizes; None: the model's."""
 
     def __check_init__(self):

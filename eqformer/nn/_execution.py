@@ -10,7 +10,8 @@ from jaxtyping import PyTree
 
 from ..kernels import ATTENTIONS, Operation, unsupported_options
 from ._contracts import Mixer
-from ._stack import REMAT, Stack
+from ._model_contracts import LayerStack
+from ._stack import REMAT
 
 
 Model = TypeVar("Model")
@@ -66,7 +67,7 @@ def with_execution(
     def change(module: PyTree) -> PyTree:
         if _has_core(module):
             return module if core is None else _replace_core(module, core)
-        if not isinstance(module, Stack):
+        if not isinstance(module, LayerStack):
             return module
         changed = copy.copy(module)  # `dataclasses.replace` calls `__init__`, and a stack has its own.
         object.__setattr__(changed, "blocks", change_all(module.blocks))
@@ -75,7 +76,7 @@ def with_execution(
         return changed
 
     def change_all(tree: PyTree) -> PyTree:
-        return jax.tree.map(change, tree, is_leaf=lambda node: _has_core(node) or isinstance(node, Stack))
+        return jax.tree.map(change, tree, is_leaf=lambda node: _has_core(node) or isinstance(node, LayerStack))
 
     return change_all(model)
 

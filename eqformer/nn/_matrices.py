@@ -7,9 +7,9 @@ import jax
 from jaxtyping import PyTree
 
 from ._dims import has_shape
-from ._embedding import Embedding, LearnedPositions
+from ._embedding import LearnedPositions
 from ._linear import DenseMap
-from ._per_layer_embedding import PerLayerEmbedding
+from ._model_contracts import EmbeddingTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ def matrices(model: PyTree) -> PyTree:
     """A tree like `model` with a `Matrix` for each weight that is one and None for biases, norms and the rest."""
 
     def is_module(node: object) -> bool:
-        tables = Embedding | PerLayerEmbedding | LearnedPositions | eqx.nn.Embedding
+        tables = EmbeddingTable | LearnedPositions | eqx.nn.Embedding
         return isinstance(node, DenseMap | tables | eqx.nn.Linear)
 
     def mark(node: PyTree) -> PyTree:

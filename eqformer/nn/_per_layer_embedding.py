@@ -9,14 +9,14 @@ from jaxtyping import Array, Float, Int, Key
 
 from ._activation import gelu_tanh
 from ._contracts import FeedForward
-from ._dtype import lookup_rows
 from ._linear import Linear, LinearMap
 from ._mlp import recomputed
+from ._model_contracts import EmbeddingTable
 from ._module import Module
 from ._norm import Norm, RMSNorm
 
 
-class PerLayerEmbedding(Module):
+class PerLayerEmbedding(EmbeddingTable):
     """A table with a vector for each token id and each of `depth` layers; `scale` as for `Embedding`.
 
     In a row the layers' numbers of one channel stand side by side. A table with a dim for layers would be stored by
@@ -50,14 +50,15 @@ class PerLayerEmbedding(Module):
         self.weight = std * jax.random.normal(key, (vocab, mlp * depth), jnp.float32)
         self.depth, self.scale = depth, scale
 
-    def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq depth mlp"]:
-        """Look up a token's vectors for all layers."""
-        return self.by_layers(lookup_rows(self.weight, ids))
-
-    def by_layers(self, x: Float[Array, "*batch seq mlp"]) -> Float[Array, "*batch seq depth _"]:
-        """The vectors of all layers, of a token's row of the table."""
+    def transform(self, x: Float[Array, "*batch seq mlp"]) -> Float[Array, "*batch seq depth _"]:
+        """Return the vectors of all layers, from a token's row of the table."""
         x = x.reshape(*x.shape[:-1], -1, self.depth).swapaxes(-2, -1)
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
+
+    @property
+    def has_transform(self) -> bool:
+        """Whether vectors are scaled."""
+        return self.scale is not None
 
 
 class PerLayerInputs(Module):

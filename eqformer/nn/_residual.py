@@ -12,12 +12,12 @@ from jaxtyping import Array, Bool, Float, Key, PyTree
 
 from ._contracts import Layer, Mixer, Routed
 from ._cross_layer import find_shared, SharedValue, ShareRequest
-from ._module import Module
+from ._model_contracts import RandomMask
 from ._norm import Norm
 from ._tokens import Tokens, tokens_or_default
 
 
-class Dropout(Module):
+class Dropout(RandomMask):
     """Zero each channel with probability `rate` and divide the others by `1 - rate` (Srivastava et al. 2014).
 
     Each token has a key of its own, so its mask is the same in any batch, on any mesh.
@@ -29,18 +29,17 @@ class Dropout(Module):
         if not 0 <= self.rate < 1:
             raise ValueError(f"Dropout(rate={self.rate}): the rate is a probability; give one in [0, 1).")
 
-    def __call__(
-        self, x: Float[Array, "*batch seq embed"], keys: Key[Array, "*batch seq"] | None
-    ) -> Float[Array, "*batch seq embed"]:
-        """Drop channels of each token by its key; without keys nothing is dropped."""
-        return x if keys is None or self.rate == 0 else self.masked(x, self.mask(keys, x.shape[-1]))
+    @property
+    def is_active(self) -> bool:
+        """Whether any channel may be dropped."""
+        return self.rate != 0
 
-    def mask(self, keys: Key[Array, "*batch seq"], channels: int) -> Bool[Array, "*batch seq embed"]:
+    def draw_mask(self, keys: Key[Array, "*batch seq"], channels: int) -> Bool[Array, "*batch seq embed"]:
         """Draw the mask of channels that each token keeps."""
         draw = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, (channels,)))
         return draw(keys.reshape(-1)).reshape(*keys.shape, channels)
 
-    def masked(
+    def apply_mask(
         self, x: Float[Array, "*batch seq embed"], mask: Bool[Array, "*batch seq embed"]
     ) -> Float[Array, "*batch seq embed"]:
         """Return `x / (1 - rate)` where the mask is set, else zero."""
@@ -63,7 +62,7 @@ class Residual(Layer):
     """Norm of the layer's output: alone it is OLMo 2's arrangement."""
     sum_norm: Norm | Callable[[Array], Array] | None = None
     """Norm of the sum: alone it is post-norm (Vaswani 2017)."""
-    dropout: Dropout | None = None
+    dropout: RandomMask | None = None
     """Dropout of the branch."""
     scale: float | None = eqx.field(static=True, default=None)
     """Factor of the branch's output (Granite)."""

@@ -15,13 +15,14 @@ from ._contracts import Layer
 from ._cross_layer import collect_shared, keep_shared, take_last_layer
 from ._dims import ensemble, modules, path_name
 from ._dtype import in_dtypes_of, in_float32
+from ._model_contracts import LayerStack
 from ._per_layer_embedding import PerLayerGate
 from ._residual import Residual
 from ._tokens import Tokens, tokens_or_default
 from .quantization._kv_cache import parse_cache_dtype
 
 
-class Stack(Layer):
+class Stack(LayerStack):
     """`layers` blocks of one kind, each array with a `layers` dim in front, run by `lax.scan`.
 
     The blocks are built in one trace and run in one trace, so neither start-up nor compilation grows with depth. A
@@ -47,22 +48,6 @@ class Stack(Layer):
         # Each layer keeps its own number, whatever slice it is in: random keys are folded with it.
         self.numbers = jnp.arange(layers, dtype=jnp.int32)
         self.remat, self.unroll, self.depth = "none", 1, layers
-
-    def __len__(self) -> int:
-        return self.numbers.shape[0]
-
-    def __getitem__(self, index: int | slice) -> Layer:
-        if isinstance(index, int) and not -len(self) <= index < len(self):
-            raise IndexError(f"stack[{index}]: the stack has {len(self)} layers.")
-        arrays, static = eqx.partition(self.blocks, eqx.is_array)
-        blocks = eqx.combine(jax.tree.map(lambda x: x[index], arrays), static)
-        if isinstance(index, int):
-            return blocks
-        if not len(range(len(self))[index]):
-            raise ValueError(f"stack[{index.start}:{index.stop}]: no layer is left of {len(self)}.")
-        part = eqx.tree_at(lambda s: (s.blocks, s.numbers), self, (blocks, self.numbers[index]))
-        object.__setattr__(part, "depth", len(part))
-        return part
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
@@ -173,7 +158,9 @@ def run_layers(
     that a layer behind these layers reads stay in the aux. Raises a `ValueError` if the number of per-layer inputs is
     not the number of layers that take one.
     """
-    counts = [len(modules(layer, PerLayerGate)) * (len(layer) if isinstance(layer, Stack) else 1) for layer in layers]
+    counts = [
+        len(modules(layer, PerLayerGate)) * (len(layer) if isinstance(layer, LayerStack) else 1) for layer in layers
+    ]
     read_by_layer = [shared_names_read(layer) for layer in layers]
     if tokens.inputs is not None and tokens.inputs.shape[-2] != sum(counts):
         raise ValueError(

@@ -11,14 +11,13 @@ from ..kernels import soft_capped
 from ._cache import check_cached
 from ._contracts import ScoreBias
 from ._dtype import add_float32, at_least_float32, float_dtype
-from ._embedding import Embedding, LearnedPositions
 from ._encoder import Encoder
 from ._linear import LinearMap
+from ._model_contracts import LanguageModel, LayerStack, ModelParts, PositionEmbedding, RandomMask, TokenEmbedding
 from ._module import Module
 from ._norm import Norm
 from ._per_layer_embedding import PerLayerInputs
-from ._residual import Dropout
-from ._stack import empty_caches, run_layers, Stack
+from ._stack import empty_caches, run_layers
 from ._tokens import Tokens, tokens_or_default, with_source
 
 
@@ -36,7 +35,7 @@ class Predictor(Module):
     """Norm of the model's hidden vector."""
     merge: LinearMap
     """A map `sides embed -> merged`."""
-    stacks: tuple[Stack, ...]
+    stacks: tuple[LayerStack, ...]
     """The layers, one in published models."""
     norm: Norm | Callable[[Array], Array]
     """Norm of the last layer's output."""
@@ -67,28 +66,28 @@ def _compute_dtype(dtype: str) -> str:
     return float_dtype(dtype, f"Transformer(compute_dtype={dtype!r})")
 
 
-class Transformer(Module):
+class Transformer(LanguageModel):
     """A language model, assembled from built parts; without a `head`, the embedding's table gives the logits.
 
     Parameters keep their own dtype and are cast where they are used; norms, softmax and logits are computed in float32
     at least.
     """
 
-    embedding: Embedding
+    embedding: TokenEmbedding
     """The table of token embeddings."""
-    stacks: tuple[Stack, ...]
+    stacks: tuple[LayerStack, ...]
     """The layers."""
     norm: Norm | Callable[[Array], Array]
     """Norm of the last layer's output."""
     head: LinearMap | None = None
     """The map from hidden vectors to logits; None: the embedding's table."""
-    positions: LearnedPositions | None = None
+    positions: PositionEmbedding | None = None
     """A table of position embeddings, added to the token embeddings."""
     embedding_norm: Norm | None = None
     """Norm of the embeddings (ModernBERT)."""
     logit_bias: Float[Array, "vocab"] | None = None
     """A bias of the logits, beside a head's own bias (ModernBERT, whose head is the embedding's table)."""
-    dropout: Dropout | None = None
+    dropout: RandomMask | None = None
     """Dropout of the embeddings."""
     compute_dtype: str = eqx.field(static=True, default="float32", converter=_compute_dtype)
     """The dtype of the residual stream."""
@@ -106,26 +105,24 @@ class Transformer(Module):
     """A bias of attention scores, such as a `RelativeBias`, for the layers' attentions that use one."""
 
     @property
-    def vocab(self) -> int:
-        """The number of token ids."""
-        return self.embedding.weight.shape[0]
-
-    @property
-    def depth(self) -> int:
-        """The number of layers in all stacks; a super-block counts as one."""
-        return sum(len(stack) for stack in self.stacks)
-
-    @property
     def start(self) -> int | None:
         """The id that each text begins with where an encoder reads the prompt; None without an encoder."""
         return None if self.encoder is None else self.encoder.start
 
-    def __call__(
-        self, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None, cache: PyTree = None
-    ) -> tuple[Float[Array, "*batch seq vocab"], PyTree]:
-        """Return the logits of the token after each token, and the cache with these tokens stored."""
-        hidden, cache, _ = self.encode(ids, tokens, cache)
-        return self.unembed(hidden), cache
+    @property
+    def runs_in_sequence(self) -> bool:
+        """True: `encode` embeds, runs the stacks one after another, and normalizes."""
+        return True
+
+    @property
+    def max_seq(self) -> int | None:
+        """The number of learned positions; None without them."""
+        return None if self.positions is None else self.positions.max_seq
+
+    @property
+    def parts(self) -> ModelParts:
+        """The optional parts that the model has."""
+        return ModelParts(self.logit_bias, self.encoder, self.predictor, self.layer_inputs)
 
     def encode(
         self, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None, cache: PyTree = None
@@ -207,9 +204,10 @@ class Transformer(Module):
         recurrence's state stays in the compute dtype.
         """
         shape = (batch,) if isinstance(batch, int) else tuple(batch)
-        if self.positions is not None and capacity > (longest := self.positions.weight.shape[0]):
+        if self.max_seq is not None and capacity > self.max_seq:
             raise ValueError(
-                f"init_cache(capacity={capacity}): the model has {longest} learned positions; ask for at most as many."
+                f"init_cache(capacity={capacity}): the model has {self.max_seq} learned positions; ask for at most as "
+                "many."
             )
         return empty_caches(self.stacks, shape, capacity, dtype, compute_dtype=self.compute_dtype, rollback=rollback)
 

@@ -67,10 +67,11 @@ def _memory_kinds(mesh: Mesh) -> list[str]:
     return [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
 
 
-def check_model(plan: Placement, model: nn.Transformer) -> None:
+def check_model(plan: Placement, model: nn.LanguageModel) -> None:
     """Raise a `ValueError` where the plan's mesh cannot split this model; `model` may be shapes."""
     check_model_class(model)
     if plan.is_pipelined:
+        _check_sequence(plan, model)
         # First: this message on depth is clearer than that of layouts on the dim `layers`.
         check_depth(sum(stack.depth for stack in model.stacks), plan.size(PIPE), plan.timetable().chunks)
         _check_stages(plan, model)
@@ -81,20 +82,31 @@ def check_model(plan: Placement, model: nn.Transformer) -> None:
     if plan.size(TENSOR) > 1:
         _check_tensor(plan, model, specs)
         _check_8_bit_maps(plan, specs)
-    for path, moe in nn.named_modules(model, (nn.MoE,)):
+    for path, moe in nn.named_modules(model, (nn.ExpertMixture,)):
         _check_mixture(plan, path, moe)
 
 
 def check_model_class(model: object) -> None:
-    """Raise a `ValueError` for anything but a `Transformer`."""
-    if not isinstance(model, nn.Transformer):
+    """Raise a `ValueError` for anything but a `LanguageModel`."""
+    if not isinstance(model, nn.LanguageModel):
         raise ValueError(
-            f"Plan.check(model): it is a {type(model).__name__}, and a plan runs an nn.Transformer, of any layers; put "
-            "the module into one, or lay it out by partition_specs and run it by filter_shard_map."
+            f"Plan.check(model): it is a {type(model).__name__}, and a plan runs an nn.LanguageModel, such as an "
+            "nn.Transformer of any layers; put the module into one, or lay it out by partition_specs and run it by "
+            "filter_shard_map."
         )
 
 
-def _check_stages(plan: Placement, model: nn.Transformer) -> None:
+def _check_sequence(plan: Placement, model: nn.LanguageModel) -> None:
+    """Refuse a pipeline of a model that does not say that its stacks run one after another."""
+    if not model.runs_in_sequence:
+        raise ValueError(
+            f"Plan over pipe={plan.size(PIPE)}: a {type(model).__name__} does not say that encode is its norm of its "
+            "stacks run one after another, and stages run no more than that; give it runs_in_sequence=True if so, or "
+            "leave out pipe."
+        )
+
+
+def _check_stages(plan: Placement, model: nn.LanguageModel) -> None:
     """Refuse residuals on the host, and layers that need more of earlier stages than the residual stream."""
     reading_stacks = [number for number, stack in enumerate(model.stacks) if nn.shared_names_read(stack)]
     host_stacks = [number for number, stack in enumerate(model.stacks) if stack.remat.endswith("_on_host")]
@@ -106,7 +118,7 @@ def _check_stages(plan: Placement, model: nn.Transformer) -> None:
             "Plan(stage_remat=True), which keeps a stage's input alone."
         )
     needs = [f"stacks[{number}] reads keys that layers before it share" for number in reading_stacks]
-    needs += [] if model.layer_inputs is None else ["each layer is given a vector of each token (layer_inputs)"]
+    needs += [] if model.parts.layer_inputs is None else ["each layer is given a vector of each token (layer_inputs)"]
     if needs:
         raise ValueError(
             f"Plan over pipe={plan.size(PIPE)}: {needs[0]}, and stages send the residual stream alone; leave out pipe, "
@@ -114,7 +126,7 @@ def _check_stages(plan: Placement, model: nn.Transformer) -> None:
         )
 
 
-def _check_extra_inputs(plan: Placement, model: nn.Transformer) -> None:
+def _check_extra_inputs(plan: Placement, model: nn.LanguageModel) -> None:
     """Refuse to split inputs beside a layer's tokens: a source of other rows, and a bias of whole rows' scores."""
     names = {"source": "another sequence", "bias": "a bias of scores"}
     for path, mixer in nn.named_modules(model, nn.Mixer):
@@ -130,7 +142,7 @@ def _check_extra_inputs(plan: Placement, model: nn.Transformer) -> None:
             )
 
 
-def check_rows(plan: Placement, model: nn.Transformer, rows: int, seq: int, group: int = 1) -> None:
+def check_rows(plan: Placement, model: nn.LanguageModel, rows: int, seq: int, group: int = 1) -> None:
     """Raise a `ValueError` if the rows of a microbatch, or the tokens of a row, do not divide over the devices."""
     devices = math.prod(plan.size(axis) for axis in BATCH_AXES)
     if rows % (devices * plan.microbatches * group):
@@ -148,7 +160,7 @@ def check_rows(plan: Placement, model: nn.Transformer, rows: int, seq: int, grou
             f"equal pieces; take a multiple of {row_pieces} tokens."
         )
     stream = plan.stream
-    routes = stream is not None and stream.routed.splits_tokens and bool(nn.named_modules(model, (nn.MoE,)))
+    routes = stream is not None and stream.routed.splits_tokens and bool(nn.named_modules(model, (nn.ExpertMixture,)))
     if stream is not None and (stream.splits_tokens or routes) and (seq // size) % plan.size(TENSOR):
         reason = "are split over the axis" if stream.splits_tokens else "are split over the axis where they are routed"
         raise ValueError(
@@ -192,20 +204,20 @@ def _check_mixer(plan: Placement, path: str, mixer: nn.Mixer, seq: int) -> None:
         raise ValueError(f"Plan over context={size}: {path}: {error}") from error
 
 
-def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None:
+def _check_tensor(plan: Placement, model: nn.LanguageModel, specs: PyTree) -> None:
     """Refuse modules that the axis `tensor` would split and that no wrapper can run on a slice."""
     known = (
         nn.Mixer,
         nn.FeedForward,
-        nn.MoE,
+        nn.ExpertMixture,
         nn.PerLayerInputs,
-        nn.Embedding,
-        nn.LearnedPositions,
+        nn.EmbeddingTable,
+        nn.PositionEmbedding,
         nn.Norm,
         nn.ScoreBias,
     )
-    logits_fields = lambda m: (m.head, m.logit_bias)
-    remove_head = lambda tree: eqx.tree_at(logits_fields, tree, (None, None), is_leaf=lambda node: node is None)
+    logits_parts = lambda m: [part for part in (m.head, m.parts.logit_bias) if part is not None]
+    remove_head = lambda tree: eqx.tree_at(logits_parts, tree, [None] * len(logits_parts(tree)))
     headless = remove_head(model)
     plain_ids = {id(layer) for _, layer in plain_layers(headless)}  # Every device runs the whole of these.
     is_known = lambda node: isinstance(node, known) or id(node) in plain_ids
@@ -226,7 +238,7 @@ def _check_tensor(plan: Placement, model: nn.Transformer, specs: PyTree) -> None
         _check_feature_layers(plan, model, known)
 
 
-def _check_feature_layers(plan: Placement, model: nn.Transformer, known: tuple[type, ...]) -> None:
+def _check_feature_layers(plan: Placement, model: nn.LanguageModel, known: tuple[type, ...]) -> None:
     """Refuse parts of blocks that would be given a slice of each token's features and cannot run on one."""
     modules = [("norm", model.norm)]
     for path, block in nn.named_modules(model, nn.ParallelBlock):
@@ -237,11 +249,11 @@ def _check_feature_layers(plan: Placement, model: nn.Transformer, known: tuple[t
         modules += [(f"{path}.{name}", getattr(sublayer, name)) for name in fields if name != "layer"]
         modules += [] if is_plain(sublayer.layer) else [(f"{path}.layer", sublayer.layer)]
     for path, module in modules:
-        if not isinstance(module, (*known, nn.Dropout, NoneType)):
+        if not isinstance(module, (*known, nn.RandomMask, NoneType)):
             raise ValueError(
                 f"Plan(residual='feature') over tensor={plan.size(TENSOR)}: {path} is a {type(module).__name__}, "
                 "which would be given a slice of each token's features and take it for all; take "
-                "residual='replicated' or 'sequence', or an nn.Mixer, nn.FeedForward, nn.MoE or nn.Norm."
+                "residual='replicated' or 'sequence', or an nn.Mixer, nn.FeedForward, nn.ExpertMixture or nn.Norm."
             )
 
 
@@ -258,7 +270,7 @@ def _check_shared_key_heads(plan: Placement, path: str, mixer: nn.Mixer, kv_path
         )
 
 
-def _kv_head_paths(model: nn.Transformer) -> list[str]:
+def _kv_head_paths(model: nn.LanguageModel) -> list[str]:
     """Return the paths of arrays with key heads that belong to no map, and of norms over key heads."""
     without_maps = jax.tree.map(lambda node: None if nn.is_map(node) else node, model, is_leaf=nn.is_map)
     names = jax.tree_util.tree_leaves_with_path(nn.dims(without_maps))
@@ -274,7 +286,7 @@ class _Subtree:
         self.specs = specs
 
 
-def _check_mixture(plan: Placement, path: str, moe: nn.MoE) -> None:
+def _check_mixture(plan: Placement, path: str, moe: nn.ExpertMixture) -> None:
     """Raise a `ValueError` if a mixture's results would depend on the mesh, or its experts cannot be split.
 
     Results depend on the mesh if choices depend on rows or a batch of which a device has only a part. Experts cannot

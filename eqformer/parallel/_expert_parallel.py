@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import cast
 
 import equinox as eqx
 import jax
@@ -21,7 +22,7 @@ from .tensor._residual_stream import ResidualStream
 from .tensor._tensor import HEAD_DIMS
 
 
-class SplitMoE(nn.Routed):
+class SplitMixture(nn.Routed):
     """Mixture of which this device holds some experts, and of each expert a slice of its hidden features.
 
     `method="gather"`: the tokens of all devices of the axis `expert` are gathered, each device computes what its own
@@ -33,7 +34,7 @@ class SplitMoE(nn.Routed):
     for the experts.
     """
 
-    inner: nn.MoE
+    inner: nn.ExpertMixture
     method: str = eqx.field(static=True)
     exchange: Exchange = eqx.field(static=True)
     stream: ResidualStream | None = eqx.field(static=True)
@@ -48,21 +49,22 @@ class SplitMoE(nn.Routed):
             tokens = nn.positions_like(self._gather_rows(inputs).shape[:-1])
         device_tokens = self._slice_tokens(tokens, inputs.shape[-2])
         routing = self._route(inputs, tokens, device_tokens)
-        if self.inner.expert_norm is not None:
-            normed = self.inner.expert_norm(x)
+        normed = self.inner.normalize_inputs(x)
+        if normed is not x:
             inputs = normed if self.stream is None else self.stream.to_routed(normed)
-        inputs = _apply_map(self.inner.to_latent, inputs)
-        if isinstance(routing, nn.Slots):
-            y, aux = self._run_slots(inputs, routing, tokens)
+        inputs = self.inner.project_inputs(inputs)
+        if self._router().facts().gives_slots:
+            y, aux = self._run_slots(inputs, cast(nn.Slots, routing), tokens)
         else:
+            routing = cast(nn.Routing, routing)
             y, dropped = self._run_choices(inputs, routing, device_tokens)
             aux = self.inner.aux_of_routing(routing, device_tokens, dropped, self._sum_tokens, self._sum_row)
             if self._splits_tokens:
                 summed = jax.tree.map(lambda leaf: _sum_over(leaf, (TENSOR,)), aux)
                 aux = eqx.tree_at(lambda a: a.dropped, summed, dropped)
-        y = _apply_map(self.inner.from_latent, y)
+        y = self.inner.project_outputs(y)
         y = checkpoint_name(y if self.stream is None else self.stream.from_routed(y), "product")
-        return (y if self.inner.shared is None else y + self.inner.shared(x)), aux
+        return self.inner.combine(x, y), aux
 
     def _name_gathered_tokens(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Name this device's tokens for the remat policy `full` to keep, where the experts' devices gather them.
@@ -72,8 +74,7 @@ class SplitMoE(nn.Routed):
         """
         if jax.lax.axis_size(EXPERT) == 1 or self._splits_tokens:
             return x
-        router = self.inner.router
-        facts = (router.whole if isinstance(router, Sliced) else router).facts()
+        facts = self._router().facts()
         tokens = math.prod(x.shape[:-1])
         row_bytes = self.inner.expert_width(x.shape[-1]) * x.dtype.itemsize
         gathers = facts.gives_slots or self._method(tokens, int(facts.choices), row_bytes) == "gather"
@@ -83,6 +84,11 @@ class SplitMoE(nn.Routed):
         """Return how so many tokens of a device reach the experts of other devices."""
         sizes = {"tokens": tokens, "top_k": top_k, "devices": jax.lax.axis_size(EXPERT), "row_bytes": row_bytes}
         return choose_expert_method(self.method, **sizes, exchange=self.exchange)
+
+    def _router(self) -> nn.Router:
+        """Return the router with gathered arrays."""
+        router = self.inner.router
+        return router.whole if isinstance(router, Sliced) else router
 
     @property
     def _splits_tokens(self) -> bool:
@@ -110,7 +116,8 @@ class SplitMoE(nn.Routed):
         assert isinstance(router, Sliced)
         if self._splits_tokens and router.whole.facts().among != "token":
             routing = router.whole(self._gather_rows(x), tokens.fold_in(nn.ROUTER))
-            return routing if isinstance(routing, nn.Slots) else jax.tree.map(stream.routed.take_local, routing)
+            gives_slots = router.whole.facts().gives_slots
+            return routing if gives_slots else jax.tree.map(stream.routed.take_local, routing)
         count_leaf = lambda leaf: count_once(stream, leaf) if nn.is_trainable(leaf) else _mark_replicated(leaf)
         routing = router.whole(x, device_tokens)
         return jax.tree.map(count_leaf, routing) if router.is_split and not self._splits_tokens else routing
@@ -216,15 +223,6 @@ class SplitMoE(nn.Routed):
             return eqx.tree_at(lambda m: m.bias, linear, jnp.where(is_first, linear.bias, 0))
 
         return nn.map_linears(with_bias_of_first, experts)
-
-
-def _apply_map(
-    linear: nn.LinearMap | Sliced | None, x: Float[Array, "*batch inputs"]
-) -> Float[Array, "*batch outputs"]:
-    """Apply a map between all features, whose arrays may be split over `tensor`; None returns `x`."""
-    if linear is None:
-        return x
-    return (linear.whole if isinstance(linear, Sliced) else linear)(x)
 
 
 def _sum_over(x: Array, axes: tuple[str, ...]) -> Array:

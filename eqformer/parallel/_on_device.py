@@ -32,9 +32,9 @@ class OnDevice:
 
     plan: Placement
     leaves: PyTree
-    shapes: nn.Transformer
+    shapes: nn.LanguageModel
 
-    def parameters(self, model: nn.Transformer) -> PyTree:
+    def parameters(self, model: nn.LanguageModel) -> PyTree:
         """Return the arrays to differentiate: the model's shards, typed so that gradients stay partial sums.
 
         Arrays whose gradient is wider than they are, or is split (`zero=2`), are replaced by a proxy of zeros.
@@ -51,7 +51,7 @@ class OnDevice:
 
         return jax.tree.map(parameter_of, self.leaves, model)
 
-    def wrap(self, parameters: PyTree, model: nn.Transformer) -> nn.Transformer:
+    def wrap(self, parameters: PyTree, model: nn.LanguageModel) -> nn.LanguageModel:
         """Return the wrapped model on this device: with the model's values, whose gradients go to `parameters`."""
         plan, leaves, shards, in_blocks = self.plan, self.leaves, model, self._combines_in_blocks(model)
         outside = [_set_stacks(tree, [(), ()]) for tree in (leaves, shards, parameters)]
@@ -80,7 +80,7 @@ class OnDevice:
             model = eqx.tree_at(lambda m: m.stacks, model, stacks)
         return model
 
-    def _combines_in_blocks(self, model: nn.Transformer) -> bool:
+    def _combines_in_blocks(self, model: nn.LanguageModel) -> bool:
         """Return whether blocks of layers combine values with gradient proxies each time they are called.
 
         A pipeline that loops over microbatches sums the gradients of what its stages are given.
@@ -104,7 +104,7 @@ class OnDevice:
         value = grad_proxy(x) if has_wider_grad(x) else x
         return route_gradient(value, parameter, leaf.fsdp_dim, self.plan.torus_steps)
 
-    def _combine_in_blocks(self, stack: nn.Stack, leaves: nn.Stack, shards: nn.Stack) -> nn.Stack:
+    def _combine_in_blocks(self, stack: nn.LayerStack, leaves: nn.LayerStack, shards: nn.LayerStack) -> nn.LayerStack:
         """Wrap a stack's blocks to combine their arrays, which may be gradient proxies, with the values of `shards`."""
         arrays = [leaf for leaf in jax.tree.leaves(leaves.blocks) if leaf.spec is not None]
         is_split = self.plan.zero == 3 or self.plan.scatters_layers
@@ -125,7 +125,7 @@ class OnDevice:
             blocks = Scattered(stack.blocks, values, dims, self.plan.torus_steps)
         return eqx.tree_at(lambda s: s.blocks, stack, blocks)
 
-    def wrap_forward(self, model: nn.Transformer) -> nn.Transformer:
+    def wrap_forward(self, model: nn.LanguageModel) -> nn.LanguageModel:
         """Return the model on this device for a pass without gradients, a pipeline's stages included."""
         wrapped = self.wrap(model, model)
         if not self.plan.is_pipelined or self.plan.spreads_edges:
@@ -156,12 +156,14 @@ class OnDevice:
         return SplitVocabulary(self.shapes.vocab) if self.plan.size(TENSOR) > 1 else None
 
 
-def _stacks(model: nn.Transformer) -> list[PyTree]:
+def _stacks(model: nn.LanguageModel) -> list[PyTree]:
     """Return the stacks of a model, or of a tree like it, and those of its encoder."""
-    return [model.stacks, *([] if model.encoder is None else [model.encoder.stacks])]
+    encoder = model.parts.encoder
+    return [model.stacks, *([] if encoder is None else [encoder.stacks])]
 
 
-def _set_stacks(model: nn.Transformer, stacks: list[PyTree]) -> nn.Transformer:
+def _set_stacks(model: nn.LanguageModel, stacks: list[PyTree]) -> nn.LanguageModel:
     """Replace the stacks of a model, and those of its encoder, if it has one."""
     model = eqx.tree_at(lambda m: m.stacks, model, stacks[0])
-    return model if model.encoder is None else eqx.tree_at(lambda m: m.encoder.stacks, model, stacks[1])
+    has_encoder = model.parts.encoder is not None
+    return eqx.tree_at(lambda m: m.parts.encoder.stacks, model, stacks[1]) if has_encoder else model

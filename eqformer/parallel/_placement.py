@@ -82,7 +82,7 @@ class Placement(ParallelConfig):
         """All-to-alls by which choices reach their experts where they are exchanged."""
         return exchange_on(self.platform, self.expert_factor)
 
-    def expert_method_of(self, model: nn.Transformer, moe: nn.MoE, tokens: int) -> str:
+    def expert_method_of(self, model: nn.LanguageModel, moe: nn.ExpertMixture, tokens: int) -> str:
         """Return how `tokens` tokens of a device reach experts on other devices: `"gather"` or `"exchange"`."""
         facts = moe.router.facts()
         if facts.gives_slots:
@@ -158,16 +158,16 @@ class Placement(ParallelConfig):
         """Undo `to_pipeline_order`: put layers in the order in which the model is read."""
         return order_for_reading(tree, self.timetable().part_of, take) if self.is_pipelined else tree
 
-    def aux_to_reading_order(self, aux: PyTree, model: nn.Transformer) -> PyTree:
+    def aux_to_reading_order(self, aux: PyTree, model: nn.LanguageModel) -> PyTree:
         """Put the aux of layers, in pipeline order for each of the model's stacks, in reading order."""
         return rows_to_layers(aux, self._rows(model)) if self.is_pipelined else aux
 
-    def shapes(self, model: nn.Transformer) -> nn.Transformer:
+    def shapes(self, model: nn.LanguageModel) -> nn.LanguageModel:
         """Return the shapes of a model, or of its shapes, in pipeline order, whichever order the model is in."""
         is_plain = all(len(stack) == stack.depth for stack in model.stacks)
         return eqx.filter_eval_shape(self.to_pipeline_order if is_plain else lambda model: model, model)
 
-    def _rows(self, model: nn.Transformer) -> list[LayerRows]:
+    def _rows(self, model: nn.LanguageModel) -> list[LayerRows]:
         return place_layers([stack.depth for stack in model.stacks], self.timetable().part_of)
 
     def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
@@ -183,14 +183,14 @@ class Placement(ParallelConfig):
         tokens = nn.with_row_layout_of(dataclasses.replace(tokens, lengths=lengths), tokens, pieces)
         return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))
 
-    def leaves(self, model: nn.Transformer) -> PyTree:
+    def leaves(self, model: nn.LanguageModel) -> PyTree:
         """Return a tree like `model`, which is in pipeline order, with a `Leaf` for each array."""
         if self.is_pipelined:
             self._check_pipeline_order(model)
         axes = *self.batch_axes, CONTEXT
         return make_leaves(model, self.parameter_specs(model), self.state_specs(model), axes, self.stream)
 
-    def _check_pipeline_order(self, model: nn.Transformer) -> None:
+    def _check_pipeline_order(self, model: nn.LanguageModel) -> None:
         """Raise a `ValueError` for a model in reading order where stages hold unequal numbers of layers."""
         rows = self._rows(model)
         actual, wanted = [len(stack) for stack in model.stacks], [len(stack.layer_of_row) for stack in rows]

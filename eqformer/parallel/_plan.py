@@ -25,7 +25,7 @@ class Plan(Placement):
     def __post_init__(self):
         check_parallel_config(self)
 
-    def check(self, model: nn.Transformer, *, rows: int, seq: int, group: int = 1) -> None:
+    def check(self, model: nn.LanguageModel, *, rows: int, seq: int, group: int = 1) -> None:
         """Raise a `ValueError`, before anything is compiled, where model, rows or tokens do not fit the mesh.
 
         `group` is the batch's: groups of so many rows are not split.
@@ -33,12 +33,12 @@ class Plan(Placement):
         check_model(self, model)
         check_rows(self, model, rows, seq, group)
 
-    def on_device(self, model: nn.Transformer) -> OnDevice:
+    def on_device(self, model: nn.LanguageModel) -> OnDevice:
         """Return the functions of one device for its slices of a model, which is global and may be of shapes."""
         return OnDevice(self, self.leaves(model), eqx.filter_eval_shape(lambda: model))
 
 
-def summary(plan: Plan, model: nn.Transformer, *, rows: int, seq: int) -> str:
+def summary(plan: Plan, model: nn.LanguageModel, *, rows: int, seq: int) -> str:
     """Return one line: the mesh, the choices that matter on it for batches of a model, and a pipeline's idle share."""
     number, sizes = plan.mesh.size, axis_sizes(plan.mesh)
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "no axis is split"
@@ -49,7 +49,9 @@ def summary(plan: Plan, model: nn.Transformer, *, rows: int, seq: int) -> str:
         parts.append(f"{plan.residual} stream" + (f", overlap {plan.overlap}" if plan.overlap != "none" else ""))
     if sizes["expert"] > 1:
         pieces = math.prod(map(plan.size, (*BATCH_AXES, CONTEXT))) * plan.microbatches
-        methods = {plan.expert_method_of(model, moe, rows * seq // pieces) for moe in nn.modules(model, nn.MoE)}
+        methods = {
+            plan.expert_method_of(model, moe, rows * seq // pieces) for moe in nn.modules(model, nn.ExpertMixture)
+        }
         parts += [f"experts by {method}" for method in sorted(methods)]
     if sizes["context"] > 1:
         parts.append(f"context by {plan.context_method}")

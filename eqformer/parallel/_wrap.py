@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 from .. import nn
 from ._axes import CONTEXT, TENSOR
 from ._expert_method import Exchange
-from ._expert_parallel import SplitMoE
+from ._expert_parallel import SplitMixture
 from .context._context_attention import ContextAttention, refuse_pieces
 from .layouts._layout import dim_over
 from .state._gather import gather_parameter
@@ -31,25 +31,26 @@ def replace_where(model: PyTree, is_kind: Callable[[Any], bool], make: Callable[
     return jax.tree.map(lambda *nodes: make(*nodes) if is_kind(nodes[0]) else nodes[0], model, *likes, is_leaf=is_kind)
 
 
-def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stream: ResidualStream) -> nn.Transformer:
+def split_over_tensor(
+    model: nn.LanguageModel, specs: PyTree, shapes: PyTree, stream: ResidualStream
+) -> nn.LanguageModel:
     """Wrap a model for a device of the axis `tensor`, with a residual stream between its layers.
 
     `specs` and `shapes` are those of the global model. The arrays of the stacks keep their values and their paths.
     """
-    kinds = (nn.Mixer, nn.FeedForward, nn.PerLayerInputs, nn.Norm, nn.MoE, ReplicatedLayer)
+    kinds = (nn.Mixer, nn.FeedForward, nn.PerLayerInputs, nn.Norm, nn.ExpertMixture, ReplicatedLayer)
     names = nn.dims(shapes)
 
     def wrap(module: PyTree, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
         if isinstance(module, nn.Norm):
             return stream.split_norm(module)
-        if isinstance(module, nn.MoE):
-            shared = replace(module.shared, kinds, wrap, spec.shared, shape.shared, name.shared)
-            norm = None if module.expert_norm is None else stream.split_norm(module.expert_norm)
-            replicated = [(module.router, spec.router), (module.to_latent, spec.to_latent)]
-            replicated.append((module.from_latent, spec.from_latent))
-            sliced = [None if part is None else slice_module(part, part_spec) for part, part_spec in replicated]
-            fields = lambda m: (m.router, m.to_latent, m.from_latent, m.shared, m.expert_norm)
-            return eqx.tree_at(fields, module, (*sliced, shared, norm), is_leaf=_is_none)
+        if isinstance(module, nn.ExpertMixture):
+            # Experts stay as they are; the router, and maps outside of layers, are gathered where they run.
+            without_experts = [eqx.tree_at(lambda m: m.experts, tree, None) for tree in (module, spec, shape, name)]
+            wrapped = replace(without_experts[0], (nn.Router, nn.LinearMap, *kinds), wrap, *without_experts[1:])
+            return eqx.tree_at(lambda m: m.experts, wrapped, module.experts, is_leaf=_is_none)
+        if isinstance(module, nn.Router | nn.LinearMap):
+            return slice_module(module, spec)
         if isinstance(module, ReplicatedLayer):
             return module
         if is_split(module) or isinstance(module, nn.PerLayerInputs):
@@ -63,19 +64,19 @@ def split_over_tensor(model: nn.Transformer, specs: PyTree, shapes: PyTree, stre
         replicate = lambda module, spec, layer_of=layer_of: _replicate_plain_layer(module, spec, layer_of, stream)
         model = replace(model, kind, replicate, specs)
     model = replace(model, kinds, wrap, specs, shapes, names)
-    model = replace(model, nn.Dropout, stream.split_dropout)
-    model = replace(model, nn.LearnedPositions, stream.split_positions)
+    model = replace(model, nn.RandomMask, stream.split_dropout)
+    model = replace(model, nn.PositionEmbedding, stream.split_positions)
     model = eqx.tree_at(lambda m: m.norm, model, HeadInput(model.norm, stream))
-    if model.encoder is not None:
+    if (encoder := model.parts.encoder) is not None:
         # The encoder's output, which all cross-attentions read, is gathered once.
-        model = eqx.tree_at(lambda m: m.encoder.norm, model, SourceOutput(model.encoder.norm, stream))
-        source_table = lambda tree: tree.encoder.embedding
+        model = eqx.tree_at(lambda m: m.parts.encoder.norm, model, SourceOutput(encoder.norm, stream))
+        source_table = lambda tree: tree.parts.encoder.embedding
         if source_table(plain_model) is not None:
             embedding, spec, name, shape = map(source_table, (plain_model, specs, names, shapes))
             split = _split_embedding(embedding, spec, name, stream, shape.weight.shape[0], is_tied=False)
             model = eqx.tree_at(source_table, model, split)
     parts = _split_vocabulary(plain_model, specs, names, stream, shapes.vocab)
-    return eqx.tree_at(lambda m: (m.embedding, m.head, m.logit_bias), model, parts, is_leaf=_is_none)
+    return eqx.tree_at(_vocabulary_parts, model, parts)
 
 
 def split_over_context(model: PyTree, method: str) -> PyTree:
@@ -95,7 +96,7 @@ def split_over_context(model: PyTree, method: str) -> PyTree:
 
 def split_mixtures(model: PyTree, method: str, exchange: Exchange, stream: ResidualStream | None) -> PyTree:
     """Replace every mixture of experts by one for the experts, and tokens, that this device holds."""
-    return replace(model, nn.MoE, lambda moe: SplitMoE(moe, method, exchange, stream))
+    return replace(model, nn.ExpertMixture, lambda mixture: SplitMixture(mixture, method, exchange, stream))
 
 
 def _replicate_plain_layer(
@@ -128,19 +129,22 @@ def slice_module(module: PyTree, specs: PyTree) -> Sliced:
 
 
 def _split_vocabulary(
-    model: nn.Transformer, specs: PyTree, names: PyTree, stream: ResidualStream, vocab: int
-) -> tuple[eqx.Module, nn.LinearMap | None, Array | None]:
-    """Return the embedding, the head and the logits' bias; each device holds the rows of its own ids."""
-    head = None if model.head is None else jax.tree.map(_vocab_rows, model.head, specs.head, names.head)
-    bias = model.logit_bias
-    bias = None if bias is None else _vocab_rows(bias, specs.logit_bias, names.logit_bias)
-    is_tied = head is None
+    model: nn.LanguageModel, specs: PyTree, names: PyTree, stream: ResidualStream, vocab: int
+) -> list[PyTree]:
+    """Return the embedding and, if the model has them, head and logits' bias: the rows of a device's own ids."""
+    is_tied = model.head is None
     embedding = _split_embedding(model.embedding, specs.embedding, names.embedding, stream, vocab, is_tied=is_tied)
-    return embedding, head, bias
+    logits_parts = (_vocabulary_parts(tree)[1:] for tree in (model, specs, names))
+    return [embedding, *(jax.tree.map(_vocab_rows, *part) for part in zip(*logits_parts, strict=True))]
+
+
+def _vocabulary_parts(model: nn.LanguageModel) -> list[PyTree]:
+    """Return the embedding, and the head and the logits' bias where a model, or a tree like it, has them."""
+    return [model.embedding, *(part for part in (model.head, model.parts.logit_bias) if part is not None)]
 
 
 def _split_embedding(
-    embedding: nn.Embedding, spec: PyTree, names: PyTree, stream: ResidualStream, vocab: int, *, is_tied: bool
+    embedding: nn.TokenEmbedding, spec: PyTree, names: PyTree, stream: ResidualStream, vocab: int, *, is_tied: bool
 ) -> eqx.Module:
     """Wrap an embedding, of which each device looks up its rows or features."""
     rows = lambda: _vocab_rows(embedding.weight, spec.weight, names.weight)

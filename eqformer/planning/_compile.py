@@ -50,7 +50,7 @@ def _keep_on_host(lowered: jax.stages.Lowered, are_far: list[bool]) -> None:
 
 
 def decode_shapes(
-    plan: parallel.Plan, model: nn.Transformer, rows: int, capacity: int, cache_dtype: str | None = None
+    plan: parallel.Plan, model: nn.LanguageModel, rows: int, capacity: int, cache_dtype: str | None = None
 ) -> tuple[parallel.ShardedModel, PyTree]:
     """A model served under a plan, and its cache for `rows` of up to `capacity` tokens: shapes with their places."""
     served = parallel.ShardedModel(model, plan)
@@ -63,7 +63,7 @@ def decode_shapes(
 
 def lowered_decode(
     plan: parallel.Plan,
-    model: nn.Transformer,
+    model: nn.LanguageModel,
     rows: int,
     capacity: int,
     cache_dtype: str | None = None,

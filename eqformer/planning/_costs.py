@@ -9,15 +9,15 @@ import jax
 from jaxtyping import PyTree
 
 from ..nn import (
+    ExpertMixture,
     Fp8Matmul,
     is_trainable,
+    LanguageModel,
     linear_maps,
     Mask,
     matrices,
     Mixer,
     modules,
-    MoE,
-    Transformer,
 )
 
 
@@ -33,11 +33,11 @@ def parameter_count(model: PyTree, *, embeddings: bool = True, active: bool = Fa
     for leaf, mark in zip(leaves, marks, strict=True):
         if is_trainable(leaf) and (embeddings or mark is None or not mark.table):
             total += math.prod(leaf.shape)
-    return total - round(sum(_idle(moe) for moe in modules(model, MoE))) if active else total
+    return total - round(sum(_idle(moe) for moe in modules(model, ExpertMixture))) if active else total
 
 
 def flops_per_token(
-    model: Transformer,
+    model: LanguageModel,
     seq: int,
     *,
     attention: str = "half",
@@ -69,7 +69,7 @@ def flops_per_token(
 
 
 def fp8_flops_per_token(
-    model: Transformer,
+    model: LanguageModel,
     *,
     backward: bool = True,
     trained: Callable[[PyTree], PyTree] | None = None,
@@ -87,7 +87,7 @@ def fp8_flops_per_token(
 
 
 def _of_maps(
-    model: Transformer, maps: Iterable[Any], trained: Callable[[PyTree], PyTree] | None
+    model: LanguageModel, maps: Iterable[Any], trained: Callable[[PyTree], PyTree] | None
 ) -> tuple[float, float]:
     """Operations of maps forward, which their inputs' gradients cost too, and of the gradients of weights."""
     moving = {id(x) for x in jax.tree.leaves(model if trained is None else trained(model)) if is_trainable(x)}
@@ -118,7 +118,7 @@ def visible_keys(mask: Mask, seq: int) -> float:
 
 def idle_shares(model: PyTree) -> dict[int, float]:
     """The part of the experts that a token does not take, on average, by the `id` of each of their maps."""
-    return {id(one): _idle_share(moe) for moe in modules(model, MoE) for one in linear_maps(moe.experts)}
+    return {id(one): _idle_share(moe) for moe in modules(model, ExpertMixture) for one in linear_maps(moe.experts)}
 
 
 def _copies(mixer: Mixer) -> int:
@@ -127,12 +127,12 @@ def _copies(mixer: Mixer) -> int:
     return math.prod(first.shape[: len(first.shape) - len(first.sizes)])
 
 
-def _idle(moe: MoE) -> float:
+def _idle(moe: ExpertMixture) -> float:
     """The number of parameters of experts that a token does not take, on average."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(moe.experts) if is_trainable(x)) * _idle_share(moe)
 
 
-def _idle_share(moe: MoE) -> float:
+def _idle_share(moe: ExpertMixture) -> float:
     """The part of its experts that a token does not take, on average."""
     facts = moe.router.facts()
     return 1 - facts.choices / facts.experts

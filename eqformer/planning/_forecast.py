@@ -138,7 +138,7 @@ def roofline_dict(time: Roofline | None) -> dict[str, Any]:
     }
 
 
-def forecast(states: training.PlannedState, model: nn.Transformer, batch: Batch, target: Target) -> Forecast:
+def forecast(states: training.PlannedState, model: nn.LanguageModel, batch: Batch, target: Target) -> Forecast:
     """Return what a training step under the plan of `states` holds, sends and takes, for the shapes of a batch.
 
     Raises a `ValueError` where the plan's mesh has another number of devices than a topology.
@@ -169,7 +169,7 @@ def forecast(states: training.PlannedState, model: nn.Transformer, batch: Batch,
 
 
 def add_padding(
-    sent: tuple[Sent, ...], states: training.PlannedState, model: nn.Transformer, topology: Topology
+    sent: tuple[Sent, ...], states: training.PlannedState, model: nn.LanguageModel, topology: Topology
 ) -> tuple[Sent, ...]:
     """Return what a step sends with what a topology's compiler adds to the reduce-scatters of gradients."""
     padding = scatter_padding(states.plan, model, topology, states.optimizer.trained)
@@ -178,7 +178,7 @@ def add_padding(
 
 def training_time(
     states: training.PlannedState,
-    model: nn.Transformer,
+    model: nn.LanguageModel,
     batch: Batch,
     topology: Topology,
     sent: tuple[Sent, ...],
@@ -209,7 +209,7 @@ def optimizer_bytes_on_host(states: training.PlannedState) -> int:
 
 def decode_forecast(
     plan: parallel.Plan,
-    model: nn.Transformer,
+    model: nn.LanguageModel,
     topology: Topology,
     *,
     rows: int,
@@ -236,7 +236,7 @@ def decode_forecast(
     with kernels.traced_for(accelerator.platform):
         traced = traced_decode(plan, served, caches, rows)
     sent = name_transfers(list_traced_transfers(traced, parallel.axis_sizes(plan.mesh)))
-    decoder = eqx.tree_at(lambda m: m.encoder, model, None, is_leaf=lambda node: node is None)
+    decoder = model if model.parts.encoder is None else eqx.tree_at(lambda m: m.parts.encoder, model, None)
     operations = flops_per_token(decoder, capacity, backward=False, attention="full") * rows / topology.devices
     products = operations / accelerator.peak(str(jnp.dtype(model.compute_dtype)))
     links = {cause: size / link_speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}
@@ -247,7 +247,7 @@ def decode_forecast(
 
 def decode_held(served: parallel.ShardedModel, caches: PyTree) -> dict[str, int]:
     """Return the bytes on a device by cause, of the shapes that `decode_shapes` gives; nothing is traced."""
-    weights, encoder = (placed_bytes(tree)[0] for tree in (served, served.model.encoder))
+    weights, encoder = (placed_bytes(tree)[0] for tree in (served, served.model.parts.encoder))
     encoder_bytes = {_ENCODER: encoder} if encoder else {}
     return {"weights": weights - encoder, **encoder_bytes, "caches": placed_bytes(caches)[0]}
 

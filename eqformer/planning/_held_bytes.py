@@ -46,7 +46,9 @@ def updated_bytes(states: training.PlannedState, on_host: int) -> int:
     return 4 * placed_bytes(codes)[0] if codes else on_host
 
 
-def step_bytes(states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str = "cuda") -> StepBytes:
+def step_bytes(
+    states: training.PlannedState, model: nn.LanguageModel, batch: Batch, platform: str = "cuda"
+) -> StepBytes:
     """Bytes of a step when they are most, on a device by cause: what stays between steps, and `temporary_bytes` or,
     where they are more, gradients and `updated_bytes`.
 
@@ -60,7 +62,7 @@ def step_bytes(states: training.PlannedState, model: nn.Transformer, batch: Batc
     return found._replace(held=stays | most)
 
 
-def activation_bytes(plan: parallel.Plan, model: nn.Transformer, *, rows: int, seq: int) -> int:
+def activation_bytes(plan: parallel.Plan, model: nn.LanguageModel, *, rows: int, seq: int) -> int:
     """Return the bytes of activations that a device keeps for a backward pass at least, from shapes alone.
 
     A layer keeps its input and, unless all is computed again, what its maps give that do not write the stream. Experts,
@@ -71,7 +73,7 @@ def activation_bytes(plan: parallel.Plan, model: nn.Transformer, *, rows: int, s
     pieces = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
     tokens = (rows // pieces) * (seq // plan.size(parallel.CONTEXT))
     split, numbers = plan.size(parallel.TENSOR), 0.0
-    experts = {id(one) for moe in nn.modules(model, nn.MoE) for one in nn.linear_maps(moe.experts)}
+    experts = {id(one) for moe in nn.modules(model, nn.ExpertMixture) for one in nn.linear_maps(moe.experts)}
     for stack in model.stacks:
         if stack.remat.endswith("_on_host"):
             continue

@@ -75,7 +75,7 @@ class Roofline:
 
 def roofline(
     plan: parallel.Plan,
-    model: nn.Transformer,
+    model: nn.LanguageModel,
     sent: Iterable[Sent],
     topology: Topology,
     *,
@@ -144,7 +144,7 @@ def link_speed(cause: str, plan: parallel.Plan, speeds: dict[str, float]) -> flo
     return speeds[FSDP] if plan.size(FSDP) > 1 and plan.size(REPLICA) == 1 else min(speeds[axis] for axis in over)
 
 
-def _read(plan: parallel.Plan, model: nn.Transformer, tokens: float, one: Accelerator) -> float:
+def _read(plan: parallel.Plan, model: nn.LanguageModel, tokens: float, one: Accelerator) -> float:
     """Each map reads its input and weight and writes its output, three times over; the optimizer passes over state."""
     width, idle = jnp.dtype(model.compute_dtype).itemsize, idle_shares(model)
     weights = ends = 0.0

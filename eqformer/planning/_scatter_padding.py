@@ -3,7 +3,7 @@
 import math
 
 from .. import parallel, training
-from ..nn import Transformer
+from ..nn import LanguageModel
 from ..parallel import FSDP
 from ._accelerators import Topology
 from ._sent_bytes import scattered_gradients
@@ -16,7 +16,7 @@ _TILE = 8  # rows of a tile, of which a chunk has a whole number
 
 
 def scatter_padding(
-    plan: parallel.Plan, model: Transformer, topology: Topology, trained: training.Trained = training.trainable
+    plan: parallel.Plan, model: LanguageModel, topology: Topology, trained: training.Trained = training.trainable
 ) -> float:
     """Return the bytes that a device sends in a step beside its gradients, as reduce-scatters are padded on TPUs.
 

@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
 
     plan: parallel.Plan
     """Mesh and choices."""
-    model: nn.Transformer
+    model: nn.LanguageModel
     """Model of shapes, with its policy of recomputation."""
     state: int
     """Bytes of parameters, gradients and optimizer state on a device."""
@@ -119,7 +119,7 @@ class PlanSearch(NamedTuple):
 
 def search_plans(
     states: training.PlannedState,
-    model: nn.Transformer,
+    model: nn.LanguageModel,
     batch: Batch,
     target: Target,
     *,
@@ -207,7 +207,7 @@ def search_plans(
     )
 
 
-def _meshes_over(target: Target, plan: parallel.Plan, model: nn.Transformer) -> Iterator[tuple[AbstractMesh, int]]:
+def _meshes_over(target: Target, plan: parallel.Plan, model: nn.LanguageModel) -> Iterator[tuple[AbstractMesh, int]]:
     """Return the meshes to compare, each with a stage of zero."""
     if not isinstance(target, Topology):
         return enumerate_meshes(plan.mesh.size, plan, model)
@@ -237,7 +237,7 @@ def _first_of_each_mesh(proposals: list[Proposal], memory: int) -> list[Proposal
 def enumerate_meshes(
     devices: int,
     plan: parallel.Plan,
-    model: nn.Transformer,
+    model: nn.LanguageModel,
     *,
     tensor: int = MAX_TENSOR,
     context: int = MAX_CONTEXT,
@@ -256,7 +256,7 @@ def enumerate_meshes(
         context: The most devices of that axis.
         replicas: Sizes that `replica` may have.
     """
-    experts = min((moe.router.facts().experts for moe in nn.modules(model, nn.MoE)), default=1)
+    experts = min((moe.router.facts().experts for moe in nn.modules(model, nn.ExpertMixture)), default=1)
     stages = min(plan.microbatches, sum(map(len, model.stacks)))
     sizes_of_axes = (_divisors(devices, int(size)) for size in (experts, stages, context, tensor))
     for replica, expert, pipe, ring, split in itertools.product(sorted(set(replicas)), *sizes_of_axes):
@@ -307,7 +307,7 @@ def _trace_until_fits(
 
 def _make_candidates(
     states: training.PlannedState,
-    model: nn.Transformer,
+    model: nn.LanguageModel,
     batch: Batch,
     memory: int,
     mesh: AbstractMesh,
@@ -352,7 +352,7 @@ class DecodePlan(NamedTuple):
 
 def search_decode_plans(
     plan: parallel.Plan,
-    model: nn.Transformer,
+    model: nn.LanguageModel,
     topology: Topology,
     *,
     rows: int,

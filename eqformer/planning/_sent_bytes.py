@@ -26,7 +26,7 @@ class Sent(NamedTuple):
 
 def sent_bytes(
     plan: parallel.Plan,
-    model: nn.Transformer,
+    model: nn.LanguageModel,
     *,
     rows: int,
     seq: int,
@@ -81,7 +81,7 @@ def by_cause(found: Iterable[Sent]) -> dict[str, float]:
     return total
 
 
-def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[Sent]:
+def _of_state(plan: parallel.Plan, model: nn.LanguageModel, moving: Any) -> Iterator[Sent]:
     of_weights, of_gradients = f"parameters, zero {plan.zero}", f"{GRADIENTS}, zero {plan.zero}"
     # A backward entry that runs its layers forward once more gathers them for it; a single one it keeps.
     is_deep = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
@@ -116,7 +116,7 @@ def _of_state(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterat
         )
 
 
-def _of_edges(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> float:
+def _of_edges(plan: parallel.Plan, model: nn.LanguageModel, moving: Any) -> float:
     """All stages hold what stands outside of the layers, and sum its gradients; where edges are spread, as state."""
     if plan.spreads_edges:
         return 0.0
@@ -130,7 +130,7 @@ def _of_edges(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> float:
 
 
 def _of_tensor(
-    plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.Transformer, stack: nn.Stack, tokens: float
+    plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float
 ) -> float:
     """By the numbers of a token that the stack's sublayers gather or scatter; an all-reduce does both."""
     embed = model.embedding.weight.shape[-1]
@@ -160,16 +160,16 @@ def _of_tensor(
 
 
 def _of_layer_inputs(
-    plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.Transformer, tokens: float
+    plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.LanguageModel, tokens: float
 ) -> float:
     """What is read of the stream once for all layers' own vectors, and its gradient."""
     embed = model.embedding.weight.shape[-1]
-    maps = [] if model.layer_inputs is None else nn.linear_maps(model.layer_inputs)
+    maps = nn.linear_maps(model.parts.layer_inputs)
     numbers = sum(_outputs(plan, one) if stream.splits_features else embed for one in maps)
     return plan.microbatches * gather_bytes(2 * tokens * numbers * _width(model), plan.size(TENSOR))
 
 
-def _sizes_of_slices(plan: parallel.Plan, stack: nn.Stack) -> dict[int, int]:
+def _sizes_of_slices(plan: parallel.Plan, stack: nn.LayerStack) -> dict[int, int]:
     """Bytes of the arrays of what runs whole, by its id, where dims' names split them: gathered, and gradients back."""
     sizes = {
         id(one): 0 for one in (*nn.modules(stack, nn.Router), *(one for _, one in parallel.replicated_layers(stack)))
@@ -187,7 +187,7 @@ def _sizes_of_slices(plan: parallel.Plan, stack: nn.Stack) -> dict[int, int]:
 
 
 def _of_vocabulary(
-    plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.Transformer, moving: Any, tokens: float
+    plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.LanguageModel, moving: Any, tokens: float
 ) -> float:
     """Lookup and the loss's input in both passes, and three numbers of each token's loss."""
     table = model.embedding.weight
@@ -202,7 +202,7 @@ def _of_vocabulary(
     return gather_bytes(sent, plan.size(TENSOR))
 
 
-def _of_context(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> float:
+def _of_context(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float) -> float:
     method, total = plan.context_method, 0.0
     for module in nn.modules(stack, nn.Mixer):
         query, key, value, output = _channels(plan, module)
@@ -219,10 +219,10 @@ def _of_context(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
     return _evaluations(plan, stack) * total
 
 
-def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tokens: float) -> Iterator[Sent]:
+def _of_experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float) -> Iterator[Sent]:
     """Tokens, choices and weights to the experts, results back, gradients of all but the choices; of rounds, one."""
     devices = plan.size(EXPERT)
-    for moe in nn.modules(stack, (nn.MoE,)):
+    for moe in nn.modules(stack, (nn.ExpertMixture,)):
         facts, vector = moe.router.facts(), moe.expert_width(model.embedding.weight.shape[-1]) * _width(model)
         top_k = 0 if facts.gives_slots else int(facts.choices)  # what experts choose is known where they are
         method = plan.expert_method_of(model, moe, int(tokens))
@@ -242,7 +242,7 @@ def _of_experts(plan: parallel.Plan, model: nn.Transformer, stack: nn.Stack, tok
         yield Sent(EXPERT, f"experts by {method}", _evaluations(plan, stack) * total)
 
 
-def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float:
+def _of_pipe(plan: parallel.Plan, model: nn.LanguageModel, tokens: float) -> float:
     """All devices send in each tick in which any has something to send."""
     # With spread edges the first stage's next input goes round beside the stages' outputs, in all ticks.
     rounds = 2 * ticks(plan) if plan.spreads_edges else sum(parallel.count_link_ticks(plan.timetable()).values()) / 2
@@ -251,7 +251,7 @@ def _of_pipe(plan: parallel.Plan, model: nn.Transformer, tokens: float) -> float
     return pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_width(model))
 
 
-def _arrays(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator[tuple]:
+def _arrays(plan: parallel.Plan, model: nn.LanguageModel, moving: Any) -> Iterator[tuple]:
     """Each array, the plan's `Leaf`, numbers on a device, bytes of one, its stack's layers, and if it is trained."""
     leaves = plan.leaves(model)
     specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
@@ -265,7 +265,7 @@ def _arrays(plan: parallel.Plan, model: nn.Transformer, moving: Any) -> Iterator
 
 
 def scattered_gradients(
-    plan: parallel.Plan, model: nn.Transformer, trained: training.Trained
+    plan: parallel.Plan, model: nn.LanguageModel, trained: training.Trained
 ) -> Iterator[tuple[tuple[int, ...], int, int]]:
     """Yield the shape of each gradient that `fsdp` scatters, its dim that is split, and how many layers have one.
 
@@ -301,16 +301,16 @@ def _outputs(plan: parallel.Plan, linear: nn.LinearMap) -> int:
     return math.prod(linear.output_shape) * (1 if split else 2)
 
 
-def _evaluations(plan: parallel.Plan, stack: nn.Stack) -> float:
+def _evaluations(plan: parallel.Plan, stack: nn.LayerStack) -> float:
     return len(stack) / plan.size(PIPE) * plan.microbatches
 
 
-def _recomputes(stack: nn.Stack) -> bool:
+def _recomputes(stack: nn.LayerStack) -> bool:
     """Whether a layer's backward pass sends again what its forward pass sent."""
     return stack.remat not in ("none", "products", "products_on_host")
 
 
-def _width(model: nn.Transformer) -> int:
+def _width(model: nn.LanguageModel) -> int:
     return jnp.dtype(model.compute_dtype).itemsize
 
 

@@ -33,7 +33,7 @@ class StepBytes(NamedTuple):
         return sum(self.held.values())
 
 
-def temporary_bytes(states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str) -> StepBytes:
+def temporary_bytes(states: training.PlannedState, model: nn.LanguageModel, batch: Batch, platform: str) -> StepBytes:
     """Bytes that a device needs beside parameters and optimizer state when they are most, by cause.
 
     The loss and its gradients are traced for one device, and the trace is walked through as XLA's compilers for
@@ -77,7 +77,7 @@ def _results_bytes(jaxpr: Any) -> int:
     return sum(program.size(value) for value in program.results if value is not None)
 
 
-def _traced(states: training.PlannedState, model: nn.Transformer, batch: Batch, platform: str) -> list[Any]:
+def _traced(states: training.PlannedState, model: nn.LanguageModel, batch: Batch, platform: str) -> list[Any]:
     """The programs of a loss and its gradients on each device of a platform, without what they do not need."""
     plan, trained = for_platform(states.plan, platform), states.optimizer.trained
     gradients = training.make_gradient_function(training.next_token_loss, plan, trained=trained)

@@ -121,7 +121,7 @@ class WeightStationary(DistributedModel):
 
         table, head = model.embedding, model.head
         bias = None if head is None else head.bias
-        lookup = SplitEmbedding(table.weight, table.scale, self.vocab, FeatureStream())
+        lookup = SplitEmbedding(table, self.vocab, FeatureStream())
         embedding = TwoDimVocabulary(lookup, table.weight if head is None else head.matrix(), bias)
         model = eqx.tree_at(lambda m: m.stacks, model, replace(model.stacks, BLOCKS, wrap_block))
         if model.positions is not None:

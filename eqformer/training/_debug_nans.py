@@ -73,7 +73,7 @@ class DebugNans(Callback):
 
 def _no_id(batch: PyTree, model: PyTree) -> str:
     """Where a batch has an id that a model does not know, or a target of some weight; empty if it has none."""
-    if not isinstance(batch, Batch) or not isinstance(model, nn.Transformer):
+    if not isinstance(batch, Batch) or not isinstance(model, nn.LanguageModel):
         return ""
     ids, targets, weights = map(np.asarray, (batch.ids, batch.targets, batch.weights))
     for name, held, counts in (("ids", ids, np.ones_like(ids)), ("targets", targets, weights)):

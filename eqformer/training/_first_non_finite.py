@@ -223,7 +223,7 @@ def _resolved(model: PyTree, place: _Place) -> tuple[str, int | None]:
     node, path, layer = model, "", None
     for part in place:
         if isinstance(part, int):
-            layer = part if layer is None and isinstance(node, nn.Stack) else layer
+            layer = part if layer is None and isinstance(node, nn.LayerStack) else layer
             continue
         for name in part.split("/"):
             name = re.sub(r"^(?:\w+\()*|\)*$", "", name)

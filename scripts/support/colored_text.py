@@ -12,7 +12,7 @@ from support.run_directory import RunDirectory
 
 def has_choices(model: nn.Transformer) -> bool:
     """Whether the model has a mixture whose tokens choose their experts."""
-    return any(not moe.router.facts().gives_slots for moe in nn.modules(model, nn.MoE))
+    return any(not moe.router.facts().gives_slots for moe in nn.modules(model, nn.ExpertMixture))
 
 
 def color(directory: RunDirectory, model: nn.Transformer, ids: Sequence[int], pieces: Sequence[str]) -> None:
@@ -20,7 +20,7 @@ def color(directory: RunDirectory, model: nn.Transformer, ids: Sequence[int], pi
 
     Raises a `ValueError` if tokens do not choose their experts.
     """
-    known = None if model.positions is None else model.positions.weight.shape[0]
+    known = model.max_seq
     chosen = np.asarray(eqx.filter_jit(nn.first_experts)(model, jnp.asarray(ids[:known], jnp.int32)))
     title = f"{directory.path.name}: the expert that each token takes first"
     for path in (directory.experts_page, directory.experts):

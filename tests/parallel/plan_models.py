@@ -173,7 +173,7 @@ def batch_of(model: nn.Transformer, rows: int = 8, seq: int = 16, seed: int = 0)
     ids, targets = draw.integers(0, model.vocab, (2, rows, seq))
     weights = draw.integers(0, 2, (rows, seq)) * (positions >= 0)
     source: dict[str, Any] = {}
-    if model.encoder is not None:  # longer than the rows, and of two documents too
+    if model.parts.encoder is not None:  # longer than the rows, and of two documents too
         place = np.arange(seq + 6)
         first = place < draw.integers(2, seq, rows)[:, None]
         source["source_ids"] = draw.integers(0, model.vocab, first.shape).astype(np.int32)

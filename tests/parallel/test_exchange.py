@@ -15,7 +15,7 @@ from plan_parity import alone, Case, differences, program_under, total_under
 from eqformer import nn
 from eqformer.parallel import filter_shard_map, make_mesh
 from eqformer.parallel._expert_method import Exchange
-from eqformer.parallel._expert_parallel import SplitMoE
+from eqformer.parallel._expert_parallel import SplitMixture
 from eqformer.program import list_transfers
 
 
@@ -64,7 +64,7 @@ def test_a_layer_of_which_all_tokens_want_one_expert(monkeypatch):
         specs, rows = jax.tree.map(lambda x: P("expert") if x.ndim == 3 else P(), arrays), P("expert")
 
         def both() -> Any:
-            split = lambda arrays, x: SplitMoE(eqx.combine(arrays, rest), "exchange", PADDED, None)(x)[0]
+            split = lambda arrays, x: SplitMixture(eqx.combine(arrays, rest), "exchange", PADDED, None)(x)[0]
             split = filter_shard_map(split, make_mesh(expert=4, devices=jax.devices()[:4]), (specs, rows), rows)
             plain = lambda arrays, x: eqx.combine(arrays, rest)(x)[0]
 

@@ -51,7 +51,7 @@ def test_pieces_give_the_layers_own_results_and_gradients(monkeypatch):
     specs = jax.tree.map(lambda x: P("expert") if x.ndim == 3 else P(), arrays)
 
     def split(arrays, x):
-        return _expert_parallel.SplitMoE(eqx.combine(arrays, rest), "gather", PADDED, None)(x)[0]
+        return _expert_parallel.SplitMixture(eqx.combine(arrays, rest), "gather", PADDED, None)(x)[0]
 
     mapped = filter_shard_map(split, make_mesh(expert=2, devices=jax.devices()[:2]), (specs, P("expert")), P("expert"))
     plain = lambda arrays, x: eqx.combine(arrays, rest)(x)[0]
@@ -100,7 +100,7 @@ def largest(monkeypatch: pytest.MonkeyPatch, most: float) -> float:
     specs = jax.tree.map(lambda x: P("expert") if x.ndim == 3 else P(), arrays)
 
     def loss(arrays, x):
-        split = _expert_parallel.SplitMoE(eqx.combine(arrays, rest), "gather", PADDED, None)
+        split = _expert_parallel.SplitMixture(eqx.combine(arrays, rest), "gather", PADDED, None)
         return jax.lax.psum(jnp.sum(split(x)[0].astype(jnp.float32)), "expert")
 
     mapped = filter_shard_map(loss, mesh, (specs, P("expert")), P())

@@ -7,7 +7,7 @@ import pytest
 from eqformer import models, nn, planning, training
 from eqformer._xla_flags import keep_known
 from eqformer.parallel import make_mesh, Plan
-from eqformer.parallel._expert_parallel import SplitMoE
+from eqformer.parallel._expert_parallel import SplitMixture
 from eqformer.program import read_compiled
 
 
@@ -70,7 +70,7 @@ def test_gpus_compute_the_attention_half_of_a_block_once_in_a_turn_backward(monk
         return read_compiled(compiled, states.plan.mesh).operations
 
     once = operations()
-    monkeypatch.setattr(SplitMoE, "_name_gathered_tokens", lambda self, x: x)
+    monkeypatch.setattr(SplitMixture, "_name_gathered_tokens", lambda self, x: x)
     twice = operations()
     tokens, embed = 8 // 4 * 128, MIXTURE.embed
     queries_keys_values = (MIXTURE.layers - 1) * 2 * tokens * 3 * embed**2

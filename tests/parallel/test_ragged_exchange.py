@@ -21,7 +21,7 @@ from test_exchange import CASES, crowded
 from eqformer import nn, planning
 from eqformer.parallel import _collectives, _expert_exchange, filter_shard_map, make_mesh, Plan
 from eqformer.parallel._expert_method import Exchange
-from eqformer.parallel._expert_parallel import SplitMoE
+from eqformer.parallel._expert_parallel import SplitMixture
 from eqformer.program import list_transfers
 
 
@@ -100,7 +100,7 @@ def index_layer(bias: np.ndarray, factor: float, *, weighs_inputs: bool = False,
     arrays, rest = eqx.partition(moe, eqx.is_inexact_array)
     specs, rows = jax.tree.map(lambda x: P("expert") if x.ndim == 3 else P(), arrays), P("expert")
     exchange = Exchange(is_ragged=True, factor=factor)
-    split = lambda arrays, x: SplitMoE(eqx.combine(arrays, rest), "exchange", exchange, None)(x)[0]
+    split = lambda arrays, x: SplitMixture(eqx.combine(arrays, rest), "exchange", exchange, None)(x)[0]
     mesh = make_mesh(expert=DEVICES, devices=(devices or jax.devices())[:DEVICES])
     plain = lambda arrays, x: eqx.combine(arrays, rest)(x)[0]
 

@@ -1,6 +1,7 @@
-"""A mixture of experts: a feed-forward layer in which each token takes a few of many."""
+"""Mixtures of experts: feed-forward layers in which each token takes a few experts of many."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -20,7 +21,96 @@ from ._experts import Experts
 from ._routing import is_real, Router, Routing, Slots
 
 
-class MoE(Routed):
+class ExpertMixture(Routed):
+    """A mixture of experts: the contract of `MoE`, by which tokens and experts may be on different devices.
+
+    A call is `combine(x, project_outputs(y))`, where `y` is each token's weighted sum of its experts for
+    `project_inputs(normalize_inputs(x))`. Over a mesh a device holds some of the experts, and may hold some of the
+    tokens or features of `x`. `normalize_inputs` and `combine` are computed on what a device holds of the stream: apart
+    from norms and layers of the contracts, they may apply only elementwise functions. `project_inputs` and
+    `project_outputs` are given all features of a token, and every device runs the whole of their maps.
+    """
+
+    if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
+        router: Router = eqx.field(init=False)
+        experts: Experts = eqx.field(init=False)
+        dispatch: Dispatch = eqx.field(init=False)
+        shared: Callable[[Array], Array] | None = eqx.field(init=False)
+        losses: tuple[BalanceLoss, ...] = eqx.field(init=False)
+        weighs_inputs: bool = eqx.field(init=False)
+    else:
+        router: eqx.AbstractVar[Router]
+        experts: eqx.AbstractVar[Experts]
+        dispatch: eqx.AbstractVar[Dispatch]
+        shared: eqx.AbstractVar[Callable[[Array], Array] | None]
+        losses: eqx.AbstractVar[tuple[BalanceLoss, ...]]
+        weighs_inputs: eqx.AbstractVar[bool]
+
+    def normalize_inputs(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
+        """Return what experts read of the stream, and the router does not; by default the stream itself."""
+        return x
+
+    def project_inputs(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq _"]:
+        """Return the channels that experts read; by default all features."""
+        return x
+
+    def project_outputs(self, y: Float[Array, "*batch seq _"]) -> Float[Array, "*batch seq embed"]:
+        """Return the stream's features for the sum of a token's experts; by default the sum itself."""
+        return y
+
+    def combine(
+        self, x: Float[Array, "*batch seq embed"], y: Float[Array, "*batch seq embed"]
+    ) -> Float[Array, "*batch seq embed"]:
+        """Return the layer's output from its input `x` and the experts' output `y`; by default with `shared` added."""
+        return y if self.shared is None else y + self.shared(x)
+
+    def expert_width(self, embed: int) -> int:
+        """Return the number of channels of `project_inputs`, for a stream of `embed`."""
+        return embed
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None
+    ) -> tuple[Float[Array, "*batch seq embed"], Aux]:
+        """Return the layer's output, and the losses and counts of its routing."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], None)
+        routing = self.router(x, tokens.fold_in(ROUTER))
+        inputs = self.project_inputs(self.normalize_inputs(x))
+        if isinstance(routing, Slots):
+            y, aux = run_slots(self.experts, inputs, routing), aux_of_slots(routing, tokens, x)
+        else:
+            dispatch = self.dispatch_of(tokens, routing)
+            y, dropped = dispatch(self.experts, inputs, routing, weighs_inputs=self.weighs_inputs)
+            aux = self.aux_of_routing(routing, tokens, dropped)
+        return self.combine(x, self.project_outputs(y)), aux
+
+    def dispatch_of(self, tokens: Tokens, routing: Routing) -> Dispatch:
+        """Return `dispatch` for tokens of training, and one that drops no choice for others."""
+        return self.dispatch if tokens.is_training else self.dispatch.without_drops(self.experts, routing)
+
+    def aux_of_routing(
+        self,
+        routing: Routing,
+        tokens: Tokens,
+        dropped: Int[Array, ""],
+        total: Total = alone,
+        row_total: Total = alone,
+    ) -> Aux:
+        """Return the losses and counts of a routing; `total` and `row_total` are those of `BalanceLoss`."""
+        zero = jnp.zeros_like(routing.scores, shape=())
+        loss = sum((loss(routing, tokens, total, row_total) for loss in self.losses), start=zero)
+        counts, real = routing.counts(), is_real(tokens, routing.scores.shape[:-1])
+        share = jax.lax.stop_gradient(routing.scores)
+        share = share / jnp.maximum(jnp.sum(share, axis=-1, keepdims=True), 1e-18)
+        entropy = jnp.where(real, -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1), 0)
+        load = jnp.sum(counts, axis=tuple(range(counts.ndim - 1)), dtype=jnp.int32)
+        return Aux(loss, load, dropped, jnp.sum(entropy), jnp.sum(real, dtype=jnp.int32))
+
+    def rebalanced(self, aux: Aux, rate: float | Float[Array, ""]) -> "ExpertMixture":
+        """Return the mixture with its router rebalanced by the load."""
+        return eqx.tree_at(lambda m: m.router, self, self.router.rebalanced(aux.load, rate))
+
+
+class MoE(ExpertMixture):
     """`shared(x) + sum_k w_k experts[i_k](x)`, the experts `i` and weights `w` of each token chosen by the router.
 
     `dispatch` is how tokens reach experts: `Dropless()` or `Capacity(factor)`; with experts that choose their tokens
@@ -94,52 +184,21 @@ class MoE(Routed):
         self.router, self.experts, self.shared, self.losses = router, experts, shared, losses
         self.dispatch = Dropless() if dispatch is None else dispatch
 
-    def __call__(
-        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None
-    ) -> tuple[Float[Array, "*batch seq embed"], Aux]:
-        """The sum of each token's experts, and what routing did and costs."""
-        tokens = tokens_or_default(tokens, x.shape[:-1], None)
-        routing = self.router(x, tokens.fold_in(ROUTER))
-        given = x if self.expert_norm is None else self.expert_norm(x)
-        given = given if self.to_latent is None else self.to_latent(given)
-        if isinstance(routing, Slots):
-            y, aux = run_slots(self.experts, given, routing), aux_of_slots(routing, tokens, x)
-        else:
-            dispatch = self.dispatch_of(tokens, routing)
-            y, dropped = dispatch(self.experts, given, routing, weighs_inputs=self.weighs_inputs)
-            aux = self.aux_of_routing(routing, tokens, dropped)
-        y = y if self.from_latent is None else self.from_latent(y)
-        return (y if self.shared is None else y + self.shared(x)), aux
+    def normalize_inputs(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
+        """Normalize what experts read, if there is an `expert_norm`."""
+        return x if self.expert_norm is None else self.expert_norm(x)
+
+    def project_inputs(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq _"]:
+        """Map to the latent, if there is one."""
+        return x if self.to_latent is None else self.to_latent(x)
+
+    def project_outputs(self, y: Float[Array, "*batch seq _"]) -> Float[Array, "*batch seq embed"]:
+        """Map back from the latent, if there is one."""
+        return y if self.from_latent is None else self.from_latent(y)
 
     def expert_width(self, embed: int) -> int:
-        """The channels of a token that experts read, of the `embed` of the stream."""
+        """Return the number of channels of the latent, or of the stream."""
         return embed if self.to_latent is None else self.to_latent.sizes["latent"]
-
-    def dispatch_of(self, tokens: Tokens, routing: Routing) -> Dispatch:
-        """How these tokens come to experts: by `dispatch` in training, by one that drops none elsewhere."""
-        return self.dispatch if tokens.is_training else self.dispatch.without_drops(self.experts, routing)
-
-    def aux_of_routing(
-        self,
-        routing: Routing,
-        tokens: Tokens,
-        dropped: Int[Array, ""],
-        total: Total = alone,
-        row_total: Total = alone,
-    ) -> Aux:
-        """The losses of a routing, and its counts; `total` and `row_total` as for `BalanceLoss`."""
-        zero = jnp.zeros_like(routing.scores, shape=())
-        loss = sum((loss(routing, tokens, total, row_total) for loss in self.losses), start=zero)
-        counts, real = routing.counts(), is_real(tokens, routing.scores.shape[:-1])
-        share = jax.lax.stop_gradient(routing.scores)
-        share = share / jnp.maximum(jnp.sum(share, axis=-1, keepdims=True), 1e-18)
-        entropy = jnp.where(real, -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1), 0)
-        load = jnp.sum(counts, axis=tuple(range(counts.ndim - 1)), dtype=jnp.int32)
-        return Aux(loss, load, dropped, jnp.sum(entropy), jnp.sum(real, dtype=jnp.int32))
-
-    def rebalanced(self, aux: Aux, rate: float | Float[Array, ""]) -> "MoE":
-        """With its router rebalanced by the load."""
-        return eqx.tree_at(lambda m: m.router, self, self.router.rebalanced(aux.load, rate))
 
 
 class GatedShared(FeedForward):
@@ -187,7 +246,7 @@ def first_experts(
 class _Showing(Routed):
     """A mixture that returns each token's first expert in the place of its `Aux`."""
 
-    inner: MoE
+    inner: ExpertMixture
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None
@@ -200,5 +259,5 @@ class _Showing(Routed):
 
 
 def _showing(model: Transformer) -> Transformer:
-    is_mixture = lambda node: isinstance(node, MoE)
+    is_mixture = lambda node: isinstance(node, ExpertMixture)
     return jax.tree.map(lambda node: _Showing(node) if is_mixture(node) else node, model, is_leaf=is_mixture)

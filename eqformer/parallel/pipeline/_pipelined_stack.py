@@ -29,7 +29,7 @@ class PipelinedStack(nn.Module):
     A cache holds this device's layers for all rows. Rows are the first dim, microbatch after microbatch.
     """
 
-    inner: nn.Stack
+    inner: nn.LayerStack
     microbatches: int = eqx.field(static=True)
     splits_rows: bool = eqx.field(static=True, default=False)
     order: tuple[int, ...] | None = eqx.field(static=True, default=None)
@@ -144,7 +144,9 @@ class PipelinedStack(nn.Module):
         return send.psum("outputs of the last stage", outputs, PIPE)
 
 
-def pipelined_rounds(stacks: Sequence[nn.Stack], schedule: Schedule, microbatches: int) -> tuple[PipelinedStack, ...]:
+def pipelined_rounds(
+    stacks: Sequence[nn.LayerStack], schedule: Schedule, microbatches: int
+) -> tuple[PipelinedStack, ...]:
     """Return this device's stacks for a forward pass: in turn, each with one round through all devices per chunk."""
     counts = count_layers([stack.depth for stack in stacks], schedule.parts)
     orders = schedule.stage_of.reshape(schedule.chunks, -1).tolist()
@@ -152,8 +154,7 @@ def pipelined_rounds(stacks: Sequence[nn.Stack], schedule: Schedule, microbatche
     for stack, chunk_counts in zip(stacks, counts.reshape(len(counts), schedule.chunks, -1), strict=True):
         size = len(stack) // schedule.chunks
         for chunk in np.flatnonzero(chunk_counts.any(axis=1)).tolist():
-            chunk_stack = stack[chunk * size : (chunk + 1) * size]
-            assert isinstance(chunk_stack, nn.Stack)
+            chunk_stack = stack.part(slice(chunk * size, (chunk + 1) * size))
             rounds.append(PipelinedStack(chunk_stack, microbatches, order=tuple(orders[chunk])))
     return tuple(rounds)
 

@@ -147,14 +147,14 @@ def _move_models(tree: PyTree, part_of: PartOf, move: Callable[[Sequence[PyTree]
     """Move each model's stacks together, since one part may hold layers of two stacks."""
 
     def move_node(node: PyTree) -> PyTree:
-        if isinstance(node, nn.Stack):
+        if isinstance(node, nn.LayerStack):
             return move((node,), place_layers([node.depth], part_of))[0]
-        if not isinstance(node, nn.Transformer) or not all(isinstance(stack, nn.Stack) for stack in node.stacks):
+        if not isinstance(node, nn.LanguageModel) or not all(isinstance(stack, nn.LayerStack) for stack in node.stacks):
             return node
         depths = [stack.depth for stack in node.stacks]
         return eqx.tree_at(lambda m: m.stacks, node, move(node.stacks, place_layers(depths, part_of)))
 
-    return jax.tree.map(move_node, tree, is_leaf=lambda node: isinstance(node, nn.Stack | nn.Transformer))
+    return jax.tree.map(move_node, tree, is_leaf=lambda node: isinstance(node, nn.LayerStack | nn.LanguageModel))
 
 
 # Padding.

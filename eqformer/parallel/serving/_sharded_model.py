@@ -37,7 +37,7 @@ class DistributedModel(eqx.Module):
     Vocabulary, positions and dtype are those of `model`.
     """
 
-    model: eqx.AbstractVar[nn.Transformer]
+    model: eqx.AbstractVar[nn.LanguageModel]
 
     @abc.abstractmethod
     def encode(self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree) -> tuple[Array, PyTree, None]:
@@ -71,9 +71,9 @@ class DistributedModel(eqx.Module):
         return self.model.vocab
 
     @property
-    def positions(self) -> nn.LearnedPositions | None:
-        """Learned positions of the model."""
-        return self.model.positions
+    def max_seq(self) -> int | None:
+        """Number of positions that the model knows; None for any number."""
+        return self.model.max_seq
 
     @property
     def start(self) -> int | None:
@@ -98,14 +98,15 @@ class ShardedModel(DistributedModel):
     `ValueError` if the model does not fit the mesh.
     """
 
-    model: nn.Transformer
+    model: nn.LanguageModel
     plan: Plan = eqx.field(static=True)
     sharers: int = eqx.field(static=True)
     predictor_stacks: int = eqx.field(static=True)
 
-    def __init__(self, model: nn.Transformer, plan: Plan):
+    def __init__(self, model: nn.LanguageModel, plan: Plan):
         # A pipeline of all layers has the predictor's on its last stages.
-        self.predictor_stacks = 0 if model.predictor is None else len(model.predictor.stacks)
+        predictor = model.parts.predictor
+        self.predictor_stacks = 0 if predictor is None else len(predictor.stacks)
         model = _append_predictor_stacks(model)
         zero = 3 if plan.zero == 3 else 0
         self.plan = Plan(
@@ -142,7 +143,7 @@ class ShardedModel(DistributedModel):
     @property
     def predictor(self) -> nn.Predictor | None:
         """Predictor of a further token, without its layers."""
-        return self.model.predictor
+        return self.model.parts.predictor
 
     @checked
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
@@ -240,7 +241,7 @@ class ShardedModel(DistributedModel):
         ids, tokens = pad_rows(ids, rows, 0), pad_tokens(tokens, rows)
         hidden_inputs = tuple(jnp.pad(x, [(0, rows - batch), (0, 0), (0, 0)]) for x in hidden_inputs)
 
-        def per_device(model: nn.Transformer, *inputs: PyTree) -> tuple[Array, PyTree]:
+        def per_device(model: nn.LanguageModel, *inputs: PyTree) -> tuple[Array, PyTree]:
             return _run_on_cache_pieces(
                 method, _restore_predictor_stacks(model, self.predictor_stacks), self.plan, *inputs
             )
@@ -259,7 +260,7 @@ class ShardedModel(DistributedModel):
         plan = dataclasses.replace(self.plan, microbatches=microbatches)
         device = plan.on_device(self.model)
 
-        def per_device(model: nn.Transformer, *inputs: PyTree) -> PyTree:
+        def per_device(model: nn.LanguageModel, *inputs: PyTree) -> PyTree:
             wrapped = device.wrap_forward(model)
             wrapped = replace(wrapped, ContextAttention, lambda core: SplitCacheAttention(core.inner))
             if self.sharers > 1:
@@ -290,7 +291,7 @@ def round_to_multiple(number: int, divisor: int) -> int:
     return -(-number // divisor) * divisor
 
 
-def _in_pipeline_order(model: nn.Transformer, plan: Plan) -> nn.Transformer:
+def _in_pipeline_order(model: nn.LanguageModel, plan: Plan) -> nn.LanguageModel:
     """Put a model in pipeline order, with its rows of padding, where stages hold unequal numbers of layers."""
     if all(len(old) == len(new) for old, new in zip(model.stacks, plan.shapes(model).stacks, strict=True)):
         return model
@@ -298,7 +299,7 @@ def _in_pipeline_order(model: nn.Transformer, plan: Plan) -> nn.Transformer:
     return eqx.combine(jax.device_put(arrays, shardings(plan.parameter_specs(arrays), plan.mesh)), static)
 
 
-def _check_replicated_mixers(model: nn.Transformer) -> None:
+def _check_replicated_mixers(model: nn.LanguageModel) -> None:
     """Refuse mixers that every device runs whole if their caches have heads, which would be split."""
     for path, mixer in replicated_layers(model):
         if not isinstance(mixer, nn.Mixer):
@@ -312,27 +313,26 @@ def _check_replicated_mixers(model: nn.Transformer) -> None:
             )
 
 
-def _append_predictor_stacks(model: nn.Transformer) -> nn.Transformer:
+def _append_predictor_stacks(model: nn.LanguageModel) -> nn.LanguageModel:
     """Move the predictor's stacks behind the model's own."""
-    predictor = model.predictor
+    predictor = model.parts.predictor
     if predictor is None:
         return model
-    return dataclasses.replace(
-        model, stacks=(*model.stacks, *predictor.stacks), predictor=dataclasses.replace(predictor, stacks=())
-    )
+    stacks = (*model.stacks, *predictor.stacks), ()
+    return eqx.tree_at(lambda m: (m.stacks, m.parts.predictor.stacks), model, stacks)
 
 
-def _restore_predictor_stacks(model: nn.Transformer, count: int) -> nn.Transformer:
+def _restore_predictor_stacks(model: nn.LanguageModel, count: int) -> nn.LanguageModel:
     """Move the model's last `count` stacks back into its predictor."""
     if not count:
         return model
     stacks, predictor_stacks = model.stacks[:-count], model.stacks[-count:]
-    return eqx.tree_at(lambda m: (m.stacks, m.predictor.stacks), model, (stacks, predictor_stacks))
+    return eqx.tree_at(lambda m: (m.stacks, m.parts.predictor.stacks), model, (stacks, predictor_stacks))
 
 
 def _run_on_cache_pieces(
     method: Callable[..., tuple[Array, PyTree]],
-    model: nn.Transformer,
+    model: nn.LanguageModel,
     plan: Plan,
     ids: Int[Array, "batch seq"],
     hidden_inputs: tuple[Array, ...],

@@ -43,7 +43,7 @@ class Leaf:
 
 
 def make_leaves(
-    model: nn.Transformer, specs: PyTree, state_specs: PyTree, axes: tuple[str, ...], stream: ResidualStream | None
+    model: nn.LanguageModel, specs: PyTree, state_specs: PyTree, axes: tuple[str, ...], stream: ResidualStream | None
 ) -> PyTree:
     """Return a tree like `model` with a `Leaf` for each of its leaves.
 
@@ -83,20 +83,21 @@ def narrower_dtype(compute_dtype: str, dtype: str) -> str:
     return compute_dtype if is_narrower else dtype
 
 
-def _is_used_before_cast(model: nn.Transformer) -> PyTree:
+def _is_used_before_cast(model: nn.LanguageModel) -> PyTree:
     """Flag arrays that are used before anything is cast to the compute dtype, so that they must be sent as they are.
 
     Routers are computed in float32, vectors of positions are added and those of tokens scaled before they are cast.
     """
 
     def is_wide(node: object) -> bool:
-        is_scaled = isinstance(node, nn.Embedding | nn.PerLayerEmbedding) and node.scale is not None
-        return is_scaled or isinstance(node, nn.Router | nn.LearnedPositions | eqx.nn.Embedding)
+        if isinstance(node, nn.EmbeddingTable):
+            return node.has_transform
+        return isinstance(node, nn.Router | nn.PositionEmbedding | eqx.nn.Embedding)
 
     return jax.tree.map(lambda node: _flag_all(node, is_wide(node)), model, is_leaf=is_wide)
 
 
-def _has_partial_gradient(model: nn.Transformer, stream: ResidualStream | None) -> PyTree:
+def _has_partial_gradient(model: nn.LanguageModel, stream: ResidualStream | None) -> PyTree:
     """Flag arrays that are replicated over `tensor` and used with split activations, so their gradients are partial.
 
     With a replicated stream these are the arrays within mixers, feed-forward layers and experts, except for biases that
@@ -118,10 +119,15 @@ def _has_partial_gradient(model: nn.Transformer, stream: ResidualStream | None) 
 
     layers = (nn.Mixer, nn.FeedForward, nn.Experts, nn.ScoreBias)
     flags = jax.tree.map(flag_layer, model, is_leaf=lambda node: isinstance(node, layers))
-    has_table = model.encoder is not None and model.encoder.embedding is not None
-    encoder_table = lambda m: (m.encoder.embedding,) if has_table else ()
-    ends = lambda m: (m.embedding, m.head, m.logit_bias, *encoder_table(m))
-    return eqx.tree_at(ends, flags, _flag_all(ends(model), True), is_leaf=lambda node: node is None)
+    return eqx.tree_at(_vocabulary_tables, flags, _flag_all(_vocabulary_tables(model), True))
+
+
+def _vocabulary_tables(model: nn.LanguageModel) -> list[PyTree]:
+    """Return the tables at the ends of a model, and of its encoder: each device uses a part of them."""
+    encoder = model.parts.encoder
+    source_embedding = None if encoder is None else encoder.embedding
+    tables = [embedding.weight for embedding in (model.embedding, source_embedding) if embedding is not None]
+    return [*tables, *(part for part in (model.head, model.parts.logit_bias) if part is not None)]
 
 
 def _names_split_dims(layer: PyTree) -> PyTree:

@@ -70,37 +70,29 @@ class ShardedTable(nn.Module):
 
 
 class ChunkedEmbedding(nn.Module):
-    """Embedding that looks vectors up in a chunked table; its `weight`, which no lookup reads, is the whole table."""
+    """Embedding, `inner`, that looks vectors up in a chunked table; no lookup reads its whole table."""
 
-    weight: Float[Array, "vocab embed"]
+    inner: nn.EmbeddingTable
     table: ShardedTable
-    scale: float | None = eqx.field(static=True)
 
-    def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
-        """Look up one vector a token."""
-        x = self.table.lookup_rows(ids)
-        return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
+    @property
+    def weight(self) -> Float[Array, "vocab _"]:
+        """The whole table."""
+        return self.inner.weight
+
+    def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "..."]:
+        """Look up one vector for each id."""
+        return self.inner.transform(self.table.lookup_rows(ids))
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Return logits by the whole table."""
         return nn.unembed(x, self.weight)
 
 
-class ChunkedPerLayerEmbedding(nn.Module):
-    """A `PerLayerEmbedding`, `inner`, that looks the vectors of all layers up at once in a chunked table."""
-
-    inner: nn.PerLayerEmbedding
-    table: ShardedTable
-
-    def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq depth mlp"]:
-        """Look up a token's vectors for all layers."""
-        return self.inner.by_layers(self.table.lookup_rows(ids))
-
-
 class ChunkedTiedEmbedding(nn.ChunkedUnembedding):
     """Embedding, `inner`, whose table gives logits in chunks."""
 
-    inner: nn.Embedding | ChunkedEmbedding
+    inner: ChunkedEmbedding
     table: ShardedTable
 
     @property
@@ -219,11 +211,12 @@ class ChunkedTables(NamedTuple):
     inputs: bool
 
 
-def chunked_tables(model: nn.Transformer) -> ChunkedTables:
+def chunked_tables(model: nn.LanguageModel) -> ChunkedTables:
     """Return which uses of tables a model, or its shapes, chunks by their sizes where `fsdp` splits the tables."""
     size, head = model.embedding.weight.size * 4, model.head
-    inputs = model.layer_inputs is not None and model.layer_inputs.embedding.weight.size * 4 > CHUNK_BYTES
-    if model.logit_bias is not None:  # A chunk of the logits would need its own chunk of the bias.
+    layer_inputs = model.parts.layer_inputs
+    inputs = layer_inputs is not None and layer_inputs.embedding.weight.size * 4 > CHUNK_BYTES
+    if model.parts.logit_bias is not None:  # A chunk of the logits would need its own chunk of the bias.
         return ChunkedTables(head is not None and size > CHUNK_BYTES, False, inputs)
     if head is None:
         return ChunkedTables(size > WHOLE_TIED_BYTES, size > WHOLE_TIED_BYTES, inputs)
@@ -242,15 +235,15 @@ def round_to_tiles(rows: int, width: int) -> int:
 
 
 def with_chunked_tables(
-    model: nn.Transformer,
-    shards: nn.Transformer,
+    model: nn.LanguageModel,
+    shards: nn.LanguageModel,
     parameters: PyTree,
     leaves: PyTree,
-    shapes: nn.Transformer,
+    shapes: nn.LanguageModel,
     steps: TorusSteps,
     *,
     has_tiles: bool,
-) -> nn.Transformer:
+) -> nn.LanguageModel:
     """Replace the large vocabulary tables that `fsdp` splits by chunked ones, in a model whose arrays are gathered.
 
     Args:
@@ -272,16 +265,16 @@ def with_chunked_tables(
         return ShardedTable(parameter, value if has_wider_grad(value) else None, dim, sent, rows, steps)
 
     ids_table, head_table = lambda m: m.embedding.weight, lambda m: m.head.weight
-    inputs_table = lambda m: m.layer_inputs.embedding.weight
+    inputs_table = lambda m: m.parts.layer_inputs.embedding.weight
     chunked = chunked_tables(shapes)
-    embedding, head, inputs = model.embedding, model.head, model.layer_inputs
+    embedding, head, inputs = model.embedding, model.head, model.parts.layer_inputs
     if inputs is not None and chunked.inputs and inputs_table(leaves).fsdp_dim is not None:
         table = shard_table(inputs_table, inputs_table(leaves).sent)
-        layer_embedding = ChunkedPerLayerEmbedding(inputs.embedding, table)
-        model = eqx.tree_at(lambda m: m.layer_inputs.embedding, model, layer_embedding)
+        layer_embedding = ChunkedEmbedding(inputs.embedding, table)
+        model = eqx.tree_at(lambda m: m.parts.layer_inputs.embedding, model, layer_embedding)
     if chunked.ids and ids_table(leaves).fsdp_dim is not None:
         table = shard_table(ids_table, ids_table(leaves).sent)
-        embedding = ChunkedEmbedding(embedding.weight, table, embedding.scale)
+        embedding = ChunkedEmbedding(embedding, table)
         if chunked.logits and head is None:
             sent = narrower_dtype(model.compute_dtype, ids_table(leaves).dtype)
             embedding = ChunkedTiedEmbedding(embedding, shard_table(ids_table, sent))

@@ -56,6 +56,10 @@ class Sliced(eqx.Module):
     inner: PyTree
     dims: tuple[int | None, ...] = eqx.field(static=True)
 
+    def __call__(self, *args: PyTree) -> PyTree:
+        """Call the module with gathered arrays."""
+        return self.whole(*args)
+
     @property
     def is_split(self) -> bool:
         """Whether any array is a slice."""
@@ -84,7 +88,7 @@ def is_plain(layer: object) -> bool:
 
 
 PLACES: tuple[tuple[type, Callable[[Any], Any], str], ...] = (
-    (nn.MoE, lambda moe: moe.shared, "shared"),
+    (nn.ExpertMixture, lambda mixture: mixture.shared, "shared"),
     (nn.Residual, lambda residual: residual.layer, "layer"),
 )
 """Positions of layers that may follow no contract: the module, its layer, and the layer's name."""

@@ -92,16 +92,16 @@ class ResidualStream(abc.ABC):
         """
 
     @abc.abstractmethod
-    def split_dropout(self, dropout: nn.Dropout) -> eqx.Module:
+    def split_dropout(self, dropout: nn.RandomMask) -> eqx.Module:
         """Return dropout of this device's part, with its part of the mask that one device would draw."""
 
     @abc.abstractmethod
-    def split_positions(self, positions: nn.LearnedPositions) -> eqx.Module:
+    def split_positions(self, positions: nn.PositionEmbedding) -> eqx.Module:
         """Return learned positions of this device's part."""
 
     @abc.abstractmethod
     def split_embedding(
-        self, embedding: nn.Embedding, local_table: Callable[[], Array], total: int, *, is_tied: bool
+        self, embedding: nn.TokenEmbedding, local_table: Callable[[], Array], total: int, *, is_tied: bool
     ) -> eqx.Module:
         """Return the lookup of this device's part; `local_table()` has the rows of its ids, out of `total`."""
 
@@ -131,7 +131,7 @@ class SplitNorm(nn.Module):
 class TokensDropout(nn.Module):
     """Dropout of this device's tokens, with their keys out of all tokens' keys."""
 
-    inner: nn.Dropout
+    inner: nn.RandomMask
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], keys: Key[Array, "*batch full_seq"] | None
@@ -143,22 +143,22 @@ class TokensDropout(nn.Module):
 class FeatureDropout(nn.Module):
     """Dropout of this device's features, by its slice of the mask of all features."""
 
-    inner: nn.Dropout
+    inner: nn.RandomMask
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], keys: Key[Array, "*batch seq"] | None
     ) -> Float[Array, "*batch seq embed"]:
         """Drop this device's channels of each token."""
-        if keys is None or self.inner.rate == 0:
+        if keys is None or not self.inner.is_active:
             return x
-        mask = self.inner.mask(keys, x.shape[-1] * jax.lax.axis_size(TENSOR))
-        return self.inner.masked(x, own_part(mask, TENSOR, -1))
+        mask = self.inner.draw_mask(keys, x.shape[-1] * jax.lax.axis_size(TENSOR))
+        return self.inner.apply_mask(x, own_part(mask, TENSOR, -1))
 
 
 class TokensPositions(nn.Module):
     """Learned positions of this device's tokens."""
 
-    inner: nn.LearnedPositions
+    inner: nn.PositionEmbedding
 
     def __call__(self, positions: Int[Array, "*batch full_seq"]) -> Float[Array, "*batch seq embed"]:
         """Look up the vectors of this device's tokens."""

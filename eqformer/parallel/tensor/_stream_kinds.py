@@ -43,10 +43,10 @@ class _UnsplitFeatures(ResidualStream):
         return TensorParallelMixer(layer) if isinstance(module, nn.Mixer) else layer
 
     def split_embedding(
-        self, embedding: nn.Embedding, local_table: Callable[[], Array], total: int, *, is_tied: bool
+        self, embedding: nn.TokenEmbedding, local_table: Callable[[], Array], total: int, *, is_tied: bool
     ) -> eqx.Module:
         """Return the lookup in the rows of this device's ids."""
-        return SplitEmbedding(local_table(), embedding.scale, total, self)
+        return SplitEmbedding(eqx.tree_at(lambda e: e.weight, embedding, local_table()), total, self)
 
 
 class ReplicatedStream(_UnsplitFeatures):
@@ -54,11 +54,11 @@ class ReplicatedStream(_UnsplitFeatures):
 
     dim: ClassVar[int | None] = None
 
-    def split_dropout(self, dropout: nn.Dropout) -> nn.Dropout:
+    def split_dropout(self, dropout: nn.RandomMask) -> nn.RandomMask:
         """Return dropout unchanged."""
         return dropout
 
-    def split_positions(self, positions: nn.LearnedPositions) -> nn.LearnedPositions:
+    def split_positions(self, positions: nn.PositionEmbedding) -> nn.PositionEmbedding:
         """Return the positions unchanged."""
         return positions
 
@@ -68,11 +68,11 @@ class SequenceStream(_UnsplitFeatures):
 
     dim: ClassVar[int | None] = -2
 
-    def split_dropout(self, dropout: nn.Dropout) -> TokensDropout:
+    def split_dropout(self, dropout: nn.RandomMask) -> TokensDropout:
         """Return dropout by the keys of this device's tokens."""
         return TokensDropout(dropout)
 
-    def split_positions(self, positions: nn.LearnedPositions) -> TokensPositions:
+    def split_positions(self, positions: nn.PositionEmbedding) -> TokensPositions:
         """Return the positions of this device's tokens."""
         return TokensPositions(positions)
 
@@ -100,16 +100,16 @@ class FeatureStream(ResidualStream):
         """Return the layer with maps that reduce and scatter, see `split_features`."""
         return split_features(module, shapes, specs, names, self)
 
-    def split_dropout(self, dropout: nn.Dropout) -> FeatureDropout:
+    def split_dropout(self, dropout: nn.RandomMask) -> FeatureDropout:
         """Return dropout by the slice of each token's mask for this device's features."""
         return FeatureDropout(dropout)
 
-    def split_positions(self, positions: nn.LearnedPositions) -> nn.LearnedPositions:
+    def split_positions(self, positions: nn.PositionEmbedding) -> nn.PositionEmbedding:
         """Return the positions unchanged; their array holds this device's features."""
         return positions
 
     def split_embedding(
-        self, embedding: nn.Embedding, local_table: Callable[[], Array], total: int, *, is_tied: bool
+        self, embedding: nn.TokenEmbedding, local_table: Callable[[], Array], total: int, *, is_tied: bool
     ) -> eqx.Module:
         """Return the lookup of this device's features of all ids; tied logits use the rows of its ids."""
         return FeatureEmbedding(embedding, local_table() if is_tied else embedding.weight)

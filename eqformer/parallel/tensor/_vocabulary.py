@@ -14,16 +14,20 @@ from ._residual_stream import ResidualStream
 
 
 class SplitEmbedding(nn.Module):
-    """Lookup in a table of which this device holds some rows, padded at the end if the axis does not divide `total`.
+    """Lookup in the table of `inner`, of which this device holds some rows, padded at the end to divide `total`.
 
     Each device looks up the ids that it has; the sum over devices is the full lookup, replicated or scattered over
     tokens or features. `unembed` gives this device's part of the logits.
     """
 
-    weight: Float[Array, "vocab embed"]
-    scale: float | None = eqx.field(static=True)
+    inner: nn.TokenEmbedding
     total: int = eqx.field(static=True)
     stream: ResidualStream = eqx.field(static=True)
+
+    @property
+    def weight(self) -> Float[Array, "vocab embed"]:
+        """This device's rows of the table."""
+        return self.inner.weight
 
     def __call__(self, ids: Int[Array, "*batch full_seq"]) -> Float[Array, "*batch seq embed"]:
         """Return this device's part of each token's vector."""
@@ -34,8 +38,7 @@ class SplitEmbedding(nn.Module):
         x = jnp.where(is_local[..., None], vectors, jnp.zeros_like(vectors))
         # An id outside of the table gives NaN, as in an unsplit table.
         x = jnp.where(((ids >= 0) & (ids < self.total))[..., None], x, jnp.full_like(x, jnp.nan))
-        x = self.stream.reduce("looked-up vectors", x)
-        return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
+        return self.inner.transform(self.stream.reduce("looked-up vectors", x))
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Return this device's logits."""
@@ -45,7 +48,7 @@ class SplitEmbedding(nn.Module):
 class FeatureEmbedding(nn.Module):
     """An embedding of all ids and a slice of the features; logits use `rows`, a slice of ids with all features."""
 
-    inner: nn.Embedding
+    inner: nn.TokenEmbedding
     rows: Float[Array, "vocab embed"]
 
     @property

@@ -35,7 +35,7 @@ class LossScale(eqx.Module):
 
 def loss_scale(model: PyTree) -> LossScale | None:
     """The scale before the first step, 2^16; None for a model that has float16 neither in parameters nor in compute."""
-    is_model = lambda node: isinstance(node, nn.Transformer)
+    is_model = lambda node: isinstance(node, nn.LanguageModel)
     models = [node for node in jax.tree.leaves(model, is_leaf=is_model) if is_model(node)]
     dtypes = {jnp.dtype(node.compute_dtype) for node in models}
     dtypes |= {jnp.dtype(x.dtype) for x in jax.tree.leaves(model) if nn.is_trainable(x)}

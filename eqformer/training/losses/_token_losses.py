@@ -17,7 +17,7 @@ from ._cross_entropy import cast_tables_once, count_chunks, cross_entropy, token
 from ._loss_aux import add_aux_losses
 
 
-def check_next_token(model: nn.Transformer, *, seq: int) -> None:
+def check_next_token(model: nn.LanguageModel, *, seq: int) -> None:
     """Raise a `ValueError` if a model (or its shapes) does not learn from predicting the next of `seq` tokens.
 
     That is one with an encoder, which reads another text, one whose tokens see later ones, and one with fewer learned
@@ -35,7 +35,7 @@ def check_next_token(model: nn.Transformer, *, seq: int) -> None:
                 f"check_next_token(model): in {path} a token sees later ones, so nothing is learned by predicting the "
                 "next; train it on hidden ones, by eqformer.training.mask_tokens(batch, ...)."
             )
-    if model.positions is not None and seq > (longest := model.positions.weight.shape[0]):
+    if (longest := model.max_seq) is not None and seq > longest:
         raise ValueError(
             f"check_next_token(model, seq={seq}): the model has {longest} learned positions; give it more (max_seq), "
             "or rows of at most as many."

@@ -1,0 +1,253 @@
+"""Contracts of a whole model and of its parts outside of layers: stacks, dropout, embeddings.
+
+Contracts are abstract modules, which anybody's own modules may follow; those of layers are in `_contracts`.
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TYPE_CHECKING
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
+
+from ._contracts import Layer
+from ._dtype import lookup_rows, matmul_float32
+from ._module import Module
+from ._tokens import Tokens
+
+
+if TYPE_CHECKING:
+    from ._encoder import Encoder
+    from ._linear import LinearMap
+    from ._per_layer_embedding import PerLayerInputs
+    from ._transformer import Predictor
+
+
+class LayerStack(Layer):
+    """Layers of one kind that run one after another; each of their arrays has a `layers` dim in front.
+
+    A device may hold a slice of the layers, in any order of its rows; its call runs the layers that it holds. Nothing
+    may depend on how many these are, nor on a layer's place among them: a layer's own number is in `numbers`.
+    """
+
+    if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
+        blocks: PyTree = eqx.field(init=False)
+        """The layers as one module, an ensemble (`nn.ensemble("layers")`)."""
+        numbers: Array = eqx.field(init=False)
+        """Each layer's number in the whole stack, folded into random keys."""
+        depth: int = eqx.field(init=False)
+        """The number of layers of the whole stack."""
+        remat: str = eqx.field(init=False)
+        """What the backward pass recomputes, a name in `REMAT`."""
+        unroll: int = eqx.field(init=False)
+        """How many layers an iteration of a scan runs."""
+    else:
+        blocks: eqx.AbstractVar[PyTree]
+        numbers: eqx.AbstractVar[Int[Array, "layers"]]
+        depth: eqx.AbstractVar[int]
+        remat: eqx.AbstractVar[str]
+        unroll: eqx.AbstractVar[int]
+
+    def __len__(self) -> int:
+        return self.numbers.shape[0]
+
+    def layer(self, index: int) -> Layer:
+        """Return a layer by itself, counted from the end if the index is negative."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"stack[{index}]: the stack has {len(self)} layers.")
+        return _take_layers(self.blocks, index)
+
+    def part(self, index: slice) -> "LayerStack":
+        """Return the stack of some of the layers."""
+        if not len(range(len(self))[index]):
+            raise ValueError(f"stack[{index.start}:{index.stop}]: no layer is left of {len(self)}.")
+        layers = _take_layers(self.blocks, index), self.numbers[index]
+        part = eqx.tree_at(lambda s: (s.blocks, s.numbers), self, layers)
+        object.__setattr__(part, "depth", len(part))
+        return part
+
+    def __getitem__(self, index: int | slice) -> Layer:
+        return self.layer(index) if isinstance(index, int) else self.part(index)
+
+
+def _take_layers(blocks: PyTree, index: int | slice) -> PyTree:
+    arrays, static = eqx.partition(blocks, eqx.is_array)
+    return eqx.combine(jax.tree.map(lambda x: x[index], arrays), static)
+
+
+class RandomMask(Module):
+    """A random mask of a token's channels, drawn from the token's own key: the contract of `Dropout`.
+
+    Its mask is the same in any batch and on any mesh. A device that holds some of the channels draws the mask of all of
+    them and applies its slice.
+    """
+
+    @property
+    @abc.abstractmethod
+    def is_active(self) -> bool:
+        """Whether a mask changes anything."""
+
+    @abc.abstractmethod
+    def draw_mask(self, keys: Key[Array, "*batch seq"], channels: int) -> Shaped[Array, "*batch seq embed"]:
+        """Draw a number for each of the channels of each token."""
+
+    @abc.abstractmethod
+    def apply_mask(
+        self, x: Float[Array, "*batch seq embed"], mask: Shaped[Array, "*batch seq embed"]
+    ) -> Float[Array, "*batch seq embed"]:
+        """Apply a mask to the channels that it was drawn for, each by itself."""
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], keys: Key[Array, "*batch seq"] | None
+    ) -> Float[Array, "*batch seq embed"]:
+        """Mask the channels of each token by its key; without keys nothing is masked."""
+        if keys is None or not self.is_active:
+            return x
+        return self.apply_mask(x, self.draw_mask(keys, x.shape[-1]))
+
+
+class EmbeddingTable(Module):
+    """A table of vectors that are looked up by id: the contract of `Embedding` and `PerLayerEmbedding`.
+
+    A mesh may split the table by ids or by features, or gather it in chunks. So a call is a lookup in `weight`, and
+    then `transform` of the vectors. An id outside the table gives NaN, never a neighbour.
+    """
+
+    if TYPE_CHECKING:
+        weight: Array = eqx.field(init=False)
+    else:
+        weight: eqx.AbstractVar[Float[Array, "vocab _"]]
+
+    @property
+    def has_transform(self) -> bool:
+        """Whether `transform` computes anything: then devices send the table in its own dtype, and none narrower."""
+        return True
+
+    def transform(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return what a lookup's vectors become, each number by itself; a device may hold some of the features."""
+        return x
+
+    def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "..."]:
+        """Look up one vector for each id."""
+        return self.transform(lookup_rows(self.weight, ids))
+
+
+class TokenEmbedding(EmbeddingTable):
+    """A table of the token ids' vectors, from which logits may be computed too: the contract of `Embedding`."""
+
+    def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """Return logits by the same table (Press and Wolf 2017), accumulated in float32 at least."""
+        return matmul_float32(x, self.weight)
+
+
+class PositionEmbedding(Module):
+    """Vectors of positions, which a model adds to its token embeddings: the contract of `LearnedPositions`.
+
+    A device may hold some of the tokens, or some of the features by the names of the arrays' dims.
+    """
+
+    @property
+    @abc.abstractmethod
+    def max_seq(self) -> int | None:
+        """The number of positions that have a vector; None for any number."""
+
+    @abc.abstractmethod
+    def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
+        """Return one vector for each position; padding is at position -1."""
+
+
+class ModelParts(NamedTuple):
+    """Parts that a `LanguageModel` may have beside its embedding, stacks, norm and head; None for one it has not."""
+
+    logit_bias: Float[Array, "vocab"] | None = None
+    """A bias of the logits, beside a head's own bias."""
+    encoder: "Encoder | None" = None
+    """The encoder of `tokens.source` for cross-attention."""
+    predictor: "Predictor | None" = None
+    """A module that predicts one token further."""
+    layer_inputs: "PerLayerInputs | None" = None
+    """A vector of each token for each layer, beside the stream."""
+
+
+class LanguageModel(Module):
+    """A model of token ids that plans lay out, steps train and engines sample: the contract of `Transformer`.
+
+    `encode` looks tokens up by `embed`, runs all of `stacks`, and applies `norm`, whose output `unembed` reads. Over
+    an axis that splits tokens, features or the vocabulary, a device's `embedding`, `stacks`, `norm` and `head` are
+    replaced by wrappers that are called alike, so a model calls these parts, and reads none of their arrays itself. The
+    arrays that a model has beside its parts may act on the stream if they name its dim `embed`.
+    """
+
+    if TYPE_CHECKING:
+        embedding: TokenEmbedding = eqx.field(init=False)
+        stacks: tuple[LayerStack, ...] = eqx.field(init=False)
+        norm: Callable[[Array], Array] = eqx.field(init=False)
+        head: LinearMap | None = eqx.field(init=False)
+        compute_dtype: str = eqx.field(init=False)
+    else:
+        embedding: eqx.AbstractVar[TokenEmbedding]
+        stacks: eqx.AbstractVar[tuple[LayerStack, ...]]
+        norm: eqx.AbstractVar[Callable[[Array], Array]]
+        head: eqx.AbstractVar[PyTree]
+        compute_dtype: eqx.AbstractVar[str]
+
+    @abc.abstractmethod
+    def embed(self, ids: Int[Array, "*batch seq"], tokens: Tokens) -> Float[Array, "*batch _ embed"]:
+        """Return the input of the first stack, in `compute_dtype`."""
+
+    @abc.abstractmethod
+    def encode(
+        self, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Return the output of `norm`, the new cache (a tuple with one for each stack), and the aux of the stacks."""
+
+    @abc.abstractmethod
+    def unembed(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """Return the logits, in float32 at least, of what `encode` returned."""
+
+    @abc.abstractmethod
+    def init_cache(
+        self, batch: int | Sequence[int], capacity: int, dtype: str | None = None, *, rollback: int = 0
+    ) -> PyTree:
+        """Return an empty cache for `batch` rows of up to `capacity` tokens."""
+
+    @property
+    def runs_in_sequence(self) -> bool:
+        """Whether `encode` is `norm(run_layers(stacks, embed(ids, tokens)))` and nothing more, which a pipeline needs.
+
+        By default False: a plan over `pipe` refuses the model.
+        """
+        return False
+
+    @property
+    def max_seq(self) -> int | None:
+        """The number of positions that the model knows; None for any number."""
+        return None
+
+    @property
+    def start(self) -> int | None:
+        """The id that each text begins with where an encoder reads the prompt; None without an encoder."""
+        return None
+
+    @property
+    def parts(self) -> ModelParts:
+        """The parts that only some models have; none by default."""
+        return ModelParts()
+
+    @property
+    def vocab(self) -> int:
+        """The number of token ids."""
+        return self.embedding.weight.shape[0]
+
+    @property
+    def depth(self) -> int:
+        """The number of layers in all stacks; a super-block counts as one."""
+        return sum(len(stack) for stack in self.stacks)
+
+    def __call__(
+        self, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq vocab"], PyTree]:
+        """Return the logits of the token after each token, and the cache with these tokens stored."""
+        hidden, cache, _ = self.encode(ids, tokens, cache)
+        return self.unembed(hidden), cache
