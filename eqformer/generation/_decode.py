@@ -106,8 +106,8 @@ def decode_step(model: Model, rows: Rows, sampling: SamplingState) -> Rows:
     position = rows.lengths[:, None] - 1
     # The token of a finished row counts as padding, which is not written to the cache.
     tokens = Tokens(jnp.where(rows.done[:, None], -1, position))
-    hidden, cache, _ = model.encode(jnp.take_along_axis(rows.ids, position, axis=1), tokens, rows.cache)
-    return _draw_and_append(rows, model.unembed(hidden[:, 0]), cache, sampling)
+    logits, cache = model.decode(jnp.take_along_axis(rows.ids, position, axis=1), tokens, rows.cache)
+    return _draw_and_append(rows, logits, cache, sampling)
 
 
 def draw(logits: Float[Array, "batch vocab"], history: History, sampling: SamplingState) -> Int[Array, "batch"]:

@@ -9,7 +9,7 @@ from ..nn import Predictor, Tokens
 
 @runtime_checkable
 class Model(Protocol):
-    """A model that generates: `nn.LanguageModel`, or any class with its `encode`, `unembed` and `init_cache`."""
+    """A model that generates: `nn.LanguageModel`, or any class with these of its methods."""
 
     @property
     def vocab(self) -> int: ...
@@ -25,6 +25,10 @@ class Model(Protocol):
     ) -> tuple[Float[Array, "batch seq embed"], PyTree, Any]: ...
 
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]: ...
+
+    def decode(
+        self, ids: Int[Array, "batch seq"], tokens: Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch vocab"], PyTree]: ...
 
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree: ...
 

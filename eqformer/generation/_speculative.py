@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
-from ..nn import SlotCache, token_keys, Tokens
+from ..nn import can_roll_back, restore_states, token_keys, Tokens
 from ._decode import append_tokens, decode_step, Rows, sample_ids, SamplingState
 from ._model import Model, PredictingModel
 from ._transforms import History
@@ -221,6 +221,13 @@ class SpeculativeModel(eqx.Module):
         """Return the model's logits."""
         return self.model.unembed(hidden)
 
+    def decode(
+        self, ids: Int[Array, "batch seq"], tokens: Tokens, cache: SpeculativeCache
+    ) -> tuple[Float[Array, "batch vocab"], SpeculativeCache]:
+        """Read tokens with the model and the draft; return the model's logits after the last one of each row."""
+        hidden, cache, _ = self.encode(ids, tokens, cache)
+        return self.unembed(hidden[:, -1]), cache
+
 
 def make_step(model: Model, sampling: SamplingState) -> Callable[[Rows], Rows]:
     """Return the function of one decoding step: plain, or speculative for a model with a draft."""
@@ -261,7 +268,7 @@ def speculative_step(pair: SpeculativeModel, rows: Rows, sampling: SamplingState
     active = ~rows.done
     new_rows = append_tokens(rows, new_ids, logits, jnp.where(active, accepted + 1, 0), None, sampling)
     added = new_rows.lengths - rows.lengths
-    if not _can_roll_back(model_cache):
+    if not can_roll_back(model_cache):
         # A recurrent state cannot roll back: read the accepted tokens again, from the state before the proposals.
         accepted_tokens = Tokens(jnp.where(order < added[:, None], tokens.positions, -1))
         restored = restore_states(rows.cache.model, model_cache)
@@ -301,15 +308,6 @@ def accept_proposals(
     # The residual is empty where the two are equal up to rounding, and for a draft that gives NaN, which is never
     # accepted: draw from the model's distribution then.
     return count, jnp.where(jnp.sum(residual, axis=1, keepdims=True) > 0, residual, next_target)
-
-
-def restore_states(previous: PyTree, current: PyTree) -> PyTree:
-    """Return a cache with the slots of `current` and everything else (recurrent states) of `previous`.
-
-    Tokens that are read again overwrite their slots, so slots need no restoring.
-    """
-    choose = lambda old, new: new if _has_slots(new) else old
-    return jax.tree.map(choose, previous, current, is_leaf=_has_slots)
 
 
 def _propose(
@@ -371,15 +369,6 @@ def _write_tokens(
     ids: Int[Array, "batch seq"], positions: Int[Array, "batch new"], new_ids: Int[Array, "batch new"]
 ) -> Int[Array, "batch seq"]:
     return ids.at[jnp.arange(len(ids))[:, None], positions].set(new_ids, mode="drop")
-
-
-def _can_roll_back(cache: PyTree) -> bool:
-    """Return whether the cache consists of slots only, which tokens that are read again overwrite."""
-    return all(_has_slots(node) for node in jax.tree.leaves(cache, is_leaf=_has_slots))
-
-
-def _has_slots(node: object) -> bool:
-    return isinstance(node, SlotCache)
 
 
 # Folded into the key, so that proposals, acceptance and the model's own draws at one position are independent.

@@ -36,6 +36,7 @@ from ._block import (
     SuperBlock as SuperBlock,
 )
 from ._cache import (
+    can_roll_back as can_roll_back,
     check_cached as check_cached,
     ConvCache as ConvCache,
     index_layer as index_layer,
@@ -43,7 +44,9 @@ from ._cache import (
     KVCache as KVCache,
     LatentCache as LatentCache,
     LayerCache as LayerCache,
+    map_slot_caches as map_slot_caches,
     RecurrentCache as RecurrentCache,
+    restore_states as restore_states,
     SlotCache as SlotCache,
     update_layer as update_layer,
 )

@@ -2,8 +2,8 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import equinox as eqx
 import jax
@@ -88,7 +88,7 @@ def is_position_array(x: ArrayOrShape) -> bool:
 
 def quantize_caches(cache: PyTree, dtype: str) -> PyTree:
     """Return empty caches like these in an 8-bit dtype; caches without slots, such as recurrent states, stay."""
-    return jax.tree.map(lambda node: node.with_scales(dtype) if _has_slots(node) else node, cache, is_leaf=_has_slots)
+    return map_slot_caches(lambda slots: slots.with_scales(dtype), cache)
 
 
 def with_rollback(cache: PyTree, tokens: int) -> PyTree:
@@ -97,11 +97,26 @@ def with_rollback(cache: PyTree, tokens: int) -> PyTree:
     A token at a position that a cache holds already overwrites it, and queries see nothing after their own position.
     But in a window without spare slots, rejected tokens would have overwritten older tokens that are still visible.
     """
-    return jax.tree.map(lambda node: _add_slots(node, tokens) if _rolls(node) else node, cache, is_leaf=_has_slots)
+    return map_slot_caches(lambda slots: _add_slots(slots, tokens) if slots.rolling else slots, cache)
 
 
-def _rolls(node: object) -> bool:
-    return isinstance(node, SlotCache) and node.rolling
+def restore_states(previous: PyTree, current: PyTree) -> PyTree:
+    """Return a cache with the slots of `current` and everything else (recurrent states) of `previous`.
+
+    Tokens that are read again overwrite their slots, so slots need no restoring.
+    """
+    choose = lambda old, new: new if _has_slots(new) else old
+    return jax.tree.map(choose, previous, current, is_leaf=_has_slots)
+
+
+def can_roll_back(cache: PyTree) -> bool:
+    """Return whether the cache consists of slots only, which tokens that are read again overwrite."""
+    return all(_has_slots(node) for node in jax.tree.leaves(cache, is_leaf=_has_slots))
+
+
+def map_slot_caches(change: Callable[["SlotCache"], PyTree], cache: PyTree) -> PyTree:
+    """Replace each cache with slots by `change(it)`; caches without slots, such as recurrent states, stay."""
+    return jax.tree.map(lambda node: change(node) if _has_slots(node) else node, cache, is_leaf=_has_slots)
 
 
 def _add_slots(cache: SlotCache, slots: int) -> SlotCache:
@@ -154,7 +169,7 @@ def mask_overflow(
     return jnp.where(_expand_to(beyond, attended), jnp.nan, attended)
 
 
-def _has_slots(node: object) -> bool:
+def _has_slots(node: object) -> TypeGuard[SlotCache]:
     return isinstance(node, SlotCache)
 
 

@@ -24,6 +24,9 @@ class MatmulPrecision(abc.ABC):
     other two make the gradients (in reverse mode).
     """
 
+    operand_bits: ClassVar[int | None]
+    """Bits of the operands after rounding; None where they stay as they are."""
+
     def __call__(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch outputs"]:
@@ -58,6 +61,8 @@ _FEWEST = 3
 
 class ComputeDtypeMatmul(MatmulPrecision):
     """Products of the arrays as they are, in their own dtype."""
+
+    operand_bits: ClassVar[int | None] = None
 
     def __call__(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
@@ -104,6 +109,7 @@ class Fp8Matmul(MatmulPrecision):
     devices or in their own microbatches, give what the whole gives, and no maximum is sent.
     """
 
+    operand_bits: ClassVar[int | None] = 8
     E4M3: ClassVar[Any] = E4M3
     E5M2: ClassVar[Any] = E5M2
 

@@ -212,6 +212,13 @@ class LanguageModel(Module):
     ) -> PyTree:
         """Return an empty cache for `batch` rows of up to `capacity` tokens."""
 
+    def decode(
+        self, ids: Int[Array, "batch seq"], tokens: Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch vocab"], PyTree]:
+        """Read tokens of each row; return the logits of the token after the last one, and the new cache."""
+        hidden, cache, _ = self.encode(ids, tokens, cache)
+        return self.unembed(hidden[:, -1]), cache
+
     @property
     def runs_in_sequence(self) -> bool:
         """Whether `encode` is `norm(run_layers(stacks, embed(ids, tokens)))` and nothing more, which a pipeline needs.

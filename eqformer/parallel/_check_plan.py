@@ -342,12 +342,13 @@ def _check_8_bit_maps(plan: Placement, specs: PyTree) -> None:
     """
     nodes = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda node: nn.is_map(node) or is_spec(node))
     for path, linear in nodes:
-        if not nn.is_map(linear) or isinstance(linear.products, nn.ComputeDtypeMatmul):
+        if not nn.is_map(linear) or linear.products.operand_bits is None:
             continue
         if not any(TENSOR in axes_of(spec) for spec in jax.tree.leaves(linear, is_leaf=is_spec)):
             name = nn.path_name(path)
             raise ValueError(
-                f"Plan(residual={plan.residual!r}) over tensor={plan.size(TENSOR)}: {name} multiplies in 8 bits and is "
-                f"whole on every device, each of which would round its own part of a gradient; leave it out "
-                f"(nn.with_fp8(model, where=...)), or take an axis that divides its {linear.outputs[0]}."
+                f"Plan(residual={plan.residual!r}) over tensor={plan.size(TENSOR)}: {name} multiplies in "
+                f"{linear.products.operand_bits} bits and is whole on every device, each of which would round its own "
+                "part of a gradient; leave it out (nn.with_fp8(model, where=...)), or take an axis that divides its "
+                f"{linear.outputs[0]}."
             )

@@ -12,7 +12,7 @@ from . import _collectives as send
 from ._axes import CONTEXT, FSDP, TENSOR
 from ._placement import Placement
 from ._shard_map import vary, vary_like
-from ._wrap import split_mixtures, split_over_context, split_over_tensor
+from ._wrap import Mode, split_mixtures, split_over_context, split_over_tensor
 from .layouts._layout import axes_of
 from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack
 from .pipeline._stage_layers import skip_padding
@@ -27,12 +27,15 @@ from .tensor._vocabulary import SplitVocabulary
 class OnDevice:
     """A model under a plan as one device runs it; all methods are for use inside `filter_shard_map`.
 
-    `leaves` has the plan's `Leaf` of each array (`Placement.leaves`), `shapes` the shapes of the global model.
+    `leaves` has the plan's `Leaf` of each array (`Placement.leaves`), `shapes` the shapes of the global model. `mode`
+    is what the model is wrapped for; in serving, `sharers` devices may have the same key head.
     """
 
     plan: Placement
     leaves: PyTree
     shapes: nn.LanguageModel
+    mode: Mode = "train"
+    sharers: int = 1
 
     def parameters(self, model: nn.LanguageModel) -> PyTree:
         """Return the arrays to differentiate: the model's shards, typed so that gradients stay partial sums.
@@ -63,11 +66,11 @@ class OnDevice:
             model = with_chunked_tables(*inputs, has_tiles=plan.platform == "tpu")
         if plan.stream is not None:
             specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
-            model = split_over_tensor(model, specs, self.shapes, plan.stream)
+            model = split_over_tensor(model, specs, self.shapes, plan.stream, self.mode, self.sharers)
         if plan.mesh.size > 1:
             model = split_mixtures(model, plan.expert_method, plan.exchange, plan.stream)
         if plan.size(CONTEXT) > 1:
-            model = split_over_context(model, plan.context_method)
+            model = split_over_context(model, plan.context_method, self.mode)
         if in_blocks:
             stack_triples = zip(*map(_stacks, (model, leaves, shards)))
             model = _set_stacks(model, [tuple(map(self._combine_in_blocks, *triple)) for triple in stack_triples])

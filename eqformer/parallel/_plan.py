@@ -10,6 +10,7 @@ from ._axes import BATCH_AXES, CONTEXT
 from ._check_plan import check_model, check_parallel_config, check_rows
 from ._on_device import OnDevice
 from ._placement import Placement
+from ._wrap import Mode
 from .layouts._mesh import axis_sizes
 from .pipeline._simulate import simulate
 
@@ -33,9 +34,13 @@ class Plan(Placement):
         check_model(self, model)
         check_rows(self, model, rows, seq, group)
 
-    def on_device(self, model: nn.LanguageModel) -> OnDevice:
-        """Return the functions of one device for its slices of a model, which is global and may be of shapes."""
-        return OnDevice(self, self.leaves(model), eqx.filter_eval_shape(lambda: model))
+    def on_device(self, model: nn.LanguageModel, mode: Mode = "train", sharers: int = 1) -> OnDevice:
+        """Return the functions of one device for its slices of a model, which is global and may be of shapes.
+
+        `mode` says what the model is wrapped for: `"train"` for losses, `"serve"` for text with caches, in which
+        `sharers` devices have the same key head.
+        """
+        return OnDevice(self, self.leaves(model), eqx.filter_eval_shape(lambda: model), mode, sharers)
 
 
 def summary(plan: Plan, model: nn.LanguageModel, *, rows: int, seq: int) -> str:

@@ -1,7 +1,7 @@
 """Wrapping of a plain model's modules, by their contracts, for the device that holds their slices."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -14,6 +14,7 @@ from ._expert_method import Exchange
 from ._expert_parallel import SplitMixture
 from .context._context_attention import ContextAttention, refuse_pieces
 from .layouts._layout import dim_over
+from .serving._split_cache_attention import SplitCacheAttention
 from .state._gather import gather_parameter
 from .tensor._replicated_layers import is_plain, PLACES, ReplicatedLayer, ReplicatedMixer, Sliced
 from .tensor._residual_stream import ResidualStream
@@ -31,33 +32,51 @@ def replace_where(model: PyTree, is_kind: Callable[[Any], bool], make: Callable[
     return jax.tree.map(lambda *nodes: make(*nodes) if is_kind(nodes[0]) else nodes[0], model, *likes, is_leaf=is_kind)
 
 
+Mode = Literal["train", "serve"]
+"""What a model is wrapped for: losses and their gradients, or text with caches."""
+
+
 def split_over_tensor(
-    model: nn.LanguageModel, specs: PyTree, shapes: PyTree, stream: ResidualStream
+    model: nn.LanguageModel,
+    specs: PyTree,
+    shapes: PyTree,
+    stream: ResidualStream,
+    mode: Mode = "train",
+    sharers: int = 1,
 ) -> nn.LanguageModel:
     """Wrap a model for a device of the axis `tensor`, with a residual stream between its layers.
 
-    `specs` and `shapes` are those of the global model. The arrays of the stacks keep their values and their paths.
+    `specs` and `shapes` are those of the global model. The arrays of the stacks keep their values and their paths. In
+    the mode `"train"` the final norm gathers the stream for the head. In `"serve"`, with a replicated stream, its
+    output is returned as it is, replicated; and `sharers` devices have the same key head (`TensorParallelLayer`).
     """
-    kinds = (nn.Mixer, nn.FeedForward, nn.PerLayerInputs, nn.Norm, nn.ExpertMixture, ReplicatedLayer)
+    kinds = (nn.Mixer, nn.FeedForward, nn.Norm, nn.ExpertMixture, ReplicatedLayer)
     names = nn.dims(shapes)
 
     def wrap(module: PyTree, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
         if isinstance(module, nn.Norm):
             return stream.split_norm(module)
         if isinstance(module, nn.ExpertMixture):
-            # Experts stay as they are; the router, and maps outside of layers, are gathered where they run.
-            without_experts = [eqx.tree_at(lambda m: m.experts, tree, None) for tree in (module, spec, shape, name)]
-            wrapped = replace(without_experts[0], (nn.Router, nn.LinearMap, *kinds), wrap, *without_experts[1:])
-            return eqx.tree_at(lambda m: m.experts, wrapped, module.experts, is_leaf=_is_none)
-        if isinstance(module, nn.Router | nn.LinearMap):
-            return slice_module(module, spec)
+            return wrap_mixture(module, spec, shape, name)
         if isinstance(module, ReplicatedLayer):
             return module
-        if is_split(module) or isinstance(module, nn.PerLayerInputs):
-            return stream.split_layer(module, shape, spec, name)
+        if is_split(module):
+            return stream.split_layer(module, shape, spec, name, sharers)
         if isinstance(module, nn.Mixer):
             return ReplicatedMixer(slice_module(module, spec), stream)
         return _replicate_layer(module, spec, stream)
+
+    def wrap_mixture(mixture: nn.ExpertMixture, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
+        # Experts stay as they are; the router, and maps outside of layers, are gathered where they run.
+        gathered = (nn.Router, nn.LinearMap)
+        is_part = lambda node: node is mixture.experts or isinstance(node, (*gathered, *kinds))
+
+        def wrap_part(part: PyTree, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
+            if part is mixture.experts:
+                return part
+            return slice_module(part, spec) if isinstance(part, gathered) else wrap(part, spec, shape, name)
+
+        return replace_where(mixture, lambda node: node is not mixture and is_part(node), wrap_part, spec, shape, name)
 
     plain_model = model
     for kind, layer_of, _ in PLACES:
@@ -66,7 +85,11 @@ def split_over_tensor(
     model = replace(model, kinds, wrap, specs, shapes, names)
     model = replace(model, nn.RandomMask, stream.split_dropout)
     model = replace(model, nn.PositionEmbedding, stream.split_positions)
-    model = eqx.tree_at(lambda m: m.norm, model, HeadInput(model.norm, stream))
+    if mode == "train":
+        model = eqx.tree_at(lambda m: m.norm, model, HeadInput(model.norm, stream))
+    if plain_model.parts.layer_inputs is not None:
+        layer_inputs = (tree.parts.layer_inputs for tree in (plain_model, shapes, specs, names))
+        model = eqx.tree_at(lambda m: m.parts.layer_inputs, model, stream.split_layer(*layer_inputs))
     if (encoder := model.parts.encoder) is not None:
         # The encoder's output, which all cross-attentions read, is gathered once.
         model = eqx.tree_at(lambda m: m.parts.encoder.norm, model, SourceOutput(encoder.norm, stream))
@@ -79,13 +102,17 @@ def split_over_tensor(
     return eqx.tree_at(_vocabulary_parts, model, parts)
 
 
-def split_over_context(model: PyTree, method: str) -> PyTree:
-    """Replace every attention's core by one for pieces of rows; refuse recurrences over them."""
+def split_over_context(model: PyTree, method: str, mode: Mode = "train") -> PyTree:
+    """Replace every attention's core by one for pieces of rows or, in the mode `"serve"`, for pieces of its cache.
+
+    Raises a `ValueError` for recurrences, which need whole rows.
+    """
 
     def split_mixer(mixer: nn.Mixer) -> nn.Mixer:
         if mixer.facts().attends is None:
             refuse_pieces(jax.lax.axis_size(CONTEXT), "the model", mixer)
-        core = ContextAttention(mixer.core, method)  # type: ignore[attr-defined]
+        inner = mixer.core  # type: ignore[attr-defined]
+        core = ContextAttention(inner, method) if mode == "train" else SplitCacheAttention(inner)
         return eqx.tree_at(lambda m: m.core, mixer, core)
 
     is_unwrapped = lambda node: (
@@ -160,7 +187,3 @@ def _vocab_rows(table: Array, spec: PartitionSpec, names: str) -> Array:
     if split_dim is None:
         return take_local_rows(table, vocab_dim)
     return table if split_dim == vocab_dim else features_to_rows(table, vocab_dim, split_dim)
-
-
-def _is_none(node: object) -> bool:
-    return node is None

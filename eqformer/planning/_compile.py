@@ -100,8 +100,8 @@ def _decode(
 
     def run(arrays: PyTree, slabs: PyTree, ids: Any, positions: Any) -> tuple[PyTree, Any]:
         served = eqx.combine(arrays, rest)
-        hidden, cache, _ = served.encode(ids, nn.Tokens(positions), eqx.combine(slabs, others))
-        return eqx.filter(cache, eqx.is_array), jnp.argmax(served.unembed(hidden[:, -1]), axis=-1).astype(jnp.int32)
+        logits, cache = served.decode(ids, nn.Tokens(positions), eqx.combine(slabs, others))
+        return eqx.filter(cache, eqx.is_array), jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     return run, (arrays, slabs, ids, ids)
 

@@ -10,7 +10,6 @@ from jaxtyping import PyTree
 
 from ..nn import (
     ExpertMixture,
-    Fp8Matmul,
     is_trainable,
     LanguageModel,
     linear_maps,
@@ -81,7 +80,7 @@ def fp8_flops_per_token(
     `kernels.fp8_grouped_matmul`.
     """
     wide = {} if experts else idle_shares(model)
-    maps = [one for one in linear_maps(model) if isinstance(one.products, Fp8Matmul) and id(one) not in wide]
+    maps = [one for one in linear_maps(model) if one.products.operand_bits == 8 and id(one) not in wide]
     forward, of_weights = _of_maps(model, maps, trained)
     return forward + (forward + of_weights) * backward
 

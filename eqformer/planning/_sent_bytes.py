@@ -141,7 +141,9 @@ def _of_tensor(
     # Of these a mixer is given all, and another layer all features, where its arrays or these are split.
     is_given = lambda one: stream.splits_features or (stream.is_whole and sizes[id(one)] > 0)
     whole = [layer for layer in found if isinstance(layer, nn.Mixer) or is_given(layer)]
-    outputs = sum(1 if isinstance(m, nn.Experts) else len(parallel.stream_maps(m, "outputs")) for m in sublayers)
+    outputs = sum(
+        len(parallel.stream_maps(m, "outputs")) if isinstance(m, nn.Mixer | nn.FeedForward) else 1 for m in sublayers
+    )
     if stream.splits_features:
         maps = len(whole) * embed - sum(_outputs(plan, linear) for linear in nn.linear_maps(whole))
         there = forward = maps + sum(_outputs(plan, linear) for linear in nn.linear_maps(stack))

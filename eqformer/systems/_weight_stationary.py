@@ -82,6 +82,13 @@ class WeightStationary(DistributedModel):
         per_device: Callable[..., Any] = lambda model, x: self._wrapped(model).unembed(x)
         return filter_shard_map(per_device, self.mesh, in_specs, PartitionSpec(None, HEADS))(self.model, hidden)
 
+    def decode(
+        self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch vocab"], PyTree]:
+        """Read tokens of each row; return the logits of the token after the last one, and the new cache."""
+        hidden, cache, _ = self.encode(ids, tokens, cache)
+        return self.unembed(hidden[:, -1]), cache
+
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
         """Return an empty cache for `batch` rows of up to `capacity` tokens, sharded by rows or replicated."""
         empty_cache = lambda: self.model.init_cache(self._rows(batch), capacity, dtype, rollback=rollback)
@@ -140,7 +147,7 @@ def _check(layout: WeightStationary) -> None:
         raise ValueError(f"{call}: weights are split over these two axes alone; make {other_axes} of size 1.")
     count = layout.mesh.size
     _divides(call, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
-    if any(not isinstance(linear.products, nn.ComputeDtypeMatmul) for linear in nn.linear_maps(model)):
+    if any(linear.products.operand_bits is not None for linear in nn.linear_maps(model)):
         raise ValueError(f"{call}: the model multiplies in 8 bits; take nn.without_fp8(model), of the same weights.")
     for name in ("embedding_norm", "logit_bias", "encoder", "score_bias"):
         if getattr(model, name) is not None:

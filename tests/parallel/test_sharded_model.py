@@ -237,3 +237,20 @@ def test_families(family, mesh):
     except ValueError as error:  # as training would: what the mesh cannot split
         pytest.skip(str(error))
     assert same(written(whole, 3), written(model, 3))
+
+
+def test_a_token_runs_in_one_program_of_each_device():
+    """Its logits are those of reading and unembedding apart, which takes two."""
+    model = model_of("tied")
+    served = planned(model, plan_over({"fsdp": 2, "tensor": 2}))
+    ids, tokens = jnp.array([[3], [4]]), nn.Tokens(jnp.zeros((2, 1), jnp.int32))
+
+    def apart(ids: Any, cache: Any) -> Any:
+        return served.unembed(served.encode(ids, tokens, cache)[0][:, 0])
+
+    cache = served.init_cache(2, 4)
+    one = jax.make_jaxpr(lambda ids, cache: served.decode(ids, tokens, cache)[0])(ids, cache)
+    two = jax.make_jaxpr(apart)(ids, cache)
+    assert [str(program).count("shard_map[") for program in (one, two)] == [1, 2]
+    got = eqx.filter_jit(lambda cache: served.decode(ids, tokens, cache)[0])(cache)
+    np.testing.assert_allclose(got, eqx.filter_jit(apart)(ids, cache), atol=1e-6)

@@ -18,13 +18,9 @@ from ..._shapes import ArrayOrShape, is_shape
 from .._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
 from .._plan import Plan
 from .._shard_map import filter_shard_map, vary, vary_like
-from .._wrap import replace
-from ..context._context_attention import ContextAttention
 from ..layouts._layout import is_spec, shardings
 from ..tensor._replicated_layers import replicated_layers
-from ..tensor._tensor import TensorParallelMixer
 from ._shared_heads import count_sharers, repeat_key_heads
-from ._split_cache_attention import SplitCacheAttention
 
 
 SPLIT_CACHE_DIMS = "heads", "kv_heads", "mlp"
@@ -46,6 +42,12 @@ class DistributedModel(eqx.Module):
     @abc.abstractmethod
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
         """Return the logits of what `encode` returned."""
+
+    @abc.abstractmethod
+    def decode(
+        self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch vocab"], PyTree]:
+        """Read tokens of each row; return the logits of the token after the last one, and the new cache."""
 
     @abc.abstractmethod
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
@@ -128,8 +130,27 @@ class ShardedModel(DistributedModel):
     ) -> tuple[Float[Array, "batch seq embed"], PyTree, None]:
         """Return the final norm's output, and the cache with these tokens stored."""
         nn.check_cached(tokens, cache)
-        encode = lambda model, ids, tokens, cache: model.encode(ids, tokens, cache)[:2]
-        return *self._run_with_cache(encode, ids, (), tokens, cache), None
+        return *self._run_with_cache(_encode, ids, (), tokens, cache), None
+
+    @checked
+    def decode(
+        self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch vocab"], PyTree]:
+        """Read tokens of each row; return the logits of the token after the last one, and the new cache.
+
+        Encoding and unembedding run in one program of each device.
+        """
+        nn.check_cached(tokens, cache)
+
+        def decode_on_device(
+            model: nn.LanguageModel, ids: Array, tokens: nn.Tokens, cache: PyTree
+        ) -> tuple[Array, PyTree]:
+            hidden, cache = _encode(model, ids, tokens, cache)
+            return self._unembed_on_device(model, hidden[:, -1]), cache
+
+        out_spec = PartitionSpec(BATCH_AXES, *self._vocab_axes)
+        logits, cache = self._run_with_cache(decode_on_device, ids, (), tokens, cache, out_spec)
+        return logits[:, : self.vocab], cache
 
     @checked
     def predict(
@@ -150,12 +171,20 @@ class ShardedModel(DistributedModel):
         """Return the logits, in float32 at least, of what `encode` returned."""
         rows = self._padded_rows(hidden.shape[0])
         x = jnp.pad(hidden, [(0, rows - hidden.shape[0]), (0, 0)])
-        vocab_axes = [TENSOR] if self.plan.size(TENSOR) > 1 else []
-        run = self._per_device(rows, lambda model, x: model.unembed(vary(x, vocab_axes)))
-        hidden_spec, logits_spec = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, *vocab_axes)
+        run = self._per_device(rows, self._unembed_on_device)
+        hidden_spec, logits_spec = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, *self._vocab_axes)
         logits = filter_shard_map(run, self.plan.mesh, (self._specs, hidden_spec), logits_spec)(self.model, x)
         # Where the axis does not divide the vocabulary, its last columns are padding.
         return logits[: hidden.shape[0], : self.vocab]
+
+    @property
+    def _vocab_axes(self) -> list[str]:
+        """The mesh axes that split the logits' vocabulary."""
+        return [TENSOR] if self.plan.size(TENSOR) > 1 else []
+
+    def _unembed_on_device(self, model: nn.LanguageModel, hidden: Array) -> Array:
+        """Return this device's part of the logits; hidden vectors are the same on all devices of the vocabulary."""
+        return model.unembed(vary(hidden, self._vocab_axes))
 
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
         """Return an empty cache for `batch` rows of up to `capacity` tokens, sharded as the plan shards it."""
@@ -235,8 +264,12 @@ class ShardedModel(DistributedModel):
         hidden_inputs: tuple[Array, ...],
         tokens: nn.Tokens,
         cache: PyTree,
+        out_spec: PartitionSpec = PartitionSpec(BATCH_AXES),
     ) -> tuple[Array, PyTree]:
-        """Return the vectors and the cache of a method of the model, which each device calls on its own rows."""
+        """Return the vectors and the cache of a method of the model, which each device calls on its own rows.
+
+        `out_spec` says how the vectors are split.
+        """
         rows, batch = self._padded_rows(ids.shape[0]), ids.shape[0]
         ids, tokens = pad_rows(ids, rows, 0), pad_tokens(tokens, rows)
         hidden_inputs = tuple(jnp.pad(x, [(0, rows - batch), (0, 0), (0, 0)]) for x in hidden_inputs)
@@ -248,7 +281,7 @@ class ShardedModel(DistributedModel):
 
         split, slots = PartitionSpec(BATCH_AXES), self._cache_specs(cache)
         in_specs = self._specs, split, split, split, slots
-        run = filter_shard_map(self._per_device(rows, per_device), self.plan.mesh, in_specs, (split, slots))
+        run = filter_shard_map(self._per_device(rows, per_device), self.plan.mesh, in_specs, (out_spec, slots))
         x, cache = run(self.model, ids, hidden_inputs, tokens, cache)
         return x[:batch], cache
 
@@ -258,17 +291,8 @@ class ShardedModel(DistributedModel):
         stages = self.plan.size(PIPE)
         microbatches = max(number for number in range(1, stages + 1) if rows_per_device % number == 0)
         plan = dataclasses.replace(self.plan, microbatches=microbatches)
-        device = plan.on_device(self.model)
-
-        def per_device(model: nn.LanguageModel, *inputs: PyTree) -> PyTree:
-            wrapped = device.wrap_forward(model)
-            wrapped = replace(wrapped, ContextAttention, lambda core: SplitCacheAttention(core.inner))
-            if self.sharers > 1:
-                with_sharers = lambda mixer: TensorParallelMixer(dataclasses.replace(mixer.inner, sharers=self.sharers))
-                wrapped = replace(wrapped, TensorParallelMixer, with_sharers)
-            return call(wrapped, *inputs)
-
-        return per_device
+        device = plan.on_device(self.model, "serve", self.sharers)
+        return lambda model, *inputs: call(device.wrap_forward(model), *inputs)
 
 
 def pad_rows(x: Int[Array, "batch seq"], rows: int, value: int) -> Int[Array, "padded_batch seq"]:
@@ -330,6 +354,12 @@ def _restore_predictor_stacks(model: nn.LanguageModel, count: int) -> nn.Languag
     return eqx.tree_at(lambda m: (m.stacks, m.parts.predictor.stacks), model, (stacks, predictor_stacks))
 
 
+def _encode(model: nn.LanguageModel, ids: Array, tokens: nn.Tokens, cache: PyTree) -> tuple[Array, PyTree]:
+    """Return the model's hidden vectors and its new cache."""
+    hidden, cache, _ = model.encode(ids, tokens, cache)
+    return hidden, cache
+
+
 def _run_on_cache_pieces(
     method: Callable[..., tuple[Array, PyTree]],
     model: nn.LanguageModel,
@@ -338,19 +368,16 @@ def _run_on_cache_pieces(
     hidden_inputs: tuple[Array, ...],
     tokens: nn.Tokens,
     cache: PyTree,
-) -> tuple[Float[Array, "batch seq embed"], PyTree]:
+) -> tuple[Float[Array, "..."], PyTree]:
     """Return `method(model, ids, *hidden_inputs, tokens, cache)` on a device that has a piece of each cache."""
-    if plan.size(TENSOR) > 1:
-        # Unwrap the final norm: `unembed` marks its input as varying by itself.
-        model = eqx.tree_at(lambda m: m.norm, model, model.norm.inner)  # type: ignore[attr-defined]
     pieces = plan.size(CONTEXT)
     if pieces > 1:
         # A piece of a row does not tell how long its documents are.
         lengths = jnp.broadcast_to(nn.document_lengths(tokens), ids.shape)
         tokens = dataclasses.replace(tokens, lengths=lengths)
-        cache = _map_caches(cache, lambda slot_cache: _as_piece(slot_cache, pieces))
+        cache = nn.map_slot_caches(lambda slots: _as_piece(slots, pieces), cache)
     x, cache = method(model, ids, *hidden_inputs, tokens, cache)
-    return x, _map_caches(cache, lambda slot_cache: dataclasses.replace(slot_cache, first=None, capacity=None))
+    return x, nn.map_slot_caches(lambda slots: dataclasses.replace(slots, first=None, capacity=None), cache)
 
 
 def _as_piece(cache: nn.SlotCache, pieces: int) -> nn.SlotCache:
@@ -358,11 +385,6 @@ def _as_piece(cache: nn.SlotCache, pieces: int) -> nn.SlotCache:
     *outer, size = cache.positions.shape
     first = jnp.broadcast_to(jax.lax.axis_index(CONTEXT) * size, outer).astype(jnp.int32)
     return dataclasses.replace(cache, first=vary_like(first, cache.positions), capacity=size * pieces)
-
-
-def _map_caches(tree: PyTree, change: Callable[[nn.SlotCache], nn.SlotCache]) -> PyTree:
-    is_cache = lambda node: isinstance(node, nn.SlotCache)
-    return jax.tree.map(lambda node: change(node) if is_cache(node) else node, tree, is_leaf=is_cache)
 
 
 def _cache_dims(names: str) -> list[str]:

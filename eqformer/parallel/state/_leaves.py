@@ -108,8 +108,11 @@ def _has_partial_gradient(model: nn.LanguageModel, stream: ResidualStream | None
     if stream is None or not stream.is_whole:
         return _flag_all(model, stream is not None)
 
+    layers = (nn.Mixer, nn.FeedForward, nn.Experts, nn.ScoreBias)
+
     def flag_layer(node: PyTree) -> PyTree:
-        flags = _flag_all(node, is_split(node) or isinstance(node, nn.Mixer | nn.Experts | nn.ScoreBias))
+        is_partial = isinstance(node, layers) and (is_split(node) or not isinstance(node, nn.FeedForward))
+        flags = _flag_all(node, is_partial)
         if not is_split(node):
             return flags
         flags = jax.tree.map(operator.and_, flags, _names_split_dims(node))
@@ -117,7 +120,6 @@ def _has_partial_gradient(model: nn.LanguageModel, stream: ResidualStream | None
         output_biases = lambda m: [linear.bias for linear in stream_maps(m, "outputs") if linear.bias is not None]
         return eqx.tree_at(output_biases, flags, [False] * len(output_biases(flags)))
 
-    layers = (nn.Mixer, nn.FeedForward, nn.Experts, nn.ScoreBias)
     flags = jax.tree.map(flag_layer, model, is_leaf=lambda node: isinstance(node, layers))
     return eqx.tree_at(_vocabulary_tables, flags, _flag_all(_vocabulary_tables(model), True))
 

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
+from ..._shapes import ArrayOrShape
 from .. import _collectives as send
 from .._axes import FSDP
 from .._shard_map import vary_like
@@ -120,7 +121,7 @@ class ChunkedTiedEmbedding(nn.ChunkedUnembedding):
 class ChunkedHead(nn.ChunkedUnembedding, nn.LinearWrapper):
     """Output head, `inner`, that gives logits in chunks."""
 
-    inner: nn.Linear
+    inner: nn.DenseMap
     table: ShardedTable
 
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
@@ -220,8 +221,14 @@ def chunked_tables(model: nn.LanguageModel) -> ChunkedTables:
         return ChunkedTables(head is not None and size > CHUNK_BYTES, False, inputs)
     if head is None:
         return ChunkedTables(size > WHOLE_TIED_BYTES, size > WHOLE_TIED_BYTES, inputs)
-    is_large = isinstance(head, nn.Linear) and head.bias is None and head.weight.size * 4 > WHOLE_HEAD_BYTES
-    return ChunkedTables(size > CHUNK_BYTES, is_large, inputs)
+    weight = _chunkable_weight(head)
+    return ChunkedTables(size > CHUNK_BYTES, weight is not None and weight.size * 4 > WHOLE_HEAD_BYTES, inputs)
+
+
+def _chunkable_weight(head: nn.LinearMap) -> ArrayOrShape | None:
+    """Return the weight of a head whose logits of some ids need the weight's rows of these ids alone, else None."""
+    is_chunkable = isinstance(head, nn.DenseMap) and head.products.operand_bits is None and head.bias is None
+    return head.weight if is_chunkable else None
 
 
 def round_to_tiles(rows: int, width: int) -> int:
@@ -278,6 +285,6 @@ def with_chunked_tables(
         if chunked.logits and head is None:
             sent = narrower_dtype(model.compute_dtype, ids_table(leaves).dtype)
             embedding = ChunkedTiedEmbedding(embedding, shard_table(ids_table, sent))
-    if chunked.logits and isinstance(head, nn.Linear) and head_table(leaves).fsdp_dim is not None:
+    if chunked.logits and head is not None and head_table(leaves).fsdp_dim is not None:
         head = ChunkedHead(head, shard_table(head_table, head_table(leaves).sent))
     return eqx.tree_at(lambda m: (m.embedding, m.head), model, (embedding, head), is_leaf=lambda node: node is None)

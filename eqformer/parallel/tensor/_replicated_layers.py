@@ -105,6 +105,7 @@ def plain_layers(model: PyTree) -> list[tuple[str, Any]]:
 def replicated_layers(model: PyTree) -> list[tuple[str, Any]]:
     """Return a model's layers that name no dim to split, with paths: every device of `tensor` runs them in full."""
     layers = nn.named_modules(model, (nn.Mixer, nn.FeedForward, nn.Experts))
-    unsplit = [(path, layer) for path, layer in layers if not (is_split(layer) or isinstance(layer, nn.Experts))]
+    is_layer = lambda module: isinstance(module, nn.Mixer | nn.FeedForward)
+    unsplit = [(path, layer) for path, layer in layers if is_layer(layer) and not is_split(layer)]
     plain = [(path, layer) for path, layer in plain_layers(model) if any(map(nn.has_shape, jax.tree.leaves(layer)))]
     return unsplit + plain

@@ -85,10 +85,13 @@ class ResidualStream(abc.ABC):
         """Convert from `routed` to this stream."""
 
     @abc.abstractmethod
-    def split_layer(self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
+    def split_layer(
+        self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
+    ) -> eqx.Module:
         """Return a mixer, feed-forward layer or `PerLayerInputs` on a slice of its arrays.
 
-        `shapes`, `specs` and `names` are those of the unsplit layer's arrays.
+        `shapes`, `specs` and `names` are those of the unsplit layer's arrays. `sharers` devices have the same key head
+        of a mixer, and attend for some of the rows each.
         """
 
     @abc.abstractmethod

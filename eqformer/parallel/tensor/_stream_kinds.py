@@ -35,12 +35,16 @@ class _UnsplitFeatures(ResidualStream):
         """Return `y` unchanged."""
         return y
 
-    def split_layer(self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
+    def split_layer(
+        self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
+    ) -> eqx.Module:
         """Wrap the layer in `TensorParallelLayer`."""
         is_norm = lambda node: isinstance(node, nn.Norm)
         split = lambda node: self.split_norm(node) if is_norm(node) else node
-        layer = TensorParallelLayer(jax.tree.map(split, module, is_leaf=is_norm), self, shares_kv_heads(shapes))
-        return TensorParallelMixer(layer) if isinstance(module, nn.Mixer) else layer
+        inner, shares_heads = jax.tree.map(split, module, is_leaf=is_norm), shares_kv_heads(shapes)
+        if isinstance(module, nn.Mixer):
+            return TensorParallelMixer(TensorParallelLayer(inner, self, shares_heads, sharers))
+        return TensorParallelLayer(inner, self, shares_heads)
 
     def split_embedding(
         self, embedding: nn.TokenEmbedding, local_table: Callable[[], Array], total: int, *, is_tied: bool
@@ -96,8 +100,11 @@ class FeatureStream(ResidualStream):
         """Convert some tokens with all features to all tokens with some features, by an all-to-all."""
         return send.all_to_all("tokens to features", y, TENSOR, -1, -2)
 
-    def split_layer(self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree) -> eqx.Module:
+    def split_layer(
+        self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
+    ) -> eqx.Module:
         """Return the layer with maps that reduce and scatter, see `split_features`."""
+        assert sharers == 1, "only serving shares key heads, with a replicated stream"
         return split_features(module, shapes, specs, names, self)
 
     def split_dropout(self, dropout: nn.RandomMask) -> FeatureDropout:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -168,7 +168,7 @@ def muon(
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
     marks = _marks(model, matrices, trained)
-    is_hidden = jax.tree.map(lambda mark: isinstance(mark, nn.Matrix) and not mark.table, marks, is_leaf=_is_mark)
+    is_hidden = jax.tree.map(lambda mark: bool(mark and not mark.table), marks, is_leaf=_is_untrained)
     labels = jax.tree.map(lambda hidden: "muon" if hidden else "adam", is_hidden)
 
     def axes(updates: PyTree) -> PyTree:
@@ -253,8 +253,8 @@ def global_norm(tree: PyTree) -> Float[Array, ""]:
     return jnp.sqrt(sum(squares, start=jnp.zeros((), widest)))
 
 
-def _is_mark(node: object) -> bool:
-    return node is None or isinstance(node, nn.Matrix)
+def _is_untrained(node: object) -> bool:
+    return node is None
 
 
 def _marks(model: PyTree, matrices: PyTree, trained: Trained) -> PyTree:
@@ -268,10 +268,10 @@ def _marks(model: PyTree, matrices: PyTree, trained: Trained) -> PyTree:
 
 
 def _decay_mask(marks: PyTree, decay_tables: bool) -> Callable[..., PyTree]:
-    def decays(mark: object) -> bool:
-        return isinstance(mark, nn.Matrix) and (decay_tables or not mark.table)
+    def decays(mark: nn.Matrix | Literal[False] | None) -> bool:
+        return bool(mark and (decay_tables or not mark.table))
 
-    mask = jax.tree.map(decays, marks, is_leaf=_is_mark)
+    mask = jax.tree.map(decays, marks, is_leaf=_is_untrained)
     return lambda _: mask  # a function, since optax would call a tree that is a callable module
 
 
