@@ -232,6 +232,20 @@ def test_words_have_one_meaning():
     assert misnamed("eqformer/parallel", "def make_schedule(sinks): return sinks") == set()
 
 
+# In a pipeline layers lie in another order than that of the model. Outside of `parallel`, `plan.shard` and
+# `plan.unshard` say all there is to say.
+LAYER_ORDER = re.compile(r"(?i)(pipeline|ring|reading)_order|(pipeline|ring) order")
+
+
+def test_the_order_of_a_pipelines_layers_is_invisible_outside_parallel():
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "changelog.md"]
+    code = [*FILES, *(ROOT / "scripts").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    outside = [path for path in code if path.parent.parts[-1] != "tests" and "parallel" not in path.parts]
+    for path in [*outside, *pages]:
+        assert not LAYER_ORDER.search(path.read_text()), path
+    assert LAYER_ORDER.search((PACKAGE / "parallel" / "pipeline" / "_stage_layers.py").read_text())  # it can fail
+
+
 # Folders in plain words: no content-free local names, no docstring that opens as a riddle. "." is the files that belong
 # to no room. The list grows to all rooms.
 PLAIN = (".", "data", "generation", "models", "nn/quantization", "parallel", "systems")

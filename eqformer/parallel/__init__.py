@@ -13,6 +13,7 @@ from ._axes import (
 from ._collectives import COLLECTIVES as COLLECTIVES, STATE as STATE
 from ._config import option_values as option_values, ParallelConfig as ParallelConfig
 from ._expert_method import choose_expert_method as choose_expert_method, Exchange as Exchange
+from ._layer_mover import LayerMover as LayerMover
 from ._on_device import OnDevice as OnDevice
 from ._placement import Placement as Placement
 from ._plan import Plan as Plan, summary as summary

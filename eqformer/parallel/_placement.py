@@ -1,8 +1,6 @@
 """Placement of a plan's arrays on a mesh: parameters, optimizer state, batches, and the order of layers."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,7 +15,7 @@ from ._axes import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._config import ParallelConfig
 from ._expert_method import choose_expert_method, Exchange, exchange_on
 from .context._context_attention import context_order
-from .layouts._layout import Layout, partition_specs
+from .layouts._layout import Layout, partition_specs, shardings
 from .layouts._mesh import axis_sizes, torus_steps, TorusSteps
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import make_schedule
@@ -28,6 +26,7 @@ from .pipeline._stage_layers import (
     place_layers,
     rows_to_layers,
     take_layer_rows,
+    TakeRows,
 )
 from .state._leaves import make_leaves
 from .tensor._residual_stream import ResidualStream
@@ -144,28 +143,38 @@ class Placement(ParallelConfig):
         """Return the table of the pipeline's schedule: the work of each stage in each tick."""
         return make_schedule(self.schedule, stages=self.size(PIPE), microbatches=self.microbatches, chunks=self.chunks)
 
-    def to_pipeline_order(self, tree: PyTree, take: Callable[..., Any] = take_layer_rows) -> PyTree:
-        """Put the layers of a model, or of a tree of models, in the order in which the stages hold them.
+    def shard(self, tree: PyTree, take: TakeRows | None = None) -> PyTree:
+        """Return a model, or a tree like it, as programs of this plan take it; `unshard` undoes it.
 
-        Pipeline order differs from reading order where devices hold several parts; and where parts hold unequal numbers
-        of layers, the model has rows of padding, which are zero and skipped. Such a model trains in pipeline order and
-        is saved in reading order. `take(x, order)`, by default `take_layer_rows`, puts the rows of an array in an
-        order; a caller may pass its own for large arrays.
+        Its arrays are placed by `parameter_specs` and, in a pipeline, the layers are where the stages hold them (see
+        `pipeline._stage_layers`). Shapes, and arrays inside of a trace, are not placed. A caller that moves large
+        arrays itself passes `take(x, order)`, which returns an array's rows in an order, and nothing is placed.
         """
-        return order_for_pipeline(tree, self.timetable().part_of, take) if self.is_pipelined else tree
+        moved = (
+            order_for_pipeline(tree, self.timetable().part_of, take or take_layer_rows) if self.is_pipelined else tree
+        )
+        return moved if take is not None else self._place(moved)
 
-    def to_reading_order(self, tree: PyTree, take: Callable[..., Any] = take_layer_rows) -> PyTree:
-        """Undo `to_pipeline_order`: put layers in the order in which the model is read."""
+    def unshard(self, tree: PyTree, take: TakeRows = take_layer_rows) -> PyTree:
+        """Return a model, or a tree like it such as its gradients, with the layers in the order of the model."""
         return order_for_reading(tree, self.timetable().part_of, take) if self.is_pipelined else tree
 
-    def aux_to_reading_order(self, aux: PyTree, model: nn.LanguageModel) -> PyTree:
-        """Put the aux of layers, in pipeline order for each of the model's stacks, in reading order."""
+    def unshard_aux(self, aux: PyTree, model: nn.LanguageModel) -> PyTree:
+        """Return the aux of a sharded model's layers in the order of the model."""
         return rows_to_layers(aux, self._rows(model)) if self.is_pipelined else aux
 
+    def _place(self, tree: PyTree) -> PyTree:
+        """Put arrays on the mesh; outside of traces, and on meshes of devices."""
+        arrays, static = eqx.partition(tree, eqx.is_array)
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
+        if is_traced or not isinstance(self.mesh, Mesh):
+            return tree
+        return eqx.combine(jax.device_put(arrays, shardings(self.parameter_specs(arrays), self.mesh)), static)
+
     def shapes(self, model: nn.LanguageModel) -> nn.LanguageModel:
-        """Return the shapes of a model, or of its shapes, in pipeline order, whichever order the model is in."""
+        """Return the shapes of the sharded model, for a model or its shapes that may be sharded already."""
         is_plain = all(len(stack) == stack.depth for stack in model.stacks)
-        return eqx.filter_eval_shape(self.to_pipeline_order if is_plain else lambda model: model, model)
+        return eqx.filter_eval_shape(self.shard if is_plain else lambda model: model, model)
 
     def _rows(self, model: nn.LanguageModel) -> list[LayerRows]:
         return place_layers([stack.depth for stack in model.stacks], self.timetable().part_of)
@@ -184,19 +193,19 @@ class Placement(ParallelConfig):
         return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))
 
     def leaves(self, model: nn.LanguageModel) -> PyTree:
-        """Return a tree like `model`, which is in pipeline order, with a `Leaf` for each array."""
+        """Return a tree like `model`, which is sharded, with a `Leaf` for each array."""
         if self.is_pipelined:
             self._check_pipeline_order(model)
         axes = *self.batch_axes, CONTEXT
         return make_leaves(model, self.parameter_specs(model), self.state_specs(model), axes, self.stream)
 
     def _check_pipeline_order(self, model: nn.LanguageModel) -> None:
-        """Raise a `ValueError` for a model in reading order where stages hold unequal numbers of layers."""
+        """Raise a `ValueError` for a model that is not sharded where stages hold unequal numbers of layers."""
         rows = self._rows(model)
         actual, wanted = [len(stack) for stack in model.stacks], [len(stack.layer_of_row) for stack in rows]
         if actual != wanted:
             raise ValueError(
                 f"Plan over pipe={self.size(PIPE)}: a model whose stacks have {[stack.depth for stack in rows]} layers "
-                f"lies in {wanted} rows on the stages, some of them padding, but this one has {actual}; put it in "
-                "pipeline order by plan.to_pipeline_order(model)."
+                f"lies in {wanted} rows on the stages, some of them padding, but this one has {actual}; give "
+                "plan.shard(model)."
             )

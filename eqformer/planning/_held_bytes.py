@@ -22,7 +22,7 @@ def state_bytes(states: training.PlannedState) -> dict[str, tuple[int, int]]:
     What a plan keeps of the last in the memory of a device's host is counted by itself.
     """
     plan = states.plan
-    shapes = states.pipeline_shapes()
+    shapes = states.sharded_shapes()
     wide = lambda x: jax.ShapeDtypeStruct(x.shape, nn.at_least_float32(x.dtype))
     trained = jax.tree.map(wide, states.optimizer.trained(shapes.model))
     # Gradients are reduce-scattered as soon as they are computed, or kept whole until the end of the backward pass.
@@ -41,7 +41,7 @@ def state_bytes(states: training.PlannedState) -> dict[str, tuple[int, int]]:
 def updated_bytes(states: training.PlannedState, on_host: int) -> int:
     """Bytes on a device that an update needs for moments beside the state: copies of what lies on the host or, of
     moments of 8 bits, float32 of all, which compilers make before they look for the largest of a row."""
-    leaves = jax.tree.leaves(states.pipeline_shapes().optimizer_state)
+    leaves = jax.tree.leaves(states.sharded_shapes().optimizer_state)
     codes = [leaf for leaf in leaves if is_shape(leaf) and leaf.dtype == jnp.uint8]
     return 4 * placed_bytes(codes)[0] if codes else on_host
 

@@ -66,7 +66,7 @@ def temporary_bytes(states: training.PlannedState, model: nn.LanguageModel, batc
 def _moments(states: training.PlannedState) -> int:
     """How many numbers the optimizer holds for a parameter, about."""
     shapes, size = (
-        states.pipeline_shapes(),
+        states.sharded_shapes(),
         lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree) if is_shape(leaf)),
     )
     return round(size(shapes.optimizer_state) / size(states.optimizer.trained(shapes.model)))

@@ -55,8 +55,8 @@ def make_gradient_function(
     result is that of the whole batch. A loss over the whole batch (`LoadBalance(per="batch")`) is computed for each
     microbatch.
 
-    Under a plan the numbers equal those of one device. The model is in pipeline order (`plan.to_pipeline_order`), and
-    so are its gradients and the aux of routed layers. The loss is called as
+    Under a plan the numbers equal those of one device. The model is sharded (`plan.shard`), and so are its gradients
+    and the aux of routed layers. The loss is called as
     `loss_fn(model, batch, None, tokens=..., vocabulary=...)` with the wrapped model, this device's rows and tokens, and
     the `Vocabulary` that reads split logits, as `next_token_loss` takes them. In a pipeline the last stage calls it
     with a model whose stacks only return the layers' output.
@@ -121,7 +121,7 @@ class ShardedExecution(SingleDevice):
         return eqx.combine(eqx.tree_at(lambda s: s.optimizer_state, arrays, optimizer_state), static)
 
     def order_aux(self, aux: PyTree, model: PyTree) -> PyTree:
-        return self.plan.aux_to_reading_order(aux, model)
+        return self.plan.unshard_aux(aux, model)
 
     def _gradients_per_device(self, device: OnDevice, model: PyTree, rows: PyTree, scale: Scale) -> tuple:
         """Return the loss's sum, its count with the aux, and the gradients, reduced over all devices."""

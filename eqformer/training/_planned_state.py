@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
 from .._shapes import Batch, is_shape
-from ..parallel import BATCH_AXES, init_sharded, Plan, shardings
+from ..parallel import BATCH_AXES, init_sharded, LayerMover, Plan, shardings
 from ._train_state import init_state, state_shardings, TrainState
 from .checkpoint._checkpointer import Checkpointer
 from .optimizer._optimizer import Optimizer
@@ -20,8 +20,8 @@ from .optimizer._optimizer import Optimizer
 class PlannedState:
     """Makes, restores and saves the `TrainState` of a model under a plan, without an unsharded copy anywhere.
 
-    In training, layers are in pipeline order (the order in which a pipeline's devices hold them); a checkpoint has
-    them in reading order, so that it can be restored under any other plan.
+    In training, layers are where a plan's devices hold them; a checkpoint has them in the order of the model, so that
+    it can be restored under any other plan.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class PlannedState:
         """`build` makes the model with its first weights; `model_shapes` are its shapes, where they are known."""
         self.build, self.optimizer, self.plan = build, optimizer, plan
         self._model_shapes = eqx.filter_eval_shape(build) if model_shapes is None else model_shapes
-        self._movers: dict[Any, Callable] = {}  # a jitted program for each sharding, compiled once for all saves
+        self._mover = LayerMover(plan)
 
     def init(self) -> TrainState:
         """The state before the first step, each array made where the plan keeps it."""
-        make = lambda: init_state(self.plan.to_pipeline_order(self.build()), self.optimizer)
+        make = lambda: init_state(self.plan.shard(self.build()), self.optimizer)
         return init_sharded(make, self._shardings, shapes=self._held)
 
     def init_from(self, model: PyTree) -> TrainState:
@@ -42,7 +42,7 @@ class PlannedState:
         arrays, rest = eqx.partition(model, eqx.is_array)
 
         def make(arrays: PyTree) -> TrainState:
-            return init_state(self.plan.to_pipeline_order(eqx.combine(arrays, rest)), self.optimizer)
+            return init_state(self.plan.shard(eqx.combine(arrays, rest)), self.optimizer)
 
         shapes, others = eqx.partition(eqx.filter_eval_shape(make, arrays), is_shape)
         run = jax.jit(lambda x: eqx.filter(make(x), eqx.is_array), out_shardings=self._shardings(shapes))
@@ -64,27 +64,27 @@ class PlannedState:
         if reset_counters:
             counts = lambda s: (s.step, s.skipped, s.skipped_in_a_row, s.empty_batches)
             state = eqx.tree_at(counts, state, jax.tree.map(lambda x: x * 0, counts(state)))
-        return self.to_pipeline_order(state), metadata
+        return self.shard(state), metadata
 
     def save(self, checkpointer: Checkpointer, state: TrainState, step: int, metadata: Mapping[str, Any]) -> TrainState:
         """Start to save a state, which is donated; returns the state to train on with."""
-        state = self.to_reading_order(state)
+        state = self.unshard(state)
         checkpointer.save(state, step, metadata)
-        return self.to_pipeline_order(state)
+        return self.shard(state)
 
     def shapes(self) -> TrainState:
-        """The state's shapes in reading order, with the plan's shardings: what a checkpoint is restored into."""
+        """The shapes of a plain model's state, with the plan's shardings: what a checkpoint is restored into."""
         return _placed(self._read, self._shardings(eqx.filter(self._read, is_shape)))
 
-    def pipeline_shapes(self) -> TrainState:
-        """The shapes of what a step takes: in pipeline order, each where the plan keeps it."""
+    def sharded_shapes(self) -> TrainState:
+        """The shapes of what a step takes, each where the plan keeps it."""
         return _placed(self._held, self._shardings(eqx.filter(self._held, is_shape)))
 
     def step_shapes(self, batch: Batch) -> tuple[TrainState, Batch, Any]:
         """The shapes of a step's state, batch and key, each with its place; `batch` has arrays or their shapes."""
         placed = lambda axes, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.plan.mesh, axes))
         key = placed(PartitionSpec(), jax.eval_shape(lambda: jax.random.key(0)))
-        return self.pipeline_shapes(), jax.tree.map(functools.partial(placed, PartitionSpec(BATCH_AXES)), batch), key
+        return self.sharded_shapes(), jax.tree.map(functools.partial(placed, PartitionSpec(BATCH_AXES)), batch), key
 
     def with_plan(self, plan: Plan) -> "PlannedState":
         """The same state under another plan; shapes are shared, since tracing them takes long."""
@@ -98,43 +98,15 @@ class PlannedState:
 
     @functools.cached_property
     def _held(self) -> TrainState:
-        held = tuple(eqx.filter_eval_shape(self.plan.to_pipeline_order, part) for part in _ordered_parts(self._read))
-        return eqx.tree_at(_ordered_parts, self._read, held)
+        return eqx.filter_eval_shape(self.plan.shard, self._read)
 
-    def to_pipeline_order(self, state: TrainState) -> TrainState:
-        """A state in reading order, which is donated, brought into pipeline order."""
-        return self._ordered(state, self.plan.to_pipeline_order)
+    def shard(self, state: TrainState) -> TrainState:
+        """The state of a plain model, which is donated, as a step takes it."""
+        return self._mover.shard(state, self._shardings)
 
-    def to_reading_order(self, state: TrainState) -> TrainState:
-        """A state in pipeline order, which is donated, brought into reading order."""
-        return self._ordered(state, self.plan.to_reading_order)
-
-    def _ordered(self, state: TrainState, order: Callable[..., Any]) -> TrainState:
-        """The state with its layers in another order, moved one array at a time: never a second copy of more."""
-        arrays, rest = eqx.partition(state, eqx.is_array)
-        given = _ordered_parts(arrays)
-        orders = tuple(order(part, lambda x, order: order) for part in given)  # or the array, if it stays as it is
-        if all(x is rows for x, rows in zip(jax.tree.leaves(given), jax.tree.leaves(orders), strict=True)):
-            return state
-        like = lambda x, order: jax.ShapeDtypeStruct((len(order), *x.shape[1:]), x.dtype)
-        after = eqx.tree_at(_ordered_parts, arrays, tuple(order(part, like) for part in given))
-        move = lambda x, rows, sharding: x if x is rows else self._taken(x, rows, sharding)
-        moved = jax.tree.map(move, given, orders, _ordered_parts(self._shardings(after)))
-        return eqx.combine(eqx.tree_at(_ordered_parts, arrays, moved), rest)
-
-    def _taken(self, x: jax.Array, order: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        """The rows of an array in an order, donated; zeros for numbers beyond its last, where rows are padding."""
-        is_as_long = len(order) == x.shape[0]
-        if (key := (is_as_long, sharding)) not in self._movers:
-            near = lambda x: jax.device_put(x, jax.memory.Space.Device)
-            take = lambda x, order: near(x).at[order].get(mode="fill", fill_value=0)
-            donated = (0,) if is_as_long else ()  # another shape has no use for the memory
-            self._movers[key] = jax.jit(take, donate_argnums=donated, out_shardings=sharding)
-        # Waited for, so that there is one copy at a time, and as in `parallel.pipeline`'s `take_layer_rows`.
-        taken = jax.block_until_ready(self._movers[key](x, order))
-        if not is_as_long:
-            x.delete()
-        return taken
+    def unshard(self, state: TrainState) -> TrainState:
+        """A step's state, which is donated, with the layers in the order of the model."""
+        return self._mover.unshard(state, self._shardings)
 
     def replicate(self, key: Key[Array, ""]) -> Key[Array, ""]:
         """A random key, replicated on all devices."""
@@ -144,11 +116,11 @@ class PlannedState:
         return jax.random.wrap_key_data(copies, impl=str(jax.random.key_impl(key)))
 
     def copy_model_to_one_device(self, model: PyTree) -> PyTree:
-        """A copy of the state's model in reading order on this process's first device; all processes call together."""
-        return self._copied(model, self.plan.to_reading_order)
+        """A plain copy of the state's model on this process's first device; all processes call together."""
+        return self._copied(model, self.plan.unshard)
 
     def copy_to_one_device(self, tree: PyTree) -> PyTree:
-        """A copy of a batch, or of anything that is not in pipeline order, on this process's first device."""
+        """A copy of a batch, or of anything but a state, on this process's first device."""
         return self._copied(tree, lambda arrays: arrays)
 
     def _copied(self, tree: PyTree, ordered: Callable[[PyTree], PyTree]) -> PyTree:
@@ -166,7 +138,7 @@ class PlannedState:
 def restore_model(
     checkpointer: Checkpointer, shapes: PyTree, plan: Plan | None = None, *, step: int | None = None
 ) -> PyTree:
-    """The model of a checkpoint (the latest, or of `step`), in reading order, on one device or sharded by a plan.
+    """The plain model of a checkpoint (the latest, or of `step`), on one device or placed by a plan.
 
     `shapes` are the model's, from `eqx.filter_eval_shape`. Raises a `CheckpointError` for a checkpoint of another
     model.
@@ -174,11 +146,6 @@ def restore_model(
     if plan is not None:
         shapes = _placed(shapes, shardings(plan.parameter_specs(shapes), plan.mesh))
     return checkpointer.restore({"model": shapes}, step, partial=True)[0]["model"]
-
-
-def _ordered_parts(state: TrainState) -> tuple[PyTree, PyTree]:
-    """The parts of a state that hold layers."""
-    return state.model, state.optimizer_state
 
 
 def _placed(shapes: PyTree, shardings: PyTree) -> PyTree:

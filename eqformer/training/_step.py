@@ -88,7 +88,7 @@ def make_step(
     for bit. A batch whose weights are all 0 changes nothing either; it is counted by itself and ends no run.
 
     Under a plan the step gives the numbers of one device. Its state is sharded as `state_shardings` says, with layers
-    in pipeline order (`PlannedState` makes it), and the loss is called as `make_gradient_function` says.
+    the plan's (`PlannedState` makes it), and the loss is called as `make_gradient_function` says.
 
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
     and `empty_batches` (so far), `skipped_in_a_row`, those of `routing_metrics` and, in float16, the step's

@@ -205,8 +205,8 @@ def marks(value: bool) -> Callable[[Any], None]:
 
 
 def in_order_read(monkeypatch: Any) -> None:
-    """Layers left in reading order where devices hold several chunks."""
-    for move in ("to_pipeline_order", "to_reading_order"):
+    """Layers left in the order of the model where devices hold several chunks."""
+    for move in ("shard", "unshard"):
         monkeypatch.setattr(Plan, move, lambda self, tree, *_: tree)
 
 

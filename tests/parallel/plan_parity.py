@@ -88,7 +88,7 @@ def total_under(plan: Plan, model: nn.Transformer, batch: Any, loss: Any = next_
     """The loss alone, of a program that is smaller without gradients: enough for a control that the loss shows."""
     plan.check(model, rows=len(batch.ids), seq=batch.ids.shape[1])
     of_batch = make_gradient_function(loss, plan)
-    model, key = place(_moved(plan.to_pipeline_order, model), plan), jax.random.key(KEY)
+    model, key = place(_moved(plan.shard, model), plan), jax.random.key(KEY)
     only = lambda *given: of_batch(*given)[0]
     return float(hastily(only, model, batch, key)(model, batch, key))
 
@@ -103,16 +103,16 @@ def program_under(
     def read(*given: Any) -> tuple:
         total, tally, gradients = of_batch(*given)
         if isinstance(tally, LossAux):
-            tally = LossAux(tally.count, plan.aux_to_reading_order(tally.aux, model))
+            tally = LossAux(tally.count, plan.unshard_aux(tally.aux, model))
         return total, tally, gradients
 
-    placed = lambda model: place(_moved(plan.to_pipeline_order, model), plan)
+    placed = lambda model: place(_moved(plan.shard, model), plan)
     key = jax.random.key(KEY)
     program = hastily(read, placed(model), batch, key)
 
     def run(model: nn.Transformer) -> Outcome:
         got = _outcome(*program(placed(model), batch, key))
-        return got._replace(gradients=_moved(plan.to_reading_order, got.gradients))
+        return got._replace(gradients=_moved(plan.unshard, got.gradients))
 
     run.program = program.program
     return run
@@ -233,10 +233,10 @@ def trained_by_plan(case: Case) -> Trained:
     model, plan = model_of(case.model, case.remat, case.dtypes), case.plan
     rule = _optimizer(case.optimizer, model)
     step = training.make_step(next_token_loss, rule, plan, balance_rate=BALANCE, gradient_norms=True)
-    make = lambda: training.init_state(plan.to_pipeline_order(model), rule)
+    make = lambda: training.init_state(plan.shard(model), rule)
     state = init_sharded(make, lambda shapes: training.state_shardings(plan, rule, shapes))
     got = _train(step, state, training.make_evaluation(plan), batch_of(model))
-    ordered = lambda tree: _moved(plan.to_reading_order, tree)
+    ordered = lambda tree: _moved(plan.unshard, tree)
     return got._replace(model=ordered(got.model), memory=ordered(got.memory))
 
 

@@ -12,15 +12,15 @@ from eqformer.parallel import init_sharded, Plan
 
 
 def begun(model: nn.Transformer, plan: Plan, optimizer: training.Optimizer) -> training.TrainState:
-    """The state before the first step, in pipeline order, each array where the plan keeps it."""
-    make = lambda: training.init_state(plan.to_pipeline_order(model), optimizer)
+    """The state before the first step, each array where the plan keeps it."""
+    make = lambda: training.init_state(plan.shard(model), optimizer)
     return init_sharded(make, lambda shapes: training.state_shardings(plan, optimizer, shapes))
 
 
 def stepped(
     model: nn.Transformer, plan: Plan | None, optimizer: training.Optimizer, steps: int, state: Any = None
 ) -> tuple[training.TrainState, float]:
-    """The state after some steps more, in pipeline order, and the last loss."""
+    """The state after some steps more, and the last loss."""
     batch, key = batch_of(model), jax.random.key(7)
     if plan is None:
         step = training.make_step(training.next_token_loss, optimizer)

@@ -42,20 +42,18 @@ def test_the_last_parts_have_the_fewest():
 def test_padding_is_zero_and_goes_again():
     model = model_of("dense, then mixtures")
     plan = plan_over({"pipe": 2}, schedule="zb-v", chunks=2, microbatches=2)
-    held = eqx.filter_jit(plan.to_pipeline_order)(model)
+    held = eqx.filter_jit(plan.shard)(model)
     assert [len(stack) for stack in held.stacks] == [4, 8] and [stack.depth for stack in held.stacks] == [1, 5]
     rows = place_layers([1, 5], v_placement(2))
     for stack, each in zip(held.stacks, rows):
         for x in jax.tree.leaves(eqx.filter(stack, eqx.is_inexact_array)):
             x = np.asarray(x)
             assert np.all(x[~each.is_layer] == 0) and np.any(x[each.is_layer] != 0)
-    back = eqx.filter_jit(plan.to_reading_order)(held)
+    back = eqx.filter_jit(plan.unshard)(held)
     assert eqx.tree_equal(*(jax.device_get(each) for each in (back, model)))
     assert jax.tree.structure(held) == jax.tree.structure(model)
-    with pytest.raises(
-        ValueError, match="has 1 rows before it is moved, but this one has 4; give either call a plain model"
-    ):
-        plan.to_pipeline_order(held)
+    with pytest.raises(ValueError, match="has 1 rows before it is moved, but this one has 4; give shard a plain model"):
+        plan.shard(held)
     with pytest.raises(ValueError, match=r"whose stacks have \[1, 5\] layers lies in \[4, 8\] rows .* has \[1, 5\]"):
         plan.leaves(model)
 
@@ -86,7 +84,7 @@ def test_a_step_balances_layers_in_the_order_that_it_holds_and_reads_them_in_the
     model = filled(lambda: of_blocks(balanced, depths=(5,)))
     batch, rule = batch_of(model), training.optimizer("sgd", model, rate=0.1)
     plan = plan_over({"pipe": 2}, schedule="interleaved", chunks=2, microbatches=2)
-    make = lambda: training.init_state(plan.to_pipeline_order(model), rule)
+    make = lambda: training.init_state(plan.shard(model), rule)
     state = init_sharded(make, lambda shapes: training.state_shardings(plan, rule, shapes))
     step = training.make_step(training.next_token_loss, rule, plan, balance_rate=0.5)
 
@@ -106,9 +104,9 @@ def test_a_step_balances_layers_in_the_order_that_it_holds_and_reads_them_in_the
     for name in ("expert_load", "load_violation", "router_entropy", "dropped_share", "balance_loss"):
         np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
     biases = lambda model: model.stacks[0].blocks.blocks[0].layer.router.selection_bias
-    read = eqx.filter_jit(plan.to_reading_order)(got.model)
+    read = eqx.filter_jit(plan.unshard)(got.model)
     np.testing.assert_allclose(biases(read), biases(want.model), rtol=1e-6)
-    again = eqx.filter_jit(plan.to_pipeline_order)(read)
+    again = eqx.filter_jit(plan.shard)(read)
     assert eqx.tree_equal(*(jax.device_get(each) for each in (again, got.model)))
     # The controls: layers are told apart, and moved.
     for rows in (expected["expert_load"], biases(want.model) - biases(model)):

@@ -150,7 +150,7 @@ def test_nats_of_rows_and_what_is_sent():
 )
 def test_nats_of_rows_come_back_in_order_from_pipelines(case):
     model, batch, plan = model_of(case.model), pairs(case.model), case.plan
-    found = training.make_row_nats(plan)(place(plan.to_pipeline_order(model), plan), batch)
+    found = training.make_row_nats(plan)(place(plan.shard(model), plan), batch)
     assert np.allclose(found, eqx.filter_jit(training.row_nats)(model, batch), rtol=1e-5)
     assert len({*np.asarray(found).tolist()}) == 8
 

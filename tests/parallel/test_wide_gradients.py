@@ -45,7 +45,7 @@ def named(every_run: list[Case], grid: list[Case]) -> list:
 def sums_not_meant(case: Case) -> list[NarrowSum]:
     """What a program that gives gradients adds up in 16 bits, beside streams between layers."""
     model, plan = model_of(case.model, dtypes=NARROW), case.plan
-    arrays, rest = eqx.partition(plan.to_pipeline_order(model), eqx.is_array)
+    arrays, rest = eqx.partition(plan.shard(model), eqx.is_array)
     gradients = make_gradient_function(next_token_loss, plan)
     run = lambda arrays, batch: jax.tree.leaves(gradients(eqx.combine(arrays, rest), batch, None)[2])
     program, shapes = jax.make_jaxpr(run, return_shape=True)(arrays, batch_of(model))
@@ -130,7 +130,7 @@ def test_a_loss_scale_changes_no_bit(case):
     """Of powers of two, where nothing overflows: those of balancing losses have it too."""
     plan, plain = case.plan, model_of(case.model)
     of_batch = make_gradient_function(next_token_loss, plan)
-    model, batch, key = place(plan.to_pipeline_order(plain), plan), batch_of(plain), jax.random.key(0)
+    model, batch, key = place(plan.shard(plain), plan), batch_of(plain), jax.random.key(0)
     run = hastily(lambda *given: of_batch(*given)[2], model, batch, key, jnp.float32(1))
     one, other = (run(model, batch, key, jnp.float32(scale)) for scale in (1, 2**12))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):

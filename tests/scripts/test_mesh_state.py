@@ -35,7 +35,7 @@ def test_a_state_in_another_order_takes_no_second_state(zero, layers):
     size = live() - before
     ring = [np.asarray(x) for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
     places = [x.sharding for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-    reading = states.to_reading_order(state)
+    reading = states.unshard(state)
     assert live() - before < 1.25 * size  # `state` is still held, and has been consumed
     moved = [np.asarray(x) for x in jax.tree.leaves(reading) if isinstance(x, jax.Array)]
     assert (
@@ -46,7 +46,7 @@ def test_a_state_in_another_order_takes_no_second_state(zero, layers):
         there = [x for x in jax.tree.leaves(reading) if isinstance(x, jax.Array)]
         assert [(x.shape, x.sharding) for x in there] == [(x.shape, x.sharding) for x in wanted]
         assert reading.model.stacks[0].numbers.shape == (13,)
-    again = states.to_pipeline_order(reading)
+    again = states.shard(reading)
     assert live() - before < 1.25 * size
     for x, expected, place in zip(jax.tree.leaves(again), ring, places):
         np.testing.assert_array_equal(x, expected)

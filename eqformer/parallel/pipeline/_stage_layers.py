@@ -135,8 +135,8 @@ def _move_rows(tree: PyTree, order: Int[np.ndarray, "rows"], source_rows: int, t
             return x
         if x.shape[0] != source_rows:
             raise ValueError(
-                f"Plan.to_pipeline_order, Plan.to_reading_order: an array of layers has {source_rows} rows before it "
-                f"is moved, but this one has {x.shape[0]}; give either call a plain model, or the other call's result."
+                f"Plan.shard, Plan.unshard: an array of layers has {source_rows} rows before it is moved, but this one "
+                f"has {x.shape[0]}; give shard a plain model, and unshard what shard returned or a tree like it."
             )
         return x if np.array_equal(order, np.arange(source_rows)) else take(x, order)
 
