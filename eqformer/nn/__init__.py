@@ -56,8 +56,11 @@ from ._contracts import (
     aux_loss as aux_loss,
     aux_of as aux_of,
     ChunkedUnembedding as ChunkedUnembedding,
+    ComposedMap as ComposedMap,
+    DenseMap as DenseMap,
     FeedForward as FeedForward,
     Layer as Layer,
+    LinearMap as LinearMap,
     Mixer as Mixer,
     MixerFacts as MixerFacts,
     Routed as Routed,
@@ -97,13 +100,10 @@ from ._embedding import (
 from ._encoder import Encoder as Encoder, PredictionHead as PredictionHead
 from ._execution import Execution as Execution, with_execution as with_execution
 from ._linear import (
-    ComposedMap as ComposedMap,
     dense as dense,
-    DenseMap as DenseMap,
     is_map as is_map,
     Linear as Linear,
     linear_maps as linear_maps,
-    LinearMap as LinearMap,
     LinearWrapper as LinearWrapper,
     PrecomputedLinear as PrecomputedLinear,
 )

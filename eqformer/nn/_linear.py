@@ -1,9 +1,8 @@
 """Linear maps between named dims."""
 
-import abc
 import math
 from collections.abc import Callable
-from typing import Any, TYPE_CHECKING, TypeGuard
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
@@ -11,106 +10,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
+from ._contracts import ComposedMap, DenseMap, LinearMap
 from ._dims import named_by
-from ._dtype import add_float32, at_least_float32, matmul_float32
+from ._dtype import at_least_float32, matmul_float32
 from ._matmul_precision import ComputeDtypeMatmul, MatmulPrecision
-from ._module import Module
-
-
-class LinearMap(Module):
-    """A linear map `y = W x + b` between named dims, whatever form W is stored in: the contract of `Linear` and `LoRA`.
-
-    A module that follows this contract may stand wherever a `Linear` does. Its arrays name their dims
-    (`nn.named_by`), so that a layout can split them; all sizes are those of the slice that a device holds. An array of
-    output dims alone other than the bias, such as a scale for each output of an 8-bit weight, is applied before sums
-    over devices.
-    """
-
-    if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
-        inputs: tuple[str, ...] = eqx.field(init=False)
-        outputs: tuple[str, ...] = eqx.field(init=False)
-        bias: Array | None = eqx.field(init=False)
-    else:
-        inputs: eqx.AbstractVar[tuple[str, ...]]
-        outputs: eqx.AbstractVar[tuple[str, ...]]
-        bias: eqx.AbstractVar[Float[Array, "..."] | None]
-
-    @property
-    @abc.abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of W's dims, outputs then inputs; in front the dims of the ensembles that contain the map."""
-
-    @abc.abstractmethod
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """Return `W x` over the trailing dims of `x`, without the bias, in `dtype` or else in the dtype of `x`."""
-
-    @abc.abstractmethod
-    def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """Return W in `dtype`, by default in its own dtype, with the dims of `shape`."""
-
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Map the trailing input dims of `x` to the output dims; leading dims stay."""
-        return add_float32(self.product(x), self.bias)
-
-    def of_other(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Map vectors of other tokens than the layer's own, such as those of a cross-attention's source."""
-        return self(x)
-
-    @property
-    def products(self) -> MatmulPrecision:
-        """The precision in which `matrix` is multiplied: by default the compute dtype."""
-        return ComputeDtypeMatmul()
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Size of each output and input dim."""
-        names = (*self.outputs, *self.inputs)
-        if len(self.shape) < len(names):
-            raise ValueError(
-                f"{type(self).__name__}: its weight has the shape {self.shape} in a layer, and its dims are "
-                f"({', '.join(names)}); a stack's weight has a dim of layers in front of these."
-            )
-        return dict(zip(names, self.shape[len(self.shape) - len(names) :]))
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        """Sizes of the output dims."""
-        return tuple(self.sizes[name] for name in self.outputs)
-
-    def flat_matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "outputs inputs"]:
-        """Return `matrix` with all outputs as rows and all inputs as columns, for a map outside of ensembles."""
-        return self.matrix(dtype).reshape(math.prod(self.output_shape), -1)
-
-
-class DenseMap(LinearMap):
-    """A linear map whose W is a parameter, `weight`.
-
-    The gradient of W is then the product of the output's gradient and the input. `product` is `products.forward` with
-    the weight cast to the dtype of `x`, and nothing more.
-    """
-
-    if TYPE_CHECKING:
-        weight: Array = eqx.field(init=False)
-    else:
-        weight: eqx.AbstractVar[Float[Array, "..."]]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
-        return self.weight.shape
-
-    @property
-    def weight_dims(self) -> tuple[str, ...]:
-        """Names of the weight's dims: the outputs, then the inputs."""
-        return (*self.outputs, *self.inputs)
-
-    def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """Return the weight."""
-        return self.weight if dtype is None else self.weight.astype(dtype)
-
-
-class ComposedMap(LinearMap):
-    """A linear map made of linear maps, such as a `LoRA`; transforms and costs treat each inner map separately."""
 
 
 class LinearWrapper(LinearMap):

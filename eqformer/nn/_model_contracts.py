@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
-from ._contracts import Layer
+from ._contracts import Layer, LinearMap
 from ._dtype import lookup_rows, matmul_float32
 from ._module import Module
 from ._tokens import Tokens
@@ -19,7 +19,6 @@ from ._tokens import Tokens
 
 if TYPE_CHECKING:
     from ._encoder import Encoder
-    from ._linear import LinearMap
     from ._per_layer_embedding import PerLayerInputs
     from ._transformer import Predictor
 
@@ -189,7 +188,7 @@ class LanguageModel(Module):
         embedding: eqx.AbstractVar[TokenEmbedding]
         stacks: eqx.AbstractVar[tuple[LayerStack, ...]]
         norm: eqx.AbstractVar[Callable[[Array], Array]]
-        head: eqx.AbstractVar[PyTree]
+        head: eqx.AbstractVar[LinearMap | None]
         compute_dtype: eqx.AbstractVar[str]
 
     @abc.abstractmethod

@@ -216,7 +216,7 @@ def weight_gradients(blocks: PyTree, operands: dict[int, tuple[Array, Array]]) -
 
 def _is_node(node: object) -> bool:
     # Experts count as one node, since they run many matrices at once, and so do modules gathered over `tensor`.
-    return isinstance(node, nn.DenseMap | nn.Experts | Sliced)
+    return _is_map(node) or isinstance(node, nn.Experts | Sliced)
 
 
 def _is_map(node: object) -> TypeGuard[nn.DenseMap]:
@@ -230,7 +230,7 @@ def _map_sites(blocks: PyTree) -> list[tuple[nn.DenseMap, int | None, TorusSteps
     for node in jax.tree.leaves(blocks, is_leaf=lambda node: _is_node(node) or isinstance(node, Gathered)):
         if isinstance(node, Gathered):
             for linear, dims in zip(_nodes(node), _group_by_node(node, node.dims)):
-                if isinstance(linear, nn.DenseMap):
+                if _is_map(linear):
                     sites.append((linear, dims[_weight_index(linear)], node.steps))
         elif _is_map(node):
             sites.append((node, None, TorusSteps()))
