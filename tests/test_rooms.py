@@ -144,6 +144,9 @@ def complaints(path: pathlib.Path, source: str) -> list[str]:
         found.append(f"uses {sorted(used)}, which belongs to scripts or nowhere")
     if any(isinstance(node, ast.Global) for node in ast.walk(tree)):
         found.append("keeps module-level mutable state")
+    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    if room == "models" and "id" in calls:  # an identity is lost as soon as a tree is mapped; a path is not
+        found.append("finds leaves by id(): name them by their paths (flatten_model)")
     if room == "nn" and path != PACKAGE / NAMED_AS_FLAGS and (used := {*CHIPS.findall(source)}):
         found.append(f"names the chips or compilers {sorted(used)}")
     families = "|".join(FAMILIES)
@@ -177,6 +180,7 @@ def test_a_file_keeps_to_its_room(path):
         ("training", "import os\nos.environ['A']", "environ"),
         ("nn", "state = None\ndef f():\n    global state", "mutable state"),
         ("planning", "def f(model): return Llama", "families ['llama']"),
+        ("models", "leaves = {id(leaf): leaf for leaf in tree}", "by id()"),
         ("nn", "\n" * 501, "500 lines"),
         ("nn/attention", "# On TPUs it is faster.", "chips or compilers ['TPUs']"),
         ("nn", "call = by_platform(cuda=run)", "chips or compilers ['cuda']"),

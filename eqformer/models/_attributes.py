@@ -12,6 +12,12 @@ from ._config_types import convert, describe_type, fits, format_value
 from ._published_config import PublishedConfig, REQUIRED
 
 
+Fields = dict[str, Any]
+"""Values of a config's fields, by field."""
+Attributes = dict[str, Any]
+"""Attributes of a `config.json`, by name."""
+
+
 class Entry(abc.ABC):
     """Base class of the lines of a family's table of attributes."""
 
@@ -21,11 +27,11 @@ class Entry(abc.ABC):
         return {}
 
     @abc.abstractmethod
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return fields of the config from the configuration; raises a `ValueError` for what is not supported."""
 
     @abc.abstractmethod
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return attributes of the configuration from the config."""
 
 
@@ -35,12 +41,12 @@ def field_types(config: type) -> Mapping[str, Any]:
     return MappingProxyType(typing.get_type_hints(config, include_extras=True))
 
 
-def read_entries(entries: Iterable[Entry], published: PublishedConfig, types: Mapping[str, Any]) -> dict[str, Any]:
+def read_entries(entries: Iterable[Entry], published: PublishedConfig, types: Mapping[str, Any]) -> Fields:
     """Return the fields that a table's entries read.
 
     `types` are the fields' types. Raises a `ValueError` that names the attribute for a value of another type.
     """
-    fields, entries = dict[str, Any](), tuple(entries)
+    fields, entries = Fields(), tuple(entries)
     for entry in entries:
         published.declare(entry.defaults)
     for entry in entries:
@@ -69,7 +75,7 @@ class Attribute(Entry):
     written: tuple[str, ...] = ()
     """The attributes that are written; empty: the first of `published`."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value."""
         value = self.default
         for name in reversed(self._published):
@@ -82,7 +88,7 @@ class Attribute(Entry):
         is_known = self.default is not REQUIRED and len(self._published) == 1
         return {self._published[0]: self.default} if is_known else {}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attribute."""
         return dict.fromkeys(self.written or self._published[:1], getattr(config, self.name))
 
@@ -98,7 +104,7 @@ class Count(Attribute):
     least: int = 1
     """The smallest value."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value."""
         value = self.default
         for name in reversed(self._published):
@@ -109,7 +115,7 @@ class Count(Attribute):
 class Nullable(Attribute):
     """One field whose attribute may be null, which means that the model lacks the thing (not the `default`)."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value, or None."""
         (name,) = self._published
         return {self.name: published.nullable(name, self.default)}
@@ -124,12 +130,12 @@ class Expect(Entry):
     def __init__(self, published: str, *allowed: Any, written: bool = True):
         self.published, self.allowed, self.written = published, allowed, written
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return no field; refuse any other value."""
         published.expect(self.published, *self.allowed)
         return {}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attribute with the first value, unless it is not `written`."""
         return {self.published: self.allowed[0]} if self.written else {}
 
@@ -155,12 +161,12 @@ class Activation(Entry):
     published: str = "hidden_act"
     name: str = "activation"
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the name in `nn.ACTIVATIONS`; refuse an unknown one."""
         published.expect(self.published, self.default, *(name for name in _ACTIVATIONS if name != self.default))
         return {self.name: _ACTIVATIONS[published.take(self.published, self.default)]}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return one of transformers' names; raises a `ValueError` for an activation without one."""
         value = getattr(config, self.name)
         for name in (self.default, *_ACTIVATIONS):
@@ -181,13 +187,13 @@ class Ignore(Entry):
     def __init__(self, *published: str, **written: Any):
         self.published, self.written = (*published, *written), written
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return no field."""
         for name in self.published:
             published.take(name, None)
         return {}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attributes that other readers require."""
         return self.written
 
@@ -199,12 +205,12 @@ class SwitchedAttribute(Entry):
     number: Attribute
     switch: str
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value, or 0."""
         fields = self.number.read(published)
         return fields if published.flag(self.switch, True) else {self.number.name: 0.0}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return both attributes."""
         return self.number.write(config) | {self.switch: getattr(config, self.number.name) != 0}
 
@@ -217,11 +223,11 @@ class Unpublished(Entry):
     value: Any
     why: str
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the value."""
         return {self.name: self.value}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return no attribute; raises a `ValueError` for another value."""
         if (value := getattr(config, self.name)) != self.value:
             raise ValueError(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 from ..nn import RotaryScaling, Transformer
-from ._attributes import Entry, field_types, read_entries
+from ._attributes import Attributes, Entry, field_types, read_entries
 from ._config_types import describe_type, fits, format_value, LayerCount, Length, NotNegative, Positive, Size
 from ._multimodal import MultimodalModel
 from ._predictors import PREDICTOR, PredictorTable
@@ -125,7 +125,7 @@ class Family:
         check_scaling(config, published.refuse)
         return config
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: ModelConfig) -> Attributes:
         """Return the configuration to publish; raises a `ValueError` for a config that no configuration expresses."""
         attributes: dict[str, Any] = {}
         for entry in self.attributes:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
-from ._attributes import Entry
+from ._attributes import Attributes, Entry, Fields
 from ._config_types import Index, LayerCount, Length, Range
 from ._published_config import PublishedConfig
 from ._rotary_attributes import FULL, SLIDING
@@ -64,7 +64,7 @@ class LayerTypes(Entry):
     empty: bool = False
     published: tuple[str, str] | None = None
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the numbers of the first type's layers; refuse lists of other lengths and types."""
         layers, types = layers_of(published), published.listed("layer_types", str, empty=self.empty)
         default = {*self.default(published, layers)}
@@ -78,7 +78,7 @@ class LayerTypes(Entry):
             published.refuse(f"layer_types={types} must name {layers} layers, each {known}.")
         return {self.name: tuple(number for number, name in enumerate(types) if name == self.types[0])}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return a type for each layer."""
         numbers, types = getattr(config, self.name), self.published or self.types
         return {"layer_types": [types[number not in numbers] for number in range(config.layers)]}
@@ -112,15 +112,15 @@ class Windows(Entry):
     window: int | None
     default: LayerChoice
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return both fields; refuse layers with a window where no window is in use."""
         return self._read(published, _check_window(published, published.take(_WINDOW, self.window)))
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return both attributes."""
         return {"sliding_window": config.window} | self._types(self.default).write(config)
 
-    def _read(self, published: PublishedConfig, window: int | None) -> dict[str, Any]:
+    def _read(self, published: PublishedConfig, window: int | None) -> Fields:
         fields = self._types(self.default if window is not None else self._no_layers).read(published)
         if fields["window_layers"] and window is None:
             types = published.take("layer_types", None)
@@ -138,7 +138,7 @@ class Windows(Entry):
 class NullableWindows(Windows):
     """`Windows` whose attribute may be null, for no window."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return both fields."""
         return self._read(published, _read_nullable_window(published, self.window))
 
@@ -146,12 +146,12 @@ class NullableWindows(Windows):
 class SwitchedWindows(Windows):
     """`Windows` that `use_sliding_window` switches on; `window` is None where no layer has one."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return both fields."""
         fields = self._read(published, _read_switched_window(published, self.window))
         return fields if fields["window_layers"] else fields | {"window": None}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return both attributes, and the switch."""
         return super().write(config) | {"use_sliding_window": config.window is not None}
 
@@ -164,7 +164,7 @@ class LateWindows(SwitchedWindows):
             window, lambda published, layers: range(published.count("max_window_layers", first, 0), layers)
         )
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return both attributes, the switch, and the first layer with a window."""
         first = min(config.window_layers, default=config.layers)
         return super().write(config) | {"max_window_layers": first}
@@ -176,11 +176,11 @@ class SwitchedWindow(Entry):
 
     window: int
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `window`."""
         return {"window": _read_switched_window(published, self.window)}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the window, and the switch."""
         return {"sliding_window": config.window, "use_sliding_window": config.window is not None}
 
@@ -191,11 +191,11 @@ class NoRotaryLayers(Entry):
 
     empty: bool = False
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `no_rotary_layers`; refuse a list of another length."""
         return {"no_rotary_layers": self(published, layers_of(published))}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return `no_rope_layers`, which in spite of its name has a 1 for each layer with rotary positions."""
         return {"no_rope_layers": [int(layer not in config.no_rotary_layers) for layer in range(config.layers)]}
 
@@ -214,12 +214,12 @@ class NoRotaryLayers(Entry):
 class RotaryOrNone(Entry):
     """The field `rotary`: whether the attention has rotary positions."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `rotary`; refuse other kinds of positions."""
         published.expect("position_embedding_type", "nope", "rope")
         return {"rotary": published.text("position_embedding_type", "nope") == "rope"}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attribute."""
         return {"position_embedding_type": "rope" if config.rotary else "nope"}
 
@@ -232,12 +232,12 @@ class ListedLayers(Entry):
     published: str
     default: LayerChoice
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the numbers."""
         default, stated = self.default(published, layers_of(published)), published.listed(self.published, Index)
         return {self.name: tuple(default if stated is None else stated)}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the list."""
         return {self.published: list(getattr(config, self.name))}
 
@@ -249,13 +249,13 @@ class AllLayers(Entry):
     published: str
     kind: str
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return no field; refuse other kinds."""
         layers, stated = layers_of(published), published.listed(self.published)
         if stated is not None and stated != [self.kind] * layers:
             published.refuse(f"{self.published}={stated}: this family has {layers} layers that are {self.kind!r}.")
         return {}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return no attribute."""
         return {}

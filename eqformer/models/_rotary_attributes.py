@@ -14,7 +14,7 @@ from ..nn import (
     yarn_magnitude,
     YarnScaling,
 )
-from ._attributes import Entry
+from ._attributes import Attributes, Entry, Fields
 from ._config_types import Fraction, Number, Positive, Size
 from ._published_config import PublishedConfig
 
@@ -193,14 +193,14 @@ class RotaryPositions(Entry):
     skipped: tuple[str, ...] = ()
     """Names in `rope_parameters` that other entries read, or that change nothing."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `theta` and `scaling`."""
         if self.required and not either_rotary_parameters(published):
             published.take("rope_parameters")
         theta, scaling = read_rotary(published, self.theta, self.layer_type, skipped=self.skipped)
         return {"theta": theta, "scaling": scaling}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the older attributes for both, which every version of transformers reads."""
         attributes = {"rope_theta": config.theta} | scaling_attributes(config)
         return {"rope_scaling": {"rope_type": "default"}} | attributes if self.required else attributes
@@ -219,7 +219,7 @@ class RotaryByType(Entry):
     scaled: bool = True
     """Whether the family has had an older `rope_scaling`, for layers without a window."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `theta`, `scaling`, `local_theta` and `local_scaling`.
 
         Refuse configurations that releases of transformers read differently.
@@ -243,7 +243,7 @@ class RotaryByType(Entry):
                 "rope_parameters, by type of layer."
             )
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the older attributes and, by type of layer, the newer one, which alone can have a local scaling."""
         attributes = {self.older[1]: config.local_theta} | {self.older[0]: config.theta}  # both may have one name
         attributes |= scaling_attributes(config) if self.scaled else {}
@@ -256,7 +256,7 @@ _WITH_ORIGINAL = LongRopeScaling, YarnScaling, Llama3Scaling
 class RotaryWithOriginalLength(RotaryPositions):
     """Rotary positions whose original length is an attribute of its own (Phi-3)."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `theta` and `scaling`; refuse a scaling of another original length than the configuration's."""
         fields = super().read(published)
         # Where the attribute is missing, transformers takes 4096, not the longest length.
@@ -265,7 +265,7 @@ class RotaryWithOriginalLength(RotaryPositions):
             published.refuse(f"original_max_position_embeddings={original}: rope_scaling says {scaling}.")
         return fields
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the older attributes, and the original length."""
         scaling = config.scaling
         original = {_ORIGINAL: scaling.original_length} if isinstance(scaling, _WITH_ORIGINAL) else {}
@@ -275,14 +275,14 @@ class RotaryWithOriginalLength(RotaryPositions):
 class RotaryWithTemperature(RotaryPositions):
     """Rotary positions whose YaRN also states how much attention scores are multiplied (DeepSeek)."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `theta`, `scaling` and `temperature`, which is 0 without a scaling."""
         parameters, fields = either_rotary_parameters(published), super().read(published)
         stated = parameters.get("mscale_all_dim")
         temperature = 0.0 if fields["scaling"] is None or stated is None else stated
         return fields | {"temperature": temperature}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the older attributes, with YaRN's two for scores."""
         attributes, temperature = super().write(config), config.temperature
         if temperature:
@@ -300,7 +300,7 @@ class RotaryWithGrowth(Entry):
     positions: RotaryPositions = RotaryPositions(required=True, skipped=_GROWTH)
     """The entry for base and scaling."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the fields of `positions`, `growth` and `growth_every`; refuse a growth without an original length."""
         parameters = either_rotary_parameters(published)
         growth, every = parameters.get("llama_4_scaling_beta"), parameters.get(_ORIGINAL)
@@ -309,7 +309,7 @@ class RotaryWithGrowth(Entry):
         growth, every = 0.0 if growth is None else growth, 1 if every is None else every
         return self.positions.read(published) | {"growth": growth, "growth_every": every}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the newer attribute; raises a `ValueError` for two lengths, since the attribute has one."""
         attributes = self.positions.write(config)
         parameters, every = dict(attributes.pop("rope_scaling", {})), config.growth_every
@@ -328,7 +328,7 @@ _PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "ro
 class ProportionalRotaryByType(Entry):
     """Rotary positions by type of layer, where layers without a window may rotate a part of the pairs (Gemma 4)."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `theta`, `scaling`, `local_theta` and `local_scaling`."""
         by_type = _parameters_by_type(published)
         missing = [layer_type for layer_type in _TYPES if not _parameters_of_type(by_type, layer_type)]
@@ -346,7 +346,7 @@ class ProportionalRotaryByType(Entry):
             published.refuse(f"rope_type='proportional' has attributes that are not known: {unknown}.")
         return {"theta": theta, "scaling": scaling} | local
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the parameters by type of layer."""
         scaling = config.scaling
         if not isinstance(scaling, ProportionalScaling):
@@ -364,12 +364,12 @@ class RotaryFraction(Entry):
     inside: bool = False
     """Whether the part is written into `rope_parameters` too, without which transformers takes its own default."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `rotary_fraction`, an attribute of its own or within `rope_parameters`."""
         outside = published.read("partial_rotary_factor", Fraction, self.default)
         return {"rotary_fraction": _first(either_rotary_parameters(published).get("partial_rotary_factor"), outside)}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attribute."""
         attribute = {"partial_rotary_factor": config.rotary_fraction}
         # Transformers would read an older `rope_scaling` first.

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from .._attributes import Attribute, Count, Entry
+from .._attributes import Attribute, Attributes, Count, Entry, Fields
 from .._config_types import Size
 from .._published_config import PublishedConfig
 from .._rotary_attributes import RotaryPositions
@@ -27,13 +27,13 @@ class KeyHeads(Entry):
 
     default: int | None = None
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `kv_heads`."""
         stated = published.nullable("num_key_value_heads", self.default)
         kv_heads = published.read("num_attention_heads", Size) if stated is None else stated
         return {"kv_heads": published.checked("num_key_value_heads", kv_heads, Size)}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attribute."""
         return {"num_key_value_heads": config.kv_heads}
 
@@ -41,14 +41,14 @@ class KeyHeads(Entry):
 class EqualKeyHeads(KeyHeads):
     """The attribute for key heads in a family that has as many as query heads, and no field for them."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return no field; refuse another number."""
         heads, kv_heads = published.count("num_attention_heads"), super().read(published)["kv_heads"]
         if kv_heads != heads:
             published.refuse(f"num_key_value_heads={kv_heads}: latent attention has as many as heads, {heads}.")
         return {}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attribute."""
         return {"num_key_value_heads": config.heads}
 
@@ -59,11 +59,11 @@ class HeadSize(Entry):
 
     default: int | None = None
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `head_dim`."""
         return {"head_dim": published.take("head_dim", self.default)}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attribute."""
         return {} if self.default is None and config.head_dim is None else {"head_dim": config.head_size}
 
@@ -71,11 +71,11 @@ class HeadSize(Entry):
 class StatedHeadSize(HeadSize):
     """The channels of a head, always written; null is `embed / heads` too."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `head_dim`."""
         return {"head_dim": published.nullable("head_dim", self.default)}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attribute."""
         return {"head_dim": config.head_size}
 

@@ -21,7 +21,7 @@ from ...nn import (
     yarn_magnitude,
     YarnScaling,
 )
-from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Unpublished
+from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Unpublished
 from .._config_types import Index, LayerCount, Length, NotNegative, Number, OptionalSize, Positive, Size
 from .._family import ModelConfig
 from .._layer_attributes import layers_of
@@ -221,7 +221,7 @@ def latent_attributes(
 class LayerMixtures(Entry):
     """`mlp_layer_types`, a list of dense and sparse layers; without a list, another attribute counts dense layers."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `first_dense` and `dense_layers`; refuse other types of layers, and lists of another length."""
         layers = layers_of(published)
         if (types := published.listed("mlp_layer_types", str)) is None:
@@ -232,7 +232,7 @@ class LayerMixtures(Entry):
         later = tuple(layer for layer, kind in enumerate(types) if kind == "dense" and layer > first)
         return {"first_dense": first, "dense_layers": later}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the list."""
         return {"mlp_layer_types": ["sparse" if is_mixture else "dense" for is_mixture in config.mixtures]}
 

@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from ...nn import Transformer, YarnScaling
-from .._attributes import Attribute, Entry, Expect
+from .._attributes import Attribute, Attributes, Entry, Expect, Fields
 from .._config_types import Index, NotNegative, Number, OptionalSize, Size
 from .._family import Family
 from .._published_config import PublishedConfig
@@ -35,13 +35,13 @@ def build_deepseek_v2(config: DeepSeekV2Config, *, key: Key[Array, ""]) -> Trans
 class _Method(Entry):
     """The way in which experts are chosen: greedily, in which case there is one group, or from groups."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return a single group where choices are greedy, whatever other attributes state; else no field."""
         published.expect("topk_method", "greedy", "group_limited_greedy")
         is_greedy = published.text("topk_method", "greedy") == "greedy"
         return {"groups": 1, "kept_groups": 1} if is_greedy else {}
 
-    def write(self, config: DeepSeekV2Config) -> dict[str, Any]:
+    def write(self, config: DeepSeekV2Config) -> Attributes:
         """Return the method's name."""
         return {"topk_method": "greedy" if config.groups == 1 else "group_limited_greedy"}
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from ...nn import Block, Linear, MoE, Transformer
-from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore
+from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore
 from .._config_types import Index, Length, NotNegative, OptionalSize, Positive, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import layers_of
@@ -23,12 +23,12 @@ from ._mixtures import MIXTURE, mixture
 class _LastMixture(Entry):
     """The last layer that may have experts; where it is -1 or missing, the last of all."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `moe_last`."""
         last = published.count("moe_layer_end_index", -1, least=-1)
         return {"moe_last": layers_of(published) - 1 if last == -1 else last}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attribute."""
         return {"moe_layer_end_index": config.moe_last}
 

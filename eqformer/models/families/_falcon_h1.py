@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, ParallelMixers, Residual, ScaledActivation, Transformer
-from .._attributes import Activation, Attribute, Entry, Expect, Ignore
+from .._attributes import Activation, Attribute, Attributes, Entry, Expect, Fields, Ignore
 from .._config_types import Length, NotNegative, Number
 from .._family import DecoderConfig, Family
 from .._published_config import PublishedConfig
@@ -25,7 +25,7 @@ class Scales(Entry):
     published: str
     count: int
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the multipliers; refuse a list of another length, and what is no number."""
         stated = published.listed(self.published, Number)
         scales = [1.0] * self.count if stated is None else stated
@@ -33,7 +33,7 @@ class Scales(Entry):
             published.refuse(f"{self.published}={stated}: it must be a list of {self.count} numbers.")
         return {self.name: tuple(scales)}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the list."""
         return {self.published: list(getattr(config, self.name))}
 

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Activation, Attribute, Expect, published_activations
+from .._attributes import Activation, Attribute, Attributes, Expect, Fields, published_activations
 from .._config_types import Length, Size
 from .._family import DecoderConfig, Family
 from .._published_config import PublishedConfig
@@ -42,7 +42,7 @@ def build_gemma(config: GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
 class EitherActivation(Activation):
     """An activation in two attributes, since older readers use `hidden_activation` alone, and newer ones ignore it."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the name in `nn.ACTIVATIONS`; refuse two that differ."""
         activation = super().read(published)[self.name]
         if published.text(self.published, self.default) == "gelu":
@@ -50,7 +50,7 @@ class EitherActivation(Activation):
         published.expect("hidden_activation", *published_activations(activation))
         return {self.name: activation}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return both attributes, or one where the other is the default of older readers."""
         (name,) = super().write(config).values()
         name = "gelu_python" if name == "gelu" else name

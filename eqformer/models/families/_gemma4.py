@@ -22,7 +22,7 @@ from ...nn import (
     sliding_window,
     Transformer,
 )
-from .._attributes import Activation, Attribute, Entry, Expect
+from .._attributes import Activation, Attribute, Attributes, Entry, Expect, Fields
 from .._config_types import Index, Length, NotNegative, OptionalSize, Positive, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, layers_of, Windows
@@ -119,7 +119,7 @@ class GlobalWindows(Windows):
     def __init__(self):
         super().__init__(512, lambda _, layers: all_but_every(6, layers))
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return both fields."""
         fields, last = super().read(published), layers_of(published) - 1
         return fields | {"window_layers": tuple(layer for layer in fields["window_layers"] if layer != last)}
@@ -128,7 +128,7 @@ class GlobalWindows(Windows):
 class GlobalHeads(Entry):
     """The size and number of key heads in layers without a window, stated once or layer by layer."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `global_head_dim`, `global_kv_heads` and `keys_as_values`; refuse layers that differ otherwise."""
         size, shared = published.read("global_head_dim", Size, 512), published.flag("attention_k_eq_v", False)
         kv_heads = published.read("num_key_value_heads", Size, 4)
@@ -149,7 +149,7 @@ class GlobalHeads(Entry):
             heads = within.read("num_key_value_heads", Size, kv_heads)
         return {"global_head_dim": size, "global_kv_heads": heads, "keys_as_values": shared}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attributes for all layers at once, as they are published, where transformers reads them so."""
         attributes = {"global_head_dim": config.global_head_dim, "attention_k_eq_v": config.keys_as_values}
         if config.keys_as_values:
@@ -162,12 +162,12 @@ class GlobalHeads(Entry):
 class LayerVectors(Entry):
     """A vector of each token for each layer (E2B, E4B), of channels that are 0 where there is none."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `input_mlp` and, where there are vectors, `input_vocab`."""
         channels, ids = published.read(*_CHANNELS), published.read(*_IDS)
         return {"input_mlp": channels, "input_vocab": ids} if channels else {}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the channels and, where there are vectors, the number of ids."""
         return {_CHANNELS[0]: config.input_mlp} | ({_IDS[0]: config.input_vocab} if config.input_mlp else {})
 
@@ -179,7 +179,7 @@ _CHANNELS, _IDS = ("hidden_size_per_layer_input", OptionalSize, 256), ("vocab_si
 class MaybeExperts(Entry):
     """Experts beside the dense layers, if they are switched on."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `experts`, `top_k` and `expert_mlp`."""
         names = {"experts": "num_experts", "top_k": "top_k_experts", "expert_mlp": "moe_intermediate_size"}
         if published.flag("enable_moe_block", False):
@@ -188,7 +188,7 @@ class MaybeExperts(Entry):
             published.take(attribute, None)
         return {}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the switch, and what it switches on."""
         if not config.experts:
             return {"enable_moe_block": False}

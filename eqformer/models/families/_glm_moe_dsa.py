@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from ...nn import Transformer
-from .._attributes import Entry, Expect
+from .._attributes import Attributes, Entry, Expect, Fields
 from .._config_types import Index, Length, NotNegative, Positive, Size
 from .._family import Family
 from .._layer_attributes import layers_of
@@ -57,7 +57,7 @@ def _kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together]:
 class ReadingLayers(Entry):
     """`indexer_types`, or what a list is made from where there is none: a pattern of letters, or a period."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `reading_layers`; refuse other kinds, lists of another length, and a first layer that reads."""
         layers, types = layers_of(published), published.listed("indexer_types", str)
         pattern = published.read("index_topk_pattern", str | list[str], None)
@@ -76,7 +76,7 @@ class ReadingLayers(Entry):
             )
         return {"reading_layers": tuple(layer for layer, kind in enumerate(types) if kind == "shared")}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the list."""
         return {"indexer_types": ["shared" if n in config.reading_layers else "full" for n in range(config.layers)]}
 

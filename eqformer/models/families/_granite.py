@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Activation, Attribute
+from .._attributes import Activation, Attribute, Fields
 from .._config_types import Length, NotNegative, Number
 from .._family import DecoderConfig, Family
 from .._published_config import PublishedConfig
@@ -89,7 +89,7 @@ _PRESETS = {
 class _Divisor(Attribute):
     """A number that is not 0."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value."""
         found = super().read(published)
         if found[self.name] == 0:

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, NTKScaling, Transformer
-from .._attributes import Activation, Attribute, Expect, Ignore
+from .._attributes import Activation, Attribute, Attributes, Expect, Fields, Ignore
 from .._config_types import NotNegative, Positive
 from .._family import DecoderConfig, Family
 from .._published_config import PublishedConfig
@@ -40,7 +40,7 @@ def build_hunyuan(config: HunyuanConfig, *, key: Key[Array, ""]) -> Transformer:
 class AlphaRotaryPositions(RotaryPositions):
     """Rotary positions whose `dynamic` scaling with an `alpha` is a larger base, whatever the length."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `theta` and `scaling`."""
         parameters = either_rotary_parameters(published)
         if parameters.get("rope_type", parameters.get("type")) != "dynamic" or parameters.get("alpha") is None:
@@ -51,7 +51,7 @@ class AlphaRotaryPositions(RotaryPositions):
         theta = theta if parameters.get("rope_theta") is None else parameters["rope_theta"]
         return {"theta": theta, "scaling": NTKScaling(parameters["alpha"])}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the older attributes."""
         if not isinstance(config.scaling, NTKScaling):
             return super().write(config)

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, NTKScaling, Transformer
-from .._attributes import Attribute, Count, Entry, Expect, Ignore
+from .._attributes import Attribute, Attributes, Count, Entry, Expect, Fields, Ignore
 from .._config_types import NotNegative, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import layers_of
@@ -60,7 +60,7 @@ def build_hunyuan_moe(config: HunyuanMoEConfig, *, key: Key[Array, ""]) -> Trans
 class _ForEachLayer(Entry):
     """Attributes that are stated once or layer by layer: the number of a token's experts, and others."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `top_ks`; refuse other shared experts than one as wide as the experts."""
         layers, width = layers_of(published), published.read("intermediate_size", Size)
         for name, only in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
@@ -70,7 +70,7 @@ class _ForEachLayer(Entry):
         stated = published.read("moe_topk", Size | list[Size], 1)
         return {"top_ks": tuple(stated) if isinstance(stated, list) else (stated,) * layers}
 
-    def write(self, config: HunyuanMoEConfig) -> dict[str, Any]:
+    def write(self, config: HunyuanMoEConfig) -> Attributes:
         """Return the number of experts that each token chooses."""
         return {"moe_topk": list(config.top_ks) if len({*config.top_ks}) > 1 else config.top_k}
 

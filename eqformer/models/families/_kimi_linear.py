@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, ChannelDeltaNet, ProportionalScaling, Transformer
-from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Nullable, Unpublished
+from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Nullable, Unpublished
 from .._config_types import Index, Length, NotNegative, Number, Size
 from .._family import Family
 from .._layer_attributes import every, LayerTypes
@@ -33,7 +33,7 @@ class _Net(Entry):
         ("taps", "linear_conv_kernel_dim", "short_conv_kernel_size", 4),
     )
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the three fields."""
         nested = _of_nets(published)
         for name in ("full_attn_layers", "kda_layers"):  # other entries say what they mean
@@ -44,7 +44,7 @@ class _Net(Entry):
         nested.finish()
         return fields
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attributes of transformers."""
         return {name: getattr(config, own) for own, name, _, _ in self.names}
 

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Entry
+from .._attributes import Attributes, Entry, Fields
 from .._config_types import Positive, Size
 from .._family import Family
 from .._published_config import PublishedConfig
@@ -34,7 +34,7 @@ def build_lfm2(config: LFM2Config, *, key: Key[Array, ""]) -> Transformer:
 class _Width(Entry):
     """Hidden features, which may be said as those of a layer without gates, of which two thirds are then meant."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `mlp`."""
         width = published.read("block_ff_dim", Size, published.read("intermediate_size", Size, 12_288))
         multiple = published.count("block_multiple_of", 256)
@@ -45,7 +45,7 @@ class _Width(Entry):
             width = width if factor is None else -(-int(factor * width) // multiple) * multiple
         return {"mlp": published.checked("block_ffn_dim_multiplier: hidden features", width, Size)}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the width as it is."""
         return {"intermediate_size": config.mlp, "block_auto_adjust_ff_dim": False}
 

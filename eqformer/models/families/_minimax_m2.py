@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Activation, Attribute, Count, Expect, Ignore
+from .._attributes import Activation, Attribute, Count, Expect, Fields, Ignore
 from .._config_types import Fraction, Length, NotNegative, Positive, Size
 from .._family import DecoderConfig, Family
 from .._published_config import PublishedConfig
@@ -55,7 +55,7 @@ def build_minimax_m2(config: MiniMaxM2Config, *, key: Key[Array, ""]) -> Transfo
 class _Rotated(RotaryFraction):
     """The part of a head that is rotated, which published configurations say as a number of channels."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `rotary_fraction`; that which is said as a fraction comes first."""
         channels, head_dim = published.read("rotary_dim", Size, None), published.read("head_dim", Size, 128)
         return RotaryFraction(self.default if channels is None else channels / head_dim).read(published)

@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from ...nn import LogTemperature, RotaryScaling, Transformer, YarnScaling
-from .._attributes import Attribute, Entry
+from .._attributes import Attribute, Attributes, Entry, Fields
 from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, Size
 from .._family import Family
 from .._multimodal import MultimodalModel
@@ -54,7 +54,7 @@ def build_mistral4(config: Mistral4Config, *, key: Key[Array, ""]) -> Transforme
 class _RotatedPart(Entry):
     """The part of a head that is rotated, which its sizes say too."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return no field; refuse another part."""
         rotated, unrotated = published.read("qk_rope_head_dim", Size), published.read("qk_nope_head_dim", Size)
         part = published.read("partial_rotary_factor", Fraction, rotated / (rotated + unrotated))
@@ -62,7 +62,7 @@ class _RotatedPart(Entry):
             published.refuse(f"partial_rotary_factor={part}: {rotated} of {rotated + unrotated} channels are rotated.")
         return {}
 
-    def write(self, config: Mistral4Config) -> dict[str, Any]:
+    def write(self, config: Mistral4Config) -> Attributes:
         """Return no attribute."""
         return {}
 

@@ -19,7 +19,7 @@ from ...nn import (
     Norm,
     TopKRouter,
 )
-from .._attributes import Attribute, Count, Entry
+from .._attributes import Attribute, Attributes, Count, Entry, Fields
 from .._config_types import Index, NotNegative, Positive, Size
 from .._family import DecoderConfig
 from .._published_config import PublishedConfig
@@ -137,11 +137,11 @@ def mixture_flags(config: QwenMoEConfig) -> tuple[bool, ...]:
 class DenseLayers(Entry):
     """The numbers of the layers without experts; none where the attribute is missing."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `dense_layers`."""
         return {"dense_layers": tuple(published.listed("mlp_only_layers", Index, empty=True) or ())}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the list."""
         return {"mlp_only_layers": list(config.dense_layers)}
 
@@ -149,7 +149,7 @@ class DenseLayers(Entry):
 class ExpertGroups(Count):
     """A number of groups of experts; null stands for one group."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value."""
         (name,) = self._published
         return {self.name: 1 if published.take(name) is None else published.count(name)}

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Residual, Transformer
-from .._attributes import Activation, Attribute, Expect
+from .._attributes import Activation, Attribute, Attributes, Expect, Fields
 from .._config_types import Index, Length, NotNegative, Number, Positive, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, every, layers_of, NullableWindows
@@ -70,7 +70,7 @@ def _from_the_last(layers: int) -> tuple[int, ...]:
 class PositionsByLayer(RotaryPositions):
     """Rotary positions of one base, which a list has for each layer, and 0 for those without."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the fields of the positions and `no_rotary_layers`; refuse other bases, which transformers ignores."""
         fields, layers = super().read(published), layers_of(published)
         if (thetas := published.listed("layer_rope_theta", NotNegative)) is None:
@@ -81,7 +81,7 @@ class PositionsByLayer(RotaryPositions):
             )
         return fields | {"no_rotary_layers": tuple(layer for layer, theta in enumerate(thetas) if not theta)}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the older attributes, and the list."""
         bases = [0.0 if layer in config.no_rotary_layers else config.theta for layer in range(config.layers)]
         return super().write(config) | {"layer_rope_theta": bases}

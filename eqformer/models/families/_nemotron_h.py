@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Layer, Linear, MLP, Residual, Transformer
-from .._attributes import Activation, Attribute, Count, Entry, Expect, Ignore, Nullable
+from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Nullable
 from .._config_types import LayerCount, NotNegative, Number, Size
 from .._family import DecoderConfig, Family
 from .._published_config import PublishedConfig
@@ -26,7 +26,7 @@ KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E",
 class LayerKinds(Entry):
     """The kind of each layer, as a list of names or, in most published configurations, as a pattern of letters."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `pattern` and `layers`; refuse names that are none, and another number of layers."""
         names, pattern = published.listed("layers_block_type", str), published.text("hybrid_override_pattern", "ME*-")
         if names is not None:
@@ -35,7 +35,7 @@ class LayerKinds(Entry):
             pattern = "".join(KINDS[name] for name in names)
         return {"pattern": pattern, "layers": published.read("num_hidden_layers", LayerCount, len(pattern))}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the pattern."""
         return {"hybrid_override_pattern": config.pattern, "num_hidden_layers": config.layers}
 
@@ -47,14 +47,14 @@ class LeastStep(Entry):
     to both, so that both give the same logits. It does not read `time_step_limit`, which NVIDIA's own code does.
     """
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `step_limits`; refuse limits that transformers and NVIDIA's own code read unlike."""
         limits = StepLimits().read(published)["step_limits"]
         if limits != (0.0, math.inf):
             published.refuse(f"time_step_limit={limits}: transformers does not read it; say time_step_min alone.")
         return {"step_limits": (published.read("time_step_min", NotNegative, 0.001), math.inf)}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attribute; raises a `ValueError` for a greatest step, which no configuration says."""
         least, most = config.step_limits
         if most != math.inf:

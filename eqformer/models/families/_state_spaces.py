@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from jaxtyping import Array, Key
 
 from ...nn import Mamba2Mixer
-from .._attributes import Attribute, Count, Entry
+from .._attributes import Attribute, Attributes, Count, Entry, Fields
 from .._config_types import fits, NotNegative, Positive, Range, Size
 from .._published_config import PublishedConfig
 from .._weight_rules import Rule
@@ -61,7 +61,7 @@ def mamba2(config: Any, key: Key[Array, ""], **options: Any) -> Mamba2Mixer:
 class StepLimits(Entry):
     """`time_step_limit`, the least and the greatest step; without a bound where it is missing or null."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `step_limits`; refuse anything but two numbers, the second of which may be infinite."""
         stated = published.listed("time_step_limit")
         limits = (0.0, math.inf) if stated is None else tuple(math.inf if end == _INFINITE else end for end in stated)
@@ -69,7 +69,7 @@ class StepLimits(Entry):
             published.refuse(f"time_step_limit={stated}: it must be a least and a greatest step of at least 0.")
         return {"step_limits": limits}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the pair as transformers writes it, where there is a bound."""
         least, most = config.step_limits
         bound = {"time_step_limit": [least, _INFINITE if math.isinf(most) else most]}
@@ -93,7 +93,7 @@ class ValueChannels(Entry):
     inner: tuple[str, int] | None = None
     """The attribute, and its default."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `net_v_dim`; refuse one that does not fit the width."""
         heads, width = published.read(self.heads, Size, 128), published.read("hidden_size", Size)
         inner = int(published.read(self.expand, Positive, 2) * width)
@@ -106,7 +106,7 @@ class ValueChannels(Entry):
             published.refuse(f"{self.channels}={value}: {heads} heads ({self.heads}) must fill {why}.")
         return {"net_v_dim": channels}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return both attributes."""
         inner = config.net_heads * config.net_v_dim
         if self.inner is not None:

@@ -24,7 +24,7 @@ from ...nn import (
     Stack,
     Transformer,
 )
-from .._attributes import Attribute, Count, Entry, Expect, Ignore, published_activations
+from .._attributes import Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, published_activations
 from .._config_types import Index, LayerCount, Length, NotNegative, Size
 from .._family import Family, ModelConfig
 from .._published_config import PublishedConfig
@@ -36,13 +36,13 @@ from ._decoder import activation_of, gated_mlp
 class _Layers(Entry):
     """The numbers of layers of the encoder and of the decoder; by default equal."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return both fields."""
         encoder = published.read("num_layers", LayerCount, 6)
         decoder = published.read("num_decoder_layers", LayerCount, encoder)
         return {"layers": decoder, "encoder_layers": None if encoder == decoder else encoder}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return both attributes."""
         return {"num_layers": config.encoder_layers or config.layers, "num_decoder_layers": config.layers}
 
@@ -56,7 +56,7 @@ _KINDS |= {f"gated-{name}": (True, activation) for name, activation in _NAMES if
 class _FeedForward(Entry):
     """The kind of feed-forward layers, which transformers writes into three attributes."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return `gated` and `activation`; refuse any other kind."""
         published.expect("feed_forward_proj", *_KINDS)
         proj = published.text("feed_forward_proj", "relu")
@@ -64,7 +64,7 @@ class _FeedForward(Entry):
             published.expect(name, value)
         return dict(zip(("gated", "activation"), _KINDS[proj]))
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return all three attributes; raises a `ValueError` for a kind that has no name."""
         for proj, kind in _KINDS.items():
             if kind == (config.gated, config.activation):
@@ -83,13 +83,13 @@ class _FeedForward(Entry):
 class _Head(Entry):
     """Whether the head is tied, and whether its input is scaled, which older configurations with a tied head imply."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return both fields."""
         tied = published.flag("tie_word_embeddings", True)
         scaled = published.nullable("scale_decoder_outputs", tied)
         return {"tied": tied, "scaled": False if scaled is None else scaled}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return both attributes."""
         return {"tie_word_embeddings": config.tied, "scale_decoder_outputs": config.scaled}
 

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, CrossAttention, Embedding, Encoder, full, Residual, Transformer, window_both_ways
-from .._attributes import Attribute, Entry, Expect, field_types, Ignore, read_entries
+from .._attributes import Attribute, Attributes, Entry, Expect, field_types, Fields, Ignore, read_entries
 from .._config_types import Index
 from .._family import Family
 from .._published_config import PublishedConfig
@@ -27,7 +27,7 @@ _MISSING |= {"num_attention_heads": 8, "rms_norm_eps": 1e-6, "max_position_embed
 class _EncoderAndDecoder(Entry):
     """The attributes of the encoder and of the decoder, each like a Gemma 2's."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the decoder's fields, and `encoder` where it differs; `tied` is an attribute outside of both."""
         encoder, decoder = (_read_half(published, half) for half in ("encoder", "decoder"))
         is_same = all(value == decoder[name] for name, value in encoder.items() if name not in ("start", "tied"))
@@ -35,7 +35,7 @@ class _EncoderAndDecoder(Entry):
         tied = published.flag("tie_word_embeddings", True)
         return decoder | {"tied": tied, "encoder": None if is_same else Gemma2Config(**fields)}
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attributes of both halves, and those outside of both."""
         shared: dict[str, Any] = {"model_type": "t5_gemma_module", "bos_token_id": config.start}
         halves = {"encoder": config.encoder or config, "decoder": config}

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Encoder, full, MergedAttention, Transformer, window_both_ways
-from .._attributes import Attribute, Entry, Expect, field_types, Ignore, read_entries
+from .._attributes import Attribute, Attributes, Entry, Expect, field_types, Fields, Ignore, read_entries
 from .._config_types import Index
 from .._family import Family
 from .._multimodal import MultimodalModel
@@ -26,7 +26,7 @@ _MULTIMODAL_ENCODER = MultimodalModel("t5gemma2_encoder")
 class _EqualHalves(Entry):
     """The attributes of the encoder's text model and of the decoder, which must be equal."""
 
-    def read(self, published: PublishedConfig) -> dict[str, Any]:
+    def read(self, published: PublishedConfig) -> Fields:
         """Return the decoder's fields; refuse an encoder with others."""
         multimodal = PublishedConfig(published.nested("encoder"), f"{published.source}: encoder")
         encoder = _read(_MULTIMODAL_ENCODER.text_attributes(multimodal), f"{multimodal.source}: text_config")
@@ -40,7 +40,7 @@ class _EqualHalves(Entry):
         published.expect("vocab_size", decoder["vocab"])
         return decoder
 
-    def write(self, config: Any) -> dict[str, Any]:
+    def write(self, config: Any) -> Attributes:
         """Return the attributes of both halves."""
         attributes: dict[str, Any] = {}
         for entry in _TABLE:
