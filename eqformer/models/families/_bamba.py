@@ -68,7 +68,7 @@ BAMBA = Family(
         Attribute("bias", "attention_bias", False),
         Attribute("mlp_bias", "mlp_bias", False),
         Activation(),
-        # How it runs, a loss of training, and what transformers never reads.
+        # Settings of running and of training, and attributes that transformers never reads.
         Ignore("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"),
     ),
     (

@@ -61,7 +61,7 @@ DEEPSEEK_V3 = Family(
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         Expect("scoring_func", "sigmoid"),
         Expect("topk_method", "noaux_tc"),
-        Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # layers behind the model, which transformers skips too
+        Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # predictors, which transformers skips too
     ),
     (*LATENT_WEIGHTS, SELECTION_BIAS),
     predictor=NUMBERED_PREDICTOR,

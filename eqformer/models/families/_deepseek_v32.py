@@ -72,7 +72,7 @@ DSA_ATTRIBUTES: tuple[Entry, ...] = (
     Expect("topk_method", "noaux_tc"),
     Expect("rope_interleave", True, written=False),
     Expect("mlp_bias", False, written=False),
-    Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # which transformers skips too
+    Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # predictors, which transformers skips too
 )
 _EACH_CHOOSES = (
     AllLayers("indexer_types", "full"),

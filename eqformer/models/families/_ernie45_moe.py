@@ -21,7 +21,7 @@ from ._mixtures import MIXTURE, mixture
 
 
 class _LastMixture(Entry):
-    """The last layer that may have experts; where it is -1 or missing, the last of all."""
+    """The last layer that may have experts; -1, or a missing attribute, stands for the model's last layer."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `moe_last`."""
@@ -37,7 +37,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     *decoder_attributes(RotaryPositions(500_000.0), kv_heads=4, tied=True, max_seq=131_072),
     Attribute("bias", "use_bias", False),
     Count("expert_mlp", "moe_intermediate_size", 1536),
-    # Of two names transformers reads the second last, so that it counts.
+    # Transformers reads the second of two names last, so that the second counts.
     Count("experts", ("num_experts", "moe_num_experts"), 64, written=("moe_num_experts",)),
     Count("top_k", ("num_experts_per_tok", "moe_k"), 6, written=("moe_k",)),
     Attribute("shared", "moe_num_shared_experts", 2),
@@ -48,7 +48,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Activation(),
     Expect("moe_norm_min", 1e-12),
     Expect("moe_gate", "topk", written=False),
-    Ignore("moe_capacity", "moe_use_aux_free", "num_nextn_predict_layers"),  # of training
+    Ignore("moe_capacity", "moe_use_aux_free", "num_nextn_predict_layers"),  # settings of training
 )
 _BIAS = "feed_forward.layer.router.selection_bias"
 WEIGHTS = (

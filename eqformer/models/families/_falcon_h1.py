@@ -19,7 +19,7 @@ from ._state_spaces import mamba2, mamba_weights, NetSizes, STATED_MAMBA_ATTRIBU
 
 @dataclasses.dataclass(frozen=True)
 class Scales(Entry):
-    """A list of multipliers, each of something of its own; ones where it is missing or null."""
+    """A list of factors; all are 1 where the attribute is missing or null."""
 
     name: str
     published: str
@@ -60,7 +60,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("mlp_bias", "mlp_bias", False),
     Activation(),
     Expect("mamba_use_mlp", True, written=False),
-    # How it runs, and what transformers never reads.
+    # Settings of running, and attributes that transformers never reads.
     Ignore("mamba_chunk_size", "num_logits_to_keep", "mlp_expansion_factor", "attn_layer_indices"),
     Ignore("layers_block_type", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank"),
 )
@@ -78,7 +78,7 @@ WEIGHTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FalconH1Config(NetSizes, DecoderConfig):
-    """The config of a Falcon-H1; a scale is what something is multiplied by."""
+    """The config of a Falcon-H1; scales are factors."""
 
     embedding_scale: Number = 1.0
     """A factor of the embeddings."""
@@ -99,7 +99,7 @@ class FalconH1Config(NetSizes, DecoderConfig):
     logit_scale: Number = 1.0
     """A factor of the logits."""
     net_norm: bool = False
-    """Whether the Mamba-2's output is normed."""
+    """Whether a Mamba-2's output has a norm."""
     norm_first: bool = True
     """Whether that is before its gate."""
     bias: bool = False

@@ -98,7 +98,7 @@ GEMMA2 = Family(
         Activation("gelu_pytorch_tanh", "hidden_activation"),
         Attribute("bias", "attention_bias", False),
         Expect("use_bidirectional_attention", False, written=False),
-        Ignore("hidden_act", "cache_implementation", "sliding_window_size"),  # which nothing reads
+        Ignore("hidden_act", "cache_implementation", "sliding_window_size"),  # nothing reads these
     ),
     (*EDGES, *ATTENTION, *GATED, *FOUR_NORMS),
 )

@@ -114,7 +114,7 @@ GEMMA3 = Family(
         Activation("gelu_pytorch_tanh", "hidden_activation"),
         Attribute("bias", "attention_bias", False),
         Expect("use_bidirectional_attention", False, written=False),
-        # Which nothing reads; the last is written of what `layer_types` say.
+        # Nothing reads these; transformers derives the last one from `layer_types`.
         Ignore("hidden_act", "cache_implementation", "attn_logit_softcapping", "_sliding_window_pattern"),
     ),
     (*EDGES, *ATTENTION, *head_norm_weights(), *GATED, *FOUR_NORMS),

@@ -114,7 +114,7 @@ def unread(config: Any) -> tuple[str, ...]:
 
 
 class GlobalWindows(Windows):
-    """`Windows` of all layers but each sixth, and never of the last."""
+    """`Windows` of all layers but each sixth and the last."""
 
     def __init__(self):
         super().__init__(512, lambda _, layers: all_but_every(6, layers))
@@ -160,7 +160,7 @@ class GlobalHeads(Entry):
 
 
 class LayerVectors(Entry):
-    """A vector of each token for each layer (E2B, E4B), of channels that are 0 where there is none."""
+    """A vector of each token for each layer (E2B, E4B); 0 channels stand for no vectors."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `input_mlp` and, where there are vectors, `input_vocab`."""
@@ -322,7 +322,7 @@ GEMMA4 = Family(
         Attribute("bias", "attention_bias", False),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         Activation("gelu_pytorch_tanh", "hidden_activation"),
-        Expect("use_bidirectional_attention", None, "vision", written=False),  # "vision" is of images' tokens
+        Expect("use_bidirectional_attention", None, "vision", written=False),  # "vision" concerns images alone
         LayerVectors(),
         Attribute("reading_layers", "num_kv_shared_layers", 0),
         Attribute("widens_reading", "use_double_wide_mlp", False),

@@ -100,7 +100,7 @@ GLM4_MOE = Family(
         Attribute("bias", "attention_bias", False),
         Attribute("balance", "router_aux_loss_coef", 0.0001),
         Activation(),
-        Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # layers behind the model, which transformers skips too
+        Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # predictors, which transformers skips too
     ),
     (*LLAMA_WEIGHTS, *MIXTURE, *SHARED, SELECTION_BIAS),
     predictor=NUMBERED_PREDICTOR,

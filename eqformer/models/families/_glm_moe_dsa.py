@@ -55,7 +55,7 @@ def _kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together]:
 
 
 class ReadingLayers(Entry):
-    """`indexer_types`, or what a list is made from where there is none: a pattern of letters, or a period."""
+    """`indexer_types` or, where there is no list, a pattern of letters or a period from which one is made."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `reading_layers`; refuse other kinds, lists of another length, and a first layer that reads."""

@@ -43,13 +43,13 @@ ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("tied", "tie_word_embeddings", True),
     Attribute("layer_scales", "scale_attn_by_inverse_layer_idx", False),
     Expect("add_cross_attention", False, written=False),
-    Ignore("reorder_and_upcast_attn"),  # which changes rounding alone: scores are of float32 at least
+    Ignore("reorder_and_upcast_attn"),  # it changes rounding alone, and scores have float32 at least
     Ignore("n_ctx", "predict_special_tokens", *_SUMMARY, attn_pdrop=0.0),
 )
 
 _LAYER, _TURNED = "transformer.h.{layer}.", "inputs outputs -> outputs inputs"
 _joined = lambda leaf: tuple(f"mixer.layer.{name}.{leaf}" for name in ("query", "key", "value"))
-# Maps are stored inputs first; queries, keys and values side by side.
+# Maps are stored with inputs first, and queries, keys and values side by side.
 WEIGHTS = (
     Rule("transformer.wte.weight", "embedding.weight"),
     Rule("lm_head.weight", "head.weight"),

@@ -102,7 +102,7 @@ GPT_OSS = Family(
         Expect("hidden_act", "silu"),
         Unpublished("activation", "quick_gelu", "experts have it whatever is said"),
         Expect("swiglu_alpha", 1.702, written=False),
-        Ignore("experts_per_token", "initial_context_length"),  # said elsewhere too
+        Ignore("experts_per_token", "initial_context_length"),  # repeat other attributes
     ),
     (
         *(*EDGES, *ATTENTION, *PRE_NORMS),

@@ -38,7 +38,7 @@ def build_hunyuan(config: HunyuanConfig, *, key: Key[Array, ""]) -> Transformer:
 
 
 class AlphaRotaryPositions(RotaryPositions):
-    """Rotary positions whose `dynamic` scaling with an `alpha` is a larger base, whatever the length."""
+    """Rotary positions whose `dynamic` scaling with an `alpha` stands for a larger base at any length."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta` and `scaling`."""
@@ -62,7 +62,7 @@ class AlphaRotaryPositions(RotaryPositions):
 _OWN = ("rope_type", "type", "rope_theta")
 
 HUNYUAN_ATTRIBUTES = (
-    *(*decoder_attributes(AlphaRotaryPositions()), StatedHeadSize()),  # transformers does not find it out by itself
+    *(*decoder_attributes(AlphaRotaryPositions()), StatedHeadSize()),  # transformers does not compute it
     Attribute("bias", "attention_bias", False),
     Activation(),
     Expect("mlp_bias", False, written=False),
@@ -70,7 +70,7 @@ HUNYUAN_ATTRIBUTES = (
     Expect("use_qk_norm", True, written=False),
     Expect("use_cla", False, written=False),
     Expect("use_rotary_pos_emb", True, written=False),
-    Ignore("attention_head_dim", "org_vocab_size"),  # said elsewhere too
+    Ignore("attention_head_dim", "org_vocab_size"),  # repeat other attributes
     Ignore("cla_share_factor", "add_classification_head", "class_num", "dense_list", "pool_type"),  # not in use
     *(Ignore(f"{name}_id") for name in ("eod_token", "pad", "mask_init", "im_start", "im_end", "im_newline")),
     *(Ignore(f"{name}_id") for name in ("text_start", "text_end", "video_start", "video_end")),

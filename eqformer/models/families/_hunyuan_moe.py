@@ -97,7 +97,7 @@ HUNYUAN_MOE = Family(
         Count("experts", ("num_experts", "num_local_experts"), 1),
         Attribute("balance", "router_aux_loss_coef", 0.001),
         *(Expect(name, True, written=False) for name in ("norm_topk_prob", "use_mixed_mlp_moe")),
-        # Of images, which the published models do not read.
+        # Attributes for images, which the published models do not read.
         *(Ignore(f"vit_{name}") for name in ("input_resolution", "mapping_type", "norm_type", "patch", "token")),
         Ignore("anyres_pooling_size", "num_media_embeds"),
     ),

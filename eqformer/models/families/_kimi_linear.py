@@ -25,7 +25,7 @@ def _of_nets(published: PublishedConfig) -> PublishedConfig:
 
 
 class _Net(Entry):
-    """Heads, their channels and the taps of a net."""
+    """The heads of a delta net, their channels, and the tokens that its convolutions read."""
 
     names = (
         ("net_heads", "linear_num_heads", "num_heads", 32),
@@ -36,7 +36,7 @@ class _Net(Entry):
     def read(self, published: PublishedConfig) -> Fields:
         """Return the three fields."""
         nested = _of_nets(published)
-        for name in ("full_attn_layers", "kda_layers"):  # other entries say what they mean
+        for name in ("full_attn_layers", "kda_layers"):  # other entries read them
             nested.listed(name, Size)
         fields = {
             field: nested.count(inner, published.count(name, default)) for field, name, inner, default in self.names
@@ -46,7 +46,7 @@ class _Net(Entry):
 
     def write(self, config: Any) -> Attributes:
         """Return the attributes of transformers."""
-        return {name: getattr(config, own) for own, name, _, _ in self.names}
+        return {name: getattr(config, field) for field, name, _, _ in self.names}
 
 
 def _attention(published: PublishedConfig, layers: int) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     *(Attribute("first_dense", "first_k_dense_replace", 1), LayerMixtures()),
     LayerTypes("attention_layers", ("full_attention", "linear_attention"), _attention),
     Count("expert_mlp", "moe_intermediate_size", 1024),
-    # Of two names transformers reads the second last, so that it counts.
+    # Transformers reads the second of two names last, so that the second counts.
     _either("experts", "num_experts", "num_local_experts", 256),
     _either("top_k", "num_experts_per_token", "num_experts_per_tok", 8),
     _either("shared", "num_shared_experts", "n_shared_experts", 1, least=0),
@@ -108,7 +108,7 @@ KIMI_WEIGHTS = (
     *(dataclasses.replace(rule, needs=_IS_NET) for rule in _OF_NETS),
     *(dataclasses.replace(rule, lacks=_IS_NET) if "o_proj" in rule.name else rule for rule in _ELSEWHERE),
     *gated_weights(prefix=_FED),
-    # Dense layers as they were first published; transformers writes them as mixtures.
+    # The names of dense layers in the first folders; transformers writes those of mixtures.
     *(dataclasses.replace(rule, variant=True) for rule in gated_weights()),
     *gated_weights(f"{_LAYER}experts.mlps", prefix=f"{_FED}experts.{{expert}}.", names=("w1", "w3", "w2")),
     *gated_weights(f"{_LAYER}shared", prefix=f"{_FED}shared_experts."),
@@ -141,7 +141,7 @@ class KimiLinearConfig(SigmoidLatentConfig):
 def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Kimi Linear with random weights."""
     router = {"normalise": config.normalise, **BIASED_SIGMOIDS}
-    # Some channels of keys are one for all heads, as where they are rotated; here none turns.
+    # As with rotated channels, all heads share some channels of keys; here none are rotated.
     still = dataclasses.replace(config, scaling=ProportionalScaling(0.0))
     sizes: dict[str, Any] = {"heads": config.net_heads, "head_dim": config.net_head_dim, "taps": config.taps}
     sizes |= {

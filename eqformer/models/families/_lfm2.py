@@ -32,7 +32,7 @@ def build_lfm2(config: LFM2Config, *, key: Key[Array, ""]) -> Transformer:
 
 
 class _Width(Entry):
-    """Hidden features, which may be said as those of a layer without gates, of which two thirds are then meant."""
+    """Hidden features; configurations may state those of a layer without gates, of which two thirds are used."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `mlp`."""

@@ -87,7 +87,7 @@ LLAMA = Family(
         Attribute("bias", "attention_bias", False),
         Activation(),
         Attribute("mlp_bias", "mlp_bias", False),
-        Ignore("is_llama_config"),  # SmolLM2 says what it is
+        Ignore("is_llama_config"),  # SmolLM2 has it
     ),
     LLAMA_WEIGHTS,
 )

@@ -105,7 +105,7 @@ def build_llama4(config: Llama4Config, *, key: Key[Array, ""]) -> Transformer:
         (rotated, sees_all, is_mixture), (mixer, feed_forward) = kind, jax.random.split(key)
         options: dict[str, Any] = {"mask": Mask(chunk=None if sees_all else config.chunk), "bias": config.bias}
         if rotated:
-            # Published after the rotation, which changes no length.
+            # Transformers applies these norms after the rotation, which changes no length.
             norms = dict.fromkeys(("query_norm", "key_norm"), norm(config, "head_dim", scale=False))
             rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
             options |= {"rotary": rotary} | (norms if config.qk_norm else {})

@@ -53,7 +53,7 @@ def build_minimax_m2(config: MiniMaxM2Config, *, key: Key[Array, ""]) -> Transfo
 
 
 class _Rotated(RotaryFraction):
-    """The part of a head that is rotated, which published configurations say as a number of channels."""
+    """The part of a head that is rotated, which published configurations state as a number of channels."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `rotary_fraction`; that which is said as a fraction comes first."""
@@ -89,7 +89,7 @@ MINIMAX_M2 = Family(
         Expect("use_qk_norm", True, written=False),
         Expect("use_routing_bias", True, written=False),
         Expect("shared_intermediate_size", 0, written=False),
-        # Of an earlier model with linear attention, and of predictors that are not published.
+        # Attributes of an earlier model with linear attention, and of predictors that are not published.
         Ignore("attn_type_list", "mlp_intermediate_size", "shared_moe_mode", "layernorm_mlp_beta"),
         Ignore("layernorm_full_attention_beta", "layernorm_linear_attention_beta"),
         Ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),

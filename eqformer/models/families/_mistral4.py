@@ -52,7 +52,7 @@ def build_mistral4(config: Mistral4Config, *, key: Key[Array, ""]) -> Transforme
 
 
 class _RotatedPart(Entry):
-    """The part of a head that is rotated, which its sizes say too."""
+    """The part of a head that is rotated, which the head's sizes must confirm."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return no field; refuse another part."""

@@ -93,11 +93,11 @@ MODERNBERT_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("max_seq", "max_position_embeddings", 8192),
     Activation("gelu", "hidden_activation"),
     Activation("gelu", "classifier_activation", "dense_activation"),
-    # Of classifiers, of training, and of how transformers runs it.
+    # Attributes of classifiers, of training, and of how transformers runs the model.
     Ignore("classifier_pooling", "classifier_dropout", "embedding_dropout", "mlp_dropout", "cls_token_id"),
     Ignore("initializer_cutoff_factor", "layer_norm_eps", "position_embedding_type", "deterministic_flash_attn"),
     Ignore("reference_compile", "repad_logits_with_grad", "sparse_prediction", "sparse_pred_ignore_index"),
-    Ignore("is_causal"),  # it is an encoder, whatever this says
+    Ignore("is_causal"),  # the model is an encoder whatever the value
 )
 
 _ATTENTION, _FED = f"{LAYER}attn.", f"{LAYER}mlp."

@@ -68,7 +68,7 @@ def _from_the_last(layers: int) -> tuple[int, ...]:
 
 
 class PositionsByLayer(RotaryPositions):
-    """Rotary positions of one base, which a list has for each layer, and 0 for those without."""
+    """Rotary positions of one base; a list has the base for each layer, or 0 for a layer without positions."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the fields of the positions and `no_rotary_layers`; refuse other bases, which transformers ignores."""

@@ -19,7 +19,7 @@ from ._mixtures import BIASED_SIGMOIDS, mixture
 from ._state_spaces import beside_mamba, mamba2, mamba_weights, NetSizes, STEP_LIMITS, StepLimits
 
 
-# Names of layers, those of older configurations too, and their letters in a pattern.
+# The letters of layers in a pattern, by their names in newer and older configurations.
 KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E", "mamba": "M", "attention": "*"}
 
 
@@ -95,7 +95,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     ),
     *(Expect("attention_bias", False), Expect("mamba_proj_bias", False), Expect("n_shared_experts", 1)),
     *(Nullable("expert_latent", "moe_latent_size", None), Expect("sliding_window", None, written=False)),
-    # How weights are drawn, what is run how, further predictors, and what transformers never reads.
+    # Settings of initialization and of running, predictors, and attributes that transformers never reads.
     Ignore("time_step_max", "time_step_floor", "rescale_prenorm_residual", "residual_in_fp32"),
     Ignore("chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
     Ignore("num_logits_to_keep", "num_nextn_predict_layers", "mtp_layers_block_type", "norm_eps"),
@@ -229,5 +229,5 @@ NEMOTRON_H = Family(
     "nemotron_h",
     ATTRIBUTES,
     WEIGHTS,
-    ignored_prefixes=("mtp.",),  # predict further tokens
+    ignored_prefixes=("mtp.",),  # predictors of further tokens
 )

@@ -35,13 +35,13 @@ def build_qwen3_5(config: Qwen35Config, *, key: Key[Array, ""]) -> Transformer:
     return decoder(config, block, kinds, final_norm=norm(config, offset=1.0), key=key)
 
 
-# Of text, the three positions of an image's part are one.
+# The three positions of an image's parts are equal for text.
 QWEN35_POSITIONS = RotaryPositions(skipped=("mrope_section", "mrope_interleaved"))
 QWEN35_ATTRIBUTES: tuple[Entry, ...] = (
     *NET_ATTRIBUTES,
     Expect("attn_output_gate", True, written=False),
     Expect("mamba_ssm_dtype", "float32", written=False),
-    Ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # of what predicts further tokens
+    Ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # attributes of predictors
 )
 QWEN35_WEIGHTS = (*EDGES, *GATED_ATTENTION, *head_norm_weights(), *SPLIT_NET_WEIGHTS, *PRE_NORMS)
 

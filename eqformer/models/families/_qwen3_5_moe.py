@@ -77,7 +77,7 @@ QWEN3_5_MOE = Family(
         Count("experts", ("num_experts", "num_local_experts"), 256),
         Count("top_k", "num_experts_per_tok", 8),
         Attribute("balance", "router_aux_loss_coef", 0.001),
-        Ignore("intermediate_size"),  # of the dense layers that the family has not
+        Ignore("intermediate_size"),  # a width of dense layers, which the family lacks
     ),
     (*QWEN35_WEIGHTS, *MIXTURE, *FUSED, *GATED_SHARED),
     predictor=NAMED_PREDICTOR,

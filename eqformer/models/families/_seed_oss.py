@@ -59,7 +59,7 @@ SEED_OSS = Family(
         Attribute("output_bias", "attention_out_bias", False),
         Attribute("mlp_bias", "mlp_bias", False),
         Activation(),
-        Ignore("residual_dropout"),  # of training
+        Ignore("residual_dropout"),  # a setting of training
     ),
     (*EDGES, *ATTENTION, *PRE_NORMS, *gated_weights(bias=True)),
 )

@@ -59,7 +59,7 @@ CONV_ATTRIBUTES: tuple[Entry, ...] = (
     Expect("block_use_swiglu", True, written=False),
     Expect("use_pos_enc", True, written=False),
     Expect("theta", 1_000_000.0, written=False),
-    # Of the first configurations: what other attributes say again, and how weights were drawn.
+    # Attributes of the first configurations: copies of others, and settings of initialization.
     Ignore("block_dim", "conv_dim", "conv_dim_out", "num_heads", "block_norm_eps", "block_mlp_init_scale"),
     Ignore("block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
 )

@@ -15,12 +15,12 @@ from .._weight_rules import Rule
 from ._decoder import damping
 
 
-STEP_LIMITS = tuple[NotNegative, Annotated[float, Range(0.0, math.inf)]]  # the least and the greatest; may be infinite
+STEP_LIMITS = tuple[NotNegative, Annotated[float, Range(0.0, math.inf)]]  # least and greatest, which may be infinite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetSizes:
-    """The fields of a `Mamba2Mixer`."""
+    """The fields of configs with a `Mamba2Mixer`."""
 
     net_heads: Size
     """Value heads."""
@@ -115,7 +115,7 @@ class ValueChannels(Entry):
         return {self.channels: config.net_v_dim, self.expand: expand}
 
 
-# As Falcon-H1's configurations say it and, without the channels of all heads, those of Bamba and its successors.
+# The attributes of Falcon-H1's configurations and, without the channels of all heads, of Bamba's and its successors'.
 _VALUES = ("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto")
 STATED_MAMBA_ATTRIBUTES: tuple[Entry, ...] = (
     Count("net_heads", "mamba_n_heads", 128),

@@ -107,7 +107,7 @@ T5_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("start", "decoder_start_token_id", 0),
     Expect("is_encoder_decoder", True),
     Expect("is_decoder", False, written=False),
-    # Of training, and of classifiers.
+    # Settings of training and of classifiers.
     Ignore("dropout_rate", "initializer_factor", "classifier_dropout", "n_positions"),
 )
 

@@ -61,7 +61,7 @@ T5GEMMA2_ATTRIBUTES: tuple[Entry, ...] = (
     _EqualHalves(),
     Expect("is_encoder_decoder", True),
     Expect("tie_word_embeddings", True),
-    # Of training and of images.
+    # Attributes of training and of images.
     Ignore("dropout_rate", "classifier_dropout_rate", "eoi_token_index", "image_token_index"),
 )
 
@@ -87,13 +87,13 @@ def _encoder(prefix: str) -> tuple[Rule, ...]:
     return (Rule(f"{prefix}embed_tokens.weight", "embedding.weight"), *half_weights(prefix, "encoder"))
 
 
-_ENCODER, _NEWER = "model.encoder.", "model.encoder.text_model."  # as published, and as transformers has them
+_ENCODER, _NEWER = "model.encoder.", "model.encoder.text_model."  # as published, and as transformers names them
 T5GEMMA2_WEIGHTS = (
     *_encoder(_ENCODER),
     *(dataclasses.replace(rule, variant=True) for rule in _encoder(_NEWER)),
     *half_weights("model.decoder.", ""),
 )
-# What images go through, and the vector of the id behind an image, in which no text is read.
+# The parts that images go through, and the vector of the id behind an image, which text does not use.
 UNREAD = tuple(
     f"{prefix}{part}"
     for prefix in (_ENCODER, _NEWER, "model.decoder.")
