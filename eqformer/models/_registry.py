@@ -153,7 +153,7 @@ def shapes(model: str | ModelConfig) -> Transformer:
 def predictor_of(call: str, family: Family) -> PredictorTable:
     """Return how a family publishes the module that predicts a further token; raises a `ValueError` if it has none."""
     if family.predictor is None:
-        known = ", ".join(other.name for other in FAMILIES.values() if other.predictor is not None)
+        known = ", ".join(known.name for known in FAMILIES.values() if known.predictor is not None)
         raise ValueError(f"{call}: the family {family.name} has no predictor of a further token; {known} have one.")
     return family.predictor
 

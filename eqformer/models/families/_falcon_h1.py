@@ -136,9 +136,9 @@ def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transform
 
 
 def _falcon(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> FalconH1Config:
-    given: dict[str, Any] = {"head_dim": 128, "net_head_dim": 256, "net_v_dim": 128, "theta": 1e11, "max_seq": 262_144}
-    given |= {"embedding_scale": 2**2.5, "net_scales": (2**-1.5, 0.25, 2**-2.5, 0.5, 2**-1.5), "norm_first": False}
-    return FalconH1Config(embed=embed, layers=layers, heads=heads, kv_heads=kv_heads, mlp=mlp, **given | more)
+    fields: dict[str, Any] = {"head_dim": 128, "net_head_dim": 256, "net_v_dim": 128, "theta": 1e11, "max_seq": 262_144}
+    fields |= {"embedding_scale": 2**2.5, "net_scales": (2**-1.5, 0.25, 2**-2.5, 0.5, 2**-1.5), "norm_first": False}
+    return FalconH1Config(embed=embed, layers=layers, heads=heads, kv_heads=kv_heads, mlp=mlp, **fields | more)
 
 
 _BYTE: dict[str, Any] = {"vocab": 256, "head_dim": 16, "net_head_dim": 16, "net_v_dim": 16, "net_heads": 8}

@@ -91,10 +91,10 @@ class _Divisor(Attribute):
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value."""
-        found = super().read(published)
-        if found[self.name] == 0:
-            published.refuse(f"{self.published}={found[self.name]}: logits are divided by it; give another number.")
-        return found
+        fields = super().read(published)
+        if fields[self.name] == 0:
+            published.refuse(f"{self.published}={fields[self.name]}: logits are divided by it; give another number.")
+        return fields
 
 
 SCALES = (

@@ -63,10 +63,10 @@ def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) ->
 
 
 def _granite4(embed: int, heads: int, head_dim: int, kv_heads: int, mlp: int, **more: Any) -> GraniteHybridConfig:
-    given: dict[str, Any] = {"vocab": 100_352, "layers": 40, "net_heads": embed // 32, "shared_mlp": 2 * mlp}
-    given |= {"embedding_scale": 12.0, "attention_scale": 1 / head_dim, "residual_scale": 0.22}
-    given |= {"attention_layers": (5, 15, 25, 35), "heads": heads, "kv_heads": kv_heads}
-    return GraniteHybridConfig(embed=embed, mlp=mlp, **given | more)
+    fields: dict[str, Any] = {"vocab": 100_352, "layers": 40, "net_heads": embed // 32, "shared_mlp": 2 * mlp}
+    fields |= {"embedding_scale": 12.0, "attention_scale": 1 / head_dim, "residual_scale": 0.22}
+    fields |= {"attention_layers": (5, 15, 25, 35), "heads": heads, "kv_heads": kv_heads}
+    return GraniteHybridConfig(embed=embed, mlp=mlp, **fields | more)
 
 
 _BYTE: dict[str, Any] = {"vocab": 256, "layers": 4, "attention_layers": (2,), "net_heads": 8, "net_head_dim": 16}

@@ -55,8 +55,8 @@ class AlphaRotaryPositions(RotaryPositions):
         """Return the older attributes."""
         if not isinstance(config.scaling, NTKScaling):
             return super().write(config)
-        said = {"rope_type": "dynamic", "type": "dynamic", "alpha": config.scaling.alpha, "factor": 1.0}
-        return {"rope_theta": config.theta, "rope_scaling": said}
+        parameters = {"rope_type": "dynamic", "type": "dynamic", "alpha": config.scaling.alpha, "factor": 1.0}
+        return {"rope_theta": config.theta, "rope_scaling": parameters}
 
 
 _OWN = ("rope_type", "type", "rope_theta")

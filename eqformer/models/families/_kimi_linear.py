@@ -51,8 +51,8 @@ class _Net(Entry):
 
 def _attention(published: PublishedConfig, layers: int) -> tuple[int, ...]:
     """Return the layers with attention where no types are listed: those of the older list, or 4, 8, 12 and so on."""
-    said = _of_nets(published).listed("full_attn_layers", Size)
-    return tuple(range(4, layers, 4)) if said is None else tuple(number - 1 for number in said)
+    numbers = _of_nets(published).listed("full_attn_layers", Size)
+    return tuple(range(4, layers, 4)) if numbers is None else tuple(number - 1 for number in numbers)
 
 
 def _either(name: str, own: str, other: str, default: int, least: int = 1) -> Count:
@@ -80,7 +80,10 @@ KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     Attribute("eps", "rms_norm_eps", 1e-5),
     *(Unpublished("tied", False, "transformers never ties it"), Expect("tie_word_embeddings", False)),
     Attribute("max_seq", ("model_max_length", "max_position_embeddings"), 1_048_576),
-    *(Unpublished(name, its, "none turns") for name, its in (("theta", 1e4), ("scaling", None), ("temperature", 0.0))),
+    *(
+        Unpublished(name, value, "none turns")
+        for name, value in (("theta", 1e4), ("scaling", None), ("temperature", 0.0))
+    ),
     *(Activation(), Attribute("bias", "attention_bias", False), Expect("moe_layer_freq", 1)),
     *(Expect(name, True, written=False) for name in ("mla_use_nope", "use_grouped_topk")),
     Expect("moe_router_activation_func", "sigmoid", written=False),
@@ -91,8 +94,8 @@ _NETS, _OWN, _FED, _LAYER = f"{LAYER}self_attn.", "mixer.layer.", f"{LAYER}block
 _INTO, _TAPS = "(heads dim) inputs -> heads dim inputs", "(heads dim) 1 taps -> heads dim taps"
 _QKV = (("q", "query"), ("k", "key"), ("v", "value"))
 _OF_NETS = (
-    *(Rule(f"{_NETS}{name}_proj.weight", f"{_OWN}{own}.weight", _INTO) for name, own in _QKV),
-    *(Rule(f"{_NETS}{name}_conv1d.weight", f"{_OWN}{own}_conv.weight", _TAPS) for name, own in _QKV),
+    *(Rule(f"{_NETS}{name}_proj.weight", f"{_OWN}{leaf}.weight", _INTO) for name, leaf in _QKV),
+    *(Rule(f"{_NETS}{name}_conv1d.weight", f"{_OWN}{leaf}_conv.weight", _TAPS) for name, leaf in _QKV),
     Rule(f"{_NETS}b_proj.weight", f"{_OWN}rate.weight"),
     Rule(f"{_NETS}f_a_proj.weight", f"{_OWN}decay_down.weight"),
     Rule(f"{_NETS}f_b_proj.weight", f"{_OWN}decay_up.weight", _INTO),

@@ -39,8 +39,8 @@ def build_mamba2(config: Mamba2Config, *, key: Key[Array, ""]) -> Transformer:
 
 
 def _mamba2(embed: int, layers: int, **more: Any) -> Mamba2Config:
-    given: dict[str, Any] = {"vocab": 50_288, "net_heads": 2 * embed // 64, "tied": True}
-    return Mamba2Config(embed=embed, layers=layers, **given | more)
+    fields: dict[str, Any] = {"vocab": 50_288, "net_heads": 2 * embed // 64, "tied": True}
+    return Mamba2Config(embed=embed, layers=layers, **fields | more)
 
 
 _PRESETS = {

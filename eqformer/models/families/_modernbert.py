@@ -102,23 +102,23 @@ MODERNBERT_ATTRIBUTES: tuple[Entry, ...] = (
 
 _ATTENTION, _FED = f"{LAYER}attn.", f"{LAYER}mlp."
 _QKV = tuple(f"mixer.layer.{name}." for name in ("query", "key", "value"))
-_both = lambda name, path: tuple(Rule(f"{name}.{part}", f"{path}.{part}") for part in ("weight", "bias"))
+_weight_and_bias = lambda name, path: tuple(Rule(f"{name}.{part}", f"{path}.{part}") for part in ("weight", "bias"))
 MODERNBERT_WEIGHTS = (
     Rule("model.embeddings.tok_embeddings.weight", "embedding.weight"),
-    *_both("model.embeddings.norm", "embedding_norm"),
+    *_weight_and_bias("model.embeddings.norm", "embedding_norm"),
     Rule(f"{_ATTENTION}Wqkv.weight", tuple(f"{path}weight" for path in _QKV), INTO_HEADS),
     Rule(f"{_ATTENTION}Wqkv.bias", tuple(f"{path}bias" for path in _QKV), OF_HEADS),
     Rule(f"{_ATTENTION}Wo.weight", "mixer.layer.output.weight", OUT_OF_HEADS),
     Rule(f"{_ATTENTION}Wo.bias", "mixer.layer.output.bias"),
-    *_both(f"{LAYER}attn_norm", "mixer.norm"),
-    *_both(f"{LAYER}mlp_norm", "feed_forward.norm"),
+    *_weight_and_bias(f"{LAYER}attn_norm", "mixer.norm"),
+    *_weight_and_bias(f"{LAYER}mlp_norm", "feed_forward.norm"),
     Rule(f"{_FED}Wi.weight", ("feed_forward.layer.gate.weight", "feed_forward.layer.up.weight")),
     Rule(f"{_FED}Wi.bias", ("feed_forward.layer.gate.bias", "feed_forward.layer.up.bias")),
-    *_both(f"{_FED}Wo", "feed_forward.layer.down"),
-    *_both("model.final_norm", "norm.norm"),
-    *_both("head.dense", "norm.dense"),
-    *_both("head.norm", "norm.output_norm"),
-    *_both("decoder", "head"),
+    *_weight_and_bias(f"{_FED}Wo", "feed_forward.layer.down"),
+    *_weight_and_bias("model.final_norm", "norm.norm"),
+    *_weight_and_bias("head.dense", "norm.dense"),
+    *_weight_and_bias("head.norm", "norm.output_norm"),
+    *_weight_and_bias("decoder", "head"),
     Rule("decoder.bias", "logit_bias"),
 )
 

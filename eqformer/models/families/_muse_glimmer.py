@@ -47,8 +47,8 @@ def build_muse_glimmer(config: MuseGlimmerConfig, *, key: Key[Array, ""]) -> Tra
     """Return a Muse Glimmer with random weights."""
     options: dict[str, Any] = {"scale": config.query_scale * config.head_size**-0.5, "gate": True, "output_std": None}
     options |= head_norms(config, scale=False)
-    after = lambda: norm(config, offset=1.0, eps=config.output_eps)
-    sublayer = lambda layer: Residual(layer, norm(config, offset=1.0), output_norm=after())
+    output_norm = lambda: norm(config, offset=1.0, eps=config.output_eps)
+    sublayer = lambda layer: Residual(layer, norm(config, offset=1.0), output_norm=output_norm())
 
     def block(kind: tuple[bool, int | None], key: Key[Array, ""]) -> Block:
         (rotated, window), (mixer, feed_forward) = kind, jax.random.split(key)

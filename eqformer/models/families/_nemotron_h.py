@@ -204,8 +204,8 @@ _BYTE |= {"head_dim": 16, "expert_mlp": 32, "shared_mlp": 64, "experts": 12, "ti
 
 
 def _nemotron(embed: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> NemotronHConfig:
-    given: dict[str, Any] = {"vocab": 131_072, "layers": 52, "head_dim": 128, "net_kv_heads": 8}
-    return NemotronHConfig(embed=embed, heads=heads, kv_heads=kv_heads, mlp=mlp, **given | more)
+    fields: dict[str, Any] = {"vocab": 131_072, "layers": 52, "head_dim": 128, "net_kv_heads": 8}
+    return NemotronHConfig(embed=embed, heads=heads, kv_heads=kv_heads, mlp=mlp, **fields | more)
 
 
 _PRESETS = {

@@ -43,8 +43,8 @@ def conv_or_attention(config: ConvConfig, is_attention: bool, key: Key[Array, ""
 
 def _listed(published: PublishedConfig, layers: int) -> Iterable[int]:
     """Return the layers with attention where no types are listed; by default all."""
-    said = published.listed("full_attn_idxs", Index)
-    return range(layers) if said is None else said
+    numbers = published.listed("full_attn_idxs", Index)
+    return range(layers) if numbers is None else numbers
 
 
 CONV_ATTRIBUTES: tuple[Entry, ...] = (

@@ -87,7 +87,7 @@ class T5GemmaConfig(Gemma2Config):
 
 def build_t5gemma(config: T5GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a T5Gemma with random weights."""
-    encoder_config, after = config.encoder or config, lambda: norm(config, offset=1.0)
+    encoder_config, make_norm = config.encoder or config, lambda: norm(config, offset=1.0)
 
     def reader(window: int | None, key: Key[Array, ""]) -> Block:
         mask = full() if window is None else window_both_ways(2 * window + 1)
@@ -97,7 +97,7 @@ def build_t5gemma(config: T5GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
         block_key, cross_key = jax.random.split(key)
         sizes: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_size}
         sizes |= {"embed": config.embed, "source": encoder_config.embed, "bias": config.bias} | score_options(config)
-        cross = Residual(CrossAttention(**sizes, key=cross_key), after(), output_norm=after())
+        cross = Residual(CrossAttention(**sizes, key=cross_key), make_norm(), output_norm=make_norm())
         return dataclasses.replace(gemma2_block(config, window, key=block_key), cross=cross)
 
     table_key, encoder_key, decoder_key = jax.random.split(key, 3)
