@@ -1,11 +1,5 @@
 """The costs of a run: parameters, operations, bytes held and sent, and the machine's measured speed."""
 
-from ._absent import (
-    Compilation as Compilation,
-    compilation_of as compilation_of,
-    devices_of as devices_of,
-    missing_compiler as missing_compiler,
-)
 from ._accelerators import (
     Accelerator as Accelerator,
     ACCELERATORS as ACCELERATORS,
@@ -22,9 +16,13 @@ from ._bounds import (
     tensor_bytes as tensor_bytes,
 )
 from ._compile import (
+    Compilation as Compilation,
+    compilation_of as compilation_of,
     decode_shapes as decode_shapes,
+    devices_of as devices_of,
     lowered_decode as lowered_decode,
     lowered_step as lowered_step,
+    missing_compiler as missing_compiler,
 )
 from ._costs import (
     flops_per_token as flops_per_token,
@@ -32,7 +30,7 @@ from ._costs import (
     parameter_count as parameter_count,
     visible_keys as visible_keys,
 )
-from ._counted_bytes import communication_table as communication_table, counted_bytes as counted_bytes
+from ._device_speed import copy_bandwidth as copy_bandwidth, matmul_peak as matmul_peak, mesh_peak as mesh_peak
 from ._forecast import (
     decode_forecast as decode_forecast,
     DeviceMemory as DeviceMemory,
@@ -43,10 +41,14 @@ from ._forecast import (
 from ._held_bytes import (
     activation_bytes as activation_bytes,
     batch_shapes as batch_shapes,
+    judge_formula as judge_formula,
+    MARGIN as MARGIN,
     state_bytes as state_bytes,
     step_bytes as step_bytes,
+    StepBytes as StepBytes,
+    temporary_bytes as temporary_bytes,
+    Verdict as Verdict,
 )
-from ._peak import copy_bandwidth as copy_bandwidth, matmul_peak as matmul_peak, mesh_peak as mesh_peak
 from ._plot_costs import plot_costs as plot_costs
 from ._report import (
     compilation_table as compilation_table,
@@ -60,7 +62,6 @@ from ._report import (
     sent_table as sent_table,
 )
 from ._roofline import Roofline as Roofline, roofline as roofline
-from ._scatter_padding import scatter_padding as scatter_padding
 from ._search import (
     abstract_mesh as abstract_mesh,
     Candidate as Candidate,
@@ -74,9 +75,10 @@ from ._search import (
     ShapeRanking as ShapeRanking,
 )
 from ._sent_bytes import (
-    by_cause as by_cause,
+    communication_table as communication_table,
+    counted_bytes as counted_bytes,
+    scatter_padding as scatter_padding,
     Sent as Sent,
     sent_bytes as sent_bytes,
+    sum_by_cause as sum_by_cause,
 )
-from ._temporary_bytes import StepBytes as StepBytes, temporary_bytes as temporary_bytes
-from ._verdict import judge_formula as judge_formula, Verdict as Verdict

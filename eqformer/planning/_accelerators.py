@@ -1,4 +1,4 @@
-"""What accelerators have, by their data sheets, and how many of them stand together in what shape."""
+"""Accelerators by their data sheets, and topologies: how many of them are connected, in which shape."""
 
 import dataclasses
 import math
@@ -44,10 +44,10 @@ class Accelerator:
     round_trip: int = 4
     """A dim of a torus that is a multiple of this is a ring, a shorter one a line."""
     whole: int = 0
-    """Bytes of a GPU's memory; 0 where programs may fill all there is."""
+    """All bytes of a GPU's memory; 0 where programs may fill all there is."""
 
     def peak(self, dtype: str) -> float:
-        """Operations a second in a dtype, by its name; those of any wider than 16 bits are taken as bfloat16's."""
+        """Return the operations a second in a dtype, by its name; wider dtypes than 16 bits are taken as bfloat16."""
         return self.int8 if "int8" in dtype else self.fp8 if "float8" in dtype or "f8" in dtype else self.bf16
 
 
@@ -75,8 +75,8 @@ ACCELERATORS = {
     "v6e": dataclasses.replace(_V6E, round_trip=16),
     "tpu7x": dataclasses.replace(_TPU7X, per_chip=2),
     **{
-        one.name: dataclasses.replace(one, memory=int(GPU_SHARE * one.memory), whole=one.memory, switched=8)
-        for one in (_H100, _H200, _B200)
+        gpu.name: dataclasses.replace(gpu, memory=int(GPU_SHARE * gpu.memory), whole=gpu.memory, switched=8)
+        for gpu in (_H100, _H200, _B200)
     },
 }
 
@@ -93,15 +93,15 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """How many devices JAX sees."""
+        """Number of devices that JAX sees."""
         return math.prod(self.shape) * self.accelerator.per_chip
 
     def speeds(self, mesh: Mesh | AbstractMesh) -> dict[str, float]:
-        """Bytes a second that a device sends in one direction over each axis of a mesh, the last axes the nearest.
+        """Return the bytes a second that a device sends in one direction over each axis of a mesh.
 
-        In a torus an axis takes its dims one after another, and of each both links, or one where the dim is no ring.
-        Behind a switch axes have all its links, and the slow network once they reach beyond one machine. Raises a
-        `ValueError` for a mesh of another number of devices.
+        The last axes are the nearest. In a torus an axis takes its dims one after another, and of each both links, or
+        one where the dim is no ring. Behind a switch axes have all its links, and the slow network once they reach
+        beyond one machine. Raises a `ValueError` for a mesh of another number of devices.
         """
         if mesh.size != self.devices:
             sizes = " x ".join(f"{axis} {size}" for axis, size in dict(mesh.shape).items() if size > 1) or "1"
@@ -112,59 +112,62 @@ class Topology:
         return self._behind_switch(mesh) if self.accelerator.switched > 1 else self._in_torus(mesh)
 
     def _behind_switch(self, mesh: Mesh | AbstractMesh) -> dict[str, float]:
-        one, found, inner = self.accelerator, {}, 1
+        gpu, speeds, inner_size = self.accelerator, {}, 1
         for axis, size in reversed(dict(mesh.shape).items()):
-            inner *= size
-            found[axis] = one.link * one.links if inner <= min(one.switched, self.shape[0]) else one.network
-        return found
+            inner_size *= size
+            is_inside = inner_size <= min(gpu.switched, self.shape[0])
+            speeds[axis] = gpu.link * gpu.links if is_inside else gpu.network
+        return speeds
 
     def _in_torus(self, mesh: Mesh | AbstractMesh) -> dict[str, float]:
-        one, found = self.accelerator, {}
-        dims, left = [size for size in self.shape if size > 1], 1
-        if one.per_chip > 1:
-            dims.append(one.per_chip)
-        whole = dims[-1] if dims else 1
+        chip, speeds = self.accelerator, {}
+        dims, remaining = [size for size in self.shape if size > 1], 1
+        if chip.per_chip > 1:
+            dims.append(chip.per_chip)
+        dim_size = dims[-1] if dims else 1  # of the dim that axes take now, of which `remaining` devices are free
         for axis, size in reversed(dict(mesh.shape).items()):
             links = 0
-            while size > 1 and (dims or left > 1):
-                if left == 1:
-                    whole = left = dims.pop()
-                taken = math.gcd(size, left)
+            while size > 1 and (dims or remaining > 1):
+                if remaining == 1:
+                    dim_size = remaining = dims.pop()
+                taken = math.gcd(size, remaining)
                 if taken == 1:
                     break
-                links += 2 if taken == whole and whole % one.round_trip == 0 else 1
-                size, left = size // taken, left // taken
-            found[axis] = one.link * max(links, 1)
-        return found
+                links += 2 if taken == dim_size and dim_size % chip.round_trip == 0 else 1
+                size, remaining = size // taken, remaining // taken
+            speeds[axis] = chip.link * max(links, 1)
+        return speeds
 
 
 def topology(text: str) -> Topology:
-    """`v5e:16x16`, or `h100:8` and `h100:8x4` for four machines of eight; a `ValueError` for anything else."""
+    """Parse `v5e:16x16`, or `h100:8` and `h100:8x4` for four machines of eight; a `ValueError` for anything else."""
     name, _, sizes = text.partition(":")
     parts = sizes.split("x")
     if name not in ACCELERATORS:
         known = ", ".join(ACCELERATORS)
         raise ValueError(f"topology({text!r}): there is no accelerator {name!r}; known are {known}, as in v5e:16x16.")
-    one = ACCELERATORS[name]
-    most = 2 if one.platform == "cuda" or one.links == 4 else 3
+    accelerator = ACCELERATORS[name]
+    is_gpu = accelerator.platform == "cuda"
+    most = 2 if is_gpu or accelerator.links == 4 else 3
     if not all(part.isdecimal() and int(part) for part in parts) or len(parts) > most:
-        shape = "GPUs of a machine x machines, 8 or 8x4" if one.platform == "cuda" else "chips along each dim"
-        example = f"{name}:{'x'.join(['8', '4'] if one.platform == 'cuda' else ['4'] * most)}"
+        shape = "GPUs of a machine x machines, 8 or 8x4" if is_gpu else "chips along each dim"
+        example = f"{name}:{'x'.join(['8', '4'] if is_gpu else ['4'] * most)}"
         raise ValueError(f"topology({text!r}): give the shape after the name, {shape}, such as {example}.")
     shape = tuple(map(int, parts))
-    if one.platform == "cuda" and shape[0] > one.switched:
+    machine_size = accelerator.switched
+    if is_gpu and shape[0] > machine_size:
         raise ValueError(
-            f"topology({text!r}): a machine has at most {one.switched} {name}s; give several machines after an x, such "
-            f"as {name}:{one.switched}x{-(-shape[0] // one.switched)}."
+            f"topology({text!r}): a machine has at most {machine_size} {name}s; give several machines after an x, such "
+            f"as {name}:{machine_size}x{-(-shape[0] // machine_size)}."
         )
-    return Topology(one, shape)
+    return Topology(accelerator, shape)
 
 
 def for_platform(plan: parallel.Plan, platform: str) -> parallel.Plan:
-    """The plan over devices of a compiler's platform, `cuda` or `tpu`: absent ones, unless its mesh has such."""
+    """Return the plan over devices of a platform, `cuda` or `tpu`: abstract ones, unless its mesh has such devices."""
     name, mesh = {"cuda": "gpu"}.get(platform, platform), plan.mesh
     if plan.platform == name:
         return plan
-    absent = AbstractDevice(name, None, name)
-    there = AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=absent)
-    return dataclasses.replace(plan, mesh=there)
+    device = AbstractDevice(name, None, name)
+    abstract = AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
+    return dataclasses.replace(plan, mesh=abstract)

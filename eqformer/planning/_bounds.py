@@ -1,14 +1,14 @@
-"""Lower bounds of what each way to split a model sends: closed formulas, in bytes sent by one device.
+"""Lower bounds of the bytes that one device sends for each way to split a model, as closed formulas.
 
 Rings are optimal in bandwidth (Patarasuk and Yuan 2009): to gather or to reduce-scatter `S` bytes over `n` devices,
-each sends `(n-1)/n S`; to all-reduce them, twice that. `list_transfers` counts what a compiled program does send.
+each sends `(n-1)/n S`; to all-reduce them, twice that. `program.list_transfers` counts the bytes of a program.
 """
 
 Number = int | float
 
 
 def gather_bytes(size: Number, devices: int) -> Number:
-    """Bytes to gather `size` bytes, or to reduce and scatter them: `(n-1)/n S`; an all-reduce is twice that."""
+    """Return the bytes to gather `size` bytes, or to reduce-scatter them: `(n-1)/n S`; an all-reduce is twice that."""
     return (devices - 1) / devices * size
 
 
@@ -23,18 +23,18 @@ def sharded_state_bytes(
     weight_bytes: Number = 2,
     gradient_bytes: Number = 2,
 ) -> Number:
-    """Bytes a step of data parallelism over `devices`, with the training state replicated (`zero=0`) or split (1 to 3).
+    """Return the bytes a step of data parallelism, with the training state replicated (`zero=0`) or split (1 to 3).
 
     With `f = (n-1)/n`, `P` parameters and `G` microbatches, ZeRO (arXiv:1910.02054) sends `2 f P b_g` at stage 0 (plain
     data parallelism), `f P (b_g + b_w)` at 1, `f P (G b_g + b_w)` at 2, where each microbatch's gradients are
     scattered, and `f P G (2 b_w + b_g)` at 3, where each microbatch gathers parameters in both passes; `gathers` is
-    how often, 3 in a pipeline whose stages run once more for their backward. `replicas` of the group (HSDP) add an
+    their number, 3 in a pipeline whose stages run once more for their backward. `replicas` of the group (HSDP) add an
     all-reduce of each device's share of the gradients, once a step.
 
     Args:
-        parameters: How many there are.
+        parameters: Number of parameters.
         devices: Devices of a group.
-        zero: What is split: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters.
+        zero: State that is split: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters.
         microbatches: Microbatches of a step.
         gathers: How often a microbatch gathers parameters.
         replicas: Groups with the same state.
@@ -43,24 +43,24 @@ def sharded_state_bytes(
     """
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"sharded_state_bytes(zero={zero}): the stages are 0, 1, 2 and 3.")
-    each = {
+    parameter_bytes = {
         0: 2 * gradient_bytes,
         1: gradient_bytes + weight_bytes,
         2: microbatches * gradient_bytes + weight_bytes,
         3: microbatches * (gathers * weight_bytes + gradient_bytes),
     }[zero]
-    held = parameters if zero == 0 else parameters / devices
-    return gather_bytes(parameters * each, devices) + 2 * gather_bytes(held * gradient_bytes, replicas)
+    share = parameters if zero == 0 else parameters / devices
+    return gather_bytes(parameters * parameter_bytes, devices) + 2 * gather_bytes(share * gradient_bytes, replicas)
 
 
 def tensor_bytes(
     tokens: Number, embed: int, devices: int, *, regathered: bool = False, activation_bytes: Number = 2
 ) -> Number:
-    """Bytes a layer and microbatch of tensor parallelism: `8 (t-1)/t T h a`.
+    """Return the bytes a layer and microbatch of tensor parallelism: `8 (t-1)/t T h a`.
 
     Attention and MLP each gather and scatter the residual stream once in each pass; four all-reduces are as much.
-    `regathered` is 10 in place of 8: the inputs are gathered again for the gradients of weights, not saved (Megatron's
-    choice with sequence parallelism, arXiv:2205.05198, and that of the rings of `all_gather_matmul`).
+    `regathered` is 10 in place of 8: the inputs are gathered again for the gradients of weights, not saved, as in
+    Megatron with sequence parallelism (arXiv:2205.05198) and in the rings of `all_gather_matmul`.
     """
     return gather_bytes((10 if regathered else 8) * tokens * embed * activation_bytes, devices)
 
@@ -68,7 +68,7 @@ def tensor_bytes(
 def pipeline_bytes(
     tokens: Number, embed: int, microbatches: Number, *, chunks: int = 1, tensor: int = 1, activation_bytes: Number = 2
 ) -> Number:
-    """Bytes a step of a pipeline's inner device: `2 m v T h a`, over `tensor` where each of those sends its slice.
+    """Return the bytes a step of a pipeline's inner device: `2 m v T h a`, over `tensor` if each sends its slice.
 
     Args:
         tokens: Tokens of a microbatch.
@@ -91,7 +91,7 @@ def context_bytes(
     saved: bool = False,
     activation_bytes: Number = 2,
 ) -> Number:
-    """Bytes a layer and microbatch of a sequence of `tokens` split over `devices`.
+    """Return the bytes a layer and microbatch of a sequence of `tokens` split over `devices`.
 
     `"ring"` and `"gather"`: keys and values in the forward pass, again in the backward pass, and their gradients:
     `6 (c-1)/c T h_kv a`, where `kv_embed` is kv heads times head dim (4 where gathered keys and values are `saved`).
@@ -128,7 +128,7 @@ def expert_bytes(
     factor: Number = 1,
     activation_bytes: Number = 2,
 ) -> Number:
-    """Bytes a layer and microbatch of experts split over `devices`, each with so many tokens of its own.
+    """Return the bytes a layer and microbatch of experts split over `devices`, each with `tokens` of its own.
 
     `"exchange"`: each choice goes to its expert and back, in both passes: `4 f k (n-1)/n T h a`, where `f` is how many
     slots a round has for a choice (GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596). `"gather"`: all tokens

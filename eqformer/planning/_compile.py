@@ -1,63 +1,83 @@
-"""Steps compiled from shapes, for devices that may not be here."""
+"""Steps lowered from shapes, and compiled for devices that may not be here."""
 
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import re
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.experimental import topologies
 from jax.extend.mlir import ir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import nn, parallel, training
+from .._prepare import compiler_flags
+from .._read import read_json
 from .._shapes import Batch, is_shape
+from ..kernels import compilers
+from ..parallel import COLLECTIVES
+from ..program import CompiledCosts, read_compiled
+from ._accelerators import Accelerator, Topology
 
 
 def lowered_step(states: training.PlannedState, step: training.Step, batch: Batch) -> jax.stages.Lowered:
-    """A training step under a plan, lowered from the shapes of its state and batch, the state donated."""
+    """Lower a training step under a plan from the shapes of its state and batch; the state is donated."""
     shapes = states.step_shapes(batch)
-    if states.plan.optimizer_memory == "device" or _say_what_memory(states.plan.mesh):
+    if states.plan.optimizer_memory == "device" or _lists_memories(states.plan.mesh):
         return step.lower(*shapes)
     lowered, arrays = step.lower(*shapes, keep_unused=True), eqx.filter(shapes[0], is_shape)
-    memory = training.is_on_host(states.plan, states.optimizer, arrays.optimizer_state)
-    nowhere = jax.tree.map(lambda _: False, arrays)
-    _keep_on_host(lowered, jax.tree.leaves(eqx.tree_at(lambda s: s.optimizer_state, nowhere, memory)))
+    on_host = training.is_on_host(states.plan, states.optimizer, arrays.optimizer_state)
+    on_device = jax.tree.map(lambda _: False, arrays)
+    _keep_on_host(lowered, jax.tree.leaves(eqx.tree_at(lambda s: s.optimizer_state, on_device, on_host)))
     return lowered
 
 
-def _say_what_memory(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether devices say which memories they have."""
+def _lists_memories(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the devices of a mesh list the memories that they have."""
     return not isinstance(mesh, Mesh) or bool(mesh.devices.flat[0].addressable_memories())
 
 
-def _keep_on_host(lowered: jax.stages.Lowered, are_far: list[bool]) -> None:
-    """Have a program take some of its first arguments from the host's memory.
+def _keep_on_host(lowered: jax.stages.Lowered, on_host: list[bool]) -> None:
+    """Let a program take some of its first arguments from the host's memory.
 
-    Where devices are there, shardings say so; those of a compiler for GPUs that are not here know of no memory, and
-    JAX drops what shardings say of it.
+    Shardings over real devices name the memory. Devices of a compiler for absent GPUs have no memories, and JAX drops
+    the memories that shardings over them name.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
         main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
-        given = list(main.attributes["arg_attrs"])
-        for place, is_far in enumerate(are_far):
-            if is_far:
-                said: dict[str, Any] = {each.name: each.attr for each in given[place]}
-                said["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
-                given[place] = ir.DictAttr.get(said)
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get(given)
+        arguments = list(main.attributes["arg_attrs"])
+        for index, is_on_host in enumerate(on_host):
+            if is_on_host:
+                attributes: dict[str, Any] = {attribute.name: attribute.attr for attribute in arguments[index]}
+                attributes["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
+                arguments[index] = ir.DictAttr.get(attributes)
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(arguments)
 
 
 def decode_shapes(
     plan: parallel.Plan, model: nn.LanguageModel, rows: int, capacity: int, cache_dtype: str | None = None
 ) -> tuple[parallel.ShardedModel, PyTree]:
-    """A model served under a plan, and its cache for `rows` of up to `capacity` tokens: shapes with their places."""
+    """Return a model served under a plan, and its cache for `rows` of up to `capacity` tokens, as shapes."""
     served = parallel.ShardedModel(model, plan)
     shardings = parallel.shardings(plan.parameter_specs(served.model), plan.mesh)
-    arrays, rest = eqx.partition(served.model, is_shape)
-    arrays = jax.tree.map(_placed, arrays, eqx.filter(shardings, lambda leaf: isinstance(leaf, jax.sharding.Sharding)))
-    served = eqx.tree_at(lambda s: s.model, served, eqx.combine(arrays, rest))
+    arrays, static = eqx.partition(served.model, is_shape)
+    arrays = jax.tree.map(
+        _place_shapes, arrays, eqx.filter(shardings, lambda leaf: isinstance(leaf, jax.sharding.Sharding))
+    )
+    served = eqx.tree_at(lambda s: s.model, served, eqx.combine(arrays, static))
     return served, served.cache_shapes(rows, capacity, cache_dtype)
 
 
@@ -70,22 +90,22 @@ def lowered_decode(
     *,
     tokens: int = 1,
 ) -> jax.stages.Lowered:
-    """One token more of each of `rows`, by the likeliest of the logits, lowered from shapes, the cache donated.
+    """Lower a step that decodes one more token of each row, greedily, from shapes; the cache is donated.
 
     Args:
-        plan: Where the model is served.
-        model: Its shapes.
+        plan: The plan that serves the model.
+        model: The model's shapes.
         rows: Rows that are decoded together.
         capacity: Slots of a row's caches.
-        cache_dtype: What keys and values are kept in; None: the compute dtype.
-        tokens: How many of each row are read: the last one, or so many of a prompt.
+        cache_dtype: Dtype of cached keys and values; None: the compute dtype.
+        tokens: Tokens of each row that are read: the last one, or as many of a prompt.
     """
     run, shapes = _decode(plan, *decode_shapes(plan, model, rows, capacity, cache_dtype), rows, tokens)
     return jax.jit(run, donate_argnums=1).lower(*shapes)
 
 
 def traced_decode(plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int) -> Any:
-    """The same as a traced program, of what `decode_shapes` gives."""
+    """Trace a step that decodes one more token of each row, from the shapes of `decode_shapes`."""
     run, shapes = _decode(plan, served, cache, rows)
     return jax.make_jaxpr(run)(*shapes).jaxpr
 
@@ -93,18 +113,190 @@ def traced_decode(plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int)
 def _decode(
     plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int, tokens: int = 1
 ) -> tuple[Callable[..., Any], tuple]:
-    """A step of decoding, and the shapes of what it is given."""
-    arrays, rest = eqx.partition(served, is_shape)
-    slabs, others = eqx.partition(cache, is_shape)
+    """Return a decode step, and the shapes of its arguments."""
+    arrays, static = eqx.partition(served, is_shape)
+    cache_arrays, cache_static = eqx.partition(cache, is_shape)
     ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32, sharding=NamedSharding(plan.mesh, PartitionSpec()))
 
-    def run(arrays: PyTree, slabs: PyTree, ids: Any, positions: Any) -> tuple[PyTree, Any]:
-        served = eqx.combine(arrays, rest)
-        logits, cache = served.decode(ids, nn.Tokens(positions), eqx.combine(slabs, others))
+    def run(arrays: PyTree, cache_arrays: PyTree, ids: Any, positions: Any) -> tuple[PyTree, Any]:
+        served = eqx.combine(arrays, static)
+        logits, cache = served.decode(ids, nn.Tokens(positions), eqx.combine(cache_arrays, cache_static))
         return eqx.filter(cache, eqx.is_array), jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    return run, (arrays, slabs, ids, ids)
+    return run, (arrays, cache_arrays, ids, ids)
 
 
-def _placed(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
+def _place_shapes(tree: PyTree, sharding: jax.sharding.Sharding) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def missing_compiler(topology: Topology) -> str | None:
+    """Return how to install the compiler for a topology; None where it is installed."""
+    platform = topology.accelerator.platform
+    if platform in compilers():
+        return None
+    return f"its compiler is not installed, so nothing is compiled for {topology}: pip install 'eqformer[{platform}]'"
+
+
+def devices_of(topology: Topology) -> list[Any]:
+    """Return devices to compile for, none of which is here; a `ValueError` where the compiler knows no such shape."""
+    accelerator = topology.accelerator
+    if accelerator.platform == "tpu":
+        name, options = str(topology), {"chips_per_host_bounds": chips_per_host(topology.shape)}
+    else:
+        gpus = f"1x{math.prod(topology.shape[1:])}x{topology.shape[0]}"
+        name, options = accelerator.name, {"topology": gpus, "target_config": _target(accelerator)}
+    try:
+        devices = list(topologies.get_topology_desc(name, platform=accelerator.platform, **options).devices)
+    except Exception as error:  # jaxlib's own kind of error, which JAX does not name
+        raise ValueError(
+            f"devices_of(topology={topology}): its compiler makes no such topology "
+            f"({str(error).splitlines()[0][:200]}); give a shape that is sold, such as v5e:4x4, v5p:4x4x4 or h100:8, "
+            "or go by formulas, which compile nothing."
+        ) from error
+    if len(devices) != topology.devices:
+        raise ValueError(
+            f"devices_of(topology={topology}): its compiler makes {len(devices)} devices of it, where a run has "
+            f"{topology.devices}; go by formulas, which compile nothing."
+        )
+    return devices
+
+
+def chips_per_host(shape: tuple[int, ...]) -> list[int]:
+    """Return how many chips of each dim of a torus share a host: 2 x 2, or as many as a smaller shape has.
+
+    libtpu takes 2 x 2 by itself, which divides no shape of a single chip.
+    """
+    first, second, *_ = (*shape, 1)
+    return [min(first, 2), min(second, 2), 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """The costs of a program that was compiled for devices that are not here, and of its compilation."""
+
+    program: CompiledCosts | None
+    """None where it does not fit into memory."""
+    seconds: float
+    """Seconds that the compilation took."""
+    is_kept: bool
+    """Whether the costs were read from the file of an earlier compilation."""
+    failure: str = ""
+    """The compiler's words where it does not fit."""
+
+    def fits(self, memory: int) -> bool:
+        """Return whether a device of so many bytes can run the program."""
+        return self.program is not None and self.program.fits(memory)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all costs as plain data, with the names of collectives."""
+        program, costs = self.program, {}
+        if program is not None:
+            costs = {"held": program.held, **program.as_dict()}
+            for row, transfer in zip(costs["transfers"], program.transfers, strict=True):
+                row["name"] = transfer.named(COLLECTIVES)
+        return {"seconds_to_compile": self.seconds, "kept": self.is_kept, "failure": self.failure, **costs}
+
+
+def compilation_of(
+    lowered: jax.stages.Lowered,
+    topology: Topology,
+    mesh: Mesh,
+    folder: Path | None = None,
+) -> Compilation:
+    """Compile a program for devices of a topology, on which it cannot run, and return its costs.
+
+    Costs are kept in the `folder`, a file a program: the same program for the same topology and the same flags of XLA
+    and libtpu is compiled once. Raises JAX's `JaxRuntimeError` where the compiler fails for another reason than memory.
+    """
+    accelerator = topology.accelerator
+    asked = [str(topology), [device.id for device in mesh.devices.flat], compiler_flags(), lowered.as_text()]
+    asked += [_target(accelerator)] if accelerator.platform == "cuda" else []
+    path = None if folder is None else folder / f"{_key(asked)}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no file, or another version's
+        if path is not None:
+            row = read_json(path)
+            program = None if row["program"] is None else CompiledCosts.from_dict(row["program"])
+            return Compilation(program, row["seconds"], True, row["failure"])
+    start = time.perf_counter()
+    program, failure = _compiled(lowered, mesh)
+    compilation = Compilation(program, time.perf_counter() - start, False, failure)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            row = {"program": program and program.as_dict(), "seconds": compilation.seconds, "failure": failure}
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(row), encoding="utf-8")
+            part.replace(path)
+    return compilation
+
+
+def _key(asked: list[Any]) -> str:
+    """Return a name for a program, the versions that compile it, and the source that counts its costs."""
+    versions = [jax.__version__, *(_version(name) for name in ("jaxlib", "libtpu", "jax_cuda13_plugin"))]
+    return hashlib.sha256(json.dumps([asked, versions, _counters()]).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _counters() -> str:
+    """Return a name for the source of `program`: a program whose costs were counted by other code is counted anew."""
+    sources = sorted((Path(__file__).parents[1] / "program").glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+def _compiled(lowered: jax.stages.Lowered, mesh: Mesh) -> tuple[CompiledCosts | None, str]:
+    try:
+        return read_compiled(lowered.compile(), mesh), ""
+    except jax.errors.JaxRuntimeError as error:
+        text = str(error)
+        if "memory" not in text.lower():
+            raise
+        used = re.search(r"Used \S+ of \S+ hbm", text)
+        return None, used.group() if used else text.splitlines()[0][:300]
+
+
+def _version(name: str) -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return ""
+
+
+def _target(gpu: Accelerator) -> str:
+    """Return the description of an absent GPU that XLA needs, as a text of protocol buffers.
+
+    The versions are those of CUDA: without them XLA takes no call of cuBLAS for products of 8 bits.
+    """
+    major = 10 if gpu.name.startswith("b") else 9
+    cores, cache, clock = _CORES[major]
+    return _GPU.format(gpu=gpu, major=major, cores=cores, cache=cache, clock=clock, name=f"NVIDIA {gpu.name.upper()}")
+
+
+# By compute capability, of SXM cards, as XLA describes them: cores, bytes of the second cache, gigahertz.
+_CORES = {9: (132, 52_428_800, 1.98), 10: (148, 132_644_864, 1.965)}
+
+_GPU = """gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: {cores}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {gpu.bandwidth:.0f}
+  l2_cache_size: {cache}
+  clock_rate_ghz: {clock}
+  device_memory_size: {gpu.whole}
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: {major} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{name}"
+"""

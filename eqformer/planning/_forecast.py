@@ -11,16 +11,13 @@ from jaxtyping import PyTree
 from .. import kernels, nn, parallel, training
 from .._shapes import Batch
 from ..parallel import STATE
-from ..program import list_traced_transfers
+from ..program import list_transfers, read_traced
 from ._accelerators import for_platform, Topology
 from ._compile import decode_shapes, traced_decode
 from ._costs import flops_per_token, parameter_count
-from ._counted_bytes import name_transfers
-from ._held_bytes import ON_HOST, placed_bytes, state_bytes, step_bytes
+from ._held_bytes import judge_formula, ON_HOST, placed_bytes, state_bytes, step_bytes, Verdict
 from ._roofline import link_speed, Roofline, roofline
-from ._scatter_padding import scatter_padding
-from ._sent_bytes import by_cause, GRADIENTS, Sent, sent_bytes
-from ._verdict import judge_formula, Verdict
+from ._sent_bytes import GRADIENTS, name_transfers, scatter_padding, Sent, sent_bytes, sum_by_cause
 
 
 _ENCODER = "encoder"
@@ -117,8 +114,8 @@ class Forecast:
             "state": {cause: {"a device": local, "in all": size} for cause, (local, size) in self.state.items()},
             "on_host": self.on_host,
             "fits": {"fits": True, "does not fit": False}.get(self.verdict or ""),
-            "sent": by_cause(self.sent),
-            "sent_by": [{"over": cause, "what": what, "bytes": size} for cause, what, size in self.sent],
+            "sent": sum_by_cause(self.sent),
+            "sent_by": [{"over": sent.cause, "what": sent.what, "bytes": sent.size} for sent in self.sent],
             "operations": self.operations,
             **roofline_dict(self.roofline),
         }
@@ -149,7 +146,7 @@ def forecast(states: training.PlannedState, model: nn.LanguageModel, batch: Batc
     platform = target_platform(target)
     states = states.with_plan(for_platform(states.plan, platform))
     plan, trained = states.plan, states.optimizer.trained
-    held, kept_on_host = step_bytes(states, model, batch, platform)
+    memory_by_cause, kept_on_host = step_bytes(states, model, batch, platform)
     sent = tuple(sent_bytes(plan, model, rows=rows, seq=seq, trained=trained))
     time = None
     if isinstance(target, Topology):
@@ -157,7 +154,7 @@ def forecast(states: training.PlannedState, model: nn.LanguageModel, batch: Batc
         time = training_time(states, model, batch, target, sent, kept_on_host)
     return Forecast(
         target,
-        held,
+        memory_by_cause,
         sent,
         time,
         parameter_count(model),
@@ -232,17 +229,17 @@ def decode_forecast(
     accelerator, speeds = topology.accelerator, topology.speeds(plan.mesh)
     plan = for_platform(plan, accelerator.platform)
     served, caches = decode_shapes(plan, model, rows, capacity, cache_dtype)
-    held = decode_held(served, caches)
+    memory_by_cause = decode_held(served, caches)
     with kernels.traced_for(accelerator.platform):
         traced = traced_decode(plan, served, caches, rows)
-    sent = name_transfers(list_traced_transfers(traced, parallel.axis_sizes(plan.mesh)))
+    sent = name_transfers(transfer for program in read_traced(traced) for transfer in list_transfers(program))
     decoder = model if model.parts.encoder is None else eqx.tree_at(lambda m: m.parts.encoder, model, None)
     operations = flops_per_token(decoder, capacity, backward=False, attention="full") * rows / topology.devices
     products = operations / accelerator.peak(str(jnp.dtype(model.compute_dtype)))
-    links = {cause: size / link_speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}
-    time = Roofline(products, read_by_decoding(held) / accelerator.bandwidth, links, (), 0.0, products)
+    links = {cause: size / link_speed(cause, plan, speeds) for cause, size in sum_by_cause(sent).items()}
+    time = Roofline(products, read_by_decoding(memory_by_cause) / accelerator.bandwidth, links, (), 0.0, products)
     count = parameter_count(eqx.filter_eval_shape(nn.dequantize, model))
-    return Forecast(topology, held, sent, time, count, operations, topology.devices)
+    return Forecast(topology, memory_by_cause, sent, time, count, operations, topology.devices)
 
 
 def decode_held(served: parallel.ShardedModel, caches: PyTree) -> dict[str, int]:

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from ..nn import format_table
 from ..parallel import COLLECTIVES, STATE
 from ..program import CompiledCosts, module_of
-from ._absent import Compilation
 from ._accelerators import Accelerator, Topology
-from ._counted_bytes import communication_table
+from ._compile import Compilation
 from ._forecast import Forecast, read_by_decoding
+from ._held_bytes import Verdict
 from ._roofline import Roofline
 from ._search import Candidate, DecodePlan, PlanSearch, Proposal
-from ._sent_bytes import Sent
-from ._verdict import Verdict
+from ._sent_bytes import communication_table, Sent
 
 
 FormatPlan = Callable[[Candidate], str]
@@ -92,7 +91,7 @@ def sent_table(sent: Iterable[Sent]) -> str:
     if not sent:
         return "nothing is sent between devices"
     rows = [("over", "a device sends in a step", "", "bytes")]
-    rows += [(cause, what, gigabytes(size), f"{size:,.0f}") for cause, what, size in sent]
+    rows += [(item.cause, item.what, gigabytes(item.size), f"{item.size:,.0f}") for item in sent]
     total = sum(size for *_, size in sent)
     rows.append(("sum", "", gigabytes(total), f"{total:,.0f}"))
     return format_table(rows)
@@ -217,12 +216,12 @@ def ranking_table(
     for proposal, compilation in zip(proposals, compilations, strict=True):
         assert proposal.time is not None
         seconds, share = f">= {proposal.time.seconds:.3f}", f"<= {proposal.time.utilization:.1%}"
-        held = gigabytes(proposal.held) if proposal.verdict else f">= {gigabytes(proposal.held)}"
+        size = gigabytes(proposal.held) if proposal.verdict else f">= {gigabytes(proposal.held)}"
         verdict, compiled = proposal.verdict or "not traced yet", ""
         if compilation is not None:
             program = compilation.program
             compiled = compilation.failure if program is None else gigabytes(program.held)
             verdict = "fits" if compilation.fits(memory) else "does not fit"
         flags = format_plan(proposal.candidate)
-        rows.append((seconds, share, held, compiled, verdict, proposal.time.bound, flags))
+        rows.append((seconds, share, size, compiled, verdict, proposal.time.bound, flags))
     return format_table(rows)

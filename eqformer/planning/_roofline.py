@@ -13,7 +13,7 @@ from ..parallel import BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, STATE, 
 from ._accelerators import Accelerator, Topology
 from ._costs import flops_per_token, fp8_flops_per_token, idle_shares
 from ._held_bytes import ON_HOST
-from ._sent_bytes import by_cause, GRADIENTS, Sent
+from ._sent_bytes import GRADIENTS, Sent, sum_by_cause
 
 
 KEPT_ON_HOST = "kept on its host"
@@ -28,7 +28,7 @@ class Roofline:
     memory: float
     """Reading and writing memory: weights, activations, gradients, the optimizer's state."""
     sent: dict[str, float]
-    """Bytes sent, by what they are sent over, `state` for parameters and gradients."""
+    """Messages, by the axis that they are sent over, `state` for parameters and gradients."""
     hidden: tuple[str, ...]
     """Which of these are sent while products are computed: state, a ring's keys and values, a ring's products."""
     bubble: float
@@ -38,7 +38,7 @@ class Roofline:
     forward: float = 0.0
     """Seconds of the forward pass' products, which are part of all products."""
     kept: float = 0.0
-    """Sending what the backward pass reads to the host, beside the forward pass; and as long back, in the other."""
+    """Sending residuals to the host, beside the forward pass; and as long back, beside the backward pass."""
     updated: float = 0.0
     """Bringing the optimizer's state from the host and taking it back, which an update waits for."""
     waited: float = 0.0
@@ -46,16 +46,16 @@ class Roofline:
 
     @property
     def by_cause(self) -> dict[str, float]:
-        """Seconds of products and memory, of what is sent by what it is sent over, and of the link to the host."""
+        """Seconds of products and memory, of messages by the axis that they are sent over, and of the host's link."""
         host = {KEPT_ON_HOST: 2 * self.kept, ON_HOST: self.updated}
-        there = {cause: seconds for cause, seconds in host.items() if seconds}
-        return {"products": self.products, "memory": self.memory, **self.sent, **there}
+        used = {cause: seconds for cause, seconds in host.items() if seconds}
+        return {"products": self.products, "memory": self.memory, **self.sent, **used}
 
     @property
     def seconds(self) -> float:
-        """A step: the slowest of what happens at once, then what is sent with nothing beside it, and the bubble.
+        """Seconds of a step: the slowest of all that runs at once, then messages that run alone, and the bubble.
 
-        What a pass sends to the host or brings back takes as long as its products at least.
+        Products of a pass take at least as long as the pass sends to the host or brings back.
         """
         beside = sum(size for cause, size in self.sent.items() if cause in self.hidden) - self.waited
         alone = sum(size for cause, size in self.sent.items() if cause not in self.hidden) + self.waited
@@ -69,7 +69,7 @@ class Roofline:
 
     @property
     def bound(self) -> str:
-        """What takes longest: `products`, `memory`, or what is sent over an axis."""
+        """The cause that takes longest: `products`, `memory`, an axis, or a link to the host."""
         return max(self.by_cause, key=lambda name: self.by_cause[name])
 
 
@@ -85,10 +85,10 @@ def roofline(
     kept: float = 0.0,
     moments: float = 0.0,
 ) -> Roofline:
-    """The seconds of a training step, of which each device sends what `sent_bytes` says.
+    """Return the seconds of a training step whose devices send the bytes of `sent`.
 
     Products run at the peak of the compute dtype, those of 8 bits at that of fp8, each link at its data sheet's speed,
-    and what is read and written is counted by linear maps: what comes is close to a lower bound. TPUs wait for
+    and memory traffic is counted by linear maps, so that the result is close to a lower bound. TPUs wait for
     gradients, as their programs do (docs/accelerators-memory.md), and for nothing else of state. Raises a `ValueError`
     if the mesh has another number of devices than the topology.
 
@@ -97,57 +97,65 @@ def roofline(
         model: The model, which may be of shapes.
         sent: The bytes that a device sends, by cause.
         topology: The accelerators and their links.
-        rows: Those of a batch.
+        rows: Rows of a batch.
         seq: The tokens of a row.
-        trained: What picks the parameters that have gradients; None: all.
+        trained: Picks the parameters that have gradients; None: all.
         kept: Bytes that a device sends to its host in forward passes, and brings back in backward passes.
         moments: Bytes of the optimizer's state that an update brings from the host, and takes back.
     """
-    one, speeds = topology.accelerator, topology.speeds(plan.mesh)
+    accelerator, speeds = topology.accelerator, topology.speeds(plan.mesh)
     tokens = rows * seq / plan.mesh.size
-    peaks = one.peak(str(jnp.dtype(model.compute_dtype))), one.peak("float8_e4m3fn")
+    peak, fp8_peak = accelerator.peak(str(jnp.dtype(model.compute_dtype))), accelerator.peak("float8_e4m3fn")
 
-    def seconds(**given: Any) -> float:
-        narrow = fp8_flops_per_token(model, experts=kernels.fp8_grouped_matmul(one.name), **given)
-        return (flops_per_token(model, seq, **given) - narrow) * tokens / peaks[0] + narrow * tokens / peaks[1]
+    def product_seconds(**options: Any) -> float:
+        fp8 = fp8_flops_per_token(model, experts=kernels.fp8_grouped_matmul(accelerator.name), **options)
+        return (flops_per_token(model, seq, **options) - fp8) * tokens / peak + fp8 * tokens / fp8_peak
 
-    own, forward = seconds(trained=trained), seconds(backward=False)
+    of_model, forward = product_seconds(trained=trained), product_seconds(backward=False)
     again = plan.reruns_stages + (model.stacks[0].remat in ("full", "full_on_host", "dots_no_batch"))
     bubble = parallel.simulate(plan.timetable()).lock_step.bubble if plan.is_pipelined else 0.0
     sent = list(sent)
-    links = {cause: size / link_speed(cause, plan, speeds) for cause, size in by_cause(sent).items()}
-    gradients = sum(each.size for each in sent if each.cause == STATE and each.what.startswith(GRADIENTS))
+    links = {cause: size / link_speed(cause, plan, speeds) for cause, size in sum_by_cause(sent).items()}
+    gradients = sum(size for cause, label, size in sent if cause == STATE and label.startswith(GRADIENTS))
+    waits = gradients and accelerator.platform == "tpu"
     hidden = [STATE]
     if plan.context_method == "ring":
         hidden.append(CONTEXT)
     if plan.overlap != "none":
         hidden.append(TENSOR)
     return Roofline(
-        own + again * forward,
-        _read(plan, model, tokens, one),
+        of_model + again * forward,
+        _memory_seconds(plan, model, tokens, accelerator),
         links,
         (*hidden, KEPT_ON_HOST),
         bubble,
-        own,
+        of_model,
         forward,
-        kept / one.host,
-        2 * moments / one.host,
-        gradients / link_speed(STATE, plan, speeds) if gradients and one.platform == "tpu" else 0.0,
+        kept / accelerator.host,
+        2 * moments / accelerator.host,
+        gradients / link_speed(STATE, plan, speeds) if waits else 0.0,
     )
 
 
 def link_speed(cause: str, plan: parallel.Plan, speeds: dict[str, float]) -> float:
-    """Of state, that of the axis it is split over, or of the slowest that holds copies."""
+    """Return the speed of the axis that a cause sends over.
+
+    State goes over the axis that it is split over, or over the slowest axis that holds copies of it.
+    """
     if cause != STATE:
         return speeds[cause]
-    over = [axis for axis in (FSDP, *BATCH_AXES, CONTEXT, PIPE) if plan.size(axis) > 1]
-    return speeds[FSDP] if plan.size(FSDP) > 1 and plan.size(REPLICA) == 1 else min(speeds[axis] for axis in over)
+    axes = [axis for axis in (FSDP, *BATCH_AXES, CONTEXT, PIPE) if plan.size(axis) > 1]
+    return speeds[FSDP] if plan.size(FSDP) > 1 and plan.size(REPLICA) == 1 else min(speeds[axis] for axis in axes)
 
 
-def _read(plan: parallel.Plan, model: nn.LanguageModel, tokens: float, one: Accelerator) -> float:
-    """Each map reads its input and weight and writes its output, three times over; the optimizer passes over state."""
+def _memory_seconds(plan: parallel.Plan, model: nn.LanguageModel, tokens: float, accelerator: Accelerator) -> float:
+    """Return the seconds in which memory is read and written.
+
+    Each map reads its input and weight and writes its output, in a forward and two backward products; the optimizer
+    passes over the state.
+    """
     width, idle = jnp.dtype(model.compute_dtype).itemsize, idle_shares(model)
-    weights = ends = 0.0
+    weights = activations = 0.0  # numbers of weights, and of inputs and outputs a token
     for linear in nn.linear_maps(model):
         # A weight is whole in each pass, but for the axes that split its products, for each microbatch.
         is_expert = id(linear) in idle
@@ -155,8 +163,8 @@ def _read(plan: parallel.Plan, model: nn.LanguageModel, tokens: float, one: Acce
         weights += math.prod(linear.shape) / split * plan.microbatches
         copies = math.prod(linear.shape[: len(linear.shape) - len(linear.sizes)]) * (1 - idle.get(id(linear), 0.0))
         outputs = math.prod(linear.output_shape)
-        ends += copies * (outputs + math.prod(linear.sizes.values()) / outputs)
+        activations += copies * (outputs + math.prod(linear.sizes.values()) / outputs)
     split = plan.size(TENSOR) * plan.size(PIPE) * plan.size(EXPERT) * (plan.size(FSDP) if plan.zero else 1)
-    held = sum(x.size for x in jax.tree.leaves(model) if nn.is_trainable(x)) / split
+    parameters = sum(x.size for x in jax.tree.leaves(model) if nn.is_trainable(x)) / split
     # Weights and moments are read and written, and gradients: 7 numbers of float32.
-    return (3 * width * (weights + ends * tokens) + 7 * 4 * held) / one.bandwidth
+    return (3 * width * (weights + activations * tokens) + 7 * 4 * parameters) / accelerator.bandwidth

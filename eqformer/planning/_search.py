@@ -26,11 +26,9 @@ from ._forecast import (
     target_platform,
     training_time,
 )
-from ._held_bytes import activation_bytes, ON_HOST, state_bytes, step_bytes
+from ._held_bytes import activation_bytes, judge_formula, ON_HOST, state_bytes, step_bytes, StepBytes, Verdict
 from ._roofline import Roofline
 from ._sent_bytes import Sent, sent_bytes
-from ._temporary_bytes import StepBytes
-from ._verdict import judge_formula, Verdict
 
 
 MAX_TENSOR = 8  # The largest tensor axis that is tried where devices are unknown: larger ones cross machines of GPUs.
@@ -104,7 +102,7 @@ class PlanSearch(NamedTuple):
     """Result of a search for plans."""
 
     proposals: list[Proposal]
-    """Plans that fit, the best first."""
+    """Plans that fit or that only the compiler can judge, the best first."""
     smallest: tuple[Candidate, StepBytes] | None
     """The traced plan that holds the fewest bytes; None if no plan's state fits alone."""
     smallest_state: int
@@ -288,7 +286,10 @@ def _trace_until_fits(
     limit: int,
     progress: Progress,
 ) -> tuple[list[tuple[Candidate, StepBytes]], list[tuple[Candidate, StepBytes]]]:
-    """Return the candidates that fit, and all that were traced, each with its bytes: in order, until a limit."""
+    """Return the candidates that may fit, and all that were traced, each with its bytes: in order, until a limit.
+
+    The estimate without its margin decides, so that plans which only the compiler can judge are among them.
+    """
     fitting: list[tuple[Candidate, StepBytes]] = []
     traced: list[tuple[Candidate, StepBytes]] = []
     for candidate in candidates:
@@ -296,11 +297,11 @@ def _trace_until_fits(
         if len(fitting) == limit or len(traced) >= max_traced:
             break
         progress("plans traced, at most", len(traced), min(max_traced, len(candidates)))
-        if any(candidate.mesh_and_zero == other.mesh_and_zero for other, _ in fitting):
+        if any(candidate.mesh_and_zero == fit.mesh_and_zero for fit, _ in fitting):
             continue  # The same mesh fits already with less recomputation.
         step = trace(candidate)
         traced.append((candidate, step))
-        if step.total <= memory:
+        if step.estimate <= memory:
             fitting.append((candidate, step))
     return fitting, traced
 
@@ -392,8 +393,8 @@ def search_decode_plans(
         for number, mesh_plan in enumerate(plans):
             progress("ways to decode tried, at most", variant * len(plans) + number, len(variants) * len(plans))
             try:
-                held = decode_held(*decode_shapes(mesh_plan, model, row_count, capacity, dtype))
-                if sum(held.values()) > topology.accelerator.memory:
+                sizes = decode_held(*decode_shapes(mesh_plan, model, row_count, capacity, dtype))
+                if sum(sizes.values()) > topology.accelerator.memory:
                     continue  # A step that does not fit need not be traced.
                 forecast = decode_forecast(
                     mesh_plan, model, topology, rows=row_count, capacity=capacity, cache_dtype=dtype

@@ -1,7 +1,8 @@
-"""What a device sends in a step of a plan, by cause: computed from shapes, and counted in a compiled program."""
+"""The bytes that a device sends in a step under a plan, by cause: by formulas, from shapes, and as programs send."""
 
+import collections
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -9,19 +10,33 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from .. import nn, parallel, training
-from ..parallel import CONTEXT, EXPERT, FSDP, PIPE, STATE, TENSOR
+from ..parallel import COLLECTIVES, CONTEXT, EXPERT, FSDP, PIPE, STATE, TENSOR
+from ..program import bytes_sent, Transfer
+from ._accelerators import Topology
 from ._bounds import context_bytes, gather_bytes, pipeline_bytes, sharded_state_bytes
 
 
-GRADIENTS = "gradients"  # how it is said of state that it is no parameters
+GRADIENTS = "gradients"  # how `Sent.what` begins for gradients of the state
 
 
 class Sent(NamedTuple):
-    """Bytes that a device sends in a step, of one cause: `STATE`, or the axis whose split asks for them."""
+    """Bytes that a device sends in a step, for one cause: `STATE`, or the axis whose split asks for them."""
 
     cause: str
     what: str
+    """What is sent, in words."""
     size: float
+
+
+def sum_by_cause(sent: Iterable[Sent]) -> dict[str, float]:
+    """Return the bytes of each cause."""
+    sizes: dict[str, float] = {}
+    for cause, _, size in sent:
+        sizes[cause] = sizes.get(cause, 0.0) + size
+    return sizes
+
+
+# Formulas.
 
 
 def sent_bytes(
@@ -32,150 +47,153 @@ def sent_bytes(
     seq: int,
     trained: training.Trained = training.trainable,
 ) -> list[Sent]:
-    """The bytes that each device sends in a training step, by formulas.
+    """Return the bytes that each device sends in a training step, by formulas.
 
-    What the backward pass computes again is sent again, as the model's `remat` and the plan's `stage_remat` say. Left
-    out is what is small beside the rest: the norms' sums, the positions that go with keys. Choices are exchanged as the
-    plan's platform does.
+    A search ranks plans by these, since they take a hundredth of the time of a trace. What the backward pass computes
+    again is sent again, as the model's `remat` and the plan's `stage_remat` say. Left out are the norms' sums and the
+    positions that go with keys, which are small. Choices are exchanged as the plan's platform does.
 
     Args:
         plan: How the model is laid out.
         model: The model, which may be of shapes.
-        rows: Those of a batch.
+        rows: Rows of a batch.
         seq: The tokens of a row.
-        trained: What picks the parameters that move, as an optimizer's does: of all else there are no gradients, and
-            what is not split over devices is never sent.
+        trained: Picks the parameters that are trained, as an optimizer's does. Other parameters have no gradients, and
+            those of them that are not split over devices are never sent.
     """
     pieces = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
     tokens = float(rows // pieces * seq // plan.size(CONTEXT))
     model = plan.shapes(model)
-    moving = trained(model)
-    found = list(_of_state(plan, model, moving))
-    if plan.stream is not None:
-        layers = sum(_of_tensor(plan, plan.stream, model, stack, tokens) for stack in model.stacks)
+    trained_model = trained(model)
+    sent = list(_state(plan, model, trained_model))
+    if (stream := plan.stream) is not None:
+        layers = sum(_tensor_layers(plan, stream, model, stack, tokens) for stack in model.stacks)
         at_ends = ", where they are computed" if plan.is_pipelined and not plan.spreads_edges else ""
-        layers += _of_layer_inputs(plan, plan.stream, model, tokens)
-        found.append(Sent(TENSOR, f"layers with a {plan.residual} stream", layers))
-        found.append(
-            Sent(TENSOR, f"embedding and loss{at_ends}", _of_vocabulary(plan, plan.stream, model, moving, tokens))
-        )
+        layers += _layer_inputs(plan, stream, model, tokens)
+        sent.append(Sent(TENSOR, f"layers with a {plan.residual} stream", layers))
+        vocabulary = _vocabulary(plan, stream, model, trained_model, tokens)
+        sent.append(Sent(TENSOR, f"embedding and loss{at_ends}", vocabulary))
     if plan.size(CONTEXT) > 1:
-        attended = sum(_of_context(plan, model, stack, tokens) for stack in model.stacks)
-        found.append(Sent(CONTEXT, f"attention by {plan.context_method}", attended))
+        attention = sum(_context(plan, model, stack, tokens) for stack in model.stacks)
+        sent.append(Sent(CONTEXT, f"attention by {plan.context_method}", attention))
     if plan.size(EXPERT) > 1:
-        found += [sent for stack in model.stacks for sent in _of_experts(plan, model, stack, tokens)]
+        sent += [experts for stack in model.stacks for experts in _experts(plan, model, stack, tokens)]
     if plan.is_pipelined:
-        found.append(Sent(PIPE, "activations and their gradients", _of_pipe(plan, model, tokens)))
-        found.append(Sent(STATE, "gradients of embedding and head, over stages", _of_edges(plan, model, moving)))
-    lines: dict[tuple[str, str], float] = {}
-    for cause, what, size in found:
-        lines[cause, what] = lines.get((cause, what), 0.0) + size
-    return [Sent(cause, what, size) for (cause, what), size in lines.items() if size]
+        sent.append(Sent(PIPE, "activations and their gradients", _pipeline(plan, model, tokens)))
+        edges = _edge_gradients(plan, model, trained_model)
+        sent.append(Sent(STATE, "gradients of embedding and head, over stages", edges))
+    sizes: dict[tuple[str, str], float] = {}
+    for cause, label, size in sent:
+        sizes[cause, label] = sizes.get((cause, label), 0.0) + size
+    return [Sent(cause, label, size) for (cause, label), size in sizes.items() if size]
 
 
-def by_cause(found: Iterable[Sent]) -> dict[str, float]:
-    """The bytes of each cause."""
-    total: dict[str, float] = {}
-    for cause, _, size in found:
-        total[cause] = total.get(cause, 0.0) + size
-    return total
-
-
-def _of_state(plan: parallel.Plan, model: nn.LanguageModel, moving: Any) -> Iterator[Sent]:
-    of_weights, of_gradients = f"parameters, zero {plan.zero}", f"{GRADIENTS}, zero {plan.zero}"
-    # A backward entry that runs its layers forward once more gathers them for it; a single one it keeps.
+def _state(plan: parallel.Plan, model: nn.LanguageModel, trained_model: Any) -> Iterator[Sent]:
+    """Yield the bytes of parameters that are gathered and of gradients that are reduced."""
+    parameters, gradients = f"parameters, zero {plan.zero}", f"{GRADIENTS}, zero {plan.zero}"
+    # A backward entry that runs its layers forward once more gathers them for it; a single layer stays gathered.
     is_deep = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
     chunks_logits, head = plan.splits_tables and parallel.chunked_tables(model).logits, model.head
-    of_logits = None if not chunks_logits else model.embedding.weight if head is None else head.weight  # type: ignore[attr-defined]
-    for x, leaf, number, weight, layers, moves in _arrays(plan, model, moving):
-        if not (moves or plan.zero == 3):  # it stays where it is, whole
+    logits_table = None
+    if chunks_logits:
+        logits_table = model.embedding.weight if head is None else head.weight  # type: ignore[attr-defined]
+    for x, leaf, number, weight, layers, is_trained in _arrays(plan, model, trained_model):
+        if not (is_trained or plan.zero == 3):  # it stays where it is, whole
             continue
         pieces = plan.size(FSDP) if leaf.fsdp_dim is not None else 1
         once = plan.is_pipelined and not (plan.zero == 3 and layers)
-        # What is no layer's, or that of the one layer of a stack, whose loop compilers take away, once for both passes;
-        # a head in parts, in each.
+        # Arrays outside of layers, or of the one layer of a stack, whose loop compilers remove, are gathered once for
+        # both passes; a head in chunks is gathered in each pass.
         in_loop = layers > 1 or (layers and plan.is_pipelined)
-        gathers = 2 + (plan.reruns_stages and is_deep) if in_loop else 1 + (x is of_logits and head is not None)
-        kept: dict[str, Any] = {"zero": plan.zero, "microbatches": 1 if once else plan.microbatches, "gathers": gathers}
+        gathers = 2 + (plan.reruns_stages and is_deep) if in_loop else 1 + (x is logits_table and head is not None)
+        counts: dict[str, Any] = {"zero": plan.zero, "gathers": gathers}
+        counts["microbatches"] = 1 if once else plan.microbatches
         narrow = jnp.dtype(leaf.sent).itemsize if plan.zero == 3 else weight
-        wide = max(weight, 4) if moves else 0  # summed in float32 at least
-        for what, *sizes, again in ((of_weights, narrow, 0, 2 * _width(model)), (of_gradients, 0, wide, wide)):
-            sent = dict(zip(("weight_bytes", "gradient_bytes"), sizes))
-            yield Sent(STATE, what, sharded_state_bytes(number, pieces, **kept, **sent))
-            if x is of_logits and head is None:  # beside vectors, logits have gathers and a gradient of their own
-                yield Sent(STATE, what, plan.microbatches * gather_bytes(number * again, pieces))
-        if not moves:
+        wide = max(weight, 4) if is_trained else 0  # summed in float32 at least
+        kinds = ((parameters, narrow, 0, 2 * _activation_bytes(model)), (gradients, 0, wide, wide))
+        for label, weight_bytes, gradient_bytes, tied in kinds:
+            sizes = {"weight_bytes": weight_bytes, "gradient_bytes": gradient_bytes}
+            yield Sent(STATE, label, sharded_state_bytes(number, pieces, **counts, **sizes))
+            if x is logits_table and head is None:  # beside the lookup, logits have gathers and a gradient of their own
+                yield Sent(STATE, label, plan.microbatches * gather_bytes(number * tied, pieces))
+        if not is_trained:
             continue
-        over = [axis for axis in leaf.reduced if plan.size(axis) > 1]
-        copies = math.prod(map(plan.size, over))
+        axes = [axis for axis in leaf.reduced if plan.size(axis) > 1]
+        copies = math.prod(map(plan.size, axes))
         summed = sharded_state_bytes(number / pieces, copies, zero=0, gradient_bytes=max(weight, 4))
-        yield (
-            Sent(TENSOR, "gradients of what all hold", summed)
-            if over == [TENSOR]
-            else Sent(STATE, of_gradients, summed)
-        )
+        over_tensor = axes == [TENSOR]
+        yield Sent(TENSOR, "gradients of what all hold", summed) if over_tensor else Sent(STATE, gradients, summed)
 
 
-def _of_edges(plan: parallel.Plan, model: nn.LanguageModel, moving: Any) -> float:
-    """All stages hold what stands outside of the layers, and sum its gradients; where edges are spread, as state."""
+def _edge_gradients(plan: parallel.Plan, model: nn.LanguageModel, trained_model: Any) -> float:
+    """Return the bytes of gradients of arrays outside of layers, which all stages hold and sum.
+
+    Where edges are spread over stages, they count as state.
+    """
     if plan.spreads_edges:
         return 0.0
-    arrays = _arrays(plan, model, moving)
+    arrays = _arrays(plan, model, trained_model)
     size = sum(number * max(weight, 4) for _, _, number, weight, layers, moves in arrays if moves and not layers)
     splits_features = plan.stream is not None and plan.stream.splits_features
-    if splits_features and moving.embedding.weight is not None:  # by ids too
+    if splits_features and trained_model.embedding.weight is not None:  # by ids too
         table = model.embedding.weight
         size += table.size / plan.size(TENSOR) * max(table.dtype.itemsize, 4)
     return 2 * gather_bytes(size, plan.size(PIPE))
 
 
-def _of_tensor(
+def _tensor_layers(
     plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float
 ) -> float:
-    """By the numbers of a token that the stack's sublayers gather or scatter; an all-reduce does both."""
+    """Return the bytes of the numbers of a token that a stack's sublayers gather or scatter.
+
+    An all-reduce does both.
+    """
     embed = model.embedding.weight.shape[-1]
     # A sublayer reads the stream once, and each of its maps back into it is summed by itself: of a LoRA two.
-    found, sizes = [layer for _, layer in parallel.replicated_layers(stack)], _sizes_of_slices(plan, stack)
+    replicated, slices = [layer for _, layer in parallel.replicated_layers(stack)], _slice_bytes(plan, stack)
     layers = nn.modules(stack, (nn.Mixer, nn.FeedForward, nn.Experts))
-    sublayers = [layer for layer in layers if not any(layer is one for one in found)]
-    # Of these a mixer is given all, and another layer all features, where its arrays or these are split.
-    is_given = lambda one: stream.splits_features or (stream.is_whole and sizes[id(one)] > 0)
-    whole = [layer for layer in found if isinstance(layer, nn.Mixer) or is_given(layer)]
+    sublayers = [layer for layer in layers if not any(layer is whole_layer for whole_layer in replicated)]
+    # A replicated mixer is given all tokens, and another replicated layer all features, where its arrays or these are
+    # split.
+    is_gathered = lambda layer: stream.splits_features or (stream.is_whole and slices[id(layer)] > 0)
+    gathered = [layer for layer in replicated if isinstance(layer, nn.Mixer) or is_gathered(layer)]
     outputs = sum(
         len(parallel.stream_maps(m, "outputs")) if isinstance(m, nn.Mixer | nn.FeedForward) else 1 for m in sublayers
     )
     if stream.splits_features:
-        maps = len(whole) * embed - sum(_outputs(plan, linear) for linear in nn.linear_maps(whole))
-        there = forward = maps + sum(_outputs(plan, linear) for linear in nn.linear_maps(stack))
+        maps = len(gathered) * embed - sum(_scattered_outputs(plan, linear) for linear in nn.linear_maps(gathered))
+        rerun = forward = maps + sum(_scattered_outputs(plan, linear) for linear in nn.linear_maps(stack))
     else:
-        outputs += len(whole) * stream.is_whole  # the first device's result goes to all
-        forward = (len(sublayers) + len(whole) + outputs) * embed
-        there = 2 * outputs * embed if stream.is_whole else forward
-    again = plan.reruns_stages * there
-    if _recomputes(stack) and not (stream.splits_tokens and stack.remat.startswith("full")):  # kept, if scattered
-        again += there - embed * (2 if stream.is_whole else 1)  # the last output is kept as the next layer's input
+        outputs += len(gathered) * stream.is_whole  # the first device's result goes to all
+        forward = (len(sublayers) + len(gathered) + outputs) * embed
+        rerun = 2 * outputs * embed if stream.is_whole else forward
+    again = plan.reruns_stages * rerun
+    if _sends_again(stack) and not (stream.splits_tokens and stack.remat.startswith("full")):  # kept, if scattered
+        again += rerun - embed * (2 if stream.is_whole else 1)  # the last output is kept as the next layer's input
     elif not stream.is_whole and (stack.remat != "none" or stream.overlap != "none"):
-        again += (len(whole) + len(sublayers) * stream.splits_tokens) * embed  # what was gathered is not kept
-    slices = sum(sizes.values()) / len(stack) * (2 + (stack.remat != "none" or plan.reruns_stages))
-    sent = tokens * (2 * forward + again) * _width(model) + slices
-    return _evaluations(plan, stack) * gather_bytes(sent, plan.size(TENSOR))
+        again += (len(gathered) + len(sublayers) * stream.splits_tokens) * embed  # gathered inputs are not kept
+    slices_sent = sum(slices.values()) / len(stack) * (2 + (stack.remat != "none" or plan.reruns_stages))
+    size = tokens * (2 * forward + again) * _activation_bytes(model) + slices_sent
+    return _evaluations(plan, stack) * gather_bytes(size, plan.size(TENSOR))
 
 
-def _of_layer_inputs(
+def _layer_inputs(
     plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.LanguageModel, tokens: float
 ) -> float:
-    """What is read of the stream once for all layers' own vectors, and its gradient."""
+    """Return the bytes of the stream that is read once for all layers' own vectors, and of its gradient."""
     embed = model.embedding.weight.shape[-1]
     maps = nn.linear_maps(model.parts.layer_inputs)
-    numbers = sum(_outputs(plan, one) if stream.splits_features else embed for one in maps)
-    return plan.microbatches * gather_bytes(2 * tokens * numbers * _width(model), plan.size(TENSOR))
+    numbers = sum(_scattered_outputs(plan, linear) if stream.splits_features else embed for linear in maps)
+    return plan.microbatches * gather_bytes(2 * tokens * numbers * _activation_bytes(model), plan.size(TENSOR))
 
 
-def _sizes_of_slices(plan: parallel.Plan, stack: nn.LayerStack) -> dict[int, int]:
-    """Bytes of the arrays of what runs whole, by its id, where dims' names split them: gathered, and gradients back."""
-    sizes = {
-        id(one): 0 for one in (*nn.modules(stack, nn.Router), *(one for _, one in parallel.replicated_layers(stack)))
-    }
+def _slice_bytes(plan: parallel.Plan, stack: nn.LayerStack) -> dict[int, int]:
+    """Return the bytes of the arrays of replicated modules, by module id, that dims' names split.
+
+    Their slices are gathered, and their gradients reduced.
+    """
+    replicated = (*nn.modules(stack, nn.Router), *(layer for _, layer in parallel.replicated_layers(stack)))
+    sizes = {id(module): 0 for module in replicated}
 
     def add(module: Any, specs: Any) -> None:
         if id(module) in sizes:
@@ -188,85 +206,162 @@ def _sizes_of_slices(plan: parallel.Plan, stack: nn.LayerStack) -> dict[int, int
     return sizes
 
 
-def _of_vocabulary(
-    plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.LanguageModel, moving: Any, tokens: float
+def _vocabulary(
+    plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.LanguageModel, trained_model: Any, tokens: float
 ) -> float:
-    """Lookup and the loss's input in both passes, and three numbers of each token's loss."""
+    """Return the bytes of lookup and the loss's input in both passes, and of three numbers of each token's loss."""
     table = model.embedding.weight
     embed, weight = table.shape[-1], table.dtype.itemsize
-    passes = 1 if moving.embedding.weight is None else 2
+    passes = 1 if trained_model.embedding.weight is None else 2
     lookup = (2 if stream.is_whole else passes if stream.splits_tokens else 0) * embed * weight
     rounds = plan.microbatches / (plan.size(PIPE) if plan.spreads_edges else 1)
-    sent = rounds * tokens * (lookup + 2 * embed * _width(model) + 2 * 3 * 4)
+    size = rounds * tokens * (lookup + 2 * embed * _activation_bytes(model) + 2 * 3 * 4)
     if stream.splits_features:  # the table, from slices of features to slices of ids, and its gradient back
         swaps = 1 if plan.is_pipelined else plan.microbatches
-        sent += passes * swaps * table.size / plan.size(TENSOR) * weight
-    return gather_bytes(sent, plan.size(TENSOR))
+        size += passes * swaps * table.size / plan.size(TENSOR) * weight
+    return gather_bytes(size, plan.size(TENSOR))
 
 
-def _of_context(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float) -> float:
+def _context(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float) -> float:
+    """Return the bytes of attention, whose rows are split."""
     method, total = plan.context_method, 0.0
     for module in nn.modules(stack, nn.Mixer):
         query, key, value, output = _channels(plan, module)
-        each = context_bytes(
+        size = context_bytes(
             tokens * plan.size(CONTEXT),
             (key + value) / 2,
             plan.size(CONTEXT),
             method=method,
             embed=(query + output) / 2,
-            activation_bytes=_width(model),
+            activation_bytes=_activation_bytes(model),
         )
-        forward = each / (2 if method == "heads" else 3)
-        total += each + forward * (plan.reruns_stages + _recomputes(stack))
+        forward = size / (2 if method == "heads" else 3)
+        total += size + forward * (plan.reruns_stages + _sends_again(stack))
     return _evaluations(plan, stack) * total
 
 
-def _of_experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float) -> Iterator[Sent]:
-    """Tokens, choices and weights to the experts, results back, gradients of all but the choices; of rounds, one."""
+def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float) -> Iterator[Sent]:
+    """Yield the bytes of tokens, choices and weights to the experts, results back, and gradients of all but choices.
+
+    Of the rounds of an exchange one counts.
+    """
     devices = plan.size(EXPERT)
     for moe in nn.modules(stack, (nn.ExpertMixture,)):
-        facts, vector = moe.router.facts(), moe.expert_width(model.embedding.weight.shape[-1]) * _width(model)
-        top_k = 0 if facts.gives_slots else int(facts.choices)  # what experts choose is known where they are
+        facts, vector = (
+            moe.router.facts(),
+            moe.expert_width(model.embedding.weight.shape[-1]) * _activation_bytes(model),
+        )
+        top_k = 0 if facts.gives_slots else int(facts.choices)  # choices by experts are known where the experts are
         method = plan.expert_method_of(model, moe, int(tokens))
         if method == "exchange":
             sent = plan.exchange.sent(int(tokens) * top_k, devices)
-            numbers = devices * facts.experts if plan.exchange.is_ragged else sent  # how many each expert has, or which
+            # Of a ragged exchange, how many choices each expert has; of a padded one, which expert each choice has.
+            numbers = devices * facts.experts if plan.exchange.is_ragged else sent
             vectors, choices, weights = sent * vector, numbers * 4, 0.0
         else:
             vectors, choices = devices * tokens * vector, devices * tokens * top_k * 4
             weights = choices
-        # What policies do not keep is what the experts are given and, but for `products`, what choices give back;
-        # stages of a pipeline may run forward once more.
+        # Policies do not keep the experts' inputs and, but for `products`, the results of choices; stages of a pipeline
+        # may run forward once more.
         again = (stack.remat != "none") * (vectors + choices + weights)
-        again += (_recomputes(stack) and not weights) * vectors
+        again += (_sends_again(stack) and not weights) * vectors
         again += plan.reruns_stages * (2 * vectors + choices + weights)
         total = gather_bytes(4 * vectors + choices + 2 * weights + again, devices)
         yield Sent(EXPERT, f"experts by {method}", _evaluations(plan, stack) * total)
 
 
-def _of_pipe(plan: parallel.Plan, model: nn.LanguageModel, tokens: float) -> float:
-    """All devices send in each tick in which any has something to send."""
+def _pipeline(plan: parallel.Plan, model: nn.LanguageModel, tokens: float) -> float:
+    """Return the bytes of a stage's outputs; all devices send in each tick in which any has something to send."""
     # With spread edges the first stage's next input goes round beside the stages' outputs, in all ticks.
-    rounds = 2 * ticks(plan) if plan.spreads_edges else sum(parallel.count_link_ticks(plan.timetable()).values()) / 2
+    all_ticks = 2 * count_ticks(plan)
+    rounds = all_ticks if plan.spreads_edges else sum(parallel.count_link_ticks(plan.timetable()).values()) / 2
     slices = 1 if plan.stream is None or plan.stream.is_whole else plan.size(TENSOR)
     embed = model.embedding.weight.shape[-1]
-    return pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_width(model))
+    return pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_activation_bytes(model))
 
 
-def _arrays(plan: parallel.Plan, model: nn.LanguageModel, moving: Any) -> Iterator[tuple]:
-    """Each array, the plan's `Leaf`, numbers on a device, bytes of one, its stack's layers, and if it is trained."""
+def _arrays(plan: parallel.Plan, model: nn.LanguageModel, trained_model: Any) -> Iterator[tuple]:
+    """Yield each array, its `Leaf`, its numbers on a device, the bytes of one, its layers, and if it is trained."""
     leaves = plan.leaves(model)
     specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
     pairs = zip(model.stacks, leaves.stacks, strict=True)
-    layers = {id(leaf): len(stack) for stack, own in pairs for leaf in jax.tree.leaves(own)}
+    layers = {id(leaf): len(stack) for stack, stack_leaves in pairs for leaf in jax.tree.leaves(stack_leaves)}
     structure = jax.tree.structure(model)
-    for x, leaf, spec, moved in zip(*map(structure.flatten_up_to, (model, leaves, specs, moving)), strict=True):
+    trees = map(structure.flatten_up_to, (model, leaves, specs, trained_model))
+    for x, leaf, spec, trained in zip(*trees, strict=True):
         if spec is not None and jnp.issubdtype(x.dtype, jnp.floating):
             number = math.prod(NamedSharding(plan.mesh, spec).shard_shape(x.shape))
-            yield x, leaf, number, x.dtype.itemsize, layers.get(id(leaf), 0), moved is not None
+            yield x, leaf, number, x.dtype.itemsize, layers.get(id(leaf), 0), trained is not None
 
 
-def scattered_gradients(
+def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float, float]:
+    """Return the numbers a token of queries, keys, values and outputs on a device, with one head of each at least."""
+    least = plan.size(CONTEXT) if plan.context_method == "heads" else 1
+    attends = mixer.facts().attends
+    if attends is None:
+        raise ValueError(f"{type(mixer).__name__} declares no core by which the axis context could split its rows.")
+    count = lambda channels: float(sum(max(heads / plan.size(TENSOR), least) * width for heads, width in channels))
+    return count(attends.query), count(attends.key), count(attends.value), count(attends.output)
+
+
+def _scattered_outputs(plan: parallel.Plan, linear: nn.LinearMap) -> int:
+    """Return the numbers a token that a map of the feature stream scatters; twice those that it must sum whole."""
+    dims = plan.layout(splits_fsdp=False).dims
+    if not set(linear.inputs) & set(dims):  # no sum over devices: each holds all that it contracts
+        return 0
+    is_split = linear.outputs[0] in dims and linear.output_shape[0] % plan.size(TENSOR) == 0
+    return math.prod(linear.output_shape) * (1 if is_split else 2)
+
+
+def _evaluations(plan: parallel.Plan, stack: nn.LayerStack) -> float:
+    """Return how many layers a device evaluates in a step, microbatches multiplied out."""
+    return len(stack) / plan.size(PIPE) * plan.microbatches
+
+
+def _sends_again(stack: nn.LayerStack) -> bool:
+    """Whether a layer's backward pass sends again what its forward pass sent."""
+    return stack.remat not in ("none", "products", "products_on_host")
+
+
+def _activation_bytes(model: nn.LanguageModel) -> int:
+    return jnp.dtype(model.compute_dtype).itemsize
+
+
+def count_ticks(plan: parallel.Plan) -> int:
+    """Return how many iterations the pipeline's loop has."""
+    return plan.microbatches + plan.size(PIPE) - 1 if plan.spreads_edges else plan.timetable().ticks
+
+
+# Bytes that compilers for TPUs add to reduce-scatters of gradients.
+
+# libtpu 0.0.42 cuts the slice of each device into chunks of rows that fit into this much of a core's own memory beside
+# those of the other devices; read off 170 compiled reduce-scatters. Of other chips nothing is known.
+_CHUNKS = {"v5e": 14.4 * 2**20, "v5p": 14.4 * 2**20, "v6e": 29.4 * 2**20}
+_TILE = 8  # rows of a tile, of which a chunk has a whole number
+
+
+def scatter_padding(
+    plan: parallel.Plan, model: nn.LanguageModel, topology: Topology, trained: training.Trained = training.trainable
+) -> float:
+    """Return the bytes that a device sends in a step beside its gradients, as reduce-scatters are padded on TPUs.
+
+    The compiler pads the slice of each device to whole chunks of equally many rows, and then moves the sums to the
+    devices that they belong to, from as many rows away as were padded before them.
+    """
+    if topology.accelerator.name not in _CHUNKS or plan.size(FSDP) == 1 or plan.zero == 0:
+        return 0.0
+    sent = 0.0
+    for shape, dim, layers in _scattered_gradients(plan, model, trained):
+        rows, row_bytes = shape[dim], 4 * math.prod(shape) // shape[dim]
+        for devices in _scatter_steps(plan, topology):
+            rows //= devices
+            padding = _padded_rows(rows, row_bytes, devices, topology) - rows
+            # In a ring each device sends all slices but one, and moves the padding of the slices before its own.
+            sent += layers * padding * row_bytes * (devices - 1) * (1 + (devices - 1) / devices)
+    return sent * (plan.microbatches if plan.zero > 1 else 1)
+
+
+def _scattered_gradients(
     plan: parallel.Plan, model: nn.LanguageModel, trained: training.Trained
 ) -> Iterator[tuple[tuple[int, ...], int, int]]:
     """Yield the shape of each gradient that `fsdp` scatters, its dim that is split, and how many layers have one.
@@ -276,46 +371,97 @@ def scattered_gradients(
     model = plan.shapes(model)
     specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
     structure = jax.tree.structure(model)
-    shapes = {id(x): spec for x, spec in zip(jax.tree.leaves(model), structure.flatten_up_to(specs), strict=True)}
-    for x, leaf, _, _, layers, moves in _arrays(plan, model, trained(model)):
-        if leaf.fsdp_dim is None or not moves or (plan.splits_tables and not layers):
+    specs_of = {id(x): spec for x, spec in zip(jax.tree.leaves(model), structure.flatten_up_to(specs), strict=True)}
+    for x, leaf, _, _, layers, is_trained in _arrays(plan, model, trained(model)):
+        if leaf.fsdp_dim is None or not is_trained or (plan.splits_tables and not layers):
             continue
-        shape = NamedSharding(plan.mesh, shapes[id(x)]).shard_shape(x.shape)
+        shape = NamedSharding(plan.mesh, specs_of[id(x)]).shard_shape(x.shape)
         yield (shape[1:], leaf.fsdp_dim - 1, shape[0]) if layers else (shape, leaf.fsdp_dim, 1)
 
 
-def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float, float]:
-    """Numbers a token of queries, keys, values and outputs on a device, which has at least one head of each."""
-    least = plan.size(CONTEXT) if plan.context_method == "heads" else 1
-    attends = mixer.facts().attends
-    if attends is None:
-        raise ValueError(f"{type(mixer).__name__} says of no core by which the axis context could cut its rows.")
-    of = lambda channels: float(sum(max(heads / plan.size(TENSOR), least) * width for heads, width in channels))
-    return of(attends.query), of(attends.key), of(attends.value), of(attends.output)
+def _padded_rows(rows: int, row_bytes: int, devices: int, topology: Topology) -> int:
+    """Return the rows of a device's slice once it is cut into equal chunks."""
+    sides = [side for side in topology.shape if side > 1]
+    tile = 2 * _TILE if sides == [2, 2] and devices == 4 else _TILE  # both ways round at once
+    most = int(_CHUNKS[topology.accelerator.name] / (devices + 4) / row_bytes) // tile * tile
+    if rows <= 1 or most == 0:
+        return rows
+    chunks = math.ceil(rows / most)
+    return chunks * math.ceil(rows / chunks / tile) * tile if chunks > 1 else rows
 
 
-def _outputs(plan: parallel.Plan, linear: nn.LinearMap) -> int:
-    """Numbers a token that a map of the feature stream scatters; twice those that it has to sum whole."""
-    dims = plan.layout(splits_fsdp=False).dims
-    if not set(linear.inputs) & set(dims):  # no sum over devices: each holds all that it contracts
-        return 0
-    split = linear.outputs[0] in dims and linear.output_shape[0] % plan.size(TENSOR) == 0
-    return math.prod(linear.output_shape) * (1 if split else 2)
+def _scatter_steps(plan: parallel.Plan, topology: Topology) -> tuple[int, ...]:
+    """Return the devices of each reduce-scatter over `fsdp`: two over a whole square or box, as in `torus_steps`."""
+    sides, devices = [side for side in topology.shape if side > 1], plan.size(FSDP)
+    is_square, is_box = len(sides) == 2 and sides[0] == sides[1] >= 4, len(sides) > 2
+    if devices == topology.devices and (is_square or is_box):
+        return devices // sides[-1], sides[-1]
+    return (devices,)
 
 
-def _evaluations(plan: parallel.Plan, stack: nn.LayerStack) -> float:
-    return len(stack) / plan.size(PIPE) * plan.microbatches
+# Programs.
 
 
-def _recomputes(stack: nn.LayerStack) -> bool:
-    """Whether a layer's backward pass sends again what its forward pass sent."""
-    return stack.remat not in ("none", "products", "products_on_host")
+def counted_bytes(plan: parallel.Plan, transfers: Iterable[Transfer]) -> dict[str, float]:
+    """Return the bytes that a compiled program's collectives send, by the causes of `sent_bytes`.
+
+    Causes are known by the collectives' names. Without a name are what the partitioner adds, parameters after the
+    optimizer's step (state), and few sums that JAX adds to a backward pass. All bytes over `tensor` alone count for it:
+    XLA makes one sum, by one of their names, of gradients and of what the loss reduces there.
+    In a pipeline each collective counts in the ticks in which it is done: entries are branches, and idle ones send
+    nothing.
+    """
+
+    def to_sent(transfer: Transfer) -> Sent:
+        name, times = transfer.named(COLLECTIVES), transfer.times or 0
+        cause = TENSOR if transfer.axes == (TENSOR,) else STATE if name is None else COLLECTIVES[name]
+        is_in_ticks = plan.is_pipelined and times and times % count_ticks(plan) == 0
+        share = _share_of_ticks(plan, cause) if is_in_ticks else 1.0
+        return Sent(cause, name or transfer.kind, share * times * transfer.sent)
+
+    return sum_by_cause(map(to_sent, transfers))
 
 
-def _width(model: nn.LanguageModel) -> int:
-    return jnp.dtype(model.compute_dtype).itemsize
+def name_transfers(transfers: Iterable[Transfer]) -> tuple[Sent, ...]:
+    """Return the bytes that a device sends by the collectives' names; those in loops of unknown length count once."""
+    sizes: dict[tuple[str, str], float] = {}
+    for transfer in transfers:
+        name = transfer.named(COLLECTIVES)
+        key = STATE if name is None else COLLECTIVES[name], name or transfer.kind
+        sizes[key] = sizes.get(key, 0.0) + transfer.sent * (1 if transfer.times is None else transfer.times)
+    return tuple(Sent(cause, label, size) for (cause, label), size in sizes.items() if size)
 
 
-def ticks(plan: parallel.Plan) -> int:
-    """How many turns the pipeline's loop takes."""
-    return plan.microbatches + plan.size(PIPE) - 1 if plan.spreads_edges else plan.timetable().ticks
+def _share_of_ticks(plan: parallel.Plan, cause: str) -> float:
+    """Return the share of a pipeline's ticks in which a device sends something for a cause."""
+    if cause != PIPE:
+        return plan.microbatches * plan.timetable().chunks / count_ticks(plan)
+    if plan.spreads_edges:
+        return 1.0
+    link_ticks = parallel.count_link_ticks(plan.timetable())
+    return sum(link_ticks.values()) / (len(link_ticks) * count_ticks(plan))
+
+
+def communication_table(transfers: Iterable[Transfer], *, names: Container[str] = ()) -> str:
+    """Format what a program sends by kind, axes, and which of some names, largest first, and the sum.
+
+    `+?` stands behind figures to which loops of unknown length add more.
+    """
+    groups: dict[tuple[str, str, str, str], list[Transfer]] = collections.defaultdict(list)
+    for transfer in transfers:
+        over = f"{transfer.devices} devices" if transfer.axes is None else " x ".join(transfer.axes)
+        overlap = "beside other work" if transfer.hidden else ""
+        groups[transfer.kind, over, transfer.named(names) or "", overlap].append(transfer)
+    groups = dict(sorted(groups.items(), key=lambda item: -_sum_known(item[1])[1]))
+    groups["all", "", "", ""] = [transfer for group in groups.values() for transfer in group]
+    rows: list[tuple[str, ...]] = [("operation", "over", "times", "bytes sent a device", "name", "")]
+    for (kind, over, name, overlap), group in groups.items():
+        (times, size), plus = _sum_known(group), "+?" if any(transfer.times is None for transfer in group) else ""
+        rows.append((kind, over, f"{times}{plus}", f"{size:,.0f}{plus}", name, overlap))
+    return nn.format_table(rows)
+
+
+def _sum_known(transfers: Iterable[Transfer]) -> tuple[int, float]:
+    """Return how often transfers of known number run, and the bytes that they send."""
+    known = [transfer for transfer in transfers if transfer.times is not None]
+    return sum(transfer.times or 0 for transfer in known), bytes_sent(known)

@@ -1,23 +1,13 @@
 """Costs of a traced or compiled program: operations, memory traffic, communication and memory."""
 
 from ._buffers import Buffer as Buffer, largest_buffers as largest_buffers
-from ._communication import (
-    bytes_sent as bytes_sent,
-    list_traced_transfers as list_traced_transfers,
-    list_transfers as list_transfers,
-    Transfer as Transfer,
-)
+from ._communication import bytes_sent as bytes_sent, list_transfers as list_transfers
 from ._compiled import CompiledCosts as CompiledCosts, read_compiled as read_compiled
-from ._flops import executed as executed
-from ._hlo import FURTHER_ROUNDS as FURTHER_ROUNDS, module_of as module_of
-from ._jaxpr import (
-    carry_of as carry_of,
-    host_bytes as host_bytes,
-    Line as Line,
-    Lines as Lines,
-    needed as needed,
-    of_platform as of_platform,
-    per_device as per_device,
-)
+from ._costs import count_cycles as count_cycles, count_flops as count_flops, count_moved_bytes as count_moved_bytes
+from ._first_non_finite import find_non_finite as find_non_finite, NonFiniteOrigin as NonFiniteOrigin
+from ._hlo import read_hlo as read_hlo
+from ._hlo_text import module_of as module_of
+from ._ir import FURTHER_ROUNDS as FURTHER_ROUNDS, Operation as Operation, Program as Program, Transfer as Transfer
+from ._jaxpr import read_jaxpr as read_jaxpr, read_traced as read_traced
+from ._peak import count_host_bytes as count_host_bytes, estimate_peak as estimate_peak, PeakMemory as PeakMemory
 from ._time_account import Span as Span, time_account as time_account, Work as Work
-from ._traffic import moved_bytes as moved_bytes

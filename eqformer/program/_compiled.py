@@ -1,4 +1,4 @@
-"""What a compiled program holds, executes and sends, as plain data that can be kept."""
+"""Costs of a compiled program, as its compiler and its text give them: plain data that can be written to a file."""
 
 import dataclasses
 from typing import Any
@@ -7,9 +7,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from ._buffers import Buffer, largest_buffers
-from ._communication import list_transfers, text_of, Transfer
-from ._flops import executed
-from ._traffic import moved_bytes
+from ._communication import list_transfers
+from ._costs import count_cycles, count_flops, count_moved_bytes
+from ._hlo import read_hlo, text_of
+from ._ir import Transfer
 
 
 MOST_BUFFERS = 10
@@ -17,7 +18,11 @@ MOST_BUFFERS = 10
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCosts:
-    """A compiled program by its compiler's own figures and, but for the first three, by its text."""
+    """Memory, operations and communication of a compiled program.
+
+    The first three are the compiler's own figures. The others but for `on_host` and `platform` are read from the
+    program's text.
+    """
 
     argument: int
     """Bytes of its arguments on a device."""
@@ -28,15 +33,15 @@ class CompiledCosts:
     buffers: tuple[Buffer, ...] = ()
     """The largest temporary buffers of those that are there at once, as far as the text tells."""
     operations: float = 0.0
-    """Operations of products of matrices; those in kernels (Mosaic, Triton, cuDNN) are not seen."""
+    """Floating-point operations of matrix products, by `count_flops`."""
     moved: float = 0.0
-    """Bytes read from main memory and written there, by `moved_bytes`."""
+    """Bytes read from main memory and written there, by `count_moved_bytes`."""
     cycles: int = 0
-    """Cycles as a TPU's compiler estimates them, loops multiplied out; 0 where it says none."""
+    """Cycles as a TPU's compiler estimates them, by `count_cycles`; 0 where it says none."""
     transfers: tuple[Transfer, ...] = ()
-    """What it sends."""
+    """What it sends, by `list_transfers`."""
     unread: str = ""
-    """Why its text, and all that is read off it, cannot be had."""
+    """Why its text, and all figures that are read from it, cannot be had."""
     on_host: int = 0
     """Bytes of arguments and temporaries in the memory of the device's host, beside those on the device."""
     platform: str = ""
@@ -58,31 +63,31 @@ class CompiledCosts:
 
     @property
     def sent(self) -> float:
-        """Bytes sent by a device, those in loops of unknown length once."""
-        return float(sum(each.sent * (each.times or 1) for each in self.transfers))
+        """Bytes sent by a device; those in loops of unknown length count once."""
+        return float(sum(transfer.sent * (transfer.times or 1) for transfer in self.transfers))
 
     @property
     def hidden(self) -> float:
-        """Those of them that are sent beside other work."""
-        return float(sum(each.sent * (each.times or 1) for each in self.transfers if each.hidden))
+        """Bytes that a device sends beside other work."""
+        return float(sum(transfer.sent * (transfer.times or 1) for transfer in self.transfers if transfer.hidden))
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        return dataclasses.asdict(self) | {"buffers": [each._asdict() for each in self.buffers]}
+        """Return all figures as plain data."""
+        return dataclasses.asdict(self) | {"buffers": [buffer._asdict() for buffer in self.buffers]}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "CompiledCosts":
-        """What `as_dict` gave, also after it was written as JSON."""
-        buffers = tuple(Buffer(**each | {"scopes": tuple(each["scopes"])}) for each in data["buffers"])
+        """Restore what `as_dict` returned, also after it was written as JSON."""
+        buffers = tuple(Buffer(**row | {"scopes": tuple(row["scopes"])}) for row in data["buffers"])
         transfers = []
-        for each in data["transfers"]:
-            axes = None if each["axes"] is None else tuple(each["axes"])
-            transfers.append(Transfer(**each | {"axes": axes, "scopes": tuple(each["scopes"])}))
+        for row in data["transfers"]:
+            axes = None if row["axes"] is None else tuple(row["axes"])
+            transfers.append(Transfer(**row | {"axes": axes, "scopes": tuple(row["scopes"])}))
         return cls(**data | {"buffers": buffers, "moved": data["moved"], "transfers": tuple(transfers)})
 
 
 def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | None = None) -> CompiledCosts:
-    """Read a compiled program; with the `mesh` it was compiled for, also the axes that it sends over."""
+    """Return the costs of a compiled program; with the `mesh` it was compiled for, also the axes that it sends over."""
     memory: Any = compiled.memory_analysis()
     argument, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     argument_on_host = memory.host_argument_size_in_bytes
@@ -99,14 +104,14 @@ def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | Non
         text = text_of(compiled)
     except ValueError as error:
         return dataclasses.replace(memory_only, unread=str(error).partition(": ")[2])
-    operations, cycles = executed(text)
+    program = read_hlo(text, mesh=mesh)
     return dataclasses.replace(
         memory_only,
         buffers=tuple(largest_buffers(text)[1][:MOST_BUFFERS]),
-        operations=operations,
-        moved=moved_bytes(text),
-        cycles=cycles,
-        transfers=list_transfers(text, mesh=mesh),
+        operations=count_flops(program),
+        moved=count_moved_bytes(program),
+        cycles=count_cycles(program),
+        transfers=list_transfers(program),
     )
 
 

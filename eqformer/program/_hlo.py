@@ -1,220 +1,382 @@
-"""The text of a compiled program (HLO), as computations of instructions."""
+"""Compiled programs (HLO) as `Program`s whose operations have their costs: products, memory traffic, what is sent."""
 
-import enum
+import dataclasses
+import functools
+import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
 
+import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
-
-FURTHER_ROUNDS = "further rounds of choices"
-"""Named scope of loops that only an uneven load of experts enters, such as rounds of an exchange behind the first: the
-costs of a program leave them out."""
-
-
-class Instruction(NamedTuple):
-    """A line of a program: its name, the type of its result, the operation, its operands' names, and the rest."""
-
-    name: str
-    result: str
-    operation: str
-    operands: tuple[str, ...]
-    attributes: str
-    literal: str = ""
-    """What stands in the brackets: of a constant its value, of a parameter its number."""
-    is_root: bool = False
-
-
-def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The instructions of each computation, and the name of the one that is run."""
-    program: dict[str, list[Instruction]] = {}
-    entry = current = ""
-    for line in text.splitlines():
-        if start := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
-            current = start.group(2)
-            program[current] = []
-            entry = current if start.group(1) else entry
-        elif found := re.match(r"\s+(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$", line):
-            root, name, result, operation, rest = found.groups()
-            inside, attributes = _split_operands(rest)
-            operands = tuple(re.findall(r"%([\w.-]+)", inside))
-            program[current].append(Instruction(name, result, operation, operands, attributes, inside, bool(root)))
-    if not entry:
-        raise ValueError("list_transfers: the text has no ENTRY; give the text of a compiled program (HLO).")
-    return program, entry
+from ._hlo_text import (
+    async_role,
+    AsyncRole,
+    called_computations,
+    Computations,
+    count_trips,
+    find_hidden_starts,
+    groups_of,
+    Instruction,
+    main_memory_size,
+    parse_hlo,
+    scopes_of,
+    size_of,
+    split_arrays,
+)
+from ._ir import count_ragged_bytes, Operation, Program, SENT, Transfer
 
 
-def _split_operands(rest: str) -> tuple[str, str]:
-    depth = 1
-    for place, letter in enumerate(rest):
-        depth += (letter == "(") - (letter == ")")
-        if not depth:
-            return rest[:place], rest[place + 1 :]
-    return "", rest
+AnyMesh = Mesh | AbstractMesh
+Neighbors = Mapping[str, Instruction]  # the instructions of a computation by name
 
 
-def trips_of(line: Instruction, program: dict[str, list[Instruction]], beside: dict[str, Instruction]) -> int | None:
-    """How often a loop runs, as the compiler says or as its condition compares a counter with a constant; or None.
+def read_hlo(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None = None) -> Program:
+    """Read a compiled program (`jax.jit(f).lower(...).compile()`, or its text), which runs on each device.
 
-    `beside` are the instructions of the computation that the loop stands in, by name: from them the counter's first
-    value is known. A counter goes up by one, as those of JAX's loops do. Rounds that only uneven loads need are none.
+    With the `mesh` that the program was compiled for, collectives know their axes. Raises a `ValueError` where the
+    program's text cannot be had, as of some TPU programs.
     """
-    if FURTHER_ROUNDS in scopes_of(line.attributes):
-        return 0
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.attributes):
-        return int(known.group(1))
-    found = re.search(r"condition=%?([\w.-]+)", line.attributes)
-    condition = {one.name: one for one in program.get(found.group(1), [])} if found else {}
-    root = next((one for one in condition.values() if one.is_root), None)
-    if root is None or root.operation != "compare" or "direction=LT" not in root.attributes:
+    text = compiled if isinstance(compiled, str) else text_of(compiled)
+    computations, entry = parse_hlo(text)
+    counts = re.search(r"num_partitions=(\d+)", text), re.search(r"replica_count=(\d+)", text)
+    devices = math.prod(int(match.group(1)) for match in counts if match)
+    if mesh is not None and mesh.size != devices:
+        raise ValueError(
+            f"read_hlo(mesh={dict(mesh.shape)}): the mesh has {mesh.size} devices, but the program was "
+            f"compiled for {devices}; pass the mesh it runs on."
+        )
+    return _Reader(computations, devices, mesh).read(entry)
+
+
+def text_of(compiled: jax.stages.Compiled) -> str:
+    """Return the text of a compiled program; raises a `ValueError` where its compiler cannot write it."""
+    try:
+        return compiled.as_text() or ""
+    except Exception as error:  # jaxlib's own kind of error, which JAX does not name
+        raise ValueError(
+            "read_hlo: the text of this program cannot be had, so that its collectives cannot be counted: "
+            f"{str(error).splitlines()[0][:200]}"
+        ) from error
+
+
+class _Reader:
+    """Reads the computations of a program, each once."""
+
+    def __init__(self, computations: Computations, devices: int, mesh: AnyMesh | None):
+        self._computations, self._devices, self._mesh = computations, devices, mesh
+        self._traffic = _Traffic(computations)
+        self.read = functools.cache(self._read)
+
+    def _read(self, name: str) -> Program:
+        """Read a computation; its values are its instructions' results, in their order."""
+        lines = self._computations.get(name, [])
+        neighbors = {line.name: line for line in lines}
+        numbers = {line.name: number for number, line in enumerate(lines)}
+        hidden = find_hidden_starts(lines, self._computations)
+        operations = [
+            self._operation(line, tuple(numbers.get(name) for name in line.operands), number, neighbors, hidden)
+            for number, line in enumerate(lines)
+        ]
+        sizes = tuple(main_memory_size(line.result) for line in lines)
+        inputs = [numbers[line.name] for line in lines if line.opcode == "parameter"]
+        roots = [numbers[line.name] for line in lines if line.is_root]
+        return Program(tuple(operations), sizes, (0,) * len(lines), tuple(inputs), tuple(roots))
+
+    def _operation(
+        self, line: Instruction, reads: tuple[int | None, ...], write: int, neighbors: Neighbors, hidden: set[str]
+    ) -> Operation:
+        kind = line.opcode.removesuffix("-start")
+        transfer, bodies = None, ()
+        if kind in SENT:  # the computation that it calls adds two numbers
+            transfer = self._transfer(kind, line, neighbors, is_hidden=line.name in hidden)
+        else:
+            bodies = tuple(self._body(name, line, is_hidden=line.name in hidden) for name in called_computations(line))
+        return Operation(
+            line.opcode,
+            reads,
+            (write,),
+            scopes_of(line.attributes),
+            "transpose(" in line.attributes,
+            bodies,
+            count_trips(line, self._computations, neighbors) if line.opcode == "while" else 1,
+            flops=_count_flops(line, neighbors),
+            cycles=_read_cycles(line),
+            moved=self._traffic.count(line, neighbors),
+            transfer=transfer,
+        )
+
+    def _body(self, name: str, line: Instruction, is_hidden: bool) -> Program:
+        """Read a computation that an instruction runs, with its collectives as the instruction runs them."""
+        if async_role(name, self._computations.get(name, [])) in (AsyncRole.OVERLAPS, AsyncRole.ENDS):
+            return _map_transfers(self.read(name), lambda _: None)  # the collective was started elsewhere
+        program = self.read(name)
+        # A TPU has an emitter of both in one: of an all-reduce of which each device keeps a slice.
+        if "AllReduceScatterFusion" in line.attributes:
+            program = _map_transfers(program, _as_reduce_scatter)
+        return _map_transfers(program, _hide) if is_hidden else program
+
+    def _transfer(self, kind: str, line: Instruction, neighbors: Neighbors, is_hidden: bool) -> Transfer | None:
+        """Return what a collective sends; None for one that sends nothing."""
+        sizes = [size_of(neighbors[name].result) for name in line.operands]
+        size = count_ragged_bytes(*sizes) if kind == "ragged-all-to-all" else sum(sizes)
+        scopes = _collective_scopes(line, neighbors)
+        if kind == "collective-permute":
+            listed = re.search(r"source_target_pairs=\{(.*?)\}\}", line.attributes)
+            matches = re.findall(r"(\d+),(\d+)", listed.group(1)) if listed else []
+            pairs = np.array([(int(a), int(b)) for a, b in matches if a != b]).reshape(-1, 2)
+            axes, sent = _axes_of(pairs, self._mesh, is_permute=True), size * len(pairs) / self._devices
+            return Transfer(kind, axes, len(pairs), sent, 1, scopes, is_hidden) if sent else None
+        groups = groups_of(line.attributes, self._devices)
+        members = groups.shape[1]
+        sent = float(size * SENT[kind](members))
+        return Transfer(kind, _axes_of(groups, self._mesh), members, sent, 1, scopes, is_hidden) if sent else None
+
+
+def _map_transfers(program: Program, change: Callable[[Transfer], Transfer | None]) -> Program:
+    """Return the program with each transfer changed, those of the programs that it runs too."""
+    operations = tuple(
+        dataclasses.replace(
+            operation,
+            transfer=None if operation.transfer is None else change(operation.transfer),
+            bodies=tuple(_map_transfers(body, change) for body in operation.bodies),
+        )
+        for operation in program.operations
+    )
+    return dataclasses.replace(program, operations=operations)
+
+
+def _hide(transfer: Transfer) -> Transfer:
+    return dataclasses.replace(transfer, hidden=True)
+
+
+def _as_reduce_scatter(transfer: Transfer) -> Transfer:
+    is_sum = transfer.kind == "all-reduce"
+    return dataclasses.replace(transfer, kind="reduce-scatter", sent=transfer.sent / 2) if is_sum else transfer
+
+
+def _collective_scopes(line: Instruction, neighbors: Neighbors) -> tuple[str, ...]:
+    """Return the scopes of a collective.
+
+    XLA for GPUs drops those of a ragged all-to-all, whose scopes are those of the array that it writes over.
+    """
+    scopes = scopes_of(line.attributes)
+    if scopes or not line.opcode.startswith("ragged-all-to-all"):
+        return scopes
+    output = neighbors[line.operands[1]]
+    while output.opcode in ("get-tuple-element", "copy", "bitcast"):
+        output = neighbors[output.operands[0]]
+    return scopes_of(output.attributes)
+
+
+def _axes_of(
+    groups: Int[np.ndarray, "groups devices"], mesh: AnyMesh | None, is_permute: bool = False
+) -> tuple[str, ...] | None:
+    """Return the mesh axes along which the devices of a group differ; None where they do not fill these axes."""
+    if mesh is None:
         return None
-    counter, bound = (condition.get(name) for name in root.operands)
-    last = None if bound is None else _constant(bound, condition)
-    number = re.search(r"index=(\d+)", counter.attributes) if counter else None
-    carried = beside.get(line.operands[0]) if line.operands else None
-    if last is None or number is None or carried is None or carried.operation != "tuple":
-        return None
-    first = beside.get(carried.operands[int(number.group(1))])
-    start = None if first is None else _constant(first, beside)
-    return None if start is None else max(0, last - start)
+    positions = np.stack(np.unravel_index(groups, mesh.axis_sizes), axis=-1)
+    differs = (positions != positions[:, :1]).any(axis=(0, 1))
+    names = tuple(name for name, is_split in zip(mesh.axis_names, differs) if is_split)
+    size = math.prod(length for length, is_split in zip(mesh.axis_sizes, differs) if is_split)
+    return names if is_permute or size == groups.shape[1] else None
 
 
-def _constant(line: Instruction, beside: dict[str, Instruction]) -> int | None:
-    """The value of a whole number, through copies."""
-    while line.operation in ("copy", "bitcast", "copy-done", "copy-start") and line.operands[0] in beside:
-        line = beside[line.operands[0]]
-    return int(line.literal) if line.operation == "constant" and re.fullmatch(r"-?\d+", line.literal) else None
+# Operations of matrix products, and a compiler's estimate of cycles.
 
 
-class Waits(enum.Enum):
-    """What a computation of a TPU's program has to do with a collective that it runs beside other work."""
+def _read_cycles(line: Instruction) -> float:
+    """Return the cycles that a TPU's compiler estimates; 0 where it says none."""
+    match = re.search(r'"estimated_cycles":"(\d+)"', line.attributes)
+    cycles = float(match.group(1)) if match else 0.0
+    return cycles if cycles < _UNKNOWN_CYCLES else 0.0
 
-    STARTS = "AsyncCollectiveStart"
-    ENDS = "AsyncCollectiveDone"
-    WORKS = "async_collective_fusion"
+
+_UNKNOWN_CYCLES = 2.0**50  # a TPU's compiler gives more for kernels that it cannot estimate
 
 
-def waits(name: str, lines: Iterable[Instruction]) -> Waits | None:
-    """Whether a computation starts a collective, waits for it, or computes beside it; the collective stands in each."""
-    if name.startswith(Waits.WORKS.value):
-        return Waits.WORKS
+def _count_flops(line: Instruction, neighbors: Neighbors) -> float:
+    """Return the floating-point operations of a matrix product; 0 for any other instruction."""
+    if not all(name in neighbors for name in line.operands[:2]):
+        return 0.0
+    if line.opcode == "dot" or (line.opcode == "custom-call" and "__cublas$" in line.attributes):
+        return _count_dot_flops(line, neighbors)
+    if line.opcode == "convolution":
+        return _count_convolution_flops(line, *(_dims_of(neighbors[name].result) for name in line.operands[:2]))
+    return 0.0
+
+
+def _count_dot_flops(line: Instruction, neighbors: Neighbors) -> float:
+    dims = _dims_of(neighbors[line.operands[0]].result)
+    match = re.search(r'lhs_contracting_dims"?[=:][\[{]([^\]}]*)', line.attributes)
+    contracted = math.prod(dims[int(dim)] for dim in re.findall(r"\d+", match.group(1))) if match else 1
+    return 2.0 * math.prod(_dims_of(line.result)) * contracted
+
+
+def _count_convolution_flops(line: Instruction, inputs: list[int], kernel: list[int]) -> float:
+    """Return the operations of a convolution, which is how programs for TPUs write every product.
+
+    The dims of a batch of matrices are written as those of a picture, most of whose taps fall outside; only taps that
+    fall on the picture count.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.attributes)
+    assert labels is not None
+    input_labels, kernel_labels, result_labels = labels.groups()
+    result, window = _dims_of(line.result), _window_of(line.attributes)
+    flops = 2.0 * result[result_labels.index("b")] * result[result_labels.index("f")] * kernel[kernel_labels.index("i")]
+    for number in itertools.takewhile(lambda n: str(n) in result_labels, itertools.count()):
+        label = str(number)
+        length, taps = inputs[input_labels.index(label)], kernel[kernel_labels.index(label)]
+        outputs = result[result_labels.index(label)]
+        padding = int(window.get("pad", [])[number].partition("_")[0]) if "pad" in window else 0
+        stride, input_dilation, kernel_dilation = (
+            int(window[key][number]) if key in window else 1 for key in ("stride", "lhs_dilate", "rhs_dilate")
+        )
+        position = np.arange(outputs)[:, None] * stride - padding + np.arange(taps) * kernel_dilation
+        is_inside = (position >= 0) & (position <= (length - 1) * input_dilation) & (position % input_dilation == 0)
+        flops *= int(is_inside.sum())
+    return flops
+
+
+def _window_of(attributes: str) -> dict[str, list[str]]:
+    """Return a convolution's window: for each property a text for each dim."""
+    match = re.search(r"window=\{([^}]*)\}", attributes)
+    parts = dict(part.split("=") for part in match.group(1).split()) if match else {}
+    return {name: value.split("x") for name, value in parts.items()}
+
+
+def _dims_of(result: str) -> list[int]:
+    """Return the sizes of the first array in a type."""
+    match = re.search(r"\[([\d,]*)\]", result)
+    return [int(size) for size in match.group(1).split(",") if size] if match else []
+
+
+# Memory traffic.
+
+
+class _Traffic:
+    """Counts the bytes that instructions read and write in main memory.
+
+    Each instruction reads its operands once and writes its result; a fusion is one instruction. Where an instruction
+    reads or updates a slice of an array, the slice counts. A kernel in Pallas counts the bytes that it says, if it says
+    any (`pl.CostEstimate`). A TPU's vector memory does not count.
+    """
+
+    def __init__(self, computations: Computations):
+        self._computations = computations
+
+    def count(self, line: Instruction, neighbors: Neighbors) -> float:
+        """Count the bytes of an instruction."""
+        opcode = line.opcode
+        if opcode in _FREE or opcode in _RUNS or opcode.endswith(("-done", "-update")):
+            return 0.0
+        if _ALLOCATES in line.attributes:
+            return 0.0
+        if opcode in ("fusion", "fusion-start"):
+            return self._count_fusion(line, neighbors)
+        if opcode == "custom-call" and (estimate := re.search(r'"bytes_accessed":"(\d+)"', line.attributes)):
+            types = (*(neighbors[name].result for name in line.operands if name in neighbors), line.result)
+            in_vector_memory = sum(size_of(result) - main_memory_size(result) for result in types)
+            return max(0.0, float(estimate.group(1)) - in_vector_memory)
+        sizes = [main_memory_size(neighbors[name].result) if name in neighbors else 0 for name in line.operands]
+        if opcode in _SLICES:  # reads as many bytes as it writes
+            return 2.0 * main_memory_size(line.result)
+        if opcode in _UPDATES:
+            return 2.0 * sizes[_UPDATES[opcode]]
+        if opcode == "slice-start":
+            source, piece = split_arrays(line.result)[:2]
+            return float(main_memory_size(piece) + (size_of(piece) if main_memory_size(source) else 0))
+        if opcode in _COPIES:  # the result is a tuple with the operand
+            return float(sum(sizes) + main_memory_size(split_arrays(line.result)[_COPIES[opcode]]))
+        is_cublas = opcode == "custom-call" and "__cublas$" in line.attributes
+        output = split_arrays(line.result)[0] if is_cublas else line.result  # without cuBLAS's workspace
+        return float(sum(sizes) + main_memory_size(output))
+
+    def _count_fusion(self, line: Instruction, neighbors: Neighbors) -> float:
+        body = self._computations.get(next(iter(called_computations(line)), ""), [])
+        parameters = {int(inner.literal): inner.name for inner in body if inner.opcode == "parameter"}
+        bytes_read = 0.0
+        for number, name in enumerate(line.operands):
+            size = main_memory_size(neighbors[name].result) if name in neighbors else 0
+            if size and number in parameters:
+                bytes_read += min(size, sum(self._reads(parameters[number], body)))
+            else:
+                bytes_read += size
+        return bytes_read + self._count_written(line, {inner.name: inner for inner in body})
+
+    def _reads(self, name: str, body: list[Instruction], *, is_computed: bool = False) -> Iterator[float]:
+        """Yield the bytes that a fusion's instructions read of one of its values; infinity for all of it.
+
+        An update in the place of a value reads nothing of it, but for a value that the fusion computes.
+        """
+        for line in body:
+            for index, operand in enumerate(line.operands):
+                if operand != name:
+                    continue
+                if line.opcode in ("bitcast", "reshape"):
+                    yield from self._reads(line.name, body, is_computed=is_computed)
+                elif line.opcode in _ELEMENTWISE and index == 0 and not line.is_root and line.result[0] != "(":
+                    # Of a sum of which a slice is taken, the terms of the slice are read.
+                    ratio = size_of(_type_of(name, body)) / size_of(line.result)
+                    yield from (ratio * size for size in self._reads(line.name, body, is_computed=True))
+                elif line.opcode in _SLICES and index == 0:
+                    yield size_of(line.result)
+                elif line.opcode in _UPDATES and index == 0:
+                    yield float("inf") if is_computed else 0.0
+                elif line.opcode == "fusion":
+                    inner = self._computations.get(next(iter(called_computations(line)), ""), [])
+                    parameter = next(x.name for x in inner if x.opcode == "parameter" and int(x.literal) == index)
+                    # A compiler for TPUs makes such a view of an array that is laid out in other tiles.
+                    is_view = "output_to_operand_aliasing" in line.attributes and not line.is_root
+                    if not is_view:
+                        yield from self._reads(parameter, inner, is_computed=is_computed)
+                    if is_view or _returns_view(inner, parameter):
+                        yield from self._reads(line.name, body, is_computed=is_computed)
+                elif line.opcode not in ("tuple", "get-tuple-element"):
+                    yield float("inf")
+
+    def _count_written(self, line: Instruction, body: Neighbors) -> float:
+        """Return the bytes that a fusion writes: of updates in place, the updates."""
+        root = next((inner for inner in body.values() if inner.is_root), None)
+        if root is None:
+            return float(main_memory_size(line.result))
+        results = split_arrays(line.result)
+        if line.opcode == "fusion-start":  # its operands, results, and a number that its end waits for
+            results = results[len(line.operands) : -1]
+        outputs = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        if len(outputs) != len(results):
+            return float(main_memory_size(line.result))
+        total = 0.0
+        for output, result in zip(outputs, results):
+            while output.opcode in ("bitcast", "copy") and output.operands:
+                output = body[output.operands[0]]
+            size = main_memory_size(result)
+            if output.opcode in _UPDATES:
+                size = min(size, size_of(body[output.operands[_UPDATES[output.opcode]]].result))
+            total += size
+        return total
+
+
+def _type_of(name: str, lines: list[Instruction]) -> str:
+    return next(line.result for line in lines if line.name == name)
+
+
+def _returns_view(lines: list[Instruction], name: str) -> bool:
+    """Whether the result of a fusion is one of its values in another shape."""
     for line in lines:
-        if line.operation == "custom-call":
-            for one in (Waits.STARTS, Waits.ENDS):
-                if f'custom_call_target="{one.value}"' in line.attributes:
-                    return one
-    return None
+        if name in line.operands and line.opcode == "bitcast":
+            return line.is_root or _returns_view(lines, line.name)
+    return False
 
 
-_KERNEL = re.compile(r'custom_call_target="[^"]*(__cu|tpu_custom_call|triton|mosaic)')
-_PASSED = {"get-tuple-element", "bitcast", "tuple", "copy", "copy-start", "copy-done"}
-
-
-def hidden_starts(lines: Sequence[Instruction], program: dict[str, list[Instruction]]) -> set[str]:
-    """Names of the instructions that begin a collective and are waited for only after products or a kernel, in order.
-
-    Elementwise work beside it is none that would hide it: the first gather of a layer often has only casts of the next.
-    """
-    kinds = {line.name: next((k for n in called(line) if (k := waits(n, program.get(n, [])))), None) for line in lines}
-    found = set()
-    for place, line in enumerate(lines):
-        if kinds[line.name] is not Waits.STARTS and not line.operation.endswith("-start"):
-            continue
-        handed, worked = {line.name}, False
-        for after in lines[place + 1 :]:
-            is_handed = not handed.isdisjoint(after.operands)
-            if is_handed and (kinds[after.name] is Waits.ENDS or after.operation.endswith("-done")):
-                found |= {line.name} if worked else set()
-                break
-            if is_handed and (kinds[after.name] is Waits.WORKS or after.operation in _PASSED):
-                handed.add(after.name)
-            worked = worked or (kinds[after.name] not in (Waits.STARTS, Waits.ENDS) and _multiplies(after, program))
-    return found
-
-
-def _multiplies(line: Instruction, program: dict[str, list[Instruction]]) -> bool:
-    """Whether an instruction is, or runs, a product of matrices or a kernel."""
-    if line.operation in ("convolution", "dot"):
-        return True
-    if line.operation == "custom-call" and _KERNEL.search(line.attributes):
-        return True
-    return any(_multiplies(one, program) for name in called(line) for one in program.get(name, []))
-
-
-def called(line: Instruction) -> list[str]:
-    """The computations that an instruction runs; the end of an asynchronous one names them again."""
-    if line.operation.endswith(("-done", "-update")):
-        return []
-    keys = "calls|to_apply|body|condition|true_computation|false_computation"
-    names = re.findall(rf"\b(?:{keys})=%?([\w.-]+)", line.attributes)
-    for several in re.findall(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}", line.attributes):
-        names += re.findall(r"[\w.-]+", several)
-    return names
-
-
-def size_of(result: str) -> int:
-    """The size of a type such as `f32[8,4]{1,0}`, or of all that a tuple of them holds."""
-    total = 0
-    for dtype, dims in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", result):
-        width = re.search(r"\d+", dtype)
-        bits = int(width.group()) if width else 8 * (dtype == "pred")
-        total += -(-bits * math.prod(int(dim) for dim in dims.split(",") if dim) // 8)
-    return total
-
-
-def scopes_of(attributes: str) -> tuple[str, ...]:
-    """The scopes of `op_name="jit(step)/while/body/transpose(jvp(maps))/psum"`, and the operation: `step`, ..., `psum`.
-
-    Those of a backward pass are those of what it is the backward pass of. Of several operations that XLA has made one
-    (`a/(b/psum:c/psum)`) all scopes are there.
-    """
-    found = re.search(r'op_name="([^"]*)"', attributes)
-    return scopes_in(found.group(1)) if found else ()
-
-
-def scopes_in(name: str) -> tuple[str, ...]:
-    """Return the scopes of a name such as `while/body/transpose(jvp(maps))/psum`, without JAX's transformations."""
-    return tuple(filter(None, (re.sub(r"^(?:[\w<>]*\()*|\)*$", "", scope) for scope in re.split("[/:]", name))))
-
-
-def module_of(scopes: tuple[str, ...]) -> str:
-    """The path of the module that an operation stands in, of its scopes without what loops and JAX add; or nothing."""
-    added = lambda scope: scope in _NOT_MODULES or scope.startswith("branch_") or "->" in scope
-    return ".".join(scope for scope in scopes if not added(scope))
-
-
-def groups_of(attributes: str, everyone: int) -> Int[np.ndarray, "groups devices"]:
-    """The devices that take part together, a row a group.
-
-    In any of XLA's spellings: `{{0,1},{2,3}}`, `[2,2]<=[2,2]T(1,0)`, `mesh['a'=2,'b'=2] {'b'}` (with an order of
-    the devices or in their own), or all for `{}`.
-    """
-    if listed := re.search(r"replica_groups=\{\{(.*?)\}\}", attributes):
-        return np.array([[int(i) for i in group.split(",")] for group in listed.group(1).split("},{")])
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        shape, dims, order = ([int(i) for i in part.split(",")] if part else None for part in iota.groups())
-        assert shape and dims
-        devices = np.arange(math.prod(dims)).reshape(dims)
-        return (devices.transpose(order) if order else devices).reshape(shape)
-    order = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
-    if named := re.search(rf"replica_groups=mesh\[([^\]]*)\]{order} \{{([^}}]*)\}}", attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
-        over = re.findall(r"'(\w+)'", named.group(4))
-        devices = np.arange(math.prod(sizes.values()))
-        if named.group(2):
-            shape, moved = ([int(i) for i in part.split(",")] if part else None for part in named.groups()[1:3])
-            devices = devices.reshape(shape).transpose(moved).reshape(-1)
-        names = list(sizes)
-        last = [names.index(name) for name in names if name not in over] + [names.index(name) for name in over]
-        grid = devices.reshape(list(sizes.values())).transpose(last)
-        return grid.reshape(-1, math.prod(sizes[name] for name in over))
-    if re.search(r"replica_groups=\{\}", attributes) or "replica_groups" not in attributes:
-        return np.arange(everyone)[None]
-    raise ValueError(f"list_transfers: unknown form of groups in {attributes[:200]!r}.")
-
-
-_NOT_MODULES = {"jit", "run", "step", "shard_map", "while", "body", "cond", "closed_call", "checkpoint"}
-_NOT_MODULES |= {"rematted_computation"}
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "optimization-barrier"}
+_FREE |= {"add-dependency", "partition-id", "replica-id"}
+_RUNS = {"while", "call", "conditional", "async-start"}  # the instructions that they run count by themselves
+_ALLOCATES = 'custom_call_target="AllocateBuffer"'  # memory that nothing has written
+_SLICES = {"dynamic-slice", "slice", "gather"}
+_ELEMENTWISE = {"convert", "reduce"}  # a fusion computes these for the elements that it needs
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is the update
+_COPIES = {"copy-start": 0, "all-gather-start": 1, "collective-permute-start": 1}  # the part that is the result

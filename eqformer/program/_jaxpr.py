@@ -1,168 +1,234 @@
-"""A traced program (jaxpr) as lines in order, with calls written out and what nothing needs left out."""
+"""Traced programs (jaxprs) as `Program`s, with calls written out and what no result needs left out."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import partial_eval
 
-
-Aval = Any  # the shape and dtype of a value, as JAX's tracing knows it
-
-
-class Line(NamedTuple):
-    """An operation, the numbers of the values that it reads (None for constants) and writes, and its scopes."""
-
-    name: str
-    params: dict[str, Any]
-    reads: tuple[int | None, ...]
-    writes: tuple[int, ...]
-    scopes: str
+from ._ir import count_ragged_bytes, FURTHER_ROUNDS, Operation, Program, SENT, split_scopes, Transfer
 
 
-class Lines:
-    """A program's lines; values are numbers, and `avals` has the shape of each."""
+# No public module of JAX 0.12 exports the types of jaxprs and of the shapes in them.
+Jaxpr = Any
+Aval = Any
 
-    def __init__(self, jaxpr: Any):
-        self.lines: list[Line] = []
-        self.avals: list[Aval] = []
-        self._casts: dict[tuple[int, str], int] = {}
-        self._widened: dict[int, int] = {}  # what is cast to more bits, and what it is cast from
-        self.given = [self._fresh(v.aval) for v in jaxpr.invars]
-        self.results = self._written_out(jaxpr, [self._fresh(v.aval) for v in jaxpr.constvars], self.given, "")
 
-    def size(self, value: int) -> int:
-        """A value's bytes on the device; of random keys and tokens none."""
-        return 0 if _is_on_host(self.avals[value]) else _size(self.avals[value])
+def read_traced(jaxpr: Jaxpr, platform: str | None = None) -> tuple[Program, ...]:
+    """Read the programs that each device runs: the bodies of a jaxpr's `shard_map`s.
 
-    def _fresh(self, aval: Aval) -> int:
-        self.avals.append(aval)
-        return len(self.avals) - 1
+    With a `platform` (`cpu`, `tpu` or `cuda`) each choice by the platform is written as its own branch.
+    """
+    return tuple(read_jaxpr(body, platform, sizes) for body, sizes in _device_jaxprs(jaxpr))
 
-    def _written_out(
-        self, jaxpr: Any, consts: Sequence[int | None], given: Sequence[int | None], scopes: str
+
+def read_jaxpr(jaxpr: Jaxpr, platform: str | None = None, axis_sizes: Mapping[str, int] | None = None) -> Program:
+    """Read a jaxpr; `axis_sizes` are the sizes of the mesh axes that its collectives name, 1 of others."""
+    chosen = jaxpr if platform is None else _choose_platform(jaxpr, platform)
+    return _Reader(axis_sizes or {}).read(_without_dead_code(chosen))
+
+
+class _Reader:
+    """Reads one jaxpr; the programs that its operations run are read by readers of their own."""
+
+    def __init__(self, axis_sizes: Mapping[str, int]):
+        self._axis_sizes = axis_sizes
+        self._operations: list[Operation] = []
+        self._avals: list[Aval] = []
+        self._casts: dict[tuple[int | None, str], int] = {}
+        self._narrower: dict[int, int] = {}  # a value that is an exact cast of one of fewer bits, and that value
+
+    def read(self, jaxpr: Jaxpr) -> Program:
+        """Read the jaxpr."""
+        inputs = self._new_values(jaxpr.invars)
+        results = self._inline(jaxpr, self._new_values(jaxpr.constvars), inputs, "")
+        is_far = [getattr(aval, "memory_space", None) == jax.memory.Space.Host for aval in self._avals]
+        sizes = [_byte_size(aval) for aval in self._avals]
+        on_device = tuple(0 if far else size for far, size in zip(is_far, sizes, strict=True))
+        on_host = tuple(size if far else 0 for far, size in zip(is_far, sizes, strict=True))
+        return Program(tuple(self._operations), on_device, on_host, tuple(inputs), tuple(results))
+
+    def _new_values(self, variables: Sequence[Any]) -> list[int]:
+        start = len(self._avals)
+        self._avals += [variable.aval for variable in variables]
+        return list(range(start, len(self._avals)))
+
+    def _inline(
+        self, jaxpr: Jaxpr, consts: Sequence[int | None], inputs: Sequence[int | None], scopes: str
     ) -> list[int | None]:
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given)))
-        read = lambda atom: None if isinstance(atom, Literal) else values[atom]
+        """Append a jaxpr's operations, those of calls in the place of the calls, and return its results."""
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+        number_of = lambda atom: None if isinstance(atom, Literal) else values[atom]
         for eqn in jaxpr.eqns:
-            reads, stands = tuple(map(read, eqn.invars)), f"{scopes}/{eqn.source_info.name_stack}"
+            reads, inner_scopes = tuple(map(number_of, eqn.invars)), f"{scopes}/{eqn.source_info.name_stack}"
             name = eqn.primitive.name
-            inner = next((eqn.params[key] for key in _CALLS if name in _CALLED and key in eqn.params), None)
-            if inner is not None:
-                closed = getattr(inner, "jaxpr", inner)
-                own = [self._fresh(v.aval) for v in closed.constvars]
-                results = self._written_out(closed, own, reads, stands)
-            elif name == "convert_element_type" and (kept := self._cast_before(eqn, reads)) is not None:
-                results = [kept]
+            callee = callee_of(eqn) if name in _CALLS else None
+            if callee is not None:
+                body = getattr(callee, "jaxpr", callee)
+                results = self._inline(body, self._new_values(body.constvars), reads, inner_scopes)
+            elif name == "convert_element_type" and (known := self._known_cast(eqn, reads[0])) is not None:
+                results = [known]
             else:
-                results = [self._fresh(v.aval) for v in eqn.outvars]
-                self.lines.append(Line(name, eqn.params, reads, tuple(results), stands))
+                results = self._new_values(eqn.outvars)
+                self._operations.append(self._operation(eqn, reads, tuple(results), inner_scopes))
                 if name == "convert_element_type":
-                    self._casts[_cast(eqn, reads)] = results[0]
-                    if reads[0] is not None and _is_exact(self.avals[reads[0]].dtype, self.avals[results[0]].dtype):
-                        self._widened[results[0]] = reads[0]
-            values.update(zip(eqn.outvars, results))
-        return [read(atom) for atom in jaxpr.outvars]
+                    self._casts[reads[0], str(eqn.outvars[0].aval.dtype)] = results[0]
+                    if reads[0] is not None and _is_exact_cast(self._avals[reads[0]], eqn.outvars[0].aval):
+                        self._narrower[results[0]] = reads[0]
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [number_of(atom) for atom in jaxpr.outvars]
 
-    def _cast_before(self, eqn: Any, reads: tuple[int | None, ...]) -> int | None:
-        """What a cast gives, if it is there: compilers make equal casts once, and none that is cast back."""
-        source = None if reads[0] is None else self._widened.get(reads[0])
-        if source is not None and self.avals[source].dtype == eqn.outvars[0].aval.dtype:
-            return source
-        return self._casts.get(_cast(eqn, reads))
+    def _known_cast(self, eqn: JaxprEqn, value: int | None) -> int | None:
+        """Return a value that is this cast already: compilers make equal casts once, and no cast that is cast back."""
+        dtype = eqn.outvars[0].aval.dtype
+        narrower = None if value is None else self._narrower.get(value)
+        if narrower is not None and self._avals[narrower].dtype == dtype:
+            return narrower
+        return self._casts.get((value, str(dtype)))
+
+    def _operation(
+        self, eqn: JaxprEqn, reads: tuple[int | None, ...], writes: tuple[int, ...], scopes: str
+    ) -> Operation:
+        name, params, names = eqn.primitive.name, eqn.params, split_scopes(scopes)
+        control: dict[str, Any] = {}
+        read = lambda body: _Reader(self._axis_sizes).read(body)
+        if name == "scan":
+            consts, carry = count_carry(params)
+            body = read(params["jaxpr"].jaxpr)
+            control = {"bodies": (body,), "trips": params["length"], "consts": consts, "carry": carry}
+        elif name == "while":
+            consts, tested = params["body_nconsts"], params["cond_nconsts"]
+            body, trips = read(_without_dead_code(params["body_jaxpr"].jaxpr)), 0 if FURTHER_ROUNDS in names else None
+            control = {"bodies": (body,), "trips": trips, "consts": consts, "carry": len(writes)}
+            reads = (*reads[tested:], *reads[:tested])
+        elif name == "cond":
+            control = {"bodies": tuple(read(branch.jaxpr) for branch in params["branches"])}
+        transfer = self._transfer(eqn, names) if name in _COLLECTIVES else None
+        is_backward, flops = "transpose(" in scopes, _count_product_flops(eqn)
+        return Operation(name, reads, writes, names, is_backward, flops=flops, transfer=transfer, **control)
+
+    def _transfer(self, eqn: JaxprEqn, scopes: tuple[str, ...]) -> Transfer | None:
+        """Return what a collective sends; None for one that sends nothing."""
+        kind, params = _COLLECTIVES[eqn.primitive.name], eqn.params
+        operands = [_byte_size(atom.aval) for atom in eqn.invars if not isinstance(atom, Literal)]
+        size = count_ragged_bytes(*operands) if kind == "ragged-all-to-all" else sum(operands)
+        names = params.get("axes", params.get("axis_name"))
+        axes = (names,) if isinstance(names, str) else tuple(names)
+        devices, groups = math.prod(self._axis_sizes.get(axis, 1) for axis in axes), params.get("axis_index_groups")
+        if kind == "collective-permute":
+            members = len(params["perm"])
+            sent = size * members / devices
+        else:
+            members = len(groups[0]) if groups else devices
+            sent = float(SENT[kind](members) * size)
+        return Transfer(kind, axes, members, sent, 1, scopes) if sent else None
 
 
-def carry_of(line: Line) -> tuple[int, int]:
-    """Where the carry of a `scan` begins among what it reads, and how long it is."""
-    if "num_carry" in line.params:
-        return line.params["num_consts"], line.params["num_carry"]
-    consts, carry, *_ = line.params["ft_in"].unpack()  # as JAX says it from 0.12 on
-    return len(list(consts)), len(list(carry))
+def _device_jaxprs(jaxpr: Jaxpr) -> list[tuple[Jaxpr, Mapping[str, int]]]:
+    """Return the bodies of all `shard_map`s, each with the sizes of its mesh's axes."""
+    bodies = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            bodies.append((eqn.params["jaxpr"], dict(eqn.params["mesh"].shape)))
+            continue
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            bodies += _device_jaxprs(inner) if hasattr(inner, "eqns") else []
+    return bodies
 
 
-def host_bytes(jaxpr: Any) -> int:
-    """Bytes that a program's loops leave in the memory of the device's host for what comes after them."""
-    program, kept, inside = Lines(jaxpr), 0, [0]
-    for line in program.lines:
-        if line.name == "scan":
-            kept += sum(_size(program.avals[value]) for value in line.writes if _is_on_host(program.avals[value]))
-        key = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}.get(line.name)
-        bodies = () if key is None else line.params[key]
-        inside += [host_bytes(one.jaxpr) for one in (bodies if isinstance(bodies, tuple) else (bodies,))]
-    return kept + max(inside)
-
-
-def needed(jaxpr: Any) -> Any:
-    """The program without what its results do not need."""
+def _without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
+    """Return the jaxpr without what its results do not need."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def of_platform(jaxpr: Any, platform: str) -> Any:
-    """The program with each choice by the platform written as a call of its own branch."""
+def _choose_platform(jaxpr: Jaxpr, platform: str) -> Jaxpr:
+    """Return the jaxpr with each choice by the platform written as a call of its own branch."""
 
     def inside(value: Any) -> Any:
         inner = getattr(value, "jaxpr", value)
         if not hasattr(inner, "eqns"):
             return value
-        made = of_platform(inner, platform)
-        return made if type(value) is type(made) else value.replace(jaxpr=made)
+        chosen = _choose_platform(inner, platform)
+        return chosen if type(value) is type(chosen) else value.replace(jaxpr=chosen)
 
     eqns = []
     for eqn in jaxpr.eqns:
-        named = eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
-        if named:
-            own = [number for number, some in enumerate(named) if some is not None and platform in some]
-            own = own or [number for number, some in enumerate(named) if some is None]
-            call = {"call_jaxpr": inside(eqn.params["branches"][own[0]])}
+        branch_platforms = eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
+        if branch_platforms:
+            matches = [index for index, names in enumerate(branch_platforms) if names is not None and platform in names]
+            default = [index for index, names in enumerate(branch_platforms) if names is None]
+            call = {"call_jaxpr": inside(eqn.params["branches"][(matches or default)[0]])}
             eqns.append(eqn.replace(primitive=closed_call_p, params=call, invars=eqn.invars[1:]))
         elif eqn.primitive.name == "cond":
             eqns.append(eqn.replace(params=eqn.params | {"branches": tuple(map(inside, eqn.params["branches"]))}))
-        elif eqn.primitive.name in (*_CALLED, "scan", "while"):
+        elif eqn.primitive.name in (*_CALLS, "scan", "while"):
             eqns.append(eqn.replace(params={key: inside(value) for key, value in eqn.params.items()}))
         else:
             eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)
 
 
-def per_device(jaxpr: Any) -> list[Any]:
-    """The programs that run on each device, inside of `shard_map`."""
-    found = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "shard_map":
-            found.append(eqn.params["jaxpr"])
-            continue
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            found += per_device(inner) if hasattr(inner, "eqns") else []
-    return found
+def callee_of(eqn: JaxprEqn) -> Any:
+    """Return the jaxpr that an equation calls, closed or not; None for one that calls none."""
+    return next((eqn.params[key] for key in _CALLEES if key in eqn.params), None)
 
 
-def _size(aval: Aval) -> int:
+def count_carry(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many constants a `scan` has, and how many values it carries."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, *_ = params["ft_in"].unpack()  # JAX 0.12 and later
+    return len(list(consts)), len(list(carry))
+
+
+def _count_product_flops(eqn: JaxprEqn) -> float:
+    """Return the floating-point operations of a matrix product or a convolution; 0 for any other equation."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        inner = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+    elif eqn.primitive.name == "conv_general_dilated":
+        _, features, *spatial = eqn.params["dimension_numbers"].rhs_spec
+        inner = math.prod(eqn.invars[1].aval.shape[dim] for dim in (features, *spatial))
+    else:
+        return 0.0
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * inner
+
+
+def _byte_size(aval: Aval) -> int:
+    """Return the bytes of a value; none for random keys and tokens."""
     if not hasattr(aval, "shape") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return 0
-    return math.prod(aval.shape) * aval.dtype.itemsize
+    return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
 
 
-def _is_on_host(aval: Aval) -> bool:
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
-
-
-def _is_exact(dtype: Any, wider: Any) -> bool:
-    """Whether a dtype holds all floating-point numbers of another that has fewer bits."""
-    if dtype == wider or not all(jnp.issubdtype(each, jnp.floating) for each in (dtype, wider)):
+def _is_exact_cast(source: Aval, target: Aval) -> bool:
+    """Whether a dtype of more bits holds all floating-point numbers of the source's."""
+    if source.dtype == target.dtype or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (source, target)):
         return False
-    own, other = jnp.finfo(dtype), jnp.finfo(wider)
-    return own.nmant <= other.nmant and own.maxexp <= other.maxexp
+    narrow, wide = jnp.finfo(source.dtype), jnp.finfo(target.dtype)
+    return narrow.nmant <= wide.nmant and narrow.maxexp <= wide.maxexp
 
 
-def _cast(eqn: Any, reads: tuple[int | None, ...]) -> tuple[int, str]:
-    return -1 if reads[0] is None else reads[0], str(eqn.outvars[0].aval.dtype)
-
-
-_CALLED = {"pjit", "jit", "closed_call", "eval_jaxpr", "core_call", "remat", "remat2", "checkpoint"}
-_CALLED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_CALLS = {"pjit", "jit", "closed_call", "eval_jaxpr", "core_call", "remat", "remat2", "checkpoint"}
+_CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_CALLEES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+# Collectives of jaxprs, and the same in HLO's words.
+_COLLECTIVES = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "psum_scatter": "reduce-scatter",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
+}

@@ -24,7 +24,7 @@ from eqformer.parallel import (
     simulate,
     TENSOR,
 )
-from eqformer.program import list_transfers
+from eqformer.program import list_transfers, read_hlo
 
 
 ROWS, SEQ = 16, 256
@@ -97,8 +97,8 @@ def communication(rounds: int) -> Iterator[Row]:
     model = nn.Execution().apply(models.shapes(NUMBERS))
     for name in LAYOUTS:
         plan = _plan(name)
-        counted = planning.counted_bytes(plan, list_transfers(_run(plan).step.program, mesh=plan.mesh))
-        for cause, size in planning.by_cause(planning.sent_bytes(plan, model, rows=ROWS, seq=SEQ)).items():
+        counted = planning.counted_bytes(plan, list_transfers(read_hlo(_run(plan).step.program, mesh=plan.mesh)))
+        for cause, size in planning.sum_by_cause(planning.sent_bytes(plan, model, rows=ROWS, seq=SEQ)).items():
             sent = counted.get(cause, 0.0)
             yield Row(f"sent: {name}", cause, sent / 1e6, "MB", sent / size, f"formula {size / 1e6:.2f} MB")
 

@@ -8,8 +8,8 @@ import pytest
 from plan_models import batch_of, model_of
 from plan_parity import Case, of_one_device, of_plan as afresh, Outcome, program_under, total_of_plan
 
-from eqformer.planning import by_cause, counted_bytes, sent_bytes
-from eqformer.program import list_transfers
+from eqformer.planning import counted_bytes, sent_bytes, sum_by_cause
+from eqformer.program import list_transfers, read_hlo
 
 
 ROUNDING = 50 * float(np.finfo(np.float32).eps)
@@ -46,5 +46,5 @@ def bytes_of_gradients(case: Case) -> tuple[dict[str, float], dict[str, float]]:
     """What the compiled program sends by cause, and what formulas say."""
     model, plan = model_of(case.model), case.plan
     program = ran(case.model, (*case.mesh.items(),), (*case.choices.items(),))[1]
-    counted = counted_bytes(plan, list_transfers(program, mesh=plan.mesh))
-    return counted, by_cause(sent_bytes(plan, model, rows=8, seq=16))
+    counted = counted_bytes(plan, list_transfers(read_hlo(program, mesh=plan.mesh)))
+    return counted, sum_by_cause(sent_bytes(plan, model, rows=8, seq=16))

@@ -18,7 +18,7 @@ from test_narrow_sums import MEANT_OF_NARROW, not_meant, program_of
 
 from eqformer import training
 from eqformer.parallel import COLLECTIVES
-from eqformer.program import bytes_sent, list_transfers
+from eqformer.program import bytes_sent, list_transfers, read_hlo
 from eqformer.training.losses._loss_aux import loss_count
 
 
@@ -139,7 +139,7 @@ def test_nats_of_rows_and_what_is_sent():
     program = found.lower(placed, batch).compile()
     assert np.allclose(program(placed, batch), want, rtol=1e-5)
     assert np.allclose(np.sum(np.asarray(want)), total, rtol=1e-5)
-    sent = list_transfers(program.compiled, mesh=plan.mesh)
+    sent = list_transfers(read_hlo(program.compiled, mesh=plan.mesh))
     rows = [transfer for transfer in sent if transfer.named(COLLECTIVES) == "sums of rows"]
     assert bytes_sent(rows, axes=("context",)) == bytes_sent(rows) == 4 * 4  # of four rows
 

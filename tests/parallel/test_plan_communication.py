@@ -10,7 +10,7 @@ from plan_parity import batch_of, model_of, place
 
 from eqformer import planning, training
 from eqformer.parallel import count_link_ticks, make_mesh, Plan, shardings
-from eqformer.program import bytes_sent, list_transfers
+from eqformer.program import bytes_sent, list_transfers, read_hlo
 
 
 ROWS, SEQ, LAYERS, EMBED, KV_EMBED = 8, 32, 4, 32, 8
@@ -38,7 +38,7 @@ def program_of_gradients(plan: Plan, remat: str):
 
 def by_axes(plan: Plan, compiled, kind: str = "") -> dict[str, float]:
     """Bytes sent over each axis or product of axes, by all collectives or by those of one kind."""
-    transfers = [t for t in list_transfers(compiled, mesh=plan.mesh) if kind in t.kind]
+    transfers = [t for t in list_transfers(read_hlo(compiled, mesh=plan.mesh)) if kind in t.kind]
     total: dict[str, float] = {}
     for transfer in transfers:
         name = " x ".join(transfer.axes or ())
@@ -110,7 +110,7 @@ def test_a_tensor_parallel_layer_sends_what_it_must(residual, overlap, remat, un
     scalars = 2 * share(4) * 3 * 4 * SEQ * 4  # each token's peak, normaliser and target logit, in the loss
     assert sent["tensor"] / (least + scalars) == pytest.approx(1, abs=0.001)
     # What modules send stands under their paths: that of the maps, and not under any path that there is not.
-    paths = [".".join(transfer.scopes) for transfer in list_transfers(program, mesh=plan.mesh)]
+    paths = [".".join(transfer.scopes) for transfer in list_transfers(read_hlo(program, mesh=plan.mesh))]
     stands = lambda *names: any(re.search(r"\..*".join(map(re.escape, names)), path) for path in paths)
     assert stands("stacks[0]", "blocks.mixer.layer.output", "maps to the stream") and stands("embedding.looked-up")
     assert stands("stacks[0]", "blocks.feed_forward.layer.down", "maps to the stream")

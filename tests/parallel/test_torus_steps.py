@@ -79,12 +79,12 @@ def test_a_plan_whose_steps_are_in_another_order_has_not(monkeypatch):
 
 
 def test_a_program_takes_two_steps_and_sends_no_more():
-    from eqformer.program import bytes_sent, list_transfers
+    from eqformer.program import bytes_sent, list_transfers, read_hlo
 
     def of(collective: Callable[..., jax.Array], steps: tuple[int, ...]) -> tuple[list[tuple[str, int, float]], float]:
         one = lambda x: collective("over fsdp", x, "fsdp", steps=steps)
         mapped = jax.jit(filter_shard_map(one, make_mesh(fsdp=8), (P("fsdp"),), P("fsdp")))
-        sent = list_transfers(mapped.lower(jnp.ones((8 * 64, 4))).compile(), mesh=make_mesh(fsdp=8))
+        sent = list_transfers(read_hlo(mapped.lower(jnp.ones((8 * 64, 4))).compile(), mesh=make_mesh(fsdp=8)))
         return [(one.kind, one.devices, one.sent) for one in sent], bytes_sent(sent)
 
     whole = 64 * 4 * 4

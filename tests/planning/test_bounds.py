@@ -16,7 +16,7 @@ from eqformer.planning import (
     sharded_state_bytes,
     tensor_bytes,
 )
-from eqformer.program import bytes_sent, list_transfers
+from eqformer.program import bytes_sent, list_transfers, read_hlo
 from eqformer.systems import (
     ffn_activation_bytes,
     ffn_gradient_bytes,
@@ -101,7 +101,9 @@ def mesh():
 
 
 def sent_by(fn, specs, outs, *args):
-    return bytes_sent(list_transfers(jax.jit(filter_shard_map(fn, mesh(), specs, outs)).lower(*args).compile()))
+    return bytes_sent(
+        list_transfers(read_hlo(jax.jit(filter_shard_map(fn, mesh(), specs, outs)).lower(*args).compile()))
+    )
 
 
 def test_an_ffn_over_data_sends_its_gradients_and_over_features_its_output():

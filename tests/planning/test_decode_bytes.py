@@ -12,7 +12,7 @@ from compilers import devices_for
 from eqformer import generation, kernels, models, nn
 from eqformer.parallel import make_mesh, Plan
 from eqformer.planning import decode_shapes, lowered_decode
-from eqformer.program import moved_bytes
+from eqformer.program import count_moved_bytes, read_hlo
 
 
 EIGHT = models.LlamaConfig(vocab=4096, embed=4096, layers=2, heads=32, kv_heads=8, mlp=14336)  # billion: its widths
@@ -56,7 +56,7 @@ def moved(
     caches = filter(is_recurrent, jax.tree.leaves(cache, is_leaf=is_recurrent))
     needed += sum(of_device(one.state) for one in caches)  # are written, too
     is_table = served.model.head is not None  # of ids, of which the rows' alone are read
-    return moved_bytes(text) / (needed - of_device(served.model.embedding.weight) * is_table)
+    return count_moved_bytes(read_hlo(text)) / (needed - of_device(served.model.embedding.weight) * is_table)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])

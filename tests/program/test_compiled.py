@@ -18,7 +18,16 @@ from eqformer.planning import (
     lowered_decode,
     topology,
 )
-from eqformer.program import Buffer, CompiledCosts, executed, FURTHER_ROUNDS, largest_buffers, read_compiled
+from eqformer.program import (
+    Buffer,
+    CompiledCosts,
+    count_cycles,
+    count_flops,
+    FURTHER_ROUNDS,
+    largest_buffers,
+    read_compiled,
+    read_hlo,
+)
 
 
 V5E = (pathlib.Path(__file__).parent / "programs" / "v5e.hlo").read_text()
@@ -68,6 +77,12 @@ ENTRY %main (x: f32[64,64]) -> f32[64,64] {
 }
 """
 MATRIX = 64 * 64 * 4
+
+
+def executed(text):
+    """Operations and cycles of a program's text."""
+    program = read_hlo(text)
+    return count_flops(program), count_cycles(program)
 
 
 @pytest.mark.quick

@@ -1,6 +1,10 @@
 """Bytes that a program's text says it reads and writes, against counts made by hand."""
 
-from eqformer.program import moved_bytes
+from eqformer.program import count_moved_bytes, read_hlo
+
+
+def moved_bytes(text):
+    return count_moved_bytes(read_hlo(text))
 
 
 # Three turns, each of which reads a slice of what is carried, multiplies it, and writes four rows of it in place. Of a

@@ -62,7 +62,9 @@ def told(row: dict) -> str:
     step = f"{given['recipe']}, {given['model.layers']} layers, {given['batch']} x {given['seq']}; {', '.join(choices)}"
     found = formulas(row)
     sent = sum(size for *_, size in found.sent)
-    figures = [f"{row['held'] / 1e9:.2f}", f"{found.total / row['held'] - 1:+.1%}"]
+    estimate = found.total - found.held[planning.MARGIN]
+    errors = [f"{size / row['held'] - 1:+.1%}" for size in (estimate, found.total)]
+    figures = [f"{row['held'] / 1e9:.2f}", *errors]
     figures += [f"{row['sent'] / 1e9:.2f}", f"{sent / row['sent'] - 1:+.1%}"]
     return f"| {step} | {row['topology']} | {' | '.join(figures).replace('%', ' %')} |"
 

@@ -19,11 +19,8 @@ from eqformer import planning
 
 ROWS = {row["name"]: row for row in json.loads((pathlib.Path(__file__).parent / "compiled.json").read_text())}
 DEFAULT = ("llama-h8-products", "llama-v5e4-lora")
-HELD, SENT = 0.05, 0.02  # how far formulas may be off
-# Where they are further off, by how much they may be, and why.
-HELD_OFF = {
-    "llama-v5e4-lora": 0.06,  # a part of a frozen table that is gathered while another one still is
-}
+HELD, SENT = 0.15, 0.02  # how far the estimate of what is held, and what is sent, may be off
+ABOVE = 0.36  # how far the bound of what is held may be above the compiled step
 SENT_OFF = {
     "llama-h8-tensor": 0.025,  # vectors that are looked up
 }
@@ -40,10 +37,14 @@ def test_formulas_give_what_compilers_do(name):
     plan, model = abstract_plan(recipe), shapes_of(recipe)
     states = state_of(recipe, plan, optimizer_of(recipe, model), model)
     found = planning.forecast(states, model, batch_shapes(recipe), planning.topology(row["topology"]))
-    assert relative(found.total, row["held"]) < HELD_OFF.get(name, HELD)
+    estimate = found.total - found.held[planning.MARGIN]
+    assert relative(estimate, row["held"]) < HELD
+    assert row["held"] <= found.total < (1 + ABOVE) * row["held"]
+    assert found.total == pytest.approx(estimate / (1 - 0.15))
     assert relative(sum(size for *_, size in found.sent), row["sent"]) < SENT_OFF.get(name, SENT)
     stays = {cause: own for cause, (own, _) in planning.state_bytes(states).items() if cause != "gradients"}
     least = sum(stays.values()) + planning.activation_bytes(plan, model, rows=recipe.batch, seq=recipe.seq)
     assert sum(stays.values()) < least < row["held"]
-    if name == DEFAULT[0]:  # the control: what stays between steps alone is less than half
+    if name == DEFAULT[0]:  # the controls: the estimate alone is no bound, and the state alone is less than half
+        assert estimate < row["held"]
         assert sum(own for own, _ in planning.state_bytes(states).values()) < 0.6 * row["held"]

@@ -13,7 +13,7 @@ from support.command import parse
 from support.mesh import abstract_plan, state_of
 
 from eqformer import planning
-from eqformer.planning import _absent, missing_compiler, topology
+from eqformer.planning import _compile, missing_compiler, topology
 from eqformer.program import CompiledCosts
 
 
@@ -176,7 +176,7 @@ def test_the_products_that_run_are_said(flags, line):
 
 @pytest.mark.parametrize("name, extra", [("v5e:2x4", "eqformer[tpu]"), ("h100:8", "eqformer[cuda]")])
 def test_without_a_compiler_formulas_are_told_and_the_extra_is_named(name, extra, monkeypatch):
-    monkeypatch.setattr(_absent, "compilers", lambda: ())
+    monkeypatch.setattr(_compile, "compilers", lambda: ())
     text = told(f"--topology {name} --mesh.fsdp 4 --mesh.tensor 2 --zero 3")
     assert text.startswith(f"{name}; 8 devices: fsdp 4 x tensor 2; zero 3") and "an MFU of" in text and "fits," in text
     assert f"so nothing is compiled for {name}: pip install '{extra}'" in text

@@ -14,8 +14,8 @@ from support.setup import optimizer_of, shapes_of
 
 from eqformer import nn, planning
 from eqformer.parallel import COLLECTIVES, CONTEXT, EXPERT, PIPE, STATE, TENSOR
-from eqformer.planning import by_cause, counted_bytes, sent_bytes
-from eqformer.program import bytes_sent, list_transfers
+from eqformer.planning import counted_bytes, sent_bytes, sum_by_cause
+from eqformer.program import bytes_sent, list_transfers, read_hlo
 
 
 TINY = "--model.embed 64 --model.heads 8 --model.mlp 160 --seq 32 --batch 16 --optimizer.name adamw"
@@ -95,7 +95,7 @@ def recipe_of(flags):
 def by_formula(recipe, plan):
     model = shapes_of(recipe)
     trained = optimizer_of(recipe, model).trained
-    return by_cause(sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=trained))
+    return sum_by_cause(sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=trained))
 
 
 def by_formula_of(flags):
@@ -108,7 +108,7 @@ def test_a_compiled_step_sends_what_formulas_say(name):
     recipe = recipe_of({**MESHES, **WIDER}[name])
     plan = plan_of(recipe, jax.devices())
     program = plan_script.compile_step(recipe, plan, shapes_of(recipe), **HASTE)
-    transfers = list_transfers(program, mesh=plan.mesh)
+    transfers = list_transfers(read_hlo(program, mesh=plan.mesh))
     counted = counted_bytes(plan, transfers)
     assert counted == pytest.approx(by_formula(recipe, plan), rel=0.03)
     # What has no name is the partitioner's, or a sum that JAX adds to a backward pass: a factor's, of a LoRA.
@@ -147,9 +147,9 @@ def test_a_step_with_mixers_of_ones_own_sends_what_formulas_say(name, monkeypatc
     model = eqx.filter_eval_shape(build)
     plan = plan_of(recipe, jax.devices())
     program = plan_script.compile_step(recipe, plan, model, **HASTE)
-    counted = counted_bytes(plan, list_transfers(program, mesh=plan.mesh))
+    counted = counted_bytes(plan, list_transfers(read_hlo(program, mesh=plan.mesh)))
     told = sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=optimizer_of(recipe, model).trained)
-    assert counted == pytest.approx(by_cause(told), rel=0.03)
+    assert counted == pytest.approx(sum_by_cause(told), rel=0.03)
 
 
 KINDS = {"attention": "", "nets": NETS, "latents": "--recipe jaxformer-byte-1m"}

@@ -6,7 +6,7 @@ import pytest
 from weight_stationary_cases import EMBED, gathered, HEAD_DIM, HEADS, LAYERS, MLP, palm, ROWS, sent, stationary, VOCAB
 
 from eqformer import planning, systems
-from eqformer.program import bytes_sent, list_transfers
+from eqformer.program import bytes_sent, list_transfers, read_hlo
 
 
 QUERIES = HEADS * HEAD_DIM
@@ -59,7 +59,7 @@ def test_logits(model):
     arrays, rest = eqx.partition(split, eqx.is_array)
     run = jax.jit(lambda arrays, x: eqx.combine(arrays, rest).unembed(x))
     program = run.lower(arrays, jax.ShapeDtypeStruct((ROWS, EMBED), "float32")).compile()
-    sent_in_all = bytes_sent(list_transfers(program, mesh=split.mesh))
+    sent_in_all = bytes_sent(list_transfers(read_hlo(program, mesh=split.mesh)))
     whole = planning.gather_bytes(ROWS * EMBED / 2 * 4, 4) + planning.gather_bytes(ROWS * VOCAB / 4 * 4, 2)
     assert sent_in_all == pytest.approx(whole)
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from eqformer import nn
 from eqformer.parallel import make_mesh, Plan, ShardedModel
-from eqformer.program import bytes_sent, list_transfers
+from eqformer.program import bytes_sent, list_transfers, read_hlo
 from eqformer.systems import WeightStationary
 
 
@@ -115,7 +115,7 @@ def sent(model, mesh, seq):
     run = fresh if seq > 1 else later
     arrays, rest = eqx.partition(model, eqx.is_array)
     compiled = jax.jit(lambda arrays, ids: run(eqx.combine(arrays, rest), ids)).lower(arrays, ids).compile()
-    transfers = list_transfers(compiled, mesh=mesh)
+    transfers = list_transfers(read_hlo(compiled, mesh=mesh))
     inside = [one for one in transfers if (one.times or 0) % LAYERS == 0]
     outside = [one for one in transfers if one not in inside]
     return bytes_sent(inside) / LAYERS, bytes_sent(outside), transfers

@@ -1,4 +1,4 @@
-"""What one device reaches: FLOP/s in large matrix products, the peak that MFU refers to, and bytes/s in copies."""
+"""Measured speeds of a device: FLOP/s in large matrix products, the peak that MFU refers to, and bytes/s in copies."""
 
 from collections.abc import Callable
 from time import perf_counter
@@ -13,7 +13,7 @@ from ..nn import float_dtype
 
 
 def matmul_peak(dtype: str = "float32", *, size: int | None = None, seconds: float = 0.5, device: Any = None) -> float:
-    """Best FLOP/s of a `size x size` product over `seconds` of repeats on one device (`None`: JAX's first).
+    """Measure the best FLOP/s of a `size x size` product over `seconds` of repeats on one device (`None`: JAX's first).
 
     A product counts `2 size^3` operations; float32 is JAX's default matmul precision. `size=None` is 2048 on a CPU and
     8192 elsewhere. Multiply by the number of devices for a machine's peak.
@@ -28,16 +28,17 @@ def matmul_peak(dtype: str = "float32", *, size: int | None = None, seconds: flo
 
 
 def mesh_peak(mesh: Mesh, dtype: str = "float32", *, seconds: float = 0.5) -> float:
-    """`matmul_peak` of all devices of a mesh together; simulated devices share the CPU of their process."""
+    """Return `matmul_peak` of all devices of a mesh together; simulated devices share the CPU of their process."""
     device = mesh.local_devices[0]
-    number = len({one.process_index for one in mesh.devices.flat}) if device.platform == "cpu" else mesh.size
+    processes = {peer.process_index for peer in mesh.devices.flat}
+    number = len(processes) if device.platform == "cpu" else mesh.size
     return number * matmul_peak(dtype, seconds=seconds, device=device)
 
 
 def copy_bandwidth(*, size: int = 2**27, seconds: float = 0.5, device: Any = None) -> float:
-    """Most bytes/s read and written by copies of `size` bytes over `seconds` of repeats on one device (`None`: first).
+    """Measure the most bytes/s that copies of `size` bytes read and write, over `seconds` of repeats on one device.
 
-    A copy counts twice its bytes.
+    A copy counts twice its bytes. `device=None` is JAX's first.
     """
     device = jax.devices()[0] if device is None else device
     if size < 4 or not seconds > 0:
@@ -47,11 +48,11 @@ def copy_bandwidth(*, size: int = 2**27, seconds: float = 0.5, device: Any = Non
 
 
 def _best(run: Callable[[Array], Array], x: Array, seconds: float) -> float:
-    """The seconds of the best repeat, after one that compiles."""
+    """Return the seconds of the best repeat, after one that compiles."""
     run(x).block_until_ready()
     best, start = float("inf"), perf_counter()
     while perf_counter() - start < seconds:
-        before = perf_counter()
+        begin = perf_counter()
         run(x).block_until_ready()
-        best = min(best, perf_counter() - before)
+        best = min(best, perf_counter() - begin)
     return best

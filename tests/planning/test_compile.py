@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from eqformer.parallel import make_mesh
-from eqformer.planning import _absent, ACCELERATORS, compilation_of, devices_of, missing_compiler, topology
+from eqformer.planning import _compile, ACCELERATORS, compilation_of, devices_of, missing_compiler, topology
 
 
 # Set for libtpu to compile where no TPU is.
@@ -13,7 +13,7 @@ TPU_ABSENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "A
 
 
 def test_a_missing_compiler_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setattr(_absent, "compilers", lambda: ("tpu",))
+    monkeypatch.setattr(_compile, "compilers", lambda: ("tpu",))
     assert missing_compiler(topology("v5e:2x4")) is None
     assert "h100:8: pip install 'eqformer[cuda]'" in str(missing_compiler(topology("h100:8")))
 
@@ -23,7 +23,7 @@ def test_what_was_told_of_a_program_is_kept(tmp_path, monkeypatch):
     mesh, folder = make_mesh(devices=jax.devices()[:1]), tmp_path / "plans"
     first = compilation_of(lowered, chips, mesh, folder)
     assert not compilation_of(lowered, chips, mesh).is_kept  # where no folder is given
-    monkeypatch.setattr(_absent, "_compiled", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(_compile, "_compiled", lambda *_: pytest.fail("compiled again"))
     again = compilation_of(lowered, chips, mesh, folder)
     assert again.is_kept and not first.is_kept and again.program == first.program and again.seconds == first.seconds
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):  # by which programs are others
@@ -31,7 +31,7 @@ def test_what_was_told_of_a_program_is_kept(tmp_path, monkeypatch):
             other.setenv(name, "a flag more")
             compilation_of(lowered, chips, mesh, folder)
     with monkeypatch.context() as other, pytest.raises(pytest.fail.Exception, match="compiled again"):
-        other.setattr(_absent, "_counters", lambda: "counted otherwise")
+        other.setattr(_compile, "_counters", lambda: "counted otherwise")
         compilation_of(lowered, chips, mesh, folder)
     (file,) = folder.iterdir()
     file.write_text("{}")  # another version's, or half a file
@@ -59,7 +59,7 @@ def test_shapes_smaller_than_a_host_have_devices(monkeypatch):
 
 def test_a_gpu_is_described_by_its_own_generation():
     """Numbers of cores, and bytes of the second cache, of a SXM H100 and of a B200."""
-    words = {name: _absent._target(topology(f"{name}:8").accelerator).split() for name in ("h100", "h200", "b200")}
+    words = {name: _compile._target(topology(f"{name}:8").accelerator).split() for name in ("h100", "h200", "b200")}
     of = lambda name, field: words[name][words[name].index(field) + 1]
     assert [of(name, "core_count:") for name in words] == ["132", "132", "148"]
     assert int(of("b200", "l2_cache_size:")) > 2 * int(of("h100", "l2_cache_size:")) == 2 * 50 * 2**20

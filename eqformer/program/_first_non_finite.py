@@ -1,0 +1,178 @@
+"""The origin of numbers that are not finite in a traced program, which is run again equation by equation."""
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as core
+import jax.extend.source_info_util as sources
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from ._jaxpr import callee_of, count_carry
+
+
+class NonFiniteOrigin(NamedTuple):
+    """The equation, or the input of the program, that a number which is not finite comes from."""
+
+    number: int
+    """Place among all origins, in order of execution."""
+    kind: str
+    """`NaN` or `infinity`."""
+    input: int | None = None
+    """Index of the program's input that holds the number; None where an equation makes it."""
+    scopes: tuple[str | int, ...] = ()
+    """Name scopes of the equation, as JAX writes them, and iterations of the loops between them."""
+    operation: str = ""
+    """JAX's name of the operation."""
+    source: str = ""
+    """The line of code, `file:line (function)`."""
+    is_backward: bool = False
+    """Whether the equation is in a backward pass."""
+
+
+def find_non_finite(program: Any, inputs: Sequence[Array]) -> list[NonFiniteOrigin | None]:
+    """Run a program (a closed jaxpr), and return where each result's NaN or infinity comes from; None if it is finite.
+
+    If the result of a loop or a call is not finite, it is computed again, part by part. Numbers that are meant to be
+    infinite, such as those of a mask, are the origin of nothing as long as the results that use them are finite.
+    """
+    interpreter = _Interpreter()
+    values = [interpreter.check_input(index, x) for index, x in enumerate(inputs)]
+    return [value.origin for value in interpreter.run_program(program.jaxpr, program.consts, values, ())]
+
+
+class _Value(NamedTuple):
+    value: Any
+    kind: int = 0  # an index of _KINDS
+    origin: NonFiniteOrigin | None = None  # of a value that is not finite
+
+
+_KINDS = ("finite", "infinity", "NaN")
+_Scopes = tuple[str | int, ...]
+
+
+class _Interpreter:
+    """Runs a program equation by equation, and tracks the origin of values that are not finite."""
+
+    def __init__(self):
+        self._numbers = itertools.count()
+
+    def check_input(self, index: int, x: Array) -> _Value:
+        """Return an input of the program, which is the origin of its own NaN or infinity."""
+        kind = _kind_of(x)
+        return _Value(x, kind, NonFiniteOrigin(next(self._numbers), _KINDS[kind], index)) if kind else _Value(x)
+
+    def run_program(
+        self, program: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[_Value], scopes: _Scopes
+    ) -> list[_Value]:
+        """Return the results of a program."""
+        known: dict[Any, _Value] = dict(zip(program.constvars, (_Value(x, _kind_of(x)) for x in consts), strict=True))
+        known |= dict(zip(program.invars, inputs, strict=True))
+        read = lambda atom: _Value(atom.val) if isinstance(atom, core.Literal) else known[atom]
+        last_use = {atom: n for n, eqn in enumerate(program.eqns) for atom in eqn.invars if not _is_literal(atom)}
+        outputs = {atom for atom in program.outvars if not _is_literal(atom)}
+        for number, eqn in enumerate(program.eqns):
+            results = self._run_equation(eqn, [read(atom) for atom in eqn.invars], scopes)
+            known |= dict(zip(eqn.outvars, results, strict=True))
+            for atom in {atom for atom in eqn.invars if not _is_literal(atom)} - outputs:
+                if last_use[atom] == number:  # frees the memory of values that no later equation reads
+                    known.pop(atom, None)
+        return [read(atom) for atom in program.outvars]
+
+    def _run_equation(self, eqn: core.JaxprEqn, inputs: list[_Value], scopes: _Scopes) -> list[_Value]:
+        scopes = (*scopes, str(eqn.source_info.name_stack))
+
+        def compute(*values: Any) -> Sequence[Any]:
+            with eqn.ctx.manager:
+                results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+            return results if eqn.primitive.multiple_results else (results,)
+
+        make_origin = lambda kind: self._origin_at(kind, scopes, eqn)
+        return self._find_origins(inputs, compute, lambda: self._inner_origins(eqn, inputs, scopes), make_origin)
+
+    def _find_origins(
+        self,
+        inputs: Sequence[_Value],
+        compute: Callable[..., Sequence[Any]],
+        inner_origins: Callable[[], list[NonFiniteOrigin | None] | None],
+        make_origin: Callable[[int], NonFiniteOrigin],
+    ) -> list[_Value]:
+        """Return the results and, for those that are not finite, their origin: an input, an inner program, or here."""
+        results = compute(*(value.value for value in inputs))
+        kinds = [_kind_of(x) for x in results]
+        if not any(kinds):
+            return [_Value(x) for x in results]
+        first = lambda kind: min((v.origin for v in inputs if v.kind == kind and v.origin), default=None)
+        origin, origins = first(_KINDS.index("NaN")), None
+        if origin is None:
+            origins, origin = inner_origins(), first(_KINDS.index("infinity"))
+        origins = [None] * len(results) if origins is None else origins
+        origin = origin or next(filter(None, origins), None) or make_origin(max(kinds))
+        return [_Value(x, kind, (inner or origin) if kind else None) for x, kind, inner in zip(results, kinds, origins)]
+
+    def _inner_origins(
+        self, eqn: core.JaxprEqn, inputs: list[_Value], scopes: _Scopes
+    ) -> list[NonFiniteOrigin | None] | None:
+        """Return the origins of the results of an equation that runs an inner program; None for other equations."""
+        if eqn.primitive.name == "scan":
+            return self._scan_origins(eqn, inputs, scopes)
+        if eqn.primitive.name == "cond":
+            program, inputs = eqn.params["branches"][int(inputs[0].value)], inputs[1:]
+        else:
+            program = callee_of(eqn)
+        # Some primitives hold a jaxpr that is not closed, without constants.
+        jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+        if jaxpr is None or len(jaxpr.invars) != len(inputs):
+            return None
+        return self._program_origins(jaxpr, consts, inputs, scopes)
+
+    def _program_origins(
+        self, program: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[_Value], scopes: _Scopes
+    ) -> list[NonFiniteOrigin | None]:
+        return [value.origin for value in self.run_program(program, consts, inputs, scopes)]
+
+    def _scan_origins(self, eqn: core.JaxprEqn, inputs: list[_Value], scopes: _Scopes) -> list[NonFiniteOrigin | None]:
+        """Return the origins of a scan's results; only iterations whose results are not finite are run in parts."""
+        program, length = eqn.params["jaxpr"], eqn.params["length"]
+        compute = jax.jit(core.jaxpr_as_fun(program))
+        consts, carried = count_carry(eqn.params)
+        constants, carry, stacked = inputs[:consts], inputs[consts : consts + carried], inputs[consts + carried :]
+        origins: list[NonFiniteOrigin | None] = [None] * (len(eqn.outvars) - carried)
+        for iteration in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            slices = [_Value(x, kind, origin if kind else None) for x, kind, origin in _slice(stacked, iteration)]
+            values, inner_scopes = [*constants, *carry, *slices], (*scopes, iteration)
+            run_parts = functools.partial(self._program_origins, program.jaxpr, program.consts, values, inner_scopes)
+            make_origin = functools.partial(self._origin_at, scopes=inner_scopes, eqn=eqn)
+            results = self._find_origins(values, compute, run_parts, make_origin)
+            carry = results[:carried]
+            origins = [old or new.origin for old, new in zip(origins, results[carried:], strict=True)]
+        return [value.origin for value in carry] + origins
+
+    def _origin_at(self, kind: int, scopes: _Scopes, eqn: core.JaxprEqn) -> NonFiniteOrigin:
+        is_backward = any("transpose(" in scope for scope in scopes if isinstance(scope, str))
+        source = re.sub(r"^.*?([^/]+/[^/]+?:\d+)(?::\d+)?", r"\1", sources.summarize(eqn.source_info))
+        name = eqn.primitive.name
+        return NonFiniteOrigin(next(self._numbers), _KINDS[kind], None, scopes, name, source, is_backward)
+
+
+def _slice(stacked: Sequence[_Value], iteration: int) -> list[tuple[Any, int, NonFiniteOrigin | None]]:
+    return [(x := value.value[iteration], _kind_of(x) if value.kind else 0, value.origin) for value in stacked]
+
+
+def _kind_of(x: Any) -> int:
+    is_inexact = isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
+    return int(_index_of_kind(x)) if is_inexact else 0
+
+
+@jax.jit
+def _index_of_kind(x: Array) -> Int[Array, ""]:
+    return jnp.any(~jnp.isfinite(x)).astype(jnp.int32) + jnp.any(jnp.isnan(x)).astype(jnp.int32)
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, core.Literal)

@@ -1,0 +1,297 @@
+"""The most bytes that a traced program holds at once, by a liveness walk that follows no single compiler's rules.
+
+Compilers may order, fuse and place differently, so the figure is an estimate. Its errors beside compiled steps are in
+docs/accelerators-planning.md.
+"""
+
+import functools
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from ._ir import Operation, Program
+
+
+GATHERED, GRADIENTS, KEPT, WORK = "gathered parameters", "gradients", "kept for the backward pass", "worked on"
+IN_FLIGHT = "sent beside a layer's work"
+
+
+class PeakMemory(NamedTuple):
+    """The most bytes that a program holds at once, beside those that it is given."""
+
+    size: int
+    """All of them."""
+    by_cause: dict[str, int]
+    """The same by what they are for."""
+
+
+def estimate_peak(program: Program) -> PeakMemory:
+    """Estimate the most bytes that a traced program holds at once, beside its inputs.
+
+    A value lives from the operation that writes it to the last that reads it. The rules are those that all compilers
+    share: elementwise results that only elementwise operations and sums read are never written, but for the result of a
+    convolution that several operations read; a result takes the place of an operand of its size that nothing reads any
+    more, where the operation can work in place; a product that is only added to an array is added in place; a loop's
+    carry stays in its place; a branch's results are in the place of the conditional's. While an iteration of a loop
+    runs, the next one's parameters are gathered, and a gradient is scattered.
+    """
+    size, parts = _walk(program)
+    by_cause: dict[str, int] = {}
+    for cause, part in parts:
+        by_cause[cause] = by_cause.get(cause, 0) + part
+    return PeakMemory(size, by_cause)
+
+
+def count_host_bytes(program: Program) -> int:
+    """Return the bytes that a program's loops leave in the memory of the device's host for what comes after them."""
+    loops = [operation for operation in program.operations if operation.kind == "scan"]
+    stored = sum(program.host_sizes[value] for loop in loops for value in loop.writes)
+    bodies = [body for operation in program.operations for body in operation.bodies]
+    return stored + max(map(count_host_bytes, bodies), default=0)
+
+
+Parts = list[tuple[str, int]]  # bytes with what they are for
+
+
+def _walk(program: Program, loop: Operation | None = None, placed: Collection[int] = ()) -> tuple[int, Parts]:
+    """Return the most bytes that a program makes, and what they are for.
+
+    `loop` is the loop that the program is the body of. `placed` are the indices of a branch's results that have a place
+    before the branch runs.
+    """
+    lives = _Lifetimes(program)
+    unwritten = {*lives.views, *lives.fused, *_added_in_place(lives), *_results_in_place(lives, placed)}
+    unwritten |= set() if loop is None else _carried_in_place(lives, loop)
+    alive: dict[int, int] = {}
+    most, parts = 0, []
+    for index, operation in enumerate(program.operations):
+        operands = map(lives.root, operation.reads)
+        free = {operand for operand in operands if operand in alive and lives.last_use(operand) == index}
+        new, made_in_branch = [], []
+        for number, value in enumerate(operation.writes):
+            if value in unwritten:
+                continue
+            if (operand := _find_overwritten(lives, operation, number, free)) is not None:
+                free.discard(operand)
+                del alive[operand]
+            elif operation.kind == "cond":  # made within the branch, which may need more before
+                made_in_branch.append(value)
+                continue
+            new.append(value)
+        inside = _walk_bodies(operation, [n for n, value in enumerate(operation.writes) if value not in made_in_branch])
+        for values, (inner_size, inner_parts) in ((new, inside), (made_in_branch, (0, []))):
+            alive |= {value: program.sizes[value] for value in values if value not in alive}
+            size = sum(alive.values()) + inner_size
+            if size > most:
+                most = size
+                parts = [(_cause_of(lives, value), size) for value, size in alive.items()] + inner_parts
+        alive = {value: size for value, size in alive.items() if lives.last_use(value) > index}
+    return most, parts
+
+
+def _walk_bodies(operation: Operation, placed: Collection[int]) -> tuple[int, Parts]:
+    """Return the most bytes that a loop or a conditional makes inside."""
+    if operation.kind == "scan":
+        size, parts = _walk(operation.bodies[0], operation)
+        in_flight = _count_in_flight(operation)
+        return size + in_flight, [*parts, (IN_FLIGHT, in_flight)]
+    if operation.kind == "while":
+        return _walk(operation.bodies[0], operation)
+    if operation.kind == "cond":
+        return max((_walk(body, placed=placed) for body in operation.bodies), key=lambda most: most[0])
+    return 0, []
+
+
+def _count_in_flight(loop: Operation) -> int:
+    """Return the bytes that a loop sends and receives beside an iteration's operations.
+
+    The next iteration's slices are gathered while an iteration runs, and the last array that an iteration has scattered
+    is still being sent, of which the largest counts.
+    """
+    body, from_slices = loop.bodies[0], set(loop.bodies[0].inputs[loop.consts + loop.carry :])
+    gathered = scattered = 0
+    for operation in body.operations:
+        operand = operation.reads[0] if operation.reads else None
+        if operand in from_slices and (operation.kind in VIEWS or operation.kind == "convert_element_type"):
+            from_slices.update(operation.writes)
+        elif operand in from_slices and operation.kind in ("all_gather", "all_gather_invariant"):
+            gathered += body.sizes[operation.writes[0]]
+        elif operand is not None and operation.kind in ("psum_scatter", "reduce_scatter"):
+            scattered = max(scattered, body.sizes[operand])
+    return gathered + scattered if loop.trips is not None and loop.trips > 1 else 0
+
+
+# Operations that give their operand in another shape.
+VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "pcast", "pvary", "copy", "stop_gradient", "name"}
+VIEWS |= {"optimization_barrier", "sharding_constraint"}
+SUMS = {"reduce_sum", "reduce_max", "reduce_min", "argmax", "reduce_and", "reduce_or"}
+# Operations that may write over an operand.
+IN_PLACE = {"scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "psum", "psum_invariant", "while", "cond"}
+# Operations that change an operand, so that it must be in memory even if it is a constant.
+UPDATES = {"scan", "while", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "ragged_all_to_all"}
+# Operations that compilers fuse with nothing behind them, so that their operands and results are in memory.
+UNFUSED = SUMS | IN_PLACE | UPDATES | {"dot_general", "cond", "shard_map", "gather", "sort", "cumsum", "cumlogsumexp"}
+UNFUSED |= {"cummax", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "pallas_call", "concatenate", "pad"}
+UNFUSED |= {"all_gather", "all_gather_invariant", "psum_scatter", "reduce_scatter", "all_to_all", "ppermute", "top_k"}
+UNFUSED |= {"random_bits", "threefry2x32", "custom_vjp_call", "custom_vmap_call", "mpmd_map", "device_put"}
+
+
+class _Lifetimes:
+    """Which operation makes each value of a program, which read it, and which values are never in memory."""
+
+    def __init__(self, program: Program):
+        self.program, self.operations = program, program.operations
+        self.writers = {value: index for index, operation in enumerate(self.operations) for value in operation.writes}
+        self.views: dict[int, int] = {}  # a view, and the value that it is a view of
+        for operation in self.operations:
+            if self._is_view(operation):
+                for operand, value in zip(operation.reads, operation.writes):
+                    if operand is not None and program.sizes[operand] == program.sizes[value]:
+                        self.views[value] = operand
+        self.readers: dict[int, list[int]] = {}
+        for index, operation in enumerate(self.operations):
+            if not (operation.writes and operation.writes[0] in self.views):
+                for operand in operation.reads:
+                    if operand is not None:
+                        self.readers.setdefault(self.root(operand), []).append(index)
+        self.results = {self.root(value) for value in program.results if value is not None}
+        self._slices = functools.cache(self._find_slices)
+        self.fused = {value for value in self.writers if self._is_fused(value)}
+        self.last_use: Callable[[int], int] = functools.cache(self._find_last_use)
+
+    def root(self, value: int | None) -> int:
+        """Return the value that another is a view of; -1 for a constant."""
+        while value in self.views:
+            value = self.views[value]
+        return -1 if value is None else value
+
+    def writer(self, value: int | None) -> Operation | None:
+        """Return the operation that makes a value; None for an input of the program."""
+        index = self.writers.get(self.root(value))
+        return None if index is None else self.operations[index]
+
+    def _is_view(self, operation: Operation) -> bool:
+        """Whether an operation gives its operand in another shape, as a sum over dims of one entry does."""
+        summed = operation.reads[0] if operation.kind == "reduce_sum" else None
+        sizes = self.program.sizes
+        return operation.kind in VIEWS or (summed is not None and sizes[summed] == sizes[operation.writes[0]])
+
+    def _is_fused(self, value: int) -> bool:
+        """Whether a value is computed where it is read, and never written."""
+        operation = self.operations[self.writers[value]]
+        if value in self.views or value in self.results or operation.kind in UNFUSED or self._is_convolution(value):
+            return False
+        kinds = {self.operations[index].kind for index in self.readers.get(value, [])}
+        if operation.kind in ("broadcast_in_dim", "iota"):
+            return kinds.isdisjoint(UPDATES)
+        if operation.kind == "convert_element_type":  # a lookup casts the rows that it reads
+            kinds -= {"gather"}
+        return kinds.isdisjoint(UNFUSED - SUMS)
+
+    def _is_convolution(self, value: int) -> bool:
+        """Whether a sum reads an array more than once, as a convolution does, and several operations read the sum.
+
+        Such a sum is written, since reading it takes less time than computing it again and again.
+        """
+        if self.operations[self.writers[value]].kind != "add" or len(set(self.readers.get(value, []))) < 2:
+            return False
+        bytes_read: dict[int, int] = {}
+        for source, piece in self._slices(value):
+            bytes_read[source] = bytes_read.get(source, 0) + self.program.sizes[piece]
+        return any(size > self.program.sizes[source] for source, size in bytes_read.items())
+
+    def _find_slices(self, value: int) -> frozenset[tuple[int, int]]:
+        """Return the slices that an elementwise value is computed from, each behind its source."""
+        operation, slices = self.operations[self.writers[value]], set[tuple[int, int]]()
+        if operation.kind in UNFUSED:
+            return frozenset()
+        for operand in map(self.root, operation.reads):
+            if operation.kind == "slice":
+                slices.add((operand, value))
+            elif operand in self.writers and not self._is_convolution(operand):
+                slices |= self._slices(operand)
+        return frozenset(slices)
+
+    def _find_last_use(self, value: int) -> int:
+        """Return the index of the last operation that reads a value, also through values that are never written."""
+        if value in self.results:
+            return len(self.operations)
+        last = self.writers.get(value, -1)
+        for index in self.readers.get(value, []):
+            results = map(self.root, self.operations[index].writes)
+            last = max(last, index, *(self.last_use(result) for result in results if result in self.fused))
+        return last
+
+
+def _find_overwritten(lives: _Lifetimes, operation: Operation, number: int, free: Collection[int]) -> int | None:
+    """Return the operand that an operation's result of a `number` is written over, of the `free` ones.
+
+    Nothing reads these any more.
+    """
+    if operation.kind == "scan":
+        operand = lives.root(operation.reads[operation.consts + number]) if number < operation.carry else -1
+        return operand if operand in free else None
+    if operation.kind == "ragged_all_to_all":  # its second operand is the array to write to
+        operand = lives.root(operation.reads[1])
+        return operand if operand in free else None
+    if operation.kind in UNFUSED - IN_PLACE:
+        return None
+    sizes = lives.program.sizes
+    return next((value for value in free if sizes[value] == sizes[operation.writes[number]]), None)
+
+
+def _results_in_place(lives: _Lifetimes, placed: Collection[int]) -> set[int]:
+    """Return a branch's results that have a place before it runs, and the values that they are written over."""
+    values: set[int] = set()
+    for value in {lives.root(lives.program.results[index]) for index in placed}:
+        while value in lives.writers and value not in values:
+            values.add(value)
+            index = lives.writers[value]
+            operation = lives.operations[index]
+            operands = (operand for operand in map(lives.root, operation.reads) if operand in lives.writers)
+            free = {operand for operand in operands if lives.last_use(operand) == index} - values
+            operand = _find_overwritten(lives, operation, operation.writes.index(value), free)
+            value = -1 if operand is None else operand
+    return values
+
+
+def _carried_in_place(lives: _Lifetimes, loop: Operation) -> set[int]:
+    """Return a loop's next carries that take the place of carries that nothing reads any more."""
+    program, values = lives.program, set()
+    for old, result in zip(program.inputs[loop.consts : loop.consts + loop.carry], program.results):
+        new = lives.root(result)
+        if new in lives.writers and lives.last_use(old) <= lives.writers[new]:
+            values.add(new)
+    return values
+
+
+def _added_in_place(lives: _Lifetimes) -> set[int]:
+    """Return products that are only added to an array, and zeros that are scattered into only to be added to one."""
+    values = set()
+    for value, index in lives.writers.items():
+        operation, readers = lives.operations[index], lives.readers.get(value, [])
+        is_added = len(readers) == 1 and lives.operations[readers[0]].kind in ("add", "add_any")
+        if not is_added or value in lives.results:
+            continue
+        if operation.kind == "dot_general":
+            terms = [term for term in map(lives.root, lives.operations[readers[0]].reads) if term not in (value, -1)]
+            if terms and len(lives.readers.get(terms[0], [])) == 1:
+                values.add(value)
+        elif operation.kind in ("scatter-add", "scatter_add"):
+            target = lives.writer(operation.reads[0])
+            if target is not None and target.kind == "broadcast_in_dim":
+                values |= {value, lives.root(operation.reads[0])}
+    return values
+
+
+def _cause_of(lives: _Lifetimes, value: int) -> str:
+    """Return what a value is for."""
+    operation = lives.operations[lives.writers[value]]
+    is_cast = operation.kind == "convert_element_type"
+    source = lives.writer(operation.reads[0]) if is_cast else operation
+    if (source or operation).kind.startswith("all_gather"):
+        return GATHERED
+    is_carry = operation.kind == "scan" and value in operation.writes[: operation.carry]
+    is_large_carry = is_carry and lives.program.sizes[value] > 2**20
+    if operation.is_backward or operation.kind == "broadcast_in_dim" or is_large_carry:
+        return GRADIENTS
+    return KEPT if operation.kind == "scan" else WORK
