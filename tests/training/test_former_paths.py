@@ -1,0 +1,72 @@
+"""Checkpoints written when a block had a field for each role, which must load into blocks of sublayers.
+
+The checkpoints in `fixtures/checkpoints` were written by the revision before blocks became tuples of sublayers: after
+two steps of each recipe below, with the losses of the two steps that followed.
+"""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+from eqformer import Batch, models, training
+
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "checkpoints"
+KEY = jax.random.key(7)
+VOCAB, ROWS, SEQ = 19, 2, 6
+GEMMA4: dict[str, Any] = {"window_layers": (0, 1), "window": 4, "head_dim": 4, "global_head_dim": 4}
+GEMMA4 |= {"global_kv_heads": 1, "experts": 3, "top_k": 2, "expert_mlp": 4, "reading_layers": 1, "max_seq": 32}
+CONFIGS: dict[str, Any] = {
+    "llama": models.LlamaConfig(vocab=VOCAB, embed=8, layers=2, heads=2, kv_heads=1, mlp=12, max_seq=32),
+    "gpt2": models.GPT2Config(vocab=VOCAB, embed=8, layers=2, heads=2, max_seq=32, dropout=0.3),
+    "gemma4": models.Gemma4Config(VOCAB, 8, 2, 2, 1, 12, **GEMMA4, input_mlp=4, input_vocab=VOCAB),
+    "t5": models.T5Config(VOCAB, 8, 2, 2, 12, head_dim=4, ranges=4, farthest=8),
+    "cohere": models.CohereConfig(vocab=VOCAB, embed=8, layers=2, heads=2, kv_heads=1, mlp=12, max_seq=32),
+    "falcon_h1": models.FalconH1Config(
+        vocab=VOCAB, embed=8, layers=2, heads=2, kv_heads=1, mlp=12, head_dim=4, net_heads=2, net_kv_heads=1,
+        net_head_dim=4, net_v_dim=4, max_seq=32,
+    ),
+}
+
+
+def batch(name: str, number: int) -> Batch:
+    """The batch of a step, with a source for an encoder."""
+    ids = np.random.default_rng(number).integers(0, VOCAB, (3, ROWS, SEQ)).astype(np.int32)
+    return Batch(
+        ids=ids[0],
+        targets=ids[1],
+        weights=np.ones((ROWS, SEQ), np.float32),
+        examples=np.arange(ROWS, dtype=np.int32) + ROWS * number,
+        source_ids=ids[2] if name == "t5" else None,
+    )
+
+
+def recipe(name: str) -> tuple[training.TrainState, training.Step]:
+    """The state before the first step, and the step."""
+    build = models.FAMILIES[name].build
+    model = eqx.filter_jit(lambda key: build(CONFIGS[name], key=key))(jax.random.key(3))
+    make = training.muon if name == "llama" else training.adamw
+    optimizer = make(model, rate=training.constant(0.05))
+    return training.init_state(model, optimizer), training.make_step(training.next_token_loss, optimizer)
+
+
+def write_fixture(name: str, folder: Path) -> None:
+    """Write a recipe's checkpoint after two steps and, beside it, the losses of the next two."""
+    state, step = recipe(name)
+    losses = []
+    for number in range(4):
+        if number == 2:
+            with training.Checkpointer(folder / name) as checkpointer:
+                checkpointer.save(state, 2, {"name": name})
+        state, metrics = step(state, batch(name, number), KEY)
+        losses.append(float(metrics["loss"]))
+    with zipfile.ZipFile(FIXTURES / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted((folder / name).rglob("*")):
+            archive.write(path, path.relative_to(folder / name).as_posix())
+    (FIXTURES / f"{name}.json").write_text(json.dumps({"losses": losses[2:]}) + "\n")
