@@ -151,7 +151,7 @@ def test_trees_that_do_not_fit_are_told():
     tokens, cache = nn.right_padded(jnp.array([5, 3]), 5), whole.init_cache(2, 8)
     trained = lambda pick: _optimizer.trained_parameters(whole, pick)
     table = {
-        "Stack(x): blocks.mixer.layer.output.weight has shape (8, 2, 4), but .* 2 layers .* equinox.tree_at": lambda: (
+        "Stack(x): blocks.sublayers[0].layer.output.weight has shape (8, 2, 4), .* 2 layers .*nox.tree_at": lambda: (
             eqx.tree_at(weight, whole, weight(whole)[0])(ids)
         ),
         "Linear: its weight has the shape (4, 8) in a layer": lambda: eqx.tree_at(

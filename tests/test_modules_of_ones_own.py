@@ -58,10 +58,10 @@ def test_a_model_is_saved_under_one_mesh_and_loaded_under_another(make, tmp_path
 @pytest.mark.parametrize(
     "make,paths",
     [
-        (hybrid, ["blocks.blocks[0].mixer.layer.keep.weight"]),
+        (hybrid, ["blocks.blocks[0].sublayers[0].layer.keep.weight"]),
         pytest.param(
             of_eight_bits,
-            ["blocks.mixer.layer.query.rounded", "blocks.mixer.layer.query.scale"],
+            ["blocks.sublayers[0].layer.query.rounded", "blocks.sublayers[0].layer.query.scale"],
             marks=pytest.mark.grid,
         ),
         pytest.param(

@@ -28,13 +28,7 @@ from ._activation import (
     sqrt_softplus as sqrt_softplus,
     tanh as tanh,
 )
-from ._block import (
-    Block as Block,
-    DenseAndMoE as DenseAndMoE,
-    ParallelBlock as ParallelBlock,
-    ParallelMixers as ParallelMixers,
-    SuperBlock as SuperBlock,
-)
+from ._block import Block as Block, SuperBlock as SuperBlock
 from ._cache import (
     can_roll_back as can_roll_back,
     check_cached as check_cached,
@@ -65,6 +59,7 @@ from ._contracts import (
     MixerFacts as MixerFacts,
     Routed as Routed,
     ScoreBias as ScoreBias,
+    Sublayer as Sublayer,
 )
 from ._cross_layer import SharedKV as SharedKV, SharedValue as SharedValue, ShareRequest as ShareRequest
 from ._dims import (
@@ -144,7 +139,12 @@ from ._precision import (
     with_fp8 as with_fp8,
     without_fp8 as without_fp8,
 )
-from ._residual import Dropout as Dropout, Residual as Residual
+from ._residual import (
+    Dropout as Dropout,
+    ParallelResidual as ParallelResidual,
+    Residual as Residual,
+    StreamScale as StreamScale,
+)
 from ._stack import (
     REMAT as REMAT,
     run_layers as run_layers,

@@ -238,6 +238,24 @@ class Layer(Module):
         """Return an empty cache for `batch` rows of up to `capacity` tokens; None for a layer without a cache."""
 
 
+class Sublayer(Layer):
+    """A layer that a `Block` runs beside others, on the residual stream."""
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: PyTree = None,
+        *,
+        index: int | None = None,
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Map the tokens of `x`, as a `Layer` does.
+
+        `index` is the sublayer's place in its block, to be folded into the keys of dropout; None outside of a block.
+        """
+
+
 class ChunkedUnembedding(Module):
     """A module that gives logits of the whole vocabulary, or of one part of it at a time.
 

@@ -1,7 +1,6 @@
 """Values that a layer shares with later layers: keys and values (Brandon et al. 2024, arXiv:2405.12981), or a choice of
 keys."""
 
-import dataclasses
 from collections.abc import Callable, Iterable
 
 import equinox as eqx
@@ -21,12 +20,12 @@ class SharedKV(eqx.Module):
 
 
 class SharedValue(eqx.Module):
-    """A value that a mixer shares with mixers of later layers, wrapped around its cache or a layer's aux."""
+    """A value that a mixer shares with mixers of later layers, wrapped around its cache."""
 
     value: PyTree
     """A `SharedKV`, a `Choice` of keys, or anything else that the later mixer understands."""
     wrapped: PyTree = None
-    """The mixer's cache, where a mixer takes or returns this; the other sublayer's aux, where it stands in an aux."""
+    """The mixer's cache, if a mixer takes or returns the value; None in the aux of a layer."""
     name: str = eqx.field(static=True, default="")
     """The name by which later layers ask for the value."""
 
@@ -49,29 +48,19 @@ def find_shared(shared: Iterable[SharedValue], name: str) -> SharedValue:
     return matches[-1]
 
 
-def wrap_aux(shared: SharedValue | None, aux: PyTree) -> PyTree:
-    """Return a layer's aux, wrapped in the value that its mixer shares, if there is one."""
-    return aux if shared is None else dataclasses.replace(shared, wrapped=aux)
-
-
 def collect_shared(aux: PyTree) -> list[SharedValue]:
     """Return the values that layers with this aux share, in the order of the layers."""
     return [node for node in jax.tree.leaves(aux, is_leaf=_is_shared) if isinstance(node, SharedValue)]
 
 
 def keep_shared(aux: PyTree, names: Iterable[str]) -> PyTree:
-    """Return the aux with the shared values of these names only; others are unwrapped."""
-    return _map_shared(aux, lambda shared: shared if shared.name in names else shared.wrapped)
+    """Return the aux with the shared values of these names only; None takes the place of the others."""
+    return _map_shared(aux, lambda shared: shared if shared.name in names else None)
 
 
 def take_last_layer(aux: PyTree) -> PyTree:
     """Return a stack's aux with shared values of the last layer only; all else keeps its `layers` dim in front."""
-
-    def take_last(shared: SharedValue) -> SharedValue:
-        unwrapped = dataclasses.replace(shared, wrapped=None)
-        return dataclasses.replace(jax.tree.map(lambda x: x[-1], unwrapped), wrapped=shared.wrapped)
-
-    return _map_shared(aux, take_last)
+    return _map_shared(aux, lambda shared: jax.tree.map(lambda x: x[-1], shared))
 
 
 def _map_shared(aux: PyTree, change: Callable[[SharedValue], PyTree]) -> PyTree:

@@ -79,7 +79,7 @@ def named_modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[st
 
 
 def path_name(path: tuple) -> str:
-    """A leaf's path as one writes it in Python: `stacks[0].blocks.mixer.layer.query.weight`."""
+    """A leaf's path as one writes it in Python: `stacks[0].blocks.sublayers[0].layer.query.weight`."""
     return jax.tree_util.keystr(path).lstrip(".")
 
 

@@ -1,4 +1,4 @@
-"""Token embeddings, tied unembedding, and learned positions."""
+"""Token embeddings with tied logits, and learned position embeddings."""
 
 import equinox as eqx
 import jax
@@ -11,15 +11,16 @@ from ._model_contracts import PositionEmbedding, TokenEmbedding
 
 
 class Embedding(TokenEmbedding):
-    """A table with a vector for each token id, for lookup and, if tied, for the logits.
+    """A table with a vector for each token id, for lookup and, if the head is tied to it, for the logits.
 
-    `scale` multiplies looked-up vectors (Gemma: `sqrt(embed)`). An id outside the table gives NaN, never a neighbour.
+    Looked-up vectors are multiplied by `scale` (Gemma: `sqrt(embed)`). The vector of an id outside the table is NaN.
     """
 
     weight: Float[Array, "vocab embed"]
     scale: float | None = eqx.field(static=True)
 
     def __init__(self, *, vocab: int, embed: int, std: float = 0.02, scale: float | None = None, key: Key[Array, ""]):
+        """Draw the table with standard deviation `std`."""
         self.weight = std * jax.random.normal(key, (vocab, embed), jnp.float32)
         self.scale = scale
 
@@ -34,11 +35,15 @@ class Embedding(TokenEmbedding):
 
 
 class LearnedPositions(PositionEmbedding):
-    """A table with a vector for each position, added to the embeddings (GPT-2); NaN for positions outside the table."""
+    """A table with a vector for each position, added to the token embeddings (GPT-2).
+
+    The vector of a position outside the table is NaN.
+    """
 
     weight: Float[Array, "max_seq embed"]
 
     def __init__(self, *, max_seq: int, embed: int, std: float = 0.01, key: Key[Array, ""]):
+        """Draw the table with standard deviation `std`."""
         self.weight = std * jax.random.normal(key, (max_seq, embed), jnp.float32)
 
     @property
@@ -47,11 +52,11 @@ class LearnedPositions(PositionEmbedding):
         return self.weight.shape[0]
 
     def __call__(self, positions: Int[Array, "*batch seq"]) -> Float[Array, "*batch seq embed"]:
-        """Look up one vector a position; padding, at position -1, gets the first."""
+        """Look up the vector of each position; padding, at position -1, gets the first vector."""
         return lookup_rows(self.weight, jnp.maximum(positions, 0))
 
 
 @checked
 def unembed(x: Float[Array, "*batch embed"], weight: Float[Array, "vocab embed"]) -> Float[Array, "*batch vocab"]:
-    """`x W^T` with products in the dtype of `x` and sums, and so logits, in float32 at least; gradients likewise."""
+    """Return `x W^T`: products in the dtype of `x`, sums and logits in float32 at least; the same for gradients."""
     return matmul_float32(x, weight)

@@ -84,7 +84,7 @@ def with_lora(
 
     Args:
         model: Any tree of modules.
-        where: Names (`"query"`, `"feed_forward.layer.up"`: ends of paths) and types (every map in an `nn.Attention`),
+        where: Names (`"query"`, `"sublayers[1].layer.up"`: ends of paths) and types (every map in an `nn.Attention`),
             or a function of path and `LinearMap`.
         rank: The channels between the two factors.
         alpha: The scale is `alpha / rank`; None makes it 1.

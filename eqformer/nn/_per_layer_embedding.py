@@ -1,4 +1,4 @@
-"""A vector of each token for each layer, beside the residual stream: per-layer embeddings (Gemma 3n, Gemma 4)."""
+"""Per-layer embeddings: a vector of each token for each layer, beside the residual stream (Gemma 3n, Gemma 4)."""
 
 from collections.abc import Callable
 
@@ -17,9 +17,9 @@ from ._norm import Norm, RMSNorm
 
 
 class PerLayerEmbedding(EmbeddingTable):
-    """A table with a vector for each token id and each of `depth` layers; `scale` as for `Embedding`.
+    """A table with a vector for each token id and each of `depth` layers; looked-up vectors are multiplied by `scale`.
 
-    In a row the layers' numbers of one channel stand side by side. A table with a dim for layers would be stored by
+    A row holds the numbers of one channel for all layers side by side. A table with a dim for layers would be stored by
     columns on some platforms, and copied as a whole to look up a token.
     """
 
@@ -40,18 +40,18 @@ class PerLayerEmbedding(EmbeddingTable):
         """Draw the table.
 
         Args:
-            vocab: Ids.
-            depth: Layers.
+            vocab: Number of token ids.
+            depth: Number of layers.
             mlp: Channels of a vector.
-            std: The deviation of the table.
-            scale: What looked-up vectors are multiplied by.
+            std: Standard deviation of the table.
+            scale: Factor of looked-up vectors; None: 1.
             key: For the table.
         """
         self.weight = std * jax.random.normal(key, (vocab, mlp * depth), jnp.float32)
         self.depth, self.scale = depth, scale
 
     def transform(self, x: Float[Array, "*batch seq mlp"]) -> Float[Array, "*batch seq depth _"]:
-        """Return the vectors of all layers, from a token's row of the table."""
+        """Return the vectors of all layers, from the rows of the table."""
         x = x.reshape(*x.shape[:-1], -1, self.depth).swapaxes(-2, -1)
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
 
@@ -62,9 +62,10 @@ class PerLayerEmbedding(EmbeddingTable):
 
 
 class PerLayerInputs(Module):
-    """`(norm(W x / sqrt(embed)) + sqrt(mlp) table[id]) / sqrt(2)` for each of `depth` layers (Gemma 4).
+    """Vectors for `depth` layers: `(norm(W x / sqrt(embed)) + sqrt(mlp) table[id]) / sqrt(2)` (Gemma 4).
 
-    `x` is what the first layer is given. Each `PerLayerGate` of a model takes its own, in the order of the layers.
+    `x` is the input of the first layer. Each sublayer `Residual(reads="layer_input")` reads the vectors of one layer,
+    in the order of the layers.
     """
 
     embedding: PerLayerEmbedding
@@ -76,28 +77,31 @@ class PerLayerInputs(Module):
         """Draw the table and the map.
 
         Args:
-            vocab: Ids of the table.
+            vocab: Number of token ids of the table.
             embed: Channels of the stream.
-            depth: Layers that are given a vector.
-            mlp: Channels of such a vector.
-            eps: What the norm adds before its root.
+            depth: Number of layers that read a vector.
+            mlp: Channels of a vector.
+            eps: Added to the mean of squares in the norm, before the root.
             key: For the weights.
         """
-        one, two = jax.random.split(key)
-        self.embedding = PerLayerEmbedding(vocab=vocab, depth=depth, mlp=mlp, scale=mlp**0.5, key=one)
-        self.project = Linear("embed -> mlp depth", embed=embed, mlp=mlp, depth=depth, key=two)
+        table_key, map_key = jax.random.split(key)
+        self.embedding = PerLayerEmbedding(vocab=vocab, depth=depth, mlp=mlp, scale=mlp**0.5, key=table_key)
+        self.project = Linear("embed -> mlp depth", embed=embed, mlp=mlp, depth=depth, key=map_key)
         self.norm, self.scale = RMSNorm("mlp", mlp=mlp, eps=eps), embed**-0.5
 
     def __call__(
         self, x: Float[Array, "*batch _ embed"], ids: Int[Array, "*batch seq"]
     ) -> Float[Array, "*batch seq depth mlp"]:
-        """The vectors of all layers."""
+        """Return the vectors of each token for all layers."""
         projected = self.norm((self.project(x) * self.scale).swapaxes(-2, -1))
         return (projected + self.embedding(ids).astype(projected.dtype)) * 2**-0.5
 
 
 class PerLayerGate(FeedForward):
-    """`W_down (act(W_gate x) * input)`, of the vector that a token has for this layer (`PerLayerInputs`)."""
+    """A gated map of a token's vector for this layer, `W_down (act(W_gate x) * layer_input)` (Gemma 4).
+
+    It stands in `Residual(reads="layer_input")`; `PerLayerInputs` makes the vectors.
+    """
 
     gate: LinearMap
     down: LinearMap
@@ -112,19 +116,28 @@ class PerLayerGate(FeedForward):
         output_std: float | None = None,
         key: Key[Array, ""],
     ):
-        """Draw the two maps; `mlp` counts the vector's channels."""
-        one, two = jax.random.split(key)
-        self.gate = Linear("embed -> mlp", embed=embed, mlp=mlp, key=one)
-        self.down = Linear("mlp -> embed", embed=embed, mlp=mlp, std=output_std, key=two)
+        """Draw the two maps.
+
+        Args:
+            embed: Channels of the stream.
+            mlp: Channels of the vector.
+            activation: Applied to the output of the gate.
+            output_std: Standard deviation of the second map's weights; None: the usual one.
+            key: For the weights.
+        """
+        gate_key, down_key = jax.random.split(key)
+        self.gate = Linear("embed -> mlp", embed=embed, mlp=mlp, key=gate_key)
+        self.down = Linear("mlp -> embed", embed=embed, mlp=mlp, std=output_std, key=down_key)
         self.activation = activation
 
     def __call__(
-        self, x: Float[Array, "*batch seq embed"], given: Float[Array, "*batch full_seq mlp"] | None = None
+        self, x: Float[Array, "*batch seq embed"], layer_input: Float[Array, "*batch full_seq mlp"] | None = None
     ) -> Float[Array, "*batch seq embed"]:
-        """Map each token by itself, with what it is `given` for this layer."""
-        if given is None:
+        """Map each token by itself, with its vector for this layer."""
+        if layer_input is None:
             raise ValueError(
                 "PerLayerGate(x): the layer is given no vector of each token; let it stand in "
-                "Block(gated_input=...), of a Transformer with layer_inputs."
+                "Residual(reads='layer_input'), of a Transformer with layer_inputs."
             )
-        return self.down(recomputed(lambda gate, given: self.activation(gate) * given)(self.gate(x), given))
+        multiply = recomputed(lambda gate, layer_input: self.activation(gate) * layer_input)
+        return self.down(multiply(self.gate(x), layer_input))

@@ -1,4 +1,4 @@
-"""A sublayer of the residual stream with its norms, and dropout."""
+"""Residual sublayers of a block: one layer or several on one input, with norms, scales and dropout."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,11 +10,19 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
-from ._contracts import Layer, Mixer, Routed
+from ._contracts import Mixer, Routed, Sublayer
 from ._cross_layer import find_shared, SharedValue, ShareRequest
+from ._dims import modules
+from ._dtype import multiply_float32
 from ._model_contracts import RandomMask
 from ._norm import Norm
-from ._tokens import Tokens, tokens_or_default
+from ._tokens import Source, Tokens, tokens_or_default
+
+
+SOURCE = "source"
+"""The name of the sequence that cross-attention reads, `Tokens.source`."""
+LAYER_INPUT = "layer_input"
+"""The name of a token's vector for one layer, which `PerLayerInputs` makes."""
 
 
 class Dropout(RandomMask):
@@ -48,10 +56,11 @@ class Dropout(RandomMask):
         return jnp.where(mask, x / (1 - self.rate), jnp.zeros_like(x))
 
 
-class Residual(Layer):
+class Residual(Sublayer):
     """A residual sublayer: `sum_norm(x + scale * output_norm(layer(input_scale * norm(x))))`.
 
-    The norms that are given decide the arrangement: pre-norm, post-norm, or both.
+    The norms that are given decide the arrangement: pre-norm, post-norm, or both. A layer that reads one more input
+    asks for it by name (`reads`).
     """
 
     layer: Mixer | Routed | Callable[..., Any]
@@ -72,14 +81,25 @@ class Residual(Layer):
     """The name under which a mixer shares its keys and values, or its choice of keys, with later layers. The mixer is
     called with a `ShareRequest` in place of its cache."""
     reads: str | None = eqx.field(static=True, default=None)
-    """The name of a shared value that a mixer reads. The mixer is called with the `SharedValue`, wrapped around its
-    cache, and returns one."""
+    """The name of one more input. `"source"` gives a mixer the sequence of `Tokens.source`, for cross-attention;
+    `"layer_input"` gives a function a second argument, the token's vector for this layer (`PerLayerInputs`). Any other
+    name is that of a value which an earlier layer `shares`; a mixer is called with this `SharedValue`, wrapped around
+    its cache, and returns one."""
 
     def __check_init__(self):
         if self.shares and self.reads:
             raise ValueError(
                 f"Residual(shares={self.shares!r}, reads={self.reads!r}): a layer that reads another layer's values "
                 "shares none of its own; give one of the two."
+            )
+        if self.reads and isinstance(self.layer, Routed):
+            raise ValueError(
+                f"Residual({type(self.layer).__name__}, reads={self.reads!r}): a routed layer takes no further input; "
+                "leave out reads, or take a mixer or a function."
+            )
+        if self.shares in (SOURCE, LAYER_INPUT):
+            raise ValueError(
+                f"Residual(shares={self.shares!r}): this is the name of an input of the whole model; take another name."
             )
 
     def __call__(
@@ -88,15 +108,10 @@ class Residual(Layer):
         tokens: Tokens | None = None,
         cache: PyTree = None,
         *,
-        number: int = 0,
-        layer_input: Float[Array, "*batch full_seq mlp"] | None = None,
+        index: int | None = None,
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """Add the branch to `x`.
-
-        Dropout's keys are folded with `number`, the sublayer's number within its block. A `layer_input`, if given, is
-        the layer's second argument.
-        """
-        added, cache, aux = self.branch(x, tokens, cache, number=number, layer_input=layer_input)
+        """Add the branch to `x`; the keys of dropout are folded with `index`, or with 0 outside of a block."""
+        added, cache, aux = self.branch(x, tokens, cache, index=index)
         return apply_norm(self.sum_norm, x + added), cache, aux
 
     def branch(
@@ -105,8 +120,7 @@ class Residual(Layer):
         tokens: Tokens | None = None,
         cache: PyTree = None,
         *,
-        number: int = 0,
-        layer_input: Float[Array, "*batch full_seq mlp"] | None = None,
+        index: int | None = None,
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """Return the summand for `x`, a mixer's new cache, and a routed layer's `Aux` or a mixer's shared value."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
@@ -116,11 +130,13 @@ class Residual(Layer):
             y, cache, aux = self._mix(self.layer, normed, tokens, cache)
         elif isinstance(self.layer, Routed):
             y, aux = self.layer(normed, tokens.bare)
+        elif self.reads is None:
+            y = self.layer(normed)
         else:
-            y = self.layer(normed) if layer_input is None else self.layer(normed, layer_input)
+            y = self.layer(normed, self._find_input(tokens))
         y = apply_norm(self.output_norm, y)
         y = y if self.scale is None else y * self.scale
-        return y if self.dropout is None else self.dropout(y, tokens.fold_in(number).keys), cache, aux
+        return y if self.dropout is None else self.dropout(y, tokens.fold_in(index or 0).keys), cache, aux
 
     def _mix(
         self, mixer: Mixer, x: Float[Array, "*batch seq embed"], tokens: Tokens, cache: PyTree
@@ -128,27 +144,128 @@ class Residual(Layer):
         """Return the mixer's output, its new cache, and the value that it shares."""
         if self.shares is None and self.reads is None:
             return *mixer(x, tokens.bare, cache), None
-        reads = self.reads
-        if reads is None:
+        if self.reads == SOURCE:
+            return *mixer(x, tokens.bare.replaced(source=tokens.source), cache), None
+        if self.reads is None:
             wrapped_cache = ShareRequest(cache)
         else:
-            wrapped_cache = dataclasses.replace(find_shared(tokens.shared, reads), wrapped=cache)
+            wrapped_cache = dataclasses.replace(self._find_input(tokens), wrapped=cache)
         y, shared = mixer(x, tokens.bare, wrapped_cache)
         if not isinstance(shared, SharedValue):
             call = f"shares={self.shares!r}): given ShareRequest(cache)"
-            call = call if reads is None else f"reads={reads!r}): given a SharedValue"
+            call = call if self.reads is None else f"reads={self.reads!r}): given a SharedValue"
             raise ValueError(
                 f"Residual({type(mixer).__name__}, {call}, the mixer returns {type(shared).__name__} and no "
                 "SharedValue; leave that option out, or take a mixer that returns its keys and values, or its choice, "
                 "with its cache."
             )
-        if reads is not None:
+        if self.reads is not None:
             return y, shared.wrapped, None
         return y, shared.wrapped, dataclasses.replace(shared, name=self.shares, wrapped=None)
+
+    def _find_input(self, tokens: Tokens) -> Any:
+        """Return the input of the name `reads`; raise a `ValueError` if the model or the earlier layers have none."""
+        if self.reads not in (SOURCE, LAYER_INPUT):
+            return find_shared(tokens.shared, self.reads or "")
+        value: Source | Array | None = tokens.source
+        if self.reads == LAYER_INPUT:
+            value = None if tokens.inputs is None else tokens.inputs[..., 0, :]
+        if value is None:
+            field = "Tokens(source=...)" if self.reads == SOURCE else "Transformer(layer_inputs=PerLayerInputs(...))"
+            raise ValueError(
+                f"Residual({type(self.layer).__name__}, reads={self.reads!r}): the model gives no such input; give it "
+                f"by {field}."
+            )
+        return value
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """Return a mixer's empty cache, None for other layers."""
         return self.layer.init_cache(batch, capacity, dtype) if isinstance(self.layer, Mixer) else None
+
+
+class ParallelResidual(Sublayer):
+    """Residual branches of one input that add to one sum: `sum_norm(x + output_norm(sum of branch(norm(x))))`.
+
+    The branches share `norm`, or each has its own. They may be a mixer and a feed-forward layer (GPT-J, PaLM), mixers
+    of any kinds and numbers of heads (Falcon-H1), or a dense layer and a mixture of experts (Gemma 4). It is a sublayer
+    of a `Block`, or by itself a layer that a stack repeats.
+    """
+
+    branches: tuple[Residual, ...]
+    norm: Norm | Callable[[Array], Array] | None = None
+    """Norm of the input of all branches."""
+    output_norm: Norm | Callable[[Array], Array] | None = None
+    """Norm of the sum of the branches, before it is added to the input."""
+    sum_norm: Norm | Callable[[Array], Array] | None = None
+    """Norm of the sum with the input."""
+
+    def __check_init__(self):
+        for number, branch in enumerate(self.branches):
+            if branch.sum_norm is not None:
+                raise ValueError(
+                    f"ParallelResidual(branches[{number}]=Residual(sum_norm=...)): there is one sum, of the input and "
+                    "all branches; pass the norm as ParallelResidual(sum_norm=...)."
+                )
+
+    @property
+    def mixer(self) -> Sublayer | None:
+        """The first branch with a mixer."""
+        return find_mixer(self.branches)
+
+    @property
+    def feed_forward(self) -> Sublayer | None:
+        """The first branch that maps each token alone."""
+        return find_feed_forward(self.branches)
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: PyTree = None,
+        *,
+        index: int | None = None,
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Add the branches to `x`; random keys are folded with `index` in a block, those of dropout with the branch's
+        number too."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
+        tokens = tokens if index is None else tokens.fold_in(index)
+        normed, outputs, new_caches, auxes = apply_norm(self.norm, x), [], [], []
+        for number, (branch, branch_cache) in enumerate(zip(self.branches, split_cache(self.branches, cache))):
+            y, new_cache, aux = branch.branch(normed, tokens, branch_cache, index=number)
+            outputs.append(y)
+            new_caches.append(new_cache)
+            auxes.append(aux)
+        # Branches without a common norm are added to the input one after another.
+        summands = (
+            [x, *outputs] if self.output_norm is None else [x, apply_norm(self.output_norm, sum_in_order(outputs))]
+        )
+        x = apply_norm(self.sum_norm, sum_in_order(summands))
+        return x, None if cache is None else join_caches(self.branches, new_caches), join(auxes)
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """Return the empty cache of the branch with a mixer; of several, a tuple of theirs."""
+        return join_caches(self.branches, [branch.init_cache(batch, capacity, dtype) for branch in self.branches])
+
+
+class StreamScale(Sublayer):
+    """A trained factor of the residual stream (the `layer_scalar` of Gemma 4)."""
+
+    factor: Float[Array, ""]
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: PyTree = None,
+        *,
+        index: int | None = None,
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Multiply the stream; the factor's gradient is summed over tokens in float32."""
+        return multiply_float32(x, self.factor), cache, None
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """Return None: it has no cache."""
+        return None
 
 
 def apply_norm(
@@ -156,3 +273,57 @@ def apply_norm(
 ) -> Float[Array, "*batch embed"]:
     """Return the normed array, or the array itself if there is no norm."""
     return x if norm is None else norm(x)
+
+
+def sum_in_order(arrays: Sequence[Float[Array, "*batch embed"]]) -> Float[Array, "*batch embed"]:
+    """Add arrays from the first to the last, so that sums are rounded alike everywhere."""
+    total = arrays[0]
+    for array in arrays[1:]:
+        total = total + array
+    return total
+
+
+def has_mixer(sublayer: PyTree) -> bool:
+    """Return whether a sublayer has a mixer, and so a cache."""
+    return bool(modules(sublayer, Mixer))
+
+
+def find_mixer(sublayers: Sequence[Sublayer]) -> Sublayer | None:
+    """Return the first sublayer with a mixer."""
+    return next(filter(has_mixer, sublayers), None)
+
+
+def find_feed_forward(sublayers: Sequence[Sublayer]) -> Sublayer | None:
+    """Return the first sublayer that maps each token alone and reads nothing else."""
+    for sublayer in sublayers:
+        residuals = modules(sublayer, Residual)
+        if residuals and not has_mixer(sublayer) and all(residual.reads is None for residual in residuals):
+            return sublayer
+    return None
+
+
+def split_cache(sublayers: Sequence[Sublayer], cache: PyTree) -> list[PyTree]:
+    """Return the cache of each sublayer, of a cache that `join_caches` made; None for those without a mixer."""
+    flags = [has_mixer(sublayer) for sublayer in sublayers]
+    if cache is None or sum(flags) < 2:
+        return [cache if flag else None for flag in flags]
+    if not isinstance(cache, tuple | list) or len(cache) != sum(flags):
+        passed = f"{len(cache)} of them" if isinstance(cache, tuple | list) else f"a {type(cache).__name__}"
+        raise ValueError(
+            f"a call of {sum(flags)} sublayers with mixers takes a tuple of as many caches, and cache is {passed}; "
+            "make it by init_cache of the same module."
+        )
+    caches = iter(cache)
+    return [next(caches) if flag else None for flag in flags]
+
+
+def join_caches(sublayers: Sequence[Sublayer], caches: Sequence[PyTree]) -> PyTree:
+    """Return the cache of the only sublayer with a mixer; a tuple of caches if several have one, None if none has."""
+    mixer_caches = [cache for sublayer, cache in zip(sublayers, caches, strict=True) if has_mixer(sublayer)]
+    return tuple(mixer_caches) if len(mixer_caches) > 1 else next(iter(mixer_caches), None)
+
+
+def join(auxes: Sequence[PyTree]) -> PyTree:
+    """Return the only aux that is not None; a tuple if there are several, None if there is none."""
+    present = [aux for aux in auxes if aux is not None]
+    return tuple(present) if len(present) > 1 else next(iter(present), None)

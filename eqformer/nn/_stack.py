@@ -16,8 +16,7 @@ from ._cross_layer import collect_shared, keep_shared, take_last_layer
 from ._dims import ensemble, modules, path_name
 from ._dtype import in_dtypes_of, in_float32
 from ._model_contracts import LayerStack
-from ._per_layer_embedding import PerLayerGate
-from ._residual import Residual
+from ._residual import LAYER_INPUT, Residual, SOURCE
 from ._tokens import Tokens, tokens_or_default
 from .quantization._kv_cache import parse_cache_dtype
 
@@ -156,26 +155,24 @@ def run_layers(
 
     Each layer gets its own slice of `tokens.inputs`, and the values that earlier layers share with it. Shared values
     that a layer behind these layers reads stay in the aux. Raises a `ValueError` if the number of per-layer inputs is
-    not the number of layers that take one.
+    not the number of sublayers that read one.
     """
-    counts = [
-        len(modules(layer, PerLayerGate)) * (len(layer) if isinstance(layer, LayerStack) else 1) for layer in layers
-    ]
+    count = sum(map(_count_layer_inputs, layers))
     read_by_layer = [shared_names_read(layer) for layer in layers]
-    if tokens.inputs is not None and tokens.inputs.shape[-2] != sum(counts):
+    if tokens.inputs is not None and tokens.inputs.shape[-2] != count:
         raise ValueError(
-            f"PerLayerInputs(depth={tokens.inputs.shape[-2]}): the model has {sum(counts)} layers with a PerLayerGate; "
-            "give one vector for each."
+            f"PerLayerInputs(depth={tokens.inputs.shape[-2]}): the model has {count} sublayers that read one, "
+            f"Residual(reads={LAYER_INPUT!r}); give one vector for each."
         )
     caches = (None,) * len(layers) if cache is None else cache
     if not isinstance(caches, tuple | list) or len(caches) != len(layers):
-        given = f"{len(caches)} of them" if isinstance(caches, tuple | list) else f"a {type(caches).__name__}"
+        passed = f"{len(caches)} of them" if isinstance(caches, tuple | list) else f"a {type(caches).__name__}"
         raise ValueError(
-            f"a call of {len(layers)} layers or stacks takes a tuple of as many caches, and cache is {given}; make it "
+            f"a call of {len(layers)} layers or stacks takes a tuple of as many caches, and cache is {passed}; make it "
             "by init_cache of the same module."
         )
     new_caches, auxes = [], []
-    per_layer = zip(layers, _split_inputs(tokens, counts), caches, strict=True)
+    per_layer = zip(layers, with_inputs_of_each(layers, tokens), caches, strict=True)
     for number, (layer, layer_tokens, layer_cache) in enumerate(per_layer):
         names_read = tokens.names_read.union(*read_by_layer[number + 1 :])
         shared = (*tokens.shared, *collect_shared(auxes))
@@ -190,21 +187,27 @@ def shared_names_read(layer: PyTree) -> frozenset[str]:
     """Return the names of the values that a layer, or a stack, reads from layers before it."""
     needed, shared = set[str](), set[str]()
     for residual in modules(layer, Residual):
-        needed |= {residual.reads} - shared - {None}
+        needed |= {residual.reads} - shared - {None, SOURCE, LAYER_INPUT}
         shared |= {residual.shares} - {None}
     return frozenset(needed)
 
 
-def _split_inputs(tokens: Tokens, counts: Sequence[int]) -> Iterator[Tokens]:
-    """Yield the tokens of each layer, with only that layer's slice of `tokens.inputs`."""
+def with_inputs_of_each(layers: Sequence[PyTree], tokens: Tokens) -> Iterator[Tokens]:
+    """Yield the tokens for each layer, with only that layer's slice of `tokens.inputs`."""
     start = 0
-    for count in counts:
-        if tokens.inputs is None:
+    for count in map(_count_layer_inputs, layers):
+        if tokens.inputs is None or count == tokens.inputs.shape[-2]:
             yield tokens
         else:
             layer_inputs = tokens.inputs[..., start : start + count, :] if count else None
             yield tokens.replaced(inputs=layer_inputs)
         start += count
+
+
+def _count_layer_inputs(layer: PyTree) -> int:
+    """Return how many sublayers of a layer, or of all layers of a stack, read a vector for their layer."""
+    readers = [residual for residual in modules(layer, Residual) if residual.reads == LAYER_INPUT]
+    return len(readers) * (len(layer) if isinstance(layer, LayerStack) else 1)
 
 
 # Rematerialisation policies: each names what the forward pass keeps; the backward pass recomputes all else.

@@ -71,8 +71,8 @@ class Tokens(eqx.Module):
 
     @property
     def bare(self) -> "Tokens":
-        """These tokens without the fields that only layers read."""
-        return self.replaced(inputs=None, shared=(), names_read=frozenset())
+        """These tokens without the inputs that a sublayer asks for by name."""
+        return self.replaced(inputs=None, shared=(), names_read=frozenset(), source=None)
 
     def replaced(self, **fields: Any) -> "Tokens":
         """Return these tokens, in the same order and row layout, with other fields."""

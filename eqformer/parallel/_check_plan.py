@@ -241,9 +241,9 @@ def _check_tensor(plan: Placement, model: nn.LanguageModel, specs: PyTree) -> No
 def _check_feature_layers(plan: Placement, model: nn.LanguageModel, known: tuple[type, ...]) -> None:
     """Refuse parts of blocks that would be given a slice of each token's features and cannot run on one."""
     modules = [("norm", model.norm)]
-    for path, block in nn.named_modules(model, nn.ParallelBlock):
-        modules += [(f"{path}.norm", block.norm), (f"{path}.sum_norm", block.sum_norm)]
-    modules += [(f"{path}.norm", mixers.norm) for path, mixers in nn.named_modules(model, nn.ParallelMixers)]
+    for path, sublayer in nn.named_modules(model, nn.ParallelResidual):
+        norms = sublayer.norm, sublayer.output_norm, sublayer.sum_norm
+        modules += zip((f"{path}.{name}" for name in ("norm", "output_norm", "sum_norm")), norms)
     for path, sublayer in nn.named_modules(model, nn.Residual):
         fields = [field.name for field in dataclasses.fields(sublayer) if not field.metadata.get("static")]
         modules += [(f"{path}.{name}", getattr(sublayer, name)) for name in fields if name != "layer"]

@@ -40,7 +40,7 @@ class TwoDimBlock(nn.Layer):
     device.
     """
 
-    inner: nn.Block | nn.ParallelBlock
+    inner: nn.Block | nn.ParallelResidual
     attention: str = eqx.field(static=True)
     overlap: str = eqx.field(static=True)
 
@@ -50,9 +50,8 @@ class TwoDimBlock(nn.Layer):
         """Run the block and return the new residual stream and cache."""
         block = self.inner
         tokens = nn.tokens_or_default(tokens, x.shape[:-1], cache)
-        mixer, fed = block.mixer, block.feed_forward
-        assert fed is not None and isinstance(mixer, nn.Residual)
-        is_parallel = isinstance(block, nn.ParallelBlock)
+        mixer, fed = residuals_of(block)
+        is_parallel = isinstance(block, nn.ParallelResidual)
         if is_parallel and block.norm is not None:
             y, cache = self._sublayers(block.norm(x), mixer.scale, mixer.layer, fed.layer, tokens, cache)
             return x + y, cache, None
@@ -181,6 +180,13 @@ class _Flatten(eqx.Module):
 
     def __call__(self, x: Float[Array, "batch seq *features"]) -> Float[Array, "batch seq flat"]:
         return x.reshape(*x.shape[:2], -1)
+
+
+def residuals_of(block: nn.Block | nn.ParallelResidual) -> tuple[nn.Residual, nn.Residual]:
+    """Return the sublayers of attention and of a feed-forward layer, of a block that has just these two."""
+    mixer, feed_forward = block.sublayers if isinstance(block, nn.Block) else block.branches
+    assert isinstance(mixer, nn.Residual) and isinstance(feed_forward, nn.Residual)
+    return mixer, feed_forward
 
 
 def gather_and_project(

@@ -21,11 +21,11 @@ from ..parallel.tensor._collective_matmul import OVERLAPS
 from ..parallel.tensor._residual_stream import SplitNorm
 from ..parallel.tensor._stream_kinds import FeatureStream
 from ..parallel.tensor._vocabulary import SplitEmbedding
-from ._two_dim import HEADS, STREAM, TwoDimBlock, TwoDimVocabulary
+from ._two_dim import HEADS, residuals_of, STREAM, TwoDimBlock, TwoDimVocabulary
 
 
 ATTENTIONS = ("rows", "heads")
-BLOCKS = (nn.Block, nn.ParallelBlock)
+BLOCKS = (nn.Block, nn.ParallelResidual)
 _OUTPUT_NORMS = ("output_norm", "sum_norm")
 LAYOUT = Layout({"heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR, "embed": FSDP})
 
@@ -122,7 +122,7 @@ class WeightStationary(DistributedModel):
         model = vary(model, STREAM)
         split = lambda norm: SplitNorm(jax.tree.map(lambda x: own_part(x, TENSOR, -1), norm), STREAM)
 
-        def wrap_block(inner: nn.Block | nn.ParallelBlock) -> TwoDimBlock:
+        def wrap_block(inner: nn.Block | nn.ParallelResidual) -> TwoDimBlock:
             inner = eqx.tree_at(_stream_norms, inner, [split(norm) for norm in _stream_norms(inner)])
             return TwoDimBlock(inner, self.attention, self.overlap)
 
@@ -154,10 +154,10 @@ def _check(layout: WeightStationary) -> None:
             raise ValueError(f"{call}: the model has {name}, which this layout does not support; take a Plan instead.")
     for stack in model.stacks:
         block = stack.blocks
-        if not isinstance(block, BLOCKS) or block.feed_forward is None:
+        if not isinstance(block, BLOCKS):
             raise ValueError(
                 f"{call}: a stack repeats {type(block).__name__}; it is made for stacks of nn.Block or "
-                "nn.ParallelBlock with a feed-forward layer."
+                "nn.ParallelResidual."
             )
         attention, mlp = _check_block(call, block)
         _divides(call, count, "each layer", heads=attention.query.sizes["heads"], mlp=mlp.up.sizes["mlp"])
@@ -168,19 +168,24 @@ def _check(layout: WeightStationary) -> None:
             )
 
 
-def _stream_norms(block: nn.Block | nn.ParallelBlock) -> list[Any]:
+def _stream_norms(block: nn.Block | nn.ParallelResidual) -> list[Any]:
     """Return the norms that read the residual stream: one before both sublayers, or one before each."""
-    shared = [block.norm] if isinstance(block, nn.ParallelBlock) else []
-    norms = [*shared, block.mixer.norm, block.feed_forward.norm if block.feed_forward is not None else None]
+    shared = [block.norm] if isinstance(block, nn.ParallelResidual) else []
+    norms = [*shared, *(residual.norm for residual in residuals_of(block))]
     return [norm for norm in norms if norm is not None]
 
 
-def _check_block(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Attention, nn.MLP | nn.GatedMLP]:
-    assert block.feed_forward is not None
-    if not isinstance(block.mixer, nn.Residual):
-        raise ValueError(f"{call}: a block holds several mixers side by side; it is made for one Attention.")
-    sublayers = {"mixer": block.mixer, "feed_forward": block.feed_forward}
-    attention, mlp = block.mixer.layer, block.feed_forward.layer
+def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.Attention, nn.MLP | nn.GatedMLP]:
+    parts = block.sublayers if isinstance(block, nn.Block) else block.branches
+    if len(parts) != 2 or not all(isinstance(part, nn.Residual) for part in parts):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise ValueError(
+            f"{call}: a block has the sublayers {kinds}; it is made for two, Residual(Attention) and a Residual of a "
+            "feed-forward layer. Use ShardedModel."
+        )
+    mixer, feed_forward = residuals_of(block)
+    sublayers = {"mixer": mixer, "feed_forward": feed_forward}
+    attention, mlp = mixer.layer, feed_forward.layer
     if not isinstance(attention, nn.Attention) or not isinstance(mlp, nn.MLP | nn.GatedMLP):
         kinds = f"{type(attention).__name__} and {type(mlp).__name__}"
         raise ValueError(f"{call}: a block holds {kinds}; it is made for Attention beside or before MLP or GatedMLP.")
@@ -188,8 +193,6 @@ def _check_block(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Atte
         raise ValueError(f"{call}: an attention has a gate or sinks, which the layout cannot split; use ShardedModel.")
     if attention.value is None or attention.value_norm is not None:
         raise ValueError(f"{call}: values are keys or normed; use ShardedModel.")
-    if isinstance(block, nn.Block) and (block.scalar is not None or block.gated_input is not None):
-        raise ValueError(f"{call}: a scalar or a gated input follows a block; use ShardedModel.")
     for norm in (attention.query_norm, attention.key_norm):
         # An array has a dim of layers in front.
         if norm is not None and (norm.reduced != ("head_dim",) or any(x.ndim != 2 for x in jax.tree.leaves(norm))):
@@ -197,7 +200,7 @@ def _check_block(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Atte
                 f"{call}: a norm of queries or keys is over {' '.join(norm.reduced)}, or scales each head by itself; "
                 "one of head_dim alone would do."
             )
-    is_shared = isinstance(block, nn.ParallelBlock) and block.norm is not None
+    is_shared = isinstance(block, nn.ParallelResidual) and block.norm is not None
     if len(_stream_norms(block)) != (1 if is_shared else 2) or not all(
         isinstance(norm, nn.Norm) for norm in _stream_norms(block)
     ):
@@ -208,8 +211,9 @@ def _check_block(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Atte
         for kind in _OUTPUT_NORMS
         if getattr(sublayer, kind) is not None
     ]
-    if output_norms or (isinstance(block, nn.ParallelBlock) and block.sum_norm is not None):
-        output_norms = [*output_norms, "sum_norm"]
+    if isinstance(block, nn.ParallelResidual):
+        output_norms += [name for name in _OUTPUT_NORMS if getattr(block, name) is not None]
+    if output_norms:
         raise ValueError(
             f"{call}: a block has {output_norms[0]}; it is made for blocks that normalise before their layers."
         )
@@ -217,9 +221,9 @@ def _check_block(call: str, block: nn.Block | nn.ParallelBlock) -> tuple[nn.Atte
         raise ValueError(
             f"{call}: {scaled[0]} has an input_scale, which this layout does not support; take a Plan instead."
         )
-    if is_shared and block.mixer.scale != block.feed_forward.scale:
+    if is_shared and mixer.scale != feed_forward.scale:
         raise ValueError(
-            f"{call}: a parallel block's layers are scaled by {block.mixer.scale} and {block.feed_forward.scale}, but "
+            f"{call}: a parallel block's layers are scaled by {mixer.scale} and {feed_forward.scale}, but "
             "what they add is summed before it is scaled; take one scale."
         )
     return attention, mlp

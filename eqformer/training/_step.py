@@ -235,7 +235,7 @@ def rebalance_routers(model: PyTree, aux: PyTree, rate: float) -> PyTree:
 def module_gradient_norms(gradients: PyTree) -> dict[str, Float[Array, ""]]:
     """Return the norm of each module's gradient, over all its layers, by the module's path.
 
-    Modules are the residual sublayers, such as `stacks[0].blocks.mixer` with its norms, and the parts beside the
+    Modules are the residual sublayers, such as `stacks[0].blocks.sublayers[0]` with its norms, and the parts beside the
     stacks: `embedding`, `norm`, `head`. The squares add up to that of the whole gradient. Under a plan arrays are
     global, so that each number counts once, on whichever device it is.
     """

@@ -21,7 +21,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 CASES = {
     "llama yarn": [nn.Linear],
     "phi3 window": ["query", "value", "gate", "down"],
-    "gpt2 plain": ["key", "output", "feed_forward.layer.up"],
+    "gpt2 plain": ["key", "output", "sublayers[1].layer.up"],
     "gemma2 alternating": [nn.Attention, "up"],
     "deepseek_v3 plain": ["value_up", "query", "latent_down", "output"],
     "qwen2_moe some dense": ["query", "shared.layer.up", "shared.gate"],

@@ -91,7 +91,7 @@ def test_over_data_and_stages(name, record_property):
     plan = plan_over({"fsdp": 2, "pipe": 2}, microbatches=2)
     if model.encoder is not None:
         with pytest.raises(
-            ValueError, match=r"Plan over pipe=2: stacks.*(mixer|cross).layer reads (a bias of|another seq)"
+            ValueError, match=r"Plan over pipe=2: stacks.*sublayers\[\d\].layer reads (a bias of|another seq)"
         ):
             plan.check(model, rows=ROWS, seq=SEQ)
     elif model.depth > 1:

@@ -25,6 +25,12 @@ NORMS = (
     ("block", "norm"),
     ("block", "sum_norm"),
 )
+
+
+def side_by_side(mixer, feed_forward, **options):
+    return nn.ParallelResidual((mixer, feed_forward), **options)
+
+
 # The formula in terms of a (attention), f (feed-forward) and n, the norms in the order of NORMS.
 ARRANGEMENTS = {
     "pre-norm": ((0, 1), nn.Block, lambda x, a, f, n: (h := x + a(n[0](x))) + f(n[1](h))),
@@ -32,11 +38,11 @@ ARRANGEMENTS = {
     "sandwich": ((0, 1, 2, 3), nn.Block, lambda x, a, f, n: (h := x + n[2](a(n[0](x)))) + n[3](f(n[1](h)))),
     "post-norm": ((4, 5), nn.Block, lambda x, a, f, n: n[5]((h := n[4](x + a(x))) + f(h))),
     "no norm": ((), nn.Block, lambda x, a, f, n: (h := x + a(x)) + f(h)),
-    "parallel, one norm": ((6,), nn.ParallelBlock, lambda x, a, f, n: x + a(n[6](x)) + f(n[6](x))),
-    "parallel, two norms": ((0, 1), nn.ParallelBlock, lambda x, a, f, n: x + a(n[0](x)) + f(n[1](x))),
+    "parallel, one norm": ((6,), side_by_side, lambda x, a, f, n: x + a(n[6](x)) + f(n[6](x))),
+    "parallel, two norms": ((0, 1), side_by_side, lambda x, a, f, n: x + a(n[0](x)) + f(n[1](x))),
     "parallel, all": (
         (0, 1, 2, 3, 6, 7),
-        nn.ParallelBlock,
+        side_by_side,
         lambda x, a, f, n: n[7](x + n[2](a(n[0](n[6](x)))) + n[3](f(n[1](n[6](x))))),
     ),
 }
@@ -94,7 +100,7 @@ def keyed(x, seed=0):
 
 def test_dropout_acts_on_both_sublayers_with_masks_of_their_own():
     x, dropout = normal(1, 2, 3, EMBED), nn.Dropout(0.5)
-    module, side, tokens = block(dropout=dropout), block(kind=nn.ParallelBlock, dropout=dropout), keyed(x)
+    module, side, tokens = block(dropout=dropout), block(kind=side_by_side, dropout=dropout), keyed(x)
 
     @jax.jit
     def by_hand(x, tokens):
@@ -122,10 +128,12 @@ def test_a_scale_multiplies_what_each_sublayer_adds():
     assert not close(run(block((0, 1, 2, 3)), x)[0], expected, 1e-2)
 
 
-@pytest.mark.parametrize("place,name", [(4, "mixer"), (5, "feed_forward")])
-def test_a_parallel_block_has_one_sum(place, name):
-    with pytest.raises(ValueError, match=rf"ParallelBlock\({name}=Residual\(sum_norm=...\)\): .*one sum, after both"):
-        block((0, place), nn.ParallelBlock)
+@pytest.mark.parametrize("place,number", [(4, 0), (5, 1)])
+def test_branches_have_one_sum(place, number):
+    with pytest.raises(
+        ValueError, match=rf"ParallelResidual\(branches\[{number}\]=Residual\(sum_norm=...\)\): there is one sum"
+    ):
+        block((0, place), side_by_side)
 
 
 def test_a_period_runs_its_blocks_in_turn_with_caches_and_keys_of_their_own():
@@ -142,7 +150,7 @@ def test_a_period_runs_its_blocks_in_turn_with_caches_and_keys_of_their_own():
     assert not np.array_equal(filled[0].keys, filled[1].keys) and filled[1].positions[:, :3].tolist() == [[0, 1, 2]] * 2
 
 
-@pytest.mark.parametrize("kind", [pytest.param(nn.Block, marks=pytest.mark.quick), nn.ParallelBlock])
+@pytest.mark.parametrize("kind", [pytest.param(nn.Block, marks=pytest.mark.quick), side_by_side])
 def test_a_blocks_cache_is_its_mixers(kind):
     module = block(kind=kind)
     cache = module.init_cache((2,), 5)
@@ -233,3 +241,62 @@ def test_three_sublayers_in_a_row():
         one, caches, _ = run(period, x[:, place : place + 1], nn.Tokens(jnp.full((2, 1), place)), caches)
         found.append(one)
     assert close(jnp.concatenate(found, 1), whole, 1e-5)
+
+
+class Doubled(nn.Sublayer):
+    """A sublayer of one's own, without a layer or a cache."""
+
+    def __call__(self, x, tokens=None, cache=None, *, index=None):
+        return 2 * x, cache, None
+
+    def init_cache(self, batch, capacity, dtype="float32"):
+        return None
+
+
+def with_vector(x, vector):
+    return jnp.sin(x) * vector
+
+
+def test_a_sublayer_reads_one_more_input_by_its_name():
+    """A source, a vector of each token and what an earlier sublayer shares; caches of those with mixers alone."""
+    sizes = {"embed": EMBED, "heads": 2, "head_dim": 2, "key": KEY}
+    vectors, source = normal(4, 2, 3, 2, EMBED), nn.Source(normal(5, 2, 4, EMBED), nn.positions_like((2, 4)))
+    cross, again = drawn(nn.CrossAttention, **sizes), drawn(nn.CrossLayerAttention, **sizes, kv_heads=2)
+    first, second = (nn.Residual(with_vector, norm(place), reads="layer_input") for place in (0, 1))
+    module = nn.Block(
+        nn.Residual(attention(), shares="keys"),
+        nn.Residual(cross, norm(2), reads="source"),
+        first,
+        nn.Residual(again, norm(3), reads="keys"),
+        Doubled(),
+        second,
+        nn.StreamScale(jnp.array(0.5)),
+    )
+    x, tokens = normal(1, 2, 3, EMBED), nn.positions_like((2, 3)).replaced(inputs=vectors, source=source)
+    assert module.mixer is module.sublayers[0] and module.feed_forward is None
+
+    @eqx.filter_jit
+    def by_hand(x, vectors, source):
+        attended, keys = attention()(x, None, nn.ShareRequest(None))
+        x = x + attended
+        x = x + cross(norm(2)(x), nn.with_source(nn.positions_like((2, 3)), source))[0]
+        x = x + jnp.sin(norm(0)(x)) * vectors[..., 0, :]
+        x = 2 * (x + again(norm(3)(x), None, keys)[0])
+        return 0.5 * (x + jnp.sin(norm(1)(x)) * vectors[..., 1, :])
+
+    y, cache, aux = run(module, x, tokens)
+    assert cache is None and isinstance(aux, nn.SharedValue) and aux.name == "keys"
+    assert close(y, by_hand(x, vectors, source), 1e-5)
+    assert not close(y, by_hand(x, vectors[..., ::-1, :], source), 1e-3)
+    empty = module.init_cache((2,), 5)
+    assert [type(part) for part in empty] == [nn.KVCache, nn.KVCache, type(None)]
+    decoded, cache, _ = run(module, x, tokens, empty)
+    assert close(decoded, y, 1e-5) and cache[0].positions[:, :3].tolist() == [[0, 1, 2]] * 2 and cache[2] is None
+    with pytest.raises(ValueError, match=r"a call of 3 sublayers with mixers .* and cache is 2 of them"):
+        module(x, tokens, empty[:2])
+    with pytest.raises(ValueError, match=r"Residual\(function, reads='layer_input'\): the model gives no such input"):
+        first(x)
+    with pytest.raises(ValueError, match=r"CrossAttention: neither a source nor a cache"):
+        nn.Residual(cross)(x, tokens)  # it has not asked for the source
+    with pytest.raises(ValueError, match=r"Residual\(shares='source'\): this is the name of an input of the whole"):
+        nn.Residual(attention(), shares="source")

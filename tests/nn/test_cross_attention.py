@@ -153,10 +153,9 @@ def _model() -> Any:
 
     def block(key, reads):
         attention = nn.Attention(**SIZES, mask=nn.full() if reads else nn.causal(), score_bias=True, key=key)
-        cross = None if reads else nn.Residual(nn.CrossAttention(**SIZES, key=key), norm())
-        return nn.Block(
-            nn.Residual(attention, norm()), nn.Residual(nn.MLP(embed=6, mlp=5, key=key), norm()), cross=cross
-        )
+        cross = [] if reads else [nn.Residual(nn.CrossAttention(**SIZES, key=key), norm(), reads="source")]
+        mlp = nn.MLP(embed=6, mlp=5, key=key)
+        return nn.Block(nn.Residual(attention, norm()), *cross, nn.Residual(mlp, norm()))
 
     stack = lambda reads: (nn.Stack(lambda key: block(key, reads), 2, key=KEY),)
 

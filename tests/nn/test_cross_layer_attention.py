@@ -39,9 +39,9 @@ def model_of(remat="none", inputs=True):
         name = "all" if mask == nn.causal() else "window"
         own: dict[str, Any]
         mixer, own = (leaving, {"shares": name}) if first else (reading, {"reads": name})
-        given = nn.Residual(nn.PerLayerGate(embed=EMBED, mlp=4, key=key), output_norm=norm()) if inputs else None
+        gate = nn.Residual(nn.PerLayerGate(embed=EMBED, mlp=4, key=key), output_norm=norm(), reads="layer_input")
         mlp = nn.Residual(nn.GatedMLP(embed=EMBED, mlp=5, key=key), norm())
-        return nn.Block(nn.Residual(mixer(mask=mask), norm(), **own), mlp, gated_input=given)
+        return nn.Block(nn.Residual(mixer(mask=mask), norm(), **own), mlp, *([gate] if inputs else []))
 
     masks = (nn.sliding_window(4), nn.causal())
     period = lambda first: lambda key: nn.SuperBlock(tuple(block(mask, first, key) for mask in masks))
@@ -130,9 +130,9 @@ def test_what_does_not_fit_is_refused():
     model, ids = model_of(), jnp.zeros((1, SEQ), jnp.int32)
     with pytest.raises(ValueError, match=r"Residual\(reads='window'\): layers before it share .* under no name"):
         dataclasses.replace(model, stacks=model.stacks[1:], layer_inputs=None)(ids)
-    with pytest.raises(ValueError, match=r"PerLayerInputs\(depth=6\): the model has 2 layers with a PerLayerGate"):
+    with pytest.raises(ValueError, match=r"PerLayerInputs\(depth=6\): the model has 2 sublayers that read one"):
         dataclasses.replace(model, stacks=model.stacks[:1])(ids)
-    with pytest.raises(ValueError, match=r"PerLayerGate\(x\): the layer is given no vector"):
+    with pytest.raises(ValueError, match=r"Residual\(PerLayerGate, reads='layer_input'\): .* no such input"):
         dataclasses.replace(model, layer_inputs=None)(ids)
     with pytest.raises(ValueError, match=r"CrossLayerAttention\(x\): it reads keys of an earlier layer"):
         reading()(normal(1, 1, SEQ, EMBED))

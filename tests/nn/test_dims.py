@@ -136,12 +136,12 @@ def test_every_leaf_of_every_module_has_its_names(module):
 
 def test_a_stack_adds_layers_in_front_and_only_to_its_own():
     found = names(eqx.filter_eval_shape(transformer))
-    attention_leaves = {f"stacks[0].blocks.mixer.layer.{k}": f"layers {v}" for k, v in ATTENTION.items()}
+    attention_leaves = {f"stacks[0].blocks.sublayers[0].layer.{k}": f"layers {v}" for k, v in ATTENTION.items()}
     norms = {f"stacks[0].blocks.{n}.{leaf}": "layers embed" for n in NORMS for leaf in ("weight", "bias")}
     feed_forward = {
-        "stacks[0].blocks.feed_forward.layer.gate.weight": "layers mlp embed",
-        "stacks[0].blocks.feed_forward.layer.up.weight": "layers mlp embed",
-        "stacks[0].blocks.feed_forward.layer.down.weight": "layers embed mlp",
+        "stacks[0].blocks.sublayers[1].layer.gate.weight": "layers mlp embed",
+        "stacks[0].blocks.sublayers[1].layer.up.weight": "layers mlp embed",
+        "stacks[0].blocks.sublayers[1].layer.down.weight": "layers embed mlp",
     }
     rest = {
         "embedding.weight": "vocab embed",
@@ -153,7 +153,7 @@ def test_a_stack_adds_layers_in_front_and_only_to_its_own():
     assert found == attention_leaves | norms | feed_forward | rest
 
 
-NORMS = ("mixer.norm", "feed_forward.norm")
+NORMS = ("sublayers[0].norm", "sublayers[1].norm")
 
 
 def test_names_are_as_many_as_dims_and_the_structure_stays():
@@ -174,7 +174,7 @@ def test_shapes_alone_have_the_same_names():
 def test_a_period_and_nested_ensembles():
     period = lambda key: nn.SuperBlock((block(key), block(key)))
     stack = eqx.filter_eval_shape(lambda: nn.Stack(period, 2, key=KEY))
-    assert names(stack)["blocks.blocks[1].mixer.layer.query.weight"] == "layers heads head_dim embed"
+    assert names(stack)["blocks.blocks[1].sublayers[0].layer.query.weight"] == "layers heads head_dim embed"
 
     class Experts(eqx.Module):
         each: nn.MLP = nn.ensemble("experts")

@@ -138,11 +138,11 @@ def test_layers_and_experts_have_factors_of_their_own():
 @pytest.mark.parametrize(
     "where, expected",
     [
-        (["query", "value"], {"mixer.layer.query", "mixer.layer.value"}),
-        (["feed_forward.layer.up"], {"feed_forward.layer.up"}),
-        ([nn.GatedMLP], {"feed_forward.layer.gate", "feed_forward.layer.up", "feed_forward.layer.down"}),
-        (lambda path, linear: linear.inputs == ("mlp",), {"feed_forward.layer.down"}),
-        (lambda path, linear: "mixer.layer.o" in path, {"mixer.layer.output"}),
+        (["query", "value"], {"sublayers[0].layer.query", "sublayers[0].layer.value"}),
+        (["sublayers[1].layer.up"], {"sublayers[1].layer.up"}),
+        ([nn.GatedMLP], {"sublayers[1].layer.gate", "sublayers[1].layer.up", "sublayers[1].layer.down"}),
+        (lambda path, linear: linear.inputs == ("mlp",), {"sublayers[1].layer.down"}),
+        (lambda path, linear: "sublayers[0].layer.o" in path, {"sublayers[0].layer.output"}),
     ],
 )
 def test_where(where, expected):
@@ -166,9 +166,11 @@ def test_factors_are_marked_alone():
 
 def test_refusals():
     model = transformer(PLAIN)
-    with pytest.raises(ValueError, match=r"no linear map is chosen; .* are stacks\[0\].blocks.mixer.layer.query, "):
+    with pytest.raises(
+        ValueError, match=r"no linear map is chosen; .* are stacks.0..blocks.sublayers.0..layer.query, "
+    ):
         nn.with_lora(model, ["q_proj"], rank=2, key=KEY)
-    with pytest.raises(ValueError, match=r"stacks\[0\].blocks.mixer.layer.query has a LoRA already; merge_lora first"):
+    with pytest.raises(ValueError, match=r"stacks.0..blocks.sublayers.0..layer.query has a LoRA already; merge_lora"):
         nn.with_lora(nn.with_lora(model, ["query"], rank=2, key=KEY), ["query", "key"], rank=2, key=KEY)
     with pytest.raises(ValueError, match="rank=0"):
         nn.with_lora(model, ["query"], rank=0, key=KEY)

@@ -31,12 +31,12 @@ def model():
 
 EXPECTED = {
     ".embedding.weight": Matrix(0, 1, 1, table=True),
-    ".stacks[0].blocks.mixer.layer.query.weight": Matrix(1, 2, 1, table=False),
-    ".stacks[0].blocks.mixer.layer.key.weight": Matrix(1, 2, 1, table=False),
-    ".stacks[0].blocks.mixer.layer.value.weight": Matrix(1, 2, 1, table=False),
-    ".stacks[0].blocks.mixer.layer.output.weight": Matrix(1, 1, 2, table=False),
-    ".stacks[0].blocks.feed_forward.layer.up.weight": Matrix(1, 1, 1, table=False),
-    ".stacks[0].blocks.feed_forward.layer.down.weight": Matrix(1, 1, 1, table=False),
+    ".stacks[0].blocks.sublayers[0].layer.query.weight": Matrix(1, 2, 1, table=False),
+    ".stacks[0].blocks.sublayers[0].layer.key.weight": Matrix(1, 2, 1, table=False),
+    ".stacks[0].blocks.sublayers[0].layer.value.weight": Matrix(1, 2, 1, table=False),
+    ".stacks[0].blocks.sublayers[0].layer.output.weight": Matrix(1, 1, 2, table=False),
+    ".stacks[0].blocks.sublayers[1].layer.up.weight": Matrix(1, 1, 1, table=False),
+    ".stacks[0].blocks.sublayers[1].layer.down.weight": Matrix(1, 1, 1, table=False),
     ".head.weight": Matrix(0, 1, 1, table=True),
     ".positions.weight": Matrix(0, 1, 1, table=True),
 }

@@ -67,7 +67,7 @@ def test_what_a_module_computes_stands_under_its_path(model):
     assert len(maps) == 12
     # A wrapper's `inner` has the wrapper's name, also where it was put together anew.
     written = {path.replace(".inner", "") for path in maps}
-    cores = {f"stacks[{n}].blocks{block}.mixer.layer.attention" for n, block in enumerate([".blocks[0]", ""])}
+    cores = {f"stacks[{n}].blocks{block}.sublayers[0].layer.attention" for n, block in enumerate([".blocks[0]", ""])}
     assert written | cores | {"embedding", "norm", "stacks[0].blocks.blocks[1]"} <= {
         path for scope in found for path in (scope, *(scope.rsplit(".", n)[0] for n in range(1, 4)))
     }

@@ -25,7 +25,7 @@ def mixers(**options):
     attention = drawn(nn.Attention, embed=EMBED, heads=3, kv_heads=1, head_dim=2, bias=True, key=KEY)
     net = drawn(nn.Mamba2Mixer, embed=EMBED, **sizes, v_dim=5, chunk=3, bias=True, key=KEY)
     first = nn.Residual(attention, scale=0.5, input_scale=0.7, **options)
-    return nn.ParallelMixers((first, nn.Residual(net, norm(2), output_norm=norm(3), scale=2.0, **options)), norm(1))
+    return nn.ParallelResidual((first, nn.Residual(net, norm(2), output_norm=norm(3), scale=2.0, **options)), norm(1))
 
 
 def test_they_add_what_each_gives_of_one_input():
@@ -33,7 +33,7 @@ def test_they_add_what_each_gives_of_one_input():
 
     @eqx.filter_jit
     def by_hand(module, x, first=0.7):
-        given, (attention, net) = module.norm(x), module.mixers
+        given, (attention, net) = module.norm(x), module.branches
         attended, recurrent = attention.layer(first * given)[0], net.layer(net.norm(given))[0]
         return x + 0.5 * attended + 2.0 * net.output_norm(recurrent)
 
@@ -69,27 +69,17 @@ def test_dropout_has_masks_of_their_own():
     @eqx.filter_jit
     def by_hand(module, x, number):
         given = module.norm(x)
-        added = [dataclasses.replace(one, dropout=None).branch(given, tokens)[0] for one in module.mixers]
+        added = [dataclasses.replace(one, dropout=None).branch(given, tokens)[0] for one in module.branches]
         keys = [tokens.fold_in(number).fold_in(place).keys for place in range(2)]
         return x + sum(dropout(y, its) for y, its in zip(added, keys, strict=True))
 
-    both = eqx.filter_jit(lambda module, x, number: module(x, tokens, number=number)[0])
+    both = eqx.filter_jit(lambda module, x, number: module(x, tokens, index=number)[0])
     for number in (0, 1):
         assert close(both(module, x, number), by_hand(module, x, number), 1e-5)
     assert not np.allclose(both(module, x, 0), both(module, x, 1))
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda one: nn.Residual(nn.MLP(embed=EMBED, mlp=4, key=KEY)), r"\(mixers\[1\]=Residual\(MLP\)\): what stands"),
-        (
-            lambda one: nn.Residual(one.layer, sum_norm=norm(1)),
-            r"\(mixers\[1\]=Residual\(sum_norm=...\)\): there is one",
-        ),
-    ],
-)
-def test_what_is_no_mixer_or_has_a_sum_of_its_own_is_refused(make, message):
-    one = mixers().mixers[0]
-    with pytest.raises(ValueError, match=rf"^ParallelMixers{message}"):
-        nn.ParallelMixers((one, make(one)))
+def test_a_sum_of_ones_own_is_refused():
+    one = mixers().branches[0]
+    with pytest.raises(ValueError, match=r"^ParallelResidual\(branches\[1\]=Residual\(sum_norm=...\)\): there is one"):
+        nn.ParallelResidual((one, nn.Residual(one.layer, sum_norm=norm(1))))

@@ -47,7 +47,7 @@ def mixers_side_by_side(key: Any) -> nn.Block:
         nn.Residual(net, scale=0.9, input_scale=1.3, dropout=nn.Dropout(0.1)),
     )
     mlp = nn.GatedMLP(embed=EMBED, mlp=MLP, activation=nn.ScaledActivation(nn.silu, 0.8), key=three)
-    return nn.Block(nn.ParallelMixers(mixers, norm()), nn.Residual(mlp, norm()))
+    return nn.Block(nn.ParallelResidual(mixers, norm()), nn.Residual(mlp, norm()))
 
 
 def short_convolutions(key: Any) -> nn.SuperBlock:

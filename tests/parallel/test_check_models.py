@@ -146,7 +146,7 @@ MODELS = {
         recurrent,
         {"context": 2},
         {},
-        r"blocks\.blocks\[0\].mixer.layer has a GatedDelta",
+        r"blocks\.blocks\[0\].sublayers\[0\].layer has a GatedDelta",
     ),
     "nothing: a recurrence over heads": (recurrent, {"fsdp": 2, "tensor": 4}, {}, None),
     "groups to norm on several devices": (
@@ -168,7 +168,7 @@ MODELS = {
         bare_norm,
         {"tensor": 2},
         {"residual": "feature"},
-        r"feature'\) over tensor=2: .*feed_forward\.norm is a function, which would be given a slice",
+        r"feature'\) over tensor=2: .*sublayers\[1\]\.norm is a function, which would be given a slice",
     ),
     "experts that an axis does not divide": (
         lambda: shapes(lambda: model_of("mixture")),
@@ -206,20 +206,20 @@ MODELS = {
         lambda: key_norms(2),
         {"tensor": 4},
         {"residual": "feature"},
-        r"residual='feature'\) over tensor=4: .*mixer.layer has 2 key heads, .*key_norm.weight is of all",
+        r"residual='feature'\) over tensor=4: .*sublayers\[0\].layer has 2 key heads, .*key_norm.weight is of all",
     ),
     "key heads that no group shares": (
         lambda: shapes(lambda: of_blocks(three_of_six)),
         {"tensor": 2},
         {},
-        r"tensor=2: .*mixer.* has 3 key heads, which neither split over 2 devices nor are shared",
+        r"tensor=2: .*sublayers\[0\].* has 3 key heads, which neither split over 2 devices nor are shared",
     ),
     "nothing: heads that just split": (built, {"context": 4, "tensor": 2}, {"context_method": "heads"}, None),
     "too few heads for context": (
         lambda: shapes(lambda: of_blocks(three_of_six)),
         {"context": 4},
         {"context_method": "heads"},
-        r"context=4: .*mixer.*: .*6 query heads on a device do not split over 4 devices",
+        r"context=4: .*sublayers\[0\].*: .*6 query heads on a device do not split over 4 devices",
     ),
     "key heads that fit no device": (
         lambda: shapes(lambda: of_blocks(three_of_six)),

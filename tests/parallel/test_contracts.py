@@ -146,12 +146,12 @@ def test_a_mixer_that_says_nothing_is_whole_on_every_device(case):
 
 
 def test_what_is_whole_is_told_and_its_cache_is_not_split():
-    model, path = model_of("whole fading"), "stacks[0].blocks.blocks[0].mixer.layer"
+    model, path = model_of("whole fading"), "stacks[0].blocks.blocks[0].sublayers[0].layer"
     assert [found for found, _ in replicated_layers(model)] == [path] and not replicated_layers(model_of("fading"))
     (line,) = plan_script.replicated_lines(Case("whole fading", {"tensor": 2}).plan, model)
     assert line.split(": ")[-1] == path
     assert plan_script.replicated_lines(Case("fading", {"tensor": 2}).plan, model_of("fading")) == []
-    with pytest.raises(ValueError, match=r"mixer.layer declares no head dim to split, and its cache has heads"):
+    with pytest.raises(ValueError, match=r"sublayers\[0\].layer declares no head dim to split, and its cache has"):
         ShardedModel(model, Case("whole fading", {"tensor": 2}).plan)
 
 

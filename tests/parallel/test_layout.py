@@ -124,19 +124,19 @@ def test_a_llama_under_a_plan_in_full(mesh):
     block = "stacks[0].blocks."
     assert specs == {
         "embedding.weight": P("tensor", "fsdp"),
-        block + "mixer.layer.query.weight": P("pipe", "tensor", None, "fsdp"),
-        block + "mixer.layer.query.bias": P("pipe", "tensor", "fsdp"),
-        block + "mixer.layer.key.weight": P("pipe", "tensor", None, "fsdp"),
-        block + "mixer.layer.key.bias": P("pipe", "tensor", None),
-        block + "mixer.layer.value.weight": P("pipe", "tensor", None, "fsdp"),
-        block + "mixer.layer.value.bias": P("pipe", "tensor", None),
-        block + "mixer.layer.output.weight": P("pipe", "fsdp", "tensor", None),
-        block + "mixer.layer.output.bias": P("pipe", "fsdp"),
-        block + "feed_forward.layer.gate.weight": P("pipe", "tensor", "fsdp"),
-        block + "feed_forward.layer.up.weight": P("pipe", "tensor", "fsdp"),
-        block + "feed_forward.layer.down.weight": P("pipe", "fsdp", "tensor"),
-        block + "mixer.norm.weight": P("pipe", "fsdp"),
-        block + "feed_forward.norm.weight": P("pipe", "fsdp"),
+        block + "sublayers[0].layer.query.weight": P("pipe", "tensor", None, "fsdp"),
+        block + "sublayers[0].layer.query.bias": P("pipe", "tensor", "fsdp"),
+        block + "sublayers[0].layer.key.weight": P("pipe", "tensor", None, "fsdp"),
+        block + "sublayers[0].layer.key.bias": P("pipe", "tensor", None),
+        block + "sublayers[0].layer.value.weight": P("pipe", "tensor", None, "fsdp"),
+        block + "sublayers[0].layer.value.bias": P("pipe", "tensor", None),
+        block + "sublayers[0].layer.output.weight": P("pipe", "fsdp", "tensor", None),
+        block + "sublayers[0].layer.output.bias": P("pipe", "fsdp"),
+        block + "sublayers[1].layer.gate.weight": P("pipe", "tensor", "fsdp"),
+        block + "sublayers[1].layer.up.weight": P("pipe", "tensor", "fsdp"),
+        block + "sublayers[1].layer.down.weight": P("pipe", "fsdp", "tensor"),
+        block + "sublayers[0].norm.weight": P("pipe", "fsdp"),
+        block + "sublayers[1].norm.weight": P("pipe", "fsdp"),
         "stacks[0].numbers": P("pipe"),
         "norm.weight": P(None),
         "head.weight": P("tensor", "fsdp"),
@@ -227,5 +227,5 @@ def test_what_an_optimizer_remembers_is_laid_out_like_the_parameters(mesh, name)
             assert spec == P() and shapes[path].size <= 3  # a counter, or coefficients
     trained = sum(leaf.size for leaf in jax.tree.leaves(training.trainable(model)))
     assert trained <= remembered <= 2 * trained
-    norms = [spec for path, spec in found.items() if path.endswith("mixer.norm.weight")]
+    norms = [spec for path, spec in found.items() if path.endswith("sublayers[0].norm.weight")]
     assert norms and set(norms) == {P("pipe", "fsdp")}

@@ -75,7 +75,7 @@ def test_one_devices_gradients_are_float32s_up_to_the_rounding_of_products():
     norms = {nn.path_name(path): float(np.linalg.norm(np.asarray(x))) for path, x in leaves}
     whole = float(np.linalg.norm(np.asarray(list(norms.values()))))
     small = {path for path, norm in norms.items() if norm < tolerance(case) / 10 * whole}
-    assert small == {"stacks[0].blocks.mixer.layer.key.bias"}  # all else is compared with its own size
+    assert small == {"stacks[0].blocks.sublayers[0].layer.key.bias"}  # all else is compared with its own size
 
 
 @pytest.mark.parametrize("case", with_grid([SPLIT], [REPLICAS, *WIDER]))
@@ -112,7 +112,10 @@ def test_biases_that_are_added_in_bfloat16_are_seen(monkeypatch):
     model = model_of(PLAIN.model, dtypes=("float32", "bfloat16"))
     got = compiled(make_gradient_function(next_token_loss), model, batch_of(model, *PLAIN.shape))
     found = wrong(got, PLAIN)
-    assert {"stacks[0].blocks.mixer.layer.value.bias", "stacks[0].blocks.feed_forward.layer.up.bias"} <= found.keys()
+    assert {
+        "stacks[0].blocks.sublayers[0].layer.value.bias",
+        "stacks[0].blocks.sublayers[1].layer.up.bias",
+    } <= found.keys()
     assert max(found.values()) > 5 * tolerance(PLAIN)
 
 

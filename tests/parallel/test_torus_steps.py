@@ -75,7 +75,9 @@ def test_a_plan_over_a_torus_has_one_devices_gradients(monkeypatch):
 def test_a_plan_whose_steps_are_in_another_order_has_not(monkeypatch):
     groups = send._step_groups
     monkeypatch.setattr(send, "_step_groups", lambda steps: groups(steps)[::-1])
-    assert {"embedding.weight", "stacks[0].blocks.mixer.layer.query.weight"} < set(gradients(monkeypatch, (4, 2)))
+    assert {"embedding.weight", "stacks[0].blocks.sublayers[0].layer.query.weight"} < set(
+        gradients(monkeypatch, (4, 2))
+    )
 
 
 def test_a_program_takes_two_steps_and_sends_no_more():

@@ -83,9 +83,8 @@ def test_two_norms_side_by_side(models):
 
 
 def as_parallel(block):
-    return nn.ParallelBlock(
-        nn.Residual(block.mixer.layer, block.mixer.norm, scale=0.7),
-        nn.Residual(block.feed_forward.layer, block.feed_forward.norm, scale=0.7),
+    return nn.ParallelResidual(
+        tuple(nn.Residual(part.layer, part.norm, scale=0.7) for part in (block.mixer, block.feed_forward))
     )
 
 
@@ -169,11 +168,17 @@ def test_controls(models, monkeypatch, what):
         ),
         (
             lambda m: stationary(of_block(m, lambda b: nn.Block(b.mixer)), 2, 4),
-            "nn.Block or nn.ParallelBlock with a feed",
+            "a block has the sublayers Residual; it is made for two",
         ),
         (
-            lambda m: stationary(of_block(m, lambda b: nn.Block(nn.ParallelMixers((b.mixer,)), b.feed_forward)), 2, 4),
-            "a block holds several mixers side by side; it is made for one Attention",
+            lambda m: stationary(of_block(m, lambda b: nn.SuperBlock((b,))), 2, 4),
+            "nn.Block or nn.ParallelResidual",
+        ),
+        (
+            lambda m: stationary(
+                of_block(m, lambda b: nn.Block(nn.ParallelResidual((b.mixer,)), b.feed_forward)), 2, 4
+            ),
+            "a block has the sublayers ParallelResidual, Residual; it is made for two",
         ),
         (
             lambda m: stationary(of_block(m, scaled_input), 2, 4),
@@ -203,11 +208,11 @@ def of_block(model, change):
 
 
 def unlike_scales(block):
-    return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, scale=0.5))
+    return dataclasses.replace(block, branches=(dataclasses.replace(block.mixer, scale=0.5), block.feed_forward))
 
 
 def scaled_input(block):
-    return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, input_scale=0.5))
+    return dataclasses.replace(block, branches=(dataclasses.replace(block.mixer, input_scale=0.5), block.feed_forward))
 
 
 def normed(sublayer, block):

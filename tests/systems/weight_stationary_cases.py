@@ -19,20 +19,12 @@ def palm():
 
     def block(key):
         attention, mlp = jax.random.split(key)
-        return nn.ParallelBlock(
-            mixer=nn.Residual(
-                nn.Attention(
-                    embed=EMBED,
-                    heads=HEADS,
-                    kv_heads=1,
-                    head_dim=HEAD_DIM,
-                    rotary=nn.Rotary(HEAD_DIM, 10_000.0),
-                    key=attention,
-                )
-            ),
-            feed_forward=nn.Residual(nn.GatedMLP(embed=EMBED, mlp=MLP, key=mlp)),
-            norm=nn.LayerNorm("embed", embed=EMBED, bias=False),
+        rotary = nn.Rotary(HEAD_DIM, 10_000.0)
+        layers = (
+            nn.Attention(embed=EMBED, heads=HEADS, kv_heads=1, head_dim=HEAD_DIM, rotary=rotary, key=attention),
+            nn.GatedMLP(embed=EMBED, mlp=MLP, key=mlp),
         )
+        return nn.ParallelResidual(tuple(map(nn.Residual, layers)), nn.LayerNorm("embed", embed=EMBED, bias=False))
 
     embedding, stack = jax.random.split(jax.random.key(0))
     return nn.Transformer(
@@ -48,7 +40,7 @@ def serial():
     def block(key):
         attention, mlp = jax.random.split(key)
         return nn.Block(
-            mixer=nn.Residual(
+            nn.Residual(
                 nn.Attention(
                     embed=EMBED,
                     heads=HEADS,
@@ -62,7 +54,7 @@ def serial():
                 nn.RMSNorm("embed", embed=EMBED),
                 scale=0.7,
             ),
-            feed_forward=nn.Residual(
+            nn.Residual(
                 nn.MLP(embed=EMBED, mlp=MLP, bias=True, key=mlp), nn.LayerNorm("embed", embed=EMBED), scale=0.7
             ),
         )

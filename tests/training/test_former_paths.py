@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from eqformer import Batch, models, training
+from eqformer import Batch, models, nn, training
 
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "checkpoints"
@@ -29,14 +29,24 @@ CONFIGS: dict[str, Any] = {
     "t5": models.T5Config(VOCAB, 8, 2, 2, 12, head_dim=4, ranges=4, farthest=8),
     "cohere": models.CohereConfig(vocab=VOCAB, embed=8, layers=2, heads=2, kv_heads=1, mlp=12, max_seq=32),
     "falcon_h1": models.FalconH1Config(
-        vocab=VOCAB, embed=8, layers=2, heads=2, kv_heads=1, mlp=12, head_dim=4, net_heads=2, net_kv_heads=1,
-        net_head_dim=4, net_v_dim=4, max_seq=32,
+        vocab=VOCAB,
+        embed=8,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        mlp=12,
+        head_dim=4,
+        net_heads=2,
+        net_kv_heads=1,
+        net_head_dim=4,
+        net_v_dim=4,
+        max_seq=32,
     ),
 }
 
 
 def batch(name: str, number: int) -> Batch:
-    """The batch of a step, with a source for an encoder."""
+    """Return the batch of a step, with a source for an encoder."""
     ids = np.random.default_rng(number).integers(0, VOCAB, (3, ROWS, SEQ)).astype(np.int32)
     return Batch(
         ids=ids[0],
@@ -47,13 +57,25 @@ def batch(name: str, number: int) -> Batch:
     )
 
 
+def build(name: str, key: jax.Array) -> nn.Transformer:
+    """Return the model before the first step."""
+    return models.FAMILIES[name].build(CONFIGS[name], key=key)
+
+
+def initial_state(name: str, model: nn.Transformer) -> training.TrainState:
+    """Return the state before the first step."""
+    return training.init_state(model, optimizer_of(name, model))
+
+
+def optimizer_of(name: str, model: Any) -> training.Optimizer:
+    """Return the optimizer of a recipe."""
+    return (training.muon if name == "llama" else training.adamw)(model, rate=training.constant(0.05))
+
+
 def recipe(name: str) -> tuple[training.TrainState, training.Step]:
-    """The state before the first step, and the step."""
-    build = models.FAMILIES[name].build
-    model = eqx.filter_jit(lambda key: build(CONFIGS[name], key=key))(jax.random.key(3))
-    make = training.muon if name == "llama" else training.adamw
-    optimizer = make(model, rate=training.constant(0.05))
-    return training.init_state(model, optimizer), training.make_step(training.next_token_loss, optimizer)
+    """Return the state before the first step, and the step."""
+    state = initial_state(name, eqx.filter_jit(build)(name, jax.random.key(3)))
+    return state, training.make_step(training.next_token_loss, optimizer_of(name, state.model))
 
 
 def write_fixture(name: str, folder: Path) -> None:
@@ -70,3 +92,36 @@ def write_fixture(name: str, folder: Path) -> None:
         for path in sorted((folder / name).rglob("*")):
             archive.write(path, path.relative_to(folder / name).as_posix())
     (FIXTURES / f"{name}.json").write_text(json.dumps({"losses": losses[2:]}) + "\n")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_array_has_one_former_name(name, tmp_path):
+    zipfile.ZipFile(FIXTURES / f"{name}.zip").extractall(tmp_path)
+    state = eqx.filter_eval_shape(lambda key: initial_state(name, build(name, key)), KEY)
+    checkpointer = training.Checkpointer(tmp_path)
+    checkpointer.check(state)
+    checkpointer.check({"model": state.model}, partial=True)
+    assert not any("sublayers" in leaf or "branches" in leaf for leaf in checkpointer.leaves())
+    reordered = eqx.tree_at(lambda s: s.model.stacks[0].blocks, state, nn.SuperBlock((state.model.stacks[0].blocks,)))
+    with pytest.raises(training.CheckpointError, match="is in the checkpoint and not in the model"):
+        checkpointer.check(reordered)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.grid) for name in CONFIGS if name != "llama")]
+)
+def test_training_goes_on_from_an_older_checkpoint(name, tmp_path):
+    zipfile.ZipFile(FIXTURES / f"{name}.zip").extractall(tmp_path)
+    state, step = recipe(name)
+    with training.Checkpointer(tmp_path) as checkpointer:
+        restored, metadata = checkpointer.restore(state)
+        model = checkpointer.restore({"model": state.model}, partial=True)[0]["model"]
+    assert metadata["name"] == name and eqx.tree_equal(model, restored.model)
+    losses = []
+    for number in (2, 3):
+        restored, metrics = step(restored, batch(name, number), KEY)
+        losses.append(float(metrics["loss"]))
+    expected = json.loads((FIXTURES / f"{name}.json").read_text())["losses"]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    fresh = [float(step(state, batch(name, 2), KEY)[1]["loss"])]  # the control: the loss before any step
+    assert fresh != pytest.approx(expected[:1], rel=1e-3)

@@ -155,7 +155,7 @@ def test_sgd_with_momentum(trained):
 def test_an_update_of_muon_is_as_large_as_one_of_adamw(trained):
     model, _, after = trained
     before = by_path(training.trainable(model))
-    path = ".stacks[0].blocks.feed_forward.layer.up.weight"
+    path = ".stacks[0].blocks.sublayers[1].layer.up.weight"
     sizes = {name: np.sqrt(np.mean((after[name][0][path] - before[path]) ** 2)) for name in ("adamw", "muon")}
     assert 0.1 < sizes["muon"] / sizes["adamw"] < 1
 

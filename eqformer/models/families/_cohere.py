@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import LayerNorm, ParallelBlock, Residual, Transformer
+from ...nn import LayerNorm, ParallelResidual, Residual, Transformer
 from .._attributes import Activation, Attribute
 from .._config_types import Length, NotNegative, Number, Positive
 from .._family import DecoderConfig, Family
@@ -39,7 +39,7 @@ def build_cohere(config: CohereConfig, *, key: Key[Array, ""]) -> Transformer:
     def norm(over: str, **sizes: Any) -> LayerNorm:
         return LayerNorm(" ".join(sizes), over=over, bias=False, eps=config.eps, **sizes)
 
-    def block(_: None, key: Key[Array, ""]) -> ParallelBlock:
+    def block(_: None, key: Key[Array, ""]) -> ParallelResidual:
         mixer, feed_forward = jax.random.split(key)
         options: dict[str, Any] = {
             "rotary": rotary_of(config, size, interleaved=True, scaling=config.scaling),
@@ -48,7 +48,7 @@ def build_cohere(config: CohereConfig, *, key: Key[Array, ""]) -> Transformer:
         }
         attended = attention(config, bias=config.bias, **options, key=mixer)
         gated = gated_mlp(config, key=feed_forward)
-        return ParallelBlock(Residual(attended), Residual(gated), norm("embed", embed=config.embed))
+        return ParallelResidual((Residual(attended), Residual(gated)), norm("embed", embed=config.embed))
 
     final = norm("embed", embed=config.embed)
     return decoder(config, block, final_norm=final, logit_scale=config.logit_scale, key=key)

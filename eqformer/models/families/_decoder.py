@@ -158,10 +158,18 @@ def post_norm_block(config: Sizes, mixer: Mixer, feed_forward: FeedForwardLayer)
     return Block(sublayer(mixer), sublayer(feed_forward))
 
 
-def four_norm_block(config: Sizes, mixer: Mixer, feed_forward: FeedForwardLayer, **options: Any) -> Block:
-    """Return a block with norms before and after each sublayer (Gemma 2); `options` are the norms' arguments."""
-    sublayer = lambda layer: Residual(layer, norm(config, **options), output_norm=norm(config, **options))
-    return Block(sublayer(mixer), sublayer(feed_forward))
+def four_norm_block(
+    config: Sizes, mixer: Mixer, feed_forward: FeedForwardLayer, *, reads: str | None = None, **options: Any
+) -> Block:
+    """Return a block with norms before and after each sublayer (Gemma 2).
+
+    `reads` names one more input of the mixer, as in `Residual`; `options` are the norms' arguments.
+    """
+
+    def sublayer(layer: Mixer | FeedForwardLayer, reads: str | None = None) -> Residual:
+        return Residual(layer, norm(config, **options), output_norm=norm(config, **options), reads=reads)
+
+    return Block(sublayer(mixer, reads), sublayer(feed_forward))
 
 
 def decoder(

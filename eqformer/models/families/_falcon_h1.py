@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, ParallelMixers, Residual, ScaledActivation, Transformer
+from ...nn import Block, ParallelResidual, Residual, ScaledActivation, Transformer
 from .._attributes import Activation, Attribute, Attributes, Entry, Expect, Fields, Ignore
 from .._config_types import Length, NotNegative, Number
 from .._family import DecoderConfig, Family
@@ -69,8 +69,8 @@ WEIGHTS = (
     Rule("model.final_layernorm.weight", "norm.weight"),
     Rule("lm_head.weight", "head.weight"),
     Rule(f"{LAYER}input_layernorm.weight", "mixer.norm.weight"),
-    *attention_weights(path="mixer.mixers.0.layer"),
-    *mamba_weights(f"{LAYER}mamba.", "mixer.mixers.1.layer."),
+    *attention_weights(path="mixer.branches.0.layer"),
+    *mamba_weights(f"{LAYER}mamba.", "mixer.branches.1.layer."),
     Rule(f"{LAYER}pre_ff_layernorm.weight", "feed_forward.norm.weight"),
     *gated_weights(prefix=f"{LAYER}feed_forward.", bias=True),
 )
@@ -129,7 +129,7 @@ def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transform
             Residual(mamba2(config, recurrent, **net), scale=config.net_scale, input_scale=config.net_input_scale),
         )
         feed_forward = Residual(gated_mlp(config, **fed, key=gated), norm(config), scale=mlp_scale)
-        return Block(ParallelMixers(mixers, norm(config)), feed_forward)
+        return Block(ParallelResidual(mixers, norm(config)), feed_forward)
 
     scales: dict[str, Any] = {"embedding_scale": config.embedding_scale, "logit_scale": config.logit_scale}
     return decoder(config, block, **scales, key=key)

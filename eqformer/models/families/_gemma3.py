@@ -48,12 +48,19 @@ AsMixer = Callable[[Attention], Mixer]
 
 
 def build_gemma3(
-    config: Gemma3Config, as_mixer: AsMixer = lambda attention: attention, *, key: Key[Array, ""]
+    config: Gemma3Config,
+    as_mixer: AsMixer = lambda attention: attention,
+    *,
+    reads: str | None = None,
+    key: Key[Array, ""],
 ) -> Transformer:
-    """Return a Gemma 3 with random weights; `as_mixer` wraps the attention of each layer."""
+    """Return a Gemma 3 with random weights.
+
+    `as_mixer` wraps the attention of each layer; `reads` names one more input of a mixer, as in `Residual`.
+    """
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
-        return gemma3_block(config, window, as_mixer, key=key)
+        return gemma3_block(config, window, as_mixer, reads=reads, key=key)
 
     ends: dict[str, Any] = {"embedding_scale": config.embed**0.5, "logit_softcap": config.logit_softcap}
     return decoder(config, block, layer_windows(config), final_norm=norm(config, offset=1.0), **ends, key=key)
@@ -64,6 +71,7 @@ def gemma3_block(
     window: int | None,
     as_mixer: AsMixer = lambda attention: attention,
     *,
+    reads: str | None = None,
     key: Key[Array, ""],
     **options: Any,
 ) -> Block:
@@ -75,7 +83,7 @@ def gemma3_block(
     arguments |= head_norms(config, offset=1.0)
     attended = attention(config, window=window, **arguments | options, key=mixer)
     gated = gated_mlp(config, output_std=None, key=feed_forward)
-    return four_norm_block(config, as_mixer(attended), gated, offset=1.0)
+    return four_norm_block(config, as_mixer(attended), gated, reads=reads, offset=1.0)
 
 
 def _gemma3(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> Gemma3Config:

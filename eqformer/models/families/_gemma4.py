@@ -12,7 +12,7 @@ from ...nn import (
     Block,
     causal,
     CrossLayerAttention,
-    DenseAndMoE,
+    ParallelResidual,
     PerLayerGate,
     PerLayerInputs,
     ProportionalScaling,
@@ -20,6 +20,8 @@ from ...nn import (
     RMSNorm,
     RotaryScaling,
     sliding_window,
+    StreamScale,
+    Sublayer,
     Transformer,
 )
 from .._attributes import Activation, Attribute, Attributes, Entry, Expect, Fields
@@ -200,11 +202,13 @@ class MaybeExperts(Entry):
         return {"enable_moe_block": True} | attributes
 
 
-_DENSE, _MIXED = "feed_forward.layer.dense", "feed_forward.layer.routed"
+_DENSE, _MIXED = "feed_forward.branches.0", "feed_forward.branches.1"
 _ROUTER, _EXPERTS = f"{_MIXED}.layer.router", f"{_MIXED}.layer.experts.mlps"
 GEMMA4_WEIGHTS = (
     *(*EDGES, *ATTENTION, *head_norm_weights(), *FOUR_NORMS, *gated_weights()),
-    Rule(f"{LAYER}layer_scalar", "scalar", "1 -> "),
+    # The last sublayer, behind a per-layer gate or without one.
+    Rule(f"{LAYER}layer_scalar", "sublayers.2.factor", "1 -> "),
+    Rule(f"{LAYER}layer_scalar", "sublayers.3.factor", "1 -> "),
     Rule(f"{LAYER}pre_feedforward_layernorm.weight", f"{_DENSE}.norm.weight"),
     Rule(f"{LAYER}post_feedforward_layernorm_1.weight", f"{_DENSE}.output_norm.weight"),
     Rule(f"{LAYER}pre_feedforward_layernorm_2.weight", f"{_MIXED}.layer.expert_norm.weight"),
@@ -227,9 +231,9 @@ GEMMA4_WEIGHTS = (
         "(depth mlp) embed -> mlp depth embed",
     ),
     Rule("model.per_layer_projection_norm.weight", "layer_inputs.norm.weight"),
-    Rule(f"{LAYER}per_layer_input_gate.weight", "gated_input.layer.gate.weight"),
-    Rule(f"{LAYER}per_layer_projection.weight", "gated_input.layer.down.weight"),
-    Rule(f"{LAYER}post_per_layer_input_norm.weight", "gated_input.output_norm.weight"),
+    Rule(f"{LAYER}per_layer_input_gate.weight", "sublayers.2.layer.gate.weight"),
+    Rule(f"{LAYER}per_layer_projection.weight", "sublayers.2.layer.down.weight"),
+    Rule(f"{LAYER}post_per_layer_input_norm.weight", "sublayers.2.output_norm.weight"),
 )
 
 
@@ -278,7 +282,7 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
             attended = attention(config, window=window, output_std=None, **options, key=key)
         return Residual(attended, norm(config), output_norm=norm(config), shares=shares, reads=reads)
 
-    def fed(is_wide: bool, key: Key[Array, ""]) -> Residual:
+    def fed(is_wide: bool, key: Key[Array, ""]) -> Sublayer:
         router, experts, dense = jax.random.split(key, 3)
         layer = gated_mlp(config, mlp=config.mlp * (2 if is_wide else 1), **gelu, key=dense)
         gated = Residual(layer, norm(config), output_norm=norm(config))
@@ -288,16 +292,17 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
         options: dict[str, Any] = {"norm": norm(config), "logit_scale": config.embed**-0.5, "scales_experts": True}
         options |= {"normalise": True, "expert_norm": norm(config)}
         mixed = mixture(config, expert, **options, router=router, experts=experts)
-        return Residual(DenseAndMoE(gated, Residual(mixed, output_norm=norm(config))), output_norm=norm(config))
+        routed = Residual(mixed, output_norm=norm(config))
+        return ParallelResidual((gated, routed), output_norm=norm(config))
 
     def block(kind: Kind, key: Key[Array, ""]) -> Block:
         first, second, third = jax.random.split(key, 3)
-        gate = None
+        is_wide = config.widens_reading and kind.reads is not None
+        sublayers: list[Sublayer] = [mixer(kind, first), fed(is_wide, second)]
         if config.input_mlp:
             gate = PerLayerGate(embed=config.embed, mlp=config.input_mlp, activation=activation_of(config), key=third)
-            gate = Residual(gate, output_norm=norm(config))
-        is_wide = config.widens_reading and kind.reads is not None
-        return Block(mixer(kind, first), fed(is_wide, second), jnp.ones((), jnp.float32), gate)
+            sublayers.append(Residual(gate, output_norm=norm(config), reads="layer_input"))
+        return Block(*sublayers, StreamScale(jnp.ones((), jnp.float32)))
 
     layers, inputs = jax.random.split(key)
     ends: dict[str, Any] = {"embedding_scale": config.embed**0.5, "logit_softcap": config.logit_softcap}

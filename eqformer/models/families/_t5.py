@@ -134,7 +134,7 @@ def _stack(part: str, name: str, fed: int) -> tuple[Rule, ...]:
     layer, leaf_prefix = f"{name}.block.{{layer}}.layer.", f"{part}." if part else ""
     gate = "feed_forward.layer.gate"
     table = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    cross = () if part else _sublayer(part, f"{layer}1.", "cross", _attention("EncDecAttention"))
+    cross = () if part else _sublayer(part, f"{layer}1.", "sublayers.1", _attention("EncDecAttention"))
     return (
         *_sublayer(part, f"{layer}0.", "mixer", _attention("SelfAttention")),
         *cross,
@@ -205,10 +205,13 @@ def build_t5(config: T5Config, *, key: Key[Array, ""]) -> Transformer:
         attention_key, cross_key, feed_forward_key = jax.random.split(key, 3)
         arguments = sizes | {"output_std": (2 * config.layers * inner) ** -0.5}
         attention = Attention(mask=full() if reads else causal(), score_bias=True, **arguments, key=attention_key)
-        cross = None if reads else Residual(CrossAttention(**arguments, key=cross_key), norm())
         plain = lambda: MLP(embed=embed, mlp=config.mlp, activation=activation_of(config), key=feed_forward_key)
         layer = gated_mlp(config, key=feed_forward_key) if config.gated else plain()
-        return Block(Residual(attention, norm()), Residual(layer, norm()), cross=cross)
+        mixer, feed_forward = Residual(attention, norm()), Residual(layer, norm())
+        if reads:
+            return Block(mixer, feed_forward)
+        cross = Residual(CrossAttention(**arguments, key=cross_key), norm(), reads="source")
+        return Block(mixer, cross, feed_forward)
 
     def bias(key: Key[Array, ""], *, reads: bool) -> RelativeBias:
         arguments = {"ranges": config.ranges, "heads": config.heads, "farthest": config.farthest}

@@ -68,9 +68,9 @@ T5GEMMA_WEIGHTS = (
     Rule("model.decoder.embed_tokens.weight", "embedding.weight"),
     *half_weights("model.encoder.", "encoder"),
     *half_weights("model.decoder.", ""),
-    *attention_weights(prefix=f"{_CROSS}cross_attn.", path="cross.layer"),
-    Rule(f"{_CROSS}pre_cross_attn_layernorm.weight", "cross.norm.weight"),
-    Rule(f"{_CROSS}post_cross_attn_layernorm.weight", "cross.output_norm.weight"),
+    *attention_weights(prefix=f"{_CROSS}cross_attn.", path="sublayers.1.layer"),
+    Rule(f"{_CROSS}pre_cross_attn_layernorm.weight", "sublayers.1.norm.weight"),
+    Rule(f"{_CROSS}post_cross_attn_layernorm.weight", "sublayers.1.output_norm.weight"),
     Rule("lm_head.out_proj.weight", "head.weight"),
 )
 
@@ -97,8 +97,9 @@ def build_t5gemma(config: T5GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
         block_key, cross_key = jax.random.split(key)
         sizes: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_size}
         sizes |= {"embed": config.embed, "source": encoder_config.embed, "bias": config.bias} | score_options(config)
-        cross = Residual(CrossAttention(**sizes, key=cross_key), make_norm(), output_norm=make_norm())
-        return dataclasses.replace(gemma2_block(config, window, key=block_key), cross=cross)
+        cross = Residual(CrossAttention(**sizes, key=cross_key), make_norm(), output_norm=make_norm(), reads="source")
+        mixer, feed_forward = gemma2_block(config, window, key=block_key).sublayers
+        return Block(mixer, cross, feed_forward)
 
     table_key, encoder_key, decoder_key = jax.random.split(key, 3)
     stacks, last = stacks_of(reader, layer_windows(encoder_config), key=encoder_key), norm(encoder_config, offset=1.0)

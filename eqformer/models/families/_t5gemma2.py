@@ -123,7 +123,7 @@ def build_t5gemma2(config: T5Gemma2Config, *, key: Key[Array, ""]) -> Transforme
     encoder = Encoder(
         stacks_of(reader, layer_windows(config), key=reading), norm(config, offset=1.0), start=config.start
     )
-    return dataclasses.replace(build_gemma3(config, MergedAttention, key=writing), encoder=encoder)
+    return dataclasses.replace(build_gemma3(config, MergedAttention, reads="source", key=writing), encoder=encoder)
 
 
 def _t5gemma2(gemma3: str, **more: Any) -> T5Gemma2Config:

@@ -22,6 +22,7 @@ from ..._failures import explain_error
 from ..._read import parse_json
 from ._contents import as_it_was, as_json, is_array, leaf_faults, named_arrays, to_read, written
 from ._files import check_files, describe_files, make_folder, read_manifest, remove, sync_tree, write_manifest
+from ._former_names import match_saved_names
 
 
 class CheckpointError(ValueError):
@@ -137,14 +138,14 @@ class Checkpointer:
         `CheckpointError` if there is no such checkpoint, if any of its files is missing or damaged, or if a leaf
         differs from `like` in name, shape or dtype.
         """
-        step, folder, manifest = self._fitting(like, step, partial)
+        step, folder, manifest, saved_names = self._fitting(like, step, partial)
         arrays, rest = eqx.partition(like, is_array)
         wanted = named_arrays(arrays)
         # The first process alone computes the checksums, so that files are read for them once.
         faults = check_files(folder, manifest["files"]) if jax.process_index() == 0 else []
         if not _all_agree(not faults):
             _refuse(folder, faults or ["the first process of the run found its files missing or damaged"])
-        targets = {name: to_read(x) for name, x in wanted.items()}
+        targets = {saved_names[name]: to_read(x) for name, x in wanted.items()}
         ocp = _orbax()
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -153,7 +154,7 @@ class Checkpointer:
                 found = reader.restore(folder / "state", args=how)
         except Exception as error:
             raise CheckpointError(f"{folder}: the checkpoint of step {step} cannot be read: {error}") from error
-        leaves = [as_it_was(found[name], like) for name, like in wanted.items()]
+        leaves = [as_it_was(found[saved_names[name]], like) for name, like in wanted.items()]
         found = jax.tree.unflatten(jax.tree.structure(arrays), leaves)
         return eqx.combine(found, rest), manifest["metadata"]
 
@@ -161,13 +162,17 @@ class Checkpointer:
         """Raises the `CheckpointError` that `restore` would for leaves that differ from `like`, and reads no array."""
         self._fitting(like, step, partial)
 
-    def _fitting(self, like: PyTree, step: int | None, partial: bool) -> tuple[int, Path, dict[str, Any]]:
-        """The step, its folder and its manifest, whose leaves are those of `like`."""
+    def _fitting(
+        self, like: PyTree, step: int | None, partial: bool
+    ) -> tuple[int, Path, dict[str, Any], dict[str, str]]:
+        """Return the step, its folder, its manifest, whose leaves are those of `like`, and the leaves' saved names."""
         step, folder, manifest = self._manifest(step)
-        saved, wanted = manifest["leaves"], named_arrays(eqx.filter(like, is_array))
+        wanted = named_arrays(eqx.filter(like, is_array))
+        saved_names = match_saved_names(manifest["leaves"], wanted)
+        saved = {name: manifest["leaves"][saved_name] for name, saved_name in saved_names.items()}
         if faults := leaf_faults({n: x for n, x in saved.items() if n in wanted} if partial else saved, wanted):
             _refuse(folder, faults, "Restore into a model and an optimizer of the recipe that was saved.")
-        return step, folder, manifest
+        return step, folder, manifest, saved_names
 
     def leaves(self, step: int | None = None) -> dict[str, Any]:
         """The dtype and shape of each array of a step (`None`: the latest), by its name."""
