@@ -17,7 +17,7 @@ from test_published import close, FIXTURES, RECORDED as FAMILIES, run
 from eqformer import models
 
 
-RECORDED = json.loads((FIXTURES / "towers.json").read_text())
+RECORDED = json.loads((FIXTURES / "multimodal.json").read_text())
 UNREAD = {
     "gemma3": r"multi_modal_projector\. \(2\), vision_tower\. \(32\)\.$",
     "gemma4": r"",
@@ -54,33 +54,36 @@ def loaded(folder: Path, told: str = "are left unread") -> Any:
         return models.load(folder)
 
 
-TOWERS = {
-    f"{tower.model_type} {family.model_type}": (family, tower)
+MULTIMODAL = {
+    f"{multimodal.model_type} {family.model_type}": (family, multimodal)
     for family in models.FAMILIES.values()
-    for tower in family.multimodal
+    for multimodal in family.multimodal
 }
 
 
 def test_every_case_is_of_a_tower():
-    assert set(RECORDED) == set(UNREAD) <= {tower.model_type for _, tower in TOWERS.values()}
+    assert set(RECORDED) == set(UNREAD) <= {multimodal.model_type for _, multimodal in MULTIMODAL.values()}
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if number % 3 == 0 else pytest.mark.grid) for number, name in enumerate(TOWERS)],
+    [pytest.param(name, marks=[] if number % 3 == 0 else pytest.mark.grid) for number, name in enumerate(MULTIMODAL)],
 )
 def test_a_tower_is_its_family_under_any_of_its_names(name, tmp_path):
     """A case of the family, put into a whole by hand, is the same model as by itself."""
-    family, tower = TOWERS[name]
+    family, multimodal = MULTIMODAL[name]
     case = next(each for each in FAMILIES if each.split()[0] == family.model_type)
     arrays = {key: weight(key, shape) for key, shape in FAMILIES[case]["shapes"].items()}
-    said = FAMILIES[case]["config"] | tower.fixed
+    said = FAMILIES[case]["config"] | multimodal.fixed
     store(tmp_path / "alone", arrays, said)
     want = models.load(tmp_path / "alone")
-    whole = {"model_type": tower.model_type, "text_config": said | {"model_type": tower.text_type or family.model_type}}
+    whole = {
+        "model_type": multimodal.model_type,
+        "text_config": said | {"model_type": multimodal.text_type or family.model_type},
+    }
     whole |= {"image_token_id": 3, "vision_config": {"depth": 2}, "tie_word_embeddings": said.get(TIED)}
     seen = {"visual.x.weight": np.ones(2, np.float32), "mtp.y.weight": np.ones(2, np.float32)}
-    for theirs, own in tower.prefixes:
+    for theirs, own in multimodal.prefixes:
         named = {theirs + key.removeprefix(own) if key.startswith(own) else key: its for key, its in arrays.items()}
         assert named.keys() != arrays.keys()
         store(tmp_path / theirs, named | seen, whole)
@@ -92,7 +95,7 @@ def test_a_tower_is_its_family_under_any_of_its_names(name, tmp_path):
 )
 def test_the_text_model_of_a_whole_gives_its_logits(name, tmp_path):
     write(tmp_path, name)
-    with np.load(FIXTURES / "towers.npz") as file:
+    with np.load(FIXTURES / "multimodal.npz") as file:
         want = file[name]
     found = run(loaded(tmp_path), jnp.asarray(ids_of(61), jnp.int32))
     tolerance = max(2e-5, 2 * RECORDED[name]["rounding"])

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_weights import ids_of
+from test_multimodal import loaded, RECORDED, write
 from test_published import close, FIXTURES, run
-from test_towers import loaded, RECORDED, write
 
 from eqformer import models
 
