@@ -57,7 +57,7 @@ def load_adapter(
     factor_dtype = None if dtype is None else float_dtype(dtype, f"{call}: dtype={dtype!r}")
     family, config = format_of(call, like, config, model)
     adapter = read_adapter_config(read_json(folder.path / CONFIG), str(folder.path / CONFIG))
-    if any(isinstance(node, LoRA) for node in published_maps(model).values()):
+    if _loras(published_maps(model)):
         raise ValueError(f"{call}: the model has LoRAs already; merge_lora them first.")
     plain = plain_shapes(model)
     modules = _adapted_modules(plain, family, config, call)
@@ -112,7 +112,7 @@ def save_adapter(
     adapted = [module for module in modules if module.loras]
     written = {path for module in adapted for path in module.loras}
     maps = published_maps(plain)
-    if unpublished := [path for path, node in maps.items() if isinstance(node, LoRA) and path not in written]:
+    if unpublished := [path for path in _loras(maps) if path not in written]:
         raise ValueError(
             f"{call}: {', '.join(unpublished)} are published as no module of their own; merge_lora before."
         )
@@ -148,7 +148,7 @@ class AdaptedModule:
     @property
     def loras(self) -> dict[str, LoRA]:
         """The maps that have factors."""
-        return {path: node for path, node in self.maps.items() if isinstance(node, LoRA)}
+        return _loras(self.maps)
 
     def without_prefix(self, prefix: str) -> "AdaptedModule":
         """Return the same module with names that lack a prefix."""
@@ -232,7 +232,7 @@ def find_modules(rules: Sequence[ResolvedRule], model: Transformer) -> list[Adap
     """Return every published module that is one linear map of the model, or several side by side."""
     nodes = published_maps(model)
     map_of_weight = {
-        f"{path}.linear.weight" if isinstance(nodes[path], LoRA) else f"{path}.weight": path for path in nodes
+        f"{path}.weight" if node.base is node else f"{path}.linear.weight": path for path, node in nodes.items()
     }
     modules = []
     for rule in rules:
@@ -255,7 +255,12 @@ def published_maps(model: PyTree) -> dict[str, DenseMap | LoRA]:
 
 def is_published(node: object) -> TypeGuard[DenseMap | LoRA]:
     """Return whether a node is a map that has a weight to publish, with factors or without."""
-    return isinstance(node, DenseMap) or (isinstance(node, LoRA) and isinstance(node.linear, DenseMap))
+    return isinstance(node, LinearMap) and isinstance(node.base, DenseMap)
+
+
+def _loras(maps: Mapping[str, DenseMap | LoRA]) -> dict[str, LoRA]:
+    """Return the maps that have factors, by their paths."""
+    return {path: node for path, node in maps.items() if isinstance(node, LoRA)}
 
 
 def _factor_patterns(rule: ResolvedRule, linears: Sequence[LinearMap]) -> tuple[str, tuple[str, ...]] | None:
@@ -312,7 +317,7 @@ def _rescale(up: np.ndarray, scale: float, new_scale: float) -> np.ndarray:
 
 def _adapted_modules(model: Transformer, family: Family, config: ModelConfig, call: str) -> list[AdaptedModule]:
     """Return the model's published modules; raises a `ValueError` for a model that is not of this config."""
-    plain = jax.tree.map(lambda node: node.linear if isinstance(node, LoRA) else node, model, is_leaf=is_published)
+    plain = jax.tree.map(lambda node: node.base if is_published(node) else node, model, is_leaf=is_published)
     check_shapes(call, plain, config)
     return find_modules(family.rules(config, model), model)
 

@@ -79,21 +79,32 @@ def check_scaling(config: Any, refuse: Callable[[str], NoReturn]) -> None:
     """Refuse scalings of rotary positions that do not fit the config's other numbers."""
     for theta, name in (("theta", "scaling"), ("local_theta", "local_scaling")):
         scaling = getattr(config, name, None)
-        if isinstance(scaling, YarnScaling) and getattr(config, theta) == 1:
-            refuse("rope_theta=1 with rope_type='yarn': its ramp is counted by logarithms of the base; give another.")
-        if isinstance(scaling, Llama3Scaling) and scaling.low_frequency_factor > scaling.high_frequency_factor:
-            refuse(
-                f"low_freq_factor={scaling.low_frequency_factor}, high_freq_factor={scaling.high_frequency_factor}: "
-                "rope_type='llama3' needs a high_freq_factor of at least low_freq_factor."
-            )
-        if isinstance(scaling, LongRopeScaling):
-            pairs = _rotated_channels(config) // 2
-            for attribute, divisors in (
-                ("short_factor", scaling.short_divisors),
-                ("long_factor", scaling.long_divisors),
-            ):
-                if len(divisors) != pairs:
-                    refuse(f"{attribute} has {len(divisors)} numbers for {pairs} pairs of channels; give one a pair.")
+        if check := _CHECKS.get(type(scaling)):
+            check(scaling, config, theta, refuse)
+
+
+def _check_yarn(scaling: YarnScaling, config: Any, theta: str, refuse: Callable[[str], NoReturn]) -> None:
+    if getattr(config, theta) == 1:
+        refuse("rope_theta=1 with rope_type='yarn': its ramp is counted by logarithms of the base; give another.")
+
+
+def _check_llama3(scaling: Llama3Scaling, config: Any, theta: str, refuse: Callable[[str], NoReturn]) -> None:
+    if scaling.low_frequency_factor > scaling.high_frequency_factor:
+        refuse(
+            f"low_freq_factor={scaling.low_frequency_factor}, high_freq_factor={scaling.high_frequency_factor}: "
+            "rope_type='llama3' needs a high_freq_factor of at least low_freq_factor."
+        )
+
+
+def _check_longrope(scaling: LongRopeScaling, config: Any, theta: str, refuse: Callable[[str], NoReturn]) -> None:
+    pairs = _rotated_channels(config) // 2
+    for attribute, divisors in (("short_factor", scaling.short_divisors), ("long_factor", scaling.long_divisors)):
+        if len(divisors) != pairs:
+            refuse(f"{attribute} has {len(divisors)} numbers for {pairs} pairs of channels; give one a pair.")
+
+
+_CHECKS = {YarnScaling: _check_yarn, Llama3Scaling: _check_llama3, LongRopeScaling: _check_longrope}
+"""By scaling: a function that refuses numbers of the scaling that do not fit the config; `theta` names the base."""
 
 
 def _rotated_channels(config: Any) -> int:
@@ -164,16 +175,14 @@ def scaling_attributes(config: Any, name: str = "scaling") -> dict[str, Any]:
     scaling = getattr(config, name)
     if scaling is None:
         return {}
-    if isinstance(scaling, DynamicScaling) and scaling.original_length != config.max_seq:
-        raise ValueError(
-            f"save(config={type(config).__name__}({name}={scaling}, max_seq={config.max_seq})): published "
-            "configurations have one length for both; give the scaling's."
-        )
     for rope_type, (make, fields) in _SCALINGS.items():
         if type(scaling) is make:
             parameters = {published: getattr(scaling, field) for field, published in fields.items()}
-            if rope_type == "dynamic":
-                del parameters[_ORIGINAL]
+            if rope_type == "dynamic" and parameters.pop(_ORIGINAL) != config.max_seq:
+                raise ValueError(
+                    f"save(config={type(config).__name__}({name}={scaling}, max_seq={config.max_seq})): published "
+                    "configurations have one length for both; give the scaling's."
+                )
             parameters = {key: list(value) if isinstance(value, tuple) else value for key, value in parameters.items()}
             parameters = {key: value for key, value in parameters.items() if value is not None}
             return {"rope_scaling": {"rope_type": rope_type} | parameters}
@@ -474,8 +483,7 @@ def read_local_rotary(published: PublishedConfig, theta: float, older: str) -> d
 def _write_by_type(config: Any, full: Mapping[str, Any]) -> dict[str, Any]:
     """Return `rope_parameters` by type of layer, beside what all types share; `full` is for layers without a window."""
     by_type = {SLIDING: _write_parameters(config, "local_theta", "local_scaling"), FULL: full}
-    scalings = (config.scaling, config.local_scaling)
-    truncates = {scaling.truncate for scaling in scalings if isinstance(scaling, YarnScaling)}
+    truncates = {parameters["truncate"] for parameters in by_type.values() if "truncate" in parameters}
     if len(truncates) == 2:
         raise ValueError(
             f"save(config={type(config).__name__}(scaling={config.scaling}, local_scaling={config.local_scaling})): "

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree, Shaped
 
-from ..nn import has_shape, Layer, path_name, Predictor, Stack, SuperBlock, Transformer
+from ..nn import has_shape, Layer, LayerStack, path_name, Predictor, Transformer
 
 
 Stacked = Transformer | Predictor
@@ -303,24 +303,22 @@ def layer_groups(model: Stacked) -> list[tuple[str, Callable[[Any], Any], range]
     for part in ("", "encoder"):
         first = 0
         for number, stack in enumerate(_stacks(part, model)):
-            size = len(stack.blocks.blocks) if isinstance(stack.blocks, SuperBlock) else 1
+            size = len(stack.blocks.members)
             end = first + size * len(stack)
             for position in range(size):
-                in_super_block = position if isinstance(stack.blocks, SuperBlock) else None
-                layers_in = functools.partial(_layers_at, part, number, in_super_block)
+                layers_in = functools.partial(_layers_at, part, number, position)
                 groups.append((part, layers_in, range(first + position, end, size)))
             first = end
     return groups
 
 
-def _stacks(part: str, model: Stacked) -> tuple[Stack, ...]:
+def _stacks(part: str, model: Stacked) -> tuple[LayerStack, ...]:
     holder = getattr(model, part, None) if part else model
     return () if holder is None else holder.stacks
 
 
-def _layers_at(part: str, stack: int, position: int | None, model: Stacked) -> Layer:
-    layers = _stacks(part, model)[stack].blocks
-    return layers if position is None else layers.blocks[position]  # type: ignore[attr-defined]
+def _layers_at(part: str, stack: int, position: int, model: Stacked) -> Layer:
+    return _stacks(part, model)[stack].blocks.members[position]
 
 
 def _get(holder: object, path: str) -> Any:

@@ -60,6 +60,11 @@ class SuperBlock(Layer):
 
     blocks: tuple[Layer, ...]
 
+    @property
+    def members(self) -> tuple[Layer, ...]:
+        """The blocks."""
+        return self.blocks
+
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:

@@ -62,6 +62,11 @@ class LinearMap(Module):
         return self(x)
 
     @property
+    def base(self) -> "LinearMap":
+        """The map that others are added to, as a LoRA's factors are: by default the map itself."""
+        return self
+
+    @property
     def products(self) -> MatmulPrecision:
         """The precision in which `matrix` is multiplied: by default the compute dtype."""
         return ComputeDtypeMatmul()
@@ -226,6 +231,11 @@ class Routed(Module):
 
 class Layer(Module):
     """A layer that a stack repeats: a block, a super-block, or a residual sublayer alone."""
+
+    @property
+    def members(self) -> "tuple[Layer, ...]":
+        """The layers that run one after another as this one, such as a super-block's; by default the layer alone."""
+        return (self,)
 
     @abc.abstractmethod
     def __call__(

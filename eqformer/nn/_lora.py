@@ -32,6 +32,11 @@ class LoRA(ComposedMap):
         return self.linear.weight  # type: ignore[attr-defined]
 
     @property
+    def base(self) -> LinearMap:
+        """The map that the factors are added to."""
+        return self.linear
+
+    @property
     def bias(self) -> Any:
         """The map's bias, which stays too."""
         return self.linear.bias
