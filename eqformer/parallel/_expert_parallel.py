@@ -76,7 +76,8 @@ class SplitMixture(nn.Routed):
             return x
         facts = self._router().facts()
         tokens = math.prod(x.shape[:-1])
-        row_bytes = self.inner.expert_width(x.shape[-1]) * x.dtype.itemsize
+        # Maps to the experts' channels may be slices here, so that the width is asked of their result.
+        row_bytes = jax.eval_shape(lambda: self.inner.project_inputs(x)).shape[-1] * x.dtype.itemsize
         gathers = facts.gives_slots or self._method(tokens, int(facts.choices), row_bytes) == "gather"
         return checkpoint_name(x, "own tokens") if gathers else x
 
