@@ -5,8 +5,9 @@ stream over both. Weights never move. Each device sends less as the mesh grows, 
 over one axis is split over the other.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -50,14 +51,14 @@ class TwoDimBlock(nn.Layer):
         """Run the block and return the new residual stream and cache."""
         block = self.inner
         tokens = nn.tokens_or_default(tokens, x.shape[:-1], cache)
-        mixer, fed = residuals_of(block)
-        is_parallel = isinstance(block, nn.ParallelResidual)
-        if is_parallel and block.norm is not None:
-            y, cache = self._sublayers(block.norm(x), mixer.scale, mixer.layer, fed.layer, tokens, cache)
+        parts = read_block(block)
+        mixer, fed = parts.sublayers
+        if parts.norm is not None:
+            y, cache = self._sublayers(parts.norm(x), mixer.scale, mixer.layer, fed.layer, tokens, cache)
             return x + y, cache, None
         assert mixer.norm is not None and fed.norm is not None
         y, cache = self._sublayers(mixer.norm(x), mixer.scale, mixer.layer, None, tokens, cache)
-        normalized = fed.norm(x if is_parallel else x + y)
+        normalized = fed.norm(x if parts.is_parallel else x + y)
         y = y + self._sublayers(normalized, fed.scale, None, fed.layer, tokens, None)[0]
         return x + y, cache, None
 
@@ -182,11 +183,21 @@ class _Flatten(eqx.Module):
         return x.reshape(*x.shape[:2], -1)
 
 
-def residuals_of(block: nn.Block | nn.ParallelResidual) -> tuple[nn.Residual, nn.Residual]:
-    """Return the sublayers of attention and of a feed-forward layer, of a block that has just these two."""
-    mixer, feed_forward = block.sublayers if isinstance(block, nn.Block) else block.branches
-    assert isinstance(mixer, nn.Residual) and isinstance(feed_forward, nn.Residual)
-    return mixer, feed_forward
+class BlockParts(NamedTuple):
+    """The sublayers of a block; and the norms of a parallel block around both, None for a sequential block."""
+
+    is_parallel: bool
+    sublayers: tuple[Any, ...]
+    norm: Any = None
+    output_norm: Any = None
+    sum_norm: Any = None
+
+
+def read_block(block: nn.Block | nn.ParallelResidual) -> BlockParts:
+    """Return the parts of a block whose sublayers run one after another, or read one input."""
+    if isinstance(block, nn.ParallelResidual):
+        return BlockParts(True, block.branches, block.norm, block.output_norm, block.sum_norm)
+    return BlockParts(False, block.sublayers)
 
 
 def gather_and_project(
@@ -237,9 +248,10 @@ def reduce_scatter_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq em
     return collect(ring, len(weight) // ring.devices, dim, share, y.dtype)
 
 
-def up_projections(mlp: nn.MLP | nn.GatedMLP) -> dict[str, Any]:
+def up_projections(mlp: nn.FeedForward) -> dict[str, nn.LinearMap]:
     """Return the projections of a feed-forward layer to its hidden features, by name."""
-    return {"gate": mlp.gate, "up": mlp.up} if isinstance(mlp, nn.GatedMLP) else {"up": mlp.up}
+    fields = {field.name: getattr(mlp, field.name) for field in dataclasses.fields(mlp)}
+    return {name: value for name, value in fields.items() if nn.is_map(value) and value.inputs == ("embed",)}
 
 
 def _add_own_bias(y: Float[Array, "..."], bias: Float[Array, "..."] | None, axis: str, dim: int) -> Float[Array, "..."]:

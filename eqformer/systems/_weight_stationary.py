@@ -21,7 +21,7 @@ from ..parallel.tensor._collective_matmul import OVERLAPS
 from ..parallel.tensor._residual_stream import SplitNorm
 from ..parallel.tensor._stream_kinds import FeatureStream
 from ..parallel.tensor._vocabulary import SplitEmbedding
-from ._two_dim import HEADS, residuals_of, STREAM, TwoDimBlock, TwoDimVocabulary
+from ._two_dim import HEADS, read_block, STREAM, TwoDimBlock, TwoDimVocabulary
 
 
 ATTENTIONS = ("rows", "heads")
@@ -170,20 +170,20 @@ def _check(layout: WeightStationary) -> None:
 
 def _stream_norms(block: nn.Block | nn.ParallelResidual) -> list[Any]:
     """Return the norms that read the residual stream: one before both sublayers, or one before each."""
-    shared = [block.norm] if isinstance(block, nn.ParallelResidual) else []
-    norms = [*shared, *(residual.norm for residual in residuals_of(block))]
+    parts = read_block(block)
+    norms = [parts.norm, *(residual.norm for residual in parts.sublayers)]
     return [norm for norm in norms if norm is not None]
 
 
 def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.Attention, nn.MLP | nn.GatedMLP]:
-    parts = block.sublayers if isinstance(block, nn.Block) else block.branches
-    if len(parts) != 2 or not all(isinstance(part, nn.Residual) for part in parts):
-        kinds = ", ".join(type(part).__name__ for part in parts)
+    parts = read_block(block)
+    if len(parts.sublayers) != 2 or not all(isinstance(sublayer, nn.Residual) for sublayer in parts.sublayers):
+        kinds = ", ".join(type(sublayer).__name__ for sublayer in parts.sublayers)
         raise ValueError(
             f"{call}: a block has the sublayers {kinds}; it is made for two, Residual(Attention) and a Residual of a "
             "feed-forward layer. Use ShardedModel."
         )
-    mixer, feed_forward = residuals_of(block)
+    mixer, feed_forward = parts.sublayers
     sublayers = {"mixer": mixer, "feed_forward": feed_forward}
     attention, mlp = mixer.layer, feed_forward.layer
     if not isinstance(attention, nn.Attention) or not isinstance(mlp, nn.MLP | nn.GatedMLP):
@@ -200,7 +200,7 @@ def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.A
                 f"{call}: a norm of queries or keys is over {' '.join(norm.reduced)}, or scales each head by itself; "
                 "one of head_dim alone would do."
             )
-    is_shared = isinstance(block, nn.ParallelResidual) and block.norm is not None
+    is_shared = parts.norm is not None
     if len(_stream_norms(block)) != (1 if is_shared else 2) or not all(
         isinstance(norm, nn.Norm) for norm in _stream_norms(block)
     ):
@@ -211,8 +211,7 @@ def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.A
         for kind in _OUTPUT_NORMS
         if getattr(sublayer, kind) is not None
     ]
-    if isinstance(block, nn.ParallelResidual):
-        output_norms += [name for name in _OUTPUT_NORMS if getattr(block, name) is not None]
+    output_norms += [name for name in _OUTPUT_NORMS if getattr(parts, name) is not None]
     if output_norms:
         raise ValueError(
             f"{call}: a block has {output_norms[0]}; it is made for blocks that normalise before their layers."
