@@ -1,11 +1,13 @@
 """The architecture, held by reading the source: who imports whom, and what may be said in which room."""
 
 import ast
+import inspect
 import pathlib
 import re
 
 import pytest
 
+from eqformer import nn
 from eqformer.models import FAMILIES
 from eqformer.parallel import COLLECTIVES as NAMES
 
@@ -248,6 +250,31 @@ def test_the_order_of_a_pipelines_layers_is_invisible_outside_parallel():
     for path in [*outside, *pages]:
         assert not LAYER_ORDER.search(path.read_text()), path
     assert LAYER_ORDER.search((PACKAGE / "parallel" / "pipeline" / "_stage_layers.py").read_text())  # it can fail
+
+
+# Other rooms ask a module for its contract, an abstract class, so that anybody's own module serves as well. The few
+# questions for a class are about formats that publish it, or exercises that are made for it.
+CONCRETE = {
+    name
+    for name in dir(nn)
+    if inspect.isclass(kind := getattr(nn, name)) and kind.__module__.startswith("eqformer.nn.")
+    if not inspect.isabstract(kind) and not getattr(kind, "__abstractvars__", ()) and kind is not nn.Module
+}
+
+
+def switches(source: str) -> list[str]:
+    """Return the questions `isinstance(..., kind)` for a class of `nn` that is no contract."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    asked = [call.args[1] for call in calls if ast.unparse(call.func) == "isinstance" and len(call.args) == 2]
+    words = lambda kinds: re.findall(r"\w+", ast.unparse(kinds))
+    return [ast.unparse(kinds) for kinds in asked if CONCRETE & {*words(kinds)}]
+
+
+def test_rooms_ask_for_contracts_and_not_for_classes():
+    counted = {path: switches(path.read_text()) for path in FILES if path.relative_to(PACKAGE).parts[0] != "nn"}
+    found = [f"{path.name}: {kinds}" for path, asked in counted.items() for kinds in asked]
+    assert len(found) <= 15, found
+    assert switches("isinstance(x, nn.Stack | nn.Mixer), isinstance(y, nn.Mixer)") == ["nn.Stack | nn.Mixer"]
 
 
 # Folders in plain words: no content-free local names, no docstring that opens as a riddle. "." is the files that belong
