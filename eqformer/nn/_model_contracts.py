@@ -174,8 +174,9 @@ class LanguageModel(Module):
 
     `encode` looks tokens up by `embed`, runs all of `stacks`, and applies `norm`, whose output `unembed` reads. Over
     an axis that splits tokens, features or the vocabulary, a device's `embedding`, `stacks`, `norm` and `head` are
-    replaced by wrappers that are called alike, so a model calls these parts, and reads none of their arrays itself. The
-    arrays that a model has beside its parts may act on the stream if they name its dim `embed`.
+    replaced by wrappers that are called alike, so a model calls these parts, and reads none of their arrays itself.
+    Arrays that a model has beside its parts are whole on every device, and act on the stream; `residual="feature"`
+    refuses those with a dim `embed`.
     """
 
     if TYPE_CHECKING:
