@@ -166,25 +166,25 @@ from ._tokens import (
 )
 from ._transformer import Predictor as Predictor, Transformer as Transformer
 from .attention._attention import Attention as Attention
-from .attention._cross_attention import CrossAttention as CrossAttention
+from .attention._cross_attention import CrossAttention as CrossAttention, MergedAttention as MergedAttention
 from .attention._cross_layer_attention import CrossLayerAttention as CrossLayerAttention
-from .attention._indexer import Choice as Choice, Indexer as Indexer
+from .attention._indexer import Indexer as Indexer, KeySelection as KeySelection
 from .attention._latent_attention import LatentAttention as LatentAttention
-from .attention._merged_attention import MergedAttention as MergedAttention
-from .attention._relative_bias import RelativeBias as RelativeBias
-from .attention._rotary import Rotary as Rotary
-from .attention._rotary_scaling import (
+from .attention._rotary import (
     DynamicScaling as DynamicScaling,
     LinearScaling as LinearScaling,
     Llama3Scaling as Llama3Scaling,
     LongRopeScaling as LongRopeScaling,
     NTKScaling as NTKScaling,
+    PositionEncoding as PositionEncoding,
     ProportionalScaling as ProportionalScaling,
+    Rotary as Rotary,
     RotaryScaling as RotaryScaling,
+    RotaryThenNorm as RotaryThenNorm,
     yarn_magnitude as yarn_magnitude,
     YarnScaling as YarnScaling,
 )
-from .attention._temperature import LogTemperature as LogTemperature
+from .attention._scores import LogTemperature as LogTemperature, RelativeBias as RelativeBias, Scores as Scores
 from .experts import _dispatch
 from .experts._balance import (
     BalanceLoss as BalanceLoss,

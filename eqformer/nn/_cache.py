@@ -160,10 +160,10 @@ def check_cached(tokens: Tokens, cache: PyTree) -> None:
 
 
 def mask_overflow(
-    attended: Float[Array, "*batch seq heads v_dim"], tokens: Tokens, cache: SlotCache
+    attended: Float[Array, "*batch seq heads v_dim"], tokens: Tokens, cache: SlotCache | None
 ) -> Float[Array, "*batch seq heads v_dim"]:
     """Return the output of attention with NaN for tokens beyond the cache's capacity, which are not stored."""
-    if cache.rolling:
+    if cache is None or cache.rolling:
         return attended
     beyond = tokens.positions >= capacity_of(cache)
     return jnp.where(_expand_to(beyond, attended), jnp.nan, attended)
@@ -190,9 +190,9 @@ def store_tokens(
         return _store(memories, cache, new, tokens, heads)
     pairs = [quantize_rows(x, memory.dtype.name) for x, memory in zip(new, memories)]
     rounded, factors = zip(*pairs)
-    stored, seen = _store((*memories, *scales), cache, (*rounded, *factors), tokens, heads)
-    first, second = (dequantize_rows(seen[i], seen[i + 2], new[i].dtype) for i in (0, 1))
-    return stored, (first, second, seen[-1])
+    stored, visible = _store((*memories, *scales), cache, (*rounded, *factors), tokens, heads)
+    first, second = (dequantize_rows(visible[i], visible[i + 2], new[i].dtype) for i in (0, 1))
+    return stored, (first, second, visible[-1])
 
 
 def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int = 0) -> tuple[tuple, tuple]:
@@ -232,8 +232,8 @@ def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int 
             positions = jnp.where(first[..., None] == 0, positions, -1)
         new_arrays = (*new, positions)
         pairs = zip((*(index_layer(memory, layer) for memory in old), old_positions), new_arrays, slot_dims)
-        seen = tuple(jnp.concatenate([memory, x.astype(memory.dtype)], axis=dim) for memory, x, dim in pairs)
-        return stored, seen
+        visible = tuple(jnp.concatenate([memory, x.astype(memory.dtype)], axis=dim) for memory, x, dim in pairs)
+        return stored, visible
     return stored, tuple(index_layer(memory, layer) for memory in stored)
 
 
@@ -263,8 +263,8 @@ class KVCache(SlotCache):
     """Scales of 8-bit keys."""
     value_scales: Float[Array, "*batch kv_heads kv_seq"] | None = None
     """Scales of 8-bit values."""
-    turned: Int[Array, "*batch"] | None = None
-    """A length of each row, by whose frequencies its keys are rotated, if frequencies depend on it; see `nn.Rotary`."""
+    rotary_lengths: Int[Array, "*batch"] | None = None
+    """A length of each row, by whose frequencies its keys are rotated; None: by the same ones in every row."""
 
     @classmethod
     def empty(
@@ -299,15 +299,15 @@ class KVCache(SlotCache):
         (keys, key_scales), (values, value_scales) = (_zeros_with_scales(x, dtype) for x in (self.keys, self.values))
         return dataclasses.replace(self, keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
 
-    def scaled(self) -> dict[str, Array]:
-        """Return the 8-bit keys and values of all slots as stored, and their scales, all with tokens before heads."""
-        select_layer = lambda x: index_layer(x, self.layer)
-        return {
-            "key": _swap_heads_and_tokens(select_layer(self.keys)),
-            "value": _swap_heads_and_tokens(select_layer(self.values)),
-            "key_scales": select_layer(self.key_scales).swapaxes(-2, -1),
-            "value_scales": select_layer(self.value_scales).swapaxes(-2, -1),
-        }
+    def scaled(self) -> tuple[Array, Array, Array, Array]:
+        """Return the 8-bit keys and values of all slots as stored, then their scales, all with tokens before heads."""
+        assert self.key_scales is not None and self.value_scales is not None
+        return (
+            _swap_heads_and_tokens(index_layer(self.keys, self.layer)),
+            _swap_heads_and_tokens(index_layer(self.values, self.layer)),
+            index_layer(self.key_scales, self.layer).swapaxes(-2, -1),
+            index_layer(self.value_scales, self.layer).swapaxes(-2, -1),
+        )
 
     def stored(
         self, dtype: jnp.dtype
@@ -335,13 +335,34 @@ class KVCache(SlotCache):
             (_swap_heads_and_tokens(keys), _swap_heads_and_tokens(values)),
             (self.key_scales, self.value_scales),
         )
-        (new_keys, new_values, *new_scales, positions), seen = store_tokens(
+        (new_keys, new_values, *new_scales, positions), visible = store_tokens(
             self, (self.keys, self.values), scales, new, tokens, heads=1
         )
         new_cache = dataclasses.replace(self, keys=new_keys, values=new_values, positions=positions)
         if new_scales:
             new_cache = dataclasses.replace(new_cache, key_scales=new_scales[0], value_scales=new_scales[1])
-        return new_cache, _swap_heads_and_tokens(seen[0]), _swap_heads_and_tokens(seen[1]), Tokens(seen[2])
+        return new_cache, _swap_heads_and_tokens(visible[0]), _swap_heads_and_tokens(visible[1]), Tokens(visible[2])
+
+
+def store_keys(
+    cache: KVCache | None,
+    keys: Float[Array, "*batch seq kv_heads head_dim"],
+    values: Float[Array, "*batch seq kv_heads v_dim"],
+    tokens: Tokens,
+) -> tuple[
+    KVCache | None,
+    Float[Array, "*batch all kv_heads head_dim"],
+    Float[Array, "*batch all kv_heads v_dim"],
+    Tokens | None,
+]:
+    """Store new tokens; return the cache, and all keys and values that the new tokens may see, with their tokens.
+
+    Without a cache these are the new keys and values, and None for their tokens.
+    """
+    if cache is None:
+        return None, keys, values, None
+    cache, all_keys, all_values, kv_tokens = cache.update(keys, values, tokens)
+    return cache, all_keys.astype(keys.dtype), all_values.astype(values.dtype), kv_tokens
 
 
 @checked_fields
@@ -397,13 +418,13 @@ class LatentCache(SlotCache):
     ) -> tuple["LatentCache", Float[Array, "*batch all latent"], Float[Array, "*batch all rope_dim"], Tokens]:
         """Store new tokens; return the cache, and all latents and rotated keys that they may see, with their tokens."""
         new, scales = (latents, rotary_keys), (self.latent_scales, self.rotary_scales)
-        (new_latents, new_keys, *new_scales, positions), seen = store_tokens(
+        (new_latents, new_keys, *new_scales, positions), visible = store_tokens(
             self, (self.latents, self.rotary_keys), scales, new, tokens
         )
         new_cache = dataclasses.replace(self, latents=new_latents, rotary_keys=new_keys, positions=positions)
         if new_scales:
             new_cache = dataclasses.replace(new_cache, latent_scales=new_scales[0], rotary_scales=new_scales[1])
-        return new_cache, seen[0], seen[1], Tokens(seen[2])
+        return new_cache, visible[0], visible[1], Tokens(visible[2])
 
 
 @checked_fields

@@ -188,7 +188,7 @@ class Mixer(Module):
 
 
 class ScoreBias(Module):
-    """A bias by positions, added to the scores of the attentions that ask for it (`Attention(score_bias=True)`).
+    """A bias by positions, added to the scores of the attentions that ask for it (`Scores(bias=True)`).
 
     It runs on a slice of its heads: its arrays name their dim `heads`, or are the same for all heads.
     """

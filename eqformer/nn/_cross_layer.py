@@ -1,7 +1,8 @@
-"""Values that a layer shares with later layers: keys and values (Brandon et al. 2024, arXiv:2405.12981), or a choice of
-keys."""
+"""Values that a layer shares with later layers: keys and values (Brandon et al. 2024, arXiv:2405.12981), or which keys
+an indexer selected."""
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -23,7 +24,7 @@ class SharedValue(eqx.Module):
     """A value that a mixer shares with mixers of later layers, wrapped around its cache."""
 
     value: PyTree
-    """A `SharedKV`, a `Choice` of keys, or anything else that the later mixer understands."""
+    """A `SharedKV`, a `KeySelection`, or anything else that the later mixer understands."""
     wrapped: PyTree = None
     """The mixer's cache, if a mixer takes or returns the value; None in the aux of a layer."""
     name: str = eqx.field(static=True, default="")
@@ -34,6 +35,19 @@ class ShareRequest(eqx.Module):
     """A mixer's cache, passed in this wrapper to ask the mixer for a `SharedValue` around its new cache."""
 
     cache: PyTree
+
+
+Cache = TypeVar("Cache")
+
+
+def unwrap_request(cache: Cache | ShareRequest) -> tuple[bool, Cache]:
+    """Return whether a mixer is asked for a `SharedValue`, and the cache that it is called with."""
+    return (True, cache.cache) if isinstance(cache, ShareRequest) else (False, cache)
+
+
+def answer_request(is_requested: bool, value: PyTree, cache: PyTree) -> PyTree:
+    """Return a mixer's new cache, within a `SharedValue` if the mixer was asked for one."""
+    return SharedValue(value, cache) if is_requested else cache
 
 
 def find_shared(shared: Iterable[SharedValue], name: str) -> SharedValue:

@@ -37,14 +37,14 @@ class Tokens(eqx.Module):
     """The lengths of the tokens' documents, on which rotary frequencies may depend, if the tokens here are only a part
     of their rows; None: computed from `positions`."""
     inputs: Float[Array, "*rows seq depth mlp"] | None = None
-    """A vector for each of the layers that are given one (`PerLayerInputs`); no mixer is given any."""
+    """A vector for each of the layers that read one (`PerLayerInputs`); mixers get none."""
     shared: tuple[SharedValue, ...] = ()
-    """Values that earlier layers share; a mixer is given the value that it reads in place of a cache."""
+    """Values that earlier layers share; a mixer that reads one gets it in place of a cache."""
     names_read: frozenset[str] = eqx.field(static=True, default=frozenset())
     """Names of shared values that later layers read."""
     source: "Source | None" = None
     """The sequence that cross-attention reads."""
-    score_bias: Callable[..., Any] | None = None
+    score_bias: Callable[..., Array] | None = None
     """A `ScoreBias`, which a model sets for its own layers."""
     whole_rows: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
     documents: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
@@ -57,7 +57,7 @@ class Tokens(eqx.Module):
 
     @property
     def are_packed_in_order(self) -> bool:
-        """Whether it is known of these tokens themselves that their rows hold `documents` one after another, whole."""
+        """Whether these tokens themselves are known to be rows of whole documents, one after another."""
         return self.segments is not None and self.documents is not None and self._are_all_of_their_rows
 
     @property
@@ -94,11 +94,11 @@ class Source(eqx.Module):
 
     @property
     def is_of_ids(self) -> bool:
-        """Whether it is still to be encoded."""
+        """Whether the values are ids, which an encoder has still to read."""
         return jnp.issubdtype(self.values.dtype, jnp.integer)
 
     def vectors(self, call: str) -> Float[Array, "*batch kv_seq source"]:
-        """Its vectors; raises a `ValueError` where there are none yet."""
+        """Return the vectors; raise a `ValueError` that begins with `call` if the values are ids."""
         if self.is_of_ids:
             raise ValueError(
                 f"{call}: the source is of ids, and the model has no encoder that reads them; give its vectors, or "
@@ -132,16 +132,16 @@ def with_row_layout_of(tokens: Tokens, other: Tokens, pieces: int | None = None)
 
 @checked
 def positions_like(shape: Sequence[int], keys: Key[Array, "*batch seq"] | None = None) -> Tokens:
-    """Tokens of one document a row, at positions 0, 1, ..., for an array of shape `*batch seq`."""
+    """Return tokens of one document a row, at positions 0, 1, ..., for an array of shape `*batch seq`."""
     positions = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), tuple(shape))
     return mark_whole_rows(Tokens(positions, keys=keys), shape[-1])
 
 
 @checked
 def right_padded(lengths: Int[Array, "*batch"], seq: int) -> Tokens:
-    """Tokens of one document a row, of these lengths, with padding behind it up to `seq` tokens."""
-    places = jnp.arange(seq, dtype=jnp.int32)
-    return mark_whole_rows(Tokens(jnp.where(places < lengths[..., None], places, -1)), seq)
+    """Return tokens of one document a row, of these lengths, with padding after it up to `seq` tokens."""
+    positions = jnp.arange(seq, dtype=jnp.int32)
+    return mark_whole_rows(Tokens(jnp.where(positions < lengths[..., None], positions, -1)), seq)
 
 
 @checked
@@ -152,12 +152,13 @@ def packed_in_order(
     *,
     documents: int,
 ) -> Tokens:
-    """Tokens of rows that hold up to `documents` whole documents one after another, with padding (-1) behind them."""
+    """Return tokens of rows of up to `documents` whole documents, one after another, with padding (-1) after them."""
     return mark_whole_rows(Tokens(positions, segments, keys), positions.shape[-1], documents)
 
 
 def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree) -> Tokens:
-    """The tokens given to a call, or else those of `positions_like`; refuses a cache without positions."""
+    """Return the tokens of a call, by default those of `positions_like`; raise a `ValueError` for a cache without
+    tokens."""
     if tokens is not None:
         return tokens
     if cache is not None:
@@ -170,10 +171,10 @@ def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree
 
 @checked
 def document_lengths(tokens: Tokens, kv_tokens: Tokens | None = None) -> Int[Array, "*batch #seq"]:
-    """The length of each token's document: `tokens.lengths` if given, else one more than the document's last position.
+    """Return the length of each token's document: `tokens.lengths`, or one more than the document's last position.
 
-    Documents are distinguished by their segments, wherever their tokens stand. If each row is one document, there is
-    one number for each row, as with a cache, whose tokens are `kv_tokens`.
+    Segments tell documents apart, wherever their tokens stand in the row. If each row is one document, there is one
+    number for each row, as with a cache, whose tokens are `kv_tokens`.
     """
     if kv_tokens is not None:
         if tokens.lengths is not None:
@@ -184,17 +185,18 @@ def document_lengths(tokens: Tokens, kv_tokens: Tokens | None = None) -> Int[Arr
     if tokens.segments is None:
         return jnp.max(tokens.positions, axis=-1, keepdims=True) + 1
 
-    def of_row(positions: Int[Array, "seq"], segments: Int[Array, "seq"]) -> Int[Array, "seq"]:
-        number = jnp.searchsorted(jnp.sort(segments), segments)  # the same for all tokens of a document
+    def lengths_in_row(positions: Int[Array, "seq"], segments: Int[Array, "seq"]) -> Int[Array, "seq"]:
+        # All tokens of a document get the same number.
+        number = jnp.searchsorted(jnp.sort(segments), segments)
         return jnp.full_like(positions, -1).at[number].max(positions)[number] + 1
 
     positions, segments = jnp.broadcast_arrays(tokens.positions, tokens.segments)
     flat = (x.reshape(-1, x.shape[-1]) for x in (positions, segments))
-    return jax.vmap(of_row)(*flat).reshape(positions.shape)
+    return jax.vmap(lengths_in_row)(*flat).reshape(positions.shape)
 
 
 def fold_in_each(keys: Key[Array, "*shape"], number: UInt[Array, ""]) -> Key[Array, "*shape"]:
-    """`jax.random.fold_in` of one number into every key of an array."""
+    """Fold a number into every key of an array by `jax.random.fold_in`."""
     flat = keys.reshape(-1)
     return jax.vmap(lambda key: jax.random.fold_in(key, number))(flat).reshape(keys.shape)
 
@@ -203,7 +205,7 @@ def fold_in_each(keys: Key[Array, "*shape"], number: UInt[Array, ""]) -> Key[Arr
 def token_keys(
     key: Key[Array, ""], examples: Int[Array, "batch"], positions: Int[Array, "batch seq"]
 ) -> Key[Array, "batch seq"]:
-    """One key a token, a function of the example's number and the token's place in its row, never of a device.
+    """Return one key a token, which depends on the example's number and the token's position, and on no device.
 
     `examples` numbers the rows over the whole run; `positions` are any numbers that are distinct within a row.
     """
@@ -213,7 +215,7 @@ def token_keys(
 
 
 def documents_of(tokens: Tokens, shape: tuple[int, ...]) -> Int[Array, "*batch seq"]:
-    """The documents of each row, numbered in order; number 0 continues the document in the cache.
+    """Return the number of each token's document, in the row's order; document 0 continues the one in the cache.
 
     A document begins at position 0, and where the segment differs from the previous token's. Padding belongs to the
     document before it.
@@ -227,12 +229,12 @@ def documents_of(tokens: Tokens, shape: tuple[int, ...]) -> Int[Array, "*batch s
 
 
 def continues(positions: Int[Array, "*batch seq"], lengths: Int[Array, "*batch"]) -> Bool[Array, "*batch"]:
-    """Whether a row's first token is the next of those that a cache has read, or padding; another has no past."""
+    """Return whether each row's first token is padding or follows the tokens in a cache; any other has no past."""
     first = positions[..., 0]
     return (first < 0) | (first == lengths)
 
 
 def lengths_after(positions: Int[Array, "*batch seq"], lengths: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
-    """The positions of the rows' next tokens after these; as before where all are padding."""
+    """Return the positions of the rows' next tokens after these; rows with padding only keep their length."""
     last = jnp.max(positions, axis=-1).astype(jnp.int32)
     return jnp.where(last >= 0, last + 1, lengths)

@@ -189,13 +189,13 @@ def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.A
     if not isinstance(attention, nn.Attention) or not isinstance(mlp, nn.MLP | nn.GatedMLP):
         kinds = f"{type(attention).__name__} and {type(mlp).__name__}"
         raise ValueError(f"{call}: a block holds {kinds}; it is made for Attention beside or before MLP or GatedMLP.")
-    if attention.gate is not None or attention.sinks is not None:
+    if attention.gate is not None or attention.scores.sinks is not None:
         raise ValueError(f"{call}: an attention has a gate or sinks, which the layout cannot split; use ShardedModel.")
     if attention.value is None or attention.value_norm is not None:
         raise ValueError(f"{call}: values are keys or normed; use ShardedModel.")
-    for norm in (attention.query_norm, attention.key_norm):
+    for norm in nn.modules(attention, nn.Norm):
         # An array has a dim of layers in front.
-        if norm is not None and (norm.reduced != ("head_dim",) or any(x.ndim != 2 for x in jax.tree.leaves(norm))):
+        if norm.reduced != ("head_dim",) or any(x.ndim != 2 for x in jax.tree.leaves(norm)):
             raise ValueError(
                 f"{call}: a norm of queries or keys is over {' '.join(norm.reduced)}, or scales each head by itself; "
                 "one of head_dim alone would do."

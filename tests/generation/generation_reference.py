@@ -36,6 +36,10 @@ def _rotary(scaling=None):
     return nn.Rotary(HEAD_DIM, 100.0, scaling=scaling)
 
 
+def _sinks(**options):
+    return nn.Scores(sinks=jnp.zeros(HEADS), **options)
+
+
 _DECOUPLED = nn.Rotary(ROPE_DIM, 100.0, interleaved=True)
 _DYNAMIC = nn.DynamicScaling(factor=2.0, original_length=5)
 _LONG = nn.LongRopeScaling((1.0, 1.1, 1.2, 1.5), (1.0, 2.0, 3.0, 5.0), original_length=6, factor=4.0)
@@ -58,10 +62,10 @@ KINDS = {
         ),
     ),
     "sinks and softcap": (
-        _attention(rotary=_rotary(), kv_heads=2, sinks=True, softcap=3.0, core=kernels.ReferenceAttention()),
+        _attention(rotary=_rotary(), kv_heads=2, scores=_sinks(softcap=3.0), core=kernels.ReferenceAttention()),
     ),
     "sinks, sliding window": (
-        _attention(rotary=_rotary(), sinks=True, core=kernels.ReferenceAttention(), mask=nn.sliding_window(5)),
+        _attention(rotary=_rotary(), scores=_sinks(), core=kernels.ReferenceAttention(), mask=nn.sliding_window(5)),
     ),
     "latent": (_latent(rotary=_DECOUPLED),),
     "latent with biases": (_latent(rotary=_DECOUPLED, bias=True, q_latent=10, v_dim=6),),

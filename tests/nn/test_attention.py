@@ -51,35 +51,34 @@ CORNERS = {
     "query and key norm full width": lambda: make(**full_norms()),
     "biases": lambda: make(bias=True),
     "input biases alone": lambda: make(bias=True, output_bias=False),
-    "scale": lambda: make(scale=1.3),
+    "scale": lambda: make(scores=nn.Scores(1.3)),
     "gate": lambda: make(gate=True),
-    "temperature": lambda: make(temperature=nn.LogTemperature(2, 0.7)),
+    "temperature": lambda: make(scores=nn.Scores(temperature=nn.LogTemperature(2, 0.7))),
     "norms after the rotation": lambda: make(
-        norms_rotated=True, temperature=nn.LogTemperature(2, 0.7, offset=0), **head_norms()
+        rotary=nn.RotaryThenNorm(**head_norms(), rotary=nn.Rotary(HEAD_DIM, 100.0)),
+        scores=nn.Scores(temperature=nn.LogTemperature(2, 0.7, offset=0)),
     ),
-    "keys as values": lambda: make(
-        keys_as_values=True, value_norm=nn.RMSNorm("head_dim", head_dim=4, scale=False), **head_norms()
+    "keys as values": lambda: replaced(
+        make(value_norm=nn.RMSNorm("head_dim", head_dim=4, scale=False), **head_norms()), value=None
     ),
-    "sinks": lambda: make(sinks=True, core=kernels.ReferenceAttention()),
-    "softcap": lambda: make(softcap=0.7),
+    "sinks": lambda: make(scores=nn.Scores(sinks=jnp.zeros(4)), core=kernels.ReferenceAttention()),
+    "softcap": lambda: make(scores=nn.Scores(softcap=0.7)),
     "window": lambda: make(mask=nn.sliding_window(2)),
     "chunks": lambda: make(mask=nn.chunked(2)),
     "both ways": lambda: make(mask=nn.full()),
     "all at once": lambda: make(
         bias=True,
         gate=True,
-        sinks=True,
-        softcap=0.2,
+        scores=nn.Scores(softcap=0.2, temperature=nn.LogTemperature(3, 0.9), sinks=jnp.zeros(4)),
         core=kernels.ReferenceAttention(),
-        temperature=nn.LogTemperature(3, 0.9),
         **head_norms(),
     ),
 }
 
 
-def normed(module, query, key):
-    query = query if module.query_norm is None else rms(query, module.query_norm)
-    return query, key if module.key_norm is None else rms(key, module.key_norm)
+def normed(norms, query, key):
+    query = query if norms.query_norm is None else rms(query, norms.query_norm)
+    return query, key if norms.key_norm is None else rms(key, norms.key_norm)
 
 
 def literal(module, x, places, visible):
@@ -87,18 +86,20 @@ def literal(module, x, places, visible):
     query, key = linear(x, module.query), linear(x, module.key)
     value = key if module.value is None else linear(x, module.value)
     value = value if module.value_norm is None else rms(value, module.value_norm)
-    query, key = (query, key) if module.norms_rotated else normed(module, query, key)
+    query, key = normed(module, query, key)
     if module.rotary is not None:
-        dim, theta, interleaved = module.rotary.dim, module.rotary.theta, module.rotary.interleaved
+        rotary = module.rotary.rotary if isinstance(module.rotary, nn.RotaryThenNorm) else module.rotary
+        dim, theta, interleaved = rotary.dim, rotary.theta, rotary.interleaved
         turns = np.array([theta ** (-2 * i / dim) for i in range(dim // 2)])
         query, key = (rotate(z, places, turns, interleaved) for z in (query, key))
-    query, key = normed(module, query, key) if module.norms_rotated else (query, key)
-    if module.temperature is not None:
-        every, strength, offset = (getattr(module.temperature, name) for name in ("every", "strength", "offset"))
+    query, key = normed(module.rotary, query, key) if isinstance(module.rotary, nn.RotaryThenNorm) else (query, key)
+    scores = module.scores
+    if scores.temperature is not None:
+        every, strength, offset = (getattr(scores.temperature, name) for name in ("every", "strength", "offset"))
         for place in np.ndindex(places.shape):
             query[place] *= 1 + strength * math.log(1 + (places[place] + offset) // every)
-    sinks = None if module.sinks is None else wide(module.sinks)
-    y = attend(query, key, value, visible, module.scale, sinks, module.softcap)
+    sinks = None if scores.sinks is None else wide(scores.sinks)
+    y = attend(query, key, value, visible, scores.scale_of(HEAD_DIM), sinks, scores.softcap)
     y = y if module.gate is None else y / (1 + np.exp(-linear(x, module.gate)))
     return linear(y, module.output)
 
@@ -133,17 +134,23 @@ def test_every_corner_is_its_loops(corner):
 def test_the_corners_differ():
     """Each option changes the output, so that the loops above do test it."""
     module, x = CORNERS["all at once"](), normal(1, 2, SEQ, EMBED)
-    without = (
-        {"gate": None},
+    norms_last = nn.RotaryThenNorm(module.query_norm, module.key_norm, module.rotary)
+    scores = (
         {"sinks": None},
+        {"temperature": None},
+        {"temperature": nn.LogTemperature(3, 0.9, offset=0)},
+        {"scale": 0.4},
+        {"softcap": None},
+    )
+    changes = [
+        {"gate": None},
         {"query_norm": None},
         {"key_norm": None},
         {"rotary": None},
-        {"temperature": None},
-        {"temperature": nn.LogTemperature(3, 0.9, offset=0)},
-        {"norms_rotated": True},
-    )
-    changes = [*without, {"scale": 0.4}, {"softcap": None}, {"mask": nn.full()}]
+        {"query_norm": None, "key_norm": None, "rotary": norms_last},
+        {"mask": nn.full()},
+        *({"scores": replaced(module.scores, **change)} for change in scores),
+    ]
     modules, tokens = [module, *(replaced(module, **change) for change in changes)], nn.Tokens(jnp.asarray(PLACES))
     every = eqx.filter_jit(lambda modules: [module(x, tokens)[0] for module in modules])
     y, *others = map(np.asarray, every(modules))
@@ -182,7 +189,8 @@ def test_padding_is_never_attended_to():
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_shards_of_the_heads_give_partial_sums(kv_heads):
     norms = head_norms()
-    module = make(kv_heads=kv_heads, bias=True, output_bias=False, gate=True, sinks=True, **norms)
+    scores = nn.Scores(sinks=jnp.zeros(4))
+    module = make(kv_heads=kv_heads, bias=True, output_bias=False, gate=True, scores=scores, **norms)
     module = replaced(module, core=kernels.ReferenceAttention())
     x = normal(1, 2, SEQ, EMBED)
 
@@ -223,10 +231,10 @@ def test_gradients_reach_every_parameter_and_agree_with_differences():
 
 
 def test_initial_deviations():
-    module = nn.Attention(embed=64, heads=4, head_dim=16, output_std=0.3, sinks=True, key=KEY)
+    module = nn.Attention(embed=64, heads=4, head_dim=16, output_std=0.3, key=KEY)
     assert abs(float(jnp.std(module.query.matrix())) * 8 - 1) < 0.05
     assert abs(float(jnp.std(module.output.matrix())) / 0.3 - 1) < 0.05
-    assert module.sinks is not None and not jnp.any(module.sinks) and module.scale == 0.25
+    assert module.scores.scale_of(16) == 0.25
     assert not np.array_equal(module.query.matrix(), module.key.matrix())
 
 

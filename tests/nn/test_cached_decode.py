@@ -30,16 +30,42 @@ def latent(**options):
     return drawn(nn.LatentAttention, embed=EMBED, heads=2, head_dim=4, latent=3, v_dim=5, **options, key=KEY)
 
 
+LATE_SHARPER = nn.Scores(temperature=nn.LogTemperature(3, 0.5))
+
+
+def head_norm():
+    return nn.RMSNorm("head_dim", head_dim=4)
+
+
+class AddedPositions(nn.PositionEncoding):
+    """Sines of positions, added to queries and keys; stretched to the length of the document if `stretched`."""
+
+    stretched: bool = eqx.field(static=True, default=False)
+
+    @property
+    def depends_on_length(self):
+        return self.stretched
+
+    def encode(self, query, key, positions, kv_positions, lengths):
+        stretch = 1.0 / jnp.maximum(lengths, 1).astype(jnp.float32) if self.stretched else 0.3
+        sines = lambda x: jnp.sin(x.astype(jnp.float32) * stretch)[..., None, None]
+        return query + sines(positions), key + sines(kv_positions)
+
+
 KINDS = {
+    "an encoding of one's own": lambda: attention(rotary=AddedPositions()),
+    "an encoding of one's own, by lengths": lambda: attention(rotary=AddedPositions(stretched=True)),
     "grouped": lambda: attention(query_norm=nn.RMSNorm("head_dim", head_dim=4), bias=True, gate=True),
-    "sinks": lambda: attention(sinks=True, softcap=3.0, core=kernels.ReferenceAttention(), mask=nn.sliding_window(4)),
+    "sinks": lambda: attention(
+        scores=nn.Scores(softcap=3.0, sinks=jnp.zeros(4)), core=kernels.ReferenceAttention(), mask=nn.sliding_window(4)
+    ),
     "window": lambda: attention(mask=nn.sliding_window(3)),
     "window of one": lambda: attention(mask=nn.sliding_window(1)),
     "window beyond capacity": lambda: attention(mask=nn.sliding_window(100)),
-    "temperature": lambda: attention(rotary=None, temperature=nn.LogTemperature(3, 0.5)),
+    "temperature": lambda: attention(rotary=None, scores=LATE_SHARPER),
     "chunks": lambda: attention(mask=nn.chunked(4)),
     "dynamic rotary": lambda: attention(
-        rotary=nn.Rotary(4, 100.0, scaling=DYNAMIC), key_norm=nn.RMSNorm("head_dim", head_dim=4), norms_rotated=True
+        rotary=nn.RotaryThenNorm(head_norm(), head_norm(), nn.Rotary(4, 100.0, scaling=DYNAMIC))
     ),
     "longrope in a window": lambda: attention(rotary=nn.Rotary(4, 100.0, scaling=LONG), mask=nn.sliding_window(3)),
     "delta net": lambda: drawn(
@@ -52,7 +78,7 @@ KINDS = {
     "short convolution": lambda: drawn(nn.GatedShortConv, embed=EMBED, taps=4, bias=True, key=KEY),
     "latent": lambda: latent(q_latent=5, query_latent_norm=nn.RMSNorm("q_latent", q_latent=5)),
     "latent with biases": lambda: latent(bias=True),
-    "latent in a window": lambda: latent(mask=nn.sliding_window(3), temperature=nn.LogTemperature(3, 0.5)),
+    "latent in a window": lambda: latent(mask=nn.sliding_window(3), scores=LATE_SHARPER),
     "latent without rotary": lambda: latent(rotary=None),
     "latent with dynamic rotary": lambda: latent(rotary=nn.Rotary(4, 100.0, scaling=DYNAMIC)),
 }
@@ -81,6 +107,7 @@ def agree(module, spoil=lambda cache: cache, capacity=10):
 
 # Of those of the grid each rule is here or, in whole models, in `tests/generation`.
 BY_DEFAULT = {
+    "an encoding of one's own, by lengths",
     "grouped",
     "temperature",
     "longrope in a window",

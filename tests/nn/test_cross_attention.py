@@ -44,7 +44,7 @@ def test_it_is_attention_to_the_source():
 
 def test_a_softcap_bounds_its_scores():
     plain, capped = (
-        drawn(nn.CrossAttention, **SIZES, source=5, softcap=cap, scale=4.0, key=KEY) for cap in (None, 0.7)
+        drawn(nn.CrossAttention, **SIZES, source=5, scores=nn.Scores(4.0, softcap=cap), key=KEY) for cap in (None, 0.7)
     )
     x, vectors = normal(0, 2, 4, 6), normal(1, 2, 7, 5)
     tokens = nn.with_source(nn.positions_like((2, 4)), nn.Source(vectors, nn.positions_like((2, 7))))
@@ -152,7 +152,9 @@ def _model() -> Any:
     bias = lambda both_ways: nn.RelativeBias(ranges=6, heads=4, farthest=5, both_ways=both_ways, key=KEY)
 
     def block(key, reads):
-        attention = nn.Attention(**SIZES, mask=nn.full() if reads else nn.causal(), score_bias=True, key=key)
+        attention = nn.Attention(
+            **SIZES, mask=nn.full() if reads else nn.causal(), scores=nn.Scores(bias=True), key=key
+        )
         cross = [] if reads else [nn.Residual(nn.CrossAttention(**SIZES, key=key), norm(), reads="source")]
         mlp = nn.MLP(embed=6, mlp=5, key=key)
         return nn.Block(nn.Residual(attention, norm()), *cross, nn.Residual(mlp, norm()))

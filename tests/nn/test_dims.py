@@ -25,7 +25,7 @@ ATTENTION = {
     "key_norm.weight": "kv_heads head_dim",
     "gate.weight": "heads head_dim embed",
     "gate.bias": "heads head_dim",
-    "sinks": "heads",
+    "scores.sinks": "heads",
 }
 
 
@@ -40,7 +40,7 @@ def attention(**options):
         query_norm=nn.RMSNorm("head_dim", head_dim=4),
         key_norm=nn.RMSNorm("kv_heads head_dim", kv_heads=2, head_dim=4),
     )
-    sizes = dict(embed=6, heads=4, kv_heads=2, head_dim=4, bias=True, gate=True, sinks=True)
+    sizes = dict(embed=6, heads=4, kv_heads=2, head_dim=4, bias=True, gate=True, scores=nn.Scores(sinks=jnp.zeros(4)))
     return nn.Attention(**sizes, **norms, **options, key=KEY)
 
 

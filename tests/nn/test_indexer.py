@@ -41,10 +41,10 @@ def test_each_query_sees_its_best_keys(top_k):
     tokens = nn.Tokens(jnp.asarray(PLACES))
 
     def choose(indexer, x):
-        asking, places = indexer.asking(x, latent, tokens), {"tokens": tokens, "kv_tokens": tokens}
-        return indexer.choose(asking, indexer.keys(x, tokens), mask=nn.causal(), **places)
+        queries, places = indexer.index_queries(x, latent, tokens), {"tokens": tokens, "kv_tokens": tokens}
+        return indexer.select_keys(queries, indexer.index_keys(x, tokens), mask=nn.causal(), **places)
 
-    best = np.asarray(eqx.filter_jit(choose)(indexer, x).best)
+    best = np.asarray(eqx.filter_jit(choose)(indexer, x).indices)
     found = np.tril(np.any(best[..., None] == np.arange(SEQ), axis=-2))
     assert np.array_equal(found, literal(indexer, wide(x), wide(latent), top_k))
     assert not np.array_equal(found, literal(indexer, wide(x), wide(latent), top_k - 1))
@@ -53,8 +53,8 @@ def test_each_query_sees_its_best_keys(top_k):
 def test_up_to_so_many_keys_nothing_is_chosen():
     indexer, x, latent = make(SEQ), normal(1, 2, SEQ, EMBED), normal(2, 2, SEQ, Q_LATENT)
     tokens = nn.positions_like((2, SEQ))
-    asking, places = indexer.asking(x, latent, tokens), {"tokens": tokens, "kv_tokens": tokens}
-    assert indexer.choose(asking, indexer.keys(x, tokens), mask=nn.causal(), **places) is None
+    queries, places = indexer.index_queries(x, latent, tokens), {"tokens": tokens, "kv_tokens": tokens}
+    assert indexer.select_keys(queries, indexer.index_keys(x, tokens), mask=nn.causal(), **places) is None
 
 
 def test_an_attention_sees_chosen_keys_alone():
@@ -74,7 +74,7 @@ def test_an_attention_sees_chosen_keys_alone():
 def pair(top_k=2):
     """An attention with an indexer, and one without whose queries have the same latent."""
     sizes = dict(embed=EMBED, heads=2, head_dim=4, latent=3, q_latent=Q_LATENT, rotary=nn.Rotary(2, 100.0))
-    first = drawn(nn.LatentAttention, **sizes, indexer=make(top_k, at_once=3), key=KEY)
+    first = drawn(nn.LatentAttention, **sizes, indexer=make(top_k, chunk=3), key=KEY)
     second = drawn(nn.LatentAttention, **sizes, v_dim=5, key=KEY)
     return first, eqx.tree_at(lambda m: m.query_down, second, first.query_down)
 
@@ -84,15 +84,17 @@ def test_a_layer_reads_what_an_earlier_one_has_chosen():
     (first, second), x = pair(), normal(1, 2, SEQ, EMBED)
     run = eqx.filter_jit(lambda module, x, given=None: module(x, None, given))
     y, left = run(first, x, nn.ShareRequest(None))
-    assert np.array_equal(y, run(first, x)[0]) and left.wrapped is None and left.value.best.shape == (2, SEQ, 2)
+    assert np.array_equal(y, run(first, x)[0]) and left.wrapped is None and left.value.indices.shape == (2, SEQ, 2)
     found, after = run(second, x, left)
     assert np.allclose(found, run(eqx.tree_at(lambda m: m.indexer, second, first.indexer, is_leaf=_is_none), x)[0])
     assert not np.allclose(found, run(second, x)[0], atol=1e-3) and after.wrapped is None
-    every = nn.SharedValue(nn.Choice(jnp.broadcast_to(jnp.arange(SEQ), (2, SEQ, SEQ)), 3))
+    every = nn.SharedValue(nn.KeySelection(jnp.broadcast_to(jnp.arange(SEQ), (2, SEQ, SEQ)), 3))
     assert np.allclose(run(second, x, every)[0], run(second, x)[0], atol=1e-6)
     assert run(*(pair(SEQ)[0], x, nn.ShareRequest(None)))[1].value is None  # so few keys are all seen
     for wrong in ((first, left), (second, nn.SharedValue(jnp.zeros(3)))):
-        with pytest.raises(ValueError, match=r"LatentAttention\(x\): it was given .* reads an indexer's choice alone"):
+        with pytest.raises(
+            ValueError, match=r"LatentAttention\(x\): it was given .* reads only an indexer's selection"
+        ):
             wrong[0](x, None, wrong[1])
 
 
@@ -119,14 +121,14 @@ def _is_none(node):
     return node is None
 
 
-@pytest.mark.parametrize("at_once", [3, SEQ - 1])
-def test_some_queries_at_a_time_are_all_at_once(at_once):
+@pytest.mark.parametrize("chunk", [3, SEQ - 1])
+def test_chunks_of_queries_give_the_same(chunk):
     """Of packed rows, the last part not full: loss and gradients; and no matrix of the whole row is made."""
     rotary, x = nn.Rotary(2, 100.0), normal(1, 2, SEQ, EMBED)
     positions, segments = [[0, 1, 2, 3, 0, 1, 2], [*range(7)]], [[0, 0, 0, 0, 1, 1, 1], [0] * 7]
     tokens = nn.Tokens(jnp.array(positions), jnp.array(segments))
     sizes = dict(embed=EMBED, heads=2, head_dim=4, latent=3, q_latent=Q_LATENT, rotary=rotary, key=KEY)
-    whole, parts = (drawn(nn.LatentAttention, indexer=make(2, at_once=n), **sizes) for n in (SEQ, at_once))
+    whole, parts = (drawn(nn.LatentAttention, indexer=make(2, chunk=n), **sizes) for n in (SEQ, chunk))
     run = eqx.filter_jit(eqx.filter_value_and_grad(lambda module, x: jnp.sum(jnp.sin(module(x, tokens)[0]))))
     for one, other in zip(*(jax.tree.leaves(run(module, x)) for module in (whole, parts)), strict=True):
         assert np.allclose(one, other, atol=1e-6)

@@ -8,7 +8,7 @@ import pytest
 from haste import put
 from nn_reference import attend, close, drawn, linear, normal, replaced, rms, rotate, wide
 
-from eqformer import nn
+from eqformer import kernels, nn
 
 
 KEY = jax.random.key(0)
@@ -35,8 +35,8 @@ KINDS = {
     "no norm": lambda: make(latent_norm=None),
     "v_dim as head_dim": lambda: make(v_dim=None),
     "window": lambda: make(mask=nn.sliding_window(2)),
-    "scale": lambda: make(scale=1.1),
-    "temperature": lambda: make(temperature=nn.LogTemperature(3, 0.7, offset=0)),
+    "scale": lambda: make(scores=nn.Scores(1.1)),
+    "temperature": lambda: make(scores=nn.Scores(temperature=nn.LogTemperature(3, 0.7, offset=0))),
 }
 
 
@@ -53,11 +53,11 @@ def literal(module, x, places):
         k_r = rotate(linear(x, module.key_rope)[:, :, None], places, turns, module.rotary.interleaved)
         query = np.concatenate([query, q_r], axis=-1)
         key = np.concatenate([key, np.repeat(k_r, key.shape[2], axis=2)], axis=-1)
-    if module.temperature is not None:
+    if module.scores.temperature is not None:
         query *= 1 + 0.7 * np.log(1 + places // 3)[..., None, None]
     tokens = nn.Tokens(jnp.asarray(places))
     visible = np.asarray(module.mask(tokens, tokens))
-    return linear(attend(query, key, value, visible, module.scale), module.output)
+    return linear(attend(query, key, value, visible, module.scores.scale_of(query.shape[-1])), module.output)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,13 +65,21 @@ def test_every_kind_is_the_papers(kind):
     module, x = KINDS[kind](), normal(1, 2, 5, 6)
     y, cache = eqx.filter_jit(module)(x, nn.Tokens(jnp.asarray(PLACES)))
     assert cache is None and close(y, literal(module, wide(x), PLACES))
-    changed = replaced(module, scale=module.scale * 1.5)
+    scale = module.scores.scale_of(4 if module.rotary is None else 6)
+    changed = replaced(module, scores=replaced(module.scores, scale=scale * 1.5))
     assert not close(y, literal(changed, wide(x), PLACES), 1e-3)
 
 
 def test_default_scale_counts_the_rotated_channels():
-    assert make().scale == pytest.approx((4 + 2) ** -0.5)
-    assert make(rotary=None).scale == pytest.approx(4**-0.5)
+
+    def scale_in(module):
+        calls = []
+        core = lambda call: calls.append(call) or kernels.ReferenceAttention()(call)
+        eqx.filter_eval_shape(replaced(module, core=core), normal(1, 2, 3, 6))
+        return calls[0].scale
+
+    assert scale_in(make()) == pytest.approx((4 + 2) ** -0.5)
+    assert scale_in(make(rotary=None)) == pytest.approx(4**-0.5)
 
 
 @pytest.mark.parametrize("kind", ["latent queries", "no rotary", pytest.param("biases", marks=pytest.mark.grid)])
@@ -110,6 +118,18 @@ def test_a_token_is_remembered_as_its_latent_and_one_rotated_key():
     assert shapes == {"latents": (2, 7, 3), "rotary_keys": (2, 7, 2), "positions": (2, 7)}
     assert cache.latents.dtype == jnp.bfloat16
     assert make(rotary=None).init_cache((2,), 7).rotary_keys.shape == (2, 7, 0)
+
+
+@pytest.mark.parametrize("kind", ["no rotary", pytest.param("plain queries", marks=pytest.mark.grid)])
+def test_a_cache_of_8_bits_decodes_like_whole_rows(kind):
+    """Without rotary positions too, where the rotary keys have no channels."""
+    module, x = KINDS[kind](), normal(1, 2, 5, 6)
+    step = eqx.filter_jit(lambda x, at, cache: module(x, nn.Tokens(at), cache))
+    places = np.tile(np.arange(5, dtype=np.int32), (2, 1))
+    _, cache = step(x[:, :4], places[:, :4], module.init_cache((2,), 8).with_scales("int8"))
+    y, other = (step(x[:, 4:], places[:, 4:], kept)[0] for kept in (cache, module.init_cache((2,), 8)))
+    expected = eqx.filter_jit(module)(x)[0][:, 4:]
+    assert close(y, expected, 0.05) and not close(other, expected, 0.05)
 
 
 def test_heads_can_be_sliced():

@@ -22,7 +22,13 @@ called = eqx.filter_jit(lambda module, *given: module(*given))
 def made(mask: nn.Mask, core: kernels.Operation | None = None) -> Any:
     """Of shared key heads, with norms, rotary positions and a bound of scores."""
     norms = {name: nn.RMSNorm("head_dim", head_dim=4) for name in ("query_norm", "key_norm")}
-    options: dict[str, Any] = {"mask": mask, "core": core, "softcap": 2.0, "rotary": nn.Rotary(4, 100.0), **norms}
+    options: dict[str, Any] = {
+        "mask": mask,
+        "core": core,
+        "scores": nn.Scores(softcap=2.0),
+        "rotary": nn.Rotary(4, 100.0),
+        **norms,
+    }
     make = lambda: nn.MergedAttention(nn.Attention(**SIZES, **options, bias=True, key=jax.random.key(0)))
     return randomised(eqx.filter_eval_shape(make))
 
@@ -98,6 +104,8 @@ def test_what_does_not_fit_is_refused():
         module(x, nn.Tokens(jnp.asarray(PLACES), jnp.asarray(OWN), source=source))
     with pytest.raises(ValueError, match="a source of 7 tokens and a cache of capacity 6, which keeps its keys too"):
         module(x, nn.with_source(nn.positions_like((2, 5)), source), module.init_cache((2,), 6))
-    build = lambda: nn.MergedAttention(nn.Attention(**SIZES, gate=True, sinks=True, key=jax.random.key(0)))
+    build = lambda: nn.MergedAttention(
+        nn.Attention(**SIZES, gate=True, scores=nn.Scores(sinks=jnp.zeros(4)), key=jax.random.key(0))
+    )
     with pytest.raises(ValueError, match=r"MergedAttention\(Attention\): it has no place for gate and sinks; leave"):
         eqx.filter_eval_shape(build)

@@ -44,7 +44,7 @@ def projections(bias=False):
 
 
 NORMS = {"q_norm.weight": lambda m: m.query_norm.weight, "k_norm.weight": lambda m: m.key_norm.weight}
-SINKS = {"sinks": lambda m: m.sinks}
+SINKS = {"sinks": lambda m: m.scores.sinks}
 
 
 def attention(kv_heads=2, head_dim=HEAD_DIM, **options):
@@ -71,9 +71,14 @@ CASES = {
         ),
         projections() | NORMS,
     ),
-    "gemma2_softcap": lambda: (attention(scale=24**-0.5, softcap=1.5), projections()),
+    "gemma2_softcap": lambda: (attention(scores=nn.Scores(24**-0.5, softcap=1.5)), projections()),
     "gpt_oss_sinks": lambda: (
-        attention(sinks=True, bias=True, mask=nn.sliding_window(4), core=kernels.ReferenceAttention()),
+        attention(
+            scores=nn.Scores(sinks=jnp.zeros(HEADS)),
+            bias=True,
+            mask=nn.sliding_window(4),
+            core=kernels.ReferenceAttention(),
+        ),
         projections(bias=True) | SINKS,
     ),
 }
@@ -91,14 +96,18 @@ def test_attention_is_that_of_transformers(name):
     assert close(run(module, x), y)
 
 
+def with_scores(module, **options):
+    return replaced(module, scores=replaced(module.scores, **options))
+
+
 BREAKS = {
     "no rotary": ("qwen3", lambda m: replaced(m, rotary=None)),
     "interleaved rotary": ("qwen3", lambda m: replaced(m, rotary=nn.Rotary(8, 10000.0, interleaved=True))),
     "no query norm": ("qwen3", lambda m: replaced(m, query_norm=None)),
     "a window of one more": ("mistral_window", lambda m: replaced(m, mask=nn.sliding_window(4))),
-    "no softcap": ("gemma2_softcap", lambda m: replaced(m, softcap=None)),
-    "no sinks": ("gpt_oss_sinks", lambda m: replaced(m, sinks=None)),
-    "half the scale": ("llama_mha", lambda m: replaced(m, scale=m.scale / 2)),
+    "no softcap": ("gemma2_softcap", lambda m: with_scores(m, softcap=None)),
+    "no sinks": ("gpt_oss_sinks", lambda m: with_scores(m, sinks=None)),
+    "half the scale": ("llama_mha", lambda m: with_scores(m, scale=HEAD_DIM**-0.5 / 2)),
 }
 
 
@@ -141,7 +150,7 @@ def test_latent_attention_is_deepseeks(name):
         latent_norm=nn.RMSNorm("latent", latent=8),
         query_latent_norm=None if q_latent is None else nn.RMSNorm("q_latent", q_latent=q_latent),
         rotary=nn.Rotary(4, 10000.0, interleaved=True, scaling=scaling),
-        scale=scale,
+        scores=nn.Scores(scale),
         key=KEY,
     )
     mapping = {
@@ -160,7 +169,7 @@ def test_latent_attention_is_deepseeks(name):
     x, y, weights = golden_case(name)
     module = loaded(module, latent_weights(weights, q_latent), mapping)
     assert close(run(module, x), y)
-    assert not close(run(replaced(module, scale=2 * module.scale), x), y, 1e-3)
+    assert not close(run(with_scores(module, scale=2 * scale), x), y, 1e-3)
     assert not close(run(replaced(module, rotary=nn.Rotary(4, 10000.0)), x), y, 1e-3)
 
 

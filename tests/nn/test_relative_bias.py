@@ -10,7 +10,7 @@ import pytest
 from nn_reference import attend, close, drawn, linear, normal, wide
 
 from eqformer import kernels, nn
-from eqformer.nn.attention._relative_bias import _ranges
+from eqformer.nn.attention._scores import distance_ranges
 
 
 KEY = jax.random.key(0)
@@ -48,7 +48,7 @@ def test_distances_fall_into_the_papers_ranges(ranges, farthest, both_ways):
 
 def test_a_boundary_is_where_whole_numbers_say():
     """Of the published tables: 8 ranges of one distance each, then each twice as far every two."""
-    starts = [int(np.argmax(_ranges(16, 128) == number)) for number in range(16)]
+    starts = [int(np.argmax(distance_ranges(16, 128) == number)) for number in range(16)]
     assert starts == [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]
 
 
@@ -56,7 +56,7 @@ def test_a_boundary_is_where_whole_numbers_say():
 def test_attention_adds_it_to_its_scores(both_ways):
     bias = drawn(nn.RelativeBias, ranges=6, heads=4, farthest=5, both_ways=both_ways, key=KEY)
     mask = nn.full() if both_ways else nn.causal()
-    options = {"embed": 6, "heads": 4, "kv_heads": 2, "head_dim": 3, "mask": mask, "score_bias": True, "scale": 1.0}
+    options = {"embed": 6, "heads": 4, "kv_heads": 2, "head_dim": 3, "mask": mask, "scores": nn.Scores(1.0, bias=True)}
     module, x = drawn(nn.Attention, **options, key=KEY), normal(1, 2, 8, 6)
     tokens = nn.Tokens(jnp.asarray(PLACES), jnp.asarray(SEGMENTS))
     visible = np.asarray(mask(tokens, tokens))
@@ -99,8 +99,8 @@ def test_rows_known_to_be_whole_are_as_others():
 
 
 def test_what_has_no_place_for_a_bias_is_refused():
-    module = drawn(nn.Attention, embed=6, heads=2, head_dim=3, score_bias=True, key=KEY)
-    with pytest.raises(ValueError, match=r"Attention\(score_bias=True\): the tokens have no score_bias; build"):
+    module = drawn(nn.Attention, embed=6, heads=2, head_dim=3, scores=nn.Scores(bias=True), key=KEY)
+    with pytest.raises(ValueError, match=r"Scores\(bias=True\): the tokens have no score_bias; build"):
         module(normal(0, 2, 4, 6))
     with pytest.raises(ValueError, match=r"model has bias, which this core does not compute; pass kernels.ATTENTION"):
         nn.with_execution(module, core=kernels.BlockwiseAttention())

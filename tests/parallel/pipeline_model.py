@@ -29,7 +29,7 @@ def make_block(key):
                 kv_heads=2,
                 head_dim=4,
                 bias=True,
-                sinks=True,
+                scores=nn.Scores(sinks=jnp.zeros(4)),
                 key=attention,
                 core=kernels.ReferenceAttention(),
                 rotary=nn.Rotary(dim=4, theta=1e4),

@@ -25,7 +25,7 @@ def windows(key: Any) -> nn.SuperBlock:
 
     def block(mask: nn.Mask, key: Any) -> nn.Block:
         one, two = jax.random.split(key)
-        mixer = attention(one, mask=mask, sinks=True, bias=True)
+        mixer = attention(one, mask=mask, scores=nn.Scores(sinks=jnp.zeros(HEADS)), bias=True)
         gated = nn.GatedMLP(embed=EMBED, mlp=MLP, bias=True, limit=2.0, key=two)
         return nn.Block(
             nn.Residual(mixer, norm(), dropout=nn.Dropout(0.1)), nn.Residual(gated, norm(), dropout=nn.Dropout(0.1))
@@ -133,7 +133,10 @@ def weighed_inputs(key: Any) -> nn.SuperBlock:
     """Like Llama 4: chunks of rows and whole ones in turn, the latter sharpened, and sigmoids that weigh inputs."""
     one, two = jax.random.split(key)
     router = nn.TopKRouter(embed=EMBED, experts=8, top_k=2, score="sigmoid", key=two)
-    mixers = attention(one, mask=nn.chunked(5)), attention(one, rotary=None, temperature=nn.LogTemperature(3, 0.5))
+    mixers = (
+        attention(one, mask=nn.chunked(5)),
+        attention(one, rotary=None, scores=nn.Scores(temperature=nn.LogTemperature(3, 0.5))),
+    )
     balance = nn.LoadBalance(0.5, per="sequence", normalise=True)
     options = {"router": router, "weighs_inputs": True}
     return nn.SuperBlock(tuple(mixture(two, balance, mixer=mixer, **options) for mixer in mixers))

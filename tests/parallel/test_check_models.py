@@ -8,7 +8,7 @@ import pytest
 from context_cases import Unknown
 from jaxtyping import Array, Float
 from plan_models import model_of, of_blocks, plan_over, shapes
-from plan_parts import attention, EMBED, HEAD_DIM, MLP, norm
+from plan_parts import attention, EMBED, HEAD_DIM, HEADS, MLP, norm
 
 from eqformer import kernels, nn
 
@@ -234,7 +234,7 @@ MODELS = {
         r"context=2: .*method='ring'\): the ring combines",
     ),
     "sinks in a core without": (
-        lambda: built(sinks=True),
+        lambda: built(scores=nn.Scores(sinks=jnp.zeros(HEADS))),
         {"context": 2},
         {"context_method": "gather"},
         r"context=2: .*no place for sinks",

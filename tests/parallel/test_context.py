@@ -122,7 +122,7 @@ def test_whole_modules_and_their_weights(kind, method):
             "key": key,
         }
         make = (
-            partial(nn.Attention, kv_heads=2, sinks=True)
+            partial(nn.Attention, kv_heads=2, scores=nn.Scores(sinks=jnp.zeros(4)))
             if kind == "grouped"
             else partial(nn.LatentAttention, latent=5)
         )

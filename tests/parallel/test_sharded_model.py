@@ -82,7 +82,7 @@ def test_text_of_rows_that_outgrow_their_frequencies(mesh, dtype):
     model = built(dataclasses.replace(models.preset("phi3-byte-500k"), window=None, scaling=scaling))
     with jax.enable_x64(True):
         model = nn.Precision("float64", "float64").apply(model)
-        assert model.init_cache(3, 64)[0].turned is not None
+        assert model.init_cache(3, 64)[0].rotary_lengths is not None
         alone = written(model, 3, cache_dtype=dtype)
         assert same(written(planned(model, plan_over(mesh)), 3, cache_dtype=dtype), alone)
         longer = eqx.tree_at(lambda m: m.stacks[0].blocks.mixer.layer.rotary, model, nn.Rotary(16, 10_000.0))

@@ -159,7 +159,7 @@ def test_controls(models, monkeypatch, what):
         (
             lambda m: stationary(
                 eqx.tree_at(
-                    lambda m: m.stacks[0].blocks.mixer.layer.sinks, m, jnp.ones(8), is_leaf=lambda x: x is None
+                    lambda m: m.stacks[0].blocks.mixer.layer.scores.sinks, m, jnp.ones(8), is_leaf=lambda x: x is None
                 ),
                 2,
                 4,

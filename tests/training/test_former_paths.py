@@ -1,7 +1,8 @@
 """Checkpoints written when a block had a field for each role, which must load into blocks of sublayers.
 
-The checkpoints in `fixtures/checkpoints` were written by the revision before blocks became tuples of sublayers: after
-two steps of each recipe below, with the losses of the two steps that followed.
+The checkpoints in `fixtures/checkpoints` were written by the revision before blocks became tuples of sublayers, and
+before sinks and norms after the rotation became parts of an attention's scores and rotary positions: after two steps of
+each recipe below, with the losses of the two steps that followed.
 """
 
 import json
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from eqformer import Batch, models, nn, training
+from eqformer.training.checkpoint._former_names import match_saved_names
 
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "checkpoints"
@@ -42,6 +44,22 @@ CONFIGS: dict[str, Any] = {
         net_v_dim=4,
         max_seq=32,
     ),
+    "gpt_oss": models.GPTOSSConfig(
+        VOCAB,
+        8,
+        2,
+        2,
+        1,
+        4,
+        window_layers=(0,),
+        window=4,
+        experts=3,
+        top_k=2,
+        head_dim=4,
+        scaling=None,
+        max_seq=32,
+    ),
+    "hunyuan_v1_dense": models.HunyuanConfig(VOCAB, 8, 2, 2, 1, 12, head_dim=4, max_seq=32),
 }
 
 
@@ -125,3 +143,16 @@ def test_training_goes_on_from_an_older_checkpoint(name, tmp_path):
     assert losses == pytest.approx(expected, rel=1e-5)
     fresh = [float(step(state, batch(name, 2), KEY)[1]["loss"])]  # the control: the loss before any step
     assert fresh != pytest.approx(expected[:1], rel=1e-3)
+
+
+def test_arrays_that_moved_into_parts_of_an_attention_keep_their_names_where_they_stayed():
+    """Norms before the rotation stay; sinks and norms after it moved, in blocks of today and of before."""
+    block, layer = "model.stacks.0.blocks.", "model.stacks.0.blocks.sublayers.0.layer."
+    ends = ("sinks", "query_norm.weight", "key_norm.weight")
+    moved = ("scores.sinks", "rotary.query_norm.weight", "rotary.key_norm.weight")
+    for former in (f"{block}mixer.layer.", layer):
+        saved = [former + end for end in ends]
+        names = match_saved_names(saved, {layer + end for end in moved})
+        assert names == {layer + new: name for new, name in zip(moved, saved)}
+        stayed = match_saved_names(saved, {layer + "scores.sinks", *(layer + end for end in ends[1:])})
+        assert [*stayed] == [layer + "scores.sinks", *(layer + end for end in ends[1:])]

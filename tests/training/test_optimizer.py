@@ -84,7 +84,9 @@ def trained(filled):
 
     def block(key):
         one, two = jax.random.split(key)
-        attention = nn.Attention(embed=8, heads=2, kv_heads=1, head_dim=6, bias=True, sinks=True, key=one)
+        attention = nn.Attention(
+            embed=8, heads=2, kv_heads=1, head_dim=6, bias=True, scores=nn.Scores(sinks=jnp.zeros(2)), key=one
+        )
         norm = nn.RMSNorm("embed", embed=8)
         return nn.Block(nn.Residual(attention, norm), nn.Residual(nn.GatedMLP(embed=8, mlp=12, key=two), norm))
 

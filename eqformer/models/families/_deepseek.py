@@ -13,10 +13,12 @@ from ...nn import (
     LatentAttention,
     LinearScaling,
     Llama3Scaling,
+    LogTemperature,
     LongRopeScaling,
     Residual,
     RMSNorm,
     RotaryScaling,
+    Scores,
     Transformer,
     yarn_magnitude,
     YarnScaling,
@@ -159,11 +161,16 @@ def build_latent(
 
 
 def latent_attention(
-    config: LatentConfig, key: Key[Array, ""], *, interleaved: bool = False, **options: Any
+    config: LatentConfig,
+    key: Key[Array, ""],
+    *,
+    interleaved: bool = False,
+    temperature: LogTemperature | None = None,
+    **options: Any,
 ) -> LatentAttention:
     """Return latent attention of the config's sizes; `options` are further arguments of `LatentAttention`.
 
-    With a `temperature`, attention scores grow with the scaling's factor.
+    With `config.temperature`, attention scores grow with the scaling's factor.
     """
     scaling, growth = config.scaling, 1.0
     if config.temperature and isinstance(scaling, _WITH_FACTOR):
@@ -179,8 +186,8 @@ def latent_attention(
         query_latent_norm=None if config.q_latent is None else RMSNorm("q_latent", q_latent=config.q_latent),
         rotary=rotary_of(config, config.rope_dim, "rope_dim", interleaved=interleaved, scaling=scaling),
         output_std=damping(config) * (config.heads * config.v_dim) ** -0.5,
-        latent_bias=config.bias,
-        scale=growth * (config.head_dim + config.rope_dim) ** -0.5,
+        bias="latents" if config.bias else False,
+        scores=Scores(growth * (config.head_dim + config.rope_dim) ** -0.5, temperature),
         **options,
         key=key,
     )

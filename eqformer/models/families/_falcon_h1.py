@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, ParallelResidual, Residual, ScaledActivation, Transformer
+from ...nn import Block, ParallelResidual, Residual, ScaledActivation, Scores, Transformer
 from .._attributes import Activation, Attribute, Attributes, Entry, Expect, Fields, Ignore
 from .._config_types import Length, NotNegative, Number
 from .._family import DecoderConfig, Family
@@ -123,7 +123,7 @@ def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transform
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         attended, recurrent, gated = jax.random.split(key, 3)
-        attends = attention(config, scale=score_scale, bias=config.bias, key=attended)
+        attends = attention(config, scores=Scores(score_scale), bias=config.bias, key=attended)
         mixers = (
             Residual(attends, scale=config.attention_scale, input_scale=config.attention_input_scale),
             Residual(mamba2(config, recurrent, **net), scale=config.net_scale, input_scale=config.net_input_scale),

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Transformer
+from ...nn import Block, Scores, Transformer
 from .._attributes import Activation, Attribute, Expect, Ignore, Nullable
 from .._config_types import Index, Length, Positive, Size
 from .._family import DecoderConfig, Family
@@ -57,15 +57,15 @@ def gemma2_model(config: Gemma2Config, block: Callable[..., Block], *, key: Key[
 def gemma2_block(config: Gemma2Config, window: int | None, *, key: Key[Array, ""], **options: Any) -> Block:
     """Return a layer, local if it has a window; `options` are arguments of its attention."""
     mixer, feed_forward = jax.random.split(key)
-    arguments: dict[str, Any] = {"bias": config.bias, "output_std": None} | score_options(config)
+    arguments: dict[str, Any] = {"bias": config.bias, "output_std": None, "scores": scores_of(config)}
     attended = attention(config, window=window, **arguments | options, key=mixer)
     gated = gated_mlp(config, output_std=None, key=feed_forward)
     return four_norm_block(config, attended, gated, offset=1.0)
 
 
-def score_options(config: Gemma2Config) -> dict[str, Any]:
-    """Return the arguments of an `Attention` for its scores."""
-    return {"scale": config.query_scalar**-0.5, "softcap": config.score_softcap}
+def scores_of(config: Gemma2Config) -> Scores:
+    """Return the scale and the bound of an attention's scores."""
+    return Scores(config.query_scalar**-0.5, softcap=config.score_softcap)
 
 
 def _gemma2(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> Gemma2Config:

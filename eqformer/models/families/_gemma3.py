@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Attention, Block, LinearScaling, Mixer, RotaryScaling, Transformer
+from ...nn import Attention, Block, LinearScaling, Mixer, RotaryScaling, Scores, Transformer
 from .._attributes import Activation, Attribute, Expect, Ignore
 from .._config_types import Index, Length, Positive, Size
 from .._family import DecoderConfig, Family
@@ -77,7 +77,7 @@ def gemma3_block(
 ) -> Block:
     """Return a layer, local if it has a window; `as_mixer` wraps its attention, whose arguments are `options`."""
     mixer, feed_forward = jax.random.split(key)
-    arguments: dict[str, Any] = {"scale": config.query_scalar**-0.5, "bias": config.bias, "output_std": None}
+    arguments: dict[str, Any] = {"scores": Scores(config.query_scalar**-0.5), "bias": config.bias, "output_std": None}
     rotary = rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
     arguments |= {} if window is None else {"rotary": rotary}
     arguments |= head_norms(config, offset=1.0)

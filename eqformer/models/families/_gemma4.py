@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
@@ -19,6 +20,7 @@ from ...nn import (
     Residual,
     RMSNorm,
     RotaryScaling,
+    Scores,
     sliding_window,
     StreamScale,
     Sublayer,
@@ -271,15 +273,16 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
             size, heads = config.global_head_dim, config.global_kv_heads
             rotary = rotary_of(config, size, "global_head_dim", scaling=config.scaling)
         head_norm = lambda **options: RMSNorm("head_dim", head_dim=size, eps=config.eps, **options)
-        options: dict[str, Any] = {"head_dim": size, "kv_heads": heads, "rotary": rotary, "scale": 1.0}
+        options: dict[str, Any] = {"head_dim": size, "kv_heads": heads, "rotary": rotary, "scores": Scores(1.0)}
         options |= {"query_norm": head_norm(), "bias": config.bias}
         if reads:
             mask = causal() if window is None else sliding_window(window)
             attended = CrossLayerAttention(embed=config.embed, heads=config.heads, mask=mask, **options, key=key)
         else:
             options |= {"key_norm": head_norm(), "value_norm": head_norm(scale=False)}
-            options["keys_as_values"] = config.keys_as_values and window is None
             attended = attention(config, window=window, output_std=None, **options, key=key)
+            if config.keys_as_values and window is None:
+                attended = eqx.tree_at(lambda attention: attention.value, attended, None)
         return Residual(attended, norm(config), output_norm=norm(config), shares=shares, reads=reads)
 
     def fed(is_wide: bool, key: Key[Array, ""]) -> Sublayer:

@@ -17,6 +17,7 @@ from ...nn import (
     Linear,
     MLP,
     Residual,
+    Scores,
     Stack,
     Transformer,
 )
@@ -107,7 +108,7 @@ def build_gpt2(config: GPT2Config, *, key: Key[Array, ""]) -> Transformer:
     def block(number: int, key: Key[Array, ""]) -> Block:
         mixes, feeds = jax.random.split(key)
         heads: dict[str, Any] = {"heads": config.heads, "head_dim": embed // config.heads}
-        heads |= {"scale": (heads["head_dim"] ** -0.5 if config.score_scale else 1.0) / number}
+        heads |= {"scores": Scores((heads["head_dim"] ** -0.5 if config.score_scale else 1.0) / number)}
         attention = Attention(embed=embed, **heads, bias=True, output_std=damping * embed**-0.5, key=mixes)
         sizes: dict[str, Any] = {"embed": embed, "mlp": mlp, "output_std": damping * mlp**-0.5}
         feed_forward = MLP(**sizes, activation=activation_of(config), bias=True, key=feeds)

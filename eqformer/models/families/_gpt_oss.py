@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from ...nn import Block, GatedMLP, RotaryScaling, Transformer, YarnScaling
+from ...nn import Block, GatedMLP, RotaryScaling, Scores, Transformer, YarnScaling
 from .._attributes import Attribute, Count, Expect, Ignore, Unpublished
 from .._config_types import Index, Length, NotNegative, Positive, Size
 from .._family import DecoderConfig, Family
@@ -56,7 +57,8 @@ def build_gpt_oss(config: GPTOSSConfig, *, key: Key[Array, ""]) -> Transformer:
         mixer, feed_forward = jax.random.split(key)
         router, experts = jax.random.split(feed_forward)
         mixed = mixture(config, expert, normalise=True, bias=True, router=router, experts=experts)
-        attended = attention(config, window=window, bias=config.bias, sinks=True, key=mixer)
+        sinks = jnp.zeros(config.heads, jnp.float32)
+        attended = attention(config, window=window, bias=config.bias, scores=Scores(sinks=sinks), key=mixer)
         return pre_norm_block(config, attended, mixed)
 
     return decoder(config, block, layer_windows(config), key=key)
@@ -106,7 +108,7 @@ GPT_OSS = Family(
     ),
     (
         *(*EDGES, *ATTENTION, *PRE_NORMS),
-        Rule(f"{LAYER}self_attn.sinks", "mixer.layer.sinks"),
+        Rule(f"{LAYER}self_attn.sinks", "mixer.layer.scores.sinks"),
         *stacked_mixture_weights(interleaved=True),
     ),
 )

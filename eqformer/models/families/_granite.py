@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Transformer
+from ...nn import Block, Scores, Transformer
 from .._attributes import Activation, Attribute, Fields
 from .._config_types import Length, NotNegative, Number
 from .._family import DecoderConfig, Family
@@ -41,7 +41,9 @@ def build_granite(config: GraniteConfig, *, key: Key[Array, ""]) -> Transformer:
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, scale=config.attention_scale, output_std=None, key=mixer)
+        attended = attention(
+            config, bias=config.bias, scores=Scores(config.attention_scale), output_std=None, key=mixer
+        )
         gated = gated_mlp(config, bias=config.mlp_bias, output_std=None, key=feed_forward)
         return pre_norm_block(config, attended, gated, residual_scale=config.residual_scale)
 

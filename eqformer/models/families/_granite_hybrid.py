@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, GatedMLP, MoE, Transformer
+from ...nn import Block, GatedMLP, MoE, Scores, Transformer
 from .._attributes import Activation, Attribute, Count, Expect, Ignore, Unpublished
 from .._config_types import Index, Length, NotNegative, OptionalSize, Size
 from .._family import Family
@@ -52,7 +52,7 @@ def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) ->
 
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        scaled: dict[str, Any] = {"scale": config.attention_scale, "output_std": None}
+        scaled: dict[str, Any] = {"scores": Scores(config.attention_scale), "output_std": None}
         attended = lambda: attention(config, bias=config.bias, rotary=rotary, **scaled, key=mixer)
         mixed = attended() if is_attention else mamba2(config, mixer, output_std=None, activation=activation_of(config))
         return pre_norm_block(config, mixed, fed(feed_forward), residual_scale=config.residual_scale)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, NTKScaling, Transformer
+from ...nn import Block, NTKScaling, RotaryThenNorm, Transformer
 from .._attributes import Activation, Attribute, Attributes, Expect, Fields, Ignore
 from .._config_types import NotNegative, Positive
 from .._family import DecoderConfig, Family
@@ -14,7 +14,7 @@ from .._published_config import PublishedConfig
 from .._rotary_attributes import either_rotary_parameters, RotaryPositions, unknown_parameters
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, LAYER, PRE_NORMS, StatedHeadSize
-from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
+from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block, rotary_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,16 @@ def build_hunyuan(config: HunyuanConfig, *, key: Key[Array, ""]) -> Transformer:
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, bias=config.bias, norms_rotated=True, **head_norms(config), key=mixer)
+        attended = attention(config, bias=config.bias, rotary=rotary_then_norm(config), key=mixer)
         return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
 
     return decoder(config, block, key=key)
+
+
+def rotary_then_norm(config: DecoderConfig) -> RotaryThenNorm:
+    """Return rotary positions, with norms of queries and keys after them."""
+    rotary = rotary_of(config, config.head_size, scaling=config.scaling)
+    return RotaryThenNorm(rotary=rotary, **head_norms(config))
 
 
 class AlphaRotaryPositions(RotaryPositions):
@@ -77,8 +83,8 @@ HUNYUAN_ATTRIBUTES = (
 )
 HUNYUAN_WEIGHTS = (
     *(*EDGES, *ATTENTION, *PRE_NORMS),
-    Rule(f"{LAYER}self_attn.query_layernorm.weight", "mixer.layer.query_norm.weight"),
-    Rule(f"{LAYER}self_attn.key_layernorm.weight", "mixer.layer.key_norm.weight"),
+    Rule(f"{LAYER}self_attn.query_layernorm.weight", "mixer.layer.rotary.query_norm.weight"),
+    Rule(f"{LAYER}self_attn.key_layernorm.weight", "mixer.layer.rotary.key_norm.weight"),
 )
 
 _PRESETS = {

@@ -14,8 +14,8 @@ from .._layer_attributes import layers_of
 from .._published_config import PublishedConfig
 from .._weight_rules import Rule
 from ._common import gated_weights, LAYER
-from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
-from ._hunyuan import HUNYUAN_ATTRIBUTES, HUNYUAN_WEIGHTS
+from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from ._hunyuan import HUNYUAN_ATTRIBUTES, HUNYUAN_WEIGHTS, rotary_then_norm
 from ._mixtures import mixture
 
 
@@ -50,7 +50,7 @@ def build_hunyuan_moe(config: HunyuanMoEConfig, *, key: Key[Array, ""]) -> Trans
     def block(top_k: int, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         router, experts, shared = jax.random.split(feed_forward, 3)
-        attended = attention(config, bias=config.bias, norms_rotated=True, **head_norms(config), key=mixer)
+        attended = attention(config, bias=config.bias, rotary=rotary_then_norm(config), key=mixer)
         options: dict[str, Any] = {"top_k": top_k, "normalise": True, "router": router, "experts": experts}
         return pre_norm_block(config, attended, mixture(config, expert, shared=expert(shared), **options))
 

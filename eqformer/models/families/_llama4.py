@@ -6,7 +6,17 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Llama3Scaling, LogTemperature, LongRopeScaling, Mask, MoE, Transformer, YarnScaling
+from ...nn import (
+    Block,
+    Llama3Scaling,
+    LogTemperature,
+    LongRopeScaling,
+    Mask,
+    MoE,
+    Scores,
+    Transformer,
+    YarnScaling,
+)
 from .._attributes import Activation, Attribute, Count, Entry, Nullable, SwitchedAttribute
 from .._config_types import Index, Length, NotNegative, Number, Positive, Size
 from .._family import DecoderConfig, Family
@@ -110,7 +120,7 @@ def build_llama4(config: Llama4Config, *, key: Key[Array, ""]) -> Transformer:
             rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
             options |= {"rotary": rotary} | (norms if config.qk_norm else {})
         else:
-            options |= {"rotary": None, "temperature": sharper}
+            options |= {"rotary": None, "scores": Scores(temperature=sharper)}
         fed = experts(feed_forward) if is_mixture else gated_mlp(config, mlp=config.dense_mlp, key=feed_forward)
         return pre_norm_block(config, attention(config, **options, key=mixer), fed)
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, LogTemperature, RotaryScaling, Transformer, YarnScaling
+from ...nn import Block, LogTemperature, RotaryScaling, Scores, Transformer, YarnScaling
 from .._attributes import Activation, Attribute
 from .._config_types import Length, NotNegative, Number, Positive, Size
 from .._family import DecoderConfig, Family
@@ -42,7 +42,7 @@ def build_ministral3(config: Ministral3Config, *, key: Key[Array, ""]) -> Transf
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        attended = attention(config, window=config.window, temperature=growth_of(config), key=mixer)
+        attended = attention(config, window=config.window, scores=Scores(temperature=growth_of(config)), key=mixer)
         return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
 
     return decoder(config, block, key=key)

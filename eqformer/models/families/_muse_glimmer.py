@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Residual, Transformer
+from ...nn import Block, Residual, Scores, Transformer
 from .._attributes import Activation, Attribute, Attributes, Expect, Fields
 from .._config_types import Index, Length, NotNegative, Number, Positive, Size
 from .._family import DecoderConfig, Family
@@ -45,7 +45,8 @@ class MuseGlimmerConfig(DecoderConfig):
 
 def build_muse_glimmer(config: MuseGlimmerConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Muse Glimmer with random weights."""
-    options: dict[str, Any] = {"scale": config.query_scale * config.head_size**-0.5, "gate": True, "output_std": None}
+    scores = Scores(config.query_scale * config.head_size**-0.5)
+    options: dict[str, Any] = {"scores": scores, "gate": True, "output_std": None}
     options |= head_norms(config, scale=False)
     output_norm = lambda: norm(config, offset=1.0, eps=config.output_eps)
     sublayer = lambda layer: Residual(layer, norm(config, offset=1.0), output_norm=output_norm())

@@ -21,6 +21,7 @@ from ...nn import (
     RelativeBias,
     Residual,
     RMSNorm,
+    Scores,
     Stack,
     Transformer,
 )
@@ -198,20 +199,22 @@ class T5Config(ModelConfig):
 def build_t5(config: T5Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a T5 with random weights."""
     embed, inner = config.embed, config.heads * config.head_dim
-    sizes: dict[str, Any] = {"embed": embed, "heads": config.heads, "head_dim": config.head_dim, "scale": 1.0}
+    sizes: dict[str, Any] = {"embed": embed, "heads": config.heads, "head_dim": config.head_dim}
     norm = lambda: RMSNorm("embed", embed=embed, eps=config.eps)
 
     def block(key: Key[Array, ""], *, reads: bool) -> Block:
         attention_key, cross_key, feed_forward_key = jax.random.split(key, 3)
         arguments = sizes | {"output_std": (2 * config.layers * inner) ** -0.5}
-        attention = Attention(mask=full() if reads else causal(), score_bias=True, **arguments, key=attention_key)
+        attention = Attention(
+            mask=full() if reads else causal(), scores=Scores(1.0, bias=True), **arguments, key=attention_key
+        )
         plain = lambda: MLP(embed=embed, mlp=config.mlp, activation=activation_of(config), key=feed_forward_key)
         layer = gated_mlp(config, key=feed_forward_key) if config.gated else plain()
         mixer, feed_forward = Residual(attention, norm()), Residual(layer, norm())
         if reads:
             return Block(mixer, feed_forward)
-        cross = Residual(CrossAttention(**arguments, key=cross_key), norm(), reads="source")
-        return Block(mixer, cross, feed_forward)
+        cross = CrossAttention(scores=Scores(1.0), **arguments, key=cross_key)
+        return Block(mixer, Residual(cross, norm(), reads="source"), feed_forward)
 
     def bias(key: Key[Array, ""], *, reads: bool) -> RelativeBias:
         arguments = {"ranges": config.ranges, "heads": config.heads, "farthest": config.farthest}

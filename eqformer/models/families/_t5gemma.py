@@ -14,7 +14,7 @@ from .._published_config import PublishedConfig
 from .._weight_rules import Rule
 from ._common import attention_weights
 from ._decoder import norm
-from ._gemma2 import GEMMA2, gemma2_block, gemma2_model, Gemma2Config, score_options
+from ._gemma2 import GEMMA2, gemma2_block, gemma2_model, Gemma2Config, scores_of
 from ._pattern import layer_windows, stacks_of
 from ._t5gemma2 import half_weights
 
@@ -96,7 +96,8 @@ def build_t5gemma(config: T5GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
     def writer(window: int | None, key: Key[Array, ""]) -> Block:
         block_key, cross_key = jax.random.split(key)
         sizes: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_size}
-        sizes |= {"embed": config.embed, "source": encoder_config.embed, "bias": config.bias} | score_options(config)
+        sizes |= {"embed": config.embed, "source": encoder_config.embed, "bias": config.bias}
+        sizes["scores"] = scores_of(config)
         cross = Residual(CrossAttention(**sizes, key=cross_key), make_norm(), output_norm=make_norm(), reads="source")
         mixer, feed_forward = gemma2_block(config, window, key=block_key).sublayers
         return Block(mixer, cross, feed_forward)

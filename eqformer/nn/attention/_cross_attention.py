@@ -1,36 +1,39 @@
-"""Attention of a sequence to another one."""
+"""Attention to another sequence: to it alone, or to it and the row itself at once."""
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
-from ...kernels import ATTENTION, AttentionCall, full, Mask, Operation
-from .._cache import KVCache
+from ...kernels import attend_to_sources, ATTENTION, blockwise_of, FEW, full, Mask, OF_SOURCE, Operation
+from .._cache import KVCache, mask_overflow, store_keys
 from .._contracts import Attends, Mixer, MixerFacts
 from .._linear import Linear, LinearMap
+from .._norm import Norm
 from .._tokens import Tokens, tokens_or_default
-from ._reader import attend
+from ._attention import Attention
+from ._rotary import Rotary
+from ._scores import compute_attention, Scores
 
 
 class CrossAttention(Mixer):
     """Attention of a sequence's queries to the keys and values of another, `tokens.source` (Vaswani et al. 2017).
 
     Each token sees every token of the source, or in packed rows those of its own segment. A call with a cache and a
-    source stores its keys and values; later calls, without a source, read them, so that they are computed once for a
-    text. Head counts are read off the weights, so the module runs on a slice of its heads.
+    source stores the source's keys and values; later calls, without a source, read them, so that they are computed once
+    for a text. Head counts are read off the weights, so the module runs on a slice of its heads.
     """
 
     query: LinearMap
     key: LinearMap
     value: LinearMap
     output: LinearMap
+    scores: Scores
     mask: Mask
     core: Operation
-    scale: float = eqx.field(static=True)
-    softcap: float | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -42,9 +45,8 @@ class CrossAttention(Mixer):
         source: int | None = None,
         bias: bool = False,
         output_std: float | None = None,
+        scores: Scores | None = None,
         core: Operation | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
         key: Key[Array, ""],
     ):
         """Draw the projections.
@@ -56,70 +58,170 @@ class CrossAttention(Mixer):
             kv_heads: Heads of keys and values, a divisor of `heads`; None: as many.
             source: Channels of the source's vectors; None: as many as `embed`.
             bias: Whether the four maps have biases.
-            output_std: The deviation of the output's weights; None: as the others'.
-            core: How the attention is computed; None: `kernels.ATTENTION`.
-            scale: What the scores are multiplied by; None: `head_dim^-0.5`.
-            softcap: The bound of the scores, `softcap * tanh(scores / softcap)` (T5Gemma).
+            output_std: The standard deviation of the output's weights; None: as for the other weights.
+            scores: The scale, bound and other options of the scores; None: the scale `head_dim^-0.5` alone.
+            core: The computation of the softmax; None: `kernels.ATTENTION`.
             key: For the weights.
         """
         kv_heads = heads if kv_heads is None else kv_heads
         if heads % kv_heads:
             raise ValueError(f"CrossAttention(heads={heads}, kv_heads={kv_heads}): kv_heads must divide heads.")
         keys = jax.random.split(key, 4)
-        given = {"source": embed if source is None else source, "kv_heads": kv_heads, "head_dim": head_dim}
-        own = {"embed": embed, "heads": heads, "head_dim": head_dim}
-        self.query = Linear("embed -> heads head_dim", bias=bias, key=keys[0], **own)
-        self.key = Linear("source -> kv_heads head_dim", bias=bias, key=keys[1], **given)
-        self.value = Linear("source -> kv_heads head_dim", bias=bias, key=keys[2], **given)
-        self.output = Linear("heads head_dim -> embed", bias=bias, std=output_std, key=keys[3], **own)
+        q_sizes = {"embed": embed, "heads": heads, "head_dim": head_dim}
+        kv_sizes = {"source": embed if source is None else source, "kv_heads": kv_heads, "head_dim": head_dim}
+        self.query = Linear("embed -> heads head_dim", bias=bias, key=keys[0], **q_sizes)
+        self.key = Linear("source -> kv_heads head_dim", bias=bias, key=keys[1], **kv_sizes)
+        self.value = Linear("source -> kv_heads head_dim", bias=bias, key=keys[2], **kv_sizes)
+        self.output = Linear("heads head_dim -> embed", bias=bias, std=output_std, key=keys[3], **q_sizes)
+        self.scores = Scores() if scores is None else scores
         self.mask = full()
         self.core = ATTENTION if core is None else core
-        self.scale, self.softcap = head_dim**-0.5 if scale is None else scale, softcap
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: KVCache | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], KVCache | None]:
-        """Attend to the source of the tokens or, where they have none, to that which the cache holds."""
+        """Attend to the source of the tokens or, if they have none, to the source in the cache."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        of_source = lambda vectors: (self.key(vectors), self.value(vectors))
-        key, value, kv_tokens, cache = read_source("CrossAttention", of_source, tokens, cache, x.dtype)
-        is_read = tokens.source is None and x.shape[-2] == 1
-        call = AttentionCall(
-            self.query(x),
-            key,
-            value,
-            mask=self.mask,
-            tokens=tokens,
-            kv_tokens=kv_tokens,
-            scale=self.scale,
-            softcap=self.softcap,
-        )
-        return self.output(attend(self.core, call, cache if is_read else None)), cache
+        key, value, kv_tokens, cache = read_source("CrossAttention", self._project_source, tokens, cache, x.dtype)
+        call = self.scores.call(self.query(x), key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens)
+        attended = compute_attention(self.core, call, cache if tokens.source is None else None)
+        return self.output(attended), cache
+
+    def _project_source(
+        self, vectors: Float[Array, "*batch _ source"]
+    ) -> tuple[Float[Array, "*rows kv_seq kv_heads head_dim"], Float[Array, "*rows kv_seq kv_heads head_dim"]]:
+        return self.key(vectors), self.value(vectors)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
-        """An empty cache for sources of up to `capacity` tokens."""
+        """Return an empty cache for sources of up to `capacity` tokens."""
         return KVCache.empty(batch, capacity, self.key.output_shape, self.value.output_shape, dtype)
 
     def facts(self) -> MixerFacts:
-        """It runs on a slice of its heads."""
-        shapes = ((each.output_shape,) for each in (self.query, self.key, self.value, self.query))
-        needs = ("source",) if self.softcap is None else ("source", "softcap")
-        return MixerFacts(True, Attends(self.mask, *shapes, needs=needs))
+        """Return that it runs on a slice of its heads."""
+        shapes = ((linear.output_shape,) for linear in (self.query, self.key, self.value, self.query))
+        return MixerFacts(True, Attends(self.mask, *shapes, needs=("source", *self.scores.options)))
+
+
+class MergedAttention(Mixer):
+    """Attention whose one softmax runs over a row's own keys and those of `tokens.source` (T5Gemma 2).
+
+    The same maps and norms give the keys and values of both; the source's keys are not rotated, and each token sees all
+    of them, or in packed rows those of its own segment, whatever `mask` says of the row's own keys. The cache is a
+    pair: the row's own, and that of the source, which a call with a source stores and later calls without one read.
+    Head counts are read off the weights, so the module runs on a slice of its heads.
+    """
+
+    query: LinearMap
+    key: LinearMap
+    value: LinearMap
+    output: LinearMap
+    query_norm: Norm | None
+    key_norm: Norm | None
+    rotary: Rotary | None
+    scores: Scores
+    mask: Mask
+    core: Operation
+
+    def __init__(self, attention: Attention):
+        """Take over the parts of an `Attention`; raise a `ValueError` for parts that are not supported here."""
+        rotary, scores = attention.rotary, attention.scores
+        has_other_encoding = rotary is not None and (not isinstance(rotary, Rotary) or rotary.depends_on_length)
+        unsupported = {
+            "value_norm": attention.value_norm is not None,
+            "temperature": scores.temperature is not None,
+            "gate": attention.gate is not None,
+            "sinks": scores.sinks is not None,
+            "keys as values": attention.value is None,
+            "score bias": scores.bias,
+            "a rotary with norms after it or with frequencies that depend on the length": has_other_encoding,
+        }
+        if attention.value is None or any(unsupported.values()):
+            names = " and ".join(name for name, is_set in unsupported.items() if is_set)
+            raise ValueError(f"MergedAttention(Attention): it has no place for {names}; leave it out of the Attention.")
+        self.query, self.key, self.value = attention.query, attention.key, attention.value
+        self.output = attention.output
+        self.query_norm, self.key_norm = attention.query_norm, attention.key_norm
+        self.rotary = rotary if isinstance(rotary, Rotary) else None
+        self.scores, self.core = scores, attention.core
+        self.mask = dataclasses.replace(attention.mask, source=True)
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: tuple[KVCache, KVCache] | None = None,
+    ) -> tuple[Float[Array, "*batch seq embed"], tuple[KVCache, KVCache] | None]:
+        """Attend to the tokens of `x`, with a cache to those stored in it, and to the source."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
+        row_cache, source_cache = (None, None) if cache is None else cache
+        query, key, value = self.query(x), self._normalize_keys(self.key(x)), self.value(x)
+        query = query if self.query_norm is None else self.query_norm(query)
+        if self.rotary is not None:
+            query, key = self.rotary(query, tokens.positions), self.rotary(key, tokens.positions)
+        row_cache, key, value, row_tokens = store_keys(row_cache, key, value, tokens)
+        source_key, source_value, source_tokens, source_cache = read_source(
+            "MergedAttention", self._project_source, tokens, source_cache, x.dtype
+        )
+        kv_tokens = _join_tokens(source_tokens, tokens if row_tokens is None else row_tokens, x.shape[:-2])
+        if row_cache is not None and x.shape[-2] <= FEW and blockwise_of(self.core):
+            # For few queries the scores are concatenated, so that both caches are read where they lie.
+            sources = (source_key, source_value), (key, value)
+            visible, scale = self.mask(tokens, kv_tokens), self.scores.scale_of(query.shape[-1])
+            attended = attend_to_sources(query, sources, visible, scale=scale, softcap=self.scores.softcap)
+        else:
+            keys, values = jnp.concatenate([source_key, key], -3), jnp.concatenate([source_value, value], -3)
+            attended = self.core(
+                self.scores.call(query, keys, values, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens)
+            )
+        output = self.output(mask_overflow(attended, tokens, row_cache))
+        return output, None if row_cache is None or source_cache is None else (row_cache, source_cache)
+
+    def _normalize_keys(
+        self, key: Float[Array, "*batch _ kv_heads head_dim"]
+    ) -> Float[Array, "*batch _ kv_heads head_dim"]:
+        return key if self.key_norm is None else self.key_norm(key)
+
+    def _project_source(
+        self, vectors: Float[Array, "*batch kv_seq embed"]
+    ) -> tuple[Float[Array, "*batch kv_seq kv_heads head_dim"], Float[Array, "*batch kv_seq kv_heads head_dim"]]:
+        return self._normalize_keys(self.key.of_other(vectors)), self.value.of_other(vectors)
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> tuple[KVCache, KVCache]:
+        """Return empty caches for rows and sources of up to `capacity` tokens; the first rolls if the mask sees
+        fewer."""
+        self.mask.check_cached("MergedAttention")
+        shapes = self.key.output_shape, self.value.output_shape
+        row_cache = KVCache.empty(batch, capacity, *shapes, dtype, reach=self.mask.reach(capacity))
+        return row_cache, KVCache.empty(batch, capacity, *shapes, dtype)
+
+    def facts(self) -> MixerFacts:
+        """Return that it runs on a slice of its heads, and the operations for keys and values of a source as long as
+        the row."""
+        shapes = ((linear.output_shape,) for linear in (self.query, self.key, self.value, self.query))
+        operations = sum(2 * math.prod(linear.sizes.values()) for linear in (self.key, self.value))
+        return MixerFacts(True, Attends(self.mask, *shapes, needs=("source", *self.scores.options)), operations)
 
 
 def read_source(
     call: str,
-    of_source: Callable[[Array], tuple[Array, Array]],
+    project: Callable[[Array], tuple[Array, Array]],
     tokens: Tokens,
     cache: KVCache | None,
     dtype: jnp.dtype,
 ) -> tuple[
     Float[Array, "*batch all kv_heads head_dim"], Float[Array, "*batch all kv_heads v_dim"], Tokens, KVCache | None
 ]:
-    """Keys and values of the tokens' source and its tokens, and the cache with them, or what that holds already.
+    """Return keys, values and tokens of the source, and the cache with them; without a source, what the cache holds.
 
-    `of_source` gives keys and values of a source's vectors. Raises a `ValueError`, which begins with `call`, where
-    neither is there, and where the cache has no room.
+    Args:
+        call: The name of the caller, for errors.
+        project: Returns keys and values of a source's vectors.
+        tokens: The tokens of the queries, with their source.
+        cache: The cache of the source's keys and values.
+        dtype: The dtype of keys and values.
+
+    Raises:
+        ValueError: Without a source and a cache, and for a cache with too few slots for the source.
     """
     if tokens.source is None:
         if cache is None:
@@ -127,15 +229,33 @@ def read_source(
                 f"{call}: neither a source nor a cache that holds one; pass nn.Tokens(positions, "
                 "source=nn.Source(...)), or nn.with_source(tokens, source)."
             )
-        keys, values, places = cache.stored(dtype)
-        return keys.astype(dtype), values.astype(dtype), places, cache
-    vectors, places = tokens.source.vectors(call), tokens.source.tokens
-    keys, values = of_source(vectors)
+        key, value, source_tokens = cache.stored(dtype)
+        return key.astype(dtype), value.astype(dtype), source_tokens, cache
+    vectors, source_tokens = tokens.source.vectors(call), tokens.source.tokens
+    key, value = project(vectors)
     if cache is not None:
         if vectors.shape[-2] > (slots := cache.positions.shape[-1]):
             raise ValueError(
                 f"{call}: a source of {vectors.shape[-2]} tokens and a cache of capacity {slots}, which keeps its keys "
                 "too; make it by init_cache(..., capacity) with as many."
             )
-        cache, keys, values, places = cache.update(keys, values, places)
-    return keys.astype(dtype), values.astype(dtype), places, cache
+        cache, key, value, source_tokens = cache.update(key, value, source_tokens)
+    return key.astype(dtype), value.astype(dtype), source_tokens, cache
+
+
+def _join_tokens(source: Tokens, row: Tokens, batch: tuple[int, ...]) -> Tokens:
+    """Return the tokens of a source's keys, in positions that a mask knows as a source's, before those of the row."""
+    if row.segments is not None and source.segments is None:
+        raise ValueError(
+            "MergedAttention: the row has segments and its source has none; give nn.Source(values, "
+            "nn.Tokens(positions, segments)) with those of the row that read it."
+        )
+
+    def concatenate(*parts: Int[Array, "*batch _"]) -> Int[Array, "*batch kv_seq"]:
+        return jnp.concatenate([jnp.broadcast_to(part, (*batch, part.shape[-1])) for part in parts], axis=-1)
+
+    segments = None
+    if row.segments is not None and source.segments is not None:
+        segments = concatenate(source.segments, row.segments)
+    source_positions = jnp.where(source.positions >= 0, OF_SOURCE, -1)
+    return Tokens(concatenate(source_positions, row.positions), segments)

@@ -1,37 +1,36 @@
 """Attention to the keys and values of an earlier layer."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Key, PyTree
 
-from ...kernels import ATTENTION, AttentionCall, causal, Mask, Operation
+from ...kernels import ATTENTION, causal, Mask, Operation
 from .._contracts import Attends, Mixer, MixerFacts
 from .._cross_layer import SharedKV, SharedValue
 from .._linear import Linear, LinearMap
 from .._norm import Norm
 from .._tokens import document_lengths, Tokens, tokens_or_default
 from ._rotary import Rotary
+from ._scores import Scores
 
 
 class CrossLayerAttention(Mixer):
     """Attention whose keys and values an earlier layer shares (Brandon et al. 2024, arXiv:2405.12981).
 
     It has queries and an output of its own, stands in `Residual(reads=name)`, and is called with the `SharedValue` of
-    that name in the place of a cache, of which it has none. Masks and rotary positions are as for `Attention`, whose
-    keys it reads; `kv_heads` of the whole layer are for costs alone, since keys come with their heads.
+    that name in place of a cache; it has no cache. Masks and rotary positions are as for the `Attention` whose keys it
+    reads. The keys come with their heads, so `kv_heads`, of the whole layer, is only used for costs.
     """
 
     query: LinearMap
     output: LinearMap
     query_norm: Norm | None
     rotary: Rotary | None
+    scores: Scores
     mask: Mask
     core: Operation
-    scale: float = eqx.field(static=True)
-    softcap: float | None = eqx.field(static=True)
     kv_heads: int = eqx.field(static=True)
 
     def __init__(
@@ -45,10 +44,9 @@ class CrossLayerAttention(Mixer):
         output_std: float | None = None,
         query_norm: Norm | None = None,
         rotary: Rotary | None = None,
+        scores: Scores | None = None,
         mask: Mask | None = None,
         core: Operation | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
         key: Key[Array, ""],
     ):
         """Draw the projections; parts that are modules are passed built.
@@ -59,13 +57,12 @@ class CrossLayerAttention(Mixer):
             head_dim: Channels of a head.
             kv_heads: Heads of the keys and values that are read.
             bias: Whether queries and the output have biases.
-            output_std: The deviation of the output's weights; None: as the queries'.
-            query_norm: A norm of the queries.
-            rotary: Rotary positions of queries; keys are left rotated.
-            mask: Which keys a query may see; None: `causal()`.
-            core: How the attention is computed; None: `kernels.ATTENTION`.
-            scale: What the scores are multiplied by; None: `head_dim^-0.5`.
-            softcap: The bound of the scores.
+            output_std: The standard deviation of the output's weights; None: as for the queries'.
+            query_norm: The norm of the queries.
+            rotary: The rotary positions of queries; shared keys are rotated already.
+            scores: The scale, bound and other options of the scores; None: the scale `head_dim^-0.5` alone.
+            mask: The keys that a query may see; None: `causal()`.
+            core: The computation of the softmax; None: `kernels.ATTENTION`.
             key: For the weights.
         """
         if heads % kv_heads:
@@ -73,53 +70,42 @@ class CrossLayerAttention(Mixer):
                 f"CrossLayerAttention(heads={heads}, kv_heads={kv_heads}): each key head serves equally many queries, "
                 "so kv_heads must divide heads."
             )
-        one, two = jax.random.split(key)
-        sizes: dict[str, Any] = {"embed": embed, "heads": heads, "head_dim": head_dim, "bias": bias}
-        self.query = Linear("embed -> heads head_dim", key=one, **sizes)
-        self.output = Linear("heads head_dim -> embed", std=output_std, key=two, **sizes)
+        query_key, output_key = jax.random.split(key)
+        sizes = {"embed": embed, "heads": heads, "head_dim": head_dim}
+        self.query = Linear("embed -> heads head_dim", bias=bias, key=query_key, **sizes)
+        self.output = Linear("heads head_dim -> embed", bias=bias, std=output_std, key=output_key, **sizes)
         self.query_norm, self.rotary = query_norm, rotary
+        self.scores = Scores() if scores is None else scores
         self.mask = causal() if mask is None else mask
         self.core = ATTENTION if core is None else core
-        self.scale = head_dim**-0.5 if scale is None else scale
-        self.softcap, self.kv_heads = softcap, kv_heads
+        self.kv_heads = kv_heads
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: SharedValue | None = None
     ) -> tuple[Float[Array, "*batch seq embed"], SharedValue]:
         """Attend to the keys and values that the earlier layer shares."""
-        seen = None if cache is None else cache.value
-        if cache is None or not isinstance(seen, SharedKV):
+        shared = None if cache is None else cache.value
+        if cache is None or not isinstance(shared, SharedKV):
             raise ValueError(
                 "CrossLayerAttention(x): it reads keys of an earlier layer; let it stand in Residual(reads=), behind "
                 "an Attention in Residual(shares=)."
             )
         tokens = tokens_or_default(tokens, x.shape[:-1], None)
-        kv_tokens = None if seen.positions is None else Tokens(seen.positions)
+        kv_tokens = None if shared.positions is None else Tokens(shared.positions)
         query = self.query(x)
         query = query if self.query_norm is None else self.query_norm(query)
         if self.rotary is not None:
             lengths = document_lengths(tokens, kv_tokens) if self.rotary.depends_on_length else None
             query = self.rotary(query, tokens.positions, lengths)
-        call = AttentionCall(
-            query,
-            seen.keys,
-            seen.values,
-            mask=self.mask,
-            tokens=tokens,
-            kv_tokens=kv_tokens,
-            scale=self.scale,
-            softcap=self.softcap,
-        )
+        call = self.scores.call(query, shared.keys, shared.values, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens)
         return self.output(self.core(call)), cache
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """None: what it reads is in another layer's cache."""
+        """Return None: the keys that it reads are in another layer's cache."""
         return None
 
     def facts(self) -> MixerFacts:
-        """It runs on a slice of its heads, and its core attends for pieces of rows."""
-        query, output = self.query.output_shape, self.output.sizes
-        key = (self.kv_heads, query[1])
-        needs = ("softcap",) if self.softcap is not None else ()
-        shape = output["heads"], output["head_dim"]
-        return MixerFacts(True, Attends(self.mask, (query,), (key,), (key,), (shape,), needs))
+        """Return that it runs on a slice of its heads, and that its core attends for pieces of rows."""
+        query, output_sizes = self.query.output_shape, self.output.sizes
+        key, output = (self.kv_heads, query[1]), (output_sizes["heads"], output_sizes["head_dim"])
+        return MixerFacts(True, Attends(self.mask, (query,), (key,), (key,), (output,), self.scores.options))

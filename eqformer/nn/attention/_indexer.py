@@ -1,12 +1,12 @@
-"""What chooses the keys of a sparse attention: small heads that score every key, and the best of them."""
+"""Selection of keys for sparse attention: small heads score every key, and each query sees only the best keys."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
+from jaxtyping import Array, Float, Int, Key, Shaped
 
 from ...kernels import AttentionCall, ChosenKeys, Mask, ReferenceAttention
 from .._dtype import at_least_float32
@@ -17,19 +17,19 @@ from .._tokens import Tokens
 from ._rotary import Rotary
 
 
-class Asking(NamedTuple):
-    """What an indexer makes of queries: small ones, and how much each of their heads counts."""
+class IndexQueries(NamedTuple):
+    """The small queries of an indexer, and the weight of each of its heads."""
 
     query: Float[Array, "*batch seq index_heads index_dim"]
     weight: Float[Array, "*batch seq index_heads"]
 
 
 class Indexer(Module):
-    """The lightning indexer of DeepSeek-V3.2 (DeepSeek-AI 2025, eq. 1): each query sees its `top_k` best keys alone.
+    """The lightning indexer of DeepSeek-V3.2 (DeepSeek-AI 2025, eq. 1): each query sees only its `top_k` best keys.
 
     A key at `s` has for a query at `t` the score `sum_h w_th relu(q_th . k_s)`, of small queries from the queries'
-    latent, small keys and weights from the input. Nothing of it has a gradient: it is trained by a loss of its own. Of
-    equal scores the first key counts.
+    latent, and small keys and weights from the input. No gradient passes through it: it is trained by a loss of its
+    own. Of equal scores the first key is taken.
     """
 
     query: LinearMap
@@ -38,7 +38,7 @@ class Indexer(Module):
     weight: LinearMap
     rotary: Rotary
     top_k: int = eqx.field(static=True)
-    at_once: int = eqx.field(static=True)
+    chunk: int = eqx.field(static=True)
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Indexer(Module):
         dim: int,
         top_k: int,
         rotary: Rotary,
-        at_once: int = 64,
+        chunk: int = 64,
         key: Key[Array, ""],
     ):
         """Draw the maps.
@@ -58,10 +58,10 @@ class Indexer(Module):
             embed: Channels of the input.
             q_latent: Channels of the queries' latent.
             heads: Small heads.
-            dim: Channels of one, of which the first `rotary.dim` are rotated.
+            dim: Channels of a small head, of which the first `rotary.dim` are rotated.
             top_k: Keys that a query sees.
             rotary: Rotary positions, whose frequencies must not depend on the length.
-            at_once: Queries whose scores are in memory at a time.
+            chunk: Queries whose scores are in memory at a time.
             key: For the weights.
         """
         if rotary.depends_on_length or top_k < 1:
@@ -76,108 +76,107 @@ class Indexer(Module):
         self.key = Linear("embed -> index_dim", embed=embed, index_dim=dim, key=keys[1])
         self.key_norm = LayerNorm("index_dim", index_dim=dim, eps=1e-6)
         self.weight = Linear("embed -> index_heads", embed=embed, index_heads=heads, key=keys[2])
-        self.rotary, self.top_k, self.at_once = rotary, top_k, at_once
+        self.rotary, self.top_k, self.chunk = rotary, top_k, chunk
 
-    def keys(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> Float[Array, "*batch seq index_dim"]:
-        """What of the tokens of `x` is cached."""
+    def index_keys(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> Float[Array, "*batch seq index_dim"]:
+        """Return the small keys of the tokens of `x`, which are cached."""
         return self.rotary(self.key_norm(self.key(x))[..., None, :], tokens.positions)[..., 0, :]
 
-    def asking(
+    def index_queries(
         self, x: Float[Array, "*batch _ embed"], latent: Float[Array, "*batch seq q_latent"], tokens: Tokens
-    ) -> Asking:
-        """What asks for keys, of the input and the queries' latent."""
-        exact = at_least_float32(x.dtype)
+    ) -> IndexQueries:
+        """Return the small queries, from the input and the queries' latent."""
+        dtype = at_least_float32(x.dtype)
         query, weight = self.rotary(self.query(latent), tokens.positions), self.weight(x)
-        return Asking(*(jax.lax.stop_gradient(its).astype(exact) for its in (query, weight)))
+        return IndexQueries(*(jax.lax.stop_gradient(array).astype(dtype) for array in (query, weight)))
 
-    def choose(
+    def select_keys(
         self,
-        asking: Asking,
+        queries: IndexQueries,
         keys: Float[Array, "*batch kv_seq index_dim"],
         *,
         mask: Mask,
         tokens: Tokens,
         kv_tokens: Tokens,
-    ) -> "Choice | None":
-        """Which keys each query sees, of those that its mask shows; None where there are no more than `top_k`.
+    ) -> "KeySelection | None":
+        """Return which of the keys that its mask shows each query sees; None if there are at most `top_k` keys.
 
-        Scores of some queries are in memory at a time.
+        The scores of `chunk` queries are in memory at a time.
 
         Args:
-            asking: What asks for keys.
-            keys: The indexer's own.
-            mask: Which keys a query may choose from.
-            tokens: The positions and segments of the queries.
-            kv_tokens: Those of the keys.
+            queries: The small queries.
+            keys: The small keys.
+            mask: The keys from which a query may select.
+            tokens: The tokens of the queries.
+            kv_tokens: The tokens of the keys.
         """
         if keys.shape[-2] <= self.top_k:
             return None
-        keys = jax.lax.stop_gradient(keys).astype(asking.query.dtype)
+        keys = jax.lax.stop_gradient(keys).astype(queries.query.dtype)
 
-        def best(tokens: Tokens, asking: Asking) -> Int[Array, "*batch seq top_k"]:
-            heads, dim = asking.query.shape[-2:]
-            dots = jax.nn.relu(jnp.einsum("...qhd,...kd->...qhk", asking.query, keys) * dim**-0.5)
-            scores = jnp.einsum("...qh,...qhk->...qk", asking.weight * heads**-0.5, dots)
+        def best_keys(tokens: Tokens, queries: IndexQueries) -> Int[Array, "*batch chunk top_k"]:
+            heads, dim = queries.query.shape[-2:]
+            dots = jax.nn.relu(jnp.einsum("...qhd,...kd->...qhk", queries.query, keys) * dim**-0.5)
+            scores = jnp.einsum("...qh,...qhk->...qk", queries.weight * heads**-0.5, dots)
             return jax.lax.top_k(jnp.where(mask(tokens, kv_tokens), scores, -jnp.inf), self.top_k)[1]
 
-        return Choice(_of_some(best, tokens, asking.weight.shape[:-1], asking, self.at_once), self.at_once)
+        shape = queries.weight.shape[:-1]
+        return KeySelection(_map_query_chunks(best_keys, tokens, shape, queries, self.chunk), self.chunk)
 
 
-class Choice(eqx.Module):
-    """Which keys each query sees, of those that its mask shows: an indexer's, for its layer and for later ones."""
+class KeySelection(eqx.Module):
+    """The keys that each query sees, of those that its mask shows: selected by an indexer, for its layer and for later
+    layers."""
 
-    best: Int[Array, "*batch seq top_k"]
-    """Places of keys."""
-    at_once: int = eqx.field(static=True)
+    indices: Int[Array, "*batch seq top_k"]
+    """The indices of the keys in their array."""
+    chunk: int = eqx.field(static=True)
     """Queries whose scores are in memory at a time."""
 
-    def __call__(
-        self,
-        query: Float[Array, "*batch seq heads head_dim"],
-        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
-        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
-        *,
-        mask: Mask,
-        tokens: Tokens,
-        kv_tokens: Tokens,
-        scale: float,
-    ) -> Float[Array, "*batch seq heads v_dim"]:
-        """Attention to the chosen keys, of some queries at a time, in memory linear in the row.
+    def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+        """Attend to the selected keys, for `chunk` queries at a time, in memory linear in the row."""
+        kv_tokens = call.tokens if call.kv_tokens is None else call.kv_tokens
 
-        Args:
-            query: The attention's queries.
-            key: Its keys.
-            value: Its values.
-            mask: Which keys a query may see.
-            tokens: The positions and segments of the queries.
-            kv_tokens: Those of the keys.
-            scale: What the scores are multiplied by.
-        """
+        def attend_chunk(tokens: Tokens, chunk: tuple[Array, Array]) -> Float[Array, "*batch chunk heads v_dim"]:
+            query, indices = chunk
+            visible = call.mask(tokens, kv_tokens)
+            is_selected = jnp.put_along_axis(jnp.zeros_like(visible), indices, True, -1, inplace=False)
+            return ReferenceAttention()(
+                AttentionCall(
+                    query,
+                    call.key,
+                    call.value,
+                    mask=ChosenKeys(visible & is_selected),
+                    tokens=tokens,
+                    kv_tokens=kv_tokens,
+                    scale=call.scale,
+                )
+            )
 
-        def some(tokens: Tokens, given: tuple[Array, Array]) -> Float[Array, "*batch seq heads v_dim"]:
-            query, best = given
-            shown = mask(tokens, kv_tokens)
-            chosen = ChosenKeys(shown & jnp.put_along_axis(jnp.zeros_like(shown), best, True, -1, inplace=False))
-            call = AttentionCall(query, key, value, mask=chosen, tokens=tokens, kv_tokens=kv_tokens, scale=scale)
-            return ReferenceAttention()(call)
-
-        return _of_some(some, tokens, query.shape[:-2], (query, self.best), self.at_once)
+        shape = call.query.shape[:-2]
+        tokens = Tokens(call.tokens.positions, call.tokens.segments)
+        return _map_query_chunks(attend_chunk, tokens, shape, (call.query, self.indices), self.chunk)
 
 
-def _of_some(
-    function: Callable[[Tokens, Any], Array], tokens: Tokens, shape: tuple[int, ...], given: PyTree, size: int
+Arrays = TypeVar("Arrays", bound=tuple[Array, ...])
+
+
+def _map_query_chunks(
+    function: Callable[[Tokens, Arrays], Array], tokens: Tokens, shape: tuple[int, ...], arrays: Arrays, size: int
 ) -> Shaped[Array, "..."]:
-    """What a function gives of tokens of a shape and of arrays with their dims in front, of `size` tokens at a time."""
-    at, seq = len(shape) - 1, shape[-1]
-    places = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), (tokens.positions, tokens.segments))
+    """Apply a function to `size` tokens at a time, and to the same tokens of arrays whose first dims are `shape`."""
+    axis, seq = len(shape) - 1, shape[-1]
+    positions = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), (tokens.positions, tokens.segments))
     if seq <= size:
-        return function(Tokens(*places), given)
+        return function(Tokens(*positions), arrays)
 
-    def cut(x: Array) -> Array:
-        filled = jnp.pad(x, [(0, -seq % size if axis == at else 0) for axis in range(x.ndim)])
-        return jnp.moveaxis(filled.reshape(*x.shape[:at], -1, size, *x.shape[at + 1 :]), at, 0)
+    def split_chunks(x: Array) -> Array:
+        padded = jnp.pad(x, [(0, -seq % size if dim == axis else 0) for dim in range(x.ndim)])
+        return jnp.moveaxis(padded.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
 
-    parts = jax.tree.map(cut, (places, given))
-    found = jax.lax.map(jax.checkpoint(lambda part: function(Tokens(*part[0]), part[1])), parts)
-    found = jnp.moveaxis(found, 0, at)
-    return jax.lax.slice_in_dim(found.reshape(*found.shape[:at], -1, *found.shape[at + 2 :]), 0, seq, axis=at)
+    chunks = jax.tree.map(split_chunks, (positions, arrays))
+    # Recomputed in the backward pass: the scores of all chunks would be a matrix of the whole row.
+    results = jax.lax.map(jax.checkpoint(lambda chunk: function(Tokens(*chunk[0]), chunk[1])), chunks)
+    results = jnp.moveaxis(results, 0, axis)
+    joined = results.reshape(*results.shape[:axis], -1, *results.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(joined, 0, seq, axis=axis)

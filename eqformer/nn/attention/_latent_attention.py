@@ -1,10 +1,9 @@
 """Multi-head latent attention: keys and values rebuilt from one small latent a token."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal, NamedTuple
 
 import einops
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
@@ -16,21 +15,31 @@ from ...kernels import (
     causal,
     DecodeCall,
     Mask,
-    Op,
     Operation,
     RotatedChannels,
     StoredArrays,
 )
 from .._cache import empty_slots, LatentCache, mask_overflow, slots_for
 from .._contracts import Attends, Mixer, MixerFacts
-from .._cross_layer import SharedValue, ShareRequest
-from .._dtype import add_float32, broadcast_float32, float_dtype, multiply_float32
+from .._cross_layer import answer_request, SharedValue, ShareRequest
+from .._dtype import add_float32, broadcast_float32, float_dtype
 from .._linear import Linear, LinearMap
 from .._norm import Norm
 from .._tokens import document_lengths, Tokens, tokens_or_default
-from ._indexer import Choice, Indexer
+from ._indexer import Indexer, KeySelection
 from ._rotary import Rotary
-from ._temperature import LogTemperature
+from ._scores import Scores
+
+
+class LatentKeys(NamedTuple):
+    """The arrays from which all heads' keys and values are computed, of new tokens or of all that a cache holds."""
+
+    latents: Float[Array, "*batch kv_seq latent"]
+    """The latents of keys and values."""
+    rope: Float[Array, "*batch kv_seq rope_dim"]
+    """The rotary keys, which all heads share; without rotary positions they have no channels."""
+    index: Float[Array, "*batch kv_seq index_dim"] | None
+    """The small keys of the indexer."""
 
 
 class LatentAttention(Mixer):
@@ -40,8 +49,8 @@ class LatentAttention(Mixer):
     rotated key of `rope_dim` channels that all heads share. Queries come from the input or, with `q_latent`, from a
     latent of their own. Without a `rotary` there is no decoupled key (NoPE). A single decoded token attends to the
     latents directly: the up-projections are absorbed into query and output, as in the paper, with equal results. With
-    an `indexer`, beyond its number of keys each query sees those alone that it chooses (DeepSeek-V3.2). In
-    `Residual(shares=)` it shares this choice, for a layer without an indexer in `Residual(reads=)` (GLM-5).
+    an `indexer`, a query sees only the keys that the indexer selects, if there are more of them (DeepSeek-V3.2). In
+    `Residual(shares=)` the layer shares this selection with a layer without an indexer in `Residual(reads=)` (GLM-5).
     """
 
     query_down: LinearMap | None
@@ -55,11 +64,10 @@ class LatentAttention(Mixer):
     value_up: LinearMap
     output: LinearMap
     rotary: Rotary | None
-    temperature: LogTemperature | None
     indexer: Indexer | None
+    scores: Scores
     mask: Mask
     core: Operation
-    scale: float = eqx.field(static=True)
 
     def __init__(
         self,
@@ -73,14 +81,12 @@ class LatentAttention(Mixer):
         latent_norm: Norm | None = None,
         query_latent_norm: Norm | None = None,
         rotary: Rotary | None = None,
-        temperature: LogTemperature | None = None,
         indexer: Indexer | None = None,
-        bias: bool = False,
-        latent_bias: bool = False,
+        bias: bool | Literal["latents"] = False,
         output_std: float | None = None,
+        scores: Scores | None = None,
         mask: Mask | None = None,
         core: Operation | None = None,
-        scale: float | None = None,
         key: Key[Array, ""],
     ):
         """Draw the projections; parts that are modules are passed built.
@@ -88,54 +94,58 @@ class LatentAttention(Mixer):
         Args:
             embed: Channels of the input and the output.
             heads: Heads.
-            head_dim: Channels of a head's query and key that are not rotated; `rotary.dim` are.
+            head_dim: Channels of a head's query and key that are not rotated; `rotary.dim` more are rotated.
             latent: Channels of the latent of keys and values.
             q_latent: Channels of the queries' latent; None: queries come from the input.
             v_dim: Channels of a head's value; None: `head_dim`.
-            latent_norm: A norm of the latent of keys and values.
-            query_latent_norm: A norm of the queries' latent.
+            latent_norm: The norm of the latent of keys and values.
+            query_latent_norm: The norm of the queries' latent.
             rotary: Rotary positions; None: there is no decoupled key.
-            temperature: What sharpens queries of late positions.
-            indexer: What chooses the keys that a query sees; it reads the queries' latent.
-            bias: Whether the maps have biases.
-            latent_bias: Whether those to latents, and the output, have biases at least (DeepSeek).
-            output_std: The deviation of the output's weights; None: as the others'.
-            mask: Which keys a query may see; None: `causal()`.
-            core: How the attention is computed; None: `kernels.ATTENTION`, in memory linear in the sequence.
-            scale: What the scores are multiplied by; None: `(head_dim + rope_dim)^-0.5`.
+            indexer: Selects the keys that a query sees, from the queries' latent.
+            bias: Whether the maps have biases; "latents": only the output and the maps from the input to latents and
+                to the rotary key have (DeepSeek).
+            output_std: The standard deviation of the output's weights; None: as for the other weights.
+            scores: The scale and temperature of the scores; None: the scale `(head_dim + rope_dim)^-0.5` alone.
+            mask: The keys that a query may see; None: `causal()`.
+            core: The computation of the softmax; None: `kernels.ATTENTION`, in memory linear in the sequence.
             key: For the weights.
         """
         if indexer is not None and q_latent is None:
             raise ValueError(
                 "LatentAttention(indexer=..., q_latent=None): an indexer reads the queries' latent; give one."
             )
+        scores = Scores() if scores is None else scores
+        if scores.options:
+            raise ValueError(
+                f"LatentAttention(scores={scores}): its scores have a scale and a temperature, and no "
+                f"{' and no '.join(scores.options)}; leave it out of the scores."
+            )
         keys = jax.random.split(key, 8)
-        rope_dim = 0 if rotary is None else rotary.dim
-        source = {"embed": embed} if q_latent is None else {"q_latent": q_latent}
-        (origin,) = source
-        self.query_down, edges = None, {"embed": embed, "bias": bias or latent_bias}
+        has_bias, v_dim = bias is True, head_dim if v_dim is None else v_dim
+        from_embed = {"embed": embed, "bias": bool(bias)}
+        self.query_down = None
         if q_latent is not None:
-            self.query_down = Linear("embed -> q_latent", q_latent=q_latent, key=keys[0], **edges)
-        self.query_latent_norm, self.latent_norm = query_latent_norm, latent_norm
-        self.query = Linear(
-            f"{origin} -> heads head_dim", heads=heads, head_dim=head_dim, bias=bias, key=keys[1], **source
-        )
-        self.latent_down = Linear("embed -> latent", latent=latent, key=keys[2], **edges)
+            self.query_down = Linear("embed -> q_latent", q_latent=q_latent, key=keys[0], **from_embed)
+        source, source_size = ("embed", {"embed": embed}) if q_latent is None else ("q_latent", {"q_latent": q_latent})
+        query_sizes = {"heads": heads, **source_size}
+        self.query = Linear(f"{source} -> heads head_dim", head_dim=head_dim, bias=has_bias, key=keys[1], **query_sizes)
+        self.latent_down = Linear("embed -> latent", latent=latent, key=keys[2], **from_embed)
         self.query_rope = self.key_rope = None
         if rotary is not None:
             self.query_rope = Linear(
-                f"{origin} -> heads rope_dim", heads=heads, rope_dim=rope_dim, bias=bias, key=keys[3], **source
+                f"{source} -> heads rope_dim", rope_dim=rotary.dim, bias=has_bias, key=keys[3], **query_sizes
             )
-            self.key_rope = Linear("embed -> rope_dim", rope_dim=rope_dim, key=keys[4], **edges)
-        up = {"latent": latent, "heads": heads, "bias": bias}
-        v_dim = head_dim if v_dim is None else v_dim
-        self.key_up = Linear("latent -> heads head_dim", head_dim=head_dim, key=keys[5], **up)
-        self.value_up = Linear("latent -> heads v_dim", v_dim=v_dim, key=keys[6], **up)
-        self.output = Linear("heads v_dim -> embed", heads=heads, v_dim=v_dim, std=output_std, key=keys[7], **edges)
-        self.rotary, self.temperature, self.indexer = rotary, temperature, indexer
+            self.key_rope = Linear("embed -> rope_dim", rope_dim=rotary.dim, key=keys[4], **from_embed)
+        from_latent = {"latent": latent, "heads": heads, "bias": has_bias}
+        self.key_up = Linear("latent -> heads head_dim", head_dim=head_dim, key=keys[5], **from_latent)
+        self.value_up = Linear("latent -> heads v_dim", v_dim=v_dim, key=keys[6], **from_latent)
+        self.output = Linear(
+            "heads v_dim -> embed", heads=heads, v_dim=v_dim, std=output_std, key=keys[7], **from_embed
+        )
+        self.query_latent_norm, self.latent_norm = query_latent_norm, latent_norm
+        self.rotary, self.indexer, self.scores = rotary, indexer, scores
         self.mask = causal() if mask is None else mask
         self.core = ATTENTION if core is None else core
-        self.scale = (head_dim + rope_dim) ** -0.5 if scale is None else scale
 
     def __call__(
         self,
@@ -143,127 +153,153 @@ class LatentAttention(Mixer):
         tokens: Tokens | None = None,
         cache: LatentCache | ShareRequest | SharedValue | None = None,
     ) -> tuple[Float[Array, "*batch seq embed"], LatentCache | SharedValue | None]:
-        """Attend among the tokens of `x` and, with a cache, to those stored in it; the new ones are stored too."""
-        given, cache = cache, _own_cache(cache)
+        """Attend among the tokens of `x` and, with a cache, to those stored in it; the new tokens are stored too."""
+        shared = self._read_selection(cache)
+        is_sharing, cache = _unwrap_cache(cache)
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        source = self._source(x)
+        source = self._query_source(x)
         query, query_rope = self.query(source), None if self.query_rope is None else self.query_rope(source)
-        latents = self.latent_down(x)
-        latents = latents if self.latent_norm is None else self.latent_norm(latents)
-        key_rope = jnp.zeros((*x.shape[:-1], 0), x.dtype) if self.key_rope is None else self.key_rope(x)
-        # If frequencies depend on the length, keys are cached unrotated, and rotated when they are read.
-        late = self.rotary is not None and self.rotary.depends_on_length
-        key_rope = key_rope if late else self._rotate_key(key_rope, tokens, None)
-        rope_dim = key_rope.shape[-1]
-        if self.indexer is not None:  # whose keys are cached beside the rotated ones
-            key_rope = jnp.concatenate([key_rope, self.indexer.keys(x, tokens)], -1)
-        kv_tokens = lengths = None
-        if cache is not None:
-            cache, latents, key_rope, kv_tokens = cache.update(latents, key_rope, tokens)
-            latents, key_rope = latents.astype(x.dtype), key_rope.astype(x.dtype)
-        key_rope, index_keys = key_rope[..., :rope_dim], key_rope[..., rope_dim:]
-        seen = tokens if kv_tokens is None else kv_tokens
-        if late:
-            lengths = document_lengths(tokens, kv_tokens)
-            key_rope = self._rotate_key(key_rope, seen, lengths)
-        absorbed = cache is not None and x.shape[-2] == 1
-        if absorbed:
+        cache, keys, kv_tokens, lengths = self._store_keys(self._compress(x, tokens), tokens, cache)
+        scale = self.scores.scale_of(query.shape[-1] + keys.rope.shape[-1])
+        # A single token with a cache attends to the latents themselves, with key_up and value_up absorbed.
+        is_absorbed = cache is not None and x.shape[-2] == 1
+        if is_absorbed:
             # The bias of key_up adds the same number to all scores of a query, which does not change the softmax.
             query = einops.einsum(query, self.key_up.matrix(x.dtype), "... h d, h d latent -> ... h latent")
-        query, rotated = self._sharpened(query, tokens), None
+        query, rotated = self.scores.sharpen(query, tokens), None
         if self.rotary is not None and query_rope is not None:
-            query_rope = self._sharpened(self.rotary(query_rope, tokens.positions, lengths), tokens)
-            rotated = RotatedChannels(query_rope, key_rope[..., None, :])
-        choice, rest = self._read(given), {"mask": self.mask, "tokens": tokens, "scale": self.scale}
-        if self.indexer is not None:
-            asking = self.indexer.asking(x, source, tokens)
-            choice = self.indexer.choose(asking, index_keys, mask=self.mask, tokens=tokens, kv_tokens=seen)
-        if cache is not None and absorbed and choice is None and (loop := blockwise_of(self.core)):
-            attended = self._to_latents(loop.decode, query, rotated, latents, cache, late, seen, tokens)
+            query_rope = self.scores.sharpen(self.rotary(query_rope, tokens.positions, lengths), tokens)
+            rotated = RotatedChannels(query_rope, keys.rope[..., None, :])
+        selection = self._select_keys(x, source, keys, tokens, kv_tokens, shared)
+        # The loop over blocks and the kernels for decoding read the latents where the cache stores them.
+        loop = blockwise_of(self.core) if is_absorbed and selection is None else None
+        if loop is not None and cache is not None and kv_tokens is not None:
+            attended = loop.decode(self._decode_call(query, rotated, keys.latents, cache, tokens, kv_tokens, scale))
         else:
-            key = value = latents[..., None, :]
-            if not absorbed:
-                key, value = self.key_up(latents), self.value_up(latents)
-            if rotated is not None:
-                shared = broadcast_float32(rotated.key, (*key.shape[:-1], rope_dim))
-                query, key = jnp.concatenate([query, rotated.query], -1), jnp.concatenate([key, shared], -1)
-            if choice is None:
-                attended = self.core(AttentionCall(query, key, value, kv_tokens=kv_tokens, **rest))
+            if is_absorbed:
+                key = value = keys.latents[..., None, :]
             else:
-                attended = choice(query, key, value, kv_tokens=seen, **rest)
-        if cache is not None:
-            attended = mask_overflow(attended, tokens, cache)
-        if absorbed:
+                key, value = self.key_up(keys.latents), self.value_up(keys.latents)
+            if rotated is not None:
+                rope = broadcast_float32(rotated.key, (*key.shape[:-1], rotated.key.shape[-1]))
+                query, key = jnp.concatenate([query, rotated.query], -1), jnp.concatenate([key, rope], -1)
+            call = AttentionCall(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens, scale=scale)
+            attended = self.core(call) if selection is None else selection(call)
+        attended = mask_overflow(attended, tokens, cache)
+        if is_absorbed:
             up = self.value_up
             attended = einops.einsum(attended, up.matrix(x.dtype), "... h latent, h v latent -> ... h v")
             attended = add_float32(attended, up.bias)
-        return self.output(attended), SharedValue(choice, cache) if isinstance(
-            given, ShareRequest | SharedValue
-        ) else cache
+        return self.output(attended), answer_request(is_sharing, selection, cache)
 
-    def _read(self, given: PyTree) -> Choice | None:
-        """Return the choice of keys that an earlier layer shares; raises a `ValueError` for anything else."""
-        choice = given.value if isinstance(given, SharedValue) else None
-        if isinstance(given, SharedValue) and (self.indexer is not None or not isinstance(choice, Choice | None)):
-            raise ValueError(
-                f"LatentAttention(x): it was given {type(choice).__name__} of an earlier layer, and reads an indexer's "
-                "choice alone, if it has no indexer; let it stand in Residual(reads=), behind one that has an indexer, "
-                "in Residual(shares=)."
-            )
-        return choice
-
-    def _source(self, x: Float[Array, "*batch _ embed"]) -> Float[Array, "*batch _ source"]:
-        """What the queries come from: the input, or their latent."""
+    def _query_source(self, x: Float[Array, "*batch _ embed"]) -> Float[Array, "*batch _ source"]:
+        """Return the input of the queries' maps: `x`, or the queries' latent."""
         source = x if self.query_down is None else self.query_down(x)
         return source if self.query_latent_norm is None else self.query_latent_norm(source)
 
-    def _to_latents(
-        self,
-        decode: Op,
-        query: Float[Array, "*batch 1 heads latent"],
-        rotated: RotatedChannels | None,
-        latents: Float[Array, "*batch kv_seq latent"],
-        cache: LatentCache,
-        late: bool,
-        kv_tokens: Tokens,
-        tokens: Tokens,
-    ) -> Float[Array, "*batch 1 heads latent"]:
-        """Attend to what a cache stores as it is: joined, latents and rotated keys would be written and read anew."""
-        key, scales = latents[..., None, :], None
-        is_held = rotated is not None and not late and rotated.key.shape[-1] == cache.rotary_keys.shape[-1]
-        stored = StoredArrays(cache.layer, cache.latents, rotated=cache.rotary_keys if is_held else None)
-        if cache.latent_scales is not None:
-            (key, scales), (rotary, others) = ((x[..., None, :], y[..., None]) for x, y in cache.scaled())
-            if rotated is not None and not late:
-                rotated = RotatedChannels(rotated.query, rotary[..., : rotated.key.shape[-1]], others)
-        visible = self.mask(tokens, kv_tokens)
-        return decode(
-            DecodeCall(
-                query,
-                key,
-                None,
-                visible=visible,
-                scale=self.scale,
-                key_scales=scales,
-                rotated=rotated,
-                stored=stored,
-            )
-        )
+    @property
+    def _rotates_on_read(self) -> bool:
+        """Whether keys are cached without positions and rotated when they are read: later tokens change frequencies."""
+        return self.rotary is not None and self.rotary.depends_on_length
 
-    def _sharpened(
-        self, query: Float[Array, "*batch seq heads head_dim"], tokens: Tokens
-    ) -> Float[Array, "*batch seq heads head_dim"]:
-        if self.temperature is None:
-            return query
-        return multiply_float32(query, self.temperature(tokens.positions, query.dtype)[..., None, None])
+    def _compress(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> LatentKeys:
+        """Return what is cached of the tokens of `x`."""
+        latents = self.latent_down(x)
+        latents = latents if self.latent_norm is None else self.latent_norm(latents)
+        rope = jnp.zeros((*x.shape[:-1], 0), x.dtype) if self.key_rope is None else self.key_rope(x)
+        rope = rope if self._rotates_on_read else self._rotate_key(rope, tokens, None)
+        return LatentKeys(latents, rope, None if self.indexer is None else self.indexer.index_keys(x, tokens))
+
+    def _store_keys(
+        self, keys: LatentKeys, tokens: Tokens, cache: LatentCache | None
+    ) -> tuple[LatentCache | None, LatentKeys, Tokens | None, Int[Array, "*batch #seq"] | None]:
+        """Store new tokens; return the cache, all keys that the new tokens may see, these keys' tokens, and the lengths
+        of the documents.
+
+        Without a cache the keys are the new ones, with None for their tokens. Lengths are None unless frequencies
+        depend on them.
+        """
+        latents, rope, kv_tokens, lengths = keys.latents, keys.rope, None, None
+        rope_dim, dtype = rope.shape[-1], latents.dtype
+        if keys.index is not None:
+            # The cache holds the indexer's keys beside the rotary ones.
+            rope = jnp.concatenate([rope, keys.index], -1)
+        if cache is not None:
+            cache, latents, rope, kv_tokens = cache.update(latents, rope, tokens)
+            latents, rope = latents.astype(dtype), rope.astype(dtype)
+        rope, index = rope[..., :rope_dim], None if keys.index is None else rope[..., rope_dim:]
+        if self._rotates_on_read:
+            lengths = document_lengths(tokens, kv_tokens)
+            rope = self._rotate_key(rope, tokens if kv_tokens is None else kv_tokens, lengths)
+        return cache, LatentKeys(latents, rope, index), kv_tokens, lengths
 
     def _rotate_key(
         self, key: Float[Array, "*batch seq rope_dim"], tokens: Tokens, lengths: Int[Array, "*batch #seq"] | None
     ) -> Float[Array, "*batch seq rope_dim"]:
         return key if self.rotary is None else self.rotary(key[..., None, :], tokens.positions, lengths)[..., 0, :]
 
+    def _select_keys(
+        self,
+        x: Float[Array, "*batch _ embed"],
+        source: Float[Array, "*batch _ source"],
+        keys: LatentKeys,
+        tokens: Tokens,
+        kv_tokens: Tokens | None,
+        shared: KeySelection | None,
+    ) -> KeySelection | None:
+        """Return the keys that the indexer selects or, without an indexer, those of an earlier layer; None: all."""
+        if self.indexer is None or keys.index is None:
+            return shared
+        queries = self.indexer.index_queries(x, source, tokens)
+        kv_tokens = tokens if kv_tokens is None else kv_tokens
+        return self.indexer.select_keys(queries, keys.index, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens)
+
+    def _read_selection(self, argument: PyTree) -> KeySelection | None:
+        """Return the selection that an earlier layer shares; raise a `ValueError` for any other shared value."""
+        if not isinstance(argument, SharedValue):
+            return None
+        if self.indexer is not None or not isinstance(argument.value, KeySelection | None):
+            raise ValueError(
+                f"LatentAttention(x): it was given {type(argument.value).__name__} of an earlier layer, and reads only "
+                "an indexer's selection, and only without an indexer of its own; let it stand in Residual(reads=), "
+                "behind a layer with an indexer in Residual(shares=)."
+            )
+        return argument.value
+
+    def _decode_call(
+        self,
+        query: Float[Array, "*batch 1 heads latent"],
+        rotated: RotatedChannels | None,
+        latents: Float[Array, "*batch kv_seq latent"],
+        cache: LatentCache,
+        tokens: Tokens,
+        kv_tokens: Tokens,
+        scale: float,
+    ) -> DecodeCall:
+        """Return the call that reads latents and rotary keys where the cache stores them; joined, they would be written
+        and read again."""
+        key, key_scales = latents[..., None, :], None
+        is_stored = rotated is not None and not self._rotates_on_read
+        is_whole = rotated is not None and rotated.key.shape[-1] == cache.rotary_keys.shape[-1]
+        stored = StoredArrays(cache.layer, cache.latents, rotated=cache.rotary_keys if is_stored and is_whole else None)
+        if cache.latent_scales is not None:
+            (key, key_scales), (rope, rope_scales) = ((x[..., None, :], y[..., None]) for x, y in cache.scaled())
+            if rotated is not None and is_stored:
+                rotated = RotatedChannels(rotated.query, rope[..., : rotated.key.shape[-1]], rope_scales)
+        return DecodeCall(
+            query,
+            key,
+            None,
+            visible=self.mask(tokens, kv_tokens),
+            scale=scale,
+            key_scales=key_scales,
+            rotated=rotated,
+            stored=stored,
+        )
+
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> LatentCache:
-        """An empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it is so long only, and rolls."""
+        """Return an empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it holds fewer, and
+        rolls."""
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         self.mask.check_cached("LatentAttention")
         size = slots_for(self.mask.reach(capacity), capacity)
@@ -271,21 +307,22 @@ class LatentAttention(Mixer):
         width = 0 if self.rotary is None else self.rotary.dim
         width += 0 if self.indexer is None else self.indexer.key.output_shape[0]
         rotary_keys = jnp.zeros((*batch, size, width), dtype)
-        slots: dict[str, Any] = {"positions": empty_slots(batch, size), "rolling": size < capacity}
-        return LatentCache(latents=latents, rotary_keys=rotary_keys, **slots)
+        positions = empty_slots(batch, size)
+        return LatentCache(latents=latents, rotary_keys=rotary_keys, positions=positions, rolling=size < capacity)
 
     def facts(self) -> MixerFacts:
-        """It runs on a slice of its heads, and its core attends for pieces of rows; the rotated key is every head's."""
+        """Return that it runs on a slice of its heads, which share the rotary key, and that its core attends for pieces
+        of rows."""
         rotated = () if self.query_rope is None else (self.query_rope.output_shape,)
         query, key = (self.query.output_shape, *rotated), (self.key_up.output_shape, *rotated)
         value = (self.value_up.output_shape,)
-        # Rows are not cut where an indexer compares all of their keys.
+        # An indexer compares all keys of a row, so rows with one are not split.
         attends = Attends(self.mask, query, key, value, value) if self.indexer is None else None
         return MixerFacts(True, attends)
 
 
-def _own_cache(given: LatentCache | ShareRequest | SharedValue | None) -> LatentCache | None:
-    """The cache of what a mixer is called with."""
-    return (
-        given.cache if isinstance(given, ShareRequest) else given.wrapped if isinstance(given, SharedValue) else given
-    )
+def _unwrap_cache(argument: LatentCache | ShareRequest | SharedValue | None) -> tuple[bool, LatentCache | None]:
+    """Return whether the mixer returns a `SharedValue`, and the cache in its argument."""
+    if isinstance(argument, ShareRequest):
+        return True, argument.cache
+    return (True, argument.wrapped) if isinstance(argument, SharedValue) else (False, argument)

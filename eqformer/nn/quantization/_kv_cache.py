@@ -30,6 +30,8 @@ def quantize_rows(x: Float[Array, "*dims row"], dtype: str) -> tuple[Num[Array, 
     number that is not finite dequantizes to NaN.
     """
     largest, exact = _LARGEST[dtype], at_least_float32(x.dtype)
+    if x.shape[-1] == 0:  # Rotary keys of latent attention without rotary positions have no channels.
+        return x.astype(dtype), jnp.zeros(x.shape[:-1], exact)
     scales = jnp.max(jnp.abs(x.astype(exact)), axis=-1) / largest
     rows = x.astype(exact) / jnp.where(scales > 0, scales, 1)[..., None]
     rows = jnp.round(rows) if dtype == "int8" else rows

@@ -74,6 +74,6 @@ def _has_only_maps(node: PyTree, names: PyTree) -> bool:
     names_outside_maps = jax.tree.map(
         lambda child, names: "" if nn.is_map(child) else str(names), node, names, is_leaf=nn.is_map
     )
-    if not isinstance(node, nn.Attention) or node.score_bias:
+    if not isinstance(node, nn.Attention) or node.scores.bias:
         return False
     return not {"heads", "kv_heads"} & set(" ".join(jax.tree.leaves(names_outside_maps)).split())

@@ -1,7 +1,7 @@
 """Names that arrays of a state had in checkpoints of older revisions."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 
 # Fields that a block had for its sublayers, in the order in which it ran them. Each is now an element of its tuple.
@@ -17,6 +17,8 @@ _RENAMED = (
     (r"mixer", r"branches.0"),  # A parallel block had two fields of the same names.
     (r"feed_forward", r"branches.1"),
 )
+# Arrays of an attention that moved into one of its parts: sinks, and norms that follow the rotation.
+_MOVED = (("sinks", "scores.sinks"), ("query_norm", "rotary.query_norm"), ("key_norm", "rotary.key_norm"))
 
 
 def match_saved_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]:
@@ -29,13 +31,24 @@ def match_saved_names(saved: Collection[str], wanted: Collection[str]) -> dict[s
 
 
 def _current_name(name: str, wanted: Collection[str], indices: Mapping[str, Mapping[str, int]]) -> str:
+    in_blocks = [name, *_names_in_blocks(name, indices)]
+    candidates = [*in_blocks, *(moved for renamed in in_blocks for moved in _names_in_parts(renamed))]
+    return next((candidate for candidate in candidates if candidate in wanted), name)
+
+
+def _names_in_blocks(name: str, indices: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """Yield the names that an array of a block may have among the block's sublayers."""
     for former, current in _RENAMED:
         if match := re.fullmatch(rf"(?P<block>.*?\.)??{former}(?P<end>\..+)?", name):
             block, end = match["block"] or "", match["end"] or ""
-            renamed = block + match.expand(current.format(**indices.get(block, {}))) + end
-            if renamed in wanted:
-                return renamed
-    return name
+            yield block + match.expand(current.format(**indices.get(block, {}))) + end
+
+
+def _names_in_parts(name: str) -> Iterator[str]:
+    """Yield the names that an array of an attention may have among the attention's parts."""
+    for former, current in _MOVED:
+        if match := re.fullmatch(rf"(?P<attention>(?:.*\.)?){former}(?P<end>(?:\..+)?)", name):
+            yield match["attention"] + current + match["end"]
 
 
 def _sublayer_indices(names: Iterable[str]) -> dict[str, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""Cached keys of rows that outgrow one set of rotary frequencies: turned anew, once, in those rows alone."""
+"""Cached keys of rows that outgrow one set of rotary frequencies: rotated again, once, in those rows alone."""
 
 import dataclasses
 import functools
@@ -12,8 +12,8 @@ import pytest
 from nn_reference import close, drawn, normal
 
 from eqformer import nn
-from eqformer.nn.attention import _turned_keys
-from eqformer.nn.attention._turned_keys import _by_blocks, _slope, Keys
+from eqformer.nn.attention import _rotary_cache
+from eqformer.nn.attention._rotary_cache import _rerotate_by_blocks, _rerotate_jvp, CachedKeys
 from eqformer.parallel import filter_shard_map, make_mesh
 
 
@@ -42,7 +42,7 @@ def read(cache: Any, spoil: Any = lambda cache: cache) -> tuple[list[tuple[jax.A
         pairs += [
             (y[row, :count], wanted[row, done[row] - count : done[row]]) for row, count in enumerate(counts) if count
         ]
-        sets.append((cache.turned.tolist(), [SHORT + 1 if count > SHORT else 0 for count in done]))
+        sets.append((cache.rotary_lengths.tolist(), [SHORT + 1 if count > SHORT else 0 for count in done]))
     assert done.tolist() == [9, 7]
     return pairs, sets
 
@@ -55,7 +55,7 @@ def test_rows_are_as_without_a_cache_whatever_set_they_have():
 
 def frozen(cache: Any) -> Any:
     """The control: keys that stay as they were, as if they had the set that their row now takes."""
-    return dataclasses.replace(cache, turned=jnp.where(cache.positions.max(-1) >= SHORT - 1, SHORT + 1, 0))
+    return dataclasses.replace(cache, rotary_lengths=jnp.where(cache.positions.max(-1) >= SHORT - 1, SHORT + 1, 0))
 
 
 @pytest.mark.grid
@@ -75,7 +75,7 @@ def dynamic():
 def test_caches_too_short_for_another_set_have_none(made, capacity):
     net, x, places = made(), normal(2, 2, SHORT, 6), jnp.arange(SHORT)[None].repeat(2, 0)
     cache = net.init_cache((2,), capacity)
-    assert cache.turned is None
+    assert cache.rotary_lengths is None
     first, cache = net(x[:, :3], nn.Tokens(places[:, :3]), cache)
     second, cache = net(x[:, 3:], nn.Tokens(places[:, 3:]), cache)
     assert close(jnp.concatenate([first, second], axis=1), net(x, nn.Tokens(places))[0])
@@ -85,19 +85,19 @@ def test_caches_too_short_for_another_set_have_none(made, capacity):
 
 def blocks(layers: int | None = 2, rows: int = 4) -> tuple[Any, ...]:
     lead = (rows,) if layers is None else (layers, rows)
-    held = Keys(normal(3, *lead, 2, 8, 6), None)
+    cached = CachedKeys(normal(3, *lead, 2, 8, 6), None)
     positions = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (rows, 8))
     lengths = jnp.zeros(rows, jnp.int32), jnp.where(jnp.arange(rows) % 2 == 1, SHORT + 1, 0).astype(jnp.int32)
-    return held, positions, lengths, None if layers is None else jnp.asarray(1)
+    return cached, positions, lengths, None if layers is None else jnp.asarray(1)
 
 
 @pytest.mark.parametrize("layers", [None, 2])
-def test_blocks_of_rows_that_change_are_turned_where_they_lie(layers, monkeypatch):
-    monkeypatch.setattr(_turned_keys, "_BLOCK", 3)  # two slots
+def test_blocks_of_rows_that_change_are_rerotated_in_place(layers, monkeypatch):
+    monkeypatch.setattr(_rotary_cache, "_BLOCK", 3)  # two slots
     given = blocks(layers)
-    found = jax.jit(functools.partial(_by_blocks, ROTARY))(*given)
+    found = jax.jit(functools.partial(_rerotate_by_blocks, ROTARY))(*given)
     tangents = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), given[1:])
-    at_once, _ = _slope(ROTARY, given, (given[0], *tangents))
+    at_once, _ = _rerotate_jvp(ROTARY, given, (given[0], *tangents))
     assert close(found.keys, at_once.keys, 1e-6)
     same = np.asarray(found.keys == given[0].keys)
     same = same if layers is None else same[1]
@@ -105,15 +105,15 @@ def test_blocks_of_rows_that_change_are_turned_where_they_lie(layers, monkeypatc
     assert same[0::2].all() and not same[1::2, :, 1:, :4].any() and same[..., 4:].all()  # the last two channels pass
 
 
-def test_devices_turn_their_own_rows(monkeypatch):
+def test_devices_rerotate_their_own_rows(monkeypatch):
     """Each as many as it has: loops of unequal lengths."""
-    monkeypatch.setattr(_turned_keys, "_BLOCK", 2)
-    held, positions, lengths, _ = blocks(None, 4)
+    monkeypatch.setattr(_rotary_cache, "_BLOCK", 2)
+    cached, positions, lengths, _ = blocks(None, 4)
     lengths = lengths[0], jnp.asarray([0, 0, SHORT + 1, SHORT + 1], jnp.int32)
     mesh, split = make_mesh(fsdp=2, devices=jax.devices()[:2]), jax.sharding.PartitionSpec("fsdp")
-    run = lambda held, positions, lengths: _by_blocks(ROTARY, held, positions, lengths, None)
+    run = lambda cached, positions, lengths: _rerotate_by_blocks(ROTARY, cached, positions, lengths, None)
     spread = filter_shard_map(run, mesh, (split, split, split), split)
-    assert close(spread(held, positions, lengths).keys, run(held, positions, lengths).keys, 1e-6)
+    assert close(spread(cached, positions, lengths).keys, run(cached, positions, lengths).keys, 1e-6)
 
 
 def test_gradients_are_those_of_whole_rows():

@@ -1,0 +1,238 @@
+"""Attention scores: their scale, temperature, bound, bias and sinks, and the call that weighs values by them."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Key
+
+from ...kernels import (
+    AttentionCall,
+    blockwise_of,
+    BlockwiseAttention,
+    DecodeCall,
+    decodes_by_kernels,
+    Mask,
+    Operation,
+    StoredArrays,
+)
+from .._cache import KVCache
+from .._contracts import ScoreBias
+from .._dtype import at_least_float32, multiply_float32
+from .._module import Module
+from .._tokens import Tokens
+
+
+class LogTemperature(Module):
+    """`1 + strength * log(1 + floor((position + offset) / every))`, which multiplies a query.
+
+    Over longer rows a softmax spreads its weight over more keys; scores that grow with the logarithm of the number of
+    keys keep the weight where it was (Nakanishi 2025, arXiv:2501.19399). Below position `every - offset` the factor is
+    1. Llama 4 counts tokens (`offset=1`), Ministral 3 positions (`offset=0`).
+    """
+
+    every: int = eqx.field(static=True)
+    strength: float = eqx.field(static=True)
+    offset: int = eqx.field(static=True, default=1)
+
+    def __check_init__(self):
+        if self.every < 1:
+            raise ValueError(f"LogTemperature(every={self.every}): every counts tokens and must be at least 1.")
+
+    def __call__(
+        self, positions: Int[Array, "*batch seq"], dtype: DTypeLike = jnp.float32
+    ) -> Float[Array, "*batch seq"]:
+        """Return the factor of each token's query, in this dtype but in float32 at least."""
+        steps = (positions + self.offset) // self.every
+        return 1 + self.strength * jnp.log1p(steps.astype(at_least_float32(jnp.dtype(dtype))))
+
+
+class Scores(Module):
+    """The scores of an attention, `softcap(scale * temperature * query . key) + bias`; a softmax follows."""
+
+    scale: float | None = eqx.field(static=True, default=None)
+    """The factor of the scores; None: the number of channels of a query to the power -0.5."""
+    temperature: LogTemperature | None = None
+    """A factor of each query by its position; None: 1."""
+    softcap: float | None = eqx.field(static=True, default=None)
+    """The bound of the scores, `softcap * tanh(scores / softcap)` (Gemma 2); None: no bound."""
+    bias: bool = eqx.field(static=True, default=False)
+    """Whether the model's `ScoreBias` is added."""
+    sinks: Float[Array, "heads"] | None = None
+    """A learned score of each head that joins the softmax and is then dropped (gpt-oss); None: no sinks."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options among `softcap`, `sinks` and `bias` that the core must compute."""
+        is_set = {"softcap": self.softcap is not None, "sinks": self.sinks is not None, "bias": self.bias}
+        return tuple(name for name, value in is_set.items() if value)
+
+    def scale_of(self, channels: int) -> float:
+        """Return the factor of scores of queries with so many channels."""
+        return channels**-0.5 if self.scale is None else self.scale
+
+    def sharpen(
+        self, query: Float[Array, "*batch seq heads head_dim"], tokens: Tokens
+    ) -> Float[Array, "*batch seq heads head_dim"]:
+        """Multiply queries by their temperature."""
+        if self.temperature is None:
+            return query
+        return multiply_float32(query, self.temperature(tokens.positions, query.dtype)[..., None, None])
+
+    def call(
+        self,
+        query: Float[Array, "*batch seq heads head_dim"],
+        key: Float[Array, "*batch kv_seq kv_heads head_dim"],
+        value: Float[Array, "*batch kv_seq kv_heads v_dim"],
+        *,
+        mask: Mask,
+        tokens: Tokens,
+        kv_tokens: Tokens | None = None,
+    ) -> AttentionCall:
+        """Return the call of a core that computes the attention.
+
+        Args:
+            query: The queries, before their temperature.
+            key: The keys.
+            value: The values.
+            mask: The keys that a query may see.
+            tokens: The tokens of the queries.
+            kv_tokens: The tokens of the keys; None: those of the queries.
+        """
+        return AttentionCall(
+            self.sharpen(query, tokens),
+            key,
+            value,
+            mask=mask,
+            tokens=tokens,
+            kv_tokens=kv_tokens,
+            scale=self.scale_of(query.shape[-1]),
+            softcap=self.softcap,
+            sinks=self.sinks,
+            bias=_bias_of(tokens, kv_tokens) if self.bias else None,
+        )
+
+
+def _bias_of(tokens: Tokens, kv_tokens: Tokens | None) -> Float[Array, "*batch heads seq kv_seq"]:
+    if tokens.score_bias is None:
+        raise ValueError(
+            "Scores(bias=True): the tokens have no score_bias; build the model with nn.Transformer(score_bias=...), or "
+            "pass nn.Tokens(positions, score_bias=...)."
+        )
+    return tokens.score_bias(tokens, tokens if kv_tokens is None else kv_tokens)
+
+
+def compute_attention(
+    core: Operation, call: AttentionCall, cache: KVCache | None
+) -> Float[Array, "*batch seq heads v_dim"]:
+    """Compute the call by `core`, or by a kernel for decoding if one query a row reads all keys of a cache.
+
+    `cache` stores all keys and values of the call; None: they are in no cache. A kernel for decoding reads them as they
+    are stored: with 8 bits, scores are multiplied by scales instead of keys and values. A core that is none of
+    eqformer's own always computes the call itself.
+    """
+    if cache is None or call.query.shape[-3] > 1:
+        return core(call)
+    if not (decodes_by_kernels(core) if cache.key_scales is None else blockwise_of(core)):
+        return core(call)
+    decode = (blockwise_of(core) or BlockwiseAttention()).decode
+    kv_tokens = call.tokens if call.kv_tokens is None else call.kv_tokens
+    key, value, key_scales, value_scales = call.key, call.value, None, None
+    if cache.key_scales is not None:
+        key, value, key_scales, value_scales = cache.scaled()
+    return decode(
+        DecodeCall(
+            call.query,
+            key,
+            value,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            visible=call.mask(call.tokens, kv_tokens),
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            bias=call.bias,
+            stored=StoredArrays(
+                cache.layer, cache.keys, cache.values, key_scales=cache.key_scales, value_scales=cache.value_scales
+            ),
+        )
+    )
+
+
+class RelativeBias(ScoreBias):
+    """A learned bias for each head and range of distances (T5: Raffel et al. 2020, arXiv:1910.10683).
+
+    Half of the ranges of one direction hold one distance each; the others grow by a constant factor, so that the last
+    range begins at the distance `farthest` or before it, and holds all longer distances. With `both_ways` half of the
+    ranges are for keys up to the query's own token, and half for later keys; otherwise all ranges are for keys up to
+    the query's own token, and later keys count as the query's own token.
+    """
+
+    weight: Float[Array, "ranges heads"]
+    farthest: int = eqx.field(static=True)
+    both_ways: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        ranges: int = 32,
+        heads: int,
+        farthest: int = 128,
+        both_ways: bool = False,
+        std: float = 0.02,
+        key: Key[Array, ""],
+    ):
+        """Draw the table.
+
+        Args:
+            ranges: Ranges of distances, of both directions together.
+            heads: Heads of queries.
+            farthest: The distance from which on all distances share one range.
+            both_ways: Whether later keys have ranges of their own, as in an encoder.
+            std: The standard deviation of the table.
+            key: For the weights.
+        """
+        one_way = ranges // 2 if both_ways else ranges
+        if one_way < 2 or farthest <= one_way // 2:
+            raise ValueError(
+                f"RelativeBias(ranges={ranges}, farthest={farthest}, both_ways={both_ways}): a direction has {one_way} "
+                f"ranges, half of them of one distance each; give it at least 2, and farthest above {one_way // 2}."
+            )
+        self.weight = std * jax.random.normal(key, (ranges, heads), jnp.float32)
+        self.farthest, self.both_ways = farthest, both_ways
+
+    def __call__(self, queries: Tokens, keys: Tokens) -> Float[Array, "*batch heads seq kv_seq"]:
+        """Return the bias of each query and key, in float32 at least."""
+        query_positions, key_positions = queries.positions, keys.positions
+        if queries is keys and queries.are_whole_rows:
+            # All rows have the same positions, except for padding, which no query sees.
+            query_positions = key_positions = jnp.arange(query_positions.shape[-1], dtype=jnp.int32)
+        distance = query_positions[..., :, None] - key_positions[..., None, :]
+        table = self.weight.astype(at_least_float32(self.weight.dtype))
+        return jnp.moveaxis(table[self._range_of(distance)], -1, -3)
+
+    def _range_of(self, distance: Int[Array, "*batch seq kv_seq"]) -> Int[Array, "*batch seq kv_seq"]:
+        one_way = self.weight.shape[0] // (2 if self.both_ways else 1)
+        ranges = jnp.asarray(distance_ranges(one_way, self.farthest))
+        if not self.both_ways:
+            return ranges[jnp.clip(distance, 0, self.farthest)]
+        return ranges[jnp.minimum(jnp.abs(distance), self.farthest)] + jnp.where(distance < 0, one_way, 0)
+
+
+def distance_ranges(count: int, farthest: int) -> Int[np.ndarray, "distances"]:
+    """Return the range of each distance `d` up to `farthest`, for `count` ranges of one direction.
+
+    Below `exact = count // 2` it is `d`, otherwise `exact + floor((count - exact) log(d / exact) / log(farthest /
+    exact))`, computed in integers, so that no rounding of a logarithm moves a distance to the next range.
+    """
+    exact = count // 2
+    growing = count - exact
+
+    def range_of(distance: int) -> int:
+        if distance < exact:
+            return distance
+        steps = (distance**growing * exact**step >= exact**growing * farthest**step for step in range(1, growing))
+        return exact + sum(steps)
+
+    return np.array([range_of(distance) for distance in range(farthest + 1)], np.int32)
