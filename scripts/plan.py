@@ -75,8 +75,8 @@ class Command:
     """Plan decoding, not training; one token of each of --batch rows, whose caches have --seq tokens."""
     cache_dtype: str | None = None
     """Dtype of the caches of --decode; such as bfloat16, int8 or fp8; the compute dtype by default."""
-    weights: Literal["decoded", "kept"] = "decoded"
-    """Whether --decode decodes quantized weights; those that --model FOLDER holds in fewer bits, or keeps them so."""
+    weights: Literal["decoded", "quantized"] = "decoded"
+    """Whether --decode decodes the quantized weights of --model FOLDER, or leaves them quantized."""
     search: bool = False
     """Rank all meshes by the time of a step; at once by formulas, then by traced and compiled plans."""
     formulas: bool = False
@@ -139,10 +139,10 @@ def _check_flags(command: Command) -> None:
         raise ValueError(
             f"--cache-dtype {command.cache_dtype}: training has no caches; leave it out, or give --decode."
         )
-    if command.weights == "kept" and not (command.decode and command.run.published):
+    if command.weights == "quantized" and not (command.decode and command.run.published):
         raise ValueError(
-            "--weights kept: it is a published folder's weights that are decoded from or kept in fewer bits, to write "
-            "text; give --model FOLDER --decode, or leave it out."
+            "--weights quantized: it is a published folder's weights that are decoded or stay quantized for writing; "
+            "give --model FOLDER --decode, or leave it out."
         )
     for flag, value in (("--picture", command.picture), ("--decode", command.decode or None)):
         if command.search and value is not None:
@@ -211,7 +211,7 @@ def decode_step(command: Command, model: nn.Transformer, topology: planning.Targ
     recipe, compute = command.run, command.run.precision.compute
     plan = abstract_plan(recipe)
     in_flags(recipe, lambda: topology.speeds(plan.mesh), f"--topology {topology}")
-    if command.weights == "kept":
+    if command.weights == "quantized":
         assert recipe.published is not None
         stacked = models.load_shapes(recipe.published, dtype=compute, weights=command.weights)
     else:

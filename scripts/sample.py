@@ -66,8 +66,8 @@ class Command:
     """The same seed writes the same text."""
     dtype: str | None = None
     """A published model's dtype: float32 (fp32), bfloat16 (bf16), float16 (fp16); as it is published by default."""
-    weights: Literal["decoded", "kept"] = "decoded"
-    """Whether a published model's weights in fewer bits are decoded or kept so, in less memory."""
+    weights: Literal["decoded", "quantized"] = "decoded"
+    """Whether a published model's quantized weights are decoded, or stay quantized in less memory."""
     cache_dtype: str | None = None
     """What keys and values are kept in: bfloat16, int8 or fp8, with scales, for long texts; as computed by default."""
     draft: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -133,10 +133,10 @@ def draft_of(command: Command, writer: Writer) -> generation.Model | str | None:
 
 def of_folder(command: Command, folder: Path) -> Writer:
     """The model of a folder as published."""
-    if command.weights == "kept" and folder.is_file():
+    if command.weights == "quantized" and folder.is_file():
         raise ValueError(
-            f"--weights kept --model {folder}: the blocks of a GGUF file are decoded; leave out --weights, and give "
-            "--dtype bfloat16 for half the memory of float32."
+            f"--weights quantized --model {folder}: the blocks of a GGUF file are decoded; leave out --weights, and "
+            "give --dtype bfloat16 for half the memory of float32."
         )
     dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
     plan, companions = plan_for(command, recipe_of_folder(folder)), companions_of(folder)

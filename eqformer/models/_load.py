@@ -65,7 +65,7 @@ def load(
         dtype: The dtype of all leaves (names such as `bf16` too); None: each has its published dtype (one wide enough
             for all layers). Fields marked `nn.float32_at_least` are no narrower than that.
         weights: `"decoded"`: quantized weights are decoded, those of GGUF to float32 without a `dtype`, others to the
-            dtype of the configuration. `"kept"`: linear maps hold the codes and scales (`nn.QuantizedLinear`), with
+            dtype of the configuration. `"quantized"`: linear maps hold codes and scales (`nn.QuantizedLinear`), with
             the same logits.
         predictor: Whether the module that predicts a further token is read too.
         progress: A function that is called with the bytes read so far, and in all.
@@ -74,7 +74,7 @@ def load(
     what does not match: arrays of the folder that no rule reads (except a head that is stored beside its equal, the
     table to which it is tied), leaves that no array fills (except a head's, which a base model lacks: a warning says
     that they are initialized by a fixed key), attributes of `config.json` that the family does not know. With
-    `weights="kept"` it also raises one that names an array that no map can hold as it is stored.
+    `weights="quantized"` it also raises one that names an array that no map can hold as it is stored.
     """
     plan = _choose_plan(path, mesh, plan)
     source = _open_model(path, dtype, weights, predictor)
@@ -142,9 +142,9 @@ def _open_model(path: str | Path, dtype: DTypeLike | None, weights: str, predict
         if note:
             warnings.warn(note, stacklevel=3)
     dtypes = _dtypes(arrays, rules, shapes, leaf_dtype)
-    if weights not in ("decoded", "kept"):
-        raise ValueError(f"{arrays.call}: weights={weights!r}: they are 'decoded' or 'kept'.")
-    quantized = find_quantized_maps(arrays, rules, shapes) if weights == "kept" else {}
+    if weights not in ("decoded", "quantized"):
+        raise ValueError(f"{arrays.call}: weights={weights!r}: they are 'decoded' or 'quantized'.")
+    quantized = find_quantized_maps(arrays, rules, shapes) if weights == "quantized" else {}
     groups = [group_leaves(rule, rule_dtype, quantized) for rule, rule_dtype in zip(rules, dtypes, strict=True)]
     absent_leaves = [leaf for rule in absent for leaf in rule.paths]
     shapes = with_quantized_maps(shapes, quantized)

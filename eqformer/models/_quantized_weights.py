@@ -56,7 +56,7 @@ def find_quantized_maps(
             quantized[path] = _quantized_shapes(arrays, coded[0], form, axis, plain[path], dtype)
     if not quantized:
         raise ValueError(
-            f"{arrays.call}: weights='kept': no linear map of it is stored in fewer bits; load it without, and "
+            f"{arrays.call}: weights='quantized': no linear map of it is stored in fewer bits; load it without, and "
             "nn.quantize the model."
         )
     return quantized
@@ -101,7 +101,7 @@ def names_as_stored(
             if len(quantized) < len(linears):
                 raise ValueError(
                     f"{call}: {stored} is stored in fewer bits, and whole=True would mix it with the model's decoded "
-                    "arrays; save the model by itself, or load it with weights='kept'."
+                    "arrays; save the model by itself, or load it with weights='quantized'."
                 )
             leaves = [leaf for linear in quantized for leaf in code_leaves(linear).values()]
             own_codes = [np.asarray(leaf[index] if index else leaf) for leaf in leaves]
@@ -189,6 +189,6 @@ def _with_bias(linear: nn.LinearMap, bias: Any) -> Any:
 
 def _refuse(arrays: PublishedArrays, name: str, why: str) -> NoReturn:
     raise ValueError(
-        f"{arrays.call}: weights='kept': {arrays.stored_name(name)} {why}; load with weights='decoded', and "
+        f"{arrays.call}: weights='quantized': {arrays.stored_name(name)} {why}; load with weights='decoded', and "
         "nn.quantize the model."
     )

@@ -95,7 +95,7 @@ def save(
     elif quantized := [name for name, _ in named_modules(model, QuantizedLinear)]:
         raise ValueError(
             f"{call}: the model holds codes of 8 or 4 bits ({quantized[0]}); nn.dequantize it or, where it was loaded "
-            "with weights='kept', write its folder again with like= and whole=True."
+            "with weights='quantized', write its folder again with like= and whole=True."
         )
     else:
         rules = family.rules(config, model, NOTHING_STORED if like is None else _stored_shapes(model, Path(like)))

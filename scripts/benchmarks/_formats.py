@@ -30,7 +30,7 @@ def formats(folder: Path, rounds: int) -> Iterator[Row]:
     for name in FORMATS:
         size = write(folder / name, name) / 1e6
         contenders: dict[str, Callable[[], Any]] = {
-            "kept": lambda name=name: load(folder / name, "kept"),
+            "kept": lambda name=name: load(folder / name, "quantized"),
             "decoded": lambda name=name: load(folder / name, "decoded"),
             "the file's bytes, read into memory": lambda name=name: (folder / name / _FILE).read_bytes(),
         }

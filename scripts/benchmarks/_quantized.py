@@ -55,7 +55,7 @@ def _of_folder(folder: Path, name: str, rounds: int) -> Iterator[Row]:
     write(folder / "coded", name)
     load = partial(models.load, folder / "coded", dtype="float32")
     decoded, new = load(), 16
-    found, config = {"kept": load(weights="kept"), "decoded": decoded}, models.read_config(folder / "coded")
+    found, config = {"kept": load(weights="quantized"), "decoded": decoded}, models.read_config(folder / "coded")
     apart = {way: generation.unstack_layers(one) for way, one in found.items()}
     run = eqx.filter_jit(lambda model, ids: model(ids)[0])
     theirs = None

@@ -43,7 +43,7 @@ HOSTILE = {
 def refused(folder: Path, name: str, words_of: str) -> list[str]:
     """The messages of a load that decodes and of one that keeps, but for inputs in another order, which none keeps."""
     found = []
-    for weights in ("decoded", "kept")[: 1 if "order" in name else 2]:
+    for weights in ("decoded", "quantized")[: 1 if "order" in name else 2]:
         with pytest.raises(ValueError, match=words_of) as raised:
             models.load(folder, weights=weights)
         found.append(str(raised.value))

@@ -173,7 +173,7 @@ def test_scales_that_are_powers_of_two_are_decoded_exactly(name, codes, scales, 
     models.save(model, tmp_path / "plain", like=tmp_path)
     back = load_file(tmp_path / "plain" / SINGLE)
     assert all(same_bits(back[key], values) for key, values in decoded.items()) and len(decoded) >= 4
-    kept = models.load(tmp_path, weights="kept")
+    kept = models.load(tmp_path, weights="quantized")
     assert {str(its.scales.dtype) for its in nn.modules(kept, nn.QuantizedLinear)} == {"uint8"}
     plain = zip(jax.tree.leaves(nn.dequantize(kept)), jax.tree.leaves(model), strict=True)
     # XLA takes numbers below the least normal float32 for 0.
@@ -191,7 +191,7 @@ def test_scales_that_are_powers_of_two_are_decoded_exactly(name, codes, scales, 
         models.load(tmp_path)
     as_bytes[stems[0] + scales].flat[-1] = 255
     change(tmp_path, as_bytes, scale_fmt="ue8m0")
-    for weights in ("decoded", "kept"):
+    for weights in ("decoded", "quantized"):
         with pytest.raises(ValueError, match="a scale of it is not finite"):
             models.load(tmp_path, weights=weights)
 

@@ -36,18 +36,20 @@ def spoiled(model: Any) -> Any:
 def test_what_is_kept_is_what_is_decoded(name, tmp_path):
     """Every weight, bit for bit, from codes in few bytes; also where each device reads its part."""
     write(tmp_path, name)
-    decoded, kept = models.load(tmp_path, dtype="float32"), models.load(tmp_path, dtype="float32", weights="kept")
+    decoded, kept = models.load(tmp_path, dtype="float32"), models.load(tmp_path, dtype="float32", weights="quantized")
     maps = [one for one in nn.linear_maps(kept) if isinstance(one, nn.QuantizedLinear)]
     assert len(maps) == (6 if name in EXPERT_CASES else 7)
     assert same(eqx.filter_jit(nn.dequantize)(kept), decoded)
-    for weights, loaded in (("decoded", decoded), ("kept", kept)):
+    for weights, loaded in (("decoded", decoded), ("quantized", kept)):
         shapes = models.load_shapes(tmp_path, dtype="float32", weights=weights)
         assert eqx.tree_equal(shapes, eqx.filter_eval_shape(lambda loaded=loaded: loaded))
     whole = sum(2 * np.prod(one.shape) for one in maps)
     assert sum(one.codes.nbytes for one in maps) == whole / (4 if maps[0].form in ("int4", "fp4") else 2)
     split: dict[str, Any] = {"fsdp": 2, "replica" if "16" in str(CASES.get(name)) else "tensor": 2}
     split |= {"expert": 2} if name in EXPERT_CASES else {"pipe": 2}
-    placed = models.load(tmp_path, plan=Plan(make_mesh(**split), zero=3, smallest=1), dtype="float32", weights="kept")
+    placed = models.load(
+        tmp_path, plan=Plan(make_mesh(**split), zero=3, smallest=1), dtype="float32", weights="quantized"
+    )
     assert same(placed, kept) and not same(nn.dequantize(spoiled(kept)), decoded)
 
 
@@ -57,7 +59,7 @@ def test_a_plan_counts_codes_as_they_are_kept(tmp_path):
     write(tmp_path, "fp8 one scale")
     plan = Plan(abstract_mesh({"tensor": 2}))
     held, parameters = {}, set()
-    for weights in ("kept", "decoded"):
+    for weights in ("quantized", "decoded"):
         shapes = models.load_shapes(tmp_path, dtype="bfloat16", weights=weights)
         found = decode_forecast(plan, shapes, topology("h100:2"), rows=2, capacity=32)
         held[weights], parameters = found.held["weights"], parameters | {found.parameters}
@@ -66,7 +68,7 @@ def test_a_plan_counts_codes_as_they_are_kept(tmp_path):
         )
         own = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(eqx.filter(placed, eqx.is_array))]
         assert held[weights] == sum(own)
-    assert held["kept"] < 0.8 * held["decoded"] and len(parameters) == 1
+    assert held["quantized"] < 0.8 * held["decoded"] and len(parameters) == 1
 
 
 def test_exponents_are_kept_as_they_are_decoded_up_to_the_least_and_the_largest(tmp_path):
@@ -75,7 +77,7 @@ def test_exponents_are_kept_as_they_are_decoded_up_to_the_least_and_the_largest(
     name, pairs = EXPERTS + "down_proj", np.arange(0, 256, 16, dtype=np.uint8) | np.arange(16, dtype=np.uint8)
     exponents = np.resize(np.array([0, 1, 254], np.uint8), stored[name + "_scales"].shape)
     change(tmp_path, stored | {name + "_scales": exponents, name + "_blocks": np.tile(pairs, (*exponents.shape, 1))})
-    kept, decoded = models.load(tmp_path, dtype="float32", weights="kept"), models.load(tmp_path, dtype="float32")
+    kept, decoded = models.load(tmp_path, dtype="float32", weights="quantized"), models.load(tmp_path, dtype="float32")
     below, above = 0, 0
     for its, want in zip(*(jax.tree.leaves(model) for model in (jax.jit(nn.dequantize)(kept), decoded)), strict=True):
         want = np.asarray(want)
@@ -94,7 +96,7 @@ def test_logits_are_those_of_the_decoded_model(name, dtype, tmp_path):
     write(tmp_path, name)
     run = eqx.filter_jit(lambda model, ids: model(ids)[0])
     ids = jnp.arange(12)[None] % 24
-    want, kept = run(models.load(tmp_path, dtype=dtype), ids), models.load(tmp_path, dtype=dtype, weights="kept")
+    want, kept = run(models.load(tmp_path, dtype=dtype), ids), models.load(tmp_path, dtype=dtype, weights="quantized")
     assert np.array_equal(run(kept, ids), want)
     assert not np.array_equal(run(spoiled(kept), ids), want)
     models.save(nn.cast(nn.dequantize(kept), dtype), tmp_path / "plain", like=tmp_path)
@@ -105,36 +107,38 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
     stored, _ = write(tmp_path / "order", "gptq in another order")
     fix = r"load with weights='decoded'"
     with pytest.raises(ValueError, match=rf"proj.qweight: its scales are not of neighboring .* g_idx .*; {fix}"):
-        models.load(tmp_path / "order", weights="kept")
+        models.load(tmp_path / "order", weights="quantized")
     stored, decoded = write(tmp_path / "some", "fp8 blocks")
     stored = {key: its for key, its in stored.items() if key != f"{GATE}.weight_scale_inv"}
     change(tmp_path / "some", stored | {f"{GATE}.weight": decoded[f"{GATE}.weight"]})
-    with pytest.raises(ValueError, match=rf"kept': .*layers.1.mlp.gate_proj.weight is .* {GATE}.weight is not.*{fix}"):
-        models.load(tmp_path / "some", weights="kept")
+    with pytest.raises(
+        ValueError, match=rf"quantized': .*layers.1.mlp.gate_proj.weight is .* {GATE}.weight is not.*{fix}"
+    ):
+        models.load(tmp_path / "some", weights="quantized")
     plan = Plan(make_mesh(tensor=2, replica=4))
     write(tmp_path / "groups", "int4")  # three in 48 inputs
     with pytest.raises(ValueError, match=r"splits dim 'mlp' over axis 'tensor', but .*down.scales has 3 of it"):
-        models.load(tmp_path / "groups", plan=plan, weights="kept")
-    with pytest.raises(ValueError, match=r"weights='codes': they are 'decoded' or 'kept'"):
+        models.load(tmp_path / "groups", plan=plan, weights="quantized")
+    with pytest.raises(ValueError, match=r"weights='codes': they are 'decoded' or 'quantized'"):
         models.load(tmp_path / "some", weights="codes")
     models.save(models.load(tmp_path / "order"), tmp_path / "plain", like=tmp_path / "order")
     with pytest.raises(
-        ValueError, match=r"weights='kept': no linear map of it is stored in fewer bits; .* nn.quantize"
+        ValueError, match=r"weights='quantized': no linear map of it is stored in fewer bits; .* nn.quantize"
     ):
-        models.load(tmp_path / "plain", weights="kept")
+        models.load(tmp_path / "plain", weights="quantized")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_kept_is_saved_as_it_came(name, tmp_path):
     """Shapes, dtypes and bits, with another table; a model of other codes is not, and by itself none is."""
     write(tmp_path / "folder", name)
-    kept = models.load(tmp_path / "folder", weights="kept")
+    kept = models.load(tmp_path / "folder", weights="quantized")
     other = eqx.tree_at(lambda m: m.embedding.weight, kept, kept.embedding.weight + 1)
     models.save(other, tmp_path / "again", like=tmp_path / "folder", whole=True)
     want, back = as_stored(tmp_path / "folder"), as_stored(tmp_path / "again")
     assert back.keys() == want.keys()
     assert [each for each in want if back[each] != want[each]] == ["model.embed_tokens.weight"]
-    assert same(models.load(tmp_path / "again", weights="kept"), other)
+    assert same(models.load(tmp_path / "again", weights="quantized"), other)
     with pytest.raises(ValueError, match=r"the model's codes and scales are not those of model\..*nn.dequantize"):
         models.save(spoiled(kept), tmp_path / "other", like=tmp_path / "folder", whole=True)
     with pytest.raises(ValueError, match=r"the model holds codes of 8 or 4 bits \(stacks.*nn.dequantize it or, where"):
@@ -143,13 +147,13 @@ def test_what_is_kept_is_saved_as_it_came(name, tmp_path):
 
 def test_factors_beside_codes_are_written_and_read_like_any(tmp_path):
     write(tmp_path / "folder", "int4")
-    kept, decoded = models.load(tmp_path / "folder", weights="kept"), models.load(tmp_path / "folder")
+    kept, decoded = models.load(tmp_path / "folder", weights="quantized"), models.load(tmp_path / "folder")
     add = lambda model: nn.with_lora(model, ["query", "gate", "up"], rank=2, alpha=1.0, key=jax.random.key(0))
-    for name, model in (("kept", kept), ("decoded", decoded)):
+    for name, model in (("quantized", kept), ("decoded", decoded)):
         models.save_adapter(add(model), tmp_path / name, like=tmp_path / "folder", base="base")
     of = lambda name: load_file(tmp_path / name / "adapter_model.safetensors")
-    assert of("kept").keys() == of("decoded").keys() and all(
-        same_bits(its, of("kept")[n]) for n, its in of("decoded").items()
+    assert of("quantized").keys() == of("decoded").keys() and all(
+        same_bits(its, of("quantized")[n]) for n, its in of("decoded").items()
     )
     back = models.load_adapter(kept, tmp_path / "decoded", like=tmp_path / "folder")
     assert same(back, add(kept)) and jax.tree.structure(back) == jax.tree.structure(add(kept))
@@ -197,6 +201,6 @@ def test_every_family_keeps_what_is_decoded(family, tmp_path):
     fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     (tmp_path / "fp8").mkdir()
     store(tmp_path / "fp8", stored, said | {"quantization_config": fp8})
-    kept = models.load(tmp_path / "fp8", dtype="float32", weights="kept")
+    kept = models.load(tmp_path / "fp8", dtype="float32", weights="quantized")
     assert any(isinstance(one, nn.QuantizedLinear) for one in nn.linear_maps(kept))
     assert same(eqx.filter_jit(nn.dequantize)(kept), models.load(tmp_path / "fp8", dtype="float32"))

@@ -43,7 +43,7 @@ def test_a_predictor_is_kept_with_its_model(case, name, tmp_path):
     load = lambda weights, **more: models.load(
         tmp_path / "in", weights=weights, predictor=True, dtype="float32", **more
     )
-    decoded, kept = load("decoded"), load("kept")
+    decoded, kept = load("decoded"), load("quantized")
     its = [one for one in nn.linear_maps(kept.predictor) if isinstance(one, nn.QuantizedLinear)]
     assert kept.predictor is not None and isinstance(kept.predictor.merge, nn.QuantizedLinear) and len(its) > 4
     for one, other in zip(predicted(kept, IDS), predicted(decoded, IDS), strict=True):
@@ -59,7 +59,9 @@ def test_a_predictor_is_kept_with_its_model(case, name, tmp_path):
 def test_a_predictor_that_is_kept_drafts(tmp_path):
     """Text of the decoded model without a draft."""
     in_fewer_bits(tmp_path, "glm4_moe plain", "fp8 blocks")
-    decoded, kept = (models.load(tmp_path, weights=w, predictor=True, dtype="float32") for w in ("decoded", "kept"))
+    decoded, kept = (
+        models.load(tmp_path, weights=w, predictor=True, dtype="float32") for w in ("decoded", "quantized")
+    )
     text: Any = generation.generate(kept, IDS, draft="mtp", draft_tokens=2, **GIVEN)
     assert np.array_equal(text.ids, generation.generate(decoded, IDS, **GIVEN).ids)
 

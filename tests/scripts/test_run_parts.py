@@ -163,7 +163,7 @@ def test_prompts_begin_alike_for_a_published_model_and_a_run_of_it(folder):
     [
         ("--model {folder} --run-dir runs/a", "--model {folder} --run-dir runs/a: one model writes"),
         ("--run-dir runs/a --dtype bfloat16", "--dtype bfloat16: a run's model"),
-        ("--run-dir runs/a --weights kept", "--weights kept: a run's weights are in no fewer bits"),
+        ("--run-dir runs/a --weights quantized", "--weights quantized: a run's weights are in no fewer bits"),
         ("--model {folder} --dtype int8", "error: --dtype int8: 'int8' is no floating-point dtype"),
         ("--model {folder} --simulate 0", "--simulate 0: it counts devices"),
     ],
@@ -189,8 +189,8 @@ def test_a_gguf_file_brings_its_tokenizer_to_a_run_and_into_its_exports(tmp_path
     assert eqx.tree_equal(models.load(tmp_path / "out"), model)
     assert own.items() <= {kept.name: kept.read_text() for kept in (tmp_path / "out").glob("*.json")}.items()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
-    found = refusal(sample.main, capsys, "--model", file, "--weights", "kept")
-    assert "--weights kept" in found and "leave out --weights" in found and "nn." not in found
+    found = refusal(sample.main, capsys, "--model", file, "--weights", "quantized")
+    assert "--weights quantized" in found and "leave out --weights" in found and "nn." not in found
 
 
 def tokenizer_from(files: dict[str, str], folder: Path) -> data.FileTokenizer:
