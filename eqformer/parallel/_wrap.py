@@ -22,6 +22,10 @@ from .tensor._tensor import is_split, TensorParallelMixer
 from .tensor._vocabulary import features_to_rows, HeadInput, SourceOutput, take_local_rows
 
 
+Mode = Literal["train", "serve"]
+"""What a model is wrapped for: losses and their gradients, or text with caches."""
+
+
 def replace(model: PyTree, kinds: type | tuple[type, ...], make: Callable[..., Any], *likes: PyTree) -> PyTree:
     """Replace each module of some classes by `make(module, *subtrees of likes)`."""
     return replace_where(model, lambda node: isinstance(node, kinds), make, *likes)
@@ -30,10 +34,6 @@ def replace(model: PyTree, kinds: type | tuple[type, ...], make: Callable[..., A
 def replace_where(model: PyTree, is_kind: Callable[[Any], bool], make: Callable[..., Any], *likes: PyTree) -> PyTree:
     """Replace each module of which `is_kind` is true by `make(module, *subtrees of likes)`."""
     return jax.tree.map(lambda *nodes: make(*nodes) if is_kind(nodes[0]) else nodes[0], model, *likes, is_leaf=is_kind)
-
-
-Mode = Literal["train", "serve"]
-"""What a model is wrapped for: losses and their gradients, or text with caches."""
 
 
 def split_over_tensor(
@@ -90,14 +90,9 @@ def split_over_tensor(
     if plain_model.parts.layer_inputs is not None:
         layer_inputs = (tree.parts.layer_inputs for tree in (plain_model, shapes, specs, names))
         model = eqx.tree_at(lambda m: m.parts.layer_inputs, model, stream.split_layer(*layer_inputs))
-    if (encoder := model.parts.encoder) is not None:
-        # The encoder's output, which all cross-attentions read, is gathered once.
-        model = eqx.tree_at(lambda m: m.parts.encoder.norm, model, SourceOutput(encoder.norm, stream))
-        source_table = lambda tree: tree.parts.encoder.embedding
-        if source_table(plain_model) is not None:
-            embedding, spec, name, shape = map(source_table, (plain_model, specs, names, shapes))
-            split = _split_embedding(embedding, spec, name, stream, shape.weight.shape[0], is_tied=False)
-            model = eqx.tree_at(source_table, model, split)
+    if model.parts.encoder is not None:
+        encoders = (tree.parts.encoder for tree in (model, plain_model, specs, names, shapes))
+        model = eqx.tree_at(lambda m: m.parts.encoder, model, _split_encoder(*encoders, stream))
     parts = _split_vocabulary(plain_model, specs, names, stream, shapes.vocab)
     return eqx.tree_at(_vocabulary_parts, model, parts)
 
@@ -153,6 +148,18 @@ def slice_module(module: PyTree, specs: PyTree) -> Sliced:
             dim = dim_over(spec, TENSOR)
             dims.append(None if dim is None else dim - x.ndim)
     return Sliced(module, tuple(dims))
+
+
+def _split_encoder(
+    encoder: nn.Encoder, plain: nn.Encoder, specs: PyTree, names: PyTree, shapes: PyTree, stream: ResidualStream
+) -> nn.Encoder:
+    """Return an encoder of wrapped layers that gathers its output once, for all cross-attentions, and looks ids up."""
+    encoder = eqx.tree_at(lambda m: m.norm, encoder, SourceOutput(encoder.norm, stream))
+    if plain.embedding is None:
+        return encoder
+    vocab = shapes.embedding.weight.shape[0]
+    embedding = _split_embedding(plain.embedding, specs.embedding, names.embedding, stream, vocab, is_tied=False)
+    return eqx.tree_at(lambda m: m.embedding, encoder, embedding)
 
 
 def _split_vocabulary(
