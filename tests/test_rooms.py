@@ -333,6 +333,28 @@ def test_the_check_of_plain_words_can_fail():
     assert riddles(ast.parse('"""Notes on x."""')) == [] == vague_names(ast.parse("def f():\n    found = 1"))
 
 
+MOST_ARGUMENTS = 16
+WIDER = {"nn/experts/_routers.py", "nn/recurrent/_mamba.py"}  # Still to be made of parts.
+
+
+def wide_signatures(tree: ast.AST) -> list[str]:
+    """Return the functions that take more than so many arguments, `self` not counted."""
+    wide = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            wide += [node.name] * (sum(argument.arg != "self" for argument in arguments) > MOST_ARGUMENTS)
+    return wide
+
+
+def test_no_signature_has_too_many_arguments():
+    wide = {path.relative_to(PACKAGE).as_posix() for path in FILES if wide_signatures(ast.parse(path.read_text()))}
+    assert wide <= WIDER
+    names = ", ".join(f"x{number}" for number in range(MOST_ARGUMENTS))
+    sources = [f"def f(self, {names}): pass", f"def g(self, {names}, *, y): pass"]
+    assert wide_signatures(ast.parse("\n".join(sources))) == ["g"]
+
+
 def unencoded(tree: ast.AST) -> list[int]:
     """Lines that read or write text without saying in which encoding: the machine's settings would decide."""
     found = []
