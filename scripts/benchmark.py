@@ -8,12 +8,12 @@ only `decode`, `zoo` or `quantized` are asked for, those for forward passes.
 import sys
 
 from support import environment
-from support.flags import given
+from support.flags import parse_words
 
 
 if __name__ == "__main__":
-    asked = {*given(sys.argv).get("--only", [])}
-    environment.prepare(sys.argv[1:], shared=False, gradients=not asked or bool(asked - {"decode", "zoo", "quantized"}))
+    names = {*parse_words(sys.argv).get("--only", [])}
+    environment.prepare(sys.argv[1:], shared=False, gradients=not names or bool(names - {"decode", "zoo", "quantized"}))
 
 import dataclasses
 import json
@@ -25,8 +25,8 @@ from typing import Annotated
 
 import jax
 import tyro
-from benchmarks._apart import apart
-from benchmarks._gpu_runs import Card, card
+from benchmarks._apart import run_apart
+from benchmarks._gpu_runs import Card, read_card
 from benchmarks._measure import machine_rows, Row
 from benchmarks._rows import ASKED_FOR, BENCHMARKS, OF_GPUS, OF_MESHES
 from rich.console import Console
@@ -46,7 +46,7 @@ class Command:
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="{" + ",".join(NAMES) + "} ...")] = ()
     """The benchmarks to run; by default all of one device but `gpu` or, with --simulate 8, all of meshes."""
     profile: bool = False
-    """Tell where the time of a train step goes on a CPU, by kind of work and by module, in place of all benchmarks."""
+    """Print where the time of a train step goes on a CPU, by kind of work and by module, in place of all benchmarks."""
     simulate: int | None = None
     """Have the CPU act as so many devices."""
     rounds: int = 9
@@ -56,7 +56,7 @@ class Command:
 
 
 def check(command: Command, names: Sequence[str]) -> None:
-    """Raise a `ValueError` for what cannot be measured, before anything is."""
+    """Raise a `ValueError` for benchmarks that cannot be measured, before anything is measured."""
     of_meshes = [name for name in names if name in OF_MESHES]
     if unknown := [name for name in command.only if name not in NAMES]:
         raise ValueError(f"--only {' '.join(unknown)}: the benchmarks are {', '.join(NAMES)}.")
@@ -73,44 +73,44 @@ def check(command: Command, names: Sequence[str]) -> None:
         raise ValueError(f"{', '.join(of_meshes)}: measured on 8 devices, but there are {number}; give --simulate 8.")
 
 
-def card_of() -> Card:
-    """The GPU, as a process of its own finds it: this one must hold none of its memory."""
+def find_card() -> Card:
+    """Return the GPU, which a process of its own looks for: this one must hold none of its memory."""
     jax.config.update("jax_platforms", "cpu")
-    found = apart(card, 180)
-    if found.platform != "gpu":
+    gpu = run_apart(read_card, 180)
+    if gpu.platform != "gpu":
         raise ValueError(
-            f"--only gpu: measured on a GPU, but JAX computes on {found.platform}; install eqformer[cuda] on a machine "
+            f"--only gpu: measured on a GPU, but JAX computes on {gpu.platform}; install eqformer[cuda] on a machine "
             "that has one."
         )
-    return found
+    return gpu
 
 
-def machine(device: str) -> dict[str, str]:
-    """What the figures were measured on; a CPU by its name and its widest vectors, on Linux."""
+def describe_machine(device: str) -> dict[str, str]:
+    """Describe the machine that is measured; a CPU by its name and its widest vectors, on Linux."""
     versions = training.versions(("jax", "equinox", "torch", "transformers"))
     if device == "cpu" and (about := Path("/proc/cpuinfo")).is_file():
         parts = (line.partition(":") for line in about.read_text(encoding="utf-8").splitlines())
-        found = {name.strip(): value.strip() for name, _, value in parts}
-        widest = [name for name in ("avx512f", "avx2") if name in found.get("flags", "").split()][:1]
-        device = " ".join([device, *filter(None, [found.get("model name")]), *widest])
+        fields = {name.strip(): value.strip() for name, _, value in parts}
+        widest = [name for name in ("avx512f", "avx2") if name in fields.get("flags", "").split()][:1]
+        device = " ".join([device, *filter(None, [fields.get("model name")]), *widest])
     cores = len(os.sched_getaffinity(0))
     return {"device": device, "cores": str(cores), "python": platform.python_version()} | versions
 
 
-def measured(command: Command, names: Sequence[str], gpu: Card | None) -> Iterator[Row]:
-    """The rows of the benchmarks, as they come; the name of each is printed first."""
-    on_this = BENCHMARKS | ASKED_FOR
+def run_benchmarks(command: Command, names: Sequence[str], gpu: Card | None) -> Iterator[Row]:
+    """Yield the rows of the benchmarks as they come; the name of each benchmark is printed first."""
+    benchmarks = BENCHMARKS | ASKED_FOR
     for name in names:
-        print(f"measuring {name}: {(on_this | OF_GPUS)[name].__doc__}", file=sys.stderr, flush=True)
+        print(f"measuring {name}: {(benchmarks | OF_GPUS)[name].__doc__}", file=sys.stderr, flush=True)
         if gpu is not None:
             yield from OF_GPUS[name](gpu, command.rounds, command.output.parent)
         else:
             yield from machine_rows(name)
-            yield from on_this[name](command.rounds)
+            yield from benchmarks[name](command.rounds)
 
 
-def show(rows: list[Row]) -> None:
-    """The rows as a table."""
+def print_table(rows: list[Row]) -> None:
+    """Print the rows as a table."""
     table = Table("", "", "median", "", "ratio", "spread, notes", box=None)
     group = None
     for row in rows:
@@ -129,15 +129,15 @@ def measure(command: Command) -> None:
         else command.only or [name for name in BENCHMARKS if (name in OF_MESHES) == (command.simulate is not None)]
     )
     check(command, names)
-    gpu = card_of() if any(name in OF_GPUS for name in names) else None
-    about = machine(jax.devices()[0].device_kind if gpu is None else gpu.name)
+    gpu = find_card() if any(name in OF_GPUS for name in names) else None
+    about = describe_machine(jax.devices()[0].device_kind if gpu is None else gpu.name)
     rows: list[Row] = []
     command.output.parent.mkdir(parents=True, exist_ok=True)
-    for row in measured(command, names, gpu):  # written after each, so that a run that is ended keeps them
+    for row in run_benchmarks(command, names, gpu):  # Written after each row, so that a run that is ended keeps them.
         rows.append(row)
-        content = {"machine": about, "rows": [dataclasses.asdict(one) for one in rows]}
+        content = {"machine": about, "rows": [dataclasses.asdict(measured) for measured in rows]}
         write_atomic(command.output, json.dumps(content, indent=2) + "\n")
-    show(rows)
+    print_table(rows)
     print(f"on {about['device']}, {about['cores']} cores; written to {command.output}")
 
 

@@ -1,4 +1,4 @@
-"""From a published model to a run and back: `python scripts/convert.py runs/default exported`."""
+"""Convert a run to a published model, or the other way: `python scripts/convert.py runs/default exported`."""
 
 import sys
 
@@ -16,11 +16,11 @@ import tyro
 from recipes import Recipe
 from support.check import check
 from support.command import entry
-from support.published import keep_companions, recipe_of_folder, to_publish
+from support.published import copy_companions, published_recipe, save_options
 from support.recipe_file import to_json
 from support.run_directory import RunDirectory
 from support.screen import Screen
-from support.setup import keys_of, latest_model, load_model
+from support.setup import load_latest_model, load_published_model, make_keys
 
 from eqformer import models, nn, training
 
@@ -47,41 +47,41 @@ def convert(command: Command) -> None:
     """Write the target."""
     screen, source = Screen(), RunDirectory(command.source)
     if command.target.exists():
-        raise ValueError(f"TARGET {command.target}: something is there already; give a new folder.")
+        raise ValueError(f"TARGET {command.target}: it exists already; give a new folder.")
     if source.recipe.exists():
-        _publish(source, command.target, command.adapter, screen)
+        _write_published(source, command.target, command.adapter, screen)
     elif (command.source / "config.json").exists():
         if command.adapter:
             raise ValueError("--adapter: only a run has low-rank changes to write; leave it out.")
-        _bring(recipe_of_folder(command.source), RunDirectory(command.target), screen)
+        _write_run(published_recipe(command.source), RunDirectory(command.target), screen)
     else:
         raise ValueError(
             f"SOURCE {command.source}: it is neither a run (recipe.json) nor a published model (config.json); give one."
         )
 
 
-def _publish(source: RunDirectory, target: Path, adapter: bool, screen: Screen) -> None:
+def _write_published(source: RunDirectory, target: Path, adapter: bool, screen: Screen) -> None:
     _, recipe = source.read()
-    model = latest_model(source, recipe)
+    model = load_latest_model(source, recipe)
     if adapter:
         base = str(recipe.published) if recipe.published is not None else None
         models.save_adapter(model, target, config=recipe.model, base=base)
         screen.note(f"{target} holds the low-rank changes, for peft")
         return
-    models.save(nn.merge_lora(model), target, **to_publish(recipe, source))
+    models.save(nn.merge_lora(model), target, **save_options(recipe, source))
     screen.note(f"{target} holds the model as published\nsample     python scripts/sample.py --model {target}")
 
 
-def _bring(recipe: Recipe, target: RunDirectory, screen: Screen) -> None:
+def _write_run(recipe: Recipe, target: RunDirectory, screen: Screen) -> None:
     check(recipe)
     assert recipe.published is not None
-    name, model = recipe.published.name, load_model(recipe, None, screen)
+    name, model = recipe.published.name, load_published_model(recipe, None, screen)
     with target:
         target.claim(name, recipe)
         target.begin(name, recipe)
-        keep_companions(recipe, target)
+        copy_companions(recipe, target)
         metadata = training.run_metadata(
-            recipe={"name": name, "recipe": to_json(recipe)}, step=0, data={}, key=keys_of(recipe).steps
+            recipe={"name": name, "recipe": to_json(recipe)}, step=0, data={}, key=make_keys(recipe).steps
         )
         with target.checkpointer() as checkpointer:
             checkpointer.save({"model": model}, 0, metadata)

@@ -1,4 +1,4 @@
-"""Colour a text by the experts its tokens take: `python scripts/experts.py --run-dir runs/moe`."""
+"""Color a text by the experts that its tokens take: `python scripts/experts.py --run-dir runs/moe`."""
 
 import sys
 
@@ -11,11 +11,11 @@ if __name__ == "__main__":
 import dataclasses
 from pathlib import Path
 
-from support.colored_text import color
 from support.command import entry
-from support.published import tokenizer_of
+from support.published import recipe_tokenizer
+from support.report import color_by_experts
 from support.run_directory import RunDirectory
-from support.setup import latest_model
+from support.setup import load_latest_model
 
 from eqformer import data, read_utf8
 
@@ -29,7 +29,7 @@ EXAMPLE = '''def load(path, encoding="utf-8"):
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """Write a page and a picture of a text, each token in the colour of the expert that it takes first."""
+    """Write a page and a picture of a text, each token in the color of the expert that it takes first."""
 
     run_dir: Path = Path("runs/moe")
     """The folder of a run with a mixture of experts; experts.html and experts.png are written into it."""
@@ -48,16 +48,16 @@ def write(command: Command) -> None:
     directory = RunDirectory(command.run_dir)
     _, recipe = directory.read()
     if command.text is not None and command.file is not None:
-        raise ValueError(f"--text ... --file {command.file}: one text is coloured; leave one out.")
+        raise ValueError(f"--text ... --file {command.file}: one text is colored; leave one out.")
     if command.tokens < 1:
         raise ValueError(f"--tokens {command.tokens}: it counts, so give at least 1.")
     text = read_utf8(command.file) if command.file is not None else command.text
     text = EXAMPLE if text is None else text
-    tokenizer = tokenizer_of(recipe, directory)
+    tokenizer = recipe_tokenizer(recipe, directory)
     ids = tokenizer.encode(text)[: command.tokens].tolist()
     if not ids:
-        raise ValueError("the text is empty: there is nothing to colour; give some by --text or --file.")
-    color(directory, latest_model(directory, recipe), ids, data.TextStream(tokenizer).pieces(ids))
+        raise ValueError("the text is empty: there is nothing to color; give some by --text or --file.")
+    color_by_experts(directory, load_latest_model(directory, recipe), ids, data.TextStream(tokenizer).pieces(ids))
     sys.stdout.write(f"look at {directory.experts_page}, {directory.experts}\n")
 
 

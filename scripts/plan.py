@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from support import environment
-from support.flags import given
+from support.flags import parse_words
 
 
 def prepare(arguments: Sequence[str]) -> None:
@@ -13,11 +13,11 @@ def prepare(arguments: Sequence[str]) -> None:
 
     Without a topology these need as many simulated devices as the mesh has.
     """
-    flags = given(arguments)
+    flags = parse_words(arguments)
     words = [words[0] for flag, words in flags.items() if flag.startswith("--mesh.") and words]
     needs_mesh = flags.keys() & {"--compile", "--picture"} and "--topology" not in flags
     devices = math.prod(int(word) for word in words if word.isdecimal()) if needs_mesh else 1
-    simulate = [] if environment.simulated(flags) else ["--simulate", str(max(1, devices))]
+    simulate = [] if environment.simulated_devices(flags) else ["--simulate", str(max(1, devices))]
     environment.prepare([*arguments, *simulate], compilers=True, gradients="--decode" not in flags)
 
 
@@ -38,14 +38,24 @@ from jax.sharding import Mesh
 from recipes import LARGE, Mesh as RecipeMesh, Recipe
 from support.check import check
 from support.command import entry
-from support.kernel_report import decode_lines, kernel_lines
-from support.mesh import abstract_plan, check_plan, choices, flags, in_flags, plan_of, recipe_under, state_of, step_of
-from support.multiplying import products_line
-from support.nearest import looking, nearest
+from support.environment import delete_oldest, user_folder
+from support.kernel_report import decode_lines, training_lines
+from support.out_of_memory import find_smaller_runs, show_search
 from support.processes import check_machine, Machine
 from support.screen import Screen
-from support.setup import batch_shapes, optimizer_of
-from support.user_folder import delete_oldest, user_folder
+from support.setup import (
+    batch_shapes,
+    candidate_flags,
+    check_plan,
+    make_abstract_plan,
+    make_optimizer,
+    make_plan,
+    make_train_state,
+    make_train_step,
+    plan_flags,
+    with_candidate,
+    with_plan_flags,
+)
 
 from eqformer import generation, models, nn, parallel, planning
 from eqformer.parallel import CONTEXT, TENSOR
@@ -76,7 +86,7 @@ class Command:
     cache_dtype: str | None = None
     """Dtype of the caches of --decode; such as bfloat16, int8 or fp8; the compute dtype by default."""
     weights: Literal["decoded", "quantized"] = "decoded"
-    """Whether --decode decodes the quantized weights of --model FOLDER, or leaves them quantized."""
+    """Whether --decode decodes quantized weights; those of --model FOLDER are decoded, or stay quantized."""
     search: bool = False
     """Rank all meshes by the time of a step; at once by formulas, then by traced and compiled plans."""
     formulas: bool = False
@@ -116,17 +126,17 @@ def report(command: Command) -> None:
         if not command.formulas and not missing_compiler(target):
             compilation = compile_for(step, recipe, target)
     elif command.compile:  # The devices are simulated, so the program is a CPU's.
-        plan = plan_of(recipe, jax.devices())
+        plan = make_plan(recipe, jax.devices())
         program = read_compiled(compile_step(recipe, plan, model), plan.mesh)
     if command.json:
-        row = {"recipe": command.recipe, "flags": flags(recipe)} | step.forecast.as_dict()
+        row = {"recipe": command.recipe, "flags": plan_flags(recipe)} | step.forecast.as_dict()
         compiled = compilation or program
         print(json.dumps(row | {"compiled": compiled and compiled.as_dict()}, indent=1))
     else:
         _print_compiled(target, step.forecast, compilation, program)
         memory = step.forecast.memory
         if step.forecast.missing if compilation is None or memory is None else not compilation.fits(memory):
-            with looking() as progress:
+            with show_search() as progress:
                 alternatives = step.find_alternatives(progress)
             print(alternatives)
     if command.picture is not None:
@@ -185,21 +195,21 @@ class PlannedStep:
 
 def training_step(recipe: Recipe, model: nn.Transformer, target: planning.Target) -> PlannedStep:
     """Return the recipe's training step."""
-    plan, optimizer, batch = abstract_plan(recipe), optimizer_of(recipe, model), batch_shapes(recipe)
+    plan, optimizer, batch = make_abstract_plan(recipe), make_optimizer(recipe, model), batch_shapes(recipe)
     if isinstance(target, Topology):
-        in_flags(recipe, lambda: target.speeds(plan.mesh), f"--topology {target}")
+        with_plan_flags(recipe, lambda: target.speeds(plan.mesh), f"--topology {target}")
     check_plan(recipe, plan, model)
-    states = state_of(recipe, plan, optimizer, model)
+    states = make_train_state(recipe, plan, optimizer, model)
     forecast = planning.forecast(states, model, batch, target)
 
     def lower(plan: parallel.Plan) -> jax.stages.Lowered:
-        return planning.lowered_step(states.with_plan(plan), step_of(recipe, plan, optimizer), batch)
+        return planning.lowered_step(states.with_plan(plan), make_train_step(recipe, plan, optimizer), batch)
 
     def find_alternatives(progress: planning.Progress) -> str:
-        found = planning.search_plans(states, model, batch, target, progress=progress)
+        search = planning.search_plans(states, model, batch, target, progress=progress)
         assert forecast.memory is not None
-        near = nearest(recipe, forecast.memory, forecast.platform, 3 - len(found.proposals))
-        lines = [planning.format_search(found, functools.partial(choices, recipe))]
+        near = find_smaller_runs(recipe, forecast.memory, forecast.platform, 3 - len(search.proposals))
+        lines = [planning.format_search(search, functools.partial(candidate_flags, recipe))]
         return "\n".join([*lines, *["on the same mesh by"] * bool(near), *map(str, near)])
 
     return PlannedStep(forecast, lower, find_alternatives)
@@ -209,8 +219,8 @@ def decode_step(command: Command, model: nn.Transformer, topology: planning.Targ
     """Return a step that writes a token of each row, with parameters in the dtype that they are computed in."""
     assert isinstance(topology, Topology)
     recipe, compute = command.run, command.run.precision.compute
-    plan = abstract_plan(recipe)
-    in_flags(recipe, lambda: topology.speeds(plan.mesh), f"--topology {topology}")
+    plan = make_abstract_plan(recipe)
+    with_plan_flags(recipe, lambda: topology.speeds(plan.mesh), f"--topology {topology}")
     if command.weights == "quantized":
         assert recipe.published is not None
         stacked = models.load_shapes(recipe.published, dtype=compute, weights=command.weights)
@@ -227,7 +237,7 @@ def decode_step(command: Command, model: nn.Transformer, topology: planning.Targ
 
     def format_plan(found: planning.DecodePlan) -> str:
         mesh = dataclasses.replace(recipe, mesh=RecipeMesh(**parallel.axis_sizes(found.plan.mesh)))
-        words = [flags(mesh), f"--batch {found.rows}" * (found.rows != recipe.batch)]
+        words = [plan_flags(mesh), f"--batch {found.rows}" * (found.rows != recipe.batch)]
         words.append(f"--cache-dtype {found.cache_dtype}" if found.cache_dtype else "")
         return " ".join(filter(None, words)) or "one device"
 
@@ -245,7 +255,7 @@ def decode_step(command: Command, model: nn.Transformer, topology: planning.Targ
 def _formula_report(command: Command, model: nn.Transformer, forecast: planning.Forecast) -> str:
     """Return the report on what runs where and what formulas say of a step."""
     recipe, target = command.run, forecast.target
-    plan = planning.for_platform(abstract_plan(recipe), forecast.platform)
+    plan = planning.for_platform(make_abstract_plan(recipe), forecast.platform)
     summary = parallel.summary(plan, model, rows=recipe.batch, seq=1 if command.decode else recipe.seq)
     heading = [str(target)] if isinstance(target, Topology) else []
     parts = ["; ".join([*heading, summary, f"{forecast.parameters:,} parameters"])]
@@ -254,7 +264,7 @@ def _formula_report(command: Command, model: nn.Transformer, forecast: planning.
         if command.decode:
             parts += decode_lines(recipe, model, platform, command.cache_dtype)
         else:
-            parts += [*kernel_lines(recipe, model, platform), products_line(recipe, model, name)]
+            parts += training_lines(recipe, model, platform, name)
     parts = [part for part in parts if part]
     if not command.decode:
         shapes = plan.shapes(model)
@@ -288,7 +298,7 @@ def _training_lines(recipe: Recipe, plan: parallel.Plan, forecast: planning.Fore
 
 def compile_for(step: PlannedStep, recipe: Recipe, topology: Topology, number: str = "") -> Compilation:
     """Compile a step for a topology's devices; its figures are kept for the user's next look."""
-    plan, folder = plan_of(recipe, planning.devices_of(topology)), user_folder("plans")
+    plan, folder = make_plan(recipe, planning.devices_of(topology)), user_folder("plans")
     assert isinstance(plan.mesh, Mesh)
     with Screen(errors=True).working(f"compiling{number} for {topology}; a compiler takes 5 s to some minutes"):
         compilation = planning.compilation_of(step.lower(plan), topology, plan.mesh, folder)
@@ -299,9 +309,9 @@ def compile_for(step: PlannedStep, recipe: Recipe, topology: Topology, number: s
 
 def compile_step(recipe: Recipe, plan: parallel.Plan, model: nn.Transformer, **options: Any) -> jax.stages.Compiled:
     """Compile the recipe's step from shapes, with XLA's `options`."""
-    optimizer = optimizer_of(recipe, model)
-    states = state_of(recipe, plan, optimizer, model)
-    lowered = planning.lowered_step(states, step_of(recipe, plan, optimizer), batch_shapes(recipe))
+    optimizer = make_optimizer(recipe, model)
+    states = make_train_state(recipe, plan, optimizer, model)
+    lowered = planning.lowered_step(states, make_train_step(recipe, plan, optimizer), batch_shapes(recipe))
     return lowered.compile(compiler_options=options)
 
 
@@ -331,7 +341,7 @@ def _draw(path: Path, recipe: Recipe, model: nn.Transformer, forecast: planning.
     if forecast.roofline is not None and forecast.memory is not None:
         planning.plot_costs(forecast.held, forecast.memory, forecast.time.by_cause, path)
         return
-    plan = plan_of(recipe, jax.devices())
+    plan = make_plan(recipe, jax.devices())
     assert isinstance(plan.mesh, Mesh)
     model = plan.shapes(model)
     parallel.plot_layout(model, plan.parameter_specs(model), plan.mesh, path)
@@ -344,9 +354,9 @@ def _draw(path: Path, recipe: Recipe, model: nn.Transformer, forecast: planning.
 
 def search(command: Command, model: nn.Transformer, topology: Topology) -> None:
     """Print the meshes that fit and take the least time: by shapes at once, by formulas, and as compilers answer."""
-    recipe, format_plan = command.run, functools.partial(choices, command.run)
+    recipe, format_plan = command.run, functools.partial(candidate_flags, command.run)
     memory, batch = topology.accelerator.memory, batch_shapes(recipe)
-    states = state_of(recipe, abstract_plan(recipe), optimizer_of(recipe, model), model)
+    states = make_train_state(recipe, make_abstract_plan(recipe), make_optimizer(recipe, model), model)
     note = (lambda text: None) if command.json else functools.partial(print, flush=True)
 
     def show_ranking(ranking: planning.ShapeRanking) -> None:
@@ -355,23 +365,23 @@ def search(command: Command, model: nn.Transformer, topology: Topology) -> None:
         table = planning.ranking_table(ranking.proposals, not_compiled, format_plan, memory)
         note(f"{topology}, {topology.devices} devices, ranked by shapes alone{so_far}\n{table}\n")
 
-    with looking() as progress:
-        found = planning.search_plans(
+    with show_search() as progress:
+        result = planning.search_plans(
             states, model, batch, topology, limit=SEARCH_LIMIT, progress=progress, show_ranking=show_ranking
         )
-    if not found.proposals:
+    if not result.proposals:
         raise ValueError(
             f"--search --topology {topology}: no mesh was found that fits into {gigabytes(memory)} a device; take more "
             "devices, more --microbatches, a smaller --batch or --seq, or a smaller model."
         )
-    proposals = found.proposals
+    proposals = result.proposals
     compilations: list[Compilation | None] = [None] * len(proposals)
     note(f"ranked by formulas\n{planning.ranking_table(proposals, compilations, format_plan, memory)}\n")
     if not command.formulas and missing_compiler(topology) is None:
         for number, proposal in enumerate(proposals):
             if number >= COMPILED_AT_ONCE and any(done is not None and done.fits(memory) for done in compilations):
                 break
-            variant = recipe_under(recipe, proposal.candidate)
+            variant = with_candidate(recipe, proposal.candidate)
             step = training_step(variant, proposal.candidate.model, topology)
             compilations[number] = compile_for(step, variant, topology, f" plan {number + 1}")
             table = planning.ranking_table(proposals, compilations, format_plan, memory)
@@ -384,7 +394,7 @@ def search(command: Command, model: nn.Transformer, topology: Topology) -> None:
         print(_why_not_compiled(topology))
 
 
-main = entry(Command, report, left_out=("the run",))  # whose flags change nothing in the report
+main = entry(Command, report, hidden_groups=("the run",))  # whose flags change nothing in the report
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -17,15 +17,14 @@ from jax.errors import JaxRuntimeError
 from recipes import Recipe
 from support.check import check
 from support.command import entry
-from support.exhausted import exhausted
-from support.forked import check_fork
-from support.mesh import check_plan, plan_of
-from support.own_recipe import short_name
-from support.processes import devices_of, join, Machine
+from support.from_run import check_from_run
+from support.out_of_memory import out_of_memory_report
+from support.processes import connect, Machine, run_devices
 from support.published import check_published
-from support.recipe_file import to_json
+from support.recipe_file import short_name, to_json
 from support.run_directory import RunDirectory
 from support.screen import Screen
+from support.setup import check_plan, make_plan
 from support.trainer import Trainer
 
 from eqformer.parallel import check_alike, is_first_process
@@ -36,7 +35,7 @@ class Command:
     """Train a transformer on text; run the same command again to continue a run that was stopped."""
 
     recipe: str
-    """The recipe to start from; see below. Other flags change its fields."""
+    """The recipe to start from; see below; other flags change its fields."""
     run: Annotated[Recipe, tyro.conf.arg(name="")]
     machine: Annotated[Machine, tyro.conf.arg(name="")] = Machine()
     run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/<recipe>)")] = None
@@ -46,22 +45,22 @@ class Command:
 
 
 def train(command: Command) -> None:
-    """Train what the command says; all is checked before anything is written."""
+    """Train as the command says; everything is checked before anything is written."""
     recipe, machine = command.run, command.machine
-    join(machine)
+    connect(machine)
     check_alike({"--recipe": command.recipe} | {f"--{flag}": value for flag, value in to_json(recipe).items()})
     shapes = check(recipe)
     folder = command.run_dir or Path("runs") / short_name(command.recipe)
     check_published(recipe, RunDirectory(folder))
-    check_fork(recipe, shapes, RunDirectory(folder))
-    plan = plan_of(recipe, devices_of(machine))
+    check_from_run(recipe, shapes, RunDirectory(folder))
+    plan = make_plan(recipe, run_devices(machine))
     check_plan(recipe, plan, shapes)
     with RunDirectory(folder) as directory:
         trainer = Trainer(command.recipe, recipe, shapes, plan, directory, Screen(silent=not is_first_process()))
         try:
             trainer.run()
         except JaxRuntimeError as error:
-            if (message := exhausted(error, recipe, shapes)) is None:
+            if (message := out_of_memory_report(error, recipe, shapes)) is None:
                 raise
             raise ValueError(message) from error
 

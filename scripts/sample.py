@@ -21,19 +21,18 @@ import jax
 import tyro
 from recipes import Mesh, Recipe
 from support.command import entry
-from support.kernel_report import DECODING, has_kernels, platform_here
-from support.mesh import plan_of
-from support.processes import devices_of, Machine
-from support.published import companions_of, published_tokenizer, recipe_of_folder, Tokenizer, tokenizer_of
+from support.kernel_report import DECODING, has_kernels, local_platform
+from support.processes import Machine, run_devices
+from support.published import companion_folder, published_recipe, published_tokenizer, recipe_tokenizer, Tokenizer
 from support.run_directory import RunDirectory
 from support.screen import Screen
-from support.setup import latest_model, shapes_of
+from support.setup import load_latest_model, make_plan, model_shapes
 
 from eqformer import data, generation, models, nn, parallel
 
 
-OWN = Path("mtp")  # a draft that is the model's own predictor
-COMPILED = 16  # tokens after which nothing is compiled any more: `generation.stream` gives 8 at a time
+PREDICTOR = Path("mtp")  # The draft of this name is the model's own predictor.
+COMPILED = 16  # Tokens after which nothing is compiled any more: `generation.stream` gives 8 at a time.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +68,14 @@ class Command:
     weights: Literal["decoded", "quantized"] = "decoded"
     """Whether a published model's quantized weights are decoded, or stay quantized in less memory."""
     cache_dtype: str | None = None
-    """What keys and values are kept in: bfloat16, int8 or fp8, with scales, for long texts; as computed by default."""
+    """Dtype of cached keys and values: bfloat16, int8 or fp8, with scales, for long texts; as computed by default."""
     draft: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A run or a published folder with a smaller model, which proposes tokens, or mtp, the model's own predictor."""
     draft_tokens: int = 4
     """How many tokens the draft proposes at a time."""
     mesh: Mesh = Mesh()
     zero: Literal[0, 3] = 0
-    """What is split over --mesh.fsdp: nothing, or (3) all weights, gathered when their layer's turn comes."""
+    """Split over --mesh.fsdp nothing (0), or all weights (3), which are gathered when their layer runs."""
     simulate: int | None = None
     """Have the CPU act as so many devices."""
     trust_recipe: bool = False
@@ -90,18 +89,19 @@ class Writer:
     model: generation.Model
     tokenizer: Tokenizer
     ends: list[int]
+    """Ids that end a text."""
     folder: Path
     """The folder with the files that the model was published with, such as its chat template; it may not exist."""
 
 
-def writer_of(command: Command) -> Writer:
-    """The model that the command names, over its mesh; the text is the same on any mesh."""
+def load_writer(command: Command) -> Writer:
+    """Load the model that the command names, over its mesh; the text is the same on any mesh."""
     if command.model is not None and command.run_dir is not None:
         raise ValueError(
             f"--model {command.model} --run-dir {command.run_dir}: one model writes; leave one of them out."
         )
     if command.model is not None and not RunDirectory(command.model).recipe.exists():
-        return of_folder(command, command.model)
+        return load_published(command, command.model)
     if command.dtype is not None:
         raise ValueError(
             f"--dtype {command.dtype}: a run's model is computed in what its recipe says; leave it out, or write "
@@ -109,78 +109,78 @@ def writer_of(command: Command) -> Writer:
         )
     if command.weights != "decoded":
         raise ValueError(f"--weights {command.weights}: a run's weights are in no fewer bits; leave it out.")
-    return of_run(command, command.model or command.run_dir or Path("runs/default"))
+    return load_run(command, command.model or command.run_dir or Path("runs/default"))
 
 
-def draft_of(command: Command, writer: Writer) -> generation.Model | str | None:
-    """The model that proposes tokens; raises a `ValueError` if its tokenizer reads the prompt as other ids."""
+def load_draft(command: Command, writer: Writer) -> generation.Model | str | None:
+    """Load the model that proposes tokens; raises a `ValueError` if its tokenizer reads the prompt as other ids."""
     if command.draft is None:
         return None
-    if command.draft == OWN:
-        return str(OWN)
-    is_run = RunDirectory(command.draft).recipe.exists()
-    decoded = dataclasses.replace(command, weights="decoded")  # a draft is small
-    draft = (of_run if is_run else of_folder)(decoded, command.draft)
+    if command.draft == PREDICTOR:
+        return str(PREDICTOR)
+    load = load_run if RunDirectory(command.draft).recipe.exists() else load_published
+    draft = load(dataclasses.replace(command, weights="decoded"), command.draft)  # Drafts are small.
     prompt = command.prompt or ""
-    ids, own = (one.tokenizer.encode(prompt).tolist() for one in (draft, writer))
-    if ids != own:
+    draft_ids, ids = (reader.tokenizer.encode(prompt).tolist() for reader in (draft, writer))
+    if draft_ids != ids:
         raise ValueError(
-            f"--draft {command.draft}: its tokenizer gives the prompt {len(ids)} ids, which are not the {len(own)} of "
-            "the model's; give a model of the same tokenizer."
+            f"--draft {command.draft}: its tokenizer gives the prompt {len(draft_ids)} ids, which are not the "
+            f"{len(ids)} of the model's; give a model of the same tokenizer."
         )
     return draft.model
 
 
-def of_folder(command: Command, folder: Path) -> Writer:
-    """The model of a folder as published."""
+def load_published(command: Command, folder: Path) -> Writer:
+    """Load the model of a folder as published."""
     if command.weights == "quantized" and folder.is_file():
         raise ValueError(
             f"--weights quantized --model {folder}: the blocks of a GGUF file are decoded; leave out --weights, and "
             "give --dtype bfloat16 for half the memory of float32."
         )
     dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
-    plan, companions = plan_for(command, recipe_of_folder(folder)), companions_of(folder)
+    plan, companions = plan_for(command, published_recipe(folder)), companion_folder(folder)
     tokenizer = published_tokenizer(companions)
     with Screen(errors=True).bar() as progress:
         show = functools.partial(progress, f"reading {folder}")
-        given: dict[str, Any] = {"weights": command.weights, "predictor": command.draft == OWN, "progress": show}
-        model = models.load(folder, plan=plan, dtype=dtype, **given)
-    return _writer(model, plan, tokenizer, companions)
+        options: dict[str, Any] = {"weights": command.weights, "predictor": command.draft == PREDICTOR}
+        model = models.load(folder, plan=plan, dtype=dtype, progress=show, **options)
+    return _make_writer(model, plan, tokenizer, companions)
 
 
-def of_run(command: Command, folder: Path) -> Writer:
-    """The latest model of a run."""
+def load_run(command: Command, folder: Path) -> Writer:
+    """Load the latest model of a run."""
     directory = RunDirectory(folder)
     _, recipe = directory.read()
-    plan, tokenizer = plan_for(command, recipe), tokenizer_of(recipe, directory)
-    return _writer(latest_model(directory, recipe, plan), plan, tokenizer, directory.published)
+    plan, tokenizer = plan_for(command, recipe), recipe_tokenizer(recipe, directory)
+    return _make_writer(load_latest_model(directory, recipe, plan), plan, tokenizer, directory.published)
 
 
-def _writer(model: nn.Transformer, plan: parallel.Plan | None, tokenizer: Tokenizer, folder: Path) -> Writer:
-    return Writer(
-        served(model, plan), tokenizer, sorted({tokenizer.end_of_text, *models.read_eos_token_ids(folder)}), folder
-    )
+def _make_writer(model: nn.Transformer, plan: parallel.Plan | None, tokenizer: Tokenizer, folder: Path) -> Writer:
+    ends = sorted({tokenizer.end_of_text, *models.read_eos_token_ids(folder)})
+    return Writer(prepare_to_decode(model, plan), tokenizer, ends, folder)
 
 
-def served(model: nn.Transformer, plan: parallel.Plan | None) -> generation.Model:
-    """The model as it decodes in place on its devices, under the plan if there is one."""
-    here = jax.default_backend(), jax.devices()[0].device_kind
+def prepare_to_decode(model: nn.Transformer, plan: parallel.Plan | None) -> generation.Model:
+    """Return the model as it decodes fastest on the devices where it is, under the plan if there is one."""
+    platform, chip = jax.default_backend(), jax.devices()[0].device_kind
     if plan is None:
-        return generation.unstack_for_platform(model, *here)
+        return generation.unstack_for_platform(model, platform, chip)
     if not plan.is_pipelined:
         split = plan.mesh.shape["tensor"] * plan.mesh.shape["fsdp"]
-        arrays, rest = eqx.partition(generation.unstack_for_platform(model, *here, devices=split), eqx.is_array)
-        model = eqx.combine(jax.device_put(arrays, parallel.shardings(plan.parameter_specs(arrays), plan.mesh)), rest)
+        unstacked = generation.unstack_for_platform(model, platform, chip, devices=split)
+        arrays, static = eqx.partition(unstacked, eqx.is_array)
+        shardings = parallel.shardings(plan.parameter_specs(arrays), plan.mesh)
+        model = eqx.combine(jax.device_put(arrays, shardings), static)
     return parallel.ShardedModel(model, plan)
 
 
 def plan_for(command: Command, recipe: Recipe) -> parallel.Plan | None:
-    """The plan of the command's mesh, None for one device; raises a `ValueError` if the model does not suit it."""
+    """Return the plan of the command's mesh, None for one device; a `ValueError` if the model does not suit it."""
     if command.mesh == Mesh() and command.simulate is None:
         return None
-    asked = Recipe(recipe.model, mesh=command.mesh, plan=parallel.ParallelConfig(zero=command.zero))
-    plan = plan_of(asked, devices_of(Machine(simulate=command.simulate)))
-    parallel.ShardedModel(shapes_of(recipe), plan)
+    with_mesh = Recipe(recipe.model, mesh=command.mesh, plan=parallel.ParallelConfig(zero=command.zero))
+    plan = make_plan(with_mesh, run_devices(Machine(simulate=command.simulate)))
+    parallel.ShardedModel(model_shapes(recipe), plan)
     return plan
 
 
@@ -196,8 +196,8 @@ def default_prompt(command: Command, writer: Writer) -> str:
     return "Once upon a time" if writer.folder.is_dir() else "def "
 
 
-def prompt_of(command: Command, writer: Writer) -> tuple[str, list[int]]:
-    """The part of the prompt that is printed, and its ids."""
+def encode_prompt(command: Command, writer: Writer) -> tuple[str, list[int]]:
+    """Return the part of the prompt that is printed, and the prompt's ids."""
     prompt, chat = command.prompt or "", is_chat(command, writer)
     if not chat and command.system is not None:
         raise ValueError(
@@ -211,19 +211,19 @@ def prompt_of(command: Command, writer: Writer) -> tuple[str, list[int]]:
         return "", tokenizer.encode_prompt(text, add_special_tokens=False).tolist()
     encode = tokenizer.encode_prompt if writer.folder.is_dir() else tokenizer.encode
     ids = encode(prompt).tolist()
-    shown = prompt if writer.model.start is None else ""  # what an encoder reads is no part of the text
+    shown = prompt if writer.model.start is None else ""  # The text that an encoder reads is not written on.
     return shown, ids or [tokenizer.end_of_text]
 
 
 def write(command: Command) -> None:
     """Stream the text to standard output."""
-    writer = writer_of(command)
+    writer, screen = load_writer(command), Screen(errors=True)
     if command.prompt is None:
         command = dataclasses.replace(command, prompt=default_prompt(command, writer))
-        Screen(errors=True).note(f"prompt: {command.prompt} (--prompt gives another)")
-    if has_kernels(platform_here()):
-        Screen(errors=True).note(DECODING)
-    shown, prompt = prompt_of(command, writer)
+        screen.note(f"prompt: {command.prompt} (--prompt gives another)")
+    if has_kernels(local_platform()):
+        screen.note(DECODING)
+    shown, prompt = encode_prompt(command, writer)
     ids = generation.stream(
         writer.model,
         prompt,
@@ -237,35 +237,35 @@ def write(command: Command) -> None:
         ),
         end_of_text=writer.ends,
         cache_dtype=command.cache_dtype,
-        draft=draft_of(command, writer),
+        draft=load_draft(command, writer),
         draft_tokens=command.draft_tokens,
         key=jax.random.key(command.seed),
     )
     text = data.TextStream(writer.tokenizer)
     sys.stdout.write(shown)
-    begun, times = time.monotonic(), list[float]()
+    start, times = time.monotonic(), list[float]()
     for number in ids:
         times.append(time.monotonic())
         sys.stdout.write(text.push(number))
         sys.stdout.flush()
     sys.stdout.write(text.finish() + "\n")
     sys.stdout.flush()
-    Screen(errors=True).note(speed(begun, times))
-    if (drafted := ids.draft) is not None:
-        Screen(errors=True).note(
-            f"draft: {drafted.acceptance:.0%} of {drafted.proposed.sum()} proposed tokens taken, "
-            f"{drafted.tokens_per_step:.2f} tokens a step"
+    screen.note(speed_line(start, times))
+    if (draft := ids.draft) is not None:
+        screen.note(
+            f"draft: {draft.acceptance:.0%} of {draft.proposed.sum()} proposed tokens taken, "
+            f"{draft.tokens_per_step:.2f} tokens a step"
         )
 
 
-def speed(begun: float, times: Sequence[float]) -> str:
-    """Return a line on the time that a text took, of the times at which its tokens came.
+def speed_line(start: float, times: Sequence[float]) -> str:
+    """Return a line on the time that a text took, from the times at which its tokens came.
 
     Both programs, for the first tokens and for those that follow, are compiled before token `COMPILED` comes.
     """
     if not times:
         return "0 tokens"
-    line = f"{len(times):,} tokens in {times[-1] - begun:,.1f} s, the first after {times[0] - begun:,.1f} s"
+    line = f"{len(times):,} tokens in {times[-1] - start:,.1f} s, the first after {times[0] - start:,.1f} s"
     if len(times) <= COMPILED or times[-1] <= times[COMPILED - 1]:
         return line
     rate = (len(times) - COMPILED) / (times[-1] - times[COMPILED - 1])

@@ -1,8 +1,9 @@
 """Rows for one GPU: kernels' numbers and speed, training's share of the peak, and decoding, in bfloat16.
 
-Each contender has the whole card, in a process of its own: JAX takes the memory when it starts, and PyTorch would have
-the rest. The next process is started, and imports what it needs, while one is at work. What tells most comes first,
-since a deadline leaves out the rest; a model's step by PyTorch comes behind ours, which says in which way it fits.
+Each contender has the whole card, in a process of its own: JAX takes the memory when it starts, and would leave too
+little to PyTorch. The next process is started, and imports what it needs, while a process works. The most important
+rows come first, since a deadline leaves out the last; a model's step by PyTorch comes behind ours, which finds the
+settings that fit.
 """
 
 import contextlib
@@ -17,43 +18,43 @@ from typing import Any, NamedTuple
 from support import environment
 
 from benchmarks import _gpu_numbers, _gpu_runs, _peers
-from benchmarks._apart import Apart
-from benchmarks._gpu_runs import Card, Found, Way, Work
+from benchmarks._apart import SeparateProcess
+from benchmarks._gpu_runs import Card, Result, Way, Work
 from benchmarks._measure import Row
 from eqformer import models
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured: by default for a GPU of 80 GB or more."""
+    """Sizes to measure: by default for a GPU of 80 GB or more."""
 
     dense: tuple[str, ...] = ("qwen3-0.6b", "llama-3-8b", "llama-3.2-3b")
     mixture: str = "olmoe-1b-7b"
     mixture_layers: int = 4
     lengths: tuple[int, ...] = (4096, 8192)
     tokens: int = 16_384
-    """Of a step."""
+    """Tokens of a step."""
     heads: tuple[int, int, int] = (32, 8, 128)
-    """Of the attention that is measured alone: heads, key heads, channels."""
+    """Heads, key heads and channels of the attention that is measured alone."""
     decoded: tuple[str, ...] = ("llama-3-8b", "llama-3.2-1b")
     batches: tuple[int, ...] = (1, 16, 64)
     prompt: int = 128
     new: int = 128
     checked: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What `_gpu_numbers.numbers` takes."""
+    """Arguments of `_gpu_numbers.numbers`."""
     minutes: float = 9.0
-    """Since the start: what is not done by then is ended or left out, and is a row that says so."""
+    """Minutes since the start; work that is not done by then is ended or left out, and has a row that says so."""
 
 
-Run = Callable[[Callable[[], Found], float], Found]
+Run = Callable[[Callable[[], Result], float], Result]
 
 
 class Task(NamedTuple):
-    """What a process does: of which group, by whom, and what, given the ways in which models were trained."""
+    """Task of a process: its group, its contender, and its work, which may depend on how models were trained."""
 
     group: str
-    whom: str
-    work: Callable[[dict[Work, Way]], Callable[[], Found]]
+    contender: str
+    work: Callable[[dict[Work, Way]], Callable[[], Result]]
     trains: Work | None = None
 
 
@@ -62,7 +63,7 @@ def gpu(
     rounds: int,
     folder: Path,
     sizes: Sizes = Sizes(),
-    start: Callable[..., Run] = Apart,
+    start: Callable[..., Run] = SeparateProcess,
 ) -> Iterator[Row]:
     """Kernels, training and decoding on one GPU, in bfloat16, against PyTorch where it is installed; a trace."""
     end, rounds = time.monotonic() + 60 * sizes.minutes, max(2, rounds // 3)
@@ -70,35 +71,35 @@ def gpu(
     yield Row("peak", "product in bfloat16", card.peak / 1e12, "TFLOP/s", None, memory)
     ways: dict[Work, Way] = {}
     first: dict[str, Row] = {}
-    ahead = lambda task: start(*_imports(task)) if time.monotonic() < end else None
+    start_process = lambda task: start(*_imports(task)) if time.monotonic() < end else None
     with (
-        environment.kernels_kept(),
-        contextlib.closing(_started(_tasks(sizes, card, rounds, folder), ahead)) as started,
+        environment.share_kernel_choices(),
+        contextlib.closing(_start_ahead(_tasks(sizes, card, rounds, folder), start_process)) as started,
     ):
         for task, run in started:
-            left = end - time.monotonic()
-            if left <= 0 or run is None:
-                yield Row(task.group, task.whom, note=f"left out: {sizes.minutes:g} minutes are over")
+            seconds = end - time.monotonic()
+            if seconds <= 0 or run is None:
+                yield Row(task.group, task.contender, note=f"left out: {sizes.minutes:g} minutes are over")
                 continue
-            print(f"{task.group}, {task.whom} ({left:.0f} s are left)", file=sys.stderr, flush=True)
+            print(f"{task.group}, {task.contender} ({seconds:.0f} s are left)", file=sys.stderr, flush=True)
             try:
                 work = task.work(ways)
-                found = run(partial(_gpu_runs.by_pytorch, work) if task.whom == "PyTorch" else work, left)
-            except Exception as error:  # of a process that ended, or was ended
-                yield Row(task.group, task.whom, note=str(error))
+                result = run(partial(_gpu_runs.run_on_cpu, work) if task.contender == "PyTorch" else work, seconds)
+            except Exception as error:  # The process ended, or was ended.
+                yield Row(task.group, task.contender, note=str(error))
                 continue
-            if task.trains is not None and found.way is not None:
-                ways[task.trains] = found.way
-            for row in found.rows:
-                yield _beside(first, row)
+            if task.trains is not None and result.way is not None:
+                ways[task.trains] = result.way
+            for row in result.rows:
+                yield _with_ratio(first, row)
 
 
-def _started(tasks: list[Task], ahead: Callable[[Task], Run | None]) -> Generator[tuple[Task, Run | None]]:
-    """The tasks, each with a process for it, while that of the next one starts."""
-    following = ahead(tasks[0])
+def _start_ahead(tasks: list[Task], start_process: Callable[[Task], Run | None]) -> Generator[tuple[Task, Run | None]]:
+    """Yield the tasks, each with its process, while the process of the next task starts."""
+    following = start_process(tasks[0])
     try:
-        for task, after in zip(tasks, [*tasks[1:], None]):
-            run, following = following, None if after is None else ahead(after)
+        for task, next_task in zip(tasks, [*tasks[1:], None]):
+            run, following = following, None if next_task is None else start_process(next_task)
             try:
                 yield task, run
             finally:
@@ -108,65 +109,71 @@ def _started(tasks: list[Task], ahead: Callable[[Task], Run | None]) -> Generato
 
 
 def _imports(task: Task) -> tuple[str, ...]:
-    return (_gpu_runs.__name__, *(("torch", "transformers") if task.whom == "PyTorch" else ()))
+    return (_gpu_runs.__name__, *(("torch", "transformers") if task.contender == "PyTorch" else ()))
 
 
 def _close(run: Any) -> None:
     """End a process; functions that stand for one in tests have no end."""
-    if isinstance(run, Apart):
+    if isinstance(run, SeparateProcess):
         run.close()
 
 
 def _tasks(sizes: Sizes, card: Card, rounds: int, folder: Path) -> list[Task]:
-    """All that is to be done, what tells most before the rest, by eqformer and then PyTorch where it is installed."""
-    theirs = ("PyTorch",) if _peers.are_installed() else ()
-    both, per_step = ("eqformer", *theirs), lambda seq: max(1, sizes.tokens // seq)
-    work = lambda name, seq, layers=None: Work(name, per_step(seq), seq, layers)
+    """Return all tasks, the most important first, by eqformer and then PyTorch where it is installed."""
+    peers = ("PyTorch",) if _peers.are_installed() else ()
+    contenders, rows_per_step = ("eqformer", *peers), lambda seq: max(1, sizes.tokens // seq)
+    work = lambda name, seq, layers=None: Work(name, rows_per_step(seq), seq, layers)
     shortest, *longer = sizes.lengths
 
     def attention(seq: int) -> list[Task]:
-        alone = seq != shortest  # what has no kernel takes most of the time to compile
-        run = partial(_gpu_runs.attention, sizes.heads, per_step(seq), seq, rounds, kernel_alone=alone)
-        group = f"attention, {per_step(seq)} x {seq} tokens"
-        return [Task(group, whom, lambda _, whom=whom: partial(run, peer=whom == "PyTorch")) for whom in both]
+        kernel_alone = seq != shortest  # Attention without a kernel takes the longest to compile.
+        run = partial(_gpu_runs.attention, sizes.heads, rows_per_step(seq), seq, rounds, kernel_alone=kernel_alone)
+        group = f"attention, {rows_per_step(seq)} x {seq} tokens"
+        return [_peer_task(group, contender, run) for contender in contenders]
 
-    def trained(its: Work, whoms: tuple[str, ...]) -> list[Task]:
-        ours: Any = lambda _: partial(_gpu_runs.train, its, rounds, card.peak)
-        peers: Any = lambda ways: partial(_gpu_runs.train_peer, its, rounds, ways.get(its, Way()))
-        have = [whom for whom in whoms if whom != "PyTorch" or type(models.preset(its.preset)) in _peers.KINDS]
-        return [Task(its.by(Way())[0], whom, peers if whom == "PyTorch" else ours, its) for whom in have]
+    def training(model: Work) -> list[Task]:
+        group = model.by(Way())[0]
+        tasks = [Task(group, "eqformer", lambda _: partial(_gpu_runs.train, model, rounds, card.peak), model)]
+        if peers and type(models.preset(model.preset)) in _peers.KINDS:
+            by_peer: Any = lambda ways: partial(_gpu_runs.train_peer, model, rounds, ways.get(model, Way()))
+            tasks.append(Task(group, "PyTorch", by_peer, model))
+        return tasks
 
-    def decoded(name: str, batch: int, whoms: tuple[str, ...]) -> list[Task]:
+    def decoding(name: str, batch: int, names: tuple[str, ...]) -> list[Task]:
         run = partial(_gpu_runs.decode, name, batch, sizes.prompt, sizes.new, rounds)
         group = f"decode {name}, batch {batch}"
-        return [Task(group, whom, lambda _, whom=whom: partial(run, peer=whom == "PyTorch")) for whom in whoms]
+        return [_peer_task(group, contender, run) for contender in names]
 
     checked = partial(_gpu_numbers.numbers, **sizes.checked)
-    small, *others = sizes.dense
-    first, read = work(small, shortest), sizes.decoded[0]
-    mixed = [work(sizes.mixture, seq, sizes.mixture_layers) for seq in sizes.lengths]
+    small, *larger = sizes.dense
+    first, decoded = work(small, shortest), sizes.decoded[0]
+    mixtures = [work(sizes.mixture, seq, sizes.mixture_layers) for seq in sizes.lengths]
     unrolled = partial(_gpu_runs.train, first, rounds, card.peak, unrolled=True)
     traced = partial(_gpu_runs.trace, first, folder / "gpu-profile")
     return [
-        Task(_gpu_numbers.GROUP, "eqformer", lambda _: partial(_gpu_runs.unmeasured, checked)),
+        Task(_gpu_numbers.GROUP, "eqformer", lambda _: partial(_gpu_runs.run_without_autotuning, checked)),
         *attention(shortest),
-        *trained(first, both),
-        *(task for name in others[:1] for task in trained(work(name, shortest), both)),
-        *(task for batch in sizes.batches for task in decoded(read, batch, both[:1])),
-        *trained(mixed[0], both),
-        *(task for seq in longer for task in (*attention(seq), *trained(work(small, seq), both))),
-        *(task for its in mixed[1:] for task in trained(its, both)),
+        *training(first),
+        *(task for name in larger[:1] for task in training(work(name, shortest))),
+        *(task for batch in sizes.batches for task in decoding(decoded, batch, contenders[:1])),
+        *training(mixtures[0]),
+        *(task for seq in longer for task in (*attention(seq), *training(work(small, seq)))),
+        *(task for mixture in mixtures[1:] for task in training(mixture)),
         Task(first.by(Way())[0], "eqformer, unrolled", lambda _: unrolled),
         Task("trace", str(folder / "gpu-profile"), lambda _: traced),
-        *(task for batch in sizes.batches for task in decoded(read, batch, theirs)),
-        *(task for name in others[1:] for task in trained(work(name, shortest), both)),
-        *(task for name in sizes.decoded[1:] for batch in sizes.batches for task in decoded(name, batch, both)),
+        *(task for batch in sizes.batches for task in decoding(decoded, batch, peers)),
+        *(task for name in larger[1:] for task in training(work(name, shortest))),
+        *(task for name in sizes.decoded[1:] for batch in sizes.batches for task in decoding(name, batch, contenders)),
     ]
 
 
-def _beside(first: dict[str, Row], row: Row) -> Row:
-    """A row with the ratio of the group's first rate to its own; `first` holds those that were seen."""
+def _peer_task(group: str, contender: str, run: Callable[..., Result]) -> Task:
+    return Task(group, contender, lambda _: partial(run, peer=contender == "PyTorch"))
+
+
+def _with_ratio(first: dict[str, Row], row: Row) -> Row:
+    """Return a row with the ratio of its group's first rate to its own; `first` holds the first rows of groups."""
     if row.value is None or row.unit in ("%", _gpu_numbers.UNIT):
         return row
-    one = first.setdefault(row.group, row)
-    return row if one is row else dataclasses.replace(row, ratio=(one.value or 0.0) / row.value)
+    first_row = first.setdefault(row.group, row)
+    return row if first_row is row else dataclasses.replace(row, ratio=(first_row.value or 0.0) / row.value)

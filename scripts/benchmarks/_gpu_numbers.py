@@ -1,4 +1,4 @@
-"""How far what a GPU's kernels give is from the same in float32, whose products are not rounded."""
+"""Distance of the results of a GPU's kernels from the same in float32, whose products are not rounded."""
 
 import dataclasses
 import itertools
@@ -14,23 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import _ours
-from benchmarks._gpu_runs import Found
+from benchmarks._gpu_runs import Result
 from benchmarks._measure import Row
 from eqformer import explain_error, kernels, models, nn, training
 
 
 GROUP, UNIT = "numbers", "1e-3 off"
 ROWS = 2
-OF_KERNELS, OF_MODELS, IN_8_BITS = 0.02, 0.06, 0.2  # what may be off, of a result's norm
+OF_KERNELS, OF_MODELS, IN_8_BITS = 0.02, 0.06, 0.2  # Largest distances, as shares of a result's norm.
 
 
 class Check(NamedTuple):
-    """Results of narrow arrays, and the same of wide ones; with how far these may be apart, of a result's norm."""
+    """A function of 16-bit arrays, and the same of float32 arrays; `most` is their largest distance, of a norm."""
 
     name: str
     run: Callable[[Any], Any]
-    wanted: Callable[[Any], Any]
-    given: Callable[[], Any]
+    reference: Callable[[Any], Any]
+    make_inputs: Callable[[], Any]
     most: float = OF_KERNELS
 
 
@@ -38,12 +38,12 @@ Programs = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 class Call(NamedTuple):
-    """An attention to be checked."""
+    """Attention to check."""
 
     mask: nn.Mask
     is_packed: bool = False
     softcap: float | None = None
-    has_more: bool = False
+    has_sinks: bool = False
     """A score of each head joins its softmax: sinks."""
     kv_heads: int = 4
     width: int = 128
@@ -54,13 +54,13 @@ CALLS = {
     "causal": Call(nn.causal()),
     "all tokens": Call(nn.full()),
     "packed documents": Call(nn.causal(), is_packed=True),
-    "window, packed documents, sinks": Call(nn.sliding_window(100), is_packed=True, has_more=True, width=64, v_dim=64),
+    "window, packed documents, sinks": Call(nn.sliding_window(100), is_packed=True, has_sinks=True, width=64, v_dim=64),
     "latents": Call(nn.causal(), kv_heads=16, width=192),
     "softcap": Call(nn.sliding_window(100), softcap=50.0, width=256, v_dim=256),
 }
-# Of attention, of experts, which rounding lets routers choose otherwise, and of a recurrence.
+# Models with attention, with experts (rounding lets routers choose others), and with a recurrence.
 MODELS = {"llama-byte-1m": OF_MODELS, "mixtral-byte-500k": IN_8_BITS, "bamba-byte-500k": OF_MODELS}
-# Caches of these dtypes, of few heads, with windows and sinks, and of latents. Of one expert: rounding chooses others.
+# Dtypes of caches: few heads, windows and sinks, latents. One expert alone, since rounding would choose others.
 CACHED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "llama-3-8b": (("bfloat16", "int8"), {}),
     "gpt-oss-20b": (("bfloat16",), {"experts": 1, "top_k": 1}),
@@ -69,35 +69,37 @@ CACHED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 SIZES = {"layers": 2, "vocab": 256, "mlp": 1024}
 
 
-def numbers(seq: int = 1024, names: dict[str, float] = MODELS, sizes: dict[str, Any] = SIZES) -> Found:
-    """A row for each kernel and for a model of each kind: how far results and gradients are off, the worst of them."""
+def numbers(seq: int = 1024, names: dict[str, float] = MODELS, sizes: dict[str, Any] = SIZES) -> Result:
+    """Measure how far results and gradients are off, the worst of them: a row for each kernel and kind of model."""
     checks = itertools.chain(_attentions(seq), _caches(seq, sizes), _experts(8 * seq))
-    made = [*checks, *(_model(name, min(seq, 256), most) for name, most in names.items())]
+    all_checks = [*checks, *(_model(name, min(seq, 256), most) for name, most in names.items())]
     with ThreadPoolExecutor() as pool:
-        programs = [pool.submit(compiled, check) for check in made]
-    # Behind all compiling, and one after another: a GPU's graph is no other's while it is recorded.
-    return Found([row_of(check, its.result) for check, its in zip(made, programs)])
+        programs = [pool.submit(compile_check, check) for check in all_checks]
+    # They run after all are compiled, and one after another, since a GPU records one graph at a time.
+    return Result([check_row(check, program.result) for check, program in zip(all_checks, programs)])
 
 
-def compiled(check: Check) -> Programs:
-    """The programs of a check: the kernel's, and that of wide arrays."""
-    narrow = _program(check.run, check.given)
+def compile_check(check: Check) -> Programs:
+    """Compile the programs of a check: the kernel's, and the reference of float32 arrays."""
+    program = _compile(check.run, check.make_inputs)
     with jax.default_matmul_precision("highest"):
-        return narrow, _program(check.wanted, lambda: _wide(check.given()))
+        return program, _compile(check.reference, lambda: _in_float32(check.make_inputs()))
 
 
-def _program(run: Callable[[Any], Any], given: Callable[[], Any]) -> Callable[[Any], Any]:
-    """A function compiled for the shapes of what is given."""
-    shapes, static = eqx.partition(eqx.filter_eval_shape(given), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+def _compile(run: Callable[[Any], Any], make_inputs: Callable[[], Any]) -> Callable[[Any], Any]:
+    """Compile a function for the shapes of its inputs."""
+    shapes, static = eqx.partition(
+        eqx.filter_eval_shape(make_inputs), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    )
     program = jax.jit(lambda arrays: run(eqx.combine(arrays, static))).lower(shapes).compile()
-    return lambda given: program(eqx.filter(given, eqx.is_array))
+    return lambda inputs: program(eqx.filter(inputs, eqx.is_array))
 
 
-def row_of(check: Check, programs: Callable[[], Programs]) -> Row:
-    """How far off a check's results are, in thousandths of their norms; a note where that is too far, or cannot be."""
+def check_row(check: Check, programs: Callable[[], Programs]) -> Row:
+    """Return how far off a check's results are, in thousandths of their norms, with a note if that is too far."""
     try:
-        given, (run, wanted) = check.given(), programs()
-        off = distance(run(given), wanted(_wide(given)))
+        inputs, (run, reference) = check.make_inputs(), programs()
+        off = distance(run(inputs), reference(_in_float32(inputs)))
     except Exception as error:
         return Row(GROUP, check.name, note=f"{type(error).__name__}: {explain_error(error)[0]}")
     if not math.isfinite(off):
@@ -107,141 +109,150 @@ def row_of(check: Check, programs: Callable[[], Programs]) -> Row:
 
 
 def distance(got: Any, want: Any) -> float:
-    """The largest distance of two arrays, of the second's norm; NaN where any is."""
+    """Return the largest distance of two arrays, as a share of the second's norm; NaN where any is."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     exact = ((np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs)
     return float(np.max([np.linalg.norm(x - y) / (np.linalg.norm(y) or 1.0) for x, y in exact]))
 
 
-def _wide(given: Any) -> Any:
+def _in_float32(inputs: Any) -> Any:
     is_narrow = lambda x: isinstance(x, jax.Array) and x.dtype == jnp.bfloat16
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_narrow(x) else x, given)
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_narrow(x) else x, inputs)
 
 
-def _narrow(number: int, *shape: int) -> jax.Array:
+def _random_bfloat16(number: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(number).standard_normal(shape, np.float32), jnp.bfloat16)
 
 
-def _with_gradients(call: Callable[[Any], Any], given: Any) -> Any:
-    """The result of a call and the gradients of its product with a direction."""
-    y, pull = jax.vjp(call, given)
+def _with_gradients(call: Callable[[Any], Any], inputs: Any) -> Any:
+    """Return the result of a call and the gradients of its product with a direction."""
+    y, pull = jax.vjp(call, inputs)
     return y, pull(jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape).astype(y.dtype))
 
 
 def _attentions(seq: int) -> Iterator[Check]:
-    """The attention that runs on a GPU, forward and backward."""
-    for name, its in CALLS.items():
-        core = kernels.ATTENTION if its.softcap else kernels.RequiredKernel("cuda", kernels.CudnnAttention())
-        run = partial(_attended, its)
+    """Yield checks of the attention that runs on a GPU, forward and backward."""
+    for name, call in CALLS.items():
+        core = kernels.ATTENTION if call.softcap else kernels.RequiredKernel("cuda", kernels.CudnnAttention())
+        run = partial(_attend, call)
         yield Check(
             f"attention, {name}",
             partial(run, core),
             partial(run, kernels.ReferenceAttention()),
-            partial(_asked, its, seq),
+            partial(_attention_inputs, call, seq),
         )
 
 
-def _asked(its: Call, seq: int) -> dict[str, jax.Array]:
-    sizes = {"query": (16, its.width), "key": (its.kv_heads, its.width), "value": (its.kv_heads, its.v_dim)}
-    given = {name: _narrow(number, ROWS, seq, *size) for number, (name, size) in enumerate(sizes.items())}
-    return given | ({"sinks": jnp.linspace(-1, 1, 16)} if its.has_more else {})
+def _attention_inputs(call: Call, seq: int) -> dict[str, jax.Array]:
+    sizes = {"query": (16, call.width), "key": (call.kv_heads, call.width), "value": (call.kv_heads, call.v_dim)}
+    arrays = {name: _random_bfloat16(number, ROWS, seq, *size) for number, (name, size) in enumerate(sizes.items())}
+    return arrays | ({"sinks": jnp.linspace(-1, 1, 16)} if call.has_sinks else {})
 
 
-def _attended(its: Call, core: kernels.Operation, given: dict[str, jax.Array]) -> Any:
-    """What a core gives, nothing of it from padding, and its gradients."""
-    seq = given["query"].shape[1]
-    tokens = _documents(seq) if its.is_packed else nn.positions_like((ROWS, seq))
-    how: dict[str, Any] = {"mask": its.mask, "tokens": tokens, "softcap": its.softcap, "scale": its.width**-0.5}
-    real = (tokens.positions >= 0)[..., None, None]
-    return _with_gradients(lambda given: jnp.where(real, core(kernels.AttentionCall(**given, **how)), 0), given)
+def _attend(call: Call, core: kernels.Operation, inputs: dict[str, jax.Array]) -> Any:
+    """Return the result of a core, zero at padding, and its gradients."""
+    seq = inputs["query"].shape[1]
+    tokens = _documents(seq) if call.is_packed else nn.positions_like((ROWS, seq))
+    options: dict[str, Any] = {"mask": call.mask, "tokens": tokens, "softcap": call.softcap, "scale": call.width**-0.5}
+    is_token = (tokens.positions >= 0)[..., None, None]
+    attend = lambda inputs: jnp.where(is_token, core(kernels.AttentionCall(**inputs, **options)), 0)
+    return _with_gradients(attend, inputs)
 
 
 def _documents(seq: int) -> nn.Tokens:
-    """Rows of three documents, the first with padding behind them."""
+    """Return rows of three documents, the first with padding behind them."""
     return packed(((seq // 8, seq // 2, seq // 4), (1, seq // 3, seq - seq // 3 - 1)), seq)
 
 
 def packed(lengths: Sequence[Sequence[int]], seq: int) -> nn.Tokens:
-    """Rows of documents of these lengths, one behind another, and padding behind them."""
+    """Return rows of documents of these lengths, one behind another, and padding behind them."""
     positions, segments = np.full((2, len(lengths), seq), -1, np.int32)
     for row, sizes in enumerate(lengths):
         for number, (end, size) in enumerate(zip(np.cumsum(sizes), sizes)):
             positions[row, end - size : end], segments[row, end - size : end] = np.arange(size), number
-    most = max(map(len, lengths))
-    return nn.packed_in_order(jnp.asarray(positions), jnp.asarray(segments), documents=most)
+    documents = max(map(len, lengths))
+    return nn.packed_in_order(jnp.asarray(positions), jnp.asarray(segments), documents=documents)
 
 
 def _caches(slots: int, sizes: dict[str, Any]) -> Iterator[Check]:
-    """Logits of the newest tokens by a cache of 16 and of 8 bits, or of latents: what the model gives without one."""
-    for name, (dtypes, own) in CACHED.items():
-        config: Any = dataclasses.replace(models.preset(name), **own | sizes)
-        given = partial(_built, config, nn.Precision("bfloat16", "bfloat16"))
+    """Yield checks of the logits of the newest tokens with a cache (16 bits, 8 bits, latents) against none."""
+    for name, (dtypes, changes) in CACHED.items():
+        config: Any = dataclasses.replace(models.preset(name), **changes | sizes)
+        build = partial(_build, config, nn.Precision("bfloat16", "bfloat16"))
         for dtype in dtypes:
-            by_cache, without = partial(_by_cache, dtype, slots), partial(_without, slots)
-            yield Check(f"cache in {dtype}, {name}", by_cache, without, given, OF_MODELS)
+            by_cache, without_cache = partial(_by_cache, dtype, slots), partial(_without_cache, slots)
+            yield Check(f"cache in {dtype}, {name}", by_cache, without_cache, build, OF_MODELS)
 
 
 def _by_cache(dtype: str, slots: int, model: nn.Transformer) -> Any:
     ids = _ids(model.vocab, slots)
-    places = nn.positions_like(ids.shape).positions
-    _, cache, _ = model.encode(ids[:, :-1], nn.Tokens(places[:, :-1]), model.init_cache(ROWS, slots, dtype))
-    return model(ids[:, -1:], nn.Tokens(places[:, -1:]), cache)[0][:, 0]
+    positions = nn.positions_like(ids.shape).positions
+    _, cache, _ = model.encode(ids[:, :-1], nn.Tokens(positions[:, :-1]), model.init_cache(ROWS, slots, dtype))
+    return model(ids[:, -1:], nn.Tokens(positions[:, -1:]), cache)[0][:, 0]
 
 
-def _without(slots: int, model: nn.Transformer) -> Any:
+def _without_cache(slots: int, model: nn.Transformer) -> Any:
     wide = nn.Precision().apply(model)
     return wide.unembed(wide.encode(_ids(model.vocab, slots))[0][:, -1])
 
 
 def _ids(vocab: int, slots: int) -> Any:
-    """Tokens that leave some slots empty."""
+    """Return tokens that leave some slots empty."""
     return _ours.random_batch(vocab, ROWS, slots - 8).ids
 
 
-def _built(config: Any, precision: nn.Precision) -> nn.Transformer:
+def _build(config: Any, precision: nn.Precision) -> nn.Transformer:
     return eqx.filter_jit(lambda key: precision.apply(models.build(config, key=key)))(jax.random.key(0))
 
 
 def _experts(rows: int) -> Iterator[Check]:
-    """Eight gated experts on rows sorted by expert, of which one has none and some are of no expert."""
-    run = partial(_sorted, jnp.asarray([rows // 4, 0, 3, rows // 8, rows // 3, 65, 1, rows // 9], jnp.int32))
-    weight = lambda number, *dims: _narrow(number, 8, *dims) / dims[-1] ** 0.5
-    given = lambda: (weight(0, 768, 512), weight(1, 768, 512), weight(2, 512, 768), _narrow(3, rows, 512))
+    """Yield checks of eight gated experts on rows sorted by expert: one has no rows, and some rows have no expert."""
+    run = partial(_apply_experts, jnp.asarray([rows // 4, 0, 3, rows // 8, rows // 3, 65, 1, rows // 9], jnp.int32))
+    weight = lambda number, *dims: _random_bfloat16(number, 8, *dims) / dims[-1] ** 0.5
+    make_inputs = lambda: (
+        weight(0, 768, 512),
+        weight(1, 768, 512),
+        weight(2, 512, 768),
+        _random_bfloat16(3, rows, 512),
+    )
     plain, in_8_bits = (
         partial(run, lambda experts: experts),
         partial(run, lambda experts: nn.with_fp8(experts, [nn.Linear])),
     )
-    maps = lambda: (_narrow(0, 768, 512) / 512**0.5, _narrow(1, rows, 512))
-    yield Check("map in fp8", partial(_mapped, lambda one: one), partial(_mapped, nn.without_fp8), maps, IN_8_BITS)
-    yield Check("experts", plain, plain, given)
-    yield Check("experts in fp8", in_8_bits, plain, given, IN_8_BITS)
+    linear_inputs = lambda: (_random_bfloat16(0, 768, 512) / 512**0.5, _random_bfloat16(1, rows, 512))
+    in_fp8, in_bfloat16 = partial(_apply_linear, lambda linear: linear), partial(_apply_linear, nn.without_fp8)
+    yield Check("map in fp8", in_fp8, in_bfloat16, linear_inputs, IN_8_BITS)
+    yield Check("experts", plain, plain, make_inputs)
+    yield Check("experts in fp8", in_8_bits, plain, make_inputs, IN_8_BITS)
 
 
-def _mapped(change: Callable[[Any], Any], given: Any) -> Any:
-    """What a map of this weight gives of rows, with a change, and its gradients."""
-    made = lambda weight: change(nn.Fp8Linear(("mlp",), ("embed",), weight=weight, bias=None))
-    return _with_gradients(lambda given: made(given[0])(given[1]), given)
+def _apply_linear(change: Callable[[Any], Any], inputs: Any) -> Any:
+    """Apply a changed linear map of this weight to rows; return the result and its gradients."""
+    linear = lambda weight: change(nn.Fp8Linear(("mlp",), ("embed",), weight=weight, bias=None))
+    return _with_gradients(lambda inputs: linear(inputs[0])(inputs[1]), inputs)
 
 
-def _sorted(sizes: jax.Array, change: Callable[[nn.Experts], nn.Experts], given: Any) -> Any:
-    """What experts of these arrays give of sorted rows, and their gradients."""
-    one = lambda key: nn.GatedMLP(embed=512, mlp=768, bias=False, key=key)
-    shapes = eqx.filter_eval_shape(lambda key: nn.Experts(one, 8, key=key), jax.random.key(0))
+def _apply_experts(sizes: jax.Array, change: Callable[[nn.Experts], nn.Experts], inputs: Any) -> Any:
+    """Apply changed experts of these arrays to sorted rows; return the result and its gradients."""
+    expert = lambda key: nn.GatedMLP(embed=512, mlp=768, bias=False, key=key)
+    shapes = eqx.filter_eval_shape(lambda key: nn.Experts(expert, 8, key=key), jax.random.key(0))
     weights = lambda experts: [getattr(experts.mlps, name).weight for name in ("gate", "up", "down")]
-    made = lambda given: eqx.tree_at(weights, shapes, list(given[:3]))
-    return _with_gradients(lambda given: change(made(given)).sorted_rows(given[3], sizes), given)
+    experts = lambda inputs: eqx.tree_at(weights, shapes, list(inputs[:3]))
+    return _with_gradients(lambda inputs: change(experts(inputs)).sorted_rows(inputs[3], sizes), inputs)
 
 
 def _model(name: str, seq: int, most: float) -> Check:
-    """A model's loss and gradients, computed in bfloat16 and in float32."""
-    mixed, wide = (partial(_gradients, seq, its) for its in (nn.Precision(compute="bfloat16"), nn.Precision()))
-    return Check(f"gradients, {name}", mixed, wide, partial(_built, models.preset(name), nn.Precision()), most)
+    """Return a check of a model's loss and gradients in bfloat16 against float32."""
+    mixed, wide = (
+        partial(_gradients, seq, precision) for precision in (nn.Precision(compute="bfloat16"), nn.Precision())
+    )
+    return Check(f"gradients, {name}", mixed, wide, partial(_build, models.preset(name), nn.Precision()), most)
 
 
 def _gradients(seq: int, precision: nn.Precision, model: nn.Transformer) -> Any:
     def loss(model: nn.Transformer) -> Any:
-        its = nn.Execution(core="auto").apply(precision.apply(model))
-        return training.next_token_loss(its, _ours.random_batch(model.vocab, ROWS, seq))[0]
+        computed = nn.Execution(core="auto").apply(precision.apply(model))
+        return training.next_token_loss(computed, _ours.random_batch(model.vocab, ROWS, seq))[0]
 
     value, gradients = eqx.filter_value_and_grad(loss)(model)
     return value, jnp.concatenate([x.reshape(-1) for x in jax.tree.leaves(gradients)])

@@ -1,4 +1,4 @@
-"""Times several contenders in turn, A B A B, so that changes in the machine's speed affect all alike."""
+"""Time several contenders in turn, A B A B, so that changes in the machine's speed affect all alike."""
 
 import dataclasses
 import statistics
@@ -15,12 +15,12 @@ from benchmarks import _peers
 from eqformer import planning
 
 
-REST = 0.25  # seconds; idle threads of a thread pool spin for a while, which would slow down the next contender
+REST = 0.25  # Seconds. Idle threads of a thread pool spin for a while, which would slow down the next contender.
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table: what was measured, of whom, and how it compares with the first of its group.
+    """Line of the table: what was measured, of whom, and how it compares with the first of its group.
 
     Without a value the note says why there is none.
     """
@@ -34,7 +34,7 @@ class Row:
 
 
 def machine_rows(group: str) -> Iterator[Row]:
-    """What the machine does now, beside which the rows that follow are read: machines differ, and have slow days.
+    """Yield rows on the speed of the machine now, beside which other rows are read: machines have slow days.
 
     A product of 2048 x 2048 by PyTorch is measured too: on some processors its library is as fast as XLA's, on others
     half as fast, and so are all of its rows.
@@ -43,12 +43,12 @@ def machine_rows(group: str) -> Iterator[Row]:
     note = f"copies of 128 MiB: {copies / 1e9:.1f} GB/s read and written"
     yield Row("this machine", f"product, before {group}", product / 1e9, "GFLOP/s", None, note)
     if _peers.are_installed():
-        theirs = _peers.product_rate()
-        yield Row("this machine", "... by PyTorch", theirs / 1e9, "GFLOP/s", product / theirs)
+        peer_product = _peers.product_rate()
+        yield Row("this machine", "... by PyTorch", peer_product / 1e9, "GFLOP/s", product / peer_product)
 
 
 def seconds_in_turn(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, after a rest and a call that is not counted: cores that slept are not both at work at once.
+    """Return the seconds of each call, after a rest and a call that is not counted, since cores that slept start late.
 
     (A first token of 65 ms took 85 to 110 after a rest, with the same processor time; idle threads of PyTorch's spin.)
     """
@@ -64,7 +64,10 @@ def seconds_in_turn(contenders: dict[str, Callable[[], Any]], rounds: int) -> di
 
 
 def rate_rows(group: str, unit: str, amount: float, times: dict[str, list[float]]) -> list[Row]:
-    """Medians of `amount` a second; ratios are medians over rounds of the first contender's rate to each other's."""
+    """Return rows of median rates of `amount` a second, each with the first contender's rate over it.
+
+    Ratios are medians over rounds.
+    """
     first = next(iter(times.values()))
     rows = []
     for name, seconds in times.items():
@@ -76,30 +79,30 @@ def rate_rows(group: str, unit: str, amount: float, times: dict[str, list[float]
 
 
 class Gradients:
-    """The gradients, of parameters and input, of `call(layer, x)`, or the first that a layer returns; compiled."""
+    """Compiled gradients of `call(layer, x)`, or of the first value that a layer returns, for parameters and input."""
 
     def __init__(self, layer: Any, x: Array, call: Callable[[Any, Array], Array] = lambda layer, x: layer(x)[0]):
-        arrays, rest = eqx.partition(layer, eqx.is_array)
-        loss = lambda arrays, x: jnp.sum(jnp.square(call(eqx.combine(arrays, rest), x)))
+        arrays, static = eqx.partition(layer, eqx.is_array)
+        loss = lambda arrays, x: jnp.sum(jnp.square(call(eqx.combine(arrays, static), x)))
         self.program = jax.jit(jax.grad(loss, (0, 1))).lower(arrays, x).compile()
         self.args = arrays, x
 
     @property
     def temporary(self) -> int:
         """Bytes of temporary memory."""
-        found = self.program.memory_analysis()
-        assert found is not None
-        return found.temp_size_in_bytes
+        analysis = self.program.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     def __call__(self) -> None:
-        """Once, to the end."""
+        """Run the program once, to the end."""
         jax.block_until_ready(self.program(*self.args))
 
 
 def gradient_rows(
     group: str, amount: float, contenders: dict[str, Callable[[], Any]], times: dict[str, list[float]]
 ) -> Iterator[Row]:
-    """`rate_rows` of tokens a second, with the temporary memory of those that are `Gradients`."""
+    """Yield `rate_rows` of tokens a second, with the temporary memory of those that are `Gradients`."""
     for row in rate_rows(group, "tokens/s", amount, times):
         program = contenders[row.name]
         memory = f"; {program.temporary / 2**20:.0f} MiB" if isinstance(program, Gradients) else ""

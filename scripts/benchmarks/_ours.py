@@ -1,4 +1,4 @@
-"""eqformer's side of the benchmarks: a train step and greedy decoding."""
+"""Contenders by eqformer: a train step and greedy decoding."""
 
 import math
 import time
@@ -17,7 +17,7 @@ from eqformer.parallel import Plan, shardings
 
 
 def random_batch(vocab: int, rows: int, seq: int) -> Batch:
-    """Rows of random tokens, each to be predicted from those before it."""
+    """Return rows of random tokens, each to be predicted from the tokens before it."""
     tokens = np.random.default_rng(0).integers(0, vocab, (rows, seq + 1), dtype=np.int32)
     return Batch(
         ids=jnp.asarray(tokens[:, :-1]),
@@ -34,20 +34,20 @@ def model_and_optimizer(
     precision: nn.Precision = nn.Precision(),
     moments: Any = "float32",
 ) -> tuple[Callable[[], nn.Transformer], training.Optimizer]:
-    """What makes a model of these numbers, that runs as recipes have it by default, and AdamW for it."""
+    """Return a function that builds a model as recipes run it by default, and AdamW for the model."""
     make = lambda: precision.apply(execution.apply(models.build(numbers, key=jax.random.key(0))))
     return make, training.optimizer("adamw", eqx.filter_eval_shape(make), rate=1e-3, moments=moments)
 
 
 def step_and_state(numbers: Any, **how: Any) -> tuple[training.Step, training.TrainState]:
-    """A step of AdamW with clipping, and the first state, of a model of these numbers."""
+    """Return a step of AdamW with clipping, and the first state, of a model of these numbers."""
     make, optimizer = model_and_optimizer(numbers, **how)
     state = eqx.filter_jit(lambda: training.init_state(make(), optimizer))()
     return training.make_step(training.next_token_loss, optimizer), state
 
 
 def train_step(numbers: Any, batch: Batch, **how: Any) -> Callable[[], float]:
-    """One step of forward, backward, clipping and AdamW; returns the loss."""
+    """Return a function that runs a step of forward, backward, clipping and AdamW, and returns the loss."""
     step, state = step_and_state(numbers, **how)
     holder = [state]
 
@@ -59,7 +59,7 @@ def train_step(numbers: Any, batch: Batch, **how: Any) -> Callable[[], float]:
 
 
 class OverMesh:
-    """A step over a mesh, its state and a batch, ready to be called; with a key, choices of experts may be dropped."""
+    """Compiled step over a mesh with its state and a batch; with a key, choices of experts may be dropped."""
 
     def __init__(self, numbers: Any, plan: Plan, rows: int, seq: int, key: Key[Array, ""] | None = None, **how: Any):
         make, optimizer = model_and_optimizer(numbers, **how)
@@ -74,7 +74,7 @@ class OverMesh:
         self.loss = math.nan
 
     def __call__(self) -> None:
-        """One step."""
+        """Run one step."""
         self.state, metrics = self.step(self.state, self.batch, self.key)
         self.loss = float(metrics["loss"])
 
@@ -84,17 +84,17 @@ def decode(
     ids: np.ndarray,
     new: int,
     *,
-    apart: bool,
+    unstacked: bool,
     precision: nn.Precision = nn.Precision(),
     change: Callable[[nn.Transformer], nn.Transformer] = lambda model: model,
 ) -> Callable[[], Any]:
-    """Greedy decoding with a cache, of a model with a `change`; `apart` takes the layers out of their stack first."""
+    """Return a function that decodes greedily with a cache, by a model with a `change`, `unstacked` or not."""
     model = eqx.filter_jit(lambda key: change(precision.apply(models.build(numbers, key=key))))(jax.random.key(0))
-    return greedy(generation.unstack_layers(model) if apart else model, ids, new)
+    return greedy(generation.unstack_layers(model) if unstacked else model, ids, new)
 
 
 def greedy(model: nn.Transformer, ids: np.ndarray, new: int) -> Callable[[], Any]:
-    """Greedy decoding with a cache."""
+    """Return a function that decodes greedily with a cache."""
     call = partial(
         generation.generate, transforms=generation.sampling(temperature=0), max_new_tokens=new, key=jax.random.key(0)
     )

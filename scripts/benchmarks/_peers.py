@@ -1,4 +1,4 @@
-"""The same Llama in PyTorch and transformers, where the extra `hf` is installed: on a GPU where PyTorch has one."""
+"""Contenders by PyTorch and transformers, where the extra `hf` is installed: on a GPU where PyTorch has one."""
 
 import importlib.util
 import os
@@ -13,31 +13,31 @@ import numpy as np
 from eqformer.models import LlamaConfig, Qwen3Config
 
 
-# What PyTorch is measured on, by transformers' names.
+# Models that PyTorch is measured on, with transformers' names for them.
 KINDS = {LlamaConfig: "Llama", Qwen3Config: "Qwen3"}
 
 
 def are_installed() -> bool:
-    """Whether PyTorch and transformers can be imported."""
+    """Return whether PyTorch and transformers can be imported."""
     return all(importlib.util.find_spec(package) for package in ("torch", "transformers"))
 
 
 def product_rate(size: int = 2048, times: int = 20) -> float:
-    """Best FLOP/s of a product of two square matrices in float32."""
+    """Return the best FLOP/s of a product of two square matrices in float32."""
     torch = import_module("torch")
-    _begin()
-    x, found = torch.full((size, size), 0.5), 0.0
+    _set_up()
+    x, best = torch.full((size, size), 0.5), 0.0
     for _ in range(times):
         start = time.perf_counter()
         torch.mm(x, x)
-        found = max(found, 2 * size**3 / (time.perf_counter() - start))
-    return found
+        best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
 
 
-def model_of(numbers: LlamaConfig | Qwen3Config, max_length: int) -> Any:
-    """transformers' model of these numbers, with random weights in float32, on PyTorch's device."""
+def build_model(numbers: LlamaConfig | Qwen3Config, max_length: int) -> Any:
+    """Build transformers' model of these numbers, with random weights in float32, on PyTorch's device."""
     torch, transformers = import_module("torch"), import_module("transformers")
-    _begin()
+    _set_up()
     transformers.logging.set_verbosity_error()
     kind = KINDS[type(numbers)]
     config = getattr(transformers, f"{kind}Config")(
@@ -55,7 +55,7 @@ def model_of(numbers: LlamaConfig | Qwen3Config, max_length: int) -> Any:
         eos_token_id=None,
         pad_token_id=0,
     )
-    with torch.device(_device()):  # drawn there: on the host, billions of weights take minutes
+    with torch.device(_device()):  # On the host, billions of random weights take minutes.
         return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
@@ -65,32 +65,34 @@ def train_step(
     targets: np.ndarray,
     *,
     compiled: Literal["no", "whole", "layers"],
-    again: bool = False,
+    remat: bool = False,
     narrow: bool = False,
 ) -> Callable[[], float]:
-    """One step of forward, backward, clipping and fused AdamW, on a GPU with products in bfloat16; returns the loss.
+    """Return a function that runs a step of forward, backward, clipping and fused AdamW, and returns the loss.
+
+    On a GPU products are in bfloat16.
 
     Args:
-        numbers: The model's.
+        numbers: The model's configuration.
         ids: The tokens of the rows.
-        targets: Those to be predicted.
-        compiled: What `torch.compile` makes: nothing, the whole model, or one program for all its layers and one for
-            the loss, which takes seconds where the whole takes minutes.
-        again: Whether the backward pass computes each layer again.
+        targets: The tokens to be predicted.
+        compiled: The part that `torch.compile` compiles: nothing, the whole model, or one program for all its layers
+            and one for the loss, which takes seconds where the whole takes minutes.
+        remat: Whether the backward pass computes each layer again.
         narrow: Whether parameters, gradients and moments are in bfloat16.
     """
     torch = import_module("torch")
     device = _device()
-    model = model_of(numbers, ids.shape[1]).train()
+    model = build_model(numbers, ids.shape[1]).train()
     model = model.to(torch.bfloat16) if narrow else model
-    if again:
+    if remat:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    inputs, wanted = (torch.tensor(x, device=device).long() for x in (ids, targets))
+    inputs, labels = (torch.tensor(x, device=device).long() for x in (ids, targets))
 
     encode = lambda: model.model(inputs, use_cache=False).last_hidden_state
     loss_of = lambda hidden: torch.nn.functional.cross_entropy(
-        model.lm_head(hidden).view(-1, numbers.vocab), wanted.view(-1)
+        model.lm_head(hidden).view(-1, numbers.vocab), labels.view(-1)
     )
     run = lambda: loss_of(encode())
     if compiled == "whole":
@@ -114,17 +116,17 @@ def train_step(
 
 
 def attention(heads: tuple[int, int, int], rows: int, seq: int) -> Callable[[], None]:
-    """Causal `scaled_dot_product_attention` in bfloat16 (FlashAttention on a GPU), forward and backward."""
+    """Return a run of causal attention in bfloat16 (FlashAttention on a GPU), forward and backward."""
     torch = import_module("torch")
-    _begin()
+    _set_up()
     device = _device()
     count, kv_count, head_dim = heads
-    draw = lambda own: torch.randn(rows, seq, own, head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
-    given = [draw(own).requires_grad_() for own in (count, kv_count, kv_count)]
+    draw = lambda heads: torch.randn(rows, seq, heads, head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
+    inputs = [draw(heads).requires_grad_() for heads in (count, kv_count, kv_count)]
 
     def run() -> None:
-        attended = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
-        torch.autograd.grad(attended.float().sum(), given)
+        attended = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+        torch.autograd.grad(attended.float().sum(), inputs)
         if device == "cuda":
             torch.cuda.synchronize()
 
@@ -132,9 +134,12 @@ def attention(heads: tuple[int, int, int], rows: int, seq: int) -> Callable[[], 
 
 
 def mixtral_layer(x: np.ndarray, *, mlp: int, experts: int, kind: str) -> Callable[[], None]:
-    """transformers' mixture, two experts a token, forward and backward; `kind` is how it runs its experts."""
+    """Return a run of transformers' mixture, two experts a token, forward and backward.
+
+    `kind` is the implementation of its experts.
+    """
     torch, mixtral = import_module("torch"), _modeling("mixtral")
-    _begin()
+    _set_up()
     config = mixtral.MixtralConfig(hidden_size=x.shape[-1], intermediate_size=mlp, num_local_experts=experts)
     config._experts_implementation = kind
     layer = mixtral.MixtralSparseMoeBlock(config)
@@ -144,9 +149,9 @@ def mixtral_layer(x: np.ndarray, *, mlp: int, experts: int, kind: str) -> Callab
 
 
 def delta_net(x: np.ndarray, *, heads: int, kv_heads: int, head_dim: int) -> Callable[[], None]:
-    """transformers' gated delta net, forward and backward."""
+    """Return a run of transformers' gated delta net, forward and backward."""
     qwen = _modeling("qwen3_next")
-    _begin()
+    _set_up()
     sizes = {"linear_num_value_heads": heads, "linear_num_key_heads": kv_heads}
     sizes |= {"linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim}
     layer = qwen.Qwen3NextGatedDeltaNet(qwen.Qwen3NextConfig(hidden_size=x.shape[-1], **sizes), layer_idx=0)
@@ -154,40 +159,40 @@ def delta_net(x: np.ndarray, *, heads: int, kv_heads: int, head_dim: int) -> Cal
 
 
 def mamba2(x: np.ndarray, *, heads: int, state: int, head_dim: int) -> Callable[[], None]:
-    """transformers' Mamba-2 of one group, forward and backward."""
+    """Return a run of transformers' Mamba-2 of one group, forward and backward."""
     mamba = _modeling("mamba2")
-    _begin()
+    _set_up()
     sizes = {"num_heads": heads, "head_dim": head_dim, "state_size": state, "n_groups": 1}
     sizes |= {"hidden_size": x.shape[-1], "expand": heads * head_dim // x.shape[-1]}
     return _gradients(mamba.Mamba2Mixer(mamba.Mamba2Config(**sizes), layer_idx=0), x)
 
 
 def short_conv(x: np.ndarray) -> Callable[[], None]:
-    """transformers' gated short convolution, forward and backward."""
+    """Return a run of transformers' gated short convolution, forward and backward."""
     lfm = _modeling("lfm2")
-    _begin()
+    _set_up()
     config = lfm.Lfm2Config(hidden_size=x.shape[-1], num_hidden_layers=1, layer_types=["conv"])
     return _gradients(lfm.Lfm2ShortConv(config, layer_idx=0), x)
 
 
 def channel_delta_net(x: np.ndarray, *, heads: int, head_dim: int) -> Callable[[], None]:
-    """transformers' Kimi Delta Attention, forward and backward."""
+    """Return a run of transformers' Kimi Delta Attention, forward and backward."""
     kimi = _modeling("kimi_linear")
-    _begin()
+    _set_up()
     sizes = {"linear_num_heads": heads, "linear_head_dim": head_dim, "num_hidden_layers": 1}
     config = kimi.KimiLinearConfig(hidden_size=x.shape[-1], layer_types=["linear_attention"], **sizes)
     return _gradients(kimi.KimiLinearDeltaAttention(config, layer_idx=0), x)
 
 
 def decode(numbers: LlamaConfig | Qwen3Config, ids: np.ndarray, new: int) -> Callable[[], Any]:
-    """Greedy `generate` with the static cache."""
+    """Return a run of greedy `generate` with the static cache."""
     torch = import_module("torch")
-    model = model_of(numbers, ids.shape[1] + new).eval()
+    model = build_model(numbers, ids.shape[1] + new).eval()
     return greedy(model.to(torch.bfloat16 if _device() == "cuda" else torch.float32), ids, new)
 
 
 def greedy(model: Any, ids: np.ndarray, new: int) -> Callable[[], Any]:
-    """The same of a model that was read, on its own device."""
+    """Return a run of greedy `generate` with the static cache, by a loaded model on its own device."""
     torch = import_module("torch")
     inputs = torch.tensor(ids, device=model.device).long()
 
@@ -206,7 +211,7 @@ def greedy(model: Any, ids: np.ndarray, new: int) -> Callable[[], Any]:
 
 
 def read(folder: Path) -> Any:
-    """A published folder, loaded by transformers."""
+    """Load a published folder by transformers."""
     torch = import_module("torch")
     transformers = import_module("transformers")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -216,7 +221,7 @@ def read(folder: Path) -> Any:
 
 
 def forward(model: Any, ids: np.ndarray) -> tuple[Callable[[], np.ndarray], Callable[[], Any]]:
-    """Of a model that was read the logits of all rows, and the first token after one."""
+    """Return two runs of a loaded model: the logits of all rows, and the first token after one row."""
     torch = import_module("torch")
     inputs = torch.tensor(ids).long()
 
@@ -226,32 +231,32 @@ def forward(model: Any, ids: np.ndarray) -> tuple[Callable[[], np.ndarray], Call
 
     def first() -> Any:
         with torch.no_grad():
-            whole = torch.ones_like(inputs[:1])
-            return model.generate(inputs[:1], attention_mask=whole, max_new_tokens=1, do_sample=False, pad_token_id=0)
+            mask = torch.ones_like(inputs[:1])
+            return model.generate(inputs[:1], attention_mask=mask, max_new_tokens=1, do_sample=False, pad_token_id=0)
 
     return logits, first
 
 
 def _modeling(family: str) -> Any:
-    """transformers' modules of a family."""
+    """Return transformers' modules of a family."""
     return import_module(f"transformers.models.{family}.modeling_{family}")
 
 
 def _device() -> str:
-    """The device that PyTorch computes on."""
+    """Return the device that PyTorch computes on."""
     torch = import_module("torch")
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _begin() -> None:
-    """All cores, and weights that are always the same."""
+def _set_up() -> None:
+    """Let PyTorch use all cores, and draw the same weights each time."""
     torch = import_module("torch")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
 
 
 def _gradients(layer: Any, x: np.ndarray) -> Callable[[], None]:
-    """A layer forward and backward, down to its parameters and input."""
+    """Return a run of a layer forward and backward, down to its parameters and input."""
     torch = import_module("torch")
     inputs = torch.tensor(x, requires_grad=True)
 

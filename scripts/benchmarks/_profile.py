@@ -1,4 +1,4 @@
-"""Where the time of a train step goes on this CPU, by kind of work and by module: the shares add up to the step."""
+"""Account of the time of a train step on this CPU, by kind of work and by module: the shares add up to the step."""
 
 import collections
 import statistics
@@ -17,7 +17,7 @@ from eqformer import models
 from eqformer.program import Span, time_account, Work
 
 
-MOST = 12  # modules that have a row of their own
+MAX_MODULES = 12  # Modules that have a row of their own.
 
 
 def profile(rounds: int, config: Any = None, rows: int = 8, seq: int = 256) -> Iterator[Row]:
@@ -25,53 +25,53 @@ def profile(rounds: int, config: Any = None, rows: int = 8, seq: int = 256) -> I
     config = models.preset("llama-byte-8m") if config is None else config
     text, run = _program(config, rows, seq)
     run()
-    alone = []
+    untraced = []
     for _ in range(rounds):
         start, busy = time.perf_counter(), time.process_time()
         run()
-        alone.append((time.perf_counter() - start, time.process_time() - busy))
-    seconds = statistics.median(each for each, _ in alone)
-    cores = statistics.median(busy / each for each, busy in alone)
+        untraced.append((time.perf_counter() - start, time.process_time() - busy))
+    seconds = statistics.median(wall for wall, _ in untraced)
+    cores = statistics.median(busy / wall for wall, busy in untraced)
     yield Row("step", "untraced", 1e3 * seconds, "ms", None, f"{cores:.2f} cores at work")
     with tempfile.TemporaryDirectory() as folder:
-        spans = _traced(run, rounds, Path(folder))
-    found = time_account(text, spans)
-    whole = sum(work.seconds for work in found)
-    yield Row("step", "traced", 1e3 * whole / rounds, "ms", whole / rounds / seconds, "the sum of all rows of a group")
+        spans = _trace(run, rounds, Path(folder))
+    account = time_account(text, spans)
+    total = sum(work.seconds for work in account)
+    yield Row("step", "traced", 1e3 * total / rounds, "ms", total / rounds / seconds, "the sum of all rows of a group")
     groups: dict[str, Callable[[Work], str]] = {"kind of work": lambda work: work.kind, "module": _module}
-    for group, of in groups.items():
+    for group, name_of in groups.items():
         parts: dict[str, float] = collections.defaultdict(float)
-        for work in found:
-            parts[of(work)] += work.seconds
-        longest = sorted(parts.items(), key=lambda each: -each[1])
-        if others := sum(part for _, part in longest[MOST:]):
-            longest[MOST:] = [("others", others)]
+        for work in account:
+            parts[name_of(work)] += work.seconds
+        longest = sorted(parts.items(), key=lambda entry: -entry[1])
+        if remaining := sum(part for _, part in longest[MAX_MODULES:]):
+            longest[MAX_MODULES:] = [("others", remaining)]
         for name, part in longest:
-            yield Row(group, name, 1e3 * part / rounds, "ms", part / whole)
+            yield Row(group, name, 1e3 * part / rounds, "ms", part / total)
 
 
 def _program(config: Any, rows: int, seq: int) -> tuple[str, Callable[[], None]]:
-    """The text of a compiled step, as recipes have it, and what runs it once."""
+    """Return the text of a compiled step, as recipes have it, and a function that runs it once."""
     step, state = _ours.step_and_state(config)
     batch = _ours.random_batch(config.vocab, rows, seq)
-    arrays, rest = eqx.partition(state, eqx.is_array)
+    arrays, static = eqx.partition(state, eqx.is_array)
 
     def run(arrays: Any) -> tuple[Any, Any]:
-        state, metrics = step(eqx.combine(arrays, rest), batch)
+        state, metrics = step(eqx.combine(arrays, static), batch)
         return eqx.filter(state, eqx.is_array), metrics
 
     compiled = jax.jit(run, donate_argnums=0).lower(arrays).compile()
     holder = [arrays]
 
-    def once() -> None:
+    def run_once() -> None:
         holder[0], metrics = compiled(holder[0])
         jax.block_until_ready((holder[0], metrics))
 
-    return compiled.as_text() or "", once
+    return compiled.as_text() or "", run_once
 
 
-def _traced(run: Callable[[], None], times: int, folder: Path) -> list[Span]:
-    """The operations of some runs, as JAX's profiler saw them."""
+def _trace(run: Callable[[], None], times: int, folder: Path) -> list[Span]:
+    """Return the operations of some runs, as JAX's profiler saw them."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with jax.profiler.trace(str(folder), profiler_options=options):
@@ -84,7 +84,7 @@ def _traced(run: Callable[[], None], times: int, folder: Path) -> list[Span]:
 
 
 def _module(work: Work) -> str:
-    """Where a work stands: a module without what all layers' paths have, or what is in none."""
+    """Return the module of a work, without the words that the paths of all layers have."""
     if work.kind == "nothing":
         return "nothing runs"
     path = ".".join(part for part in work.module.split(".") if part not in _EVERYWHERE)

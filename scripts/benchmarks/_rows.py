@@ -1,4 +1,4 @@
-"""The rows of the benchmark table, by name."""
+"""Benchmarks by name, and rows about a whole model on one device: training, decoding, compilation and memory."""
 
 import dataclasses
 import time
@@ -8,19 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import (
-    _gpu,
-    _gpu_runs,
-    _jaxformer,
-    _layouts,
-    _mixers,
-    _mixtures,
-    _ours,
-    _peers,
-    _profile,
-    _quantized,
-    _zoo,
-)
+from benchmarks import _folders, _gpu, _gpu_runs, _layers, _meshes, _ours, _peers, _profile, _quantized
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import models, nn, planning
 
@@ -49,9 +37,9 @@ def train(rounds: int) -> Iterator[Row]:
     rates = {row.name: row.value or 0 for row in rows}
     for name, attention in (("eqformer", "half"), ("eqformer", "full"), (UNROLLED, "half")):
         flops = planning.flops_per_token(shapes, SEQ, attention=attention)
-        what = f"share of the matmul peak ({'unrolled' if name == UNROLLED else attention})"
+        label = f"share of the matmul peak ({'unrolled' if name == UNROLLED else attention})"
         note = f"causal attention counted {attention}; peak of a product {peak / 1e9:,.0f} GFLOP/s"
-        yield Row("train", what, 100 * rates[name] * flops / peak, "%", None, note)
+        yield Row("train", label, 100 * rates[name] * flops / peak, "%", None, note)
 
 
 def decode(rounds: int) -> Iterator[Row]:
@@ -60,8 +48,8 @@ def decode(rounds: int) -> Iterator[Row]:
     for batch in (1, 16):
         ids = np.random.default_rng(0).integers(1, config.vocab, (batch, prompt), dtype=np.int32)
         contenders = {
-            "eqformer, layers apart": _ours.decode(config, ids, new, apart=True),
-            "eqformer": _ours.decode(config, ids, new, apart=False),
+            "eqformer, layers apart": _ours.decode(config, ids, new, unstacked=True),
+            "eqformer": _ours.decode(config, ids, new, unstacked=False),
         }
         if _peers.are_installed():
             contenders["transformers, static cache"] = _peers.decode(config, ids, new)
@@ -92,16 +80,16 @@ def memory(rounds: int) -> Iterator[Row]:
     batch = _ours.random_batch(config.vocab, ROWS, SEQ)
     step, state = _ours.step_and_state(config)
     parameters = planning.parameter_count(state.model)
-    found: Any = step.lower(state, batch).compile().memory_analysis()
-    held = found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes
-    held -= found.alias_size_in_bytes
+    analysis: Any = step.lower(state, batch).compile().memory_analysis()
+    total = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+    total -= analysis.alias_size_in_bytes
     # Float32 of parameters, two moments and gradients, and of what the policy `products` keeps for each token and
     # layer: the residual stream, the results of its linear maps (the last is not needed), and those of attention.
     width = config.embed
-    kept = width + (width + 2 * width * config.kv_heads // config.heads + width) + 2 * config.mlp
-    kept += width + config.heads
-    counted = 4 * (4 * parameters + ROWS * SEQ * config.layers * kept)
-    yield Row("memory", "train step, compiled", held / 2**20, "MiB", held / counted, "ratio: to the count by hand")
+    residuals = width + (width + 2 * width * config.kv_heads // config.heads + width) + 2 * config.mlp
+    residuals += width + config.heads
+    counted = 4 * (4 * parameters + ROWS * SEQ * config.layers * residuals)
+    yield Row("memory", "train step, compiled", total / 2**20, "MiB", total / counted, "ratio: to the count by hand")
     yield Row(
         "memory", "train step, by hand", counted / 2**20, "MiB", None, "parameters, moments, gradients, activations"
     )
@@ -114,21 +102,21 @@ def _llama(name: str) -> models.LlamaConfig:
 
 
 OF_MESHES: dict[str, Callable[[int], Iterator[Row]]] = {
-    "layouts": _layouts.layouts,
-    "jaxformer": _jaxformer.jaxformer,
-    "schedules": _layouts.schedules,
-    "communication": _layouts.communication,
+    "layouts": _meshes.layouts,
+    "jaxformer": _meshes.jaxformer,
+    "schedules": _meshes.schedules,
+    "communication": _meshes.communication,
 }
-# These have processes of their own, and write more than rows, into a folder.
+# These run in processes of their own, and write more than rows, into a folder.
 OF_GPUS: dict[str, Callable[[_gpu_runs.Card, int, Path], Iterator[Row]]] = {"gpu": _gpu.gpu}
 BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "train": train,
     "decode": decode,
     "compile": compilation,
     "memory": memory,
-    "mixtures": _mixtures.mixtures,
-    "mixers": _mixers.mixers,
-    "zoo": _zoo.zoo,
+    "mixtures": _layers.mixtures,
+    "mixers": _layers.mixers,
+    "zoo": _folders.zoo,
     "quantized": _quantized.quantized,
     **OF_MESHES,
 }

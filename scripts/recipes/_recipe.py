@@ -1,4 +1,4 @@
-"""What a run is: everything that decides its numbers, and how often it reports."""
+"""Recipe of a run: everything that decides its numbers, and how often it reports."""
 
 import dataclasses
 from pathlib import Path
@@ -14,7 +14,7 @@ from eqformer.training import Lora, Optimization
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """How documents become tokens, and tokens rows."""
+    """Documents, their tokens, and the rows that tokens are packed into."""
 
     hub: str | None = None
     """A Hugging Face dataset by name, in place of --data (extra `data`; needs the network)."""

@@ -1,1 +1,1 @@
-"""What the commands share: flags, paths, clocks and screens. Nothing here is a command."""
+"""Modules that the commands share: flags, paths, clocks and screens. Nothing here is a command."""

@@ -1,4 +1,4 @@
-"""Checks a recipe, before anything is written."""
+"""Check a recipe, before anything is written."""
 
 import dataclasses
 import math
@@ -9,18 +9,19 @@ import jax
 from recipes import Recipe
 
 from eqformer import nn, training
-from support.flags import fields_of, flags_of, naming_flags
-from support.published import tokenizer_of
-from support.setup import optimizer_of, shapes_of
+from support.flags import fields_of, flags_of, name_flags_in_errors
+from support.published import recipe_tokenizer
+from support.setup import make_optimizer, model_shapes
 
 
 _COUNTS = "--steps --seq --batch --log-every --checkpoint-every --keep --validate-every --validation-batches".split()
 
 
 def check(recipe: Recipe, *, trains: bool = True) -> nn.Transformer:
-    """The shapes of the recipe's model; raises a `ValueError`, which names the flags, for a recipe that cannot work.
+    """Check a recipe and return the shapes of its model.
 
-    With `trains=False` its model need not be one that learns the next token.
+    With `trains=False` its model need not be one that learns the next token. Raises a `ValueError`, which names the
+    flags, for a recipe that cannot work.
     """
     check_values(recipe)
     if not 0 < (share := recipe.text.validation) < 1:
@@ -30,14 +31,14 @@ def check(recipe: Recipe, *, trains: bool = True) -> nn.Transformer:
     if recipe.sample_every < 0:
         raise ValueError(f"--sample-every {recipe.sample_every}: give the steps between samples, or 0 for none at all.")
     if recipe.profile is not None:
-        steps_of(recipe.profile)
+        parse_steps(recipe.profile)
     _check_vocab(recipe)
-    with naming_flags(recipe):  # the library makes its own checks
+    with name_flags_in_errors(recipe):  # The library makes its own checks.
         training.LossSpikes(**dataclasses.asdict(recipe.spikes))
-        shapes = shapes_of(recipe)
+        shapes = model_shapes(recipe)
         if trains:
             training.check_next_token(shapes, seq=recipe.seq)
-        recipe.optimizer.step(optimizer_of(recipe, shapes))
+        recipe.optimizer.step(make_optimizer(recipe, shapes))
     if recipe.metrics.tensorboard:
         training.TensorBoard.package()
     if recipe.metrics.wandb is not None:
@@ -47,36 +48,36 @@ def check(recipe: Recipe, *, trains: bool = True) -> nn.Transformer:
 
 def check_values(recipe: Recipe) -> None:
     """Raise a `ValueError`, which names the flag, for a value that recipe.json cannot hold or a run cannot use."""
-    unbounded = _unbounded(recipe.model)
+    unbounded = _flags_without_bounds(recipe.model)
     for flag, value in flags_of(recipe).items():
         _check_value(flag, value, flag in unbounded)
 
 
-def steps_of(profile: str) -> tuple[int, int]:
-    """The first and the last step of `20:25`; raises a `ValueError` for anything else."""
-    found = re.fullmatch(r"(\d+):(\d+)", profile)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+def parse_steps(profile: str) -> tuple[int, int]:
+    """Return the first and the last step of `20:25`; raises a `ValueError` for anything else."""
+    match = re.fullmatch(r"(\d+):(\d+)", profile)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError(f"--profile {profile}: give the first and last step to trace, such as 20:25.")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _check_vocab(recipe: Recipe) -> None:
     """Raise a `ValueError` if the model's vocabulary is smaller than the tokenizer's, unless it was published so."""
     if recipe.published is not None:
         return
-    file, vocab, known = recipe.text.tokenizer, recipe.model.vocab, tokenizer_of(recipe).vocab
+    file, vocab, known = recipe.text.tokenizer, recipe.model.vocab, recipe_tokenizer(recipe).vocab
     if vocab < known:
-        given, whose = ("", "bytes have") if file is None else (f" --text.tokenizer {file}", "the tokenizer has")
+        flag, subject = ("", "bytes have") if file is None else (f" --text.tokenizer {file}", "the tokenizer has")
         raise ValueError(
-            f"--model.vocab {vocab}{given}: {whose} {known} ids; leave --model.vocab out, or give at least {known}."
+            f"--model.vocab {vocab}{flag}: {subject} {known} ids; leave --model.vocab out, or give at least {known}."
         )
 
 
-def _unbounded(config: Any) -> set[str]:
-    """The flags of a config whose usual values have an infinite number, as bounds that bound nothing."""
+def _flags_without_bounds(config: Any) -> set[str]:
+    """Return the flags of a config whose default has an infinite number, as bounds that bound nothing."""
     is_infinite = lambda part: isinstance(part, float) and math.isinf(part)
-    usual = fields_of(type(config), "--model.")
-    return {flag for flag, value, *_ in usual if any(map(is_infinite, jax.tree.leaves(value)))}
+    defaults = fields_of(type(config), "--model.")
+    return {flag for flag, value, *_ in defaults if any(map(is_infinite, jax.tree.leaves(value)))}
 
 
 def _check_value(flag: str, value: Any, may_be_infinite: bool) -> None:

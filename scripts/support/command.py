@@ -1,12 +1,16 @@
 """From the command line to a recipe: flags change the fields of the recipe that `--recipe` names."""
 
+import ast
 import dataclasses
 import inspect
 import math
 import os
+import re
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -14,11 +18,9 @@ import tyro
 from recipes import LARGE, Recipe, RECIPES
 
 from eqformer import models, nn
-from support.flags import check_names, flags_of, given, naming_flags, with_hyphens
-from support.help import short_help
-from support.own_recipe import file_of, own_recipe, short_name
-from support.published import recipe_of_folder, tokenizer_of
-from support.recipe_file import source_beside, trust_recipe
+from support.flags import check_names, fields_of, flags_of, name_flags_in_errors, parse_words
+from support.published import published_recipe, recipe_tokenizer
+from support.recipe_file import load_user_recipe, short_name, source_beside, trust_recipe, user_file
 from support.run_directory import RunDirectory
 from support.screen import one_message
 
@@ -30,8 +32,8 @@ _REGISTRY = tyro.constructors.ConstructorRegistry()
 
 
 @_REGISTRY.primitive_rule
-def _words(info: Any) -> Any:
-    """A choice of words or of what no command line can spell (a schedule's table), as one of words."""
+def _parse_literals(info: Any) -> Any:
+    """Parse a union of literals and of what no command line can spell (a schedule's table) as one of the literals."""
     kinds = typing.get_args(info.type)
     words = [typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is Literal]
     if not words or not any(map(dataclasses.is_dataclass, kinds)):
@@ -39,7 +41,7 @@ def _words(info: Any) -> Any:
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="{" + ",".join(words[0]) + "}",
-        instance_from_str=lambda given: given[0],
+        instance_from_str=lambda arguments: arguments[0],
         is_instance=lambda value: isinstance(value, str),
         str_from_instance=lambda value: [value],
         choices=words[0],
@@ -47,64 +49,69 @@ def _words(info: Any) -> Any:
 
 
 def entry(
-    kind: type[Command], act: Callable[[Command], None], left_out: Sequence[str] = ()
+    kind: type[Command], run: Callable[[Command], None], hidden_groups: Sequence[str] = ()
 ) -> Callable[[Sequence[str]], None]:
-    """A script's `main`, which acts as its flags say; bad input ends it with one message and exit code 2."""
+    """Return a script's `main`, which runs as its flags say; bad input ends it with one message and exit code 2."""
 
     def main(arguments: Sequence[str]) -> None:
         with one_message():
-            if "--trust-recipe" in given(with_hyphens(arguments)):
+            if "--trust-recipe" in parse_words(arguments):
                 for word in (*arguments, *(argument.partition("=")[2] for argument in arguments), "runs/default"):
                     trust_recipe(RunDirectory(Path(word)).recipe)
             has_recipe = "recipe" in typing.get_type_hints(kind)
-            command = parse(kind, arguments, left_out) if has_recipe else read(kind, arguments)
-            with naming_flags(command):
-                act(command)
+            command = parse(kind, arguments, hidden_groups) if has_recipe else read(kind, arguments)
+            with name_flags_in_errors(command):
+                run(command)
 
     return main
 
 
 def read(kind: type[Command], arguments: Sequence[str]) -> Command:
-    """The command that the flags make; it is a dataclass, and `--help` shows every field."""
-    arguments = with_hyphens(arguments)
+    """Return the command that the flags make; it is a dataclass, and `--help` shows every field."""
     check_names(arguments, flags_of(kind))
-    return tyro.cli(kind, args=["--help" if argument == "--help-all" else argument for argument in arguments])
+    return tyro.cli(kind, args=_help_for_help_all(arguments))
 
 
-def parse(kind: type[Command], arguments: Sequence[str], left_out: Sequence[str] = ()) -> Command:
-    """The command that the flags make, a dataclass with the fields `recipe` (a name) and `run` (the recipe).
+def parse(kind: type[Command], arguments: Sequence[str], hidden_groups: Sequence[str] = ()) -> Command:
+    """Return the command that the flags make, a dataclass with the fields `recipe` (a name) and `run` (the recipe).
 
-    `--help` shows the most used flags and the command's own, except for the groups `left_out`; `--help-all` shows all.
+    `--help` shows the most used flags and the command's own, except for the `hidden_groups`; `--help-all` shows all.
     """
-    arguments = with_hyphens(arguments)
-    default = _default(kind, arguments)
+    default = _default_command(kind, arguments)
     check_names(arguments, flags_of(default))
     if {"-h", "--help"} & {*arguments}:
-        print(short_help(os.path.relpath(sys.argv[0]), default, ", ".join(RECIPES), left_out))
+        print(short_help(os.path.relpath(sys.argv[0]), default, hidden_groups))
         raise SystemExit(0)
-    known = "\n".join(f"  {name}: {' '.join((recipe.__doc__ or '').split())}" for name, recipe in RECIPES.items())
+    recipes = "\n".join(f"  {name}: {' '.join((recipe.__doc__ or '').split())}" for name, recipe in RECIPES.items())
     command: Any = tyro.cli(
         kind,
         default=default,
-        args=["--help" if argument == "--help-all" else argument for argument in arguments],
+        args=_help_for_help_all(arguments),
         config=(tyro.conf.AvoidSubcommands,),
         registry=_REGISTRY,
-        description=f"{inspect.getdoc(kind)}\n\nRecipes (or any preset of eqformer.models):\n{known}\n\n"
-        f"Of published models on many accelerators: {', '.join(LARGE)}.",
+        description=f"{inspect.getdoc(kind)}\n\nRecipes (or any preset of eqformer.models):\n{recipes}\n\n"
+        f"Recipes of published models on many accelerators: {', '.join(LARGE)}.",
     )
-    run = command.run
-    if run.from_run is not None:
-        run = dataclasses.replace(run, from_run=run.from_run.absolute())
-    if run.published is not None:  # absolute, as in `recipe_of_folder`, so that the run resumes from any directory
-        run = dataclasses.replace(run, published=run.published.absolute())
-    elif run.text.tokenizer is not None:
-        run = _with_vocabulary(run, "--model.vocab" in given(arguments))
-    return dataclasses.replace(command, run=run)
+    recipe = command.run
+    if recipe.from_run is not None:
+        recipe = dataclasses.replace(recipe, from_run=recipe.from_run.absolute())
+    if recipe.published is not None:  # Absolute, as in `published_recipe`, so that the run resumes from any directory.
+        recipe = dataclasses.replace(recipe, published=recipe.published.absolute())
+    elif recipe.text.tokenizer is not None:
+        recipe = _with_vocabulary(recipe, "--model.vocab" in parse_words(arguments))
+    return dataclasses.replace(command, run=recipe)
 
 
-def _default(kind: Any, arguments: Sequence[str]) -> Any:
-    """The command with the recipe that the arguments name; raises where the parser's own error would name no flag."""
-    word = {flag: words[0] for flag, words in given(arguments).items() if words}.get
+def _help_for_help_all(arguments: Sequence[str]) -> list[str]:
+    return ["--help" if argument == "--help-all" else argument for argument in arguments]
+
+
+def _default_command(kind: Any, arguments: Sequence[str]) -> Any:
+    """Return the command with the recipe that the arguments name.
+
+    Raises a `ValueError` for values of which the parser's own error would name no flag.
+    """
+    word = {flag: words[0] for flag, words in parse_words(arguments).items() if words}.get
     for flag in ("--precision.parameters", "--precision.compute"):
         if (dtype := word(flag)) is not None:
             nn.float_dtype(dtype, f"{flag} {dtype}")
@@ -112,51 +119,51 @@ def _default(kind: Any, arguments: Sequence[str]) -> Any:
         raise ValueError(f"--precision.products {products}: give compute, for those of its dtype, or fp8.")
     name, folder = word("--recipe"), word("--model")
     if (source := word("--from-run")) is not None and name is None and folder is None:
-        return kind(*_of_run(RunDirectory(Path(source))))
-    called = name or ("default" if folder is None else Path(folder).absolute().name)
-    run = RunDirectory(Path(word("--run-dir") or Path("runs") / short_name(called)))
-    return kind(called, recipe_of(name or "default", None if folder is None else Path(folder), run))
+        return kind(*_recipe_of_run(RunDirectory(Path(source))))
+    shown_name = name or ("default" if folder is None else Path(folder).absolute().name)
+    run = RunDirectory(Path(word("--run-dir") or Path("runs") / short_name(shown_name)))
+    return kind(shown_name, find_recipe(name or "default", None if folder is None else Path(folder), run))
 
 
-def _of_run(run: RunDirectory) -> tuple[str, Recipe]:
-    """The name and the recipe of a run, for another that starts from it."""
+def _recipe_of_run(run: RunDirectory) -> tuple[str, Recipe]:
+    """Return the name and the recipe of a run, for another run that starts from it."""
     name, recipe = run.read()
-    if file_of(name) is not None:  # the run's copy, since the file may have changed
+    if user_file(name) is not None:  # The run's copy, since the file may have changed.
         name = f"{source_beside(run.recipe)}:{name.rpartition(':')[2]}"
     return name, dataclasses.replace(recipe, from_run=None, from_step=None, from_optimizer=False, prolong="refuse")
 
 
-def _with_vocabulary(recipe: Recipe, is_given: bool) -> Recipe:
-    """The recipe with its tokenizer's vocabulary, rounded up, as the model's, unless --model.vocab `is_given`."""
+def _with_vocabulary(recipe: Recipe, has_vocab_flag: bool) -> Recipe:
+    """Return the recipe whose model has the tokenizer's vocabulary, rounded up, unless --model.vocab is given."""
     text = recipe.text
     if text.round_vocab < 1:
         raise ValueError(f"--text.round-vocab {text.round_vocab}: it counts ids, so give at least 1.")
-    if is_given:
+    if has_vocab_flag:
         return recipe
-    with naming_flags(recipe):
-        vocab = math.ceil(tokenizer_of(recipe).vocab / text.round_vocab) * text.round_vocab
+    with name_flags_in_errors(recipe):
+        vocab = math.ceil(recipe_tokenizer(recipe).vocab / text.round_vocab) * text.round_vocab
     return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vocab=vocab))
 
 
-def recipe_of(name: str, folder: Path | None = None, run: RunDirectory | None = None) -> Recipe:
-    """The recipe of that name; or, for a preset's name, one of AdamW and 800 steps with that model.
+def find_recipe(name: str, folder: Path | None = None, run: RunDirectory | None = None) -> Recipe:
+    """Return the recipe of a name; for a preset's name, a recipe of AdamW and 800 steps with that model.
 
-    `FILE.py:NAME` is a function in a file of one's own. With the `folder` of a published model (or, where it is gone,
-    the copy in the `run` that began from it), the recipe trains that model. A recipe other than `default` then keeps
-    its fields, except for the model and, unless it was written for a published model, the optimizer, whose learning
-    rate would be too high for trained weights.
+    `FILE.py:NAME` is a function in a user's file. With the `folder` of a published model (or, where it is gone, the
+    copy in the `run` that began from it), the recipe trains that model. A recipe other than `default` then keeps its
+    fields, except for the model and, unless it was written for a published model, the optimizer, whose learning rate
+    would be too high for trained weights.
     """
     if folder is not None:
-        made = recipe_of_folder(folder, run)
-        own = made if name == "default" else recipe_of(name)
-        optimizer = made.optimizer if own.published is None else own.optimizer
-        return dataclasses.replace(own, model=made.model, published=made.published, optimizer=optimizer)
+        published = published_recipe(folder, run)
+        named = published if name == "default" else find_recipe(name)
+        optimizer = published.optimizer if named.published is None else named.optimizer
+        return dataclasses.replace(named, model=published.model, published=published.published, optimizer=optimizer)
     if name in RECIPES:
         return RECIPES[name]()
     if name in LARGE:
         return LARGE[name][1]
-    if file_of(name) is not None:
-        return own_recipe(name)
+    if user_file(name) is not None:
+        return load_user_recipe(name)
     if name in models.presets():
         return Recipe(model=models.preset(name))
     raise ValueError(
@@ -164,3 +171,57 @@ def recipe_of(name: str, folder: Path | None = None, run: RunDirectory | None = 
         "eqformer.models by its name is one: AdamW and 800 steps with that model; of one's own, give FILE.py:NAME. At "
         f"the scale of many machines: {', '.join(LARGE)}."
     )
+
+
+# Flags of the short help by heading, with what they take; a command shows those that it has.
+GROUPS = {
+    "model": "--recipe, --model FOLDER, --from-run FOLDER, --model.embed, --model.layers, --model.heads, --lora.rank",
+    "text": "--data PATH, --text.mix PATH=WEIGHT, --text.tokenizer FILE, --seq",
+    "training": "--steps, --batch, --microbatches, --optimizer.name, --optimizer.learning-rate, --precision.compute, "
+    "--seed",
+    "the run": "--run-dir FOLDER, --checkpoint-every, --validate-every, --sample-every, --prompt",
+    "devices": "--mesh.fsdp, --mesh.tensor, --mesh.pipe, --zero, --simulate N",
+}
+RARE = frozenset(("--trust-recipe",))  # Only --help-all lists it; the error that needs it names it.
+WIDTH, INDENT = 80, 36
+
+
+def short_help(script: str, command: Any, hidden_groups: Sequence[str] = ()) -> str:
+    """Return the help that fits on a screen: the command's purpose, the most used flags by group, and its own flags.
+
+    A flag's words are the first clause of its field's documentation.
+    """
+    purpose = (inspect.getdoc(type(command)) or "").partition("\n")[0]
+    lines = [f"usage: {script} [--flag value ...]", textwrap.fill(purpose, WIDTH)]
+    fields = {flag: (value, kind, name) for flag, value, kind, name in fields_of(command)}
+    listed = {*re.findall(r"--[a-z.-]+", " ".join(GROUPS.values()))} | RARE
+    own_flags = [flag for flag, (_, kind, _) in fields.items() if kind is type(command) and flag not in listed]
+    for heading, group in {**GROUPS, "this command": ", ".join(own_flags)}.items():
+        entries = [entry.partition(" ") for entry in group.split(", ")]
+        shown = [(flag, metavar) for flag, _, metavar in entries if flag in fields]
+        if shown and heading not in hidden_groups:
+            lines += [f"{heading}:", *(_help_line(flag, metavar, *fields[flag]) for flag, metavar in shown)]
+    names = f"{', '.join(RECIPES)}, presets (llama-3-8b), large runs (llama-3-8b-h100-8), FILE.py:NAME"
+    return "\n".join([*lines, textwrap.fill(f"Recipes: {names}. --help-all lists every flag and recipe.", WIDTH)])
+
+
+def _help_line(flag: str, metavar: str, value: Any, kind: type, name: str) -> str:
+    """Return a flag's line with its default value or, if it has none, with its metavar or its name's last word."""
+    if value in (None, ()):
+        shown_value = metavar or flag.rpartition("-")[2].upper()
+    else:
+        shown_value = "" if isinstance(value, bool) else str(value)
+    words = re.split(r"[;:.](?: |$)| \(", documentation(kind).get(name, ""))[0]
+    line = f"  {f'{flag} {shown_value}':<{INDENT - 3}} {words}"
+    return textwrap.fill(line, WIDTH, subsequent_indent=" " * INDENT)
+
+
+def documentation(kind: type) -> dict[str, str]:
+    """Return the text below each field of a dataclass, inherited fields included."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):  # all but `object`
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        for field, text in pairwise(definition.body if isinstance(definition, ast.ClassDef) else []):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                texts[ast.unparse(field.target)] = ast.literal_eval(text.value)
+    return texts

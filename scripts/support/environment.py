@@ -1,15 +1,24 @@
-"""What must be set before JAX is imported: import this module first."""
+"""Settings before JAX is imported, and the user's cache folders: import this module first."""
 
 import contextlib
+import hashlib
 import io
 import os
+import platform
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
-from support.flags import given
+from support.flags import parse_words
 from support.stopping import end_at_interrupt
-from support.user_folder import share_programs
+
+
+PROGRAMS = "JAX_COMPILATION_CACHE_DIR"  # JAX's own variable: set, it names another folder; empty, none.
+MAX_PROGRAM_BYTES = 2**30  # The most bytes of compiled programs that are kept.
+_SIMULATED = "--xla_force_host_platform_device_count"
 
 
 def prepare(
@@ -17,7 +26,7 @@ def prepare(
 ) -> None:
     """Call `eqformer.prepare`, and set how JAX starts for a command with these arguments.
 
-    What is compiled is kept for the user's next runs, unless `shared` is False, as where compilation is timed, or the
+    Compiled programs are kept for the user's next runs, unless `shared` is False, as where compilation is timed, or the
     CPU acts as several devices: a program of theirs that XLA has loaded again may wait for itself forever.
     `--simulate N` among the arguments makes the CPU act as N devices, and `--check-shapes` has shapes and types of all
     calls of eqformer checked, which is decided when it is imported.
@@ -26,10 +35,10 @@ def prepare(
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # characters that the terminal cannot show are escaped
             stream.reconfigure(errors="backslashreplace")
-    flags = given(arguments)
-    number = simulated(flags)
-    several = number is not None or _SIMULATED in os.environ.get("XLA_FLAGS", "")
-    if not shared or several or "--coordinator" in flags:
+    flags = parse_words(arguments)
+    devices = simulated_devices(flags)
+    has_several = devices is not None or _SIMULATED in os.environ.get("XLA_FLAGS", "")
+    if not shared or has_several or "--coordinator" in flags:
         os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
     else:
         share_programs()
@@ -39,21 +48,21 @@ def prepare(
         install_import_hook("eqformer", "beartype.beartype")
     import eqformer
 
-    eqformer.prepare(devices=number, compilers=compilers, gradients=gradients)
+    eqformer.prepare(devices=devices, compilers=compilers, gradients=gradients)
 
 
-def simulated(flags: Mapping[str, Sequence[str]]) -> int | None:
-    """The N of `--simulate N`; None if it is absent or not a count, which is an error later."""
+def simulated_devices(flags: Mapping[str, Sequence[str]]) -> int | None:
+    """Return the N of `--simulate N`; None if it is absent or not a count, which is an error later."""
     words = flags.get("--simulate", [])
     return int(words[0]) if words and words[0].isdecimal() and int(words[0]) > 0 else None
 
 
 @contextlib.contextmanager
-def kernels_kept() -> Iterator[None]:
-    """Processes that start meanwhile take GPUs' kernels as others chose them, for the same products."""
+def share_kernel_choices() -> Iterator[None]:
+    """Have processes that start inside run the same GPU kernels for the same products, as the first of them chose."""
     before = os.environ.get("XLA_FLAGS")
     with tempfile.TemporaryDirectory() as folder:
-        _add_flags({"xla_gpu_per_fusion_autotune_cache_dir": folder})
+        _add_xla_flags({"xla_gpu_per_fusion_autotune_cache_dir": folder})
         try:
             yield
         finally:
@@ -61,17 +70,61 @@ def kernels_kept() -> Iterator[None]:
             os.environ.update({} if before is None else {"XLA_FLAGS": before})
 
 
-def take_kernels_unmeasured() -> None:
-    """Let XLA choose GPUs' kernels without measuring them, in a process where JAX has not started."""
-    _add_flags({"xla_gpu_autotune_level": 0})
+def skip_autotuning() -> None:
+    """Let XLA choose GPU kernels without measuring them, in a process where JAX has not started."""
+    _add_xla_flags({"xla_gpu_autotune_level": 0})
 
 
-def _add_flags(options: Mapping[str, object]) -> None:
+def _add_xla_flags(options: Mapping[str, object]) -> None:
     from eqformer._prepare import drop_user_options
     from eqformer._xla_flags import format_flags, keep_known
 
-    more = format_flags(keep_known(drop_user_options(options)))
-    os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *more])
+    flags = format_flags(keep_known(drop_user_options(options)))
+    os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *flags])
 
 
-_SIMULATED = "--xla_force_host_platform_device_count"
+def user_folder(name: str) -> Path | None:
+    """Return a folder that the user's runs share, in `eqformer` in the user's cache; None without a home.
+
+    The cache is found by the XDG base directory specification. The folder may be deleted at any time.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        cache = cache if cache.is_absolute() else Path.home() / ".cache"  # the specification ignores relative ones
+    except RuntimeError:
+        return None
+    return cache / "eqformer" / name
+
+
+def share_programs() -> None:
+    """Have JAX keep compiled programs for the user's next runs, unless the user has said where, or there is no room.
+
+    Machines of other processors have folders of their own, since programs for CPUs use what a processor has.
+    """
+    if PROGRAMS in os.environ or (shared := user_folder("programs")) is None:
+        return
+    folder = shared / _processor_name()
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > MAX_PROGRAM_BYTES:
+            delete_oldest(folder, MAX_PROGRAM_BYTES)
+            os.environ[PROGRAMS] = str(folder)
+            os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+
+def delete_oldest(folder: Path, max_bytes: int) -> None:
+    """Delete the files that were written first, until the others have no more than `max_bytes`."""
+    with suppress(OSError):  # another run's files may come and go
+        for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True):
+            max_bytes -= file.stat().st_size
+            if max_bytes < 0:
+                file.unlink(missing_ok=True)
+
+
+def _processor_name() -> str:
+    """Return a short name for the instructions that programs may use of the processor."""
+    features = platform.processor()
+    with suppress(OSError):  # only Linux has the file
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        features += next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"

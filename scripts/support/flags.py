@@ -1,4 +1,4 @@
-"""The flags of a command, the names that other programs have for them, and the library's errors with flags in front."""
+"""Flags of a command: names that other programs have for them, and flags in front of the library's errors."""
 
 import dataclasses
 import re
@@ -8,87 +8,81 @@ from typing import Any
 
 
 def flags_of(command: Any) -> dict[str, Any]:
-    """Every flag of a command with its value; a dataclass, or its class, of which the defaults are taken."""
+    """Return every flag of a command with its value; `command` is a dataclass, or its class for the defaults."""
     return {flag: value for flag, value, _, _ in fields_of(command)}
 
 
 def fields_of(command: Any, prefix: str = "--") -> Iterator[tuple[str, Any, type, str]]:
-    """Every flag of a command with its value, and the dataclass and the name of its field."""
+    """Yield every flag of a command with its value, and the dataclass and the name of its field."""
     for field in dataclasses.fields(command):
         value = getattr(command, field.name, None)
-        name = _NAMED.get(field.name, field.name.replace("_", "-"))
+        name = _FLAG_NAMES.get(field.name, field.name.replace("_", "-"))
         if dataclasses.is_dataclass(value):
             yield from fields_of(value, f"{prefix}{name}." if name else prefix)
         else:
             yield prefix + name, value, type(command), field.name
 
 
-def spelled(flag: str, value: Any) -> str:
-    """A flag with its value as one types them; of a choice of two, the flag alone or `--no-` before its name."""
+def format_flag(flag: str, value: Any) -> str:
+    """Return a flag with its value as a user types them; for a boolean the flag alone, or `--no-` before its name."""
     if isinstance(value, bool):
         return flag if value else f"--no-{flag.removeprefix('--')}"
     return f"{flag} {value}"
 
 
-def given(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Each flag on a command line, spelled with hyphens, with its words; of one that is there twice, the last ones."""
-    found: dict[str, list[str]] = {}
+def parse_words(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Return the words of each flag on a command line; the last ones of a flag that is there twice.
+
+    Flags are spelled with hyphens.
+    """
+    words_by_flag: dict[str, list[str]] = {}
     words: list[str] = []
-    for name, value in map(_parted, arguments):
+    for name, value in map(_split_equals, arguments):
         if name:
-            words = found[name.replace("_", "-")] = [value[1:]] if value else []
+            words = words_by_flag[name.replace("_", "-")] = [value[1:]] if value else []
         else:
             words.append(value)
-    return found
+    return words_by_flag
 
 
-def with_hyphens(arguments: Sequence[str]) -> list[str]:
-    """The arguments with hyphens in the names of flags: `--run_dir=a_b` becomes `--run-dir=a_b`."""
-    return [name.replace("_", "-") + value for name, value in map(_parted, arguments)]
-
-
-def _parted(argument: str) -> tuple[str, str]:
-    """A flag's name and the rest of the argument; the name is empty if the argument is not a flag."""
+def _split_equals(argument: str) -> tuple[str, str]:
+    """Split an argument into a flag's name and what follows; the name is empty if the argument is not a flag."""
     name, equals, value = argument.partition("=")
     return (name, equals + value) if argument.startswith("--") else ("", argument)
 
 
 def check_names(arguments: Sequence[str], flags: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for an unknown flag whose name here is known; it says that name."""
-    for argument in arguments:
-        given, _ = _parted(argument)
-        if not given or given in flags:
-            continue
-        ours = _ours(given[2:], flags)
-        if ours is not None:
-            raise ValueError(f"{given}: there is no such flag; it is {ours} here (--help-all lists every flag).")
+    """Raise a `ValueError` for a flag of another program; it says this command's name for that flag."""
+    for flag in parse_words(arguments):
+        if flag not in flags and (known := _find_flag(flag[2:], flags)) is not None:
+            raise ValueError(f"{flag}: there is no such flag; it is {known} here (--help-all lists every flag).")
 
 
-def _ours(given: str, flags: Mapping[str, Any]) -> str | None:
-    """The command's flag that other programs call `given`, or that ends in the same last part; or None."""
-    last = given.rpartition(".")[2]
-    for name in (given, last):
-        usual = [flag for flag, others in USUAL_NAMES.items() if name in others.split() and flag in flags]
-        same = [flag for flag in flags if flag[2:].rpartition(".")[2] == name]
-        if len(usual or same) == 1:
-            return (usual or same)[0]
+def _find_flag(name: str, flags: Mapping[str, Any]) -> str | None:
+    """Return the command's flag that other programs call `name`, or that ends in the same last part; or None."""
+    last = name.rpartition(".")[2]
+    for candidate in (name, last):
+        usual = [flag for flag, names in USUAL_NAMES.items() if candidate in names.split() and flag in flags]
+        ending = [flag for flag in flags if flag[2:].rpartition(".")[2] == candidate]
+        if len(usual or ending) == 1:
+            return (usual or ending)[0]
     return None
 
 
 @contextmanager
-def naming_flags(command: Any) -> Iterator[None]:
-    """Put flags in front of a `ValueError` that the library raises inside, see `in_flags`."""
+def name_flags_in_errors(command: Any) -> Iterator[None]:
+    """Put flags in front of a `ValueError` that the library raises inside, see `add_flags`."""
     try:
         yield
     except ValueError as error:
-        named = in_flags(str(error), flags_of(command))
-        if named == str(error):
+        message = add_flags(str(error), flags_of(command))
+        if message == str(error):
             raise
-        raise ValueError(named) from error
+        raise ValueError(message) from error
 
 
-def in_flags(message: str, flags: Mapping[str, Any]) -> str:
-    """The library's message, `call(name=value): rule`, with the flags in front that set the call and those arguments.
+def add_flags(message: str, flags: Mapping[str, Any]) -> str:
+    """Return the library's message, `call(name=value): rule`, with the flags in front that set the call's arguments.
 
     Messages of any other form, also those that begin with a flag, stay as they are.
     """
@@ -97,25 +91,25 @@ def in_flags(message: str, flags: Mapping[str, Any]) -> str:
         return message
     names = [f"{call[1]}(", *re.findall(r"\b\w+(?==)", call[0])]
     chosen = dict.fromkeys(flag for name in names if (flag := _flag_of(name, flags)) is not None)
-    front = " ".join(f"{flag} {_spelled(flags[flag])}" for flag in chosen)
+    front = " ".join(f"{flag} {_format_value(flags[flag])}" for flag in chosen)
     return f"{front}: {message}" if front else message
 
 
-def _spelled(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _flag_of(name: str, flags: Mapping[str, Any]) -> str | None:
-    """The flag that sets the argument or call `name` of the library, if the command has that flag and it is set."""
+    """Return the flag that sets the argument or call `name` of the library, if the command has it and it is set."""
     hyphens = name.replace("_", "-")
-    ours = WORDS.get(name, (f"--{hyphens}", *(flag for flag in flags if flag.endswith(f".{hyphens}"))))
-    return next((flag for flag in ours if flags.get(flag) not in (None, ())), None)
+    candidates = WORDS.get(name, (f"--{hyphens}", *(flag for flag in flags if flag.endswith(f".{hyphens}"))))
+    return next((flag for flag in candidates if flags.get(flag) not in (None, ())), None)
 
 
 # Fields whose flags have another name.
-_NAMED = {"run": "", "machine": "", "plan": "", "published": "model"}
+_FLAG_NAMES = {"run": "", "machine": "", "plan": "", "published": "model"}
 
-# Names of the library that differ from the flags': calls (with a bracket) and arguments, with the flags that set them.
+# Flags that set a call (with a bracket) or an argument of the library whose name differs from theirs.
 WORDS = {
     "FileTokenizer(": ("--text.tokenizer", "--model"),
     "files(": ("--data", "--text.mix"),
@@ -140,7 +134,7 @@ WORDS = {
     "split": (),
 }
 
-# The names that other programs have for our flags.
+# Names that other programs have for our flags.
 USUAL_NAMES = {
     "--optimizer.learning-rate": "lr learning-rate max-lr peak-lr",
     "--optimizer.weight-decay": "wd weight-decay",

@@ -1,4 +1,4 @@
-"""One line per operation: which implementation training runs on a platform, and why not another."""
+"""Lines on what runs on a platform: a kernel for each operation, why not another one, and products in 8 bits."""
 
 import equinox as eqx
 import jax
@@ -9,7 +9,7 @@ from eqformer import kernels, nn, training
 from support.setup import batch_shapes
 
 
-# The flag that changes a reason, by words of the reason.
+# Flags that change a reason against a kernel, by words of the reason.
 _FLAGS = {
     "computes in": "--precision.compute bfloat16",
     "tokens, not": "another --seq",
@@ -21,7 +21,7 @@ DECODING = (
 )
 
 
-def platform_here() -> str:
+def local_platform() -> str:
     """Return the platform of JAX's devices by its compiler's name: `cpu`, `cuda` or `tpu`."""
     backend = jax.default_backend()
     return "cuda" if backend == "gpu" else backend
@@ -32,14 +32,19 @@ def has_kernels(platform: str) -> bool:
     return platform in kernels.ATTENTION.platforms
 
 
-def kernel_lines(recipe: Recipe, model: nn.Transformer, platform: str) -> list[str]:
-    """Return a line per operation of training on `cuda` or `tpu`; none elsewhere, where nothing is chosen."""
+def training_lines(recipe: Recipe, model: nn.Transformer, platform: str, chip: str) -> list[str]:
+    """Return a line per operation of training on `cuda` or `tpu`, and one on products in 8 bits if there are any.
+
+    `chip` is the accelerator's name, here or as JAX has it.
+    """
+    lines = _fp8_lines(recipe, model, chip)
     if not has_kernels(platform):
-        return []
+        return lines
     batch = batch_shapes(recipe)
     tokens = eqx.filter_eval_shape(training.batch_tokens, batch)
     explanations = kernels.explain(model.encode, batch.ids, tokens, platform=platform)
-    return [_line(explanation, recipe) for explanation in explanations] or ["attention: the model has none"]
+    kernel_lines = [_kernel_line(explanation, recipe) for explanation in explanations]
+    return [*(kernel_lines or ["attention: the model has none"]), *lines]
 
 
 def decode_lines(recipe: Recipe, model: nn.Transformer, platform: str, cache_dtype: str | None) -> list[str]:
@@ -47,17 +52,17 @@ def decode_lines(recipe: Recipe, model: nn.Transformer, platform: str, cache_dty
     if not has_kernels(platform):
         return []
     compute, rows = recipe.precision.compute, recipe.batch
-    narrow = eqx.filter_eval_shape(nn.Precision(compute, compute).apply, model)
-    numbers = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+    computed = eqx.filter_eval_shape(nn.Precision(compute, compute).apply, model)
+    integers = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
 
     def decode(model: nn.Transformer, ids: jax.Array, positions: jax.Array) -> jax.Array:
         return model.encode(ids, nn.Tokens(positions), model.init_cache(rows, recipe.seq, cache_dtype))[0]
 
-    explanations = kernels.explain(decode, narrow, numbers, numbers, platform=platform)
+    explanations = kernels.explain(decode, computed, integers, integers, platform=platform)
     return [str(explanation) for explanation in explanations if explanation.operation != "cache write"]
 
 
-def _line(explanation: kernels.Explanation, recipe: Recipe) -> str:
+def _kernel_line(explanation: kernels.Explanation, recipe: Recipe) -> str:
     if explanation.operation == "attention" and recipe.mesh.context > 1 and recipe.plan.context_method == "gather":
         reason = "keys are gathered over --mesh.context (--context-method ring or heads changes that)"
         return f"attention: BlockwiseAttention; not a kernel: {reason}"
@@ -70,3 +75,17 @@ def _line(explanation: kernels.Explanation, recipe: Recipe) -> str:
 def _with_flag(reason: str) -> str:
     flag = next((flag for words, flag in _FLAGS.items() if words in reason), "")
     return f"{reason} ({flag} changes that)" if flag else reason
+
+
+def _fp8_lines(recipe: Recipe, model: nn.Transformer, chip: str) -> list[str]:
+    """Return a line on which products a chip multiplies in 8 bits, if the recipe asks for them."""
+    compute = recipe.precision.compute
+    if recipe.precision.products != "fp8":
+        return []
+    if chip == "cpu":
+        return [f"products: of numbers of 8 bits, multiplied in a wider dtype here: slower than {compute}'s"]
+    experts = nn.modules(model, nn.Experts)
+    has_fp8_experts = any(isinstance(linear, nn.Fp8Linear) for linear in nn.linear_maps(experts))
+    if not has_fp8_experts or kernels.fp8_grouped_matmul(chip):
+        return [f"products: in 8 bits{', those of experts too' * has_fp8_experts}"]
+    return [f"products: in 8 bits, but those of experts in {compute} where they have kernels on {chip}"]

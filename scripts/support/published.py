@@ -18,8 +18,8 @@ from support.run_directory import EVERYTHING_ELSE, RunDirectory
 Tokenizer = data.ByteTokenizer | data.FileTokenizer
 
 
-def recipe_of_folder(folder: Path, run: RunDirectory | None = None) -> Recipe:
-    """The recipe that continues to train a published model, with a low learning rate.
+def published_recipe(folder: Path, run: RunDirectory | None = None) -> Recipe:
+    """Return the recipe that continues to train a published model, with a low learning rate.
 
     If the folder is gone, the copy of its configuration in the `run` that began from it is read.
     """
@@ -39,48 +39,50 @@ def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
     """Raise a `ValueError` if flags change the published model, or the one that the `run` began from."""
     if recipe.published is None:
         return
-    changed = differences(recipe_of_folder(recipe.published, run), recipe, EVERYTHING_ELSE)
+    changed = differences(published_recipe(recipe.published, run), recipe, EVERYTHING_ELSE)
     if changed:
         raise ValueError(
             f"--model {recipe.published}: the model is as it was published; leave out\n  " + "\n  ".join(changed)
         )
 
 
-def tokenizer_of(recipe: Recipe, directory: RunDirectory | None = None) -> Tokenizer:
-    """The recipe's tokenizer: --text.tokenizer, or the published model's, or bytes.
+def recipe_tokenizer(recipe: Recipe, directory: RunDirectory | None = None) -> Tokenizer:
+    """Return the recipe's tokenizer: --text.tokenizer, or the published model's, or bytes.
 
     A run has copies of both files, which are read once it has a checkpoint.
     """
     end_of_text = recipe.text.end_of_text
     if recipe.text.tokenizer is not None:
-        is_kept = directory is not None and directory.tokenizer.exists() and directory.checkpointer().steps
-        file = directory.tokenizer if directory is not None and is_kept else recipe.text.tokenizer
+        file = recipe.text.tokenizer
+        if directory is not None and directory.tokenizer.exists() and directory.checkpointer().steps:
+            file = directory.tokenizer
         return data.FileTokenizer(file, end_of_text=end_of_text)
     if recipe.published is None:
-        return _bytes(end_of_text)
-    copied = directory is not None and directory.published.exists()
-    folder = directory.published if directory is not None and copied else recipe.published
+        return _byte_tokenizer(end_of_text)
+    folder = recipe.published
+    if directory is not None and directory.published.exists():
+        folder = directory.published
     return published_tokenizer(folder, end_of_text)
 
 
 def published_tokenizer(model: Path, end_of_text: str | None = None) -> Tokenizer:
     """Return the tokenizer of a published folder or a GGUF file; bytes if it has none and the model 256 ids."""
-    folder = companions_of(model)
+    folder = companion_folder(model)
     file, ends = folder / "tokenizer.json", models.read_eos_token_ids(folder)
     if file.exists():
         return data.FileTokenizer(file, end_of_text=next(iter(ends), None) if end_of_text is None else end_of_text)
     if models.read_config(model).vocab == data.ByteTokenizer.vocab:
-        return _bytes(end_of_text)
+        return _byte_tokenizer(end_of_text)
     raise ValueError(f"--model {model}: the folder has no tokenizer.json; put the model's own there.")
 
 
-def companions_of(path: Path) -> Path:
+def companion_folder(path: Path) -> Path:
     """Return the folder of a published model's tokenizer and settings."""
-    return _unpacked(path) if path.is_file() else path
+    return _unpack_gguf(path) if path.is_file() else path
 
 
 @functools.cache
-def _unpacked(file: Path) -> Path:
+def _unpack_gguf(file: Path) -> Path:
     """Write the tokenizer and settings of a GGUF file to a folder that is removed when the process ends."""
     files, folder = models.gguf_companion_files(file), Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -89,7 +91,7 @@ def _unpacked(file: Path) -> Path:
     return folder
 
 
-def _bytes(end_of_text: str | None) -> Tokenizer:
+def _byte_tokenizer(end_of_text: str | None) -> Tokenizer:
     if end_of_text is not None:
         raise ValueError(
             f"--text.end-of-text {end_of_text}: bytes end a text with 0; leave it out, or give --text.tokenizer."
@@ -97,8 +99,8 @@ def _bytes(end_of_text: str | None) -> Tokenizer:
     return data.ByteTokenizer()
 
 
-def keep_companions(recipe: Recipe, directory: RunDirectory) -> None:
-    """Copy the tokenizer's file, or those that the model was published with but for its weights, into the folder."""
+def copy_companions(recipe: Recipe, directory: RunDirectory) -> None:
+    """Copy the tokenizer's file, and the files that the model was published with except weights, into the run."""
     if (file := recipe.text.tokenizer) is not None and not directory.checkpointer().steps:
         write_atomic(directory.tokenizer, lambda part: shutil.copyfile(file, part))
     if recipe.published is None or directory.published.exists():
@@ -106,22 +108,22 @@ def keep_companions(recipe: Recipe, directory: RunDirectory) -> None:
     part = directory.published.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    companions = companions_of(recipe.published)
+    companions = companion_folder(recipe.published)
     for name in ("config.json", *models.COMPANION_FILES):
         if (companions / name).exists():
             shutil.copyfile(companions / name, part / name)
     part.rename(directory.published)
 
 
-def to_publish(recipe: Recipe, directory: RunDirectory) -> dict[str, Any]:
-    """The arguments that `eqformer.models.save` needs beside a run's model."""
+def save_options(recipe: Recipe, directory: RunDirectory) -> dict[str, Any]:
+    """Return the arguments that `eqformer.models.save` needs beside a run's model."""
     if (directory.published / "config.json").exists():
         return {"like": directory.published}
-    if directory.published.exists():  # of a GGUF file, which has no config.json
+    if directory.published.exists():  # files of a GGUF file, which has no config.json
         ends = models.read_eos_token_ids(directory.published)
         files = {file.name: read_utf8(file) for file in directory.published.iterdir()}
         return {"config": recipe.model, "attributes": {"eos_token_id": ends or None}, "files": files}
-    tokenizer = tokenizer_of(recipe, directory)
+    tokenizer = recipe_tokenizer(recipe, directory)
     return {
         "config": recipe.model,
         "attributes": {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None},

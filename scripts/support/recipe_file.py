@@ -1,13 +1,16 @@
-"""Recipes as JSON: written into every run directory, read back to resume and to sample."""
+"""Recipes in files: Python files of a user's own (`--recipe FILE.py:NAME`), and the JSON in every run's folder."""
 
 import dataclasses
+import importlib.util
 import json
 import math
+import re
+import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from beartype import BeartypeConf
@@ -15,9 +18,11 @@ from beartype.door import is_bearable
 from recipes import Recipe
 
 from eqformer import models, nn, read_json, read_utf8, write_atomic
-from support.own_recipe import classes_of, file_of, loaded
 from support.screen import Screen
 
+
+_MODULES: dict[str, ModuleType] = {}
+"""Modules of users' files, by the file's text, so that a family that a file registers is registered once."""
 
 _KINDS = {
     kind.__name__: kind
@@ -28,11 +33,10 @@ _KINDS = {
         *nn.RotaryScaling.__subclasses__(),
     )
 }
-
 _FORMER_NAMES = {"Choices": "ParallelConfig"}
 """Classes by the names that older run folders have for them."""
-_NUMBERS = BeartypeConf(is_pep484_tower=True)  # an integer is a float too, as in annotations
-_FLOAT = "__float__"  # as transformers writes what JSON has no number for
+_NUMBERS = BeartypeConf(is_pep484_tower=True)  # An integer is a float too, as in annotations.
+_FLOAT = "__float__"  # The key that transformers writes for numbers that JSON does not have.
 
 
 class UnknownKindError(ValueError):
@@ -43,8 +47,75 @@ class UnknownKindError(ValueError):
         self.kind = kind
 
 
+def user_file(name: str) -> Path | None:
+    """Return the Python file of a recipe's name; None if the name is not `FILE.py:NAME`."""
+    parts = _split_name(name)
+    return None if parts is None else parts[0]
+
+
+def short_name(name: str) -> str:
+    """Return the default name of a run's folder: `tiny` for `path/to/file.py:tiny`."""
+    parts = _split_name(name)
+    if parts is None:
+        return name
+    return parts[0].stem if parts[1] == "recipe" else parts[1]
+
+
+def load_user_recipe(name: str) -> Recipe:
+    """Call the function of a user's file that returns the recipe; raises a `ValueError` if there is none."""
+    parts = _split_name(name)
+    assert parts is not None
+    file, function = parts
+    if not file.is_file():
+        raise ValueError(f"--recipe {name}: there is no file {file}; give FILE.py:NAME of a function in one.")
+    module = load_module(file)
+    make_recipe = getattr(module, function, None)
+    if not callable(make_recipe):
+        defined = sorted(
+            name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+        )
+        raise ValueError(
+            f"--recipe {name}: {file} has no function {function!r}, which would give the recipe; it has "
+            f"{', '.join(defined) or 'none'}: give {file}:NAME."
+        )
+    recipe = make_recipe()
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"--recipe {name}: {function}() gave a {type(recipe).__name__}; return a recipes.Recipe.")
+    return recipe
+
+
+def load_module(file: Path) -> ModuleType:
+    """Run a user's file, once in a process for the same text, and return its module."""
+    text = read_utf8(file)
+    if text not in _MODULES:
+        spec = importlib.util.spec_from_file_location(f"own_recipe_{len(_MODULES)}", file.absolute())
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module.__name__] = module  # Dataclasses look their module up there.
+        spec.loader.exec_module(module)
+        _MODULES[text] = module
+    return _MODULES[text]
+
+
+def user_classes(file: Path) -> dict[str, type]:
+    """Return the dataclasses that a file defines, by name, if this process has run the file; runs nothing."""
+    module = _MODULES.get(read_utf8(file)) if file.is_file() else None
+    classes = [] if module is None else [value for value in vars(module).values() if isinstance(value, type)]
+    return {
+        kind.__name__: kind
+        for kind in classes
+        if dataclasses.is_dataclass(kind) and module is not None and kind.__module__ == module.__name__
+    }
+
+
+def _split_name(name: str) -> tuple[Path, str] | None:
+    """Return the file and the function of `FILE.py:NAME`; the function is `recipe` by default."""
+    match = re.fullmatch(r"(.+\.py)(?::(\w+))?", name)
+    return None if match is None else (Path(match[1]), match[2] or "recipe")
+
+
 def to_json(value: Any) -> Any:
-    """A value of a recipe as JSON; a dataclass keeps its class's name as `kind`."""
+    """Return a value of a recipe as JSON; a dataclass keeps its class's name as `kind`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"kind": type(value).__name__, **fields}
@@ -55,19 +126,20 @@ def to_json(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def from_json(value: Any, own: Mapping[str, type] = MappingProxyType({})) -> Any:
-    """The value that `to_json` wrote; raises a `ValueError` for a kind or a field that this version does not know.
+def from_json(value: Any, classes: Mapping[str, type] = MappingProxyType({})) -> Any:
+    """Return the value that `to_json` wrote.
 
-    `own` are classes of the recipe's own file, by name.
+    `classes` are those of the user's file, by name. Raises a `ValueError` for a kind or a field that this version does
+    not know.
     """
     if isinstance(value, list):
-        return tuple(from_json(part, own) for part in value)
+        return tuple(from_json(part, classes) for part in value)
     if not isinstance(value, dict):
         return value
     if value.get(_FLOAT) in ("Infinity", "-Infinity"):
         return float(value[_FLOAT])
-    fields = {name: from_json(part, own) for name, part in value.items() if name != "kind"}
-    kinds: Mapping[str, Any] = {**_KINDS, **own}
+    fields = {name: from_json(part, classes) for name, part in value.items() if name != "kind"}
+    kinds: Mapping[str, Any] = {**_KINDS, **classes}
     name = value.get("kind", "")
     kind = kinds.get(name, kinds.get(_FORMER_NAMES.get(name, "")))
     if kind is None:
@@ -81,15 +153,15 @@ def from_json(value: Any, own: Mapping[str, type] = MappingProxyType({})) -> Any
     for name in fields:
         if "Path" in str(known[name].type) and isinstance(fields[name], str):
             fields[name] = Path(fields[name])
-    _check_kinds(kind, fields)
+    _check_types(kind, fields)
     return kind(**fields)
 
 
-def _check_kinds(kind: Any, fields: Mapping[str, Any]) -> None:
+def _check_types(kind: Any, fields: Mapping[str, Any]) -> None:
     """Raise a `ValueError` for a field that holds a value of another type than its annotation says."""
     try:
         hints = typing.get_type_hints(kind)
-    except NameError:  # a class of the user's own file, whose annotations type checkers alone can read
+    except NameError:  # a class of the user's file, whose annotations type checkers alone can read
         return
     for name, value in fields.items():
         if not is_bearable(value, hints[name], conf=_NUMBERS):
@@ -119,8 +191,8 @@ def read_recipe(path: Path) -> tuple[str, Recipe]:
 
 def _read_recipe(path: Path) -> tuple[str, Recipe]:
     content = read_json(path)
-    with _naming_recipe(path):
-        recipe = from_json(content["recipe"], classes_of(source_beside(path)))
+    with _name_file_in_errors(path):
+        recipe = from_json(content["recipe"], user_classes(source_beside(path)))
         if not isinstance(content["name"], str):
             raise TypeError(f"name is {content['name']!r:.100}")
         if not isinstance(recipe, Recipe):
@@ -137,11 +209,11 @@ def trust_recipe(path: Path) -> None:
         _read_recipe(path)
     except UnknownKindError:
         Screen(errors=True).note(f"running the code in {source}, as --trust-recipe says")
-        loaded(source)
+        load_module(source)
 
 
 def needs_code(recipe: Recipe) -> bool:
-    """Whether a recipe has values of classes that only code of one's own defines."""
+    """Return whether a recipe has values of classes that only a user's file defines."""
     try:
         from_json(to_json(recipe))
     except UnknownKindError:
@@ -150,7 +222,7 @@ def needs_code(recipe: Recipe) -> bool:
 
 
 @contextmanager
-def _naming_recipe(path: Path) -> Iterator[None]:
+def _name_file_in_errors(path: Path) -> Iterator[None]:
     """Raise a `ValueError` that names the file for content that no run wrote."""
     try:
         yield
@@ -159,12 +231,15 @@ def _naming_recipe(path: Path) -> Iterator[None]:
 
 
 def source_beside(path: Path) -> Path:
-    """The copy of a recipe's own file that is kept beside its `recipe.json`."""
+    """Return the path beside a `recipe.json` where the copy of the user's file is kept."""
     return path.with_suffix(".py")
 
 
 def run_identifier(path: Path) -> str | None:
-    """The random identifier of the run in a `recipe.json`; None if there is no file, or an older version wrote it."""
+    """Return the random identifier of the run in a `recipe.json`; None without a file, or if an older version wrote it.
+
+    Raises a `ValueError` if it is no text.
+    """
     if not path.exists():
         return None
     run = read_json(path).get("run")
@@ -174,15 +249,15 @@ def run_identifier(path: Path) -> str | None:
 
 
 def write_recipe(path: Path, name: str, recipe: Recipe, run: str) -> None:
-    """Write a `recipe.json` with the run's identifier, and before it a copy of the recipe's own file, if it has one."""
-    if (file := file_of(name)) is not None:
+    """Write a `recipe.json` with the run's identifier, and before it a copy of the user's file, if there is one."""
+    if (file := user_file(name)) is not None:
         write_atomic(source_beside(path), read_utf8(file))
     content = {"name": name, "run": run, "recipe": to_json(recipe)}
     write_atomic(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def differences(old: Recipe, new: Recipe, changeable: frozenset[str]) -> list[str]:
-    """What differs between two recipes outside the changeable fields, as `field: old -> new`."""
+    """Return what differs between two recipes outside the changeable fields, as `field: old -> new`."""
     return [
         line
         for field in dataclasses.fields(Recipe)

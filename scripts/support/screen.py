@@ -1,4 +1,4 @@
-"""Output for people: a progress bar with notes above it, or plain lines without a terminal; and error messages."""
+"""Output for people: a progress bar with notes above it, or lines without a terminal; and error messages."""
 
 import datetime
 import functools
@@ -24,8 +24,8 @@ from eqformer.training import CheckpointError, DivergedError
 from support.stopping import interruptible
 
 
-SECONDS_A_LINE = 5.0  # between lines of progress where there is no terminal
-_SECONDS_FOR_PEERS = 3  # in which processes that are left print their own messages
+SECONDS_A_LINE = 5.0  # Between lines of progress without a terminal.
+_SECONDS_FOR_PEERS = 3  # Time for the other processes to print their own messages.
 
 # Called with the steps done, the metrics as text, and whether they are of this step.
 Show = Callable[[int, str, bool], None]
@@ -46,7 +46,7 @@ class Screen:
 
     @contextmanager
     def steps(self, total: int, done: int) -> Iterator[Show]:
-        """A progress bar over steps, or lines without a terminal; call the function that it gives after each step."""
+        """Show a progress bar over steps, or lines without a terminal; call the function it yields after each step."""
         if self.console.quiet:
             yield lambda done, figures, is_new: None
             return
@@ -67,9 +67,9 @@ class Screen:
 
     @contextmanager
     def bar(self) -> Iterator[Callable[[str, int, int], None]]:
-        """A progress bar for a terminal, shown from the first call of the function that it gives.
+        """Show a progress bar in a terminal, from the first call of the function that it yields.
 
-        Call that with what is done, how much of it is (bytes, or plans), and how much there is in all (0: unknown).
+        Call that with a title, the amount that is done (bytes, or plans), and the whole amount (0: unknown).
         """
         if self.console.quiet or not self.console.is_terminal:
             yield lambda title, done, total: None
@@ -82,28 +82,28 @@ class Screen:
 
     @contextmanager
     def counting(self) -> Iterator[Callable[[str, int, int], None]]:
-        """A progress bar as `bar` has it or, without a terminal, a line at most every five seconds."""
+        """Show a progress bar as `bar` does or, without a terminal, a line at most every five seconds."""
         if self.console.is_terminal:
             with self.bar() as show:
                 yield show
             return
-        begun: dict[str, float] = {}
+        start_times: dict[str, float] = {}
         last = time.monotonic()
 
         def line(title: str, done: int, total: int) -> None:
             nonlocal last
             now = time.monotonic()
-            started = begun.setdefault(title, now)
+            started = start_times.setdefault(title, now)
             if now - last >= SECONDS_A_LINE:
                 last = now
-                left = f", ETA {_clock((now - started) / done * (total - done))}" if done and total else ""
-                self.note(f"{title}: {done} of {total}{left}")
+                eta = f", ETA {_format_time((now - started) / done * (total - done))}" if done and total else ""
+                self.note(f"{title}: {done} of {total}{eta}")
 
         yield line
 
     @contextmanager
     def working(self, title: str) -> Iterator[None]:
-        """Say that something is at work, and for how long: in a terminal each second, else every five seconds."""
+        """Say what is being done, and for how long: in a terminal each second, else every five seconds."""
         if self.console.is_terminal:
             columns = (TextColumn("{task.description}"), TimeElapsedColumn())
             with Progress(*columns, console=self.console, transient=True) as progress:
@@ -113,17 +113,17 @@ class Screen:
         self.note(title)
         ended, started = threading.Event(), time.monotonic()
 
-        def tell() -> None:
+        def report() -> None:
             while not ended.wait(SECONDS_A_LINE):
-                self.note(f"{title}: {_clock(time.monotonic() - started)} so far")
+                self.note(f"{title}: {_format_time(time.monotonic() - started)} so far")
 
-        teller = threading.Thread(target=tell, daemon=True)
-        teller.start()
+        reporter = threading.Thread(target=report, daemon=True)
+        reporter.start()
         try:
             yield
         finally:
             ended.set()
-            teller.join()
+            reporter.join()
 
 
 class _Console(Console):
@@ -132,25 +132,25 @@ class _Console(Console):
         raise
 
 
-def _clock(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     """Return a time as `0:01:05`."""
     return str(datetime.timedelta(seconds=int(seconds)))
 
 
 def _lines(total: int) -> Show:
-    """Without a terminal: a line of new metrics at most every five seconds, and one for the last step."""
-    begun: list[tuple[float, int]] = []  # time and step after the first step, which included compilation
+    """Return a function that prints new metrics at most every five seconds, and those of the last step."""
+    first_step: list[tuple[float, int]] = []  # Time and step after the first step, which included compilation.
     last = [-math.inf]
 
     def line(done: int, figures: str, is_new: bool) -> None:
         now = time.monotonic()
-        if not begun:
-            begun.append((now, done))
-        since, first = begun[0]
+        if not first_step:
+            first_step.append((now, done))
+        since, first = first_step[0]
         if is_new and (now - last[0] >= 5 or done == total):
             last[0] = now
-            left = int((now - since) / (done - first) * (total - done)) if done > first else None
-            time_left = "-:--:--" if left is None else datetime.timedelta(seconds=left)
+            seconds = int((now - since) / (done - first) * (total - done)) if done > first else None
+            time_left = "-:--:--" if seconds is None else datetime.timedelta(seconds=seconds)
             print(f"step {done}/{total}  {figures}  ETA {time_left}", flush=True)
 
     return line
@@ -172,13 +172,13 @@ def one_message() -> Iterator[None]:
             with interruptible():
                 yield
         except (ValueError, OSError, ImportError, CheckpointError, DivergedError, JaxRuntimeError) as error:
-            if isinstance(error, BrokenPipeError) and _unread():
+            if isinstance(error, BrokenPipeError) and _closed_streams():
                 raise
             _fail(error)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        for stream in _unread():  # buffered output would be written at exit, and fail again
+        for stream in _closed_streams():  # Buffered output would be written at exit, and fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
 
@@ -205,12 +205,12 @@ def _end_without_peers() -> None:
     os._exit(2)
 
 
-def _unread() -> list[TextIO]:
-    """Those of standard output and standard error whose reader has closed the pipe."""
-    found = []
+def _closed_streams() -> list[TextIO]:
+    """Return which of standard output and standard error have a pipe that its reader has closed."""
+    streams = []
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # a stream without a file descriptor
             poll = select.poll()
             poll.register(stream.fileno(), 0)
-            found += [stream] if poll.poll(0) else []
-    return found
+            streams += [stream] if poll.poll(0) else []
+    return streams

@@ -1,4 +1,4 @@
-"""Stopping a script by a signal."""
+"""Stop a script by a signal."""
 
 import os
 import signal
@@ -9,12 +9,12 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 
-INTERRUPTED = 128 + signal.SIGINT  # the exit status of a program that Ctrl-C has ended
+INTERRUPTED = 128 + signal.SIGINT  # The exit status of a program that Ctrl-C has ended.
 _LINE = "stopped by Ctrl-C"
 
 
 def end_at_interrupt() -> None:
-    """Have Ctrl-C end the process at once, with one line: while a script is imported, when nothing needs an end."""
+    """Have Ctrl-C end the process at once, with one line, while a script is imported and nothing needs cleaning up."""
     signal.signal(signal.SIGINT, _end_with_a_line)
 
 
@@ -55,11 +55,11 @@ def _end_with_a_line(number: int, frame: Any) -> None:
 def signals(stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop` on SIGTERM and on Ctrl-C; a second signal ends the program as usual."""
 
-    def ask(number: int, frame: Any) -> None:
+    def request_stop(number: int, frame: Any) -> None:
         signal.signal(number, old[number])
         stop()
 
-    old: dict[int, Any] = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    old: dict[int, Any] = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:

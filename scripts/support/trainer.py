@@ -1,4 +1,4 @@
-"""The training loop: steps, metrics, validation, samples and checkpoints."""
+"""Training loop of a run: steps, metrics, validation, samples and checkpoints."""
 
 import dataclasses
 import functools
@@ -13,48 +13,63 @@ from recipes import Recipe
 
 from eqformer import data, generation, parallel, planning, training
 from eqformer.parallel import check_alike, on_all_processes, on_first_process
-from support.check import steps_of
-from support.colored_text import color, has_choices
-from support.forked import forked
-from support.kernel_report import kernel_lines, platform_here
-from support.mesh import state_of, step_of
-from support.metric_writers import open_metrics
-from support.multiplying import chip_here, products_line
-from support.prolonged import phases_of
-from support.published import keep_companions, tokenizer_of
+from support.check import parse_steps
+from support.from_run import init_from_run
+from support.kernel_report import local_platform, training_lines
+from support.published import copy_companions, recipe_tokenizer
 from support.recipe_file import to_json
-from support.report import add_sample, closing, figures, opening
+from support.report import (
+    add_sample,
+    chooses_experts,
+    closing_lines,
+    color_by_experts,
+    metrics_line,
+    open_metrics,
+    opening_line,
+)
 from support.run_directory import RunDirectory
+from support.schedule import schedule_phases
 from support.screen import Screen, Show
-from support.setup import adapted, Keys, keys_of, load_model, optimizer_of, shapes_of
+from support.setup import (
+    add_lora,
+    Keys,
+    load_published_model,
+    make_keys,
+    make_optimizer,
+    make_train_state,
+    make_train_step,
+    model_shapes,
+)
 from support.stopping import signals
-from support.text import open_texts, sources_of
+from support.text import open_sources, open_texts
 
 
 class Trainer:
-    """One run of a recipe in a directory, from its latest checkpoint to its last step."""
+    """Training of a recipe in a directory, from its latest checkpoint to its last step."""
 
     def __init__(
         self, name: str, recipe: Recipe, shapes: Any, plan: parallel.Plan, directory: RunDirectory, screen: Screen
     ):
-        """`shapes` are those of the recipe's model."""
+        """Open the text and claim the directory; `shapes` are those of the recipe's model."""
         self.recipe, self.plan, self.directory, self.screen = recipe, plan, directory, screen
         self.name, self.shapes = name, shapes
-        sources, self.tokenizer = on_all_processes(lambda: (sources_of(recipe), tokenizer_of(recipe, directory)))
+        sources, self.tokenizer = on_all_processes(lambda: (open_sources(recipe), recipe_tokenizer(recipe, directory)))
         on_first_process(lambda: directory.claim(name, recipe))
         check_alike({f"--run-dir {directory.path}": directory.token()})
-        read = lambda: open_texts(recipe, sources, self.tokenizer, directory, screen)
-        texts = on_first_process(read)  # the first process writes the tokens, which the others then read
-        self.texts = on_all_processes(lambda: texts or read())
-        check_alike({"the text": [self.texts.identity, [one.store.path.name for one in self.texts.held_out.values()]]})
+        open_corpus = lambda: open_texts(recipe, sources, self.tokenizer, directory, screen)
+        texts = on_first_process(open_corpus)  # The first process writes the tokens, which the others then read.
+        self.texts = on_all_processes(lambda: texts or open_corpus())
+        check_alike(
+            {"the text": [self.texts.identity, [text.store.path.name for text in self.texts.held_out.values()]]}
+        )
         self.rows, self.votes = training.ProcessRows(plan, recipe.batch), parallel.Votes(plan.mesh)
-        self.keys: Keys = keys_of(recipe)
+        self.keys: Keys = make_keys(recipe)
         self.stopping, self.spikes = False, training.LossSpikes(**dataclasses.asdict(recipe.spikes))
-        self.phases, self.rates_note = on_all_processes(lambda: phases_of(recipe, directory.checkpointer()))
-        self.optimizer = optimizer_of(recipe, shapes, self.phases)
-        self.states = state_of(recipe, plan, self.optimizer, shapes)
+        self.phases, self.rates_note = on_all_processes(lambda: schedule_phases(recipe, directory.checkpointer()))
+        self.optimizer = make_optimizer(recipe, shapes, self.phases)
+        self.states = make_train_state(recipe, plan, self.optimizer, shapes)
         self.flops_per_token = planning.flops_per_token(shapes, recipe.seq, trained=self.optimizer.trained)
-        self.parameters = parameters(recipe, shapes)
+        self.parameters = count_parameters(recipe, shapes)
         self.summary = parallel.summary(plan, shapes, rows=recipe.batch, seq=recipe.seq)
         self.evaluate = training.make_evaluation(plan)
         self.last: dict[str, Any] = {}
@@ -68,21 +83,17 @@ class Trainer:
         recipe, screen = self.recipe, self.screen
         checkpointer = self.directory.checkpointer(recipe.keep)
         start = checkpointer.latest_step or 0
-        with checkpointer, signals(self._stop), ThreadPoolExecutor(1) as aside:
-            # Compiled while the state is made or read: XLA holds no lock of Python's.
-            step = aside.submit(lambda: self.step) if start < recipe.steps else None
+        with checkpointer, signals(self._stop), ThreadPoolExecutor(1) as executor:
+            # The step is compiled while the state is made or read, since XLA holds no lock of Python's.
+            step = executor.submit(lambda: self.step) if start < recipe.steps else None
             state = self._state(checkpointer)
-            screen.note(opening(self.name, recipe, self.directory, start, self.parameters, self.texts.tokens))
-            if mixed := self.texts.describe(recipe.steps):
-                screen.note(mixed)
+            screen.note(opening_line(self.name, recipe, self.directory, start, self.parameters, self.texts.tokens))
+            if mix := self.texts.describe(recipe.steps):
+                screen.note(mix)
             if self.plan.mesh.size > 1:
                 screen.note(self.summary)
-            for line in (
-                *kernel_lines(recipe, self.shapes, platform_here()),
-                products_line(recipe, self.shapes, chip_here()),
-            ):
-                if line:
-                    screen.note(line)
+            for line in training_lines(recipe, self.shapes, local_platform(), jax.devices()[0].device_kind):
+                screen.note(line)
             if step is None:
                 self._begin()
                 screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
@@ -91,10 +102,10 @@ class Trainer:
                 screen.note(self.rates_note)
             self.spikes.start(start, checkpointer.metadata().get("spikes") if start else None)
             key, rows = self.states.replicate(self.keys.steps), (self.rows.start, self.rows.stop)
-            place, batch_of = self.rows.place, self.spikes.batch_number
+            transform, batch_of = self.rows.place, self.spikes.batch_number
             with (
                 data.prefetch(
-                    self.texts.train, start, recipe.steps, rows=rows, transform=place, batch_of=batch_of
+                    self.texts.train, start, recipe.steps, rows=rows, transform=transform, batch_of=batch_of
                 ) as batches,
                 screen.steps(recipe.steps, start) as show,
             ):
@@ -107,28 +118,28 @@ class Trainer:
                             compiled, state, batches, key, start=start, steps=steps, callbacks=callbacks
                         )
                     except training.LossSpikeError:
-                        checkpointer.wait()  # so that all processes go back to the same checkpoint
+                        checkpointer.wait()  # So that all processes go back to the same checkpoint.
                         raise
                     checkpointer.wait()
             counts = int(run.state.skipped), int(run.state.empty_batches or 0)
-            screen.note(closing(recipe, self.directory, run.step, *counts, self.last))
+            screen.note(closing_lines(recipe, self.directory, run.step, *counts, self.last))
 
     def _begin(self) -> None:
-        """Write the recipe and what belongs to it: the first files of the run, once nothing can be refused any more."""
+        """Write the recipe and its tokenizer: the first files of the run, once nothing can be refused any more."""
         recipe, directory = self.recipe, self.directory
-        on_first_process(lambda: (directory.begin(self.name, recipe), keep_companions(recipe, directory)))
+        on_first_process(lambda: (directory.begin(self.name, recipe), copy_companions(recipe, directory)))
 
     @functools.cached_property
     def step(self) -> training.Step:
         """The step, compiled from shapes."""
         first = self.texts.train.rows(0, self.rows.start, self.rows.stop)
         shapes = self.states.step_shapes(self.rows.shapes(first))
-        return step_of(self.recipe, self.plan, self.optimizer).compiled(*shapes)
+        return make_train_step(self.recipe, self.plan, self.optimizer).compiled(*shapes)
 
     def _callbacks(
         self, writers: training.MetricWriters, show: Show, checkpointer: training.Checkpointer
     ) -> list[training.Callback]:
-        """What is done after each step, in this order."""
+        """Return what is done after each step, in this order."""
         recipe, every = self.recipe, training.Every
         clock = training.Clock(
             tokens_per_step=recipe.batch * recipe.seq,
@@ -136,21 +147,21 @@ class Trainer:
             peak_flops=lambda: self._peak,
         )
 
-        def keep(row: dict[str, Any]) -> None:
-            on_first_process(self.directory.check_there)
+        def write_row(row: dict[str, Any]) -> None:
+            on_first_process(self.directory.check_exists)
             writers.write(row)
             self.last.update(row)
 
-        show_last = lambda run: show(run.step, figures(self.last), run.is_due(recipe.log_every))
+        show_last = lambda run: show(run.step, metrics_line(self.last), run.is_due(recipe.log_every))
         return [
             *([self._profile()] if recipe.profile else []),
-            training.Log(recipe.log_every, keep, self._more(clock)),
+            training.Log(recipe.log_every, write_row, self._extra_metrics(clock)),
             *clock.excluding(
                 [
                     *([self._debug_nans()] if recipe.debug_nans else []),
                     self.spikes,
                     every(1, self._vote),
-                    training.Validation(recipe.validate_every, self._validation, keep),
+                    training.Validation(recipe.validate_every, self._validate, write_row),
                     every(recipe.validate_every, lambda run: on_first_process(self._draw)),
                     every(1, show_last),
                     training.Checkpoints(recipe.checkpoint_every, checkpointer, self._metadata, self.states),
@@ -161,38 +172,38 @@ class Trainer:
 
     @functools.cached_property
     def _peak(self) -> float:
-        """The measured peak of all devices together, in FLOP/s."""
+        """Measured peak of all devices together, in FLOP/s."""
         assert isinstance(self.plan.mesh, Mesh)
         return planning.mesh_peak(self.plan.mesh, self.recipe.precision.compute, seconds=0.25)
 
     def _profile(self) -> training.Profile:
-        return training.Profile(*steps_of(self.recipe.profile or ""), self.directory.profile)
+        return training.Profile(*parse_steps(self.recipe.profile or ""), self.directory.profile)
 
     def _debug_nans(self) -> training.DebugNans:
         pieces, trained = self.plan.microbatches, self.optimizer.trained
         key, loss = self.keys.steps, self.recipe.optimizer.loss
         return training.DebugNans(loss, key, microbatches=pieces, trained=trained, states=self.states)
 
-    def _more(self, clock: training.Clock) -> Callable[[training.Progress], dict[str, int | float]]:
-        """What rows have beside the step's metrics."""
-        left_out = sum(last - first + 1 for first, last in self.spikes.skipped_batches)
-        return lambda run: clock.rate(run) | ({"batches_left_out": left_out} if left_out else {})
+    def _extra_metrics(self, clock: training.Clock) -> Callable[[training.Progress], dict[str, int | float]]:
+        """Return the function of the metrics that rows have beside the step's."""
+        skipped = sum(last - first + 1 for first, last in self.spikes.skipped_batches)
+        return lambda run: clock.rate(run) | ({"batches_left_out": skipped} if skipped else {})
 
     def _vote(self, run: training.Progress) -> None:
         run.is_stopping = self.votes.any(self.stopping)
 
     def _state(self, checkpointer: training.Checkpointer) -> training.TrainState:
-        """The state to go on from: the latest checkpoint's or the first."""
+        """Return the state to go on from: the latest checkpoint's or the first."""
         if checkpointer.latest_step is None:
             if self.recipe.from_run is not None:
-                return forked(self.recipe, self.states)
+                return init_from_run(self.recipe, self.states)
             if self.recipe.published is None:
                 return self.states.init()
-            return self.states.init_from(load_model(self.recipe, self.plan, self.screen))
-        if checkpointer.latest_step == 0:  # of a model that was brought here, and nothing else
-            plain = shapes_of(dataclasses.replace(self.recipe, lora=training.Lora()))
-            model = training.restore_model(checkpointer, plain, self.plan)
-            return self.states.init_from(adapted(self.recipe, model))
+            return self.states.init_from(load_published_model(self.recipe, self.plan, self.screen))
+        if checkpointer.latest_step == 0:  # The checkpoint of a converted model has nothing else.
+            shapes = model_shapes(dataclasses.replace(self.recipe, lora=training.Lora()))
+            model = training.restore_model(checkpointer, shapes, self.plan)
+            return self.states.init_from(add_lora(self.recipe, model))
         metadata = checkpointer.metadata()
         if (text := metadata["data"]["text"]) != self.texts.identity:
             raise ValueError(
@@ -207,7 +218,7 @@ class Trainer:
         self.keys = dataclasses.replace(self.keys, steps=training.saved_key(metadata))
         return self.states.restore(checkpointer)[0]
 
-    def _validation(self, model: Any) -> tuple[Any, Mapping[str, Any]]:
+    def _validate(self, model: Any) -> tuple[Any, Mapping[str, Any]]:
         sums = lambda batch: self.evaluate(model, self.rows.place(batch))
         rows = self.rows.start, self.rows.stop
         return self.texts.validate(sums, self.recipe.validation_batches, rows=rows)
@@ -217,34 +228,34 @@ class Trainer:
         training.plot_expert_loads(self.directory.metrics, self.directory.loads)
 
     def _metadata(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps beside the state; raises a `ValueError` if the run's folder is gone."""
-        on_first_process(self.directory.check_there)
-        place = {"text": self.texts.identity, "example": self.spikes.batch_number(step) * self.recipe.batch}
+        """Return what a checkpoint keeps beside the state; raises a `ValueError` if the run's folder is gone."""
+        on_first_process(self.directory.check_exists)
+        data_position = {"text": self.texts.identity, "example": self.spikes.batch_number(step) * self.recipe.batch}
         recipe = {"name": self.name, "recipe": to_json(self.recipe)}
-        more = {"rates": list(map(dataclasses.asdict, self.phases)), "spikes": self.spikes.record()}
-        return training.run_metadata(recipe=recipe, step=step, data=place, key=self.keys.steps, **more)
+        progress = {"rates": list(map(dataclasses.asdict, self.phases)), "spikes": self.spikes.record()}
+        return training.run_metadata(recipe=recipe, step=step, data=data_position, key=self.keys.steps, **progress)
 
     def _sample(self, run: training.Progress) -> None:
         model = self.states.copy_model_to_one_device(run.state.model)
         on_first_process(lambda: self._write_sample(model, run.step))
 
     def _write_sample(self, model: Any, step: int) -> None:
-        asked = self.tokenizer.encode(self.recipe.prompt).tolist() or [self.tokenizer.end_of_text]
-        prompt, most = generation.fit_to_positions(model, asked, 160)
-        written = generation.generate(
+        prompt = self.tokenizer.encode(self.recipe.prompt).tolist() or [self.tokenizer.end_of_text]
+        prompt, max_new_tokens = generation.fit_to_positions(model, prompt, 160)
+        output = generation.generate(
             model,
             [prompt],
-            max_new_tokens=most,
+            max_new_tokens=max_new_tokens,
             transforms=generation.sampling(temperature=0.8),
             end_of_text=self.tokenizer.end_of_text,
             key=jax.random.fold_in(self.keys.samples, step),
         )
-        ids = prompt + written.new_ids()[0]
+        ids = prompt + output.new_ids()[0]
         pieces = data.TextStream(self.tokenizer).pieces(ids)
         text = "".join(pieces)
         add_sample(self.directory.samples, step, text)
-        if has_choices(model):
-            color(self.directory, model, ids, pieces)
+        if chooses_experts(model):
+            color_by_experts(self.directory, model, ids, pieces)
         self.screen.note(f"--- after {step} steps it writes\n{text}\n---")
 
     def _stop(self) -> None:
@@ -252,7 +263,7 @@ class Trainer:
         self.screen.note("stopping after this step; once more to stop at once")
 
 
-def parameters(recipe: Recipe, shapes: Any) -> tuple[int, int]:
-    """The number of parameters that the recipe trains, and of all parameters."""
-    trained = optimizer_of(recipe, shapes).trained(shapes)
+def count_parameters(recipe: Recipe, shapes: Any) -> tuple[int, int]:
+    """Return the number of parameters that the recipe trains, and of all parameters."""
+    trained = make_optimizer(recipe, shapes).trained(shapes)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)), planning.parameter_count(shapes)

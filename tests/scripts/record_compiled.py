@@ -21,8 +21,7 @@ if __name__ == "__main__":
 
 import plan
 from support.command import parse
-from support.mesh import abstract_plan, state_of
-from support.setup import batch_shapes, optimizer_of, shapes_of
+from support.setup import batch_shapes, make_abstract_plan, make_optimizer, make_train_state, model_shapes
 
 from eqformer import planning
 
@@ -32,10 +31,10 @@ def compiled(row: dict) -> dict:
     topology, recipe = planning.topology(row["topology"]), parse(plan.Command, row["flags"].split()).run
     if planning.missing_compiler(topology) is not None:
         return row
-    made = plan.compile_for(plan.training_step(recipe, shapes_of(recipe), topology), recipe, topology)
+    made = plan.compile_for(plan.training_step(recipe, model_shapes(recipe), topology), recipe, topology)
     program = made.program
     assert program is not None and not program.unread, made
-    sent = planning.counted_bytes(abstract_plan(recipe), program.transfers)
+    sent = planning.counted_bytes(make_abstract_plan(recipe), program.transfers)
     allocated = program.argument + program.temporary
     return row | {"held": program.held, "allocated": allocated, "sent": sum(sent.values())}
 
@@ -43,8 +42,8 @@ def compiled(row: dict) -> dict:
 def formulas(row: dict) -> planning.Forecast:
     """The same by formulas."""
     recipe = parse(plan.Command, row["flags"].split()).run
-    model = shapes_of(recipe)
-    states = state_of(recipe, abstract_plan(recipe), optimizer_of(recipe, model), model)
+    model = model_shapes(recipe)
+    states = make_train_state(recipe, make_abstract_plan(recipe), make_optimizer(recipe, model), model)
     return planning.forecast(states, model, batch_shapes(recipe), planning.topology(row["topology"]))
 
 

@@ -16,8 +16,7 @@ if __name__ == "__main__":
     environment.prepare(["--simulate", "1"])
 
 from recipes import LARGE
-from support.mesh import abstract_plan, state_of
-from support.setup import batch_shapes, optimizer_of, shapes_of
+from support.setup import batch_shapes, make_abstract_plan, make_optimizer, make_train_state, model_shapes
 
 from eqformer import planning
 
@@ -28,8 +27,8 @@ PAGE = ROOT / "docs" / "accelerators-planning.md"
 def formulas(name: str) -> str:
     """What a recipe holds and sends, its seconds and its MFU, as the table has them."""
     topology, recipe = LARGE[name]
-    plan, model = abstract_plan(recipe), shapes_of(recipe)
-    states = state_of(recipe, plan, optimizer_of(recipe, model), model)
+    plan, model = make_abstract_plan(recipe), model_shapes(recipe)
+    states = make_train_state(recipe, plan, make_optimizer(recipe, model), model)
     found = planning.forecast(states, model, batch_shapes(recipe), planning.topology(topology))
     sent = sum(size for *_, size in found.sent)
     held, seconds = found.total / 1e9, found.time.seconds

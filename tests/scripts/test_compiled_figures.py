@@ -11,8 +11,7 @@ import pathlib
 import plan as plan_script
 import pytest
 from support.command import parse
-from support.mesh import abstract_plan, state_of
-from support.setup import batch_shapes, optimizer_of, shapes_of
+from support.setup import batch_shapes, make_abstract_plan, make_optimizer, make_train_state, model_shapes
 
 from eqformer import planning
 
@@ -34,8 +33,8 @@ def relative(predicted, recorded):
 def test_formulas_give_what_compilers_do(name):
     row = ROWS[name]
     recipe = parse(plan_script.Command, row["flags"].split()).run
-    plan, model = abstract_plan(recipe), shapes_of(recipe)
-    states = state_of(recipe, plan, optimizer_of(recipe, model), model)
+    plan, model = make_abstract_plan(recipe), model_shapes(recipe)
+    states = make_train_state(recipe, plan, make_optimizer(recipe, model), model)
     found = planning.forecast(states, model, batch_shapes(recipe), planning.topology(row["topology"]))
     estimate = found.total - found.held[planning.MARGIN]
     assert relative(estimate, row["held"]) < HELD

@@ -10,7 +10,7 @@ import pretrain
 import pytest
 from script_helpers import LLAMA, rows, TINY, write_corpus
 from support.run_directory import RunDirectory
-from support.setup import latest_model
+from support.setup import load_latest_model
 
 from eqformer import nn
 
@@ -51,7 +51,7 @@ def test_the_page_shows_each_tokens_first_expert(run_dir, capsys):
     _, *layers = page.split("<h2>")
     _, recipe = RunDirectory(run_dir).read()
     ids = np.frombuffer(TEXT.encode(), np.uint8).astype(np.int32)
-    wanted = np.asarray(nn.first_experts(latest_model(RunDirectory(run_dir), recipe), jnp.asarray(ids)))
+    wanted = np.asarray(nn.first_experts(load_latest_model(RunDirectory(run_dir), recipe), jnp.asarray(ids)))
     assert len(layers) == len(wanted) == 2
     for layer, row in zip(layers, wanted):
         spans = re.findall(r'<span class="e(\d+)" title="expert (\d+)">(.*?)</span>', layer, re.DOTALL)

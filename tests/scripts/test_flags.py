@@ -14,9 +14,8 @@ import sample
 from recipes import LARGE, RECIPES
 from script_helpers import SCRIPTS
 from support.check import check
-from support.command import parse, read, recipe_of
-from support.flags import check_names, flags_of, in_flags, USUAL_NAMES, with_hyphens, WORDS
-from support.help import GROUPS
+from support.command import find_recipe, GROUPS, parse, read
+from support.flags import add_flags, check_names, flags_of, USUAL_NAMES, WORDS
 
 from eqformer import data, models, nn, parallel, training
 
@@ -29,7 +28,7 @@ def page(kind, capsys, *arguments):
 
 
 def of_recipe(kind, name="default"):
-    return flags_of(kind(name, recipe_of(name)))
+    return flags_of(kind(name, find_recipe(name)))
 
 
 HIDDEN = ("the run",)  # groups that plan.py's --help leaves out
@@ -81,7 +80,7 @@ def test_names_of_the_vocabularys_table_are_answered_with_our_flags():
     for own, others in elsewhere().items():
         for name in others:
             with pytest.raises(ValueError, match=f"it is {own} here"):
-                check_names(with_hyphens([f"--{name.removeprefix('--')}=1"]), flags)
+                check_names([f"--{name.removeprefix('--')}=1"], flags)
     check_names(["--names-of-nobody=1"], flags)  # is left to the parser
 
 
@@ -142,10 +141,10 @@ def test_a_preset_and_the_recipes_that_say_so_are_of_adamw_and_800_steps():
     named = [name for name, made in RECIPES.items() if "AdamW" in (made.__doc__ or "") and name != "default"]
     assert named == ["adamw"]
     for name in [*named, "llama-byte-1m"]:
-        assert (recipe_of(name).optimizer.name, recipe_of(name).steps) == ("adamw", 800)
+        assert (find_recipe(name).optimizer.name, find_recipe(name).steps) == ("adamw", 800)
         assert name == "llama-byte-1m" or "800" in (RECIPES[name].__doc__ or "")
     with pytest.raises(ValueError, match="by its name is one: AdamW and 800 steps with that model"):
-        recipe_of("defualt")
+        find_recipe("defualt")
 
 
 def test_no_recipe_hides_a_preset():
@@ -177,7 +176,7 @@ def test_flags_that_are_there_are_no_other_names():
     ],
 )
 def test_errors_of_the_library_name_flags(message, flags):
-    assert in_flags(message, of_recipe(pretrain.Command)) == flags + message
+    assert add_flags(message, of_recipe(pretrain.Command)) == flags + message
 
 
 def test_a_tokenizer_sets_the_vocabulary(tmp_path):

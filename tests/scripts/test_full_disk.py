@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from recipes import Metrics, Recipe
-from support.metric_writers import open_metrics
-from support.published import keep_companions
+from support.published import copy_companions
+from support.report import open_metrics
 from support.run_directory import RunDirectory
 
 from eqformer import models
@@ -81,7 +81,7 @@ def test_after_any_write_that_failed_the_next_start_works(tmp_path, monkeypatch)
         with RunDirectory(folder) as directory:
             directory.claim("name", recipe)
             directory.begin("name", recipe)
-            keep_companions(recipe, directory)
+            copy_companions(recipe, directory)
             with open_metrics(recipe, directory, 0) as writers:
                 writers.write({"step": 1, "loss": 2.0})
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from benchmarks import _gpu, _gpu_numbers, _gpu_runs
-from benchmarks._apart import Apart, apart
-from benchmarks._gpu_numbers import Check, compiled, row_of
+from benchmarks._apart import run_apart, SeparateProcess
+from benchmarks._gpu_numbers import Check, check_row, compile_check
 from benchmarks._gpu_runs import Way, ways_that_fit, Work
 from benchmarks._measure import Row
 
@@ -47,7 +47,7 @@ def no_peers(monkeypatch):
 
 @pytest.mark.grid
 def test_each_group_has_its_rows(tmp_path):
-    rows = measured(tmp_path, Apart)
+    rows = measured(tmp_path, SeparateProcess)
     trained = (
         "train llama-byte-1m, 2 x 32",
         "train llama-byte-1m, 1 x 64",
@@ -79,7 +79,7 @@ def test_a_process_that_fails_is_a_row_and_the_others_go_on(tmp_path):
         number = next(calls)
         if number == 0:
             raise ChildProcessError("its process ended by itself, with exit code -9")
-        return _gpu_runs.Found([Row(f"group {number % 2}", f"{number}", float(number), "tokens/s")])
+        return _gpu_runs.Result([Row(f"group {number % 2}", f"{number}", float(number), "tokens/s")])
 
     rows = measured(tmp_path, lambda *modules: begun.append(modules) or run)
     assert rows[1].note.endswith("exit code -9") and len(rows) == 1 + 11 == 1 + len(begun)
@@ -93,7 +93,7 @@ def test_processes_start_ahead_and_see_what_others_chose(tmp_path, monkeypatch):
 
     def start(*modules):
         events.append(("start", os.environ["XLA_FLAGS"]))
-        return lambda work, seconds: events.append(("work", "")) or _gpu_runs.Found([])
+        return lambda work, seconds: events.append(("work", "")) or _gpu_runs.Result([])
 
     measured(tmp_path, start)
     assert [kind for kind, _ in events[:5]] == ["start", "start", "work", "start", "work"]
@@ -110,7 +110,7 @@ def test_numbers_tell_right_from_wrong_and_from_none():
 
     def row(run, wanted=product):
         check = Check("a product", run, wanted, given)
-        return row_of(check, functools.partial(compiled, check))
+        return check_row(check, functools.partial(compile_check, check))
 
     assert 0 < (row(right).value or 0) < 1e3 * _gpu_numbers.OF_KERNELS and row(right).note == "at most 20"
     assert row(wrong).note == "WRONG: more than 20" and row(none).note == "WRONG: some of it is not finite"
@@ -124,8 +124,8 @@ def test_another_window_is_wrong():
     check = next(check for check in _gpu_numbers._attentions(512) if name in check.name)
     for window, note in ((100, "at most 20"), (99, "WRONG: more than 20")):
         call = _gpu_numbers.CALLS[name]._replace(mask=nn.sliding_window(window))
-        by_blocks = check._replace(run=functools.partial(_gpu_numbers._attended, call, kernels.BlockwiseAttention()))
-        assert row_of(by_blocks, functools.partial(compiled, by_blocks)).note == note
+        by_blocks = check._replace(run=functools.partial(_gpu_numbers._attend, call, kernels.BlockwiseAttention()))
+        assert check_row(by_blocks, functools.partial(compile_check, by_blocks)).note == note
 
 
 def test_out_of_memory_is_a_row_and_the_next_way_is_tried(monkeypatch):
@@ -156,13 +156,13 @@ def test_a_model_is_trained_as_its_bytes_allow():
 
 
 def test_a_process_of_its_own_gives_raises_ends_or_is_ended():
-    assert apart(functools.partial(int, "7"), 60) == 7
+    assert run_apart(functools.partial(int, "7"), 60) == 7
     with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
-        apart(functools.partial(int, "seven"), 60)
+        run_apart(functools.partial(int, "seven"), 60)
     with pytest.raises(ChildProcessError, match="exit code 3"):
-        apart(functools.partial(os._exit, 3), 60)
+        run_apart(functools.partial(os._exit, 3), 60)
     with pytest.raises(TimeoutError, match="stopped after 0 seconds"):
-        apart(functools.partial(time.sleep, 60), 0.1)
+        run_apart(functools.partial(time.sleep, 60), 0.1)
 
 
 def test_rows_are_written_as_they_come(tmp_path, monkeypatch):
@@ -170,7 +170,7 @@ def test_rows_are_written_as_they_come(tmp_path, monkeypatch):
         yield Row("train", "eqformer", 2.0, "tokens/s")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(benchmark, "measured", rows)
+    monkeypatch.setattr(benchmark, "run_benchmarks", rows)
     with pytest.raises(SystemExit, match="130"):  # as shells count programs that Ctrl-C ended
         benchmark.main(["--only", "train", "--output", str(tmp_path / "found.json")])
     assert [row["value"] for row in json.loads((tmp_path / "found.json").read_text())["rows"]] == [2.0]

@@ -4,12 +4,12 @@ import dataclasses
 import re
 
 import pytest
-from benchmarks._jaxformer import CONFIG, jaxformer
+from benchmarks._meshes import JAXFORMER, jaxformer
 
 
 @pytest.mark.grid
 def test_a_mesh_takes_one_device_s_step_and_drops_choices():
-    small = dataclasses.replace(CONFIG, vocab=64, embed=32, blocks=1, heads=2, latent=8, rope_dim=4)
+    small = dataclasses.replace(JAXFORMER, vocab=64, embed=32, blocks=1, heads=2, latent=8, rope_dim=4)
     one = {"one device": {}}
 
     def losses(config, meshes):

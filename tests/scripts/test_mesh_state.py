@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import pytest
 from recipes import Mesh, Recipe
-from support.mesh import plan_of, state_of
-from support.setup import optimizer_of, shapes_of
+from support.setup import make_optimizer, make_plan, make_train_state, model_shapes
 
 from eqformer import models
 from eqformer.parallel import ParallelConfig
@@ -27,8 +26,8 @@ def test_a_state_in_another_order_takes_no_second_state(zero, layers):
     recipe = Recipe(
         numbers, mesh=mesh, plan=ParallelConfig(zero=zero, schedule="interleaved", chunks=2, microbatches=2)
     )
-    plan = plan_of(recipe, jax.devices()[:4])
-    states = state_of(recipe, plan, optimizer_of(recipe, shapes_of(recipe)))
+    plan = make_plan(recipe, jax.devices()[:4])
+    states = make_train_state(recipe, plan, make_optimizer(recipe, model_shapes(recipe)))
     gc.collect()
     before = live()
     state = states.init()

@@ -7,11 +7,9 @@ import pretrain
 import pytest
 from script_helpers import run_here, TINY, write_corpus
 from support.command import parse
-from support.exhausted import exhausted
-from support.flags import spelled
-from support.mesh import abstract_plan, flags, state_of
-from support.nearest import nearest
-from support.setup import batch_shapes, optimizer_of, shapes_of
+from support.flags import format_flag
+from support.out_of_memory import find_smaller_runs, out_of_memory_report
+from support.setup import batch_shapes, make_abstract_plan, make_optimizer, make_train_state, model_shapes, plan_flags
 
 from eqformer import planning
 
@@ -27,8 +25,8 @@ def recipe_of(words: str):
 def held(words: str) -> int:
     """What plan.py's formulas say of the flags."""
     recipe = recipe_of(words)
-    model = shapes_of(recipe)
-    states = state_of(recipe, abstract_plan(recipe), optimizer_of(recipe, model), model)
+    model = model_shapes(recipe)
+    states = make_train_state(recipe, make_abstract_plan(recipe), make_optimizer(recipe, model), model)
     return planning.step_bytes(states, model, batch_shapes(recipe)).total
 
 
@@ -36,37 +34,39 @@ def held(words: str) -> int:
 def test_what_is_offered_fits_and_is_what_its_flags_hold():
     recipe, whole = recipe_of(LARGE), held(LARGE)
     memory = whole * 9 // 10
-    offered = nearest(recipe, memory, "cuda")
+    offered = find_smaller_runs(recipe, memory, "cuda")
     assert 2 <= len(offered) <= 3 and all(one.held <= memory < whole for one in offered)
     assert offered[0].held == held(f"{LARGE} {offered[0].flags}")
-    assert nearest(recipe, 10**6, "cuda") == []  # the state alone is larger
+    assert find_smaller_runs(recipe, 10**6, "cuda") == []  # the state alone is larger
     in_stages = f"{LARGE} --mesh.pipe 2 --microbatches 4 --execution.remat full"
-    (first, *_) = nearest(recipe_of(in_stages), held(in_stages) - 1, "cuda")
+    (first, *_) = find_smaller_runs(recipe_of(in_stages), held(in_stages) - 1, "cuda")
     assert first.flags == "--stage-remat" and first.held == held(f"{in_stages} --stage-remat")
     again = f"{LARGE} --execution.remat full"
-    of_a_gpu, of_a_cpu = (nearest(recipe_of(again), held(again) - 1, platform)[0] for platform in ("cuda", "cpu"))
+    of_a_gpu, of_a_cpu = (
+        find_smaller_runs(recipe_of(again), held(again) - 1, platform)[0] for platform in ("cuda", "cpu")
+    )
     assert of_a_gpu.flags == "--execution.remat full_on_host" and of_a_gpu.held == held(f"{LARGE} {of_a_gpu.flags}")
     assert "host" not in of_a_cpu.flags  # whose memory is its own
 
 
 def test_choices_of_two_are_said_as_they_are_typed():
     said = "--mesh.pipe 2 --microbatches 4 --stage-remat"
-    assert flags(recipe_of(said)) == said
-    assert spelled("--stage-remat", False) == "--no-stage-remat"
+    assert plan_flags(recipe_of(said)) == said
+    assert format_flag("--stage-remat", False) == "--no-stage-remat"
     assert not recipe_of(f"{said} --no-stage-remat").plan.stage_remat
 
 
 @pytest.mark.grid
 def test_an_error_of_a_full_memory_is_told_with_plans():
     recipe = recipe_of(f"{LARGE} --mesh.fsdp 2")
-    told = exhausted(jax.errors.JaxRuntimeError(ASKED), recipe, shapes_of(recipe))
+    told = out_of_memory_report(jax.errors.JaxRuntimeError(ASKED), recipe, model_shapes(recipe))
     assert told is not None
     first, holds, heading, *plans = told.splitlines()
     assert first == "a device (cpu) is out of memory: 2.684 GB were asked for at once"
     assert f"holds {planning.gigabytes(held(f'{LARGE} --mesh.fsdp 2'))} on each: parameters" in holds
     assert heading.startswith("by formulas it would hold no more than") and 1 <= len(plans) <= 3
     assert plans[0].startswith("  --mesh.fsdp 2") and all(line.endswith(" GB") for line in plans)
-    assert exhausted(jax.errors.JaxRuntimeError("INTERNAL: a bug"), recipe, shapes_of(recipe)) is None
+    assert out_of_memory_report(jax.errors.JaxRuntimeError("INTERNAL: a bug"), recipe, model_shapes(recipe)) is None
 
 
 @pytest.mark.parametrize(

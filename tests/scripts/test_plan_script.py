@@ -10,7 +10,7 @@ import pytest
 from script_helpers import run_here
 from support import setup as _setup
 from support.command import parse
-from support.mesh import abstract_plan, state_of
+from support.setup import make_abstract_plan, make_train_state
 
 from eqformer import planning
 from eqformer.planning import _compile, missing_compiler, topology
@@ -256,8 +256,8 @@ def test_the_compiled_step_holds_and_sends_what_was_reported(report):
 def test_gradients_are_split_as_soon_as_they_are_made_or_after_a_pipeline(mesh):
     def gradients(zero):
         recipe = parse(plan.Command, f"{mesh} --zero {zero}".split()).run
-        model = _setup.shapes_of(recipe)
-        states = state_of(recipe, abstract_plan(recipe), _setup.optimizer_of(recipe, model), model)
+        model = _setup.model_shapes(recipe)
+        states = make_train_state(recipe, make_abstract_plan(recipe), _setup.make_optimizer(recipe, model), model)
         return planning.state_bytes(states)["gradients"][0]
 
     held = {zero: gradients(zero) for zero in range(4)}

@@ -11,7 +11,7 @@ import pytest
 from jax._src.clusters import ClusterEnv
 from script_helpers import LLAMA, losses, start, start_code, TINY, wait_until, write_corpus
 from support.command import parse
-from support.processes import join, Machine
+from support.processes import connect, Machine
 from support.run_directory import RunDirectory
 
 from eqformer.training import Checkpointer
@@ -29,11 +29,11 @@ import json, sys
 from support import environment
 environment.prepare(["--simulate", "2"])
 import pretrain
-from support.processes import join, Machine
+from support.processes import connect, Machine
 from eqformer import planning
 
 planning.mesh_peak = lambda *_, **__: 1e9  # a second of each processor
-join(Machine(2, sys.argv[1], 2, int(sys.argv[2])))
+connect(Machine(2, sys.argv[1], 2, int(sys.argv[2])))
 for command in json.loads(sys.argv[3]):
     try:
         pretrain.main(command)
@@ -157,7 +157,7 @@ def at_kubernetes(monkeypatch):
 
 @pytest.mark.quick
 def test_a_missing_package_for_kubernetes_is_named_once(at_kubernetes, capsys):
-    join(Machine())
+    connect(Machine())
     error = capsys.readouterr().err
     assert error.count("warning: ") == 1 and "pip install jax[k8s]" in error
 
@@ -170,12 +170,12 @@ def test_a_cluster_that_cannot_be_asked_is_none(monkeypatch, capsys):
             raise OSError("no service account")
 
     monkeypatch.setattr(ClusterEnv, "_cluster_types", [Broken()])
-    join(Machine())
+    connect(Machine())
     error = capsys.readouterr().err
     assert error.count("warning: ") == 1 and "OSError: no service account" in error and "--coordinator" in error
 
 
 def test_a_jax_that_has_its_clusters_elsewhere_has_none(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "jax._src.clusters", None)
-    join(Machine())
+    connect(Machine())
     assert "ModuleNotFoundError" in capsys.readouterr().err

@@ -19,14 +19,13 @@ import sample
 from recipes import Metrics, Recipe, RECIPES, Text
 from rich.console import Console
 from support import screen as _screen, trainer as _trainer
-from support.command import parse, recipe_of
-from support.metric_writers import open_metrics
-from support.published import check_published, keep_companions, to_publish, tokenizer_of
+from support.command import find_recipe, parse
+from support.published import check_published, copy_companions, recipe_tokenizer, save_options
 from support.recipe_file import to_json
-from support.report import figures, opening
+from support.report import metrics_line, open_metrics, opening_line
 from support.run_directory import RunDirectory
 from support.screen import Screen
-from support.setup import build_model, keys_of, shapes_of
+from support.setup import build_model, make_keys, model_shapes
 
 from eqformer import data, models, nn, training
 from eqformer.training import Lora, Optimization
@@ -90,7 +89,7 @@ def test_dtypes_go_by_short_names():
 def test_products_of_8_bits_are_for_training():
     run = parse(pretrain.Command, ["--precision.products", "fp8"]).run
     assert run.precision == nn.Precision(products="fp8")
-    maps = nn.linear_maps(shapes_of(run).stacks)
+    maps = nn.linear_maps(model_shapes(run).stacks)
     assert maps and all(isinstance(one, nn.Fp8Linear) for one in maps)
     assert "fp8" in json.dumps(to_json(run))
 
@@ -125,7 +124,7 @@ def test_a_folder_is_a_recipes_once_something_is_saved(tmp_path):
 
 
 def test_the_end_of_text_is_asked_of_what_can_have_another(folder):
-    of = lambda end, **more: tokenizer_of(recipe(text=Text(end_of_text=end), **more))
+    of = lambda end, **more: recipe_tokenizer(recipe(text=Text(end_of_text=end), **more))
     assert (of(None).end_of_text, of("A", published=folder).end_of_text, of(None, published=folder).end_of_text) == (
         *(0, 65, 10),
     )
@@ -152,7 +151,7 @@ def test_prompts_begin_alike_for_a_published_model_and_a_run_of_it(folder):
 
     def ids(where, **flags):
         command = sample.Command(prompt="ab", **flags)
-        return sample.prompt_of(command, sample.Writer(model, tokenizer, [0], where))[1]
+        return sample.encode_prompt(command, sample.Writer(model, tokenizer, [0], where))[1]
 
     assert ids(folder, model=folder) == ids(folder) == [0, 97, 98]
     assert ids(folder / "absent") == [97, 98]
@@ -178,14 +177,14 @@ def test_a_gguf_file_brings_its_tokenizer_to_a_run_and_into_its_exports(tmp_path
     file = Path(__file__).parents[1] / "fixtures" / "qwen3moe.gguf"
     begun = parse(pretrain.Command, ["--model", str(file), "--run-dir", str(tmp_path / "run")]).run
     own = models.gguf_companion_files(file)
-    assert tokenizer_of(begun).encode("ab cd").tolist() == tokenizer_from(own, tmp_path).encode("ab cd").tolist()
+    assert recipe_tokenizer(begun).encode("ab cd").tolist() == tokenizer_from(own, tmp_path).encode("ab cd").tolist()
     run = RunDirectory(tmp_path / "run")
     run.published.parent.mkdir()
-    keep_companions(begun, run)
+    copy_companions(begun, run)
     assert {kept.name for kept in run.published.iterdir()} == own.keys()
-    assert tokenizer_of(begun, run).end_of_text == models.read_eos_token_ids(run.published)[0]
+    assert recipe_tokenizer(begun, run).end_of_text == models.read_eos_token_ids(run.published)[0]
     model = models.load(file)
-    models.save(model, tmp_path / "out", **to_publish(begun, run))
+    models.save(model, tmp_path / "out", **save_options(begun, run))
     assert eqx.tree_equal(models.load(tmp_path / "out"), model)
     assert own.items() <= {kept.name: kept.read_text() for kept in (tmp_path / "out").glob("*.json")}.items()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
@@ -213,10 +212,10 @@ def test_the_default_prompt_fits_the_model(folder, tmp_path):
 
 def test_the_speed_counts_tokens_once_both_programs_are_compiled():
     times = [5.0] * 8 + [9.0] * 8 + [9.5] * 8 + [10.0] * 8
-    assert sample.speed(1.0, times) == "32 tokens in 9.0 s, the first after 4.0 s; 16.0 tokens/s once compiled"
+    assert sample.speed_line(1.0, times) == "32 tokens in 9.0 s, the first after 4.0 s; 16.0 tokens/s once compiled"
     assert (
-        sample.speed(1.0, times[:16]) == "16 tokens in 8.0 s, the first after 4.0 s"
-        and sample.speed(1.0, []) == "0 tokens"
+        sample.speed_line(1.0, times[:16]) == "16 tokens in 8.0 s, the first after 4.0 s"
+        and sample.speed_line(1.0, []) == "0 tokens"
     )
 
 
@@ -227,7 +226,7 @@ def test_an_adapter_is_of_a_run(folder, capsys):
 
 @pytest.mark.parametrize("prompt,read", [("def f(x): return", 16), ("d" * 30, 20), ("", 1)])
 def test_samples_stay_within_learned_positions_and_colours_are_of_their_ids(prompt, read, tmp_path, monkeypatch):
-    numbers = dataclasses.replace(recipe_of("gpt2-byte-1m").model, max_seq=20)
+    numbers = dataclasses.replace(find_recipe("gpt2-byte-1m").model, max_seq=20)
     asked, coloured = [], []
 
     def generate(model, prompts, *, max_new_tokens, **_):
@@ -235,11 +234,11 @@ def test_samples_stay_within_learned_positions_and_colours_are_of_their_ids(prom
         return SimpleNamespace(new_ids=lambda: [[255] * max_new_tokens + [256]])  # no UTF-8, and no id
 
     monkeypatch.setattr(_trainer.generation, "generate", generate)
-    monkeypatch.setattr(_trainer, "has_choices", lambda model: True)
+    monkeypatch.setattr(_trainer, "chooses_experts", lambda model: True)
     monkeypatch.setattr(nn, "first_experts", lambda model, ids: ids[None])
     monkeypatch.setattr(training, "plot_experts", lambda chosen, pieces, *_, **__: coloured.append((chosen, pieces)))
     run = recipe(model=numbers, prompt=prompt)
-    parts = {"recipe": run, "keys": keys_of(run), "tokenizer": data.ByteTokenizer(), "screen": Screen(silent=True)}
+    parts = {"recipe": run, "keys": make_keys(run), "tokenizer": data.ByteTokenizer(), "screen": Screen(silent=True)}
     trainer: Any = SimpleNamespace(**parts, directory=RunDirectory(tmp_path))
     _trainer.Trainer._write_sample(trainer, eqx.filter_eval_shape(build_model, run), 1)
     assert asked == [(read, 21 - read)]
@@ -284,7 +283,7 @@ def test_a_terminal_of_eighty_columns_shows_all():
     screen.console = Console(file=text, force_terminal=True, width=80, color_system=None)
     last = {"loss": 1.234, "validation_loss": 1.345, "learning_rate": 3e-3, "tokens_per_second": 22800.0, "mfu": 0.6}
     with screen.steps(320, 0) as show:
-        show(200, figures(last), True)
+        show(200, metrics_line(last), True)
     shown = " ".join(text.getvalue().split())
     for words in ("step 200/320", "62%", "ETA", "loss 1.234", "validation 1.345", "rate 3.00e-03", "22,800 tokens/s"):
         assert words in shown
@@ -294,10 +293,10 @@ def test_a_terminal_of_eighty_columns_shows_all():
 def test_the_opening_counts_trained_and_all_parameters(rank, tmp_path):
     run = recipe(lora=Lora(rank=rank))
     shapes = eqx.filter_eval_shape(build_model, run)
-    trained, there = _trainer.parameters(run, shapes)
+    trained, there = _trainer.count_parameters(run, shapes)
     factors = rank * 4 * (2 * (128 + 128) + 2 * (128 + 64))  # of four layers' queries, outputs, keys and values
     assert there == 820352 + factors and trained == (factors or there)
-    line = opening("name", run, RunDirectory(tmp_path), 0, (trained, there), (7, 5))
+    line = opening_line("name", run, RunDirectory(tmp_path), 0, (trained, there), (7, 5))
     assert f"of {there:,} parameters, " + (f"{factors:,} of them trained (" if rank else "all trained, ") in line
 
 
@@ -309,7 +308,7 @@ def test_a_run_goes_on_by_its_copy_once_the_published_folder_has_moved(folder, t
     with run:
         run.claim("published", begun)
         run.begin("published", begun)
-        keep_companions(begun, run)
+        copy_companions(begun, run)
     folder.rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="published"):  # it has no weights of its own yet
         parse(pretrain.Command, flags)
@@ -323,7 +322,7 @@ def test_a_run_goes_on_by_its_copy_once_the_published_folder_has_moved(folder, t
     for spelled in (["--run_dir", str(run.path)], [f"--run_dir={run.path}"]):
         assert parse(pretrain.Command, [*flags[:2], *spelled]).run == again
     check_published(again, run)
-    assert again == begun and tokenizer_of(again, run).end_of_text == 10
+    assert again == begun and recipe_tokenizer(again, run).end_of_text == 10
     with run:
         run.claim("published", again)
     with pytest.raises(ValueError, match="other"):  # of another folder the run knows nothing
@@ -361,13 +360,13 @@ def test_a_run_folder_that_is_deleted_or_replaced_is_noticed(tmp_path):
     with RunDirectory(tmp_path / "run") as directory:
         directory.claim("name", recipe())
         directory.begin("name", recipe())
-        directory.check_there()
+        directory.check_exists()
         directory.path.rename(tmp_path / "away")
         with pytest.raises(ValueError, match="was deleted, moved or replaced while the run wrote to it"):
-            directory.check_there()
+            directory.check_exists()
         with RunDirectory(tmp_path / "run") as other:  # another run in its place
             other.claim("name", recipe())
             with pytest.raises(ValueError, match="was deleted, moved or replaced"):
-                directory.check_there()
+                directory.check_exists()
         (tmp_path / "away").rename(tmp_path / "run")
-        directory.check_there()
+        directory.check_exists()

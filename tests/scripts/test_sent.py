@@ -9,8 +9,7 @@ import pytest
 from extending import beside
 from haste import HASTE
 from support.command import parse
-from support.mesh import abstract_plan, plan_of
-from support.setup import optimizer_of, shapes_of
+from support.setup import make_abstract_plan, make_optimizer, make_plan, model_shapes
 
 from eqformer import nn, planning
 from eqformer.parallel import COLLECTIVES, CONTEXT, EXPERT, PIPE, STATE, TENSOR
@@ -93,21 +92,21 @@ def recipe_of(flags):
 
 
 def by_formula(recipe, plan):
-    model = shapes_of(recipe)
-    trained = optimizer_of(recipe, model).trained
+    model = model_shapes(recipe)
+    trained = make_optimizer(recipe, model).trained
     return sum_by_cause(sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=trained))
 
 
 def by_formula_of(flags):
     recipe = recipe_of(flags)
-    return by_formula(recipe, abstract_plan(recipe))
+    return by_formula(recipe, make_abstract_plan(recipe))
 
 
 @pytest.mark.parametrize("name", [*MESHES, *(pytest.param(name, marks=pytest.mark.grid) for name in WIDER)])
 def test_a_compiled_step_sends_what_formulas_say(name):
     recipe = recipe_of({**MESHES, **WIDER}[name])
-    plan = plan_of(recipe, jax.devices())
-    program = plan_script.compile_step(recipe, plan, shapes_of(recipe), **HASTE)
+    plan = make_plan(recipe, jax.devices())
+    program = plan_script.compile_step(recipe, plan, model_shapes(recipe), **HASTE)
     transfers = list_transfers(read_hlo(program, mesh=plan.mesh))
     counted = counted_bytes(plan, transfers)
     assert counted == pytest.approx(by_formula(recipe, plan), rel=0.03)
@@ -145,10 +144,10 @@ def test_a_step_with_mixers_of_ones_own_sends_what_formulas_say(name, monkeypatc
         module.hybrid(jax.random.key(0), vocab=256, layers=4), remat=recipe.execution.remat
     )
     model = eqx.filter_eval_shape(build)
-    plan = plan_of(recipe, jax.devices())
+    plan = make_plan(recipe, jax.devices())
     program = plan_script.compile_step(recipe, plan, model, **HASTE)
     counted = counted_bytes(plan, list_transfers(read_hlo(program, mesh=plan.mesh)))
-    told = sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=optimizer_of(recipe, model).trained)
+    told = sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=make_optimizer(recipe, model).trained)
     assert counted == pytest.approx(sum_by_cause(told), rel=0.03)
 
 

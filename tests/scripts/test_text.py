@@ -12,7 +12,7 @@ from script_helpers import PLAIN, write_corpus
 from support.command import parse
 from support.run_directory import RunDirectory
 from support.screen import Screen
-from support.text import open_texts, shared_folder, sources_of
+from support.text import open_sources, open_texts, shared_token_folders
 
 from eqformer import data, models
 
@@ -30,7 +30,7 @@ def shared(tmp_path, monkeypatch):
 
 def texts_of(run, **fields):
     recipe = Recipe(models.preset("llama-byte-1m"), seq=64, batch=4, **fields)
-    return open_texts(recipe, sources_of(recipe), data.ByteTokenizer(), RunDirectory(run), Screen())
+    return open_texts(recipe, open_sources(recipe), data.ByteTokenizer(), RunDirectory(run), Screen())
 
 
 def opened(corpus, run):
@@ -40,7 +40,7 @@ def opened(corpus, run):
 
 
 def test_tests_keep_tokens_out_of_the_users_home():
-    (folder,) = shared_folder()
+    (folder,) = shared_token_folders()
     assert Path(tempfile.gettempdir()) in folder.parents and PLAIN["EQFORMER_TOKENS"] == str(folder)
 
 
@@ -48,19 +48,19 @@ def test_tests_keep_tokens_out_of_the_users_home():
 def test_the_shared_folder_is_in_the_users_cache_or_where_the_user_says(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("EQFORMER_TOKENS", "/big/disk")
-    assert shared_folder() == [Path("/big/disk")]
+    assert shared_token_folders() == [Path("/big/disk")]
     monkeypatch.delenv("EQFORMER_TOKENS")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert shared_folder() == [Path("/caches/eqformer/tokens")]
+    assert shared_token_folders() == [Path("/caches/eqformer/tokens")]
     for value in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert shared_folder() == [Path("/home/me/.cache/eqformer/tokens")]
+        assert shared_token_folders() == [Path("/home/me/.cache/eqformer/tokens")]
 
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert shared_folder() == []
+    assert shared_token_folders() == []
 
 
 def test_runs_share_tokens_and_make_them_again_once_deleted(corpus, shared, tmp_path, capsys):
@@ -124,7 +124,7 @@ def test_a_mixture_has_each_sources_own_order_and_its_own_held_out_text(corpus, 
 def test_a_mixture_of_folders_of_one_name_is_told_apart_by_their_paths(shared, tmp_path):
     places = [write_corpus(tmp_path / where / "text") for where in ("a", "b")]
     recipe = Recipe(models.preset("llama-byte-1m"), text=Text(mix=tuple(f"{place}=1" for place in places)))
-    assert list(sources_of(recipe)) == [str(place) for place in places]
+    assert list(open_sources(recipe)) == [str(place) for place in places]
 
 
 def test_the_command_line_spells_a_mixture():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from script_helpers import PLAIN, start_code
-from support import environment, user_folder
+from support import environment
 
 from eqformer import _prepare
 
@@ -53,7 +53,7 @@ def test_programs_of_several_devices_of_a_cpu_are_not_kept(flags, at_home, monke
 @pytest.mark.parametrize("why", ["said by the user", "no room", "no right to write", "no home"])
 def test_no_folder_is_used_where_there_can_be_none(why, at_home, monkeypatch):
     if why == "said by the user":
-        monkeypatch.setenv(user_folder.PROGRAMS, "")
+        monkeypatch.setenv(environment.PROGRAMS, "")
     elif why == "no room":
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
     elif why == "no right to write":
@@ -61,14 +61,14 @@ def test_no_folder_is_used_where_there_can_be_none(why, at_home, monkeypatch):
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    user_folder.share_programs()
-    assert not os.environ.get(user_folder.PROGRAMS)
+    environment.share_programs()
+    assert not os.environ.get(environment.PROGRAMS)
 
 
 def test_the_oldest_programs_go(tmp_path):
     for age, name in enumerate(["new", "newer", "newest"]):
         (tmp_path / name).write_bytes(bytes(100))
         os.utime(tmp_path / name, (age, age))
-    user_folder.delete_oldest(tmp_path, 250)
+    environment.delete_oldest(tmp_path, 250)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["newer", "newest"]
-    user_folder.delete_oldest(tmp_path / "absent", 250)
+    environment.delete_oldest(tmp_path / "absent", 250)

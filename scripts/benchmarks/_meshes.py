@@ -1,11 +1,14 @@
-"""Rows about meshes: what each layout costs over one device, what it sends, and how schedules compare.
+"""Rows about meshes: the time of a step on 8 simulated devices over one device's, bytes sent, and schedules.
 
 All simulated devices share the machine's cores, so that a step over 8 of them can at best take as long as on one: the
-ratio is overhead.
+ratio is overhead. Processor time tells what is computed and copied, whatever else runs on the cores.
 """
 
+import dataclasses
+import math
 import statistics
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -60,16 +63,25 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     ),
     "fsdp x context x tensor": ({FSDP: 2, CONTEXT: 2, TENSOR: 2}, {"zero": 3, "residual": "sequence"}),
 }
+JAXFORMER = dataclasses.replace(models.preset("jaxformer-byte-7m"), vocab=4096, experts=2, top_k=1)
+JAXFORMER_ROWS, JAXFORMER_SEQ = 16, 128
+JAXFORMER_MESHES: dict[str, dict[str, int]] = {
+    "one device": {},
+    "fsdp 8": {FSDP: 8},
+    "fsdp 4 x tensor 2": {FSDP: 4, TENSOR: 2},
+    "fsdp 4 x pipe 2": {FSDP: 4, PIPE: 2},
+    "fsdp 2 x tensor 2 x pipe 2": {FSDP: 2, TENSOR: 2, PIPE: 2},
+}
 
 
 def layouts(rounds: int) -> Iterator[Row]:
     """Step time of each layout on 8 simulated devices over one device's at the same batch, and seconds to compile."""
-    one = _run(Plan(make_mesh(devices=jax.devices()[:1])))
-    alone = statistics.median(seconds_in_turn({"one": one}, rounds)["one"])
-    yield Row("layouts", "one device", 1000 * alone, "ms", None, f"compiled in {one.seconds_to_compile:.1f} s")
+    single = _run(Plan(make_mesh(devices=jax.devices()[:1])))
+    median = statistics.median(seconds_in_turn({"one": single}, rounds)["one"])
+    yield Row("layouts", "one device", 1000 * median, "ms", None, f"compiled in {single.seconds_to_compile:.1f} s")
     for name, (mesh, _) in LAYOUTS.items():
         run = _run(_plan(name))
-        times = seconds_in_turn({"one": one, name: run}, max(2, rounds // 3))
+        times = seconds_in_turn({"one": single, name: run}, max(2, rounds // 3))
         ratio = statistics.median(theirs / ours for ours, theirs in zip(times["one"], times[name], strict=True))
         note = f"compiled in {run.seconds_to_compile:.1f} s; {' x '.join(f'{a} {n}' for a, n in mesh.items())}"
         yield Row("layouts", name, 1000 * statistics.median(times[name]), "ms", ratio, note)
@@ -81,15 +93,14 @@ def schedules(rounds: int) -> Iterator[Row]:
     for microbatches in (4, 16, 64):
         plans = {name: Plan(mesh, schedule=name, microbatches=microbatches) for name in ("1f1b", "gpipe")}
         runs = {name: _run(plan, rows=2 * microbatches) for name, plan in plans.items()}
-        seconds = {name: statistics.median(its) for name, its in seconds_in_turn(runs, max(2, rounds // 3)).items()}
+        times = seconds_in_turn(runs, max(2, rounds // 3))
+        seconds = {name: statistics.median(run_times) for name, run_times in times.items()}
         for name, run in runs.items():
-            found = simulate(make_schedule(name, stages=4, microbatches=microbatches), backward=2.0).lock_step
+            bubble = simulate(make_schedule(name, stages=4, microbatches=microbatches), backward=2.0).lock_step.bubble
             temporary = run.step.program.memory_analysis().temp_size_in_bytes
-            note = f"{temporary / 2**20:.1f} MiB temporary; bubble {100 * found.bubble:.0f} %"
+            note = f"{temporary / 2**20:.1f} MiB temporary; bubble {100 * bubble:.0f} %"
             ratio = None if name == "1f1b" else seconds[name] / seconds["1f1b"]
             yield Row(f"{microbatches} microbatches", name, 1000 * seconds[name], "ms", ratio, note)
-    share = simulate(make_schedule("gpipe", stages=2, microbatches=4)).useful_share
-    yield Row("work", "8 blocks, 2 stages, 4 microbatches", 100 * share, "%", None, "of block evaluations are needed")
 
 
 def communication(rounds: int) -> Iterator[Row]:
@@ -103,6 +114,37 @@ def communication(rounds: int) -> Iterator[Row]:
             yield Row(f"sent: {name}", cause, sent / 1e6, "MB", sent / size, f"formula {size / 1e6:.2f} MB")
 
 
+def jaxformer(
+    rounds: int,
+    config: Any = JAXFORMER,
+    meshes: Mapping[str, dict[str, int]] = JAXFORMER_MESHES,
+    rows: int = JAXFORMER_ROWS,
+    seq: int = JAXFORMER_SEQ,
+) -> Iterator[Row]:
+    """Tokens a second of JAXformer (12.8 M parameters, 16 x 128 tokens) on one device and on meshes, with capacity."""
+    runs = {name: _run_with_capacity(config, mesh, rows, seq) for name, mesh in meshes.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    processor_times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start, processor_start = time.perf_counter(), time.process_time()
+            run()
+            times[name].append(time.perf_counter() - start)
+            processor_times[name].append(time.process_time() - processor_start)
+
+    def ratio_to_one_device(seconds: dict[str, list[float]], name: str) -> float:
+        return statistics.median(ours / theirs for ours, theirs in zip(seconds[name], seconds["one device"]))
+
+    for name, run in runs.items():
+        note = f"{statistics.median(processor_times[name]):.2f} processor seconds a step "
+        note += f"({ratio_to_one_device(processor_times, name):.2f} times one device's); "
+        note += f"compiled in {run.seconds_to_compile:.1f} s; loss {run.loss:.4f}"
+        rate = rows * seq / statistics.median(times[name])
+        yield Row("jaxformer", name, rate, "tokens/s", ratio_to_one_device(times, name), note)
+
+
 def _plan(name: str) -> Plan:
     mesh, choices = LAYOUTS[name]
     sizes: dict[str, Any] = {**mesh}
@@ -111,3 +153,8 @@ def _plan(name: str) -> Plan:
 
 def _run(plan: Plan, rows: int = ROWS) -> _ours.OverMesh:
     return _ours.OverMesh(NUMBERS, plan, rows, SEQ)
+
+
+def _run_with_capacity(config: Any, mesh: dict[str, Any], rows: int, seq: int) -> _ours.OverMesh:
+    plan = Plan(make_mesh(**mesh, devices=jax.devices()[: math.prod(mesh.values())]))
+    return _ours.OverMesh(config, plan, rows, seq, jax.random.key(1))

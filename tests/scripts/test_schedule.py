@@ -12,8 +12,8 @@ from recipes import Recipe
 from script_helpers import LLAMA, rows, run_here, TINY, write_corpus
 from support.check import check
 from support.command import parse
-from support.prolonged import phases_of
 from support.run_directory import RunDirectory
+from support.schedule import schedule_phases
 
 from eqformer import models, training
 
@@ -48,7 +48,7 @@ def cosine(steps, warmup, at):
 def test_a_longer_cosine_is_refused_with_what_would_come_and_follows_what_is_asked(tmp_path):
     saved = save(tmp_path, 100, whole_run(recipe(100)))
     with pytest.raises(ValueError) as refused:
-        phases_of(recipe(200), saved)
+        schedule_phases(recipe(200), saved)
     lines = str(refused.value).splitlines()
     assert lines[0].startswith("--steps 200: the run was trained as one of 100 steps, and the learning rate was 0.001")
     assert "at step 100" in lines[0] and len(lines) == 4
@@ -65,25 +65,25 @@ def test_a_longer_cosine_is_refused_with_what_would_come_and_follows_what_is_ask
     }
     for how, expected in future.items():
         asked = recipe(200, prolong=how)
-        chosen, note = phases_of(asked, saved)
+        chosen, note = schedule_phases(asked, saved)
         np.testing.assert_allclose(rates(asked, chosen), past + expected, rtol=2e-5)
         assert f"--prolong {how}" in note
         later = save(tmp_path / how, 150, chosen)  # a checkpoint of the longer run knows what was chosen
-        assert phases_of(recipe(200), later) == (chosen, "")
+        assert schedule_phases(recipe(200), later) == (chosen, "")
     assert abs(last - future["reshape"][0]) > 1e-3  # the control: that one jumps
 
 
 @pytest.mark.parametrize("steps", [99, 100])
 def test_a_run_that_is_over_is_not_asked(steps, tmp_path):
     saved = save(tmp_path, 100, whole_run(recipe(100)))
-    assert phases_of(recipe(steps), saved) == (whole_run(recipe(100)), "")
+    assert schedule_phases(recipe(steps), saved) == (whole_run(recipe(100)), "")
 
 
 def test_a_constant_rate_goes_on_even_from_a_run_shorter_than_the_default_warmup(tmp_path):
     short = recipe(20, "constant")
     saved = save(tmp_path, 20, whole_run(short))
     longer = recipe(800, "constant")
-    chosen, note = phases_of(longer, saved)
+    chosen, note = schedule_phases(longer, saved)
     np.testing.assert_allclose(rates(longer, chosen)[20:], 1e-2, rtol=1e-6)
     assert "0.01 at step 20; it will be 0.01 at step 21, 0.01 at step 800" in note
 
@@ -94,7 +94,7 @@ def test_a_plateau_goes_on_and_a_decay_that_began_is_refused_with_the_checkpoint
     for at in (40, 70):
         saved = save(folder, at, whole_run(first))
     longer = recipe(200, "warmup-stable-decay")
-    chosen, note = phases_of(longer, saved)
+    chosen, note = schedule_phases(longer, saved)
     assert "0.01 at step 70; it will be 0.01 at step 71" in note
     straight = rates(
         longer, whole_run(dataclasses.replace(longer, optimizer=dataclasses.replace(longer.optimizer, warmup=10)))
@@ -102,9 +102,9 @@ def test_a_plateau_goes_on_and_a_decay_that_began_is_refused_with_the_checkpoint
     np.testing.assert_array_equal(rates(longer, chosen), straight)  # bit for bit, as if asked from the beginning
     saved = save(folder, 90, whole_run(first))
     with pytest.raises(ValueError, match="it would jump(.|\n)*The checkpoint of step 70 goes on without a jump"):
-        phases_of(longer, saved)
+        schedule_phases(longer, saved)
     with pytest.raises(ValueError, match="it would jump"):  # a shorter run, too, is another shape
-        phases_of(recipe(95, "warmup-stable-decay"), saved)
+        schedule_phases(recipe(95, "warmup-stable-decay"), saved)
 
 
 @pytest.mark.quick
@@ -120,12 +120,12 @@ def test_a_run_that_is_shortened_into_its_warmup_goes_on_by_the_ways_that_are_po
     last = 1e-2 * 40 / 51
     for asked, why in (("refuse", "it would jump"), ("reshape", "--prolong reshape is not possible here")):
         with pytest.raises(ValueError, match=why) as refused:
-            phases_of(recipe(45, rates_name, prolong=asked), saved)
+            schedule_phases(recipe(45, rates_name, prolong=asked), saved)
         listed = [line.split(":")[0].strip() for line in str(refused.value).splitlines()[1:]]
         assert listed == ["--prolong hold", "--prolong rewarm"]
     hold, rewarm = (recipe(45, rates_name, prolong=how) for how in ("hold", "rewarm"))
-    np.testing.assert_allclose(rates(hold, phases_of(hold, saved)[0])[39:], last, rtol=1e-6)
-    warm = rates(rewarm, phases_of(rewarm, saved)[0])[40:]
+    np.testing.assert_allclose(rates(hold, schedule_phases(hold, saved)[0])[39:], last, rtol=1e-6)
+    warm = rates(rewarm, schedule_phases(rewarm, saved)[0])[40:]
     np.testing.assert_allclose(warm[:2], [5e-3, 1e-2], rtol=1e-6)  # few steps have a warmup too
 
 

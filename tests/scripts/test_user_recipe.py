@@ -10,8 +10,8 @@ import sample
 from extending import BLOCK, PAGE
 from recipes import Recipe, Text
 from script_helpers import losses, run, run_here, start_until, write_corpus
-from support import own_recipe
-from support.published import keep_companions
+from support import recipe_file
+from support.published import copy_companions
 from support.run_directory import RunDirectory
 from support.setup import build_model
 
@@ -24,7 +24,7 @@ TINY += "--checkpoint-every 3 --validate-every 100 --sample-every 0 --optimizer.
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_recipe, "_LOADED", {})  # after a test its family is let go, so that it registers it anew
+    monkeypatch.setattr(recipe_file, "_MODULES", {})  # after a test its family is let go, so that it registers it anew
     (text,) = (block for block in BLOCK.findall(PAGE.read_text(encoding="utf-8")) if block.startswith("# windowed.py"))
     path = tmp_path / "elsewhere" / "windowed.py"
     path.parent.mkdir()
@@ -136,7 +136,7 @@ class Mine(Optimization):
 
 
 def test_code_in_a_run_folder_runs_only_where_a_class_needs_it_and_the_user_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_recipe, "_LOADED", {})
+    monkeypatch.setattr(recipe_file, "_MODULES", {})
     marker, its = tmp_path / "marker", RunDirectory(tmp_path / "run")
     (tmp_path / "mine.py").write_text(CODE.format(marker=str(marker)))
     config = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=1, mlp=64)
@@ -146,12 +146,12 @@ def test_code_in_a_run_folder_runs_only_where_a_class_needs_it_and_the_user_says
     with its:
         its.claim(f"{tmp_path}/mine.py:make", recipe)
         its.begin(f"{tmp_path}/mine.py:make", recipe)
-        keep_companions(recipe, its)
+        copy_companions(recipe, its)
     with its.checkpointer() as checkpointer:
         checkpointer.save({"model": build_model(recipe)}, 3, {})
     (tmp_path / "mine.py").unlink()
     tokenizer.unlink()  # the run has a copy
-    writer = sample.of_run(sample.Command(), its.path)  # of data alone
+    writer = sample.load_run(sample.Command(), its.path)  # of data alone
     assert writer.tokenizer.vocab == 256 and its.read() == (f"{tmp_path}/mine.py:make", recipe)
     assert (its.path / "recipe.py").exists() and not marker.exists()
     its.recipe.write_text(its.recipe.read_text().replace('"kind": "Optimization"', '"kind": "Mine"'))
