@@ -193,7 +193,7 @@ class PlannedStep:
     find_alternatives: Callable[[planning.Progress], str]
 
 
-def training_step(recipe: Recipe, model: nn.Transformer, target: planning.Target) -> PlannedStep:
+def training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Target) -> PlannedStep:
     """Return the recipe's training step."""
     plan, optimizer, batch = make_abstract_plan(recipe), make_optimizer(recipe, model), batch_shapes(recipe)
     if isinstance(target, Topology):
@@ -215,7 +215,7 @@ def training_step(recipe: Recipe, model: nn.Transformer, target: planning.Target
     return PlannedStep(forecast, lower, find_alternatives)
 
 
-def decode_step(command: Command, model: nn.Transformer, topology: planning.Target) -> PlannedStep:
+def decode_step(command: Command, model: nn.LanguageModel, topology: planning.Target) -> PlannedStep:
     """Return a step that writes a token of each row, with parameters in the dtype that they are computed in."""
     assert isinstance(topology, Topology)
     recipe, compute = command.run, command.run.precision.compute
@@ -252,7 +252,7 @@ def decode_step(command: Command, model: nn.Transformer, topology: planning.Targ
     )
 
 
-def _formula_report(command: Command, model: nn.Transformer, forecast: planning.Forecast) -> str:
+def _formula_report(command: Command, model: nn.LanguageModel, forecast: planning.Forecast) -> str:
     """Return the report on what runs where and what formulas say of a step."""
     recipe, target = command.run, forecast.target
     plan = planning.for_platform(make_abstract_plan(recipe), forecast.platform)
@@ -276,7 +276,7 @@ def _formula_report(command: Command, model: nn.Transformer, forecast: planning.
     return "\n".join(parts)
 
 
-def replicated_lines(plan: parallel.Plan, model: nn.Transformer) -> list[str]:
+def replicated_lines(plan: parallel.Plan, model: nn.LanguageModel) -> list[str]:
     """Return a line on the layers that every device of the tensor axis computes whole; none where there are none."""
     layers = parallel.replicated_layers(model) if plan.size(TENSOR) > 1 else []
     if not layers:
@@ -307,7 +307,7 @@ def compile_for(step: PlannedStep, recipe: Recipe, topology: Topology, number: s
     return compilation
 
 
-def compile_step(recipe: Recipe, plan: parallel.Plan, model: nn.Transformer, **options: Any) -> jax.stages.Compiled:
+def compile_step(recipe: Recipe, plan: parallel.Plan, model: nn.LanguageModel, **options: Any) -> jax.stages.Compiled:
     """Compile the recipe's step from shapes, with XLA's `options`."""
     optimizer = make_optimizer(recipe, model)
     states = make_train_state(recipe, plan, optimizer, model)
@@ -336,7 +336,7 @@ def _why_not_compiled(topology: Topology) -> str:
     return missing_compiler(topology) or "nothing is compiled, as --formulas says"
 
 
-def _draw(path: Path, recipe: Recipe, model: nn.Transformer, forecast: planning.Forecast) -> None:
+def _draw(path: Path, recipe: Recipe, model: nn.LanguageModel, forecast: planning.Forecast) -> None:
     """Draw the costs of a step over a topology, or else the layout and a pipeline's timeline."""
     if forecast.roofline is not None and forecast.memory is not None:
         planning.plot_costs(forecast.held, forecast.memory, forecast.time.by_cause, path)
@@ -352,7 +352,7 @@ def _draw(path: Path, recipe: Recipe, model: nn.Transformer, forecast: planning.
         print(f"drawn: {timeline}", file=sys.stderr)
 
 
-def search(command: Command, model: nn.Transformer, topology: Topology) -> None:
+def search(command: Command, model: nn.LanguageModel, topology: Topology) -> None:
     """Print the meshes that fit and take the least time: by shapes at once, by formulas, and as compilers answer."""
     recipe, format_plan = command.run, functools.partial(candidate_flags, command.run)
     memory, batch = topology.accelerator.memory, batch_shapes(recipe)

@@ -91,7 +91,7 @@ def _family_rows(folder: Path, name: str, config: models.ModelConfig, rounds: in
     yield from rate_rows(f"first token, {name}", "a second", 1, seconds_in_turn(latency, rounds))
 
 
-def _first_token(model: nn.Transformer, ids: np.ndarray) -> Callable[[], int]:
+def _first_token(model: nn.LanguageModel, ids: np.ndarray) -> Callable[[], int]:
     greedy = generation.sampling(temperature=0)
     return lambda: next(
         generation.stream(model, ids[0], max_new_tokens=8, stride=1, transforms=greedy, key=jax.random.key(0))

@@ -93,7 +93,7 @@ def decode(
     return greedy(generation.unstack_layers(model) if unstacked else model, ids, new)
 
 
-def greedy(model: nn.Transformer, ids: np.ndarray, new: int) -> Callable[[], Any]:
+def greedy(model: nn.LanguageModel, ids: np.ndarray, new: int) -> Callable[[], Any]:
     """Return a function that decodes greedily with a cache."""
     call = partial(
         generation.generate, transforms=generation.sampling(temperature=0), max_new_tokens=new, key=jax.random.key(0)

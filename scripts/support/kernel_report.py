@@ -32,7 +32,7 @@ def has_kernels(platform: str) -> bool:
     return platform in kernels.ATTENTION.platforms
 
 
-def training_lines(recipe: Recipe, model: nn.Transformer, platform: str, chip: str) -> list[str]:
+def training_lines(recipe: Recipe, model: nn.LanguageModel, platform: str, chip: str) -> list[str]:
     """Return a line per operation of training on `cuda` or `tpu`, and one on products in 8 bits if there are any.
 
     `chip` is the accelerator's name, here or as JAX has it.
@@ -47,7 +47,7 @@ def training_lines(recipe: Recipe, model: nn.Transformer, platform: str, chip: s
     return [*(kernel_lines or ["attention: the model has none"]), *lines]
 
 
-def decode_lines(recipe: Recipe, model: nn.Transformer, platform: str, cache_dtype: str | None) -> list[str]:
+def decode_lines(recipe: Recipe, model: nn.LanguageModel, platform: str, cache_dtype: str | None) -> list[str]:
     """Return a line per operation of decoding one token of each row on `cuda` or `tpu`, without writes into caches."""
     if not has_kernels(platform):
         return []
@@ -55,7 +55,7 @@ def decode_lines(recipe: Recipe, model: nn.Transformer, platform: str, cache_dty
     computed = eqx.filter_eval_shape(nn.Precision(compute, compute).apply, model)
     integers = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
 
-    def decode(model: nn.Transformer, ids: jax.Array, positions: jax.Array) -> jax.Array:
+    def decode(model: nn.LanguageModel, ids: jax.Array, positions: jax.Array) -> jax.Array:
         return model.encode(ids, nn.Tokens(positions), model.init_cache(rows, recipe.seq, cache_dtype))[0]
 
     explanations = kernels.explain(decode, computed, integers, integers, platform=platform)
@@ -77,7 +77,7 @@ def _with_flag(reason: str) -> str:
     return f"{reason} ({flag} changes that)" if flag else reason
 
 
-def _fp8_lines(recipe: Recipe, model: nn.Transformer, chip: str) -> list[str]:
+def _fp8_lines(recipe: Recipe, model: nn.LanguageModel, chip: str) -> list[str]:
     """Return a line on which products a chip multiplies in 8 bits, if the recipe asks for them."""
     compute = recipe.precision.compute
     if recipe.precision.products != "fp8":

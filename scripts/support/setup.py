@@ -80,7 +80,7 @@ def batch_shapes(recipe: Recipe) -> Batch:
 
 
 def make_optimizer(
-    recipe: Recipe, model: nn.Transformer, phases: Sequence[training.SchedulePhase] | None = None
+    recipe: Recipe, model: nn.LanguageModel, phases: Sequence[training.SchedulePhase] | None = None
 ) -> training.Optimizer:
     """Build the recipe's optimizer, with the learning rates of a new run or, if given, those of these phases."""
     config = recipe.optimizer
@@ -102,7 +102,7 @@ def _plan_over(recipe: Recipe, mesh: DeviceMesh | AbstractMesh) -> parallel.Plan
     return with_plan_flags(recipe, lambda: parallel.Plan(mesh, **vars(recipe.plan)))
 
 
-def check_plan(recipe: Recipe, plan: parallel.Plan, model: nn.Transformer) -> None:
+def check_plan(recipe: Recipe, plan: parallel.Plan, model: nn.LanguageModel) -> None:
     """Raise a `ValueError`, with the flags in front, if the model (or its shapes) or the rows do not fit the plan."""
     sizes = f"--batch {recipe.batch} --seq {recipe.seq} --execution.core {recipe.execution.core}"
     with_plan_flags(recipe, lambda: plan.check(model, rows=recipe.batch, seq=recipe.seq), sizes)
@@ -144,7 +144,7 @@ def make_train_step(recipe: Recipe, plan: parallel.Plan, optimizer: training.Opt
 
 
 def make_train_state(
-    recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer, shapes: nn.Transformer | None = None
+    recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer, shapes: nn.LanguageModel | None = None
 ) -> training.PlannedState:
     """Describe the recipe's training state under a plan; `shapes` are its model's, where they are known."""
     return training.PlannedState(lambda: build_model(recipe), optimizer, plan, model_shapes=shapes)

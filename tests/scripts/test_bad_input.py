@@ -248,7 +248,7 @@ def test_a_folder_that_cannot_be_written_is_named_by_what_it_is(number, fix, ref
     def no(*_, **__):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(RunDirectory, "_take", no)
+    monkeypatch.setattr(RunDirectory, "_acquire_lock", no)
     error = refused("--run-dir", tmp_path / "run", "--data", corpus, *TINY, *LLAMA)
     assert "the folder cannot be written" in error and os.strerror(number) in error
     assert [words in error for words in ("make it writable", "free some space")] == [fix[0] == "m", fix[0] == "f"]

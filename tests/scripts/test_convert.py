@@ -97,7 +97,7 @@ def test_low_rank_changes_are_trained_alone(place):
 @pytest.mark.parametrize(
     "script,flags,words",
     [
-        ("convert.py", "{first} {published}", "something is there already"),
+        ("convert.py", "{first} {published}", "it exists already"),
         ("convert.py", "{corpus} {new}", "neither a run (recipe.json) nor a published model (config.json)"),
         ("sample.py", "--model {published} --chat yes --simulate 3 --mesh.tensor 3", "take an axis that divides"),
         ("pretrain.py", "--model {published} --run-dir {new} --model.layers 3", "layers: 2 -> 3"),
