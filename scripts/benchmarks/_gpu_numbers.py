@@ -43,7 +43,7 @@ class Call(NamedTuple):
     mask: nn.Mask
     is_packed: bool = False
     softcap: float | None = None
-    has_sinks: bool = False
+    has_head_scores: bool = False
     """A score of each head joins its softmax: sinks."""
     kv_heads: int = 4
     width: int = 128
@@ -54,7 +54,9 @@ CALLS = {
     "causal": Call(nn.causal()),
     "all tokens": Call(nn.full()),
     "packed documents": Call(nn.causal(), is_packed=True),
-    "window, packed documents, sinks": Call(nn.sliding_window(100), is_packed=True, has_sinks=True, width=64, v_dim=64),
+    "window, packed documents, sinks": Call(
+        nn.sliding_window(100), is_packed=True, has_head_scores=True, width=64, v_dim=64
+    ),
     "latents": Call(nn.causal(), kv_heads=16, width=192),
     "softcap": Call(nn.sliding_window(100), softcap=50.0, width=256, v_dim=256),
 }
@@ -146,7 +148,7 @@ def _attentions(seq: int) -> Iterator[Check]:
 def _attention_inputs(call: Call, seq: int) -> dict[str, jax.Array]:
     sizes = {"query": (16, call.width), "key": (call.kv_heads, call.width), "value": (call.kv_heads, call.v_dim)}
     arrays = {name: _random_bfloat16(number, ROWS, seq, *size) for number, (name, size) in enumerate(sizes.items())}
-    return arrays | ({"sinks": jnp.linspace(-1, 1, 16)} if call.has_sinks else {})
+    return arrays | ({"sinks": jnp.linspace(-1, 1, 16)} if call.has_head_scores else {})
 
 
 def _attend(call: Call, core: kernels.Operation, inputs: dict[str, jax.Array]) -> Any:
