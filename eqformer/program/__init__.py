@@ -8,6 +8,6 @@ from ._first_non_finite import find_non_finite as find_non_finite, NonFiniteOrig
 from ._hlo import read_hlo as read_hlo
 from ._hlo_text import module_of as module_of
 from ._ir import FURTHER_ROUNDS as FURTHER_ROUNDS, Operation as Operation, Program as Program, Transfer as Transfer
-from ._jaxpr import read_jaxpr as read_jaxpr, read_traced as read_traced
+from ._jaxpr import inner_jaxprs as inner_jaxprs, read_jaxpr as read_jaxpr, read_traced as read_traced
 from ._peak import count_host_bytes as count_host_bytes, estimate_peak as estimate_peak, PeakMemory as PeakMemory
 from ._time_account import Span as Span, time_account as time_account, Work as Work

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -307,7 +307,7 @@ class _Traffic:
                 bytes_read += size
         return bytes_read + self._count_written(line, {inner.name: inner for inner in body})
 
-    def _reads(self, name: str, body: list[Instruction], *, is_computed: bool = False) -> Iterator[float]:
+    def _reads(self, name: str, body: Sequence[Instruction], *, is_computed: bool = False) -> Iterator[float]:
         """Yield the bytes that a fusion's instructions read of one of its values; infinity for all of it.
 
         An update in the place of a value reads nothing of it, but for a value that the fusion computes.
@@ -360,11 +360,11 @@ class _Traffic:
         return total
 
 
-def _type_of(name: str, lines: list[Instruction]) -> str:
+def _type_of(name: str, lines: Sequence[Instruction]) -> str:
     return next(line.result for line in lines if line.name == name)
 
 
-def _returns_view(lines: list[Instruction], name: str) -> bool:
+def _returns_view(lines: Sequence[Instruction], name: str) -> bool:
     """Whether the result of a fusion is one of its values in another shape."""
     for line in lines:
         if name in line.operands and line.opcode == "bitcast":

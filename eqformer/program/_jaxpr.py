@@ -85,7 +85,7 @@ class _Reader:
 
     def _known_cast(self, eqn: JaxprEqn, value: int | None) -> int | None:
         """Return a value that is this cast already: compilers make equal casts once, and no cast that is cast back."""
-        dtype = eqn.outvars[0].aval.dtype
+        dtype = _aval_of(eqn.outvars[0]).dtype
         narrower = None if value is None else self._narrower.get(value)
         if narrower is not None and self._avals[narrower].dtype == dtype:
             return narrower
@@ -117,7 +117,7 @@ class _Reader:
         kind, params = _COLLECTIVES[eqn.primitive.name], eqn.params
         operands = [_byte_size(atom.aval) for atom in eqn.invars if not isinstance(atom, Literal)]
         size = count_ragged_bytes(*operands) if kind == "ragged-all-to-all" else sum(operands)
-        names = params.get("axes", params.get("axis_name"))
+        names: Any = params.get("axes", params.get("axis_name"))
         axes = (names,) if isinstance(names, str) else tuple(names)
         devices, groups = math.prod(self._axis_sizes.get(axis, 1) for axis in axes), params.get("axis_index_groups")
         if kind == "collective-permute":
@@ -136,9 +136,8 @@ def _device_jaxprs(jaxpr: Jaxpr) -> list[tuple[Jaxpr, Mapping[str, int]]]:
         if eqn.primitive.name == "shard_map":
             bodies.append((eqn.params["jaxpr"], dict(eqn.params["mesh"].shape)))
             continue
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            bodies += _device_jaxprs(inner) if hasattr(inner, "eqns") else []
+        for inner in inner_jaxprs(eqn):
+            bodies += _device_jaxprs(inner)
     return bodies
 
 
@@ -179,6 +178,12 @@ def callee_of(eqn: JaxprEqn) -> Any:
     return next((eqn.params[key] for key in _CALLEES if key in eqn.params), None)
 
 
+def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """Return the jaxprs among an equation's parameters, such as a loop's body; branches of a conditional are none."""
+    values = (getattr(value, "jaxpr", value) for value in eqn.params.values())
+    return [value for value in values if hasattr(value, "eqns")]
+
+
 def count_carry(params: Mapping[str, Any]) -> tuple[int, int]:
     """Return how many constants a `scan` has, and how many values it carries."""
     if "num_carry" in params:
@@ -191,13 +196,18 @@ def _count_product_flops(eqn: JaxprEqn) -> float:
     """Return the floating-point operations of a matrix product or a convolution; 0 for any other equation."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        inner = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+        inner = math.prod(_aval_of(eqn.invars[0]).shape[dim] for dim in contracted)
     elif eqn.primitive.name == "conv_general_dilated":
         _, features, *spatial = eqn.params["dimension_numbers"].rhs_spec
-        inner = math.prod(eqn.invars[1].aval.shape[dim] for dim in (features, *spatial))
+        inner = math.prod(_aval_of(eqn.invars[1]).shape[dim] for dim in (features, *spatial))
     else:
         return 0.0
-    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * inner
+    return 2.0 * math.prod(_aval_of(eqn.outvars[0]).shape) * inner
+
+
+def _aval_of(atom: Any) -> Aval:
+    """Return the shape and dtype of a variable or a literal, which JAX types without either."""
+    return atom.aval
 
 
 def _byte_size(aval: Aval) -> int:
