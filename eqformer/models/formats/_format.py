@@ -128,7 +128,7 @@ def check_codes(parts: Parts, suffix: str, dtype: str, dims: int) -> tuple[int, 
     return shape
 
 
-def check_positive_scales(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
+def check_nonnegative_scales(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
     """Return the scales; raises a `ValueError` if one is not finite or below 0."""
     if (check_finite_scales(scales) < 0).any():
         raise ValueError("a scale of it is below 0")

@@ -14,8 +14,8 @@ from jaxtyping import Shaped
 from .._published_config import PublishedConfig
 from ._format import (
     check_codes,
+    check_nonnegative_scales,
     check_part,
-    check_positive_scales,
     Format,
     group_of_units,
     Grouped,
@@ -91,7 +91,7 @@ class Scaled(Grouped):
         if scales.itemsize == 1:  # a power of two, which is NaN for 255
             scales = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
         # Scales are largest magnitudes, so none is negative; only for integers of 4 bits do some programs use the sign.
-        return check_positive_scales(scales).reshape(self._grid(*parts[self.codes].shape))
+        return check_nonnegative_scales(scales).reshape(self._grid(*parts[self.codes].shape))
 
     def _grid(self, rows: int, columns: int) -> tuple[int, int]:
         height, width = self.block
