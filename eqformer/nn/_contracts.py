@@ -161,12 +161,16 @@ class MixerFacts:
       combines neighbouring tokens outside of its core, of which a device with a piece of a row has only some.
     - `operations`: operations a token, beyond those of linear maps and core; a multiply-add is two.
     - `shares_kv_heads`: whether devices may share a key head, each with some of the query heads that it serves.
+    - `attends_by_rows`: whether devices that share a key head may, in serving, each attend for some of the rows, with
+      the caches and tokens of these rows alone: the input goes through maps, whose results are exchanged, and the
+      mixer reads nothing of it otherwise.
     """
 
     splits_heads: bool = False
     attends: Attends | None = None
     operations: int | float = 0
     shares_kv_heads: bool = True
+    attends_by_rows: bool = False
 
 
 class Mixer(Module):

@@ -82,3 +82,47 @@ def test_mixers_side_by_side_have_key_heads_each_for_itself(mesh):
     assert attended.keys.shape[-3] == max(2, mesh["tensor"]) and recurrent.state.shape[-3] == 8
     assert recurrent.state.addressable_shards[0].data.shape[-3] == 8 // mesh["tensor"]
     np.testing.assert_allclose(read(served, ids)[0], read(model, ids)[0], atol=2e-5)
+
+
+class OwnAttention(nn.Mixer):
+    """A user's own mixer, which attends like the library's."""
+
+    inner: nn.Attention
+
+    def __call__(self, x, tokens=None, cache=None):
+        """Attend."""
+        return self.inner(x, tokens, cache)
+
+    def init_cache(self, *args):
+        """Keys and values."""
+        return self.inner.init_cache(*args)
+
+    def facts(self):
+        """It attends by rows too."""
+        return self.inner.facts()
+
+
+class QuietAttention(OwnAttention):
+    """One that does not say so."""
+
+    def facts(self):
+        """It runs on slices of its heads."""
+        return nn.MixerFacts(splits_heads=True)
+
+
+def with_mixers(kind, model):
+    """The model with mixers of a user's own."""
+    is_attention = lambda node: isinstance(node, nn.Attention)
+    return jax.tree.map(lambda node: kind(node) if is_attention(node) else node, model, is_leaf=is_attention)
+
+
+def test_a_mixer_of_ones_own_says_whether_it_attends_by_rows():
+    shapes, plan = eqx.filter_eval_shape(built), plan_over({"tensor": 4})
+    assert [ShardedModel(with_mixers(kind, shapes), plan).sharers for kind in (OwnAttention, QuietAttention)] == [2, 1]
+
+
+@pytest.mark.grid
+def test_a_mixer_of_ones_own_shares_key_heads():
+    model = built()
+    served = ShardedModel(place(with_mixers(OwnAttention, model), plan := plan_over({"tensor": 4})), plan)
+    np.testing.assert_allclose(read(served, IDS)[0], read(model, IDS)[0], atol=2e-5)

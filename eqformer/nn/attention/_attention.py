@@ -177,4 +177,5 @@ class Attention(Mixer):
         """Return that it runs on a slice of its heads, and that its core attends for pieces of rows."""
         query, key, value = self.query.output_shape, self.key.output_shape, self._value_shape
         output = (query[0], value[1])
-        return MixerFacts(True, Attends(self.mask, (query,), (key,), (value,), (output,), self.scores.options))
+        attends = Attends(self.mask, (query,), (key,), (value,), (output,), self.scores.options)
+        return MixerFacts(True, attends, attends_by_rows=not self.scores.bias)

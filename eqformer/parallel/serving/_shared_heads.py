@@ -22,7 +22,7 @@ from ..tensor._tensor import dim_size, is_split
 def count_sharers(model: PyTree, plan: Plan) -> int:
     """Return how many devices of `tensor` share each key head and may split its cache by rows; 1 where none may.
 
-    They may in attentions that are made of maps to heads, and have nothing else for each head, such as sinks; in
+    They may in mixers that say so (`MixerFacts.attends_by_rows`) and have nothing else for each head, such as sinks; in
     pipelines rows go through in pieces, and caches are not split.
     """
     repeats = {_repeats(mixer, plan) for mixer in nn.modules(model, nn.Mixer)}
@@ -68,12 +68,12 @@ def _is_mixer(node: object) -> bool:
 
 
 def _has_only_maps(node: PyTree, names: PyTree) -> bool:
-    """Return whether a node is no mixer, or an attention that has nothing for each head but its maps."""
+    """Return whether a node is no mixer, or one that attends by rows and has nothing for each head but its maps."""
     if not _is_mixer(node):
         return True
     names_outside_maps = jax.tree.map(
         lambda child, names: "" if nn.is_map(child) else str(names), node, names, is_leaf=nn.is_map
     )
-    if not isinstance(node, nn.Attention) or node.scores.bias:
+    if not node.facts().attends_by_rows:
         return False
     return not {"heads", "kv_heads"} & set(" ".join(jax.tree.leaves(names_outside_maps)).split())
