@@ -168,7 +168,7 @@ def test_a_vocabulary_that_is_split(mesh, vocab):
 
     def run(table, ids, targets):
         rows = table.weight  # this device's
-        split = SplitEmbedding(rows, table.scale, total=vocab, stream=ReplicatedStream())
+        split = SplitEmbedding(table, total=vocab, stream=ReplicatedStream())
         hidden = jax.lax.pcast(jnp.tanh(split(ids)), "tensor", to="varying")
         logits = split.unembed(hidden).reshape(-1, rows.shape[0])
         nats, _ = SplitVocabulary(vocab).nats(logits, targets.reshape(-1))
