@@ -6,8 +6,8 @@ import numpy as np
 from nn_reference import normal, wide
 
 from eqformer import nn
-from eqformer.nn.experts._grouped import grouped
-from eqformer.nn.experts._grouped_blocks import blocked
+from eqformer.nn.experts._grouped import run_grouped
+from eqformer.nn.experts._grouped_blocks import run_in_blocks
 
 
 ROWS, INPUTS, OUTPUTS, GROUPS = 160, 5, 3, 4
@@ -35,13 +35,13 @@ def linears(weight):
 
 
 def grouped_product(x, weight, sizes):
-    return grouped(linears(weight), x, sizes)
+    return run_grouped(linears(weight), x, sizes)
 
 
 def slotted_product(x, weight, sizes):
     """As on GPUs where nothing is kept: a quarter more slots than even loads fill."""
     arrays, static = eqx.partition(linears(weight), eqx.is_array)
-    return blocked(static, arrays, x, sizes)
+    return run_in_blocks(static, arrays, x, sizes)
 
 
 def product(x, weight, sizes):

@@ -38,7 +38,7 @@ UNCHECKED = (
     ),
     *("_optimizer", "_learning_rates", "_loss_aux", "_loop", "_contents", "_first_non_finite", "_pictures"),
     "recurrent_step._call",
-    "kernels._fp8",
+    "kernels._dtypes",
 )
 
 

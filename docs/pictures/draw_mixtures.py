@@ -50,7 +50,7 @@ def shares(losses: tuple[nn.BalanceLoss, ...], rate: float) -> Float[Array, "ste
         pace = 1 - number.astype(jnp.float32) / STEPS
         router = jax.tree.map(lambda leaf, slope: leaf - 0.1 * pace * slope, router, slope)
         if rate:
-            bias = nn.updated_selection_bias(router.selection_bias, counts, rate * pace)
+            bias = nn.update_selection_bias(router.selection_bias, counts, rate * pace)
             router = eqx.tree_at(lambda r: r.selection_bias, router, bias)
         return router, counts / jnp.sum(counts)
 

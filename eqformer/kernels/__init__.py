@@ -1,8 +1,7 @@
 """Operations that run differently on different chips: their definitions, their kernels, and the choice between them."""
 
-from ._dtype import at_least_float32 as at_least_float32
+from ._dtypes import at_least_float32 as at_least_float32, E4M3 as E4M3, E5M2 as E5M2, round_to_fp8 as round_to_fp8
 from ._explain import explain as explain, Explanation as Explanation
-from ._fp8 import E4M3 as E4M3, E5M2 as E5M2, round_to_fp8 as round_to_fp8
 from ._op import (
     Choice as Choice,
     Implementation as Implementation,
@@ -43,9 +42,9 @@ from .attention._mask import (
     sliding_window as sliding_window,
     window_both_ways as window_both_ways,
 )
-from .attention._multi_source import attend_to_sources as attend_to_sources
 from .attention._positions import TokenPositions as TokenPositions
 from .attention._reference import (
+    attend_to_sources as attend_to_sources,
     lowest as lowest,
     ReferenceAttention as ReferenceAttention,
     RotatedChannels as RotatedChannels,
@@ -59,12 +58,11 @@ from .decode_attention._call import DecodeCall as DecodeCall, StoredArrays as St
 from .decode_attention._decode import DECODE_ATTENTION as DECODE_ATTENTION
 from .decode_attention._gpu import FlashDecodingGpu as FlashDecodingGpu
 from .decode_attention._tpu import FlashDecodingTpu as FlashDecodingTpu
-from .grouped_matmul._call import (
-    GroupedMatmul as GroupedMatmul,
-    GroupedMatmulCall as GroupedMatmulCall,
+from .grouped_matmul._call import GroupedMatmul as GroupedMatmul, GroupedMatmulCall as GroupedMatmulCall
+from .grouped_matmul._grouped_matmul import (
+    GROUPED_MATMUL as GROUPED_MATMUL,
     XlaGroupedMatmul as XlaGroupedMatmul,
 )
-from .grouped_matmul._grouped_matmul import GROUPED_MATMUL as GROUPED_MATMUL
 from .grouped_matmul._hopper import HopperGroupedMatmul as HopperGroupedMatmul
 from .grouped_matmul._hopper_fp8 import (
     fp8_grouped_matmul as fp8_grouped_matmul,
@@ -72,7 +70,7 @@ from .grouped_matmul._hopper_fp8 import (
 )
 from .grouped_matmul._tpu import TpuGroupedMatmul as TpuGroupedMatmul
 from .recurrent_step._call import (
-    found_state as found_state,
+    initial_state as initial_state,
     RecurrentStepCall as RecurrentStepCall,
     StateLayout as StateLayout,
     Step as Step,

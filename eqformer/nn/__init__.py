@@ -100,6 +100,7 @@ from ._linear import (
     Linear as Linear,
     linear_maps as linear_maps,
     LinearWrapper as LinearWrapper,
+    map_linears as map_linears,
     PrecomputedLinear as PrecomputedLinear,
 )
 from ._lora import (
@@ -192,11 +193,10 @@ from .experts._balance import (
     LoadBalance as LoadBalance,
     NoisyLoad as NoisyLoad,
     RouterZ as RouterZ,
-    updated_selection_bias as updated_selection_bias,
+    update_selection_bias as update_selection_bias,
 )
 from .experts._dispatch import Capacity as Capacity, Dispatch as Dispatch, Dropless as Dropless
 from .experts._experts import Experts as Experts
-from .experts._linear_replay import map_linears as map_linears
 from .experts._moe import (
     aux_of_slots as aux_of_slots,
     ExpertMixture as ExpertMixture,
@@ -207,6 +207,7 @@ from .experts._moe import (
 )
 from .experts._routers import (
     ExpertChoiceRouter as ExpertChoiceRouter,
+    ExpertGroups as ExpertGroups,
     NoisyTopKRouter as NoisyTopKRouter,
     RandomSecondRouter as RandomSecondRouter,
     TopKRouter as TopKRouter,
@@ -217,7 +218,7 @@ from .quantization._linear import QuantizedLinear as QuantizedLinear
 from .quantization._weights import dequantize as dequantize, quantize as quantize
 from .recurrent._convolution import CausalConv as CausalConv, GatedShortConv as GatedShortConv
 from .recurrent._delta_net import ChannelDeltaNet as ChannelDeltaNet, GatedDeltaNet as GatedDeltaNet
-from .recurrent._mamba import Mamba2Mixer as Mamba2Mixer
+from .recurrent._mamba import GateNorm as GateNorm, Mamba2Mixer as Mamba2Mixer
 
 
 # Files listed whole, each with its names. Type checkers take an import under another name for private, so assigned.

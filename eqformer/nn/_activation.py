@@ -1,4 +1,7 @@
-"""Activations by name, as functions of this module, so that static fields of equal modules compare equal."""
+"""Activation functions by name.
+
+They are functions of this module, so that static fields of equal modules compare equal.
+"""
 
 import dataclasses
 import math
@@ -10,98 +13,100 @@ from jaxtyping import Array, Float
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x Phi(x)` with the normal distribution's own function (Hendrycks and Gimpel 2016)."""
+    """Return `x Phi(x)` with the exact normal distribution function `Phi` (Hendrycks and Gimpel 2016)."""
     return jax.nn.gelu(x, approximate=False)
 
 
 def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x (1 + tanh u) / 2`, `u = sqrt(2 / pi) (x + 0.044715 x^3)`: GPT-2's `gelu_new`, Gemma's `gelu_pytorch_tanh`."""
-    # As the sigmoid of 2u, which keeps its digits where the tanh is near -1, and whose gradient keeps one array less.
+    """Return `x (1 + tanh u) / 2`, `u = sqrt(2 / pi) (x + 0.044715 x^3)`: GPT-2's `gelu_new`, `gelu_pytorch_tanh`."""
+    # Computed as the sigmoid of 2u, which keeps its digits where the tanh is near -1, and whose gradient has one
+    # residual less.
     slope = 2 * math.sqrt(2 / math.pi)
     return x * jax.nn.sigmoid(x * (slope + slope * 0.044715 * jnp.square(x)))
 
 
 def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x sigmoid(1.702 x)`."""
+    """Return `x sigmoid(1.702 x)`."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 
 def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x sigmoid(x)`, also called swish."""
+    """Return `x sigmoid(x)`, also called swish."""
     return jax.nn.silu(x)
 
 
 def relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`max(x, 0)`."""
+    """Return `max(x, 0)`."""
     return jax.nn.relu(x)
 
 
 def relu_squared(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`max(x, 0)^2` (So et al. 2021)."""
+    """Return `max(x, 0)^2` (So et al. 2021)."""
     return jnp.square(jax.nn.relu(x))
 
 
 def clipped_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`gelu`, at most 10 (transformers' `gelu_10`)."""
-    return jnp.minimum(gelu(x), 10.0)  # it is never less than -10
+    """Return `min(gelu(x), 10)` (transformers' `gelu_10`)."""
+    return jnp.minimum(gelu(x), 10.0)  # gelu is never less than -10
 
 
 def leaky_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`max(x, x / 100)`."""
+    """Return `max(x, x / 100)`."""
     return jax.nn.leaky_relu(x)
 
 
 def relu6(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`min(max(x, 0), 6)`."""
+    """Return `min(max(x, 0), 6)`."""
     return jax.nn.relu6(x)
 
 
 def hard_swish(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x relu6(x + 3) / 6` (Howard et al. 2019)."""
+    """Return `x relu6(x + 3) / 6` (Howard et al. 2019)."""
     return jax.nn.hard_swish(x)
 
 
 def mish(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x tanh(log(1 + exp x))` (Misra 2019)."""
+    """Return `x tanh(log(1 + exp x))` (Misra 2019)."""
     return jax.nn.mish(x)
 
 
 def laplace(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The normal distribution's function of mean `sqrt(1 / 2)` and deviation `sqrt(1 / 4 pi)` (Ma et al. 2022)."""
+    """Return the distribution function of a normal of mean `sqrt(1 / 2)`, deviation `sqrt(1 / 4 pi)` (Ma et al.
+    2022)."""
     return 0.5 * (1 + jax.lax.erf((x - 0.707107) / (0.282095 * math.sqrt(2))))
 
 
 def tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The hyperbolic tangent."""
+    """Return the hyperbolic tangent."""
     return jnp.tanh(x)
 
 
 def sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`1 / (1 + exp -x)`."""
+    """Return `1 / (1 + exp -x)`."""
     return jax.nn.sigmoid(x)
 
 
 def sqrt_softplus(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`sqrt(log(1 + exp x))`."""
+    """Return `sqrt(log(1 + exp x))`."""
     return jnp.sqrt(jax.nn.softplus(x))
 
 
 def identity(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x`, unchanged."""
+    """Return `x`."""
     return x
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaledActivation:
-    """`activation(scale * x)`, where a model multiplies what a map gives before its activation (Falcon-H1)."""
+    """`activation(scale * x)`, for models that multiply the input of an activation by a constant (Falcon-H1)."""
 
     activation: Callable[[Array], Array]
-    """Any function of an array to one of its shape."""
+    """Any elementwise function."""
     scale: float
-    """What its argument is multiplied by."""
+    """The factor of the argument."""
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The activation of the multiple."""
+        """Return the activation of `scale * x`."""
         return self.activation(x * self.scale)
 
 

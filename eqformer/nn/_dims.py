@@ -1,4 +1,4 @@
-"""The name of every dim of every parameter, read from the annotations that check their shapes."""
+"""Names of the dims of all parameters, read from the annotations that check the parameters' shapes."""
 
 import dataclasses
 import functools
@@ -17,84 +17,84 @@ from .._shapes import ArrayOrShape
 
 
 def named_by(attribute: str, *, float32_at_least: bool = False) -> Any:
-    """A field whose dims differ from instance to instance: the instance's `attribute` holds their names.
+    """Return a field whose dims differ from instance to instance: the instance's `attribute` holds their names.
 
-    It may be `float32_at_least` too.
+    The field may be `float32_at_least` too.
     """
     return eqx.field(metadata={"named_by": attribute} | ({"float32_at_least": True} if float32_at_least else {}))
 
 
 def ensemble(dim: str) -> Any:
-    """A field that holds a vmapped ensemble of modules: each of its arrays has `dim` in front of its own dims."""
+    """Return a field that holds a vmapped ensemble of modules: each array has `dim` in front of its other dims."""
     return eqx.field(metadata={"ensemble": dim})
 
 
 def float32_at_least() -> Any:
-    """A field whose array stays float32 at least when a model is cast: rounding it would change what it decides."""
+    """Return a field whose array stays float32 at least when a model is cast: rounding it would change decisions."""
     return eqx.field(metadata={"float32_at_least": True})
 
 
 def dims(model: PyTree) -> PyTree:
-    """A tree like `model` in which each array is replaced by the names of its dims: `"layers heads head_dim embed"`.
+    """Return a tree like `model` with the names of its dims, `"layers heads head_dim embed"`, for each array.
 
-    Names come from the fields' jaxtyping annotations, in eqformer's modules and in anybody's. A dim that no annotation
-    names is `_`. Works on arrays and on the `ShapeDtypeStruct`s of `equinox.filter_eval_shape`, so that nothing need be
-    allocated to lay a model out.
+    Names come from the fields' jaxtyping annotations, in eqformer's modules and in any other. A dim that no annotation
+    names is `_`. The model may hold arrays or the `ShapeDtypeStruct`s of `equinox.filter_eval_shape`, so the layout of
+    a model can be computed without allocating it.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(model)
     return jax.tree_util.tree_unflatten(structure, [_dims_at(model, path, leaf) for path, leaf in leaves])
 
 
 def field_dim_names(tree: PyTree) -> PyTree:
-    """A tree like this one with the set of names that the annotation of each array's own field has, of no ensemble."""
+    """Return a tree like this one with the set of dim names of each array's field, without dims of ensembles."""
 
     def names(path: tuple, leaf: object) -> frozenset[str]:
-        way = list(_along(tree, path)) if has_shape(leaf) else []
-        node, field = way[-1] if way else (None, None)
-        return frozenset(() if field is None else _own_dims(node, field) or ())
+        nodes = list(_nodes_on_path(tree, path)) if has_shape(leaf) else []
+        node, field = nodes[-1] if nodes else (None, None)
+        return frozenset(() if field is None else _annotated_dims(node, field) or ())
 
     return jax.tree_util.tree_map_with_path(names, tree)
 
 
 def float32_flags(model: PyTree) -> PyTree:
-    """A tree like `model` of flags: which leaves are of a field that is `float32_at_least`."""
+    """Return a tree like `model` of flags: whether the field of each leaf is `float32_at_least`."""
 
     def is_wide(path: tuple, _: object) -> bool:
-        fields = [field for _, field in _along(model, path)]
+        fields = [field for _, field in _nodes_on_path(model, path)]
         return bool(fields) and fields[-1] is not None and "float32_at_least" in fields[-1].metadata
 
     return jax.tree_util.tree_map_with_path(is_wide, model)
 
 
 def modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[Any]:
-    """Every module of some kinds in a tree, in order; not those within another of them."""
+    """Return the modules of some classes in a tree, in order, without those inside another of them."""
     return [module for _, module in named_modules(tree, kinds)]
 
 
 def named_modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[str, Any]]:
-    """Like `modules`, each with its path as `path_name` writes it."""
+    """Return the modules of `modules`, each with its path as `path_name` writes it."""
     is_kind = lambda node: isinstance(node, kinds)
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kind)
     return [(path_name(path), node) for path, node in nodes if is_kind(node)]
 
 
 def path_name(path: tuple) -> str:
-    """A leaf's path as one writes it in Python: `stacks[0].blocks.sublayers[0].layer.query.weight`."""
+    """Return a leaf's path in Python's notation: `stacks[0].blocks.sublayers[0].layer.query.weight`."""
     return jax.tree_util.keystr(path).lstrip(".")
 
 
 def has_shape(leaf: object) -> TypeGuard[ArrayOrShape]:
-    """Whether a leaf is an array or the shape and dtype of one."""
+    """Return whether a leaf is an array, or the shape and dtype of an array."""
     return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)
 
 
 def is_trainable(leaf: object) -> bool:
-    """Whether a leaf is a floating-point array, or the shape of one: what training changes."""
+    """Return whether training changes a leaf: a floating-point array, or the shape of such an array."""
     return has_shape(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def dims_table(model: PyTree) -> str:
-    """A printable table of every array: path, dims, shape, dtype, bytes; and the totals."""
+    """Return a printable table of all arrays: path, dims, shape, dtype, bytes; and the totals."""
     leaves = jax.tree_util.tree_leaves_with_path(model)
     names = jax.tree.leaves(dims(model))
     rows = [("path", "dims", "shape", "dtype", "bytes")]
@@ -110,7 +110,7 @@ def dims_table(model: PyTree) -> str:
 
 
 def format_table(rows: list[tuple[str, ...]]) -> str:
-    """Rows of text as aligned columns, the first row a heading; columns of figures are set flush right."""
+    """Return rows of text as aligned columns under the first row; columns of figures are aligned on the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     figures = [all(_is_figure(cell) for cell in column[1:]) for column in zip(*rows)]
     lines = [
@@ -127,10 +127,10 @@ def _is_figure(cell: str) -> bool:
 def _dims_at(model: PyTree, path: tuple, leaf: object) -> object:
     if not has_shape(leaf):
         return leaf
-    way = list(_along(model, path))
-    prefix = [field.metadata["ensemble"] for _, field in way if field is not None and "ensemble" in field.metadata]
-    node, field = way[-1] if way else (None, None)
-    names = _expand(None if field is None else _own_dims(node, field), leaf.ndim - len(prefix))
+    nodes = list(_nodes_on_path(model, path))
+    prefix = [field.metadata["ensemble"] for _, field in nodes if field is not None and "ensemble" in field.metadata]
+    node, field = nodes[-1] if nodes else (None, None)
+    names = _expand_batch(None if field is None else _annotated_dims(node, field), leaf.ndim - len(prefix))
     if len(prefix) + len(names) != leaf.ndim:
         raise ValueError(
             f"dims: {path_name(path)} has shape {leaf.shape}, but its annotation names the dims "
@@ -139,8 +139,8 @@ def _dims_at(model: PyTree, path: tuple, leaf: object) -> object:
     return " ".join(prefix + names)
 
 
-def _along(model: PyTree, path: tuple) -> Iterator[tuple[Any, dataclasses.Field | None]]:
-    """Each node on the way to a leaf, with the field that leads on, or None where none does."""
+def _nodes_on_path(model: PyTree, path: tuple) -> Iterator[tuple[Any, dataclasses.Field | None]]:
+    """Yield each node on the path to a leaf, with the field that leads to the next node, or None for other entries."""
     node = model
     for entry in path:
         if isinstance(entry, jax.tree_util.GetAttrKey):
@@ -162,7 +162,7 @@ def _fields(kind: type) -> dict[str, dataclasses.Field]:
     return {field.name: field for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
 
 
-def _own_dims(node: object, field: dataclasses.Field) -> list[str] | None:
+def _annotated_dims(node: object, field: dataclasses.Field) -> list[str] | None:
     if "named_by" in field.metadata:
         return list(getattr(node, field.metadata["named_by"]))
     annotation = field.type
@@ -174,13 +174,13 @@ def _own_dims(node: object, field: dataclasses.Field) -> list[str] | None:
     return texts[0].split() if texts and "..." not in texts[0] else None
 
 
-def _expand(names: list[str] | None, ndim: int) -> list[str]:
-    """One name a dim: `*batch` stands for as many dims as are left over, of which the last is the batch."""
+def _expand_batch(names: list[str] | None, ndim: int) -> list[str]:
+    """Return one name a dim: `*batch` stands for all dims that no other name covers, of which the last is the batch."""
     if names is None:
         return ["_"] * ndim
     stars = [name for name in names if name.startswith("*")]
     if not stars:
         return [name if name.isidentifier() else "_" for name in names]
-    place, missing = names.index(stars[0]), ndim - (len(names) - 1)
+    index, missing = names.index(stars[0]), ndim - (len(names) - 1)
     expanded = (["_"] * (missing - 1) + [stars[0][1:]])[-missing:] if missing > 0 else []
-    return names[:place] + expanded + names[place + 1 :]
+    return names[:index] + expanded + names[index + 1 :]

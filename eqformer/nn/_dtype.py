@@ -1,4 +1,9 @@
-"""The dtype of reductions, and dtypes by their names."""
+"""Dtypes: names, casts, and operations whose sums over tokens, forward and backward, are float32 at least.
+
+An array that is broadcast over tokens (a bias, a scale, a gate) has a gradient that is a sum over tokens, and JAX takes
+that sum in the dtype of the broadcast. A sum of thousands of bfloat16 numbers stops growing once the addends are less
+than half a step of the total. The operations here cast to float32 first, then broadcast, and round once.
+"""
 
 from typing import Any
 
@@ -12,13 +17,14 @@ from ..kernels import at_least_float32
 
 
 def in_float32(tree: PyTree) -> PyTree:
-    """The tree with its floating-point arrays, of JAX or NumPy, in float32 at least: as sums and moments are kept."""
+    """Return the tree with its floating-point arrays, of JAX or NumPy, in float32 at least, the dtype of sums and
+    moments."""
     return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)) if _is_float(x) else x, tree)
 
 
 def in_dtypes_of(tree: PyTree, other: PyTree) -> PyTree:
-    """The tree with its floating-point arrays in the dtypes that they have in another of the same structure."""
-    return jax.tree.map(lambda x, its: x.astype(its.dtype) if _is_float(x) else x, tree, other)
+    """Return the tree with its floating-point arrays in the dtypes of the arrays of another tree."""
+    return jax.tree.map(lambda x, like: x.astype(like.dtype) if _is_float(x) else x, tree, other)
 
 
 def _is_float(x: Any) -> bool:
@@ -26,24 +32,26 @@ def _is_float(x: Any) -> bool:
 
 
 def lossless_dtype(*dtypes: DTypeLike) -> np.dtype:
-    """The narrowest floating-point dtype in which no number of these dtypes loses anything.
+    """Return the narrowest floating-point dtype that represents all numbers of these dtypes.
 
-    float32 for bfloat16 beside float16, of which neither holds the other and for which NumPy has no answer.
+    It is float32 for bfloat16 and float16, neither of which contains the other and for which NumPy has no answer.
     """
-    given = sorted({jnp.dtype(dtype) for dtype in dtypes}, key=lambda dtype: dtype.itemsize)
+    by_size = sorted({jnp.dtype(dtype) for dtype in dtypes}, key=lambda dtype: dtype.itemsize)
     wider = [jnp.dtype(name) for name in ("float32", "float64")]
-    return next(dtype for dtype in (*given, *wider) if all(_holds(dtype, other) for other in given))
+    return next(dtype for dtype in (*by_size, *wider) if all(_contains(dtype, narrow) for narrow in by_size))
 
 
-def _holds(dtype: np.dtype, other: np.dtype) -> bool:
-    own, its = jnp.finfo(dtype), jnp.finfo(other)
-    return own.nmant >= its.nmant and own.maxexp >= its.maxexp and own.minexp <= its.minexp
+def _contains(wide: np.dtype, narrow: np.dtype) -> bool:
+    """Return whether one dtype represents all numbers of another."""
+    wide_info, narrow_info = jnp.finfo(wide), jnp.finfo(narrow)
+    has_exponents = wide_info.maxexp >= narrow_info.maxexp and wide_info.minexp <= narrow_info.minexp
+    return wide_info.nmant >= narrow_info.nmant and has_exponents
 
 
 def float_dtype(dtype: object, call: str) -> str:
-    """The full name of a dtype that weights and computation can have, of a short one (`bf16`, `half`) or of a dtype.
+    """Return the full name of a dtype of weights or computation, given a name, a short one (`bf16`, `half`) or a dtype.
 
-    Raises a `ValueError` that begins with `call` for any other, and for float64 where JAX has it switched off.
+    Raises a `ValueError` that begins with `call` for any other dtype, and for float64 where JAX has it switched off.
     """
     name = dtype.strip().lower().rpartition(".")[2] if isinstance(dtype, str) else _name(dtype)
     full = next((full for full, short in _FLOATS.items() if name == full or name in short), None)
@@ -63,7 +71,7 @@ def _name(dtype: Any) -> str:
         return str(dtype)
 
 
-# By their full names, their other names; messages give the first.
+# Full names, and the other names of each dtype; messages show the first.
 _FLOATS = {
     "float32": ("fp32", "f32", "float", "single"),
     "bfloat16": ("bf16",),

@@ -85,6 +85,11 @@ def linear_maps(tree: PyTree) -> list[Any]:
     return [node for node in jax.tree.leaves(tree, is_leaf=is_map) if is_map(node)]
 
 
+def map_linears(change: Callable[[Any], PyTree], module: PyTree) -> PyTree:
+    """Return the module with `change(linear)` in the place of each linear map that is not made of others."""
+    return jax.tree.map(lambda node: change(node) if is_map(node) else node, module, is_leaf=is_map)
+
+
 class Linear(DenseMap):
     """`y = W x + b` over named dims: `Linear("embed -> heads head_dim", embed=512, heads=8, head_dim=64, key=key)`.
 

@@ -15,10 +15,10 @@ from ._linear import ComposedMap, dense, Linear, LinearMap
 
 
 class LoRA(ComposedMap):
-    """`W x + b + scale * B A x` (Hu et al. 2021): a linear map, and beside it A (`down`) and B (`up`), also maps.
+    """`W x + b + scale * B A x` (Hu et al. 2021): a linear map, and beside it the maps A (`down`) and B (`up`).
 
-    It stands wherever a `LinearMap` does, in a stack or among experts too; `with_lora` puts it there. There is no
-    dropout before A: a map sees no token's key.
+    It may stand wherever a `LinearMap` does, in a stack or among experts too; `with_lora` puts it there. There is no
+    dropout before A, because a map gets no tokens' keys.
     """
 
     linear: LinearMap
@@ -27,8 +27,8 @@ class LoRA(ComposedMap):
     scale: float = eqx.field(static=True)
 
     @property
-    def weight(self) -> Any:  # an array, or what stands for one in a tree like the model
-        """The weight that stays, of a map that has one; `matrix` gives the sum."""
+    def weight(self) -> Any:  # an array, or its replacement in a tree of the model's structure
+        """Return the fixed weight, if the map has one; `matrix` returns the sum."""
         return self.linear.weight  # type: ignore[attr-defined]
 
     @property
@@ -38,36 +38,36 @@ class LoRA(ComposedMap):
 
     @property
     def bias(self) -> Any:
-        """The map's bias, which stays too."""
+        """Return the map's bias, which is fixed too."""
         return self.linear.bias
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the dims that it maps."""
+        """Return the names of the input dims."""
         return self.linear.inputs
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the dims that it gives."""
+        """Return the names of the output dims."""
         return self.linear.outputs
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the map which stays."""
+        """Return the shape of the fixed map."""
         return self.linear.shape
 
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """What the map gives and what the factors add to it."""
+        """Return the sum of the products of the fixed map and of the factors."""
         return self.linear.product(x, dtype) + self.scale * self.up.product(self.down.product(x), dtype)
 
     def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """The sum `W + scale * B A`, added in float32 at least."""
+        """Return `W + scale * B A`, added in float32 at least."""
         weight = self.linear.matrix()
-        wide, own = at_least_float32(weight.dtype), weight.dtype if dtype is None else dtype
+        wide = at_least_float32(weight.dtype)
         outputs, inputs = " ".join(self.outputs), " ".join(self.inputs)
         pattern = f"... {outputs} rank, ... rank {inputs} -> ... {outputs} {inputs}"
         change = einops.einsum(self.up.matrix(wide), self.down.matrix(wide), pattern)
-        return (weight.astype(wide) + self.scale * change).astype(own)
+        return (weight.astype(wide) + self.scale * change).astype(weight.dtype if dtype is None else dtype)
 
 
 Where = Callable[[str, LinearMap], bool] | Iterable[str | type]
@@ -82,18 +82,18 @@ def with_lora(
     rank_stabilised: bool = False,
     key: Key[Array, ""],
 ) -> PyTree:
-    """The model with a `LoRA` in the place of each chosen map; its outputs are unchanged, since B starts at zero.
+    """Return the model with a `LoRA` in the place of each chosen map; its outputs are unchanged, since B is zero.
 
-    Each layer and expert has factors of its own, in float32; A is drawn with deviation `1 / sqrt(inputs)`. Raises a
-    `ValueError` where nothing, or a `LoRA`, is chosen.
+    Each layer and expert has factors of its own, in float32; A is drawn with standard deviation `1 / sqrt(inputs)`.
+    Raises a `ValueError` if no map, or a `LoRA`, is chosen.
 
     Args:
         model: Any tree of modules.
-        where: Names (`"query"`, `"sublayers[1].layer.up"`: ends of paths) and types (every map in an `nn.Attention`),
-            or a function of path and `LinearMap`.
+        where: The chosen maps: names (`"query"`, `"sublayers[1].layer.up"`: ends of paths) and types (every map in an
+            `nn.Attention`), or a function of path and `LinearMap`.
         rank: The channels between the two factors.
         alpha: The scale is `alpha / rank`; None makes it 1.
-        rank_stabilised: Whether it is `alpha / sqrt(rank)` (arXiv:2312.03732).
+        rank_stabilised: Whether the scale is `alpha / sqrt(rank)` instead (arXiv:2312.03732).
         key: For A.
     """
     if rank < 1:
@@ -107,29 +107,29 @@ def with_lora(
     scale = 1.0 if alpha is None else alpha / (rank**0.5 if rank_stabilised else rank)
     keys = dict(zip(chosen, jax.random.split(key, len(chosen))))
 
-    def one(path: tuple, node: PyTree) -> PyTree:
+    def add_if_chosen(path: tuple, node: PyTree) -> PyTree:
         name = path_name(path)
         return add_lora(node, rank, scale, key=keys[name]) if name in keys else node
 
-    return jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda node: isinstance(node, LinearMap))
+    return jax.tree_util.tree_map_with_path(add_if_chosen, model, is_leaf=lambda node: isinstance(node, LinearMap))
 
 
 def merge_lora(model: PyTree) -> PyTree:
-    """The model of equal outputs without a `LoRA`: in its place a map of `W + scale * B A`, added in float32 at least.
+    """Return a model of equal outputs with a map of `W + scale * B A`, added in float32 at least, for each `LoRA`.
 
-    That is a plain `Linear` where the map beneath has no weight to change, as one of eight bits.
+    The map is a plain `Linear` if the fixed map has no weight to change, such as a quantized map.
     """
 
-    def merged(node: PyTree) -> PyTree:
+    def merge(node: PyTree) -> PyTree:
         if not isinstance(node, LoRA):
             return node
         return eqx.tree_at(lambda m: m.weight, dense(node.linear), node.matrix())
 
-    return jax.tree.map(merged, model, is_leaf=lambda node: isinstance(node, LoRA))
+    return jax.tree.map(merge, model, is_leaf=lambda node: isinstance(node, LoRA))
 
 
 def lora_factors(model: PyTree) -> PyTree:
-    """The factors of a model's `LoRA`s; None stands for everything else, which training them leaves as it is.
+    """Return the factors of a model's `LoRA`s, and None for all other arrays, which stay fixed in training.
 
     Raises a `ValueError` for a model without any.
     """
@@ -138,17 +138,17 @@ def lora_factors(model: PyTree) -> PyTree:
         raise ValueError("lora_factors(model): the model has no LoRA; give it some by with_lora.")
 
     def factors(node: PyTree) -> PyTree:
-        nothing = jax.tree.map(lambda _: None, node)
+        empty = jax.tree.map(lambda _: None, node)
         if not isinstance(node, LoRA):
-            return nothing
+            return empty
         down, up = eqx.filter((node.down, node.up), is_trainable)
-        return LoRA(nothing.linear, down, up, node.scale)
+        return LoRA(empty.linear, down, up, node.scale)
 
     return jax.tree.map(factors, model, is_leaf=is_lora)
 
 
 def add_lora(linear: LinearMap, rank: int, scale: float, *, key: Key[Array, ""]) -> LoRA:
-    """A map with fresh factors, which have the dims in front that its ensembles have."""
+    """Return a map with new factors, whose leading dims are those of the ensembles that contain the map."""
     outer = linear.shape[: len(linear.shape) - len(linear.sizes)]
     into: dict[str, Any] = {name: linear.sizes[name] for name in linear.inputs}
     out: dict[str, Any] = {name: linear.sizes[name] for name in linear.outputs}
@@ -164,16 +164,19 @@ def add_lora(linear: LinearMap, rank: int, scale: float, *, key: Key[Array, ""])
 
 
 def chosen_maps(model: PyTree, where: Where, call: str) -> dict[str, LinearMap]:
-    """By path the maps that `where` chooses, as for `with_lora`; a `ValueError` of `call` where it chooses none."""
-    wanted, maps = _wanted(model, where, call), named_modules(model, LinearMap)
-    chosen = {name: linear for name, linear in maps if wanted(name, linear)}
+    """Return the maps that `where` chooses, as in `with_lora`, by path.
+
+    Raises a `ValueError` that begins with `call` if it chooses none.
+    """
+    is_chosen, maps = _choice_function(model, where, call), named_modules(model, LinearMap)
+    chosen = {name: linear for name, linear in maps if is_chosen(name, linear)}
     if not chosen:
         known = ", ".join(name for name, _ in maps) or "none"
         raise ValueError(f"{call}: no linear map is chosen; the model's are {known}.")
     return chosen
 
 
-def _wanted(model: PyTree, where: Where, call: str) -> Callable[[str, Any], bool]:
+def _choice_function(model: PyTree, where: Where, call: str) -> Callable[[str, Any], bool]:
     if isinstance(where, str | type):
         raise ValueError(f"{call}: names and types come in a list, such as [{where!r}].")
     if not isinstance(where, Iterable):

@@ -1,4 +1,4 @@
-"""Precisions of the products of a linear map, forward and backward: the compute dtype, or 8 bits."""
+"""Precisions of a linear map's products, forward and backward: the compute dtype, or 8 bits."""
 
 import abc
 import dataclasses
@@ -17,11 +17,11 @@ from ._dtype import at_least_float32
 
 @dataclasses.dataclass(frozen=True)
 class MatmulPrecision(abc.ABC):
-    """The three products of a map `y = W x`: of its input, and those of which its two gradients are made.
+    """The three products of a map `y = W x`: the output, and the gradients of the input and of the weight.
 
-    Each is given whole numbers of vectors and a matrix of outputs by inputs, which may be slices of a device, and may
-    round them as it likes; it sums in float32 at least, and returns `dtype`. Called, it gives `forward`, of which the
-    other two make the gradients (in reverse mode).
+    Each product gets complete vectors and a matrix of outputs by inputs, which may be the slices of one device, and may
+    round them in any way; it sums in float32 at least, and returns `dtype`. A call returns `forward`, with gradients by
+    the other two (in reverse mode).
     """
 
     operand_bits: ClassVar[int | None]
@@ -30,33 +30,34 @@ class MatmulPrecision(abc.ABC):
     def __call__(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch outputs"]:
-        """`W x`; gradients are summed over mesh axes that one of the two varies over and the other does not."""
-        of_x, of_weight = (jnp.zeros_like(one, shape=()) for one in (x, weight))
-        typed_alike = x + of_weight.astype(x.dtype), weight + of_x.astype(weight.dtype)
-        return _multiplied(self, jnp.dtype(dtype), *typed_alike)
+        """Return `W x`; gradients are summed over mesh axes over which only one of the two factors varies."""
+        x_zero, weight_zero = (jnp.zeros_like(array, shape=()) for array in (x, weight))
+        # With the zeros both factors vary over the same axes, and the transposes of these additions sum the gradients.
+        factors = x + weight_zero.astype(x.dtype), weight + x_zero.astype(weight.dtype)
+        return _multiply(self, jnp.dtype(dtype), *factors)
 
     @abc.abstractmethod
     def forward(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch outputs"]:
-        """`W x`."""
+        """Return `W x`."""
 
     @abc.abstractmethod
-    def to_input(
+    def input_grad(
         self, gradient: Float[Array, "*batch outputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch inputs"]:
-        """The input's gradient, `W^T g`."""
+        """Return the input's gradient, `W^T g`."""
 
     @abc.abstractmethod
-    def to_weight(
+    def weight_grad(
         self, gradient: Float[Array, "*batch outputs"], x: Float[Array, "*batch inputs"], dtype: DTypeLike
     ) -> Float[Array, "outputs inputs"]:
-        """The weight's gradient, `sum g x^T` over all vectors."""
+        """Return the weight's gradient, `sum g x^T` over all vectors."""
 
 
-# On CPUs a matrix is multiplied by one vector where it is stored, and reordered first for more vectors, which costs as
-# much as products with three or four.
-_FEWEST = 3
+# On CPUs a matrix is multiplied by one vector where it is stored. For more vectors it is reordered first, which costs
+# as much as products with three or four vectors.
+_FEW_VECTORS = 3
 
 
 class ComputeDtypeMatmul(MatmulPrecision):
@@ -67,46 +68,47 @@ class ComputeDtypeMatmul(MatmulPrecision):
     def __call__(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch outputs"]:
-        """`W x`, with the gradients that JAX makes."""
+        """Return `W x`, with JAX's gradients."""
         return self.forward(x, weight, dtype)
 
     def forward(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch outputs"]:
-        """`W x`; of two or three vectors by one product each on CPUs."""
-        together = partial(jnp.einsum, "...i,oi->...o", preferred_element_type=dtype)
-        if not 1 < math.prod(x.shape[:-1]) <= _FEWEST:
-            return together(x, weight)
+        """Return `W x`; on CPUs two or three vectors are multiplied one by one."""
+        multiply = partial(jnp.einsum, "...i,oi->...o", preferred_element_type=dtype)
+        if not 1 < math.prod(x.shape[:-1]) <= _FEW_VECTORS:
+            return multiply(x, weight)
 
-        def apart(x: Array, weight: Array) -> Array:
-            each = [together(one, weight) for one in x.reshape(math.prod(x.shape[:-1]), x.shape[-1])]
-            return jnp.stack(each).reshape(*x.shape[:-1], weight.shape[0])
+        def multiply_one_by_one(x: Array, weight: Array) -> Array:
+            outputs = [multiply(vector, weight) for vector in x.reshape(math.prod(x.shape[:-1]), x.shape[-1])]
+            return jnp.stack(outputs).reshape(*x.shape[:-1], weight.shape[0])
 
-        return cpu_or(apart, together, x, weight)
+        return cpu_or(multiply_one_by_one, multiply, x, weight)
 
-    def to_input(
+    def input_grad(
         self, gradient: Float[Array, "*batch outputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch inputs"]:
-        """The input's gradient."""
+        """Return the input's gradient."""
         return jnp.einsum("...o,oi->...i", gradient, weight, preferred_element_type=dtype)
 
-    def to_weight(
+    def weight_grad(
         self, gradient: Float[Array, "*batch outputs"], x: Float[Array, "*batch inputs"], dtype: DTypeLike
     ) -> Float[Array, "outputs inputs"]:
-        """The weight's gradient."""
+        """Return the weight's gradient."""
         vectors = tuple(range(x.ndim - 1))
         return jnp.tensordot(gradient, x, (vectors, vectors), preferred_element_type=dtype)
 
 
 class Fp8Matmul(MatmulPrecision):
-    """Products of numbers of 8 bits: weights and inputs rounded to E4M3, gradients to E5M2, sums in float32 at least.
+    """Products of 8-bit numbers: weights and inputs are rounded to E4M3, gradients to E5M2; float32 sums at least.
 
-    What is rounded is scaled first by the power of two that brings its largest magnitude to 128 at least and below 256
-    (E4M3), or to 2^14 and below 2^15 (E5M2): of an input or a gradient that of each vector, of a weight that of the
-    matrix. The scale is found where it is used, so that nothing is remembered from step to step. As powers of two
-    change no digit, a number is rounded alike beside whatever others, but for those below 2^-13 (E4M3) or 2^-28 (E5M2)
-    of the largest, which lose up to 2^-18, or 2^-31, of it. So slices of rows, tokens and features, on their own
-    devices or in their own microbatches, give what the whole gives, and no maximum is sent.
+    Before it is rounded, an array is scaled by a power of two that brings its largest magnitude to at least 128 and
+    below 256 (E4M3), or to at least 2^14 and below 2^15 (E5M2): each vector of an input or a gradient, and the whole
+    matrix of a weight. The scale is computed where it is used, so nothing is remembered from step to step. Powers of
+    two change no digit, so a number is rounded in the same way whatever the other numbers are, except for numbers below
+    2^-13 (E4M3) or 2^-28 (E5M2) of the largest, which lose up to 2^-18, or 2^-31, of it. So slices of rows, tokens and
+    features, on different devices or in different microbatches, give the results of whole arrays, and no maximum is
+    sent.
     """
 
     operand_bits: ClassVar[int | None] = 8
@@ -116,32 +118,32 @@ class Fp8Matmul(MatmulPrecision):
     def forward(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch outputs"]:
-        """`W x`."""
-        codes, of_vector = round_to_fp8(x, self.E4M3, -1)
-        of_weight, of_all = round_to_fp8(weight, self.E4M3, None)
-        y = _dot(codes, of_weight, (codes.ndim - 1,), (1,), dtype)
-        return _scaled(y, dtype, of_vector, of_all)
+        """Return `W x`."""
+        codes, vector_scale = round_to_fp8(x, self.E4M3, -1)
+        matrix, matrix_scale = round_to_fp8(weight, self.E4M3, None)
+        y = _dot(codes, matrix, (codes.ndim - 1,), (1,), dtype)
+        return _apply_scales(y, dtype, vector_scale, matrix_scale)
 
-    def to_input(
+    def input_grad(
         self, gradient: Float[Array, "*batch outputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch inputs"]:
-        """The input's gradient."""
-        codes, of_vector = round_to_fp8(gradient, self.E5M2, -1)
-        of_weight, of_all = round_to_fp8(weight, self.E4M3, None)
+        """Return the input's gradient."""
+        codes, vector_scale = round_to_fp8(gradient, self.E5M2, -1)
+        matrix, matrix_scale = round_to_fp8(weight, self.E4M3, None)
         # Some accelerators add 8-bit products up in fewer digits than float32's unless a higher precision is asked for.
-        y = _dot(codes, of_weight, (codes.ndim - 1,), (0,), dtype, "highest")
-        return _scaled(y, dtype, of_vector, of_all)
+        y = _dot(codes, matrix, (codes.ndim - 1,), (0,), dtype, "highest")
+        return _apply_scales(y, dtype, vector_scale, matrix_scale)
 
-    def to_weight(
+    def weight_grad(
         self, gradient: Float[Array, "*batch outputs"], x: Float[Array, "*batch inputs"], dtype: DTypeLike
     ) -> Float[Array, "outputs inputs"]:
-        """The weight's gradient: an input's scale, which differs from vector to vector, goes to its gradient."""
-        codes, of_vector = round_to_fp8(x, self.E4M3, -1)
-        wide = gradient.astype(at_least_float32(gradient.dtype)) * of_vector.astype(at_least_float32(gradient.dtype))
-        of_gradient, of_all = round_to_fp8(wide, self.E5M2, None)
+        """Return the weight's gradient; the scales of input vectors multiply the output's gradient before rounding."""
+        codes, vector_scale = round_to_fp8(x, self.E4M3, -1)
+        wide = at_least_float32(gradient.dtype)
+        grad_codes, grad_scale = round_to_fp8(gradient.astype(wide) * vector_scale.astype(wide), self.E5M2, None)
         vectors = tuple(range(x.ndim - 1))
-        y = _dot(of_gradient, codes, vectors, vectors, dtype, "highest")
-        return _scaled(y, dtype, of_all)
+        y = _dot(grad_codes, codes, vectors, vectors, dtype, "highest")
+        return _apply_scales(y, dtype, grad_scale)
 
 
 def _forward(products: MatmulPrecision, dtype: Any, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -149,30 +151,31 @@ def _forward(products: MatmulPrecision, dtype: Any, x: Array, weight: Array) -> 
 
 
 def _backward(
-    products: MatmulPrecision, dtype: Any, saved: tuple[Array, Array], gradient: Array
+    products: MatmulPrecision, dtype: Any, residuals: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, Array]:
-    x, weight = saved
-    return products.to_input(gradient, weight, x.dtype), products.to_weight(gradient, x, weight.dtype)
+    x, weight = residuals
+    return products.input_grad(gradient, weight, x.dtype), products.weight_grad(gradient, x, weight.dtype)
 
 
-_multiplied = jax.custom_vjp(
+_multiply = jax.custom_vjp(
     lambda products, dtype, x, weight: products.forward(x, weight, dtype), nondiff_argnums=(0, 1)
 )
-_multiplied.defvjp(_forward, _backward)
+_multiply.defvjp(_forward, _backward)
 
 
 def _dot(
     left: Array, right: Array, left_dims: tuple, right_dims: tuple, dtype: DTypeLike, precision: str | None = None
 ) -> Array:
-    wanted = jnp.dtype(dtype)
-    summed = jnp.dtype("float32") if wanted == jnp.float16 else wanted  # which ends before the unscaled sums do
+    result_dtype = jnp.dtype(dtype)
+    # The sums before scaling may exceed the range of float16.
+    sum_dtype = jnp.dtype("float32") if result_dtype == jnp.float16 else result_dtype
     dims = ((left_dims, right_dims), ((), ()))
-    return jax.lax.dot_general(left, right, dims, preferred_element_type=summed, precision=precision)
+    return jax.lax.dot_general(left, right, dims, preferred_element_type=sum_dtype, precision=precision)
 
 
-def _scaled(y: Array, dtype: DTypeLike, *scales: Array) -> Array:
+def _apply_scales(y: Array, dtype: DTypeLike, *scales: Array) -> Array:
     wide = at_least_float32(jnp.dtype(dtype))
     product = y.astype(wide)
-    for scale in scales:  # one by one, since two small scales have a product that is no number
+    for scale in scales:  # one by one, since the product of two small scales may underflow
         product = product * scale.astype(wide)
     return product.astype(dtype)

@@ -1,4 +1,4 @@
-"""Marks of the parameters that are matrices, with their dims split into rows and columns."""
+"""The matrix parameters of a model, with their dims split into rows and columns, for optimizers such as Muon."""
 
 import dataclasses
 
@@ -14,10 +14,10 @@ from ._model_contracts import EmbeddingTable
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """Numbers of a matrix parameter's dims: `ensemble` dims in front, then `outputs`, then `inputs`.
+    """The dims of a matrix parameter, counted: `ensemble` dims in front, then `outputs`, then `inputs`.
 
-    `table` marks those whose one side is the vocabulary or the positions: embeddings and heads, which optimizers
-    treat apart from hidden matrices.
+    `table` marks matrices with one side of the vocabulary or the positions: embeddings and heads, which optimizers
+    treat differently from hidden matrices.
     """
 
     ensemble: int
@@ -27,14 +27,14 @@ class Matrix:
 
 
 def matrices(model: PyTree) -> PyTree:
-    """A tree like `model` with a `Matrix` for each weight that is one and None for biases, norms and the rest."""
+    """Return a tree like `model` with a `Matrix` for each weight matrix, and None for biases, norms and all else."""
 
     def is_module(node: object) -> bool:
         tables = EmbeddingTable | LearnedPositions | eqx.nn.Embedding
         return isinstance(node, DenseMap | tables | eqx.nn.Linear)
 
     def mark(node: PyTree) -> PyTree:
-        nothing = jax.tree.map(lambda _: None, node)
+        unmarked = jax.tree.map(lambda _: None, node)
         if isinstance(node, DenseMap):
             outputs, inputs = len(node.outputs), len(node.inputs)
             table = "vocab" in node.outputs
@@ -44,8 +44,8 @@ def matrices(model: PyTree) -> PyTree:
         else:
             return None
         if not has_shape(node.weight):
-            return nothing
+            return unmarked
         matrix = Matrix(node.weight.ndim - outputs - inputs, outputs, inputs, table)
-        return eqx.tree_at(lambda n: n.weight, nothing, matrix, is_leaf=lambda x: x is None)
+        return eqx.tree_at(lambda n: n.weight, unmarked, matrix, is_leaf=lambda x: x is None)
 
     return jax.tree.map(mark, model, is_leaf=is_module)

@@ -1,4 +1,4 @@
-"""Feed-forward layers."""
+"""Dense and gated feed-forward layers."""
 
 from collections.abc import Callable
 
@@ -34,9 +34,9 @@ class MLP(FeedForward):
         Args:
             embed: Channels of the input and the output.
             mlp: Hidden features.
-            activation: Any function of an array to one of its shape.
+            activation: Any elementwise function.
             bias: Whether the maps have biases.
-            output_std: The deviation of the last map's weights; None: as the others'.
+            output_std: Standard deviation of the last map's weights; None: as for the other maps.
             key: For the weights.
         """
         up, down = jax.random.split(key)
@@ -46,7 +46,7 @@ class MLP(FeedForward):
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Map each token by itself."""
-        return self.down(recomputed(self.activation)(self.up(x)))
+        return self.down(recompute_in_backward(self.activation)(self.up(x)))
 
 
 class GatedMLP(FeedForward):
@@ -76,12 +76,12 @@ class GatedMLP(FeedForward):
         Args:
             embed: Channels of the input and the output.
             mlp: Hidden features.
-            activation: Any function of an array to one of its shape.
+            activation: Any elementwise function.
             bias: Whether the maps have biases.
             limit: A bound on the gate from above and on the other factor on both sides, against runaway activations
                 (gpt-oss).
-            offset: What is added to the other factor (gpt-oss: 1).
-            output_std: The deviation of the last map's weights; None: as the others'.
+            offset: Added to the other factor (gpt-oss: 1).
+            output_std: Standard deviation of the last map's weights; None: as for the other maps.
             key: For the weights.
         """
         gate, up, down = jax.random.split(key, 3)
@@ -96,9 +96,9 @@ class GatedMLP(FeedForward):
         if self.limit is not None:
             gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         up = up + self.offset if self.offset else up
-        return self.down(recomputed(lambda gate, up: self.activation(gate) * up)(gate, up))
+        return self.down(recompute_in_backward(lambda gate, up: self.activation(gate) * up)(gate, up))
 
 
-def recomputed(bend: Callable[..., Array]) -> Callable[..., Array]:
-    """The function under `jax.checkpoint`: it is cheaper to recompute in the backward pass than to keep its results."""
-    return jax.checkpoint(bend, prevent_cse=False)
+def recompute_in_backward(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Return the elementwise function under `jax.checkpoint`: recomputing it is cheaper than keeping its results."""
+    return jax.checkpoint(function, prevent_cse=False)

@@ -31,7 +31,7 @@ class Module(eqx.Module):
 
 
 # Methods that modules call of each other.
-_CALLS = {"__call__", "encode", "embed", "unembed", "branch", "product", "normalised", "slots", "sorted_rows"}
+_CALLS = {"__call__", "encode", "embed", "unembed", "branch", "product", "normalize", "slots", "sorted_rows"}
 # The module whose call is being traced. It is set during the call alone, like JAX's own scopes, because a module does
 # not know which module holds it in which field.
 _RUNNING: contextvars.ContextVar[eqx.Module | None] = contextvars.ContextVar("running", default=None)

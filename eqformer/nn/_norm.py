@@ -1,4 +1,4 @@
-"""Normalisation over named dims, with the reduction in float32."""
+"""Normalization over named dims, with the reduction in float32."""
 
 import abc
 from collections.abc import Callable
@@ -15,30 +15,37 @@ from ._module import Module
 
 
 AVERAGED = ("means", "squares")
-Mean = Callable[[Array, str], Array]  # the mean over a norm's dims, which are kept; and of what: one of `AVERAGED`
+Mean = Callable[[Array, str], Array]
+"""`mean(y, what)` returns the mean of `y` over a norm's dims, which stay as dims of size 1.
+
+`what` says what is averaged, one of `AVERAGED`: devices with slices of the dims name their sums after it.
+"""
 
 
 class Norm(Module):
-    """A normalisation of trailing dims by averages over them, which may be taken over the slices of many devices."""
+    """A normalization of trailing dims by averages over them, which may be taken over the slices of many devices."""
 
     @property
     @abc.abstractmethod
     def reduced(self) -> tuple[str, ...]:
-        """The names of the trailing dims that averages are taken over."""
+        """Return the names of the trailing dims that averages are taken over."""
 
     @abc.abstractmethod
-    def normalised(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
-        """`x`, or this device's slice of it, normalised by what `mean` gives of wide arrays of its shape."""
+    def normalize(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
+        """Return `x`, or this device's slice of it, normalized by averages that `mean` takes of arrays of its shape.
+
+        `mean` gets arrays in float32 at least.
+        """
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalise the trailing dims of `x`; the result has the dtype of `x`."""
-        return self.normalised(x, self.mean)
+        return self.normalize(x, self.mean)
 
     def mean(self, y: Float[Array, "..."], what: str) -> Float[Array, "..."]:
-        """The mean over the dims of an array; a `ValueError` for a word by which devices with slices send nothing."""
+        """Return the mean over the norm's dims; raise a `ValueError` unless `what` is one of `AVERAGED`."""
         if what not in AVERAGED:
             raise ValueError(
-                f"{type(self).__name__}.normalised: mean(y, {what!r}) says of what the mean is, which is one of "
+                f"{type(self).__name__}.normalize: mean(y, {what!r}) names what is averaged, which is one of "
                 f"{' and '.join(map(repr, AVERAGED))}; take the nearer one, 'squares' for any power."
             )
         return jnp.mean(y, tuple(range(-len(self.reduced), 0)), keepdims=True)
@@ -47,7 +54,7 @@ class Norm(Module):
 class RMSNorm(Norm):
     """`x / sqrt(mean(x^2) + eps) * (offset + weight) + shift` over named dims (Zhang and Sennrich 2019).
 
-    `RMSNorm("embed", embed=512)` normalises a residual stream, `RMSNorm("head_dim", head_dim=64)` each head by itself,
+    `RMSNorm("embed", embed=512)` normalizes a residual stream, `RMSNorm("head_dim", head_dim=64)` each head by itself,
     `RMSNorm("heads head_dim", heads=8, head_dim=64)` all heads together. `offset=1` counts the scale from one, so that
     weight decay pulls it there (Gemma). `scale=False` leaves the weight out.
     """
@@ -68,12 +75,12 @@ class RMSNorm(Norm):
         shift: bool = False,
         **sizes: int,
     ):
-        """Begin with weights that leave the normalised input as it is.
+        """Begin with weights that leave the normalized input as it is.
 
         Args:
             dims: The names of the last dims of the input.
-            eps: What is added to the mean of squares.
-            offset: What is added to the weights: 1 counts them from one.
+            eps: Added to the mean of squares.
+            offset: Added to the weights: 1 counts them from one.
             scale: Whether there are weights.
             shift: Whether there is a shift.
             **sizes: The size of each dim by its name.
@@ -85,11 +92,11 @@ class RMSNorm(Norm):
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """All its dims."""
+        """Return all dims of the norm."""
         return self.dims
 
-    def normalised(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
-        """By the mean of squares."""
+    def normalize(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
+        """Divide by the root of the mean of squares."""
         _check_sizes("RMSNorm", self.dims, self.weight, x)
         wide = x.astype(at_least_float32(x.dtype))
         y = wide * jax.lax.rsqrt(mean(wide * wide, "squares") + self.eps)
@@ -104,7 +111,7 @@ class LayerNorm(Norm):
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over named dims (Ba, Kiros and Hinton 2016).
 
     With `over`, the last of the dims, mean and variance are over these alone: `LayerNorm("heads head_dim",
-    over="head_dim", ...)` normalises each head by itself and scales it by its own weights (Command R+).
+    over="head_dim", ...)` normalizes each head by itself and scales it by its own weights (Command R+).
     """
 
     dims: tuple[str, ...] = eqx.field(static=True)
@@ -127,10 +134,10 @@ class LayerNorm(Norm):
 
         Args:
             dims: The names of the last dims of the input.
-            eps: What is added to the variance.
+            eps: Added to the variance.
             scale: Whether there are weights.
             bias: Whether there are biases.
-            over: The last of the dims, over which alone mean and variance are taken; None: over all.
+            over: The last of the dims, over which mean and variance are taken; None: all dims.
             **sizes: The size of each dim by its name.
         """
         self.dims, shape = _named_shape("LayerNorm", dims, sizes)
@@ -144,15 +151,15 @@ class LayerNorm(Norm):
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """The last of its dims, or all."""
+        """Return the dims of `over`, or all dims."""
         return self.dims[-self.over :]
 
-    def normalised(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
-        """By the mean, and the mean of squares of what is left."""
+    def normalize(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
+        """Subtract the mean, and divide by the root of the variance."""
         _check_sizes("LayerNorm", self.dims, self.weight, x)
         wide = x.astype(at_least_float32(x.dtype))
-        centred = wide - mean(wide, "means")
-        y = centred * jax.lax.rsqrt(mean(centred * centred, "squares") + self.eps)
+        centered = wide - mean(wide, "means")
+        y = centered * jax.lax.rsqrt(mean(centered * centered, "squares") + self.eps)
         if self.weight is not None:
             y = y * self.weight.astype(y.dtype)
         if self.bias is not None:
@@ -161,26 +168,26 @@ class LayerNorm(Norm):
 
 
 class ClippedNorm(Norm):
-    """What a norm gives, or the input itself, no further than `bound` from 0 (OLMoE)."""
+    """The output of a norm, or the input itself, clipped to `[-bound, bound]` (OLMoE)."""
 
     norm: Norm | None
-    """The norm; None: none."""
+    """The norm; None: the input is clipped."""
     bound: float = eqx.field(static=True)
-    """The largest size."""
+    """The largest magnitude."""
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """The norm's."""
+        """Return the dims of the norm."""
         return () if self.norm is None else self.norm.reduced
 
     @property
     def weight(self) -> Any:
-        """The norm's scale, or its shape, under the name that it has where nothing is clipped."""
+        """Return the norm's scale, or its shape, under the name that it has in a norm that is not clipped."""
         return getattr(self.norm, "weight", None)
 
-    def normalised(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
-        """By the norm, and clipped."""
-        return jnp.clip(x if self.norm is None else self.norm.normalised(x, mean), -self.bound, self.bound)
+    def normalize(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
+        """Normalize, and clip."""
+        return jnp.clip(x if self.norm is None else self.norm.normalize(x, mean), -self.bound, self.bound)
 
 
 def _named_shape(call: str, dims: str, sizes: dict[str, int]) -> tuple[tuple[str, ...], list[int]]:
@@ -191,7 +198,7 @@ def _named_shape(call: str, dims: str, sizes: dict[str, int]) -> tuple[tuple[str
 
 
 def _check_sizes(call: str, dims: tuple[str, ...], weight: Array | None, x: Array) -> None:
-    """Raise where sizes differ from the weight's, which would broadcast."""
+    """Raise a `ValueError` if the sizes of `x` differ from those of the weight, which would broadcast."""
     if weight is not None and x.shape[-len(dims) :] != weight.shape:
         raise ValueError(
             f"{call}({' '.join(dims)!r})(x): the last dims of x must be {dict(zip(dims, weight.shape))}; "

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Key
 from ._activation import gelu_tanh
 from ._contracts import FeedForward
 from ._linear import Linear, LinearMap
-from ._mlp import recomputed
+from ._mlp import recompute_in_backward
 from ._model_contracts import EmbeddingTable
 from ._module import Module
 from ._norm import Norm, RMSNorm
@@ -139,5 +139,5 @@ class PerLayerGate(FeedForward):
                 "PerLayerGate(x): the layer is given no vector of each token; let it stand in "
                 "Residual(reads='layer_input'), of a Transformer with layer_inputs."
             )
-        multiply = recomputed(lambda gate, layer_input: self.activation(gate) * layer_input)
+        multiply = recompute_in_backward(lambda gate, layer_input: self.activation(gate) * layer_input)
         return self.down(multiply(self.gate(x), layer_input))

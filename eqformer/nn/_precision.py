@@ -20,20 +20,20 @@ from .experts._routing import Router
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """A policy: the dtype parameters are kept in, the dtype of the residual stream, and what products are of.
+    """A policy: the dtype of parameters, the dtype of the residual stream, and the precision of products.
 
-    `products="fp8"` computes those of linear maps in 8 bits (`with_fp8`); by default they are in the compute dtype.
-    Reductions (norms, softmax, logits, losses) are in float32 at least whatever the policy. `Precision()` is float32
-    throughout, `Precision(compute="bfloat16")` mixed precision, `Precision("bfloat16", "bfloat16")` for inference.
-    Dtypes go by their names, also short ones (`bf16`), which become the full ones.
+    `products="fp8"` computes the products of linear maps in 8 bits (`with_fp8`); by default they are in the compute
+    dtype. Reductions (norms, softmax, logits, losses) are in float32 at least whatever the policy. `Precision()` is
+    float32 throughout, `Precision(compute="bfloat16")` mixed precision, `Precision("bfloat16", "bfloat16")` is meant
+    for inference. Short names of dtypes (`bf16`) become the full ones.
     """
 
     parameters: str = "float32"
-    """What parameters are kept in."""
+    """The dtype of parameters."""
     compute: str = "float32"
-    """float32, or bfloat16 for mixed precision; float16 too, with a scale of the loss."""
+    """The dtype of the residual stream: float32, or bfloat16 for mixed precision; float16 needs a loss scale."""
     products: str = "compute"
-    """What products of linear maps are of: compute (that dtype) or fp8."""
+    """The precision of linear maps' products: compute (the compute dtype) or fp8."""
 
     def __post_init__(self):
         if self.products not in ("compute", "fp8"):
@@ -42,27 +42,29 @@ class Precision:
             object.__setattr__(self, name, float_dtype(dtype, f"Precision({name}={dtype!r})"))
 
     def apply(self, model: Transformer) -> Transformer:
-        """The model with its parameters cast, its compute dtype set and its products chosen."""
+        """Return the model with its parameters cast, its compute dtype set and the precision of its products chosen."""
         model = dataclasses.replace(cast(without_fp8(model), self.parameters), compute_dtype=self.compute)
         return with_fp8(model) if self.products == "fp8" else model
 
 
 def cast(tree: PyTree, dtype: str) -> PyTree:
-    """The tree with its floating-point arrays cast to `dtype`; fields marked `float32_at_least` are no narrower."""
+    """Return the tree with its floating-point arrays cast to `dtype`.
+
+    Fields marked `float32_at_least` stay float32 or wider.
+    """
     name = float_dtype(dtype, f"cast(dtype={dtype!r})")
     wide = at_least_float32(jnp.dtype(name))
 
-    def one(x: Any, is_wide: bool) -> Any:
+    def cast_array(x: Any, is_wide: bool) -> Any:
         return x.astype(wide if is_wide else name) if eqx.is_inexact_array(x) else x
 
-    return jax.tree.map(one, tree, float32_flags(tree))
+    return jax.tree.map(cast_array, tree, float32_flags(tree))
 
 
 class Fp8Linear(DenseMap):
-    """A `Linear` whose products, forward and backward, are of numbers of 8 bits (`Fp8Matmul`); `with_fp8` puts it
-    there.
+    """A `Linear` whose products, forward and backward, are in 8 bits (`Fp8Matmul`); `with_fp8` puts it into a model.
 
-    Its arrays are the `Linear`'s, so that optimizers, checkpoints and published folders are the same with it.
+    Its arrays are those of the `Linear`, so optimizers, checkpoints and published folders are the same with it.
     """
 
     outputs: tuple[str, ...] = eqx.field(static=True)
@@ -72,43 +74,43 @@ class Fp8Linear(DenseMap):
 
     @property
     def products(self) -> MatmulPrecision:
-        """Those of 8 bits."""
+        """Return the precision of 8 bits."""
         return Fp8Matmul()
 
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """`W x`, of the trailing dims of `x`."""
+        """Return `W x` over the trailing dims of `x`."""
         return apply_weight(self, self.weight, x, dtype)
 
 
 def with_fp8(model: PyTree, where: Where | None = None) -> PyTree:
-    """The model with an `Fp8Linear` in the place of each chosen `Linear`, of the same arrays.
+    """Return the model with an `Fp8Linear`, of the same arrays, in the place of each chosen `Linear`.
 
-    Of a `LoRA` it is the map that stays; the factors' products stay in the compute dtype. Raises a `ValueError` where
-    nothing is chosen, where a chosen map is no `Linear`, and for routers' maps, whose products stay there too.
+    In a `LoRA` the fixed map is replaced; the factors' products stay in the compute dtype. Raises a `ValueError` if no
+    map is chosen, if a chosen map is no `Linear`, and for routers' maps, whose products stay in the compute dtype too.
 
     Args:
         model: Any tree of modules.
-        where: Which maps, as for `with_lora`; None: all `Linear`s but routers' and those of the vocabulary.
+        where: The chosen maps, as in `with_lora`; None: all `Linear`s except routers' and those of the vocabulary.
     """
-    apart = [name for name, _ in named_modules(model, Router)]
-    is_apart = lambda name: any(name.startswith(f"{one}.") for one in apart)
-    fits = lambda name, linear: type(_base(linear)) is Linear and not is_apart(name)
-    usual: Where = lambda name, linear: fits(name, linear) and "vocab" not in (*linear.outputs, *linear.inputs)
-    chosen = chosen_maps(model, usual if where is None else where, "with_fp8(model)")
+    routers = [name for name, _ in named_modules(model, Router)]
+    is_in_router = lambda name: any(name.startswith(f"{router}.") for router in routers)
+    fits = lambda name, linear: type(_base(linear)) is Linear and not is_in_router(name)
+    default: Where = lambda name, linear: fits(name, linear) and "vocab" not in (*linear.outputs, *linear.inputs)
+    chosen = chosen_maps(model, default if where is None else where, "with_fp8(model)")
     if wrong := [name for name, linear in chosen.items() if not fits(name, linear)]:
         raise ValueError(
             f"with_fp8(where={where!r}): {', '.join(wrong)} cannot multiply in 8 bits: a map must be a Linear, with or "
             "without a LoRA, and no router's; choose others."
         )
 
-    def one(path: tuple, node: PyTree) -> PyTree:
+    def replace_if_chosen(path: tuple, node: PyTree) -> PyTree:
         if path_name(path) not in chosen:
             return node
         base = _base(node)
-        made = Fp8Linear(base.outputs, base.inputs, base.weight, base.bias)
-        return made if base is node else eqx.tree_at(lambda lora: lora.linear, node, made)
+        linear = Fp8Linear(base.outputs, base.inputs, base.weight, base.bias)
+        return linear if base is node else eqx.tree_at(lambda lora: lora.linear, node, linear)
 
-    return jax.tree_util.tree_map_with_path(one, model, is_leaf=lambda node: isinstance(node, LinearMap))
+    return jax.tree_util.tree_map_with_path(replace_if_chosen, model, is_leaf=lambda node: isinstance(node, LinearMap))
 
 
 def _base(linear: LinearMap) -> Any:
@@ -116,9 +118,9 @@ def _base(linear: LinearMap) -> Any:
 
 
 def without_fp8(model: PyTree) -> PyTree:
-    """The model with a `Linear` in the place of each `Fp8Linear`, of the same arrays."""
+    """Return the model with a `Linear`, of the same arrays, in the place of each `Fp8Linear`."""
 
-    def one(node: PyTree) -> PyTree:
+    def replace_fp8(node: PyTree) -> PyTree:
         return plain(node, node.weight) if isinstance(node, Fp8Linear) else node
 
-    return jax.tree.map(one, model, is_leaf=lambda node: isinstance(node, Fp8Linear))
+    return jax.tree.map(replace_fp8, model, is_leaf=lambda node: isinstance(node, Fp8Linear))

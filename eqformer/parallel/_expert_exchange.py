@@ -97,7 +97,7 @@ def exchange_choices(
         return run_round(eqx.combine(trainable, frozen, static), room, queues, number, *inputs)
 
     outputs = _repeat_rounds(run_experts)(frozen, queues, trainable, x, weights if weighs_inputs else None)
-    return nn.dispatch.combine(outputs, jnp.ones_like(weights) if weighs_inputs else weights)
+    return nn.dispatch.combine_choices(outputs, jnp.ones_like(weights) if weighs_inputs else weights)
 
 
 def _repeat_rounds(run_round: Round) -> Callable[..., Float[Array, "tokens top_k embed"]]:
@@ -163,18 +163,18 @@ def run_padded_round(
     is_in_round = (choices >= 0) & (queues.turn == number)
     slot = jnp.where(is_in_round, choices // len(experts) * room + queues.slot, -1)
     choice = nn.dispatch.choice_of_slot(slot, jax.lax.axis_size(EXPERT) * room)
-    rows = nn.dispatch.take_some_rows(x, choice // choices.shape[-1], slot)
+    rows = nn.dispatch.take_rows_or_zeros(x, choice // choices.shape[-1], slot)
     if weights is not None:
-        rows = nn.dispatch.scaled(rows, nn.dispatch.weight_of_slot(slot, weights, len(choice)))
+        rows = nn.dispatch.scale_rows(rows, nn.dispatch.weight_of_slot(slot, weights, len(choice)))
     expert = jnp.where(choice < 0, -1, choices.reshape(-1)[jnp.maximum(choice, 0)] % len(experts))
     to_experts = lambda array: send.all_to_all("choices to experts", array, EXPERT, 0, 0)
-    order, rank, sizes = nn.dispatch.by_expert(to_experts(expert)[:, None], len(experts))
+    order, rank, sizes = nn.dispatch.sort_by_expert(to_experts(expert)[:, None], len(experts))
     received = nn.dispatch.take_rows(to_experts(rows), order, rank[:, None])
     even_load = min(choices.size, len(choice))
     y = experts.sorted_rows(received, sizes, even=even_load // len(experts))
     returned = nn.dispatch.take_rows(y, rank, order[:, None])
     returned = checkpoint_name(send.all_to_all("choices from experts", returned, EXPERT, 0, 0), "product")
-    outputs = nn.dispatch.take_some_rows(returned, slot.reshape(-1), choice[:, None])
+    outputs = nn.dispatch.take_rows_or_zeros(returned, slot.reshape(-1), choice[:, None])
     return outputs.reshape(*choices.shape, x.shape[-1])
 
 
@@ -182,7 +182,7 @@ def make_ragged_queues(choices: Int[Array, "tokens top_k"], experts: int, room: 
     """Return the queues of all devices' choices, with `room` slots a round and `experts` experts a device."""
     devices = jax.lax.axis_size(EXPERT)
     nn.dispatch.check_indices(f"an exchange among {devices} devices", "choices", devices * choices.size)
-    order, rank, sizes = nn.dispatch.by_expert(choices, devices * experts)
+    order, rank, sizes = nn.dispatch.sort_by_expert(choices, devices * experts)
     counts = send.all_gather("counts of choices", sizes, EXPERT, stacks=True).reshape(devices, devices, experts)
     # All devices that exchange have the same counts, so that they leave the loop together.
     rounds = (jnp.max(jnp.sum(counts, axis=(0, 2), dtype=jnp.int32)) + (room - 1)) // room
@@ -202,7 +202,7 @@ def run_ragged_round(
     to_experts, from_experts, sizes = ragged_runs(queues.counts, jax.lax.axis_index(EXPERT), number * room, room)
     rows = nn.dispatch.take_rows(x, order // rank.shape[-1], rank)
     if weights is not None:
-        rows = nn.dispatch.scaled(rows, weights.reshape(-1)[order])
+        rows = nn.dispatch.scale_rows(rows, weights.reshape(-1)[order])
     received = _send_rows("choices to experts", len(rows), room, rows, to_experts, from_experts)
     y = experts.sorted_rows(received, sizes, even=min(len(rows), room) // len(experts))
     outputs = _send_rows("choices from experts", room, len(rows), y, from_experts, to_experts)

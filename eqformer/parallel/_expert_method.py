@@ -26,7 +26,7 @@ class Exchange(NamedTuple):
 
         Ragged, they are slots for the choices of all devices; padded, for the choices of each device.
         """
-        return nn.dispatch.slots_of(self.factor, choices * (devices if self.is_ragged else 1), devices)
+        return nn.dispatch.slots_per_expert(self.factor, choices * (devices if self.is_ragged else 1), devices)
 
     def sent(self, choices: int, devices: int) -> int:
         """Return the vectors that a device with `choices` choices sends in a round of an even load, to itself too."""

@@ -143,15 +143,15 @@ class SplitMixture(nn.Routed):
         self, x: Float[Array, "*batch seq embed"], routing: nn.Routing, tokens: nn.Tokens
     ) -> tuple[Float[Array, "*batch seq embed"], Int[Array, ""]]:
         """Return the chosen experts' sum for each token, and the number of dropped choices."""
-        dispatch = self.inner.dispatch_of(tokens, routing)
+        dispatch = self.inner.dispatch_for(tokens, routing)
         if self.stream is None and jax.lax.axis_size(EXPERT) == 1:
             return dispatch(self.inner.experts, x, routing, weighs_inputs=self.inner.weighs_inputs)
         experts = routing.scores.shape[-1]
         x, choices, weights = (self._gather_rows(array) for array in (x, routing.experts, routing.weights))
-        choices, dropped = dispatch.kept(choices, experts)
+        choices, dropped = dispatch.keep_choices(choices, experts)
         flat = (array.reshape(-1, array.shape[-1]) for array in (x, choices, weights))
         if jax.lax.axis_size(EXPERT) == 1:
-            y = self._sum_of_experts(self._device_experts(), *flat)
+            y = self._sum_experts(self._device_experts(), *flat)
         else:
             y = self._run_over_devices(*flat)
         dropped = dropped if self.stream is None else _mark_replicated(dropped)
@@ -185,12 +185,12 @@ class SplitMixture(nn.Routed):
         device_choices = choices - jax.lax.axis_index(EXPERT) * len(experts)
         is_here = (device_choices >= 0) & (device_choices < len(experts)) & (choices >= 0)
         device_choices = jnp.where(is_here, device_choices, -1)
-        y = self._sum_of_experts(experts, x, device_choices, weights)
+        y = self._sum_experts(experts, x, device_choices, weights)
         return send.psum_scatter("sums of all experts", y, EXPERT)
 
-    def _sum_of_experts(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
+    def _sum_experts(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
         options = {"weighs_inputs": self.inner.weighs_inputs, "devices": jax.lax.axis_size(EXPERT)}
-        return nn.dispatch.sum_of_experts(experts, x, choices, weights, **options)
+        return nn.dispatch.sum_experts(experts, x, choices, weights, **options)
 
     def _run_slots(
         self, x: Float[Array, "*batch seq embed"], slots: nn.Slots, tokens: nn.Tokens

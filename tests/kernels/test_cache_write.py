@@ -42,7 +42,7 @@ def call_of(name: str, dtype: Any) -> CacheWriteCall:
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_scatter_to_the_bit(name, dtype, monkeypatch):
     call = call_of(name, dtype)
-    monkeypatch.setattr(_tpu, "_BYTES", 2 * call.memory[..., :32, :].nbytes // ROWS)  # several programs
+    monkeypatch.setattr(_tpu, "_TILE_BYTES", 2 * call.memory[..., :32, :].nbytes // ROWS)  # several programs
     wide = lambda x: np.asarray(x, np.float32)
     wanted = wide(ScatterWrite().run(call))
     assert np.array_equal(wide(TileWrite(interpret=True).run(call)), wanted)

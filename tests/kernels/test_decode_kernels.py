@@ -128,8 +128,8 @@ def wanted(given: dict[str, Any]) -> np.ndarray:
 @pytest.mark.parametrize("name", [*CASES][:2] + [pytest.param(n, marks=pytest.mark.grid) for n in [*CASES][2:]])
 def test_the_kernel_is_the_reference_in_chunks(name, monkeypatch):
     monkeypatch.setattr(gpu, "_PROGRAMS", 4 * len(LENGTHS) * CASES[name].kv_heads)
-    monkeypatch.setattr(gpu, "_TILE", 512)
-    monkeypatch.setattr(gpu, "_MOST", 512)  # 16 heads of 32 channels a program
+    monkeypatch.setattr(gpu, "_BLOCK_NUMBERS", 512)
+    monkeypatch.setattr(gpu, "_QUERY_NUMBERS", 512)  # 16 heads of 32 channels a program
     given = given_of(CASES[name])
     found, right = np.asarray(by_kernel(**given), np.float32), wanted(given)
     assert np.abs(found - right).max() < 0.01 * np.abs(right).max()
@@ -149,7 +149,7 @@ LAID = [(10, 512), (128, 512), (128, 2**20)]
 def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, tile, monkeypatch):
     monkeypatch.setattr(tpu, "LANES", lanes)
     monkeypatch.setattr(_slots_tpu, "LANES", lanes)
-    monkeypatch.setattr(tpu, "_TILE", tile)
+    monkeypatch.setattr(tpu, "_BLOCK_NUMBERS", tile)
     monkeypatch.setattr(tpu, "_SUBLANES", 2)  # heads' scales are read where they lie, if a block has all slots
     given = given_of(CASES[name])
     found, right = np.asarray(by_kernel(**given, held=held_by(given)), np.float32), wanted(given)
@@ -161,7 +161,7 @@ def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, tile, monkey
 
 @pytest.mark.parametrize("name, tile", [("everything", 512), ("latents", 512), ("everything", 2**20)])
 def test_tpus_fetch_what_is_counted_and_no_more_than_is_seen(name, tile, monkeypatch):
-    monkeypatch.setattr(tpu, "_TILE", tile)
+    monkeypatch.setattr(tpu, "_BLOCK_NUMBERS", tile)
     monkeypatch.setattr(tpu, "_SUBLANES", 2)
     monkeypatch.setattr(tpu, "LANES", 10)
     monkeypatch.setattr(_slots_tpu, "LANES", 10)
@@ -237,7 +237,7 @@ def test_gpus_run_it_over_devices_with_types_checked_and_gradients_are_the_refer
     assert np.array_equal(slope(arrays), plain_slope)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
     assert "triton" not in text("cuda", wide)  # exact sums in float32
-    for name, its in {"_MOST": 16 * 32 - 1, "_TRITON": "jax.experimental.absent"}.items():
+    for name, its in {"_QUERY_NUMBERS": 16 * 32 - 1, "_TRITON": "jax.experimental.absent"}.items():
         with monkeypatch.context() as patched:
             patched.setattr(gpu, name, its)
             run.clear_cache()
@@ -275,7 +275,7 @@ def test_tpus_run_it_over_devices(case, specs, monkeypatch):
     monkeypatch.setattr(_op, "compilers", lambda: ("tpu",))
     run.clear_cache()
     assert "custom_call" not in text("tpu")  # so few slots are not worth a program
-    monkeypatch.setattr(tpu, "_LEAST", 0)
+    monkeypatch.setattr(tpu, "_LEAST_BYTES", 0)
     run.clear_cache()
     assert "tpu_custom_call" in text("tpu") and "custom_call" not in text("cuda") + text("cpu") + plain
     wide = arrays | {"query": arrays["query"].astype(jnp.float32)}

@@ -16,7 +16,7 @@ from nn_reference import close, normal
 
 from eqformer import nn
 from eqformer.kernels import _op, GroupedMatmulCall, HopperGroupedMatmul
-from eqformer.kernels.grouped_matmul._hopper import tile_for, tiles_of
+from eqformer.kernels.grouped_matmul._hopper import choose_tile, make_row_tiles
 from eqformer.nn.experts import _grouped
 
 
@@ -72,8 +72,8 @@ LOADS = {
 def test_tiles_have_each_row_once_and_few_beside(name):
     """What is computed, of what the rows need: tiles times their rows."""
     rows, sizes, most = LOADS[name]
-    height = tile_for(rows, len(sizes), 1024).rows
-    tiles = jax.tree.map(np.asarray, tiles_of(jnp.array(sizes), max(rows, height), height))
+    height = choose_tile(rows, len(sizes), 1024).rows
+    tiles = jax.tree.map(np.asarray, make_row_tiles(jnp.array(sizes), max(rows, height), height))
     used = int(tiles.number[0])
     ends, owner = np.cumsum(sizes), np.full(max(rows, height), -1)
     for group, begin, start, size in zip(*(column[:used] for column in tiles[:4])):
@@ -115,9 +115,9 @@ def with_compiler(monkeypatch):
     """As where the compiler for GPUs is installed."""
     for module in (_grouped, _op):
         monkeypatch.setattr(module, "compilers", lambda: ("cuda",))
-    _grouped._make.cache_clear()
+    _grouped._grouped_function.cache_clear()
     yield
-    _grouped._make.cache_clear()
+    _grouped._grouped_function.cache_clear()
 
 
 def kernels(experts, platform="cuda", gpu="NVIDIA H100", **load):

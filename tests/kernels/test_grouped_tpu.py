@@ -11,7 +11,7 @@ from grouped_cases import given, OUTPUTS, ROWS, SIZES, wanted, with_gradients
 from nn_reference import close, normal
 
 from eqformer.kernels import TpuGroupedMatmul
-from eqformer.kernels.grouped_matmul import _tpu_tiles
+from eqformer.kernels.grouped_matmul import _tpu
 
 
 KERNEL = TpuGroupedMatmul(interpret=True)
@@ -105,7 +105,7 @@ def test_kernels_for_tpus_compute_little_beside(monkeypatch, name, product):
 
     assert 1 <= executed(8) <= most
     if name != next(iter(LOADS)):  # the control: pieces that are whole tiles
-        monkeypatch.setattr(_tpu_tiles, "HEIGHTS", (512,))
+        monkeypatch.setattr(_tpu, "HEIGHTS", (512,))
         assert executed(16) > most + 0.1  # of other sizes, as kernels that were traced are kept
 
 

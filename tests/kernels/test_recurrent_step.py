@@ -53,7 +53,7 @@ def call_of(name: str) -> RecurrentStepCall:
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_plain_step(name, monkeypatch):
     call = call_of(name)
-    monkeypatch.setattr(_tpu, "_BYTES", 2**18)  # several programs
+    monkeypatch.setattr(_tpu, "_STATE_BYTES", 2**18)  # several programs
     answer, memory = jax.jit(StepTpu(interpret=True).run)(call)
     wanted, after = jax.jit(ReferenceStep().run)(call)
     assert answer.shape == wanted.shape and bool(jnp.isnan(answer[2]).all())
@@ -63,7 +63,7 @@ def test_it_is_the_plain_step(name, monkeypatch):
         jnp.where(lost, 0, memory), jnp.where(lost, 0, after), 1e-6
     )
     assert call.layer is None or bool((memory[0] == call.memory[0]).all())  # another layer's
-    begun = dataclasses.replace(call, found=jnp.ones(ROWS, jnp.int32))  # the control: rows that find zeros
+    begun = dataclasses.replace(call, initial=jnp.ones(ROWS, jnp.int32))  # the control: rows that find zeros
     assert not close(ReferenceStep().run(begun)[0][0], answer[0], 1e-2)
 
 
@@ -88,7 +88,7 @@ def test_its_gradients_are_those_of_the_plain_step():
 
     def total(token: Any, platform: str) -> jax.Array:
         with kernels.traced_for(platform):
-            answer, after = States(call.memory, call.found == 1).stepped(call.step, *token)
+            answer, after = States(call.memory, call.initial == 1).step_token(call.step, *token)
         return jnp.sum(jnp.sin(answer)) + jnp.sum(jnp.cos(after))
 
     own, plain = (jax.grad(functools.partial(total, platform=platform))(call.inputs) for platform in ("tpu", "cpu"))

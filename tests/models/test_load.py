@@ -14,7 +14,6 @@ from safetensors.numpy import load_file, save_file
 
 from eqformer import models, nn
 from eqformer.models._leaf_reader import _empty_shards
-from eqformer.models._weight_rules import flatten_model, unflatten_model
 from eqformer.parallel import make_mesh, Plan
 
 
@@ -120,17 +119,3 @@ def test_a_process_makes_the_parts_of_its_own_devices_alone():
     assert len({id(part) for part in everyone}) == 8 and all(part.holds((3,)) for part in everyone)
     whole = _empty_shards(leaf, NamedSharding(make_mesh(fsdp=8), P()).devices_indices_map(leaf.shape)).values()
     assert len(whole) == 8 and len({id(part) for part in whole}) == 1
-
-
-def test_rules_name_each_leaf_by_its_path_in_any_copy_of_the_model():
-    for name in ("phi3-byte-500k", "deepseek-v3-byte-500k", "t5-byte-200k"):
-        config, shapes = models.preset(name), models.shapes(name)
-        family = next(family for family in models.FAMILIES.values() if isinstance(config, family.config))
-        leaves, rules = flatten_model(shapes), family.rules(config, shapes)
-        paths = {path: shape for rule in rules for path, shape in zip(rule.paths, rule.shapes, strict=True)}
-        assert paths == {path: leaf.shape for path, leaf in leaves.items() if nn.is_trainable(leaf)}
-        copy = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)  # all leaves are others
-        assert family.rules(config, copy) == rules
-        assert flatten_model(unflatten_model(copy, leaves)) == leaves
-        with pytest.raises(KeyError, match=r"norm\.weight"):
-            unflatten_model(copy, {path: leaf for path, leaf in leaves.items() if "norm" not in path})

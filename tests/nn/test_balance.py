@@ -224,7 +224,7 @@ def test_a_collapsed_router_recovers(name):
         pace = 1 - number.astype(jnp.float32) / STEPS
         router = jax.tree.map(lambda leaf, slope: leaf - 0.3 * pace * slope, router, slope)
         if rate:
-            bias = nn.updated_selection_bias(router.selection_bias, counts, rate * pace)
+            bias = nn.update_selection_bias(router.selection_bias, counts, rate * pace)
             router = eqx.tree_at(lambda r: r.selection_bias, router, bias)
         return router, jnp.max(counts) * EXPERTS / jnp.sum(counts)
 
@@ -237,7 +237,7 @@ def test_a_collapsed_router_recovers(name):
 def test_the_selection_bias_follows_the_missing_load():
     bias = jnp.asarray([[0.0, 1, 2], [0, 0, 0]])
     for load in (jnp.asarray([[1, 2, 3], [4, 4, 4]]), jnp.asarray([[1.0, 2, 3], [4, 4, 4]])):
-        found = nn.updated_selection_bias(bias, load, 0.25)
+        found = nn.update_selection_bias(bias, load, 0.25)
         assert np.array_equal(found, [[0.25, 1, 1.75], [0, 0, 0]]) and found.dtype == jnp.float32
 
 

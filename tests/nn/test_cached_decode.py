@@ -157,7 +157,7 @@ def test_attention_reads_its_cache_where_it_lies_unless_its_core_is_named(cache_
     _, cache = layer(x, nn.positions_like(x.shape[:2]), empty)
     step = lambda layer: layer(x[:, :1], nn.Tokens(jnp.full((2, 1), 40, jnp.int32)), cache)[0]
     right = np.asarray(step(named), np.float32)
-    monkeypatch.setattr(tpu, "_LEAST", 0)
+    monkeypatch.setattr(tpu, "_LEAST_BYTES", 0)
     monkeypatch.setattr(_op, "compilers", lambda: ("tpu",))
     monkeypatch.setattr(kernels.TileWrite, "supports", lambda *_: "only attention runs by a kernel here")
     program = lambda layer: jax.jit(lambda: step(layer)).trace().lower(lowering_platforms=("tpu",)).as_text()

@@ -43,12 +43,12 @@ def test_what_it_remembers_goes_on_where_it_ended():
 
     @jax.jit
     def run(count, documents):
-        whole, after = CONV(X, documents), CONV.after(X, documents, zeros, count)
+        whole, after = CONV(X, documents), CONV.last_inputs(X, documents, zeros, count)
         rests = [
             [CONV(X[row : row + 1, seen:], documents[:1, seen:], before)[0] for before in (after[row : row + 1], None)]
             for row, seen in enumerate((4, 1))
         ]
-        return whole, rests, CONV.after(X, DOCUMENTS, zeros, jnp.array([7, 7]))
+        return whole, rests, CONV.last_inputs(X, DOCUMENTS, zeros, jnp.array([7, 7]))
 
     whole, rests, last = jax.tree.map(np.asarray, run(count, documents))
     for row, seen in enumerate(count.tolist()):

@@ -51,7 +51,9 @@ SCALES = replaced(experts_of(), mlps=Scale(jnp.asarray([1.0, -2, 3, -4])))
 def scaled(chosen, weights, x):
     """Every capacity's output, dropped choices, and the choices that it says it keeps."""
     routing = routing_of(chosen, weights)
-    every = [(*dispatch(SCALES, x, routing), *dispatch.kept(routing.experts, EXPERTS)) for dispatch in DISPATCHES[1:]]
+    every = [
+        (*dispatch(SCALES, x, routing), *dispatch.keep_choices(routing.experts, EXPERTS)) for dispatch in DISPATCHES[1:]
+    ]
     return [jnp.stack(part) for part in zip(*every)]
 
 
@@ -105,7 +107,7 @@ def test_the_reference_itself_by_hand():
 def test_slots_are_counted_in_whole_numbers():
     """A factor of 1.1 for 100 choices of 10 experts makes 11 slots, where 1.1 * 100 / 10 is more than 11."""
     chosen = jnp.zeros((100, 1), jnp.int32)
-    assert jax.jit(lambda chosen: nn.Capacity(1.1).kept(chosen, 10))(chosen)[1] == 89
+    assert jax.jit(lambda chosen: nn.Capacity(1.1).keep_choices(chosen, 10))(chosen)[1] == 89
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,7 +122,7 @@ def test_dropless_is_the_sum_over_all_experts(kind):
         if np.any(chosen >= 0):
             wrong = np.where(chosen < 0, -1, (chosen + 1) % EXPERTS)
             assert not close(y, mixture(experts, x, wrong, weights), 1e-2)
-    assert np.array_equal(nn.Dropless().kept(jnp.asarray(chosen), EXPERTS)[0], chosen)
+    assert np.array_equal(nn.Dropless().keep_choices(jnp.asarray(chosen), EXPERTS)[0], chosen)
 
 
 def dense(experts, x, chosen, weights):

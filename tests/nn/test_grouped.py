@@ -34,7 +34,7 @@ run_alone, run_slotted = jax.jit(grouped_product), jax.jit(slotted_product)
 @pytest.mark.parametrize("name", SIZES)
 def test_products_and_gradients_are_those_of_a_loop(name):
     arrays, sizes = given(), SIZES[name]
-    slots = _grouped_blocks.Slots(jnp.array(sizes), ROWS)
+    slots = _grouped_blocks.GroupSlots(jnp.array(sizes), ROWS)
     assert slots.number == 40 and bool(slots.are_used) == (name in FILL_SLOTS)
     found, expected = jax.tree.map(np.asarray, run(*arrays, np.array(sizes))), wanted(arrays, sizes)
     for one, other in zip(found, expected, strict=True):
@@ -57,8 +57,8 @@ def test_products_and_gradients_are_those_of_a_loop(name):
 
 @pytest.mark.parametrize("rows,sizes,slots", [(1100, [257, 800], 550), (1101, [3, 1090], 550), (7, [3, 2], 0)])
 def test_slots_large_blocks_and_small_ones(rows, sizes, slots):
-    assert _grouped_blocks.Slots(jnp.array(sizes), rows).number == slots
-    assert _grouped_blocks.Slots(jnp.array(sizes), rows, even=137).number == 137  # of rows for four devices
+    assert _grouped_blocks.GroupSlots(jnp.array(sizes), rows).number == slots
+    assert _grouped_blocks.GroupSlots(jnp.array(sizes), rows, even=137).number == 137  # of rows for four devices
     arrays = given(rows, 2)
     expected = wanted(arrays, sizes)
     for one, other in zip(run(*arrays, np.array(sizes)), expected, strict=True):
@@ -161,8 +161,8 @@ def test_modules_in_blocks_and_in_ragged_products_are_those_of_a_loop(name):
     def both_ways(arrays, x, sizes):
         interpreted = TpuGroupedMatmul(interpret=True)
         ragged, blocked = (
-            ("ragged", _grouped, {"kernel_for": lambda call: interpreted}),
-            ("blocked", _grouped_blocks),
+            ("kernels", _grouped, {"kernel_for": lambda call: interpreted}),
+            ("blocks", _grouped_blocks),
         )
         for way, place, more in ((*blocked, {}), (*blocked, {"even": 11}), (*blocked, {"most": 50}), ragged):
             y, kept = getattr(place, f"{way}_forward")(static.mlps, arrays.mlps, x, sizes, **more)

@@ -17,7 +17,7 @@ from nn_reference import close, drawn, normal, wide
 from eqformer import kernels, nn
 from eqformer.kernels import _op
 from eqformer.nn.experts import _grouped, _grouped_blocks
-from eqformer.nn.experts._grouped import grouped
+from eqformer.nn.experts._grouped import run_grouped
 
 
 ROWS, INPUTS, OUTPUTS, GROUPS = 160, 12, 6, 4
@@ -46,7 +46,7 @@ def by_loop(direction: np.ndarray, x: np.ndarray, weight: np.ndarray, sizes: Any
 
 
 def both(direction: Any, x: Any, weight: Any, sizes: Any, number: Any = in_8_bits) -> tuple:
-    y, pull = jax.vjp(lambda x, weight: grouped(number(linears(weight)), x, sizes), x, weight)
+    y, pull = jax.vjp(lambda x, weight: run_grouped(number(linears(weight)), x, sizes), x, weight)
     return y, *pull(direction.astype(y.dtype))
 
 
@@ -161,8 +161,8 @@ def test_kernels_of_8_bits_where_there_are_any():
         y, kept = forward(static, arrays, x, sizes, **more)
         return y, backward(static, arrays, x, sizes, (*kept, y), direction, **more)
 
-    blocks = _grouped_blocks.blocked_forward, _grouped_blocks.blocked_backward
-    ragged = _grouped.ragged_forward, _grouped.ragged_backward
+    blocks = _grouped_blocks.blocks_forward, _grouped_blocks.blocks_backward
+    ragged = _grouped.kernels_forward, _grouped.kernels_backward
     in_8, in_16 = kernels.HopperFp8GroupedMatmul(interpret=True), kernels.TpuGroupedMatmul(interpret=True)
     ways: Any = {
         "blocks": functools.partial(both_of, blocks, experts),
@@ -181,9 +181,9 @@ def with_compilers(monkeypatch):
     """As where the compilers for TPUs and GPUs are installed."""
     for module in (_grouped, _op):
         monkeypatch.setattr(module, "compilers", lambda: ("tpu", "cuda"))
-    _grouped._make.cache_clear()
+    _grouped._grouped_function.cache_clear()
     yield
-    _grouped._make.cache_clear()
+    _grouped._grouped_function.cache_clear()
 
 
 def factors(platform: str, kind: str, experts: nn.Experts, **load: int) -> list[list[str]]:

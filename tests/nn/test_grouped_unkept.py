@@ -9,7 +9,7 @@ from grouped_cases import given, grouped_product, GROUPS, INPUTS, linears, produ
 from nn_reference import close, drawn, normal, wide
 
 from eqformer import nn
-from eqformer.nn.experts._grouped import grouped
+from eqformer.nn.experts._grouped import run_grouped
 
 
 run = jax.jit(grouped_product)
@@ -43,7 +43,7 @@ def test_a_bias_is_added_once():
     make = lambda key: nn.Linear("inputs -> outputs", bias=True, inputs=INPUTS, outputs=3, key=key)
     maps = eqx.filter_vmap(lambda key: drawn(make, key))(jax.random.split(jax.random.key(0), GROUPS))
     x, sizes = normal(1, 24, INPUTS), jnp.array(LOADS["more than a group has slots"])
-    found = np.asarray(jax.jit(lambda x: grouped(maps, x, sizes))(x))
+    found = np.asarray(jax.jit(lambda x: run_grouped(maps, x, sizes))(x))
     weights = product(wide(x), wide(maps.weight), list(sizes))
     assert close(found, weights + np.repeat(wide(maps.bias), sizes, axis=0), 1e-6) and not close(found, weights, 1e-3)
 
@@ -63,7 +63,7 @@ def test_which_have_slots():
     of = lambda rows: has_slots(16, grouped_product, *given(rows)[1:], sizes)
     assert [of(rows * GROUPS) for rows in (1, 4, 12, 16)] == [False, True, True, False]
     maps = linears(given(4 * GROUPS)[2])
-    by = lambda maps: has_slots(16, lambda x: grouped(maps, x, sizes), given(4 * GROUPS)[1])
+    by = lambda maps: has_slots(16, lambda x: run_grouped(maps, x, sizes), given(4 * GROUPS)[1])
     assert by(maps) and not by(nn.quantize(maps, "int8"))
     rows = given(4 * GROUPS)[1]
-    assert not has_slots(16, lambda x: grouped(maps, x, sizes), rows.astype(jnp.bfloat16))
+    assert not has_slots(16, lambda x: run_grouped(maps, x, sizes), rows.astype(jnp.bfloat16))

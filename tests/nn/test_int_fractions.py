@@ -11,7 +11,7 @@ import pytest
 from moe_cases import KEY
 
 from eqformer import nn
-from eqformer.nn.experts._grouped_blocks import Slots
+from eqformer.nn.experts._grouped_blocks import GroupSlots
 from eqformer.nn.experts._routing import check_indices, even_share, INT32_MAX
 
 
@@ -44,15 +44,15 @@ def test_a_share_is_exact_for_any_count():
 def test_two_million_choices_have_their_slots():
     """They had one an expert; from shapes alone but for the choices."""
     chosen = jnp.tile(jnp.arange(8, dtype=jnp.int32), 250_000)[:, None]
-    kept, dropped = jax.jit(lambda chosen: nn.Capacity(1.333).kept(chosen, 8))(chosen)
+    kept, dropped = jax.jit(lambda chosen: nn.Capacity(1.333).keep_choices(chosen, 8))(chosen)
     assert dropped == 0 and np.array_equal(kept, chosen)
-    assert nn.dispatch.slots_of(1.333, 2_000_000, 8) == 333_250
+    assert nn.dispatch.slots_per_expert(1.333, 2_000_000, 8) == 333_250
 
 
 def test_more_places_than_indices_are_refused():
     for shape, call in (
-        ((2**30, 2), lambda chosen: nn.Capacity(1.0).kept(chosen, 8)),
-        ((2**29, 4), lambda chosen: nn.dispatch.by_expert(chosen, 8)),
+        ((2**30, 2), lambda chosen: nn.Capacity(1.0).keep_choices(chosen, 8)),
+        ((2**29, 4), lambda chosen: nn.dispatch.sort_by_expert(chosen, 8)),
         ((2**20, 1), lambda chosen: nn.dispatch.slot_of_choice(chosen, 2**12, 2**20)),
     ):
         with pytest.raises(ValueError, match=r"a dispatch of .* indices of 32 bits reach 2,147,483,647; run fewer"):
@@ -72,10 +72,10 @@ def test_a_balance_counts_the_choices_of_many_devices():
 
 def test_slots_are_chosen_for_any_number_of_rows():
     """Of 800 million rows all find a slot; four times their number leaves 32 bits."""
-    use = lambda rows: Slots(jnp.full(8, rows // 8, jnp.int32), rows).are_used
+    use = lambda rows: GroupSlots(jnp.full(8, rows // 8, jnp.int32), rows).are_used
 
     def of(rows):
-        program = jax.make_jaxpr(lambda sizes: Slots(sizes, rows).are_used)(jnp.zeros(8, jnp.int32))
+        program = jax.make_jaxpr(lambda sizes: GroupSlots(sizes, rows).are_used)(jnp.zeros(8, jnp.int32))
         (compared,) = [e for e in program.eqns if e.primitive.name == "ge" and e.outvars[0] is program.jaxpr.outvars[0]]
         literal: Any = compared.invars[1]
         return literal.val

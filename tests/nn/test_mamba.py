@@ -80,17 +80,22 @@ def test_it_is_its_loops():
     assert not close(run(crossed, X, nn.Tokens(places, segments))[0], y, 1e-3)  # neighbours share a key head
 
 
-SCALED: Any = {"multipliers": (0.5, 0.6, 0.7, 0.8, 0.9), "norm_first": True, "output_bias": False}
+SCALED: Any = {
+    "multipliers": (0.5, 0.6, 0.7, 0.8, 0.9),
+    "gate_norm": nn.GateNorm(before_gate=True),
+    "output_bias": False,
+}
 
 
-@pytest.mark.parametrize("norm", [{}, {"norm_eps": None}])
+@pytest.mark.parametrize("norm", [{}, {"gate_norm": None}])
 def test_each_map_has_its_multiplier_and_the_norm_may_come_before_the_gate(norm):
-    net = drawn(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, **SCALED, **norm, key=KEY)
+    net = drawn(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, **SCALED | norm, key=KEY)
     want = literal(net, wide(X), np.zeros((2, SEQ)))
     assert net.output.bias is None and net.gate.bias is not None and close(run(net, X, None)[0], want, 1e-5)
-    for name, other in (("multipliers", (0.5, 0.6, 0.7, 0.9, 0.8)), ("norm_first", False)):
-        changed = drawn(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, **SCALED | {name: other}, **norm, key=KEY)
-        is_same = name == "norm_first" and bool(norm)
+    for name, other in (("multipliers", (0.5, 0.6, 0.7, 0.9, 0.8)), ("gate_norm", nn.GateNorm())):
+        options = SCALED | {name: other} | norm
+        changed = drawn(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, **options, key=KEY)
+        is_same = name == "gate_norm" and bool(norm)
         assert close(run(changed, X, None)[0], want, 1e-3) == is_same
 
 
@@ -110,7 +115,7 @@ def test_states_of_many_numbers_are_passed_on_less_often():
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("options", [{"kv_heads": 1}, {"norm_eps": None}, {"kv_heads": 4, "taps": 2}])
+@pytest.mark.parametrize("options", [{"kv_heads": 1}, {"gate_norm": None}, {"kv_heads": 4, "taps": 2}])
 def test_so_it_is_of_one_group_without_a_norm_and_with_fewer_taps(options):
     net = drawn(nn.Mamba2Mixer, **SIZES | options, key=KEY)
     assert close(run(net, X, None)[0], literal(net, wide(X), np.zeros((2, SEQ))), 1e-5)

@@ -87,7 +87,7 @@ def test_slices_give_what_the_whole_gives():
     """Of rows to the last digit, of inputs up to the smallest numbers; scales that are no powers of two would not."""
     products, thirds = nn.Fp8Matmul(), jax.jit(lambda x, weight: products.forward(x / 3, weight, "float32") * 3)
     forward = jax.jit(lambda x, weight: products.forward(x, weight, "float32"))
-    to_weight = jax.jit(lambda gradient, x: products.to_weight(gradient, x, "float32"))
+    to_weight = jax.jit(lambda gradient, x: products.weight_grad(gradient, x, "float32"))
     x, weight, gradient = (np.array(normal(*given)) for given in ((1, 64, 32), (2, 48, 32), (3, 64, 48)))
     whole = forward(x, weight)
     assert np.array_equal(np.concatenate([forward(half, weight) for half in (x[:32], x[32:])]), whole)

@@ -191,8 +191,8 @@ def test_parts_that_do_not_fit():
         nn.MoE(choice, experts, losses=LOSSES)
     with pytest.raises(ValueError, match=r"TopKRouter\(top_k=5, experts=4\).*1 <= top_k <= experts"):
         nn.TopKRouter(embed=EMBED, experts=EXPERTS, top_k=5, key=KEY)
-    with pytest.raises(ValueError, match=r"TopKRouter\(experts=4, .*groups=3.*divides 4 experts"):
-        nn.TopKRouter(embed=EMBED, experts=EXPERTS, top_k=TOP_K, groups=3, key=KEY)
+    with pytest.raises(ValueError, match=r"TopKRouter\(experts=4, .*count=3, .*divides 4 experts"):
+        nn.TopKRouter(embed=EMBED, experts=EXPERTS, top_k=TOP_K, groups=nn.ExpertGroups(3), key=KEY)
     with pytest.raises(TypeError, match="abstract"):
         nn.Routed()  # pyright: ignore[reportAbstractUsage]
 
@@ -250,5 +250,5 @@ def test_experts_of_a_latent_have_a_map_to_it_and_one_back():
 
 def test_experts_that_choose_their_tokens_weigh_no_inputs():
     router = drawn(nn.ExpertChoiceRouter, embed=EMBED, experts=EXPERTS, factor=1.0, key=KEY)
-    with pytest.raises(ValueError, match="experts that choose their tokens weigh what they give"):
+    with pytest.raises(ValueError, match="experts that choose their tokens weigh their outputs"):
         nn.MoE(router, experts_of(), weighs_inputs=True)

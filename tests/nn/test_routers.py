@@ -18,16 +18,14 @@ CASES = {
     "switch": dict(experts=6, top_k=1),
     "mixtral": dict(experts=8, top_k=2, normalise=True),
     "gpt-oss": dict(experts=8, top_k=3, normalise=True, bias=True),
-    "deepseek-v2": dict(experts=12, top_k=3, groups=4, kept_groups=2, scale=16.0),
+    "deepseek-v2": dict(experts=12, top_k=3, groups=nn.ExpertGroups(4, 2), scale=16.0),
     "deepseek-v3": dict(
         experts=12,
         top_k=3,
         score="sigmoid",
         normalise=True,
         balanced=True,
-        groups=4,
-        kept_groups=2,
-        group_score="top2",
+        groups=nn.ExpertGroups(4, 2, "top2"),
         scale=2.5,
     ),
     "deepseek-v4": dict(experts=8, top_k=3, score="sqrt_softplus", normalise=True, balanced=True, scale=1.5),
@@ -45,11 +43,12 @@ def reference(router, x, without=""):
     merit = scores.copy()
     if router.selection_bias is not None and without != "balance":
         merit = merit + wide(router.selection_bias)
-    size, places = len(scores) // router.groups, list(range(len(scores)))
-    if router.groups > 1 and without != "groups":
-        counted = 2 if router.group_score == "top2" and without != "top2" else 1
-        worth = [sum(sorted(merit[g * size : (g + 1) * size])[-counted:]) for g in range(router.groups)]
-        kept = best(worth, router.kept_groups)
+    groups, places = router.groups, list(range(len(scores)))
+    if groups is not None and without != "groups":
+        size = len(scores) // groups.count
+        counted = 2 if groups.score == "top2" and without != "top2" else 1
+        worth = [sum(sorted(merit[g * size : (g + 1) * size])[-counted:]) for g in range(groups.count)]
+        kept = best(worth, groups.top_k)
         places = [place for place in places if place // size in kept]
     experts = best(merit, router.top_k, places)
     weights = np.array([(merit if without == "merit" else scores)[expert] for expert in experts])
@@ -75,7 +74,7 @@ def test_top_k_is_its_paper(name):
     case = CASES[name]
     steps = {"normalise", "normalise_eps", "scale", "groups", "bias"} & case.keys()
     steps |= {"balance", "merit"} if "balanced" in case else set()
-    for step in steps | ({"top2"} if case.get("group_score") == "top2" else set()):
+    for step in steps | ({"top2"} if "groups" in case and case["groups"].score == "top2" else set()):
         experts, weights, _ = all_tokens(reference, router, x, without=step)
         assert not np.array_equal(routing.experts, experts) or not close(routing.weights, weights, 1e-3), step
 
@@ -87,7 +86,7 @@ def test_the_logits_are_the_linear_map():
 
 
 def test_softmax_of_the_chosen_survives_where_the_scores_underflow():
-    router = drawn(nn.TopKRouter, embed=4, experts=4, top_k=2, groups=2, normalise=True, key=KEY)
+    router = drawn(nn.TopKRouter, embed=4, experts=4, top_k=2, groups=nn.ExpertGroups(2), normalise=True, key=KEY)
     router = eqx.tree_at(lambda r: r.linear.weight, router, jnp.eye(4))
     merit = eqx.tree_at(
         lambda r: r.selection_bias, router, jnp.asarray([0.0, 0, 9, 9]), is_leaf=lambda leaf: leaf is None
@@ -110,7 +109,7 @@ def test_scores_and_their_slopes_stay_finite_far_out(score):
 def test_equal_scores_take_the_lowest_number():
     x, tokens, sizes = normal(1, 2, EMBED), nn.positions_like((2,)), dict(embed=EMBED, experts=12, key=KEY)
     flat = lambda make, **options: jax.tree.map(jnp.zeros_like, drawn(make, **sizes, **options))
-    grouped = dict(score="sigmoid", balanced=True, groups=4, kept_groups=2, group_score="top2")
+    grouped = dict(score="sigmoid", balanced=True, groups=nn.ExpertGroups(4, 2, "top2"))
     biased = eqx.tree_at(
         lambda r: r.selection_bias, flat(nn.TopKRouter, top_k=3, balanced=True), jnp.asarray([0.0, 1] * 6)
     )
@@ -187,14 +186,14 @@ def test_dims_and_public_shape():
     [
         (dict(top_k=9), r"top_k=9, experts=8\).*1 <= top_k <= experts"),
         (dict(top_k=0), r"top_k=0, experts=8\).*1 <= top_k <= experts"),
-        (dict(groups=3), r"groups=3.*divides 8 experts"),
-        (dict(groups=0), r"groups=0.*divides 8 experts"),
-        (dict(groups=4, kept_groups=5), r"kept_groups=5\).*of 4 groups"),
-        (dict(groups=4, kept_groups=0), r"kept_groups=0\).*of 4 groups"),
-        (dict(kept_groups=2), r"kept_groups=2\).*of 1 groups"),
-        (dict(groups=4, top_k=3), r"1 groups of 2 experts leave 2 to choose 3 from"),
-        (dict(groups=8, kept_groups=4, group_score="top2"), r"'top2'.*a group has 1"),
-        (dict(group_score="mean"), r"group_score='mean'\).*max, top2"),
+        (dict(groups=nn.ExpertGroups(3)), r"count=3, .*divides 8 experts"),
+        (dict(groups=nn.ExpertGroups(0)), r"count=0, .*divides 8 experts"),
+        (dict(groups=nn.ExpertGroups(4, 5)), r"top_k=5, score='max'\).*of 4 groups"),
+        (dict(groups=nn.ExpertGroups(4, 0)), r"top_k=0, score='max'\).*of 4 groups"),
+        (dict(groups=nn.ExpertGroups(1, 2)), r"top_k=2, score='max'\).*of 1 groups"),
+        (dict(groups=nn.ExpertGroups(4), top_k=3), r"1 groups of 2 experts leave 2 to choose 3 from"),
+        (dict(groups=nn.ExpertGroups(8, 4, "top2")), r"'top2'.*a group has 1"),
+        (dict(groups=nn.ExpertGroups(1, score="mean")), r"score='mean'\).*max, top2"),
         (dict(score="tanh"), r"score='tanh'\).*softmax, sigmoid, sqrt_softplus"),
         (dict(jitter=-0.1), r"jitter=-0.1\).*\[0, 1\)"),
         (dict(jitter=1.0), r"jitter=1.0\).*\[0, 1\)"),

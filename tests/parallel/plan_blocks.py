@@ -162,7 +162,14 @@ def shared_experts(key: Any) -> nn.Block:
     """Like DeepSeek: sigmoid scores in groups, a bias, a shared expert, slots."""
     one, two, three = jax.random.split(key, 3)
     router = nn.TopKRouter(
-        embed=EMBED, experts=8, top_k=2, score="sigmoid", normalise=True, scale=1.5, groups=4, kept_groups=2, key=one
+        embed=EMBED,
+        experts=8,
+        top_k=2,
+        score="sigmoid",
+        normalise=True,
+        scale=1.5,
+        groups=nn.ExpertGroups(4, 2),
+        key=one,
     )
     router = eqx.tree_at(lambda r: r.selection_bias, router, jnp.linspace(-0.2, 0.2, 8), is_leaf=lambda x: x is None)
     shared = nn.GatedShared(nn.GatedMLP(embed=EMBED, mlp=16, bias=True, key=two), embed=EMBED, key=two)

@@ -187,13 +187,13 @@ class Fourth(nn.Norm):
         """The stream's features."""
         return ("embed",)
 
-    def normalised(self, x, mean):
+    def normalize(self, x, mean):
         """Divide by the root's root."""
         return x * jax.lax.rsqrt(jnp.sqrt(mean(x**4, self.word)) + 1e-3)
 
 
 def test_an_average_of_something_else_is_named():
     x = put(np.ones((2, EMBED), np.float32))
-    with pytest.raises(ValueError, match="Fourth.normalised: mean.y, 'fourths'.*one of 'means' and 'squares'"):
+    with pytest.raises(ValueError, match="Fourth.normalize: mean.y, 'fourths'.*one of 'means' and 'squares'"):
         Fourth("fourths")(x)
     assert Fourth("squares")(x).shape == x.shape

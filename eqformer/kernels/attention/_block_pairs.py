@@ -1,4 +1,4 @@
-"""Which pairs of a block of queries and a block of keys an attention core has to compute."""
+"""Pairs of a block of queries and a block of keys that may hold a visible pair of tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ from ._positions import TokenPositions
 
 
 def possible_pairs(mask: Mask, queries: TokenPositions, keys: TokenPositions) -> Bool[Array, "_ _"]:
-    """Which pairs of a query block and a key block may hold a visible pair of tokens, by the blocks' ranges.
+    """Return whether each pair of a query block and a key block may hold a visible pair of tokens, by their ranges.
 
-    The ranges are of positions and segments, row by row, so that packed and shuffled rows are handled alike. A query
-    sees keys of its own segment only, so the mask's rule for positions also holds for the order by (segment, position).
-    In that order the tokens of a packed row stand as they are read. So blocks after the query's, or further back than
-    the window, are left out, though positions restart in each document.
+    The ranges are those of positions and segments, row by row, so that packed and shuffled rows are handled alike. A
+    query sees keys of its own segment only, so the mask's rule for positions also holds for the order by (segment,
+    position), which is the order of the tokens in a packed row. So blocks after the query's, or further back than the
+    window, are excluded, though positions restart in each document.
     """
     is_packed = queries.segments is not None and keys.segments is not None
     (low, high), (kv_low, kv_high) = (_range(part.positions, part.positions) for part in (queries, keys))
@@ -38,7 +38,7 @@ def possible_pairs(mask: Mask, queries: TokenPositions, keys: TokenPositions) ->
 
 
 def _ends(tokens: TokenPositions, is_packed: bool) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Segment and position of the first and of the last token of each block and row, by segment and then position."""
+    """Return segment and position of the first and the last token of each block and row, by segment, then position."""
     positions = tokens.positions
     if not is_packed or tokens.segments is None:
         low, high = _range(positions, positions)
@@ -50,19 +50,19 @@ def _ends(tokens: TokenPositions, is_packed: bool) -> tuple[tuple[Array, Array],
     return (first, low), (last, high)
 
 
-def _not_after(one: tuple[Array, Array], other: tuple[Array, Array]) -> Bool[Array, "_ _ _"]:
-    """Whether the one (segment, position) is not behind the other."""
-    return (one[0] < other[0]) | ((one[0] == other[0]) & (one[1] <= other[1]))
+def _not_after(left: tuple[Array, Array], right: tuple[Array, Array]) -> Bool[Array, "_ _ _"]:
+    """Return whether the left (segment, position) is not after the right one."""
+    return (left[0] < right[0]) | ((left[0] == right[0]) & (left[1] <= right[1]))
 
 
 def _range(numbers: Int[Array, "_ batch _"], positions: Int[Array, "_ batch _"]) -> tuple[Array, Array]:
-    """The least and the greatest number of each block and row, padding left out."""
+    """Return the least and the greatest number of each block and row, without padding."""
     real, most = positions >= 0, jnp.iinfo(numbers.dtype).max // 2
     return jnp.min(jnp.where(real, numbers, most), axis=-1), jnp.max(jnp.where(real, numbers, -most), axis=-1)
 
 
 def spans(possible: Bool[Array, "_ _"]) -> tuple[Int[Array, "_"], Int[Array, "_"]]:
-    """Each row's first possible column and the one after its last; equal where there is none."""
+    """Return each row's first possible column and the column after its last; equal if no column is possible."""
     first = jnp.argmax(possible, axis=1)
     stop = possible.shape[1] - jnp.argmax(possible[:, ::-1], axis=1)
     return first, jnp.where(jnp.any(possible, axis=1), stop, first)

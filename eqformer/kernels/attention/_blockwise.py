@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from .._dtype import at_least_float32
+from .._dtypes import at_least_float32
 from .._op import Implementation, Op
 from .._platform import compilers
 from ..decode_attention._call import DecodeCall
@@ -201,10 +201,10 @@ def _forward_in_blocks(
         block, query, (key, value), tokens, kv_tokens
     )
 
-    def one_query_block(_, xs):
+    def attend_query_block(_, xs):
         query_block, query_tokens, first, stop = xs
 
-        def one_key_block(number: Array, carry: tuple[Array, Array, Array]):
+        def add_key_block(number: Array, carry: tuple[Array, Array, Array]):
             output, peak, total = carry
             (key_block, value_block), key_tokens = select_block((keys, kv_token_blocks), number)
             visible = settings.mask(query_tokens, key_tokens)[:, None, None]
@@ -223,14 +223,14 @@ def _forward_in_blocks(
             jnp.full(rows, zero + lowest(zero.dtype)),
             jnp.full(rows, zero),
         )
-        output, peak, total = jax.lax.fori_loop(first, stop, one_key_block, empty)
+        output, peak, total = jax.lax.fori_loop(first, stop, add_key_block, empty)
         sees_any_key = total > 0
         total = jnp.where(sees_any_key, total, 1)
         logsum = jnp.where(sees_any_key, peak + jnp.log(total), lowest(zero.dtype))
         return None, ((output / total[..., None]).astype(query.dtype), logsum)
 
     xs = (queries, token_blocks, *spans(possible_pairs(settings.mask, token_blocks, kv_token_blocks)))
-    _, (output, logsum) = jax.lax.scan(one_query_block, None, xs)
+    _, (output, logsum) = jax.lax.scan(attend_query_block, None, xs)
     return join_blocks(output, 3, query.shape[3]), join_blocks(logsum, 3, query.shape[3])
 
 
@@ -281,12 +281,12 @@ def _backward_in_blocks(
     blocks = split_into_blocks(block, query_arrays, (key, value), tokens, kv_tokens)
     queries, keys, token_blocks, kv_token_blocks, zero = blocks
 
-    def one_key_block(query_grad, xs):
+    def differentiate_key_block(query_grad, xs):
         (key_block, value_block), key_tokens, first, stop = xs
         # A barrier: otherwise XLA transposes keys within the product on CPUs, and has no such product in bfloat16.
         columns = key_block, jax.lax.optimization_barrier(key_block.swapaxes(-1, -2)), value_block
 
-        def one_query_block(number: Array, carry: tuple[Array, Array, Array]):
+        def add_query_block(number: Array, carry: tuple[Array, Array, Array]):
             query_grad, key_grad, value_grad = carry
             rows, query_tokens = select_block((queries, token_blocks), number)
             visible = settings.mask(query_tokens, key_tokens).swapaxes(-1, -2)[:, None, :, None]
@@ -296,12 +296,12 @@ def _backward_in_blocks(
             return query_grad, key_grad + parts[1], value_grad + parts[2]
 
         empty = query_grad, jnp.full(key_block.shape, zero), jnp.full(value_block.shape, zero)
-        query_grad, key_grad, value_grad = jax.lax.fori_loop(first, stop, one_query_block, empty)
+        query_grad, key_grad, value_grad = jax.lax.fori_loop(first, stop, add_query_block, empty)
         return query_grad, (key_grad.astype(key.dtype), value_grad.astype(value.dtype))
 
     xs = (keys, kv_token_blocks, *spans(possible_pairs(settings.mask, token_blocks, kv_token_blocks).T))
     empty = jnp.full(jnp.moveaxis(queries[0], -1, 3).shape, zero)
-    query_grad, (key_grad, value_grad) = jax.lax.scan(one_key_block, empty, xs)
+    query_grad, (key_grad, value_grad) = jax.lax.scan(differentiate_key_block, empty, xs)
     query_grad = join_blocks(jnp.moveaxis(query_grad, 3, -1), 3, query.shape[3]).astype(query.dtype)
     return query_grad, join_blocks(key_grad, 2, key.shape[2]), join_blocks(value_grad, 2, key.shape[2])
 
@@ -333,7 +333,7 @@ def _block_gradients(
     wide, (group, seq) = logsum.dtype, logsum.shape[-2:]
     merged = lambda x: x.reshape(*x.shape[:2], group * seq, -1)
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
-    by_key = lambda one, other: product("bksd,bkrd->bksr", one, merged(other)).reshape(*one.shape[:3], group, seq)
+    by_key = lambda keys, rows: product("bksd,bkrd->bksr", keys, merged(rows)).reshape(*keys.shape[:3], group, seq)
     scores = soft_capped(by_key(key, query) * settings.scale, settings.softcap)
     weights = jnp.where(visible, jnp.exp(scores - logsum[:, :, None]), 0)
     scores_grad = weights * (by_key(value, output_grad) - row_sums[:, :, None])

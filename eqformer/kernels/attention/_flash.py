@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from .._dtype import at_least_float32
+from .._dtypes import at_least_float32
 from .._op import Implementation
 from .._platform import fail_lowering
 from ._call import AttentionCall, with_one_batch_dim

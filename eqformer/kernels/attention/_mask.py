@@ -7,17 +7,18 @@ from jaxtyping import Array, Bool
 from ._positions import HasPositions
 
 
-OF_SOURCE = -2  # the position of each key of another sequence, among keys of a query's own
+OF_SOURCE = -2
+"""The position of keys of another sequence, which a query sees beside keys of its own sequence."""
 
 
 class Mask(eqx.Module):
-    """Which keys a query may attend to, from the positions and segments of the two tokens alone.
+    """An attention mask: a rule for the positions and segments of a query and a key.
 
     A key at position `j` is visible to a query at position `i` when both are of one segment, `j` is not padding (-1),
     and each rule that is set holds: `causal` (`j <= i`), `window` (`i - j < window`, and where not causal
     `j - i < ahead`, by default the window too), `chunk` (`i // chunk == j // chunk`). With `source` a query sees keys
-    at `OF_SOURCE` beside these, whatever its position. Cores ask for any part of the matrix, or skip a part that the
-    rules make empty.
+    at `OF_SOURCE` beside these, whatever its position. Implementations of attention ask for any part of the matrix, or
+    skip a part that the rules make empty.
     """
 
     is_causal: bool = eqx.field(static=True, default=True)
@@ -78,26 +79,27 @@ class ChosenKeys(eqx.Module):
 
 
 def causal() -> Mask:
-    """Each token sees itself and every earlier token."""
+    """Return the mask by which each token sees itself and every earlier token."""
     return Mask()
 
 
 def full() -> Mask:
-    """Each token sees every token, as in an encoder."""
+    """Return the mask by which each token sees every token, as in an encoder."""
     return Mask(is_causal=False)
 
 
 def sliding_window(window: int) -> Mask:
-    """Each token sees itself and the `window - 1` tokens before it (Mistral, Gemma's local layers)."""
+    """Return the mask by which each token sees itself and the `window - 1` tokens before it (Mistral, Gemma)."""
     return Mask(window=window)
 
 
 def window_both_ways(window: int) -> Mask:
-    """Each token sees `window` tokens: itself, `(window - 1) // 2` before it and `window // 2` behind (T5Gemma 2)."""
-    before, ahead = (window + 1) // 2, window // 2 + 1
-    return Mask(is_causal=False, window=before, ahead=None if before == ahead else ahead)
+    """Return the mask by which a token sees `(window - 1) // 2` tokens before it and `window // 2` after it (T5Gemma
+    2)."""
+    back, ahead = (window + 1) // 2, window // 2 + 1
+    return Mask(is_causal=False, window=back, ahead=None if back == ahead else ahead)
 
 
 def chunked(chunk: int) -> Mask:
-    """Each token sees itself and the earlier tokens of its own chunk of positions (Llama 4's local layers)."""
+    """Return the mask by which each token sees itself and the earlier tokens of its chunk of positions (Llama 4)."""
     return Mask(chunk=chunk)

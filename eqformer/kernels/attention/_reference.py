@@ -1,5 +1,6 @@
 """Attention in plain JAX: the definition, with every option, which all other implementations must equal."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -7,7 +8,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Num
 
-from .._dtype import at_least_float32
+from ..._array_checks import checked
+from .._dtypes import at_least_float32
 from .._op import Implementation
 from ._call import AttentionCall
 
@@ -22,9 +24,9 @@ class RotatedChannels(NamedTuple):
 
 
 class ReferenceAttention(Implementation):
-    """The definition: builds the whole matrix of probabilities, and has every option and every derivative.
+    """The definition of attention, with every option and every derivative.
 
-    Softmax and sums are float32, or float64 for such inputs.
+    It builds the whole matrix of probabilities. Softmax and sums are float32, or float64 for float64 inputs.
     """
 
     def supports(self, call: AttentionCall) -> str | None:
@@ -85,11 +87,11 @@ def softmax_of(
     sink: Float[Array, "kv_heads group 1 1"] | None = None,
 ) -> Float[Array, "*batch kv_heads group seq kv_seq"]:
     """Return the probabilities of visible keys, beside a `sink` where there is one; zeros if no key is visible."""
-    seen = visible[..., None, None, :, :]
-    scores = jnp.where(seen, scores, lowest(scores.dtype))
+    visible = visible[..., None, None, :, :]
+    scores = jnp.where(visible, scores, lowest(scores.dtype))
     peak = jnp.max(scores, axis=-1, keepdims=True)
     peak = jax.lax.stop_gradient(peak if sink is None else jnp.maximum(peak, sink))
-    weights = jnp.where(seen, jnp.exp(scores - peak), 0)
+    weights = jnp.where(visible, jnp.exp(scores - peak), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     total = total if sink is None else total + jnp.exp(sink - peak)
     return weights / jnp.where(total > 0, total, 1)
@@ -103,3 +105,34 @@ def lowest(dtype: jnp.dtype) -> float:
 def soft_capped(scores: Array, softcap: float | None) -> Array:
     """Return `softcap * tanh(scores / softcap)`, or the scores themselves."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+KeysAndValues = tuple[Float[Array, "*batch _ kv_heads head_dim"], Float[Array, "*batch _ kv_heads v_dim"]]
+
+
+@checked
+def attend_to_sources(
+    query: Float[Array, "*batch seq heads head_dim"],
+    sources: Sequence[KeysAndValues],
+    visible: Bool[Array, "*batch seq kv_seq"],
+    *,
+    scale: float,
+    softcap: float | None,
+) -> Float[Array, "*batch seq heads v_dim"]:
+    """Return what `ReferenceAttention` returns for the concatenated sources; scores are concatenated instead.
+
+    `sources` are pairs of keys and values; the last dim of `visible` counts the keys of all sources, one source after
+    another.
+    """
+    heads, kv_heads = query.shape[-2], sources[0][0].shape[-2]
+    wide = at_least_float32(query.dtype)
+    grouped = query.reshape(*query.shape[:-2], kv_heads, heads // kv_heads, query.shape[-1])
+    dots = [jnp.einsum("...qkgd,...skd->...kgqs", grouped, key, preferred_element_type=wide) for key, _ in sources]
+    scores = soft_capped(jnp.concatenate(dots, axis=-1) * scale, softcap)
+    probabilities = softmax_of(scores, visible).astype(sources[0][1].dtype)
+    output, start = jnp.zeros((), wide), 0
+    for _, value in sources:
+        visible_weights = probabilities[..., start : start + value.shape[-3]]
+        output += jnp.einsum("...kgqs,...skd->...kgqd", visible_weights, value, preferred_element_type=wide)
+        start += value.shape[-3]
+    return jnp.moveaxis(output, -2, -4).reshape(*query.shape[:-1], -1).astype(query.dtype)

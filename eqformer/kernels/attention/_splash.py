@@ -1,7 +1,7 @@
 """Attention on TPUs: the kernels of `jax.experimental.pallas.ops.tpu.splash_attention`, typed for `shard_map`.
 
-The forward kernel and the two backward kernels, for queries and for keys and values, are called one by one, so that
-remat policies can keep the output and the sums.
+The forward kernel and the two backward kernels, one for the gradients of queries and one for those of keys and values,
+are called one by one, so that remat policies can keep the output and the sums.
 """
 
 import functools
@@ -12,20 +12,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from .._dtype import at_least_float32
+from .._dtypes import at_least_float32
 from .._platform import typed
 from ._call import AttentionCall
 from ._flash import FlashAttention, Gradients, LogSum, Output
 from ._mask import Mask
 
 
-LANES = 128  # of a TPU's vectors: tokens are taken in multiples of them
+LANES = 128
+"""Numbers of a TPU's vector: the kernel takes rows of a multiple of so many tokens."""
 
 
 class SplashAttention(FlashAttention):
     """Splash attention, with windows, packed documents and softcaps.
 
-    `interpret` runs the kernel as plain JAX on any platform, which is slow: for tests.
+    A block has 512 queries and 512 keys in vector memory, or 256 or 128 where these divide the rows. `interpret` runs
+    the kernel as plain JAX on any platform, which is slow: for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)
@@ -140,7 +142,7 @@ def _kernels() -> Any:
 
 
 def _block(seq: int) -> int:
-    """Tokens of a block of queries and of keys."""
+    """Return the tokens of a block of queries and of keys: the largest of 512, 256 and 128 that divides the row."""
     return next(block for block in (512, 256, LANES) if seq % block == 0)
 
 

@@ -1,9 +1,9 @@
-"""Writes into caches on TPUs: few tokens of each row by a kernel, in Pallas by Mosaic, many layer by layer.
+"""Writes into caches on TPUs: few tokens of each row by a kernel in Pallas by Mosaic, many tokens layer by layer.
 
-XLA scatters into memories of 8 bits, and into those whose channels fill no whole vectors, in a layout of its own: the
-whole stack's array was copied into it, and back, in each layer. Arrays of single layers that fit vector memory are
-brought there for it, and back. The kernel fetches the tiles that hold the slots from main memory, all at once, and
-sends them back.
+XLA scatters into memories of 8 bits, and into memories whose channels fill no whole vectors, in a layout of its own:
+the whole stack's array was copied into that layout, and back, in each layer. Arrays of single layers that fit into
+vector memory (VMEM) are brought there for a scatter, and back. The kernel fetches the tiles that hold the slots from
+main memory (HBM), all at once, and sends them back.
 """
 
 import functools
@@ -21,39 +21,44 @@ from .._platform import varying_of
 from ._call import CacheWriteCall
 
 
-LANES = 128  # numbers of a vector, of which the last dim of an array fills whole ones
-_FEW = 8  # tokens of a row, which are written one after another
-_BYTES = 2**21  # of tiles that are fetched at once, with what is written into them
+LANES = 128
+"""Numbers of a vector: the last dim of an array fills whole vectors."""
+_FEW_TOKENS = 8  # of a row, which are written one after another
+_TILE_BYTES = 2**21  # of tiles that are fetched at once, with the tokens that are written into them
 
 
-def is_turned(kv_seq: int, width: int) -> bool:
-    """Return whether TPU compilers store channels, which fill no whole vectors, before slots, which do."""
+def stores_channels_first(kv_seq: int, width: int) -> bool:
+    """Return whether TPU compilers store the channels of a memory before its slots.
+
+    They do where channels fill no whole vectors and slots do.
+    """
     return kv_seq % LANES == 0 and width % LANES != 0
 
 
 def rounded_slots(tokens: int) -> int:
-    """Return slots for so many tokens: more than one vector's are whole vectors', which TPUs read in place."""
+    """Return the slots for so many tokens: beyond one vector, whole vectors of slots, which TPUs read in place."""
     return tokens + -tokens % LANES if tokens > LANES else tokens
 
 
 class TileWrite(Implementation):
-    """Few tokens of each row, by a kernel that fetches the tiles of their slots and sends them back.
+    """Writes of up to 8 tokens of each row, by a kernel that fetches the tiles of their slots and sends them back.
 
-    `interpret` runs the kernel as plain JAX on any platform, for tests.
+    A tile has 128 slots where channels are stored first, and 32 bytes of slots otherwise; a program has up to 2 MB of
+    tiles in VMEM. `interpret` runs the kernel as plain JAX on any platform, for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)
 
     def supports(self, call: CacheWriteCall) -> str | None:
         """Return the reason why the kernel cannot write, or None."""
-        if (reason := _lacks_channels(call)) is not None:
+        if (reason := _missing_channels(call)) is not None:
             return reason
         (kv_seq, width), size = call.memory.shape[-2:], call.memory.dtype.itemsize
-        if call.slots.shape[-1] > _FEW:
-            return f"it writes up to {_FEW} tokens a row, not {call.slots.shape[-1]}"
+        if call.slots.shape[-1] > _FEW_TOKENS:
+            return f"it writes up to {_FEW_TOKENS} tokens a row, not {call.slots.shape[-1]}"
         if size > 4:
             return f"it writes numbers of up to 32 bits, not {call.memory.dtype}"
-        if kv_seq % (tile := _tile(call.memory, kv_seq, width)):
+        if kv_seq % (tile := _tile_slots(call.memory, kv_seq, width)):
             return f"it takes a multiple of {tile} slots, not {kv_seq}"
         return None
 
@@ -63,51 +68,54 @@ class TileWrite(Implementation):
 
 
 class LayerFill(Implementation):
-    """Many tokens, by one pass over a layer's memory, where XLA's scatter would copy it into another layout."""
+    """Writes of many tokens by one pass over a layer's memory, where XLA's scatter would copy the memory for a
+    layout."""
 
     def supports(self, call: CacheWriteCall) -> str | None:
         """Return the reason why the pass is not taken, or None."""
-        if (reason := _lacks_channels(call)) is not None:
+        if (reason := _missing_channels(call)) is not None:
             return reason
-        if call.slots.shape[-1] <= _FEW:
-            return f"it writes more than {_FEW} tokens a row, not {call.slots.shape[-1]}"
-        if call.memory.dtype.itemsize > 1 and not is_turned(*call.memory.shape[-2:]):
+        if call.slots.shape[-1] <= _FEW_TOKENS:
+            return f"it writes more than {_FEW_TOKENS} tokens a row, not {call.slots.shape[-1]}"
+        if call.memory.dtype.itemsize > 1 and not stores_channels_first(*call.memory.shape[-2:]):
             return "XLA's scatter has the memory's own layout"
         return None
 
     def run(self, call: CacheWriteCall) -> Num[Array, "..."]:
         """Return the memory with the new tokens."""
-        return fill(call.memory, call.slots, call.new, call.layer)
+        return fill_layer(call.memory, call.slots, call.new, call.layer)
 
 
-def _lacks_channels(call: CacheWriteCall) -> str | None:
+def _missing_channels(call: CacheWriteCall) -> str | None:
     has_channels = call.memory.ndim == call.dim + (2 if call.layer is None else 3)
     return None if has_channels else "it writes arrays with channels behind the slots"
 
 
-def fill(
+def fill_layer(
     memory: Num[Array, "*layers_rows_heads kv_seq width"],
     slots: Int[Array, "*batch seq"],
     new: Num[Array, "*batch_heads seq width"],
     layer: Int[Array, ""] | None,
 ) -> Num[Array, "*layers_rows_heads kv_seq width"]:
-    """Return the memory with all of the layer written anew: a slot takes its token or keeps its numbers."""
+    """Return the memory with all slots of the layer written: each takes its new token or keeps its numbers."""
     old = _read_layer(memory, layer)
     *batch, seq = slots.shape
-    places = [jax.lax.broadcasted_iota(jnp.int32, slots.shape, dim) for dim in range(slots.ndim)]
+    indices = [jax.lax.broadcasted_iota(jnp.int32, slots.shape, dim) for dim in range(slots.ndim)]
     tokens = jnp.full((*batch, old.shape[-2]), seq, jnp.int32)
-    tokens = tokens.at[(*places[:-1], slots)].set(places[-1], mode="drop")
-    of_heads = jax.lax.expand_dims(tokens, (*range(len(batch), old.ndim - 2), old.ndim - 1))
-    of_heads = jnp.broadcast_to(of_heads, (*old.shape[:-1], 1))
-    filled = jnp.where(of_heads < seq, jnp.take_along_axis(new, jnp.minimum(of_heads, seq - 1), axis=-2), old)
+    tokens = tokens.at[(*indices[:-1], slots)].set(indices[-1], mode="drop")
+    token_of_slot = jax.lax.expand_dims(tokens, (*range(len(batch), old.ndim - 2), old.ndim - 1))
+    token_of_slot = jnp.broadcast_to(token_of_slot, (*old.shape[:-1], 1))
+    is_written = token_of_slot < seq
+    filled = jnp.where(is_written, jnp.take_along_axis(new, jnp.minimum(token_of_slot, seq - 1), axis=-2), old)
     if layer is None:
         return filled
-    whole = jax.lax.dynamic_update_index_in_dim(memory, filled, layer, 0)
+    updated = jax.lax.dynamic_update_index_in_dim(memory, filled, layer, 0)
     if memory.dtype.itemsize > 1:
-        return whole
-    *front, last, channels = range(memory.ndim)
-    order = (*front, channels, last) if is_turned(*memory.shape[-2:]) else (*front, last, channels)
-    return with_layout_constraint(whole, Layout(order))  # of 8 bits XLA chose another, and copied all layers
+        return updated
+    *leading, last, channels = range(memory.ndim)
+    channels_first = stores_channels_first(*memory.shape[-2:])
+    order = (*leading, channels, last) if channels_first else (*leading, last, channels)
+    return with_layout_constraint(updated, Layout(order))  # for 8 bits XLA chose another layout, and copied all layers
 
 
 def _read_layer(memory: Array, layer: Int[Array, ""] | None) -> Array:
@@ -124,30 +132,31 @@ def write_by_kernel(
 ) -> Num[Array, "*layers_rows_heads kv_seq width"]:
     """Return the memory with `memory[layer, row, :, slot] = new[row]`; slots at the capacity are dropped."""
     (kv_seq, width), (rows, seq) = memory.shape[-2:], (slots[..., 0].size, slots.shape[-1])
-    whole = memory.reshape(1 if layer is None else len(memory), rows, -1, kv_seq, width)
-    wide = jnp.int32 if jnp.issubdtype(memory.dtype, jnp.integer) else jnp.float32
-    new = new.reshape(rows, -1, seq, width).swapaxes(1, 2).astype(wide)
-    turned = is_turned(kv_seq, width)
-    whole = whole.swapaxes(-2, -1) if turned else whole
-    number = jnp.zeros(1, jnp.int32) if layer is None else layer[None]
-    whole = _called(whole, new, slots.reshape(-1), number, turned, interpret)
-    return (whole.swapaxes(-2, -1) if turned else whole).reshape(memory.shape)
+    stack = memory.reshape(1 if layer is None else len(memory), rows, -1, kv_seq, width)
+    vector_dtype = jnp.int32 if jnp.issubdtype(memory.dtype, jnp.integer) else jnp.float32
+    new = new.reshape(rows, -1, seq, width).swapaxes(1, 2).astype(vector_dtype)
+    channels_first = stores_channels_first(kv_seq, width)
+    stack = stack.swapaxes(-2, -1) if channels_first else stack
+    layer_index = jnp.zeros(1, jnp.int32) if layer is None else layer[None]
+    stack = _call_kernel(stack, new, slots.reshape(-1), layer_index, channels_first, interpret)
+    return (stack.swapaxes(-2, -1) if channels_first else stack).reshape(memory.shape)
 
 
-def _called(whole: Array, new: Array, slots: Array, layer: Array, turned: bool, interpret: bool) -> Array:
+def _call_kernel(stack: Array, new: Array, slots: Array, layer: Array, channels_first: bool, interpret: bool) -> Array:
+    """Call the kernel; its grid is chunks of rows. The stack is updated in place in HBM."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu
 
     rows, seq, heads, width = new.shape
-    kv_seq = whole.shape[-1 if turned else -2]
-    tile = _tile(whole, kv_seq, width)
-    block = (heads, width, tile) if turned else (heads, tile, width)
-    in_vectors = seq * -(-heads // 8) * 8 * -(-width // LANES) * LANES * new.dtype.itemsize
-    most = max(1, _BYTES // (math.prod(block) * whole.dtype.itemsize + in_vectors))
-    chunk = next(size for size in range(min(rows, most), 0, -1) if rows % size == 0)
-    moved = 2 * rows * seq * math.prod(block) * whole.dtype.itemsize + new.size * new.dtype.itemsize
+    kv_seq = stack.shape[-1 if channels_first else -2]
+    tile = _tile_slots(stack, kv_seq, width)
+    block = (heads, width, tile) if channels_first else (heads, tile, width)
+    new_bytes = seq * -(-heads // 8) * 8 * -(-width // LANES) * LANES * new.dtype.itemsize
+    limit = max(1, _TILE_BYTES // (math.prod(block) * stack.dtype.itemsize + new_bytes))
+    chunk = next(size for size in range(min(rows, limit), 0, -1) if rows % size == 0)
+    bytes_accessed = 2 * rows * seq * math.prod(block) * stack.dtype.itemsize + new.size * new.dtype.itemsize
     return pl.pallas_call(
-        functools.partial(_kernel, (chunk, seq, tile), turned),
+        functools.partial(_kernel, (chunk, seq, tile), channels_first),
         grid_spec=tpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(rows // chunk,),
@@ -156,19 +165,19 @@ def _called(whole: Array, new: Array, slots: Array, layer: Array, turned: bool, 
                 pl.BlockSpec(memory_space=tpu.HBM),
             ],
             out_specs=pl.BlockSpec(memory_space=tpu.HBM),
-            scratch_shapes=[tpu.VMEM((chunk, *block), whole.dtype), tpu.SemaphoreType.DMA((chunk,))],
+            scratch_shapes=[tpu.VMEM((chunk, *block), stack.dtype), tpu.SemaphoreType.DMA((chunk,))],
         ),
-        out_shape=tpu.HBM.from_type(jax.typeof(whole).update(manual_axis_type=varying_of((whole, new, slots, layer)))),
+        out_shape=tpu.HBM.from_type(jax.typeof(stack).update(manual_axis_type=varying_of((stack, new, slots, layer)))),
         input_output_aliases={3: 0},
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved),
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=bytes_accessed),
         interpret=interpret,
         name="written_slots",
-    )(layer, slots, new, whole)
+    )(layer, slots, new, stack)
 
 
 def _kernel(
     sizes: tuple[int, int, int],
-    turned: bool,
+    channels_first: bool,
     layer: Any,
     slots: Any,
     new: Any,
@@ -177,42 +186,44 @@ def _kernel(
     tiles: Any,
     arrived: Any,
 ) -> None:
-    """Some rows, whose tiles are under way together; `memory` is the one that is given."""
+    """Write the tokens of some rows, whose tiles are copied concurrently; `memory` is updated in place."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu
 
     chunk, seq, tile = sizes
-    begin, kv_seq = pl.program_id(0) * chunk, memory.shape[-1 if turned else -2]
+    begin, kv_seq = pl.program_id(0) * chunk, memory.shape[-1 if channels_first else -2]
 
     def write(token: int) -> None:
         slot = lambda row: slots[(begin + row) * seq + token]
         start = lambda row: pl.multiple_of(jax.lax.div(jnp.minimum(slot(row), kv_seq - 1), tile) * tile, tile)
 
-        def place(row: Any) -> Any:
-            its, every = pl.ds(start(row), tile), slice(None)
-            return memory.at[(layer[0], begin + row, every, *((every, its) if turned else (its, every)))]
+        def select_tile(row: Any) -> Any:
+            tile_slots, all_heads = pl.ds(start(row), tile), slice(None)
+            index = (all_heads, tile_slots) if channels_first else (tile_slots, all_heads)
+            return memory.at[(layer[0], begin + row, all_heads, *index)]
 
-        def fetch(row: Any, _: None) -> None:
-            tpu.make_async_copy(place(row), tiles.at[row], arrived.at[row]).start()
+        def start_fetch(row: Any, _: None) -> None:
+            tpu.make_async_copy(select_tile(row), tiles.at[row], arrived.at[row]).start()
 
-        def put(row: Any, _: None) -> None:
-            tpu.make_async_copy(place(row), tiles.at[row], arrived.at[row]).wait()
-            old, its = tiles[row], new[row, token]
-            its = its[:, :, None] if turned else its[:, None, :]
-            numbers = start(row) + jax.lax.broadcasted_iota(jnp.int32, old.shape, 2 if turned else 1)
-            tiles[row] = jnp.where(numbers == slot(row), its, old.astype(its.dtype)).astype(old.dtype)
-            tpu.make_async_copy(tiles.at[row], place(row), arrived.at[row]).start()
+        def write_token(row: Any, _: None) -> None:
+            tpu.make_async_copy(select_tile(row), tiles.at[row], arrived.at[row]).wait()
+            old, token_numbers = tiles[row], new[row, token]
+            token_numbers = token_numbers[:, :, None] if channels_first else token_numbers[:, None, :]
+            slot_index = start(row) + jax.lax.broadcasted_iota(jnp.int32, old.shape, 2 if channels_first else 1)
+            updated = jnp.where(slot_index == slot(row), token_numbers, old.astype(token_numbers.dtype))
+            tiles[row] = updated.astype(old.dtype)
+            tpu.make_async_copy(tiles.at[row], select_tile(row), arrived.at[row]).start()
 
-        def end(row: Any, _: None) -> None:
-            tpu.make_async_copy(tiles.at[row], place(row), arrived.at[row]).wait()
+        def wait_for_store(row: Any, _: None) -> None:
+            tpu.make_async_copy(tiles.at[row], select_tile(row), arrived.at[row]).wait()
 
-        for step in (fetch, put, end):
+        for step in (start_fetch, write_token, wait_for_store):
             jax.lax.fori_loop(0, chunk, step, None)
 
-    for token in range(seq):  # two of a row may be of one tile
+    for token in range(seq):  # two tokens of a row may be in one tile, so they are written one after another
         write(token)
 
 
-def _tile(memory: Array, kv_seq: int, width: int) -> int:
-    """Slots of a tile, the least that is read of main memory."""
-    return LANES if is_turned(kv_seq, width) else 32 // memory.dtype.itemsize
+def _tile_slots(memory: Array, kv_seq: int, width: int) -> int:
+    """Return the slots of a tile, the smallest part of main memory that can be copied."""
+    return LANES if stores_channels_first(kv_seq, width) else 32 // memory.dtype.itemsize

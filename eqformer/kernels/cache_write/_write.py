@@ -1,4 +1,4 @@
-"""Writes into a cache by XLA's scatter, which is in place on CPUs and GPUs, and by other ways on TPUs."""
+"""Writes into a cache: by XLA's scatter, which is in place on CPUs and GPUs, and in other ways on TPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,11 @@ class ScatterWrite(Implementation):
         slots, dim = call.slots, call.dim
         shape = *call.new.shape[:dim], slots.shape[-1]
         slot_of_head = jnp.broadcast_to(jax.lax.expand_dims(slots, range(slots.ndim - 1, dim)), shape)
-        # All dims up to that of slots are indexed, which is in place everywhere: reshaped, one head's memory is copied.
-        places = [jax.lax.broadcasted_iota(jnp.int32, shape, number) for number in range(dim)]
+        # All dims up to that of the slots are indexed, which is in place everywhere: for a reshaped memory XLA would
+        # copy the memory of one head.
+        indices = [jax.lax.broadcasted_iota(jnp.int32, shape, number) for number in range(dim)]
         layers = () if call.layer is None else (jnp.broadcast_to(call.layer, shape),)
-        return call.memory.at[(*layers, *places, slot_of_head)].set(call.new, mode="drop")
+        return call.memory.at[(*layers, *indices, slot_of_head)].set(call.new, mode="drop")
 
 
 CACHE_WRITE = Op(ScatterWrite(), (("tpu", TileWrite()), ("tpu", LayerFill())))

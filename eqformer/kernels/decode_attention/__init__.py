@@ -1,1 +1,1 @@
-"""Attention of each row's newest token to a cache, which kernels read once."""
+"""Attention of the newest token of each row to a cache."""

@@ -1,10 +1,10 @@
-"""Attention of each row's newest token to a cache, which kernels for NVIDIA GPUs and TPUs read once.
+"""Attention of each row's newest token to a cache: the definition, and kernels for NVIDIA GPUs and TPUs.
 
-In plain XLA the scores of all slots stand in main memory in float32, and a softmax reads them three times: where many
-heads share a key head, as the eight of Llama 3 70B on each of eight devices, that is a sixth of the bytes that a decode
-step moves. The GPU's kernel (`_gpu.py`) keeps scores in registers. On TPUs latents, which are keys and values, were
-read twice, and products of few queries took longer than memory: the TPU's kernel (`_tpu.py`) reads the cache where it
-is stored.
+The kernels read the cache once. In plain XLA the scores of all slots are in main memory in float32, and a softmax reads
+them three times: where many heads share a key head, as the eight of Llama 3 70B on each of eight devices, that is a
+sixth of the bytes that a decode step reads and writes. The GPU's kernel (`_gpu.py`) keeps scores in registers. On TPUs
+latents, which are keys and values, were read twice, and products of few queries took longer than the memory traffic:
+the TPU's kernel (`_tpu.py`) reads the cache where it is stored.
 """
 
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from ._tpu import FlashDecodingTpu
 
 
 class ReferenceDecoding(Implementation):
-    """The definition of attention, of keys and values that are read as they are stored."""
+    """The definition of attention, for keys and values as they are stored."""
 
     def supports(self, call: DecodeCall) -> str | None:
         """Return None: it computes every call."""

@@ -1,38 +1,40 @@
-"""A kernel for TPUs by which newest tokens attend to a cache where it lies: flash-decoding, in Pallas by Mosaic.
+"""Attention of newest tokens to a cache on TPUs: flash-decoding where the cache is stored, in Pallas by Mosaic.
 
-A program reads a block of a row's slots once, for scores and for values, and leaves running sums in vector memory to
-the row's next. It is given a stack's whole arrays and the layer's number, as what is cut out for a kernel is copied.
-Blocks before the first slot that a token sees and behind the last are not fetched: the nearest stands for them.
+A program reads a block of a row's slots once, for scores and for values, and leaves a running softmax in vector memory
+(VMEM) for the row's next program. The kernel gets the arrays of the whole stack in main memory (HBM) and the number of
+the layer, because an array that is sliced for a kernel is copied. Blocks before the first slot that a token sees, and
+after the last, are not fetched: their index is that of the nearest visible block, which is there already.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from .._op import Implementation
 from .._platform import varying_of
 from ..attention._reference import lowest, soft_capped
-from ..cache_write._tpu import is_turned, LANES
+from ..cache_write._tpu import LANES, stores_channels_first
 from ._call import DecodeCall, if_given, ScoreSettings, StoredArrays
-from ._tpu_blocks import cost_of, Given, laid, Part, seen_of, Sizes, specs_of
 
 
-_TILE = 2**20  # numbers of keys of a block: 2 MB in bfloat16, and as much is on the way
-_SCORES = 2**19  # of a block: 2 MB, and their exponentials as much
+_BLOCK_NUMBERS = 2**20  # of keys in a block: 2 MB in bfloat16, and as much is in flight
+_SCORES = 2**19  # of a block: 2 MB, and as much for their exponentials
 _SUBLANES = 8  # heads whose numbers in float32 fill vectors
-_LEAST = 2**18  # bytes of a row's slots of a head: what takes as long to read as a program to begin
+_LEAST_BYTES = 2**18  # of a row's slots of a head: reading them takes as long as the start of a program
 
 
 class FlashDecodingTpu(Implementation):
     """Flash-decoding in Mosaic: products in bfloat16, of 8-bit keys and values too, from arrays where they are stored.
 
-    `interpret` runs the kernel as plain JAX on any platform, for tests.
+    A block in VMEM has up to 2^20 numbers of keys and 2^19 scores, a multiple of 128 slots. `interpret` runs the kernel
+    as plain JAX on any platform, for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)
@@ -50,8 +52,8 @@ class FlashDecodingTpu(Implementation):
         keys = [x for x in arrays if x is not None]
         if (group := query.shape[-2] // call.key.shape[-2]) > _SCORES // LANES:
             return f"it takes up to {_SCORES // LANES} heads a key head, not {group}"
-        if (size := sum(x.shape[-2] * x.shape[-1] * x.dtype.itemsize for x in keys)) < _LEAST:
-            return f"a row's slots of a head must have {_LEAST} bytes to be worth a program, not {size}"
+        if (size := sum(x.shape[-2] * x.shape[-1] * x.dtype.itemsize for x in keys)) < _LEAST_BYTES:
+            return f"a row's slots of a head must have {_LEAST_BYTES} bytes to be worth a program, not {size}"
         if query.dtype != jnp.bfloat16:
             return f"it computes in bfloat16, not {query.dtype}"
         if any(x.dtype not in (jnp.bfloat16, jnp.int8) for x in keys):
@@ -64,151 +66,286 @@ class FlashDecodingTpu(Implementation):
         return _attend(ScoreSettings(call.scale, call.softcap, self.interpret), call, call.stored)
 
 
-def _attend(rules: ScoreSettings, read: DecodeCall, held: StoredArrays) -> Float[Array, "*batch 1 heads _"]:
-    visible = jnp.broadcast_to(read.visible, (*read.query.shape[:-3], 1, read.key.shape[-3]))
-    kv_heads, kv_seq = read.key.shape[-2], visible.shape[-1]
-    batch = math.prod(read.query.shape[:-3])
-    rows, block = batch * kv_heads, _block(read, kv_seq)
-    asked = lambda x: x.reshape(rows, -1, x.shape[-1])
-    in_front = lambda x: 1 if held.layer is None else x.shape[0]
-    whole = lambda x: x.reshape(in_front(x), rows, *x.shape[-2:])
-    factors = lambda x: x.swapaxes(-2, -1).reshape(rows, 1, kv_seq).astype(jnp.float32)
+class Part(NamedTuple):
+    """Some channels of queries and keys: the keys' own, or the rotated channels that are stored apart."""
 
-    def factors_of(x: Array | None, where: Array | None) -> Array | None:
-        # In blocks each of a row's heads would fetch those of all; those that fill no vectors compilers lay otherwise.
-        if where is None or block < kv_seq or kv_heads % _SUBLANES:
-            return if_given(factors, x)
-        return where.reshape(in_front(where), batch, kv_heads, kv_seq)
-
-    parts = [Part(asked(read.query), whole(held.key), factors_of(read.key_scales, held.key_scales))]
-    if (its := read.rotated) is not None:
-        made = its.key.swapaxes(-3, -2).reshape(1, rows, kv_seq, -1)
-        key = made if held.rotated is None else whole(held.rotated)
-        parts.append(Part(asked(its.query), key, if_given(factors, its.scales)))
-    of_rows = lambda x: jnp.broadcast_to(x, (rows // kv_heads, *x.shape)).reshape(rows, -1, 1).astype(jnp.float32)
-    given = Given(
-        visible.reshape(-1, 1, kv_seq),
-        parts,
-        if_given(whole, held.value),
-        factors_of(read.value_scales, held.value_scales),
-        if_given(of_rows, read.sinks),
-    )
-    output = _attended(rules, given, jnp.zeros((), jnp.int32) if held.layer is None else held.layer, block)
-    return checkpoint_name(output.reshape(*read.query.shape[:-1], output.shape[-1]), "attended")
+    query: Float[Array, "rows group head_dim"]
+    key: Num[Array, "layers rows kv_seq head_dim"]
+    scales: Float[Array, "rows 1 kv_seq"] | Float[Array, "layers batch kv_heads kv_seq"] | None
+    """The scales of the keys: those of a row, or those of all its heads in the stack's array."""
 
 
-class _Sums(NamedTuple):
-    """Running softmax of a row: weighted sums of values, peaks of scores, sums of exponentials."""
+class KernelArrays(NamedTuple):
+    """Arrays that the kernel reads; a row is one of the batch and one key head."""
+
+    visible: Bool[Array, "batch 1 kv_seq"] | Int[Array, "batch 1 kv_seq"]
+    parts: list[Part]
+    value: Num[Array, "layers rows kv_seq v_dim"] | None
+    """The values; None: the keys of the first part."""
+    value_scales: Float[Array, "rows 1 kv_seq"] | Float[Array, "layers batch kv_heads kv_seq"] | None
+    sinks: Float[Array, "rows group 1"] | None
+
+
+class PrefetchedScalars(NamedTuple):
+    """Scalars that are known before blocks are fetched."""
+
+    layer: Int[Array, "1"]
+    first: Int[Array, "batch"]
+    """The first block with a visible slot, of each row of the batch."""
+    last: Int[Array, "batch"]
+    """The last block with a visible slot."""
+
+
+class Sizes(NamedTuple):
+    """Static sizes of a call."""
+
+    block: int
+    """Slots of a block."""
+    kv_seq: int
+    """Slots of a row."""
+    kv_heads: int
+    """Key heads."""
+    v_dim: int
+    """Channels of a value."""
+
+
+class _RunningSoftmax(NamedTuple):
+    """The softmax of a row: weighted sums of values, peaks of scores, sums of exponentials."""
 
     values: Float[Array, "group v_dim"]
     peaks: Float[Array, "group 1"]
     totals: Float[Array, "group 1"]
 
 
-def _block(read: DecodeCall, kv_seq: int) -> int:
+def _attend(settings: ScoreSettings, call: DecodeCall, stored: StoredArrays) -> Float[Array, "*batch 1 heads _"]:
+    visible = jnp.broadcast_to(call.visible, (*call.query.shape[:-3], 1, call.key.shape[-3]))
+    kv_heads, kv_seq = call.key.shape[-2], visible.shape[-1]
+    batch = math.prod(call.query.shape[:-3])
+    rows, block = batch * kv_heads, _choose_block(call, kv_seq)
+    to_queries = lambda x: x.reshape(rows, -1, x.shape[-1])
+    layers = lambda x: 1 if stored.layer is None else x.shape[0]
+    to_memory = lambda x: x.reshape(layers(x), rows, *x.shape[-2:])
+    to_row_scales = lambda x: x.swapaxes(-2, -1).reshape(rows, 1, kv_seq).astype(jnp.float32)
+
+    def select_scales(scales: Array | None, stored_scales: Array | None) -> Array | None:
+        # The stored scales of all heads are read where one block holds a whole row, so that each head does not fetch
+        # those of all heads, and where heads fill vectors: compilers store other arrays in another order.
+        if stored_scales is None or block < kv_seq or kv_heads % _SUBLANES:
+            return if_given(to_row_scales, scales)
+        return stored_scales.reshape(layers(stored_scales), batch, kv_heads, kv_seq)
+
+    parts = [
+        Part(to_queries(call.query), to_memory(stored.key), select_scales(call.key_scales, stored.key_scales)),
+    ]
+    if (rotated := call.rotated) is not None:
+        one_layer = rotated.key.swapaxes(-3, -2).reshape(1, rows, kv_seq, -1)
+        key = one_layer if stored.rotated is None else to_memory(stored.rotated)
+        parts.append(Part(to_queries(rotated.query), key, if_given(to_row_scales, rotated.scales)))
+    repeat_rows = lambda x: jnp.broadcast_to(x, (rows // kv_heads, *x.shape)).reshape(rows, -1, 1).astype(jnp.float32)
+    arrays = KernelArrays(
+        visible.reshape(-1, 1, kv_seq),
+        parts,
+        if_given(to_memory, stored.value),
+        select_scales(call.value_scales, stored.value_scales),
+        if_given(repeat_rows, call.sinks),
+    )
+    layer = jnp.zeros((), jnp.int32) if stored.layer is None else stored.layer
+    output = _call_kernel(settings, arrays, layer, block)
+    return checkpoint_name(output.reshape(*call.query.shape[:-1], output.shape[-1]), "attended")
+
+
+def _choose_block(call: DecodeCall, kv_seq: int) -> int:
     """Return the slots that a program reads at once."""
-    widest = max(x.shape[-1] for x in (read.query, read.value, read.rotated and read.rotated.key) if x is not None)
-    group = read.query.shape[-2] // read.key.shape[-2]
-    return min(max(min(_TILE // max(LANES, widest), _SCORES // group) // LANES * LANES, LANES), kv_seq)
+    widest = max(x.shape[-1] for x in (call.query, call.value, call.rotated and call.rotated.key) if x is not None)
+    group = call.query.shape[-2] // call.key.shape[-2]
+    slots = min(_BLOCK_NUMBERS // max(LANES, widest), _SCORES // group)
+    return min(max(slots // LANES * LANES, LANES), kv_seq)
 
 
-def _attended(
-    rules: ScoreSettings, given: Given, layer: Int[Array, ""], block: int
+def _call_kernel(
+    settings: ScoreSettings, arrays: KernelArrays, layer: Int[Array, ""], block: int
 ) -> Float[Array, "rows group v_dim"]:
+    """Call the kernel; its grid is rows, blocks of slots."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu
 
-    (rows, group, _), (batch, _, kv_seq) = given.parts[0].query.shape, given.visible.shape
-    keys = [part.key for part in given.parts]
-    v_dim = (keys[0] if given.value is None else given.value).shape[-1]
+    (rows, group, _), (batch, _, kv_seq) = arrays.parts[0].query.shape, arrays.visible.shape
+    keys = [part.key for part in arrays.parts]
+    v_dim = (keys[0] if arrays.value is None else arrays.value).shape[-1]
     sizes = Sizes(block, kv_seq, rows // batch, v_dim)
     result = jax.ShapeDtypeStruct(
-        (rows, group, v_dim), given.parts[0].query.dtype, manual_axis_type=varying_of((given, layer))
+        (rows, group, v_dim), arrays.parts[0].query.dtype, manual_axis_type=varying_of((arrays, layer))
     )
-    seen = seen_of(given.visible[:, 0], layer, sizes.block)
-    given = given._replace(
-        visible=given.visible.astype(jnp.int8),
-        parts=[part._replace(key=laid(part.key)) for part in given.parts],
-        value=if_given(laid, given.value),
+    scalars = find_visible_blocks(arrays.visible[:, 0], layer, sizes.block)
+    arrays = arrays._replace(
+        visible=arrays.visible.astype(jnp.int8),
+        parts=[part._replace(key=to_stored_order(part.key)) for part in arrays.parts],
+        value=if_given(to_stored_order, arrays.value),
     )
     return pl.pallas_call(
-        functools.partial(_kernel, rules, sizes),
+        functools.partial(_kernel, settings, sizes),
         grid_spec=tpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(seen),
+            num_scalar_prefetch=len(scalars),
             grid=(rows, -(-kv_seq // sizes.block)),
-            in_specs=[specs_of(sizes, given)],
+            in_specs=[block_specs(sizes, arrays)],
             out_specs=pl.BlockSpec((None, group, v_dim), lambda row, *_: (row, 0, 0)),
             scratch_shapes=[tpu.VMEM((group, size), jnp.float32) for size in (v_dim, 1, 1)],
         ),
         out_shape=result,
         compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=cost_of(sizes, seen, given, result),
-        interpret=rules.interpret,
+        cost_estimate=estimate_cost(sizes, scalars, arrays, result),
+        interpret=settings.interpret,
         name="cached_attention",
-    )(*seen, given)
+    )(*scalars, arrays)
+
+
+def find_visible_blocks(visible: Bool[Array, "batch kv_seq"], layer: Int[Array, ""], block: int) -> PrefetchedScalars:
+    """Return the prefetched scalars. Rows whose query attends to nothing read block 0, which is fully masked."""
+    slots = jnp.arange(visible.shape[1], dtype=jnp.int32)
+    last = jnp.max(jnp.where(visible, slots, 0), axis=1)
+    first = jnp.min(jnp.where(visible, slots, last[:, None]), axis=1)
+    return PrefetchedScalars(layer[None], first // block, last // block)
+
+
+def to_stored_order(x: Num[Array, "layers rows kv_seq width"]) -> Num[Array, "layers rows _ _"]:
+    """Return memories in the order in which TPU compilers store them, so that nothing is copied."""
+    return x.swapaxes(-2, -1) if stores_channels_first(*x.shape[-2:]) else x
+
+
+def block_specs(sizes: Sizes, arrays: KernelArrays) -> Any:
+    """Return the block of each array that a program reads, of memories in the order of `to_stored_order`."""
+    from jax.experimental import pallas as pl
+
+    def nearest_visible(row: Any, number: Any, scalars: PrefetchedScalars) -> Any:
+        row = jax.lax.div(row, sizes.kv_heads)
+        return jnp.minimum(jnp.maximum(number, scalars.first[row]), scalars.last[row])
+
+    def spec(shape: tuple, index: Callable[[Any, Any, PrefetchedScalars], tuple]) -> Any:
+        return pl.BlockSpec(shape, lambda row, number, *scalars: index(row, number, PrefetchedScalars(*scalars)))
+
+    def layer(x: Array, scalars: PrefetchedScalars) -> Any:
+        return jnp.minimum(scalars.layer[0], x.shape[0] - 1)  # arrays outside a stack have one layer
+
+    def memory_spec(x: Array, width: int) -> Any:
+        if stores_channels_first(sizes.kv_seq, width):
+            return spec(
+                (None, None, width, sizes.block),
+                lambda row, number, scalars: (layer(x, scalars), row, 0, nearest_visible(row, number, scalars)),
+            )
+        return spec(
+            (None, None, sizes.block, width),
+            lambda row, number, scalars: (layer(x, scalars), row, nearest_visible(row, number, scalars), 0),
+        )
+
+    def slots_spec(heads: int) -> Any:
+        return spec(
+            (None, 1, sizes.block),
+            lambda row, number, scalars: (jax.lax.div(row, heads), 0, nearest_visible(row, number, scalars)),
+        )
+
+    row_spec = lambda x: spec((None, *x.shape[1:]), lambda row, *_: (row, 0, 0))
+
+    def scales_spec(x: Array | None) -> Any:
+        if x is None or x.ndim == 3:
+            return if_given(lambda _: slots_spec(1), x)
+        index = lambda row, number, scalars: (layer(x, scalars), jax.lax.div(row, sizes.kv_heads), 0, 0)
+        return spec((None, None, *x.shape[2:]), index)
+
+    part_specs = lambda part: Part(
+        row_spec(part.query), memory_spec(part.key, part.query.shape[-1]), scales_spec(part.scales)
+    )
+    value_spec = if_given(lambda x: memory_spec(x, sizes.v_dim), arrays.value)
+    parts = [part_specs(part) for part in arrays.parts]
+    sinks_spec = if_given(row_spec, arrays.sinks)
+    return KernelArrays(slots_spec(sizes.kv_heads), parts, value_spec, scales_spec(arrays.value_scales), sinks_spec)
+
+
+def estimate_cost(sizes: Sizes, scalars: PrefetchedScalars, arrays: KernelArrays, result: jax.ShapeDtypeStruct) -> Any:
+    """Return the costs of a call whose queries see all slots.
+
+    Each array of the layer is read once, the mask once for each head. XLA schedules by this estimate, and analyses of
+    compiled programs count it.
+    """
+    from jax.experimental import pallas as pl
+
+    rows, group, v_dim = result.shape
+    scales = [arrays.value_scales, *(part.scales for part in arrays.parts)]
+    candidates = (*(part.key for part in arrays.parts), arrays.value, *scales)
+    stack_arrays = [x for x in candidates if x is not None and x.ndim == 4]
+    read_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((scalars, arrays, result)))
+    read_bytes -= sum((x.shape[0] - 1) * x.size // x.shape[0] * x.dtype.itemsize for x in stack_arrays)
+    mask_rereads = sizes.kv_heads - 1 if sizes.block < sizes.kv_seq else 0
+    read_bytes += mask_rereads * arrays.visible.size * arrays.visible.dtype.itemsize
+    scores, channels = rows * group * sizes.kv_seq, sum(part.query.shape[-1] for part in arrays.parts) + v_dim
+    return pl.CostEstimate(flops=2 * scores * channels, transcendentals=scores, bytes_accessed=read_bytes)
+
+
+# The kernel.
 
 
 def _kernel(
-    rules: ScoreSettings, sizes: Sizes, layer: Any, first: Any, last: Any, given: Any, result: Any, *refs: Any
+    settings: ScoreSettings, sizes: Sizes, layer: Any, first: Any, last: Any, arrays: Any, result: Any, *scratch: Any
 ) -> None:
-    """A block of a row's slots."""
+    """Add a block of a row's slots to the row's running softmax; the last program of the row writes the result."""
     from jax.experimental import pallas as pl
 
-    sums, number = _Sums(*refs), pl.program_id(1)
-    row, head = (each(pl.program_id(0), sizes.kv_heads) for each in (jax.lax.div, jax.lax.rem))
+    softmax, number = _RunningSoftmax(*scratch), pl.program_id(1)
+    row, head = (divide(pl.program_id(0), sizes.kv_heads) for divide in (jax.lax.div, jax.lax.rem))
 
     @pl.when(number == 0)
     def begin() -> None:
-        is_free = given.sinks is None
-        sums.values[...] = jnp.zeros_like(sums.values)
-        sums.peaks[...] = jnp.full_like(sums.peaks, lowest(jnp.dtype(jnp.float32))) if is_free else given.sinks[...]
-        sums.totals[...] = jnp.full_like(sums.totals, 0 if is_free else 1)
+        has_sinks = arrays.sinks is not None
+        softmax.values[...] = jnp.zeros_like(softmax.values)
+        no_score = lowest(jnp.dtype(jnp.float32))
+        softmax.peaks[...] = arrays.sinks[...] if has_sinks else jnp.full_like(softmax.peaks, no_score)
+        softmax.totals[...] = jnp.full_like(softmax.totals, 1 if has_sinks else 0)
 
     @pl.when((number >= first[row]) & (number <= last[row]))
-    def one_block() -> None:
-        _add_block(rules, sizes, given, sums, number, head)
+    def add_block() -> None:
+        _add_block(settings, sizes, arrays, softmax, number, head)
 
     @pl.when(number == pl.num_programs(1) - 1)
     def end() -> None:
-        totals = sums.totals[...]
-        result[...] = (sums.values[...] / jnp.where(totals > 0, totals, 1)).astype(result.dtype)
+        totals = softmax.totals[...]
+        result[...] = (softmax.values[...] / jnp.where(totals > 0, totals, 1)).astype(result.dtype)
 
 
-def _add_block(rules: ScoreSettings, sizes: Sizes, given: Any, sums: Any, number: Any, head: Any) -> None:
-    parts, dtype = given.parts, given.parts[0].query.dtype
-    places = lambda shape, dim: number * sizes.block + jax.lax.broadcasted_iota(jnp.int32, shape, dim)
-    sees = (given.visible[...].astype(jnp.int32) != 0) & (places((1, sizes.block), 1) < sizes.kv_seq)
+def _add_block(settings: ScoreSettings, sizes: Sizes, arrays: Any, softmax: Any, number: Any, head: Any) -> None:
+    parts, dtype = arrays.parts, arrays.parts[0].query.dtype
+    slot_index = lambda shape, dim: number * sizes.block + jax.lax.broadcasted_iota(jnp.int32, shape, dim)
+    visible = (arrays.visible[...].astype(jnp.int32) != 0) & (slot_index((1, sizes.block), 1) < sizes.kv_seq)
     keys = [part.key[...].astype(dtype) for part in parts]
     dots = [
-        _product(part.query[...], key, not is_turned(sizes.kv_seq, part.query.shape[-1]))
+        _multiply(part.query[...], key, not stores_channels_first(sizes.kv_seq, part.query.shape[-1]))
         for part, key in zip(parts, keys)
     ]
-    times = lambda x, scales: x if scales is None else x * _of_head(scales, head)
-    scores: Any = sum(times(dot, part.scales) for part, dot in zip(parts, dots))
-    scores = jnp.where(sees, soft_capped(scores * rules.scale, rules.softcap), lowest(scores.dtype))
-    before = sums.peaks[...]
-    peak = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-    weights = jnp.where(sees, jnp.exp(scores - peak), 0)
-    shrink = jnp.exp(before - peak)
-    sums.peaks[...] = peak
-    sums.totals[...] = sums.totals[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-    scales = parts[0].scales if given.value is None else given.value_scales
-    weights = weights if scales is None else jnp.where(sees, times(weights, scales), 0)
-    turned = is_turned(sizes.kv_seq, sizes.v_dim)
-    values = keys[0] if given.value is None else given.value[...].astype(dtype)
-    if sizes.kv_seq % sizes.block:  # what lies behind the last slot may be no numbers
-        values = jnp.where(places(values.shape, int(turned)) < sizes.kv_seq, values, jnp.zeros_like(values))
-    sums.values[...] = sums.values[...] * shrink + _product(weights.astype(dtype), values, turned)
+    scale = lambda x, scales: x if scales is None else x * _select_head(scales, head)
+    scores: Any = sum(scale(dot, part.scales) for part, dot in zip(parts, dots))
+    scores = jnp.where(visible, soft_capped(scores * settings.scale, settings.softcap), lowest(scores.dtype))
+    old_peak = softmax.peaks[...]
+    peak = jnp.maximum(old_peak, jnp.max(scores, axis=1, keepdims=True))
+    weights = jnp.where(visible, jnp.exp(scores - peak), 0)
+    shrink = jnp.exp(old_peak - peak)
+    softmax.peaks[...] = peak
+    softmax.totals[...] = softmax.totals[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+    scales = parts[0].scales if arrays.value is None else arrays.value_scales
+    weights = weights if scales is None else jnp.where(visible, scale(weights, scales), 0)
+    is_transposed = stores_channels_first(sizes.kv_seq, sizes.v_dim)
+    values = keys[0] if arrays.value is None else arrays.value[...].astype(dtype)
+    if sizes.kv_seq % sizes.block:  # a block may extend behind the last slot, where memory may hold NaN
+        is_inside = slot_index(values.shape, int(is_transposed)) < sizes.kv_seq
+        values = jnp.where(is_inside, values, jnp.zeros_like(values))
+    softmax.values[...] = softmax.values[...] * shrink + _multiply(weights.astype(dtype), values, is_transposed)
 
 
-def _of_head(scales: Any, head: Any) -> Float[Array, "1 _"]:
-    """Return the scales of a head from a block of scales; a block of one head is shared."""
+def _select_head(scales: Any, head: Any) -> Float[Array, "1 _"]:
+    """Return the scales of a head from a block of scales; a block of one head is that of any head."""
     from jax.experimental import pallas as pl
 
     return scales[pl.ds(head if scales.shape[0] > 1 else 0, 1), :]
 
 
-def _product(left: Array, right: Array, turned: bool) -> Float[Array, "_ _"]:
-    """The product of two matrices, of which the right one is turned or not, with sums in float32."""
-    dims = (((1,), (int(turned),)), ((), ()))
+def _multiply(left: Array, right: Array, is_transposed: bool) -> Float[Array, "_ _"]:
+    """Return the product of two matrices, of which the right one may be transposed, with sums in float32."""
+    dims = (((1,), (int(is_transposed),)), ((), ()))
     return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)

@@ -1,10 +1,33 @@
-"""The grouped matmul op: the kernels that there are, the preferred ones first."""
+"""The grouped matmul op: the definition by XLA, and the kernels in the order of preference."""
 
-from .._op import Op
-from ._call import XlaGroupedMatmul
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._op import Implementation, Op
+from ._call import GroupedMatmulCall
 from ._hopper import HopperGroupedMatmul
 from ._hopper_fp8 import HopperFp8GroupedMatmul
 from ._tpu import TpuGroupedMatmul
+
+
+class XlaGroupedMatmul(Implementation):
+    """The definition by XLA's `jax.lax.ragged_dot`, without a kernel.
+
+    On CPUs and GPUs XLA computes `ragged_dot` for every group and every row. So where no kernel supports its maps,
+    `nn.Experts` does not use this definition, but computes whole modules for slots and blocks of rows.
+    """
+
+    def supports(self, call: GroupedMatmulCall) -> str | None:
+        """Return None: it computes every call."""
+        return None
+
+    def run(self, call: GroupedMatmulCall) -> Float[Array, "rows outputs"]:
+        """Compute the call."""
+        weight = call.weight.astype(call.x.dtype).swapaxes(1, 2)
+        y = jax.lax.ragged_dot(call.x, weight, call.sizes, preferred_element_type=jnp.float32)
+        is_in_group = jnp.arange(len(call.x), dtype=jnp.int32) < jnp.sum(call.sizes, dtype=jnp.int32)
+        return jnp.where(is_in_group[:, None], y, 0).astype(call.x.dtype)
 
 
 GROUPED_MATMUL = Op(

@@ -1,14 +1,19 @@
-"""Products of sorted rows and their groups' matrices on NVIDIA's Hopper GPUs, in Pallas by Mosaic.
+"""Grouped products on NVIDIA's Hopper GPUs (compute capability 9.0): kernels in Pallas by Mosaic.
 
 They follow the kernels that come with JAX, `ragged_dot_mgpu` and `transposed_ragged_dot_mgpu` in
-`jax.experimental.pallas.ops.gpu`, which are not called: those load JAX's test tools, ask this machine for its GPU, look
-for each tile's group by a loop that is unrolled over all groups, compute tiles that no group has, leave rows behind the
-last group unwritten, give weights' gradients in the rows' dtype alone, and begin to overwrite what a product reads
-without waiting for it. Here which rows a tile has is counted before the kernel, and tiles begin where groups do, or up
-to seven rows before, as copies begin at multiples of eight.
+`jax.experimental.pallas.ops.gpu`, which are not called for these reasons: they load JAX's test tools; they ask this
+machine for its GPU; they look for each tile's group by a loop that is unrolled over all groups; they compute tiles that
+no group has; they leave rows after the last group unwritten; they return weights' gradients in the rows' dtype alone;
+and they begin to overwrite the operands of a product without waiting for it. Here the rows of each tile are counted
+before the kernel, and tiles begin where groups begin, or up to seven rows before, because copies begin at multiples of
+eight.
+
+A program copies blocks of both factors from main memory (GMEM) to shared memory (SMEM), multiplies them on tensor cores
+with sums in registers, and copies the tile of the result back through SMEM.
 """
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,16 +26,21 @@ from jaxtyping import Array, Float, Int
 
 from .._platform import gpu_capability, gpu_cores, varying_as
 from ._call import GroupedMatmul, GroupedMatmulCall
-from ._hopper_tiles import pallas, row_tiles, ROWS, STEP, sum_of_rows, Tile
 
 
+BLOCK = 64
+"""Channels or rows that one product sums over: 128 bytes in 16 bits, the width of a swizzle in shared memory."""
+ALIGNMENT = 8
+"""Rows at whose multiples copies of tiles begin."""
+_SHARED_BYTES = 98304  # of a program's blocks in flight, so that a multiprocessor has room for two programs
 _MOSAIC = "jax.experimental.pallas.mosaic_gpu"
 
 
 class HopperGroupedMatmul(GroupedMatmul):
-    """Grouped products in Mosaic on Hopper GPUs: in 16 bits, of matrices that are stored as they are.
+    """Grouped products in Mosaic on Hopper GPUs: in 16 bits, of matrices that are parameters.
 
-    `interpret` runs the kernels as plain JAX on any platform, for tests.
+    Tiles of the result are 64 or 128 rows by 64 or 128 columns. `interpret` runs the kernels as plain JAX on any
+    platform, for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)
@@ -39,34 +49,41 @@ class HopperGroupedMatmul(GroupedMatmul):
         """Return the reason why the kernels cannot compute the call, or None."""
         return hopper_reason(call)
 
-    def forward(
+    def multiply_rows(
         self,
-        x: Float[Array, "rows inputs"],
+        rows: Float[Array, "rows _"],
         weight: Float[Array, "groups outputs inputs"],
         sizes: Int[Array, "groups"],
-    ) -> Float[Array, "rows outputs"]:
+        *,
+        transpose: bool,
+    ) -> Float[Array, "rows _"]:
         """Return each row times its group's matrix."""
-        return _multiply_rows(x, weight.astype(x.dtype), sizes, is_transposed=True, interpret=self.interpret)
+        weight = weight.astype(rows.dtype)
+        count, columns = len(rows), weight.shape[1 if transpose else 2]
+        tile = choose_tile(count, len(sizes), columns)
+        rows = pad_rows(rows, max(tile.rows, -(-count // ALIGNMENT) * ALIGNMENT))
+        body = functools.partial(multiply_kernel, tile, transpose)
+        y = make_kernel(body, jax.ShapeDtypeStruct((len(rows), columns), rows.dtype), self.interpret)
+        return varying_as(y(*make_row_tiles(sizes, len(rows), tile.rows), rows, weight), rows)[:count]
 
-    def input_grad(
-        self,
-        output_grad: Float[Array, "rows outputs"],
-        weight: Float[Array, "groups outputs inputs"],
-        sizes: Int[Array, "groups"],
-    ) -> Float[Array, "rows inputs"]:
-        """Return the gradients of the rows."""
-        weight = weight.astype(output_grad.dtype)
-        return _multiply_rows(output_grad, weight, sizes, is_transposed=False, interpret=self.interpret)
-
-    def weight_grad(
+    def sum_outer_products(
         self,
         output_grad: Float[Array, "rows outputs"],
         x: Float[Array, "rows inputs"],
         sizes: Int[Array, "groups"],
         dtype: DTypeLike,
     ) -> Float[Array, "groups outputs inputs"]:
-        """Return the gradients of the matrices."""
-        return _sum_outer_products(output_grad, x, sizes, dtype, self.interpret)
+        """Return the sums of outer products over the rows of each group."""
+        output_grad, x = (pad_rows(rows, -(-len(rows) // BLOCK) * BLOCK) for rows in (output_grad, x))
+        (_, outputs), inputs, groups = output_grad.shape, x.shape[1], len(sizes)
+        tile = Tile(*(128 if size % 128 == 0 else 64 for size in (outputs, inputs)))
+        ends = jnp.cumsum(sizes, dtype=jnp.int32)
+        starts = ends - sizes
+        first_rows = starts // BLOCK * BLOCK
+        blocks = jnp.where(sizes > 0, -(-(ends - first_rows) // BLOCK), 0)
+        body = functools.partial(outer_product_kernel, tile, (groups, outputs // tile.rows, inputs // tile.columns))
+        y = make_kernel(body, jax.ShapeDtypeStruct((groups, outputs, inputs), dtype), self.interpret)
+        return varying_as(y(starts, ends, first_rows, blocks, output_grad, x), x)
 
 
 def hopper_reason(call: GroupedMatmulCall) -> str | None:
@@ -75,8 +92,8 @@ def hopper_reason(call: GroupedMatmulCall) -> str | None:
         return "there are no rows"
     if not call.is_stored:
         return "matrices that are decoded or put together of parts are cheaper group by group"
-    if any(size % STEP for size in call.weight.shape[1:]):
-        return f"it takes a multiple of {STEP} channels, not {list(call.weight.shape[1:])}"
+    if any(size % BLOCK for size in call.weight.shape[1:]):
+        return f"it takes a multiple of {BLOCK} channels, not {list(call.weight.shape[1:])}"
     if (capability := gpu_capability()) != 9.0:
         return f"it runs on GPUs of compute capability 9.0, not {capability}"
     if call.x.dtype not in (jnp.bfloat16, jnp.float16):
@@ -86,29 +103,30 @@ def hopper_reason(call: GroupedMatmulCall) -> str | None:
     return None
 
 
-def _sum_outer_products(
-    gradient: Float[Array, "rows outputs"],
-    x: Float[Array, "rows inputs"],
-    sizes: Int[Array, "groups"],
-    dtype: DTypeLike,
-    interpret: bool,
-) -> Float[Array, "groups outputs inputs"]:
-    gradient, x = (padded(rows, -(-len(rows) // STEP) * STEP) for rows in (gradient, x))
-    (_, outputs), inputs, groups = gradient.shape, x.shape[1], len(sizes)
-    tile = Tile(*(128 if size % 128 == 0 else 64 for size in (outputs, inputs)))
-    ends = jnp.cumsum(sizes, dtype=jnp.int32)
-    starts = ends - sizes
-    firsts = starts // STEP * STEP
-    blocks = jnp.where(sizes > 0, -(-(ends - firsts) // STEP), 0)
-    body = functools.partial(sum_of_rows, tile, (groups, outputs // tile.rows, inputs // tile.columns))
-    y = run_kernel(body, jax.ShapeDtypeStruct((groups, outputs, inputs), dtype), interpret)
-    return varying_as(y(starts, ends, firsts, blocks, gradient, x), x)
+class Tile(NamedTuple):
+    """The sizes of a piece of the result that one program computes."""
+
+    rows: int
+    columns: int
+
+    @property
+    def steps(self) -> int:
+        """Return how many blocks of both factors are in shared memory at once."""
+        return _SHARED_BYTES // ((self.rows + self.columns) * BLOCK * 2)
 
 
-class Tiles(NamedTuple):
-    """Rows of the tiles. Behind the last group's tiles are those of no group, which are zeros.
+def choose_tile(rows: int, groups: int, columns: int) -> Tile:
+    """Return the largest tile that leaves few rows of groups' last tiles empty, and gives all multiprocessors work."""
+    height = 128 if rows >= 640 * groups else 64
+    tiles = max(rows // height, min(rows, groups))
+    return Tile(height, 128 if columns % 128 == 0 and tiles * (columns // 128) >= gpu_cores() else 64)
 
-    A tile's group has `size` of its rows, from `start` on; those before and behind are its neighbours'.
+
+class RowTiles(NamedTuple):
+    """The rows of the tiles; tiles of the last group are followed by tiles of no group, which are zeros.
+
+    A tile begins at row `begin`; `size` of its rows, from `start` on, are its group's. The other rows are those of
+    neighbouring groups.
     """
 
     group: Int[Array, "tiles"]
@@ -118,53 +136,40 @@ class Tiles(NamedTuple):
     number: Int[Array, "1"]
 
 
-def tiles_of(sizes: Int[Array, "groups"], rows: int, tile: int) -> Tiles:
+def make_row_tiles(sizes: Int[Array, "groups"], rows: int, tile: int) -> RowTiles:
     """Return the tiles of so many rows; `number` of them are used."""
-    most = (rows + min(len(sizes) + 1, rows) * (tile + ROWS - 2)) // tile
+    limit = (rows + min(len(sizes) + 1, rows) * (tile + ALIGNMENT - 2)) // tile
     ends = jnp.concatenate([jnp.cumsum(sizes, dtype=jnp.int32), jnp.full(1, rows, jnp.int32)])
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    firsts = starts // ROWS * ROWS
-    last = jnp.cumsum(jnp.where(ends > starts, -(-(ends - firsts) // tile), 0), dtype=jnp.int32)
-    number = jnp.arange(most, dtype=jnp.int32)
-    group = jnp.minimum(jnp.sum(number[:, None] >= last, axis=1, dtype=jnp.int32), len(sizes))
-    before = jnp.concatenate([jnp.zeros(1, jnp.int32), last[:-1]])
-    begin = firsts[group] + (number - before[group]) * tile
+    first_rows = starts // ALIGNMENT * ALIGNMENT
+    end_tile = jnp.cumsum(jnp.where(ends > starts, -(-(ends - first_rows) // tile), 0), dtype=jnp.int32)
+    number = jnp.arange(limit, dtype=jnp.int32)
+    group = jnp.minimum(jnp.sum(number[:, None] >= end_tile, axis=1, dtype=jnp.int32), len(sizes))
+    first_tile = jnp.concatenate([jnp.zeros(1, jnp.int32), end_tile[:-1]])
+    begin = first_rows[group] + (number - first_tile[group]) * tile
     start = jnp.maximum(begin, starts[group])
     size = jnp.minimum(ends[group], begin + tile) - start
-    return Tiles(group, jnp.clip(begin, 0, rows - tile), start, size, last[-1:])
+    return RowTiles(group, jnp.clip(begin, 0, rows - tile), start, size, end_tile[-1:])
 
 
-def tile_for(rows: int, groups: int, columns: int) -> Tile:
-    """Return the largest tiles that leave few rows of groups' last tiles empty, and give all multiprocessors some."""
-    height = 128 if rows >= 640 * groups else 64
-    tiles = max(rows // height, min(rows, groups))
-    return Tile(height, 128 if columns % 128 == 0 and tiles * (columns // 128) >= gpu_cores() else 64)
+def make_kernel(body: Callable[..., None], result: jax.ShapeDtypeStruct, interpret: bool) -> Callable[..., Array]:
+    """Return a kernel of two programs on each multiprocessor: one computes while the other writes its result.
 
-
-def _multiply_rows(x: Array, weight: Array, sizes: Array, *, is_transposed: bool, interpret: bool) -> Array:
-    count, columns = len(x), weight.shape[1 if is_transposed else 2]
-    tile = tile_for(count, len(sizes), columns)
-    x = padded(x, max(tile.rows, -(-count // ROWS) * ROWS))
-    body = functools.partial(row_tiles, tile, is_transposed)
-    y = run_kernel(body, jax.ShapeDtypeStruct((len(x), columns), x.dtype), interpret)
-    return varying_as(y(*tiles_of(sizes, len(x), tile.rows), x, weight), x)[:count]
-
-
-def run_kernel(body: Callable[..., None], result: jax.ShapeDtypeStruct, interpret: bool) -> Callable[..., Array]:
-    """Two programs on each multiprocessor, which take turns at the tiles: one computes while the other writes."""
+    The programs take turns at the tiles.
+    """
     plgpu = pallas()[1]
-    how: Any = None
+    interpreter: Any = None
     if interpret:
         from jax._src.pallas.mosaic_gpu.interpret import params
 
-        how = params.InterpretGPUParams()
+        interpreter = params.InterpretGPUParams()
     kernel = plgpu.kernel(
         body,
         out_type=result,
         grid=(2 if interpret else 2 * gpu_cores(),),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        interpret=how,
+        interpret=interpreter,
         kernel_name="grouped_" + getattr(body, "func", body).__name__.strip("_"),
     )
 
@@ -175,6 +180,175 @@ def run_kernel(body: Callable[..., None], result: jax.ShapeDtypeStruct, interpre
     return call
 
 
-def padded(rows: Array, number: int) -> Array:
-    """Return so many rows, with zeros behind the last."""
+def pad_rows(rows: Array, number: int) -> Array:
+    """Return `number` rows, with zeros after the last row."""
     return rows if len(rows) == number else jnp.pad(rows, [(0, number - len(rows)), (0, 0)])
+
+
+def pallas() -> tuple[Any, Any]:
+    """Return Pallas and its part for GPUs by Mosaic, which are imported only for programs with these kernels."""
+    return tuple(map(importlib.import_module, ("jax.experimental.pallas", "jax.experimental.pallas.mosaic_gpu")))
+
+
+# The kernels.
+
+
+def multiply_kernel(
+    tile: Tile,
+    transpose: bool,
+    group_of: Any,
+    begins: Any,
+    starts: Any,
+    counts: Any,
+    number: Any,
+    x: Any,
+    weight: Any,
+    y: Any,
+) -> None:
+    """Multiply the rows of each tile by their group's matrix; the arrays before `x` are those of `RowTiles`."""
+    pl, plgpu = pallas()
+    columns, inputs = y.shape[1] // tile.columns, x.shape[1]
+
+    @plgpu.nd_loop((number[0] * columns,), collective_axes="program")
+    def _(info: Any) -> None:
+        row_tile, column = order_in_panels(info.index[0], number[0], columns)
+        group, begin, size = group_of[row_tile], pl.multiple_of(begins[row_tile], ALIGNMENT), counts[row_tile]
+        weight_spec = (tile.columns, BLOCK), lambda step: (column, step)
+        weight_spec = weight_spec if transpose else (weight_spec[0][::-1], lambda step: (step, column))
+
+        def multiply_blocks(_: Any, rows: Any, matrix: Any, *, total: Any) -> None:
+            plgpu.wgmma(total, rows, matrix.transpose((1, 0)) if transpose else matrix)
+            plgpu.wgmma_wait(1)  # the operands of the product before this product are overwritten next
+
+        def sum_products(total: Any) -> Array:
+            @pl.when(group < weight.shape[0])
+            def _() -> None:
+                specs = [((tile.rows, BLOCK), lambda step: (0, step)), weight_spec]
+                plgpu.emit_pipeline(
+                    functools.partial(multiply_blocks, total=total),
+                    grid=(inputs // BLOCK,),
+                    in_specs=[plgpu.BlockSpec(*spec, delay_release=1) for spec in specs],
+                    max_concurrent_steps=tile.steps,
+                )(x.at[pl.ds(begin, tile.rows), :], weight.at[group])
+
+            return total[...]
+
+        product = pl.run_scoped(sum_products, plgpu.ACC(tile))
+
+        store_rows(product, y, starts[row_tile] - begin, begin, size, column * tile.columns)
+
+
+def outer_product_kernel(
+    tile: Tile,
+    number: tuple[int, int, int],
+    starts: Any,
+    ends: Any,
+    first_rows: Any,
+    blocks: Any,
+    output_grad: Any,
+    x: Any,
+    y: Any,
+) -> None:
+    """Sum tiles of each group's matrix over the `blocks` of rows, from `first_rows` on, that hold rows of the group."""
+    pl, plgpu = pallas()
+    swizzle, (groups, *tiles) = swizzled_layout(output_grad.dtype), number
+
+    @plgpu.nd_loop((groups, tiles[0] * tiles[1]), collective_axes="program")
+    def _(info: Any) -> None:
+        group, (row, column) = info.index[0], order_in_panels(info.index[1], jnp.int32(tiles[0]), tiles[1])
+        first = pl.multiple_of(first_rows[group], BLOCK)
+
+        def add_block(indices: Any, left: Any, right: Any, *, total: Any) -> None:
+            begin = first + indices[0] * BLOCK
+            low, high = starts[group] - begin, ends[group] - begin
+
+            @pl.when((low > 0) | (high < BLOCK))  # the block has rows of other groups, which are set to zero
+            def _() -> None:
+                block_row = jax.lax.broadcasted_iota(jnp.int32, left.shape, 0)
+                block_row = plgpu.layout_cast(block_row, plgpu.Layout.WGMMA)
+                is_in_group = (block_row >= low) & (block_row < high)
+                left[...] = jnp.where(is_in_group, left[...], jnp.zeros((), left.dtype))
+                plgpu.commit_smem()
+
+            plgpu.wgmma(total, left.transpose((1, 0)), right)
+            plgpu.wgmma_wait(1)
+
+        def sum_blocks(total: Any) -> Array:
+            @pl.when(blocks[group] > 0)
+            def _() -> None:
+                part = pl.ds(first, x.shape[0])  # nothing is read after the last row
+                specs = [(tile.rows, lambda step: (step, row)), (tile.columns, lambda step: (step, column))]
+                plgpu.emit_pipeline(
+                    functools.partial(add_block, total=total),
+                    grid=(blocks[group],),
+                    in_specs=[plgpu.BlockSpec((BLOCK, n), to, delay_release=1, transforms=swizzle) for n, to in specs],
+                    max_concurrent_steps=tile.steps,
+                )(output_grad.at[part, :], x.at[part, :])
+
+            return total[...]
+
+        product = pl.run_scoped(sum_blocks, plgpu.ACC(tile))
+
+        store_tile(product, y, group, row, column)
+
+
+def store_rows(tile: Array, y: Any, first: Array, begin: Array, size: Array, column: Array) -> None:
+    """Store the rows of a tile's group, `size` from `first` on, in the result: by way of shared memory."""
+    pl, plgpu = pallas()
+
+    def store(shared: Any) -> None:
+        shared[...] = tile.astype(shared.dtype)
+        plgpu.commit_smem()
+        _copy_rows(shared, y, first, begin, size, column)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    pl.run_scoped(store, plgpu.SMEM(tile.shape, dtype=y.dtype))
+
+
+def store_tile(tile: Array, y: Any, group: Array, row: Array, column: Array) -> None:
+    """Store a tile of a group's matrix in the result: by way of shared memory."""
+    pl, plgpu = pallas()
+
+    def store(shared: Any) -> None:
+        shared[...] = tile.astype(shared.dtype)
+        plgpu.commit_smem()
+        target = (pl.ds(index * size, size) for index, size in zip((row, column), tile.shape))
+        plgpu.copy_smem_to_gmem(shared, y.at[group, *target])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    pl.run_scoped(store, plgpu.SMEM(tile.shape, dtype=y.dtype, transforms=swizzled_layout(y.dtype)))
+
+
+def _copy_rows(tile: Any, y: Any, first: Array, begin: Array, size: Array, column: Array) -> None:
+    """Copy `size` rows of a tile in shared memory to the result.
+
+    The number of rows of a copy is fixed when the kernel is compiled, so there is a copy for each power of two in
+    `size`.
+    """
+    pl, plgpu = pallas()
+    rows, columns = tile.shape
+    for length in (1 << power for power in reversed(range(rows.bit_length()))):
+
+        def copy(first: Array = first, length: int = length) -> None:
+            target = pl.ds(begin + first, length), pl.ds(column, columns)
+            plgpu.copy_smem_to_gmem(tile.at[pl.ds(first, length)], y.at[target])
+
+        pl.when(size & length != 0)(copy)
+        first = first + (size & length)
+
+
+def order_in_panels(index: Array, rows: Array, columns: int) -> tuple[Array, Array]:
+    """Return the row and the column of a tile, in the order of panels of up to 16 columns.
+
+    So programs that run at the same time read the same blocks.
+    """
+    width = max(width for width in range(1, 17) if columns % width == 0)
+    index_in_panel, panel = jax.lax.rem(index, rows * width), jax.lax.div(index, rows * width)
+    row = jax.lax.div(index_in_panel, jnp.int32(width))
+    return row, panel * width + jax.lax.rem(index_in_panel, jnp.int32(width))
+
+
+def swizzled_layout(dtype: DTypeLike) -> tuple[Any, ...]:
+    """Return the layout of a tile in shared memory for tensor cores: rows of 128 bytes, swizzled by eights."""
+    plgpu = pallas()[1]
+    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)

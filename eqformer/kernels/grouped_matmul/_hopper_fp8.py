@@ -1,11 +1,12 @@
-"""Products of sorted rows and their groups' matrices in 8 bits on NVIDIA's Hopper GPUs, in Pallas by Mosaic.
+"""Grouped products in 8 bits on NVIDIA's Hopper GPUs (compute capability 9.0): kernels in Pallas by Mosaic.
 
-Tensor cores take factors of 8 bits only with what is summed over in one row of memory. So weights are rounded into the
-order of their use, forward and backward, and for weights' gradients both factors are transposed, each group's rows
-beginning at a multiple of `DEEP`, with zeros between.
+Tensor cores take 8-bit factors only with the dim that is summed over last in memory. So weights are rounded into the
+order of their use, forward and backward. For weights' gradients both factors are transposed, and each group's rows
+begin at a multiple of `DEPTH`, with zeros between the groups.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -14,18 +15,30 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from .._fp8 import E4M3, E5M2, fp8_scale, round_to_fp8
+from .._dtypes import E4M3, E5M2, fp8_scale, round_to_fp8
 from .._platform import capability_of, varying_as
 from ._call import GroupedMatmul, GroupedMatmulCall
-from ._hopper import hopper_reason, padded, run_kernel, tile_for, tiles_of
-from ._hopper_tiles import in_panels, pallas, ROWS, store_rows, store_tile, Tile
+from ._hopper import (
+    ALIGNMENT,
+    choose_tile,
+    hopper_reason,
+    make_kernel,
+    make_row_tiles,
+    order_in_panels,
+    pad_rows,
+    pallas,
+    store_rows,
+    store_tile,
+    Tile,
+)
 
 
-DEEP = 128  # what a product sums over at once: 128 bytes, as for `STEP` numbers of 16 bits
+DEPTH = 128
+"""Numbers that one product sums over: 128 bytes, as the `BLOCK` of the kernels in 16 bits."""
 
 
 class HopperFp8GroupedMatmul(GroupedMatmul):
-    """Grouped products in Mosaic on Hopper GPUs in 8 bits: a row, and a group's matrix, has a scale of its own.
+    """Grouped products in Mosaic on Hopper GPUs in 8 bits: each row, and each group's matrix, has a scale.
 
     `interpret` runs the kernels as plain JAX on any platform, for tests.
     """
@@ -40,42 +53,51 @@ class HopperFp8GroupedMatmul(GroupedMatmul):
             return "JAX before 0.12 has no products of two 8-bit formats on tensor cores"
         return hopper_reason(call)
 
-    def forward(
+    def multiply_rows(
         self,
-        x: Float[Array, "rows inputs"],
+        rows: Float[Array, "rows _"],
         weight: Float[Array, "groups outputs inputs"],
         sizes: Int[Array, "groups"],
-    ) -> Float[Array, "rows outputs"]:
-        """Return each row times its group's matrix."""
-        return self._scaled_rows(x, E4M3, weight, sizes, 2)
+        *,
+        transpose: bool,
+    ) -> Float[Array, "rows _"]:
+        """Return each row times its group's matrix; rows are rounded to E4M3 and, where they are gradients, to E5M2."""
+        codes, row_scale = round_to_fp8(rows, E4M3 if transpose else E5M2, -1)
+        matrices, group_scale = round_to_fp8(weight.astype(rows.dtype), E4M3, (1, 2))
+        group_scale = group_scale[:, 0, 0]
+        matrices = matrices if transpose else matrices.swapaxes(1, 2)
+        is_exact = not transpose  # sums of gradients
+        count, columns = len(codes), matrices.shape[1]
+        tile = choose_tile(count, len(sizes), 64 if is_exact else columns)  # an exact sum has two tiles of registers
+        padded_count = max(tile.rows, -(-count // ALIGNMENT) * ALIGNMENT)
+        codes, row_scale = pad_rows(codes, padded_count), pad_rows(row_scale, padded_count)[:, 0]
+        matrices = _pad_depth(matrices)
+        body = functools.partial(multiply_fp8_kernel, tile, is_exact)
+        y = make_kernel(body, jax.ShapeDtypeStruct((padded_count, columns), rows.dtype), self.interpret)
+        row_tiles, scales = make_row_tiles(sizes, padded_count, tile.rows), (row_scale, group_scale)
+        return varying_as(y(*row_tiles, _pad_depth(codes), matrices, *scales), codes)[:count]
 
-    def input_grad(
-        self,
-        output_grad: Float[Array, "rows outputs"],
-        weight: Float[Array, "groups outputs inputs"],
-        sizes: Int[Array, "groups"],
-    ) -> Float[Array, "rows inputs"]:
-        """Return the gradients of the rows."""
-        return self._scaled_rows(output_grad, E5M2, weight, sizes, 1)
-
-    def weight_grad(
+    def sum_outer_products(
         self,
         output_grad: Float[Array, "rows outputs"],
         x: Float[Array, "rows inputs"],
         sizes: Int[Array, "groups"],
         dtype: DTypeLike,
     ) -> Float[Array, "groups outputs inputs"]:
-        """Return the gradients of the matrices."""
-        codes, of_row = round_to_fp8(x, E4M3, -1)
-        of_group, inverses = _scales_of_groups(output_grad, of_row, sizes)
-        wide = output_grad.astype(of_row.dtype) * of_row * inverses.astype(of_row.dtype)
-        return _sum_outer_products(wide.astype(E5M2), codes, of_group, sizes, dtype, interpret=self.interpret)
-
-    def _scaled_rows(self, x: Array, dtype: DTypeLike, weight: Array, sizes: Array, contracts: int) -> Array:
-        codes, of_row = round_to_fp8(x, dtype, -1)
-        matrices, of_group = round_to_fp8(weight.astype(x.dtype), E4M3, (1, 2))
-        how = {"contracts": contracts, "interpret": self.interpret}
-        return _multiply_rows(codes, matrices, of_row, of_group[:, 0, 0], sizes, x.dtype, **how)
+        """Return the sums of outer products over the rows of each group; rows after the last group are not read."""
+        codes, row_scale = round_to_fp8(x, E4M3, -1)
+        group_scale, inverses = _scale_groups(output_grad, row_scale, sizes)
+        wide = output_grad.astype(row_scale.dtype) * row_scale * inverses.astype(row_scale.dtype)
+        grad_codes = wide.astype(E5M2)
+        (_, outputs), inputs, groups = grad_codes.shape, codes.shape[1], len(sizes)
+        blocks = -(-sizes // DEPTH)
+        first_columns = (jnp.cumsum(blocks, dtype=jnp.int32) - blocks) * DEPTH
+        grad_columns, columns = (_transpose_groups(rows, sizes, first_columns) for rows in (grad_codes, codes))
+        tile = Tile(128 if outputs % 128 == 0 else 64, 64)
+        number = groups, outputs // tile.rows, inputs // tile.columns
+        body = functools.partial(outer_product_fp8_kernel, tile, number)
+        y = make_kernel(body, jax.ShapeDtypeStruct((groups, outputs, inputs), dtype), self.interpret)
+        return varying_as(y(first_columns, blocks, grad_columns, columns, group_scale), codes)
 
 
 def fp8_grouped_matmul(chip: str) -> bool:
@@ -93,67 +115,41 @@ def has_mixed_formats() -> bool:
     return jax.__version_info__ >= (0, 12)
 
 
-def _scales_of_groups(
-    gradient: Float[Array, "rows outputs"], of_row: Float[Array, "rows 1"], sizes: Int[Array, "groups"]
+def _scale_groups(
+    output_grad: Float[Array, "rows outputs"], row_scale: Float[Array, "rows 1"], sizes: Int[Array, "groups"]
 ) -> tuple[Float[Array, "groups"], Float[Array, "rows 1"]]:
-    """Return the scale of each group's gradient times `of_row`, and its inverse per row: 0 behind the last group.
+    """Return the scale of each group's gradient times `row_scale`, and its inverse per row: 0 after the last group.
 
-    The largest number of a row is also what the row's own scale is made of, so that a gradient is not read once more.
+    The largest magnitude of a row also gives the row's scale, so that the gradient is read once for both.
     """
-    largest = jnp.max(jnp.abs(gradient), -1, keepdims=True).astype(of_row.dtype) * of_row
-    ends, row = jnp.cumsum(sizes, dtype=jnp.int32), jnp.arange(len(gradient), dtype=jnp.int32)[:, None]
-    is_own = (row >= ends - sizes) & (row < ends)
-    scale, inverse = fp8_scale(jnp.max(jnp.where(is_own, largest, 0), 0, initial=0), E5M2)
-    return scale, jnp.sum(jnp.where(is_own, inverse, 0), 1, keepdims=True)
+    largest = jnp.max(jnp.abs(output_grad), -1, keepdims=True).astype(row_scale.dtype) * row_scale
+    ends, row = jnp.cumsum(sizes, dtype=jnp.int32), jnp.arange(len(output_grad), dtype=jnp.int32)[:, None]
+    is_in_group = (row >= ends - sizes) & (row < ends)
+    scale, inverse = fp8_scale(jnp.max(jnp.where(is_in_group, largest, 0), 0, initial=0), E5M2)
+    return scale, jnp.sum(jnp.where(is_in_group, inverse, 0), 1, keepdims=True)
 
 
-def _multiply_rows(
-    codes: Float[Array, "rows contracted"],
-    matrices: Float[Array, "groups _ _"],
-    of_row: Float[Array, "rows 1"],
-    of_group: Float[Array, "groups"],
-    sizes: Int[Array, "groups"],
-    dtype: DTypeLike,
-    *,
-    contracts: int,
-    interpret: bool,
-) -> Float[Array, "rows columns"]:
-    """Return each row times its group's matrix, times both scales, in `dtype`; `contracts` is the dim summed over."""
-    matrices = matrices if contracts == 2 else matrices.swapaxes(1, 2)
-    is_exact = contracts == 1  # sums of gradients
-    count, columns = len(codes), matrices.shape[1]
-    tile = tile_for(count, len(sizes), 64 if is_exact else columns)  # of an exact sum two are held
-    long = max(tile.rows, -(-count // ROWS) * ROWS)
-    codes, of_row, matrices = padded(codes, long), padded(of_row, long)[:, 0], _deep(matrices)
-    body = functools.partial(coded_rows, tile, is_exact)
-    y = run_kernel(body, jax.ShapeDtypeStruct((long, columns), dtype), interpret)
-    return varying_as(y(*tiles_of(sizes, long, tile.rows), _deep(codes), matrices, of_row, of_group), codes)[:count]
+def _pad_depth(x: Array) -> Array:
+    """Return the array with zeros after its last dim, up to a multiple of `DEPTH`."""
+    missing = -x.shape[-1] % DEPTH
+    return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, missing)]) if missing else x
 
 
-def _sum_outer_products(
-    gradient: Float[Array, "rows outputs"],
-    codes: Float[Array, "rows inputs"],
-    of_group: Float[Array, "groups"],
-    sizes: Int[Array, "groups"],
-    dtype: DTypeLike,
-    *,
-    interpret: bool,
-) -> Float[Array, "groups outputs inputs"]:
-    """Return the sums over each group's rows of outer products, times the groups' scales, in `dtype`.
-
-    Rows behind the last group are not read.
-    """
-    (_, outputs), inputs, groups = gradient.shape, codes.shape[1], len(sizes)
-    blocks = -(-sizes // DEEP)
-    firsts = (jnp.cumsum(blocks, dtype=jnp.int32) - blocks) * DEEP
-    gradient, other = (_by_columns(one, sizes, firsts) for one in (gradient, codes))
-    tile = Tile(128 if outputs % 128 == 0 else 64, 64)
-    body = functools.partial(coded_sums, tile, (groups, outputs // tile.rows, inputs // tile.columns))
-    y = run_kernel(body, jax.ShapeDtypeStruct((groups, outputs, inputs), dtype), interpret)
-    return varying_as(y(firsts, blocks, gradient, other, of_group), codes)
+def _transpose_groups(x: Array, sizes: Array, first_columns: Array) -> Array:
+    """Return the rows as columns, each group's from `first_columns` on, with zeros between the groups."""
+    number = (-(-len(x) // DEPTH) + len(sizes)) * DEPTH
+    column = jnp.arange(number, dtype=jnp.int32)
+    group = jnp.sum(column[:, None] >= first_columns, axis=1, dtype=jnp.int32) - 1
+    index_in_group = column - first_columns[group]
+    row = jnp.cumsum(sizes, dtype=jnp.int32)[group] - sizes[group] + index_in_group
+    rows = x[jnp.where(index_in_group < sizes[group], row, 0)]
+    return jnp.where((index_in_group < sizes[group])[:, None], rows, jnp.zeros((), x.dtype)).T
 
 
-def coded_rows(
+# The kernels.
+
+
+def multiply_fp8_kernel(
     tile: Tile,
     is_exact: bool,
     group_of: Any,
@@ -163,103 +159,97 @@ def coded_rows(
     number: Any,
     codes: Any,
     matrices: Any,
-    of_row: Any,
-    of_group: Any,
+    row_scale: Any,
+    group_scale: Any,
     y: Any,
 ) -> None:
-    """The kernel of `_multiply_rows`: of each tile its rows by its group's matrix, times their scales."""
+    """Multiply the rows of each tile by their group's matrix, and by both scales."""
     pl, plgpu = pallas()
     columns, groups = y.shape[1] // tile.columns, matrices.shape[0]
 
     @plgpu.nd_loop((number[0] * columns,), collective_axes="program")
     def _(info: Any) -> None:
-        place, column = in_panels(info.index[0], number[0], columns)
-        group, begin, size = group_of[place], pl.multiple_of(begins[place], ROWS), counts[place]
-        mine = jnp.minimum(group, groups - 1)
-        specs = [((tile.rows, DEEP), lambda step: (0, step)), ((tile.columns, DEEP), lambda step: (column, step))]
-        given = codes.at[pl.ds(begin, tile.rows), :], matrices.at[mine]
-        found = _sums(tile, group < groups, codes.shape[1] // DEEP, specs, given, is_exact)
-        its = plgpu.load(of_row.at[pl.ds(begin, tile.rows)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        found = found * jax.lax.broadcast_in_dim(its, tile, (0,)) * of_group[mine]
+        row_tile, column = order_in_panels(info.index[0], number[0], columns)
+        group, begin, size = group_of[row_tile], pl.multiple_of(begins[row_tile], ALIGNMENT), counts[row_tile]
+        matrix = jnp.minimum(group, groups - 1)
+        specs = [((tile.rows, DEPTH), lambda step: (0, step)), ((tile.columns, DEPTH), lambda step: (column, step))]
+        factors = codes.at[pl.ds(begin, tile.rows), :], matrices.at[matrix]
+        product = _multiply_tiles(tile, group < groups, codes.shape[1] // DEPTH, specs, factors, is_exact)
+        tile_rows = row_scale.at[pl.ds(begin, tile.rows)]
+        scales = plgpu.load(tile_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        product = product * jax.lax.broadcast_in_dim(scales, tile, (0,)) * group_scale[matrix]
 
-        store_rows(found, y, starts[place] - begin, begin, size, column * tile.columns)
+        store_rows(product, y, starts[row_tile] - begin, begin, size, column * tile.columns)
 
 
-def coded_sums(
+def outer_product_fp8_kernel(
     tile: Tile,
     number: tuple[int, int, int],
-    firsts: Any,
+    first_columns: Any,
     blocks: Any,
-    gradient: Any,
-    codes: Any,
-    of_group: Any,
+    grad_columns: Any,
+    columns: Any,
+    group_scale: Any,
     y: Any,
 ) -> None:
-    """The kernel of `_sum_outer_products`: tiles of each group's matrix, summed over the blocks of its rows."""
+    """Sum tiles of each group's matrix over the `blocks` of the group's columns, from `first_columns` on."""
     pl, plgpu = pallas()
     groups, *tiles = number
 
     @plgpu.nd_loop((groups, tiles[0] * tiles[1]), collective_axes="program")
     def _(info: Any) -> None:
-        group, (row, column) = info.index[0], in_panels(info.index[1], jnp.int32(tiles[0]), tiles[1])
-        part = pl.ds(pl.multiple_of(firsts[group], DEEP), codes.shape[1])  # behind the end nothing is read
-        specs = [((tile.rows, DEEP), lambda step: (row, step)), ((tile.columns, DEEP), lambda step: (column, step))]
-        given = gradient.at[:, part], codes.at[:, part]
-        found = _sums(tile, blocks[group] > 0, blocks[group], specs, given, True) * of_group[group]
+        group, (row, column) = info.index[0], order_in_panels(info.index[1], jnp.int32(tiles[0]), tiles[1])
+        part = pl.ds(pl.multiple_of(first_columns[group], DEPTH), columns.shape[1])  # nothing is read after the end
+        specs = [((tile.rows, DEPTH), lambda step: (row, step)), ((tile.columns, DEPTH), lambda step: (column, step))]
+        factors = grad_columns.at[:, part], columns.at[:, part]
+        product = _multiply_tiles(tile, blocks[group] > 0, blocks[group], specs, factors, True) * group_scale[group]
 
-        store_tile(found, y, group, row, column)
+        store_tile(product, y, group, row, column)
 
 
-def _sums(tile: Tile, is_any: Array, steps: Any, specs: list, given: tuple, is_exact: bool) -> Array:
-    """A tile of the product of two matrices, both with what is summed over last, zeros where there is nothing.
+def _multiply_tiles(
+    tile: Tile,
+    is_any: Array,
+    steps: int | Array,
+    specs: list[tuple[tuple[int, int], Callable[[Any], tuple[Any, Any]]]],
+    factors: tuple[Any, Any],
+    is_exact: bool,
+) -> Array:
+    """Return a tile of the product of two matrices, both with the dim that is summed over last; zeros unless `is_any`.
 
-    Tensor cores add numbers of 8 bits up in fewer digits than float32's. An exact sum adds what they give of each step.
+    Tensor cores add products of 8-bit numbers up in fewer digits than float32 has. An exact sum adds the result of each
+    step in float32.
     """
     pl, plgpu = pallas()
-    specs = [plgpu.BlockSpec(*spec, delay_release=0 if is_exact else 1) for spec in specs]
-    how = {"grid": (steps,), "in_specs": specs, "max_concurrent_steps": min(4, 98304 // (sum(tile) * DEEP))}
+    block_specs = [plgpu.BlockSpec(*spec, delay_release=0 if is_exact else 1) for spec in specs]
+    concurrent = min(4, 98304 // (sum(tile) * DEPTH))
+    pipeline = functools.partial(
+        plgpu.emit_pipeline, grid=(steps,), in_specs=block_specs, max_concurrent_steps=concurrent
+    )
 
-    def product(total: Any, left: Any, right: Any) -> None:
+    def multiply(total: Any, left: Any, right: Any) -> None:
         plgpu.wgmma(total, left, right.transpose((1, 0)))
 
-    def fast(total: Any) -> Array:
+    def sum_on_tensor_cores(total: Any) -> Array:
         @pl.when(is_any)
         def _() -> None:
             def step(_: Any, left: Any, right: Any) -> None:
-                product(total, left, right)
-                plgpu.wgmma_wait(1)  # what the product before this one read is overwritten next
+                multiply(total, left, right)
+                plgpu.wgmma_wait(1)  # the operands of the product before this product are overwritten next
 
-            plgpu.emit_pipeline(step, **how)(*given)
+            pipeline(step)(*factors)
 
         return total[...]
 
-    def exact() -> Array:
+    def sum_in_float32() -> Array:
         def step(_: Any, left: Any, right: Any, total: Array) -> Array:
-            def alone(part: Any) -> Array:
-                product(part, left, right)
-                return part[...]
+            def multiply_step(product: Any) -> Array:
+                multiply(product, left, right)
+                return product[...]
 
-            return total + pl.run_scoped(alone, plgpu.ACC(tile))
+            return total + pl.run_scoped(multiply_step, plgpu.ACC(tile))
 
-        nothing = plgpu.layout_cast(jnp.zeros(tile, jnp.float32), plgpu.Layout.WGMMA)
-        add_up = lambda: plgpu.emit_pipeline(step, init_carry=nothing, **how)(*given)
-        return jax.lax.cond(is_any, add_up, lambda: nothing)
+        zeros = plgpu.layout_cast(jnp.zeros(tile, jnp.float32), plgpu.Layout.WGMMA)
+        return jax.lax.cond(is_any, lambda: pipeline(step, init_carry=zeros)(*factors), lambda: zeros)
 
-    return exact() if is_exact else pl.run_scoped(fast, plgpu.ACC(tile))
-
-
-def _deep(x: Array) -> Array:
-    """With zeros behind the last dim, to a multiple of `DEEP`."""
-    more = -x.shape[-1] % DEEP
-    return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, more)]) if more else x
-
-
-def _by_columns(x: Array, sizes: Array, firsts: Array) -> Array:
-    """The rows as columns, each group's from `firsts` on, zeros between."""
-    number = (-(-len(x) // DEEP) + len(sizes)) * DEEP
-    place = jnp.arange(number, dtype=jnp.int32)
-    group = jnp.sum(place[:, None] >= firsts, axis=1, dtype=jnp.int32) - 1
-    within = place - firsts[group]
-    row = jnp.cumsum(sizes, dtype=jnp.int32)[group] - sizes[group] + within
-    own = x[jnp.where(within < sizes[group], row, 0)]
-    return jnp.where((within < sizes[group])[:, None], own, jnp.zeros((), x.dtype)).T
+    return sum_in_float32() if is_exact else pl.run_scoped(sum_on_tensor_cores, plgpu.ACC(tile))

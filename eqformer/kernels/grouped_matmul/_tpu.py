@@ -1,28 +1,43 @@
-"""Products of sorted rows and their groups' matrices on TPUs, in Pallas by Mosaic.
+"""Grouped products on TPUs: a kernel in Pallas by Mosaic.
 
 XLA's own ragged products copy the weights where they contract the last dim of these, and compute gradients of weights
-for every group and row: as many times the work as there are groups. JAX's kernels (megablox), which these follow, do
-neither, but compute a whole tile for each group that has rows in it. Here a group's own rows are computed alone, in
-pieces that the tiles' heights do not bind.
+for every group and row: as many times the work as there are groups. JAX's kernels (megablox), which these kernels
+follow, do neither, but compute a whole tile for each group that has rows in it. Here only a group's own rows are
+computed, in pieces that need not begin or end where tiles do.
+
+Rows lie in tiles of equal height in vector memory (VMEM), and a tile is visited once for each group that has rows in
+it. A visit multiplies the group's own rows in pieces of one of few heights, for each of which the kernel contains a
+product. Beside these rows, at most fifteen rows before them are computed, and the rows that are missing to the next
+height.
 """
 
 import functools
-from typing import Any
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .._platform import varying_of
 from ._call import GroupedMatmul, GroupedMatmulCall
-from ._tpu_tiles import pallas, row_tiles, ROWS, sum_of_rows, Visits, visits_of
+
+
+ALIGNMENT = 16
+"""Rows of a register of bfloat16: pieces begin at multiples of it."""
+HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+"""Rows that a piece may have, beside a whole tile."""
+_COLUMNS = 256  # of a piece's product at once, so that programs of many heights stay short: the width of wide units
 
 
 class TpuGroupedMatmul(GroupedMatmul):
     """Grouped products in Mosaic: in bfloat16, or in float32 for any other dtype.
 
+    Blocks have up to 512 rows in VMEM, 4,096 bytes of inputs, and 768 outputs in bfloat16 (512 in float32); sums of
+    outer products have tiles of 512 x 512. Tiles and matrices are fetched from main memory (HBM) by Pallas's pipeline.
     `interpret` runs the kernels as plain JAX on any platform, for tests.
     """
 
@@ -34,133 +49,268 @@ class TpuGroupedMatmul(GroupedMatmul):
             return f"groups of up to {call.most} rows each are computed in as many slots at once"
         return None
 
-    def forward(
+    def multiply_rows(
         self,
-        x: Float[Array, "rows inputs"],
+        rows: Float[Array, "rows _"],
         weight: Float[Array, "groups outputs inputs"],
         sizes: Int[Array, "groups"],
-    ) -> Float[Array, "rows outputs"]:
+        *,
+        transpose: bool,
+    ) -> Float[Array, "rows _"]:
         """Return each row times its group's matrix."""
-        return _multiply_rows(x, weight, sizes, transposed=True, interpret=self.interpret)
+        count, dtype, tile = len(rows), rows.dtype, _tile_height(len(rows))
+        rows, weight = _cast_to_kernel_dtype(rows, weight.astype(dtype))
+        rows, (pl, plt) = _pad_rows(rows, tile), pallas()
+        (padded_count, inputs), columns = rows.shape, weight.shape[1 if transpose else 2]
+        block_inputs = _block_channels(inputs, 4096 // rows.dtype.itemsize)
+        block_columns = _block_channels(columns, 768 if rows.dtype.itemsize == 2 else 512)
+        steps = -(-inputs // block_inputs)
+        visits, number = visit_tiles(sizes, padded_count, tile)
+        rows_index = lambda column, visit, step, *visits: (Visits(*visits).tile[visit], step)
+        result_index = lambda column, visit, step, *visits: (Visits(*visits).tile[visit], column)
 
-    def input_grad(
-        self,
-        output_grad: Float[Array, "rows outputs"],
-        weight: Float[Array, "groups outputs inputs"],
-        sizes: Int[Array, "groups"],
-    ) -> Float[Array, "rows inputs"]:
-        """Return the gradients of the rows."""
-        return _multiply_rows(output_grad, weight, sizes, transposed=False, interpret=self.interpret)
+        def weight_index(column: Any, visit: Any, step: Any, *visits: Any) -> tuple[Any, ...]:
+            return Visits(*visits).group[visit], *((column, step) if transpose else (step, column))
 
-    def weight_grad(
+        weight_block = (block_columns, block_inputs) if transpose else (block_inputs, block_columns)
+        specs = {
+            "in_specs": [
+                pl.BlockSpec((tile, block_inputs), rows_index),
+                pl.BlockSpec((None, *weight_block), weight_index),
+            ],
+            "out_specs": pl.BlockSpec((tile, block_columns), result_index),
+            "grid": (-(-columns // block_columns), number, steps),
+            "scratch_shapes": [plt.VMEM((tile, block_columns), jnp.float32)] * (steps > 1),
+        }
+        result = jax.ShapeDtypeStruct((padded_count, columns), dtype)
+        cost = _estimate_cost(padded_count * inputs * columns, rows, weight, result)
+        body = functools.partial(multiply_kernel, transpose, inputs)
+        y = _call_kernel(body, specs, result, cost, self.interpret, visits, rows, weight)[:count]
+        is_in_group = jnp.arange(count, dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32)
+        return jnp.where(is_in_group[:, None], y, 0)
+
+    def sum_outer_products(
         self,
         output_grad: Float[Array, "rows outputs"],
         x: Float[Array, "rows inputs"],
         sizes: Int[Array, "groups"],
         dtype: DTypeLike,
     ) -> Float[Array, "groups outputs inputs"]:
-        """Return the gradients of the matrices."""
-        return _sum_outer_products(output_grad, x, sizes, dtype, self.interpret)
+        """Return the sums of outer products over the rows of each group."""
+        tile, dtype = _tile_height(len(x)), jnp.dtype(dtype)
+        output_grad, x = (_pad_rows(rows, tile) for rows in _cast_to_kernel_dtype(output_grad, x))
+        (rows, outputs), inputs, groups = output_grad.shape, x.shape[1], len(sizes)
+        pl, plt = pallas()
+        block = _block_channels(outputs, 512), _block_channels(inputs, 512)
+        visits, number = visit_tiles(sizes, rows, tile, visit_empty=True)
+        rows_index = lambda side: lambda row, column, visit, *visits: (Visits(*visits).tile[visit], (row, column)[side])
+        result_index = lambda row, column, visit, *visits: (Visits(*visits).group[visit], row, column)
+        specs = {
+            "in_specs": [pl.BlockSpec((tile, width), rows_index(side)) for side, width in enumerate(block)],
+            "out_specs": pl.BlockSpec((None, *block), result_index),
+            "grid": (-(-outputs // block[0]), -(-inputs // block[1]), number),
+            "scratch_shapes": [plt.VMEM(block, jnp.float32)],
+        }
+        result = jax.ShapeDtypeStruct((groups, outputs, inputs), dtype)
+        cost = _estimate_cost(rows * outputs * inputs, output_grad, x, result)
+        return _call_kernel(outer_product_kernel, specs, result, cost, self.interpret, visits, output_grad, x)
 
 
-def _sum_outer_products(
-    gradient: Float[Array, "rows outputs"],
-    x: Float[Array, "rows inputs"],
-    sizes: Int[Array, "groups"],
-    dtype: DTypeLike,
+class Visits(NamedTuple):
+    """The visits of tiles: each computes the rows of one group in one tile, `low` to `high` of the tile's rows."""
+
+    group: Int[Array, "visits"]
+    tile: Int[Array, "visits"]
+    low: Int[Array, "visits"]
+    high: Int[Array, "visits"]
+    is_first: Int[Array, "visits"]
+    """Whether it is the group's first visit."""
+    is_last: Int[Array, "visits"]
+    """Whether it is the group's last visit."""
+
+
+def pallas() -> tuple[Any, Any]:
+    """Return Pallas and its part for TPUs, which are imported only for programs with these kernels."""
+    return tuple(map(importlib.import_module, ("jax.experimental.pallas", "jax.experimental.pallas.tpu")))
+
+
+def visit_tiles(
+    sizes: Int[Array, "groups"], rows: int, tile: int, *, visit_empty: bool = False
+) -> tuple[Visits, Int[Array, ""]]:
+    """Return the visits in the order of the rows, and the number of visits that are used.
+
+    With `visit_empty` a group without rows has one visit too.
+    """
+    tiles, groups = rows // tile, len(sizes)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    starts = ends - sizes
+    first_tile = jnp.minimum(starts // tile, tiles - 1)
+    count = jnp.where(sizes > 0, (ends - 1) // tile - first_tile + 1, int(visit_empty))
+    end_visit = jnp.cumsum(count, dtype=jnp.int32)
+    number = jnp.arange(tiles + groups, dtype=jnp.int32)
+    group = jnp.minimum(jnp.sum(number[:, None] >= end_visit, axis=1, dtype=jnp.int32), groups - 1)
+    visit_of_group = number - (end_visit - count)[group]
+    visited_tile = jnp.minimum(first_tile[group] + visit_of_group, tiles - 1)
+    low, high = (jnp.clip(border[group] - visited_tile * tile, 0, tile) for border in (starts, ends))
+    edges = visit_of_group == 0, visit_of_group == count[group] - 1
+    return Visits(group, visited_tile, low, high, *(edge.astype(jnp.int32) for edge in edges)), end_visit[-1]
+
+
+def _call_kernel(
+    body: Callable[..., None],
+    specs: dict[str, Any],
+    result: jax.ShapeDtypeStruct,
+    cost: dict[str, int],
     interpret: bool,
-) -> Float[Array, "groups outputs inputs"]:
-    tile, dtype = _tile(len(x)), jnp.dtype(dtype)
-    gradient, x = (_padded(rows, tile) for rows in _narrow_alike(gradient, x))
-    (rows, outputs), inputs, groups = gradient.shape, x.shape[1], len(sizes)
-    pl, plt = pallas()
-    sides = _part(outputs, 512), _part(inputs, 512)
-    visits, number = visits_of(sizes, rows, tile, each=True)
-    its = lambda side: lambda row, column, at, *visits: (Visits(*visits).tile[at], (row, column)[side])
-    of_group = lambda row, column, at, *visits: (Visits(*visits).group[at], row, column)
-    specs = {
-        "in_specs": [pl.BlockSpec((tile, width), its(side)) for side, width in enumerate(sides)],
-        "out_specs": pl.BlockSpec((None, *sides), of_group),
-        "grid": (-(-outputs // sides[0]), -(-inputs // sides[1]), number),
-        "scratch_shapes": [plt.VMEM(sides, jnp.float32)],
-    }
-    result = jax.ShapeDtypeStruct((groups, outputs, inputs), dtype)
-    cost = _cost(rows * outputs * inputs, gradient, x, result)
-    return _run(sum_of_rows, specs, result, cost, interpret, visits, gradient, x)
-
-
-def _multiply_rows(x: Array, weight: Array, sizes: Array, *, transposed: bool, interpret: bool) -> Array:
-    count, dtype, tile = len(x), x.dtype, _tile(len(x))
-    x, weight = _narrow_alike(x, weight.astype(dtype))
-    x, (pl, plt) = _padded(x, tile), pallas()
-    (rows, inputs), columns = x.shape, weight.shape[1 if transposed else 2]
-    own, width = _part(inputs, 4096 // x.dtype.itemsize), _part(columns, 768 if x.dtype.itemsize == 2 else 512)
-    steps = -(-inputs // own)
-    visits, number = visits_of(sizes, rows, tile)
-    of_rows = lambda column, at, step, *visits: (Visits(*visits).tile[at], step)
-    of_result = lambda column, at, step, *visits: (Visits(*visits).tile[at], column)
-
-    def of_group(column: Any, at: Any, step: Any, *visits: Any) -> tuple[Any, ...]:
-        return Visits(*visits).group[at], *((column, step) if transposed else (step, column))
-
-    specs = {
-        "in_specs": [
-            pl.BlockSpec((tile, own), of_rows),
-            pl.BlockSpec((None, *((width, own) if transposed else (own, width))), of_group),
-        ],
-        "out_specs": pl.BlockSpec((tile, width), of_result),
-        "grid": (-(-columns // width), number, steps),
-        "scratch_shapes": [plt.VMEM((tile, width), jnp.float32)] * (steps > 1),
-    }
-    result = jax.ShapeDtypeStruct((rows, columns), dtype)
-    cost = _cost(rows * inputs * columns, x, weight, result)
-    body = functools.partial(row_tiles, transposed, inputs)
-    y = _run(body, specs, result, cost, interpret, visits, x, weight)[:count]
-    is_real = jnp.arange(count, dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32)
-    return jnp.where(is_real[:, None], y, 0)
-
-
-def _run(
-    body: Any, specs: dict[str, Any], result: Any, cost: dict[str, int], interpret: bool, visits: Visits, *given: Array
+    visits: Visits,
+    *arrays: Array,
 ) -> Array:
-    """A kernel on a grid whose last dims but the columns' go in order, as sums and what is written twice need."""
+    """Call a kernel whose last two dims of the grid run in order.
+
+    Sums, and results that are written by several visits, need this order.
+    """
     pl, plt = pallas()
     call = pl.pallas_call(
         body,
-        out_shape=jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=varying_of((visits, given))),
+        out_shape=jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=varying_of((visits, arrays))),
         grid_spec=plt.PrefetchScalarGridSpec(num_scalar_prefetch=len(visits), **specs),
         compiler_params=plt.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=pl.CostEstimate(**cost, transcendentals=0),
         interpret=interpret,
         name="grouped_" + getattr(body, "func", body).__name__,
     )
-    return call(*visits, *given)
+    return call(*visits, *arrays)
 
 
-def _cost(products: int, *arrays: Any) -> dict[str, int]:
-    """Return the cost estimate for the compiler: two operations for each product, and each array once."""
+def _estimate_cost(products: int, *arrays: Array | jax.ShapeDtypeStruct) -> dict[str, int]:
+    """Return the cost estimate for the compiler: two operations a product, and each array read or written once."""
     return {"flops": 2 * products, "bytes_accessed": sum(array.size * array.dtype.itemsize for array in arrays)}
 
 
-def _narrow_alike(x: Array, other: Array) -> tuple[Array, Array]:
-    """Both in bfloat16, if they are, or else in float32, the dtypes that the kernels have."""
-    dtype = jnp.bfloat16 if x.dtype == other.dtype == jnp.bfloat16 else jnp.float32
-    return x.astype(dtype), other.astype(dtype)
+def _cast_to_kernel_dtype(left: Array, right: Array) -> tuple[Array, Array]:
+    """Return both arrays in bfloat16 if they are in bfloat16, and in float32 otherwise."""
+    dtype = jnp.bfloat16 if left.dtype == right.dtype == jnp.bfloat16 else jnp.float32
+    return left.astype(dtype), right.astype(dtype)
 
 
-def _padded(x: Array, tile: int) -> Array:
+def _pad_rows(x: Array, tile: int) -> Array:
     return jnp.pad(x, [(0, -len(x) % tile), (0, 0)]) if len(x) % tile else x
 
 
-def _tile(rows: int) -> int:
-    """Rows of a tile, which are on the chip at once: a group of several tiles reads its matrix for each anew."""
-    return min(512, -(-rows // ROWS) * ROWS)
+def _tile_height(rows: int) -> int:
+    """Return the rows of a tile, which are in VMEM at once: a group of several tiles reads its matrix for each tile."""
+    return min(512, -(-rows // ALIGNMENT) * ALIGNMENT)
 
 
-def _part(size: int, most: int) -> int:
-    """Channels of a tile: parts as equal as multiples of 128 are, so that few are computed that are not there."""
-    least = -(-size // most)
-    if least == 1:
+def _block_channels(size: int, limit: int) -> int:
+    """Return the channels of a block: blocks are nearly equal multiples of 128, so that few missing channels are
+    computed."""
+    fewest = -(-size // limit)
+    if fewest == 1:
         return size
     width = lambda number: -(-size // (128 * number)) * 128
-    return width(min(range(least, 2 * least + 1), key=lambda number: (number * width(number), number)))
+    return width(min(range(fewest, 2 * fewest + 1), key=lambda number: (number * width(number), number)))
+
+
+# The kernels.
+
+
+def multiply_kernel(transpose: bool, inputs: int, *refs: Any) -> None:
+    """Multiply the rows of a visit by their group's matrix; the grid is columns, visits, blocks of the `inputs`."""
+    pl, _ = pallas()
+    visits, (x, weight, y, *sums) = Visits(*refs[:6]), refs[6:]
+    step, (tile, columns), block_inputs = pl.program_id(2), y.shape, x.shape[1]
+    low, high, steps = visits.low[pl.program_id(1)], visits.high[pl.program_id(1)], -(-inputs // block_inputs)
+
+    def multiply_columns(rows: Any, width: int, start: Any, low: Array, high: Array) -> None:
+        part = pl.ds(start, width)
+        row_block, weight_block = x[rows, :], weight[part, :] if transpose else weight[:, part]
+        if inputs % block_inputs:  # the last block extends behind the last channel
+            factors = (row_block, 1), (weight_block, int(transpose))
+            row_block, weight_block = (_zero_from(inputs - step * block_inputs, *factor) for factor in factors)
+        dims = (((1,), (int(transpose),)), ((), ()))
+        value = jax.lax.dot_general(row_block, weight_block, dims, preferred_element_type=jnp.float32)
+        if sums:
+            value += jnp.where(step == 0, 0, sums[0][rows, part])
+            sums[0][rows, part] = value
+
+        @pl.when(step == steps - 1)
+        def _() -> None:
+            inside = _rows_between(rows, value.shape, low, high)
+            y[rows, part] = jnp.where(inside, value, y[rows, part].astype(jnp.float32)).astype(y.dtype)
+
+    def multiply_piece(rows: Any, low: Array, high: Array) -> None:
+        width = _COLUMNS if rows.size < tile and columns % _COLUMNS == 0 else columns
+        if width == columns:
+            return multiply_columns(rows, width, 0, low, high)
+        multiply = lambda number, _: multiply_columns(rows, width, pl.multiple_of(number * width, width), low, high)
+        jax.lax.fori_loop(0, columns // width, multiply, None)
+
+    _loop_over_pieces(tile, low, high, multiply_piece)
+
+
+def outer_product_kernel(*refs: Any) -> None:
+    """Sum a tile of each group's matrix over the group's visits; the grid is rows, columns, visits."""
+    pl, _ = pallas()
+    visits, (output_grad, x, y, total) = Visits(*refs[:6]), refs[6:]
+    visit = pl.program_id(2)
+
+    @pl.when(visits.is_first[visit] == 1)
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    def add_piece(rows: Any, low: Array, high: Array) -> None:
+        grad = output_grad[rows, :]
+        grad = jnp.where(_rows_between(rows, grad.shape, low, high), grad.astype(jnp.float32), 0).astype(grad.dtype)
+        dims = (((0,), (0,)), ((), ()))
+        total[...] += jax.lax.dot_general(grad, x[rows, :], dims, preferred_element_type=jnp.float32)
+
+    _loop_over_pieces(output_grad.shape[0], visits.low[visit], visits.high[visit], add_piece)
+
+    @pl.when(visits.is_last[visit] == 1)
+    def _() -> None:
+        y[...] = total[...].astype(y.dtype)
+
+
+def piece_heights(tile: int) -> tuple[int, ...]:
+    """Return the heights that pieces of a tile may have, beside the whole tile."""
+    return tuple(height for height in HEIGHTS if height < tile) or (tile,)
+
+
+def _loop_over_pieces(tile: int, low: Array, high: Array, piece: Callable[[Any, Array, Array], None]) -> None:
+    """Call `piece(rows, low, high)` for the rows of a visit: for a whole tile at once, or in pieces.
+
+    All pieces but the last have the largest height; the last has the lowest height that suffices.
+    """
+    pl, _ = pallas()
+    heights, is_whole = piece_heights(tile), (low == 0) & (high == tile)
+    first = low & -ALIGNMENT
+
+    @pl.when(is_whole)
+    def _() -> None:
+        piece(pl.ds(0, tile), low, high)
+
+    def compute_piece(number: Array, _: None) -> None:
+        begin = first + number * heights[-1]
+        end = jnp.minimum(high, begin + heights[-1])
+        for lower_height, height in zip((0, *heights), heights):
+
+            @pl.when((end - begin > lower_height) & (end - begin <= height))
+            def _(height: int = height) -> None:
+                start = pl.multiple_of(jnp.minimum(begin, tile - height), ALIGNMENT)
+                piece(pl.ds(start, height), jnp.maximum(low, begin), end)
+
+    number = jax.lax.div(high - first + heights[-1] - 1, jnp.int32(heights[-1]))
+    jax.lax.fori_loop(0, jnp.where(is_whole | (high <= low), 0, number), compute_piece, None)
+
+
+def _rows_between(rows: Any, shape: tuple[int, ...], low: Array, high: Array) -> Bool[Array, "..."]:
+    """Return whether each row of a piece lies between two rows of its tile."""
+    row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + rows.start
+    return (row >= low) & (row < high)
+
+
+def _zero_from(end: Array, array: Array, axis: int) -> Array:
+    """Return the array with zeros from an index of an axis on."""
+    is_inside = jax.lax.broadcasted_iota(jnp.int32, array.shape, axis) < end
+    return jnp.where(is_inside, array.astype(jnp.float32), 0).astype(array.dtype)

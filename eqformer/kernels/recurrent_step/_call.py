@@ -1,4 +1,4 @@
-"""The record of one token's step of a recurrence, and the layout in which a step finds a state."""
+"""The record of one token's step of a recurrence, and the layout in which a step reads a state."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 
 class StateLayout(NamedTuple):
-    """Order of a state's dims, and the products by which a step reads it."""
+    """Order of a state's dims, and the way in which a step reads the state."""
 
     by_products: bool = False
     """Whether states are read by matrix products, as on CPUs; elsewhere a sum is fused with other passes."""
@@ -45,8 +45,8 @@ class RecurrentStepCall(eqx.Module):
     """The numbers of the token that the step reads."""
     memory: Float[Array, "*layers_batch heads head_dim v_dim"]
     """The states, of all layers where there is a `layer`."""
-    found: Int[Array, "*batch"]
-    """The state before the token: that of the row (0), zeros (1) or NaN (2)."""
+    initial: Int[Array, "*batch"]
+    """The state before the token, by a code: that of the memory (0), zeros (1) or NaN (2)."""
     layer: Int[Array, ""] | None
     """The layer of a stack whose states are read and written; None: the memory is of one layer."""
     step: Step = eqx.field(static=True)
@@ -59,6 +59,6 @@ class RecurrentStepCall(eqx.Module):
         return f"states {self.memory.dtype}{list(self.memory.shape)}"
 
 
-def found_state(found: Int[Array, "..."], state: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return the state, zeros or NaN, where `found` is 0, 1 or 2."""
-    return jnp.where(found == 0, state, jnp.where(found == 1, 0, jnp.full((), jnp.nan, state.dtype)))
+def initial_state(code: Int[Array, "..."], state: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return the state, zeros or NaN, where the code is 0, 1 or 2."""
+    return jnp.where(code == 0, state, jnp.where(code == 1, 0, jnp.full((), jnp.nan, state.dtype)))

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from .._op import Implementation, Op
 from .._platform import cpu_or
-from ._call import found_state, RecurrentStepCall, StateLayout
+from ._call import initial_state, RecurrentStepCall, StateLayout
 from ._tpu import StepTpu
 
 
@@ -26,11 +26,11 @@ class ReferenceStep(Implementation):
         inputs, memory, layer = call.inputs, call.memory, call.layer
         state = memory if layer is None else jax.lax.dynamic_index_in_dim(memory, layer, 0, keepdims=False)
         grouped = state.reshape(*inputs[0].shape[:-2], -1, *state.shape[-2:]).astype(inputs[0].dtype)
-        grouped = found_state(jax.lax.expand_dims(call.found, range(call.found.ndim, grouped.ndim)), grouped)
+        grouped = initial_state(jax.lax.expand_dims(call.initial, range(call.initial.ndim, grouped.ndim)), grouped)
         on_cpus, elsewhere = (functools.partial(call.step, StateLayout(by_products)) for by_products in (True, False))
-        output, after = cpu_or(on_cpus, elsewhere, *inputs, grouped)
-        after = after.reshape(state.shape).astype(state.dtype)
-        return output, after if layer is None else jax.lax.dynamic_update_index_in_dim(memory, after, layer, 0)
+        output, new_state = cpu_or(on_cpus, elsewhere, *inputs, grouped)
+        new_state = new_state.reshape(state.shape).astype(state.dtype)
+        return output, new_state if layer is None else jax.lax.dynamic_update_index_in_dim(memory, new_state, layer, 0)
 
 
 RECURRENT_STEP = Op(ReferenceStep(), (("tpu", StepTpu()),))

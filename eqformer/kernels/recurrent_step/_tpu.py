@@ -1,6 +1,7 @@
-"""One token's step on TPUs: a kernel in Pallas by Mosaic reads and writes the states once, where they are stored.
+"""One token's step of a recurrence on TPUs: a kernel in Pallas by Mosaic.
 
-XLA makes two passes over them: one writes the new states, and one reads the old ones for the outputs.
+It reads and writes the states once, in main memory (HBM) where they are stored. XLA makes two passes over the states:
+one writes the new states, and the other reads the old ones for the outputs.
 """
 
 import functools
@@ -14,17 +15,18 @@ from jaxtyping import Array, Float
 
 from .._op import Implementation
 from .._platform import varying_of
-from ..cache_write._tpu import is_turned, LANES
-from ._call import found_state, RecurrentStepCall, StateLayout, Step
+from ..cache_write._tpu import LANES, stores_channels_first
+from ._call import initial_state, RecurrentStepCall, StateLayout, Step
 
 
-_BYTES = 2**20  # of a program's states
+_STATE_BYTES = 2**20  # of a program's states
 
 
 class StepTpu(Implementation):
     """The step in Mosaic, of float32 states whose channels fill whole vectors.
 
-    `interpret` runs the kernel as plain JAX on any platform, for tests.
+    A program has up to 1 MB of states in vector memory (VMEM): whole groups, or eights of a group's heads. `interpret`
+    runs the kernel as plain JAX on any platform, for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)
@@ -32,7 +34,7 @@ class StepTpu(Implementation):
     def supports(self, call: RecurrentStepCall) -> str | None:
         """Return the reason why the kernel cannot compute the call, or None."""
         dims = call.memory.shape[-2:]
-        smaller, larger = sorted(dims) if is_turned(*dims) else dims
+        smaller, larger = sorted(dims) if stores_channels_first(*dims) else dims
         if smaller % 8 or larger % LANES:
             return f"it takes states whose channels fill vectors of 8 x {LANES}, not {list(dims)}"
         if any(x.dtype != jnp.float32 for x in (call.memory, *call.inputs)):
@@ -43,68 +45,73 @@ class StepTpu(Implementation):
         self, call: RecurrentStepCall
     ) -> tuple[Float[Array, "*batch kv_heads copies v_dim"], Float[Array, "*layers_batch heads head_dim v_dim"]]:
         """Return the outputs and the memory after the token; `call.step` runs on blocks of heads."""
-        memory, found, layer = call.memory, call.found, call.layer
-        values_first = is_turned(*memory.shape[-2:])
-        inputs = tuple(x.reshape(found.size, *x.shape[-3:]) for x in call.inputs)
+        memory, initial, layer = call.memory, call.initial, call.layer
+        values_first = stores_channels_first(*memory.shape[-2:])
+        inputs = tuple(x.reshape(initial.size, *x.shape[-3:]) for x in call.inputs)
         states = memory.reshape(1 if layer is None else len(memory), *inputs[0].shape[:2], -1, *memory.shape[-2:])
-        known = jnp.zeros(1, jnp.int32) if layer is None else layer[None], found.reshape(-1)
+        scalars = jnp.zeros(1, jnp.int32) if layer is None else layer[None], initial.reshape(-1)
         step = functools.partial(call.step, StateLayout(values_first=values_first))
         states = states.swapaxes(-2, -1) if values_first else states
-        output, after = _called(step, known, inputs, states, memory.shape[-1], self.interpret)
-        after = after.swapaxes(-2, -1) if values_first else after
-        return output.reshape(*found.shape, *output.shape[1:]), after.reshape(memory.shape)
+        output, new_states = _call_kernel(step, scalars, inputs, states, memory.shape[-1], self.interpret)
+        new_states = new_states.swapaxes(-2, -1) if values_first else new_states
+        return output.reshape(*initial.shape, *output.shape[1:]), new_states.reshape(memory.shape)
 
 
-def _called(
-    step: Step, known: tuple[Array, Array], given: tuple[Array, ...], whole: Array, v_dim: int, interpret: bool
+def _call_kernel(
+    step: Step, scalars: tuple[Array, Array], inputs: tuple[Array, ...], states: Array, v_dim: int, interpret: bool
 ) -> tuple[Array, Array]:
+    """Call the kernel; its grid is rows, blocks of groups, blocks of heads. States are updated in place."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu
 
-    _, rows, groups, heads, *dims = whole.shape
-    few, many = _block(groups, heads, math.prod(dims) * whole.dtype.itemsize)
+    _, rows, groups, heads, *dims = states.shape
+    block_groups, block_heads = _choose_block(groups, heads, math.prod(dims) * states.dtype.itemsize)
 
-    def of(x: Any) -> Any:
-        shared = x.shape[2] == 1
-        place = lambda row, group, head, *_: (row, group, 0 if shared else head, 0)
-        return pl.BlockSpec((1, few, 1 if shared else many, x.shape[3]), place)
+    def row_spec(x: Array | jax.ShapeDtypeStruct) -> Any:
+        is_shared = x.shape[2] == 1
+        index = lambda row, group, head, *_: (row, group, 0 if is_shared else head, 0)
+        return pl.BlockSpec((1, block_groups, 1 if is_shared else block_heads, x.shape[3]), index)
 
-    states = pl.BlockSpec((1, 1, few, many, *dims), lambda *at: (at[3][0], *at[:3], 0, 0))
-    answers = jax.ShapeDtypeStruct((rows, groups, heads, v_dim), whole.dtype)
-    varying = varying_of((*known, *given, whole))
-    moved = 2 * whole[0].nbytes + sum(x.nbytes for x in given) + math.prod(answers.shape) * whole.dtype.itemsize
+    states_spec = pl.BlockSpec((1, 1, block_groups, block_heads, *dims), lambda *index: (index[3][0], *index[:3], 0, 0))
+    output = jax.ShapeDtypeStruct((rows, groups, heads, v_dim), states.dtype)
+    varying = varying_of((*scalars, *inputs, states))
+    output_bytes = math.prod(output.shape) * states.dtype.itemsize
+    bytes_accessed = 2 * states[0].nbytes + sum(x.nbytes for x in inputs) + output_bytes
     return pl.pallas_call(
         functools.partial(_kernel, step),
         grid_spec=tpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(rows, groups // few, heads // many),
-            in_specs=[*map(of, given), states],
-            out_specs=[of(answers), states],
+            grid=(rows, groups // block_groups, heads // block_heads),
+            in_specs=[*map(row_spec, inputs), states_spec],
+            out_specs=[row_spec(output), states_spec],
         ),
         out_shape=[
-            answers.update(manual_axis_type=varying),
-            tpu.HBM.from_type(jax.typeof(whole).update(manual_axis_type=varying)),
+            output.update(manual_axis_type=varying),
+            tpu.HBM.from_type(jax.typeof(states).update(manual_axis_type=varying)),
         ],
-        input_output_aliases={2 + len(given): 1},
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved),
+        input_output_aliases={2 + len(inputs): 1},
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=bytes_accessed),
         interpret=interpret,
         name="stepped_states",
-    )(*known, *given, whole)
+    )(*scalars, *inputs, states)
 
 
-def _kernel(step: Step, _: Any, found: Any, *refs: Any) -> None:
-    """Some heads of a row."""
+def _kernel(step: Step, _: Any, initial: Any, *refs: Any) -> None:
+    """Step some heads of a row."""
     from jax.experimental import pallas as pl
 
-    *given, memory, answer, after = refs
-    state = found_state(found[pl.program_id(0)], memory[0, 0])
-    answer[0], after[0, 0] = step(*(x[0] for x in given), state)
+    *inputs, memory, output, new_state = refs
+    state = initial_state(initial[pl.program_id(0)], memory[0, 0])
+    output[0], new_state[0, 0] = step(*(x[0] for x in inputs), state)
 
 
-def _block(groups: int, heads: int, size: int) -> tuple[int, int]:
-    """Groups and heads of a program: whole groups, or eights of one's heads, as many as have no more than `_BYTES`."""
-    fits = lambda count: count * size <= _BYTES
+def _choose_block(groups: int, heads: int, size: int) -> tuple[int, int]:
+    """Return the groups and the heads of a program: whole groups, or eights of the heads of one group.
+
+    They are as many as have no more than `_STATE_BYTES`.
+    """
+    fits = lambda count: count * size <= _STATE_BYTES
     if fits(heads):
-        return next(few for few in range(groups, 0, -1) if groups % few == 0 and fits(few * heads)), heads
-    eights = [many for many in range(8, heads, 8) if heads % many == 0]
+        return next(number for number in range(groups, 0, -1) if groups % number == 0 and fits(number * heads)), heads
+    eights = [number for number in range(8, heads, 8) if heads % number == 0]
     return 1, max(filter(fits, eights), default=min([*eights, heads]))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, ParallelResidual, Residual, ScaledActivation, Scores, Transformer
+from ...nn import Block, GateNorm, ParallelResidual, Residual, ScaledActivation, Scores, Transformer
 from .._attributes import Activation, Attribute, Attributes, Entry, Expect, Fields, Ignore
 from .._config_types import Length, NotNegative, Number
 from .._family import DecoderConfig, Family
@@ -116,7 +116,7 @@ def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transform
     """Return a Falcon-H1 with random weights."""
     score_scale = config.head_size**-0.5 * config.key_scale
     net: dict[str, Any] = {"output_bias": config.output_bias, "multipliers": config.net_scales}
-    net |= {"norm_eps": config.eps if config.net_norm else None, "norm_first": config.norm_first}
+    net["gate_norm"] = GateNorm(config.eps, config.norm_first) if config.net_norm else None
     net["activation"] = activation_of(config)
     gate_scale, mlp_scale = config.mlp_scales
     fed: dict[str, Any] = {"activation": ScaledActivation(activation_of(config), gate_scale), "bias": config.mlp_bias}

@@ -10,6 +10,7 @@ from jaxtyping import Array, Key
 from ...nn import (
     Dispatch,
     Dropless,
+    ExpertGroups,
     Experts,
     FeedForward,
     GatedShared,
@@ -59,6 +60,9 @@ def mixture(
     weighs_inputs: bool = False,
     expert_norm: Norm | None = None,
     latent: tuple[LinearMap, LinearMap] | None = None,
+    groups: int = 1,
+    kept_groups: int = 1,
+    group_score: str = "max",
     router: Key[Array, ""],
     experts: Key[Array, ""],
     **options: Any,
@@ -74,11 +78,15 @@ def mixture(
         weighs_inputs: Whether weights multiply the experts' inputs.
         expert_norm: A norm of the experts' inputs.
         latent: The maps into the experts' latent inputs, and out of their latent outputs.
+        groups: The groups of experts.
+        kept_groups: The groups that a token chooses before it chooses experts.
+        group_score: The score of a group, as in `nn.ExpertGroups`.
         router: The key of the router.
         experts: The key of the experts.
         **options: Further arguments of the router, which take precedence.
     """
     sizes: dict[str, Any] = {"embed": config.embed, "experts": config.experts, "top_k": config.top_k}
+    sizes["groups"] = ExpertGroups(groups, kept_groups, group_score)
     return MoE(
         TopKRouter(**(sizes | options), key=router),
         Experts(expert, config.experts, key=experts),
@@ -146,7 +154,7 @@ class DenseLayers(Entry):
         return {"mlp_only_layers": list(config.dense_layers)}
 
 
-class ExpertGroups(Count):
+class ExpertGroupCount(Count):
     """A number of groups of experts; null stands for one group."""
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -185,8 +193,8 @@ SHARED_ATTRIBUTES: tuple[Entry, ...] = (
     Count("shared", "n_shared_experts", least=0),
     Attribute("first_dense", "first_k_dense_replace"),
     Attribute("scale", "routed_scaling_factor"),
-    ExpertGroups("groups", "n_group"),
-    ExpertGroups("kept_groups", "topk_group"),
+    ExpertGroupCount("groups", "n_group"),
+    ExpertGroupCount("kept_groups", "topk_group"),
 )
 
 # A `MoE`'s router and its gated experts.

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from jaxtyping import Array, Key
 
-from ...nn import Mamba2Mixer
+from ...nn import GateNorm, Mamba2Mixer
 from .._attributes import Attribute, Attributes, Count, Entry, Fields
 from .._config_types import fits, NotNegative, Positive, Range, Size
 from .._published_config import PublishedConfig
@@ -51,7 +51,7 @@ def mamba2(config: Any, key: Key[Array, ""], **options: Any) -> Mamba2Mixer:
         "bias": config.net_bias,
         "conv_bias": config.conv_bias,
         "step_limits": config.step_limits,
-        "norm_eps": config.eps,
+        "gate_norm": GateNorm(config.eps),
         "output_std": damping(config) * (config.net_heads * config.net_v_dim) ** -0.5,
     }
     return Mamba2Mixer(embed=config.embed, **arguments | options, key=key)

@@ -1,4 +1,4 @@
-"""Auxiliary losses, and an update rule of biases, that balance the load of experts."""
+"""Auxiliary losses, and an update rule of selection biases, that balance the load of experts."""
 
 import abc
 from collections.abc import Callable
@@ -9,41 +9,46 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
 from .._tokens import Tokens
-from ._routing import is_real, normalised, Routing
+from ._routing import is_real, normalise_scores, Routing
 
 
-Total = Callable[[Array], Array]
+DeviceSum = Callable[[Array], Array]
+"""The sum of an array over devices."""
 
 
-def alone(x: Array) -> Array:
-    """The sum over devices on a single device, which is the value itself."""
+def sum_on_one_device(x: Array) -> Array:
+    """Return the array itself, which is its sum over the devices if there is one device."""
     return x
 
 
 class BalanceLoss(eqx.Module):
-    """An auxiliary loss of a routing: `coefficient` times a sum over this call's tokens, so that devices' add up.
+    """An auxiliary loss of a routing: `coefficient` times a sum over the tokens of this call.
 
-    The model's loss is divided by the weights of its tokens in the end. If only few tokens have a weight, the
-    coefficient must be smaller in proportion. "Batch" means the rows of a call, which is a microbatch if there are
-    several. `total` sums an array over all devices that share the batch, `row_total` over those that hold parts of the
-    same rows (context parallelism). On one device both are the identity.
+    The losses of devices add up. The model's loss is divided by the weights of its tokens in the end, so if few tokens
+    have a weight, the coefficient must be smaller in proportion. "Batch" means the rows of a call: those of a
+    microbatch, if there are several. `total` sums an array over all devices that share the batch, `row_total` over
+    those that hold parts of the same rows (context parallelism). On one device both are the identity.
     """
 
     coefficient: eqx.AbstractVar[float]
 
     @abc.abstractmethod
     def __call__(
-        self, routing: Routing, tokens: Tokens, total: Total = alone, row_total: Total = alone
+        self,
+        routing: Routing,
+        tokens: Tokens,
+        total: DeviceSum = sum_on_one_device,
+        row_total: DeviceSum = sum_on_one_device,
     ) -> Float[Array, ""]:
-        """This call's share of the loss."""
+        """Return this device's share of the loss."""
 
 
 class LoadBalance(BalanceLoss):
     """`experts * sum_i f_i P_i`: `f_i` the share of assignments that expert `i` gets, `P_i` its mean score.
 
-    Both sum to one (scores of a softmax, or with `normalise`), so even experts cost 1 a token. `f` has no gradient and
+    Both sum to one (scores of a softmax, or with `normalise`), so even loads cost 1 a token. `f` has no gradient and
     is taken over the batch or over each row (`per="sequence"`, rows weighted by their length); `choices` counts only
-    the first choices. A sum over tokens of something linear in their scores: nothing but `f` needs the other devices.
+    the first choices. The loss is a sum over tokens that is linear in their scores, so only `f` is summed over devices.
 
     - `per="batch"`, `top_k` 1: Switch (Fedus et al. 2021, eq. 4-6), coefficient 0.01. With more choices, transformers'
       Mixtral has `top_k` times this.
@@ -64,17 +69,21 @@ class LoadBalance(BalanceLoss):
             raise ValueError(f"LoadBalance(choices={self.choices}): count at least the first choice, or None for all.")
 
     def __call__(
-        self, routing: Routing, tokens: Tokens, total: Total = alone, row_total: Total = alone
+        self,
+        routing: Routing,
+        tokens: Tokens,
+        total: DeviceSum = sum_on_one_device,
+        row_total: DeviceSum = sum_on_one_device,
     ) -> Float[Array, ""]:
-        """The loss; only counts are summed over devices."""
+        """Return the loss; only counts are summed over devices."""
         real = is_real(tokens, routing.scores.shape[:-1])
         counts, size = routing.counts(self.choices), jnp.sum(real, axis=-1, dtype=jnp.int32)
         if self.per == "batch":
             counts, size = total(jnp.sum(counts, axis=tuple(range(counts.ndim - 1)))), total(jnp.sum(size))
         else:
             counts, size = row_total(counts), row_total(size)
-        scores = normalised(routing.scores) if self.normalise else routing.scores
-        # Multiplied as floats: the choices of a batch over all devices may be more than 32 bits count.
+        scores = normalise_scores(routing.scores) if self.normalise else routing.scores
+        # The product is one of floats: the choices of a batch over all devices may exceed 32-bit integers.
         assignments = jnp.maximum(size, 1).astype(scores.dtype) * routing.experts[..., : self.choices].shape[-1]
         share = counts.astype(scores.dtype) / assignments[..., None]
         costs = jnp.sum(share[..., None, :] * scores, axis=-1)
@@ -87,9 +96,13 @@ class RouterZ(BalanceLoss):
     coefficient: float = eqx.field(static=True)
 
     def __call__(
-        self, routing: Routing, tokens: Tokens, total: Total = alone, row_total: Total = alone
+        self,
+        routing: Routing,
+        tokens: Tokens,
+        total: DeviceSum = sum_on_one_device,
+        row_total: DeviceSum = sum_on_one_device,
     ) -> Float[Array, ""]:
-        """The loss; nothing is summed over devices."""
+        """Return the loss; nothing is summed over devices."""
         squares = jax.nn.logsumexp(routing.logits, axis=-1) ** 2
         return self.coefficient * jnp.sum(jnp.where(is_real(tokens, squares.shape), squares, 0))
 
@@ -97,51 +110,63 @@ class RouterZ(BalanceLoss):
 class Importance(BalanceLoss):
     """`CV(sum over tokens of G(x))^2`, `G` the weights of all experts (Shazeer et al. 2017, eq. 6-7).
 
-    The squared coefficient of variation is the variance over the squared mean. It is of the whole batch and counts once
-    for every token of this call. `total` must be differentiable.
+    The squared coefficient of variation is the variance over the squared mean. It is that of the whole batch, and
+    counts once for every token of this call. `total` must be differentiable.
     """
 
     coefficient: float = eqx.field(static=True)
 
     def __call__(
-        self, routing: Routing, tokens: Tokens, total: Total = alone, row_total: Total = alone
+        self,
+        routing: Routing,
+        tokens: Tokens,
+        total: DeviceSum = sum_on_one_device,
+        row_total: DeviceSum = sum_on_one_device,
     ) -> Float[Array, ""]:
-        """The loss; the sums of weights are summed over devices."""
-        return self.coefficient * _variation(routing.gates(), tokens, total)
+        """Return the loss; the sums of weights are summed over devices."""
+        return self.coefficient * _squared_variation(routing.gates(), tokens, total)
 
 
 class NoisyLoad(BalanceLoss):
     """`CV(sum over tokens of P(x, i))^2`, `P` the routing's `load` (Shazeer et al. 2017, eq. 10-11).
 
-    Otherwise as `Importance`.
+    In all else it is `Importance`.
     """
 
     coefficient: float = eqx.field(static=True)
 
     def __call__(
-        self, routing: Routing, tokens: Tokens, total: Total = alone, row_total: Total = alone
+        self,
+        routing: Routing,
+        tokens: Tokens,
+        total: DeviceSum = sum_on_one_device,
+        row_total: DeviceSum = sum_on_one_device,
     ) -> Float[Array, ""]:
-        """The loss; raises a `ValueError` for a routing without `load`."""
+        """Return the loss; raise a `ValueError` for a routing without `load`."""
         if routing.load is None:
             raise ValueError(
                 "NoisyLoad(...)(routing): the routing has load=None; only NoisyTopKRouter gives one, "
                 "take LoadBalance for other routers."
             )
-        return self.coefficient * _variation(routing.load, tokens, total)
+        return self.coefficient * _squared_variation(routing.load, tokens, total)
 
 
-def updated_selection_bias(
+def update_selection_bias(
     bias: Float[Array, "*layers experts"], load: Num[Array, "*layers experts"], rate: float | Float[Array, ""]
 ) -> Float[Array, "*layers experts"]:
-    """The selection bias after a step: up by `rate` for experts below the mean load, down above (arXiv:2408.15664).
+    """Return the selection bias after a step: up by `rate` for experts below the mean load, down for those above.
 
-    `load` is the number of tokens of the whole batch that each expert was chosen by, one row for each layer.
+    `load` counts the tokens of the whole batch that chose each expert, in a row for each layer. The rule is that of
+    arXiv:2408.15664.
     """
     missing = jnp.sum(load, axis=-1, keepdims=True) - load.shape[-1] * load
     return bias + rate * jnp.sign(missing).astype(bias.dtype)
 
 
-def _variation(amounts: Float[Array, "*batch seq experts"], tokens: Tokens, total: Total) -> Float[Array, ""]:
+def _squared_variation(
+    amounts: Float[Array, "*batch seq experts"], tokens: Tokens, total: DeviceSum
+) -> Float[Array, ""]:
+    """Return the squared coefficient of variation of the experts' sums, times the tokens of this call."""
     real = is_real(tokens, amounts.shape[:-1])
     *_, experts = amounts.shape
     sums = total(jnp.sum(jnp.where(real[..., None], amounts, 0).reshape(-1, experts), axis=0))

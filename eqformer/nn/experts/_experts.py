@@ -1,4 +1,5 @@
-"""Feed-forward layers of one kind, held as a vmapped ensemble and run on rows that are sorted by expert."""
+"""Experts: feed-forward layers of one kind as a vmapped ensemble, and their outputs for rows that are sorted by
+expert."""
 
 from collections.abc import Callable
 
@@ -8,17 +9,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from .._dims import ensemble, path_name
-from .._linear import LinearMap
+from .._linear import LinearMap, map_linears
 from .._module import Module
-from ._grouped import grouped
-from ._linear_replay import map_linears
+from ._grouped import run_grouped
 
 
 class Experts(Module):
     """`experts` feed-forward layers, each array with an `experts` dim in front.
 
-    `mlps` may be any module that maps the last dim of an array; `sorted_rows` asks that its parameters be those of
-    linear maps. An expert is plain indexing: `experts[2]` is a layer.
+    `mlps` may be any module that maps the last dim of an array; `sorted_rows` needs experts whose parameters all
+    belong to linear maps. An expert is plain indexing: `experts[2]` is a layer.
     """
 
     mlps: Callable[[Array], Array] = ensemble("experts")
@@ -34,14 +34,14 @@ class Experts(Module):
     def __len__(self) -> int:
         return jax.tree.leaves(eqx.filter(self.mlps, eqx.is_array))[0].shape[0]
 
-    def __getitem__(self, place: int) -> Callable[[Array], Array]:
-        if not -len(self) <= place < len(self):
-            raise IndexError(f"experts[{place}]: there are {len(self)} experts.")
-        arrays, rest = eqx.partition(self.mlps, eqx.is_array)
-        return eqx.combine(jax.tree.map(lambda x: x[place], arrays), rest)
+    def __getitem__(self, index: int) -> Callable[[Array], Array]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"experts[{index}]: there are {len(self)} experts.")
+        arrays, static = eqx.partition(self.mlps, eqx.is_array)
+        return eqx.combine(jax.tree.map(lambda x: x[index], arrays), static)
 
     def slots(self, x: Float[Array, "experts slots embed"]) -> Float[Array, "experts slots embed"]:
-        """Each expert on its own rows, of which all have equally many."""
+        """Run each expert on its rows, equally many for each expert."""
         return eqx.filter_vmap(lambda mlp, x: mlp(x))(self.mlps, x)
 
     def sorted_rows(
@@ -52,40 +52,42 @@ class Experts(Module):
         even: int | None = None,
         most: int | None = None,
     ) -> Float[Array, "rows embed"]:
-        """The first `sizes[0]` rows by expert 0, the next `sizes[1]` by expert 1, and so on; zeros for rows behind.
+        """Run expert 0 on the first `sizes[0]` rows, expert 1 on the next `sizes[1]`, and so on.
 
-        `even` is how many rows an expert has with an even load, by default an equal share; none has more than `most`.
-
-        Raises a `ValueError` for parameters that are not those of linear maps of one dim to one.
+        Rows after those of the last expert give zeros. `even` is the number of rows of an expert with an even load, by
+        default an equal share of all rows; no expert has more than `most` rows. Raises a `ValueError` if a parameter of
+        an expert belongs to no linear map from one dim to one.
         """
-        if others := self._more_than_maps():
+        if parameters := self._parameters_outside_maps():
             raise ValueError(
-                f"Experts.sorted_rows: of an expert's parameters, {', '.join(others)} are not those of a linear map of "
-                "one dim to one, and rows sorted by expert need such; dispatch by Capacity, which runs any module."
+                f"Experts.sorted_rows: of an expert's parameters, {', '.join(parameters)} are not those of a linear "
+                "map of one dim to one, and rows sorted by expert need such; dispatch by Capacity, which runs any "
+                "module."
             )
-        return grouped(self.mlps, x, sizes, even=even, most=most)
+        return run_grouped(self.mlps, x, sizes, even=even, most=most)
 
     def only_call_maps(self) -> bool:
-        """Whether `sorted_rows` can run these experts: they use their parameters only by calling linear maps."""
-        if self._more_than_maps():
+        """Return whether `sorted_rows` can run these experts: they use parameters only by calling linear maps."""
+        if self._parameters_outside_maps():
             return False
-        is_any = lambda node: isinstance(node, LinearMap)
-        called = jax.tree.map(lambda node: _Called() if is_any(node) else node, self.mlps, is_leaf=is_any)
+        is_any_map = lambda node: isinstance(node, LinearMap)
+        stand_in = jax.tree.map(lambda node: _CallOnly() if is_any_map(node) else node, self.mlps, is_leaf=is_any_map)
         try:  # sizes do not matter, and those of one device's slices do not fit together
-            jax.eval_shape(called, jax.ShapeDtypeStruct((1, 2), jnp.float32))
-        except (AttributeError, TypeError):  # it reads what a map holds
+            jax.eval_shape(stand_in, jax.ShapeDtypeStruct((1, 2), jnp.float32))
+        except (AttributeError, TypeError):  # the expert reads a map's weight
             return False
         return True
 
-    def _more_than_maps(self) -> list[str]:
-        """The paths of parameters that are not those of linear maps of one dim to one; most have none."""
-        is_grouped = lambda linear: len(linear.inputs) == len(linear.outputs) == 1
-        rest = map_linears(lambda linear: None if is_grouped(linear) else linear, self.mlps)
-        return [path_name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(rest) if eqx.is_array(leaf)]
+    def _parameters_outside_maps(self) -> list[str]:
+        """Return the paths of parameters that belong to no linear map from one dim to one; most experts have none."""
+        is_matrix = lambda linear: len(linear.inputs) == len(linear.outputs) == 1
+        without_maps = map_linears(lambda linear: None if is_matrix(linear) else linear, self.mlps)
+        leaves = jax.tree_util.tree_leaves_with_path(without_maps)
+        return [path_name(path) for path, leaf in leaves if eqx.is_array(leaf)]
 
 
-class _Called(eqx.Module):
-    """Takes the place of a linear map in a trace: it can be called, and has no weight to read."""
+class _CallOnly(eqx.Module):
+    """A replacement for a linear map in a trace: it can be called, and has no weight to read."""
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows inputs"]:
         return x

@@ -1,31 +1,34 @@
-"""Modules on rows sorted by group: what experts compute, however many rows each of them gets."""
+"""Ensembles of modules on rows that are sorted by group, such as experts on the tokens that chose them.
+
+Where the kernels of grouped products (`kernels.GROUPED_MATMUL`) support all linear maps of the modules, each map is
+computed for all rows at once by a kernel. Elsewhere rows are computed in slots and blocks (`_grouped_blocks.py`).
+"""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ...kernels import (
-    Choice,
-    compilers,
-    GROUPED_MATMUL,
-    GroupedMatmul,
-    GroupedMatmulCall,
-    record_choice,
-)
+from ...kernels import Choice, compilers, GROUPED_MATMUL, GroupedMatmul, GroupedMatmulCall, record_choice
 from .._dtype import add_float32, at_least_float32
-from .._linear import dense, DenseMap, LinearMap
+from .._linear import dense, DenseMap, LinearMap, map_linears
 from .._matmul_precision import Fp8Matmul, MatmulPrecision
-from ._grouped_blocks import blocked, blocked_backward, blocked_forward, unkept, WHOLE
-from ._linear_replay import map_linears, Maps, Parameters, recorded, replayed, zero_of
+from ._grouped_blocks import (
+    blocks_backward,
+    blocks_forward,
+    PLAIN_PASSES,
+    run_in_blocks,
+    run_in_blocks_without_residuals,
+)
+from ._linear_replay import LinearPasses, Parameters, record_linears, replay_linears, varying_zero
 
 
-def grouped(
+def run_grouped(
     modules: PyTree,
     x: Float[Array, "rows inputs"],
     sizes: Int[Array, "groups"],
@@ -35,62 +38,81 @@ def grouped(
 ) -> Float[Array, "rows outputs"]:
     """Return `modules[g](x[i])` for each row `i` of group `g`: the first `sizes[0]` rows are of group 0, and so on.
 
-    `modules` is an ensemble over groups whose parameters are all of linear maps of one dim to one; it maps rows one by
-    one. Rows behind the last group give zeros. On a platform whose kernels (`kernels.GROUPED_MATMUL`) support all of
-    its maps, each map is computed by them. Otherwise each group has slots for as many rows as with an even load, which
-    are computed together, and the other rows are computed in blocks of one group each, as in MegaBlocks
-    (arXiv:2211.15841); where nothing is kept for gradients, CPUs have slots, in float32, for few rows or large weights
-    alone, and blocks for all else. Maps that hold no weight, such as quantized ones, are decoded for groups that have
-    rows, and again in the backward pass. The products' results are kept for the backward pass, which recomputes the
-    rest; there are no second derivatives and no forward mode. Weights are cast to the dtype of `x`; sums are float32 at
-    least.
+    `modules` is an ensemble over groups whose parameters all belong to linear maps from one dim to one; it maps rows
+    one by one. Rows after the last group give zeros. On a platform whose kernels (`kernels.GROUPED_MATMUL`) support all
+    of its maps, each map is computed by these kernels. Otherwise each group has slots for as many rows as with an even
+    load, which are computed together, and the other rows are computed in blocks of one group each, as in MegaBlocks
+    (arXiv:2211.15841). On CPUs, where nothing is kept for gradients, there are slots only in float32 and only for few
+    rows or large weights, and blocks for all else. Maps that hold no weight, such as quantized ones, are decoded for
+    groups that have rows, and again in the backward pass. The outputs of the maps are kept for the backward pass, which
+    recomputes the rest; there are no second derivatives and no forward mode. Weights are cast to the dtype of `x`; sums
+    are float32 at least.
 
     Args:
         modules: An ensemble over groups.
         x: The rows, sorted by group.
-        sizes: How many rows each group has.
-        even: How many rows a group has with an even load; None: an equal share of all rows, though some of
+        sizes: The number of rows of each group.
+        even: The number of rows of a group with an even load; None: an equal share of all rows, though some of
             these may be of no group.
-        most: No group has more rows than this; accelerators without kernels for such calls have so many slots and
-            nothing else.
+        most: A bound on the rows of a group; accelerators without kernels for such calls have so many slots for each
+            group, and no blocks.
     """
     arrays, static = eqx.partition(modules, eqx.is_array)
     leaves, structure = jax.tree.flatten(static)
-    # Within a shard_map of the caller's, gradients of what does not vary are summed by these additions' transposes.
-    zero = zero_of(arrays, x, sizes)
-    arrays, x = jax.tree.map(lambda a: _typed_like(a, zero), (arrays, x))
-    return _make(structure, tuple(leaves), even, most, compilers())(arrays, x, sizes.astype(jnp.int32))
+    # Within a shard_map of the caller's, the transpose of these additions sums gradients over the mesh axes over which
+    # an array does not vary.
+    zero = varying_zero(arrays, x, sizes)
+    arrays, x = jax.tree.map(lambda a: _vary_as(zero, a), (arrays, x))
+    return _grouped_function(structure, tuple(leaves), even, most, compilers())(arrays, x, sizes.astype(jnp.int32))
+
+
+class _Passes(NamedTuple):
+    """The ways of one platform to compute an ensemble on sorted rows."""
+
+    run: Callable[..., Any]
+    """The outputs alone, of a program without gradients."""
+    forward: Callable[..., Any]
+    """The outputs, and what the backward pass reads."""
+    backward: Callable[..., Any]
 
 
 @functools.lru_cache(maxsize=256)
-def _make(
+def _grouped_function(
     structure: Any, leaves: tuple, even: int | None, most: int | None, platforms: tuple[str, ...]
 ) -> Callable[[PyTree, Array, Array], Array]:
-    """The function with its gradient; the same for the same modules, so that eager calls compile once."""
+    """Return the function with its gradient; equal modules give the same function, so eager calls compile once."""
     static = jax.tree.unflatten(structure, leaves)
-    with_sizes = lambda way, **more: functools.partial(way, even=even, **more)
-    with_gradient = map(with_sizes, (blocked_forward, blocked_backward))
-    slotted = [with_sizes(way, most=most) for way in (blocked, blocked_forward, blocked_backward)]
-    without_kernels: dict[str, Sequence[Callable[..., Any]]] = {"default": (with_sizes(unkept), *with_gradient)}
-    without_kernels |= dict.fromkeys(platforms, slotted)
+    partial = functools.partial
+    default = _Passes(
+        partial(run_in_blocks_without_residuals, even=even),
+        partial(blocks_forward, even=even),
+        partial(blocks_backward, even=even),
+    )
+    in_slots = _Passes(*(partial(f, even=even, most=most) for f in (run_in_blocks, blocks_forward, blocks_backward)))
+    without_kernels = {"default": default} | dict.fromkeys(platforms, in_slots)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def on_platform(which: int, arrays: PyTree, x: Array, sizes: Array, *residuals: PyTree) -> PyTree:
+    def run_on_platform(
+        name: Literal["run", "forward", "backward"], arrays: PyTree, x: Array, sizes: Array, *residuals: PyTree
+    ) -> PyTree:
         supported, args = _kernel_platforms(static, arrays, x, sizes, most), (arrays, x, sizes, *residuals)
-        ways = without_kernels | {name: _by_kernels(name, most) for name in supported}
-        branches = {name: _through_weights(way[which]) if which == 2 else way[which] for name, way in ways.items()}
-        return jax.lax.platform_dependent(*args, **{name: functools.partial(b, static) for name, b in branches.items()})
+        passes = without_kernels | {platform: _kernel_passes(platform, most) for platform in supported}
+        chosen = {platform: getattr(passes[platform], name) for platform in passes}
+        if name == "backward":
+            chosen = {platform: _differentiate_parts(backward) for platform, backward in chosen.items()}
+        return jax.lax.platform_dependent(*args, **{platform: partial(f, static) for platform, f in chosen.items()})
 
     @jax.custom_vjp
     def run(arrays: PyTree, x: Array, sizes: Array) -> Array:
-        return on_platform(0, arrays, x, sizes)
+        return run_on_platform("run", arrays, x, sizes)
 
     def forward(arrays: PyTree, x: Array, sizes: Array) -> tuple[Array, tuple]:
-        y, kept = jax.tree.map(lambda y: checkpoint_name(y, "product"), on_platform(1, arrays, x, sizes))
-        return y, (arrays, x, sizes, (*kept, y))
+        results = run_on_platform("forward", arrays, x, sizes)
+        y, outputs = jax.tree.map(lambda y: checkpoint_name(y, "product"), results)
+        return y, (arrays, x, sizes, (*outputs, y))
 
-    def backward(saved: tuple, gradient: Array) -> tuple[PyTree, Array, None]:
-        return *on_platform(2, *saved, gradient), None
+    def backward(residuals: tuple, gradient: Array) -> tuple[PyTree, Array, None]:
+        return *run_on_platform("backward", *residuals, gradient), None
 
     run.defvjp(forward, backward)
     return run
@@ -102,7 +124,7 @@ def _kernel_platforms(static: PyTree, arrays: PyTree, x: Array, sizes: Array, mo
         return ()
     choices: list[Choice] = []
 
-    def note(linear: LinearMap, x: Array) -> Array:
+    def note_choice(linear: LinearMap, x: Array) -> Array:
         weight = dense(linear).weight
         matrices, rows = jnp.zeros((len(sizes), *weight.shape), weight.dtype), jnp.zeros((count, x.shape[-1]), x.dtype)
         is_stored = isinstance(linear, DenseMap)
@@ -110,8 +132,8 @@ def _kernel_platforms(static: PyTree, arrays: PyTree, x: Array, sizes: Array, mo
         choices.append(GROUPED_MATMUL.choose(call))
         return linear(x)
 
-    count, noting = len(x), WHOLE._replace(forward=note)
-    run = lambda arrays, x: recorded(eqx.combine(arrays, static), x, noting)
+    count, passes = len(x), PLAIN_PASSES._replace(forward=note_choice)
+    run = lambda arrays, x: record_linears(eqx.combine(arrays, static), x, passes)
     jax.eval_shape(run, jax.tree.map(lambda a: a[0], arrays), x[:1])
     supported = [{name for name, _ in choice.by_platform} for choice in choices]
     common = set.intersection(*supported) if supported else set()
@@ -120,42 +142,47 @@ def _kernel_platforms(static: PyTree, arrays: PyTree, x: Array, sizes: Array, mo
     return tuple(name for name in compilers() if name in common)
 
 
-def _by_kernels(platform: str, most: int | None) -> Sequence[Callable[..., Any]]:
-    """Return the three ways of a platform's kernels."""
+def _kernel_passes(platform: str, most: int | None) -> _Passes:
+    """Return the passes by a platform's kernels."""
 
     def kernel_for(call: GroupedMatmulCall) -> GroupedMatmul:
         kernel = GROUPED_MATMUL.implementation_for(call, platform)
         assert isinstance(kernel, GroupedMatmul), kernel
         return kernel
 
-    return [
-        functools.partial(way, kernel_for=kernel_for, most=most) for way in (ragged, ragged_forward, ragged_backward)
-    ]
+    passes = (run_by_kernels, kernels_forward, kernels_backward)
+    return _Passes(*(functools.partial(f, kernel_for=kernel_for, most=most) for f in passes))
 
 
-def _through_weights(backward: Callable[..., tuple[PyTree, Array]]) -> Callable[..., tuple[PyTree, Array]]:
-    """Gradients of what maps are made of, by those of their weights, which are decoded here."""
+def _differentiate_parts(backward: Callable[..., tuple[PyTree, Array]]) -> Callable[..., tuple[PyTree, Array]]:
+    """Return the backward pass with gradients of the arrays that maps are made of, instead of those of the weights.
 
-    def run(static: PyTree, arrays: PyTree, *rest: PyTree) -> tuple[PyTree, Array]:
-        moving, codes = eqx.partition(arrays, eqx.is_inexact_array)
-        parts = lambda moving: eqx.partition(map_linears(dense, eqx.combine(moving, codes, static)), eqx.is_array)
-        weights, back = jax.vjp(lambda moving: parts(moving)[0], moving)
-        to_weights, to_x = backward(parts(moving)[1], weights, *rest)
-        return *back(to_weights), to_x
+    The weights are decoded for this, and their gradients are passed on to the arrays.
+    """
+
+    def run(static: PyTree, arrays: PyTree, *residuals: PyTree) -> tuple[PyTree, Array]:
+        differentiable, codes = eqx.partition(arrays, eqx.is_inexact_array)
+        split = lambda arrays: eqx.partition(map_linears(dense, eqx.combine(arrays, codes, static)), eqx.is_array)
+        weights, pull_back = jax.vjp(lambda arrays: split(arrays)[0], differentiable)
+        weight_grads, x_grad = backward(split(differentiable)[1], weights, *residuals)
+        return *pull_back(weight_grads), x_grad
 
     return run
 
 
-def _typed_like(array: Array, zero: Array) -> Array:
+def _vary_as(zero: Array, array: Array) -> Array:
+    """Return the array, varying over at least the mesh axes over which `zero` varies."""
     axes = lambda x: jax.typeof(x).manual_axis_type.varying
     return array if axes(array) >= axes(zero) else array + zero.astype(array.dtype)
 
+
+# By kernels: all rows at once, a grouped product for each linear map.
 
 KernelFor = Callable[[GroupedMatmulCall], GroupedMatmul]
 """The kernel that computes a call."""
 
 
-def ragged(
+def run_by_kernels(
     static: PyTree,
     arrays: PyTree,
     x: Array,
@@ -164,11 +191,11 @@ def ragged(
     kernel_for: KernelFor,
     most: int | None = None,
 ) -> Array:
-    """Return the rows' outputs, of maps that are computed by the kernel of `kernel_for` each."""
-    return ragged_forward(static, arrays, x, sizes, kernel_for=kernel_for, most=most)[0]
+    """Return the rows' outputs; each map is computed by the kernel of `kernel_for`."""
+    return kernels_forward(static, arrays, x, sizes, kernel_for=kernel_for, most=most)[0]
 
 
-def ragged_forward(
+def kernels_forward(
     static: PyTree,
     arrays: PyTree,
     x: Array,
@@ -177,60 +204,63 @@ def ragged_forward(
     kernel_for: KernelFor,
     most: int | None = None,
 ) -> tuple[Array, list[Array]]:
-    """Return the rows' outputs, and those of the modules' linear maps."""
-    maps, made = _maps(sizes, len(x), kernel_for, most), []
+    """Return the rows' outputs, and the outputs of the modules' linear maps."""
+    passes, map_outputs = _kernel_linear_passes(sizes, len(x), kernel_for, most), []
 
     def forward(linear: LinearMap, x: Array) -> Array:
-        made.append(maps.forward(linear, x))
-        return made[-1]
+        map_outputs.append(passes.forward(linear, x))
+        return map_outputs[-1]
 
-    y, kept = recorded(eqx.combine(arrays, static), x, maps._replace(forward=forward))
-    # A map's output has zeros behind the last group.
-    return (y if any(y is one for one in made) else jnp.where(_is_real(x, sizes), y, 0)), kept
+    y, outputs = record_linears(eqx.combine(arrays, static), x, passes._replace(forward=forward))
+    # The output of a map is zero after the last group; that of an activation need not be.
+    is_map_output = any(y is output for output in map_outputs)
+    return (y if is_map_output else jnp.where(_is_in_group(x, sizes), y, 0)), outputs
 
 
-def ragged_backward(
+def kernels_backward(
     static: PyTree,
     arrays: PyTree,
     x: Array,
     sizes: Array,
-    kept: Sequence[Array],
+    outputs: Sequence[Array],
     gradient: Array,
     *,
     kernel_for: KernelFor,
     most: int | None = None,
 ) -> tuple[PyTree, Array]:
-    """Return the gradients of the parameters and of the rows; `kept` ends in the output."""
-    maps = _maps(sizes, len(x), kernel_for, most)
-    again = lambda arrays, x: replayed(eqx.combine(arrays, static), x, maps, kept)
-    to_arrays, to_x = jax.vjp(again, arrays, x)[1](gradient)
-    return to_arrays, jnp.where(_is_real(x, sizes), to_x, 0)
+    """Return the gradients of the parameters and of the rows; the last of `outputs` is the modules' output."""
+    passes = _kernel_linear_passes(sizes, len(x), kernel_for, most)
+    replay = lambda arrays, x: replay_linears(eqx.combine(arrays, static), x, passes, outputs)
+    array_grads, x_grad = jax.vjp(replay, arrays, x)[1](gradient)
+    return array_grads, jnp.where(_is_in_group(x, sizes), x_grad, 0)
 
 
-def _maps(sizes: Array, rows: int, kernel_for: KernelFor, most: int | None) -> Maps:
-    owners = jnp.repeat(jnp.arange(len(sizes), dtype=jnp.int32), sizes, total_repeat_length=rows)
+def _kernel_linear_passes(sizes: Array, rows: int, kernel_for: KernelFor, most: int | None) -> LinearPasses:
+    """Return the passes of one linear map by its kernel, for all groups at once."""
+    group_of_row = jnp.repeat(jnp.arange(len(sizes), dtype=jnp.int32), sizes, total_repeat_length=rows)
 
-    def kernel_of(products: MatmulPrecision, x: Array, weight: Array) -> GroupedMatmul:
+    def select_kernel(products: MatmulPrecision, x: Array, weight: Array) -> GroupedMatmul:
         return kernel_for(GroupedMatmulCall(x, weight, sizes, isinstance(products, Fp8Matmul), most))
 
     def forward(linear: LinearMap, x: Array) -> Array:
         weight = dense(linear).weight
-        y = kernel_of(linear.products, x, weight).forward(x, weight, sizes)
-        return add_float32(y, None if linear.bias is None else jnp.where(_is_real(x, sizes), linear.bias[owners], 0))
+        y = select_kernel(linear.products, x, weight).forward(x, weight, sizes)
+        bias = None if linear.bias is None else jnp.where(_is_in_group(x, sizes), linear.bias[group_of_row], 0)
+        return add_float32(y, bias)
 
     def backward(
         products: MatmulPrecision, parameters: Parameters, x: Array, output_grad: Array
     ) -> tuple[Parameters, Array]:
         (weight, bias), wide = parameters, at_least_float32(x.dtype)
-        kernel, bias_grad = kernel_of(products, x, weight), None
+        kernel, bias_grad = select_kernel(products, x, weight), None
         weight_grad = kernel.weight_grad(output_grad, x, sizes, weight.dtype)
         if bias is not None:
-            of_rows = jnp.where(_is_real(x, sizes), output_grad, 0)
-            bias_grad = jax.ops.segment_sum(of_rows.astype(wide), owners, len(sizes)).astype(bias.dtype)
+            row_grads = jnp.where(_is_in_group(x, sizes), output_grad, 0)
+            bias_grad = jax.ops.segment_sum(row_grads.astype(wide), group_of_row, len(sizes)).astype(bias.dtype)
         return (weight_grad, bias_grad), kernel.input_grad(output_grad, weight, sizes)
 
-    return Maps(forward, backward)
+    return LinearPasses(forward, backward)
 
 
-def _is_real(x: Array, sizes: Array) -> Array:
+def _is_in_group(x: Array, sizes: Array) -> Bool[Array, "rows 1"]:
     return (jnp.arange(len(x), dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32))[:, None]

@@ -1,4 +1,8 @@
-"""`grouped` without kernels: as many rows of each group as even loads have at once, the rest in blocks."""
+"""Ensembles on rows sorted by group without kernels: first in slots of all groups at once, the other rows in blocks.
+
+Each group has as many slots as rows with an even load, and the slots of all groups are one batched product. The rows
+beyond the slots are computed block by block, each block with the weights of its group.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -9,16 +13,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
 from .._dtype import add_float32, at_least_float32
-from .._linear import dense, DenseMap, linear_maps, LinearMap
+from .._linear import dense, DenseMap, linear_maps, LinearMap, map_linears
 from .._matmul_precision import ComputeDtypeMatmul, MatmulPrecision
-from ._linear_replay import map_linears, Maps, Parameters, recorded, replayed, zero_of
+from ._linear_replay import LinearPasses, Parameters, record_linears, replay_linears, varying_zero
 
 
 Carry = TypeVar("Carry")
-LEAST = 16  # rows a group by even loads, from which on groups are computed together
+FEWEST_SLOTS = 16
+"""Rows of a group with an even load from which on the groups have slots."""
 
 
-def blocked(
+def run_in_blocks(
     static: PyTree,
     arrays: PyTree,
     x: Array,
@@ -27,104 +32,121 @@ def blocked(
     even: int | None = None,
     most: int | None = None,
 ) -> Array:
-    """The rows' outputs. What nobody keeps may take more room: a quarter more slots, which few loads overflow."""
+    """Return the rows' outputs.
+
+    Nothing is kept for gradients, so there is room for a quarter more slots, which few loads exceed.
+    """
     even = even_load(sizes, len(x), even)
-    number = even * 5 // 4 if even >= LEAST else 0
-    return outputs(static, arrays, x, sizes, Slots(sizes, len(x), number, even, most))[0]
+    number = even * 5 // 4 if even >= FEWEST_SLOTS else 0
+    return compute_in_slots(static, arrays, x, sizes, GroupSlots(sizes, len(x), number, even, most))[0]
 
 
-def blocked_forward(
+def blocks_forward(
     static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, even: int | None = None, most: int | None = None
 ) -> tuple[Array, list[Array]]:
-    """The rows' outputs, and what the modules' linear maps gave of the rows in slots, as `Slots.flat` has it."""
-    return outputs(static, arrays, x, sizes, Slots(sizes, len(x), even=even, most=most))
+    """Return the rows' outputs, and the outputs of linear maps for the rows in slots, as `GroupSlots.flatten` does."""
+    return compute_in_slots(static, arrays, x, sizes, GroupSlots(sizes, len(x), even=even, most=most))
 
 
-def outputs(
-    static: PyTree, arrays: PyTree, x: Array, sizes: Array, slots: "Slots", maps: Maps | None = None
-) -> tuple[Array, list[Array]]:
-    """What `blocked_forward` gives, with these slots, in which linear maps are computed by `maps`."""
-    of_rows = lambda arrays, x: recorded(eqx.combine(arrays, static), x, WHOLE if maps is None else maps)
-    shapes = jax.eval_shape(of_rows, jax.tree.map(lambda a: a[0], arrays), x[:1])
-    zero = zero_of(arrays, x, sizes)
-    nothing = jax.tree.map(lambda s: jnp.full((len(x), *s.shape[1:]), zero.astype(s.dtype)), shapes)
-    if not len(x):
-        return nothing
-
-    def together() -> tuple[Array, list[Array]]:
-        y, kept = jax.vmap(of_rows)(arrays, slots.filled(x))
-        return slots.rows(y), list(map(slots.flat, kept))
-
-    y, kept = slots.used(together, nothing)
-
-    def group(number: Array, y: Array) -> Array:
-        module = map_linears(dense, eqx.combine(_of_group(arrays, number), static))  # decoded once for all its blocks
-
-        def block(start: Array, size: int, is_own: Array | None, y: Array) -> Array:
-            return _written(y, module(jax.lax.dynamic_slice_in_dim(x, start, size)), start, is_own)
-
-        return _over_blocks(block, y, *slots.rest(number), len(x), slots.even)
-
-    return slots.over_rests(group, y), kept
-
-
-def blocked_backward(
+def compute_in_slots(
     static: PyTree,
     arrays: PyTree,
     x: Array,
     sizes: Array,
-    kept: Sequence[Array],
+    slots: "GroupSlots",
+    passes: LinearPasses | None = None,
+) -> tuple[Array, list[Array]]:
+    """Return the results of `blocks_forward` for these slots, in which linear maps are computed by `passes`."""
+    passes = PLAIN_PASSES if passes is None else passes
+    run_module = lambda arrays, x: record_linears(eqx.combine(arrays, static), x, passes)
+    shapes = jax.eval_shape(run_module, jax.tree.map(lambda a: a[0], arrays), x[:1])
+    zero = varying_zero(arrays, x, sizes)
+    zeros = jax.tree.map(lambda s: jnp.full((len(x), *s.shape[1:]), zero.astype(s.dtype)), shapes)
+    if not len(x):
+        return zeros
+
+    def run_slots() -> tuple[Array, list[Array]]:
+        y, outputs = jax.vmap(run_module)(arrays, slots.fill(x))
+        return slots.to_rows(y), list(map(slots.flatten, outputs))
+
+    y, outputs = slots.run_if_used(run_slots, zeros)
+
+    def run_group(number: Array, y: Array) -> Array:
+        # The maps are decoded once for all blocks of a group.
+        module = map_linears(dense, eqx.combine(_select_group(arrays, number), static))
+
+        def run_block(start: Array, size: int, is_owned: Array | None, y: Array) -> Array:
+            return _write_block(y, module(jax.lax.dynamic_slice_in_dim(x, start, size)), start, is_owned)
+
+        return _loop_over_blocks(run_block, y, *slots.remaining_rows(number), len(x), slots.even)
+
+    return slots.loop_over_groups(run_group, y), outputs
+
+
+def blocks_backward(
+    static: PyTree,
+    arrays: PyTree,
+    x: Array,
+    sizes: Array,
+    outputs: Sequence[Array],
     gradient: Array,
     *,
     even: int | None = None,
     most: int | None = None,
 ) -> tuple[PyTree, Array]:
-    """The gradients of the parameters and of the rows; `kept` ends in the output."""
-    zero, slots = zero_of((arrays, kept, gradient), x, sizes), Slots(sizes, len(x), even=even, most=most)
+    """Return the gradients of the parameters and of the rows; the last of `outputs` is the modules' output."""
+    zero = varying_zero((arrays, outputs, gradient), x, sizes)
+    slots = GroupSlots(sizes, len(x), even=even, most=most)
     wide = jax.tree.map(lambda a: a.astype(at_least_float32(a.dtype)), arrays)
-    nothing = jax.tree.map(lambda a: jnp.full(a.shape, zero.astype(a.dtype)), wide), jnp.full(x.shape, zero)
+    zeros = jax.tree.map(lambda a: jnp.full(a.shape, zero.astype(a.dtype)), wide), jnp.full(x.shape, zero)
 
-    def together() -> tuple[PyTree, Array]:
-        def one(own: PyTree, x: Array, kept: list[Array], gradient: Array) -> tuple[PyTree, Array]:
-            again = lambda own, x: replayed(eqx.combine(own, static), x, WHOLE, kept)
-            return jax.vjp(again, own, x)[1](gradient)
+    def run_slots() -> tuple[PyTree, Array]:
+        def differentiate_group(
+            arrays: PyTree, x: Array, outputs: list[Array], gradient: Array
+        ) -> tuple[PyTree, Array]:
+            replay = lambda arrays, x: replay_linears(eqx.combine(arrays, static), x, PLAIN_PASSES, outputs)
+            return jax.vjp(replay, arrays, x)[1](gradient)
 
-        *inner, y = kept
-        known = [*map(slots.stacked, inner), slots.filled(y)]
-        to_arrays, to_x = jax.vmap(one)(wide, slots.filled(x), known, slots.filled(gradient))
-        return to_arrays, slots.rows(to_x)
+        *inner, y = outputs
+        in_slots = [*map(slots.unflatten, inner), slots.fill(y)]
+        array_grads, x_grad = jax.vmap(differentiate_group)(wide, slots.fill(x), in_slots, slots.fill(gradient))
+        return array_grads, slots.to_rows(x_grad)
 
-    def group(number: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
-        own, module = _of_group(wide, number), lambda own, x: eqx.combine(own, static)(x)
+    def run_group(number: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
+        group_arrays, module = _select_group(wide, number), lambda arrays, x: eqx.combine(arrays, static)(x)
 
-        def block(start: Array, size: int, is_own: Array | None, carry: tuple) -> tuple:
-            totals, to_x = carry
-            more, to_piece = jax.vjp(module, own, _cut(x, start, size, is_own))[1](_cut(gradient, start, size, is_own))
-            totals = jax.tree.map(lambda total, more: _added(total, more, number), totals, more)
-            return totals, _written(to_x, to_piece, start, is_own)
+        def run_block(start: Array, size: int, is_owned: Array | None, carry: tuple) -> tuple:
+            totals, x_grad = carry
+            pull_back = jax.vjp(module, group_arrays, _read_block(x, start, size, is_owned))[1]
+            array_grads, block_grad = pull_back(_read_block(gradient, start, size, is_owned))
+            totals = jax.tree.map(lambda total, grad: _add_to_group(total, grad, number), totals, array_grads)
+            return totals, _write_block(x_grad, block_grad, start, is_owned)
 
-        return _over_blocks(block, carry, *slots.rest(number), len(x), slots.even)
+        return _loop_over_blocks(run_block, carry, *slots.remaining_rows(number), len(x), slots.even)
 
-    found = slots.used(together, nothing)
-    to_arrays, to_x = slots.over_rests(group, found) if len(x) else found
-    return jax.tree.map(lambda total, a: total.astype(a.dtype), to_arrays, arrays), to_x
+    grads = slots.run_if_used(run_slots, zeros)
+    array_grads, x_grad = slots.loop_over_groups(run_group, grads) if len(x) else grads
+    return jax.tree.map(lambda grad, a: grad.astype(a.dtype), array_grads, arrays), x_grad
 
 
 def even_load(sizes: Int[Array, "groups"], rows: int, even: int | None) -> int:
-    """How many rows a group has with an even load: those that are said, or an equal share."""
+    """Return the rows of a group with an even load: `even`, or an equal share of all rows if it is None."""
     return rows // len(sizes) if even is None else even
 
 
-class Slots:
-    """The number of slots for each group: by default the rows of an `even` load, by default of all rows; 0 if few.
+class GroupSlots:
+    """Slots for the first rows of each group, which are computed for all groups in one batched product.
 
-    The first rows of each group are computed in its slots, all groups in one batched product, which copies no
-    parameters; the other rows are computed after that. Slots are not used if loads are so uneven that a quarter of the
-    rows would be left over. If no group has more than `most` rows, there are so many slots and no other rows.
+    The product copies no parameters; the other rows are computed afterwards. There are as many slots for a group as
+    rows with an `even` load (by default an equal share of all rows), and none if these are few. Slots are not used if
+    loads are so uneven that a quarter of the rows would find no slot. If no group has more than `most` rows, there are
+    so many slots for each group, and no other rows.
     """
 
     number: int
+    """Slots of a group."""
     even: int
+    """Rows of a group with an even load."""
     are_used: Bool[Array, ""]
 
     def __init__(
@@ -136,7 +158,7 @@ class Slots:
         most: int | None = None,
     ):
         self.even = even = even_load(sizes, rows, even)
-        self.number, self.groups, self.count = (even if even >= LEAST else 0), len(sizes), rows
+        self.number, self.groups, self.count = (even if even >= FEWEST_SLOTS else 0), len(sizes), rows
         self.number = self.number if number is None else number
         self.hold_all = most is not None and rows > 0
         self.number = min(most, rows) if most is not None else self.number
@@ -144,75 +166,77 @@ class Slots:
         self.starts = self.ends - sizes
         slot = jnp.arange(self.number, dtype=jnp.int32)
         self._row, self._is_full = self.starts[:, None] + slot, slot < sizes[:, None]
-        taken = jnp.sum(self._is_full, dtype=jnp.int32)
-        self.are_used = taken >= -(-3 * self.groups * even // 4)
-        self._firsts = jnp.where(self.are_used, self.starts + self.number, self.starts)
+        rows_in_slots = jnp.sum(self._is_full, dtype=jnp.int32)
+        self.are_used = rows_in_slots >= -(-3 * self.groups * even // 4)
+        self._first_remaining = jnp.where(self.are_used, self.starts + self.number, self.starts)
 
-    def filled(self, rows: Array) -> Array:
-        """The rows in slots, zeros in empty ones."""
+    def fill(self, rows: Array) -> Array:
+        """Return the rows in slots, by group, with zeros in empty slots."""
         return jnp.where(self._is_full[..., None], rows[jnp.minimum(self._row, self.count - 1)], 0)
 
-    def rows(self, slots: Array) -> Array:
-        """The rows out of their slots, zeros for rows without one."""
+    def to_rows(self, slots: Array) -> Array:
+        """Return the rows that `fill` put into slots, with zeros for rows without a slot."""
         row = jnp.arange(self.count, dtype=jnp.int32)
-        owner = jnp.sum(row[:, None] >= self.ends, axis=1, dtype=jnp.int32)
-        mine = jnp.minimum(owner, self.groups - 1)
-        slot = row - self.starts[mine]
-        has_one = (owner < self.groups) & (slot < self.number)
+        group = jnp.sum(row[:, None] >= self.ends, axis=1, dtype=jnp.int32)
+        in_range = jnp.minimum(group, self.groups - 1)
+        slot = row - self.starts[in_range]
+        has_slot = (group < self.groups) & (slot < self.number)
         flat = slots.reshape(self.groups * self.number, -1)
-        return jnp.where(has_one[:, None], flat[jnp.where(has_one, mine * self.number + slot, 0)], 0)
+        return jnp.where(has_slot[:, None], flat[jnp.where(has_slot, in_range * self.number + slot, 0)], 0)
 
-    def flat(self, slots: Array) -> Array:
-        """Slots one after another in `count` rows: padded with zeros or, of more slots than rows, without the last.
+    def flatten(self, slots: Array) -> Array:
+        """Return the slots one after another as `count` rows: padded with zeros or, of more slots than rows, cut.
 
-        Where there may be more slots than rows, and all rows have one: the rows.
+        If every row has a slot because of `most`, the rows themselves: then there may be more slots than rows.
         """
         if self.hold_all:
-            return self.rows(slots)
+            return self.to_rows(slots)
         flat = slots.reshape(self.groups * self.number, -1)[: self.count]
         return jnp.pad(flat, [(0, self.count - len(flat)), (0, 0)])
 
-    def stacked(self, flat: Array) -> Array:
-        """What `flat` gave, by group."""
+    def unflatten(self, flat: Array) -> Array:
+        """Return the slots of `flatten`, by group."""
         if self.hold_all:
-            return self.filled(flat)
+            return self.fill(flat)
         return flat[: self.groups * self.number].reshape(self.groups, self.number, -1)
 
-    def used(self, together: Callable[[], Carry], nothing: Carry) -> Carry:
-        """What is computed `together`, where slots are used."""
+    def run_if_used(self, run_slots: Callable[[], Carry], unused: Carry) -> Carry:
+        """Return `run_slots()` if slots are used, `unused` otherwise."""
         if self.hold_all:
-            return together()
-        return jax.lax.cond(self.are_used, together, lambda: nothing) if self.number else nothing
+            return run_slots()
+        return jax.lax.cond(self.are_used, run_slots, lambda: unused) if self.number else unused
 
-    def rest(self, group: Array) -> tuple[Array, Array]:
-        """The first row of a group that has no slot, and the end of the group."""
-        return self._firsts[group], self.ends[group]
+    def remaining_rows(self, group: Array) -> tuple[Array, Array]:
+        """Return the first row of a group that has no slot, and the end of the group."""
+        return self._first_remaining[group], self.ends[group]
 
-    def over_rests(self, step: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
-        """`step(group, carry)` for each group with rows that have no slot: in decoding, few have rows at all."""
+    def loop_over_groups(self, step: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
+        """Apply `step(group, carry)` for each group with rows that have no slot: in decoding few groups have rows."""
         if self.hold_all:
             return carry
 
-        def one(group: Array, carry: Carry) -> Carry:
-            return jax.lax.cond(self._firsts[group] < self.ends[group], step, lambda _, same: same, group, carry)
+        def step_if_any(group: Array, carry: Carry) -> Carry:
+            has_rows = self._first_remaining[group] < self.ends[group]
+            return jax.lax.cond(has_rows, step, lambda _, unchanged: unchanged, group, carry)
 
-        return jax.lax.fori_loop(0, self.groups, one, carry)
+        return jax.lax.fori_loop(0, self.groups, step_if_any, carry)
 
 
-def _whole_backward(
+def _plain_backward(
     products: MatmulPrecision, parameters: Parameters, x: Array, gradient: Array
 ) -> tuple[Parameters, Array]:
-    (weight, bias), exact = parameters, at_least_float32(x.dtype)
-    to_weight = products.to_weight(gradient, x, exact).astype(weight.dtype)
-    to_bias = None if bias is None else jnp.sum(gradient, 0, dtype=exact).astype(bias.dtype)
-    to_x = products.to_input(gradient, weight.astype(x.dtype), exact)
-    return (to_weight, to_bias), to_x.astype(x.dtype)
+    (weight, bias), wide = parameters, at_least_float32(x.dtype)
+    weight_grad = products.weight_grad(gradient, x, wide).astype(weight.dtype)
+    bias_grad = None if bias is None else jnp.sum(gradient, 0, dtype=wide).astype(bias.dtype)
+    x_grad = products.input_grad(gradient, weight.astype(x.dtype), wide)
+    return (weight_grad, bias_grad), x_grad.astype(x.dtype)
 
 
-WHOLE = Maps(lambda linear, x: linear(x), _whole_backward)
+PLAIN_PASSES = LinearPasses(lambda linear, x: linear(x), _plain_backward)
+"""The passes of a linear map of one group, as the map itself computes them."""
 
 
-def _over_blocks(
+def _loop_over_blocks(
     step: Callable[[Array, int, Array | None, Carry], Carry],
     carry: Carry,
     start: Array,
@@ -220,70 +244,79 @@ def _over_blocks(
     rows: int,
     even: int,
 ) -> Carry:
-    """`step(start, size, is_own, carry)` for each block of these rows; `is_own` marks them where a block has others.
+    """Apply `step(start, size, is_owned, carry)` to each block of the rows from `start` to `end`.
 
-    Blocks are as large as even loads fill, from 16 rows of a token each in decoding to 256.
+    `is_owned` marks these rows if a block has others too, and is None otherwise. Blocks are as large as even loads
+    fill: from 16 rows, for a token of each row in decoding, to 256.
     """
     even = 2 ** max(0, even.bit_length() - 1)
-    sizes = (max(64, min(256, even)), 64 if even >= 256 else 32) if even >= LEAST else (32, 16)
+    sizes = (max(64, min(256, even)), 64 if even >= 256 else 32) if even >= FEWEST_SLOTS else (32, 16)
     large, small = (min(rows, size) for size in sizes)
     number = (end - start) // large
     carry = jax.lax.fori_loop(0, number, lambda n, carry: step(start + n * large, large, None, carry), carry)
-    left = start + number * large
+    small_start = start + number * large
 
-    def rest(n: Array, carry: Carry) -> Carry:
-        first = left + n * small
-        begin = jnp.minimum(first, rows - small)  # the last block may overlap the one before it
-        place = begin + jnp.arange(small, dtype=jnp.int32)
-        return step(begin, small, ((place >= first) & (place < end))[:, None], carry)
+    def step_small(n: Array, carry: Carry) -> Carry:
+        first = small_start + n * small
+        begin = jnp.minimum(first, rows - small)  # the last block may overlap the block before it
+        row = begin + jnp.arange(small, dtype=jnp.int32)
+        return step(begin, small, ((row >= first) & (row < end))[:, None], carry)
 
-    return jax.lax.fori_loop(0, (end - left + (small - 1)) // small, rest, carry)
+    return jax.lax.fori_loop(0, (end - small_start + (small - 1)) // small, step_small, carry)
 
 
-def _of_group(arrays: PyTree, number: Array) -> PyTree:
+def _select_group(arrays: PyTree, number: Array) -> PyTree:
     return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, number, keepdims=False), arrays)
 
 
-def _added(total: Array, more: Array, number: Array) -> Array:
-    own = jax.lax.dynamic_index_in_dim(total, number, keepdims=False)
-    return jax.lax.dynamic_update_index_in_dim(total, own + more, number, 0)
+def _add_to_group(total: Array, addend: Array, number: Array) -> Array:
+    group_total = jax.lax.dynamic_index_in_dim(total, number, keepdims=False)
+    return jax.lax.dynamic_update_index_in_dim(total, group_total + addend, number, 0)
 
 
-def _cut(rows: Array, start: Array, size: int, is_own: Array | None) -> Array:
-    piece = jax.lax.dynamic_slice_in_dim(rows, start, size)
-    return piece if is_own is None else jnp.where(is_own, piece, 0)
+def _read_block(rows: Array, start: Array, size: int, is_owned: Array | None) -> Array:
+    block = jax.lax.dynamic_slice_in_dim(rows, start, size)
+    return block if is_owned is None else jnp.where(is_owned, block, 0)
 
 
-def _written(old: Array, new: Array, start: Array, is_own: Array | None) -> Array:
-    if is_own is not None:
-        new = jnp.where(is_own, new, jax.lax.dynamic_slice_in_dim(old, start, len(new)))
-    return jax.lax.dynamic_update_slice_in_dim(old, new, start, 0)
+def _write_block(rows: Array, block: Array, start: Array, is_owned: Array | None) -> Array:
+    if is_owned is not None:
+        block = jnp.where(is_owned, block, jax.lax.dynamic_slice_in_dim(rows, start, len(block)))
+    return jax.lax.dynamic_update_slice_in_dim(rows, block, start, 0)
 
 
-LARGE = 2**23  # bytes of a group's weights: a copy of as much, which a block makes, is no longer read from a cache
+# Forward passes, prompts and decoding on CPUs, where nothing is kept for gradients.
+
+LARGE_GROUP = 2**23
+"""Bytes of a group's weights from which on a copy of them, which a block makes, is no longer read from a cache."""
 
 
-def unkept(static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, even: int | None = None) -> Array:
-    """The rows' outputs: in slots where a copy of each group's weights would cost more than empty slots do.
+def run_in_blocks_without_residuals(
+    static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, even: int | None = None
+) -> Array:
+    """Return the rows' outputs on CPUs: in slots where a copy of a group's weights would cost more than empty slots.
 
-    A block of rows copies its group's weights out of the ensemble, and one batched product for the slots of all groups
+    A block of rows copies its group's weights out of the ensemble; one batched product for the slots of all groups
     copies none. Blocks win where few groups have rows at all, and where small weights meet many rows.
     """
     even = even_load(sizes, len(x), even)
-    # In 16 bits fused operations round less often, so that maps in codes, which go by blocks, would differ.
+    # Only 32 bits and more: in 16 bits fused operations round less often, so that quantized maps, which are always
+    # computed in blocks, would give other results.
     is_wide = jnp.finfo(x.dtype).bits >= 32
-    number = max(LEAST, even * 5 // 4) if is_wide and even >= 2 and _are_better_together(static, arrays, even) else 0
-    return outputs(static, arrays, x, sizes, Slots(sizes, len(x), min(number, len(x)), even), _LEFT)[0]
+    use_slots = is_wide and even >= 2 and _are_slots_cheaper(static, arrays, even)
+    number = max(FEWEST_SLOTS, even * 5 // 4) if use_slots else 0
+    slots = GroupSlots(sizes, len(x), min(number, len(x)), even)
+    return compute_in_slots(static, arrays, x, sizes, slots, _WEIGHT_LEFT_PASSES)[0]
 
 
-def _are_better_together(static: PyTree, arrays: PyTree, even: int) -> bool:
-    if not all(isinstance(one, DenseMap) for one in linear_maps(static)):  # codes would be decoded for all at once
-        return False
-    large = sum(array[0].nbytes for array in jax.tree.leaves(arrays)) >= LARGE
-    return large or even < LEAST
+def _are_slots_cheaper(static: PyTree, arrays: PyTree, even: int) -> bool:
+    if not all(isinstance(linear, DenseMap) for linear in linear_maps(static)):
+        return False  # quantized maps would be decoded for all groups at once
+    is_large = sum(array[0].nbytes for array in jax.tree.leaves(arrays)) >= LARGE_GROUP
+    return is_large or even < FEWEST_SLOTS
 
 
-def _left(linear: LinearMap, x: Array) -> Array:
+def _multiply_weight_left(linear: LinearMap, x: Array) -> Array:
     """Return `linear(x)` of few rows, with the weight on the left, so that it is multiplied in the order it is stored.
 
     Of eight weights of 2048 x 2048 and 16 rows each that takes 0.6 of the time.
@@ -293,4 +326,4 @@ def _left(linear: LinearMap, x: Array) -> Array:
     return add_float32(jnp.einsum("oi,ni->on", linear.weight.astype(x.dtype), x).T, linear.bias)
 
 
-_LEFT = WHOLE._replace(forward=_left)
+_WEIGHT_LEFT_PASSES = PLAIN_PASSES._replace(forward=_multiply_weight_left)

@@ -1,62 +1,70 @@
-"""What the two ways of `grouped` share: a module with its linear maps computed in another way, or already known."""
+"""Modules whose linear maps are computed in another way, or whose linear maps' outputs are known already.
+
+The backward pass of grouped modules keeps the outputs of linear maps and recomputes everything between them.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._linear import is_map, LinearMap, PrecomputedLinear
+from .._linear import DenseMap, LinearMap, map_linears, PrecomputedLinear
 from .._matmul_precision import MatmulPrecision
 
 
-Parameters = tuple[Array, Array | None]  # a weight and, where there is one, a bias
+Parameters = tuple[Array, Array | None]
+"""A weight and, where there is one, a bias."""
 
 
-class Maps(NamedTuple):
-    """How a linear map is computed, and the gradients of its parameters and its input by those of its output."""
+class LinearPasses(NamedTuple):
+    """A forward and a backward pass of a linear map; both may be those of a kernel.
+
+    The backward pass takes the precision of the map's products, its parameters, its input and the gradient of its
+    output, and returns the gradients of the parameters and of the input.
+    """
 
     forward: Callable[[LinearMap, Array], Array]
     backward: Callable[[MatmulPrecision, Parameters, Array, Array], tuple[Parameters, Array]]
 
 
-def map_linears(change: Callable[[Any], PyTree], module: PyTree) -> PyTree:
-    """The module with each linear map changed."""
-    return jax.tree.map(lambda node: change(node) if is_map(node) else node, module, is_leaf=is_map)
+def record_linears(module: PyTree, x: Array, passes: LinearPasses) -> tuple[Array, list[Array]]:
+    """Return the module's output, and the outputs of its linear maps in the order of their calls.
 
-
-def recorded(module: PyTree, x: Array, maps: Maps) -> tuple[Array, list[Array]]:
-    """The module's output, and those of its linear maps in the order of their calls, all but one that is the output."""
-    kept: list[Array] = []
+    A linear map's output that is the module's output too is left out.
+    """
+    outputs: list[Array] = []
 
     def call(linear: LinearMap, x: Array) -> Array:
-        kept.append(maps.forward(linear, x))
-        return kept[-1]
+        outputs.append(passes.forward(linear, x))
+        return outputs[-1]
 
     y = map_linears(lambda linear: PrecomputedLinear(linear, functools.partial(call, linear)), module)(x)
-    return y, [one for one in kept if one is not y]
+    return y, [output for output in outputs if output is not y]
 
 
-def replayed(module: PyTree, x: Array, maps: Maps, kept: Sequence[Array]) -> Array:
-    """The module with the outputs of its linear maps given."""
-    given = list(kept)
+def replay_linears(module: PyTree, x: Array, passes: LinearPasses, outputs: Sequence[Array]) -> Array:
+    """Return the module's output, given the outputs of its linear maps; gradients are those of `passes`."""
+    remaining = list(outputs)
 
     def backward(
-        products: MatmulPrecision, saved: tuple[Parameters, Array], gradient: Array
+        products: MatmulPrecision, residuals: tuple[Parameters, Array], gradient: Array
     ) -> tuple[Parameters, Array, None]:
-        return *maps.backward(products, *saved, gradient), None
+        return *passes.backward(products, *residuals, gradient), None
 
-    known = jax.custom_vjp(lambda products, parameters, x, y: y, nondiff_argnums=(0,))
-    known.defvjp(lambda products, parameters, x, y: (y, (parameters, x)), backward)
-    call = lambda linear, x: known(linear.products, (linear.weight, linear.bias), x, given.pop(0))
+    known_output = jax.custom_vjp(lambda products, parameters, x, y: y, nondiff_argnums=(0,))
+    known_output.defvjp(lambda products, parameters, x, y: (y, (parameters, x)), backward)
+
+    def call(linear: DenseMap, x: Array) -> Array:
+        return known_output(linear.products, (linear.weight, linear.bias), x, remaining.pop(0))
+
     return map_linears(lambda linear: PrecomputedLinear(linear, functools.partial(call, linear)), module)(x)
 
 
-def zero_of(tree: PyTree, *more: Array) -> Array:
-    """A zero that varies over a mesh as all these arrays do, of the dtype of the first of `more`."""
-    first, *others = more
+def varying_zero(tree: PyTree, first: Array, *others: Array) -> Array:
+    """Return a zero of the dtype of `first` that varies over the mesh axes over which any of these arrays varies."""
     zero = jnp.zeros_like(first, shape=())
     for array in (*others, *jax.tree.leaves(tree)):
         zero += jnp.zeros_like(array, zero.dtype, shape=())

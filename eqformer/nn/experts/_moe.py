@@ -15,10 +15,14 @@ from .._linear import Linear, LinearMap
 from .._norm import Norm
 from .._tokens import Tokens, tokens_or_default
 from .._transformer import Transformer
-from ._balance import alone, BalanceLoss, Total
+from ._balance import BalanceLoss, DeviceSum, sum_on_one_device
 from ._dispatch import Dispatch, Dropless, run_slots
 from ._experts import Experts
 from ._routing import is_real, Router, Routing, Slots
+
+
+ROUTER = 2
+"""The number that a mixture folds into tokens' keys for its router; a block's dropouts fold 0 and 1."""
 
 
 class ExpertMixture(Routed):
@@ -78,12 +82,12 @@ class ExpertMixture(Routed):
         if isinstance(routing, Slots):
             y, aux = run_slots(self.experts, inputs, routing), aux_of_slots(routing, tokens, x)
         else:
-            dispatch = self.dispatch_of(tokens, routing)
+            dispatch = self.dispatch_for(tokens, routing)
             y, dropped = dispatch(self.experts, inputs, routing, weighs_inputs=self.weighs_inputs)
             aux = self.aux_of_routing(routing, tokens, dropped)
         return self.combine(x, self.project_outputs(y)), aux
 
-    def dispatch_of(self, tokens: Tokens, routing: Routing) -> Dispatch:
+    def dispatch_for(self, tokens: Tokens, routing: Routing) -> Dispatch:
         """Return `dispatch` for tokens of training, and one that drops no choice for others."""
         return self.dispatch if tokens.is_training else self.dispatch.without_drops(self.experts, routing)
 
@@ -92,8 +96,8 @@ class ExpertMixture(Routed):
         routing: Routing,
         tokens: Tokens,
         dropped: Int[Array, ""],
-        total: Total = alone,
-        row_total: Total = alone,
+        total: DeviceSum = sum_on_one_device,
+        row_total: DeviceSum = sum_on_one_device,
     ) -> Aux:
         """Return the losses and counts of a routing; `total` and `row_total` are those of `BalanceLoss`."""
         zero = jnp.zeros_like(routing.scores, shape=())
@@ -111,11 +115,13 @@ class ExpertMixture(Routed):
 
 
 class MoE(ExpertMixture):
-    """`shared(x) + sum_k w_k experts[i_k](x)`, the experts `i` and weights `w` of each token chosen by the router.
+    """Mixture of experts: `shared(x) + sum_k w_k experts[i_k](x)`.
 
-    `dispatch` is how tokens reach experts: `Dropless()` or `Capacity(factor)`; with experts that choose their tokens
-    (`ExpertChoiceRouter`) it is not used. For tokens without keys, those of evaluation and generation, nothing is
-    dropped by any dispatch, so that a token's output does not depend on later tokens or on the length of the call.
+    The router chooses the experts `i` and the weights `w` of each token.
+
+    `dispatch` is the way in which tokens reach experts, `Dropless()` or `Capacity(factor)`; with experts that choose
+    their tokens (`ExpertChoiceRouter`) it is not used. For tokens without keys, those of evaluation and generation, no
+    dispatch drops anything, so that a token's output does not depend on later tokens or on the length of the call.
     `shared` runs on every token. `losses` are summed into `Aux.loss`. With `weighs_inputs` the layer is
     `shared(x) + sum_k experts[i_k](w_k x)` (Llama 4). With maps `to_latent` and `from_latent` it is
     `shared(x) + from_latent(sum_k w_k experts[i_k](to_latent(x)))`: experts read, and are sent, fewer channels
@@ -148,15 +154,15 @@ class MoE(ExpertMixture):
         """Put the parts together. Raises a `ValueError` where they do not fit, or `losses` have nothing to read.
 
         Args:
-            router: Which experts a token has, and their weights.
+            router: Chooses the experts of a token, and their weights.
             experts: The experts.
-            dispatch: How tokens reach them; None: `Dropless()`.
-            shared: A layer that every token has beside its experts.
+            dispatch: The way in which tokens reach experts; None: `Dropless()`.
+            shared: A layer that runs on every token beside the experts.
             losses: Balance losses, summed into `Aux.loss`.
-            expert_norm: A norm of what experts read, and neither the router nor `shared` (Gemma 4).
-            to_latent: A map `embed -> latent` of what experts read; what they call `embed` is the latent then.
-            from_latent: A map `latent -> embed` of the sum of their outputs.
-            weighs_inputs: Whether weights multiply the experts' inputs in place of their outputs (Llama 4).
+            expert_norm: A norm of the experts' input, which neither the router nor `shared` reads (Gemma 4).
+            to_latent: A map `embed -> latent` of the experts' input; the experts' `embed` is the latent then.
+            from_latent: A map `latent -> embed` of the sum of the experts' outputs.
+            weighs_inputs: Whether weights multiply the experts' inputs instead of their outputs (Llama 4).
         """
         facts, name = router.facts(), type(router).__name__
         if facts.experts != len(experts):
@@ -171,7 +177,7 @@ class MoE(ExpertMixture):
             )
         if weighs_inputs and facts.gives_slots:
             raise ValueError(
-                f"MoE({name}, weighs_inputs=True): experts that choose their tokens weigh what they give; "
+                f"MoE({name}, weighs_inputs=True): experts that choose their tokens weigh their outputs; "
                 "leave weighs_inputs out, or take a router by which tokens choose."
             )
         if (to_latent is None) != (from_latent is None):
@@ -218,32 +224,31 @@ class GatedShared(FeedForward):
 
 @checked
 def aux_of_slots(slots: Slots, tokens: Tokens, x: Float[Array, "*batch seq embed"]) -> Aux:
-    """What experts that chose their tokens did: no loss, no choice dropped, and no entropy of tokens' choices."""
+    """Return the counts of experts that chose their tokens: no loss, no dropped choice, and no entropy of choices."""
     zero = jnp.zeros_like(slots.weight, shape=())
     load = jnp.sum(slots.token >= 0, axis=(0, 2), dtype=jnp.int32)
     real = jnp.sum(is_real(tokens, x.shape[:-1]), dtype=jnp.int32)
     return Aux(zero, load, jnp.zeros((), jnp.int32), zero, real)
 
 
-ROUTER = 2  # folded into tokens' keys, where a block's dropouts fold 0 and 1
-
-
 @checked
 def first_experts(
     model: Transformer, ids: Int[Array, "*batch seq"], tokens: Tokens | None = None
 ) -> Int[Array, "mixtures *batch seq"]:
-    """The number of each token's best expert, -1 for padding, a row for each mixture in the layers' order.
+    """Return the number of each token's best expert, -1 for padding, in a row for each mixture in the layers' order.
 
     Raises a `ValueError` for a model without mixtures, or whose experts choose their tokens.
     """
-    aux = _showing(model).encode(ids, tokens)[2]
+    is_mixture = lambda node: isinstance(node, ExpertMixture)
+    wrapped = jax.tree.map(lambda node: _FirstExpert(node) if is_mixture(node) else node, model, is_leaf=is_mixture)
+    aux = wrapped.encode(ids, tokens)[2]
     stacks = [jnp.stack(jax.tree.leaves(stack), axis=1) for stack in aux if jax.tree.leaves(stack)]
     if not stacks:
         raise ValueError("first_experts(model): the model has no mixture of experts, so no token chooses one.")
     return jnp.concatenate([stack.reshape(-1, *ids.shape) for stack in stacks])
 
 
-class _Showing(Routed):
+class _FirstExpert(Routed):
     """A mixture that returns each token's first expert in the place of its `Aux`."""
 
     inner: ExpertMixture
@@ -256,8 +261,3 @@ class _Showing(Routed):
         if isinstance(routing, Slots):
             raise ValueError("first_experts(model): its experts choose their tokens, so tokens have no first one.")
         return self.inner(x, tokens)[0], routing.experts[..., 0]
-
-
-def _showing(model: Transformer) -> Transformer:
-    is_mixture = lambda node: isinstance(node, ExpertMixture)
-    return jax.tree.map(lambda node: _Showing(node) if is_mixture(node) else node, model, is_leaf=is_mixture)

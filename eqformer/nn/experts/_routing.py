@@ -1,4 +1,4 @@
-"""Who goes where: the experts that each token takes, or the tokens that each expert takes."""
+"""Routings of tokens to experts, the contract of routers, and functions that routers share."""
 
 import abc
 import dataclasses
@@ -18,12 +18,12 @@ from .._tokens import Tokens
 
 
 class Routing(eqx.Module):
-    """Each token's experts, best first, and what their outputs are multiplied by, in float32 at least.
+    """The experts of each token, best first, and their weights, in float32 at least.
 
-    `experts` are distinct; -1 stands for none (padding, a second choice that was not drawn) and has weight 0. `scores`
-    are the probabilities or affinities of all experts that balance losses read, `logits` what they were made of, before
-    any noise was added. `load` is the smooth probability that a token takes an expert, of routers with noise in their
-    choice (`NoisyTopKRouter`). Padding has finite scores and logits that mean nothing.
+    The experts of a token are distinct; -1 stands for no expert (padding, a second choice that was not drawn) and has
+    weight 0. `scores` are the probabilities or affinities of all experts, which balance losses read; `logits` are the
+    router's logits before noise. `load` is the smooth probability that a token chooses an expert, from routers whose
+    choice is noisy (`NoisyTopKRouter`). Scores and logits of padding are finite and meaningless.
     """
 
     experts: Int[Array, "*batch seq top_k"]
@@ -33,94 +33,42 @@ class Routing(eqx.Module):
     load: Float[Array, "*batch seq experts"] | None = None
 
     def counts(self, choices: int | None = None) -> Int[Array, "*batch experts"]:
-        """How many tokens of each row took each expert, by their first `choices` (all by default)."""
+        """Return how many tokens of each row chose each expert, among their first `choices` (all by default)."""
         *batch, _, experts = self.scores.shape
         rows = math.prod(batch)
         chosen = self.experts[..., :choices]
         chosen = chosen.reshape(rows, math.prod(chosen.shape[-2:]))
-        place = (jnp.arange(rows, dtype=jnp.int32)[:, None], jnp.maximum(chosen, 0))
-        counts = jnp.zeros((rows, experts), jnp.int32).at[place].add((chosen >= 0).astype(jnp.int32))
+        index = (jnp.arange(rows, dtype=jnp.int32)[:, None], jnp.maximum(chosen, 0))
+        counts = jnp.zeros((rows, experts), jnp.int32).at[index].add((chosen >= 0).astype(jnp.int32))
         return counts.reshape(*batch, experts)
 
     def gates(self) -> Float[Array, "*batch seq experts"]:
-        """The weights at their experts' places, 0 elsewhere: G(x) of Shazeer et al. 2017."""
+        """Return the weights as a vector over all experts, 0 for experts not chosen: G(x) of Shazeer et al. 2017."""
         chosen = self.experts.reshape(-1, self.experts.shape[-1])
-        empty = jnp.zeros((len(chosen), self.scores.shape[-1]), self.weights.dtype)
-        place = (jnp.arange(len(chosen), dtype=jnp.int32)[:, None], jnp.maximum(chosen, 0))
-        return empty.at[place].add(self.weights.reshape(chosen.shape)).reshape(self.scores.shape)
+        zeros = jnp.zeros((len(chosen), self.scores.shape[-1]), self.weights.dtype)
+        index = (jnp.arange(len(chosen), dtype=jnp.int32)[:, None], jnp.maximum(chosen, 0))
+        return zeros.at[index].add(self.weights.reshape(chosen.shape)).reshape(self.scores.shape)
 
 
 class Slots(eqx.Module):
-    """The tokens that each expert takes from each group, and what its outputs for them are multiplied by.
+    """The tokens that each expert chose from each group, and the weights of the expert's outputs for them.
 
-    `token` is the place within the group (a row, or all rows one after another); -1 marks an empty slot, of weight 0.
+    `token` is an index into the group (a row, or all rows one after another); -1 marks an empty slot, of weight 0.
     """
 
     token: Int[Array, "groups experts capacity"]
     weight: Float[Array, "groups experts capacity"]
 
 
-def routing_of(
-    tokens: Tokens,
-    experts: Int[Array, "*batch seq top_k"],
-    weights: Float[Array, "*batch seq top_k"],
-    scores: Float[Array, "*batch seq experts"],
-    logits: Float[Array, "*batch seq experts"],
-    load: Float[Array, "*batch seq experts"] | None = None,
-) -> Routing:
-    """The routing with padding sent nowhere."""
-    real = is_real(tokens, experts.shape[:-1])[..., None]
-    load = None if load is None else jnp.where(real, load, 0)
-    return Routing(jnp.where(real, experts, -1), jnp.where(real, weights, 0), scores, logits, load)
-
-
-def is_real(tokens: Tokens, shape: tuple[int, ...]) -> Bool[Array, "*batch seq"]:
-    """Which tokens are no padding, for tokens of that shape."""
-    return jnp.broadcast_to(tokens.positions >= 0, shape)
-
-
-def router_logits(
-    linear: Callable[[Array], Array], x: Float[Array, "*batch seq embed"]
-) -> Float[Array, "*batch seq experts"]:
-    """The map in float32 at least, and in full on every platform: small differences decide who goes where."""
-    with jax.default_matmul_precision("highest"):
-        return linear(x.astype(at_least_float32(x.dtype)))
-
-
-def drawn_each(draw: Callable[[Key[Array, ""]], Array], keys: Key[Array, "*batch seq"]) -> Array:
-    """`draw(key)` of every token's own key, and so the same in any batch and on any mesh."""
-    numbers = jax.vmap(draw)(keys.reshape(-1))
-    return numbers.reshape(*keys.shape, *numbers.shape[1:])
-
-
-def best_places(merit: Float[Array, "*lead options"], count: int) -> Int[Array, "*lead count"]:
-    """Where the `count` highest are, the highest first and of equal ones the lowest place; nothing to differentiate."""
-    return jax.lax.top_k(jax.lax.stop_gradient(merit), count)[1]
-
-
-def normalised(scores: Float[Array, "*batch seq some"], eps: float = 0.0) -> Float[Array, "*batch seq some"]:
-    """The scores over their sum and `eps`; of scores that are all next to 0 nearly nothing, with a finite slope."""
-    return scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True) + eps, 1e-18)
-
-
-def check_top_k(router: str, top_k: int, experts: int) -> None:
-    """Raise unless a token can take `top_k` of the experts."""
-    if not 1 <= top_k <= experts:
-        raise ValueError(
-            f"{router}(top_k={top_k}, experts={experts}): a token takes at least one expert and each at most once; "
-            "give 1 <= top_k <= experts."
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class RouterFacts:
-    """What a router says of itself.
+    """Properties of a router that mixtures, parallel transforms and costs read.
 
-    - `experts`: how many there are to choose from.
-    - `choices`: how many a token takes at most; how many on average, where experts choose their tokens.
-    - `among`: the tokens that a choice depends on, which a device must have: a "token" alone, all of its row
+    - `experts`: the number of experts to choose from.
+    - `choices`: the most experts a token takes; the average where experts choose their tokens.
+    - `among`: the tokens that a choice depends on, which one device must hold: the "token" alone, all of its row
       ("sequence") or all of the call ("batch").
-    - `gives_slots`: experts choose their tokens, so that it gives `Slots`.
+    - `gives_slots`: whether experts choose their tokens, so that the router returns `Slots`.
     """
 
     experts: int
@@ -130,10 +78,10 @@ class RouterFacts:
 
 
 class Router(Module):
-    """What brings tokens and experts together, computed in float32 at least; padding goes nowhere.
+    """A choice of experts for tokens, or of tokens for experts, computed in float32 at least; padding is not routed.
 
-    Noise is drawn from each token's own key and there is none without keys, so a token's experts are the same in any
-    batch and on any mesh. Every device runs the whole of a router, on all features of a token.
+    Noise is drawn from the key of each token, and none is added without keys, so a token has the same experts in any
+    batch and on any mesh. Every device runs the whole router, on all features of a token.
     """
 
     @abc.abstractmethod
@@ -142,15 +90,88 @@ class Router(Module):
 
     @abc.abstractmethod
     def facts(self) -> RouterFacts:
-        """What mixtures, transforms and costs must know."""
+        """Return the properties that mixtures, parallel transforms and costs read."""
 
     def rebalanced(self, load: Num[Array, "*layers experts"], rate: float | Float[Array, ""]) -> "Router":
-        """The router after a step in which experts had this load, moved by `rate`; the same unless it has a rule.
+        """Return the router after a step in which experts had this load, moved by `rate`.
 
-        In a stack its arrays have a dim of `layers` in front, as `load` has.
+        By default a router has no such rule and stays as it is. In a stack, its arrays have a dim of `layers` in front,
+        as `load` has.
         """
         return self
 
+
+def mask_padding(
+    tokens: Tokens,
+    experts: Int[Array, "*batch seq top_k"],
+    weights: Float[Array, "*batch seq top_k"],
+    scores: Float[Array, "*batch seq experts"],
+    logits: Float[Array, "*batch seq experts"],
+    load: Float[Array, "*batch seq experts"] | None = None,
+) -> Routing:
+    """Return the routing of these choices, in which padding has no expert.
+
+    Args:
+        tokens: The tokens, whose positions mark padding.
+        experts: The chosen experts.
+        weights: The weights of the choices.
+        scores: Probabilities or affinities of all experts.
+        logits: The router's logits, before noise.
+        load: The smooth probability of each choice, or None.
+    """
+    real = is_real(tokens, experts.shape[:-1])[..., None]
+    load = None if load is None else jnp.where(real, load, 0)
+    return Routing(jnp.where(real, experts, -1), jnp.where(real, weights, 0), scores, logits, load)
+
+
+def is_real(tokens: Tokens, shape: tuple[int, ...]) -> Bool[Array, "*batch seq"]:
+    """Return whether each token is no padding, broadcast to `shape`."""
+    return jnp.broadcast_to(tokens.positions >= 0, shape)
+
+
+def router_logits(
+    linear: Callable[[Array], Array], x: Float[Array, "*batch seq embed"]
+) -> Float[Array, "*batch seq experts"]:
+    """Apply a router's map in float32 at least, and at full precision on every platform.
+
+    Small differences of logits decide which expert a token takes.
+    """
+    with jax.default_matmul_precision("highest"):
+        return linear(x.astype(at_least_float32(x.dtype)))
+
+
+def draw_per_token(draw: Callable[[Key[Array, ""]], Array], keys: Key[Array, "*batch seq"]) -> Array:
+    """Return `draw(key)` for the key of each token, which is the same in any batch and on any mesh."""
+    numbers = jax.vmap(draw)(keys.reshape(-1))
+    return numbers.reshape(*keys.shape, *numbers.shape[1:])
+
+
+def top_indices(scores: Float[Array, "*lead options"], count: int) -> Int[Array, "*lead count"]:
+    """Return the indices of the `count` highest scores, in descending order; equal scores: the lowest index first.
+
+    No gradient flows into the scores.
+    """
+    return jax.lax.top_k(jax.lax.stop_gradient(scores), count)[1]
+
+
+def normalise_scores(scores: Float[Array, "*batch seq _"], eps: float = 0.0) -> Float[Array, "*batch seq _"]:
+    """Divide scores by their sum plus `eps`.
+
+    Scores that are all close to 0 stay close to 0, with a finite gradient.
+    """
+    return scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True) + eps, 1e-18)
+
+
+def check_top_k(router: str, top_k: int, experts: int) -> None:
+    """Raise a `ValueError` unless a token can take `top_k` of the experts."""
+    if not 1 <= top_k <= experts:
+        raise ValueError(
+            f"{router}(top_k={top_k}, experts={experts}): a token takes at least one expert and each at most once; "
+            "give 1 <= top_k <= experts."
+        )
+
+
+# Capacities: fractions of counts, exact at any size in a device's 32-bit integers.
 
 Count = TypeVar("Count", int, jax.Array)
 INT32_MAX = 2**31 - 1
@@ -169,7 +190,7 @@ def even_share(factor: float, number: Count, parts: int) -> Count:
 
 
 def check_indices(call: str, what: str, number: int) -> None:
-    """Raise a `ValueError` that begins with `call` if `number` places exceed 32-bit indices."""
+    """Raise a `ValueError` that begins with `call` if indices up to `number` exceed 32 bits."""
     if number > INT32_MAX:
         raise ValueError(
             f"{call}: {number:,} {what} on one device, and indices of 32 bits reach {INT32_MAX:,}; run fewer tokens at "

@@ -57,16 +57,16 @@ class CausalConv(Module):
         self,
         x: Float[Array, "..."],
         documents: Int[Array, "*batch seq"],
-        before: Float[Array, "..."] | None = None,
+        previous: Float[Array, "..."] | None = None,
     ) -> Float[Array, "..."]:
         """Convolve `x`, of shape `*batch seq` and the named dims.
 
-        `before` holds the `taps - 1` tokens before `x`, which belong to document 0 (see `documents_of`); None means
+        `previous` holds the `taps - 1` tokens before `x`, which belong to document 0 (see `documents_of`); None means
         zeros.
         """
         seq_dim, seq, taps = documents.ndim - 1, documents.shape[-1], self.weight.shape[-1]
         sum_dtype = at_least_float32(x.dtype)
-        x = self._prepend(x, seq_dim, before).astype(sum_dtype)
+        x = self._prepend(x, seq_dim, previous).astype(sum_dtype)
         owners = jnp.pad(documents, [(0, 0)] * seq_dim + [(taps - 1, 0)])
         total = jnp.zeros_like(x, shape=())
         for tap in range(taps):
@@ -77,26 +77,28 @@ class CausalConv(Module):
             total = total + visible * self.weight[..., tap].astype(sum_dtype)
         return total if self.bias is None else total + self.bias.astype(sum_dtype)
 
-    def after(
+    def last_inputs(
         self,
         x: Float[Array, "..."],
         documents: Int[Array, "*batch seq"],
-        before: Float[Array, "..."],
+        previous: Float[Array, "..."],
         count: Int[Array, "*batch"],
     ) -> Float[Array, "..."]:
-        """Return the `before` of the next call; the first `count` tokens of each row of `x` are not padding."""
+        """Return the `previous` of the next call; the first `count` tokens of each row of `x` are not padding."""
         seq_dim, size = documents.ndim - 1, self.weight.shape[-1] - 1
         indices = count[..., None] + jnp.arange(size, dtype=jnp.int32)
         owners = jnp.take_along_axis(jnp.pad(documents, [(0, 0)] * seq_dim + [(size, 0)]), indices, axis=seq_dim)
         expand = lambda per_token: jax.lax.expand_dims(per_token, range(per_token.ndim, x.ndim))
-        last = jnp.take_along_axis(self._prepend(x, seq_dim, before), expand(indices), axis=seq_dim)
-        return jnp.where(expand(owners == documents[..., -1:]), last, 0).astype(before.dtype)
+        last = jnp.take_along_axis(self._prepend(x, seq_dim, previous), expand(indices), axis=seq_dim)
+        return jnp.where(expand(owners == documents[..., -1:]), last, 0).astype(previous.dtype)
 
-    def _prepend(self, x: Float[Array, "..."], seq_dim: int, before: Float[Array, "..."] | None) -> Float[Array, "..."]:
-        if before is None:
+    def _prepend(
+        self, x: Float[Array, "..."], seq_dim: int, previous: Float[Array, "..."] | None
+    ) -> Float[Array, "..."]:
+        if previous is None:
             size = self.weight.shape[-1] - 1
-            before = jnp.zeros_like(x, shape=(*x.shape[:seq_dim], size, *x.shape[seq_dim + 1 :]))
-        return jnp.concatenate([before.astype(x.dtype), x], axis=seq_dim)
+            previous = jnp.zeros_like(x, shape=(*x.shape[:seq_dim], size, *x.shape[seq_dim + 1 :]))
+        return jnp.concatenate([previous.astype(x.dtype), x], axis=seq_dim)
 
 
 class GatedShortConv(Mixer):
@@ -149,15 +151,15 @@ class GatedShortConv(Mixer):
         shape = gated.shape[:-1]  # not x.shape: a parallel layout may give a slice of the tokens and gather in the maps
         positions, documents = jnp.broadcast_to(tokens.positions, shape), documents_of(tokens, shape)
         gated = jnp.where(positions[..., None] >= 0, gated, 0)
-        before = None
+        previous = None
         if cache is not None:
             check_one_document(tokens)
             follows_cache = continues(positions, cache.lengths)
-            before = jnp.where(follows_cache[..., None, None], cache.inputs, jnp.nan)
+            previous = jnp.where(follows_cache[..., None, None], cache.inputs, jnp.nan)
             count = jnp.sum(positions >= 0, axis=-1, dtype=jnp.int32)
-            last_inputs = self.conv.after(gated, documents, before, count)
+            last_inputs = self.conv.last_inputs(gated, documents, previous, count)
             cache = ConvCache(last_inputs.astype(cache.inputs.dtype), lengths_after(positions, cache.lengths))
-        mixed = self.conv(gated, documents, before)
+        mixed = self.conv(gated, documents, previous)
         return self.output((self.output_gate(x).astype(mixed.dtype) * mixed).astype(x.dtype)), cache
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> ConvCache:

@@ -102,12 +102,10 @@ class GatedDeltaNet(Mixer):
     ) -> tuple[Float[Array, "*batch seq embed"], RecurrentCache | None]:
         """Mix tokens in order; a cache supplies the state before `x`, and the returned cache includes `x`."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        inputs = self.query(x), self.key(x), self.value(x)
-        # The shape of the projections, not of `x`: a parallel layout may give a slice of the tokens and gather in the
-        # maps.
+        projections = self.query(x), self.key(x), self.value(x)
         convs = self.query_conv, self.key_conv, self.value_conv
-        recurrent = RecurrentInputs(convs, tokens, inputs[0].shape[:-2], cache, self.activation)
-        query, key, value = recurrent.convolve(inputs)
+        recurrent = RecurrentInputs(projections, convs, tokens, cache, self.activation)
+        query, key, value = recurrent.convolve()
         state_dtype, is_real = query.dtype, recurrent.is_real[..., None]
         query, key = normalize(query) * key.shape[-1] ** -0.5, normalize(key)
         step = jax.nn.softplus(self.decay(x).astype(state_dtype) + self.decay_bias.astype(state_dtype))
@@ -119,7 +117,7 @@ class GatedDeltaNet(Mixer):
         )
         mixed = self.norm(mixed.astype(x.dtype))
         gated = mixed.astype(state_dtype) * jax.nn.silu(self.gate(x).astype(state_dtype))
-        return self.output(gated.astype(x.dtype)), recurrent.update_cache(inputs, new_states)
+        return self.output(gated.astype(x.dtype)), recurrent.update_cache(new_states)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> RecurrentCache:
         """Return an empty cache; its size does not depend on `capacity`."""
@@ -214,12 +212,10 @@ class ChannelDeltaNet(Mixer):
     ) -> tuple[Float[Array, "*batch seq embed"], RecurrentCache | None]:
         """Mix tokens in order; a cache supplies the state before `x`, and the returned cache includes `x`."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        inputs = self.query(x), self.key(x), self.value(x)
-        # The shape of the projections, not of `x`: a parallel layout may give a slice of the tokens and gather in the
-        # maps.
+        projections = self.query(x), self.key(x), self.value(x)
         convs = self.query_conv, self.key_conv, self.value_conv
-        recurrent = RecurrentInputs(convs, tokens, inputs[0].shape[:-2], cache, self.activation)
-        query, key, value = recurrent.convolve(inputs)
+        recurrent = RecurrentInputs(projections, convs, tokens, cache, self.activation)
+        query, key, value = recurrent.convolve()
         state_dtype, is_real = query.dtype, recurrent.is_real[..., None]
         query, key = normalize(query) * key.shape[-1] ** -0.5, normalize(key)
         step = jax.nn.softplus(
@@ -232,7 +228,7 @@ class ChannelDeltaNet(Mixer):
             query, key, value, rate, log_decay, recurrent.documents, states, chunk=self.chunk
         )
         gate = jax.nn.sigmoid(self.gate_up(self.gate_down(x)).astype(state_dtype))
-        return self.output((self.norm(mixed) * gate).astype(x.dtype)), recurrent.update_cache(inputs, new_states)
+        return self.output((self.norm(mixed) * gate).astype(x.dtype)), recurrent.update_cache(new_states)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> RecurrentCache:
         """Return an empty cache; its size does not depend on `capacity`."""

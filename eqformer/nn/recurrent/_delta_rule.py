@@ -47,8 +47,8 @@ def delta_rule(
     # The last chunk is padded with tokens of the last document, with rate and log decay 0.
     chunk_documents = split_chunks(documents.reshape(-1, seq), size, mode="edge")
     if per_head:
-        token_to_token, *others = decay_factors(log_decay[..., 0], chunk_documents)
-        state_to_token, token_to_end, state_to_end = (x[..., None] for x in others)
+        token_to_token, *state_factors = decay_factors(log_decay[..., 0], chunk_documents)
+        state_to_token, token_to_end, state_to_end = (x[..., None] for x in state_factors)
         decayed_scores = lambda left, right: einsum("nbhid,nbhjd->nbhij", left, right) * token_to_token
     else:
         decayed_scores, state_to_token, token_to_end, state_to_end = channel_decay(log_decay, chunk_documents)
@@ -57,12 +57,12 @@ def delta_rule(
     system = mask_in_layer(jnp.tri(size, k=-1, dtype=bool), decayed_scores(rated_key, key), rate)
     new_values, read_keys = _solve_unit_lower(system, rate[..., None] * value, rated_key * state_to_token)
     scores = decayed_scores(query, key)
-    state = states.first(value.dtype)
+    state = states.initial(value.dtype)
     initial = state.reshape(-1, *state.shape[len(batch) :])
     output, last = scan_chunks(
         initial, state_to_end, new_values, read_keys, scores, query * state_to_token, key * token_to_end
     )
-    return join_chunks(output, batch, seq), states.replaced(last.reshape(state.shape))
+    return join_chunks(output, batch, seq), states.update(last.reshape(state.shape))
 
 
 def _single_token(
@@ -74,17 +74,17 @@ def _single_token(
         # A gather: compiling `jnp.repeat` of heads took half a minute a layer on some platforms.
         owner = jnp.arange(value.shape[-2]) // copies
         query, key = query[..., owner, :], key[..., owner, :]
-    return states.stepped(_step, query, key, value, rate[..., None], log_decay)
+    return states.step_token(_step, query, key, value, rate[..., None], log_decay)
 
 
 def _step(
     layout: StateLayout, query: Array, key: Array, value: Array, rate: Array, log_decay: Array, state: Array
 ) -> tuple[Array, Array]:
-    before = state * layout.expand_key(jnp.exp(log_decay))
-    stored, read = layout.read(key, before), layout.read(query, before)
+    decayed = state * layout.expand_key(jnp.exp(log_decay))
+    stored, read = layout.read(key, decayed), layout.read(query, decayed)
     correction = rate * (value - stored)
     output = read + jnp.sum(query * key, axis=-1, keepdims=True) * correction
-    return output, before + layout.expand_key(key) * layout.expand_value(correction)
+    return output, decayed + layout.expand_key(key) * layout.expand_value(correction)
 
 
 def _solve_unit_lower(

@@ -1,5 +1,6 @@
 """Mamba-2: a recurrent mixer whose matrix state decays and takes up each token."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,16 @@ from ._recurrent_inputs import check_sizes, draw_step_bias, init_recurrent_cache
 from ._state_space import state_space
 
 
+@dataclasses.dataclass(frozen=True)
+class GateNorm:
+    """The norm of a `Mamba2Mixer`'s output, over the value heads of one key head."""
+
+    eps: float = 1e-5
+    """Added to the mean square."""
+    before_gate: bool = False
+    """Whether the norm comes before the multiplication by the gate."""
+
+
 class Mamba2Mixer(Mixer):
     """Mamba-2 mixer of Dao and Gu (2024, arXiv:2405.21060); the paper's letters stand in brackets.
 
@@ -28,8 +39,8 @@ class Mamba2Mixer(Mixer):
     `exp(-exp(log_rate) dt)` and adds the outer product of the key and `dt` times the value, with
     `dt = softplus(step(x) + step_bias)` clipped to `step_limits`. The query reads the state (see `state_space`), and
     `skip` (`D`) times the value is added. The output is multiplied by `silu(gate(x))` (`z`); then the `norm`, if there
-    is one, divides by the root mean square over the heads of one key head and multiplies by `scale`. With `norm_first`
-    the norm comes before the gate.
+    is one, divides by the root mean square over the heads of one key head and multiplies by `scale`. A `GateNorm`
+    may also come before the gate.
 
     `kv_heads` counts the heads of keys and of queries (groups); each serves `heads / kv_heads` heads of values.
     `head_dim` counts their channels (`N`, the state size), `v_dim` those of a value (`P`). There are no positions:
@@ -73,8 +84,7 @@ class Mamba2Mixer(Mixer):
         step_limits: tuple[float, float] = (0.0, float("inf")),
         output_bias: bool | None = None,
         multipliers: tuple[float, float, float, float, float] | None = None,
-        norm_eps: float | None = 1e-5,
-        norm_first: bool = False,
+        gate_norm: GateNorm | None = GateNorm(),
         output_std: float | None = None,
         activation: Callable[[Array], Array] = silu,
     ):
@@ -95,8 +105,7 @@ class Mamba2Mixer(Mixer):
             multipliers: Factors for the results of the projections: gate, value, key, query and step (Falcon-H1).
             conv_bias: Whether the convolutions have biases.
             step_limits: The least and the greatest `dt`.
-            norm_eps: Added to the mean square in the norm of the output; None: no norm.
-            norm_first: Whether the norm comes before the gate.
+            gate_norm: The norm of the output; None: no norm.
             output_std: Standard deviation of the output projection's weights; None: as for the other projections.
             activation: Applied after the convolutions.
         """
@@ -122,13 +131,14 @@ class Mamba2Mixer(Mixer):
         # A norm over all heads may be sharded by heads; with several groups each device holds whole groups.
         dims = "heads v_dim" if kv_heads == 1 else "group v_dim"
         sizes: dict[str, Any] = {dims.split()[0]: heads // kv_heads, "v_dim": v_dim}
-        self.norm = None if norm_eps is None else RMSNorm(dims, eps=norm_eps, scale=False, **sizes)
-        self.scale = None if norm_eps is None else jnp.ones((heads, v_dim), jnp.float32)
+        self.norm = None if gate_norm is None else RMSNorm(dims, eps=gate_norm.eps, scale=False, **sizes)
+        self.scale = None if gate_norm is None else jnp.ones((heads, v_dim), jnp.float32)
+        self.norm_first = gate_norm is not None and gate_norm.before_gate
         output_bias = bias if output_bias is None else output_bias
         output_options: dict[str, Any] = {"embed": embed, "bias": output_bias, "std": output_std}
         self.output = Linear("heads v_dim -> embed", **output_options, **value_dims, key=keys[9])
         self.activation = activation
-        self.step_limits, self.chunk, self.multipliers, self.norm_first = step_limits, chunk, multipliers, norm_first
+        self.step_limits, self.chunk, self.multipliers = step_limits, chunk, multipliers
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: RecurrentCache | None = None
@@ -139,12 +149,9 @@ class Mamba2Mixer(Mixer):
         if self.multipliers is not None:
             projected = [y * factor for y, factor in zip(projected, self.multipliers, strict=True)]
         gate, value, key, query, step = projected
-        inputs = query, key, value
-        # The shape of the projections, not of `x`: a parallel layout may give a slice of the tokens and gather in the
-        # maps.
         convs = self.query_conv, self.key_conv, self.value_conv
-        recurrent = RecurrentInputs(convs, tokens, inputs[0].shape[:-2], cache, self.activation)
-        query, key, value = recurrent.convolve(inputs)
+        recurrent = RecurrentInputs((query, key, value), convs, tokens, cache, self.activation)
+        query, key, value = recurrent.convolve()
         state_dtype = value.dtype
         step = jax.nn.softplus(step.astype(state_dtype) + self.step_bias.astype(state_dtype))
         step = jnp.where(recurrent.is_real[..., None], jnp.clip(step, *self.step_limits), 0)
@@ -157,7 +164,7 @@ class Mamba2Mixer(Mixer):
         mixed = self._normalize(mixed, key.shape[-2]) if self.norm_first else mixed
         mixed = mixed * jax.nn.silu(gate.astype(state_dtype))
         mixed = mixed if self.norm_first else self._normalize(mixed, key.shape[-2])
-        return self.output(mixed.astype(x.dtype)), recurrent.update_cache(inputs, new_states)
+        return self.output(mixed.astype(x.dtype)), recurrent.update_cache(new_states)
 
     def _normalize(
         self, y: Float[Array, "*batch seq heads v_dim"], groups: int

@@ -19,11 +19,12 @@ from ._states import States
 
 
 class RecurrentInputs(eqx.Module):
-    """The tokens of one call of a recurrent mixer, and its cache, if there is one.
+    """The queries, keys and values of one call of a recurrent mixer, its tokens, and its cache, if there is one.
 
-    The mixer has queries, keys and values; each passes through a convolution of its own.
+    Queries, keys and values each pass through a convolution of their own.
     """
 
+    projections: tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]
     convs: tuple[CausalConv, CausalConv, CausalConv]
     positions: Int[Array, "*batch seq"]
     documents: Int[Array, "*batch seq"]
@@ -32,35 +33,39 @@ class RecurrentInputs(eqx.Module):
 
     def __init__(
         self,
+        projections: tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]],
         convs: tuple[CausalConv, CausalConv, CausalConv],
         tokens: Tokens,
-        shape: tuple[int, ...],
         cache: RecurrentCache | None,
         activation: Callable[[Array], Array],
     ):
-        """Broadcast positions and documents to the shape of the tokens.
+        """Broadcast positions and documents to the `*batch seq` of the projections.
+
+        This is not the shape of the mixer's input: a parallel layout may give a mixer a slice of the tokens and gather
+        whole rows in the projections.
 
         Args:
+            projections: Queries, keys and values, `*batch seq heads channels`, before the convolutions.
             convs: The convolutions of queries, keys and values.
             tokens: The tokens of the call. Packed rows with a cache raise a `ValueError`.
-            shape: `*batch seq` of whole rows.
             cache: The cache before the call.
             activation: Applied after the convolutions.
         """
         if cache is not None:
             check_one_document(tokens)
-        self.convs, self.cache, self.activation = convs, cache, activation
+        self.projections, self.convs, self.cache, self.activation = projections, convs, cache, activation
+        shape = projections[0].shape[:-2]
         self.positions, self.documents = jnp.broadcast_to(tokens.positions, shape), documents_of(tokens, shape)
 
     @property
     def is_real(self) -> Bool[Array, "*batch seq"]:
-        """Which tokens are not padding."""
+        """Whether each token is no padding."""
         return self.positions >= 0
 
-    def convolve(self, inputs: Sequence[Float[Array, "..."]]) -> list[Float[Array, "..."]]:
+    def convolve(self) -> list[Float[Array, "..."]]:
         """Return queries, keys and values after convolution and activation, in float32 at least."""
-        before = (None,) * 3 if self.cache is None else _last_inputs(self.cache)
-        triples = zip(self.convs, self._without_padding(inputs), before, strict=True)
+        cached = (None,) * 3 if self.cache is None else _last_inputs(self.cache)
+        triples = zip(self.convs, self._without_padding(), cached, strict=True)
         return [self.activation(conv(x, self.documents, past)) for conv, x, past in triples]
 
     def initial_states(
@@ -75,29 +80,27 @@ class RecurrentInputs(eqx.Module):
         follows_cache = continues(self.positions, index_layer(self.cache.lengths, self.cache.layer))
         return States(self.cache.state, begins, self.cache.layer, follows_cache)
 
-    def update_cache(
-        self, inputs: Sequence[Float[Array, "..."]], states: Float[Array, "*layers_batch heads head_dim v_dim"]
-    ) -> RecurrentCache | None:
-        """Return the cache after these tokens, or None without a cache; `inputs` are those of `convolve`."""
+    def update_cache(self, states: Float[Array, "*layers_batch heads head_dim v_dim"]) -> RecurrentCache | None:
+        """Return the cache after these tokens, with these states, or None without a cache."""
         cache = self.cache
         if cache is None:
             return None
         count = jnp.sum(self.is_real, axis=-1, dtype=jnp.int32)
         store = functools.partial(update_layer, layer=cache.layer)
-        triples = zip(self.convs, self._without_padding(inputs), _last_inputs(cache), strict=True)
-        last = [conv.after(x, self.documents, past, count) for conv, x, past in triples]
+        triples = zip(self.convs, self._without_padding(), _last_inputs(cache), strict=True)
+        last = [conv.last_inputs(x, self.documents, past, count) for conv, x, past in triples]
         queries, keys, values = map(store, (cache.queries, cache.keys, cache.values), last)
         lengths = store(cache.lengths, lengths_after(self.positions, index_layer(cache.lengths, cache.layer)))
         return RecurrentCache(
             state=states, queries=queries, keys=keys, values=values, lengths=lengths, layer=cache.layer
         )
 
-    def _without_padding(self, inputs: Sequence[Array]) -> list[Array]:
-        return [mask_in_layer(self.is_real[..., None, None], x, self.convs[0].weight) for x in inputs]
+    def _without_padding(self) -> list[Array]:
+        return [mask_in_layer(self.is_real[..., None, None], x, self.convs[0].weight) for x in self.projections]
 
 
 def _last_inputs(cache: RecurrentCache) -> tuple[Array, ...]:
-    """Return queries, keys and values of the last tokens before the call, of the cache's layer."""
+    """Return the queries, keys and values of the last tokens before the call, in the cache's layer."""
     return tuple(index_layer(x, cache.layer) for x in (cache.queries, cache.keys, cache.values))
 
 

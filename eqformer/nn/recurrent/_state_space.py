@@ -32,7 +32,7 @@ def state_space(
     if seq == 1:
         group_decay = log_decay.reshape(*grouped.shape[:-1], 1)
         token = (jnp.squeeze(x, -4) for x in (query[..., None, :], key[..., None, :], grouped, group_decay))
-        output, memory = states.stepped(_step, *token)
+        output, memory = states.step_token(_step, *token)
         return output.reshape(value.shape), memory
     size = min(chunk, seq)
     to_chunks = lambda x: split_chunks(x.reshape(-1, *x.shape[len(batch) :]), size)
@@ -46,12 +46,12 @@ def state_space(
     scores = einsum("nbgid,nbgjd->nbgij", query, key)[..., None, :, :] * token_to_token
     output = einsum("nbgrij,nbgjrv->nbgirv", scores, grouped)
     chunk_states = einsum("nbgjd,nbgjrv->nbgrvd", key, grouped * token_to_end.mT[..., None])
-    state = states.first(value.dtype)
+    state = states.initial(value.dtype)
     initial = by_group(state.mT.reshape(1, -1, *state.mT.shape[len(batch) :]))[0]
     states_before, last = scan_chunk_states(initial, state_to_end, chunk_states)
     output += einsum("nbgid,nbgrvd->nbgirv", query, states_before) * state_to_token.mT[..., None]
     output = jnp.moveaxis(output, (0, 2), (1, 3)).reshape(*batch, -1, heads, v_dim)
-    memory = states.replaced(last.reshape(state.mT.shape).mT)
+    memory = states.update(last.reshape(state.mT.shape).mT)
     return jax.lax.slice_in_dim(output, 0, seq, axis=len(batch)), memory
 
 
@@ -59,12 +59,12 @@ def _step(
     layout: StateLayout, query: Array, key: Array, value: Array, log_decay: Array, state: Array
 ) -> tuple[Array, Array]:
     """Compute one token: queries and keys have one row a group, values and decays one row a head."""
-    before = state * jnp.exp(log_decay)[..., None]
-    after = before + layout.expand_key(key) * layout.expand_value(value)
+    decayed = state * jnp.exp(log_decay)[..., None]
+    new_state = decayed + layout.expand_key(key) * layout.expand_value(value)
     if layout.by_products:
-        return layout.read(query, after), after
-    # Read the state before the token and add the token's own part: accelerators then read and write the state once.
-    return layout.read(query, before) + jnp.sum(query * key, axis=-1, keepdims=True) * value, after
+        return layout.read(query, new_state), new_state
+    # Read the decayed state and add the token's own part: accelerators then read and write the state once.
+    return layout.read(query, decayed) + jnp.sum(query * key, axis=-1, keepdims=True) * value, new_state
 
 
 def scan_chunk_states(
@@ -89,27 +89,27 @@ def _scan_chunk_states(initial: Array, decay: Array, added: Array) -> tuple[Arra
         state, added_here = read_before_write(state, states[n])
         return state * decay[n][..., None, None] + added_here, states.at[n].set(state)
 
-    last, before = jax.lax.fori_loop(0, len(added), advance, (initial, added))
-    return before, last
+    last, states_before = jax.lax.fori_loop(0, len(added), advance, (initial, added))
+    return states_before, last
 
 
 def _scan_forward(initial: Array, decay: Array, added: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    before, last = _scan_chunk_states(initial, decay, added)
-    return (before, last), (decay, before)
+    states_before, last = _scan_chunk_states(initial, decay, added)
+    return (states_before, last), (decay, states_before)
 
 
 def _scan_backward(residuals: tuple[Array, Array], grads: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-    decay, before = residuals
+    decay, states_before = residuals
 
     def retreat(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         later_grad, decay_grad, state_grads = carry
         n = len(decay) - 1 - i
         later_grad, own_grad = read_before_write(later_grad, state_grads[n])
-        decay_grad = decay_grad.at[n].set(jnp.sum(later_grad * before[n], axis=(3, 4)))
+        decay_grad = decay_grad.at[n].set(jnp.sum(later_grad * states_before[n], axis=(3, 4)))
         return later_grad * decay[n][..., None, None] + own_grad, decay_grad, state_grads.at[n].set(later_grad)
 
-    before_grad, last_grad = grads
-    return jax.lax.fori_loop(0, len(decay), retreat, (last_grad, jnp.zeros_like(decay), before_grad))
+    states_grad, last_grad = grads
+    return jax.lax.fori_loop(0, len(decay), retreat, (last_grad, jnp.zeros_like(decay), states_grad))
 
 
 _scan_chunk_states.defvjp(_scan_forward, _scan_backward)

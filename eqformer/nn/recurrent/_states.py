@@ -1,47 +1,51 @@
-"""Where a recurrence's states lie, what a row's first token finds there, and how one token is read."""
+"""States of a recurrence: read and written in the array that stores them, and the state before a row's first token."""
 
 import equinox as eqx
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from ...kernels import found_state, RECURRENT_STEP, RecurrentStepCall, Step
+from ...kernels import initial_state, RECURRENT_STEP, RecurrentStepCall, Step
 from .._cache import index_layer, update_layer
 
 
 class States(eqx.Module):
-    """A matrix for each head of each row, of all layers where there is a `layer`: read and written where they lie."""
+    """A matrix for each head of each row, in the array that stores them: of all layers where there is a `layer`."""
 
     memory: Float[Array, "*layers_batch heads head_dim v_dim"]
     begins: Bool[Array, "*batch"]
-    """Rows whose first token begins a document, and finds zeros."""
+    """Whether a row's first token begins a document: its initial state is zero."""
     layer: Int[Array, ""] | None = None
-    is_next: Bool[Array, "*batch"] | None = None
-    """Rows whose first token is the next of those that the state has read; others find NaN. None: all."""
+    follows_cache: Bool[Array, "*batch"] | None = None
+    """Whether a row's first token follows the tokens that the state has read; the initial state of other rows is NaN.
+    None: all do."""
 
     @property
-    def found(self) -> Int[Array, "*batch"]:
-        """What a row's first token finds: its state (0), zeros (1) or NaN (2)."""
-        lost = 0 if self.is_next is None else jnp.where(self.is_next, 0, 2)
-        return jnp.where(self.begins, 1, lost).astype(jnp.int32)
+    def initial_code(self) -> Int[Array, "*batch"]:
+        """The initial state of each row, by a code: the stored state (0), zeros (1) or NaN (2)."""
+        stored_or_nan = 0 if self.follows_cache is None else jnp.where(self.follows_cache, 0, 2)
+        return jnp.where(self.begins, 1, stored_or_nan).astype(jnp.int32)
 
-    def first(self, dtype: DTypeLike) -> Float[Array, "*batch heads head_dim v_dim"]:
-        """What first tokens find, in a dtype, for rules that see themselves where documents begin."""
+    def initial(self, dtype: DTypeLike) -> Float[Array, "*batch heads head_dim v_dim"]:
+        """Return the initial states, for rules that handle the start of documents themselves.
+
+        So rows that begin a document have the stored state here; rows that do not follow their cache have NaN.
+        """
         state = index_layer(self.memory, self.layer).astype(dtype)
-        return state if self.is_next is None else found_state(self.found[..., None, None, None], state)
+        return state if self.follows_cache is None else initial_state(self.initial_code[..., None, None, None], state)
 
-    def replaced(
+    def update(
         self, state: Float[Array, "*batch heads head_dim v_dim"]
     ) -> Float[Array, "*layers_batch heads head_dim v_dim"]:
-        """The memory with other states, those of the layer."""
+        """Return the memory with new states of the layer."""
         return update_layer(self.memory, state.astype(self.memory.dtype), self.layer)
 
-    def stepped(
-        self, step: Step, *given: Float[Array, "*batch kv_heads _ _"]
+    def step_token(
+        self, step: Step, *inputs: Float[Array, "*batch kv_heads _ _"]
     ) -> tuple[Float[Array, "*batch kv_heads copies v_dim"], Float[Array, "*layers_batch heads head_dim v_dim"]]:
-        """What one token a row is answered, and the memory after it.
+        """Return the outputs of one token of each row, and the memory after it.
 
-        `step(layout, *given, state)` gives both, of states with dims of groups and of their heads. Each of `given` has
-        a row of channels for each head of a group, or one that serves them all.
+        `step(layout, *inputs, state)` returns both, for states with dims of groups and of their heads. Each input has a
+        row of channels for each head of a group, or one for all of them.
         """
-        return RECURRENT_STEP(RecurrentStepCall(given, self.memory, self.found, self.layer, step))
+        return RECURRENT_STEP(RecurrentStepCall(inputs, self.memory, self.initial_code, self.layer, step))

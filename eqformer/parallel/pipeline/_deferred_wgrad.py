@@ -96,7 +96,7 @@ def _multiply_backward(
     products: nn.MatmulPrecision, residuals: tuple[Array, Array], cotangent: Array
 ) -> tuple[Array, None, Array, Array]:
     x, weight = residuals
-    return products.to_input(cotangent, weight, x.dtype), None, x, cotangent
+    return products.input_grad(cotangent, weight, x.dtype), None, x, cotangent
 
 
 _multiply = jax.custom_vjp(_multiply_ignoring_probes, nondiff_argnums=(0,))
@@ -203,7 +203,7 @@ def weight_gradients(blocks: PyTree, operands: dict[int, tuple[Array, Array]]) -
             layers, -1, math.prod(cotangents.shape[cotangents.ndim - len(linear.outputs) :])
         )
         sum_dtype = nn.at_least_float32(inputs.dtype)
-        product_of_layer = lambda cotangent, x: linear.products.to_weight(cotangent, x, sum_dtype)
+        product_of_layer = lambda cotangent, x: linear.products.weight_grad(cotangent, x, sum_dtype)
         product = jax.vmap(product_of_layer)(cotangents, inputs)
         product = product.reshape(_gathered_shape(linear, dim))
         product = product if dim is None else scatter(product, dim + 1, steps)

@@ -183,7 +183,7 @@ def _gather_matmul_backward(
 
     def input_grad_rows(start: Array, length: int) -> Array:
         first, *further = (
-            precision.to_input(_read_rows(gradient, start, length), weight, sum_dtype)
+            precision.input_grad(_read_rows(gradient, start, length), weight, sum_dtype)
             for precision, gradient, weight in zip(products, gradients, weights, strict=True)
         )
         return sum(further, start=first)
@@ -191,7 +191,7 @@ def _gather_matmul_backward(
     def add_piece(sums: tuple[Array, ...], piece: Array, start: Array) -> tuple[Array, ...]:
         rows = (_read_rows(gradient, start, piece.shape[-2]) for gradient in gradients)
         return tuple(
-            total + precision.to_weight(gradient_rows, piece, sum_dtype)
+            total + precision.weight_grad(gradient_rows, piece, sum_dtype)
             for total, precision, gradient_rows in zip(sums, products, rows)
         )
 
@@ -231,8 +231,8 @@ def _matmul_scatter_forward(ring: Ring, products: MatmulPrecision, scatter: str,
 def _matmul_scatter_backward(ring: Ring, products: MatmulPrecision, scatter: str, residuals: tuple, gradient: Array):
     x, weight = residuals
     sum_dtype = at_least_float32(x.dtype)
-    input_grad = lambda gradient, weight: products.to_input(gradient, weight, sum_dtype)
-    weight_grad = lambda gradient, x: products.to_weight(gradient, x, sum_dtype)
+    input_grad = lambda gradient, weight: products.input_grad(gradient, weight, sum_dtype)
+    weight_grad = lambda gradient, x: products.weight_grad(gradient, x, sum_dtype)
 
     def visit_tokens(carry: tuple[Array, Array], piece: Array, start: Array) -> tuple[Array, Array]:
         x_grad, total = carry

@@ -128,7 +128,7 @@ class SplitNorm(nn.Module):
             local_mean, name = self.inner.mean(y, what), _MEAN_NAMES[what]
             return send.vary(name, send.pmean(name, local_mean, self.axis), self.axis)
 
-        return self.inner.normalised(x, mean)
+        return self.inner.normalize(x, mean)
 
 
 class TokensDropout(nn.Module):
