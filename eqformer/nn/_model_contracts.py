@@ -31,8 +31,6 @@ class LayerStack(Layer):
     """
 
     if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
-        blocks: PyTree = eqx.field(init=False)
-        """The layers as one module, an ensemble (`nn.ensemble("layers")`)."""
         numbers: Array = eqx.field(init=False)
         """Each layer's number in the whole stack, folded into random keys."""
         depth: int = eqx.field(init=False)
@@ -41,12 +39,14 @@ class LayerStack(Layer):
         """What the backward pass recomputes, a name in `REMAT`."""
         unroll: int = eqx.field(init=False)
         """How many layers an iteration of a scan runs."""
+        blocks: PyTree = eqx.field(init=False)
+        """The layers as one module, an ensemble (`nn.ensemble("layers")`)."""
     else:
-        blocks: eqx.AbstractVar[PyTree]
         numbers: eqx.AbstractVar[Int[Array, "layers"]]
         depth: eqx.AbstractVar[int]
         remat: eqx.AbstractVar[str]
         unroll: eqx.AbstractVar[int]
+        blocks: eqx.AbstractVar[PyTree]
 
     def __len__(self) -> int:
         return self.numbers.shape[0]

@@ -85,7 +85,7 @@ class Stack(LayerStack):
 
 
 def empty_caches(
-    stacks: Sequence[Stack],
+    stacks: Sequence[LayerStack],
     batch: Sequence[int],
     capacity: int,
     dtype: str | None,

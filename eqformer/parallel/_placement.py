@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
@@ -166,7 +167,7 @@ class Placement(ParallelConfig):
     def _place(self, tree: PyTree) -> PyTree:
         """Put arrays on the mesh; outside of traces, and on meshes of devices."""
         arrays, static = eqx.partition(tree, eqx.is_array)
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
         if is_traced or not isinstance(self.mesh, Mesh):
             return tree
         return eqx.combine(jax.device_put(arrays, shardings(self.parameter_specs(arrays), self.mesh)), static)

@@ -87,12 +87,13 @@ def split_over_tensor(
     model = replace(model, nn.PositionEmbedding, stream.split_positions)
     if mode == "train":
         model = eqx.tree_at(lambda m: m.norm, model, HeadInput(model.norm, stream))
-    if plain_model.parts.layer_inputs is not None:
-        layer_inputs = (tree.parts.layer_inputs for tree in (plain_model, shapes, specs, names))
-        model = eqx.tree_at(lambda m: m.parts.layer_inputs, model, stream.split_layer(*layer_inputs))
-    if model.parts.encoder is not None:
-        encoders = (tree.parts.encoder for tree in (model, plain_model, specs, names, shapes))
-        model = eqx.tree_at(lambda m: m.parts.encoder, model, _split_encoder(*encoders, stream))
+    if (inputs := plain_model.parts.layer_inputs) is not None:
+        inputs_trees = [tree.parts.layer_inputs for tree in (shapes, specs, names)]
+        model = eqx.tree_at(lambda m: m.parts.layer_inputs, model, stream.split_layer(inputs, *inputs_trees))
+    if (encoder := plain_model.parts.encoder) is not None:
+        encoder_trees = [tree.parts.encoder for tree in (specs, names, shapes)]
+        split_encoder = _split_encoder(model.parts.encoder, encoder, *encoder_trees, stream=stream)
+        model = eqx.tree_at(lambda m: m.parts.encoder, model, split_encoder)
     parts = _split_vocabulary(plain_model, specs, names, stream, shapes.vocab)
     return eqx.tree_at(_vocabulary_parts, model, parts)
 
@@ -151,7 +152,7 @@ def slice_module(module: PyTree, specs: PyTree) -> Sliced:
 
 
 def _split_encoder(
-    encoder: nn.Encoder, plain: nn.Encoder, specs: PyTree, names: PyTree, shapes: PyTree, stream: ResidualStream
+    encoder: PyTree, plain: nn.Encoder, specs: PyTree, names: PyTree, shapes: PyTree, stream: ResidualStream
 ) -> nn.Encoder:
     """Return an encoder of wrapped layers that gathers its output once, for all cross-attentions, and looks ids up."""
     encoder = eqx.tree_at(lambda m: m.norm, encoder, SourceOutput(encoder.norm, stream))

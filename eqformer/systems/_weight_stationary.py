@@ -132,8 +132,8 @@ class WeightStationary(DistributedModel):
         embedding = TwoDimVocabulary(lookup, table.weight if head is None else head.matrix(), bias)
         model = eqx.tree_at(lambda m: m.stacks, model, replace(model.stacks, BLOCKS, wrap_block))
         if model.positions is not None:
-            positions = own_part(model.positions.weight, TENSOR, 1)
-            model = eqx.tree_at(lambda m: m.positions.weight, model, positions)
+            positions = jax.tree.map(lambda x: own_part(x, TENSOR, -1), model.positions)
+            model = eqx.tree_at(lambda m: m.positions, model, positions)
         is_none = lambda node: node is None
         parts = split(model.norm), embedding, None
         return eqx.tree_at(lambda m: (m.norm, m.embedding, m.head), model, parts, is_leaf=is_none)

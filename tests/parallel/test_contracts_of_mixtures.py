@@ -61,12 +61,12 @@ def block(key: Any) -> nn.Block:
     keys = jax.random.split(key, 6)
     latent = EMBED // 2
     mixture = GatedMixture(
-        nn.TopKRouter(embed=EMBED, experts=4, top_k=2, key=keys[0]),
-        nn.Experts(lambda key: nn.GatedMLP(embed=latent, mlp=8, key=key), 4, key=keys[1]),
-        nn.Linear("embed -> latent", embed=EMBED, latent=latent, key=keys[2]),
-        nn.Linear("latent -> embed", embed=EMBED, latent=latent, key=keys[3]),
-        jnp.ones(EMBED),
-        jnp.ones(EMBED),
+        router=nn.TopKRouter(embed=EMBED, experts=4, top_k=2, key=keys[0]),
+        experts=nn.Experts(lambda key: nn.GatedMLP(embed=latent, mlp=8, key=key), 4, key=keys[1]),
+        down=nn.Linear("embed -> latent", embed=EMBED, latent=latent, key=keys[2]),
+        up=nn.Linear("latent -> embed", embed=EMBED, latent=latent, key=keys[3]),
+        gate=jnp.ones(EMBED),
+        scale=jnp.ones(EMBED),
         shared=nn.MLP(embed=EMBED, mlp=16, key=keys[4]),
         losses=(nn.LoadBalance(0.1),),
     )

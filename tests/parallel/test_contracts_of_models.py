@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -169,7 +169,7 @@ def stack(layers: int) -> nn.LayerStack:
 def damped(layers: int) -> nn.LayerStack:
     """A user's own stack of the same layers."""
     blocks = eqx.filter_vmap(block)(jax.random.split(jax.random.key(1), layers))
-    return DampedStack(jnp.arange(layers, dtype=jnp.int32), blocks, layers)
+    return DampedStack(numbers=jnp.arange(layers, dtype=jnp.int32), blocks=cast(nn.Layer, blocks), depth=layers)
 
 
 def library_model(stack: nn.LayerStack | None = None, **parts: Any) -> nn.Transformer:
@@ -183,7 +183,7 @@ def library_model(stack: nn.LayerStack | None = None, **parts: Any) -> nn.Transf
 def own_model(skips: bool = False, **parts: Any) -> OwnModel:
     """A user's own model of two stacks, whose table gives the logits."""
     embedding = nn.Embedding(vocab=VOCAB, embed=EMBED, key=jax.random.key(0))
-    return OwnModel(embedding, (stack(2), stack(1)), norm(), None, jnp.ones(EMBED), skips=skips, **parts)
+    return OwnModel(embedding, (stack(2), stack(1)), norm(), None, gain=jnp.ones(EMBED), skips=skips, **parts)
 
 
 def squashed() -> SquashedEmbedding:
@@ -204,7 +204,13 @@ MAKE: dict[str, Callable[[], Any]] = {
     "positions": lambda: library_model(positions=two_scales()),
     "dropout": lambda: library_model(dropout=GaussianDropout()),
     "all": lambda: OwnModel(
-        squashed(), (damped(3), damped(1)), norm(), None, jnp.ones(EMBED), two_scales(), GaussianDropout()
+        squashed(),
+        (damped(3), damped(1)),
+        norm(),
+        None,
+        gain=jnp.ones(EMBED),
+        order=two_scales(),
+        dropout=GaussianDropout(),
     ),
 }
 SEQUENCE: dict[str, Any] = {"residual": "sequence"}
@@ -323,7 +329,7 @@ def test_a_model_of_ones_own_writes_text_and_trains():
     write = lambda model: generation.generate(model, [[3, 5, 7, 9], [4], [1, 2]], **options)
     split, whole = write(parallel.ShardedModel(place(model, plan), plan)), write(model)
     assert np.array_equal(split.ids, whole.ids)
-    np.testing.assert_allclose(split.log_probabilities, whole.log_probabilities, atol=2e-5)
+    np.testing.assert_allclose(split.log_probabilities, whole.log_probabilities, atol=2e-5)  # type: ignore[arg-type]
     losses: list[list[float]] = []
     for plan in (plan_over({}), plan_over({"fsdp": 2, "pipe": 2, "tensor": 2}, microbatches=2)):
         optimizer = training.optimizer("adamw", eqx.filter_eval_shape(MAKE["all"]), rate=1e-2)

@@ -227,8 +227,9 @@ def chunked_tables(model: nn.LanguageModel) -> ChunkedTables:
 
 def _chunkable_weight(head: nn.LinearMap) -> ArrayOrShape | None:
     """Return the weight of a head whose logits of some ids need the weight's rows of these ids alone, else None."""
-    is_chunkable = isinstance(head, nn.DenseMap) and head.products.operand_bits is None and head.bias is None
-    return head.weight if is_chunkable else None
+    if not isinstance(head, nn.DenseMap) or head.products.operand_bits is not None or head.bias is not None:
+        return None
+    return head.weight
 
 
 def round_to_tiles(rows: int, width: int) -> int:
@@ -285,6 +286,6 @@ def with_chunked_tables(
         if chunked.logits and head is None:
             sent = narrower_dtype(model.compute_dtype, ids_table(leaves).dtype)
             embedding = ChunkedTiedEmbedding(embedding, shard_table(ids_table, sent))
-    if chunked.logits and head is not None and head_table(leaves).fsdp_dim is not None:
+    if chunked.logits and isinstance(head, nn.DenseMap) and head_table(leaves).fsdp_dim is not None:
         head = ChunkedHead(head, shard_table(head_table, head_table(leaves).sent))
     return eqx.tree_at(lambda m: (m.embedding, m.head), model, (embedding, head), is_leaf=lambda node: node is None)
