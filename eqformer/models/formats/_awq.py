@@ -29,7 +29,7 @@ class AWQ(PackedIntegers):
             raise ValueError(f"its {inputs} inputs are no multiple of 2")
         return words * _PER_WORD, inputs
 
-    def read_bytes(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
+    def read_octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
         """Return the codes of some outputs; each word has neighboring outputs of an input."""
         octets = bytes_of_words(parts[_CODES][:, _words(rows)])
         even, odd = octets[::2], octets[1::2]

@@ -42,7 +42,7 @@ class PackedWeights(PackedIntegers):
             check_part(parts, GROUP_INDICES, ("I32", "I64"), ((columns,),))
         return rows, columns
 
-    def read_bytes(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
+    def read_octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
         """Return the codes of some outputs."""
         return bytes_of_words(parts[_CODES][rows])
 

@@ -38,7 +38,7 @@ class GPTQ(PackedIntegers):
             check_part(parts, _GROUP_INDICES, ("I32",), ((inputs,),))
         return outputs, inputs
 
-    def read_bytes(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
+    def read_octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
         """Return the codes of some outputs; each word has neighboring inputs of an output."""
         return bytes_of_words(parts[_CODES][:, rows].T)
 

@@ -35,7 +35,7 @@ class PackedIntegers(Grouped):
         unit = math.gcd(self.group or columns, columns) if self.group_indices not in parts else 1
         scales, zeros = self._scales_of_units(parts, rows, columns, unit)
         table = (_UNSIGNED if zeros is not None else _SIGNED)[self.bits]
-        values = np.take(table, self.read_bytes(parts, rows)).view(np.float32)[:, :columns].reshape(len(out), -1, unit)
+        values = np.take(table, self.read_octets(parts, rows)).view(np.float32)[:, :columns].reshape(len(out), -1, unit)
         if zeros is not None:
             values -= zeros[..., None].astype(np.float32)
         values *= scales[..., None].astype(np.float32)
@@ -45,7 +45,7 @@ class PackedIntegers(Grouped):
         """Return all codes, scales and zero points."""
         columns, rows = self.shape(parts)[1], slice(0, None)
         scales, zeros = self._scales_of_units(parts, rows, columns, unit[1])
-        return QuantizedArray(self.read_bytes(parts, rows)[:, : columns * self.bits // 8], scales, zeros)
+        return QuantizedArray(self.read_octets(parts, rows)[:, : columns * self.bits // 8], scales, zeros)
 
     @property
     def groups(self) -> GroupLayout:
@@ -53,7 +53,7 @@ class PackedIntegers(Grouped):
         return GroupLayout(f"int{self.bits}", (1, self.group), self.scales, has_zeros=self.zeros in self.required)
 
     @abc.abstractmethod
-    def read_bytes(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
+    def read_octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
         """Return the codes of some outputs along their inputs; of two in a byte the low bits come first."""
 
     @abc.abstractmethod
