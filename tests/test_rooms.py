@@ -293,6 +293,7 @@ PLAIN = (
     "planning",
     "program",
     "systems",
+    "training",
 )
 VAGUE = {
     *("found", "given", "one", "ones", "own", "its", "said", "held", "left", "there", "each", "whole", "rest", "kept"),

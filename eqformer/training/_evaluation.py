@@ -1,8 +1,8 @@
-"""Evaluation under a plan: sums over a batch and nats of its rows, without gradients."""
+"""Evaluation: sums over a batch under a plan, nats of its rows, and validation during a run."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import equinox as eqx
 from jax.sharding import PartitionSpec
@@ -27,18 +27,22 @@ def make_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Arr
 
 def make_row_nats(plan: Plan) -> Callable[[PyTree, Batch], Float[Array, "batch"]]:
     """Return `row_nats` under a plan, jitted."""
-    return _make_forward(plan, lambda _, *args, **views: row_nats(*args, **views), PartitionSpec(plan.batch_axes))
+
+    def device_row_nats(device: OnDevice, *args: Any, **views: Any) -> Float[Array, "batch"]:
+        return row_nats(*args, **views)
+
+    return _make_forward(plan, device_row_nats, PartitionSpec(plan.batch_axes))
 
 
-def _make_forward(plan: Plan, function: Callable[..., Any], out: PartitionSpec) -> Callable[[PyTree, Batch], Any]:
+def _make_forward(plan: Plan, function: Callable[..., Any], out_specs: PartitionSpec) -> Callable[[PyTree, Batch], Any]:
     """Jit `function(device, model, batch, tokens=..., vocabulary=...)`, run on each device's rows.
 
-    Without a pipeline the batch is not cut into microbatches, since no residuals are held for a backward pass.
+    Without a pipeline the batch is not split into microbatches, since no residuals are stored for a backward pass.
     """
     forward_plan = plan if plan.is_pipelined else dataclasses.replace(plan, microbatches=1)
 
     @eqx.filter_jit
-    def of_batch(model: PyTree, batch: Batch) -> PyTree:
+    def forward(model: PyTree, batch: Batch) -> PyTree:
         forward_plan.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1])
         device = plan.on_device(model)
 
@@ -48,37 +52,57 @@ def _make_forward(plan: Plan, function: Callable[..., Any], out: PartitionSpec) 
 
         rows = plan.arrange(batch, batch_tokens(batch))
         specs = plan.parameter_specs(model), plan.batch_specs(rows)
-        return filter_shard_map(per_device, plan.mesh, specs, out)(model, rows)
+        return filter_shard_map(per_device, plan.mesh, specs, out_specs)(model, rows)
 
-    return of_batch
+    return forward
+
+
+class Means(Protocol):
+    """The means over held-out text, such as `data.ValidationMeans`."""
+
+    @property
+    def loss(self) -> float:
+        """The mean loss, in nats a token."""
+        ...
+
+    @property
+    def accuracy(self) -> float:
+        """The share of tokens whose target has the largest logit."""
+        ...
+
+    @property
+    def bytes_per_token(self) -> float:
+        """The mean number of bytes of text for each token."""
+        ...
 
 
 class Validation(Every):
-    """Writes `validation_loss`, `validation_bits_per_byte` and `validation_accuracy` after each `every` steps.
+    """A callback that writes validation metrics after each `every` steps.
 
-    Of several sources it writes `validation_loss/NAME` of each too.
+    The row has `validation_loss`, `validation_bits_per_byte` and `validation_accuracy` and, for several sources, the
+    `validation_loss/NAME` of each source.
     """
 
     def __init__(
         self,
         every: int,
-        means: Callable[[PyTree], tuple[Any, Mapping[str, Any]]],
-        write: Callable[[dict[str, Any]], Any],
+        means: Callable[[PyTree], tuple[Means, Mapping[str, Means]]],
+        write: Callable[[dict[str, Any]], object],
     ):
-        """`means(model)` gives those of all that was held out and of each source, as `data.Corpus.validation` does.
+        """`means(model)` returns the means over all held-out text and those of each source, as `Corpus.validate` does.
 
-        They have a `loss` in nats, an `accuracy` and `bytes_per_token`. `write` is given the row.
+        `write` is called with the row.
         """
         super().__init__(every, self._validate)
-        self._means, self._to = means, write
+        self._means, self._write = means, write
 
     def _validate(self, run: Progress) -> None:
-        mean, each = self._means(run.state.model)
+        mean, by_source = self._means(run.state.model)
         row = {
             "step": run.step,
             "validation_loss": mean.loss,
             "validation_bits_per_byte": bits_per_byte(mean.loss, mean.bytes_per_token),
             "validation_accuracy": mean.accuracy,
         }
-        several = each if len(each) > 1 else {}
-        self._to(row | {f"validation_loss/{name}": its.loss for name, its in several.items()})
+        sources = by_source if len(by_source) > 1 else {}
+        self._write(row | {f"validation_loss/{name}": source.loss for name, source in sources.items()})

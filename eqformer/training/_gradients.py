@@ -30,11 +30,11 @@ from ..parallel import (
     vary,
     varying_axes,
 )
-from ._train_state import brought_near, state_shardings, taken_back, TrainState
-from .losses._loss_aux import check_takes_tokens, check_whole, Count, LossAux, LossFn, sum_and_count
-from .losses._loss_scale import Scale, seed, unscaled
+from ._train_state import fetch_from_host, return_to_host, state_shardings, TrainState
+from .losses._loss_aux import check_not_split, check_takes_tokens, Count, LossAux, LossFn, sum_and_count
+from .losses._loss_scale import loss_cotangent, Scale, unscale_gradients
 from .losses._token_losses import batch_tokens
-from .optimizer._optimizer import divided, Optimizer, trainable, Trained
+from .optimizer._optimizer import Optimizer, partition_trained, trainable, Trained
 
 
 LossGradients = tuple[Array, PyTree, PyTree]  # the loss's sum, its count or LossAux, and the gradients of the sum
@@ -111,13 +111,13 @@ class ShardedExecution(SingleDevice):
     def fetch_optimizer_state(
         self, optimizer: Optimizer, optimizer_state: PyTree, gradients: PyTree
     ) -> tuple[PyTree, PyTree]:
-        return brought_near(self.plan, optimizer, optimizer_state, gradients)
+        return fetch_from_host(self.plan, optimizer, optimizer_state, gradients)
 
     def place_state(self, optimizer: Optimizer, state: TrainState) -> TrainState:
         arrays, static = eqx.partition(state, eqx.is_array)
         device_plan = dataclasses.replace(self.plan, optimizer_memory="device")
         arrays = jax.lax.with_sharding_constraint(arrays, state_shardings(device_plan, optimizer, arrays))
-        optimizer_state = taken_back(self.plan, optimizer, arrays.optimizer_state)
+        optimizer_state = return_to_host(self.plan, optimizer, arrays.optimizer_state)
         return eqx.combine(eqx.tree_at(lambda s: s.optimizer_state, arrays, optimizer_state), static)
 
     def order_aux(self, aux: PyTree, model: PyTree) -> PyTree:
@@ -126,8 +126,8 @@ class ShardedExecution(SingleDevice):
     def _gradients_per_device(self, device: OnDevice, model: PyTree, rows: PyTree, scale: Scale) -> tuple:
         """Return the loss's sum, its count with the aux, and the gradients, reduced over all devices."""
         parameters = device.parameters(model)
-        total, tally, gradients = self._run_microbatches(device, model, parameters, rows, scale)
-        count, aux = (tally.count, tally.aux) if isinstance(tally, LossAux) else (tally, None)
+        total, loss_aux, gradients = self._run_microbatches(device, model, parameters, rows, scale)
+        count, aux = (loss_aux.count, loss_aux.aux) if isinstance(loss_aux, LossAux) else (loss_aux, None)
         aux = jax.tree.map(device.total, aux)
         return device.total(total), (device.total(count), aux), device.reduce(gradients)
 
@@ -148,9 +148,9 @@ class ShardedExecution(SingleDevice):
     def _loss(self, device: OnDevice, model: PyTree, rows: PyTree) -> tuple[Array, Count]:
         batch, tokens = rows
         result = self.loss_fn(model, batch, None, tokens=tokens, vocabulary=device.vocabulary)
-        total, tally = sum_and_count(result, self.loss_fn)
-        check_whole(total, self.loss_fn, self.plan.size(TENSOR))
-        return total, tally
+        total, loss_aux = sum_and_count(result, self.loss_fn)
+        check_not_split(total, self.loss_fn, self.plan.size(TENSOR))
+        return total, loss_aux
 
 
 class PipelinedExecution(ShardedExecution):
@@ -159,8 +159,11 @@ class PipelinedExecution(ShardedExecution):
     def _run_microbatches(
         self, device: OnDevice, model: PyTree, parameters: PyTree, rows: PyTree, scale: Scale
     ) -> LossGradients:
-        """Run the schedule. Parameters outside of the stacks are gathered once, before the schedule runs, and their
-        gradients are reduced once, after it."""
+        """Run the pipeline's schedule.
+
+        Parameters outside of the stacks are gathered once, before the schedule runs, and their gradients are reduced
+        once, after it.
+        """
         wrapped = device.wrap(parameters, model)
         # Differentiated at float32 parameters that are gathered in float32, so that the reductions of the gradients,
         # which are summed over microbatches by then, are float32 too.
@@ -188,7 +191,7 @@ class PipelinedExecution(ShardedExecution):
             return self._loss(device, _with_stacks(edges, (_ReturnHidden(hidden, microbatch[1]),)), microbatch)
 
         microbatches = split_microbatches(rows, self.microbatches)
-        loss_seed = seed(scale, jax.tree.map(lambda x: x[0], microbatches))
+        cotangent = loss_cotangent(scale, jax.tree.map(lambda x: x[0], microbatches))
         total, count, aux, (edge_gradients, stack_gradients) = pipeline_gradients(
             self.plan.timetable(),
             first,
@@ -198,9 +201,9 @@ class PipelinedExecution(ShardedExecution):
             microbatches,
             has_aux=True,
             remat=self.plan.stage_remat,
-            seed=loss_seed,
+            seed=cotangent,
         )
-        gradients = unscaled(_with_stacks(edge_gradients, stack_gradients), loss_seed)
+        gradients = unscale_gradients(_with_stacks(edge_gradients, stack_gradients), cotangent)
         assert jax.tree.map(jnp.dtype, gradients) == jax.tree.map(jnp.dtype, like)
         (parameter_gradients,) = pull_back(gradients)
         return total, LossAux(count, aux), self.trained(parameter_gradients)
@@ -230,7 +233,7 @@ def accumulate_gradients(
     scale: Scale,
 ) -> LossGradients:
     """Sum the loss, the count and the gradients over microbatches, by a scan; see `make_gradient_function`."""
-    parameters, static = divided(model, trained)
+    parameters, static = partition_trained(model, trained)
     # A 16-bit parameter is differentiated at a float32 proxy, to which `route_gradient` gives the parameter's value.
     proxies = jax.tree.map(lambda x: grad_proxy(x) if has_wider_grad(x) else x, parameters)
 
@@ -238,12 +241,12 @@ def accumulate_gradients(
         values = jax.tree.map(
             lambda x, proxy: route_gradient(x, proxy) if has_wider_grad(x) else proxy, parameters, proxies
         )
-        total, tally = sum_and_count(loss_fn(eqx.combine(values, static), batch, key), loss_fn)
-        return total * seed(scale, batch), (total, tally)
+        total, loss_aux = sum_and_count(loss_fn(eqx.combine(values, static), batch, key), loss_fn)
+        return total * loss_cotangent(scale, batch), (total, loss_aux)
 
     def with_gradients(proxies: PyTree, batch: PyTree) -> LossGradients:
-        gradients, (total, tally) = eqx.filter_grad(loss, has_aux=True)(proxies, batch)
-        return total, tally, unscaled(gradients, seed(scale, batch))
+        gradients, (total, loss_aux) = eqx.filter_grad(loss, has_aux=True)(proxies, batch)
+        return total, loss_aux, unscale_gradients(gradients, loss_cotangent(scale, batch))
 
     if microbatches == 1:
         return with_gradients(proxies, batch)

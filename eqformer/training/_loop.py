@@ -1,4 +1,4 @@
-"""The training loop: steps one after another, and callbacks for what is done between them."""
+"""The training loop: steps one after another, with callbacks between them, and the end of runs that diverge."""
 
 import contextlib
 import dataclasses
@@ -15,39 +15,59 @@ from ._train_state import TrainState
 from .checkpoint._checkpointer import Checkpointer
 
 
+class DivergedError(RuntimeError):
+    """An error for too many steps in a row whose loss or gradient was not finite."""
+
+
+def check_finite(metrics: Mapping[str, Any], limit: int = 10, *, step: int | None = None) -> None:
+    """Raise a `DivergedError` if the last `limit` steps were all skipped; blocks until these metrics are computed.
+
+    `step` is the number of the step that returned the metrics; the error then names the first skipped step.
+    """
+    in_a_row = int(metrics["skipped_in_a_row"])
+    if in_a_row >= limit:
+        steps = "" if step is None else f", steps {step - in_a_row + 1} to {step},"
+        raise DivergedError(
+            f"{in_a_row} steps in a row{steps} had a loss or a gradient norm that was not finite (limit {limit}; last: "
+            f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}). Parameters are those of the "
+            "last finite step; lower the learning rate, lengthen the warmup, look at the data of these steps, or have "
+            "DebugNans (--debug-nans) name the module."
+        )
+
+
 @dataclasses.dataclass
 class Progress:
-    """Where a run is: what callbacks read, and may change."""
+    """The progress of a run, which callbacks read and may change."""
 
     state: TrainState
-    """The state after `step` steps; a callback that consumes it puts another in its place."""
+    """The state after `step` steps; a callback that donates the state must assign a new one."""
     step: int
-    """Steps done."""
+    """The number of steps taken."""
     steps: int
-    """Steps of the whole run."""
+    """The number of steps of the whole run."""
     metrics: dict[str, Array]
-    """Those of the last step, on the devices: to read one waits for the step. Empty before the first."""
+    """The metrics of the last step, on the devices: reading one waits for the step. Empty before the first step."""
     batch: PyTree = None
-    """That of the last step; None before the first."""
+    """The batch of the last step; None before the first step."""
     is_stopping: bool = False
-    """Set by a callback to end the run after this step."""
+    """Whether the run ends after this step; callbacks set it."""
 
     def is_due(self, every: int) -> bool:
-        """Whether this step is one of each `every`, or the run's last."""
+        """Return whether the number of this step is a multiple of `every`, or this step is the run's last."""
         return self.step % every == 0 or self.step == self.steps
 
 
 class Callback:
-    """What is done between steps; each method does nothing here."""
+    """The base class of callbacks, which the loop calls between steps; each method does nothing here."""
 
     def begin(self, run: Progress) -> None:
-        """Called before the first step, once it is compiled."""
+        """Run before the first step, once the step is compiled."""
 
     def after_step(self, run: Progress) -> None:
-        """Called after each step has been started."""
+        """Run after each step has been dispatched."""
 
     def end(self, run: Progress) -> None:
-        """Called once the run has ended, at its last step, by a callback or by an error; last callbacks first."""
+        """Run when the run ends: after its last step, by a callback or by an error. The last callback ends first."""
 
 
 def train(
@@ -60,35 +80,36 @@ def train(
     start: int = 0,
     callbacks: Sequence[Callback] = (),
 ) -> Progress:
-    """Takes the steps `start + 1` to `steps`, calls each callback after each of them, and returns where it ended.
+    """Take the steps `start + 1` to `steps`, call each callback after each of them, and return the final progress.
 
-    The step is compiled once, for the first batch, unless it is compiled already. Its results are not waited for, so
-    that the host prepares the next batch while the devices compute. Raises a `DivergedError` for a run whose numbers
-    are not finite, see `check_finite`, and a `ValueError` where batches end before the steps do, or change shape.
+    The step is compiled once, for the first batch, unless it is already compiled. The loop does not wait for a step's
+    results, so that the host prepares the next batch while the devices compute. Raises a `DivergedError` for a run
+    whose numbers are not finite, see `check_finite`, and a `ValueError` if there are fewer batches than steps, or
+    batches of different shapes.
 
     Args:
         step: The step, from `make_step`.
         state: The state after `start` steps, which is donated.
-        batches: One for each step, where the step takes it from, as `data.prefetch` gives them.
-        key: The run's key, which steps fold their number into; None: no dropout, no router noise.
+        batches: One batch per step, placed where the step reads it, as by `data.prefetch`.
+        key: The run's key, into which each step folds its number; None: no dropout, no router noise.
         steps: The number of the last step.
         start: The number of steps that the state has taken.
-        callbacks: Called in this order.
+        callbacks: The callbacks, called in this order.
     """
-    for place, callback in enumerate(callbacks):
+    for index, callback in enumerate(callbacks):
         if not isinstance(callback, Callback):
             raise ValueError(
-                f"train(callbacks=...): callbacks[{place}] is a {type(callback).__name__}; give a Callback, of a "
-                "function Every(1, function), which is called with the run."
+                f"train(callbacks=...): callbacks[{index}] is a {type(callback).__name__}; pass a Callback, or wrap "
+                "a function in Every(1, function), which calls it with the run's Progress."
             )
-    run, source = Progress(state, start, steps, {}), iter(batches)
+    run, batch_iterator = Progress(state, start, steps, {}), iter(batches)
     del state  # donated
     if start >= steps:
         return run
-    batch = next(source, None)
+    batch = next(batch_iterator, None)
     if batch is None:
         raise ValueError(f"train(start={start}, steps={steps}): there is no batch; give one for each step.")
-    shapes = _shapes_of(batch)
+    shapes = _list_shapes(batch)
     step = step.compiled(run.state, batch, key)
     with contextlib.ExitStack() as ends:
         for callback in callbacks:
@@ -97,18 +118,18 @@ def train(
         while run.step < steps and not run.is_stopping:
             if batch is None:
                 raise ValueError(f"train(steps={steps}): the batches ended after {run.step}; give one for each step.")
-            if (others := _shapes_of(batch)) != shapes:
-                found, wanted = ([f"{dtype}{[*shape]}" for shape, dtype in its] for its in (others, shapes))
+            if (new_shapes := _list_shapes(batch)) != shapes:
+                new, expected = ([f"{dtype}{[*shape]}" for shape, dtype in pairs] for pairs in (new_shapes, shapes))
                 raise ValueError(
-                    f"train(steps={steps}): the batch of step {run.step + 1} has arrays of {found}, and the step was "
-                    f"compiled for {wanted}; give batches of one shape, filled up with rows whose weights are 0."
+                    f"train(steps={steps}): the batch of step {run.step + 1} has arrays of {new}, and the step was "
+                    f"compiled for {expected}; give batches of one shape, filled up with rows whose weights are 0."
                 )
-            before, run.batch = run.metrics, batch
+            last_metrics, run.batch = run.metrics, batch
             run.state, run.metrics = step(run.state, batch, key)
             run.step += 1
-            if before:  # of the step before, so that the host does not wait for this one
-                check_finite(before, step=run.step - 1)
-            batch = next(source, None)
+            if last_metrics:  # the metrics of the step before, so that the host does not wait for this step
+                check_finite(last_metrics, step=run.step - 1)
+            batch = next(batch_iterator, None)
             for callback in callbacks:
                 callback.after_step(run)
         check_finite(run.metrics, step=run.step)
@@ -116,39 +137,39 @@ def train(
 
 
 class Every(Callback):
-    """Calls `function(run)` after each `every` steps, and after the last."""
+    """A callback that calls `function(run)` after each `every` steps, and after the last step."""
 
-    def __init__(self, every: int, function: Callable[[Progress], Any]):
+    def __init__(self, every: int, function: Callable[[Progress], object]):
         if every < 1:
             raise ValueError(f"{type(self).__name__}({every}, ...): it counts steps, so give at least 1.")
         self.every, self.function = every, function
 
     def after_step(self, run: Progress) -> None:
-        """Call it if it is due."""
+        """Call the function if it is due."""
         if run.is_due(self.every):
             self.function(run)
 
 
 class Log(Every):
-    """Writes a step's metrics as plain numbers, with its number: `write({"step": 10, "loss": 5.1, ...})`."""
+    """A callback that writes a step's metrics as plain numbers: `write({"step": 10, "loss": 5.1, ...})`."""
 
     def __init__(
         self,
         every: int,
-        write: Callable[[dict[str, Any]], Any],
+        write: Callable[[dict[str, Any]], object],
         more: Callable[[Progress], Mapping[str, Any]] = lambda run: {},
     ):
-        """`more(run)` gives what is written beside them, once they are computed: the speed, by a clock."""
-        super().__init__(every, self._write)
-        self._to, self._more = write, more
+        """`more(run)` returns further columns, once the metrics are computed: the speed, measured by a clock."""
+        super().__init__(every, self._write_row)
+        self._write, self._more = write, more
 
-    def _write(self, run: Progress) -> None:
-        row = {"step": run.step} | {name: _number(value) for name, value in run.metrics.items()}
-        self._to(row | dict(self._more(run)))
+    def _write_row(self, run: Progress) -> None:
+        row = {"step": run.step} | {name: _to_plain(value) for name, value in run.metrics.items()}
+        self._write(row | dict(self._more(run)))
 
 
 class Checkpoints(Every):
-    """Saves the state after each `every` steps, and after the last, also of a run that is stopped."""
+    """A callback that saves the state after each `every` steps, and after the last step, also of a stopped run."""
 
     def __init__(
         self,
@@ -157,7 +178,7 @@ class Checkpoints(Every):
         metadata: Callable[[int], Mapping[str, Any]],
         states: PlannedState | None = None,
     ):
-        """`metadata(step)` is kept beside the state, see `run_metadata`; `states` are those of a run under a plan."""
+        """`metadata(step)` is saved with the state, see `run_metadata`; `states` is that of a run under a plan."""
         super().__init__(every, self._save)
         self._checkpointer, self._metadata, self._states = checkpointer, metadata, states
 
@@ -168,41 +189,22 @@ class Checkpoints(Every):
 
     def _save(self, run: Progress) -> None:
         check_finite(run.metrics, step=run.step)
-        about = self._metadata(run.step)
+        metadata = self._metadata(run.step)
         if self._states is None:
-            self._checkpointer.save(run.state, run.step, about)
+            self._checkpointer.save(run.state, run.step, metadata)
         else:
-            run.state = self._states.save(self._checkpointer, run.state, run.step, about)
+            run.state = self._states.save(self._checkpointer, run.state, run.step, metadata)
 
 
-def _shapes_of(batch: PyTree) -> list[tuple]:
-    """The shape and dtype of each array, which is asked before each step."""
-    return [(kind.shape, kind.dtype) for kind in map(jax.typeof, jax.tree.leaves(batch))]
+def _list_shapes(batch: PyTree) -> list[tuple]:
+    """Return the shape and dtype of each array; `jax.typeof` is fast enough to call before each step."""
+    return [(array_type.shape, array_type.dtype) for array_type in map(jax.typeof, jax.tree.leaves(batch))]
 
 
-def _number(value: Array) -> Any:
+def _to_plain(value: Array) -> int | float | list:
+    """Convert a metric to a Python number, or to nested lists of numbers with six decimals."""
     array = np.asarray(value)
     if array.ndim:
         return array.round(6).tolist()
     number = array.item()
     return number if isinstance(number, int) else float(number)
-
-
-class DivergedError(RuntimeError):
-    """Too many steps in a row had a loss or gradient that was not finite."""
-
-
-def check_finite(metrics: dict[str, Any], limit: int = 10, *, step: int | None = None) -> None:
-    """Raises `DivergedError` if the last `limit` steps were all skipped; blocks until these metrics are computed.
-
-    The error names the first such step, where `step` is the number of these metrics' own.
-    """
-    in_a_row = int(metrics["skipped_in_a_row"])
-    if in_a_row >= limit:
-        which = "" if step is None else f", steps {step - in_a_row + 1} to {step},"
-        raise DivergedError(
-            f"{in_a_row} steps in a row{which} had a loss or a gradient norm that was not finite (limit {limit}; last: "
-            f"loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])}). Parameters are those of the "
-            "last finite step; lower the learning rate, lengthen the warmup, look at the data of these steps, or have "
-            "DebugNans (--debug-nans) name the module."
-        )

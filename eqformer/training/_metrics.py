@@ -1,4 +1,4 @@
-"""Bits per byte, tokens a second and MFU, from a step's loss and time."""
+"""Metrics of a run: bits per byte, throughput and MFU; and writers: JSON lines, TensorBoard, Weights & Biases."""
 
 import contextlib
 import json
@@ -14,9 +14,11 @@ from ..parallel import on_first_process
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float = 1.0) -> float:
-    """`nats / ln 2 / bytes`: the compression rate in bits per byte of text, comparable between tokenizers."""
+    """Return `nats / ln 2 / bytes`: the bits per byte of text, which are comparable between tokenizers."""
     if not bytes_per_token > 0:
-        raise ValueError(f"bits_per_byte(bytes_per_token={bytes_per_token}): a token stands for more than no bytes.")
+        raise ValueError(
+            f"bits_per_byte(bytes_per_token={bytes_per_token}): it must be above 0; pass the mean bytes per token."
+        )
     return nats_per_token / math.log(2) / bytes_per_token
 
 
@@ -27,7 +29,7 @@ def throughput(
     flops_per_token: float | None = None,
     peak_flops: float | None = None,
 ) -> dict[str, float]:
-    """`tokens_per_second` and, given `flops_per_token` and `peak_flops`, `model_flops_per_second` and `mfu`.
+    """Return `tokens_per_second` and, given `flops_per_token` and `peak_flops`, `model_flops_per_second` and `mfu`.
 
     `flops_per_token` counts the model's matrix products, forward and backward, without recomputation; `peak_flops` is
     the FLOP/s of all devices in use, measured or from a data sheet. MFU = tokens/s x FLOPs/token / peak
@@ -45,26 +47,26 @@ def throughput(
 
 @runtime_checkable
 class MetricWriter(Protocol):
-    """Writes rows of metrics, each with its `step`, until it is closed."""
+    """A writer of rows of metrics, each with its `step`."""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Writes one row; values are numbers, zero-dimensional arrays, text, or lists of numbers."""
+        """Write one row; values are numbers, zero-dimensional arrays, text, or lists of numbers."""
         ...
 
     def close(self) -> None:
-        """Writes what is still buffered, and closes."""
+        """Write what is still buffered, and close."""
         ...
 
 
 class JsonLines:
-    """Writes one JSON object a line and flushes after each; numbers that are not finite become null, as JSON has none.
+    """A writer of one JSON object per line, flushed after each; NaN and infinity become null, since JSON has neither.
 
-    An existing file is appended to. `from_step` is the first step that will be run again: its rows and later ones are
-    dropped, and so is a last line that a killed process left half written. `None` keeps all rows.
+    It appends to an existing file. `from_step` is the first step that will run again: rows of that step and of later
+    ones are dropped, and so is an incomplete last line of a killed process. `None` keeps all rows.
     """
 
     def __init__(self, path: str | Path, *, from_step: int | None = None):
-        """Opens the file; one with rows to drop is rewritten first."""
+        """Open the file; a file with rows to drop is rewritten first."""
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
@@ -72,19 +74,19 @@ class JsonLines:
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends the row; it is in the file when this returns."""
+        """Append the row; it is in the file when this returns."""
         plain = {name: _finite_or_none(plain_number(value)) for name, value in row.items()}
         self._file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file; it may be opened again to continue."""
+        """Close the file; it may be opened again to continue."""
         self._file.close()
 
     def _keep_before(self, from_step: int | None) -> None:
         with open_regular(self._path) as file:
             lines = file.readlines()
-        kept = []
+        kept_lines = []
         for number, line in enumerate(lines, 1):
             try:
                 row = parse_row(line, f"JsonLines({str(self._path)!r}): line {number}")
@@ -93,13 +95,15 @@ class JsonLines:
                     continue  # the process was killed while it wrote this line
                 raise
             if from_step is None or row["step"] < from_step:
-                kept.append(line if line.endswith(b"\n") else line + b"\n")
-        if kept != lines:
-            write_atomic(self._path, b"".join(kept).decode("utf-8"))  # so that a kill in between loses no rows
+                kept_lines.append(line if line.endswith(b"\n") else line + b"\n")
+        if kept_lines != lines:
+            write_atomic(
+                self._path, b"".join(kept_lines).decode("utf-8")
+            )  # atomic: a process that is killed here loses no rows
 
 
-def parse_row(line: bytes, place: str) -> dict[str, Any]:
-    """Return the row of metrics that a line of `JsonLines` holds; raises a `ValueError` that begins with `place`."""
+def parse_row(line: bytes, label: str) -> dict[str, Any]:
+    """Parse a line of `JsonLines` into a row of metrics; raises a `ValueError` that begins with `label`."""
     try:
         row = parse_json(line.decode("utf-8"))
     except ValueError:
@@ -107,41 +111,41 @@ def parse_row(line: bytes, place: str) -> dict[str, Any]:
     step = row.get("step") if isinstance(row, dict) else None
     if not isinstance(row, dict) or not isinstance(step, int | float) or isinstance(step, bool):
         raise ValueError(
-            f"{place} is not a JSON object with a number as its step, so the file cannot be continued or drawn; move "
+            f"{label} is not a JSON object with a number as its step, so the file cannot be continued or drawn; move "
             "it away or repair the line."
         )
     return row
 
 
 class TensorBoard:
-    """Writes scalars for TensorBoard into a folder, by `tensorboardX` (the extra `metrics`).
+    """A writer of scalars for TensorBoard into a folder, by `tensorboardX` (the extra `metrics`).
 
-    `from_step` is the first step that will be run again: TensorBoard then hides that step and later ones of the event
-    files that are already there.
+    `from_step` is the first step that will run again: TensorBoard then hides that step and later ones in the event
+    files that the folder already has.
     """
 
     def __init__(self, folder: str | Path, *, from_step: int | None = None):
-        """Opens a new event file in `folder`."""
+        """Open a new event file in `folder`."""
         self._writer = self.package().SummaryWriter(str(folder), purge_step=from_step)
 
     @staticmethod
     def package() -> Any:
-        """The package `tensorboardX`; raises an `ImportError` where it is not installed."""
+        """Import the package `tensorboardX`; raises an `ImportError` if it is not installed."""
         return load_extra("tensorboardX", extra="metrics", call="TensorBoard(folder)")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Adds each number of the row at the row's step; text and lists are left out."""
+        """Add each number of the row at the row's step; text and lists are ignored."""
         for name, value in _numbers(row).items():
             self._writer.add_scalar(name, value, int(row["step"]))
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the event file."""
+        """Close the event file."""
         self._writer.close()
 
 
 class WeightsAndBiases:
-    """Logs rows to Weights & Biases, by `wandb` (the extra `metrics`); `mode="offline"` needs no network or account.
+    """A writer to Weights & Biases, by `wandb` (the extra `metrics`); `mode="offline"` needs no network or account.
 
     The same `identifier` continues a run.
     """
@@ -159,12 +163,12 @@ class WeightsAndBiases:
         """Start or continue a run.
 
         Args:
-            project: Its project.
-            folder: Where offline files are kept.
+            project: The run's project.
+            folder: The folder of offline files.
             mode: `"online"`, `"offline"` or `"disabled"`.
-            name: Its name; None: one is made up.
-            identifier: Continues the run that has it.
-            recipe: The settings to be shown with it.
+            name: The run's name; None: Weights & Biases invents one.
+            identifier: Continues the run with this identifier.
+            recipe: The settings to show with the run.
         """
         if mode not in ("online", "offline", "disabled"):
             raise ValueError(f"WeightsAndBiases(mode={mode!r}): the modes are online, offline, disabled.")
@@ -180,35 +184,35 @@ class WeightsAndBiases:
 
     @staticmethod
     def package() -> Any:
-        """The package `wandb`; raises an `ImportError` where it is not installed."""
+        """Import the package `wandb`; raises an `ImportError` if it is not installed."""
         return load_extra("wandb", extra="metrics", call="WeightsAndBiases(project)")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Logs the numbers of the row at the row's step."""
+        """Log the numbers of the row at the row's step."""
         self._run.log(_numbers(row), step=int(row["step"]))
 
     def close(self) -> None:
-        """Finishes the run."""
+        """Finish the run."""
         self._run.finish()
 
 
 class MetricWriters:
-    """Several writers as one, in a run of one process or more: all call it, and the first one alone writes.
+    """Several writers as one, for runs of one or more processes: all processes call it, and only the first one writes.
 
-    If opening or writing fails there, all processes raise. A context manager, which closes the writers.
+    If opening or writing fails there, all processes raise. It is a context manager, which closes the writers.
     """
 
     def __init__(self, *opens: Callable[[], MetricWriter]):
-        """Each of `opens` makes a writer; those made are closed again if a later one fails."""
+        """Each of `opens` opens a writer; if one fails, those opened before are closed again."""
         self._opened, self._writers = contextlib.ExitStack(), list[MetricWriter]()
         on_first_process(lambda: self._open(opens))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Writes the row by each writer."""
+        """Write the row with each writer."""
         on_first_process(lambda: [writer.write(row) for writer in self._writers])
 
     def close(self) -> None:
-        """Closes all."""
+        """Close all writers."""
         self._opened.close()
 
     def __enter__(self) -> "MetricWriters":
@@ -219,14 +223,14 @@ class MetricWriters:
 
     def _open(self, opens: Sequence[Callable[[], MetricWriter]]) -> None:
         with self._opened:
-            for make in opens:
-                self._writers.append(make())
+            for open_writer in opens:
+                self._writers.append(open_writer())
                 self._opened.callback(self._writers[-1].close)
             self._opened = self._opened.pop_all()
 
 
 def plain_number(value: Any) -> Any:
-    """A Python number for a zero-dimensional array or a numpy number; anything else as it is."""
+    """Convert a zero-dimensional array or a numpy number to a Python number; return any other value as it is."""
     is_scalar = getattr(value, "shape", None) == ()
     return value.item() if is_scalar else value
 

@@ -1,4 +1,4 @@
-"""How a run changes its weights, as plain data."""
+"""The settings of a run's optimizer, as plain data: `Optimization`, and `Lora` for low-rank training."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from .optimizer._optimizer import Optimizer, optimizer, trainable, Trained
 
 @dataclasses.dataclass(frozen=True)
 class Optimization:
-    """An optimizer, its learning rates and what is minimised. Plain data: the methods, which make them, check it."""
+    """The settings of an optimizer, its learning rates and the loss. Plain data: the methods check it."""
 
     name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """AdamW, Muon or gradient descent; Muon is for hidden matrices, with AdamW for the rest."""
+    """AdamW, Muon or gradient descent; Muon trains hidden matrices, and AdamW the other parameters."""
     learning_rate: float = 3e-3
     """The peak learning rate."""
     rates: Literal["warmup-cosine", "warmup-stable-decay", "constant"] = "warmup-cosine"
@@ -27,39 +27,39 @@ class Optimization:
     warmup: int | None = None
     """Steps of linear warmup; by default a tenth of the run's, at least 1 and at most 50."""
     moments: Literal["float32", "bfloat16", "8bit"] = "float32"
-    """What the optimizer's moments are kept in between steps: bfloat16 takes half the memory, 8bit a quarter."""
+    """The dtype of the optimizer's moments between steps: bfloat16 takes half the memory, 8bit a quarter."""
     weight_decay: float = 0.1
     """Decay of matrices, times the learning rate; biases and norms never decay."""
     clip: float | None = 1.0
     """The largest global gradient norm; larger gradients are scaled down to it. None switches clipping off."""
     z_loss: float = 0.0
-    """Weight of the squared log-normaliser in the loss."""
+    """Weight of the squared log-normalizer in the loss."""
     balance_rate: float = 0.001
     """The step size of the routers' selection biases, which balance the load of experts."""
 
     def phases(self, steps: int) -> list[SchedulePhase]:
-        """The one phase of a run that is asked for so many steps from its beginning."""
+        """Return the single phase of a run that has this number of steps from its beginning."""
         return [SchedulePhase(0, steps, default_warmup(steps) if self.warmup is None else self.warmup)]
 
     def make_rates(self, phases: Sequence[SchedulePhase]) -> Rates:
-        """The learning rate of each step of a run in phases; raises a `ValueError` as `training.rates` does."""
+        """Return the learning rate of each step of a run in phases; raises a `ValueError` as `training.rates` does."""
         return phase_rates(self.rates, phases, peak=self.learning_rate)
 
     def optimizer(self, model: PyTree, phases: Sequence[SchedulePhase], *, trained: Trained = trainable) -> Optimizer:
-        """The optimizer for a model's structure, and a run in phases; `trained` picks what is trained.
+        """Return the optimizer for a model's structure and a run in phases; `trained` picks the trained parameters.
 
-        Raises a `ValueError` for a decay below zero, and for rates that cannot be made.
+        Raises a `ValueError` for a decay below zero, and for impossible learning rates.
         """
         self._check_positive("weight_decay")
         options: dict[str, Any] = {"moments": self.moments, "weight_decay": self.weight_decay, "trained": trained}
         return optimizer(self.name, model, rate=self.make_rates(phases), **options)
 
     def loss(self, model: PyTree, batch: PyTree, key: PyTree = None, **views: Any) -> tuple[Float[Array, ""], PyTree]:
-        """What a step minimises: `next_token_loss` with the `z_loss`."""
+        """Return the loss that a step minimizes: `next_token_loss` with the `z_loss`."""
         return next_token_loss(model, batch, key, z_loss=self.z_loss, **views)
 
     def step(self, optimizer: Optimizer, plan: Plan | None = None, *, gradient_norms: bool = False) -> Step:
-        """The step of an optimizer, under a plan or on one device; `gradient_norms` writes those of each module too.
+        """Return the step of an optimizer, under a plan or on one device; `gradient_norms` adds each module's norm.
 
         Raises a `ValueError` for a `clip` that is not positive, and a `z_loss` or `balance_rate` below zero.
         """
@@ -70,25 +70,27 @@ class Optimization:
     def _check_positive(self, *names: str) -> None:
         for name in names:
             if not getattr(self, name) >= 0:
-                raise ValueError(f"Optimization({name}={getattr(self, name)}): give 0, which is none, or more.")
+                raise ValueError(
+                    f"Optimization({name}={getattr(self, name)}): it must be at least 0; 0 switches it off."
+                )
 
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """LoRA: low-rank changes that are trained instead of the weights. Plain data: `nn.with_lora` checks it."""
+    """The settings of LoRA: low-rank changes are trained instead of the weights. `nn.with_lora` checks them."""
 
     rank: int = 0
-    """The rank of trained low-rank changes; 0 trains all weights."""
+    """The rank of the trained low-rank changes; 0 trains all weights."""
     alpha: float = 16.0
     """The changes are multiplied by alpha / rank."""
     maps: tuple[str, ...] = ("query", "key", "value", "output")
-    """The linear maps that get one, by the ends of their names, as eqformer.nn.with_lora takes them."""
+    """The linear maps that get a low-rank change, by the ends of their names, as in eqformer.nn.with_lora."""
 
     def apply(self, model: PyTree, *, key: Key[Array, ""]) -> PyTree:
-        """The model with an `nn.LoRA` in the place of each of the maps, which changes nothing before the first step."""
+        """Replace each of the maps by an `nn.LoRA`, which changes nothing before the first step."""
         return nn.with_lora(model, self.maps, rank=self.rank, alpha=self.alpha, key=key) if self.rank else model
 
     @property
     def trained(self) -> Trained:
-        """What an optimizer takes to train the changes alone, or all weights."""
+        """The optimizer's `trained`: the low-rank changes alone, or all weights."""
         return nn.lora_factors if self.rank else trainable

@@ -19,7 +19,7 @@ from ._gradients import make_execution
 from ._train_state import TrainState
 from .losses._loss_aux import loss_count, LossAux, LossFn, routing_metrics
 from .optimizer._learning_rates import Rates
-from .optimizer._optimizer import check_optimizer, divided, global_norm, Optimizer
+from .optimizer._optimizer import check_optimizer, global_norm, Optimizer, partition_trained
 
 
 class Step(eqx.Module):
@@ -80,22 +80,23 @@ def make_step(
     balance_rate: float = 0.0,
     gradient_norms: bool = False,
 ) -> Step:
-    """Make a jitted step that minimises `sum / count` of `loss_fn(model, batch, key) -> (sum, count)`.
+    """Make a jitted step that minimizes `sum / count` of `loss_fn(model, batch, key) -> (sum, count)`.
 
     It trains the parameters that `optimizer.trained` picks, and computes no other gradients. The gradient is that of
-    the sum over all microbatches, divided by the count over all of them, and scaled by `min(1, clip / norm)`. If the
-    loss or the norm is not finite, the step is skipped: the model and the optimizer's state are returned unchanged, bit
-    for bit. A batch whose weights are all 0 changes nothing either; it is counted by itself and ends no run.
+    the sum over all microbatches, divided by the count over all of them, and scaled by `min(1, clip / norm)`.
+    If the loss or the norm is not finite, the step is skipped: the model and the optimizer's state are returned
+    unchanged, bit for bit. A batch whose weights are all 0 changes nothing either; it is counted by itself and ends no
+    run.
 
-    Under a plan the step gives the numbers of one device. Its state is sharded as `state_shardings` says, with layers
-    the plan's (`PlannedState` makes it), and the loss is called as `make_gradient_function` says.
+    Under a plan the step gives the numbers of one device. `PlannedState` makes its state, which is sharded as
+    `state_shardings` says, and the loss is called as `make_gradient_function` says.
 
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
     and `empty_batches` (so far), `skipped_in_a_row`, those of `routing_metrics` and, in float16, the step's
     `loss_scale`, see `LossScale`. The state is donated.
 
     Args:
-        loss_fn: `loss_fn(model, batch, key) -> (sum, count)`, whose quotient is minimised.
+        loss_fn: `loss_fn(model, batch, key) -> (sum, count)`, whose quotient is minimized.
         optimizer: What the gradients do to the model, and which parameters are trained.
         plan: The mesh, how the model runs over it, and in how many microbatches; None: one device.
         microbatches: How many microbatches a batch is cut into on one device, one after another; their gradients are
@@ -114,10 +115,10 @@ def make_step(
         batch, key, rate = data
         key = None if key is None else jax.random.fold_in(key, state.step)
         loss_scale = state.loss_scale
-        total, tally, gradients = execution.gradients(
+        total, loss_aux, gradients = execution.gradients(
             state.model, batch, key, None if loss_scale is None else loss_scale.value
         )
-        count = loss_count(tally)
+        count = loss_count(loss_aux)
         loss, norm = total / count.astype(total.dtype), global_norm(gradients)
         norm = norm / count.astype(norm.dtype)
         clipping = 1.0 if clip is None else jnp.where(norm > clip, clip / norm, jnp.ones_like(norm))
@@ -130,7 +131,7 @@ def make_step(
         def update(parameters: PyTree, optimizer_state: PyTree) -> tuple[PyTree, PyTree]:
             scaled = jax.tree.map(lambda x: x * scale.astype(x.dtype), gradients)
             parameters, optimizer_state = optimizer.update(scaled, optimizer_state, parameters, learning_rate)
-            aux = tally.aux if balance_rate and isinstance(tally, LossAux) else ()
+            aux = loss_aux.aux if balance_rate and isinstance(loss_aux, LossAux) else ()
             return (rebalance_routers(parameters, aux, balance_rate) if aux else parameters), optimizer_state
 
         with jax.named_scope("optimizer"):
@@ -139,10 +140,10 @@ def make_step(
         state = _count_step(state, model, optimizer_state, is_finite, is_empty, norm)
         state = execution.place_state(optimizer, state)
 
-        if isinstance(tally, LossAux):
-            tally = LossAux(count, execution.order_aux(tally.aux, state.model))
+        if isinstance(loss_aux, LossAux):
+            loss_aux = LossAux(count, execution.order_aux(loss_aux.aux, state.model))
         metrics = {"loss": loss, "count": count, "grad_norm": norm, "learning_rate": learning_rate}
-        metrics |= routing_metrics(tally) | ({} if loss_scale is None else {"loss_scale": loss_scale.value + 0})
+        metrics |= routing_metrics(loss_aux) | ({} if loss_scale is None else {"loss_scale": loss_scale.value + 0})
         if gradient_norms:
             norms = module_gradient_norms(gradients)
             metrics |= {f"grad_norm/{name}": x / count.astype(x.dtype) for name, x in norms.items()}
@@ -159,14 +160,14 @@ def _update_if(
     optimizer: Optimizer,
 ) -> tuple[PyTree, PyTree]:
     """Update the trained parameters and the optimizer's state where the gradients are finite."""
-    parameters, untrained = divided(model, optimizer.trained)
+    parameters, untrained = partition_trained(model, optimizer.trained)
     arrays, static = eqx.partition(optimizer_state, eqx.is_array)
 
     def update_arrays(parameters: PyTree, arrays: PyTree) -> tuple[PyTree, PyTree]:
         parameters, optimizer_state = update(parameters, eqx.combine(arrays, static))
         return parameters, eqx.filter(optimizer_state, eqx.is_array)
 
-    parameters, arrays = updated_if(is_finite, update_arrays, parameters, arrays)
+    parameters, arrays = update_where(is_finite, update_arrays, parameters, arrays)
     return eqx.combine(parameters, untrained), eqx.combine(arrays, static)
 
 
@@ -181,7 +182,7 @@ def _count_step(
     """Return the state after a step: the new model and optimizer state, with counters and loss scale moved on."""
     is_skipped = (~is_finite & ~is_empty).astype(jnp.int32)
     skipped_in_a_row = jnp.where(is_empty, state.skipped_in_a_row, (state.skipped_in_a_row + 1) * is_skipped)
-    loss_scale = None if state.loss_scale is None else state.loss_scale.after(jnp.isfinite(norm))
+    loss_scale = None if state.loss_scale is None else state.loss_scale.advance(jnp.isfinite(norm))
     loss_scale = jax.tree.map(functools.partial(jnp.where, is_empty), state.loss_scale, loss_scale)
     empty_batches = None if state.empty_batches is None else state.empty_batches + is_empty.astype(jnp.int32)
     return TrainState(
@@ -201,7 +202,7 @@ def _copy_counters(state: TrainState) -> dict[str, Array]:
     return metrics | {"skipped": state.skipped + 0, "skipped_in_a_row": state.skipped_in_a_row + 0}
 
 
-def updated_if(condition: Bool[Array, ""], update: Callable[..., Any], *state: PyTree) -> Any:
+def update_where(condition: Bool[Array, ""], update: Callable[..., Any], *state: PyTree) -> Any:
     """Return `update(*state)`, of the state's shapes, where the condition holds; else the state itself, bit for bit.
 
     On accelerators each array is chosen by itself, in its own place: compilers for GPUs give a branch's results places

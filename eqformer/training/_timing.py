@@ -1,4 +1,4 @@
-"""How fast a run trains."""
+"""The speed of a run: a clock for its steps, and a trace by JAX's profiler."""
 
 import functools
 import resource
@@ -14,7 +14,7 @@ from ._metrics import throughput
 
 
 class Clock:
-    """A stopwatch of steps that leaves out what some callbacks take.
+    """A stopwatch for steps that excludes the time of some callbacks.
 
     `Log(10, write, clock.rate)` before `*clock.excluding([...])` among a loop's callbacks logs the speed without the
     time of validations and checkpoints.
@@ -27,21 +27,21 @@ class Clock:
         flops_per_token: float | None = None,
         peak_flops: Callable[[], float] | None = None,
     ):
-        """`flops_per_token` and `peak_flops`, which the first `rate` calls once, are those of `throughput`."""
+        """`flops_per_token` is that of `throughput`; `peak_flops` returns it, and the first `rate` calls it once."""
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._find_peak = peak_flops
         self._steps, self._seconds = 0, 0.0
-        self._since: float | None = None
+        self._start_time: float | None = None
 
     def excluding(self, callbacks: Sequence[Callback]) -> list[Callback]:
-        """These callbacks, between two that stop the clock and start it again."""
-        return [_Stopping(self), *callbacks, Every(1, lambda run: self._start())]
+        """Return these callbacks between two that stop the clock and start it again."""
+        return [_StopClock(self), *callbacks, Every(1, lambda run: self._start())]
 
     def rate(self, run: Progress) -> dict[str, int | float]:
-        """What `Log` writes beside the metrics, of the steps since the last call; it ends the step.
+        """Return what `Log` writes beside the metrics, for the steps since the last call; it ends the step.
 
-        They are `tokens` so far, `step_seconds`, `peak_bytes` (the most that a device of this process has held or, on a
-        CPU, the process) and the `throughput`.
+        The columns are `tokens` so far, `step_seconds`, `peak_bytes` (the most memory that a device of this process has
+        used or, on a CPU, the process) and those of `throughput`.
         """
         self._stop()
         steps, seconds = self._steps, self._seconds
@@ -56,15 +56,15 @@ class Clock:
 
     def _start(self) -> None:
         self._steps += 1
-        self._since = time.perf_counter()
+        self._start_time = time.perf_counter()
 
     def _stop(self) -> None:
-        if self._since is not None:
-            self._seconds += time.perf_counter() - self._since
-            self._since = None
+        if self._start_time is not None:
+            self._seconds += time.perf_counter() - self._start_time
+            self._start_time = None
 
 
-class _Stopping(Callback):
+class _StopClock(Callback):
     def __init__(self, clock: Clock):
         self._clock = clock
 
@@ -76,41 +76,40 @@ class _Stopping(Callback):
 
 
 def _peak_bytes() -> int:
-    """The most bytes that one of this process's devices has held so far; on a CPU those of the whole process."""
+    """Return the most bytes that one of this process's devices has used so far; on a CPU, those of the process."""
     statistics = [device.memory_stats() or {} for device in jax.local_devices()]
-    of_devices = max(one.get("peak_bytes_in_use", 0) for one in statistics)
+    device_bytes = max(stats.get("peak_bytes_in_use", 0) for stats in statistics)
     unit = 1 if sys.platform == "darwin" else 1024
-    return of_devices or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return device_bytes or unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class Profile(Callback):
-    """Writes a trace of the steps `first` to `last` into a folder, for TensorBoard, XProf or Perfetto.
+    """A callback that writes a trace of the steps `first` to `last` into a folder, for TensorBoard, XProf or Perfetto.
 
-    Modules stand in it under their paths, see `nn.Module`, and collectives under their names, see
-    `parallel.COLLECTIVES`. Tracing costs time: metrics of these steps
-    are slower than the run's.
+    The trace shows modules by their paths, see `nn.Module`, and collectives by their names, see `parallel.COLLECTIVES`.
+    Tracing costs time: the metrics of these steps report a slower run.
     """
 
     def __init__(self, first: int, last: int, folder: str | Path):
-        """Steps count from 1; raises a `ValueError` for steps that are none or in the wrong order."""
+        """Steps count from 1; raises a `ValueError` for numbers below 1, or a `first` after `last`."""
         if not 1 <= first <= last:
             raise ValueError(f"Profile(first={first}, last={last}): steps count from 1, and the first comes first.")
         self._first, self._last, self._folder = first, last, Path(folder)
         self._is_tracing = False
 
     def begin(self, run: Progress) -> None:
-        """Begin to trace, where the run's first step is among them."""
+        """Start the trace if it includes the run's first step."""
         self._start(run)
 
     def after_step(self, run: Progress) -> None:
-        """Begin before the first step of the trace, and write it after its last or the run's."""
+        """Start the trace before its first step, and write it after its last step or the run's last."""
         if not self._is_tracing:
             self._start(run)
         elif run.step >= min(self._last, run.steps):
             self.end(run)
 
     def end(self, run: Progress) -> None:
-        """Write the trace of a run that ends among its steps, by an error too: no trace outlives its run."""
+        """Write the trace of a run that ends among its steps, also by an error: no trace outlives its run."""
         if not self._is_tracing:
             return
         self._is_tracing = False

@@ -1,6 +1,4 @@
-"""The training state: the model, the optimizer's state and the counters; and its sharding under a plan."""
-
-from typing import Any
+"""The training state: the model, the optimizer's state and the counters; its sharding and its memory under a plan."""
 
 import equinox as eqx
 import jax
@@ -10,8 +8,8 @@ from jaxtyping import Array, Int, PyTree
 
 from .._shapes import ArrayOrShape
 from ..parallel import Plan, shardings
-from .losses._loss_scale import loss_scale, LossScale
-from .optimizer._moments import Codes
+from .losses._loss_scale import init_loss_scale, LossScale
+from .optimizer._moments import MomentCodes
 from .optimizer._optimizer import check_optimizer, Optimizer
 
 
@@ -44,7 +42,7 @@ def init_state(model: PyTree, optimizer: Optimizer) -> TrainState:
         step,
         skipped,
         skipped_in_a_row,
-        loss_scale=loss_scale(model),
+        loss_scale=init_loss_scale(model),
         empty_batches=empty_batches,
     )
     return _copy_repeated_arrays(state)
@@ -80,7 +78,7 @@ def _with_memory(sharding: NamedSharding, on_host: bool) -> NamedSharding:
 
 def _optimizer_spec(moment: PyTree, spec: PartitionSpec, parameter: ArrayOrShape) -> PyTree:
     """Return the spec of an optimizer's array for a parameter; scales of rows are sharded like the rows."""
-    if isinstance(moment, Codes):
+    if isinstance(moment, MomentCodes):
         levels_spec, dims = _optimizer_spec(moment.levels, spec, parameter), len(parameter.shape)
         scale_spec = PartitionSpec(*(*spec, *(None,) * (dims - len(spec)))[: dims - 1])
         return eqx.tree_at(lambda codes: (codes.levels, codes.scale), moment, (levels_spec, scale_spec))
@@ -94,40 +92,43 @@ def _optimizer_spec(moment: PyTree, spec: PartitionSpec, parameter: ArrayOrShape
 
 def _copy_repeated_arrays(tree: PyTree) -> PyTree:
     """Copy each array that occurs a second time in a tree: no array can be donated twice."""
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
 
     def copy_if_seen(leaf: PyTree) -> PyTree:
-        is_first = id(leaf) not in seen
-        seen.add(id(leaf))
+        is_first = id(leaf) not in seen_ids
+        seen_ids.add(id(leaf))
         return leaf if is_first or not eqx.is_array(leaf) else leaf.copy()
 
     return jax.tree.map(copy_if_seen, tree)
 
 
-def is_on_host(plan: Plan, optimizer: Optimizer, memory: PyTree) -> PyTree:
-    """Whether a plan keeps each array of an optimizer's state on hosts: what it holds for parameters, no counters."""
-    keeps = plan.optimizer_memory == "pinned_host"
-    return optimizer.map_state(lambda held, *_: jax.tree.map(lambda _: keeps, held), memory, other=False)
+def is_on_host(plan: Plan, optimizer: Optimizer, optimizer_state: PyTree) -> PyTree:
+    """Return for each array of an optimizer's state whether a plan keeps it in host memory; counters never are."""
+    on_host = plan.optimizer_memory == "pinned_host"
+    mark = lambda moments, *_: jax.tree.map(lambda _: on_host, moments)
+    return optimizer.map_state(mark, optimizer_state, other=False)
 
 
-def brought_near(plan: Plan, optimizer: Optimizer, memory: PyTree, gradients: PyTree) -> tuple[PyTree, PyTree]:
-    """An optimizer's state, in a jitted function, with what lies on hosts copied to the devices; and the gradients.
+def fetch_from_host(
+    plan: Plan, optimizer: Optimizer, optimizer_state: PyTree, gradients: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Copy what a plan keeps in host memory to the devices, in a jitted function; return the state and the gradients.
 
-    Compilers are kept from copying before the gradients are there: those for GPUs would do so at a step's beginning, so
-    that the copies lay beside all that the backward pass needs.
+    A barrier makes the copies wait for the gradients: compilers for GPUs would otherwise copy at the beginning of the
+    step, so that the copies took memory beside all that the backward pass needs.
     """
     if plan.optimizer_memory == "device":
-        return memory, gradients
-    arrays, rest = eqx.partition(memory, eqx.is_array)
+        return optimizer_state, gradients
+    arrays, static = eqx.partition(optimizer_state, eqx.is_array)
     arrays, gradients = jax.lax.optimization_barrier((arrays, gradients))
-    return eqx.combine(_moved(jax.memory.Space.Device, plan, optimizer, arrays), rest), gradients
+    return eqx.combine(_move(jax.memory.Space.Device, plan, optimizer, arrays), static), gradients
 
 
-def taken_back(plan: Plan, optimizer: Optimizer, memory: PyTree) -> PyTree:
-    """An optimizer's state, in a jitted function, with what the plan keeps on hosts there."""
-    return _moved(jax.memory.Space.Host, plan, optimizer, memory)
+def return_to_host(plan: Plan, optimizer: Optimizer, optimizer_state: PyTree) -> PyTree:
+    """Move what a plan keeps in host memory back there, in a jitted function."""
+    return _move(jax.memory.Space.Host, plan, optimizer, optimizer_state)
 
 
-def _moved(space: Any, plan: Plan, optimizer: Optimizer, arrays: PyTree) -> PyTree:
-    move = lambda x, is_far: jax.device_put(x, space) if is_far else x
+def _move(space: jax.memory.Space, plan: Plan, optimizer: Optimizer, arrays: PyTree) -> PyTree:
+    move = lambda x, on_host: jax.device_put(x, space) if on_host else x
     return jax.tree.map(move, arrays, is_on_host(plan, optimizer, arrays))

@@ -32,16 +32,16 @@ def schedule_phases(recipe: Recipe, checkpointer: training.Checkpointer) -> tupl
     continuation = training.continue_phases(config.rates, old_phases, **options)
     call = f"--steps {steps}: the run was trained as one of {old_phases[-1].steps} steps, and the learning rate was "
     call += f"{_format_rate(config.make_rates(old_phases), start - 1)} at step {start}"
-    if continuation.smooth(start):
-        return continuation.longer, f"{call}; it will be {describe(continuation.longer)}"
-    if recipe.prolong in continuation.ways:
-        phases = continuation.ways[recipe.prolong]
+    if continuation.is_smooth(start):
+        return continuation.extended, f"{call}; it will be {describe(continuation.extended)}"
+    if recipe.prolong in continuation.options:
+        phases = continuation.options[recipe.prolong]
         return phases, f"{call}; by --prolong {recipe.prolong} it will be {describe(phases)}"
     reason = "it would jump" if recipe.prolong == "refuse" else f"--prolong {recipe.prolong} is not possible here"
-    ways = "".join(f"\n  --prolong {way}: {describe(phases)}" for way, phases in continuation.ways.items())
-    smooth = [step for step in checkpointer.steps if step >= old_phases[-1].start and continuation.smooth(step)]
+    listed = "".join(f"\n  --prolong {way}: {describe(phases)}" for way, phases in continuation.options.items())
+    smooth = [step for step in checkpointer.steps if step >= old_phases[-1].start and continuation.is_smooth(step)]
     hint = f"\nThe checkpoint of step {smooth[-1]} goes on without a jump: move later ones away." if smooth else ""
-    raise ValueError(f"{call}; {reason}. Choose how to go on, and it will be{ways}{hint}")
+    raise ValueError(f"{call}; {reason}. Choose how to go on, and it will be{listed}{hint}")
 
 
 def _describe_rates(rates: training.Rates, start: int, steps: int) -> str:

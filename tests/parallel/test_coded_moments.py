@@ -13,7 +13,7 @@ from plan_steps import begun, stepped
 
 from eqformer import training
 from eqformer.training.optimizer import _moments
-from eqformer.training.optimizer._moments import is_coded
+from eqformer.training.optimizer._moments import is_codes
 
 
 DOUBLE = ("float64", "float64")  # in which no rounding brings a number across a threshold
@@ -33,7 +33,7 @@ def rule(model: Any, name: str, moments: str = "8bit") -> training.Optimizer:
 
 def decoded(state: Any) -> Any:
     """What the codes of a state stand for."""
-    tree = jax.tree.map(lambda x: _moments.decoded(x) if is_coded(x) else x, state.inner, is_leaf=is_coded)
+    tree = jax.tree.map(lambda x: _moments.decode_moment(x) if is_codes(x) else x, state.inner, is_leaf=is_codes)
     return eqx.filter(tree, eqx.is_inexact_array)
 
 
@@ -45,7 +45,7 @@ def test_steps_equal_one_devices(case):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # metrics of routing mix dtypes in float64
         model, plan = model_of(name, dtypes=DOUBLE), plan_over(mesh, **choices)
         want, got = (stepped(model, each, rule(model, optimizer), 3)[0] for each in (None, plan))
-        coded = [x for x in jax.tree.leaves(want.optimizer_state, is_leaf=is_coded) if is_coded(x)]
+        coded = [x for x in jax.tree.leaves(want.optimizer_state, is_leaf=is_codes) if is_codes(x)]
         assert coded and {x.levels.dtype for x in coded} == {jnp.dtype("uint8")}
         for its in (lambda state: state.model, lambda state: decoded(state.optimizer_state)):
             assert leaf_differences(plan.unshard(its(got)), its(want), 1e-9, rounding=1e-11) == {}

@@ -73,7 +73,7 @@ def test_steps_and_checkpoints_are_the_same_to_the_bit(case, tmp_path):
 def test_a_step_that_brings_nothing_near_is_refused(monkeypatch):
     """The control: the state is really elsewhere, and JAX mixes no memories."""
     states = states_of("pinned_host", {"fsdp": 2}, zero=1)
-    monkeypatch.setattr(training._gradients, "brought_near", lambda _, __, memory, gradients: (memory, gradients))
+    monkeypatch.setattr(training._gradients, "fetch_from_host", lambda _, __, memory, gradients: (memory, gradients))
     with pytest.raises(ValueError, match="memory_space of all inputs"):
         stepped(step_of(states), states.init(), 1)
 

@@ -103,7 +103,7 @@ def test_a_sum_of_slices_is_refused(monkeypatch):
     "change, given",
     [
         (lambda total, count: total / count, "one value"),
-        (lambda total, count: (total, count[None]), r"two of shapes \(\) and \(1,\)"),
+        (lambda total, count: (total, count[None]), r"two values of shapes \(\) and \(1,\)"),
         (lambda total, count: (total, count, {}), "3 values"),
     ],
 )
@@ -112,5 +112,5 @@ def test_what_is_no_sum_and_count_is_named(change, given, axes):
     def loss(*args, **named):
         return change(*passing(*args, **named))
 
-    with pytest.raises(ValueError, match=rf"loss\(model, batch, key\): .* gave {given}. Return \(sum, count\)"):
+    with pytest.raises(ValueError, match=rf"loss\(model, batch, key\): .* returned {given}. Return \(sum, count\)"):
         traced(loss, None if axes is None else plan_over(**axes))

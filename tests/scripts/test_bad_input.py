@@ -70,7 +70,7 @@ def refused(capsys):
         ),
         (
             "--recipe modernbert-byte-200k",
-            ["error: --recipe modernbert-byte-200k: ", "in stacks[0]", "a token sees later ones"],
+            ["error: --recipe modernbert-byte-200k: ", "in stacks[0]", "a token attends to later ones"],
         ),
         ("--recipe gpt2-byte-1m --seq 1024", ["--seq 1024", "512 learned positions"]),
         ("--steps 0", ["--steps 0", "at least 1"]),

@@ -120,14 +120,14 @@ def test_a_batch_without_weights_is_passed_over():
 def test_an_id_that_the_model_does_not_know_is_named_with_its_place():
     """Of the batch, where its weight is not 0, before the program is looked through."""
     batch = batch_of(0)
-    assert _debug_nans._no_id(batch, build()) == ""
+    assert _debug_nans._explain_unknown_id(batch, build()) == ""
     for name, value in (("ids", 8), ("targets", -100)):
         changed = np.array(getattr(batch, name))
         changed[2, 1] = value
         strange = dataclasses.replace(batch, **{name: changed})
-        said = f"The batch's {name} hold {value} in row 2 at place 1, and the model's 8 ids are 0 to 7"
-        assert _debug_nans._no_id(strange, build()).startswith(said)
+        said = f"The batch's {name} hold {value} in row 2 at index 1, and the model's 8 ids are 0 to 7"
+        assert _debug_nans._explain_unknown_id(strange, build()).startswith(said)
         weights = np.array(batch.weights)
         weights[2, 1] = 0
-        known = _debug_nans._no_id(dataclasses.replace(strange, weights=weights), build()) == ""
+        known = _debug_nans._explain_unknown_id(dataclasses.replace(strange, weights=weights), build()) == ""
         assert known == (name == "targets")  # an id is read whatever its target weighs

@@ -102,7 +102,9 @@ def test_batches_of_another_shape_are_named(line):
 
 def test_what_is_no_callback_is_named(line):
     step, first, batches = line
-    with pytest.raises(ValueError, match=r"callbacks\[1\] is a function; give a Callback, of a function Every\(1,"):
+    with pytest.raises(
+        ValueError, match=r"callbacks\[1\] is a function; pass a Callback, or wrap a function in Every\(1,"
+    ):
         bare: list = [training.Callback(), lambda run: None]
         training.train.__wrapped__(step, first(), batches, jax.random.key(0), steps=3, callbacks=bare)
     with pytest.raises(ValueError, match=r"Log\(0, ...\): it counts steps, so give at least 1"):

@@ -8,7 +8,7 @@ import pytest
 from same_bits import assert_same_bits
 
 from eqformer import nn, training
-from eqformer.training.losses._loss_scale import loss_scale, seed
+from eqformer.training.losses._loss_scale import init_loss_scale, loss_cotangent
 
 
 ROWS, SEQ, STEPS = 1024, 16, 9
@@ -43,21 +43,21 @@ def test_a_batch_that_overflows_is_learnt(make_model, many, parameters):
     scales = [row["loss_scale"] for row in found]
     assert scales == [2.0 ** (16 - min(i, int(first["skipped"]))) for i in range(STEPS)]
     # Without a scale none of them would be taken: a scale of as many as there are tokens gives the same, a seed of 1.
-    assert seed(jnp.float32(ROWS * SEQ), many) == 1 == seed(None, many)
+    assert loss_cotangent(jnp.float32(ROWS * SEQ), many) == 1 == loss_cotangent(None, many)
     assert ROWS * SEQ in scales[: int(first["skipped"])]
 
 
 def test_other_dtypes_have_no_scale(make_model):
     for dtypes in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
         model = nn.Precision(*dtypes).apply(make_model(layers=1))
-        assert loss_scale(model) is None
+        assert init_loss_scale(model) is None
         assert (
             len(jax.tree.leaves(training.init_state(model, training.optimizer("sgd", model, rate=0.1))))
             == len(jax.tree.leaves(model))
             + len(jax.tree.leaves(training.optimizer("sgd", model, rate=0.1).init(model)))
             + 4
         )
-    of_half = loss_scale([jnp.ones(2, jnp.float16)])
+    of_half = init_loss_scale([jnp.ones(2, jnp.float16)])
     assert of_half is not None and of_half.value == 2**16
 
 
@@ -65,11 +65,11 @@ def test_other_dtypes_have_no_scale(make_model):
 def test_the_scale_is_halved_and_doubled():
     scale, seen = training.LossScale(jnp.float32(2), jnp.int32(0), interval=3), []
     for is_finite in (False, False, True, True, True, True, True, False, True, True, True):
-        scale = scale.after(jnp.asarray(is_finite))
+        scale = scale.advance(jnp.asarray(is_finite))
         seen.append(float(scale.value))
     assert seen == [1, 1, 1, 1, 2, 2, 2, 1, 1, 1, 2]
     most = training.LossScale(jnp.float32(2**24), jnp.int32(2), interval=3)
-    assert most.after(jnp.asarray(True)).value == 2**24
+    assert most.advance(jnp.asarray(True)).value == 2**24
 
 
 @pytest.mark.grid
@@ -81,8 +81,8 @@ def test_the_scale_changes_no_bit_of_what_neither_overflows_nor_vanishes(make_mo
         one, other, none = (run(model, batch, None, scale) for scale in (jnp.float32(1), jnp.float32(2**20), None))
         assert_same_bits(one, other)
         assert_same_bits(one[:2], none[:2])
-    assert seed(jnp.float32(8), (jnp.zeros((4, 12)), jnp.zeros(3))) == 8 / 64
-    assert seed(None, batch) == 1
+    assert loss_cotangent(jnp.float32(8), (jnp.zeros((4, 12)), jnp.zeros(3))) == 8 / 64
+    assert loss_cotangent(None, batch) == 1
 
 
 @pytest.mark.grid

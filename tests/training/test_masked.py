@@ -16,7 +16,9 @@ ROWS, SEQ, VOCAB, MASK, SPARED = 32, 256, 50, 49, (0, 1)
 KEY = jax.random.key(7)
 IDS = np.random.default_rng(0).integers(0, VOCAB - 1, (ROWS, SEQ)).astype(np.int32)
 PLACES = np.where(np.arange(SEQ) < SEQ - 16, np.arange(SEQ), -1) + np.zeros((ROWS, 1), np.int32)
-masked = eqx.filter_jit(lambda batch, key: training.mask_tokens(batch, key, mask_id=MASK, vocab=VOCAB, spared=SPARED))
+masked = eqx.filter_jit(
+    lambda batch, key: training.mask_tokens(batch, key, mask_id=MASK, vocab=VOCAB, special_ids=SPARED)
+)
 
 
 def batch_of(rows):
@@ -78,9 +80,15 @@ def test_its_loss_is_that_of_the_chosen_in_float64(found):
 
 def test_bad_numbers_are_refused():
     batch = batch_of(np.arange(2))
-    wrong: list[dict[str, Any]] = [{"rate": 0.0}, {"rate": 1.5}, {"hidden": 0.8, "replaced": 0.3}, {"replaced": -0.1}]
+    shares = {"mask_replace_prob": 0.8, "random_replace_prob": 0.3}
+    wrong: list[dict[str, Any]] = [
+        {"mlm_probability": 0.0},
+        {"mlm_probability": 1.5},
+        shares,
+        {"random_replace_prob": -0.1},
+    ]
     for numbers in wrong:
-        with pytest.raises(ValueError, match=r"mask_tokens\(rate=.*add up to at most 1"):
+        with pytest.raises(ValueError, match=r"mask_tokens\(mlm_probability=.*add up to at most 1"):
             training.mask_tokens(batch, KEY, mask_id=MASK, vocab=VOCAB, **numbers)
     with pytest.raises(ValueError, match=r"mask_tokens\(mask_id=50, vocab=50\): ids are from 0 to 49"):
         training.mask_tokens(batch, KEY, mask_id=50, vocab=VOCAB)

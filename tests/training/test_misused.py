@@ -77,7 +77,7 @@ def test_gradients_do_not_see_what_weighs_nothing(model, monkeypatch):
     gradient = eqx.filter_grad(lambda model, batch: training.next_token_loss(model, batch)[0])
     wanted, batch = gradient(model, batch_with(weights=LEFT)), batch_with(targets=IGNORED, weights=LEFT)
     assert eqx.tree_equal(gradient(model, batch), wanted)
-    monkeypatch.setattr(_cross_entropy, "weighed", lambda each, weights: each * weights)
+    monkeypatch.setattr(_cross_entropy, "apply_weights", lambda each, weights: each * weights)
     assert np.isnan(training.next_token_loss(model, batch)[0])
 
 
@@ -115,7 +115,7 @@ def test_a_table_in_parts_has_no_target_that_is_no_id(model):
     hidden = jax.random.normal(jax.random.key(2), (4, 8))
     targets = jnp.array([0, VOCAB - 1, -100, VOCAB], jnp.int32)
     unembed = jax.tree_util.Partial(lambda table, hidden: table.unembed(hidden), rows)
-    found, _ = _chunked_logits.nats_in_parts(unembed, hidden, targets)
+    found, _ = _chunked_logits.vocabulary_chunk_nats(unembed, hidden, targets)
     wanted, _ = _cross_entropy.token_nats(rows.unembed(hidden), targets)
     np.testing.assert_allclose(found[:2], wanted[:2], rtol=1e-5)
     assert np.isnan(found[2:]).all() and np.isnan(wanted[2:]).all()

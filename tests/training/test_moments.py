@@ -13,7 +13,7 @@ from eqformer import models, training
 from eqformer.parallel import make_mesh, Plan
 from eqformer.planning import state_bytes
 from eqformer.training.optimizer import _moments
-from eqformer.training.optimizer._moments import decoded, encoded, is_coded
+from eqformer.training.optimizer._moments import decode_moment, encode_moment, is_codes
 
 
 RATE = 1e-2
@@ -56,7 +56,7 @@ def samples(dtype: type = np.float64):
     )
 
 
-coded_and_back = jax.jit(lambda x, number: (codes := encoded(x, number), decoded(codes)))
+coded_and_back = jax.jit(lambda x, number: (codes := encode_moment(x, number), decode_moment(codes)))
 
 
 @pytest.mark.quick
@@ -79,7 +79,7 @@ def test_codes_are_the_formula(number):
 def test_rounding_keeps_the_mean():
     """Over many steps each number is kept right on average, where the nearest level is off by up to 4 %."""
     x = jnp.asarray(samples(np.float32)[:6])
-    kept = jax.jit(jax.vmap(lambda number: decoded(encoded(x, number))))(jnp.arange(2000))
+    kept = jax.jit(jax.vmap(lambda number: decode_moment(encode_moment(x, number))))(jnp.arange(2000))
     off = np.abs(np.asarray(kept, np.float64).mean(0) / np.asarray(x) - 1)
     near = np.abs(x) > np.abs(x).max(-1, keepdims=True) * 2**-15
     assert off[near].max() < 1e-3
@@ -91,9 +91,9 @@ def fallen(b2, steps):
     start = np.append(1, np.exp2(-np.linspace(2, 3, 63))).astype(np.float32)[None]
 
     def step(number, codes):
-        return encoded((b2 * decoded(codes)).at[:, 0].set(1.0), number)
+        return encode_moment((b2 * decode_moment(codes)).at[:, 0].set(1.0), number)
 
-    run = jax.jit(lambda x: decoded(jax.lax.fori_loop(1, steps + 1, step, encoded(x, jnp.int32(0)))))
+    run = jax.jit(lambda x: decode_moment(jax.lax.fori_loop(1, steps + 1, step, encode_moment(x, jnp.int32(0)))))
     return float((np.asarray(run(start)) / start)[0, 1:].mean())
 
 
@@ -102,7 +102,7 @@ def test_a_mean_falls(b2, monkeypatch):
     """One that loses less than half of the distance of two levels in a step; rounded to the nearest, it stays."""
     steps = round(1.5 / (1 - b2))
     assert fallen(b2, steps) == pytest.approx(b2**steps, rel=0.15)
-    monkeypatch.setattr(_moments, "_threshold", lambda _, row: jnp.full(row, 0.5, jnp.float32))
+    monkeypatch.setattr(_moments, "_rounding_threshold", lambda _, row: jnp.full(row, 0.5, jnp.float32))
     assert fallen(b2, steps) > 0.9
 
 
@@ -141,7 +141,7 @@ def test_moments_are_kept_in_8_bits_and_used_as_floats(name, small):
             theirs, hands = by_floats(gradients, hands, theirs, jnp.float32(RATE))
             hands = rounded(hands, number)
             others, floats = by_floats(gradients, floats, others, jnp.float32(RATE))
-        coded = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_coded) if is_coded(leaf)]
+        coded = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_codes) if is_codes(leaf)]
         assert len(coded) == sum(x.shape in shapes for x in jax.tree.leaves(hands)) and state.coded == 3
         distance = lambda a, b: float(np.abs(np.subtract(a, b)).max())
         off = lambda one, other: max(map(distance, *map(jax.tree.leaves, (one, other))))

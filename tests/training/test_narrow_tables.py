@@ -38,7 +38,7 @@ def loss(tables: dict[str, Any], hidden: Any, targets: Any) -> Any:
 
 
 def nats(tables: dict[str, Any], hidden: Any, targets: Any) -> Any:
-    return _cross_entropy.nats_of_tokens(jax.tree_util.Partial(logits, tables), hidden, targets, chunk=8)
+    return _cross_entropy.chunked_token_nats(jax.tree_util.Partial(logits, tables), hidden, targets, chunk=8)
 
 
 def dtypes(call: Any, hidden: Any, tables: list[Any]) -> list[Any]:
@@ -64,10 +64,10 @@ def test_loss_and_gradients_are_the_same_to_the_bit(monkeypatch):
     graded = jax.value_and_grad(loss, (0, 1))
     run = lambda: jax.jit(lambda *given: (graded(*given), nats(*given)))(tables, hidden, targets)
     found = jax.tree.leaves((run(), loss(tables, hidden, targets)))
-    monkeypatch.setattr(_loss, "read_dtypes", lambda program, tables: [None] * len(tables))
+    monkeypatch.setattr(_cross_entropy, "read_dtypes", lambda program, tables: [None] * len(tables))
     right = jax.tree.leaves((run(), loss(tables, hidden, targets)))
     assert all(np.array_equal(one, other) and one.dtype == other.dtype for one, other in zip(found, right, strict=True))
-    monkeypatch.setattr(_loss, "read_dtypes", lambda program, tables: [np.dtype(jnp.bfloat16)] * len(tables))
+    monkeypatch.setattr(_cross_entropy, "read_dtypes", lambda program, tables: [np.dtype(jnp.bfloat16)] * len(tables))
     assert not all(map(np.array_equal, jax.tree.leaves(run()), right))  # the control: what is read wide is not cast
 
 
@@ -88,5 +88,5 @@ def test_gpus_carry_no_wide_table_through_the_loop(monkeypatch):
         return loop.partition(" while(")[0].count("f32[512,64]")
 
     assert (carried(), carried(nats)) == (1, 0)  # the sum of gradients
-    monkeypatch.setattr(_loss, "read_dtypes", lambda program, tables: [None] * len(tables))
+    monkeypatch.setattr(_cross_entropy, "read_dtypes", lambda program, tables: [None] * len(tables))
     assert (carried(), carried(nats)) == (2, 1)

@@ -69,7 +69,7 @@ def _maps(model):
     "preset, words",
     [
         ("t5-byte-200k", "encoder reads a text beside"),
-        ("modernbert-byte-200k", r"in stacks\[0\].* sees later ones"),
+        ("modernbert-byte-200k", r"in stacks\[0\].* attends to later ones"),
         ("gpt2-byte-1m", "seq=513.*512 learned positions"),
     ],
 )

@@ -263,12 +263,12 @@ def test_on_accelerators_a_step_is_skipped_array_by_array_and_not_by_a_branch(mo
     monkeypatch.setattr(_platform, "compilers", lambda: ("cuda",))
     update = lambda x, memory: (x / memory, memory + 1)
     state = jnp.arange(3.0), jnp.array([0.0, 2.0, 3.0])  # of which the update's first number is none
-    run = jax.jit(lambda is_meant: _step.updated_if(is_meant, update, *state))
+    run = jax.jit(lambda is_meant: _step.update_where(is_meant, update, *state))
     text = lambda platform: run.trace(True).lower(lowering_platforms=(platform,)).as_text()
     branches = {platform: text(platform).count('"stablehlo.case"') for platform in ("cpu", "cuda", "tpu")}
     assert branches["cpu"] == branches["cuda"] + 1 == branches["tpu"] + 1  # all have those of the choice of platform
     branch = [run(is_meant) for is_meant in (True, False)]
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
-    choices = [_step.updated_if(jnp.array(is_meant), update, *state) for is_meant in (True, False)]
+    choices = [_step.update_where(jnp.array(is_meant), update, *state) for is_meant in (True, False)]
     assert np.array_equal(branch, choices, equal_nan=True) and np.array_equal(choices[1], state)
     assert np.isnan(choices[0][0][0])

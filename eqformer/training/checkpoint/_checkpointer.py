@@ -1,4 +1,4 @@
-"""Checkpoints: written in the background, committed by one rename, checked before they are read."""
+"""Checkpoints: written in the background, committed by a rename, checked before they are read."""
 
 import logging
 import sys
@@ -20,26 +20,25 @@ from ..._atomic_write import sync_path
 from ..._extra import load_extra
 from ..._failures import explain_error
 from ..._read import parse_json
-from ._contents import as_it_was, as_json, is_array, leaf_faults, named_arrays, to_read, written
+from ._contents import from_stored, is_array, leaf_faults, metadata_to_json, named_arrays, stored_shape, to_stored
 from ._files import check_files, describe_files, make_folder, read_manifest, remove, sync_tree, write_manifest
 from ._former_names import match_saved_names
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that could not be written, or one that exists and cannot be read."""
+    """An error for a checkpoint that could not be written, or that exists and cannot be read."""
 
 
 class Checkpointer:
-    """Keeps the last `keep` checkpoints of a run in a local folder, in one sub-folder for each step.
+    """A writer and reader of a run's last `keep` checkpoints, in a local folder with one sub-folder for each step.
 
     `save` copies the arrays to the host and returns. In the background, orbax writes them to `<step>.unfinished`; then
     a manifest with the size and checksum of every file is added, every file and folder is synced (fsync), and a rename
-    to `<step>` commits the checkpoint. Only then are older steps deleted. So a folder whose name is a number is always
-    a complete checkpoint, even if the process was killed or the power failed. The next call of `save`, `wait` or
+    to `<step>` commits the checkpoint. Only then are older steps deleted. A folder whose name is a number is therefore
+    always a complete checkpoint, even if the process was killed or the power failed. The next call of `save`, `wait` or
     `close` raises an error of the background thread, and warns of an older step that could not be deleted; a program
-    that ends without one waits for the save, and shows its error. `restore`
-    checks every file against the manifest and every leaf's shape and dtype before it reads arrays, and never falls back
-    to an older step by itself.
+    that ends without such a call waits for the save, and shows its error. `restore` checks every file against the
+    manifest and every leaf's shape and dtype before it reads arrays, and never falls back to an older step by itself.
 
     A step may be moved elsewhere and a symbolic link left in its place: it is restored through the link; when it is too
     old, the link is deleted and the moved folder stays. A broken link (a disk that is not mounted) is a
@@ -54,26 +53,27 @@ class Checkpointer:
     def __init__(self, directory: str | Path, *, keep: int | None = 3, run: str | None = None):
         """`keep=None` keeps every checkpoint.
 
-        `run` is the run's identifier, any text: each checkpoint saved has it in its metadata as `"run"`, and one that
-        has another cannot be read. Checkpoints without an identifier, and all of them if `run` is None, can be read.
+        `run` is the run's identifier, any text: the metadata of each saved checkpoint holds it as `"run"`, and a
+        checkpoint with another identifier cannot be read. Checkpoints without an identifier can be read, and if `run`
+        is None, all of them.
         """
         if keep is not None and keep < 1:
             raise ValueError(f"Checkpointer(keep={keep}): at least one checkpoint is kept; pass None to keep all.")
         self._directory = Path(directory).absolute()
         self._keep, self._run = keep, run
-        self._writer: Any = None  # orbax's, made by the first save
+        self._writer: Any = None  # orbax's checkpointer, made by the first save
         self._thread: threading.Thread | None = None
         self._failure: tuple[int, BaseException] | None = None
-        self._left: list[str] = []  # warnings about what could not be deleted, for the next call
+        self._warnings: list[str] = []  # about folders that could not be deleted, for the next call
 
     @property
     def steps(self) -> list[int]:
         """The steps with a committed checkpoint, in ascending order; raises a `CheckpointError` for a broken link."""
-        lost = [path for path in self._entries() if path.name.isdecimal() and path.is_symlink() and not path.exists()]
-        if lost:
+        broken = [path for path in self._entries() if path.name.isdecimal() and path.is_symlink() and not path.exists()]
+        if broken:
             raise CheckpointError(
-                f"{lost[0]}: this checkpoint is a link to {lost[0].readlink()}, and nothing is there; mount that disk "
-                "or mend the link, or remove it to do without this step."
+                f"{broken[0]}: this checkpoint is a link to {broken[0].readlink()}, which does not exist; mount that "
+                "disk or repair the link, or remove it to do without this step."
             )
         return self._committed()
 
@@ -89,7 +89,7 @@ class Checkpointer:
         return max(self.steps, default=None)
 
     def save(self, state: PyTree, step: int, metadata: Mapping[str, Any]) -> None:
-        """Starts to save the arrays of `state`; first waits for the previous save, and raises its error if it failed.
+        """Start to save the arrays of `state`; first wait for the previous save, and raise its error if it failed.
 
         The arrays may be donated as soon as this returns. `metadata` is any JSON object; the versions of eqformer, jax,
         equinox, optax and orbax are added to it.
@@ -106,22 +106,22 @@ class Checkpointer:
         if self._writer is not None and not self._directory.is_dir():
             raise CheckpointError(
                 f"Checkpointer.save(step={step}): {self._directory} was deleted or moved since the last save, with the "
-                "checkpoints in it. Nothing is saved: restore the folder, or begin again in a new one."
+                "checkpoints in it. Nothing is saved: restore the folder, or start again in a new one."
             )
-        text = as_json(metadata if self._run is None else {**metadata, "run": self._run})
+        text = metadata_to_json(metadata if self._run is None else {**metadata, "run": self._run})
         leaves = named_arrays(state)
         if self._writer is None:
             ocp = _orbax()
             self._writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), timeout_secs=_LONGEST_SAVE)
-            finished_at_exit(self._finish)
+            run_at_exit(self._finish)
             self._clean()
-            _all_agree(True)  # a barrier: no process makes a folder before the first has deleted the leftovers
+            _all_agree(True)  # a barrier: no process makes a folder before the first process has deleted the leftovers
         folder = self._directory / f"{step}.unfinished"
         table = {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in leaves.items()}
         try:
             make_folder(folder)
             inode = _inode_of(folder)
-            self._writer.save(folder / "state", args=_orbax().args.StandardSave(jax.tree.map(written, leaves)))
+            self._writer.save(folder / "state", args=_orbax().args.StandardSave(jax.tree.map(to_stored, leaves)))
         except Exception as error:
             with suppress(OSError):
                 remove(folder)
@@ -130,7 +130,7 @@ class Checkpointer:
         self._thread.start()
 
     def restore(self, like: PyTree, step: int | None = None, *, partial: bool = False) -> tuple[PyTree, dict[str, Any]]:
-        """The state and the metadata of a step (`None`: the latest).
+        """Return the state and the metadata of a step (`None`: the latest).
 
         `like` is a tree like the saved state, with arrays or `jax.ShapeDtypeStruct`s; each array is read into the
         sharding of its leaf in `like`, and leaves that are not arrays are taken from `like`. With `partial`, leaves
@@ -138,35 +138,40 @@ class Checkpointer:
         `CheckpointError` if there is no such checkpoint, if any of its files is missing or damaged, or if a leaf
         differs from `like` in name, shape or dtype.
         """
-        step, folder, manifest, saved_names = self._fitting(like, step, partial)
-        arrays, rest = eqx.partition(like, is_array)
+        step, folder, manifest, saved_names = self._check_leaves(like, step, partial)
+        arrays, static = eqx.partition(like, is_array)
         wanted = named_arrays(arrays)
         # The first process alone computes the checksums, so that files are read for them once.
         faults = check_files(folder, manifest["files"]) if jax.process_index() == 0 else []
         if not _all_agree(not faults):
-            _refuse(folder, faults or ["the first process of the run found its files missing or damaged"])
-        targets = {saved_names[name]: to_read(x) for name, x in wanted.items()}
+            _refuse(
+                folder, faults or ["some of its files are missing or damaged; the first process's error names them"]
+            )
+        targets = {saved_names[name]: stored_shape(x) for name, x in wanted.items()}
         ocp = _orbax()
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                how = ocp.checkpoint_utils.construct_restore_args(targets)
-                how = ocp.args.PyTreeRestore(targets, restore_args=how, partial_restore=partial)
-                found = reader.restore(folder / "state", args=how)
+                restore_args = ocp.checkpoint_utils.construct_restore_args(targets)
+                args = ocp.args.PyTreeRestore(targets, restore_args=restore_args, partial_restore=partial)
+                stored = reader.restore(folder / "state", args=args)
         except Exception as error:
             raise CheckpointError(f"{folder}: the checkpoint of step {step} cannot be read: {error}") from error
-        leaves = [as_it_was(found[saved_names[name]], like) for name, like in wanted.items()]
-        found = jax.tree.unflatten(jax.tree.structure(arrays), leaves)
-        return eqx.combine(found, rest), manifest["metadata"]
+        leaves = [from_stored(stored[saved_names[name]], like) for name, like in wanted.items()]
+        restored = jax.tree.unflatten(jax.tree.structure(arrays), leaves)
+        return eqx.combine(restored, static), manifest["metadata"]
 
     def check(self, like: PyTree, step: int | None = None, *, partial: bool = False) -> None:
-        """Raises the `CheckpointError` that `restore` would for leaves that differ from `like`, and reads no array."""
-        self._fitting(like, step, partial)
+        """Raise the `CheckpointError` of `restore` for leaves that differ from `like`, without reading any array."""
+        self._check_leaves(like, step, partial)
 
-    def _fitting(
+    def _check_leaves(
         self, like: PyTree, step: int | None, partial: bool
     ) -> tuple[int, Path, dict[str, Any], dict[str, str]]:
-        """Return the step, its folder, its manifest, whose leaves are those of `like`, and the leaves' saved names."""
-        step, folder, manifest = self._manifest(step)
+        """Return the step, its folder, its manifest, and the saved names of its leaves by their current names.
+
+        Raises a `CheckpointError` for leaves unlike `like`.
+        """
+        step, folder, manifest = self._read_manifest(step)
         wanted = named_arrays(eqx.filter(like, is_array))
         saved_names = match_saved_names(manifest["leaves"], wanted)
         saved = {name: manifest["leaves"][saved_name] for name, saved_name in saved_names.items()}
@@ -175,33 +180,33 @@ class Checkpointer:
         return step, folder, manifest, saved_names
 
     def leaves(self, step: int | None = None) -> dict[str, Any]:
-        """The dtype and shape of each array of a step (`None`: the latest), by its name."""
-        return self._manifest(step)[2]["leaves"]
+        """Return the dtype and shape of each array of a step (`None`: the latest), by its name."""
+        return self._read_manifest(step)[2]["leaves"]
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """What was saved beside the state of a step (`None`: the latest): enough to build `like`."""
-        return self._manifest(step)[2]["metadata"]
+        """Return the metadata of a step (`None`: the latest), which suffices to build `like`."""
+        return self._read_manifest(step)[2]["metadata"]
 
     def wait(self) -> None:
-        """Waits until no save is running; raises the error of one that failed, and warns of what was not deleted."""
+        """Wait until no save is running; raise the error of a failed save, and warn of folders still to delete."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            is_whole = self._failure is None
-            # By this the other processes learn whether the first has committed.
-            if not _all_agree(is_whole) and is_whole:
+            has_succeeded = self._failure is None
+            # This tells the other processes whether the first has committed.
+            if not _all_agree(has_succeeded) and has_succeeded:
                 raise CheckpointError(
-                    f"{self._directory}: another process of the run could not save; its error says why."
+                    f"{self._directory}: another process of the run could not save; its error gives the reason."
                 )
         if self._failure is not None:
             (step, error), self._failure = self._failure, None
             raise self._could_not_save(step, error) from error
-        left, self._left = self._left, []
-        for text in left:
+        texts, self._warnings = self._warnings, []
+        for text in texts:
             warnings.warn(text, stacklevel=2)
 
     def close(self) -> None:
-        """Waits, and releases orbax's threads."""
+        """Wait for the running save, and release orbax's threads."""
         try:
             self.wait()
         finally:
@@ -214,12 +219,12 @@ class Checkpointer:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None and self._thread is not None and jax.process_count() > 1:
-            self._thread.join()  # this process alone failed, and the others would not answer a collective
+            self._thread.join()  # only this process failed: the others would not take part in a collective
             self._thread = None
         self.close()
 
     def _finish(self) -> None:
-        """Waits for the save that is running, at the program's end, where processes no longer wait for each other."""
+        """Wait for the running save when the program ends, without waiting for other processes."""
         if self._thread is not None:
             self._thread.join()
         if self._failure is not None:
@@ -231,7 +236,7 @@ class Checkpointer:
             self._writer.wait_until_finished()
             if jax.process_index() != 0:
                 return
-            if _inode_of(folder) != inode:  # orbax has made it again, with the arrays that it had not written yet
+            if _inode_of(folder) != inode:  # orbax made a deleted folder again, for the arrays not yet written
                 raise FileNotFoundError(folder)
             manifest = {"step": step, "metadata": parse_json(metadata), "leaves": leaves}
             manifest["files"] = describe_files(folder)
@@ -242,8 +247,8 @@ class Checkpointer:
         except BaseException as error:
             committed = self._directory / str(step)
             is_deleted = inode not in (_inode_of(folder), _inode_of(committed))
-            said = FileNotFoundError(f"{folder} was deleted or moved while it was written") if is_deleted else error
-            self._failure = (step, said)
+            moved = FileNotFoundError(f"{folder} was deleted or moved while it was written")
+            self._failure = (step, moved if is_deleted else error)
             if jax.process_index() == 0:
                 with suppress(OSError):
                     remove(folder)
@@ -255,12 +260,12 @@ class Checkpointer:
             path = self._directory / str(step)
             with self._warn_later(path):
                 if path.is_symlink():
-                    self._left.append(f"{path}: this link is deleted, and not the checkpoint in {path.readlink()}.")
-                # Renamed first, so that a half-deleted checkpoint never looks like a whole one.
+                    self._warnings.append(f"{path}: this link is deleted, and not the checkpoint in {path.readlink()}.")
+                # Renamed first, so that an incompletely deleted checkpoint never looks like a complete one.
                 remove(path.rename(self._directory / f"{step}.discarded"))
 
     def _clean(self) -> None:
-        """Deletes folders that an earlier process left unfinished or half deleted."""
+        """Delete folders that an earlier process left unfinished or incompletely deleted."""
         if jax.process_index() == 0:
             for path in self._entries():
                 if path.suffix in (".unfinished", ".discarded") and path.stem.isdecimal():
@@ -269,31 +274,29 @@ class Checkpointer:
 
     @contextmanager
     def _warn_later(self, path: Path) -> Iterator[None]:
-        """Makes a failed deletion a warning of the next call: it costs disk space, and harms no checkpoint."""
+        """Turn a failed deletion into a warning of the next call: it costs disk space, and harms no checkpoint."""
         try:
             yield
         except OSError as error:
             reason, fix = explain_error(error)
-            self._left.append(f"{path} could not be deleted: {reason}; {fix or 'see why'}, or delete it by hand.")
+            self._warnings.append(f"{path} could not be deleted: {reason}; {fix or 'see why'}, or delete it by hand.")
 
     def _could_not_save(self, step: int, error: BaseException) -> CheckpointError:
-        held = self._committed()
-        rest = f"the checkpoint of step {held[-1]} is whole" if held else "no checkpoint exists"
-        kept = (
-            f"It is there, but a power cut may take it; {rest}" if step in held else f"Nothing of it was kept; {rest}"
-        )
+        steps = self._committed()
+        latest = f"the checkpoint of step {steps[-1]} is whole" if steps else "no checkpoint exists"
+        outcome = "It is there, but a power cut may take it" if step in steps else "Nothing of it was kept"
         reason, fix = explain_error(error)
         return CheckpointError(
-            f"Checkpointer.save(step={step}) to {self._directory} failed: {reason.rstrip('.')}. {kept}. "
+            f"Checkpointer.save(step={step}) to {self._directory} failed: {reason.rstrip('.')}. {outcome}; {latest}. "
             f"{fix[0].upper() + fix[1:] if fix else 'See why'}, or choose another folder."
         )
 
-    def _manifest(self, step: int | None) -> tuple[int, Path, dict[str, Any]]:
+    def _read_manifest(self, step: int | None) -> tuple[int, Path, dict[str, Any]]:
         chosen = self.latest_step if step is None else step
         if chosen is None or chosen not in self.steps:
-            held = ", ".join(map(str, self.steps)) or "none"
+            steps = ", ".join(map(str, self.steps)) or "none"
             which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-            raise CheckpointError(f"{self._directory}: {which}; the steps there are: {held}.")
+            raise CheckpointError(f"{self._directory}: {which}; the steps there are: {steps}.")
         folder = self._directory / str(chosen)
         manifest = read_manifest(folder)
         if isinstance(manifest, str):
@@ -318,15 +321,15 @@ def _orbax() -> Any:
 
 
 def _inode_of(folder: Path) -> int | None:
-    """The number by which the system knows a folder, whatever its name; None if there is none."""
+    """Return a folder's inode, which stays the same when it is renamed; None if the folder does not exist."""
     return folder.stat().st_ino if folder.exists() else None
 
 
-def _all_agree(mine: bool) -> bool:
-    """Whether `mine` is true in every process of the run; also a barrier."""
+def _all_agree(condition: bool) -> bool:
+    """Return whether a condition holds in every process of the run; also a barrier."""
     if jax.process_count() == 1:
-        return mine
-    return bool(multihost_utils.process_allgather(np.array(mine)).all())
+        return condition
+    return bool(multihost_utils.process_allgather(np.array(condition)).all())
 
 
 def _refuse(
@@ -336,20 +339,20 @@ def _refuse(
     raise CheckpointError(f"{folder}: the checkpoint exists but cannot be restored: {listed}. {fix}")
 
 
-def finished_at_exit(method: Callable[[], object]) -> None:
-    """Have an object's method called when the program ends, unless the object is gone; its errors are shown.
+def run_at_exit(method: Callable[[], object]) -> None:
+    """Register an object's method to be called when the program ends, unless the object is gone; show its errors.
 
-    It is called before Python shuts executors down, and so what runs in the background can still end. `atexit` comes
-    after that. Where Python has no such hook, nothing is called.
+    The call comes before Python shuts down executors, so that background work can still finish; `atexit` would come
+    after that. If Python has no such hook, nothing is called.
     """
-    held = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
     def finish() -> None:
-        found = held()
+        live_method = reference()
         try:
-            if found is not None:
-                found()
-        except Exception as error:  # raised here, it would keep other hooks from running
+            if live_method is not None:
+                live_method()
+        except Exception as error:  # an error raised here would keep other hooks from running
             sys.excepthook(type(error), error, None)
 
     register = getattr(threading, "_register_atexit", None)
@@ -358,15 +361,15 @@ def finished_at_exit(method: Callable[[], object]) -> None:
 
 
 def quiet_orbax() -> None:
-    """Drop orbax's log records: progress, and each error with its traceback, which `Checkpointer` raises as one error.
+    """Drop orbax's log records: its progress, and its tracebacks, which `Checkpointer` raises as one error.
 
     A full disk or a deleted folder fails several of orbax's threads at once, and each would print the same traceback.
     """
-    # Orbax logs through absl's logger, which other libraries share: a filter by source leaves theirs alone.
+    # Orbax logs through absl's logger, which other libraries share: the filter by source keeps their records.
     logger = logging.getLogger("absl")
-    if _not_of_orbax not in logger.filters:
-        logger.addFilter(_not_of_orbax)
+    if _is_not_from_orbax not in logger.filters:
+        logger.addFilter(_is_not_from_orbax)
 
 
-def _not_of_orbax(record: logging.LogRecord) -> bool:
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname

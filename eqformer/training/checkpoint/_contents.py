@@ -1,4 +1,4 @@
-"""The arrays of a state by name, as a checkpoint holds them."""
+"""Contents of a checkpoint: the arrays of a state by name, and the metadata of a run, with which it resumes exactly."""
 
 import json
 import math
@@ -16,40 +16,42 @@ from ..._shapes import ArrayOrShape
 
 
 def is_array(leaf: object) -> TypeGuard[ArrayOrShape]:
-    """Whether a leaf is an array or the shape of one."""
+    """Return whether a leaf is an array or the shape of one."""
     return isinstance(leaf, ArrayOrShape)
 
 
 def named_arrays(tree: PyTree) -> dict[str, Any]:
-    """The arrays of a tree by their paths."""
+    """Return the arrays of a tree by their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, is_array))
-    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    assert len(named) == len(leaves)
-    return named
+    arrays = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    assert len(arrays) == len(leaves)
+    return arrays
 
 
-def written(leaf: ArrayOrShape) -> ArrayOrShape:
-    """What is written of an array, or its shape: the array, or the numbers of random keys."""
+def to_stored(leaf: ArrayOrShape) -> ArrayOrShape:
+    """Convert an array, or its shape, to what a checkpoint stores: random keys are stored as their numbers."""
     if not _is_key(leaf):
         return leaf
     return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(jax.random.key_data, leaf)
 
 
-def to_read(like: ArrayOrShape) -> jax.ShapeDtypeStruct:
-    """The shape of what was written of an array like this one, with the place where it is read to."""
-    known = None if isinstance(like, np.ndarray) else like.sharding
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if known is None else known
-    shape = written(like)
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+def stored_shape(like: ArrayOrShape) -> jax.ShapeDtypeStruct:
+    """Return the stored shape of an array like this one, with the sharding into which it is read."""
+    sharding = None if isinstance(like, np.ndarray) else like.sharding
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shape = to_stored(like)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
-def as_it_was(leaf: jax.Array, like: ArrayOrShape) -> jax.Array:
-    """What was written of an array like this one, as it was."""
+def from_stored(leaf: jax.Array, like: ArrayOrShape) -> jax.Array:
+    """Convert a stored array back to an array like `like`; this inverts `to_stored`."""
     if not _is_key(like):
         return leaf
-    kinds: list[str] = []
-    jax.eval_shape(lambda key: kinds.append(str(jax.random.key_impl(key))), like)  # which shapes do not tell
-    return jax.random.wrap_key_data(leaf, impl=kinds[0])
+    implementations: list[str] = []
+    # Only a traced key tells its implementation, and its shape does not.
+    jax.eval_shape(lambda key: implementations.append(str(jax.random.key_impl(key))), like)
+    return jax.random.wrap_key_data(leaf, impl=implementations[0])
 
 
 def _is_key(leaf: ArrayOrShape) -> bool:
@@ -57,17 +59,21 @@ def _is_key(leaf: ArrayOrShape) -> bool:
 
 
 def leaf_faults(saved: Mapping[str, list], wanted: Mapping[str, Any]) -> list[str]:
-    """Where the saved leaves (name -> `[dtype, shape]`) differ from the wanted arrays, one sentence for each leaf."""
+    """Return a sentence for each saved leaf (name -> `[dtype, shape]`) that differs from the wanted array."""
     faults = [f"leaf {name} is in the checkpoint and not in the model" for name in saved if name not in wanted]
     for name, leaf in wanted.items():
         if name not in saved:
             faults.append(f"leaf {name} is in the model and not in the checkpoint")
             continue
-        (dtype, shape), mine = saved[name], (str(leaf.dtype), list(leaf.shape))
-        if (dtype, shape) != mine:
-            faults.append(f"leaf {name} is {dtype}{shape} in the checkpoint and {mine[0]}{mine[1]} in the model")
+        (dtype, shape), (model_dtype, model_shape) = saved[name], (str(leaf.dtype), list(leaf.shape))
+        if (dtype, shape) != (model_dtype, model_shape):
+            faults.append(
+                f"leaf {name} is {dtype}{shape} in the checkpoint and {model_dtype}{model_shape} in the model"
+            )
     return faults
 
+
+# Metadata of a run.
 
 _PACKAGES = ("eqformer", "jax", "equinox", "optax", "orbax-checkpoint")
 
@@ -75,31 +81,31 @@ _PACKAGES = ("eqformer", "jax", "equinox", "optax", "orbax-checkpoint")
 def run_metadata(
     *, recipe: Mapping[str, Any], step: int, data: Mapping[str, Any], key: Key[Array, ""], **more: Any
 ) -> dict[str, Any]:
-    """The metadata of a run: its recipe, the step, the position in the data and the random key, all JSON."""
+    """Return the metadata of a run as JSON: its recipe, the step, the position in the data and the random key."""
     raw = np.asarray(jax.random.key_data(key)).tolist()
     random_key = {"implementation": str(jax.random.key_impl(key)), "data": raw}
     return {"recipe": dict(recipe), "step": step, "data": dict(data), "random_key": random_key, **more}
 
 
 def saved_key(metadata: Mapping[str, Any]) -> Key[Array, ""]:
-    """The random key that `run_metadata` wrote."""
+    """Return the random key that `run_metadata` wrote."""
     saved = metadata["random_key"]
     return jax.random.wrap_key_data(jnp.asarray(saved["data"], jnp.uint32), impl=saved["implementation"])
 
 
-def as_json(metadata: Mapping[str, Any]) -> str:
-    """Metadata and the installed versions as JSON; a `ValueError` names what JSON has no word for."""
-    _check("metadata", dict(metadata))
+def metadata_to_json(metadata: Mapping[str, Any]) -> str:
+    """Write metadata and the installed versions as JSON; a `ValueError` names a value that JSON cannot hold."""
+    _check_json("metadata", dict(metadata))
     return json.dumps(dict(metadata) | {"versions": versions()}, allow_nan=False)
 
 
-def _check(path: str, value: object) -> None:
+def _check_json(path: str, value: object) -> None:
     if isinstance(value, dict):
-        for name, one in value.items():
-            _check(f"{path}[{name!r}]", one)
+        for name, member in value.items():
+            _check_json(f"{path}[{name!r}]", member)
     elif isinstance(value, list | tuple):
-        for number, one in enumerate(value):
-            _check(f"{path}[{number}]", one)
+        for index, element in enumerate(value):
+            _check_json(f"{path}[{index}]", element)
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(
             f"Checkpointer.save(metadata): {path} is {value}, which is no number of JSON; save None or text."
@@ -112,12 +118,12 @@ def _check(path: str, value: object) -> None:
 
 
 def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
-    """The installed versions of packages, by default of those on which a run's numbers depend."""
+    """Return the installed versions of packages, by default of those on which a run's numbers depend."""
 
-    def of(package: str) -> str:
+    def find_version(package: str) -> str:
         try:
             return version(package)
         except PackageNotFoundError:
             return "not installed"
 
-    return {package: of(package) for package in packages}
+    return {package: find_version(package) for package in packages}

@@ -1,4 +1,4 @@
-"""Chunks of tokens, whose logits exist one chunk after another."""
+"""Logits in chunks: of tokens, or of the vocabulary. The logits of all tokens and all ids never exist at once."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,125 +12,140 @@ from ...parallel import vary, varying_axes
 
 
 def chunk_size(vocab: int) -> int:
-    """The default number of tokens whose logits exist at once: 1024, and more where `vocab` is below 4096.
+    """Return the default number of tokens whose logits exist at once: 1024, and more for a `vocab` below 4096.
 
-    With fewer than a thousand tokens, adding each chunk's gradient of the table costs more than the products.
+    With fewer than a thousand tokens, adding each chunk's gradient of the table costs more than the matrix products.
     """
     return max(1024, 2**22 // vocab)
 
 
-def chunks_of(num_tokens: int, vocab: int, chunk: int | None) -> tuple[int, int]:
-    """How many chunks there are, and the tokens of each, of which the last may have fewer."""
+def split_into_chunks(num_tokens: int, vocab: int, chunk: int | None) -> tuple[int, int]:
+    """Return the number of chunks and the tokens of a chunk; the last chunk may have fewer tokens."""
     if chunk is not None and chunk < 1:
         raise ValueError(f"cross_entropy(chunk={chunk}): a chunk holds at least one token; pass None for the default.")
-    number = -(-num_tokens // (chunk_size(vocab) if chunk is None else chunk))
-    return number, -(-num_tokens // number)
+    num_chunks = -(-num_tokens // (chunk_size(vocab) if chunk is None else chunk))
+    return num_chunks, -(-num_tokens // num_chunks)
 
 
-def sum_over_chunks(of_chunk: Callable, flat: tuple, sizes: tuple[int, int], tables: PyTree = ()) -> tuple:
-    """Sums the first result of `of_chunk` over chunks and concatenates the second, which has one entry a token.
+def sum_over_chunks(
+    chunk_fn: Callable[..., Any], token_arrays: tuple, sizes: tuple[int, int], tables: PyTree = ()
+) -> tuple:
+    """Sum the first result of `chunk_fn` over chunks, and concatenate the second, which has one entry per token.
 
-    `flat` holds the hidden states, targets and weights of all tokens; those that pad the last chunk are zeros. Sums
-    begin when there are the `tables` that `of_chunk` reads: while they are cast, there are no sums of their size.
+    `token_arrays` holds the hidden states, targets and weights of all tokens; zeros pad the last chunk. `sizes` is the
+    result of `split_into_chunks`. The sums start from zeros that depend on `tables`, which `chunk_fn` reads: no buffer
+    for the sums exists while the tables are cast.
     """
-    (number, size), num_tokens = sizes, flat[1].shape[0]
-    if number == 1:
-        return of_chunk(flat)
-    spare = number * size - num_tokens
+    (num_chunks, size), num_tokens = sizes, token_arrays[1].shape[0]
+    if num_chunks == 1:
+        return chunk_fn(token_arrays)
+    padding = num_chunks * size - num_tokens
 
     def split(x: Array) -> Array:
-        padded = jnp.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1)) if spare else x
-        return padded.reshape(number, size, *x.shape[1:])
+        padded = jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)) if padding else x
+        return padded.reshape(num_chunks, size, *x.shape[1:])
 
-    pieces = jax.tree.map(split, flat)
-    shapes = jax.eval_shape(lambda piece: of_chunk(piece)[0], jax.tree.map(lambda x: x[0], pieces))
-    start = jax.tree.map(lambda x: _zeros_behind((flat[0], *jax.tree.leaves(tables)), x), shapes)
+    chunks = jax.tree.map(split, token_arrays)
+    shapes = jax.eval_shape(lambda chunk: chunk_fn(chunk)[0], jax.tree.map(lambda x: x[0], chunks))
+    zeros = jax.tree.map(lambda x: _zeros_after((token_arrays[0], *jax.tree.leaves(tables)), x), shapes)
 
-    def body(sums, piece):
-        more, each = of_chunk(piece)
-        return jax.tree.map(jnp.add, sums, more), each
+    def body(sums, chunk):
+        summands, per_token = chunk_fn(chunk)
+        return jax.tree.map(jnp.add, sums, summands), per_token
 
-    sums, each = jax.lax.scan(body, start, pieces)
-    return sums, jax.tree.map(lambda x: x.reshape(number * size, *x.shape[2:])[:num_tokens], each)
+    sums, per_token = jax.lax.scan(body, zeros, chunks)
+    return sums, jax.tree.map(lambda x: x.reshape(num_chunks * size, *x.shape[2:])[:num_tokens], per_token)
 
 
-def _zeros_behind(given: Sequence[Array], like: jax.ShapeDtypeStruct) -> Array:
-    """Zeros that are made once there is what is given; others, a table's too, GPUs make before the first layer."""
+def _zeros_after(arrays: Sequence[Array], like: jax.ShapeDtypeStruct) -> Array:
+    """Return zeros that depend on `arrays`, so that they are not allocated before the arrays exist.
+
+    Compilers for GPUs allocate constant zeros, of a table's size, before the first layer.
+    """
     axes = varying_axes(like)
-    given = [x for x in given if varying_axes(x) <= axes]
-    zero = sum((0 * jnp.abs(x.reshape(-1)[0].astype(like.dtype)) for x in given), jnp.zeros((), like.dtype))
+    arrays = [x for x in arrays if varying_axes(x) <= axes]
+    zero = sum((0 * jnp.abs(x.reshape(-1)[0].astype(like.dtype)) for x in arrays), jnp.zeros((), like.dtype))
     return vary(jnp.full(like.shape, zero), axes)
 
 
-LOGITS = 2**25  # of a part and a chunk of tokens
+# Chunks of the vocabulary.
+
+MAX_LOGITS = 2**25
+"""Logits of a chunk of the vocabulary and a chunk of tokens that exist at once."""
 
 
-def in_parts(unembed: PyTree) -> bool:
-    """Whether a bound method of a module gives logits in parts."""
+def has_chunked_vocabulary(unembed: PyTree) -> bool:
+    """Return whether a bound method of a module returns logits for one chunk of the vocabulary after another."""
     return bool(nn.modules(unembed, nn.ChunkedUnembedding))
 
 
-def nats_in_parts(
+def vocabulary_chunk_nats(
     unembed: Callable[..., Any],
     hidden: Float[Array, "tokens embed"],
     targets: Int[Array, "tokens"],
     chunk: int | None = None,
 ) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
-    """What `token_nats` gives of all logits, from those of one part after another.
+    """Return what `token_nats` returns for all logits, from the logits of one vocabulary chunk after another.
 
-    The backward pass computes a part's logits again. The gradients of `hidden` are summed over parts, and those of a
-    part's table over tokens, in float32 at least. All else that `unembed` reads must be no array.
+    No device needs the whole table. The backward pass recomputes a chunk's logits. The gradients of `hidden` are summed
+    over vocabulary chunks, and those of a chunk's table over tokens, in float32 at least. `unembed` must read no
+    arrays beside the `nn.ChunkedUnembedding`'s.
     """
     (table,) = nn.modules(unembed, nn.ChunkedUnembedding)
-    moving, rest = table.parts()
+    trained, static = table.parts()
 
-    def of_part(moving: PyTree, rest: PyTree, hidden: Array) -> tuple[Array, Array]:
-        module, ids = table.of_part(moving, rest)
-        axes = varying_axes(hidden) | frozenset().union(*map(varying_axes, jax.tree.leaves(moving)))
+    def chunk_log_sums(trained: PyTree, static: PyTree, hidden: Array) -> tuple[Array, Array]:
+        """Return each token's log-normalizer over a vocabulary chunk, and its target's logit, -inf in other chunks."""
+        module, ids = table.of_part(trained, static)
+        axes = varying_axes(hidden) | frozenset().union(*map(varying_axes, jax.tree.leaves(trained)))
         module = vary(module, axes)
-        one = jax.tree.map(lambda node: module if _is(node) else node, unembed, is_leaf=_is)
+        chunk_unembed = jax.tree.map(lambda node: module if _is_chunked(node) else node, unembed, is_leaf=_is_chunked)
 
         @jax.checkpoint
-        def of_chunk(piece: tuple[Array, Array]) -> tuple[tuple, tuple[Array, Array]]:
-            logits = nn.in_float32(one(vary(piece[0], axes)))
+        def token_chunk(arrays: tuple[Array, Array]) -> tuple[tuple, tuple[Array, Array]]:
+            logits = nn.in_float32(chunk_unembed(vary(arrays[0], axes)))
             logits = jnp.where(ids >= 0, logits, -jnp.inf)
             peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-            log_normaliser = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1)) + peak[:, 0]
-            is_target = (ids == piece[1][:, None]) & (ids >= 0)
-            found = jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=-1)
-            return (), (log_normaliser, jnp.where(jnp.any(is_target, axis=-1), found, -jnp.inf))
+            log_normalizer = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1)) + peak[:, 0]
+            is_target = (ids == arrays[1][:, None]) & (ids >= 0)
+            target_logit = jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=-1)
+            return (), (log_normalizer, jnp.where(jnp.any(is_target, axis=-1), target_logit, -jnp.inf))
 
-        size = max(LOGITS // len(ids), 1) if chunk is None else chunk
-        return sum_over_chunks(of_chunk, (hidden, targets), chunks_of(len(targets), len(ids), size))[1]
+        size = max(MAX_LOGITS // len(ids), 1) if chunk is None else chunk
+        sizes = split_into_chunks(len(targets), len(ids), size)
+        return sum_over_chunks(token_chunk, (hidden, targets), sizes)[1]
 
-    def of_all(moving: PyTree, hidden: Array) -> tuple[Array, Array]:
-        return forward(moving, hidden)[0]
+    def all_nats(trained: PyTree, hidden: Array) -> tuple[Array, Array]:
+        return forward(trained, hidden)[0]
 
-    def forward(moving: PyTree, hidden: Array) -> tuple[tuple[Array, Array], tuple]:
-        normalisers, found = jax.lax.map(lambda part: of_part(part[0], part[1], hidden), (moving, rest))
-        total = jax.nn.logsumexp(normalisers, axis=0)
-        of_target = jnp.max(found, axis=0)  # of the one part that has the target; of no id there is none
-        nats = jnp.where(of_target > -jnp.inf, total - of_target, jnp.nan)
-        return (nats, total), (moving, hidden, normalisers - total)
+    def forward(trained: PyTree, hidden: Array) -> tuple[tuple[Array, Array], tuple]:
+        log_normalizers, target_logits = jax.lax.map(
+            lambda part: chunk_log_sums(part[0], part[1], hidden), (trained, static)
+        )
+        log_normalizer = jax.nn.logsumexp(log_normalizers, axis=0)
+        # Only the chunk that holds the target has a finite logit for it; a target that is no id has none.
+        target_logit = jnp.max(target_logits, axis=0)
+        nats = jnp.where(target_logit > -jnp.inf, log_normalizer - target_logit, jnp.nan)
+        return (nats, log_normalizer), (trained, hidden, log_normalizers - log_normalizer)
 
-    def backward(saved: tuple, gradients: tuple[Array, Array]) -> tuple[PyTree, Array]:
-        moving, hidden, shares = saved
-        of_nats, of_normaliser = gradients
+    def backward(residuals: tuple, cotangents: tuple[Array, Array]) -> tuple[PyTree, Array]:
+        trained, hidden, log_shares = residuals
+        nats_grad, log_normalizer_grad = cotangents
 
-        def add(sums: Array, part: tuple) -> tuple[Array, PyTree]:
-            moving, rest, share = part
-            _, pull = jax.vjp(lambda moving, hidden: of_part(moving, rest, hidden), moving, hidden)
-            of_moving, of_hidden = pull(((of_nats + of_normaliser) * jnp.exp(share), -of_nats))
-            return sums + nn.in_float32(of_hidden), of_moving
+        def add(hidden_grad: Array, part: tuple) -> tuple[Array, PyTree]:
+            trained, static, log_share = part
+            _, pull_back = jax.vjp(lambda trained, hidden: chunk_log_sums(trained, static, hidden), trained, hidden)
+            trained_grad, chunk_grad = pull_back(((nats_grad + log_normalizer_grad) * jnp.exp(log_share), -nats_grad))
+            return hidden_grad + nn.in_float32(chunk_grad), trained_grad
 
-        start = vary(jnp.zeros(hidden.shape, nn.at_least_float32(hidden.dtype)), varying_axes(hidden))
-        of_hidden, of_moving = jax.lax.scan(add, start, (moving, rest, shares))
-        return of_moving, of_hidden.astype(hidden.dtype)
+        zeros = vary(jnp.zeros(hidden.shape, nn.at_least_float32(hidden.dtype)), varying_axes(hidden))
+        hidden_grad, trained_grads = jax.lax.scan(add, zeros, (trained, static, log_shares))
+        return trained_grads, hidden_grad.astype(hidden.dtype)
 
-    differentiable = jax.custom_vjp(of_all)
+    differentiable = jax.custom_vjp(all_nats)
     differentiable.defvjp(forward, backward)
-    return differentiable(moving, hidden)
+    return differentiable(trained, hidden)
 
 
-def _is(node: object) -> bool:
+def _is_chunked(node: object) -> bool:
     return isinstance(node, nn.ChunkedUnembedding)

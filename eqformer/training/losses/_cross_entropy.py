@@ -1,10 +1,15 @@
-"""Cross-entropy over chunks of tokens: the logits of all tokens never exist at once, in either pass."""
+"""Cross-entropy over chunks of tokens: the logits of all tokens never exist at once, in either pass.
+
+A table that is stored, or has its gradient, in float32 may be multiplied in bfloat16. Such tables are cast once, before
+the loop over chunks: in the loop, XLA for GPUs carries the wide table along and casts all of it in each iteration.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
+import jax.extend.core as core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
@@ -12,22 +17,23 @@ from jaxtyping import Array, Float, Int, Shaped
 from ..._array_checks import checked
 from ...nn import in_float32
 from ...parallel import vary, varying_axes
-from ._chunked_logits import chunks_of, in_parts, nats_in_parts, sum_over_chunks
+from ._chunked_logits import has_chunked_vocabulary, split_into_chunks, sum_over_chunks, vocabulary_chunk_nats
 
 
-TokenNats = Callable[..., Any]
+Unembed = Callable[..., Array]  # hidden states of tokens -> logits
+TokenNats = Callable[[Array, Array], tuple[Array, Array]]  # (logits, targets) -> (nats, log-normalizers)
 
 
 @runtime_checkable
 class Vocabulary(Protocol):
-    """How a loss reads logits of which a device holds only a part, as when a mesh splits the vocabulary."""
+    """A reader of logits of which a device holds only a part, for a mesh that splits the vocabulary."""
 
     def nats(self, logits: Array, targets: Array) -> tuple[Array, Array]:
-        """For each token the nats of its target, and the log-normaliser, as `token_nats` gives them."""
+        """Return each token's nats and log-normalizer, as `token_nats` does."""
         ...
 
     def is_first(self, logits: Array, targets: Array) -> Array:
-        """For each token, whether its target has the largest logit."""
+        """Return for each token whether its target has the largest logit."""
         ...
 
 
@@ -35,28 +41,28 @@ class Vocabulary(Protocol):
 def token_nats(
     logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]
 ) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
-    """For each token `logsumexp(logits) - logits[target]` in nats, and the logsumexp itself.
+    """Return `logsumexp(logits) - logits[target]` of each token in nats, and the logsumexp itself.
 
-    A target that is no id has NaN, as an id that is none has in an embedding; where its weight is 0 it counts nothing.
-    It takes rows of logits over the whole vocabulary; a loss over a split vocabulary replaces this function.
+    The result is NaN for a target that is no id, just as the embedding of such an id; a weight of 0 leaves the token
+    out of the loss. The function takes logits over the whole vocabulary; a loss over a split vocabulary replaces it.
     """
     peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    log_normaliser = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1)) + peak[:, 0]
+    log_normalizer = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1)) + peak[:, 0]
     # A comparison instead of a gather: its gradient fuses with the softmax's, where a gather's would be a scatter.
     is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
-    of_target = jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=-1)
+    target_logit = jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=-1)
     is_id = (targets >= 0) & (targets < logits.shape[1])
-    return jnp.where(is_id, log_normaliser - of_target, jnp.nan), log_normaliser
+    return jnp.where(is_id, log_normalizer - target_logit, jnp.nan), log_normalizer
 
 
-def weighed(each: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Array, "..."]:
-    """What each token counts, nothing where its weight is 0, whatever stands there."""
-    return jnp.where(weights != 0, each, jnp.zeros_like(each)) * weights.astype(each.dtype)
+def apply_weights(values: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return `values * weights`, and 0 where the weight is 0, even if the value is NaN or infinite."""
+    return jnp.where(weights != 0, values, jnp.zeros_like(values)) * weights.astype(values.dtype)
 
 
 @checked
 def cross_entropy(
-    unembed: Callable[..., Any],
+    unembed: Unembed,
     hidden: Float[Array, "*batch seq embed"],
     targets: Int[Array, "*batch seq"],
     weights: Float[Array, "*batch seq"],
@@ -65,124 +71,127 @@ def cross_entropy(
     z_loss: float = 0.0,
     nats: TokenNats = token_nats,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """`sum_i w_i (-log p_i[target_i] + z_loss log^2 Z_i)` in nats and `sum_i w_i`, the two halves of a mean.
+    """Return `sum_i w_i (-log p_i[target_i] + z_loss log^2 Z_i)` in nats, and `sum_i w_i`; their quotient is the mean.
 
-    Under differentiation, the forward pass over a chunk also computes that chunk's gradients, so the residuals of the
-    backward pass are the gradients of `hidden` and of the arrays that `unembed` uses: no logits are kept, and there are
-    three products with the table, where recomputing chunks in the backward pass takes four. Sums and accumulated
-    gradients are float32 at least. A module whose table is nowhere whole (`nn.ChunkedUnembedding`) gives logits in
-    parts, by four.
+    Under differentiation, the forward pass over a chunk also computes that chunk's gradients. The residuals of the
+    backward pass are therefore the gradients of `hidden` and of the arrays that `unembed` reads: no logits are stored,
+    and there are three matrix products with the table, whereas recomputing chunks in the backward pass takes four. Sums
+    and accumulated gradients are float32 at least. A module whose table is nowhere whole (`nn.ChunkedUnembedding`)
+    computes logits for one vocabulary chunk after another, with four products.
 
     Args:
-        unembed: Maps `tokens embed` to `tokens vocab`; the arrays that it uses (a tied or untied table, a bias, a
-            scale) receive gradients, whether it is a bound method of a module or closes over them.
+        unembed: Maps `tokens embed` to `tokens vocab`. The arrays that it reads (a tied or untied table, a bias, a
+            scale) receive gradients, whether `unembed` is a bound method of a module or closes over them.
         hidden: The model's outputs before the logits.
         targets: The ids that they predict.
-        weights: How much each counts; they get no gradient.
-        chunk: The tokens whose logits are there at once; None: see `chunk_size`.
+        weights: The weight of each token; weights get no gradient.
+        chunk: The number of tokens whose logits exist at once; None: see `chunk_size`.
         z_loss: The factor of `log^2 Z` (arXiv 2204.02311).
-        nats: What gives the nats of logits; a mesh that splits the vocabulary has its own.
+        nats: Computes nats from logits; a mesh that splits the vocabulary passes its own function.
     """
     flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), jax.lax.stop_gradient(weights.reshape(-1)))
     if chunk is None and hidden.dtype == jnp.float16:
         chunk = 1024  # so that a chunk's gradient of the table, computed before any scaling, fits in float16
-    if nats is token_nats and in_parts(unembed):
-        each, log_normaliser = nats_in_parts(unembed, *flat[:2], chunk)
-        each = each + z_loss * jnp.square(log_normaliser) if z_loss else each
-        return jnp.sum(weighed(each, flat[2])), jnp.sum(flat[2].astype(each.dtype))
-    sizes = count_chunks(unembed, flat[0], chunk)
-    unembed, tables, dtypes = _with_tables(unembed, flat[0][: sizes[1]])
+    if nats is token_nats and has_chunked_vocabulary(unembed):
+        losses, log_normalizer = vocabulary_chunk_nats(unembed, *flat[:2], chunk)
+        losses = losses + z_loss * jnp.square(log_normalizer) if z_loss else losses
+        return jnp.sum(apply_weights(losses, flat[2])), jnp.sum(flat[2].astype(losses.dtype))
+    sizes = split_tokens(unembed, flat[0], chunk)
+    unembed, tables, dtypes = _extract_tables(unembed, flat[0][: sizes[1]])
 
-    def of_chunk(tables: list, hidden: Array, targets: Array, weights: Array) -> Array:
+    def chunk_loss(tables: list[Array], hidden: Array, targets: Array, weights: Array) -> Array:
         logits = in_float32(unembed(hidden, *tables))
-        each, log_normaliser = nats(logits, targets)
+        losses, log_normalizer = nats(logits, targets)
         if z_loss:
-            each = each + z_loss * jnp.square(log_normaliser)
-        return jnp.sum(weighed(each, weights))
+            losses = losses + z_loss * jnp.square(log_normalizer)
+        return jnp.sum(apply_weights(losses, weights))
 
-    def of_all(tables, flat):
-        values = cast(tables, dtypes)
-        return sum_over_chunks(lambda piece: (of_chunk(read_from(values, tables), *piece), None), flat, sizes)[0]
+    def total_loss(tables: list[Array], flat: tuple) -> Array:
+        values = _cast_tables(tables, dtypes)
+        return sum_over_chunks(lambda arrays: (chunk_loss(_with_values(values, tables), *arrays), None), flat, sizes)[0]
 
-    def forward(tables, flat):
-        values = cast(tables, dtypes)
+    def forward(tables: list[Array], flat: tuple) -> tuple[Array, tuple[list[Array], Array]]:
+        values = _cast_tables(tables, dtypes)
 
-        def with_gradients(piece):
-            of_piece = lambda tables, hidden: of_chunk(read_from(values, tables), hidden, *piece[1:])
-            total, pull = jax.vjp(of_piece, tables, piece[0])
-            of_tables, of_hidden = pull(vary(jnp.ones_like(total), varying_axes(total)))
-            return (total, [in_float32(x) for x in of_tables]), of_hidden
+        def with_gradients(arrays: tuple) -> tuple[tuple[Array, list[Array]], Array]:
+            loss = lambda tables, hidden: chunk_loss(_with_values(values, tables), hidden, *arrays[1:])
+            total, pull_back = jax.vjp(loss, tables, arrays[0])
+            table_grads, hidden_grad = pull_back(vary(jnp.ones_like(total), varying_axes(total)))
+            return (total, [in_float32(x) for x in table_grads]), hidden_grad
 
-        (total, of_tables), of_hidden = sum_over_chunks(with_gradients, flat, sizes, values)
-        return total, (of_tables, of_hidden)
+        (total, table_grads), hidden_grad = sum_over_chunks(with_gradients, flat, sizes, values)
+        return total, (table_grads, hidden_grad)
 
-    def backward(gradients, scale):
-        of_tables, of_hidden = gradients
-        of_tables = [(x * scale.astype(x.dtype)).astype(table.dtype) for x, table in zip(of_tables, tables)]
-        wide = in_float32(of_hidden)
-        return of_tables, ((wide * scale.astype(wide.dtype)).astype(of_hidden.dtype), None, None)
+    def backward(residuals: tuple[list[Array], Array], cotangent: Array) -> tuple[list[Array], tuple]:
+        table_grads, hidden_grad = residuals
+        table_grads = [(x * cotangent.astype(x.dtype)).astype(table.dtype) for x, table in zip(table_grads, tables)]
+        wide = in_float32(hidden_grad)
+        return table_grads, ((wide * cotangent.astype(wide.dtype)).astype(hidden_grad.dtype), None, None)
 
-    differentiable = jax.custom_vjp(of_all)
+    differentiable = jax.custom_vjp(total_loss)
     differentiable.defvjp(forward, backward)
     total = differentiable(tables, flat)
     return total, jnp.sum(flat[2].astype(total.dtype))
 
 
-def nats_of_tokens(
-    unembed: Callable[..., Any],
+def chunked_token_nats(
+    unembed: Unembed,
     hidden: Float[Array, "*batch seq embed"],
     targets: Int[Array, "*batch seq"],
     *,
     chunk: int | None = None,
     nats: TokenNats = token_nats,
 ) -> Float[Array, "*batch seq"]:
-    """Each token's `-log p[target]`, from the logits of `chunk` tokens at a time; not meant to be differentiated."""
+    """Return each token's `-log p[target]`, from logits of `chunk` tokens at a time; not meant for differentiation."""
     flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    sizes = count_chunks(unembed, flat[0], chunk)
+    sizes = split_tokens(unembed, flat[0], chunk)
     unembed = cast_tables_once(unembed, flat[0][: sizes[1]])
-    of_chunk = lambda piece: ((), nats(in_float32(unembed(piece[0])), piece[1])[0])
-    return sum_over_chunks(of_chunk, flat, sizes)[1].reshape(targets.shape)
+    chunk_nats = lambda arrays: ((), nats(in_float32(unembed(arrays[0])), arrays[1])[0])
+    return sum_over_chunks(chunk_nats, flat, sizes)[1].reshape(targets.shape)
 
 
-def count_chunks(unembed: Callable, hidden: Float[Array, "tokens embed"], chunk: int | None) -> tuple[int, int]:
-    """`chunks_of` these tokens, whose logits are of as many ids as `unembed` gives."""
+def split_tokens(unembed: Unembed, hidden: Float[Array, "tokens embed"], chunk: int | None) -> tuple[int, int]:
+    """Return `split_into_chunks` of these tokens; the shape of `unembed`'s result gives the size of the vocabulary."""
     vocab = jax.eval_shape(unembed, jax.ShapeDtypeStruct((1, hidden.shape[-1]), hidden.dtype)).shape[-1]
-    return chunks_of(len(hidden), vocab, chunk)
+    return split_into_chunks(len(hidden), vocab, chunk)
 
 
-def cast_tables_once(unembed: Callable, chunk: Array) -> Callable:
-    """`unembed` of chunks like this one, whose tables are cast here where it casts them."""
-    if in_parts(unembed):  # which are gathered where they are read
+# Tables that are cast once, before the loop over chunks.
+
+
+def cast_tables_once(unembed: Unembed, chunk: Array) -> Unembed:
+    """Return `unembed` for chunks like this one, with its tables cast now if `unembed` casts them wherever it reads."""
+    if has_chunked_vocabulary(unembed):  # its tables are gathered chunk by chunk, where they are read
         return unembed
-    its, tables, dtypes = _with_tables(unembed, chunk)
-    values = cast(tables, dtypes)
-    return lambda hidden: its(hidden, *read_from(values, tables))
+    unembed_tables, tables, dtypes = _extract_tables(unembed, chunk)
+    values = _cast_tables(tables, dtypes)
+    return lambda hidden: unembed_tables(hidden, *_with_values(values, tables))
 
 
-def _with_tables(unembed: Callable, chunk: Array) -> tuple[Callable, list[Array], list[Any]]:
-    """`unembed` as a function of a chunk like this one and of the arrays that it reads; those; their `read_dtypes`."""
-    leaves, rest = eqx.partition(unembed, eqx.is_inexact_array)
+def _extract_tables(unembed: Unembed, chunk: Array) -> tuple[Unembed, list[Array], list[np.dtype | None]]:
+    """Return `unembed` as a function of a chunk and the arrays that it reads; those arrays; their `read_dtypes`."""
+    leaves, static = eqx.partition(unembed, eqx.is_inexact_array)
     leaves, structure = jax.tree.flatten(leaves)
     chunk = jax.lax.stop_gradient(chunk)
 
     def call(leaves: list[Array], chunk: Array) -> Array:
-        return eqx.combine(jax.tree.unflatten(structure, leaves), rest)(chunk)
+        return eqx.combine(jax.tree.unflatten(structure, leaves), static)(chunk)
 
     # A bound method holds the whole model: only the arrays that it reads get gradients here.
     program = jax.make_jaxpr(call)(leaves, chunk)
-    read = {id(variable) for equation in program.eqns for variable in equation.invars}
+    read_ids = {id(variable) for equation in program.eqns for variable in equation.invars}
     variables = program.jaxpr.invars[: len(leaves)]
-    is_read = [id(variable) in read for variable in variables]
+    is_read = [id(variable) in read_ids for variable in variables]
     dtypes = read_dtypes(program.jaxpr, [variable for variable, used in zip(variables, is_read) if used])
     # Inside `shard_map` a replicated table is multiplied with hidden states that vary over devices. `pcast` to varying
     # here, outside of the custom rule: the table's gradient is then reduced once, after all chunks, not once a chunk.
     tables = [vary(leaf, varying_axes(chunk)) for leaf, used in zip(leaves, is_read) if used]
 
-    def with_read(chunk: Array, *tables: Array) -> Array:
-        given = iter(tables)
-        return call([next(given) if used else leaf for leaf, used in zip(leaves, is_read)], chunk)
+    def call_with_tables(chunk: Array, *tables: Array) -> Array:
+        remaining = iter(tables)
+        return call([next(remaining) if used else leaf for leaf, used in zip(leaves, is_read)], chunk)
 
-    converted, closed_over = jax.closure_convert(with_read, chunk, *tables)
+    converted, closed_over = jax.closure_convert(call_with_tables, chunk, *tables)
     if any(varying_axes(array) != varying_axes(chunk) for array in closed_over):
         raise ValueError(
             "cross_entropy(unembed): inside shard_map, arrays that a plain function closes over must vary over the "
@@ -192,48 +201,54 @@ def _with_tables(unembed: Callable, chunk: Array) -> tuple[Callable, list[Array]
     return converted, tables + list(closed_over), dtypes + [None] * len(closed_over)
 
 
-def read_dtypes(program: Any, tables: Sequence[Any]) -> list[np.dtype | None]:
-    """For each variable of a jaxpr the dtype to which it is cast wherever it is read, if that has fewer bits."""
-    return [_if_narrower(_read_as(program, table), table.aval.dtype) for table in tables]
+def read_dtypes(program: core.Jaxpr, tables: Sequence[core.Var]) -> list[np.dtype | None]:
+    """Return for each variable of a jaxpr the narrower dtype to which every read casts it; None if some read does not.
+
+    Narrower means a floating-point dtype of fewer bits.
+    """
+    return [_narrower_dtype(_read_dtypes(program, table), table.aval.dtype) for table in tables]
 
 
-def cast(tables: Sequence[Array], dtypes: Sequence[np.dtype | None]) -> list[Array | None]:
-    """The tables of which `read_dtypes` knows a dtype, in that dtype; None for the others."""
+def _cast_tables(tables: Sequence[Array], dtypes: Sequence[np.dtype | None]) -> list[Array | None]:
+    """Cast the tables for which `read_dtypes` returned a dtype; None stands for the others."""
     return [None if dtype is None else table.astype(dtype) for table, dtype in zip(tables, dtypes, strict=True)]
 
 
-def read_from(values: Sequence[Array | None], tables: Sequence[Array]) -> list[Array]:
-    """The tables, with the values of those that were cast and all gradients as wide as the tables."""
-    return [table if value is None else _valued(value, table) for value, table in zip(values, tables, strict=True)]
+def _with_values(values: Sequence[Array | None], tables: Sequence[Array]) -> list[Array]:
+    """Return the tables with the rounded values of those that were cast; all gradients keep the tables' dtypes."""
+    return [
+        table if value is None else _replace_value(value, table) for value, table in zip(values, tables, strict=True)
+    ]
 
 
 @jax.custom_vjp
-def _valued(value: Shaped[Array, "..."], table: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+def _replace_value(value: Shaped[Array, "..."], table: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """Return `value` in the table's dtype; the gradient goes to the table."""
     return value.astype(table.dtype)
 
 
-_valued.defvjp(lambda value, table: (value.astype(table.dtype), None), lambda _, gradient: (None, gradient))
+_replace_value.defvjp(lambda value, table: (value.astype(table.dtype), None), lambda _, gradient: (None, gradient))
 
 
-def _read_as(program: Any, variable: Any) -> set[np.dtype]:
-    """The dtypes that a variable of a jaxpr is cast to; its own among them where it is read as it is."""
-    found = {variable.aval.dtype for one in program.outvars if one is variable}
+def _read_dtypes(program: core.Jaxpr, variable: core.Var) -> set[np.dtype]:
+    """Return the dtypes to which a variable of a jaxpr is cast, with its own dtype if it is read without a cast."""
+    dtypes = {variable.aval.dtype for atom in program.outvars if atom is variable}
     for equation in program.eqns:
-        for place, one in enumerate(equation.invars):
-            if one is not variable:
+        for position, atom in enumerate(equation.invars):
+            if atom is not variable:
                 continue
             inner = [getattr(x, "jaxpr", x) for x in equation.params.values() if hasattr(x, "eqns")]
             if equation.primitive.name == "convert_element_type":
-                found.add(np.dtype(equation.params["new_dtype"]))
+                dtypes.add(np.dtype(equation.params["new_dtype"]))
             elif len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
-                found |= _read_as(inner[0], inner[0].invars[place])
+                dtypes |= _read_dtypes(inner[0], inner[0].invars[position])
             else:
-                found.add(variable.aval.dtype)
-    return found
+                dtypes.add(variable.aval.dtype)
+    return dtypes
 
 
-def _if_narrower(found: set[np.dtype], than: np.dtype) -> np.dtype | None:
-    """The one dtype that was found, if it is of floating-point numbers of fewer bits."""
-    (one, *others) = found or {than}
-    is_narrower = jnp.issubdtype(one, jnp.floating) and jnp.finfo(one).bits < jnp.finfo(than).bits
-    return one if is_narrower and not others else None
+def _narrower_dtype(dtypes: set[np.dtype], table_dtype: np.dtype) -> np.dtype | None:
+    """Return the only dtype of a set if it is a floating-point dtype of fewer bits than the table's."""
+    (dtype, *further) = dtypes or {table_dtype}
+    is_narrower = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < jnp.finfo(table_dtype).bits
+    return dtype if is_narrower and not further else None

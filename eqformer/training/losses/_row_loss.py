@@ -1,7 +1,6 @@
-"""Losses of whole rows: what a row's tokens cost together decides what each of them counts."""
+"""Losses of whole rows: the nats of all tokens of a row together determine the weight of each token."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,13 @@ from ..._array_checks import checked
 from ..._shapes import Batch
 from ...nn import Tokens
 from ...parallel import sum_rows, vary_like
-from ._cross_entropy import cross_entropy, nats_of_tokens, token_nats, Vocabulary, weighed
-from ._loss_aux import add_aux_losses, LossFn
+from ._cross_entropy import apply_weights, chunked_token_nats, cross_entropy, token_nats, Vocabulary
+from ._loss_aux import add_aux_losses, Count, LossFn
 from ._token_losses import batch_tokens
 
 
-OfRows = Callable[[Float[Array, "batch"], Any], tuple[Any, Any]]  # (each row's nats, batch) -> (sum, count)
+RowFunction = Callable[[Float[Array, "batch"], Batch], tuple[Array | float, Array | float]]
+"""(each row's nats, batch) -> (sum, count)"""
 
 
 @checked
@@ -28,25 +28,25 @@ def row_nats(
     tokens: Tokens | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> Float[Array, "batch"]:
-    """For each row `-sum_i w_i log p_i[target_i]`, without dropout; no gradients go through it.
+    """Return `-sum_i w_i log p_i[target_i]` of each row, without dropout; no gradients go through the result.
 
     `chunk`, `tokens` and `vocabulary` are those of `next_token_loss`.
     """
     tokens = batch_tokens(batch) if tokens is None else tokens
     hidden, _, _ = model.encode(jnp.asarray(batch.ids), tokens)
-    return _row_nats(model, hidden, batch, chunk, vocabulary)[0]
+    return _sum_row_nats(model, hidden, batch, chunk, vocabulary)[0]
 
 
-def row_loss(function: OfRows) -> LossFn:
-    """A loss, called as `next_token_loss` is, from a function of the nats of whole rows.
+def row_loss(function: RowFunction) -> LossFn:
+    """Return a loss, called like `next_token_loss`, from a function of the nats of whole rows.
 
-    `function(nats, batch)` takes for each row `-sum_i w_i log p_i[target_i]`, over all its tokens wherever these are,
-    and the rows' batch, and gives a sum over rows and a count. It is differentiated with respect to the nats. Where it
-    compares rows, `batch.group` says how many are never parted.
+    `function(nats, batch)` takes `-sum_i w_i log p_i[target_i]` of each row, over all tokens of the row even if a mesh
+    splits it, and the rows' batch; it returns a sum over rows and a count. It is differentiated with respect to the
+    nats. If it compares rows, `batch.group` is the number of rows that are never separated.
 
-    The logits of all tokens never exist at once, as in `cross_entropy`: a first pass over chunks gives the nats, and a
-    second the gradients, with each token's weight times the slope of the sum at its row's nats. Together they take as
-    many products with the table as one pass that is recomputed would.
+    The logits of all tokens never exist at once, as in `cross_entropy`: a first pass over chunks computes the nats, and
+    a second pass the gradients, with each token's weight times the slope of the sum at its row's nats. Both together
+    take as many matrix products with the table as one pass that is recomputed.
     """
 
     @checked
@@ -58,34 +58,32 @@ def row_loss(function: OfRows) -> LossFn:
         chunk: int | None = None,
         tokens: Tokens | None = None,
         vocabulary: Vocabulary | None = None,
-    ) -> tuple[Float[Array, ""], Any]:
+    ) -> tuple[Float[Array, ""], Count]:
         tokens = batch_tokens(batch, key) if tokens is None else tokens
         hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
-        nats, devices = _row_nats(model, hidden, batch, chunk, vocabulary)
+        nats, devices = _sum_row_nats(model, hidden, batch, chunk, vocabulary)
 
-        def of_rows(nats: Array) -> tuple[Array, Array]:
+        def apply_function(nats: Array) -> tuple[Array, Array]:
             total, count = function(nats, batch)
             return vary_like(jnp.asarray(total, nats.dtype), nats), jnp.asarray(count, nats.dtype)
 
-        (value, count), slopes = jax.value_and_grad(of_rows, has_aux=True)(nats)
+        (value, count), slopes = jax.value_and_grad(apply_function, has_aux=True)(nats)
         weights = jnp.asarray(batch.weights)
         weights = weights.astype(slopes.dtype) * slopes[:, None]
-        of_tokens = token_nats if vocabulary is None else vocabulary.nats
-        total, _ = cross_entropy(
-            model.unembed, hidden, jnp.asarray(batch.targets), weights, chunk=chunk, nats=of_tokens
-        )
-        # The gradient is that of the tokens here; of the value, each device that has a part of the row has its share.
+        nats_fn = token_nats if vocabulary is None else vocabulary.nats
+        total, _ = cross_entropy(model.unembed, hidden, jnp.asarray(batch.targets), weights, chunk=chunk, nats=nats_fn)
+        # The gradient is that of this device's tokens; the value is divided among the devices that share a row.
         total = total + jax.lax.stop_gradient(value.astype(total.dtype) / devices - total)
         return add_aux_losses(total, count / devices, aux)
 
     return loss_fn
 
 
-def _row_nats(
+def _sum_row_nats(
     model: PyTree, hidden: Array, batch: Batch, chunk: int | None, vocabulary: Vocabulary | None
 ) -> tuple[Float[Array, "batch"], int]:
-    """Each row's nats, and over how many devices it is cut."""
+    """Return each row's nats, and the number of devices over which a row is split."""
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
-    of_tokens = token_nats if vocabulary is None else vocabulary.nats
-    each = nats_of_tokens(model.unembed, jax.lax.stop_gradient(hidden), targets, chunk=chunk, nats=of_tokens)
-    return sum_rows(jax.lax.stop_gradient(weighed(each, weights)))
+    nats_fn = token_nats if vocabulary is None else vocabulary.nats
+    nats = chunked_token_nats(model.unembed, jax.lax.stop_gradient(hidden), targets, chunk=chunk, nats=nats_fn)
+    return sum_rows(jax.lax.stop_gradient(apply_weights(nats, weights)))

@@ -1,7 +1,8 @@
-"""What an optimizer's moments are kept in between steps: float32, bfloat16, or logarithms of 8 bits."""
+"""The dtype of an optimizer's moments between steps: float32, bfloat16, or logarithms in 8 bits."""
 
 import math
 from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -12,116 +13,132 @@ from ...nn import at_least_float32
 
 
 MOMENTS = ("float32", "bfloat16", "8bit")
-SHORTEST = 32  # numbers in a row, below which an array is not worth a scale a row, and stays as it is
-_EIGHTHS = 8  # levels to an octave, 9 % apart
-_SIGNED, _UNSIGNED = 127, 255  # levels of a row with negative numbers, and of one without
+MIN_ROW = 32
+"""Arrays with shorter rows stay as they are: a scale per row would not pay."""
+_LEVELS_PER_OCTAVE = 8  # neighboring levels are 9 % apart
+_SIGNED_LEVELS, _UNSIGNED_LEVELS = 127, 255  # in a row with negative numbers, and in one without
 
 
-class Codes(eqx.Module):
-    """An array in 8 bits a number: signs and logarithms in eighths of an octave, below the largest of their row.
+class MomentCodes(eqx.Module):
+    """An array in 8 bits a number: signs, and logarithms in eighths of an octave below the largest number of the row.
 
-    A row is along the last dim, whatever a mesh splits, so that codes do not depend on it: the largest of a row is the
-    same number, however it is looked for. A level `l` of a row with negative numbers stands for
-    `scale * 2 ** ((l - 127) / 8)`, and reaches 16 octaves down; of one without, such as a mean of squares, for
-    `-scale * 2 ** ((l - 255) / 8)`, and reaches 32. Level 0 is zero.
+    A row lies along the last dim, whatever a mesh splits, so the codes do not depend on the mesh: the largest number of
+    a row is the same in whichever order it is found. A level `l` of a row with negative numbers stands for
+    `scale * 2 ** ((l - 127) / 8)`, and reaches 16 octaves down. In a row without negative numbers, such as a mean of
+    squares, it stands for `-scale * 2 ** ((l - 255) / 8)`, and reaches 32 octaves down. Level 0 is zero.
     """
 
     levels: UInt8[Array, "*dims row"]
-    """Levels, in rows with negative numbers those of negative ones plus 128."""
+    """Levels; in rows with negative numbers, 128 is added to those of negative numbers."""
     scale: Float[Array, "*dims 1"]
-    """The largest magnitude of each row, negative for a row that has no negative numbers."""
+    """The largest magnitude of each row, negated for a row that has no negative numbers."""
 
 
 class CodedState(eqx.Module):
-    """An optimizer's state with `Codes` in the place of arrays, and how often it was coded."""
+    """An optimizer's state with `MomentCodes` in the place of arrays, and the number of times that it was encoded."""
 
     inner: PyTree
     """The state."""
     coded: Int[Array, ""]
-    """The number of times, on which the rounding depends."""
+    """The number of times that the state was encoded; the rounding depends on it."""
 
 
-def is_coded(node: object) -> bool:
-    """Whether a node is a `Codes`."""
-    return isinstance(node, Codes)
+def is_codes(node: object) -> TypeGuard[MomentCodes]:
+    """Return whether a node is a `MomentCodes`."""
+    return isinstance(node, MomentCodes)
 
 
-def is_masked(node: object) -> bool:
-    """Whether a node is what `optax.partition` puts in the place of leaves that belong to another transformation."""
+def is_masked(node: object) -> TypeGuard[optax.MaskedNode]:
+    """Return whether a node is the mark by which `optax.partition` replaces leaves of another transformation."""
     return isinstance(node, optax.MaskedNode)
 
 
-def kept(moments: str, rule: optax.GradientTransformation, state: PyTree, last: PyTree = None) -> PyTree:
-    """An optimizer's state in float32 as it is between steps, which `last` was before."""
+def compress_moments(
+    moments: str, transform: optax.GradientTransformation, state: PyTree, previous: PyTree = None
+) -> PyTree:
+    """Convert an optimizer's state in float32 to what is stored between steps; `previous` is the last stored state."""
     if moments == "float32":
         return state
     if moments == "bfloat16":
-        return over_moments(rule, lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state)
-    number = jnp.zeros((), jnp.int32) if last is None else last.coded + 1
-    return CodedState(over_moments(rule, lambda x: encoded(x, number) if _has_rows(x) else x, state), number)
+        return map_moments(transform, lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state)
+    number = jnp.zeros((), jnp.int32) if previous is None else previous.coded + 1
+    encode_rows = lambda x: encode_moment(x, number) if _has_rows(x) else x
+    return CodedState(map_moments(transform, encode_rows, state), number)
 
 
-def unkept(moments: str, rule: optax.GradientTransformation, state: PyTree) -> PyTree:
-    """What `kept` was given, but for rounding, in float32 at least."""
+def decompress_moments(moments: str, transform: optax.GradientTransformation, state: PyTree) -> PyTree:
+    """Convert a stored state back to float32 at least; this inverts `compress_moments` but for its rounding."""
     if moments == "float32":
         return state
     if isinstance(state, CodedState):
-        return over_moments(rule, lambda x: decoded(x) if is_coded(x) else x, state.inner)
-    return over_moments(rule, lambda x: x.astype(at_least_float32(x.dtype)), state)
+        return map_moments(transform, lambda x: decode_moment(x) if is_codes(x) else x, state.inner)
+    return map_moments(transform, lambda x: x.astype(at_least_float32(x.dtype)), state)
 
 
-def over_moments(
-    rule: optax.GradientTransformation, function: Callable, state: PyTree, *likes: PyTree, other: Callable | None = None
+def map_moments(
+    transform: optax.GradientTransformation,
+    function: Callable[..., Any],
+    state: PyTree,
+    *likes: PyTree,
+    other: Callable[[Any], Any] | None = None,
 ) -> PyTree:
-    """`function(x, *likes)` of what a state holds for each parameter, an array or `Codes`; `other` of counters."""
-    of_leaf = lambda leaf, *likes: leaf if is_masked(leaf) else function(leaf, *likes)
-    is_leaf = lambda node: is_masked(node) or is_coded(node)
+    """Apply `function(x, *likes)` to what a state holds for each parameter, an array or `MomentCodes`.
+
+    Counters become `other(counter)`, or stay as they are.
+    """
+
+    def map_leaf(leaf: Any, *likes: Any) -> Any:
+        return leaf if is_masked(leaf) else function(leaf, *likes)
+
+    is_leaf = lambda node: is_masked(node) or is_codes(node)
     return optax.tree.map_params(
-        rule, of_leaf, state, *likes, transform_non_params=other or (lambda x: x), is_leaf=is_leaf
+        transform, map_leaf, state, *likes, transform_non_params=other or (lambda x: x), is_leaf=is_leaf
     )
 
 
 def _has_rows(x: Array) -> bool:
-    # A vector may be one number a layer, and layers lie in another order in pipelines.
-    return x.ndim > 1 and x.shape[-1] >= SHORTEST
+    # A vector may hold one number per layer, and pipelines hold the layers in another order.
+    return x.ndim > 1 and x.shape[-1] >= MIN_ROW
 
 
-def encoded(x: Float[Array, "*dims row"], number: Int[Array, ""]) -> Codes:
-    """An array in 8 bits, rounded up or down so that it stays the same on average over many `number`s.
+def encode_moment(x: Float[Array, "*dims row"], number: Int[Array, ""]) -> MomentCodes:
+    """Round an array to 8 bits, up or down, so that a number stays the same on average over many `number`s.
 
-    Numbers between two levels go to the upper one if they are above a threshold in `[0, 1)` of the distance, which
-    walks from `number` to `number`, and from column to column, by the fractions of irrational numbers: it comes near to
-    every place equally often, sooner than at random. (Rounded to the nearest, a mean that loses less than half of the
-    distance in a step would never fall.) Positive numbers of a row without negative ones are never rounded to zero.
+    A number between two levels goes to the upper one if it is above a threshold in `[0, 1)` of their distance. The
+    threshold moves from `number` to `number`, and from column to column, by the fractional parts of multiples of
+    irrational numbers: it covers the interval evenly, sooner than random numbers do. (Rounded to the nearest level, a
+    mean that loses less than half of the distance in a step would never fall.) Positive numbers of a row without
+    negative ones are never rounded to zero.
     """
     size = jnp.abs(x)
     largest = jnp.max(size, axis=-1, keepdims=True)
     is_signed = jnp.any(x < 0, axis=-1, keepdims=True)
     share = size / jnp.where(largest > 0, largest, 1)
-    exact = _EIGHTHS * jnp.log2(jnp.where(share > 0, share, 1))
-    below = jnp.floor(exact)
-    threshold = _threshold(number, x.shape[-1]).astype(x.dtype)
-    above = jnp.exp2((exact - below) / _EIGHTHS) - 1 > threshold * (2 ** (1 / _EIGHTHS) - 1)
-    top = jnp.where(is_signed, _SIGNED, _UNSIGNED)
-    level = below.astype(jnp.int32) + above.astype(jnp.int32) + top
-    smallest = jnp.where(is_signed, 2.0 ** ((1 - _SIGNED) / _EIGHTHS), 0.0).astype(x.dtype)
+    exact = _LEVELS_PER_OCTAVE * jnp.log2(jnp.where(share > 0, share, 1))
+    lower = jnp.floor(exact)
+    threshold = _rounding_threshold(number, x.shape[-1]).astype(x.dtype)
+    rounds_up = jnp.exp2((exact - lower) / _LEVELS_PER_OCTAVE) - 1 > threshold * (2 ** (1 / _LEVELS_PER_OCTAVE) - 1)
+    top = jnp.where(is_signed, _SIGNED_LEVELS, _UNSIGNED_LEVELS)
+    level = lower.astype(jnp.int32) + rounds_up.astype(jnp.int32) + top
+    smallest = jnp.where(is_signed, 2.0 ** ((1 - _SIGNED_LEVELS) / _LEVELS_PER_OCTAVE), 0.0).astype(x.dtype)
     level = jnp.where(level >= 1, level, (share > threshold * smallest).astype(jnp.int32))
     level = jnp.where(share > 0, level, 0) + jnp.where(x < 0, 128, 0)
-    return Codes(level.astype(jnp.uint8), jnp.where(is_signed, largest, -largest))
+    return MomentCodes(level.astype(jnp.uint8), jnp.where(is_signed, largest, -largest))
 
 
-def decoded(codes: Codes) -> Float[Array, "*dims row"]:
-    """The numbers that codes stand for, in the dtype of their scales."""
+def decode_moment(codes: MomentCodes) -> Float[Array, "*dims row"]:
+    """Return the numbers for which codes stand, in the dtype of their scales."""
     is_signed, level = codes.scale > 0, codes.levels.astype(jnp.int32)
     is_negative = is_signed & (level >= 128)
     level = jnp.where(is_signed, level % 128, level)
-    octaves = (level - jnp.where(is_signed, _SIGNED, _UNSIGNED)).astype(codes.scale.dtype) / _EIGHTHS
+    top = jnp.where(is_signed, _SIGNED_LEVELS, _UNSIGNED_LEVELS)
+    octaves = (level - top).astype(codes.scale.dtype) / _LEVELS_PER_OCTAVE
     size = jnp.where(level > 0, jnp.abs(codes.scale) * jnp.exp2(octaves), 0)
     return jnp.where(is_negative, -size, size)
 
 
-def _threshold(number: Int[Array, ""], row: int) -> Float[Array, "row"]:
-    """Fractions of `number` times the golden ratio plus column times the inverse of the plastic ratio, in 24 bits."""
+def _rounding_threshold(number: Int[Array, ""], row: int) -> Float[Array, "row"]:
+    """Return the fractional parts of `number * golden ratio + column / plastic ratio`, in 24 bits."""
     golden, plastic = (round(2**32 * step) for step in ((math.sqrt(5) - 1) / 2, 0.7548776662466927))
-    walked = number.astype(jnp.uint32) * jnp.uint32(golden) + jnp.arange(row, dtype=jnp.uint32) * jnp.uint32(plastic)
-    return (walked >> 8).astype(jnp.float32) / 2**24
+    phase = number.astype(jnp.uint32) * jnp.uint32(golden) + jnp.arange(row, dtype=jnp.uint32) * jnp.uint32(plastic)
+    return (phase >> 8).astype(jnp.float32) / 2**24

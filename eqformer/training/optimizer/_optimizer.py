@@ -1,10 +1,10 @@
-"""Optimizers by name: AdamW, Muon and SGD, with decay on matrices alone and state in float32, or kept in fewer bits."""
+"""Optimizers by name: AdamW, Muon and SGD, with decay on matrices alone and state in float32 or in fewer bits."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import equinox as eqx
 import jax
@@ -14,40 +14,44 @@ from jaxtyping import Array, Float, PyTree
 
 from ... import nn
 from ._learning_rates import constant, Rates
-from ._moments import CodedState, is_masked, kept, MOMENTS, over_moments, unkept
+from ._moments import CodedState, compress_moments, decompress_moments, is_masked, map_moments, MOMENTS
 
 
 def trainable(model: PyTree) -> PyTree:
-    """The floating-point arrays of a model, with None in the place of everything else, which is not trained."""
+    """Return the floating-point arrays of a model, with None in the place of everything that is not trained."""
     return eqx.filter(model, nn.is_trainable)
 
 
-Trained = Callable[[PyTree], PyTree]  # a model to its trained parameters, with None in the place of all else
+Trained = Callable[[PyTree], PyTree]  # a model -> its trained parameters, with None in the place of everything else
 
 
-def divided(model: PyTree, trained: Trained) -> tuple[PyTree, PyTree]:
-    """The trained part of a model, and the rest; `equinox.combine` puts them together."""
+def partition_trained(model: PyTree, trained: Trained) -> tuple[PyTree, PyTree]:
+    """Split a model into its trained parameters and everything else; `equinox.combine` joins them."""
     parameters = trained_parameters(model, trained)
-    is_none = lambda node: node is None
-    return parameters, jax.tree.map(lambda one, x: x if one is None else None, parameters, model, is_leaf=is_none)
+    untrained = jax.tree.map(lambda parameter, x: x if parameter is None else None, parameters, model, is_leaf=_is_none)
+    return parameters, untrained
 
 
 def trained_parameters(model: PyTree, trained: Trained) -> PyTree:
-    """Return what `trained` picks of a model; raise a `ValueError` for other trees and for arrays without gradients."""
-    parameters, is_none = trained(model), lambda node: node is None
+    """Return the parameters that `trained` picks; raise a `ValueError` for other trees and arrays without gradients."""
+    parameters = trained(model)
     rule = "it returns a tree like the model, with None in the place of all that is not trained, as eqx.filter does"
     try:
-        jax.tree.map(lambda parameter, x: None, parameters, model, is_leaf=is_none)
+        jax.tree.map(lambda parameter, x: None, parameters, model, is_leaf=_is_none)
     except (ValueError, TypeError) as error:
         raise ValueError(f"Optimizer(trained=...): for a {type(model).__name__} {rule}; this one differs.") from error
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
         if not nn.is_trainable(leaf):
-            found = f"{leaf.dtype} of shape {leaf.shape}" if nn.has_shape(leaf) else f"a {type(leaf).__name__}"
+            kind = f"{leaf.dtype} of shape {leaf.shape}" if nn.has_shape(leaf) else f"a {type(leaf).__name__}"
             raise ValueError(
-                f"Optimizer(trained=...): it picks {nn.path_name(path)}, {found}, which has no gradient; pick arrays "
+                f"Optimizer(trained=...): it picks {nn.path_name(path)}, {kind}, which has no gradient; pick arrays "
                 "of floats alone, as training.trainable does."
             )
     return parameters
+
+
+def _is_none(node: object) -> TypeGuard[None]:
+    return node is None
 
 
 class Optimizer(eqx.Module):
@@ -56,48 +60,53 @@ class Optimizer(eqx.Module):
     `trained` picks the parameters that are trained; the others have no gradients and no optimizer state.
 
     `rate` is a function of the run's step, not of a counter in the optimizer's state: a step that is skipped because
-    its gradients are not finite still counts for the rate, and leaves the state unchanged. All that the state holds for
-    a parameter has the parameter's shape, and is float32 or wider or, by `moments`, kept in fewer bits between steps;
-    `map_state` maps over it.
+    its gradients are not finite still counts for the rate, and leaves the state unchanged. Each array that the state
+    holds for a parameter has the parameter's shape. It is float32 or wider, or stored in fewer bits between steps
+    (`moments`). `map_state` maps over these arrays.
     """
 
     transform: optax.GradientTransformation = eqx.field(static=True)
+    """The optax transformation, for a learning rate of 1."""
     rate: Rates
+    """The learning rate as a function of the step."""
     trained: Trained = eqx.field(static=True, default=trainable)
+    """Picks the trained parameters of a model."""
     moments: str = eqx.field(static=True, default="float32")
+    """The dtype of the moments between steps: float32, bfloat16 or 8bit."""
 
     def __check_init__(self):
         if self.moments not in MOMENTS:
-            raise ValueError(f"Optimizer(moments={self.moments!r}): moments are kept in {' or '.join(MOMENTS)}.")
+            raise ValueError(f"Optimizer(moments={self.moments!r}): moments are stored in {' or '.join(MOMENTS)}.")
 
     def init(self, model: PyTree) -> PyTree:
-        """The state before the first step, for the trained parameters of `model`."""
-        return kept(
-            self.moments, self.transform, self.transform.init(nn.in_float32(trained_parameters(model, self.trained)))
-        )
+        """Return the state before the first step, for the trained parameters of `model`."""
+        state = self.transform.init(nn.in_float32(trained_parameters(model, self.trained)))
+        return compress_moments(self.moments, self.transform, state)
 
     def update(
         self, gradients: PyTree, state: PyTree, parameters: PyTree, learning_rate: Float[Array, ""]
     ) -> tuple[PyTree, PyTree]:
-        """`parameters + learning_rate * transform(gradients)`, computed in float32 at least, and the new state."""
-        wide, memory = nn.in_float32(parameters), unkept(self.moments, self.transform, state)
+        """Return `parameters + learning_rate * transform(gradients)`, in float32 at least, and the new state."""
+        wide, wide_state = nn.in_float32(parameters), decompress_moments(self.moments, self.transform, state)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of integer counts
-            updates, memory = self.transform.update(nn.in_float32(gradients), memory, wide)
+            updates, wide_state = self.transform.update(nn.in_float32(gradients), wide_state, wide)
 
-        def move(parameter: Array, value: Array, update: Array) -> Array:
+        def apply_update(parameter: Array, value: Array, update: Array) -> Array:
             return (value + learning_rate.astype(value.dtype) * update).astype(parameter.dtype)
 
-        moved = jax.tree.map(move, parameters, wide, updates)
-        return moved, kept(self.moments, self.transform, memory, state)
+        new_parameters = jax.tree.map(apply_update, parameters, wide, updates)
+        return new_parameters, compress_moments(self.moments, self.transform, wide_state, state)
 
     def map_state(self, function: Callable[..., Any], state: PyTree, *like_parameters: PyTree, other: PyTree) -> PyTree:
-        """Applies `function` to what `state` holds for each parameter, an array or its `Codes`, with that parameter's
-        leaves of `like_parameters` (trees like the trained parameters, such as partition specs); counters become
-        `other`."""
+        """Apply `function` to what `state` holds for each parameter, an array or its `MomentCodes`.
+
+        `function` also takes that parameter's leaves of `like_parameters` (trees like the trained parameters, such as
+        partition specs). Counters become `other`.
+        """
         if isinstance(state, CodedState):
             inner = self.map_state(function, state.inner, *like_parameters, other=other)
-            return eqx.tree_at(lambda s: (s.inner, s.coded), state, (inner, other), is_leaf=lambda node: node is None)
-        return over_moments(self.transform, function, state, *like_parameters, other=lambda _: other)
+            return eqx.tree_at(lambda s: (s.inner, s.coded), state, (inner, other), is_leaf=_is_none)
+        return map_moments(self.transform, function, state, *like_parameters, other=lambda _: other)
 
 
 def adamw(
@@ -112,19 +121,19 @@ def adamw(
     matrices: PyTree = None,
     trained: Trained = trainable,
 ) -> Optimizer:
-    """AdamW (arXiv 1711.05101): decay is not part of the moments and is multiplied by the learning rate.
+    """Return AdamW (arXiv 1711.05101): decay is not part of the moments and is multiplied by the learning rate.
 
     Biases, norms and other vectors never decay.
 
     Args:
-        model: The model, of which only the structure is read.
+        model: The model; only its structure is read.
         rate: The learning rate as a function of the step.
         b1: The decay of the mean of gradients.
-        b2: The decay of the mean of their squares.
-        eps: What is added to the root of the squares.
-        weight_decay: The share of a weight that goes with each step, times the learning rate.
+        b2: The decay of the mean of squared gradients.
+        eps: A constant that is added to the root of the mean square.
+        weight_decay: The share of a weight that a step subtracts, times the learning rate.
         decay_tables: Whether embeddings and heads decay too.
-        matrices: Marks of the weights that decay, a tree like the model; None: `nn.matrices(model)`.
+        matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
     decays = _decay_mask(_marks(model, matrices, trained), decay_tables)
@@ -147,41 +156,44 @@ def muon(
     matrices: PyTree = None,
     trained: Trained = trainable,
 ) -> Optimizer:
-    """Muon for hidden matrices: Nesterov momentum, orthogonalised by Newton-Schulz; AdamW for everything else.
+    """Return Muon for hidden matrices (Nesterov momentum, orthogonalized by Newton-Schulz), and AdamW for the rest.
 
-    In a stack, the matrix of each layer (and expert) is orthogonalised on its own, with several output or input dims
-    flattened to one. Updates are scaled by `rms * sqrt(max(outputs, inputs))`, so that one learning rate serves both
-    (arXiv 2502.16982). Embeddings, heads and vectors are trained by AdamW.
+    In a stack, the matrix of each layer (and expert) is orthogonalized by itself, with several output or input dims
+    flattened to one. Updates are scaled by `rms * sqrt(max(outputs, inputs))`, so that one learning rate suits both
+    optimizers (arXiv 2502.16982). AdamW trains embeddings, heads and vectors.
 
     Args:
-        model: The model, of which only the structure is read.
+        model: The model; only its structure is read.
         rate: The learning rate as a function of the step.
-        momentum: The decay of the mean of gradients that is orthogonalised.
-        newton_schulz_steps: The steps of the iteration that does so.
-        rms: About the root mean square of an update at a rate of 1, as AdamW's is.
+        momentum: The decay of the mean of gradients that is orthogonalized.
+        newton_schulz_steps: The steps of the Newton-Schulz iteration.
+        rms: The approximate root mean square of an update at a rate of 1; AdamW's is similar.
         b1: AdamW's decay of the mean of gradients.
-        b2: AdamW's decay of the mean of their squares.
-        eps: What AdamW adds to the root of the squares.
-        weight_decay: The share of a weight that goes with each step, times the learning rate.
+        b2: AdamW's decay of the mean of squared gradients.
+        eps: The constant that AdamW adds to the root of the mean square.
+        weight_decay: The share of a weight that a step subtracts, times the learning rate.
         decay_tables: Whether embeddings and heads decay too.
-        matrices: Marks of the weights that decay, a tree like the model; None: `nn.matrices(model)`.
+        matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
     marks = _marks(model, matrices, trained)
-    is_hidden = jax.tree.map(lambda mark: bool(mark and not mark.table), marks, is_leaf=_is_untrained)
+    is_hidden = jax.tree.map(lambda mark: bool(mark and not mark.table), marks, is_leaf=_is_none)
     labels = jax.tree.map(lambda hidden: "muon" if hidden else "adam", is_hidden)
 
-    def axes(updates: PyTree) -> PyTree:
-        return _over_marked(lambda _, mark: _muon_axes(mark), updates, marks)
+    def matrix_axes(updates: PyTree) -> PyTree:
+        return _map_marked(lambda _, mark: _muon_axes(mark), updates, marks)
+
+    def scale_updates(updates: PyTree, _: PyTree) -> PyTree:
+        return _map_marked(lambda x, mark: x * _rms_scale(x, mark, rms), updates, marks)
 
     hidden = optax.chain(
-        optax.contrib.scale_by_muon(beta=momentum, ns_steps=newton_schulz_steps, weight_dimension_numbers=axes),
-        optax.stateless(lambda updates, _: _over_marked(lambda x, mark: x * _rms_scale(x, mark, rms), updates, marks)),
+        optax.contrib.scale_by_muon(beta=momentum, ns_steps=newton_schulz_steps, weight_dimension_numbers=matrix_axes),
+        optax.stateless(scale_updates),
         optax.scale(-1.0),
     )
-    by_kind = optax.partition({"muon": hidden, "adam": optax.adam(1.0, b1=b1, b2=b2, eps=eps)}, lambda _: labels)
+    by_label = optax.partition({"muon": hidden, "adam": optax.adam(1.0, b1=b1, b2=b2, eps=eps)}, lambda _: labels)
     decay = optax.add_decayed_weights(-weight_decay, _decay_mask(marks, decay_tables))
-    return Optimizer(optax.chain(by_kind, decay), rate, trained)
+    return Optimizer(optax.chain(by_label, decay), rate, trained)
 
 
 def sgd(
@@ -195,16 +207,16 @@ def sgd(
     matrices: PyTree = None,
     trained: Trained = trainable,
 ) -> Optimizer:
-    """Gradient descent; decay is decoupled from the momentum, as in AdamW.
+    """Return stochastic gradient descent; decay is decoupled from the momentum, as in AdamW.
 
     Args:
-        model: The model, of which only the structure is read.
+        model: The model; only its structure is read.
         rate: The learning rate as a function of the step.
-        momentum: The decay of a sum of gradients that is followed in their place.
-        nesterov: Whether to look ahead along it.
-        weight_decay: The share of a weight that goes with each step, times the learning rate.
+        momentum: The decay of the sum of gradients that replaces the gradient; None: no momentum.
+        nesterov: Whether to use Nesterov momentum, which looks ahead along that sum.
+        weight_decay: The share of a weight that a step subtracts, times the learning rate.
         decay_tables: Whether embeddings and heads decay too.
-        matrices: Marks of the weights that decay, a tree like the model; None: `nn.matrices(model)`.
+        matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
     step = optax.sgd(1.0, momentum=momentum, nesterov=nesterov)
@@ -212,28 +224,29 @@ def sgd(
     return Optimizer(optax.chain(step, decay), rate, trained)
 
 
-_MOST_B2 = 0.98  # numbers of 8 bits stand up to 2^-7 apart, and what is half of that nearer is rounded back
+# Neighboring bfloat16 numbers are up to 2^-7 apart: a relative change below half of that is rounded back.
+_MAX_BFLOAT16_B2 = 0.98
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType({"adamw": adamw, "muon": muon, "sgd": sgd})
 
 
 def optimizer(name: str, model: PyTree, *, rate: Rates | float, **options: Any) -> Optimizer:
-    """The optimizer of a name in `OPTIMIZERS` for a model's structure; `rate` is a number or a function of the step.
+    """Return the optimizer of a name in `OPTIMIZERS` for a model's structure; `rate` is a number or a function.
 
-    `options` are its own, and `moments`, what its state is kept in between steps (float32, bfloat16, 8bit). Raises a
-    `ValueError` for an unknown name, and for bfloat16 moments that change too little in a step to be rounded to other
-    numbers (`b2` above 0.98).
+    `options` are the named optimizer's, and `moments`, the dtype of its state between steps (float32, bfloat16, 8bit).
+    Raises a `ValueError` for an unknown name, and for bfloat16 moments whose change in a step is so small that rounding
+    undoes it (`b2` above 0.98).
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer({name!r}): the optimizers are {', '.join(OPTIMIZERS)}; pass one of these.")
     moments = options.pop("moments", "float32")
-    if moments == "bfloat16" and options.get("b2", 0.0) > _MOST_B2:
+    if moments == "bfloat16" and options.get("b2", 0.0) > _MAX_BFLOAT16_B2:
         raise ValueError(
-            f"optimizer({name!r}, moments={moments!r}, b2={options['b2']}): a mean of squares that loses "
-            f"{1 - options['b2']:.2g} of itself in a step is rounded back to what it was, and never falls; take "
-            f"moments='float32' or '8bit', or b2 of at most {_MOST_B2}."
+            f"optimizer({name!r}, moments={moments!r}, b2={options['b2']}): in a step a mean of "
+            f"squares loses {1 - options['b2']:.2g} of its value, which rounding to bfloat16 restores, so it never "
+            f"falls; take moments='float32' or '8bit', or b2 of at most {_MAX_BFLOAT16_B2}."
         )
-    found = OPTIMIZERS[name](model, rate=rate if callable(rate) else constant(rate), **options)
-    return dataclasses.replace(found, moments=moments)
+    optimizer = OPTIMIZERS[name](model, rate=rate if callable(rate) else constant(rate), **options)
+    return dataclasses.replace(optimizer, moments=moments)
 
 
 def check_optimizer(optimizer: object, call: str) -> None:
@@ -246,36 +259,34 @@ def check_optimizer(optimizer: object, call: str) -> None:
 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:
-    """The root of the sum of the squares of every entry of every leaf, accumulated in float32 at least."""
+    """Return the root of the sum of squares over all entries of all leaves, accumulated in float32 at least."""
     leaves = jax.tree.leaves(nn.in_float32(tree))
     widest = jnp.result_type(*(leaf.dtype for leaf in leaves)) if leaves else jnp.float32
     squares = (jnp.sum(jnp.square(leaf)).astype(widest) for leaf in leaves)
     return jnp.sqrt(sum(squares, start=jnp.zeros((), widest)))
 
 
-def _is_untrained(node: object) -> bool:
-    return node is None
-
-
 def _marks(model: PyTree, matrices: PyTree, trained: Trained) -> PyTree:
-    """A tree like the trained parameters with a `Matrix` or False for each; holds no arrays."""
+    """Return a tree like the trained parameters with a `Matrix` or False for each parameter; it holds no arrays."""
     marks = nn.matrices(model) if matrices is None else matrices
 
     def mark(parameter: PyTree, mark: nn.Matrix | None) -> nn.Matrix | bool | None:
         return None if parameter is None else False if mark is None else mark
 
-    return jax.tree.map(mark, trained(model), marks, is_leaf=lambda node: node is None)
+    return jax.tree.map(mark, trained(model), marks, is_leaf=_is_none)
 
 
-def _decay_mask(marks: PyTree, decay_tables: bool) -> Callable[..., PyTree]:
+def _decay_mask(marks: PyTree, decay_tables: bool) -> Callable[[PyTree], PyTree]:
+    """Return a function that returns which parameters decay."""
+
     def decays(mark: nn.Matrix | Literal[False] | None) -> bool:
         return bool(mark and (decay_tables or not mark.table))
 
-    mask = jax.tree.map(decays, marks, is_leaf=_is_untrained)
+    mask = jax.tree.map(decays, marks, is_leaf=_is_none)
     return lambda _: mask  # a function, since optax would call a tree that is a callable module
 
 
-def _over_marked(function: Callable[..., Any], updates: PyTree, marks: PyTree) -> PyTree:
+def _map_marked(function: Callable[..., Any], updates: PyTree, marks: PyTree) -> PyTree:
     return jax.tree.map(lambda x, m: x if is_masked(x) else function(x, m), updates, marks, is_leaf=is_masked)
 
 
