@@ -182,6 +182,7 @@ def format_search(search: PlanSearch, format_plan: FormatPlan) -> str:
 def _proposal_line(proposal: Proposal, format_plan: FormatPlan) -> str:
     costs = [gigabytes(proposal.held), f"sends {gigabytes(proposal.candidate.sent)} a step"]
     costs += [] if proposal.time is None else [f"at least {proposal.time.seconds:.3f} s a step"]
+    costs += [] if proposal.verdict in (None, "fits") else [proposal.verdict]
     return f"  {format_plan(proposal.candidate)}: {', '.join(costs)}"
 
 

@@ -1,21 +1,16 @@
 """The origin of a number that is not finite: a step's loss and gradients are computed again, equation by equation."""
 
 import dataclasses
-import functools
-import itertools
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
-import jax.extend.core as core
-import jax.extend.source_info_util as sources
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from .. import nn
+from ..program import find_non_finite, NonFiniteOrigin
 from ._gradients import make_gradient_function, split_microbatches
 from .losses._loss_aux import LossFn
 from .losses._loss_scale import Scale
@@ -85,151 +80,32 @@ def first_non_finite(
             total, _, gradients = compute_gradients(*eqx.combine(jax.tree.unflatten(structure, leaves), static))
             return total, gradients
 
-        program, interpreter = jax.make_jaxpr(run)(*leaves), _Interpreter(model)
-        results = interpreter.run_program(program.jaxpr, program.consts, interpreter.inputs(arrays), ())
-        if results[0].origin is not None:
-            return results[0].origin.non_finite
-        if origins := [value.origin for value in results if value.origin is not None]:
-            return min(origins, key=lambda origin: origin.number).non_finite
+        program = jax.make_jaxpr(run)(*leaves)
+        total, *gradients = find_non_finite(program, leaves)
+        if total is not None:
+            return _describe(total, model, arrays)
+        if origins := [origin for origin in gradients if origin is not None]:
+            return _describe(min(origins), model, arrays)
     return None
 
 
-class _Origin(NamedTuple):
-    number: int  # in order of execution
-    non_finite: NonFinite
+def _describe(origin: NonFiniteOrigin, model: PyTree, arrays: PyTree) -> NonFinite:
+    """Name the module and the layer of an equation, or the array that holds the number.
+
+    `arrays` are the program's inputs: a model, a batch, a key and a scale.
+    """
+    if origin.input is None:
+        module, layer = _find_module(model, origin.scopes)
+        return NonFinite(origin.kind, module, layer, origin.operation, origin.source, origin.is_backward)
+    in_stack = [str(name).startswith("layers") for name in jax.tree.leaves(nn.dims(arrays[0]))]
+    is_stacked = origin.input < len(in_stack) and in_stack[origin.input]
+    path, x = jax.tree_util.tree_leaves_with_path(arrays)[origin.input]
+    layer = int(jnp.argmax(~jnp.isfinite(x).all(tuple(range(1, x.ndim))))) if is_stacked else None
+    owner = ("", "the batch's ", "the key ", "the loss scale ")[path[0].idx]
+    return NonFinite(origin.kind, owner + nn.path_name(path[1:]), layer, "", "", False)
 
 
-class _Value(NamedTuple):
-    value: Any
-    kind: int = 0  # an index of _KINDS
-    origin: _Origin | None = None  # of a value that is not finite
-
-
-_KINDS = ("finite", "infinity", "NaN")
-_Scopes = tuple[str | int, ...]  # name scopes, as JAX writes them, and iterations of loops
-
-
-class _Interpreter:
-    """An interpreter that runs a program equation by equation, and tracks the origin of values that are not finite."""
-
-    def __init__(self, model: PyTree):
-        self._model, self._numbers = model, itertools.count()
-
-    def inputs(self, arrays: PyTree) -> list[_Value]:
-        """Return the program's inputs: the arrays of a model, a batch, a key and a scale."""
-        layers = [str(name).startswith("layers") for name in jax.tree.leaves(nn.dims(arrays[0]))]
-        in_stack = itertools.chain(layers, itertools.repeat(False))
-        owners = "", "the batch's ", "the key ", "the loss scale "
-
-        def to_value(path: tuple, x: Array, is_stacked: bool) -> _Value:
-            if not (kind := _kind(x)):
-                return _Value(x)
-            layer = int(jnp.argmax(~jnp.isfinite(x).all(tuple(range(1, x.ndim))))) if is_stacked else None
-            name = owners[path[0].idx] + nn.path_name(path[1:])
-            return _Value(x, kind, self._origin(NonFinite(_KINDS[kind], name, layer, "", "", False)))
-
-        leaves = jax.tree_util.tree_leaves_with_path(arrays)
-        return [to_value(path, x, is_stacked) for (path, x), is_stacked in zip(leaves, in_stack)]
-
-    def run_program(
-        self, program: core.Jaxpr, consts: Sequence, inputs: Sequence[_Value], scopes: _Scopes
-    ) -> list[_Value]:
-        """Return the results of a program."""
-        known: dict[Any, _Value] = dict(zip(program.constvars, (_Value(x, _kind(x)) for x in consts), strict=True))
-        known |= dict(zip(program.invars, inputs, strict=True))
-        read = lambda atom: _Value(atom.val) if isinstance(atom, core.Literal) else known[atom]
-        last_use = {atom: n for n, line in enumerate(program.eqns) for atom in line.invars if not _is_literal(atom)}
-        outputs = {atom for atom in program.outvars if not _is_literal(atom)}
-        for number, line in enumerate(program.eqns):
-            results = self._run_line(line, [read(atom) for atom in line.invars], scopes)
-            known |= dict(zip(line.outvars, results, strict=True))
-            for atom in {atom for atom in line.invars if not _is_literal(atom)} - outputs:
-                if last_use[atom] == number:  # frees the memory of values that no later equation reads
-                    known.pop(atom, None)
-        return [read(atom) for atom in program.outvars]
-
-    def _run_line(self, line: core.JaxprEqn, inputs: list[_Value], scopes: _Scopes) -> list[_Value]:
-        scopes = (*scopes, str(line.source_info.name_stack))
-
-        def compute(*values: Any) -> Sequence:
-            with line.ctx.manager:
-                results = line.primitive.bind(*values, **line.primitive.get_bind_params(line.params))
-            return results if line.primitive.multiple_results else (results,)
-
-        make_origin = lambda kind: self._origin_at(kind, scopes, line)
-        return self._find_origins(inputs, compute, lambda: self._inner_origins(line, inputs, scopes), make_origin)
-
-    def _find_origins(
-        self,
-        inputs: Sequence[_Value],
-        compute: Callable[..., Sequence],
-        inner_origins: Callable[[], list[_Origin | None] | None],
-        make_origin: Callable[[int], _Origin],
-    ) -> list[_Value]:
-        """Return the results and, for those that are not finite, their origin: an input, an inner program, or here."""
-        results = compute(*(value.value for value in inputs))
-        kinds = [_kind(x) for x in results]
-        if not any(kinds):
-            return [_Value(x) for x in results]
-        first = lambda kind: min((v.origin for v in inputs if v.kind == kind and v.origin), default=None)
-        origin, origins = first(_KINDS.index("NaN")), None
-        if origin is None:
-            origins, origin = inner_origins(), first(_KINDS.index("infinity"))
-        origins = [None] * len(results) if origins is None else origins
-        origin = origin or next(filter(None, origins), None) or make_origin(max(kinds))
-        return [_Value(x, kind, (inner or origin) if kind else None) for x, kind, inner in zip(results, kinds, origins)]
-
-    def _inner_origins(self, line: core.JaxprEqn, inputs: list[_Value], scopes: _Scopes) -> list[_Origin | None] | None:
-        """Return the origins of the results of an equation that runs an inner program; None for other equations."""
-        options = line.params
-        if line.primitive.name == "scan":
-            return self._scan_origins(line, inputs, scopes)
-        if line.primitive.name == "cond":
-            program, inputs = options["branches"][int(inputs[0].value)], inputs[1:]
-        else:
-            program = options.get("jaxpr", options.get("call_jaxpr"))
-        # Some primitives hold a jaxpr that is not closed, without constants.
-        jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
-        if jaxpr is None or len(jaxpr.invars) != len(inputs):
-            return None
-        return self._output_origins(jaxpr, consts, inputs, scopes)
-
-    def _output_origins(
-        self, program: core.Jaxpr, consts: Sequence, inputs: Sequence[_Value], scopes: _Scopes
-    ) -> list[_Origin | None]:
-        return [value.origin for value in self.run_program(program, consts, inputs, scopes)]
-
-    def _scan_origins(self, line: core.JaxprEqn, inputs: list[_Value], scopes: _Scopes) -> list[_Origin | None]:
-        """Return the origins of a scan's results; only iterations whose results are not finite are run in parts."""
-        program, length = line.params["jaxpr"], line.params["length"]
-        compute = jax.jit(core.jaxpr_as_fun(program))
-        # Constants and the carry have as many dims in an iteration as in the scan; stacked arrays have one more.
-        unstacked = _count_same_dims(line.invars, program.jaxpr.invars)
-        carried = _count_same_dims(line.outvars, program.jaxpr.outvars)
-        constants, carry = inputs[: unstacked - carried], inputs[unstacked - carried : unstacked]
-        stacked = inputs[unstacked:]
-        origins: list[_Origin | None] = [None] * (len(line.outvars) - carried)
-        for iteration in reversed(range(length)) if line.params["reverse"] else range(length):
-            slices = [_Value(x, kind, origin if kind else None) for x, kind, origin in _slice(stacked, iteration)]
-            values, inner_scopes = [*constants, *carry, *slices], (*scopes, iteration)
-            run_parts = functools.partial(self._output_origins, program.jaxpr, program.consts, values, inner_scopes)
-            make_origin = functools.partial(self._origin_at, scopes=inner_scopes, line=line)
-            results = self._find_origins(values, compute, run_parts, make_origin)
-            carry = results[:carried]
-            origins = [old or new.origin for old, new in zip(origins, results[carried:], strict=True)]
-        return [value.origin for value in carry] + origins
-
-    def _origin_at(self, kind: int, scopes: _Scopes, line: core.JaxprEqn) -> _Origin:
-        module, layer = _find_module(self._model, scopes)
-        is_backward = any("transpose(" in scope for scope in scopes if isinstance(scope, str))
-        source = re.sub(r"^.*?([^/]+/[^/]+?:\d+)(?::\d+)?", r"\1", sources.summarize(line.source_info))
-        return self._origin(NonFinite(_KINDS[kind], module, layer, line.primitive.name, source, is_backward))
-
-    def _origin(self, non_finite: NonFinite) -> _Origin:
-        return _Origin(next(self._numbers), non_finite)
-
-
-def _find_module(model: PyTree, scopes: _Scopes) -> tuple[str, int | None]:
+def _find_module(model: PyTree, scopes: tuple[str | int, ...]) -> tuple[str, int | None]:
     """Return the path of the module that scopes lead to, without names of operations, and the layer of its stack."""
     node, path, layer = model, "", None
     for scope in scopes:
@@ -255,25 +131,3 @@ def _child(node: object, field: str, indices: str) -> eqx.Module | None:
             return child if isinstance(child, eqx.Module) else None
         node = fields.get("inner")
     return None
-
-
-def _slice(stacked: Sequence[_Value], iteration: int) -> list[tuple[Any, int, _Origin | None]]:
-    return [(x := value.value[iteration], _kind(x) if value.kind else 0, value.origin) for value in stacked]
-
-
-def _kind(x: Any) -> int:
-    is_inexact = isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
-    return int(_index_of_kind(x)) if is_inexact else 0
-
-
-@jax.jit
-def _index_of_kind(x: Array) -> Int[Array, ""]:
-    return jnp.any(~jnp.isfinite(x)).astype(jnp.int32) + jnp.any(jnp.isnan(x)).astype(jnp.int32)
-
-
-def _count_same_dims(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
-
-
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, core.Literal)

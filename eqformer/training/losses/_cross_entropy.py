@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from ..._array_checks import checked
 from ...nn import in_float32
 from ...parallel import vary, varying_axes
+from ...program import inner_jaxprs
 from ._chunked_logits import has_chunked_vocabulary, split_into_chunks, sum_over_chunks, vocabulary_chunk_nats
 
 
@@ -237,7 +238,7 @@ def _read_dtypes(program: core.Jaxpr, variable: core.Var) -> set[np.dtype]:
         for position, atom in enumerate(equation.invars):
             if atom is not variable:
                 continue
-            inner = [getattr(x, "jaxpr", x) for x in equation.params.values() if hasattr(x, "eqns")]
+            inner = inner_jaxprs(equation)
             if equation.primitive.name == "convert_element_type":
                 dtypes.add(np.dtype(equation.params["new_dtype"]))
             elif len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
