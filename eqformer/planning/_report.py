@@ -173,7 +173,7 @@ def format_search(search: PlanSearch, format_plan: FormatPlan) -> str:
     stopped = f"; the search stopped after {search.traced} of {search.candidates} plans, the best by their shapes"
     return (
         f"no mesh of as many devices was found that fits: the state does, with {gigabytes(candidate.state)}, but not "
-        f"the temporaries of a step beside it, {gigabytes(step.total - candidate.state)} at least"
+        f"the temporaries of a step beside it, {gigabytes(step.estimate - candidate.state)} at least"
         f"{stopped if search.traced < search.candidates else ''}; take more devices, more microbatches, or a smaller "
         "batch or shorter rows"
     )
@@ -182,6 +182,7 @@ def format_search(search: PlanSearch, format_plan: FormatPlan) -> str:
 def _proposal_line(proposal: Proposal, format_plan: FormatPlan) -> str:
     costs = [gigabytes(proposal.held), f"sends {gigabytes(proposal.candidate.sent)} a step"]
     costs += [] if proposal.time is None else [f"at least {proposal.time.seconds:.3f} s a step"]
+    # The estimate of a proposed plan fits; with its margin, only the compiler may be able to tell.
     costs += [] if proposal.verdict in (None, "fits") else [proposal.verdict]
     return f"  {format_plan(proposal.candidate)}: {', '.join(costs)}"
 

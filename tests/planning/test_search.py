@@ -54,6 +54,8 @@ def test_a_result_lists_plans_or_what_is_too_large():
     assert format_search(PlanSearch([proposal], smallest, 10**9, 9, 5, 5), flags) == heading
     timed = proposal._replace(time=Roofline(2.0, 0.0, {}, (), 0.0, 1.0))
     assert format_search(PlanSearch([timed], smallest, 1, 9, 5, 5), flags) == f"{heading}, at least 2.000 s a step"
+    unsure = proposal._replace(verdict="too close to tell without the compiler")
+    assert format_search(PlanSearch([unsure], smallest, 1, 9, 5, 5), flags) == f"{heading}, {unsure.verdict}"
     assert "of 9 that are possible: the state alone" in format_search(PlanSearch([], None, 10**9, 9, 0, 0), flags)
     for traced, stops in ((5, False), (2, True)):
         text = format_search(PlanSearch([], smallest, 10**9, 9, 5, traced), flags)
