@@ -16,7 +16,7 @@ from ..parallel._shard_map import filter_shard_map, own_part, vary
 from ..parallel._wrap import replace
 from ..parallel.layouts._layout import Layout, partition_specs
 from ..parallel.layouts._mesh import axis_sizes
-from ..parallel.serving._sharded_model import DistributedModel, pad_rows, pad_tokens, round_to_multiple
+from ..parallel.serving._sharded_model import DistributedModel, pad_batch, pad_tokens, round_to_multiple
 from ..parallel.tensor._collective_matmul import OVERLAPS
 from ..parallel.tensor._residual_stream import SplitNorm
 from ..parallel.tensor._stream_kinds import FeatureStream
@@ -72,7 +72,7 @@ class WeightStationary(DistributedModel):
         replicated, cache_specs = PartitionSpec(), self._cache_specs(cache)
         in_specs = self._specs, replicated, replicated, cache_specs
         run = filter_shard_map(per_device, self.mesh, in_specs, (PartitionSpec(None, None, STREAM), cache_specs))
-        x, cache = run(self.model, pad_rows(ids, rows, 0), pad_tokens(tokens, rows), cache)
+        x, cache = run(self.model, pad_batch(ids, rows, 0), pad_tokens(tokens, rows), cache)
         return x[: ids.shape[0]], cache, None
 
     @checked

@@ -272,7 +272,7 @@ class ShardedModel(DistributedModel):
         `out_spec` says how the vectors are split.
         """
         rows, batch = self._padded_rows(ids.shape[0]), ids.shape[0]
-        ids, tokens = pad_rows(ids, rows, 0), pad_tokens(tokens, rows)
+        ids, tokens = pad_batch(ids, rows, 0), pad_tokens(tokens, rows)
         hidden_inputs = tuple(jnp.pad(x, [(0, rows - batch), (0, 0), (0, 0)]) for x in hidden_inputs)
 
         def per_device(model: nn.LanguageModel, *inputs: PyTree) -> tuple[Array, PyTree]:
@@ -296,19 +296,19 @@ class ShardedModel(DistributedModel):
         return lambda model, *inputs: call(device.wrap_forward(model), *inputs)
 
 
-def pad_rows(x: Int[Array, "batch seq"], rows: int, value: int) -> Int[Array, "padded_batch seq"]:
+def pad_batch(x: Int[Array, "batch seq"], rows: int, value: int) -> Int[Array, "padded_batch seq"]:
     """Pad an array to `rows` rows, with rows of `value` at the end."""
     return jnp.pad(x, [(0, rows - x.shape[0]), (0, 0)], constant_values=value)
 
 
 def pad_tokens(tokens: nn.Tokens, rows: int) -> nn.Tokens:
     """Return the fields of tokens that a call with a cache reads, padded to `rows` rows at the end."""
-    lengths = None if tokens.lengths is None else pad_rows(tokens.lengths, rows, 0)
+    lengths = None if tokens.lengths is None else pad_batch(tokens.lengths, rows, 0)
     source = tokens.source
     if source is not None:
         widths = [(0, rows - len(source.values)), *[(0, 0)] * (source.values.ndim - 1)]
         source = nn.Source(jnp.pad(source.values, widths), pad_tokens(source.tokens, rows))
-    return nn.Tokens(pad_rows(tokens.positions, rows, -1), lengths=lengths, source=source)
+    return nn.Tokens(pad_batch(tokens.positions, rows, -1), lengths=lengths, source=source)
 
 
 def round_to_multiple(number: int, divisor: int) -> int:
