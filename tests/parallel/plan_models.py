@@ -102,7 +102,8 @@ def filled(build: Callable[[], Any], seed: int = 0) -> Any:
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return put(np.arange(leaf.shape[0]), leaf.dtype)
         fan_in = np.sqrt(leaf.shape[-1]) if leaf.ndim > 2 else 4.0
-        numbers = ("norm" in jax.tree_util.keystr(path)) + draw.normal(size=leaf.shape) / fan_in
+        is_scale = any(name in jax.tree_util.keystr(path) for name in ("norm", "factor"))
+        numbers = is_scale + draw.normal(size=leaf.shape) / fan_in
         return put(numbers, leaf.dtype)
 
     shapes = eqx.filter_eval_shape(build)

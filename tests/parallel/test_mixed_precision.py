@@ -8,7 +8,7 @@ from plan_models import batch_of, model_of
 from plan_parity import Case, compiled, differences, leaf_differences, of_one_device, of_plan, Outcome
 
 from eqformer import nn, training
-from eqformer.nn import _linear as _linear_map
+from eqformer.nn import _contracts
 from eqformer.training import make_gradient_function, next_token_loss
 
 
@@ -108,7 +108,7 @@ def test_a_meshs_gradients_of_narrow_parameters_are_wide_sums(case):
 
 @pytest.mark.grid
 def test_biases_that_are_added_in_bfloat16_are_seen(monkeypatch):
-    monkeypatch.setattr(_linear_map, "add_float32", lambda y, bias: y if bias is None else y + bias.astype(y.dtype))
+    monkeypatch.setattr(_contracts, "add_float32", lambda y, bias: y if bias is None else y + bias.astype(y.dtype))
     model = model_of(PLAIN.model, dtypes=("float32", "bfloat16"))
     got = compiled(make_gradient_function(next_token_loss), model, batch_of(model, *PLAIN.shape))
     found = wrong(got, PLAIN)

@@ -17,7 +17,7 @@ from .._axes import TENSOR
 from ..layouts._layout import dim_over
 from ..state._gather import gather_module
 from ._collective_matmul import matmul_reduce_scatter, Overlap
-from ._residual_stream import ResidualStream, Sublayer
+from ._residual_stream import ResidualStream, SplitLayer
 from ._tensor import shares_kv_heads
 
 
@@ -77,7 +77,7 @@ class FeatureKeyHead(nn.LinearWrapper):
         return jax.lax.dynamic_slice_in_dim(y, first, 1, y.ndim - 2)
 
 
-def split_features(module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree, stream: ResidualStream) -> PyTree:
+def split_features(module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyTree, stream: ResidualStream) -> PyTree:
     """Return a layer of which every map reduces and scatters, and every norm averages over devices.
 
     Key heads that the axis does not divide are summed on every device. `shapes`, `specs` and `names` are those of the

@@ -19,7 +19,7 @@ from .._shard_map import own_part
 from ._collective_matmul import Overlap
 
 
-Sublayer = nn.Mixer | nn.FeedForward | nn.PerLayerInputs
+SplitLayer = nn.Mixer | nn.FeedForward | nn.PerLayerInputs
 StreamKind = Literal["replicated", "sequence", "feature"]  # values of `Plan(residual=)` and of the command line
 
 
@@ -86,7 +86,7 @@ class ResidualStream(abc.ABC):
 
     @abc.abstractmethod
     def split_layer(
-        self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
+        self, module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
     ) -> eqx.Module:
         """Return a mixer, feed-forward layer or `PerLayerInputs` on a slice of its arrays.
 

@@ -12,7 +12,7 @@ from .. import _collectives as send
 from .._axes import TENSOR
 from ._collective_matmul import Overlap
 from ._feature import FEATURE_DIMS, split_features
-from ._residual_stream import FeatureDropout, ResidualStream, StreamKind, Sublayer, TokensDropout, TokensPositions
+from ._residual_stream import FeatureDropout, ResidualStream, SplitLayer, StreamKind, TokensDropout, TokensPositions
 from ._tensor import HEAD_DIMS, shares_kv_heads, TensorParallelLayer, TensorParallelMixer
 from ._vocabulary import FeatureEmbedding, SplitEmbedding
 
@@ -36,7 +36,7 @@ class _UnsplitFeatures(ResidualStream):
         return y
 
     def split_layer(
-        self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
+        self, module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
     ) -> eqx.Module:
         """Wrap the layer in `TensorParallelLayer`."""
         is_norm = lambda node: isinstance(node, nn.Norm)
@@ -101,7 +101,7 @@ class FeatureStream(ResidualStream):
         return send.all_to_all("tokens to features", y, TENSOR, -1, -2)
 
     def split_layer(
-        self, module: Sublayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
+        self, module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
     ) -> eqx.Module:
         """Return the layer with maps that reduce and scatter, see `split_features`."""
         assert sharers == 1, "only serving shares key heads, with a replicated stream"
