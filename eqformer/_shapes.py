@@ -33,7 +33,7 @@ LEGEND = {
     "depth": "layers that are given a vector of each token beside the stream",
     "experts": "experts of a mixture",
     "candidates": "experts that a router chooses among, all on every device",
-    "top_k": "experts that a token takes, or keys that a query chooses",
+    "top_k": "experts that a token takes, or keys that a query selects",
     "gate": "the one number that a gated layer is multiplied by",
     "latent": "compressed keys and values",
     "q_latent": "compressed queries",

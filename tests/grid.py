@@ -25,6 +25,7 @@ PARTS = {
             "tests/generation",
             "tests/training",
             "tests/planning",
+            "tests/program",
             "tests/systems",
         ),
         *("tests/test_docs.py", "tests/test_modules_of_ones_own.py", "tests/test_reference.py", "tests/test_calls.py"),
