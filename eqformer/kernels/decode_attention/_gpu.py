@@ -63,7 +63,7 @@ class FlashDecodingGpu(Implementation):
         return _attend(ScoreSettings(call.scale, call.softcap, self.interpret), call)
 
 
-class _Part(NamedTuple):
+class _ChannelPart(NamedTuple):
     """Some channels of queries and keys: the keys' own, or the rotated channels that are stored apart."""
 
     query: Float[Array, "rows kv_heads group head_dim"]
@@ -71,17 +71,17 @@ class _Part(NamedTuple):
     scales: Float[Array, "rows kv_heads kv_seq"] | None
 
 
-class _KernelArrays(NamedTuple):
+class _ProgramArrays(NamedTuple):
     """Arrays that a program of the kernel reads."""
 
     visible: Bool[Array, "rows kv_seq"]
     filled: Int[Array, "rows 2"]
-    parts: list[_Part]
+    parts: list[_ChannelPart]
     value: Num[Array, "rows kv_heads kv_seq v_dim"] | None
     value_scales: Float[Array, "rows kv_heads kv_seq"] | None
 
 
-class _RunningSoftmax(NamedTuple):
+class _ChunkSoftmax(NamedTuple):
     """The softmax of each chunk of slots: weighted sums of values, peaks of scores, sums of exponentials."""
 
     values: Float[Array, "chunks rows kv_heads group v_dim"]
@@ -89,7 +89,7 @@ class _RunningSoftmax(NamedTuple):
     totals: Float[Array, "chunks rows kv_heads group"]
 
 
-class _Sizes(NamedTuple):
+class _GridSizes(NamedTuple):
     """Static sizes of a call."""
 
     group: int
@@ -114,9 +114,9 @@ def _attend(settings: ScoreSettings, call: DecodeCall) -> Float[Array, "*batch 1
     heads_first = lambda x: merge_batch(x).swapaxes(1, 2)
     to_scales = lambda x: None if x is None else heads_first(x).astype(jnp.float32)
     value = if_given(heads_first, call.value)
-    parts = [_Part(to_queries(call.query), heads_first(call.key), to_scales(call.key_scales))]
+    parts = [_ChannelPart(to_queries(call.query), heads_first(call.key), to_scales(call.key_scales))]
     if (rotated := call.rotated) is not None:
-        parts.append(_Part(to_queries(rotated.query), heads_first(rotated.key), to_scales(rotated.scales)))
+        parts.append(_ChannelPart(to_queries(rotated.query), heads_first(rotated.key), to_scales(rotated.scales)))
     chunks = _attend_to_chunks(settings, parts, value, to_scales(call.value_scales), merge_batch(visible)[:, 0])
     peak, sinks = jnp.max(chunks.peaks, axis=0), call.sinks
     sink = None if sinks is None else sinks.astype(peak.dtype).reshape(kv_heads, -1)
@@ -130,11 +130,11 @@ def _attend(settings: ScoreSettings, call: DecodeCall) -> Float[Array, "*batch 1
 
 def _attend_to_chunks(
     settings: ScoreSettings,
-    parts: list[_Part],
+    parts: list[_ChannelPart],
     value: Num[Array, "rows kv_heads kv_seq v_dim"] | None,
     value_scales: Float[Array, "rows kv_heads kv_seq"] | None,
     visible: Bool[Array, "rows kv_seq"],
-) -> _RunningSoftmax:
+) -> _ChunkSoftmax:
     """Call the kernel; its grid is key heads (and shares of their heads), rows, chunks."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -147,7 +147,7 @@ def _attend_to_chunks(
     blocks = -(-kv_seq // block)
     chunk_blocks = -(-blocks // min(blocks, -(-_PROGRAMS // (rows * kv_heads * shares))))
     chunks = -(-blocks // chunk_blocks)
-    sizes = _Sizes(group, heads, block, chunk_blocks, [part.key.shape[-1] for part in parts], v_dim)
+    sizes = _GridSizes(group, heads, block, chunk_blocks, [part.key.shape[-1] for part in parts], v_dim)
     # Programs that read the same slots begin next to each other: the first number of the grid counts fastest.
     row_spec = lambda x: pl.BlockSpec((None, x.shape[1]), lambda share, row, chunk: (row, 0))
     query_spec = lambda x: pl.BlockSpec(
@@ -162,13 +162,13 @@ def _attend_to_chunks(
         (None, None, None, heads, *sizes),
         lambda share, row, chunk: (chunk, row, share // shares, share % shares, 0)[: 4 + len(sizes)],
     )
-    part_specs = lambda part: _Part._make(
+    part_specs = lambda part: _ChannelPart._make(
         (query_spec(part.query), slots_spec(part.key), if_given(slots_spec, part.scales))
     )
-    arrays = _KernelArrays(visible, _filled_blocks(visible, block), parts, value, value_scales)
+    arrays = _ProgramArrays(visible, _filled_blocks(visible, block), parts, value, value_scales)
     slot_specs = if_given(slots_spec, value), if_given(slots_spec, value_scales)
     row_specs = row_spec(visible), row_spec(arrays.filled)
-    specs = _KernelArrays._make((*row_specs, [part_specs(part) for part in parts], *slot_specs))
+    specs = _ProgramArrays._make((*row_specs, [part_specs(part) for part in parts], *slot_specs))
     varying = varying_of(arrays)
     result = lambda *sizes: jax.ShapeDtypeStruct(
         (chunks, rows, kv_heads, group, *sizes), jnp.float32, manual_axis_type=varying
@@ -177,8 +177,8 @@ def _attend_to_chunks(
         functools.partial(_kernel, settings, sizes),
         grid=(kv_heads * shares, rows, chunks),
         in_specs=[specs],
-        out_specs=_RunningSoftmax._make((chunk_spec(_padded_dim(v_dim)), chunk_spec(), chunk_spec())),
-        out_shape=_RunningSoftmax._make((result(v_dim), result(), result())),
+        out_specs=_ChunkSoftmax._make((chunk_spec(_padded_dim(v_dim)), chunk_spec(), chunk_spec())),
+        out_shape=_ChunkSoftmax._make((result(v_dim), result(), result())),
         compiler_params=triton.CompilerParams(num_warps=4 if heads * widest < _QUERY_NUMBERS else 8, num_stages=2),
         interpret=settings.interpret,
         name="cached_attention",
@@ -193,20 +193,20 @@ def _filled_blocks(visible: Bool[Array, "rows kv_seq"], block: int) -> Int[Array
     return jnp.stack([first // block, last // block + 1], axis=1)
 
 
-def _kernel(settings: ScoreSettings, sizes: _Sizes, arrays: Any, *results: Any) -> None:
+def _kernel(settings: ScoreSettings, sizes: _GridSizes, arrays: Any, *results: Any) -> None:
     """Attend with some heads of a key head to a chunk of its slots, block by block with a running softmax."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    softmax, kv_seq, chunk = _RunningSoftmax(*results), arrays.visible.shape[0], pl.program_id(2)
+    softmax, kv_seq, chunk = _ChunkSoftmax(*results), arrays.visible.shape[0], pl.program_id(2)
     shares = -(-sizes.group // sizes.heads)
-    heads = _Span(0, sizes.heads, sizes.group - pl.program_id(0) % shares * sizes.heads)
+    heads = _PaddedSpan(0, sizes.heads, sizes.group - pl.program_id(0) % shares * sizes.heads)
     spans, columns = [_full_span(size) for size in sizes.key_channels], _full_span(sizes.v_dim)
     queries = [_load(part.query, heads, span) for part, span in zip(arrays.parts, spans)]
 
     def add_block(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         output, peak, total = carry
-        slots = _Span(number * sizes.block, sizes.block, kv_seq)
+        slots = _PaddedSpan(number * sizes.block, sizes.block, kv_seq)
         keys = [_load(part.key, slots, span).astype(queries[0].dtype) for part, span in zip(arrays.parts, spans)]
         dots = [triton.dot(query, key.T) for query, key in zip(queries, keys)]
         load_scales = lambda ref: None if ref is None else _load(ref, slots)[None]
@@ -233,7 +233,7 @@ def _kernel(settings: ScoreSettings, sizes: _Sizes, arrays: Any, *results: Any) 
         triton.store(_select(result, *spans), value, mask=_is_inside(*spans))
 
 
-class _Span(NamedTuple):
+class _PaddedSpan(NamedTuple):
     """`size` indices of a dim from `begin` on; the size is a power of two, and indices from `end` on are padding."""
 
     begin: Any
@@ -241,24 +241,24 @@ class _Span(NamedTuple):
     end: Any
 
 
-def _full_span(size: int) -> _Span:
-    return _Span(0, _padded_dim(size), size)
+def _full_span(size: int) -> _PaddedSpan:
+    return _PaddedSpan(0, _padded_dim(size), size)
 
 
-def _load(ref: Any, *spans: _Span) -> Array:
+def _load(ref: Any, *spans: _PaddedSpan) -> Array:
     """Load a part of an array, with zeros for padding."""
     from jax.experimental.pallas import triton
 
     return triton.load(_select(ref, *spans), mask=_is_inside(*spans), other=jnp.zeros((), ref.dtype))
 
 
-def _select(ref: Any, *spans: _Span) -> Any:
+def _select(ref: Any, *spans: _PaddedSpan) -> Any:
     from jax.experimental import pallas as pl
 
     return ref.at[tuple(pl.ds(span.begin, span.size) for span in spans)]
 
 
-def _is_inside(*spans: _Span) -> Bool[Array, "..."]:
+def _is_inside(*spans: _PaddedSpan) -> Bool[Array, "..."]:
     """Return whether each index of a part is no padding."""
     are_inside = [span.begin + jnp.arange(span.size, dtype=jnp.int32) < span.end for span in spans]
     return are_inside[0] if len(are_inside) == 1 else are_inside[0][:, None] & are_inside[1][None]

@@ -61,8 +61,8 @@ class HopperGroupedMatmul(GroupedMatmul):
         weight = weight.astype(rows.dtype)
         count, columns = len(rows), weight.shape[1 if transpose else 2]
         tile = choose_tile(count, len(sizes), columns)
-        rows = pad_rows(rows, max(tile.rows, -(-count // ALIGNMENT) * ALIGNMENT))
-        body = functools.partial(multiply_kernel, tile, transpose)
+        rows = pad_rows_to(rows, max(tile.rows, -(-count // ALIGNMENT) * ALIGNMENT))
+        body = functools.partial(multiply_tiles, tile, transpose)
         y = make_kernel(body, jax.ShapeDtypeStruct((len(rows), columns), rows.dtype), self.interpret)
         return varying_as(y(*make_row_tiles(sizes, len(rows), tile.rows), rows, weight), rows)[:count]
 
@@ -74,14 +74,14 @@ class HopperGroupedMatmul(GroupedMatmul):
         dtype: DTypeLike,
     ) -> Float[Array, "groups outputs inputs"]:
         """Return the sums of outer products over the rows of each group."""
-        output_grad, x = (pad_rows(rows, -(-len(rows) // BLOCK) * BLOCK) for rows in (output_grad, x))
+        output_grad, x = (pad_rows_to(rows, -(-len(rows) // BLOCK) * BLOCK) for rows in (output_grad, x))
         (_, outputs), inputs, groups = output_grad.shape, x.shape[1], len(sizes)
         tile = Tile(*(128 if size % 128 == 0 else 64 for size in (outputs, inputs)))
         ends = jnp.cumsum(sizes, dtype=jnp.int32)
         starts = ends - sizes
         first_rows = starts // BLOCK * BLOCK
         blocks = jnp.where(sizes > 0, -(-(ends - first_rows) // BLOCK), 0)
-        body = functools.partial(outer_product_kernel, tile, (groups, outputs // tile.rows, inputs // tile.columns))
+        body = functools.partial(sum_tiles, tile, (groups, outputs // tile.rows, inputs // tile.columns))
         y = make_kernel(body, jax.ShapeDtypeStruct((groups, outputs, inputs), dtype), self.interpret)
         return varying_as(y(starts, ends, first_rows, blocks, output_grad, x), x)
 
@@ -157,7 +157,7 @@ def make_kernel(body: Callable[..., None], result: jax.ShapeDtypeStruct, interpr
 
     The programs take turns at the tiles.
     """
-    plgpu = pallas()[1]
+    plgpu = mosaic_gpu()[1]
     interpreter: Any = None
     if interpret:
         from jax._src.pallas.mosaic_gpu.interpret import params
@@ -180,12 +180,12 @@ def make_kernel(body: Callable[..., None], result: jax.ShapeDtypeStruct, interpr
     return call
 
 
-def pad_rows(rows: Array, number: int) -> Array:
+def pad_rows_to(rows: Array, number: int) -> Array:
     """Return `number` rows, with zeros after the last row."""
     return rows if len(rows) == number else jnp.pad(rows, [(0, number - len(rows)), (0, 0)])
 
 
-def pallas() -> tuple[Any, Any]:
+def mosaic_gpu() -> tuple[Any, Any]:
     """Return Pallas and its part for GPUs by Mosaic, which are imported only for programs with these kernels."""
     return tuple(map(importlib.import_module, ("jax.experimental.pallas", "jax.experimental.pallas.mosaic_gpu")))
 
@@ -193,7 +193,7 @@ def pallas() -> tuple[Any, Any]:
 # The kernels.
 
 
-def multiply_kernel(
+def multiply_tiles(
     tile: Tile,
     transpose: bool,
     group_of: Any,
@@ -206,7 +206,7 @@ def multiply_kernel(
     y: Any,
 ) -> None:
     """Multiply the rows of each tile by their group's matrix; the arrays before `x` are those of `RowTiles`."""
-    pl, plgpu = pallas()
+    pl, plgpu = mosaic_gpu()
     columns, inputs = y.shape[1] // tile.columns, x.shape[1]
 
     @plgpu.nd_loop((number[0] * columns,), collective_axes="program")
@@ -238,7 +238,7 @@ def multiply_kernel(
         store_rows(product, y, starts[row_tile] - begin, begin, size, column * tile.columns)
 
 
-def outer_product_kernel(
+def sum_tiles(
     tile: Tile,
     number: tuple[int, int, int],
     starts: Any,
@@ -250,7 +250,7 @@ def outer_product_kernel(
     y: Any,
 ) -> None:
     """Sum tiles of each group's matrix over the `blocks` of rows, from `first_rows` on, that hold rows of the group."""
-    pl, plgpu = pallas()
+    pl, plgpu = mosaic_gpu()
     swizzle, (groups, *tiles) = swizzled_layout(output_grad.dtype), number
 
     @plgpu.nd_loop((groups, tiles[0] * tiles[1]), collective_axes="program")
@@ -294,7 +294,7 @@ def outer_product_kernel(
 
 def store_rows(tile: Array, y: Any, first: Array, begin: Array, size: Array, column: Array) -> None:
     """Store the rows of a tile's group, `size` from `first` on, in the result: by way of shared memory."""
-    pl, plgpu = pallas()
+    pl, plgpu = mosaic_gpu()
 
     def store(shared: Any) -> None:
         shared[...] = tile.astype(shared.dtype)
@@ -307,7 +307,7 @@ def store_rows(tile: Array, y: Any, first: Array, begin: Array, size: Array, col
 
 def store_tile(tile: Array, y: Any, group: Array, row: Array, column: Array) -> None:
     """Store a tile of a group's matrix in the result: by way of shared memory."""
-    pl, plgpu = pallas()
+    pl, plgpu = mosaic_gpu()
 
     def store(shared: Any) -> None:
         shared[...] = tile.astype(shared.dtype)
@@ -325,7 +325,7 @@ def _copy_rows(tile: Any, y: Any, first: Array, begin: Array, size: Array, colum
     The number of rows of a copy is fixed when the kernel is compiled, so there is a copy for each power of two in
     `size`.
     """
-    pl, plgpu = pallas()
+    pl, plgpu = mosaic_gpu()
     rows, columns = tile.shape
     for length in (1 << power for power in reversed(range(rows.bit_length()))):
 
@@ -350,5 +350,5 @@ def order_in_panels(index: Array, rows: Array, columns: int) -> tuple[Array, Arr
 
 def swizzled_layout(dtype: DTypeLike) -> tuple[Any, ...]:
     """Return the layout of a tile in shared memory for tensor cores: rows of 128 bytes, swizzled by eights."""
-    plgpu = pallas()[1]
+    plgpu = mosaic_gpu()[1]
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)

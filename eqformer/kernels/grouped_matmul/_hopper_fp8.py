@@ -24,9 +24,9 @@ from ._hopper import (
     hopper_reason,
     make_kernel,
     make_row_tiles,
+    mosaic_gpu,
     order_in_panels,
-    pad_rows,
-    pallas,
+    pad_rows_to,
     store_rows,
     store_tile,
     Tile,
@@ -70,7 +70,7 @@ class HopperFp8GroupedMatmul(GroupedMatmul):
         count, columns = len(codes), matrices.shape[1]
         tile = choose_tile(count, len(sizes), 64 if is_exact else columns)  # an exact sum has two tiles of registers
         padded_count = max(tile.rows, -(-count // ALIGNMENT) * ALIGNMENT)
-        codes, row_scale = pad_rows(codes, padded_count), pad_rows(row_scale, padded_count)[:, 0]
+        codes, row_scale = pad_rows_to(codes, padded_count), pad_rows_to(row_scale, padded_count)[:, 0]
         matrices = _pad_depth(matrices)
         body = functools.partial(multiply_fp8_kernel, tile, is_exact)
         y = make_kernel(body, jax.ShapeDtypeStruct((padded_count, columns), rows.dtype), self.interpret)
@@ -164,7 +164,7 @@ def multiply_fp8_kernel(
     y: Any,
 ) -> None:
     """Multiply the rows of each tile by their group's matrix, and by both scales."""
-    pl, plgpu = pallas()
+    pl, plgpu = mosaic_gpu()
     columns, groups = y.shape[1] // tile.columns, matrices.shape[0]
 
     @plgpu.nd_loop((number[0] * columns,), collective_axes="program")
@@ -193,7 +193,7 @@ def outer_product_fp8_kernel(
     y: Any,
 ) -> None:
     """Sum tiles of each group's matrix over the `blocks` of the group's columns, from `first_columns` on."""
-    pl, plgpu = pallas()
+    pl, plgpu = mosaic_gpu()
     groups, *tiles = number
 
     @plgpu.nd_loop((groups, tiles[0] * tiles[1]), collective_axes="program")
@@ -220,7 +220,7 @@ def _multiply_tiles(
     Tensor cores add products of 8-bit numbers up in fewer digits than float32 has. An exact sum adds the result of each
     step in float32.
     """
-    pl, plgpu = pallas()
+    pl, plgpu = mosaic_gpu()
     block_specs = [plgpu.BlockSpec(*spec, delay_release=0 if is_exact else 1) for spec in specs]
     concurrent = min(4, 98304 // (sum(tile) * DEPTH))
     pipeline = functools.partial(

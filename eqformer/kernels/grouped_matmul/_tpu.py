@@ -60,7 +60,7 @@ class TpuGroupedMatmul(GroupedMatmul):
         """Return each row times its group's matrix."""
         count, dtype, tile = len(rows), rows.dtype, _tile_height(len(rows))
         rows, weight = _cast_to_kernel_dtype(rows, weight.astype(dtype))
-        rows, (pl, plt) = _pad_rows(rows, tile), pallas()
+        rows, (pl, plt) = _pad_rows(rows, tile), mosaic_tpu()
         (padded_count, inputs), columns = rows.shape, weight.shape[1 if transpose else 2]
         block_inputs = _block_channels(inputs, 4096 // rows.dtype.itemsize)
         block_columns = _block_channels(columns, 768 if rows.dtype.itemsize == 2 else 512)
@@ -100,7 +100,7 @@ class TpuGroupedMatmul(GroupedMatmul):
         tile, dtype = _tile_height(len(x)), jnp.dtype(dtype)
         output_grad, x = (_pad_rows(rows, tile) for rows in _cast_to_kernel_dtype(output_grad, x))
         (rows, outputs), inputs, groups = output_grad.shape, x.shape[1], len(sizes)
-        pl, plt = pallas()
+        pl, plt = mosaic_tpu()
         block = _block_channels(outputs, 512), _block_channels(inputs, 512)
         visits, number = visit_tiles(sizes, rows, tile, visit_empty=True)
         rows_index = lambda side: lambda row, column, visit, *visits: (Visits(*visits).tile[visit], (row, column)[side])
@@ -129,7 +129,7 @@ class Visits(NamedTuple):
     """Whether it is the group's last visit."""
 
 
-def pallas() -> tuple[Any, Any]:
+def mosaic_tpu() -> tuple[Any, Any]:
     """Return Pallas and its part for TPUs, which are imported only for programs with these kernels."""
     return tuple(map(importlib.import_module, ("jax.experimental.pallas", "jax.experimental.pallas.tpu")))
 
@@ -169,7 +169,7 @@ def _call_kernel(
 
     Sums, and results that are written by several visits, need this order.
     """
-    pl, plt = pallas()
+    pl, plt = mosaic_tpu()
     call = pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=varying_of((visits, arrays))),
@@ -217,7 +217,7 @@ def _block_channels(size: int, limit: int) -> int:
 
 def multiply_kernel(transpose: bool, inputs: int, *refs: Any) -> None:
     """Multiply the rows of a visit by their group's matrix; the grid is columns, visits, blocks of the `inputs`."""
-    pl, _ = pallas()
+    pl, _ = mosaic_tpu()
     visits, (x, weight, y, *sums) = Visits(*refs[:6]), refs[6:]
     step, (tile, columns), block_inputs = pl.program_id(2), y.shape, x.shape[1]
     low, high, steps = visits.low[pl.program_id(1)], visits.high[pl.program_id(1)], -(-inputs // block_inputs)
@@ -251,7 +251,7 @@ def multiply_kernel(transpose: bool, inputs: int, *refs: Any) -> None:
 
 def outer_product_kernel(*refs: Any) -> None:
     """Sum a tile of each group's matrix over the group's visits; the grid is rows, columns, visits."""
-    pl, _ = pallas()
+    pl, _ = mosaic_tpu()
     visits, (output_grad, x, y, total) = Visits(*refs[:6]), refs[6:]
     visit = pl.program_id(2)
 
@@ -282,7 +282,7 @@ def _loop_over_pieces(tile: int, low: Array, high: Array, piece: Callable[[Any, 
 
     All pieces but the last have the largest height; the last has the lowest height that suffices.
     """
-    pl, _ = pallas()
+    pl, _ = mosaic_tpu()
     heights, is_whole = piece_heights(tile), (low == 0) & (high == tile)
     first = low & -ALIGNMENT
 
