@@ -295,7 +295,7 @@ def test_memory_that_is_enough_and_meshes_where_it_is_not(report):
     sum_of = lambda text: figure(text, "sum when it is most")
     held = sum_of(report(TIGHT))
     assert "\nfits, of 1,000.0 GB" in report(f"{TIGHT} --memory 1TB")
-    memory = held * 3 // 4
+    memory = held // 2
     text = report(f"{TIGHT} --memory {memory}B")
     assert f"\ndoes not fit: {(held - memory) / 1e9:.3f} GB too much, of {memory / 1e9:.3f} GB" in text
     offered = re.findall(r"^  (--.*): ([\d.]+) GB, sends ([\d.]+) GB a step(?:, too close.*)?$", text, re.MULTILINE)
@@ -331,6 +331,7 @@ def test_where_nothing_fits_the_part_that_is_too_large_is_named(report, monkeypa
 def test_models_are_made_once_for_all_meshes(report, monkeypatch):
     made, build = [], _setup.build_model
     monkeypatch.setattr(_setup, "build_model", lambda recipe: made.append(recipe) or build(recipe))
+    monkeypatch.setattr(plan, "find_smaller_runs", lambda *_: [])  # which makes a model for each variant
     report(f"{TIGHT} --memory 1k")
     assert len(made) <= 3  # as it is, for the report and for the search, and computing all again
 
