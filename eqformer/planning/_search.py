@@ -110,7 +110,7 @@ class PlanSearch(NamedTuple):
     meshes: int
     """Meshes that suit the model."""
     candidates: int
-    """Plans whose state fits."""
+    """Plans that might fit by their shapes alone; if none might, 1: the plan that comes nearest."""
     traced: int
     """Plans of which all bytes were computed."""
 
@@ -200,7 +200,7 @@ def search_plans(
         min(traced, key=lambda pair: pair[1].total, default=None),
         min(state_sizes, default=memory + 1),
         len(state_sizes),
-        len(ranked),
+        len(possible),
         len(traced),
     )
 
