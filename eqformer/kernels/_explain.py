@@ -10,7 +10,7 @@ from ._platform import traced_for
 
 
 class Explanation(NamedTuple):
-    """The implementation of some calls of an operation, and the reasons why others of the platform do not run them."""
+    """An operation's chosen implementation, and the reasons why the platform's other implementations were refused."""
 
     operation: str
     implementation: str
@@ -28,7 +28,7 @@ def explain(function: Callable[..., Any], *arguments: Any, platform: str) -> tup
     """Return what runs each operation of `function(*arguments)` on a platform, and why not another implementation.
 
     Print an `Explanation` for one line. The program is traced as for one device of the platform, `"cuda"`, `"tpu"` or
-    `"cpu"`, and nothing is computed: shapes do in the place of arrays, and the platform's compiler need not be
+    `"cpu"`, and nothing is computed: arguments may be shapes instead of arrays, and the platform's compiler need not be
     installed. Equal explanations are counted, not repeated.
 
         for line in kernels.explain(model.encode, ids, tokens, platform="cuda"):

@@ -32,18 +32,21 @@ def compilers() -> tuple[str, ...]:
 def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
     """Trace programs for a platform, `"tpu"`, `"cuda"` or `"cpu"`, whatever is installed here: a context manager.
 
-    So a program that is only analyzed is the same on each machine. Compiling it needs the platform's compiler.
+    A program that is only analyzed is then the same on every machine. Compiling it needs the platform's compiler.
     """
     return _TRACED_FOR(() if platform == "cpu" else (platform,))
 
 
 def cpu_or(cpu: Callable[..., Any], default: Callable[..., Any], *arguments: PyTree) -> Any:
-    """Return `cpu(*arguments)` on CPUs and `default(*arguments)` elsewhere, traced only where there is an elsewhere."""
+    """Return `cpu(*arguments)` on CPUs and `default(*arguments)` elsewhere.
+
+    `default` is traced only if the installation can compile for an accelerator.
+    """
     return jax.lax.platform_dependent(*arguments, cpu=cpu, default=default) if compilers() else cpu(*arguments)
 
 
 def typed(function: Callable[..., Any], like: Shaped[Array, "..."]) -> Callable[..., Any]:
-    """Return a function of JAX's kernels whose results vary over the mesh axes that `like` varies over.
+    """Wrap one of JAX's own kernel functions so that its results vary over the same mesh axes as `like`.
 
     Under `shard_map(check_vma=True)` each result of `pallas_call` must be typed with the axes that it varies over.
     JAX's own kernels lack this, so the function runs with a `pallas_call` that adds it.
@@ -67,12 +70,12 @@ def typed(function: Callable[..., Any], like: Shaped[Array, "..."]) -> Callable[
 
 
 def varying_of(arrays: PyTree) -> Any:
-    """Return the type of mesh axes over which a kernel's result varies that reads all of these arrays."""
+    """Return the `manual_axis_type` of the result of a kernel that reads all of these arrays."""
     return jax.typeof(sum(jnp.zeros_like(x, jnp.float32, shape=()) for x in jax.tree.leaves(arrays))).manual_axis_type
 
 
 def varying_as(array: Shaped[Array, "..."], like: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Return a kernel's result typed as varying over the axes of `like`: Mosaic's kernels for GPUs have no types."""
+    """Return a kernel's result, typed as varying over the axes of `like`; Mosaic's GPU kernels do not type results."""
     missing = jax.typeof(like).manual_axis_type.varying - jax.typeof(array).manual_axis_type.varying
     return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
 
@@ -80,8 +83,8 @@ def varying_as(array: Shaped[Array, "..."], like: Shaped[Array, "..."]) -> Shape
 def gpu_capability() -> float:
     """Return the compute capability of the GPUs that a program is traced for, 9.0 for Hopper.
 
-    The mesh's GPUs count, this machine's or absent ones by their name, and without a mesh this machine's. A program
-    that is traced without any GPU is taken to be for Hopper.
+    The GPUs of the mesh decide, or without a mesh the GPU of this machine. The capability of GPUs that this machine
+    lacks follows from their name. A program that is traced without any GPU is taken to be for Hopper.
     """
     gpu, mesh = _local_gpu(), jax.sharding.get_abstract_mesh().abstract_device
     if gpu is not None:
@@ -98,7 +101,7 @@ def capability_of(gpu: str) -> float:
 _KINDS = {
     r"\bG?H\d": 9.0,
     r"\bG?B\d": 10.0,
-}  # in GPUs' names, as in GH200 and B200; others are taken for older
+}  # Patterns of GPU names such as GH200 and B200; any other name counts as an older GPU.
 
 
 def gpu_cores() -> int:

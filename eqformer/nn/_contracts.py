@@ -26,9 +26,9 @@ class LinearMap(Module):
     """A linear map `y = W x + b` between named dims, whatever form W is stored in: the contract of `Linear` and `LoRA`.
 
     A module that follows this contract may stand wherever a `Linear` does. Its arrays name their dims
-    (`nn.named_by`), so that a layout can split them; all sizes are those of the slice that a device holds. An array of
-    output dims alone other than the bias, such as a scale for each output of an 8-bit weight, is applied before sums
-    over devices.
+    (`nn.named_by`), so that a layout can split them; all sizes are those of the slice that a device holds. An array
+    with only output dims, such as the scales of an 8-bit weight's outputs, is applied before the sum over devices; the
+    bias is added after the sum.
     """
 
     if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
@@ -58,12 +58,12 @@ class LinearMap(Module):
         return add_float32(self.product(x), self.bias)
 
     def of_other(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Map vectors of other tokens than the layer's own, such as those of a cross-attention's source."""
+        """Map vectors of another sequence than the layer's input, such as the source of a cross-attention."""
         return self(x)
 
     @property
     def base(self) -> "LinearMap":
-        """The map that others are added to, as a LoRA's factors are: by default the map itself."""
+        """The map without adapters: the wrapped map of a `LoRA`; by default the map itself."""
         return self
 
     @property
@@ -123,7 +123,7 @@ class ComposedMap(LinearMap):
     """A linear map made of linear maps, such as a `LoRA`; transforms and costs treat each inner map separately."""
 
 
-Channels = tuple[tuple[int, ...], ...]  # Pairs (heads, channels of each) of a token; a cost adds up the pairs.
+Channels = tuple[tuple[int, ...], ...]  # Pairs (heads, channels of a head) of one token; costs sum over pairs.
 
 
 class Attends(NamedTuple):
@@ -152,18 +152,18 @@ class MixerFacts:
 
     Sizes are those of the slice that a device holds.
 
-    - `splits_heads`: whether the mixer runs on a slice of its `heads`, `kv_heads` or `mlp`. Its maps out of the
-      stream then return such slices, and the results of its maps back into the stream are summed over devices. Apart
-      from maps and norms, it may apply only elementwise functions to its input; a map may read their result too,
-      except in a `sequence` stream. If `splits_heads` is false, or if an array that belongs to no map has a dim
-      `embed` and one of these dims, every device runs the whole mixer.
-    - `attends`: None for a mixer that needs whole rows: it reads tokens in sequence, chooses among all tokens, or
-      combines neighbouring tokens outside of its core, of which a device with a piece of a row has only some.
+    - `splits_heads`: whether the mixer runs on a slice of its `heads`, `kv_heads` or `mlp`. Its input projections
+      then return such slices, and the results of its output projections are summed over devices. Besides projections
+      and norms, the mixer may apply only elementwise functions to its input; a projection may read the result of such
+      a function, except in a `sequence` stream. Every device runs the whole mixer if `splits_heads` is false, or if an
+      array that belongs to no map has both the dim `embed` and one of the dims above.
+    - `attends`: None for a mixer that needs whole rows, because it reads tokens in sequence, chooses among all tokens,
+      or combines neighbouring tokens outside of its core.
     - `operations`: operations a token, beyond those of linear maps and core; a multiply-add is two.
     - `shares_kv_heads`: whether devices may share a key head, each with some of the query heads that it serves.
-    - `attends_by_rows`: whether devices that share a key head may, in serving, each attend for some of the rows, with
-      the caches and tokens of these rows alone: the input goes through maps, whose results are exchanged, and the
-      mixer reads nothing of it otherwise.
+    - `attends_by_rows`: whether, in serving, devices that share a key head may each attend for some of the rows, with
+      only the caches and tokens of these rows. Such a mixer reads its input only through projections, whose results
+      the devices exchange.
     """
 
     splits_heads: bool = False
@@ -205,12 +205,12 @@ class ScoreBias(Module):
 class FeedForward(Module):
     """A layer that maps each token alone and runs on a slice of its `mlp` hidden features.
 
-    Its maps out of the stream to `mlp` return such a slice on each device, and the results of its maps back into the
-    stream are summed over slices. Other maps out of the stream, such as a gate of one number a token, give the whole
-    result on every device. Apart from maps and norms, it may apply only elementwise functions to its input. Arrays
-    that belong to no map name their dims: those with `embed` act on the stream, those with `mlp` on slices; an array
-    with both makes every device run the whole layer. Write a layer that does not follow these rules as a plain
-    function: every device runs the whole of it.
+    Its projections from `embed` to `mlp` return such a slice on each device, and the results of its projections from
+    `mlp` to `embed` are summed over the slices. Any other projection of the input, such as a gate of one number a
+    token, returns the whole result on every device. Besides projections and norms, the layer may apply only elementwise
+    functions to its input. Arrays that belong to no map name their dims: arrays with `embed` act on the stream, arrays
+    with `mlp` act on slices, and an array with both makes every device run the whole layer. A layer that does not
+    follow these rules is written as a plain function, which every device runs whole.
     """
 
     @abc.abstractmethod
@@ -219,7 +219,7 @@ class FeedForward(Module):
 
 
 class Routed(Module):
-    """A feed-forward layer that routes tokens: it reads their keys and padding too, and returns an `Aux`."""
+    """A feed-forward layer that routes tokens; it also reads their random keys and padding, and returns an `Aux`."""
 
     @abc.abstractmethod
     def __call__(
@@ -228,8 +228,8 @@ class Routed(Module):
         """Return the layer's output and an `Aux`."""
 
     def rebalanced(self, aux: PyTree, rate: float | Float[Array, ""]) -> "Routed":
-        """Return the layer after a step with this `Aux`, with loads moved by `rate` towards even; unchanged by
-        default."""
+        """Return the layer, adjusted by `rate` towards equal expert loads after a step with this `Aux`; by default
+        unchanged."""
         return self
 
 
@@ -238,7 +238,7 @@ class Layer(Module):
 
     @property
     def members(self) -> "tuple[Layer, ...]":
-        """The layers that run one after another as this one, such as a super-block's; by default the layer alone."""
+        """The layers that this layer runs one after another, such as a super-block's; by default the layer itself."""
         return (self,)
 
     @abc.abstractmethod
@@ -278,7 +278,7 @@ class ChunkedUnembedding(Module):
 
     @abc.abstractmethod
     def parts(self) -> tuple[PyTree, PyTree]:
-        """Return the arrays of all parts, with a dim of parts in front: those with gradients, and others."""
+        """Return two trees, arrays with gradients and other arrays; each array has a dim of parts in front."""
 
     @abc.abstractmethod
     def of_part(self, moving: PyTree, rest: PyTree) -> tuple[Module, Int[Array, "part"]]:
@@ -286,7 +286,7 @@ class ChunkedUnembedding(Module):
 
 
 class Aux(eqx.Module):
-    """Auxiliary losses and counts of a mixture of experts, each a sum over the tokens of a call without padding.
+    """Auxiliary losses and counts of a mixture of experts, each summed over a call's tokens other than padding.
 
     In a stack, each array has a `layers` dim in front. `loss` is added to the sum of the tokens' losses; `load` counts
     the choices of each expert, also those dropped; `entropy` sums the entropy of each token's scores, in nats.

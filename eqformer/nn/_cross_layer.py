@@ -26,7 +26,7 @@ class SharedValue(eqx.Module):
     value: PyTree
     """A `SharedKV`, a `KeySelection`, or anything else that the later mixer understands."""
     wrapped: PyTree = None
-    """The mixer's cache, if a mixer takes or returns the value; None in the aux of a layer."""
+    """The mixer's own cache, while the value is passed to or returned by a mixer; None in a layer's aux."""
     name: str = eqx.field(static=True, default="")
     """The name by which later layers ask for the value."""
 

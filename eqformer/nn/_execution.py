@@ -24,9 +24,9 @@ class Execution:
     core: Literal["auto", "xla", "reference", "blockwise", "cudnn", "splash"] = "auto"
     """The attention, by its name in `kernels.ATTENTIONS`; auto takes the kernel of the platform."""
     remat: Literal["none", "full", "dots", "dots_no_batch", "products", "products_on_host", "full_on_host"] = "products"
-    """What the backward pass recomputes instead of keeping it; ..._on_host keeps what it keeps in hosts' memory."""
+    """The rematerialisation policy; a policy that ends in `_on_host` stores its residuals in host memory."""
     unroll: int = 1
-    """How many layers an iteration of the scan over layers runs; with all there is no scan: compiling takes longer."""
+    """How many layers one scan iteration runs; with all layers there is no scan, and compilation takes longer."""
 
     def apply(self, model: Model) -> Model:
         """Return the model, or its shapes, with these settings.
@@ -47,12 +47,12 @@ def with_execution(
 ) -> Model:
     """Return the model, or any part of one, with other execution settings; a setting of None stays as it is.
 
-    Arrays are not touched, so the shapes of `equinox.filter_eval_shape` do as well.
+    No array is read, so a model of shapes from `equinox.filter_eval_shape` works too.
 
     Args:
         model: A model or any tree of modules.
-        core: Computes the softmax of every attention; what is computed stays, a softcap included.
-        remat: What the backward pass recomputes in every `Stack`, one of `REMAT`.
+        core: The attention kernel of every attention layer. Results stay the same; softcaps, for example, still apply.
+        remat: The rematerialisation policy of every `Stack`, one of `REMAT`.
         unroll: How many layers an iteration of a stack's scan runs.
 
     Raises:

@@ -225,8 +225,10 @@ class ParallelResidual(Sublayer):
         *,
         index: int | None = None,
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """Add the branches to `x`; random keys are folded with `index` in a block, those of dropout with the branch's
-        number too."""
+        """Add the branches to `x`.
+
+        In a block, random keys are folded with `index`; dropout keys are folded with the branch's number too.
+        """
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         tokens = tokens if index is None else tokens.fold_in(index)
         normed, outputs, new_caches, auxes = apply_norm(self.norm, x), [], [], []
@@ -235,7 +237,7 @@ class ParallelResidual(Sublayer):
             outputs.append(y)
             new_caches.append(new_cache)
             auxes.append(aux)
-        # Branches without a common norm are added to the input one after another.
+        # Without an `output_norm`, the branches are added to the input one after another.
         summands = (
             [x, *outputs] if self.output_norm is None else [x, apply_norm(self.output_norm, sum_in_order(outputs))]
         )
@@ -243,7 +245,7 @@ class ParallelResidual(Sublayer):
         return x, None if cache is None else join_caches(self.branches, new_caches), join(auxes)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """Return the empty cache of the branch with a mixer; of several, a tuple of theirs."""
+        """Return the empty cache of the branch with a mixer; a tuple of caches if several branches have a mixer."""
         return join_caches(self.branches, [branch.init_cache(batch, capacity, dtype) for branch in self.branches])
 
 
@@ -303,7 +305,7 @@ def find_feed_forward(sublayers: Sequence[Sublayer]) -> Sublayer | None:
 
 
 def split_cache(sublayers: Sequence[Sublayer], cache: PyTree) -> list[PyTree]:
-    """Return the cache of each sublayer, of a cache that `join_caches` made; None for those without a mixer."""
+    """Split a cache that `join_caches` made into one cache per sublayer; None for a sublayer without a mixer."""
     flags = [has_mixer(sublayer) for sublayer in sublayers]
     if cache is None or sum(flags) < 2:
         return [cache if flag else None for flag in flags]

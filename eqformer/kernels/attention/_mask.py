@@ -15,10 +15,9 @@ class Mask(eqx.Module):
     """An attention mask: a rule for the positions and segments of a query and a key.
 
     A key at position `j` is visible to a query at position `i` when both are of one segment, `j` is not padding (-1),
-    and each rule that is set holds: `causal` (`j <= i`), `window` (`i - j < window`, and where not causal
-    `j - i < ahead`, by default the window too), `chunk` (`i // chunk == j // chunk`). With `source` a query sees keys
-    at `OF_SOURCE` beside these, whatever its position. Implementations of attention ask for any part of the matrix, or
-    skip a part that the rules make empty.
+    and each rule that is set holds: `is_causal` (`j <= i`), `window` (`i - j < window`, and `j - i < ahead`; `ahead`
+    is the window by default), `chunk` (`i // chunk == j // chunk`). With `source`, every query also sees the keys at
+    position `OF_SOURCE`. Attention kernels compute the mask of single tiles, and skip tiles that the rules make empty.
     """
 
     is_causal: bool = eqx.field(static=True, default=True)

@@ -11,10 +11,10 @@ from ..attention._reference import RotatedChannels
 
 
 class StoredArrays(NamedTuple):
-    """The keys and values of a call where a cache stores them, heads before slots; latents have no dim of heads."""
+    """The keys and values of a call as the cache stores them: heads before slots; latents have no dim of heads."""
 
     layer: Int[Array, ""] | None
-    """The layer that is read, of arrays of a stack, which have a dim of layers in front."""
+    """The layer to read, if the arrays have a dim of layers in front; None: they are one layer's."""
     key: Num[Array, "*layers_batch kv_seq head_dim"]
     """The keys."""
     value: Num[Array, "*layers_batch kv_seq v_dim"] | None = None
@@ -34,7 +34,7 @@ class DecodeCall(eqx.Module):
     query: Float[Array, "*batch seq heads head_dim"]
     """The queries."""
     key: Num[Array, "*batch kv_seq kv_heads head_dim"]
-    """The keys; of 8 bits, with scales."""
+    """The keys; keys of 8 bits have `key_scales`."""
     value: Num[Array, "*batch kv_seq kv_heads v_dim"] | None
     """The values; None: the keys with their scales are the values, as latents are, and are read once."""
     visible: Bool[Array, "*#batch seq kv_seq"] = eqx.field(kw_only=True)

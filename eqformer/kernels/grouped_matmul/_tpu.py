@@ -1,14 +1,14 @@
 """Grouped products on TPUs: a kernel in Pallas by Mosaic.
 
-XLA's own ragged products copy the weights where they contract the last dim of these, and compute gradients of weights
-for every group and row: as many times the work as there are groups. JAX's kernels (megablox), which these kernels
-follow, do neither, but compute a whole tile for each group that has rows in it. Here only a group's own rows are
-computed, in pieces that need not begin or end where tiles do.
+XLA's own ragged products copy the weights when they contract the weights' last dim. For weight gradients they multiply
+every row once per group, so the work is multiplied by the number of groups. JAX's megablox kernels, on which these
+kernels are based, avoid both, but compute a whole tile for each group that has rows in the tile. These kernels compute
+only a group's own rows, in pieces that may begin and end inside a tile.
 
 Rows lie in tiles of equal height in vector memory (VMEM), and a tile is visited once for each group that has rows in
-it. A visit multiplies the group's own rows in pieces of one of few heights, for each of which the kernel contains a
-product. Beside these rows, at most fifteen rows before them are computed, and the rows that are missing to the next
-height.
+the tile. A visit multiplies the group's rows in pieces. A piece has one of a few heights, and the kernel contains one
+matrix product per height. A visit computes few extra rows: at most fifteen before the group's first row, for alignment,
+and those that fill the last piece up to the next height.
 """
 
 import functools
@@ -30,7 +30,7 @@ ALIGNMENT = 16
 """Rows of a register of bfloat16: pieces begin at multiples of it."""
 HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Rows that a piece may have, beside a whole tile."""
-_COLUMNS = 256  # of a piece's product at once, so that programs of many heights stay short: the width of wide units
+_COLUMNS = 256  # Columns of one product in a piece: keeps the program short, and 256 is the width of wide matrix units.
 
 
 class TpuGroupedMatmul(GroupedMatmul):
@@ -198,13 +198,12 @@ def _pad_rows(x: Array, tile: int) -> Array:
 
 
 def _tile_height(rows: int) -> int:
-    """Return the rows of a tile, which are in VMEM at once: a group of several tiles reads its matrix for each tile."""
+    """Return the height of a tile, which must fit in VMEM; a group's matrix is read again for each of its tiles."""
     return min(512, -(-rows // ALIGNMENT) * ALIGNMENT)
 
 
 def _block_channels(size: int, limit: int) -> int:
-    """Return the channels of a block: blocks are nearly equal multiples of 128, so that few missing channels are
-    computed."""
+    """Return the channels of a block: blocks are nearly equal multiples of 128, so that little padding is computed."""
     fewest = -(-size // limit)
     if fewest == 1:
         return size
@@ -305,12 +304,12 @@ def _loop_over_pieces(tile: int, low: Array, high: Array, piece: Callable[[Any, 
 
 
 def _rows_between(rows: Any, shape: tuple[int, ...], low: Array, high: Array) -> Bool[Array, "..."]:
-    """Return whether each row of a piece lies between two rows of its tile."""
+    """Return whether `low <= row < high` for each row of a piece, counted in its tile."""
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + rows.start
     return (row >= low) & (row < high)
 
 
 def _zero_from(end: Array, array: Array, axis: int) -> Array:
-    """Return the array with zeros from an index of an axis on."""
+    """Set the array to zero from index `end` of an axis on."""
     is_inside = jax.lax.broadcasted_iota(jnp.int32, array.shape, axis) < end
     return jnp.where(is_inside, array.astype(jnp.float32), 0).astype(array.dtype)

@@ -105,10 +105,11 @@ class CrossAttention(Mixer):
 class MergedAttention(Mixer):
     """Attention whose one softmax runs over a row's own keys and those of `tokens.source` (T5Gemma 2).
 
-    The same maps and norms give the keys and values of both; the source's keys are not rotated, and each token sees all
-    of them, or in packed rows those of its own segment, whatever `mask` says of the row's own keys. The cache is a
-    pair: the row's own, and that of the source, which a call with a source stores and later calls without one read.
-    Head counts are read off the weights, so the module runs on a slice of its heads.
+    The same maps and norms compute the keys and values of the row and of the source. The source's keys are not rotated.
+    Each token sees all of the source's keys, or in packed rows those of its own segment; `mask` limits only the row's
+    keys. The cache is a pair of caches, the row's and the source's. A call with a source fills the source's cache;
+    later calls without a source read it. Head counts are read off the weights, so the module runs on a slice of its
+    heads.
     """
 
     query: LinearMap
@@ -164,7 +165,7 @@ class MergedAttention(Mixer):
         )
         kv_tokens = _join_tokens(source_tokens, tokens if row_tokens is None else row_tokens, x.shape[:-2])
         if row_cache is not None and x.shape[-2] <= FEW and blockwise_of(self.core):
-            # For few queries the scores are concatenated, so that both caches are read where they lie.
+            # With few queries, concatenate scores instead of keys: both caches are then read in place.
             sources = (source_key, source_value), (key, value)
             visible, scale = self.mask(tokens, kv_tokens), self.scores.scale_of(query.shape[-1])
             attended = attend_to_sources(query, sources, visible, scale=scale, softcap=self.scores.softcap)
@@ -187,8 +188,10 @@ class MergedAttention(Mixer):
         return self._normalize_keys(self.key.of_other(vectors)), self.value.of_other(vectors)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> tuple[KVCache, KVCache]:
-        """Return empty caches for rows and sources of up to `capacity` tokens; the first rolls if the mask sees
-        fewer."""
+        """Return empty caches for rows and for sources of up to `capacity` tokens.
+
+        The row's cache is a rolling buffer if the mask reaches back fewer tokens.
+        """
         self.mask.check_cached("MergedAttention")
         shapes = self.key.output_shape, self.value.output_shape
         row_cache = KVCache.empty(batch, capacity, *shapes, dtype, reach=self.mask.reach(capacity))
@@ -211,7 +214,9 @@ def read_source(
 ) -> tuple[
     Float[Array, "*batch all kv_heads head_dim"], Float[Array, "*batch all kv_heads v_dim"], Tokens, KVCache | None
 ]:
-    """Return keys, values and tokens of the source, and the cache with them; without a source, what the cache holds.
+    """Return the source's keys, values and tokens, and the cache that stores them.
+
+    Without a source, the keys, values and tokens come from the cache.
 
     Args:
         call: The name of the caller, for errors.
@@ -244,7 +249,7 @@ def read_source(
 
 
 def _join_tokens(source: Tokens, row: Tokens, batch: tuple[int, ...]) -> Tokens:
-    """Return the tokens of a source's keys, in positions that a mask knows as a source's, before those of the row."""
+    """Concatenate the tokens of the source's keys, all at position `OF_SOURCE`, and the tokens of the row."""
     if row.segments is not None and source.segments is None:
         raise ValueError(
             "MergedAttention: the row has segments and its source has none; give nn.Source(values, "

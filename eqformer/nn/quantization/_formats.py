@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
 """Bits of one code, by format."""
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "fp4": 6.0}
-"""The largest number that rounding gives, by format."""
+"""The largest magnitude of a rounded number, by format."""
 
 
 def codes_in_a_byte(form: str) -> int:
@@ -48,7 +48,8 @@ def apply_scales(
     Products below `2**-126` become 0 on platforms that flush subnormal numbers, as most do.
     """
     if scales.dtype == jnp.uint8:
-        # The scale's bits become a float32's exponent. 2**-127 is no normal number, so half of it moves to the numbers.
+        # The scale's bits become a float32's exponent. 2**-127 (scale 0) is subnormal in float32, so for this scale the
+        # numbers are halved and then multiplied by 2**-126.
         numbers = numbers * repeat_groups(jnp.where(scales == 0, 0.5, 1.0).astype(jnp.float32), numbers.shape)
         scales = jax.lax.bitcast_convert_type(jnp.maximum(scales, 1).astype(jnp.int32) << 23, jnp.float32)
     return numbers * repeat_groups(scales.astype(jnp.float32), numbers.shape)
