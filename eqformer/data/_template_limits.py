@@ -125,7 +125,7 @@ def _check_product(first: int, second: int) -> None:
 
 
 def largest_number(text: str | bytes) -> int:
-    """Return the largest number in a text, such as a width, as a power of ten not above it; 0 below 10,000."""
+    """Return the largest number in a text, such as a width, rounded down to a power of ten; 0 if it is below 10,000."""
     numbers = re.findall(rb"\d+", text) if isinstance(text, bytes) else re.findall(r"\d+", text)
     return max((10 ** min(len(number) - 1, 20) for number in numbers if len(number) > 4), default=0)
 

@@ -1,8 +1,7 @@
 """LoRA adapters in the files of peft: read into a model's `LoRA`s, and written from them.
 
-A factor's dims are some of its weight's, so the family's rule for the weight is enough to publish both factors: A has
-the weight's input dims and B its output dims, in the published order, merged as published, and joined with other
-weights where these are.
+The family's rule for a weight also describes how its factors are published, because A has the weight's input dims and
+B its output dims. Factors are ordered, merged and joined with those of other weights as the weight itself is.
 """
 
 import dataclasses
@@ -45,10 +44,10 @@ def load_adapter(
     """Return the model with the `LoRA`s of a folder that peft wrote.
 
     `like` is the published folder that the model came from; a model that came from none has a `config`. Each factor
-    has the file's dtype for it (one wide enough for all layers), or `dtype`. Maps that are published as one share A,
-    and each has its rows of B. Layers without factors get zeros, which add nothing and learn nothing. `lora_dropout` is
-    ignored. Raises a `ValueError` for options that are no plain LoRA's, and one that lists what does not match: arrays
-    that are no factors of a Linear, modules that the configuration names and that no array fills.
+    has its dtype in the file (wide enough for all layers), or `dtype`. Maps that are published as one module share A,
+    and each takes its rows of B. Layers without factors get zeros, which add nothing and learn nothing. `lora_dropout`
+    is ignored. Raises a `ValueError` for options of other variants than plain LoRA, for arrays that are no factors of a
+    Linear, and for modules that the configuration names and the file lacks.
     """
     folder = Folder(path, ADAPTER, "load_adapter")
     call = folder.call
@@ -98,9 +97,9 @@ def save_adapter(
     """Write a model's `LoRA`s as a folder that peft loads; the folder is written atomically and replaces nothing.
 
     `like` or `config` as for `load_adapter`; `base` is the published model's name, by default `like`. Maps that are
-    published as one and have one A are written so; others as blocks of a wider pair, of the ranks' sum, which computes
-    the same. Raises a `ValueError` for a model without a `LoRA`, and for one on a map that is not published as a
-    module.
+    published as one module are written with one A if they share it. Otherwise their factors become blocks of one wider
+    pair, whose rank is the sum of theirs and which computes the same. Raises a `ValueError` for a model without a
+    `LoRA`, and for a `LoRA` on a map that is not published as a module.
     """
     call, target = f"save_adapter({str(path)!r})", Path(path)
     if target.exists():
@@ -134,9 +133,9 @@ class AdaptedModule:
     rule: ResolvedRule
     """The rule of the weights."""
     down: ResolvedRule
-    """The rule of each map's A, for a map's own shape of A (`with_shapes`)."""
+    """The rule of every map's A; `with_shapes` takes the shape of one map's A."""
     up: ResolvedRule
-    """The rule of the B of all maps, for their shapes of B."""
+    """The rule of the maps' B; `with_shapes` takes the shapes of all of them."""
     maps: Mapping[str, DenseMap | LoRA]
     """The maps by their paths in the model, in the order in which they are published."""
 
@@ -167,8 +166,7 @@ class AdaptedModule:
     ) -> dict[str, LoRA]:
         """Return the `LoRA` of each map by the map's path; none where no module has factors.
 
-        All layers have the widest rank, where zeros fill the others up, and the widest dtype of each factor, or
-        `dtype`.
+        All layers get the largest rank, padded with zeros. Each factor gets the widest dtype of its layers, or `dtype`.
 
         Args:
             read_factors: Gives A and B by a module's name; None where it has no factors.
@@ -207,7 +205,7 @@ class AdaptedModule:
     def write(self) -> Iterator[tuple[str, Factor, Factor, Settings]]:
         """Yield each module's name, its A and B, and its rank and scale.
 
-        Maps with one A share it; maps with several get a block each of a wider pair, of the ranks' sum.
+        Maps with equal A share it. Otherwise each map gets a block of a wider pair, whose rank is the sum of theirs.
         """
         loras = list(self.loras.values())
         scale = loras[0].scale

@@ -113,7 +113,7 @@ class Count(Attribute):
 
 
 class Nullable(Attribute):
-    """One field whose attribute may be null, which means that the model lacks the thing (not the `default`)."""
+    """One field whose attribute may be null; null is read as None, and not as the `default`."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value, or None."""
@@ -140,7 +140,7 @@ class Expect(Entry):
         return {self.published: self.allowed[0]} if self.written else {}
 
 
-# By transformers' names of activations those of `nn.ACTIVATIONS`; where there are several, the first is written.
+# Transformers' name of an activation -> its name in `nn.ACTIVATIONS`. If several names fit, the first is written.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "quick_gelu": "quick_gelu"}
 _ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), "gelu_tanh")
 _ACTIVATIONS |= {"gelu_python_tanh": "gelu_tanh", "gelu_10": "clipped_gelu", "relu2": "relu_squared"}
@@ -181,7 +181,7 @@ class Activation(Entry):
 class Ignore(Entry):
     """Attributes that change nothing in this family, whatever their values.
 
-    Attributes that are given with a value are written.
+    Attributes that are passed as keywords are written, with the value passed.
     """
 
     def __init__(self, *published: str, **written: Any):

@@ -53,13 +53,13 @@ class _TensorEntry:
 
 
 class GGUF:
-    """A GGUF file: its numbers and texts by name (of lists the lengths alone), and its arrays.
+    """A GGUF file: its numbers and texts by name (for a list only its length), and its arrays.
 
     An array of experts, which has three dims, is read as one array of two dims for each expert: their names end in
     `.0`, `.1` and so on.
 
-    Raises a `ValueError` for a file that contradicts itself: that is cut short, has arrays that overlap, or a type that
-    is not known. Every count and size is compared with the remaining bytes before anything of that size is made.
+    Raises a `ValueError` for a file that is cut short, has overlapping arrays, or has an unknown type. Every count and
+    size is compared with the remaining bytes before memory of that size is allocated.
     """
 
     def __init__(self, path: Path):

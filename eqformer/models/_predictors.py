@@ -14,7 +14,7 @@ from ._weight_rules import flatten_model, NOTHING_STORED, resolve_rules, Resolve
 
 
 PREDICTOR = "predictor."
-"""What paths of the predictor's leaves begin with."""
+"""Prefix of the paths of the predictor's leaves."""
 _LAYER = "model.layers.{layer}."
 
 
@@ -25,16 +25,16 @@ class PredictorTable:
     one_layer_config: Callable[[Any], Any]
     """Gives the config of a model of one layer like the predictor's, for a model's config."""
     prefix: str
-    """What names of its arrays begin with; `{depth}` stands for the number of the model's layers."""
+    """Prefix of the names of the predictor's arrays; `{depth}` stands for the number of the model's layers."""
     weights: tuple[Rule, ...]
     """Rules for arrays outside its layer, with names without the prefix; the layer's rules are the family's."""
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Arrays that are copies of the model's own, by name without the prefix: of its `"embedding"` or its `"head"`."""
+    """Arrays that copy one of the model's, by name without the prefix: the model's `"embedding"` or its `"head"`."""
     attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What the configuration of a model with a predictor states."""
+    """Attributes that `config.json` of a model with a predictor has."""
 
     def prefix_of(self, config: Any) -> str:
-        """Return what names of the predictor's arrays begin with, behind a model of this config."""
+        """Return the prefix of the names of the predictor's arrays, for a model of this config."""
         return self.prefix.format(depth=config.layers)
 
     def build(self, make: Callable[..., Transformer], config: Any, *, key: Key[Array, ""]) -> Predictor:
@@ -65,7 +65,7 @@ class PredictorTable:
         return [dataclasses.replace(rule, layers=[number + depth for number in rule.layers]) for rule in rules]
 
     def copied_leaves(self, config: Any, model: Transformer) -> dict[str, str]:
-        """Return the names of arrays that are copies, and the paths of the model's leaves that they are copies of."""
+        """Return the path of the model's leaf that each copied array copies, by the array's name."""
         head = "embedding.weight" if model.head is None else "head.weight"
         path_of = {"embedding": "embedding.weight", "head": head}
         # A quantized head has no weight, and its copy stays as it is stored.

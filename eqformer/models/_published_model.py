@@ -22,8 +22,8 @@ from ._weight_rules import flatten_model
 from .formats import Format, read_format
 
 
-# What wrappers put into the names of the modules that they hold (`torch.compile`, FSDP, activation checkpointing), and
-# what data parallelism puts before all names.
+# Words that wrappers (`torch.compile`, FSDP, activation checkpointing) insert into the names of wrapped modules, and
+# the word that data parallelism puts before all names.
 _WRAPPERS, _DATA_PARALLEL = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"), "module"
 QUANTIZATION_KEYS, DTYPE_KEYS = ("quantization_config", "compression_config"), ("dtype", "torch_dtype")
 
@@ -58,8 +58,8 @@ class PublishedModel:
         """Return the name in the family's table of each array of a folder; None for an array that is left unread.
 
         Names may have the prefixes of wrappers (`torch.compile`, data parallelism), and may lack the base model's
-        prefix, as in folders that were saved without a head. A head that is stored without the table, though it is
-        tied to it, is the table.
+        prefix, as in folders that were saved without a head. If the head is tied to the embedding table and only the
+        head is stored, the head is read as the table.
         """
         if self.table_name_of is not None:
             return {name: self.table_name_of[name] for name in names}
@@ -125,7 +125,7 @@ def _unwrap_name(name: str) -> str:
 
 
 def describe_model(path: Path, file: GGUF | None = None) -> PublishedModel:
-    """Return what the `config.json` of a folder says, or the header of a GGUF file.
+    """Describe the model of a folder from its `config.json`, or of a GGUF file from its header.
 
     Raises a `ValueError` for a model of no known family.
     """
@@ -170,9 +170,9 @@ def has_weights(folder: Path) -> bool:
 
 
 def _untie_different_head(model: PublishedModel, folder: Folder) -> PublishedModel:
-    """Give the config a head of its own where `config.json` ties it and the folder's head is not equal to the table.
+    """Untie the model if `config.json` ties the head to the embedding table, but the folder stores a different head.
 
-    Transformers reads both too, and warns.
+    Transformers also reads both arrays, and warns.
     """
     stored_name = {table_name: name for name, table_name in model.table_names(folder.names).items() if table_name}
     table_name, head_name = (stored_name.get(name) for name in (model.family.table_name, model.family.head_name))
@@ -237,7 +237,7 @@ def format_of(
 ) -> tuple[Family, ModelConfig]:
     """Return the family and the config of a model that came from a folder, or was built from a config.
 
-    A folder without its weights may state that a head is tied which is not, see `describe_model`; the model tells.
+    The `config.json` of a folder without weights may wrongly tie the head (see `describe_model`); the model decides.
     """
     if like is not None and config is None:
         published = describe_model(Path(like))

@@ -27,8 +27,8 @@ def find_quantized_maps(
 ) -> dict[str, nn.QuantizedLinear]:
     """Return the shapes of the maps that hold the folder's codes, by the path of the plain map's weight in `shapes`.
 
-    Weights that are no linear map's, such as tables, are decoded. Raises a `ValueError` where no weight is quantized,
-    and one that names an array in a format that no map holds, or of a stack of which some layers are not quantized.
+    Quantized weights outside of linear maps, such as embedding tables, are decoded. Raises a `ValueError` if no weight
+    is quantized, if an array has a format that no map holds, and if only some layers of a stack are quantized.
     """
     plain = {path: linear for path, linear in maps_by_weight(shapes).items() if isinstance(linear, nn.DenseMap)}
     quantized: dict[str, nn.QuantizedLinear] = {}
@@ -124,9 +124,9 @@ def code_leaves(linear: nn.QuantizedLinear) -> dict[str, Any]:
 def read_map_codes(
     arrays: PublishedArrays, name: str, index: int | None, rule: ResolvedRule, maps: Sequence[nn.QuantizedLinear]
 ) -> list[Shaped[np.ndarray, "..."]]:
-    """Return what one published array holds of the `code_leaves` of each map, in the order of the maps.
+    """Return the part of each map's `code_leaves` that one published array holds, in the order of the maps.
 
-    `index` is the index of the array's first dim that is read alone; None: all.
+    `index` selects one entry of the array's first dim; None reads all of them.
     """
     form, sizes = arrays.form(name), arrays.shape(name)[-2:]
     assert isinstance(form, Grouped)
@@ -153,7 +153,7 @@ def _quantized_shapes(
         arrays: The published arrays.
         name: The array.
         form: The array's format.
-        axis: The dim of the array, counted from its end, along which the last of the map's inputs lies.
+        axis: The array's dim, counted from its end, that holds the map's last input dim.
         linear: The plain map.
         dtype: The dtype of the scales.
     """

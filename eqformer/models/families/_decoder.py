@@ -112,8 +112,9 @@ def rotary_of(
 def part_rotary(config: Any, **options: Any) -> Rotary:
     """Return rotary positions of a part of each head's channels; `options` are arguments of `Rotary`.
 
-    An odd number of channels counts for the frequencies, and the last channel is rotated with the one behind it, as in
-    transformers. Raises a `ValueError` where no channel is behind it, or for a scaling that has no such pairs.
+    If the part has an odd number of channels, frequencies are computed from that number, and its last channel is
+    rotated together with the next channel of the head, as in transformers. Raises a `ValueError` if there is no next
+    channel, or for a scaling that does not support such a pair.
     """
     stated, scaling = int(config.head_size * config.rotary_fraction), config.scaling
     channels = stated + stated % 2

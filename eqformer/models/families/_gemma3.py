@@ -1,4 +1,4 @@
-"""Gemma 3, its text models (Kamath et al. 2025, arXiv:2503.19786): five local layers to a global one, normed heads."""
+"""Text models of Gemma 3 (arXiv:2503.19786): five local layers per global layer, and norms of queries and keys."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Gemma3Config(DecoderConfig):
     """The config of a Gemma 3."""
 
     window_layers: tuple[Index, ...]
-    """The numbers of the layers that see a `window`; the others have the `scaling`."""
+    """The numbers of the layers with a sliding `window`; `theta` and `scaling` are for the other layers."""
     window: Length = 1024
     """The number of tokens that the layers of `window_layers` see."""
     head_dim: Size = 256
@@ -37,7 +37,7 @@ class Gemma3Config(DecoderConfig):
     """The softcap of the logits."""
     theta: Positive = 1_000_000.0
     local_theta: Positive = 10_000.0
-    """The base of rotary positions in these layers."""
+    """The base of rotary positions in layers with a window."""
     local_scaling: RotaryScaling | None = None
     """The scaling of rotary positions in layers with a window; None: none."""
     tied: bool = True

@@ -1,4 +1,4 @@
-"""Kimi Linear (Kimi team 2025, arXiv:2510.26692): delta nets of decays by channel, and latent attention in between."""
+"""Kimi Linear (Kimi team 2025, arXiv:2510.26692): delta nets with a decay per channel, and latent attention."""
 
 import dataclasses
 from typing import Any
@@ -20,7 +20,7 @@ from ._mixtures import BIASED_SIGMOIDS, mixture_beside_shared
 
 
 def _of_nets(published: PublishedConfig) -> PublishedConfig:
-    """Return what published configurations state of delta nets, for which transformers has other attributes."""
+    """Return the nested `linear_attn_config` of older configurations; transformers writes top-level attributes."""
     return PublishedConfig(published.nested("linear_attn_config"), f"{published.source}, linear_attn_config")
 
 
@@ -50,7 +50,7 @@ class _Net(Entry):
 
 
 def _attention(published: PublishedConfig, layers: int) -> tuple[int, ...]:
-    """Return the layers with attention where no types are listed: those of the older list, or 4, 8, 12 and so on."""
+    """Return the attention layers of a configuration without layer types: its older list, or 4, 8, 12 and so on."""
     numbers = _of_nets(published).listed("full_attn_layers", Size)
     return tuple(range(4, layers, 4)) if numbers is None else tuple(number - 1 for number in numbers)
 
@@ -64,7 +64,7 @@ KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     *(Attribute("first_dense", "first_k_dense_replace", 1), LayerMixtures()),
     LayerTypes("attention_layers", ("full_attention", "linear_attention"), _attention),
     Count("expert_mlp", "moe_intermediate_size", 1024),
-    # Transformers reads the second of two names last, so that the second counts.
+    # If a configuration has both names, transformers uses the second.
     _either("experts", "num_experts", "num_local_experts", 256),
     _either("top_k", "num_experts_per_token", "num_experts_per_tok", 8),
     _either("shared", "num_shared_experts", "n_shared_experts", 1, least=0),
@@ -111,7 +111,7 @@ KIMI_WEIGHTS = (
     *(dataclasses.replace(rule, needs=_IS_NET) for rule in _OF_NETS),
     *(dataclasses.replace(rule, lacks=_IS_NET) if "o_proj" in rule.name else rule for rule in _ELSEWHERE),
     *gated_weights(prefix=_FED),
-    # The names of dense layers in the first folders; transformers writes those of mixtures.
+    # The first published folders name dense layers differently; transformers gives them the prefix of mixtures.
     *(dataclasses.replace(rule, variant=True) for rule in gated_weights()),
     *gated_weights(f"{_LAYER}experts.mlps", prefix=f"{_FED}experts.{{expert}}.", names=("w1", "w3", "w2")),
     *gated_weights(f"{_LAYER}shared", prefix=f"{_FED}shared_experts."),
@@ -122,7 +122,7 @@ KIMI_WEIGHTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KimiLinearConfig(SigmoidLatentConfig):
-    """The config of a Kimi Linear, which has no positions; `theta`, `scaling` and `temperature` are of no use."""
+    """The config of a Kimi Linear, which has no positions; `theta`, `scaling` and `temperature` have no effect."""
 
     attention_layers: tuple[Index, ...]
     """The numbers of the layers with latent attention; others have nets."""
@@ -144,7 +144,7 @@ class KimiLinearConfig(SigmoidLatentConfig):
 def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Kimi Linear with random weights."""
     router = {"normalise": config.normalise, **BIASED_SIGMOIDS}
-    # As with rotated channels, all heads share some channels of keys; here none are rotated.
+    # The channels of keys that all heads share are rotated in DeepSeek-V3. This scaling leaves them unrotated.
     still = dataclasses.replace(config, scaling=ProportionalScaling(0.0))
     sizes: dict[str, Any] = {"heads": config.net_heads, "head_dim": config.net_head_dim, "taps": config.taps}
     sizes |= {

@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023, arXiv:2310.06825): a Llama whose layers see a sliding window, in its first version."""
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825): a Llama; in its first version every layer has a sliding window."""
 
 import dataclasses
 from typing import Any
