@@ -1,7 +1,7 @@
 """Collectives of the transforms, each with a name that the compiled program contains.
 
 The name is in the program's metadata (`op_name`), before that of the operation; a collective of the backward pass has
-the name of its forward collective. So profiles, counted bytes and the tests that leave one out use the same names.
+the name of its forward collective. Profiles, byte counts, and tests that omit a collective all use these names.
 """
 
 import functools
@@ -84,7 +84,7 @@ COLLECTIVES: dict[str, str] = {
 
 
 def vary(name: str, tree: PyTree, axes: str | Iterable[str]) -> PyTree:
-    """Mark arrays as varying over `axes` too; nothing is sent but, in the backward pass, the sum of their gradients."""
+    """Mark arrays as varying over `axes` too; the backward pass sums their gradients, the forward sends nothing."""
     with jax.named_scope(name):
         return vary_over(tree, (axes,) if isinstance(axes, str) else axes)
 
@@ -114,7 +114,7 @@ def all_gather(
 ) -> Array:
     """Concatenate all devices' pieces along `dim` or, with `stacks`, stack them along a new one.
 
-    With `steps` pieces are joined several times, in the reverse order of `psum_scatter` with the same steps.
+    With `steps`, the pieces are gathered in several steps, in the reverse order of `psum_scatter` with the same steps.
     """
     assert not (stacks and steps)
     for options in reversed(_step_options(steps)):
@@ -125,9 +125,10 @@ def all_gather(
 def psum_scatter(name: str, x: Array, axis: str, dim: int = 0, *, steps: Sequence[int] = ()) -> Array:
     """Sum over an axis and return this device's slice of the sum along `dim`.
 
-    With `steps` the sum is scattered several times, each time among so many devices; the product is the axis' size.
+    With `steps`, the sum is scattered in several steps, each among that many devices; the product of the steps is the
+    size of the axis.
     """
-    # Behind dims of one entry, XLA's compiler for TPUs sums the whole array on every device instead.
+    # If all dims in front of `dim` have size 1, XLA for TPUs all-reduces the whole array; so these dims are removed.
     dim %= x.ndim
     unit_dims = x.shape[:dim] if math.prod(x.shape[:dim]) == 1 else ()
     x = x.reshape(x.shape[len(unit_dims) :])
@@ -153,7 +154,7 @@ def all_to_all(
 
 
 class Runs(NamedTuple):
-    """Runs of rows that a device sends, equally many to each device in turn, and the sizes of those it receives."""
+    """Runs of rows that a device sends, the same number of runs to every device, and the sizes of runs it receives."""
 
     start: Int[Array, "runs"]
     """Index of the first row of each run."""
@@ -170,7 +171,7 @@ def ragged_all_to_all(
 ) -> Shaped[Array, "received embed"]:
     """Exchange runs of rows; return an array of `received` rows, zeros where no row arrives. CPUs cannot compile it.
 
-    Not to be differentiated: JAX's rule asks other devices for what the caller knows, the runs `back`.
+    Do not differentiate this function: JAX's rule would exchange the offsets again, which the caller has as `back`.
     """
     x, runs, back = vary_like((x, runs, back), x, runs, back)
     return _call("ragged_all_to_all", name, x, axis, received=received, runs=runs, back=back)
@@ -187,7 +188,7 @@ def _step_options(steps: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _step_groups(steps: Sequence[int]) -> list[list[list[int]]]:
-    """Return for each step its groups of indices along an axis: in the first step those that differ in the first digit.
+    """Return the groups of device indices of each step: in step `k`, indices of a group differ in digit `k` only.
 
     The digits of an index are its coordinates in an array of shape `steps`.
     """
@@ -211,7 +212,7 @@ def _ragged(x: Array, axis: str | tuple[str, ...], *, received: int, runs: Runs,
 
 def _ragged_into_zeros(axis: str | tuple[str, ...], shape: tuple[int, ...], x: Array, runs: Runs, back: Runs) -> Array:
     """Exchange runs of rows into an array of zeros."""
-    # These zeros depend on the rows. XLA would make constant ones before a loop over layers, and hold them in it.
+    # XLA would allocate constant zeros before a loop over layers and keep them during the loop, so these depend on `x`.
     zero = ((runs.size[0] < 0) & jnp.isnan(x[0, 0])).astype(x.dtype)
     return jax.lax.ragged_all_to_all(x, jnp.broadcast_to(zero, shape), *runs, axis_name=axis)
 

@@ -55,7 +55,7 @@ class OnDevice:
         return jax.tree.map(parameter_of, self.leaves, model)
 
     def wrap(self, parameters: PyTree, model: nn.LanguageModel) -> nn.LanguageModel:
-        """Return the wrapped model on this device: with the model's values, whose gradients go to `parameters`."""
+        """Wrap the model for this device: it computes with the model's values; gradients go to `parameters`."""
         plan, leaves, shards, in_blocks = self.plan, self.leaves, model, self._combines_in_blocks(model)
         outside = [_set_stacks(tree, [(), ()]) for tree in (leaves, shards, parameters)]
         combine = self._block_parameter if in_blocks else self._combine
@@ -86,7 +86,8 @@ class OnDevice:
     def _combines_in_blocks(self, model: nn.LanguageModel) -> bool:
         """Return whether blocks of layers combine values with gradient proxies each time they are called.
 
-        A pipeline that loops over microbatches sums the gradients of what its stages are given.
+        A pipeline that loops over microbatches sums the gradients of the arrays that its stages receive, in the dtype
+        of these arrays; 16-bit values are therefore combined with their float32 proxies inside the blocks.
         """
         sums_wide_grads = self.plan.spreads_edges and any(map(has_wider_grad, jax.tree.leaves(model.stacks)))
         return self.plan.zero == 3 or self.plan.scatters_layers or sums_wide_grads
@@ -101,7 +102,7 @@ class OnDevice:
         return parameter if dim is None and not has_wider_grad(x) else route_gradient(x, parameter, dim, steps)
 
     def _block_parameter(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
-        """Return the array by which a block differentiates; a pipeline scatters its gradient after all microbatches."""
+        """Return the array that receives a block's gradient; a pipeline scatters it after all microbatches."""
         if self.plan.zero != 2 or self.plan.scatters_layers or leaf.fsdp_dim is None:
             return parameter
         value = grad_proxy(x) if has_wider_grad(x) else x
@@ -155,7 +156,7 @@ class OnDevice:
 
     @property
     def vocabulary(self) -> SplitVocabulary | None:
-        """Reader of logits of which each device holds a part, for the loss; None if a device holds all."""
+        """Loss functions of logits that are split over devices; None if each device holds all logits."""
         return SplitVocabulary(self.shapes.vocab) if self.plan.size(TENSOR) > 1 else None
 
 

@@ -47,8 +47,8 @@ def split_over_tensor(
     """Wrap a model for a device of the axis `tensor`, with a residual stream between its layers.
 
     `specs` and `shapes` are those of the global model. The arrays of the stacks keep their values and their paths. In
-    the mode `"train"` the final norm gathers the stream for the head. In `"serve"`, with a replicated stream, its
-    output is returned as it is, replicated; and `sharers` devices have the same key head (`TensorParallelLayer`).
+    the mode `"train"` the final norm gathers the stream for the head. In `"serve"` the stream is replicated, and so is
+    the final norm's output; `sharers` devices have the same key head (`TensorParallelLayer`).
     """
     kinds = (nn.Mixer, nn.FeedForward, nn.Norm, nn.ExpertMixture, ReplicatedLayer)
     names = nn.dims(shapes)
@@ -134,13 +134,13 @@ def _replicate_plain_layer(
 
 
 def _replicate_layer(layer: Callable[..., Any], spec: PyTree, stream: ResidualStream) -> Callable[..., Any]:
-    """Wrap a layer to run on all features of each token; return it as it is where a device has these and its arrays."""
+    """Wrap a layer that needs gathered features or arrays; return it unchanged if the device holds all of them."""
     sliced = slice_module(layer, spec)
     return ReplicatedLayer(sliced, stream) if stream.splits_features or sliced.is_split else layer
 
 
 def slice_module(module: PyTree, specs: PyTree) -> Sliced:
-    """Wrap a module that is gathered where it runs, by the dims that the axis `tensor` splits."""
+    """Wrap a module whose arrays, which the axis `tensor` splits, are gathered when the module runs."""
     structure = jax.tree.structure(module)
     rows = zip(structure.flatten_up_to(module), structure.flatten_up_to(specs), strict=True)
     dims: list[int | None] = []
@@ -154,7 +154,7 @@ def slice_module(module: PyTree, specs: PyTree) -> Sliced:
 def _split_encoder(
     encoder: PyTree, plain: nn.Encoder, specs: PyTree, names: PyTree, shapes: PyTree, stream: ResidualStream
 ) -> nn.Encoder:
-    """Return an encoder of wrapped layers that gathers its output once, for all cross-attentions, and looks ids up."""
+    """Split an encoder's embedding, and gather its output once for all cross-attentions; its layers are wrapped."""
     encoder = eqx.tree_at(lambda m: m.norm, encoder, SourceOutput(encoder.norm, stream))
     if plain.embedding is None:
         return encoder

@@ -49,9 +49,9 @@ def make_gradient_function(
     There are gradients of the parameters that `trained` picks, and None in the place of all else. Gradients and their
     sums are float32 at least, whatever the parameters' dtype. `scale` is a `LossScale`'s value.
 
-    The batch is cut into `microbatches` or, under a plan, into the plan's, whose gradients are summed. Microbatch `i`
-    holds rows `i`, `i + microbatches`, ..., so that rows which are split over devices stay on theirs; of a `Batch` with
-    groups of rows, it holds groups. All microbatches get the same key: random numbers depend on the example, so the
+    The batch is cut into `microbatches` or, under a plan, `plan.microbatches`, whose gradients are summed. Microbatch
+    `i` holds rows `i`, `i + microbatches`, ..., so that no row moves to another device; if a `Batch` has groups of
+    rows, the groups are dealt out. All microbatches get the same key: random numbers depend on the example, so the
     result is that of the whole batch. A loss over the whole batch (`LoadBalance(per="batch")`) is computed for each
     microbatch.
 
@@ -165,8 +165,8 @@ class PipelinedExecution(ShardedExecution):
         once, after it.
         """
         wrapped = device.wrap(parameters, model)
-        # Differentiated at float32 parameters that are gathered in float32, so that the reductions of the gradients,
-        # which are summed over microbatches by then, are float32 too.
+        # Differentiate with respect to float32 parameters that are gathered in float32. The gradients, which are summed
+        # over microbatches by then, are then reduced over devices in float32 too.
         float32_model = _in_float32(model)
         float32_device = dataclasses.replace(device, leaves=_gather_in_float32(device.leaves))
         wrap_float32 = lambda parameters: float32_device.wrap(parameters, float32_model)

@@ -20,12 +20,11 @@ from ._mesh import axis_sizes
 class Layout:
     """Mesh axis that splits each named dim: `Layout({"heads": "tensor", "mlp": "tensor", "layers": "pipe"})`.
 
-    An axis splits an array once: where several of its dims ask for one axis, the last takes it, which in a linear map
-    (outputs, then inputs) is the side that it contracts. Dims in `lenient` are not split where their axis does not
-    divide them. Where the axis of a dim in `moving` does not, it splits the largest other dim that it can. For all
-    other dims that is an error. `fsdp_axis` is one more axis, over which every array of at least `smallest` entries is
-    split on its largest dim that it divides and that no other axis splits, but not on an ensemble's: fully sharded
-    state.
+    An axis splits at most one dim of an array. If several dims map to the same axis, the last of them is split; in a
+    linear map (outputs, then inputs) this is a contracted dim. If an axis does not divide its dim, a dim in `lenient`
+    stays whole, a dim in `moving` passes the axis to the largest other dim that the axis divides, and any other dim is
+    an error. `fsdp_axis` is the axis of fully sharded state: it splits every array of at least `smallest` entries, on
+    the largest dim that it divides, that no other axis splits, and that is no ensemble's.
     """
 
     dims: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -1,8 +1,9 @@
 """Pipeline schedules: GPipe, 1F1B, interleaved, looping, zero-bubble (ZB-H1, ZB-V) and DualPipeV.
 
-In the formulas p is the number of stages (devices), m of microbatches, v of chunks per device, i a stage from 0; F, B
-and W are the times of a whole device's forward, backward to its input, and backward to its weights, of a microbatch.
-The bubble is the time that a device is idle.
+Formulas use these letters: p stages (devices), m microbatches, v chunks per device, i the number of a stage, from 0. F,
+B and W are a device's times for one microbatch: forward, backward to the input, and backward to the weights. The bubble
+is the time that a device is idle. Devices in lock-step begin each tick together, so a tick takes as long as its slowest
+entry; otherwise a device waits only for its inputs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -107,10 +108,10 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 def one_f_one_b(stages: int, microbatches: int, *, fused: bool = True) -> Schedule:
     """Make 1F1B: forwards and backwards alternate once the first backward can run (Narayanan et al. 2020).
 
-    Bubble (p-1)(F+B+W). *Fused*, a tick holds a forward and a backward of different microbatches: `m+2(p-1)` ticks,
-    the bubble holds for devices in lock-step for any B/F, and device i holds the inputs of `min(m, 2(p-1-i)+1)`
-    microbatches. Otherwise a tick holds one entry, the bubble is that of devices that do not wait for each other's
-    ticks, and device i holds `min(m, p-i)`.
+    Bubble (p-1)(F+B+W). If `fused`, a tick holds a forward and a backward of different microbatches: `m+2(p-1)` ticks,
+    the formula is valid for devices in lock-step with any B/F, and device i holds the inputs of `min(m, 2(p-1-i)+1)`
+    microbatches. Otherwise a tick holds one entry, the formula is valid for devices without lock-step, and device i
+    holds the inputs of `min(m, p-i)` microbatches.
     """
     check_counts("one_f_one_b", stages, microbatches)
     if fused:
@@ -125,9 +126,9 @@ def interleaved(stages: int, microbatches: int, chunks: int, *, fused: bool = Tr
     """Make 1F1B over several chunks per device, in groups of p microbatches (Narayanan et al. 2021, Megatron-LM).
 
     Bubble (p-1)(F+B+W)/v; device i holds `min(mv, 2(p-1-i)+(v-1)p+1)` chunks' inputs, each 1/v of a device's.
-    *Fused*, a tick holds a forward and a backward: `mv+(v+1)p-2` ticks, and the bubble holds in lock-step for any B/F.
-    Otherwise a tick holds one entry, and the bubble is that of devices that do not wait for each other's ticks; the
-    inputs held are the same. Microbatches must be a multiple of stages.
+    If `fused`, a tick holds a forward and a backward: `mv+(v+1)p-2` ticks, and the formula is valid in lock-step for
+    any B/F. Otherwise a tick holds one entry, and the formula is valid without lock-step; devices hold the same inputs.
+    Microbatches must be a multiple of stages.
     """
     check_counts("interleaved", stages, microbatches, chunks)
     if microbatches % stages:
@@ -164,8 +165,8 @@ def looping(stages: int, microbatches: int, chunks: int) -> Schedule:
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
     """Make ZB-H1: 1F1B with weight gradients split off to fill the bubble (Qi et al. 2023).
 
-    With m >= p the bubble is (p-1) max(F, B, F+B-W), of devices that do not wait for each other's ticks: the paper's
-    (p-1)(F+B-W) if W is at most F or B. Device i computes weight gradients i microbatches late: it holds p-i
+    With m >= p the bubble without lock-step is (p-1) max(F, B, F+B-W), which is the paper's (p-1)(F+B-W) if W is at
+    most F and at most B. Device i computes weight gradients i microbatches late: it holds p-i
     microbatches before their backward and i more before their weight entry, p in all. One entry a tick, `3m+p-1`
     ticks. Fewer microbatches run too, with a larger bubble.
     """
@@ -245,10 +246,10 @@ ChunkWork = tuple[str, int]
 def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
     """Make ZB-V, zero-bubble over a V (Qi et al. 2023, section 6), called V-ZB in Qi et al. 2024 (arXiv:2405.15362).
 
-    With m >= 2p-1 and W <= F <= B the bubble is (p-1) max(B, 2(B-W)) / 2, of devices that do not wait for each other's
-    ticks. With F = B = W that is half of `zero_bubble`'s, and all of it because device i has nothing to begin with
-    before entry i. A device holds inputs of p microbatches, as in 1F1B, those that wait for their weight entry
-    included. One entry a tick, `6m+p-1` ticks. Fewer microbatches run too, with a larger bubble.
+    With m >= 2p-1 and W <= F <= B the bubble without lock-step is (p-1) max(B, 2(B-W)) / 2. With F = B = W this is half
+    of `zero_bubble`'s, and all of it is at the start, because device i has no input before tick i. A device holds the
+    inputs of p microbatches, as in 1F1B; this includes inputs that wait for their weight entry. One entry a tick,
+    `6m+p-1` ticks. Fewer microbatches run too, with a larger bubble.
     """
     check_counts("zero_bubble_v", stages, microbatches)
     orders = []
@@ -272,10 +273,10 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
 
     A forward of one chunk and a whole backward of the other, of different microbatches, share a tick. With m >= 2p,
     devices in lock-step are therefore idle for a time that does not grow with m, for any F, B and W; take this schedule
-    if these times differ. The published bubble, of devices that do not wait for each other's ticks, is (p-1)(F+2B-W) /
-    2; here it is less, as a backward's message leaves before its weight gradients are computed. A device holds inputs
-    of `p + 1/2` microbatches, and what i+1 chunks need for their weight gradients, half as much as in
-    `zero_bubble_v`. `2m+5p-2` ticks. Fewer microbatches run too, with a larger bubble.
+    if these times differ. The published bubble without lock-step is (p-1)(F+2B-W) / 2; here it is less, because a
+    backward's message leaves before its weight gradients are computed. A device holds inputs of `p + 1/2` microbatches,
+    and the residuals of i+1 chunks for their weight gradients, half as much as in `zero_bubble_v`. `2m+5p-2` ticks.
+    Fewer microbatches run too, with a larger bubble.
     """
     check_counts("dualpipe_v", stages, microbatches)
     orders = []
