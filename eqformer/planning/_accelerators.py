@@ -11,18 +11,18 @@ from .._prepare import GPU_SHARE
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """One device as JAX sees it: a chip, or half of one where a chip is two devices. Speeds are a second's."""
+    """One device as JAX sees it: a chip, or half of a chip that is two devices. All speeds are per second."""
 
     name: str
     """Its name in a topology, `v5e`."""
     memory: int
-    """Bytes of memory that programs may fill: of a GPU the share that JAX takes, as `eqformer.prepare` sets it."""
+    """Bytes of memory that programs may fill; for a GPU, the share that JAX takes (`eqformer.prepare` sets it)."""
     bandwidth: float
     """Bytes that memory reads or writes."""
     bf16: float
     """Operations in bfloat16 (float16), a multiplication and an addition counted as two; no sparsity."""
     fp8: float
-    """Operations in 8-bit floating point, or those of bfloat16 where it has none."""
+    """Operations in 8-bit floating point; those in bfloat16 if the device has no 8-bit floating point."""
     int8: float
     """Operations in 8-bit integers."""
     link: float
@@ -36,15 +36,15 @@ class Accelerator:
     platform: str
     """The compiler: `tpu` or `cuda`."""
     per_chip: int = 1
-    """How many devices a chip is."""
+    """Number of JAX devices on a chip."""
     switched: int = 1
-    """How many devices hang on one switch, so that any two are neighbours; 1 in a torus."""
+    """Number of devices on one switch, any two of which are neighbours; 1 in a torus."""
     clock: float = 0.0
-    """Cycles of its cores, by which a compiler's estimate becomes seconds; 0 where they are not published."""
+    """Cycles of the cores, which convert a compiler's estimate to seconds; 0 if the clock rate is not published."""
     round_trip: int = 4
-    """A dim of a torus that is a multiple of this is a ring, a shorter one a line."""
+    """A torus dim whose size is a multiple of this is a ring; any other dim is a line."""
     whole: int = 0
-    """All bytes of a GPU's memory; 0 where programs may fill all there is."""
+    """Total bytes of a GPU's memory; 0 if programs may fill all of the memory."""
 
     def peak(self, dtype: str) -> float:
         """Return the operations a second in a dtype, by its name; wider dtypes than 16 bits are taken as bfloat16."""
@@ -52,12 +52,13 @@ class Accelerator:
 
 
 _GIB = 2**30
-# Of TPUs, memory is what their compiler lets a program fill (the chip's, less what the system keeps); the rest is from
-# https://cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x: "bidirectional ICI bandwidth per chip" over its links and
-# two directions, "DCN bandwidth per chip"), the link to the host from "How to Scale Your Model" (Austin et al. 2025,
-# part 2), which has none for tpu7x: of that a chip has v6e's. Of GPUs, from NVIDIA's data sheets (H100 SXM, H200 SXM,
-# HGX B200), dense; PCIe 5 to the host, 128 GB/s both ways; between machines one port of 400 Gb/s each; the whole memory
-# is what CUDA reports of an H100 and a B200, and of an H200 its share.
+# TPUs: `memory` is what the compiler lets a program fill (the chip's memory minus the system's). `host` is from "How to
+# Scale Your Model" (Austin et al. 2025, part 2); tpu7x is missing there and gets v6e's figure per chip. All else is
+# from https://cloud.google.com/tpu/docs: `link` is "bidirectional ICI bandwidth per chip" divided by the links and by
+# two directions, `network` is "DCN bandwidth per chip".
+# GPUs: NVIDIA's data sheets (H100 SXM, H200 SXM, HGX B200), dense; PCIe 5 to the host, 128 GB/s for both directions
+# together; one port of 400 Gb/s per GPU between machines. `whole` is what CUDA reports on an H100 and a B200, and is
+# estimated from these for an H200.
 _V4 = Accelerator("v4", int(30.5 * _GIB), 1.228e12, 2.75e14, 2.75e14, 2.75e14, 5e10, 6, 6.25e9, 1.5e10, "tpu")
 _V5E = Accelerator("v5e", int(15.75 * _GIB), 8.19e11, 1.97e14, 1.97e14, 3.94e14, 5e10, 4, 3.125e9, 1.5e10, "tpu")
 _V5P = Accelerator("v5p", int(95.74 * _GIB), 2.765e12, 4.59e14, 4.59e14, 9.18e14, 1e11, 6, 6.25e9, 1.5e10, "tpu")
@@ -99,9 +100,10 @@ class Topology:
     def speeds(self, mesh: Mesh | AbstractMesh) -> dict[str, float]:
         """Return the bytes a second that a device sends in one direction over each axis of a mesh.
 
-        The last axes are the nearest. In a torus an axis takes its dims one after another, and of each both links, or
-        one where the dim is no ring. Behind a switch axes have all its links, and the slow network once they reach
-        beyond one machine. Raises a `ValueError` for a mesh of another number of devices.
+        Devices along the mesh's last axes are the nearest. In a torus, each axis in turn, from the last, takes the next
+        dims: a dim that is a ring adds two links, any other dim adds one. Behind a switch, an axis inside one machine
+        uses all links of a device, and an axis that reaches beyond one machine uses the slow network. Raises a
+        `ValueError` for a mesh of another number of devices.
         """
         if mesh.size != self.devices:
             sizes = " x ".join(f"{axis} {size}" for axis, size in dict(mesh.shape).items() if size > 1) or "1"
@@ -124,7 +126,7 @@ class Topology:
         dims, remaining = [size for size in self.shape if size > 1], 1
         if chip.per_chip > 1:
             dims.append(chip.per_chip)
-        dim_size = dims[-1] if dims else 1  # of the dim that axes take now, of which `remaining` devices are free
+        dim_size = dims[-1] if dims else 1  # The torus dim that axes take now; `remaining` of it is free.
         for axis, size in reversed(dict(mesh.shape).items()):
             links = 0
             while size > 1 and (dims or remaining > 1):

@@ -23,13 +23,13 @@ def sharded_state_bytes(
     weight_bytes: Number = 2,
     gradient_bytes: Number = 2,
 ) -> Number:
-    """Return the bytes a step of data parallelism, with the training state replicated (`zero=0`) or split (1 to 3).
+    """Return the bytes per step of data parallelism, with the training state replicated (`zero=0`) or split (1 to 3).
 
     With `f = (n-1)/n`, `P` parameters and `G` microbatches, ZeRO (arXiv:1910.02054) sends `2 f P b_g` at stage 0 (plain
     data parallelism), `f P (b_g + b_w)` at 1, `f P (G b_g + b_w)` at 2, where each microbatch's gradients are
-    scattered, and `f P G (2 b_w + b_g)` at 3, where each microbatch gathers parameters in both passes; `gathers` is
-    their number, 3 in a pipeline whose stages run once more for their backward. `replicas` of the group (HSDP) add an
-    all-reduce of each device's share of the gradients, once a step.
+    scattered, and `f P G (2 b_w + b_g)` at 3, where each microbatch gathers parameters in both passes. At stage 3
+    `gathers` replaces the 2: it is 3 in a pipeline whose stages recompute their forward pass. `replicas` of the group
+    (HSDP) add an all-reduce of each device's share of the gradients, once a step.
 
     Args:
         parameters: Number of parameters.
@@ -56,11 +56,11 @@ def sharded_state_bytes(
 def tensor_bytes(
     tokens: Number, embed: int, devices: int, *, regathered: bool = False, activation_bytes: Number = 2
 ) -> Number:
-    """Return the bytes a layer and microbatch of tensor parallelism: `8 (t-1)/t T h a`.
+    """Return the bytes per layer and microbatch of tensor parallelism: `8 (t-1)/t T h a`.
 
-    Attention and MLP each gather and scatter the residual stream once in each pass; four all-reduces are as much.
-    `regathered` is 10 in place of 8: the inputs are gathered again for the gradients of weights, not saved, as in
-    Megatron with sequence parallelism (arXiv:2205.05198) and in the rings of `all_gather_matmul`.
+    Attention and MLP each gather and scatter the residual stream once in each pass, which costs as much as four
+    all-reduces. With `regathered` the factor is 10, not 8: inputs are not saved but gathered again for the gradients of
+    weights, as in Megatron with sequence parallelism (arXiv:2205.05198) and in the rings of `all_gather_matmul`.
     """
     return gather_bytes((10 if regathered else 8) * tokens * embed * activation_bytes, devices)
 
@@ -68,7 +68,7 @@ def tensor_bytes(
 def pipeline_bytes(
     tokens: Number, embed: int, microbatches: Number, *, chunks: int = 1, tensor: int = 1, activation_bytes: Number = 2
 ) -> Number:
-    """Return the bytes a step of a pipeline's inner device: `2 m v T h a`, over `tensor` if each sends its slice.
+    """Return the bytes per step of an inner pipeline stage: `2 m v T h a`, over `tensor` if activations are split.
 
     Args:
         tokens: Tokens of a microbatch.
@@ -91,10 +91,10 @@ def context_bytes(
     saved: bool = False,
     activation_bytes: Number = 2,
 ) -> Number:
-    """Return the bytes a layer and microbatch of a sequence of `tokens` split over `devices`.
+    """Return the bytes per layer and microbatch of a sequence of `tokens` that is split over `devices`.
 
-    `"ring"` and `"gather"`: keys and values in the forward pass, again in the backward pass, and their gradients:
-    `6 (c-1)/c T h_kv a`, where `kv_embed` is kv heads times head dim (4 where gathered keys and values are `saved`).
+    `"ring"` and `"gather"` send keys and values in the forward pass, and again in the backward pass with their
+    gradients: `6 (c-1)/c T h_kv a`. The factor is 4 if gathered keys and values are `saved` for the backward pass.
     `"heads"` (Ulysses, arXiv:2309.14509): queries, keys, values and outputs change hands in both passes:
     `2 (c-1)/c T/c (2 h + 2 h_kv) a`, with `embed` heads times head dim.
 
@@ -128,11 +128,11 @@ def expert_bytes(
     factor: Number = 1,
     activation_bytes: Number = 2,
 ) -> Number:
-    """Return the bytes a layer and microbatch of experts split over `devices`, each with `tokens` of its own.
+    """Return the bytes per layer and microbatch of experts that are split over `devices`, each with its own `tokens`.
 
-    `"exchange"`: each choice goes to its expert and back, in both passes: `4 f k (n-1)/n T h a`, where `f` is how many
-    slots a round has for a choice (GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596). `"gather"`: all tokens
-    go to all devices and their sums come back: `4 (n-1) T h a`, which is less where `f k >= n`.
+    `"exchange"`: each choice goes to its expert and back, in both passes: `4 f k (n-1)/n T h a`, where the capacity
+    factor `f` is the number of slots per choice (GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596).
+    `"gather"`: all tokens go to all devices and the sums come back: `4 (n-1) T h a`, which is less if `f k > n`.
 
     Args:
         tokens: Tokens of each device.

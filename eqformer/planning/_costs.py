@@ -49,9 +49,9 @@ def flops_per_token(
     weighted sums of attention, a recurrence's products with its states, and the logits. `attention="half"` counts the
     keys that a mask leaves visible, on average over a row (Megatron's custom for causal masks); `"full"` counts all
     `seq` keys (the custom of PaLM's and most published MFU figures). The backward pass costs twice the forward pass;
-    what is recomputed is not counted. Of experts, as many are counted as a token takes. `trained` picks the parameters
-    that are trained, such as `nn.lora_factors` (`None`: all); a frozen weight has no gradient, so that its backward
-    pass costs as much as its forward pass.
+    recomputation is not counted. Only as many experts of a layer are counted as a token chooses, on average. `trained`
+    picks the parameters that are trained, such as `nn.lora_factors` (`None`: all); a frozen weight has no gradient, so
+    that its backward pass costs as much as its forward pass.
     """
     if attention not in ("half", "full"):
         raise ValueError(f"flops_per_token(attention={attention!r}): give 'half' (visible keys) or 'full' (all keys).")
@@ -89,7 +89,7 @@ def fp8_flops_per_token(
 def _count_map_flops(
     model: LanguageModel, maps: Iterable[Any], trained: Callable[[PyTree], PyTree] | None
 ) -> tuple[float, float]:
-    """Return the operations of maps forward, which their inputs' gradients cost too, and of weights' gradients."""
+    """Return the operations of the maps' forward pass, which input gradients cost too, and of weight gradients."""
     trained_ids = {id(x) for x in jax.tree.leaves(model if trained is None else trained(model)) if is_trainable(x)}
     idle, forward, weight_gradients = idle_shares(model), 0.0, 0.0
     for linear in maps:

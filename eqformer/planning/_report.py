@@ -16,7 +16,7 @@ from ._sent_bytes import communication_table, Sent
 
 
 FormatPlan = Callable[[Candidate], str]
-"""Returns the flags that a user types to have a plan."""
+"""A function that returns the command-line flags of a plan."""
 
 
 def gigabytes(size: int | float) -> str:
@@ -66,8 +66,8 @@ def forecast_table(forecast: Forecast) -> str:
 def held_table(forecast: Forecast) -> str:
     """Format what a device holds, by cause: the training state and its share of all devices', then a step at its peak.
 
-    The sum is of parameters, optimizer state and all that a step holds beside them; gradients of the state count as far
-    as they are there at the peak.
+    The sum counts parameters, optimizer state, and everything else that is held at the peak of a step; gradients count
+    only if they exist at the peak.
     """
     rows = [("a device holds", "", "bytes", "of", "share", "of its memory")]
     for cause, (local, size) in forecast.state.items():

@@ -1,4 +1,4 @@
-"""The bytes that a device sends in a step under a plan, by cause: by formulas, from shapes, and as programs send."""
+"""Bytes that a device sends in a step under a plan, by cause: from formulas, and counted in compiled programs."""
 
 import collections
 import math
@@ -49,17 +49,17 @@ def sent_bytes(
 ) -> list[Sent]:
     """Return the bytes that each device sends in a training step, by formulas.
 
-    A search ranks plans by these, since they take a hundredth of the time of a trace. What the backward pass computes
-    again is sent again, as the model's `remat` and the plan's `stage_remat` say. Left out are the norms' sums and the
-    positions that go with keys, which are small. Choices are exchanged as the plan's platform does.
+    A search ranks plans by these formulas, which take a hundredth of the time of a trace. The model's `remat` and the
+    plan's `stage_remat` decide which collectives the backward pass repeats. The sums of norms, and positions that are
+    sent with keys, are small and left out. Experts' tokens are exchanged in the way of the plan's platform.
 
     Args:
         plan: How the model is laid out.
         model: The model, which may be of shapes.
         rows: Rows of a batch.
         seq: The tokens of a row.
-        trained: Picks the parameters that are trained, as an optimizer's does. Other parameters have no gradients, and
-            those of them that are not split over devices are never sent.
+        trained: Picks the parameters that are trained, like the optimizer's `trained`. Frozen parameters have no
+            gradients, and are sent only if they are split over devices.
     """
     pieces = math.prod(map(plan.size, parallel.BATCH_AXES)) * plan.microbatches
     tokens = float(rows // pieces * seq // plan.size(CONTEXT))
@@ -91,19 +91,20 @@ def sent_bytes(
 def _state(plan: parallel.Plan, model: nn.LanguageModel, trained_model: Any) -> Iterator[Sent]:
     """Yield the bytes of parameters that are gathered and of gradients that are reduced."""
     parameters, gradients = f"parameters, zero {plan.zero}", f"{GRADIENTS}, zero {plan.zero}"
-    # A backward entry that runs its layers forward once more gathers them for it; a single layer stays gathered.
+    # A backward entry that recomputes its forward pass gathers parameters for it, unless it has only one layer, whose
+    # parameters stay gathered.
     is_deep = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
     chunks_logits, head = plan.splits_tables and parallel.chunked_tables(model).logits, model.head
     logits_table = None
     if chunks_logits:
         logits_table = model.embedding.weight if head is None else head.weight  # type: ignore[attr-defined]
     for x, leaf, number, weight, layers, is_trained in _arrays(plan, model, trained_model):
-        if not (is_trained or plan.zero == 3):  # it stays where it is, whole
+        if not (is_trained or plan.zero == 3):  # frozen and replicated: never sent
             continue
         pieces = plan.size(FSDP) if leaf.fsdp_dim is not None else 1
         once = plan.is_pipelined and not (plan.zero == 3 and layers)
-        # Arrays outside of layers, or of the one layer of a stack, whose loop compilers remove, are gathered once for
-        # both passes; a head in chunks is gathered in each pass.
+        # An array outside of layers is gathered once for both passes. So is an array of a stack of one layer, because
+        # compilers remove a loop of one iteration. A chunked head is gathered in each pass.
         in_loop = layers > 1 or (layers and plan.is_pipelined)
         gathers = 2 + (plan.reruns_stages and is_deep) if in_loop else 1 + (x is logits_table and head is not None)
         counts: dict[str, Any] = {"zero": plan.zero, "gathers": gathers}
@@ -144,17 +145,14 @@ def _edge_gradients(plan: parallel.Plan, model: nn.LanguageModel, trained_model:
 def _tensor_layers(
     plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float
 ) -> float:
-    """Return the bytes of the numbers of a token that a stack's sublayers gather or scatter.
-
-    An all-reduce does both.
-    """
+    """Return the bytes of activations that a stack's sublayers gather or scatter; an all-reduce counts as both."""
     embed = model.embedding.weight.shape[-1]
-    # A sublayer reads the stream once, and each of its maps back into it is summed by itself: of a LoRA two.
+    # A sublayer gathers the stream once. Each of its output projections is summed by itself; a LoRA is two of these.
     replicated, slices = [layer for _, layer in parallel.replicated_layers(stack)], _slice_bytes(plan, stack)
     layers = nn.modules(stack, (nn.Mixer, nn.FeedForward, nn.Experts))
     sublayers = [layer for layer in layers if not any(layer is whole_layer for whole_layer in replicated)]
-    # A replicated mixer is given all tokens, and another replicated layer all features, where its arrays or these are
-    # split.
+    # A replicated mixer gathers all tokens. Any other replicated layer gathers all features if its arrays, or the
+    # features of the stream, are split.
     is_gathered = lambda layer: stream.splits_features or (stream.is_whole and slices[id(layer)] > 0)
     gathered = [layer for layer in replicated if isinstance(layer, nn.Mixer) or is_gathered(layer)]
     outputs = sum(
@@ -180,7 +178,7 @@ def _tensor_layers(
 def _layer_inputs(
     plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.LanguageModel, tokens: float
 ) -> float:
-    """Return the bytes of the stream that is read once for all layers' own vectors, and of its gradient."""
+    """Return the bytes to gather the stream for `PerLayerInputs`, once for all layers, and to scatter its gradient."""
     embed = model.embedding.weight.shape[-1]
     maps = nn.linear_maps(model.parts.layer_inputs)
     numbers = sum(_scattered_outputs(plan, linear) if stream.splits_features else embed for linear in maps)
@@ -188,9 +186,9 @@ def _layer_inputs(
 
 
 def _slice_bytes(plan: parallel.Plan, stack: nn.LayerStack) -> dict[int, int]:
-    """Return the bytes of the arrays of replicated modules, by module id, that dims' names split.
+    """Return, by module id, the bytes of the arrays of replicated modules that are split over `tensor`.
 
-    Their slices are gathered, and their gradients reduced.
+    Slices of these arrays are gathered, and their gradients are reduced.
     """
     replicated = (*nn.modules(stack, nn.Router), *(layer for _, layer in parallel.replicated_layers(stack)))
     sizes = {id(module): 0 for module in replicated}
@@ -243,7 +241,7 @@ def _context(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
 def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack, tokens: float) -> Iterator[Sent]:
     """Yield the bytes of tokens, choices and weights to the experts, results back, and gradients of all but choices.
 
-    Of the rounds of an exchange one counts.
+    An exchange counts as a single round.
     """
     devices = plan.size(EXPERT)
     for moe in nn.modules(stack, (nn.ExpertMixture,)):
@@ -255,14 +253,14 @@ def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
         method = plan.expert_method_of(model, moe, int(tokens))
         if method == "exchange":
             sent = plan.exchange.sent(int(tokens) * top_k, devices)
-            # Of a ragged exchange, how many choices each expert has; of a padded one, which expert each choice has.
+            # A ragged exchange sends the number of choices of each expert; a padded one sends each choice's expert.
             numbers = devices * facts.experts if plan.exchange.is_ragged else sent
             vectors, choices, weights = sent * vector, numbers * 4, 0.0
         else:
             vectors, choices = devices * tokens * vector, devices * tokens * top_k * 4
             weights = choices
-        # Policies do not keep the experts' inputs and, but for `products`, the results of choices; stages of a pipeline
-        # may run forward once more.
+        # No rematerialisation policy keeps the inputs of experts, and only `products` keeps their results. The stages
+        # of a pipeline may also recompute their forward pass.
         again = (stack.remat != "none") * (vectors + choices + weights)
         again += (_sends_again(stack) and not weights) * vectors
         again += plan.reruns_stages * (2 * vectors + choices + weights)
@@ -305,7 +303,7 @@ def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float
 
 
 def _scattered_outputs(plan: parallel.Plan, linear: nn.LinearMap) -> int:
-    """Return the numbers a token that a map of the feature stream scatters; twice those that it must sum whole."""
+    """Return how many numbers per token a map scatters in a feature stream; outputs that it all-reduces count twice."""
     dims = plan.layout(splits_fsdp=False).dims
     if not set(linear.inputs) & set(dims):  # no sum over devices: each holds all that it contracts
         return 0
@@ -334,8 +332,8 @@ def count_ticks(plan: parallel.Plan) -> int:
 
 # Bytes that compilers for TPUs add to reduce-scatters of gradients.
 
-# libtpu 0.0.42 cuts the slice of each device into chunks of rows that fit into this much of a core's own memory beside
-# those of the other devices; read off 170 compiled reduce-scatters. Of other chips nothing is known.
+# libtpu 0.0.42 cuts each device's slice into chunks of rows, so that one chunk per device fits into this many bytes of
+# a core's own memory. The figures were read off 170 compiled reduce-scatters; other chips were not examined.
 _CHUNKS = {"v5e": 14.4 * 2**20, "v5p": 14.4 * 2**20, "v6e": 29.4 * 2**20}
 _TILE = 8  # rows of a tile, of which a chunk has a whole number
 
@@ -343,10 +341,10 @@ _TILE = 8  # rows of a tile, of which a chunk has a whole number
 def scatter_padding(
     plan: parallel.Plan, model: nn.LanguageModel, topology: Topology, trained: training.Trained = training.trainable
 ) -> float:
-    """Return the bytes that a device sends in a step beside its gradients, as reduce-scatters are padded on TPUs.
+    """Return the bytes that a device sends in a step beyond its gradients, because TPUs pad reduce-scatters.
 
-    The compiler pads the slice of each device to whole chunks of equally many rows, and then moves the sums to the
-    devices that they belong to, from as many rows away as were padded before them.
+    The compiler pads each device's slice to whole chunks of equal height. The padding shifts the slices, so the sums
+    are then moved to the devices that they belong to, by as many rows as were padded before them.
     """
     if topology.accelerator.name not in _CHUNKS or plan.size(FSDP) == 1 or plan.zero == 0:
         return 0.0
@@ -405,11 +403,11 @@ def _scatter_steps(plan: parallel.Plan, topology: Topology) -> tuple[int, ...]:
 def counted_bytes(plan: parallel.Plan, transfers: Iterable[Transfer]) -> dict[str, float]:
     """Return the bytes that a compiled program's collectives send, by the causes of `sent_bytes`.
 
-    Causes are known by the collectives' names. Without a name are what the partitioner adds, parameters after the
-    optimizer's step (state), and few sums that JAX adds to a backward pass. All bytes over `tensor` alone count for it:
-    XLA makes one sum, by one of their names, of gradients and of what the loss reduces there.
-    In a pipeline each collective counts in the ticks in which it is done: entries are branches, and idle ones send
-    nothing.
+    The name of a collective gives its cause. Collectives without a name count as state: those of the partitioner,
+    gathers of parameters after the optimizer's step, and a few sums that JAX adds to a backward pass. All bytes over
+    the axis `tensor` alone count for `tensor`, because XLA merges gradients and sums of the loss into one all-reduce
+    with one of their names. In a pipeline a collective counts only in the ticks that run it: entries are branches of a
+    conditional, and an idle entry sends nothing.
     """
 
     def to_sent(transfer: Transfer) -> Sent:
