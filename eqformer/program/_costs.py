@@ -1,6 +1,6 @@
 """Operations, cycles and memory traffic of a program: sums over its operations, loops multiplied out.
 
-Of a conditional the branch with the most counts, and a loop of unknown length counts once.
+A conditional counts as its most expensive branch, and a loop of unknown length as one iteration.
 """
 
 from collections.abc import Callable

@@ -102,7 +102,11 @@ class _Interpreter:
         inner_origins: Callable[[], list[NonFiniteOrigin | None] | None],
         make_origin: Callable[[int], NonFiniteOrigin],
     ) -> list[_Value]:
-        """Return the results and, for those that are not finite, their origin: an input, an inner program, or here."""
+        """Return the results, each with its origin if it is not finite.
+
+        The origin is that of a NaN among the inputs, else one inside the inner program, else that of an infinity among
+        the inputs, else this equation (or this iteration of a loop).
+        """
         results = compute(*(value.value for value in inputs))
         kinds = [_kind_of(x) for x in results]
         if not any(kinds):

@@ -114,7 +114,7 @@ class _Reader:
         if async_role(name, self._computations.get(name, [])) in (AsyncRole.OVERLAPS, AsyncRole.ENDS):
             return _map_transfers(self.read(name), lambda _: None)  # the collective was started elsewhere
         program = self.read(name)
-        # A TPU has an emitter of both in one: of an all-reduce of which each device keeps a slice.
+        # Compilers for TPUs fuse an all-reduce with the slice that each device keeps, which is a reduce-scatter.
         if "AllReduceScatterFusion" in line.attributes:
             program = _map_transfers(program, _as_reduce_scatter)
         return _map_transfers(program, _hide) if is_hidden else program
@@ -219,8 +219,8 @@ def _count_dot_flops(line: Instruction, neighbors: Neighbors) -> float:
 def _count_convolution_flops(line: Instruction, inputs: list[int], kernel: list[int]) -> float:
     """Return the operations of a convolution, which is how programs for TPUs write every product.
 
-    The dims of a batch of matrices are written as those of a picture, most of whose taps fall outside; only taps that
-    fall on the picture count.
+    The batch dims of matrices become spatial dims of the convolution, and most taps of the kernel fall into its
+    padding. Only taps that fall inside the input count.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.attributes)
     assert labels is not None
@@ -310,7 +310,7 @@ class _Traffic:
     def _reads(self, name: str, body: Sequence[Instruction], *, is_computed: bool = False) -> Iterator[float]:
         """Yield the bytes that a fusion's instructions read of one of its values; infinity for all of it.
 
-        An update in the place of a value reads nothing of it, but for a value that the fusion computes.
+        An in-place update reads nothing of the old value, unless the fusion computes that value.
         """
         for line in body:
             for index, operand in enumerate(line.operands):
@@ -319,7 +319,7 @@ class _Traffic:
                 if line.opcode in ("bitcast", "reshape"):
                     yield from self._reads(line.name, body, is_computed=is_computed)
                 elif line.opcode in _ELEMENTWISE and index == 0 and not line.is_root and line.result[0] != "(":
-                    # Of a sum of which a slice is taken, the terms of the slice are read.
+                    # If only a slice of the result is used, only the inputs of this slice are read.
                     ratio = size_of(_type_of(name, body)) / size_of(line.result)
                     yield from (ratio * size for size in self._reads(line.name, body, is_computed=True))
                 elif line.opcode in _SLICES and index == 0:
@@ -329,7 +329,7 @@ class _Traffic:
                 elif line.opcode == "fusion":
                     inner = self._computations.get(next(iter(called_computations(line)), ""), [])
                     parameter = next(x.name for x in inner if x.opcode == "parameter" and int(x.literal) == index)
-                    # A compiler for TPUs makes such a view of an array that is laid out in other tiles.
+                    # Compilers for TPUs emit such an aliasing fusion to view an array in another tiling.
                     is_view = "output_to_operand_aliasing" in line.attributes and not line.is_root
                     if not is_view:
                         yield from self._reads(parameter, inner, is_computed=is_computed)
@@ -339,7 +339,7 @@ class _Traffic:
                     yield float("inf")
 
     def _count_written(self, line: Instruction, body: Neighbors) -> float:
-        """Return the bytes that a fusion writes: of updates in place, the updates."""
+        """Return the bytes that a fusion writes; an in-place update writes only the update."""
         root = next((inner for inner in body.values() if inner.is_root), None)
         if root is None:
             return float(main_memory_size(line.result))

@@ -114,7 +114,7 @@ def _integer_constant(line: Instruction, neighbors: Mapping[str, Instruction]) -
 
 
 class AsyncRole(enum.Enum):
-    """The part of a computation in a collective that a program for TPUs runs beside other work."""
+    """The role of a computation in an asynchronous collective, which a TPU program overlaps with other work."""
 
     STARTS = "AsyncCollectiveStart"
     ENDS = "AsyncCollectiveDone"
@@ -124,7 +124,7 @@ class AsyncRole(enum.Enum):
 def async_role(name: str, lines: Iterable[Instruction]) -> AsyncRole | None:
     """Return whether a computation starts a collective, waits for it, or computes beside it.
 
-    The collective stands in all three.
+    Computations of all three roles contain the collective.
     """
     if name.startswith(AsyncRole.OVERLAPS.value):
         return AsyncRole.OVERLAPS

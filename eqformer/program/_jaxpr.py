@@ -1,4 +1,4 @@
-"""Traced programs (jaxprs) as `Program`s, with calls written out and what no result needs left out."""
+"""Traced programs (jaxprs) as `Program`s, with calls inlined and dead code removed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,13 @@ Aval = Any
 def read_traced(jaxpr: Jaxpr, platform: str | None = None) -> tuple[Program, ...]:
     """Read the programs that each device runs: the bodies of a jaxpr's `shard_map`s.
 
-    With a `platform` (`cpu`, `tpu` or `cuda`) each choice by the platform is written as its own branch.
+    With a `platform` (`cpu`, `tpu` or `cuda`), each `platform_dependent` is replaced by the branch of this platform.
     """
     return tuple(read_jaxpr(body, platform, sizes) for body, sizes in _device_jaxprs(jaxpr))
 
 
 def read_jaxpr(jaxpr: Jaxpr, platform: str | None = None, axis_sizes: Mapping[str, int] | None = None) -> Program:
-    """Read a jaxpr; `axis_sizes` are the sizes of the mesh axes that its collectives name, 1 of others."""
+    """Read a jaxpr; `axis_sizes` are the sizes of the mesh axes of its collectives; an axis not given has size 1."""
     chosen = jaxpr if platform is None else _choose_platform(jaxpr, platform)
     return _Reader(axis_sizes or {}).read(_without_dead_code(chosen))
 
@@ -41,7 +41,7 @@ class _Reader:
         self._operations: list[Operation] = []
         self._avals: list[Aval] = []
         self._casts: dict[tuple[int | None, str], int] = {}
-        self._narrower: dict[int, int] = {}  # a value that is an exact cast of one of fewer bits, and that value
+        self._narrower: dict[int, int] = {}  # value that is an exact, wider cast -> the value that was cast
 
     def read(self, jaxpr: Jaxpr) -> Program:
         """Read the jaxpr."""
@@ -61,7 +61,7 @@ class _Reader:
     def _inline(
         self, jaxpr: Jaxpr, consts: Sequence[int | None], inputs: Sequence[int | None], scopes: str
     ) -> list[int | None]:
-        """Append a jaxpr's operations, those of calls in the place of the calls, and return its results."""
+        """Append a jaxpr's operations, with calls inlined, and return the jaxpr's results."""
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
         number_of = lambda atom: None if isinstance(atom, Literal) else values[atom]
         for eqn in jaxpr.eqns:
@@ -84,7 +84,10 @@ class _Reader:
         return [number_of(atom) for atom in jaxpr.outvars]
 
     def _known_cast(self, eqn: JaxprEqn, value: int | None) -> int | None:
-        """Return a value that is this cast already: compilers make equal casts once, and no cast that is cast back."""
+        """Return an earlier value that equals this cast, or None.
+
+        Compilers merge equal casts, and remove a cast to a wider dtype that is cast back.
+        """
         dtype = _aval_of(eqn.outvars[0]).dtype
         narrower = None if value is None else self._narrower.get(value)
         if narrower is not None and self._avals[narrower].dtype == dtype:
@@ -142,12 +145,12 @@ def _device_jaxprs(jaxpr: Jaxpr) -> list[tuple[Jaxpr, Mapping[str, int]]]:
 
 
 def _without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """Return the jaxpr without what its results do not need."""
+    """Return the jaxpr without the equations that its results do not need."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def _choose_platform(jaxpr: Jaxpr, platform: str) -> Jaxpr:
-    """Return the jaxpr with each choice by the platform written as a call of its own branch."""
+    """Replace each choice between platforms by a call of the branch for this platform."""
 
     def inside(value: Any) -> Any:
         inner = getattr(value, "jaxpr", value)
@@ -179,7 +182,7 @@ def callee_of(eqn: JaxprEqn) -> Any:
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the jaxprs among an equation's parameters, such as a loop's body; branches of a conditional are none."""
+    """Return the jaxprs among an equation's parameters, such as a loop's body, without branches of a conditional."""
     values = (getattr(value, "jaxpr", value) for value in eqn.params.values())
     return [value for value in values if hasattr(value, "eqns")]
 
@@ -206,7 +209,7 @@ def _count_product_flops(eqn: JaxprEqn) -> float:
 
 
 def _aval_of(atom: Any) -> Aval:
-    """Return the shape and dtype of a variable or a literal, which JAX types without either."""
+    """Return the abstract value of a variable or a literal; JAX's annotations do not say that it has `shape`."""
     return atom.aval
 
 
@@ -228,7 +231,7 @@ def _is_exact_cast(source: Aval, target: Aval) -> bool:
 _CALLS = {"pjit", "jit", "closed_call", "eval_jaxpr", "core_call", "remat", "remat2", "checkpoint"}
 _CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 _CALLEES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-# Collectives of jaxprs, and the same in HLO's words.
+# JAX's collective primitives -> names of the same collectives in HLO.
 _COLLECTIVES = {
     "psum": "all-reduce",
     "psum_invariant": "all-reduce",

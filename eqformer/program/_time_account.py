@@ -19,7 +19,7 @@ _COPIES |= set("convert compare select and or not add clamp gather".split())  # 
 
 
 class Span(NamedTuple):
-    """A stretch of a thread in which an operation ran, in seconds from any start."""
+    """An interval in which an operation ran on a thread, in seconds from an arbitrary origin."""
 
     thread: str
     name: str
@@ -31,8 +31,8 @@ class Work(NamedTuple):
     """Seconds that a program spent on one kind of work in one module."""
 
     kind: str
-    """One of `KINDS`: `nothing` is when no thread had an operation, `loops` what loops take themselves, and `messages`
-    when there was nothing but collectives, in which a device waits for the others."""
+    """One of `KINDS`. `nothing`: no operation ran. `loops`: only loops ran, without an operation of their bodies.
+    `messages`: only collectives ran, so that the device waited for others."""
     module: str
     """Its path; empty for operations outside of modules."""
     is_backward: bool
