@@ -52,7 +52,7 @@ def pad_prompts(
     longest, has_encoder = max(map(len, rows)), model.start is not None
     total = (1 if has_encoder else longest) + max_new_tokens
     width = round_up(total, BUCKET)
-    # The cache of a model with an encoder holds the prompt's keys in slots of their own, as many as the text's.
+    # With an encoder, the cache also has slots for the keys of the prompt, as many as for the keys of the text.
     capacity = max(width, round_up(longest, BUCKET)) if has_encoder else width
     if (limit := model.max_seq) is not None:
         # The model never reads the last token that is drawn, so that token needs no position.
@@ -76,9 +76,9 @@ def pad_prompts(
 
 
 def fit_to_positions(model: Model, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], int]:
-    """Cut a prompt to its end, and the number of new tokens, so that both fit a model's learned positions.
+    """Keep the end of a prompt, and lower the number of new tokens, so that both fit a model's learned positions.
 
-    A model without learned positions changes nothing. `generate` refuses what does not fit.
+    Both stay as they are for a model without learned positions. `generate` refuses prompts that do not fit.
     """
     if model.max_seq is None:
         return list(prompt), max_new_tokens

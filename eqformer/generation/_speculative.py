@@ -21,7 +21,10 @@ from ._transforms import History
 
 
 class Draft(eqx.Module):
-    """A proposer of `tokens` tokens at a time; it reads a row's tokens and the model's hidden vectors before each."""
+    """A proposer of `tokens` tokens at a time.
+
+    A draft reads a row's tokens, and for each token the model's hidden vector of the token before.
+    """
 
     tokens: eqx.AbstractVar[int]
 
@@ -29,7 +32,10 @@ class Draft(eqx.Module):
     def read(
         self, ids: Int[Array, "batch seq"], hidden: Float[Array, "batch seq _"], tokens: Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
-        """Return hidden vectors after these tokens, and the cache; `hidden` belongs to the tokens before these."""
+        """Return the draft's hidden vectors of these tokens, and the cache.
+
+        `hidden` holds the model's hidden vectors, each of the token before.
+        """
 
     @abc.abstractmethod
     def logits(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
@@ -167,7 +173,7 @@ class SpeculativeCache(eqx.Module):
     draft_length: Int[Array, "batch"]
     """Tokens of each row that the draft has read and will not roll back."""
     hidden: Float[Array, "batch checked embed"]
-    """The model's hidden vectors of the last of these tokens, and of the tokens behind it."""
+    """The model's hidden vectors of the last token that the draft has read, and of the tokens after that one."""
     counts: DraftCounts
 
 
@@ -305,15 +311,18 @@ def accept_proposals(
     at_next = lambda x: jnp.take_along_axis(x, count[:, None, None], axis=1)[:, 0]
     next_target, next_draft = at_next(probabilities), at_next(jnp.pad(draft_probabilities, [(0, 0), (0, 1), (0, 0)]))
     residual = jnp.maximum(next_target - next_draft, 0)
-    # The residual is empty where the two are equal up to rounding, and for a draft that gives NaN, which is never
-    # accepted: draw from the model's distribution then.
+    # The residual is zero if both distributions are equal up to rounding, or if the draft's is NaN, which is never
+    # accepted. The next token is then drawn from the model's distribution.
     return count, jnp.where(jnp.sum(residual, axis=1, keepdims=True) > 0, residual, next_target)
 
 
 def _propose(
     draft: Draft, rows: Rows, sampling: SamplingState
 ) -> tuple[Int[Array, "batch proposed"], Float[Array, "batch proposed vocab"], PyTree]:
-    """Draw tokens from the draft; return them, their distributions, and the cache after the rows' own tokens."""
+    """Draw tokens from the draft; return these tokens, their distributions, and the draft's cache.
+
+    The cache is that after the rows' tokens, without the drawn ones, as the model may reject them.
+    """
     draft_sampling = dataclasses.replace(sampling, key=jax.random.fold_in(sampling.key, _PROPOSAL_STREAM))
     positions = rows.cache.draft_length[:, None] + jnp.arange(draft.tokens + 1, dtype=jnp.int32)
     is_new = ~rows.done[:, None] & (positions < rows.lengths[:, None])

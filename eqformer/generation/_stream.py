@@ -48,7 +48,7 @@ def stream(
         cache_dtype: The dtype of keys and values in the cache; None: the compute dtype.
         draft: A smaller model that proposes tokens for `model` to check; `"mtp"` is the model's own predictor.
         draft_tokens: Tokens that the draft proposes at a time.
-        stride: Ids that the host reads from the device at a time: few yield more evenly, many run faster.
+        stride: Ids that the host reads from the device at a time: a small stride yields evenly, a large one is faster.
         key: For all draws.
     """
     padded = pad_prompts(model, [prompt], None, max_new_tokens, prefill_chunk, cache_dtype)

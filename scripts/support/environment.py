@@ -16,7 +16,7 @@ from support.flags import parse_words
 from support.stopping import end_at_interrupt
 
 
-PROGRAMS = "JAX_COMPILATION_CACHE_DIR"  # JAX's own variable: set, it names another folder; empty, none.
+PROGRAMS = "JAX_COMPILATION_CACHE_DIR"  # JAX's variable for the cache folder; a user's value wins, "" means no cache.
 MAX_PROGRAM_BYTES = 2**30  # The most bytes of compiled programs that are kept.
 _SIMULATED = "--xla_force_host_platform_device_count"
 
@@ -26,10 +26,10 @@ def prepare(
 ) -> None:
     """Call `eqformer.prepare`, and set how JAX starts for a command with these arguments.
 
-    Compiled programs are kept for the user's next runs, unless `shared` is False, as where compilation is timed, or the
-    CPU acts as several devices: a program of theirs that XLA has loaded again may wait for itself forever.
-    `--simulate N` among the arguments makes the CPU act as N devices, and `--check-shapes` has shapes and types of all
-    calls of eqformer checked, which is decided when it is imported.
+    Compiled programs are cached for the user's next runs, unless `shared` is False (for example to time compilation) or
+    the CPU acts as several devices: a program for several CPU devices may deadlock after XLA loads it from the cache.
+    `--simulate N` among the arguments makes the CPU act as N devices. `--check-shapes` checks shapes and types in all
+    calls of eqformer; the check must be installed before eqformer is imported.
     """
     end_at_interrupt()
     for stream in (sys.stdout, sys.stderr):
@@ -97,9 +97,9 @@ def user_folder(name: str) -> Path | None:
 
 
 def share_programs() -> None:
-    """Have JAX keep compiled programs for the user's next runs, unless the user has said where, or there is no room.
+    """Have JAX cache compiled programs for the user's next runs, unless the user chose a folder or space is short.
 
-    Machines of other processors have folders of their own, since programs for CPUs use what a processor has.
+    Each kind of processor has a folder of its own, because compiled CPU programs use the processor's instructions.
     """
     if PROGRAMS in os.environ or (shared := user_folder("programs")) is None:
         return
@@ -122,7 +122,7 @@ def delete_oldest(folder: Path, max_bytes: int) -> None:
 
 
 def _processor_name() -> str:
-    """Return a short name for the instructions that programs may use of the processor."""
+    """Return a short name of the processor's instruction set, with its extensions."""
     features = platform.processor()
     with suppress(OSError):  # only Linux has the file
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -9,7 +9,7 @@ from eqformer import kernels, nn, training
 from support.setup import batch_shapes
 
 
-# Flags that change a reason against a kernel, by words of the reason.
+# Words in the reason why a kernel is refused -> the flag that removes this reason.
 _FLAGS = {
     "computes in": "--precision.compute bfloat16",
     "tokens, not": "another --seq",

@@ -34,7 +34,7 @@ _KINDS = {
     )
 }
 _FORMER_NAMES = {"Choices": "ParallelConfig"}
-"""Classes by the names that older run folders have for them."""
+"""Names of classes in older run folders -> their names today."""
 _NUMBERS = BeartypeConf(is_pep484_tower=True)  # An integer is a float too, as in annotations.
 _FLOAT = "__float__"  # The key that transformers writes for numbers that JSON does not have.
 

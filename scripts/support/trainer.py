@@ -200,7 +200,7 @@ class Trainer:
             if self.recipe.published is None:
                 return self.states.init()
             return self.states.init_from(load_published_model(self.recipe, self.plan, self.screen))
-        if checkpointer.latest_step == 0:  # The checkpoint of a converted model has nothing else.
+        if checkpointer.latest_step == 0:  # A converted model's checkpoint has step 0 and contains only the model.
             shapes = model_shapes(dataclasses.replace(self.recipe, lora=training.Lora()))
             model = training.restore_model(checkpointer, shapes, self.plan)
             return self.states.init_from(add_lora(self.recipe, model))

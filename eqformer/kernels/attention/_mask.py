@@ -16,8 +16,8 @@ class Mask(eqx.Module):
 
     A key at position `j` is visible to a query at position `i` when both are of one segment, `j` is not padding (-1),
     and each rule that is set holds: `is_causal` (`j <= i`), `window` (`i - j < window`, and `j - i < ahead`; `ahead`
-    is the window by default), `chunk` (`i // chunk == j // chunk`). With `source`, every query also sees the keys at
-    position `OF_SOURCE`. Attention kernels compute the mask of single tiles, and skip tiles that the rules make empty.
+    is the window by default), `chunk` (`i // chunk == j // chunk`). With `source`, every query also sees its segment's
+    keys at position `OF_SOURCE`. Kernels compute the mask of single tiles, and skip tiles that the rules make empty.
     """
 
     is_causal: bool = eqx.field(static=True, default=True)
