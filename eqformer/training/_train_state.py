@@ -1,5 +1,7 @@
 """The training state: the model, the optimizer's state and the counters; its sharding and its memory under a plan."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -129,6 +131,6 @@ def return_to_host(plan: Plan, optimizer: Optimizer, optimizer_state: PyTree) ->
     return _move(jax.memory.Space.Host, plan, optimizer, optimizer_state)
 
 
-def _move(space: jax.memory.Space, plan: Plan, optimizer: Optimizer, arrays: PyTree) -> PyTree:
+def _move(space: Any, plan: Plan, optimizer: Optimizer, arrays: PyTree) -> PyTree:
     move = lambda x, on_host: jax.device_put(x, space) if on_host else x
     return jax.tree.map(move, arrays, is_on_host(plan, optimizer, arrays))

@@ -113,7 +113,7 @@ def make_model(
             (nn.Stack(period, layers, key=key),),
             _norm("embed", EMBED),
             nn.Linear("embed -> vocab", embed=EMBED, vocab=VOCAB, key=key),
-            positions,
+            positions=positions,
         )
 
     model = _filled(eqx.filter_eval_shape(build, jax.random.key(0)), np.random.default_rng(seed))

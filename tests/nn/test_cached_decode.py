@@ -47,7 +47,9 @@ class AddedPositions(nn.PositionEncoding):
         return self.stretched
 
     def encode(self, query, key, positions, kv_positions, lengths):
-        stretch = 1.0 / jnp.maximum(lengths, 1).astype(jnp.float32) if self.stretched else 0.3
+        stretch = 0.3
+        if self.stretched and lengths is not None:
+            stretch = 1.0 / jnp.maximum(lengths, 1).astype(jnp.float32)
         sines = lambda x: jnp.sin(x.astype(jnp.float32) * stretch)[..., None, None]
         return query + sines(positions), key + sines(kv_positions)
 

@@ -34,7 +34,7 @@ def make(tied=True, positions=False, bias=False, core=None):
         tuple(nn.Stack(lambda key: block(key, core), layers, key=KEY) for layers in (2, 1)),
         nn.LayerNorm("embed", embed=4),
         None if tied else nn.Linear("embed -> vocab", embed=4, vocab=7, bias=bias, key=KEY),
-        nn.LearnedPositions(max_seq=6, embed=4, key=KEY) if positions else None,
+        positions=nn.LearnedPositions(max_seq=6, embed=4, key=KEY) if positions else None,
         dropout=nn.Dropout(0.2),
     )
 

@@ -50,7 +50,7 @@ def under_tensor(model, batch):
 def alone(model, batch):
     """The loss on one device."""
     total, count = eqx.filter_jit(training.next_token_loss)(model, batch)
-    return total / count
+    return total / training.loss_count(count)
 
 
 @pytest.mark.parametrize("loss", [alone, pytest.param(under_tensor, marks=pytest.mark.grid)], ids=["alone", "tensor"])

@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -11,7 +12,9 @@ from eqformer import training
 
 def test_rows_have_the_means_of_all_and_of_each_of_several_sources():
     rows, asked = [], []
-    of = lambda loss: SimpleNamespace(loss=loss, accuracy=loss / 8, bytes_per_token=2.0)
+
+    def of(loss: float) -> Any:
+        return SimpleNamespace(loss=loss, accuracy=loss / 8, bytes_per_token=2.0)
 
     def means(model):
         asked.append(model)

@@ -5,7 +5,7 @@ the loop over chunks: in the loop, XLA for GPUs carries the wide table along and
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -207,7 +207,7 @@ def read_dtypes(program: core.Jaxpr, tables: Sequence[core.Var]) -> list[np.dtyp
 
     Narrower means a floating-point dtype of fewer bits.
     """
-    return [_narrower_dtype(_read_dtypes(program, table), table.aval.dtype) for table in tables]
+    return [_narrower_dtype(_read_dtypes(program, table), _dtype_of(table)) for table in tables]
 
 
 def _cast_tables(tables: Sequence[Array], dtypes: Sequence[np.dtype | None]) -> list[Array | None]:
@@ -233,7 +233,7 @@ _replace_value.defvjp(lambda value, table: (value.astype(table.dtype), None), la
 
 def _read_dtypes(program: core.Jaxpr, variable: core.Var) -> set[np.dtype]:
     """Return the dtypes to which a variable of a jaxpr is cast, with its own dtype if it is read without a cast."""
-    dtypes = {variable.aval.dtype for atom in program.outvars if atom is variable}
+    dtypes = {_dtype_of(variable) for atom in program.outvars if atom is variable}
     for equation in program.eqns:
         for position, atom in enumerate(equation.invars):
             if atom is not variable:
@@ -244,8 +244,14 @@ def _read_dtypes(program: core.Jaxpr, variable: core.Var) -> set[np.dtype]:
             elif len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
                 dtypes |= _read_dtypes(inner[0], inner[0].invars[position])
             else:
-                dtypes.add(variable.aval.dtype)
+                dtypes.add(_dtype_of(variable))
     return dtypes
+
+
+def _dtype_of(variable: core.Var) -> np.dtype:
+    """Return the dtype of the arrays that a variable of a jaxpr stands for."""
+    aval: Any = variable.aval  # An array's, which alone has a dtype.
+    return aval.dtype
 
 
 def _narrower_dtype(dtypes: set[np.dtype], table_dtype: np.dtype) -> np.dtype | None:
