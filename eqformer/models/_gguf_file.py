@@ -17,7 +17,7 @@ from .formats import BLOCKS, Blocks, ORDER, Parts, ROWS
 # The types of values, by their numbers in files.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
-# Arrays that are no weights but divisors of rotary frequencies: for all rows, for long rows, for short rows.
+# Arrays with divisors of rotary frequencies, which are no weights: for all rows, for long rows, for short rows.
 DIVISORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # The dtype that every array is decoded to. A file mixes quantized blocks with F16 and BF16, and llama.cpp and
 # transformers compute with all of them in float32.
@@ -183,7 +183,7 @@ class GGUF:
         """Skip a list and return its length."""
         kind, count = self._number("I"), self._number("Q")
         if kind == _LIST:
-            self._refuse("a list of lists, of which no number is known")
+            self._refuse("it has a list of lists, which is not supported")
         if kind == _TEXT:
             self._texts(count)
         elif kind in _NUMBERS:

@@ -42,14 +42,14 @@ def find_quantized_maps(
             _refuse(
                 arrays,
                 coded[0],
-                f"is stored in fewer bits and {decoded} is not, and a stack's layers are kept alike",
+                f"is stored in fewer bits and {decoded} is not, but all layers of a stack must have one format",
             )
         form = arrays.form(coded[0])
         if not isinstance(form, Grouped):
-            _refuse(arrays, coded[0], "is stored in blocks that no map holds")
+            _refuse(arrays, coded[0], "is stored in a block format that no linear map supports")
         scales = {arrays.scale_dtype(name) for name in names}
         if len(scales) > 1 and "uint8" in scales:
-            _refuse(arrays, coded[0], "and others of its stack have scales of which some are exponents and some floats")
+            _refuse(arrays, coded[0], "and other layers of its stack have scales of two kinds, exponents and floats")
         dtype = scales.pop() if len(scales) == 1 else str(nn.lossless_dtype(*scales))
         for number, path in enumerate(rule.paths):
             axis = rule.axis_of_last_dim(number)

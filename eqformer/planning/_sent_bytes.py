@@ -297,7 +297,7 @@ def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float
     least = plan.size(CONTEXT) if plan.context_method == "heads" else 1
     attends = mixer.facts().attends
     if attends is None:
-        raise ValueError(f"{type(mixer).__name__} declares no core by which the axis context could split its rows.")
+        raise ValueError(f"{type(mixer).__name__} declares no attention core, so axis context cannot split its rows.")
     count = lambda channels: float(sum(max(heads / plan.size(TENSOR), least) * width for heads, width in channels))
     return count(attends.query), count(attends.key), count(attends.value), count(attends.output)
 

@@ -192,13 +192,13 @@ def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.A
     if attention.gate is not None or attention.scores.sinks is not None:
         raise ValueError(f"{call}: an attention has a gate or sinks, which the layout cannot split; use ShardedModel.")
     if attention.value is None or attention.value_norm is not None:
-        raise ValueError(f"{call}: values are keys or normed; use ShardedModel.")
+        raise ValueError(f"{call}: an attention's values are its keys, or have a norm; use ShardedModel.")
     for norm in nn.modules(attention, nn.Norm):
         # An array has a dim of layers in front.
         if norm.reduced != ("head_dim",) or any(x.ndim != 2 for x in jax.tree.leaves(norm)):
             raise ValueError(
                 f"{call}: a norm of queries or keys is over {' '.join(norm.reduced)}, or scales each head by itself; "
-                "one of head_dim alone would do."
+                "take a norm over head_dim whose scale all heads share."
             )
     is_shared = parts.norm is not None
     if len(_stream_norms(block)) != (1 if is_shared else 2) or not all(
@@ -222,8 +222,8 @@ def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.A
         )
     if is_shared and mixer.scale != feed_forward.scale:
         raise ValueError(
-            f"{call}: a parallel block's layers are scaled by {mixer.scale} and {feed_forward.scale}, but "
-            "what they add is summed before it is scaled; take one scale."
+            f"{call}: a parallel block's layers are scaled by {mixer.scale} and {feed_forward.scale}, but this layout "
+            "scales only the sum of their outputs; take one scale."
         )
     return attention, mlp
 

@@ -1,4 +1,4 @@
-"""Writes into a cache: by XLA's scatter, which is in place on CPUs and GPUs, and in other ways on TPUs."""
+"""Writes into a cache, in place: by XLA's scatter on CPUs and GPUs, by other means on TPUs where these apply."""
 
 import jax
 import jax.numpy as jnp

@@ -121,8 +121,8 @@ def part_rotary(config: Any, **options: Any) -> Rotary:
     if not 0 < channels <= config.head_size or (stated % 2 and isinstance(scaling, DynamicScaling | YarnScaling)):
         raise ValueError(
             f"{type(config).__name__}(head_dim={config.head_size}, rotary_fraction={config.rotary_fraction}, "
-            f"scaling={scaling}): {stated} channels would turn, and they turn in pairs; give a partial_rotary_factor "
-            "that leaves an even number."
+            f"scaling={scaling}): {stated} channels would be rotated, but channels are rotated in pairs; give a "
+            "partial_rotary_factor with an even number of channels."
         )
     return Rotary(channels, config.theta ** (channels / stated), scaling=scaling, **options)
 

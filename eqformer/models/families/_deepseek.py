@@ -75,13 +75,13 @@ class LatentConfig(ModelConfig):
     scale: Number
     """A factor of the experts' weights."""
     balance: NotNegative
-    """The weight of `LoadBalance`, row by row."""
+    """The weight of the loss `LoadBalance`, which is computed for each row."""
     theta: Positive = 10_000.0
     """The base of rotary positions."""
     scaling: RotaryScaling | None = None
     """The scaling of rotary positions; None: none."""
     temperature: Number = 0.0
-    """The `mscale_all_dim` beside a scaling (usually YaRN), by which scores grow with the scaling's factor; 0: none."""
+    """`mscale_all_dim` of a scaling (usually YaRN): scores grow with the scaling's factor; 0: they do not."""
     activation: str = "silu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     bias: bool = False

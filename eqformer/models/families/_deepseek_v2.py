@@ -33,10 +33,10 @@ def build_deepseek_v2(config: DeepSeekV2Config, *, key: Key[Array, ""]) -> Trans
 
 
 class _Method(Entry):
-    """The way in which experts are chosen: greedily, in which case there is one group, or from groups."""
+    """The attribute `topk_method`: experts are chosen among all (greedy), or only from a token's best groups."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return a single group where choices are greedy, whatever other attributes state; else no field."""
+        """Return one group if the method is greedy, whatever `n_group` and `topk_group` say; else no field."""
         published.expect("topk_method", "greedy", "group_limited_greedy")
         is_greedy = published.text("topk_method", "greedy") == "greedy"
         return {"groups": 1, "kept_groups": 1} if is_greedy else {}

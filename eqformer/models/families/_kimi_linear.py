@@ -81,7 +81,7 @@ KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     *(Unpublished("tied", False, "transformers never ties it"), Expect("tie_word_embeddings", False)),
     Attribute("max_seq", ("model_max_length", "max_position_embeddings"), 1_048_576),
     *(
-        Unpublished(name, value, "none turns")
+        Unpublished(name, value, "no channel is rotated")
         for name, value in (("theta", 1e4), ("scaling", None), ("temperature", 0.0))
     ),
     *(Activation(), Attribute("bias", "attention_bias", False), Expect("moe_layer_freq", 1)),

@@ -56,7 +56,7 @@ def apply_scales(
 
 
 def repeat_groups(groups: Float32[Array, "*groups"], shape: tuple[int, ...]) -> Float32[Array, "*dims"]:
-    """Repeat each group's number over the members of its group; groups divide the last dim of `shape` evenly."""
+    """Repeat each group's number for every member of the group; groups divide the last dim of `shape` evenly."""
     times = shape[-1] // groups.shape[-1]
     return jnp.broadcast_to(jnp.repeat(groups, times, axis=-1) if times > 1 else groups, shape)
 

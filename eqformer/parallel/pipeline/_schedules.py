@@ -88,8 +88,8 @@ def _deadlock_message(name: str, orders: Sequence[Sequence[tuple[Work, ...]]], p
         if position < len(order)
     ]
     return (
-        f"pack_schedule: in the orders of {name!r}, nothing can go on: {'; '.join(waiting)} all wait for an input that "
-        f"comes later or never; put the work that gives an input before the work that needs it."
+        f"pack_schedule: the orders of {name!r} deadlock: {'; '.join(waiting)} all wait for an input that comes later "
+        f"or never; put the work that computes an input before the work that needs it."
     )
 
 
@@ -155,9 +155,9 @@ def looping(stages: int, microbatches: int, chunks: int) -> Schedule:
     check_counts("looping", stages, microbatches, chunks)
     if microbatches < stages:
         raise ValueError(
-            f"looping: a device is through with a chunk when the first microbatch comes round, which needs "
-            f"microbatches >= stages, but microbatches={microbatches} and stages={stages}; take at least {stages} "
-            f"microbatches."
+            f"looping: a device must finish a chunk before the first microbatch returns for the next chunk, which "
+            f"needs microbatches >= stages, but microbatches={microbatches} and stages={stages}; take at least "
+            f"{stages} microbatches."
         )
     return _wave_schedule("looping", stages, microbatches, chunks=chunks, group_size=microbatches, phases=2)
 

@@ -45,8 +45,8 @@ def gather(
 ) -> Array:
     """All-gather an array that `fsdp` splits along `dim`, in `dtype`; reduce its gradient in float32 at least.
 
-    Where `leaf` is a proxy, `value` has its values. `steps` are `Placement.torus_steps`. With `used` the gathered array
-    is cast to that dtype, and so its gradient has it, too.
+    If `leaf` is a gradient proxy, `value` is the parameter. `steps` are `Placement.torus_steps`. With `used`, the
+    gathered array is cast to that dtype, and its gradient arrives in that dtype.
     """
     if dim is None:
         return leaf if value is None else route_gradient(value, leaf)
