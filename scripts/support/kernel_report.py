@@ -78,7 +78,7 @@ def _with_flag(reason: str) -> str:
 
 
 def _fp8_lines(recipe: Recipe, model: nn.LanguageModel, chip: str) -> list[str]:
-    """Return a line on which products a chip multiplies in 8 bits, if the recipe asks for them."""
+    """Return a line that says which matrix products the chip computes in 8 bits, if the recipe asks for 8 bits."""
     compute = recipe.precision.compute
     if recipe.precision.products != "fp8":
         return []
