@@ -222,8 +222,8 @@ def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.A
         )
     if is_shared and mixer.scale != feed_forward.scale:
         raise ValueError(
-            f"{call}: a parallel block's layers are scaled by {mixer.scale} and {feed_forward.scale}, but this layout "
-            "scales only the sum of their outputs; take one scale."
+            f"{call}: a parallel block's layers are scaled by {mixer.scale} and {feed_forward.scale}, but "
+            "what they add is summed before it is scaled; take one scale."
         )
     return attention, mlp
 
