@@ -24,6 +24,18 @@ def test_layers_are_cut_into_periods_and_what_is_left_over():
     assert runs(("a", "b", "b")) == (Run(("a",), 1, 0), Run(("b",), 2, 1))
 
 
+def test_layers_get_kinds_of_their_own_type():
+    """Since 1 == True, divisions of layers of kind 1 and of kind True must not be cached as one."""
+    for kinds in ((1, 1, 0, 0), (True, True, False, False)):
+        divided = runs(kinds)
+        assert [(run.periods, run.first) for run in divided] == [(2, 0), (2, 2)]
+        assert [type(kind) for run in divided for kind in run.kinds] == [type(kinds[0])] * 2
+    mixture: Any = models.preset("hunyuan-moe-byte-500k")
+    hybrid: Any = models.preset("lfm2-byte-200k")
+    models.shapes(dataclasses.replace(mixture, layers=3, top_ks=(1, 1, 1)))
+    models.shapes(dataclasses.replace(hybrid, layers=3, attention_layers=(0, 1, 2)))  # its `block` takes a bool
+
+
 def test_every_layer_has_one_place_of_its_kind():
     kinds = pattern(6, 26)
     windows = tuple(layer for layer, kind in enumerate(kinds) if kind == "local")

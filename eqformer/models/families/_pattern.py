@@ -27,22 +27,30 @@ class Run(NamedTuple):
     first: int
 
 
-@functools.cache
 def runs(kinds: tuple[Hashable, ...]) -> tuple[Run, ...]:
     """Return the layers divided into runs that trace the fewest blocks, and among those divisions the fewest runs.
 
     26 layers of which each sixth differs are four periods of six layers and two periods of one.
     """
-    best: dict[int, tuple[int, int, tuple[Run, ...]]] = {len(kinds): (0, 0, ())}
-    for first in reversed(range(len(kinds))):
+    # The cache is keyed by which layers are alike: keyed by kinds, it would give layers of kind True those of kind 1.
+    numbers: dict[Hashable, int] = {}
+    divisions = _divide(tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds))
+    return tuple(Run(kinds[first : first + size], periods, first) for first, size, periods in divisions)
+
+
+@functools.cache
+def _divide(kind_numbers: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    """Return the first layer, the layers of a period and the periods of each run."""
+    best: dict[int, tuple[int, int, tuple[tuple[int, int, int], ...]]] = {len(kind_numbers): (0, 0, ())}
+    for first in reversed(range(len(kind_numbers))):
         divisions = []
-        longest = min(len(kinds) - first, _LONGEST_PERIOD)
+        longest = min(len(kind_numbers) - first, _LONGEST_PERIOD)
         for size in reversed(range(1, longest + 1)):  # of equally good divisions, one that starts with a period
-            period, end, periods = kinds[first : first + size], first, 0
-            while kinds[end : end + size] == period:
+            period, end, periods = kind_numbers[first : first + size], first, 0
+            while kind_numbers[end : end + size] == period:
                 end, periods = end + size, periods + 1
                 traced, number, later = best[end]
-                divisions.append((traced + size, number + 1, (Run(period, periods, first), *later)))
+                divisions.append((traced + size, number + 1, ((first, size, periods), *later)))
         best[first] = min(divisions, key=lambda division: division[:2])
     return best[0][2]
 
