@@ -292,11 +292,21 @@ class RotaryWithTemperature(RotaryPositions):
         return fields | {"temperature": temperature}
 
     def write(self, config: Any) -> Attributes:
-        """Return the older attributes, with YaRN's two for scores."""
+        """Return the older attributes, with the temperature; raise a `ValueError` for one without a scaling."""
         attributes, temperature = super().write(config), config.temperature
-        if temperature:
-            attributes["rope_scaling"] |= {"mscale": temperature, "mscale_all_dim": temperature}
-        return attributes
+        if not temperature:
+            return attributes
+        if config.scaling is None:
+            raise ValueError(
+                f"save(config={type(config).__name__}(scaling=None, temperature={temperature})): the temperature is "
+                "published within the scaling, and changes nothing without one; give a scaling, or temperature=0."
+            )
+        parameters = attributes["rope_scaling"] | {"mscale_all_dim": temperature}
+        # YaRN's magnitude would be the quotient of both parameters if it were not stated, so `mscale` stands beside a
+        # stated magnitude alone.
+        if "attention_factor" in parameters:
+            parameters["mscale"] = temperature
+        return attributes | {"rope_scaling": parameters}
 
 
 _GROWTH = ("llama_4_scaling_beta", "max_position_embeddings")

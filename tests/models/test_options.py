@@ -20,6 +20,26 @@ def back(family: str, numbers: Any) -> Any:
     return numbers_of({"model_type": family} | PUBLISHED[family].write(numbers))
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("more", [{}, {"mscale": 0.7}, {"attention_factor": 1.2}])
+def test_a_temperature_goes_out_without_changing_the_scalings_magnitude(family, more):
+    """Two parameters for scores divide each other in a scaling's magnitude, one alone leaves its default."""
+    rope = {name: value for name, value in YARN.items() if name != "rope_theta"} | {"mscale_all_dim": 0.5} | more
+    config = {name: value for name, value in case(family).items() if name != "rope_parameters"}
+    numbers = numbers_of(config | {"rope_scaling": rope})
+    assert numbers.temperature == 0.5 and (numbers.scaling.magnitude is None) == (not more)
+    assert back(family, numbers) == numbers
+    assert back(family, dataclasses.replace(numbers, temperature=0.25)) != numbers  # the control
+
+
+def test_a_temperature_without_a_scaling_is_refused():
+    numbers = dataclasses.replace(models.preset("deepseek-v3-byte-500k"), scaling=None, temperature=0.5)
+    with pytest.raises(
+        ValueError, match=r"^save\(config=DeepSeekV3Config\(scaling=None, temperature=0.5\)\): .*give a"
+    ):
+        PUBLISHED["deepseek_v3"].write(numbers)
+
+
 @pytest.mark.parametrize("family", ["llama", "ministral3", "gemma3_text"])
 def test_a_dynamic_scaling_begins_at_the_longest_length(family):
     """Whatever original length is said beside it."""
