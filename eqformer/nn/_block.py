@@ -6,8 +6,8 @@ from jaxtyping import Array, Float, PyTree
 
 from ._contracts import Layer, Sublayer
 from ._cross_layer import collect_shared
-from ._residual import find_feed_forward, find_mixer, join, join_caches, split_cache
-from ._stack import run_layers, with_inputs_of_each
+from ._residual import find_feed_forward, find_mixer, join, join_caches, split_cache, with_inputs_of_each
+from ._stack import run_layers
 from ._tokens import Tokens, tokens_or_default
 
 

@@ -1,7 +1,7 @@
 """Residual sublayers of a block: one layer or several on one input, with norms, scales and dropout."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +14,7 @@ from ._contracts import Mixer, Routed, Sublayer
 from ._cross_layer import find_shared, SharedValue, ShareRequest
 from ._dims import modules
 from ._dtype import multiply_float32
-from ._model_contracts import RandomMask
+from ._model_contracts import LayerStack, RandomMask
 from ._norm import Norm
 from ._tokens import Source, Tokens, tokens_or_default
 
@@ -232,8 +232,11 @@ class ParallelResidual(Sublayer):
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         tokens = tokens if index is None else tokens.fold_in(index)
         normed, outputs, new_caches, auxes = apply_norm(self.norm, x), [], [], []
-        for number, (branch, branch_cache) in enumerate(zip(self.branches, split_cache(self.branches, cache))):
-            y, new_cache, aux = branch.branch(normed, tokens, branch_cache, index=number)
+        per_branch = zip(
+            self.branches, with_inputs_of_each(self.branches, tokens), split_cache(self.branches, cache), strict=True
+        )
+        for number, (branch, branch_tokens, branch_cache) in enumerate(per_branch):
+            y, new_cache, aux = branch.branch(normed, branch_tokens, branch_cache, index=number)
             outputs.append(y)
             new_caches.append(new_cache)
             auxes.append(aux)
@@ -302,6 +305,24 @@ def find_feed_forward(sublayers: Sequence[Sublayer]) -> Sublayer | None:
         if residuals and not has_mixer(sublayer) and all(residual.reads is None for residual in residuals):
             return sublayer
     return None
+
+
+def with_inputs_of_each(layers: Sequence[PyTree], tokens: Tokens) -> Iterator[Tokens]:
+    """Yield the tokens for each layer, with only that layer's slice of `tokens.inputs`."""
+    start = 0
+    for count in map(count_layer_inputs, layers):
+        if tokens.inputs is None or count == tokens.inputs.shape[-2]:
+            yield tokens
+        else:
+            layer_inputs = tokens.inputs[..., start : start + count, :] if count else None
+            yield tokens.replaced(inputs=layer_inputs)
+        start += count
+
+
+def count_layer_inputs(layer: PyTree) -> int:
+    """Return how many sublayers of a layer, or of all layers of a stack, read a vector for their layer."""
+    readers = [residual for residual in modules(layer, Residual) if residual.reads == LAYER_INPUT]
+    return len(readers) * (len(layer) if isinstance(layer, LayerStack) else 1)
 
 
 def split_cache(sublayers: Sequence[Sublayer], cache: PyTree) -> list[PyTree]:

@@ -1,7 +1,7 @@
 """Stacks of layers run by a scan, layers in sequence, and what the backward pass recomputes."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import equinox as eqx
@@ -16,7 +16,7 @@ from ._cross_layer import collect_shared, keep_shared, take_last_layer
 from ._dims import ensemble, modules, path_name
 from ._dtype import in_dtypes_of, in_float32
 from ._model_contracts import LayerStack
-from ._residual import LAYER_INPUT, Residual, SOURCE
+from ._residual import count_layer_inputs, LAYER_INPUT, Residual, SOURCE, with_inputs_of_each
 from ._tokens import Tokens, tokens_or_default
 from .quantization._kv_cache import parse_cache_dtype
 
@@ -157,7 +157,7 @@ def run_layers(
     that a layer behind these layers reads stay in the aux. Raises a `ValueError` if the number of per-layer inputs is
     not the number of sublayers that read one.
     """
-    count = sum(map(_count_layer_inputs, layers))
+    count = sum(map(count_layer_inputs, layers))
     read_by_layer = [shared_names_read(layer) for layer in layers]
     if tokens.inputs is not None and tokens.inputs.shape[-2] != count:
         raise ValueError(
@@ -190,24 +190,6 @@ def shared_names_read(layer: PyTree) -> frozenset[str]:
         needed |= {residual.reads} - shared - {None, SOURCE, LAYER_INPUT}
         shared |= {residual.shares} - {None}
     return frozenset(needed)
-
-
-def with_inputs_of_each(layers: Sequence[PyTree], tokens: Tokens) -> Iterator[Tokens]:
-    """Yield the tokens for each layer, with only that layer's slice of `tokens.inputs`."""
-    start = 0
-    for count in map(_count_layer_inputs, layers):
-        if tokens.inputs is None or count == tokens.inputs.shape[-2]:
-            yield tokens
-        else:
-            layer_inputs = tokens.inputs[..., start : start + count, :] if count else None
-            yield tokens.replaced(inputs=layer_inputs)
-        start += count
-
-
-def _count_layer_inputs(layer: PyTree) -> int:
-    """Return how many sublayers of a layer, or of all layers of a stack, read a vector for their layer."""
-    readers = [residual for residual in modules(layer, Residual) if residual.reads == LAYER_INPUT]
-    return len(readers) * (len(layer) if isinstance(layer, LayerStack) else 1)
 
 
 # Rematerialisation policies: each names what the forward pass keeps; the backward pass recomputes all else.

@@ -257,6 +257,20 @@ def with_vector(x, vector):
     return jnp.sin(x) * vector
 
 
+def test_each_branch_reads_its_own_layer_input():
+    """Branches side by side read one vector each, in order, as the sublayers of a block do."""
+    x, vectors = normal(1, 2, 3, EMBED), normal(4, 2, 3, 2, EMBED)
+    module = nn.ParallelResidual(tuple(nn.Residual(with_vector, norm(place), reads="layer_input") for place in (0, 1)))
+    y = run(module, x, nn.positions_like((2, 3)).replaced(inputs=vectors))[0]
+
+    @jax.jit
+    def by_hand(x, vectors):
+        return x + jnp.sin(norm(0)(x)) * vectors[..., 0, :] + jnp.sin(norm(1)(x)) * vectors[..., 1, :]
+
+    assert close(y, by_hand(x, vectors), 1e-6)
+    assert not close(y, by_hand(x, vectors[..., ::-1, :]), 1e-3)
+
+
 def test_a_sublayer_reads_one_more_input_by_its_name():
     """A source, a vector of each token and what an earlier sublayer shares; caches of those with mixers alone."""
     sizes = {"embed": EMBED, "heads": 2, "head_dim": 2, "key": KEY}
