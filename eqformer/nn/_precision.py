@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 from ._dims import float32_flags, named_by, named_modules, path_name
 from ._dtype import at_least_float32, float_dtype
 from ._linear import apply_weight, DenseMap, Linear, LinearMap, plain
-from ._lora import chosen_maps, LoRA, Where
+from ._lora import chosen_maps, Where
 from ._matmul_precision import Fp8Matmul, MatmulPrecision
 from ._transformer import Transformer
 from .experts._routing import Router
@@ -94,7 +94,7 @@ def with_fp8(model: PyTree, where: Where | None = None) -> PyTree:
     """
     routers = [name for name, _ in named_modules(model, Router)]
     is_in_router = lambda name: any(name.startswith(f"{router}.") for router in routers)
-    fits = lambda name, linear: type(_base(linear)) is Linear and not is_in_router(name)
+    fits = lambda name, linear: type(linear.base) is Linear and not is_in_router(name)
     default: Where = lambda name, linear: fits(name, linear) and "vocab" not in (*linear.outputs, *linear.inputs)
     chosen = chosen_maps(model, default if where is None else where, "with_fp8(model)")
     if wrong := [name for name, linear in chosen.items() if not fits(name, linear)]:
@@ -106,15 +106,11 @@ def with_fp8(model: PyTree, where: Where | None = None) -> PyTree:
     def replace_if_chosen(path: tuple, node: PyTree) -> PyTree:
         if path_name(path) not in chosen:
             return node
-        base = _base(node)
+        base = node.base
         linear = Fp8Linear(base.outputs, base.inputs, base.weight, base.bias)
-        return linear if base is node else eqx.tree_at(lambda lora: lora.linear, node, linear)
+        return linear if base is node else eqx.tree_at(lambda m: m.base, node, linear)
 
     return jax.tree_util.tree_map_with_path(replace_if_chosen, model, is_leaf=lambda node: isinstance(node, LinearMap))
-
-
-def _base(linear: LinearMap) -> Any:
-    return linear.linear if isinstance(linear, LoRA) else linear
 
 
 def without_fp8(model: PyTree) -> PyTree:
