@@ -21,7 +21,7 @@ from ...kernels import (
 )
 from .._cache import empty_slots, LatentCache, mask_overflow, slots_for
 from .._contracts import Attends, Mixer, MixerFacts
-from .._cross_layer import answer_request, SharedValue, ShareRequest
+from .._cross_layer import answer_request, SharedValue, ShareRequest, unwrap_request
 from .._dtype import add_float32, broadcast_float32, float_dtype
 from .._linear import Linear, LinearMap
 from .._norm import Norm
@@ -323,6 +323,4 @@ class LatentAttention(Mixer):
 
 def _unwrap_cache(argument: LatentCache | ShareRequest | SharedValue | None) -> tuple[bool, LatentCache | None]:
     """Return whether the mixer returns a `SharedValue`, and the cache in its argument."""
-    if isinstance(argument, ShareRequest):
-        return True, argument.cache
-    return (True, argument.wrapped) if isinstance(argument, SharedValue) else (False, argument)
+    return (True, argument.wrapped) if isinstance(argument, SharedValue) else unwrap_request(argument)
