@@ -13,7 +13,7 @@ def unstack_layers(model: LanguageModel) -> LanguageModel:
     on GPUs its cache, out of the stacked arrays; without the scan they are read in place. In exchange, compile time
     grows with depth, and this call copies the weights.
     """
-    layers = tuple(stack.part(slice(number, number + 1)) for stack in model.stacks for number in range(len(stack)))
+    layers = tuple(stack[number : number + 1] for stack in model.stacks for number in range(len(stack)))
     return eqx.tree_at(lambda m: m.stacks, model, layers)
 
 

@@ -29,6 +29,12 @@ def ensemble(dim: str) -> Any:
     return eqx.field(metadata={"ensemble": dim})
 
 
+def take_members(modules: PyTree, index: int | slice) -> PyTree:
+    """Return one module of an ensemble, or the ensemble of some of its modules."""
+    arrays, static = eqx.partition(modules, eqx.is_array)
+    return eqx.combine(jax.tree.map(lambda x: x[index], arrays), static)
+
+
 def float32_at_least() -> Any:
     """Return a field whose array stays float32 at least when a model is cast: rounding it would change decisions."""
     return eqx.field(metadata={"float32_at_least": True})

@@ -5,13 +5,13 @@ Contracts are abstract modules, which anybody's own modules may follow; those of
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TYPE_CHECKING
+from typing import NamedTuple, overload, TYPE_CHECKING
 
 import equinox as eqx
-import jax
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from ._contracts import Layer, LinearMap
+from ._dims import take_members
 from ._dtype import lookup_rows, matmul_float32
 from ._module import Module
 from ._tokens import Tokens
@@ -51,28 +51,23 @@ class LayerStack(Layer):
     def __len__(self) -> int:
         return self.numbers.shape[0]
 
-    def layer(self, index: int) -> Layer:
-        """Return a layer by itself, counted from the end if the index is negative."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"stack[{index}]: the stack has {len(self)} layers.")
-        return _take_layers(self.blocks, index)
+    @overload
+    def __getitem__(self, index: int) -> Layer: ...
 
-    def part(self, index: slice) -> "LayerStack":
-        """Return the stack of some of the layers."""
+    @overload
+    def __getitem__(self, index: slice) -> "LayerStack": ...
+
+    def __getitem__(self, index: int | slice) -> Layer:
+        if isinstance(index, int):
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"stack[{index}]: the stack has {len(self)} layers.")
+            return take_members(self.blocks, index)
         if not len(range(len(self))[index]):
             raise ValueError(f"stack[{index.start}:{index.stop}]: no layer is left of {len(self)}.")
-        layers = _take_layers(self.blocks, index), self.numbers[index]
+        layers = take_members(self.blocks, index), self.numbers[index]
         part = eqx.tree_at(lambda s: (s.blocks, s.numbers), self, layers)
         object.__setattr__(part, "depth", len(part))
         return part
-
-    def __getitem__(self, index: int | slice) -> Layer:
-        return self.layer(index) if isinstance(index, int) else self.part(index)
-
-
-def _take_layers(blocks: PyTree, index: int | slice) -> PyTree:
-    arrays, static = eqx.partition(blocks, eqx.is_array)
-    return eqx.combine(jax.tree.map(lambda x: x[index], arrays), static)
 
 
 class RandomMask(Module):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from .._dims import ensemble, path_name
+from .._dims import ensemble, path_name, take_members
 from .._linear import LinearMap, map_linears
 from .._module import Module
 from ._grouped import run_grouped
@@ -37,8 +37,7 @@ class Experts(Module):
     def __getitem__(self, index: int) -> Callable[[Array], Array]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"experts[{index}]: there are {len(self)} experts.")
-        arrays, static = eqx.partition(self.mlps, eqx.is_array)
-        return eqx.combine(jax.tree.map(lambda x: x[index], arrays), static)
+        return take_members(self.mlps, index)
 
     def slots(self, x: Float[Array, "experts slots embed"]) -> Float[Array, "experts slots embed"]:
         """Run each expert on its rows, equally many for each expert."""

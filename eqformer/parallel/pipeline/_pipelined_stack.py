@@ -154,7 +154,7 @@ def pipelined_rounds(
     for stack, chunk_counts in zip(stacks, counts.reshape(len(counts), schedule.chunks, -1), strict=True):
         size = len(stack) // schedule.chunks
         for chunk in np.flatnonzero(chunk_counts.any(axis=1)).tolist():
-            chunk_stack = stack.part(slice(chunk * size, (chunk + 1) * size))
+            chunk_stack = stack[chunk * size : (chunk + 1) * size]
             rounds.append(PipelinedStack(chunk_stack, microbatches, order=tuple(orders[chunk])))
     return tuple(rounds)
 
