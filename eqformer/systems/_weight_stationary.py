@@ -82,13 +82,6 @@ class WeightStationary(DistributedModel):
         per_device: Callable[..., Any] = lambda model, x: self._wrapped(model).unembed(x)
         return filter_shard_map(per_device, self.mesh, in_specs, PartitionSpec(None, HEADS))(self.model, hidden)
 
-    def decode(
-        self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
-    ) -> tuple[Float[Array, "batch vocab"], PyTree]:
-        """Read tokens of each row; return the logits of the token after the last one, and the new cache."""
-        hidden, cache, _ = self.encode(ids, tokens, cache)
-        return self.unembed(hidden[:, -1]), cache
-
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
         """Return an empty cache for `batch` rows of up to `capacity` tokens, sharded by rows or replicated."""
         empty_cache = lambda: self.model.init_cache(self._rows(batch), capacity, dtype, rollback=rollback)

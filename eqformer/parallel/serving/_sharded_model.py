@@ -44,11 +44,12 @@ class DistributedModel(eqx.Module):
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
         """Return the logits of what `encode` returned."""
 
-    @abc.abstractmethod
     def decode(
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
     ) -> tuple[Float[Array, "batch vocab"], PyTree]:
         """Read tokens of each row; return the logits of the token after the last one, and the new cache."""
+        hidden, cache, _ = self.encode(ids, tokens, cache)
+        return self.unembed(hidden[:, -1]), cache
 
     @abc.abstractmethod
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
