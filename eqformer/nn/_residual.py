@@ -241,10 +241,8 @@ class ParallelResidual(Sublayer):
             new_caches.append(new_cache)
             auxes.append(aux)
         # Without an `output_norm`, the branches are added to the input one after another.
-        summands = (
-            [x, *outputs] if self.output_norm is None else [x, apply_norm(self.output_norm, sum_in_order(outputs))]
-        )
-        x = apply_norm(self.sum_norm, sum_in_order(summands))
+        added = outputs if self.output_norm is None else [self.output_norm(sum_in_order(outputs))]
+        x = apply_norm(self.sum_norm, sum_in_order([x, *added]))
         return x, None if cache is None else join_caches(self.branches, new_caches), join(auxes)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
