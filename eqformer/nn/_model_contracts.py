@@ -36,7 +36,7 @@ class LayerStack(Layer):
         depth: int = eqx.field(init=False)
         """The number of layers of the whole stack."""
         remat: str = eqx.field(init=False)
-        """What the backward pass recomputes, a name in `REMAT`."""
+        """The rematerialisation policy, a name in `REMAT`."""
         unroll: int = eqx.field(init=False)
         """How many layers an iteration of a scan runs."""
         blocks: PyTree = eqx.field(init=False)

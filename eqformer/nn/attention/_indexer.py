@@ -29,7 +29,7 @@ class Indexer(Module):
 
     A key at `s` has for a query at `t` the score `sum_h w_th relu(q_th . k_s)`, of small queries from the queries'
     latent, and small keys and weights from the input. No gradient passes through it: it is trained by a loss of its
-    own. Of equal scores the first key is taken.
+    own. If scores are equal, the first key is taken.
     """
 
     query: LinearMap

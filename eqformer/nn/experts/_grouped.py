@@ -1,7 +1,7 @@
 """Ensembles of modules on rows that are sorted by group, such as experts on the tokens that chose them.
 
-Where the kernels of grouped products (`kernels.GROUPED_MATMUL`) support all linear maps of the modules, each map is
-computed for all rows at once by a kernel. Elsewhere rows are computed in slots and blocks (`_grouped_blocks.py`).
+If the kernels of grouped products (`kernels.GROUPED_MATMUL`) support all linear maps of the modules, a kernel computes
+each map for all rows at once. Otherwise rows are computed in slots and blocks (`_grouped_blocks.py`).
 """
 
 import functools

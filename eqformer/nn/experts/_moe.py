@@ -22,7 +22,7 @@ from ._routing import is_real, Router, Routing, Slots
 
 
 ROUTER = 2
-"""The number that a mixture folds into tokens' keys for its router; a block's dropouts fold 0 and 1."""
+"""The number that a mixture folds into tokens' keys for its router; dropouts of a block fold their sublayer's index."""
 
 
 class ExpertMixture(Routed):
