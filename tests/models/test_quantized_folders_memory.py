@@ -1,4 +1,4 @@
-"""What gpt-oss 20B holds as it is published, by its real shapes: a folder whose file is a hole."""
+"""Bytes of gpt-oss 20B as it is published, by its real shapes: a folder whose file is a hole."""
 
 import json
 import math
@@ -70,17 +70,19 @@ def nbytes(model: Any) -> int:
 
 
 def test_gpt_oss_20b_fits_in_16_gb_as_it_is_published(tmp_path):
-    """Kept, its arrays take the bytes of the file, 13.8 GB; decoded three times as many."""
-    size, said = write(tmp_path), describe_model(tmp_path)
-    assert said.config == models.preset("gpt-oss-20b")
-    arrays = PublishedArrays(Folder(tmp_path), said)
-    shapes = eqx.filter_eval_shape(lambda: models.build(said.config, key=jax.random.key(0)))
-    kept = with_quantized_maps(
+    """Quantized, its arrays take the bytes of the file, 13.8 GB; decoded three times as many."""
+    size, published = write(tmp_path), describe_model(tmp_path)
+    assert published.config == models.preset("gpt-oss-20b")
+    arrays = PublishedArrays(Folder(tmp_path), published)
+    shapes = eqx.filter_eval_shape(lambda: models.build(published.config, key=jax.random.key(0)))
+    quantized = with_quantized_maps(
         shapes,
-        find_quantized_maps(arrays, said.family.rules(said.config, shapes, arrays.shapes, said.multimodal), shapes),
+        find_quantized_maps(
+            arrays, published.family.rules(published.config, shapes, arrays.shapes, published.multimodal), shapes
+        ),
     )
     narrow = lambda model: eqx.filter_eval_shape(nn.Precision("bfloat16", "bfloat16").apply, model)
-    held, decoded = nbytes(narrow(kept)), nbytes(narrow(shapes))
+    quantized_bytes, decoded_bytes = nbytes(narrow(quantized)), nbytes(narrow(shapes))
     numbers = sum(nbytes(stack.numbers) for stack in nn.modules(shapes, nn.Stack))
-    assert held == size + numbers and 13.7e9 < held < 13.8e9
-    assert decoded == 2 * planning.parameter_count(shapes) + numbers and decoded > 41e9
+    assert quantized_bytes == size + numbers and 13.7e9 < quantized_bytes < 13.8e9
+    assert decoded_bytes == 2 * planning.parameter_count(shapes) + numbers and decoded_bytes > 41e9

@@ -1,4 +1,4 @@
-"""Folders in fewer bits whose codes and scales are kept, against the same folders decoded."""
+"""Folders of quantized weights, loaded as codes and scales, against the same folders decoded."""
 
 import json
 from typing import Any
@@ -33,56 +33,66 @@ def spoiled(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_kept_is_what_is_decoded(name, tmp_path):
+def test_quantized_weights_are_the_decoded_ones(name, tmp_path):
     """Every weight, bit for bit, from codes in few bytes; also where each device reads its part."""
     write(tmp_path, name)
-    decoded, kept = models.load(tmp_path, dtype="float32"), models.load(tmp_path, dtype="float32", weights="quantized")
-    maps = [one for one in nn.linear_maps(kept) if isinstance(one, nn.QuantizedLinear)]
+    decoded, quantized = (
+        models.load(tmp_path, dtype="float32"),
+        models.load(tmp_path, dtype="float32", weights="quantized"),
+    )
+    maps = [linear for linear in nn.linear_maps(quantized) if isinstance(linear, nn.QuantizedLinear)]
     assert len(maps) == (6 if name in EXPERT_CASES else 7)
-    assert same(eqx.filter_jit(nn.dequantize)(kept), decoded)
-    for weights, loaded in (("decoded", decoded), ("quantized", kept)):
+    assert same(eqx.filter_jit(nn.dequantize)(quantized), decoded)
+    for weights, loaded in (("decoded", decoded), ("quantized", quantized)):
         shapes = models.load_shapes(tmp_path, dtype="float32", weights=weights)
         assert eqx.tree_equal(shapes, eqx.filter_eval_shape(lambda loaded=loaded: loaded))
-    whole = sum(2 * np.prod(one.shape) for one in maps)
-    assert sum(one.codes.nbytes for one in maps) == whole / (4 if maps[0].form in ("int4", "fp4") else 2)
+    number_of_codes = sum(2 * np.prod(linear.shape) for linear in maps)
+    assert sum(linear.codes.nbytes for linear in maps) == number_of_codes / (
+        4 if maps[0].form in ("int4", "fp4") else 2
+    )
     split: dict[str, Any] = {"fsdp": 2, "replica" if "16" in str(CASES.get(name)) else "tensor": 2}
     split |= {"expert": 2} if name in EXPERT_CASES else {"pipe": 2}
     placed = models.load(
         tmp_path, plan=Plan(make_mesh(**split), zero=3, smallest=1), dtype="float32", weights="quantized"
     )
-    assert same(placed, kept) and not same(nn.dequantize(spoiled(kept)), decoded)
+    assert same(placed, quantized) and not same(nn.dequantize(spoiled(quantized)), decoded)
 
 
 @pytest.mark.grid
-def test_a_plan_counts_codes_as_they_are_kept(tmp_path):
+def test_a_plan_counts_the_bytes_of_codes(tmp_path):
     """As two devices hold them; the control is the model in bfloat16."""
     write(tmp_path, "fp8 one scale")
     plan = Plan(abstract_mesh({"tensor": 2}))
-    held, parameters = {}, set()
+    weight_bytes, parameters = {}, set()
     for weights in ("quantized", "decoded"):
         shapes = models.load_shapes(tmp_path, dtype="bfloat16", weights=weights)
-        found = decode_forecast(plan, shapes, topology("h100:2"), rows=2, capacity=32)
-        held[weights], parameters = found.held["weights"], parameters | {found.parameters}
+        forecast = decode_forecast(plan, shapes, topology("h100:2"), rows=2, capacity=32)
+        weight_bytes[weights], parameters = forecast.held["weights"], parameters | {forecast.parameters}
         placed = models.load(
             tmp_path, plan=Plan(make_mesh(tensor=2, devices=jax.devices()[:2])), dtype="bfloat16", weights=weights
         )
-        own = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(eqx.filter(placed, eqx.is_array))]
-        assert held[weights] == sum(own)
-    assert held["quantized"] < 0.8 * held["decoded"] and len(parameters) == 1
+        device_bytes = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(eqx.filter(placed, eqx.is_array))]
+        assert weight_bytes[weights] == sum(device_bytes)
+    assert weight_bytes["quantized"] < 0.8 * weight_bytes["decoded"] and len(parameters) == 1
 
 
-def test_exponents_are_kept_as_they_are_decoded_up_to_the_least_and_the_largest(tmp_path):
+def test_exponents_are_those_of_the_decoded_weights_up_to_the_least_and_the_largest(tmp_path):
     """With every code; but for what float32 holds as a subnormal number, which CPUs take for 0 wherever it is used."""
     stored, _ = write(tmp_path, "mxfp4")
     name, pairs = EXPERTS + "down_proj", np.arange(0, 256, 16, dtype=np.uint8) | np.arange(16, dtype=np.uint8)
     exponents = np.resize(np.array([0, 1, 254], np.uint8), stored[name + "_scales"].shape)
     change(tmp_path, stored | {name + "_scales": exponents, name + "_blocks": np.tile(pairs, (*exponents.shape, 1))})
-    kept, decoded = models.load(tmp_path, dtype="float32", weights="quantized"), models.load(tmp_path, dtype="float32")
+    quantized, decoded = (
+        models.load(tmp_path, dtype="float32", weights="quantized"),
+        models.load(tmp_path, dtype="float32"),
+    )
     below, above = 0, 0
-    for its, want in zip(*(jax.tree.leaves(model) for model in (jax.jit(nn.dequantize)(kept), decoded)), strict=True):
+    for dequantized, want in zip(
+        *(jax.tree.leaves(model) for model in (jax.jit(nn.dequantize)(quantized), decoded)), strict=True
+    ):
         want = np.asarray(want)
         tiny = (np.abs(want) < 2.0**-126) & (want != 0)
-        assert np.array_equal(its, np.where(tiny, 0, want))
+        assert np.array_equal(dequantized, np.where(tiny, 0, want))
         below, above = below + np.count_nonzero(tiny), above + np.count_nonzero(np.isinf(want))
     # Of 128 blocks a third has each exponent. Either sign of 0.5, 1 and 1.5, twice in a block, or of 0.5; of 2 to 6.
     assert (below, above) == (43 * 12 + 43 * 4, 42 * 16)
@@ -96,20 +106,23 @@ def test_logits_are_those_of_the_decoded_model(name, dtype, tmp_path):
     write(tmp_path, name)
     run = eqx.filter_jit(lambda model, ids: model(ids)[0])
     ids = jnp.arange(12)[None] % 24
-    want, kept = run(models.load(tmp_path, dtype=dtype), ids), models.load(tmp_path, dtype=dtype, weights="quantized")
-    assert np.array_equal(run(kept, ids), want)
-    assert not np.array_equal(run(spoiled(kept), ids), want)
-    models.save(nn.cast(nn.dequantize(kept), dtype), tmp_path / "plain", like=tmp_path)
+    want, quantized = (
+        run(models.load(tmp_path, dtype=dtype), ids),
+        models.load(tmp_path, dtype=dtype, weights="quantized"),
+    )
+    assert np.array_equal(run(quantized, ids), want)
+    assert not np.array_equal(run(spoiled(quantized), ids), want)
+    models.save(nn.cast(nn.dequantize(quantized), dtype), tmp_path / "plain", like=tmp_path)
     assert same(models.load(tmp_path / "plain"), models.load(tmp_path, dtype=dtype))
 
 
-def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
+def test_folders_that_cannot_stay_quantized_are_refused_by_name(tmp_path):
     stored, _ = write(tmp_path / "order", "gptq in another order")
     fix = r"load with weights='decoded'"
     with pytest.raises(ValueError, match=rf"proj.qweight: its scales are not of neighboring .* g_idx .*; {fix}"):
         models.load(tmp_path / "order", weights="quantized")
     stored, decoded = write(tmp_path / "some", "fp8 blocks")
-    stored = {key: its for key, its in stored.items() if key != f"{GATE}.weight_scale_inv"}
+    stored = {key: array for key, array in stored.items() if key != f"{GATE}.weight_scale_inv"}
     change(tmp_path / "some", stored | {f"{GATE}.weight": decoded[f"{GATE}.weight"]})
     with pytest.raises(
         ValueError, match=rf"quantized': .*layers.1.mlp.gate_proj.weight is .* {GATE}.weight is not.*{fix}"
@@ -129,34 +142,34 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_kept_is_saved_as_it_came(name, tmp_path):
+def test_quantized_weights_are_saved_as_they_came(name, tmp_path):
     """Shapes, dtypes and bits, with another table; a model of other codes is not, and by itself none is."""
     write(tmp_path / "folder", name)
-    kept = models.load(tmp_path / "folder", weights="quantized")
-    other = eqx.tree_at(lambda m: m.embedding.weight, kept, kept.embedding.weight + 1)
-    models.save(other, tmp_path / "again", like=tmp_path / "folder", whole=True)
+    quantized = models.load(tmp_path / "folder", weights="quantized")
+    with_other_table = eqx.tree_at(lambda m: m.embedding.weight, quantized, quantized.embedding.weight + 1)
+    models.save(with_other_table, tmp_path / "again", like=tmp_path / "folder", whole=True)
     want, back = as_stored(tmp_path / "folder"), as_stored(tmp_path / "again")
     assert back.keys() == want.keys()
-    assert [each for each in want if back[each] != want[each]] == ["model.embed_tokens.weight"]
-    assert same(models.load(tmp_path / "again", weights="quantized"), other)
+    assert [key for key in want if back[key] != want[key]] == ["model.embed_tokens.weight"]
+    assert same(models.load(tmp_path / "again", weights="quantized"), with_other_table)
     with pytest.raises(ValueError, match=r"the model's codes and scales are not those of model\..*nn.dequantize"):
-        models.save(spoiled(kept), tmp_path / "other", like=tmp_path / "folder", whole=True)
+        models.save(spoiled(quantized), tmp_path / "other", like=tmp_path / "folder", whole=True)
     with pytest.raises(ValueError, match=r"the model holds codes of 8 or 4 bits \(stacks.*nn.dequantize it or, where"):
-        models.save(kept, tmp_path / "other", like=tmp_path / "folder")
+        models.save(quantized, tmp_path / "other", like=tmp_path / "folder")
 
 
 def test_factors_beside_codes_are_written_and_read_like_any(tmp_path):
     write(tmp_path / "folder", "int4")
-    kept, decoded = models.load(tmp_path / "folder", weights="quantized"), models.load(tmp_path / "folder")
+    quantized, decoded = models.load(tmp_path / "folder", weights="quantized"), models.load(tmp_path / "folder")
     add = lambda model: nn.with_lora(model, ["query", "gate", "up"], rank=2, alpha=1.0, key=jax.random.key(0))
-    for name, model in (("quantized", kept), ("decoded", decoded)):
+    for name, model in (("quantized", quantized), ("decoded", decoded)):
         models.save_adapter(add(model), tmp_path / name, like=tmp_path / "folder", base="base")
     of = lambda name: load_file(tmp_path / name / "adapter_model.safetensors")
     assert of("quantized").keys() == of("decoded").keys() and all(
-        same_bits(its, of("quantized")[n]) for n, its in of("decoded").items()
+        same_bits(array, of("quantized")[n]) for n, array in of("decoded").items()
     )
-    back = models.load_adapter(kept, tmp_path / "decoded", like=tmp_path / "folder")
-    assert same(back, add(kept)) and jax.tree.structure(back) == jax.tree.structure(add(kept))
+    back = models.load_adapter(quantized, tmp_path / "decoded", like=tmp_path / "folder")
+    assert same(back, add(quantized)) and jax.tree.structure(back) == jax.tree.structure(add(quantized))
 
 
 # How names of maps end: in T5 and ModernBERT otherwise than in all others.
@@ -184,7 +197,7 @@ def test_every_family_runs_with_codes(family):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("family", FIRST)
-def test_every_family_keeps_what_is_decoded(family, tmp_path):
+def test_every_family_stays_quantized(family, tmp_path):
     """However its table joins, splits and turns arrays: of its maps in FP8, as many as hold matrices of their own."""
     config, rng = models.preset(FIRST[family]), np.random.default_rng(0)
     shapes = eqx.filter_eval_shape(lambda: models.build(config, key=jax.random.key(0)))
@@ -197,10 +210,10 @@ def test_every_family_keeps_what_is_decoded(family, tmp_path):
         codes = rng.integers(0, 120, array.shape).astype(np.uint8).view(F8)
         scales = rng.random([-(-size // 16) for size in array.shape], np.float32)
         stored |= {name: codes, f"{name}_scale_inv": scales}
-    said = json.loads((tmp_path / "plain" / "config.json").read_text())
+    config_json = json.loads((tmp_path / "plain" / "config.json").read_text())
     fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     (tmp_path / "fp8").mkdir()
-    store(tmp_path / "fp8", stored, said | {"quantization_config": fp8})
-    kept = models.load(tmp_path / "fp8", dtype="float32", weights="quantized")
-    assert any(isinstance(one, nn.QuantizedLinear) for one in nn.linear_maps(kept))
-    assert same(eqx.filter_jit(nn.dequantize)(kept), models.load(tmp_path / "fp8", dtype="float32"))
+    store(tmp_path / "fp8", stored, config_json | {"quantization_config": fp8})
+    quantized = models.load(tmp_path / "fp8", dtype="float32", weights="quantized")
+    assert any(isinstance(linear, nn.QuantizedLinear) for linear in nn.linear_maps(quantized))
+    assert same(eqx.filter_jit(nn.dequantize)(quantized), models.load(tmp_path / "fp8", dtype="float32"))

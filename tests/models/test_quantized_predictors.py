@@ -1,4 +1,4 @@
-"""Predictors of a further token in folders of fewer bits, kept and decoded; and in models split over devices."""
+"""Predictors of a further token in quantized folders, loaded as codes and decoded; and in models split over devices."""
 
 from pathlib import Path
 from typing import Any
@@ -37,32 +37,38 @@ def in_fewer_bits(folder: Path, case: str, name: str) -> dict[str, np.ndarray]:
 @pytest.mark.grid
 @pytest.mark.parametrize("case", ["glm4_moe plain", "qwen3_5_text plain"])
 @pytest.mark.parametrize("name", ["fp8 blocks"])
-def test_a_predictor_is_kept_with_its_model(case, name, tmp_path):
+def test_a_predictor_stays_quantized_with_its_model(case, name, tmp_path):
     """Logits and proposals of the decoded model, codes where its maps are, and the folder as it came."""
     stored = in_fewer_bits(tmp_path / "in", case, name)
     load = lambda weights, **more: models.load(
         tmp_path / "in", weights=weights, predictor=True, dtype="float32", **more
     )
-    decoded, kept = load("decoded"), load("quantized")
-    its = [one for one in nn.linear_maps(kept.predictor) if isinstance(one, nn.QuantizedLinear)]
-    assert kept.predictor is not None and isinstance(kept.predictor.merge, nn.QuantizedLinear) and len(its) > 4
-    for one, other in zip(predicted(kept, IDS), predicted(decoded, IDS), strict=True):
-        assert np.array_equal(one, other)
-    spoiled = eqx.tree_at(lambda m: m.predictor.merge.codes, kept, kept.predictor.merge.codes ^ 1)
-    assert not np.array_equal(predicted(spoiled, IDS)[0], predicted(kept, IDS)[0])
-    models.save(kept, tmp_path / "out", like=tmp_path / "in", whole=True)
+    decoded, quantized = load("decoded"), load("quantized")
+    quantized_maps = [
+        linear for linear in nn.linear_maps(quantized.predictor) if isinstance(linear, nn.QuantizedLinear)
+    ]
+    assert (
+        quantized.predictor is not None
+        and isinstance(quantized.predictor.merge, nn.QuantizedLinear)
+        and len(quantized_maps) > 4
+    )
+    for from_codes, from_decoded in zip(predicted(quantized, IDS), predicted(decoded, IDS), strict=True):
+        assert np.array_equal(from_codes, from_decoded)
+    spoiled = eqx.tree_at(lambda m: m.predictor.merge.codes, quantized, quantized.predictor.merge.codes ^ 1)
+    assert not np.array_equal(predicted(spoiled, IDS)[0], predicted(quantized, IDS)[0])
+    models.save(quantized, tmp_path / "out", like=tmp_path / "in", whole=True)
     back = Folder(tmp_path / "out")
     assert back.names == stored.keys() and all(same_bits(back.stored(key), array) for key, array in stored.items())
 
 
 @pytest.mark.grid
-def test_a_predictor_that_is_kept_drafts(tmp_path):
+def test_a_quantized_predictor_drafts(tmp_path):
     """Text of the decoded model without a draft."""
     in_fewer_bits(tmp_path, "glm4_moe plain", "fp8 blocks")
-    decoded, kept = (
+    decoded, quantized = (
         models.load(tmp_path, weights=w, predictor=True, dtype="float32") for w in ("decoded", "quantized")
     )
-    text: Any = generation.generate(kept, IDS, draft="mtp", draft_tokens=2, **GIVEN)
+    text: Any = generation.generate(quantized, IDS, draft="mtp", draft_tokens=2, **GIVEN)
     assert np.array_equal(text.ids, generation.generate(decoded, IDS, **GIVEN).ids)
 
 
