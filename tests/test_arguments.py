@@ -94,25 +94,6 @@ def test_calls_with_many_arguments_describe_each(room):
     assert found == {}
 
 
-WIDEST = 16
-# Attention's constructors, whose rarer options are to become parts that plug in.
-WIDER = {"_attention.py", "_latent_attention.py"}
-
-
-def wide_signatures(tree: ast.AST) -> list[str]:
-    """Return the functions with more arguments than a reader can oversee; rarer options belong into parts."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    names = lambda node: [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    return [node.name for node in functions if len([n for n in names(node) if n not in ("self", "cls")]) > WIDEST]
-
-
-def test_no_signature_is_wider_than_sixteen_arguments():
-    wide = {path.name: wide_signatures(ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py"))}
-    assert {name for name, functions in wide.items() if functions} <= WIDER
-    names = ", ".join(f"x{i}" for i in range(17))
-    assert wide_signatures(ast.parse(f"def f(self, {names}): ...\ndef g({names[:-5]}): ...")) == ["f"]
-
-
 def sums(a, b, c, d, e, f):
     """The sum of six.
 
