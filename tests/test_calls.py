@@ -150,10 +150,9 @@ def test_trees_that_do_not_fit_are_told():
     weight = lambda m: m.stacks[0].blocks.mixer.layer.output.weight
     tokens, cache = nn.right_padded(jnp.array([5, 3]), 5), whole.init_cache(2, 8)
     trained = lambda pick: _optimizer.trained_parameters(whole, pick)
+    stack_rule = "blocks.sublayers[0].layer.output.weight has shape (8, 2, 4), but .* 2 layers .* equinox.tree_at"
     table = {
-        "Stack(x): blocks.sublayers[0].layer.output.weight has shape (8, 2, 4), .* 2 layers .*nox.tree_at": lambda: (
-            eqx.tree_at(weight, whole, weight(whole)[0])(ids)
-        ),
+        f"Stack(x): {stack_rule}": lambda: eqx.tree_at(weight, whole, weight(whole)[0])(ids),
         "Linear: its weight has the shape (4, 8) in a layer": lambda: eqx.tree_at(
             lambda m: m.stacks[0].blocks.mixer.layer.query.weight, whole, jnp.zeros((2, 4, 8))
         )(ids),

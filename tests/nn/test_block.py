@@ -130,9 +130,8 @@ def test_a_scale_multiplies_what_each_sublayer_adds():
 
 @pytest.mark.parametrize("place,number", [(4, 0), (5, 1)])
 def test_branches_have_one_sum(place, number):
-    with pytest.raises(
-        ValueError, match=rf"ParallelResidual\(branches\[{number}\]=Residual\(sum_norm=...\)\): there is one sum"
-    ):
+    branch = rf"ParallelResidual\(branches\[{number}\]=Residual\(sum_norm=...\)\)"
+    with pytest.raises(ValueError, match=rf"{branch}: there is one sum, of the input and all branches"):
         block((0, place), side_by_side)
 
 

@@ -275,7 +275,7 @@ def test_pretrains_flags_are_taken_and_help_reads_well(report, tmp_path, capsys)
     assert report(f"--run-dir {tmp_path}/run").startswith("1 device") and not (tmp_path / "run").exists()
     with pytest.raises(SystemExit):
         plan.main(["--help-all"])
-    assert "Prints the sharding of each parameter" in capsys.readouterr().out
+    assert "\nPrints the sharding of each parameter" in capsys.readouterr().out
 
 
 @pytest.mark.grid
@@ -302,11 +302,8 @@ def test_memory_that_is_enough_and_meshes_where_it_is_not(report):
     assert 1 <= len(offered) <= 3
     for flags, size, _ in offered[:2]:
         again = report(f"{flags} --model.layers 4 --seq 64 --batch 16 --memory {memory}B")
-        assert (
-            "does not fit" not in again
-            and again.startswith("8 devices")
-            and sum_of(again) / 1e9 == pytest.approx(float(size), abs=0.001)
-        )
+        assert again.startswith("8 devices") and sum_of(again) / 1e9 == pytest.approx(float(size), abs=0.001)
+        assert re.search("^(fits,|too close to tell without the compiler:)", again, re.MULTILINE)
     sends = [float(sent) for *_, sent in offered]
     assert sends == sorted(sends)
 
