@@ -272,8 +272,8 @@ def switches(source: str) -> list[str]:
 
 def test_rooms_ask_for_contracts_and_not_for_classes():
     counted = {path: switches(path.read_text()) for path in FILES if path.relative_to(PACKAGE).parts[0] != "nn"}
-    found = [f"{path.name}: {kinds}" for path, asked in counted.items() for kinds in asked]
-    assert len(found) <= 15, found
+    questions = [f"{path.name}: {kinds}" for path, asked in counted.items() for kinds in asked]
+    assert len(questions) <= 15, questions
     assert switches("isinstance(x, nn.Stack | nn.Mixer), isinstance(y, nn.Mixer)") == ["nn.Stack | nn.Mixer"]
 
 

@@ -32,13 +32,13 @@ def test_every_name_that_transformers_has_is_known_and_bends_alike():
     """Of those with weights of their own there are none."""
     activations, torch = pytest.importorskip("transformers.activations"), pytest.importorskip("torch")
     x = np.linspace(-12, 12, 97, dtype=np.float32) + np.float32(0.01)
-    known = {name: its for its in nn.ACTIVATIONS for name in published_activations(its)}
+    known = {name: activation for activation in nn.ACTIVATIONS for name in published_activations(activation)}
     assert set(activations.ACT2FN) == {*known, "prelu", "xielu"}
-    found = jax.jit(lambda x: {name: nn.ACTIVATIONS[its](x) for name, its in known.items()})(x)
-    for name, its in known.items():
+    found = jax.jit(lambda x: {name: nn.ACTIVATIONS[activation](x) for name, activation in known.items()})(x)
+    for name, activation in known.items():
         want = activations.ACT2FN[name](torch.tensor(x)).numpy()
         assert np.allclose(found[name], want, atol=1e-6), name
-        assert its == "silu" or not np.allclose(found["silu"], want, atol=1e-3)  # which another would not pass
+        assert activation == "silu" or not np.allclose(found["silu"], want, atol=1e-3)  # which another would not pass
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -48,14 +48,16 @@ def test_each_device_gets_its_part_whatever_the_plan(name, tmp_path):
 def test_a_part_that_no_device_holds_is_not_decoded(tmp_path, monkeypatch):
     """Of experts that lie elsewhere, no code is read."""
     write(tmp_path, "mxfp4")
-    seen: list[Any] = []
+    read_pieces: list[Any] = []
     read = PublishedArrays.read
-    monkeypatch.setattr(PublishedArrays, "read", lambda self, *given: seen.append(given[2]) or read(self, *given))
     monkeypatch.setattr(
-        "eqformer.models._leaf_reader._Shard.holds", lambda part, place: len(place) < 2 or place[1] != 3
+        PublishedArrays, "read", lambda self, *arguments: read_pieces.append(arguments[2]) or read(self, *arguments)
+    )
+    monkeypatch.setattr(
+        "eqformer.models._leaf_reader._Shard.holds", lambda part, position: len(position) < 2 or position[1] != 3
     )
     models.load(tmp_path)
-    assert {piece for piece in seen if piece is not None} == {0, 1, 2}
+    assert {piece for piece in read_pieces if piece is not None} == {0, 1, 2}
 
 
 DTYPES = {"bfloat16": BF16, "float8_e4m3fn": F8}
@@ -77,11 +79,11 @@ SAID: dict[str, Any] = {
 
 def in_pieces(form: Format, parts: Any, shape: tuple[int, ...], rows: int = 1 << 30) -> np.ndarray:
     """An array in float32, so many rows at a time, as they are stored."""
-    made = np.empty(shape[::-1] if form.transposed else shape, np.float32)
-    for start in range(0, len(made), rows):
-        some = slice(start, min(start + rows, len(made)))
-        form.decode(parts, some, made[some])
-    return made.T if form.transposed else made
+    decoded = np.empty(shape[::-1] if form.transposed else shape, np.float32)
+    for start in range(0, len(decoded), rows):
+        piece = slice(start, min(start + rows, len(decoded)))
+        form.decode(parts, piece, decoded[piece])
+    return decoded.T if form.transposed else decoded
 
 
 @pytest.mark.parametrize("name", SAID)
@@ -173,13 +175,13 @@ def test_scales_that_are_powers_of_two_are_decoded_exactly(name, codes, scales, 
     models.save(model, tmp_path / "plain", like=tmp_path)
     back = load_file(tmp_path / "plain" / SINGLE)
     assert all(same_bits(back[key], values) for key, values in decoded.items()) and len(decoded) >= 4
-    kept = models.load(tmp_path, weights="quantized")
-    assert {str(its.scales.dtype) for its in nn.modules(kept, nn.QuantizedLinear)} == {"uint8"}
-    plain = zip(jax.tree.leaves(nn.dequantize(kept)), jax.tree.leaves(model), strict=True)
+    quantized = models.load(tmp_path, weights="quantized")
+    assert {str(its.scales.dtype) for its in nn.modules(quantized, nn.QuantizedLinear)} == {"uint8"}
+    plain = zip(jax.tree.leaves(nn.dequantize(quantized)), jax.tree.leaves(model), strict=True)
     # XLA takes numbers below the least normal float32 for 0.
     wide = lambda array: np.asarray(array, np.float64)
     assert all(np.allclose(wide(one), wide(other), rtol=0, atol=2.0**-126) for one, other in plain)
-    models.save(kept, tmp_path / "again", like=tmp_path, whole=True)
+    models.save(quantized, tmp_path / "again", like=tmp_path, whole=True)
     assert as_stored(tmp_path / "again") == as_stored(tmp_path)
     as_bytes = {key: its.view(np.uint8) if key.endswith(scales) else its for key, its in stored.items()}
     change(tmp_path, as_bytes, scale_fmt="ue8m0")

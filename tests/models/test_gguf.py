@@ -79,15 +79,15 @@ def test_a_converted_model_is_the_one_before(name, tmp_path):
 
 @pytest.mark.parametrize("name", ("qwen3moe", "mixtral"))
 def test_a_tokenizer_gives_the_ids_of_the_one_before(name, tmp_path):
-    kept = CONVERTED[name]["tokenizer"]
+    expected = CONVERTED[name]["tokenizer"]
     for file, content in models.gguf_companion_files(FIXTURES / f"{name}.gguf").items():
         (tmp_path / file).write_text(content)
-    own = FileTokenizer(tmp_path / "tokenizer.json", end_of_text=models.read_eos_token_ids(tmp_path)[0])
-    assert own.vocab == kept["vocab"]
-    for add_special_tokens, ids in zip((False, True), kept["ids"], strict=True):
-        encode = partial(own.encode_prompt, add_special_tokens=add_special_tokens)
-        assert [encode(text).tolist() for text in kept["texts"]] == ids
-    assert [own.decode(its) for its in kept["ids"][0]] == kept["decoded"]
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json", end_of_text=models.read_eos_token_ids(tmp_path)[0])
+    assert tokenizer.vocab == expected["vocab"]
+    for add_special_tokens, ids in zip((False, True), expected["ids"], strict=True):
+        encode = partial(tokenizer.encode_prompt, add_special_tokens=add_special_tokens)
+        assert [encode(text).tolist() for text in expected["texts"]] == ids
+    assert [tokenizer.decode(ids_of_text) for ids_of_text in expected["ids"][0]] == expected["decoded"]
     assert has_chat_template(tmp_path) == (name == "qwen3moe")
     assert len(models.read_eos_token_ids(tmp_path)) == 1 + (name == "qwen3moe")
 

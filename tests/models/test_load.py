@@ -115,7 +115,7 @@ def test_a_process_makes_the_parts_of_its_own_devices_alone():
     indices = sharding.devices_indices_map(leaf.shape)
     parts = _empty_shards(leaf, dict([*indices.items()][:1]))  # as a process that has the first of eight devices
     assert [part.values.shape for part in parts.values()] == [(8, 64, 128)]
-    everyone = _empty_shards(leaf, indices).values()
-    assert len({id(part) for part in everyone}) == 8 and all(part.holds((3,)) for part in everyone)
-    whole = _empty_shards(leaf, NamedSharding(make_mesh(fsdp=8), P()).devices_indices_map(leaf.shape)).values()
-    assert len(whole) == 8 and len({id(part) for part in whole}) == 1
+    sharded = _empty_shards(leaf, indices).values()
+    assert len({id(part) for part in sharded}) == 8 and all(part.holds((3,)) for part in sharded)
+    replicated = _empty_shards(leaf, NamedSharding(make_mesh(fsdp=8), P()).devices_indices_map(leaf.shape)).values()
+    assert len(replicated) == 8 and len({id(part) for part in replicated}) == 1

@@ -74,20 +74,23 @@ def test_a_tower_is_its_family_under_any_of_its_names(name, tmp_path):
     family, multimodal = MULTIMODAL[name]
     case = next(each for each in FAMILIES if each.split()[0] == family.model_type)
     arrays = {key: weight(key, shape) for key, shape in FAMILIES[case]["shapes"].items()}
-    said = FAMILIES[case]["config"] | multimodal.fixed
-    store(tmp_path / "alone", arrays, said)
+    text_config = FAMILIES[case]["config"] | multimodal.fixed
+    store(tmp_path / "alone", arrays, text_config)
     want = models.load(tmp_path / "alone")
-    whole = {
+    config = {
         "model_type": multimodal.model_type,
-        "text_config": said | {"model_type": multimodal.text_type or family.model_type},
+        "text_config": text_config | {"model_type": multimodal.text_type or family.model_type},
     }
-    whole |= {"image_token_id": 3, "vision_config": {"depth": 2}, "tie_word_embeddings": said.get(TIED)}
-    seen = {"visual.x.weight": np.ones(2, np.float32), "mtp.y.weight": np.ones(2, np.float32)}
-    for theirs, own in multimodal.prefixes:
-        named = {theirs + key.removeprefix(own) if key.startswith(own) else key: its for key, its in arrays.items()}
-        assert named.keys() != arrays.keys()
-        store(tmp_path / theirs, named | seen, whole)
-        assert eqx.tree_equal(loaded(tmp_path / theirs, r"mtp\. \(1\), visual\. \(1\)\.$"), want)
+    config |= {"image_token_id": 3, "vision_config": {"depth": 2}, "tie_word_embeddings": text_config.get(TIED)}
+    other_arrays = {"visual.x.weight": np.ones(2, np.float32), "mtp.y.weight": np.ones(2, np.float32)}
+    for prefix, text_prefix in multimodal.prefixes:
+        renamed = {
+            prefix + key.removeprefix(text_prefix) if key.startswith(text_prefix) else key: array
+            for key, array in arrays.items()
+        }
+        assert renamed.keys() != arrays.keys()
+        store(tmp_path / prefix, renamed | other_arrays, config)
+        assert eqx.tree_equal(loaded(tmp_path / prefix, r"mtp\. \(1\), visual\. \(1\)\.$"), want)
 
 
 @pytest.mark.parametrize(

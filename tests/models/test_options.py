@@ -82,10 +82,10 @@ def test_what_scores_grow_with_is_read_beside_any_scaling():
     numbers = numbers_of(config | {"rope_parameters": said})
     assert (numbers.scaling, numbers.temperature) == (nn.LinearScaling(4.0), 0.5)
     assert back("deepseek_v3", numbers) == numbers
-    scales = [its.scores.scale for its in nn.modules(models.shapes(numbers), nn.LatentAttention)]
+    scales = [attention.scores.scale for attention in nn.modules(models.shapes(numbers), nn.LatentAttention)]
     plain = [
-        its.scores.scale
-        for its in nn.modules(models.shapes(dataclasses.replace(numbers, temperature=0.0)), nn.LatentAttention)
+        attention.scores.scale
+        for attention in nn.modules(models.shapes(dataclasses.replace(numbers, temperature=0.0)), nn.LatentAttention)
     ]
     assert np.allclose(scales, np.multiply(plain, nn.yarn_magnitude(4.0, 0.5) ** 2)) and scales != plain
     assert numbers_of(config | {"rope_parameters": said | {"rope_type": "default"}}).temperature == 0.0

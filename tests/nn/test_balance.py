@@ -237,8 +237,8 @@ def test_a_collapsed_router_recovers(name):
 def test_the_selection_bias_follows_the_missing_load():
     bias = jnp.asarray([[0.0, 1, 2], [0, 0, 0]])
     for load in (jnp.asarray([[1, 2, 3], [4, 4, 4]]), jnp.asarray([[1.0, 2, 3], [4, 4, 4]])):
-        found = nn.update_selection_bias(bias, load, 0.25)
-        assert np.array_equal(found, [[0.25, 1, 1.75], [0, 0, 0]]) and found.dtype == jnp.float32
+        updated = nn.update_selection_bias(bias, load, 0.25)
+        assert np.array_equal(updated, [[0.25, 1, 1.75], [0, 0, 0]]) and updated.dtype == jnp.float32
 
 
 def test_bad_losses():

@@ -128,11 +128,11 @@ def test_a_scale_multiplies_what_each_sublayer_adds():
     assert not close(run(block((0, 1, 2, 3)), x)[0], expected, 1e-2)
 
 
-@pytest.mark.parametrize("place,number", [(4, 0), (5, 1)])
-def test_branches_have_one_sum(place, number):
+@pytest.mark.parametrize("norm_number,number", [(4, 0), (5, 1)])
+def test_branches_have_one_sum(norm_number, number):
     branch = rf"ParallelResidual\(branches\[{number}\]=Residual\(sum_norm=...\)\)"
     with pytest.raises(ValueError, match=rf"{branch}: there is one sum, of the input and all branches"):
-        block((0, place), side_by_side)
+        block((0, norm_number), side_by_side)
 
 
 def test_a_period_runs_its_blocks_in_turn_with_caches_and_keys_of_their_own():

@@ -43,17 +43,20 @@ def test_what_it_remembers_goes_on_where_it_ended():
 
     @jax.jit
     def run(count, documents):
-        whole, after = CONV(X, documents), CONV.last_inputs(X, documents, zeros, count)
+        at_once, last_inputs = CONV(X, documents), CONV.last_inputs(X, documents, zeros, count)
         rests = [
-            [CONV(X[row : row + 1, seen:], documents[:1, seen:], before)[0] for before in (after[row : row + 1], None)]
+            [
+                CONV(X[row : row + 1, seen:], documents[:1, seen:], before)[0]
+                for before in (last_inputs[row : row + 1], None)
+            ]
             for row, seen in enumerate((4, 1))
         ]
-        return whole, rests, CONV.last_inputs(X, DOCUMENTS, zeros, jnp.array([7, 7]))
+        return at_once, rests, CONV.last_inputs(X, DOCUMENTS, zeros, jnp.array([7, 7]))
 
-    whole, rests, last = jax.tree.map(np.asarray, run(count, documents))
+    at_once, rests, last = jax.tree.map(np.asarray, run(count, documents))
     for row, seen in enumerate(count.tolist()):
         rest, without = rests[row]
-        assert close(rest, whole[row, seen:], 1e-6) and not close(without, whole[row, seen:], 1e-2)
+        assert close(rest, at_once[row, seen:], 1e-6) and not close(without, at_once[row, seen:], 1e-2)
     # Of a document that has ended nothing is kept.
     x = np.asarray(X)
     assert not np.any(last[0, 0]) and np.array_equal(last[0, 1], x[0, 6]) and np.array_equal(last[1], x[1, 5:])

@@ -43,9 +43,11 @@ def test_a_bias_is_added_once():
     make = lambda key: nn.Linear("inputs -> outputs", bias=True, inputs=INPUTS, outputs=3, key=key)
     maps = eqx.filter_vmap(lambda key: drawn(make, key))(jax.random.split(jax.random.key(0), GROUPS))
     x, sizes = normal(1, 24, INPUTS), jnp.array(LOADS["more than a group has slots"])
-    found = np.asarray(jax.jit(lambda x: run_grouped(maps, x, sizes))(x))
+    grouped_sums = np.asarray(jax.jit(lambda x: run_grouped(maps, x, sizes))(x))
     weights = product(wide(x), wide(maps.weight), list(sizes))
-    assert close(found, weights + np.repeat(wide(maps.bias), sizes, axis=0), 1e-6) and not close(found, weights, 1e-3)
+    assert close(grouped_sums, weights + np.repeat(wide(maps.bias), sizes, axis=0), 1e-6) and not close(
+        grouped_sums, weights, 1e-3
+    )
 
 
 def test_large_weights_and_many_rows():

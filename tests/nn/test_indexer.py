@@ -41,20 +41,20 @@ def test_each_query_sees_its_best_keys(top_k):
     tokens = nn.Tokens(jnp.asarray(PLACES))
 
     def choose(indexer, x):
-        queries, places = indexer.index_queries(x, latent, tokens), {"tokens": tokens, "kv_tokens": tokens}
-        return indexer.select_keys(queries, indexer.index_keys(x, tokens), mask=nn.causal(), **places)
+        queries, key_tokens = indexer.index_queries(x, latent, tokens), {"tokens": tokens, "kv_tokens": tokens}
+        return indexer.select_keys(queries, indexer.index_keys(x, tokens), mask=nn.causal(), **key_tokens)
 
     best = np.asarray(eqx.filter_jit(choose)(indexer, x).indices)
-    found = np.tril(np.any(best[..., None] == np.arange(SEQ), axis=-2))
-    assert np.array_equal(found, literal(indexer, wide(x), wide(latent), top_k))
-    assert not np.array_equal(found, literal(indexer, wide(x), wide(latent), top_k - 1))
+    selected = np.tril(np.any(best[..., None] == np.arange(SEQ), axis=-2))
+    assert np.array_equal(selected, literal(indexer, wide(x), wide(latent), top_k))
+    assert not np.array_equal(selected, literal(indexer, wide(x), wide(latent), top_k - 1))
 
 
 def test_up_to_so_many_keys_nothing_is_chosen():
     indexer, x, latent = make(SEQ), normal(1, 2, SEQ, EMBED), normal(2, 2, SEQ, Q_LATENT)
     tokens = nn.positions_like((2, SEQ))
-    queries, places = indexer.index_queries(x, latent, tokens), {"tokens": tokens, "kv_tokens": tokens}
-    assert indexer.select_keys(queries, indexer.index_keys(x, tokens), mask=nn.causal(), **places) is None
+    queries, key_tokens = indexer.index_queries(x, latent, tokens), {"tokens": tokens, "kv_tokens": tokens}
+    assert indexer.select_keys(queries, indexer.index_keys(x, tokens), mask=nn.causal(), **key_tokens) is None
 
 
 def test_an_attention_sees_chosen_keys_alone():
@@ -128,11 +128,11 @@ def test_chunks_of_queries_give_the_same(chunk):
     positions, segments = [[0, 1, 2, 3, 0, 1, 2], [*range(7)]], [[0, 0, 0, 0, 1, 1, 1], [0] * 7]
     tokens = nn.Tokens(jnp.array(positions), jnp.array(segments))
     sizes = dict(embed=EMBED, heads=2, head_dim=4, latent=3, q_latent=Q_LATENT, rotary=rotary, key=KEY)
-    whole, parts = (drawn(nn.LatentAttention, indexer=make(2, chunk=n), **sizes) for n in (SEQ, chunk))
+    at_once, chunked = (drawn(nn.LatentAttention, indexer=make(2, chunk=n), **sizes) for n in (SEQ, chunk))
     run = eqx.filter_jit(eqx.filter_value_and_grad(lambda module, x: jnp.sum(jnp.sin(module(x, tokens)[0]))))
-    for one, other in zip(*(jax.tree.leaves(run(module, x)) for module in (whole, parts)), strict=True):
+    for one, other in zip(*(jax.tree.leaves(run(module, x)) for module in (at_once, chunked)), strict=True):
         assert np.allclose(one, other, atol=1e-6)
-    traced = [str(jax.make_jaxpr(lambda x, m=module: m(x, tokens)[0])(x)) for module in (whole, parts)]
+    traced = [str(jax.make_jaxpr(lambda x, m=module: m(x, tokens)[0])(x)) for module in (at_once, chunked)]
     assert [f"{SEQ},{SEQ}]" in shapes for shapes in traced] == [True, False]
 
 

@@ -44,8 +44,8 @@ def test_a_share_is_exact_for_any_count():
 def test_two_million_choices_have_their_slots():
     """They had one an expert; from shapes alone but for the choices."""
     chosen = jnp.tile(jnp.arange(8, dtype=jnp.int32), 250_000)[:, None]
-    kept, dropped = jax.jit(lambda chosen: nn.Capacity(1.333).keep_choices(chosen, 8))(chosen)
-    assert dropped == 0 and np.array_equal(kept, chosen)
+    choices, dropped = jax.jit(lambda chosen: nn.Capacity(1.333).keep_choices(chosen, 8))(chosen)
+    assert dropped == 0 and np.array_equal(choices, chosen)
     assert nn.dispatch.slots_per_expert(1.333, 2_000_000, 8) == 333_250
 
 

@@ -92,8 +92,8 @@ def test_each_map_has_its_multiplier_and_the_norm_may_come_before_the_gate(norm)
     net = drawn(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, **SCALED | norm, key=KEY)
     want = literal(net, wide(X), np.zeros((2, SEQ)))
     assert net.output.bias is None and net.gate.bias is not None and close(run(net, X, None)[0], want, 1e-5)
-    for name, other in (("multipliers", (0.5, 0.6, 0.7, 0.9, 0.8)), ("gate_norm", nn.GateNorm())):
-        options = SCALED | {name: other} | norm
+    for name, value in (("multipliers", (0.5, 0.6, 0.7, 0.9, 0.8)), ("gate_norm", nn.GateNorm())):
+        options = SCALED | {name: value} | norm
         changed = drawn(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, **options, key=KEY)
         is_same = name == "gate_norm" and bool(norm)
         assert close(run(changed, X, None)[0], want, 1e-3) == is_same

@@ -33,8 +33,8 @@ def test_they_add_what_each_gives_of_one_input():
 
     @eqx.filter_jit
     def by_hand(module, x, first=0.7):
-        given, (attention, net) = module.norm(x), module.branches
-        attended, recurrent = attention.layer(first * given)[0], net.layer(net.norm(given))[0]
+        normed, (attention, net) = module.norm(x), module.branches
+        attended, recurrent = attention.layer(first * normed)[0], net.layer(net.norm(normed))[0]
         return x + 0.5 * attended + 2.0 * net.output_norm(recurrent)
 
     y, cache, aux = eqx.filter_jit(module)(x)
@@ -63,23 +63,23 @@ def test_each_has_a_cache_of_its_own():
 @pytest.mark.grid
 def test_dropout_has_masks_of_their_own():
     x, dropout = normal(1, 2, SEQ, EMBED), nn.Dropout(0.5)
-    module, places = mixers(dropout=dropout), jnp.broadcast_to(jnp.arange(SEQ), (2, SEQ))
-    tokens = nn.Tokens(places, keys=nn.token_keys(jax.random.key(0), jnp.arange(2), places))
+    module, positions = mixers(dropout=dropout), jnp.broadcast_to(jnp.arange(SEQ), (2, SEQ))
+    tokens = nn.Tokens(positions, keys=nn.token_keys(jax.random.key(0), jnp.arange(2), positions))
 
     @eqx.filter_jit
     def by_hand(module, x, number):
-        given = module.norm(x)
-        added = [dataclasses.replace(one, dropout=None).branch(given, tokens)[0] for one in module.branches]
-        keys = [tokens.fold_in(number).fold_in(place).keys for place in range(2)]
-        return x + sum(dropout(y, its) for y, its in zip(added, keys, strict=True))
+        normed = module.norm(x)
+        added = [dataclasses.replace(branch, dropout=None).branch(normed, tokens)[0] for branch in module.branches]
+        keys = [tokens.fold_in(number).fold_in(branch_number).keys for branch_number in range(2)]
+        return x + sum(dropout(y, branch_keys) for y, branch_keys in zip(added, keys, strict=True))
 
-    both = eqx.filter_jit(lambda module, x, number: module(x, tokens, index=number)[0])
+    run = eqx.filter_jit(lambda module, x, number: module(x, tokens, index=number)[0])
     for number in (0, 1):
-        assert close(both(module, x, number), by_hand(module, x, number), 1e-5)
-    assert not np.allclose(both(module, x, 0), both(module, x, 1))
+        assert close(run(module, x, number), by_hand(module, x, number), 1e-5)
+    assert not np.allclose(run(module, x, 0), run(module, x, 1))
 
 
 def test_a_sum_of_ones_own_is_refused():
-    one = mixers().branches[0]
+    branch = mixers().branches[0]
     with pytest.raises(ValueError, match=r"^ParallelResidual\(branches\[1\]=Residual\(sum_norm=...\)\): there is one"):
-        nn.ParallelResidual((one, nn.Residual(one.layer, sum_norm=norm(1))))
+        nn.ParallelResidual((branch, nn.Residual(branch.layer, sum_norm=norm(1))))

@@ -49,20 +49,20 @@ def test_what_is_seen_is_what_was_rounded(kind, mask):
     @jax.jit
     def ways(x):
         def cached(sizes, dtype):
-            memory, found, start = quantize_caches(module.init_cache((2,), 8), dtype), [], 0
+            memory, outputs, start = quantize_caches(module.init_cache((2,), 8), dtype), [], 0
             for size in sizes:
                 part = slice(start, start + size)
                 y, memory = module(x[:, part], nn.Tokens(places[:, part]), memory)
-                found, start = [*found, y], start + size
-            return jnp.concatenate(found, axis=1)
+                outputs, start = [*outputs, y], start + size
+            return jnp.concatenate(outputs, axis=1)
 
         return module(x)[0], {
             dtype: [cached(s, dtype) for s in ((8,), (3, 4, 1))] for dtype in ("int8", "float8_e4m3fn")
         }
 
-    wanted, found = ways(x)
+    wanted, outputs = ways(x)
     for dtype, least, most in (("int8", 1e-4, 0.02), ("float8_e4m3fn", 1e-3, 0.15)):
-        whole, pieces = found[dtype]
+        whole, pieces = outputs[dtype]
         np.testing.assert_allclose(whole, pieces, atol=2e-6)
         off = np.abs(whole - wanted).max() / np.abs(wanted).max()
         assert least < off < most, (dtype, off)

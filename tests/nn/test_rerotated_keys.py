@@ -94,14 +94,14 @@ def blocks(layers: int | None = 2, rows: int = 4) -> tuple[Any, ...]:
 @pytest.mark.parametrize("layers", [None, 2])
 def test_blocks_of_rows_that_change_are_rerotated_in_place(layers, monkeypatch):
     monkeypatch.setattr(_rotary_cache, "_BLOCK", 3)  # two slots
-    given = blocks(layers)
-    found = jax.jit(functools.partial(_rerotate_by_blocks, ROTARY))(*given)
-    tangents = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), given[1:])
-    at_once, _ = _rerotate_jvp(ROTARY, given, (given[0], *tangents))
-    assert close(found.keys, at_once.keys, 1e-6)
-    same = np.asarray(found.keys == given[0].keys)
+    cache_arguments = blocks(layers)
+    by_blocks = jax.jit(functools.partial(_rerotate_by_blocks, ROTARY))(*cache_arguments)
+    tangents = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), cache_arguments[1:])
+    at_once, _ = _rerotate_jvp(ROTARY, cache_arguments, (cache_arguments[0], *tangents))
+    assert close(by_blocks.keys, at_once.keys, 1e-6)
+    same = np.asarray(by_blocks.keys == cache_arguments[0].keys)
     same = same if layers is None else same[1]
-    assert layers is None or bool((found.keys[0] == given[0].keys[0]).all())
+    assert layers is None or bool((by_blocks.keys[0] == cache_arguments[0].keys[0]).all())
     assert same[0::2].all() and not same[1::2, :, 1:, :4].any() and same[..., 4:].all()  # the last two channels pass
 
 

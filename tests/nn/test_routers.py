@@ -43,14 +43,14 @@ def reference(router, x, without=""):
     merit = scores.copy()
     if router.selection_bias is not None and without != "balance":
         merit = merit + wide(router.selection_bias)
-    groups, places = router.groups, list(range(len(scores)))
+    groups, candidates = router.groups, list(range(len(scores)))
     if groups is not None and without != "groups":
         size = len(scores) // groups.count
         counted = 2 if groups.score == "top2" and without != "top2" else 1
         worth = [sum(sorted(merit[g * size : (g + 1) * size])[-counted:]) for g in range(groups.count)]
-        kept = best(worth, groups.top_k)
-        places = [place for place in places if place // size in kept]
-    experts = best(merit, router.top_k, places)
+        chosen_groups = best(worth, groups.top_k)
+        candidates = [expert_number for expert_number in candidates if expert_number // size in chosen_groups]
+    experts = best(merit, router.top_k, candidates)
     weights = np.array([(merit if without == "merit" else scores)[expert] for expert in experts])
     if router.normalise and without != "normalise":
         weights = weights / (weights.sum() + (0 if without == "normalise_eps" else router.normalise_eps))

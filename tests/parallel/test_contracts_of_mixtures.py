@@ -103,8 +103,8 @@ def test_a_mixture_of_ones_own_is_split_like_any(mesh, choices):
     assert all(np.any(x) for x in (layer.gate, layer.scale, layer.down.weight, layer.up.weight))
     if "pipe" in mesh:  # a balance loss is of each microbatch there
         unbalanced = eqx.tree_at(lambda m: m.stacks[0].blocks.feed_forward.layer.losses, model(), ())
-        found = under(plan_over(mesh, **choices), unbalanced, batch_of(model()))
-        assert differences(found, alone(unbalanced, batch_of(model())), ROUNDING) == {}
+        outcome = under(plan_over(mesh, **choices), unbalanced, batch_of(model()))
+        assert differences(outcome, alone(unbalanced, batch_of(model())), ROUNDING) == {}
         return
     assert differences(under(plan_over(mesh, **choices), model(), batch_of(model())), want, ROUNDING) == {}
 

@@ -156,9 +156,9 @@ class OwnModel(nn.LanguageModel):
 
 def block(key: Key[Array, ""]) -> nn.Block:
     """An attention and a feed-forward layer."""
-    one, two = jax.random.split(key)
-    gated = nn.GatedMLP(embed=EMBED, mlp=MLP, key=two)
-    return nn.Block(nn.Residual(attention(one), norm()), nn.Residual(gated, norm()))
+    attention_key, mlp_key = jax.random.split(key)
+    gated = nn.GatedMLP(embed=EMBED, mlp=MLP, key=mlp_key)
+    return nn.Block(nn.Residual(attention(attention_key), norm()), nn.Residual(gated, norm()))
 
 
 def stack(layers: int) -> nn.LayerStack:
@@ -327,9 +327,9 @@ def test_a_model_of_ones_own_writes_text_and_trains():
     model, plan = model_of("all"), plan_over({"fsdp": 2, "pipe": 2, "tensor": 2}, microbatches=2)
     options = {"max_new_tokens": 6, "log_probabilities": True, "key": jax.random.key(0)}
     write = lambda model: generation.generate(model, [[3, 5, 7, 9], [4], [1, 2]], **options)
-    split, whole = write(parallel.ShardedModel(place(model, plan), plan)), write(model)
-    assert np.array_equal(split.ids, whole.ids)
-    np.testing.assert_allclose(split.log_probabilities, whole.log_probabilities, atol=2e-5)  # type: ignore[arg-type]
+    of_plan, of_one_device = write(parallel.ShardedModel(place(model, plan), plan)), write(model)
+    assert np.array_equal(of_plan.ids, of_one_device.ids)
+    np.testing.assert_allclose(of_plan.log_probabilities, of_one_device.log_probabilities, atol=2e-5)  # type: ignore[arg-type]
     losses: list[list[float]] = []
     for plan in (plan_over({}), plan_over({"fsdp": 2, "pipe": 2, "tensor": 2}, microbatches=2)):
         optimizer = training.optimizer("adamw", eqx.filter_eval_shape(MAKE["all"]), rate=1e-2)

@@ -42,18 +42,18 @@ def test_the_last_parts_have_the_fewest():
 def test_padding_is_zero_and_goes_again():
     model = model_of("dense, then mixtures")
     plan = plan_over({"pipe": 2}, schedule="zb-v", chunks=2, microbatches=2)
-    held = eqx.filter_jit(plan.shard)(model)
-    assert [len(stack) for stack in held.stacks] == [4, 8] and [stack.depth for stack in held.stacks] == [1, 5]
+    sharded = eqx.filter_jit(plan.shard)(model)
+    assert [len(stack) for stack in sharded.stacks] == [4, 8] and [stack.depth for stack in sharded.stacks] == [1, 5]
     rows = place_layers([1, 5], v_placement(2))
-    for stack, each in zip(held.stacks, rows):
+    for stack, row in zip(sharded.stacks, rows):
         for x in jax.tree.leaves(eqx.filter(stack, eqx.is_inexact_array)):
             x = np.asarray(x)
-            assert np.all(x[~each.is_layer] == 0) and np.any(x[each.is_layer] != 0)
-    back = eqx.filter_jit(plan.unshard)(held)
-    assert eqx.tree_equal(*(jax.device_get(each) for each in (back, model)))
-    assert jax.tree.structure(held) == jax.tree.structure(model)
+            assert np.all(x[~row.is_layer] == 0) and np.any(x[row.is_layer] != 0)
+    unsharded = eqx.filter_jit(plan.unshard)(sharded)
+    assert eqx.tree_equal(*(jax.device_get(row) for row in (unsharded, model)))
+    assert jax.tree.structure(sharded) == jax.tree.structure(model)
     with pytest.raises(ValueError, match="has 1 rows before it is moved, but this one has 4; give shard a plain model"):
-        plan.shard(held)
+        plan.shard(sharded)
     with pytest.raises(ValueError, match=r"whose stacks have \[1, 5\] layers lies in \[4, 8\] rows .* has \[1, 5\]"):
         plan.leaves(model)
 

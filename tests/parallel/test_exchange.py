@@ -92,7 +92,11 @@ def test_loss_and_gradients_are_one_devices(case, monkeypatch):
         assert float(want.aux[0].load[..., :2].sum() / want.aux[0].load.sum()) > 0.8
         run = program_under(case.plan, model, batch)
         assert differences(run(model), want, 1e-7) == {}
-        sent = [one for one in list_transfers(read_hlo(run.program)) if one.named({"choices to experts"})]
-        assert sent and all(one.times for one in sent)  # those of further rounds, which may be any number, are left out
+        sent = [
+            transfer for transfer in list_transfers(read_hlo(run.program)) if transfer.named({"choices to experts"})
+        ]
+        assert sent and all(
+            transfer.times for transfer in sent
+        )  # those of further rounds, which may be any number, are left out
         one_round(monkeypatch)
         assert total_under(case.plan, model, batch) != pytest.approx(float(want.total), rel=1e-4)

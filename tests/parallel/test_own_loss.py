@@ -135,8 +135,8 @@ def test_nats_of_rows_and_what_is_sent():
     model, batch, plan = model_of("llama"), pairs("llama"), EVERY_RUN[0].plan
     nats = training.row_nats, lambda model, batch: training.evaluation_sums(model, batch)["nats"]
     want, total = eqx.filter_jit(lambda model, batch: [of_batch(model, batch) for of_batch in nats])(model, batch)
-    found, placed = training.make_row_nats(plan), place(model, plan)
-    program = found.lower(placed, batch).compile()
+    row_nats, placed = training.make_row_nats(plan), place(model, plan)
+    program = row_nats.lower(placed, batch).compile()
     assert np.allclose(program(placed, batch), want, rtol=1e-5)
     assert np.allclose(np.sum(np.asarray(want)), total, rtol=1e-5)
     sent = list_transfers(read_hlo(program.compiled, mesh=plan.mesh))
@@ -150,9 +150,9 @@ def test_nats_of_rows_and_what_is_sent():
 )
 def test_nats_of_rows_come_back_in_order_from_pipelines(case):
     model, batch, plan = model_of(case.model), pairs(case.model), case.plan
-    found = training.make_row_nats(plan)(place(plan.shard(model), plan), batch)
-    assert np.allclose(found, eqx.filter_jit(training.row_nats)(model, batch), rtol=1e-5)
-    assert len({*np.asarray(found).tolist()}) == 8
+    row_nats = training.make_row_nats(plan)(place(plan.shard(model), plan), batch)
+    assert np.allclose(row_nats, eqx.filter_jit(training.row_nats)(model, batch), rtol=1e-5)
+    assert len({*np.asarray(row_nats).tolist()}) == 8
 
 
 @pytest.mark.grid

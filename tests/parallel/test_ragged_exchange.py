@@ -65,16 +65,20 @@ def test_every_choice_is_sent_once_to_a_place_of_its_own_beside_those_for_its_ex
             taken: list[tuple[int, int, int]] = []  # each row's expert, who sends it, and where it is sent from
             places: list[int] = []
             for other in range(3):
-                there, back = runs[other][0], runs[device][1]
+                sending, returning = runs[other][0], runs[device][1]
                 for expert in range(2):
-                    run, its = device * 2 + expert, other * 2 + expert
-                    start, size, place = int(there.start[run]), int(there.size[run]), int(there.target[run])
-                    assert (int(back.target[its]), int(back.size[its]), int(back.start[its])) == (start, size, place)
-                    assert int(runs[device][0].received[its]) == size == int(runs[other][1].received[run])
+                    run, reverse_run = device * 2 + expert, other * 2 + expert
+                    start, size, target = int(sending.start[run]), int(sending.size[run]), int(sending.target[run])
+                    assert (
+                        int(returning.target[reverse_run]),
+                        int(returning.size[reverse_run]),
+                        int(returning.start[reverse_run]),
+                    ) == (start, size, target)
+                    assert int(runs[device][0].received[reverse_run]) == size == int(runs[other][1].received[run])
                     if size:
                         assert start == starts[other, run] + sent[other, device, expert]
                     sent[other, device, expert] += size
-                    places += range(place, place + size)
+                    places += range(target, target + size)
                     taken += [(expert, other, start + n) for n in range(size)]
             assert sorted(places) == list(range(len(places))) and len(places) <= room
             assert [taken[places.index(n)] for n in range(len(places))] == sorted(taken)
@@ -212,11 +216,17 @@ def test_each_way_is_needed(name, monkeypatch):
 def test_the_compilers_for_accelerators_make_ragged_all_to_alls(name):
     """One each way, in both passes of the first round, and none that are padded; XLA may make several zeros one."""
     program = index_layer(LOADS["even"], 1.25, devices=devices_for(name))
-    sent = [each for each in list_transfers(read_hlo(program)) if each.kind == "ragged-all-to-all" and each.times]
-    assert len(sent) == 4 and all(each.named({"choices to experts", "choices from experts"}) for each in sent)
+    sent = [
+        transfer
+        for transfer in list_transfers(read_hlo(program))
+        if transfer.kind == "ragged-all-to-all" and transfer.times
+    ]
+    assert len(sent) == 4 and all(transfer.named({"choices to experts", "choices from experts"}) for transfer in sent)
     choices, row = TOKENS * TOP_K, EMBED * 4
-    assert {each.sent for each in sent} == {(DEVICES - 1) / DEVICES * choices * row}
-    assert not any(each.kind == "all-to-all" and each.sent > row * 4 for each in list_transfers(read_hlo(program)))
+    assert {transfer.sent for transfer in sent} == {(DEVICES - 1) / DEVICES * choices * row}
+    assert not any(
+        transfer.kind == "all-to-all" and transfer.sent > row * 4 for transfer in list_transfers(read_hlo(program))
+    )
 
 
 def test_a_plan_exchanges_as_its_platform_does():

@@ -249,8 +249,8 @@ def test_a_token_runs_in_one_program_of_each_device():
         return served.unembed(served.encode(ids, tokens, cache)[0][:, 0])
 
     cache = served.init_cache(2, 4)
-    one = jax.make_jaxpr(lambda ids, cache: served.decode(ids, tokens, cache)[0])(ids, cache)
-    two = jax.make_jaxpr(apart)(ids, cache)
-    assert [str(program).count("shard_map[") for program in (one, two)] == [1, 2]
-    got = eqx.filter_jit(lambda cache: served.decode(ids, tokens, cache)[0])(cache)
-    np.testing.assert_allclose(got, eqx.filter_jit(apart)(ids, cache), atol=1e-6)
+    decoding = jax.make_jaxpr(lambda ids, cache: served.decode(ids, tokens, cache)[0])(ids, cache)
+    in_two_calls = jax.make_jaxpr(apart)(ids, cache)
+    assert [str(program).count("shard_map[") for program in (decoding, in_two_calls)] == [1, 2]
+    logits = eqx.filter_jit(lambda cache: served.decode(ids, tokens, cache)[0])(cache)
+    np.testing.assert_allclose(logits, eqx.filter_jit(apart)(ids, cache), atol=1e-6)

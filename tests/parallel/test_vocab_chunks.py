@@ -92,10 +92,10 @@ def test_an_evaluation_has_all_logits(case, small_parts):
     """Which ask for the whole table: the same sums as with it."""
     model = model_of(case.model)
     batch = batch_of(model, *case.shape)
-    found = training.make_evaluation(case.plan)(model, batch)
+    sums = training.make_evaluation(case.plan)(model, batch)
     expected = eqx.filter_jit(training.evaluation_sums)(model, batch)
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5)
+        np.testing.assert_allclose(sums[name], value, rtol=1e-5)
 
 
 @pytest.mark.grid

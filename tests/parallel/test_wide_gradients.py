@@ -45,9 +45,9 @@ def named(every_run: list[Case], grid: list[Case]) -> list:
 def sums_not_meant(case: Case) -> list[NarrowSum]:
     """What a program that gives gradients adds up in 16 bits, beside streams between layers."""
     model, plan = model_of(case.model, dtypes=NARROW), case.plan
-    arrays, rest = eqx.partition(plan.shard(model), eqx.is_array)
+    arrays, static = eqx.partition(plan.shard(model), eqx.is_array)
     gradients = make_gradient_function(next_token_loss, plan)
-    run = lambda arrays, batch: jax.tree.leaves(gradients(eqx.combine(arrays, rest), batch, None)[2])
+    run = lambda arrays, batch: jax.tree.leaves(gradients(eqx.combine(arrays, static), batch, None)[2])
     program, shapes = jax.make_jaxpr(run, return_shape=True)(arrays, batch_of(model))
     assert {str(x.dtype) for x in shapes} == {"float32"}
     return not_meant(narrow_sums(program), MEANT_OF_NARROW)

@@ -128,11 +128,11 @@ def test_the_link_to_the_host_is_waited_for_where_a_pass_is_shorter():
 def test_every_mesh_has_all_devices_and_no_more_stages_than_layers():
     plan = Plan(abstract_mesh({"fsdp": 16}), zero=1, microbatches=8)
     model = shapes_of(dataclasses.replace(NUMBERS, layers=2))
-    found = list(enumerate_meshes(16, plan, model))
-    assert all(mesh.size == 16 and mesh.shape["pipe"] <= 2 and mesh.shape["expert"] == 1 for mesh, _ in found)
-    assert {mesh.shape["tensor"] for mesh, _ in found} == {1, 2, 4, 8} and len(set(found)) == len(found)
-    assert {zero for _, zero in found} == {1, 3} and {mesh.shape["replica"] for mesh, _ in found} == {1}
+    meshes = list(enumerate_meshes(16, plan, model))
+    assert all(mesh.size == 16 and mesh.shape["pipe"] <= 2 and mesh.shape["expert"] == 1 for mesh, _ in meshes)
+    assert {mesh.shape["tensor"] for mesh, _ in meshes} == {1, 2, 4, 8} and len(set(meshes)) == len(meshes)
+    assert {zero for _, zero in meshes} == {1, 3} and {mesh.shape["replica"] for mesh, _ in meshes} == {1}
     wider = list(enumerate_meshes(16, plan, model, tensor=64, replicas=(1, 4)))
-    assert all(mesh.size == 16 for mesh, _ in wider) and set(found) < set(wider)
+    assert all(mesh.size == 16 for mesh, _ in wider) and set(meshes) < set(wider)
     assert {mesh.shape["tensor"] for mesh, _ in wider} == {1, 2, 4, 8, 16}
     assert {mesh.shape["replica"] for mesh, _ in wider} == {1, 4}

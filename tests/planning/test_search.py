@@ -42,7 +42,7 @@ def test_the_search_goes_on_until_a_plan_fits(monkeypatch):
     fitting, traced = _search._trace_until_fits(candidates, step, 80, 3, lambda *counts: progress.append(counts))
     assert [step.total for _, step in fitting] == [80] and len(traced) == 21
     assert progress == [("plans traced, at most", done, 64) for done in range(21)]
-    fitting, traced = _search._trace_until_fits(candidates, step, 30, 3, lambda what, done, most: None)
+    fitting, traced = _search._trace_until_fits(candidates, step, 30, 3, lambda cause, done, most: None)
     assert (fitting, min(step.total for _, step in traced), len(traced)) == ([], 100 - 63, 64)
 
 

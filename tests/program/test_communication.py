@@ -47,8 +47,8 @@ def test_each_collective_alone():
         return sum(y.sum() for y in (first, second, whole, part, turned, passed))
 
     program = compiled(each)
-    found = sums(list_transfers(read_hlo(program, mesh=mesh())))
-    assert found == {
+    bytes_by_collective = sums(list_transfers(read_hlo(program, mesh=mesh())))
+    assert bytes_by_collective == {
         ("all-reduce", ("axis",), 1): 2 * 3 / 4 * 1.5 * SIZE,
         ("all-gather", ("other",), 1): 1 / 2 * 2 * SIZE,
         ("reduce-scatter", ("other", "axis"), 1): 7 / 8 * SIZE,
@@ -58,7 +58,7 @@ def test_each_collective_alone():
     unnamed = list_transfers(read_hlo(program))
     assert [t.axes for t in unnamed] == [None] * 5
     assert sorted(t.devices for t in unnamed) == [2, 4, 4, 4, 8]
-    assert bytes_sent(unnamed) == sum(found.values())
+    assert bytes_sent(unnamed) == sum(bytes_by_collective.values())
     assert bytes_sent(list_transfers(read_hlo(program, mesh=mesh())), axes=("axis",)) == (2.25 + 0.75 + 0.5) * SIZE
 
 
@@ -181,12 +181,12 @@ ENTRY %main (rows: f32[64,16], runs: s64[8]) -> f32[64,16] {{
 @pytest.mark.quick
 def test_a_ragged_all_to_all_sends_its_rows_and_writes_over_what_it_is_given():
     """Of the array with room to spare no more than the other has: with an even load there are no other rows."""
-    there, back = list_transfers(read_hlo(RAGGED))
+    first, second = list_transfers(read_hlo(RAGGED))
     rows = 3 / 4 * 64 * 16 * 4
-    assert (there.kind, there.sent, there.devices) == ("ragged-all-to-all", rows, 4) and back.sent == rows
-    assert (there.named({"my rows"}), back.named({"my way back"})) == ("my rows", "my way back")
+    assert (first.kind, first.sent, first.devices) == ("ragged-all-to-all", rows, 4) and second.sent == rows
+    assert (first.named({"my rows"}), second.named({"my way back"})) == ("my rows", "my way back")
     shorter = list_transfers(read_hlo(RAGGED.replace("f32[80,16]", "f32[32,16]")))  # in a round that takes half of them
-    assert [each.sent for each in shorter] == [rows / 2] * 2
+    assert [transfer.sent for transfer in shorter] == [rows / 2] * 2
     assert largest_buffers(RAGGED)[0] == 80 * 16 * 4
     apart = RAGGED.replace("ragged-all-to-all", "all-to-all")
     assert largest_buffers(apart)[0] == 2 * 80 * 16 * 4  # the control: with another result
@@ -242,9 +242,13 @@ V5P = (pathlib.Path(__file__).parent / "programs" / "v5p.hlo").read_text()
 
 def test_casts_hide_no_gather_and_products_do():
     gathers = list_transfers(read_hlo(V5P))
-    assert [(each.kind, each.sent, each.times) for each in gathers] == [("all-gather", 15 * 896 * 4096 * 2.0, 8)] * 3
-    assert [each.hidden for each in gathers] == [False, True, True]
-    assert [each.hidden for each in list_transfers(read_hlo(V5P.replace(" convolution(", " add(")))] == [False] * 3
+    assert [(transfer.kind, transfer.sent, transfer.times) for transfer in gathers] == [
+        ("all-gather", 15 * 896 * 4096 * 2.0, 8)
+    ] * 3
+    assert [transfer.hidden for transfer in gathers] == [False, True, True]
+    assert [transfer.hidden for transfer in list_transfers(read_hlo(V5P.replace(" convolution(", " add(")))] == [
+        False
+    ] * 3
 
 
 def test_a_program_whose_text_cannot_be_had():

@@ -145,26 +145,31 @@ def test_a_decode_step_holds_what_was_told():
     """In shapes and, compiled for simulated devices, in its arguments; what is told can be kept as JSON."""
     model = eqx.filter_eval_shape(lambda: build(NUMBERS, key=jax.random.key(0)))
     abstract = Plan(abstract_mesh({"fsdp": 4, "tensor": 2}))
-    told = decode_forecast(abstract, model, topology("v5e:2x4"), rows=8, capacity=64)
+    forecast = decode_forecast(abstract, model, topology("v5e:2x4"), rows=8, capacity=64)
     plan = Plan(make_mesh(fsdp=4, tensor=2))
     program = read_compiled(lowered_decode(plan, model, 8, 64).compile(), plan.mesh)
-    assert program.argument == pytest.approx(told.total, rel=0.02)
+    assert program.argument == pytest.approx(forecast.total, rel=0.02)
     by_hand = 2 * 8 / 4 * 64 * 2 * (2 / 2) * 8 * 4  # layers, rows, slots, keys and values, heads, channels, bytes
-    assert told.held["caches"] == pytest.approx(by_hand, rel=0.3)  # and the slots' positions
-    assert told.time.bound == "memory" and told.time.seconds > told.total / topology("v5e:2x4").accelerator.bandwidth
-    sent = {what: size for _, what, size in told.sent}
+    assert forecast.held["caches"] == pytest.approx(by_hand, rel=0.3)  # and the slots' positions
+    assert (
+        forecast.time.bound == "memory"
+        and forecast.time.seconds > forecast.total / topology("v5e:2x4").accelerator.bandwidth
+    )
+    sent = {cause: size for _, cause, size in forecast.sent}
     assert sent == named_bytes(program) and sent["maps to the stream"] == 2 * 1 / 2 * 2 * 32 * 4 * 2 * 2
     assert CompiledCosts.from_dict(json.loads(json.dumps(program.as_dict()))) == program
-    made = Compilation(program, 2.0, False)
-    assert {row["name"] for row in json.loads(json.dumps(made.as_dict()))["transfers"]} >= {"maps to the stream"}
-    table = compilation_table(made, told)
+    compilation = Compilation(program, 2.0, False)
+    assert {row["name"] for row in json.loads(json.dumps(compilation.as_dict()))["transfers"]} >= {"maps to the stream"}
+    table = compilation_table(compilation, forecast)
     assert table.startswith("compiled in 2 s: fits, of 16.9 GB\narguments 0.0") and " of weights and caches" in table
     assert f"{program.sent:,.0f}" in table.splitlines()[-1] and "of the model's own" in table
     chips = topology("v5e:2x4")
     too_small = dataclasses.replace(chips.accelerator, memory=program.held - 1)
-    told = dataclasses.replace(told, target=dataclasses.replace(chips, accelerator=too_small))
-    assert "compiled in 2 s: does not fit: 0.000 GB too much" in compilation_table(made, told)
-    assert compilation_table(Compilation(None, 2.0, True, "Used 9G"), told).endswith(" run's): does not fit: Used 9G")
+    forecast = dataclasses.replace(forecast, target=dataclasses.replace(chips, accelerator=too_small))
+    assert "compiled in 2 s: does not fit: 0.000 GB too much" in compilation_table(compilation, forecast)
+    assert compilation_table(Compilation(None, 2.0, True, "Used 9G"), forecast).endswith(
+        " run's): does not fit: Used 9G"
+    )
 
 
 def test_an_encoder_is_held_and_not_read_to_decode():

@@ -68,14 +68,14 @@ def test_loops_carry_in_place():
 
 
 def test_branches_and_platforms():
-    few, many = (lambda x: x @ x), (lambda x: (x @ x.T) @ (x @ x))
+    one_product, several = (lambda x: x @ x), (lambda x: (x @ x.T) @ (x @ x))
     choose = lambda first, second: most(lambda flag, x: jax.lax.cond(flag, first, second, x), True, X)
-    assert choose(few, many) == 3 * MATRIX + 4  # and the number of the branch
-    over = lambda x: x.T * (x @ x)  # written over the product, which is in the result's place
-    assert choose(over, lambda x: x) == MATRIX + 4
-    after = lambda x: jnp.outer((x @ x).sum(0), x[0])  # made when the product is not needed any more
-    assert MATRIX < choose(after, lambda x: x) < 1.1 * MATRIX
-    by_platform = lambda x: jax.lax.platform_dependent(x, tpu=few, default=many)
+    assert choose(one_product, several) == 3 * MATRIX + 4  # and the number of the branch
+    in_place = lambda x: x.T * (x @ x)  # written over the product, which is in the result's place
+    assert choose(in_place, lambda x: x) == MATRIX + 4
+    outer = lambda x: jnp.outer((x @ x).sum(0), x[0])  # made when the product is not needed any more
+    assert MATRIX < choose(outer, lambda x: x) < 1.1 * MATRIX
+    by_platform = lambda x: jax.lax.platform_dependent(x, tpu=one_product, default=several)
     assert most(by_platform, X, platform="tpu") // MATRIX == 1 and most(by_platform, X, platform="cuda") // MATRIX == 3
     in_loop = lambda x: jax.lax.scan(lambda y, _: (jnp.tanh(by_platform(y)), None), x, length=2)[0]
     assert most(in_loop, X, platform="cuda") == most(in_loop, X, platform="tpu") + 2 * MATRIX
@@ -97,12 +97,12 @@ def test_a_cast_that_is_cast_back_is_not_made():
 
 @pytest.mark.quick
 def test_a_convolution_that_several_operations_read_is_written():
-    both = lambda y: (jnp.sin(y) * jnp.cos(y)).sum()
+    read_twice = lambda y: (jnp.sin(y) * jnp.cos(y)).sum()
     taps = lambda rows: rows[1:] * 2 + rows[:-1]
     rows = jnp.zeros((N + 1, N))
-    assert most(lambda rows: both(taps(rows)), rows) == MATRIX + 4
+    assert most(lambda rows: read_twice(taps(rows)), rows) == MATRIX + 4
     assert most(lambda rows: jnp.sin(taps(rows)).sum(), rows) == 4  # the control: one operation reads it
-    assert most(lambda rows: both(rows[: N // 2] * 2 + rows[N // 2 :]), X) == 4  # each row is read once
+    assert most(lambda rows: read_twice(rows[: N // 2] * 2 + rows[N // 2 :]), X) == 4  # each row is read once
 
 
 def test_the_next_iterations_parameters_are_gathered_while_an_iteration_runs():

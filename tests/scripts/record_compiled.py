@@ -31,9 +31,9 @@ def compiled(row: dict) -> dict:
     topology, recipe = planning.topology(row["topology"]), parse(plan.Command, row["flags"].split()).run
     if planning.missing_compiler(topology) is not None:
         return row
-    made = plan.compile_for(plan.training_step(recipe, model_shapes(recipe), topology), recipe, topology)
-    program = made.program
-    assert program is not None and not program.unread, made
+    compilation = plan.compile_for(plan.training_step(recipe, model_shapes(recipe), topology), recipe, topology)
+    program = compilation.program
+    assert program is not None and not program.unread, compilation
     sent = planning.counted_bytes(make_abstract_plan(recipe), program.transfers)
     allocated = program.argument + program.temporary
     return row | {"held": program.held, "allocated": allocated, "sent": sum(sent.values())}
@@ -50,19 +50,19 @@ def formulas(row: dict) -> planning.Forecast:
 def told(row: dict) -> str:
     """A row of the table in the docs."""
     words = row["flags"].split()
-    given = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
-    sizes = [(axis.removeprefix("mesh."), size) for axis, size in given.items() if axis.startswith("mesh.")]
+    flags = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    sizes = [(axis.removeprefix("mesh."), size) for axis, size in flags.items() if axis.startswith("mesh.")]
     choices = [
         " x ".join(f"{axis} {size}" for axis, size in sizes),
-        f"remat {given.get('execution.remat', 'products')}",
+        f"remat {flags.get('execution.remat', 'products')}",
     ]
-    choices += [f"zero {given['zero']}"] if given.get("zero", "3") != "3" else []
-    choices += ["LoRA"] * ("lora.rank" in given) + [value for name, value in given.items() if name == "residual"]
-    step = f"{given['recipe']}, {given['model.layers']} layers, {given['batch']} x {given['seq']}; {', '.join(choices)}"
-    found = formulas(row)
-    sent = sum(size for *_, size in found.sent)
-    estimate = found.total - found.held[planning.MARGIN]
-    errors = [f"{size / row['held'] - 1:+.1%}" for size in (estimate, found.total)]
+    choices += [f"zero {flags['zero']}"] if flags.get("zero", "3") != "3" else []
+    choices += ["LoRA"] * ("lora.rank" in flags) + [value for name, value in flags.items() if name == "residual"]
+    step = f"{flags['recipe']}, {flags['model.layers']} layers, {flags['batch']} x {flags['seq']}; {', '.join(choices)}"
+    forecast = formulas(row)
+    sent = sum(size for *_, size in forecast.sent)
+    estimate = forecast.total - forecast.held[planning.MARGIN]
+    errors = [f"{size / row['held'] - 1:+.1%}" for size in (estimate, forecast.total)]
     figures = [f"{row['held'] / 1e9:.2f}", *errors]
     figures += [f"{row['sent'] / 1e9:.2f}", f"{sent / row['sent'] - 1:+.1%}"]
     return f"| {step} | {row['topology']} | {' | '.join(figures).replace('%', ' %')} |"

@@ -146,8 +146,8 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(argument
     for main in (pretrain.main, plan.main):
         if main is plan.main and any("left over" in word or "there are" in word or "cpu" in word for word in words):
             continue  # plan.py needs no devices
-        more = () if main is plan.main else ("--run-dir", tmp_path / "run")
-        error = refused(*more, *arguments.split(), main=main)
+        run_flags = () if main is plan.main else ("--run-dir", tmp_path / "run")
+        error = refused(*run_flags, *arguments.split(), main=main)
         assert all(word in error for word in words), error
     assert not (tmp_path / "run").exists()
 

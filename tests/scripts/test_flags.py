@@ -45,16 +45,18 @@ def test_help_fits_on_a_screen_and_help_all_has_every_flag(kind, capsys, monkeyp
     shown = re.findall(r"^  (--[a-z.-]+)", short, re.MULTILINE)
     groups = [group for heading, group in GROUPS.items() if kind is not plan.Command or heading not in HIDDEN]
     chosen = [named.split()[0] for group in groups for named in group.split(", ")]
-    own = PLAN_FLAGS.split() if kind is plan.Command else []
-    there = [flag for flag in chosen if flag in of_recipe(kind)] + own
-    assert shown == there and len(there) >= 25
+    plan_flags = PLAN_FLAGS.split() if kind is plan.Command else []
+    expected = [flag for flag in chosen if flag in of_recipe(kind)] + plan_flags
+    assert shown == expected and len(expected) >= 25
     assert ("--memory MEMORY " in short) == (kind is plan.Command) and all(name in whole for name in LARGE)
     monkeypatch.setenv("COLUMNS", "100")  # in one column
     letters = lambda text: re.sub(r"\W", "", text)
     words = letters(page(kind, capsys, "--help-all"))
     assert all(letters(re.split(" {2,}", line)[-1]) in words for line in lines if line.startswith("  --"))
     no_flags = {"--model.scaling"}  # a table of a published model
-    assert {*of_recipe(kind)} - no_flags <= all_flags and {*there} <= all_flags and len(there) < len(all_flags) / 2
+    assert (
+        {*of_recipe(kind)} - no_flags <= all_flags and {*expected} <= all_flags and len(expected) < len(all_flags) / 2
+    )
     order = [short.index(f"\n{heading}:\n") for heading in ("model", "text", "training", "devices")]
     assert order == sorted(order)
     assert whole.index("--model.embed") < whole.index("--text.packing") < whole.index("--mesh.fsdp")

@@ -32,18 +32,18 @@ def held(words: str) -> int:
 
 @pytest.mark.grid
 def test_what_is_offered_fits_and_is_what_its_flags_hold():
-    recipe, whole = recipe_of(LARGE), held(LARGE)
-    memory = whole * 9 // 10
+    recipe, all_bytes = recipe_of(LARGE), held(LARGE)
+    memory = all_bytes * 9 // 10
     offered = find_smaller_runs(recipe, memory, "cuda")
-    assert 2 <= len(offered) <= 3 and all(one.held <= memory < whole for one in offered)
+    assert 2 <= len(offered) <= 3 and all(smaller_run.held <= memory < all_bytes for smaller_run in offered)
     assert offered[0].held == held(f"{LARGE} {offered[0].flags}")
     assert find_smaller_runs(recipe, 10**6, "cuda") == []  # the state alone is larger
     in_stages = f"{LARGE} --mesh.pipe 2 --microbatches 4 --execution.remat full"
     (first, *_) = find_smaller_runs(recipe_of(in_stages), held(in_stages) - 1, "cuda")
     assert first.flags == "--stage-remat" and first.held == held(f"{in_stages} --stage-remat")
-    again = f"{LARGE} --execution.remat full"
+    recomputing = f"{LARGE} --execution.remat full"
     of_a_gpu, of_a_cpu = (
-        find_smaller_runs(recipe_of(again), held(again) - 1, platform)[0] for platform in ("cuda", "cpu")
+        find_smaller_runs(recipe_of(recomputing), held(recomputing) - 1, platform)[0] for platform in ("cuda", "cpu")
     )
     assert of_a_gpu.flags == "--execution.remat full_on_host" and of_a_gpu.held == held(f"{LARGE} {of_a_gpu.flags}")
     assert "host" not in of_a_cpu.flags  # whose memory is its own
@@ -59,9 +59,9 @@ def test_choices_of_two_are_said_as_they_are_typed():
 @pytest.mark.grid
 def test_an_error_of_a_full_memory_is_told_with_plans():
     recipe = recipe_of(f"{LARGE} --mesh.fsdp 2")
-    told = out_of_memory_report(jax.errors.JaxRuntimeError(ASKED), recipe, model_shapes(recipe))
-    assert told is not None
-    first, holds, heading, *plans = told.splitlines()
+    report = out_of_memory_report(jax.errors.JaxRuntimeError(ASKED), recipe, model_shapes(recipe))
+    assert report is not None
+    first, holds, heading, *plans = report.splitlines()
     assert first == "a device (cpu) is out of memory: 2.684 GB were asked for at once"
     assert f"holds {planning.gigabytes(held(f'{LARGE} --mesh.fsdp 2'))} on each: parameters" in holds
     assert heading.startswith("by formulas it would hold no more than") and 1 <= len(plans) <= 3

@@ -49,22 +49,25 @@ def test_meshes_are_ranked_by_time():
 
 def test_a_search_prints_a_table_before_it_traces_and_one_as_each_compiler_answers(monkeypatch):
     """Until a compiled plan fits: three do not, so that a fourth is compiled."""
-    seen, made = [], iter([None, None, None, CompiledCosts(1, 1, 2)])
+    printed, programs = [], iter([None, None, None, CompiledCosts(1, 1, 2)])
 
     def step(*_):
         assert isinstance(sys.stdout, io.StringIO)
-        seen.append(sys.stdout.getvalue())
+        printed.append(sys.stdout.getvalue())
         return planning.StepBytes({"all": 1}, 0)
 
     monkeypatch.setattr(planning._search, "step_bytes", step)
-    monkeypatch.setattr(plan, "compile_for", lambda *_: planning.Compilation(next(made), 1.0, False, "Used 99G"))
+    monkeypatch.setattr(plan, "compile_for", lambda *_: planning.Compilation(next(programs), 1.0, False, "Used 99G"))
     monkeypatch.setattr(plan, "training_step", lambda *_: None)
     monkeypatch.setattr(plan, "missing_compiler", lambda _: None)
     text = told("--topology h100:2 --search")
-    assert all("ranked by shapes alone\n" in each and "ranked by formulas" not in each for each in seen)
+    assert all(
+        "ranked by shapes alone\n" in printed_before and "ranked by formulas" not in printed_before
+        for printed_before in printed
+    )
     tables = text.split(" compiled\n")[1:]
     assert [(table.count("Used 99G"), table.count(" fits ")) for table in tables] == [(1, 3), (2, 2), (3, 1), (3, 1)]
-    assert "<= " in text and len(seen) == 4
+    assert "<= " in text and len(printed) == 4
 
 
 @pytest.mark.grid
@@ -218,15 +221,15 @@ def figure(text, name, column=0):
 def test_a_mesh_far_larger_than_the_machine_is_examined_from_shapes(report):
     text = report("--recipe llama-3-8b --mesh.fsdp 64 --zero 3 --batch 64 --seq 8192")
     assert text.startswith("64 devices: fsdp 64; zero 3")
-    whole = 8_030_261_248 * 4 + 32 * 4  # float32, and the layers' numbers
-    assert figure(text, "parameters", 1) == whole
-    assert figure(text, "parameters") == pytest.approx(whole / 64, rel=1e-6)
-    assert figure(text, "optimizer state") == pytest.approx(2 * whole / 64, rel=1e-6)
+    parameter_bytes = 8_030_261_248 * 4 + 32 * 4  # float32, and the layers' numbers
+    assert figure(text, "parameters", 1) == parameter_bytes
+    assert figure(text, "parameters") == pytest.approx(parameter_bytes / 64, rel=1e-6)
+    assert figure(text, "optimizer state") == pytest.approx(2 * parameter_bytes / 64, rel=1e-6)
     # Each step gathers parameters in both passes and scatters gradients: 63/64 of 3 x 4 bytes.
     # The table of tokens is gathered once for both; the head, part by part, in each.
-    least = 63 / 64 * (2 * whole - 128256 * 4096 * 4)
-    assert figure(text, "state  parameters, zero 3") == pytest.approx(least, rel=1e-4)
-    assert figure(text, "state  gradients, zero 3") == pytest.approx(63 / 64 * whole, rel=1e-4)
+    gathered = 63 / 64 * (2 * parameter_bytes - 128256 * 4096 * 4)
+    assert figure(text, "state  parameters, zero 3") == pytest.approx(gathered, rel=1e-4)
+    assert figure(text, "state  gradients, zero 3") == pytest.approx(63 / 64 * parameter_bytes, rel=1e-4)
 
 
 def test_a_pipeline_is_reported_with_its_timeline_and_pictures(report, tmp_path):
@@ -246,8 +249,8 @@ def test_a_pipeline_is_reported_with_its_timeline_and_pictures(report, tmp_path)
 def test_the_compiled_step_holds_and_sends_what_was_reported(report):
     text = report("--mesh.replica 8 --model.embed 32 --model.mlp 64 --seq 32 --compile")
     state = figure(text, "parameters") + figure(text, "optimizer state")
-    (held,) = re.findall(r"compiled: ([\d,]+) bytes of state", text)
-    assert int(held.replace(",", "")) == pytest.approx(state, rel=0.05)
+    (compiled_state,) = re.findall(r"compiled: ([\d,]+) bytes of state", text)
+    assert int(compiled_state.replace(",", "")) == pytest.approx(state, rel=0.05)
     sent = figure(text, "state  gradients, zero 1")
     assert figure(text, "all", 1) == pytest.approx(sent, rel=0.01)
 
@@ -260,9 +263,9 @@ def test_gradients_are_split_as_soon_as_they_are_made_or_after_a_pipeline(mesh):
         states = make_train_state(recipe, make_abstract_plan(recipe), _setup.make_optimizer(recipe, model), model)
         return planning.state_bytes(states)["gradients"][0]
 
-    held = {zero: gradients(zero) for zero in range(4)}
-    assert held[1] == held[0] and held[3] < held[0] / 3
-    assert held[2] == (held[0] if "pipe" in mesh else held[3])
+    gradient_bytes = {zero: gradients(zero) for zero in range(4)}
+    assert gradient_bytes[1] == gradient_bytes[0] and gradient_bytes[3] < gradient_bytes[0] / 3
+    assert gradient_bytes[2] == (gradient_bytes[0] if "pipe" in mesh else gradient_bytes[3])
 
 
 @pytest.mark.quick
@@ -293,17 +296,19 @@ TIGHT = "--mesh.fsdp 8 --model.layers 4 --seq 64 --batch 16"
 def test_memory_that_is_enough_and_meshes_where_it_is_not(report):
     """Each plan that is offered is then reported to hold what was said, and that fits."""
     sum_of = lambda text: figure(text, "sum when it is most")
-    held = sum_of(report(TIGHT))
+    bytes_held = sum_of(report(TIGHT))
     assert "\nfits, of 1,000.0 GB" in report(f"{TIGHT} --memory 1TB")
-    memory = held // 2
+    memory = bytes_held // 2
     text = report(f"{TIGHT} --memory {memory}B")
-    assert f"\ndoes not fit: {(held - memory) / 1e9:.3f} GB too much, of {memory / 1e9:.3f} GB" in text
+    assert f"\ndoes not fit: {(bytes_held - memory) / 1e9:.3f} GB too much, of {memory / 1e9:.3f} GB" in text
     offered = re.findall(r"^  (--.*): ([\d.]+) GB, sends ([\d.]+) GB a step(?:, too close.*)?$", text, re.MULTILINE)
     assert 1 <= len(offered) <= 3
     for flags, size, _ in offered[:2]:
-        again = report(f"{flags} --model.layers 4 --seq 64 --batch 16 --memory {memory}B")
-        assert again.startswith("8 devices") and sum_of(again) / 1e9 == pytest.approx(float(size), abs=0.001)
-        assert re.search("^(fits,|too close to tell without the compiler:)", again, re.MULTILINE)
+        offered_report = report(f"{flags} --model.layers 4 --seq 64 --batch 16 --memory {memory}B")
+        assert offered_report.startswith("8 devices") and sum_of(offered_report) / 1e9 == pytest.approx(
+            float(size), abs=0.001
+        )
+        assert re.search("^(fits,|too close to tell without the compiler:)", offered_report, re.MULTILINE)
     sends = [float(sent) for *_, sent in offered]
     assert sends == sorted(sends)
 
@@ -326,11 +331,11 @@ def test_where_nothing_fits_the_part_that_is_too_large_is_named(report, monkeypa
 
 @pytest.mark.grid
 def test_models_are_made_once_for_all_meshes(report, monkeypatch):
-    made, build = [], _setup.build_model
-    monkeypatch.setattr(_setup, "build_model", lambda recipe: made.append(recipe) or build(recipe))
+    built, build = [], _setup.build_model
+    monkeypatch.setattr(_setup, "build_model", lambda recipe: built.append(recipe) or build(recipe))
     monkeypatch.setattr(plan, "find_smaller_runs", lambda *_: [])  # which makes a model for each variant
     report(f"{TIGHT} --memory 1k")
-    assert len(made) <= 3  # as it is, for the report and for the search, and computing all again
+    assert len(built) <= 3  # as it is, for the report and for the search, and computing all again
 
 
 def test_help_leaves_out_what_is_not_looked_at(capsys):

@@ -176,20 +176,25 @@ def test_a_gguf_file_brings_its_tokenizer_to_a_run_and_into_its_exports(tmp_path
     """A run reads text in the file's own tokens, keeps what it needs of them, and publishes them with the model."""
     file = Path(__file__).parents[1] / "fixtures" / "qwen3moe.gguf"
     begun = parse(pretrain.Command, ["--model", str(file), "--run-dir", str(tmp_path / "run")]).run
-    own = models.gguf_companion_files(file)
-    assert recipe_tokenizer(begun).encode("ab cd").tolist() == tokenizer_from(own, tmp_path).encode("ab cd").tolist()
+    companions = models.gguf_companion_files(file)
+    assert (
+        recipe_tokenizer(begun).encode("ab cd").tolist()
+        == tokenizer_from(companions, tmp_path).encode("ab cd").tolist()
+    )
     run = RunDirectory(tmp_path / "run")
     run.published.parent.mkdir()
     copy_companions(begun, run)
-    assert {kept.name for kept in run.published.iterdir()} == own.keys()
+    assert {copied.name for copied in run.published.iterdir()} == companions.keys()
     assert recipe_tokenizer(begun, run).end_of_text == models.read_eos_token_ids(run.published)[0]
     model = models.load(file)
     models.save(model, tmp_path / "out", **save_options(begun, run))
     assert eqx.tree_equal(models.load(tmp_path / "out"), model)
-    assert own.items() <= {kept.name: kept.read_text() for kept in (tmp_path / "out").glob("*.json")}.items()
+    assert (
+        companions.items() <= {copied.name: copied.read_text() for copied in (tmp_path / "out").glob("*.json")}.items()
+    )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
-    found = refusal(sample.main, capsys, "--model", file, "--weights", "quantized")
-    assert "--weights quantized" in found and "leave out --weights" in found and "nn." not in found
+    message = refusal(sample.main, capsys, "--model", file, "--weights", "quantized")
+    assert "--weights quantized" in message and "leave out --weights" in message and "nn." not in message
 
 
 def tokenizer_from(files: dict[str, str], folder: Path) -> data.FileTokenizer:
@@ -293,11 +298,11 @@ def test_a_terminal_of_eighty_columns_shows_all():
 def test_the_opening_counts_trained_and_all_parameters(rank, tmp_path):
     run = recipe(lora=Lora(rank=rank))
     shapes = eqx.filter_eval_shape(build_model, run)
-    trained, there = _trainer.count_parameters(run, shapes)
+    trained, in_all = _trainer.count_parameters(run, shapes)
     factors = rank * 4 * (2 * (128 + 128) + 2 * (128 + 64))  # of four layers' queries, outputs, keys and values
-    assert there == 820352 + factors and trained == (factors or there)
-    line = opening_line("name", run, RunDirectory(tmp_path), 0, (trained, there), (7, 5))
-    assert f"of {there:,} parameters, " + (f"{factors:,} of them trained (" if rank else "all trained, ") in line
+    assert in_all == 820352 + factors and trained == (factors or in_all)
+    line = opening_line("name", run, RunDirectory(tmp_path), 0, (trained, in_all), (7, 5))
+    assert f"of {in_all:,} parameters, " + (f"{factors:,} of them trained (" if rank else "all trained, ") in line
 
 
 def test_a_run_goes_on_by_its_copy_once_the_published_folder_has_moved(folder, tmp_path, monkeypatch):

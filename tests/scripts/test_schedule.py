@@ -33,9 +33,9 @@ def whole_run(recipe):
     return recipe.optimizer.phases(recipe.steps)
 
 
-def rates(wanted, phases):
-    made = wanted.optimizer.make_rates(phases)
-    return np.asarray(jax.jit(jax.vmap(made))(np.arange(wanted.steps)))
+def rates(run, phases):
+    schedule = run.optimizer.make_rates(phases)
+    return np.asarray(jax.jit(jax.vmap(schedule))(np.arange(run.steps)))
 
 
 def cosine(steps, warmup, at):

@@ -147,8 +147,10 @@ def test_a_step_with_mixers_of_ones_own_sends_what_formulas_say(name, monkeypatc
     plan = make_plan(recipe, jax.devices())
     program = plan_script.compile_step(recipe, plan, model, **HASTE)
     counted = counted_bytes(plan, list_transfers(read_hlo(program, mesh=plan.mesh)))
-    told = sent_bytes(plan, model, rows=recipe.batch, seq=recipe.seq, trained=make_optimizer(recipe, model).trained)
-    assert counted == pytest.approx(sum_by_cause(told), rel=0.03)
+    predicted = sent_bytes(
+        plan, model, rows=recipe.batch, seq=recipe.seq, trained=make_optimizer(recipe, model).trained
+    )
+    assert counted == pytest.approx(sum_by_cause(predicted), rel=0.03)
 
 
 KINDS = {"attention": "", "nets": NETS, "latents": "--recipe jaxformer-byte-1m"}

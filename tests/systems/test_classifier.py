@@ -62,12 +62,12 @@ def distance(ours, theirs):
 @pytest.mark.parametrize("schedule", ["looping", "gpipe", "1f1b"])
 def test_a_schedule_gives_the_gradients_of_plain_jax(schedule, model, gradients):
     over = plan(schedule)
-    run, held = eqx.filter_jit(classifier.pipelined_gradients(over)), over.shard(model)
-    total, count, found = run(held, classifier.make_batch(), KEY)
+    run, sharded = eqx.filter_jit(classifier.pipelined_gradients(over)), over.shard(model)
+    total, count, sharded_gradients = run(sharded, classifier.make_batch(), KEY)
     assert float(count) == classifier.ROWS
-    assert distance((total, over.unshard(found)), gradients) < 2e-5
-    others = run(held, classifier.make_batch(), jax.random.key(2))[2]
-    assert distance((total, over.unshard(others)), gradients) > 0.01  # other masks
+    assert distance((total, over.unshard(sharded_gradients)), gradients) < 2e-5
+    of_other_masks = run(sharded, classifier.make_batch(), jax.random.key(2))[2]
+    assert distance((total, over.unshard(of_other_masks)), gradients) > 0.01  # other masks
 
 
 @pytest.mark.grid

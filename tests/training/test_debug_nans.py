@@ -125,8 +125,8 @@ def test_an_id_that_the_model_does_not_know_is_named_with_its_place():
         changed = np.array(getattr(batch, name))
         changed[2, 1] = value
         strange = dataclasses.replace(batch, **{name: changed})
-        said = f"The batch's {name} hold {value} in row 2 at index 1, and the model's 8 ids are 0 to 7"
-        assert _debug_nans._explain_unknown_id(strange, build()).startswith(said)
+        message = f"The batch's {name} hold {value} in row 2 at index 1, and the model's 8 ids are 0 to 7"
+        assert _debug_nans._explain_unknown_id(strange, build()).startswith(message)
         weights = np.array(batch.weights)
         weights[2, 1] = 0
         known = _debug_nans._explain_unknown_id(dataclasses.replace(strange, weights=weights), build()) == ""

@@ -30,17 +30,17 @@ def test_a_batch_that_overflows_is_learnt(make_model, many, parameters):
     make = lambda: nn.Precision(parameters, "float16").apply(make_model(layers=1))
     rule = training.optimizer("sgd", make(), rate=0.02)
     step = training.make_step(training.next_token_loss, rule)
-    found, of_plain = [], training.make_gradient_function(training.next_token_loss)
-    row = jax.tree.map(lambda x: x[:1], many)  # alike, so that the mean is one row's
-    exact = eqx.filter_jit(lambda m: [training.global_norm(x) for x in of_plain(m, row, None)[1:]])(plain)
+    rows, of_plain = [], training.make_gradient_function(training.next_token_loss)
+    one_row = jax.tree.map(lambda x: x[:1], many)  # alike, so that the mean is one row's
+    exact = eqx.filter_jit(lambda m: [training.global_norm(x) for x in of_plain(m, one_row, None)[1:]])(plain)
     state = training.init_state(make(), rule)
     for _ in range(STEPS):
         state, metrics = step(state, many)
-        found.append({name: float(value) for name, value in metrics.items()})
-    first = next(row for row in found if row["skipped_in_a_row"] == 0)
-    assert found[-1]["skipped"] < STEPS - 3 and found[-1]["loss"] < first["loss"] - 0.1
+        rows.append({name: float(value) for name, value in metrics.items()})
+    first = next(one_row for one_row in rows if one_row["skipped_in_a_row"] == 0)
+    assert rows[-1]["skipped"] < STEPS - 3 and rows[-1]["loss"] < first["loss"] - 0.1
     assert first["grad_norm"] == pytest.approx(float(exact[1] / exact[0]), rel=0.01)
-    scales = [row["loss_scale"] for row in found]
+    scales = [one_row["loss_scale"] for one_row in rows]
     assert scales == [2.0 ** (16 - min(i, int(first["skipped"]))) for i in range(STEPS)]
     # Without a scale none of them would be taken: a scale of as many as there are tokens gives the same, a seed of 1.
     assert loss_cotangent(jnp.float32(ROWS * SEQ), many) == 1 == loss_cotangent(None, many)

@@ -43,8 +43,8 @@ LEFT = np.where(np.arange(6) < 2, 0, batch_with().weights).astype(np.float32)
 def under_tensor(model, batch):
     """The loss over two devices, each with half of the ids."""
     plan = parallel.Plan(parallel.make_mesh(tensor=2, devices=jax.devices()[:2]))
-    found = eqx.filter_jit(training.make_gradient_function(training.next_token_loss, plan))(model, batch, None)
-    return found[0] / found[1]
+    outcome = eqx.filter_jit(training.make_gradient_function(training.next_token_loss, plan))(model, batch, None)
+    return outcome[0] / outcome[1]
 
 
 def alone(model, batch):
@@ -115,10 +115,10 @@ def test_a_table_in_parts_has_no_target_that_is_no_id(model):
     hidden = jax.random.normal(jax.random.key(2), (4, 8))
     targets = jnp.array([0, VOCAB - 1, -100, VOCAB], jnp.int32)
     unembed = jax.tree_util.Partial(lambda table, hidden: table.unembed(hidden), rows)
-    found, _ = _chunked_logits.vocabulary_chunk_nats(unembed, hidden, targets)
+    by_chunks, _ = _chunked_logits.vocabulary_chunk_nats(unembed, hidden, targets)
     wanted, _ = _cross_entropy.token_nats(rows.unembed(hidden), targets)
-    np.testing.assert_allclose(found[:2], wanted[:2], rtol=1e-5)
-    assert np.isnan(found[2:]).all() and np.isnan(wanted[2:]).all()
+    np.testing.assert_allclose(by_chunks[:2], wanted[:2], rtol=1e-5)
+    assert np.isnan(by_chunks[2:]).all() and np.isnan(wanted[2:]).all()
 
 
 @pytest.mark.parametrize(

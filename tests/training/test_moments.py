@@ -79,11 +79,11 @@ def test_codes_are_the_formula(number):
 def test_rounding_keeps_the_mean():
     """Over many steps each number is kept right on average, where the nearest level is off by up to 4 %."""
     x = jnp.asarray(samples(np.float32)[:6])
-    kept = jax.jit(jax.vmap(lambda number: decode_moment(encode_moment(x, number))))(jnp.arange(2000))
-    off = np.abs(np.asarray(kept, np.float64).mean(0) / np.asarray(x) - 1)
+    decoded = jax.jit(jax.vmap(lambda number: decode_moment(encode_moment(x, number))))(jnp.arange(2000))
+    off = np.abs(np.asarray(decoded, np.float64).mean(0) / np.asarray(x) - 1)
     near = np.abs(x) > np.abs(x).max(-1, keepdims=True) * 2**-15
     assert off[near].max() < 1e-3
-    assert np.abs(np.asarray(kept[0]) / np.asarray(x) - 1)[near].max() > 0.04
+    assert np.abs(np.asarray(decoded[0]) / np.asarray(x) - 1)[near].max() > 0.04
 
 
 def fallen(b2, steps):

@@ -19,10 +19,14 @@ def test_an_optimization_makes_the_step_of_its_numbers(make_model, make_batch):
     assert phases == [training.SchedulePhase(0, 20, 2)] and CHOSEN.phases(800)[0].warmup == 50
     rule = training.sgd(model, rate=training.constant(0.5, warmup=2), weight_decay=0.2)
     loss = lambda model, batch, key: training.next_token_loss(model, batch, key, z_loss=0.3)
-    own = CHOSEN.optimizer(model, phases)
+    chosen_rule = CHOSEN.optimizer(model, phases)
     plan = Plan(make_mesh(devices=jax.devices()[:1]))
-    steps = [(training.make_step(loss, rule, clip=0.1), rule), (CHOSEN.step(own), own), (CHOSEN.step(own, plan), own)]
-    steps.append((dataclasses.replace(CHOSEN, z_loss=0.0).step(own), own))
+    steps = [
+        (training.make_step(loss, rule, clip=0.1), rule),
+        (CHOSEN.step(chosen_rule), chosen_rule),
+        (CHOSEN.step(chosen_rule, plan), chosen_rule),
+    ]
+    steps.append((dataclasses.replace(CHOSEN, z_loss=0.0).step(chosen_rule), chosen_rule))
     ended = []
     for step, optimizer in steps:
         state, metrics = step(training.init_state(jax.tree.map(_copied, model), optimizer), batch, None)

@@ -21,22 +21,22 @@ loss = partial(training.next_token_loss, chunk=16)
 
 def test_microbatches_give_the_big_batch_s_gradient_with_dropout(make_model, make_batch, key):
     model, batch = make_model(dropout=0.3, layers=1), make_batch(rows=4)
-    one = eqx.filter_jit(training.make_gradient_function(loss))
-    two = eqx.filter_jit(training.make_gradient_function(loss, microbatches=2))
-    total, count, gradients = one(model, batch, key)
-    found_total, found_count, found = two(model, batch, key)
+    of_batch = eqx.filter_jit(training.make_gradient_function(loss))
+    of_two_microbatches = eqx.filter_jit(training.make_gradient_function(loss, microbatches=2))
+    total, count, gradients = of_batch(model, batch, key)
+    found_total, found_count, found = of_two_microbatches(model, batch, key)
     np.testing.assert_allclose([found_total, found_count], [total, count], rtol=1e-6)
     for a, b in zip(leaves(found), leaves(gradients), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     _assert_norms_of_modules(gradients)
     # The controls: the mean of the microbatches' means is another gradient, and so is one with other examples' keys.
     is_half = [np.arange(4)[:, None] % 2 == i for i in range(2)]
-    halves = [one(model, eqx.tree_at(lambda b: b.weights, batch, batch.weights * half), key) for half in is_half]
+    halves = [of_batch(model, eqx.tree_at(lambda b: b.weights, batch, batch.weights * half), key) for half in is_half]
     assert halves[0][1] != halves[1][1]
     first, second = ([x / float(of_half) for x in leaves(tree)] for _, of_half, tree in halves)
     wanted = [x / float(count) for x in leaves(gradients)]
     assert max(np.abs((a + b) / 2 - c).max() for a, b, c in zip(first, second, wanted, strict=True)) > 1e-3
-    other = one(model, eqx.tree_at(lambda b: b.examples, batch, batch.examples + 1), key)
+    other = of_batch(model, eqx.tree_at(lambda b: b.examples, batch, batch.examples + 1), key)
     assert abs(other[0] - total) > 1e-2
 
 
@@ -44,7 +44,7 @@ def _assert_norms_of_modules(gradients):
     """Their norms are those of the leaves in float64; under meshes, `test_plan_parity` has them in each step."""
     got, block = eqx.filter_jit(training.module_gradient_norms)(gradients), gradients.stacks[0].blocks
     wanted = {"embedding": gradients.embedding, "norm": gradients.norm}
-    wanted |= {f"stacks[0].blocks.sublayers[{place}]": sublayer for place, sublayer in enumerate(block.sublayers)}
+    wanted |= {f"stacks[0].blocks.sublayers[{number}]": sublayer for number, sublayer in enumerate(block.sublayers)}
     exact = lambda tree: np.sqrt(sum(np.sum(np.float64(leaf) ** 2) for leaf in leaves(tree)))
     assert got.keys() == wanted.keys()
     for name, part in wanted.items():
