@@ -88,7 +88,7 @@ class BlockwiseAttention(Implementation):
 
 def decode_call(call: AttentionCall) -> DecodeCall:
     """Return the same call as one of few queries that read a cache."""
-    visible = call.mask(call.tokens, call.tokens if call.kv_tokens is None else call.kv_tokens)
+    visible = call.mask(call.tokens, call.key_tokens)
     return DecodeCall(
         call.query,
         call.key,

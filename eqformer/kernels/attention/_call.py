@@ -56,6 +56,11 @@ class AttentionCall(eqx.Module):
             )
 
     @property
+    def key_tokens(self) -> TokenPositions:
+        """Positions and segments of the keys: `kv_tokens`, or those of the queries."""
+        return self.tokens if self.kv_tokens is None else self.kv_tokens
+
+    @property
     def documents(self) -> int | None:
         """The most documents that a row is known to hold, one after another; None for rows of one document."""
         return None if self.tokens.segments is None else self.tokens.documents

@@ -28,7 +28,7 @@ class DotProductAttention(Implementation):
 
     def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
         """Compute the call."""
-        query, mask, tokens, kv_tokens = call.query, call.mask, call.tokens, call.kv_tokens
+        query, mask, tokens = call.query, call.mask, call.tokens
         batch, v_dim = query.shape[:-3], call.value.shape[-1]
         width = max(query.shape[-1], v_dim)
         arrays = [_pad_channels(x, width) for x in (query, call.key, call.value)]
@@ -39,11 +39,11 @@ class DotProductAttention(Implementation):
             options["is_causal"] = True
             if mask.window is not None:
                 options["local_window_size"] = (mask.window - 1, 0)
-        elif kv_tokens is None and tokens.are_whole_rows and mask == Mask(is_causal=False):
+        elif call.kv_tokens is None and tokens.are_whole_rows and mask == Mask(is_causal=False):
             lengths = jnp.sum(jnp.broadcast_to(tokens.positions, (*batch, query.shape[-3])) >= 0, axis=-1)
             options["key_value_seq_lengths"] = jnp.maximum(lengths, 1).reshape(-1).astype(jnp.int32)
         else:
-            visible = mask(tokens, tokens if kv_tokens is None else kv_tokens)
+            visible = mask(tokens, call.key_tokens)
             visible = jnp.broadcast_to(visible, (*batch, *visible.shape[-2:])).reshape(-1, 1, *visible.shape[-2:])
             options["mask"] = visible
             sees_any_key = jnp.any(visible[:, 0], axis=-1)[..., None, None]

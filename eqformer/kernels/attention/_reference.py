@@ -70,7 +70,7 @@ def attend_by_definition(
     scores = soft_capped(scores * call.scale, call.softcap)
     if (bias := call.bias) is not None:
         scores = scores + bias.reshape(*bias.shape[:-3], kv_heads, -1, *bias.shape[-2:]).astype(wide)
-    visible = call.mask(call.tokens, call.tokens if call.kv_tokens is None else call.kv_tokens)
+    visible = call.mask(call.tokens, call.key_tokens)
     sinks = None if call.sinks is None else call.sinks.astype(wide).reshape(kv_heads, heads // kv_heads, 1, 1)
     probabilities = softmax_of(scores, visible, sinks)
     if value_scales is not None:

@@ -154,7 +154,7 @@ def _mask_rule(call: AttentionCall) -> Mask:
 
 def _segments(call: AttentionCall) -> tuple[Int[Array, "batch seq"], Int[Array, "batch kv_seq"]] | None:
     """Return what separates documents; in rows of one document without a causal order, padding from the document."""
-    tokens, kv_tokens = call.tokens, call.tokens if call.kv_tokens is None else call.kv_tokens
+    tokens, kv_tokens = call.tokens, call.key_tokens
     if call.documents is not None and tokens.segments is not None and kv_tokens.segments is not None:
         return tokens.segments, kv_tokens.segments
     if _mask_rule(call).is_causal or call.piece == "past":

@@ -135,11 +135,10 @@ class KeySelection(eqx.Module):
 
     def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
         """Attend to the selected keys, for `chunk` queries at a time, in memory linear in the row."""
-        kv_tokens = call.tokens if call.kv_tokens is None else call.kv_tokens
 
         def attend_chunk(tokens: Tokens, chunk: tuple[Array, Array]) -> Float[Array, "*batch chunk heads v_dim"]:
             query, indices = chunk
-            visible = call.mask(tokens, kv_tokens)
+            visible = call.mask(tokens, call.key_tokens)
             is_selected = jnp.put_along_axis(jnp.zeros_like(visible), indices, True, -1, inplace=False)
             return ReferenceAttention()(
                 AttentionCall(
@@ -148,7 +147,7 @@ class KeySelection(eqx.Module):
                     call.value,
                     mask=ChosenKeys(visible & is_selected),
                     tokens=tokens,
-                    kv_tokens=kv_tokens,
+                    kv_tokens=call.key_tokens,
                     scale=call.scale,
                 )
             )

@@ -137,7 +137,6 @@ def compute_attention(
     if not (decodes_by_kernels(core) if cache.key_scales is None else blockwise_of(core)):
         return core(call)
     decode = (blockwise_of(core) or BlockwiseAttention()).decode
-    kv_tokens = call.tokens if call.kv_tokens is None else call.kv_tokens
     key, value, key_scales, value_scales = call.key, call.value, None, None
     if cache.key_scales is not None:
         key, value, key_scales, value_scales = cache.scaled()
@@ -148,7 +147,7 @@ def compute_attention(
             value,
             key_scales=key_scales,
             value_scales=value_scales,
-            visible=call.mask(call.tokens, kv_tokens),
+            visible=call.mask(call.tokens, call.key_tokens),
             scale=call.scale,
             softcap=call.softcap,
             sinks=call.sinks,
