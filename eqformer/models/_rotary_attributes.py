@@ -20,7 +20,8 @@ from ._published_config import PublishedConfig
 
 
 _ORIGINAL = "original_max_position_embeddings"
-_TYPES = FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
+_TYPES = (FULL, SLIDING)
 # The types of all attributes within `rope_parameters` and `rope_scaling`, whether or not a `rope_type` uses them.
 _PARAMETER_TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("rope_type", "type"), str),
@@ -52,7 +53,7 @@ _KNOWN_PARAMETERS |= {"mscale", "mscale_all_dim", "alpha", "finetuned"}
 
 
 def rotary_parameters(published: PublishedConfig, name: str) -> dict[str, Any]:
-    """Return `rope_parameters` or `rope_scaling`, whichever `name` is, with values of the right types or null.
+    """Return the attribute `name`, `rope_parameters` or `rope_scaling`, with values of the right types or null.
 
     Raises a `ValueError` that names a value of another type, in the object itself or in that of a type of layer.
     """
@@ -70,7 +71,7 @@ def _check_parameters(parameters: Mapping[str, Any], source: str) -> dict[str, A
 
 
 def either_rotary_parameters(published: PublishedConfig) -> dict[str, Any]:
-    """Return `rope_parameters` or, where these are empty, `rope_scaling`, their older name."""
+    """Return `rope_parameters` or, where these are empty, `rope_scaling`, their older name; check the types of both."""
     older = rotary_parameters(published, "rope_scaling")
     return rotary_parameters(published, "rope_parameters") or older
 
@@ -119,7 +120,7 @@ def make_scaling(
 ) -> RotaryScaling | None:
     """Return the scaling of a `rope_type`; its parameters are removed from `parameters`.
 
-    Parameters of other scalings are passed over, as in transformers, but not where there is no `rope_type`.
+    Parameters of other scalings are passed over, as in transformers. If `rope_type` is None, any parameter is refused.
 
     Args:
         refuse: Raises an error with a text.
@@ -198,7 +199,7 @@ class RotaryPositions(Entry):
     layer_type: str | None = None
     """The type of layer whose parameters are read, in families whose `rope_parameters` may be by type of layer."""
     required: bool = False
-    """Whether a configuration must state the scaling, even if there is none, since transformers scales by default."""
+    """Whether `rope_type` must be stated, as `"default"` for no scaling, since transformers scales by default."""
     skipped: tuple[str, ...] = ()
     """Names in `rope_parameters` that other entries read, or that change nothing."""
 
@@ -217,7 +218,7 @@ class RotaryPositions(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class RotaryByType(Entry):
-    """Base and scaling of layers without a window, and those of layers with one."""
+    """Base and scaling of layers with full attention, and those of layers with sliding windows."""
 
     theta: float
     """The base of layers without a window where the attribute is missing."""
@@ -282,10 +283,10 @@ class RotaryWithOriginalLength(RotaryPositions):
 
 
 class RotaryWithTemperature(RotaryPositions):
-    """Rotary positions whose YaRN also states how much attention scores are multiplied (DeepSeek)."""
+    """Rotary positions whose YaRN also multiplies attention scores, by `mscale_all_dim` (DeepSeek)."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `theta`, `scaling` and `temperature`, which is 0 without a scaling."""
+        """Return `theta`, `scaling` and `temperature`, the `mscale_all_dim`; 0 without a scaling."""
         parameters, fields = either_rotary_parameters(published), super().read(published)
         stated = parameters.get("mscale_all_dim")
         temperature = 0.0 if fields["scaling"] is None or stated is None else stated
@@ -381,7 +382,7 @@ class RotaryFraction(Entry):
     default: float = 1.0
     """The part where the attribute is missing."""
     inside: bool = False
-    """Whether the part is written into `rope_parameters` too, without which transformers takes its own default."""
+    """Whether the part is written into `rope_parameters` too: transformers takes its own default if it is missing there."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `rotary_fraction`, an attribute of its own or within `rope_parameters`."""
@@ -429,8 +430,8 @@ def read_rotary(
         published: The configuration.
         default_theta: The base where the attribute is missing.
         layer_type: The type of layer whose parameters are read, where `rope_parameters` are by type.
-        older: The older attributes for base and scaling. Without an older attribute for the scaling, a scaling is
-            refused unless it is stated by type of layer.
+        older: The older attributes for base and scaling. If the second is None, a scaling is refused,
+            except one that is stated by type of layer.
         skipped: Names in `rope_parameters` that are passed over.
     """
     parameters = rotary_parameters(published, "rope_parameters")
