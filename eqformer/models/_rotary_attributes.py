@@ -20,8 +20,7 @@ from ._published_config import PublishedConfig
 
 
 _ORIGINAL = "original_max_position_embeddings"
-FULL, SLIDING = "full_attention", "sliding_attention"
-_TYPES = (FULL, SLIDING)
+_TYPES = (FULL, SLIDING) = ("full_attention", "sliding_attention")
 # The types of all attributes within `rope_parameters` and `rope_scaling`, whether or not a `rope_type` uses them.
 _PARAMETER_TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("rope_type", "type"), str),
@@ -260,28 +259,6 @@ class RotaryByType(Entry):
         return attributes | _write_by_type(config, _write_parameters(config))
 
 
-_WITH_ORIGINAL = LongRopeScaling, YarnScaling, Llama3Scaling
-
-
-class RotaryWithOriginalLength(RotaryPositions):
-    """Rotary positions whose original length is an attribute of its own (Phi-3)."""
-
-    def read(self, published: PublishedConfig) -> Fields:
-        """Return `theta` and `scaling`; refuse a scaling of another original length than the configuration's."""
-        fields = super().read(published)
-        # Where the attribute is missing, transformers takes 4096, not the longest length.
-        original, scaling = published.read(_ORIGINAL, Size, 4096), fields["scaling"]
-        if isinstance(scaling, _WITH_ORIGINAL) and scaling.original_length != original:
-            published.refuse(f"original_max_position_embeddings={original}: rope_scaling says {scaling}.")
-        return fields
-
-    def write(self, config: Any) -> Attributes:
-        """Return the older attributes, and the original length."""
-        scaling = config.scaling
-        original = {_ORIGINAL: scaling.original_length} if isinstance(scaling, _WITH_ORIGINAL) else {}
-        return super().write(config) | original
-
-
 class RotaryWithTemperature(RotaryPositions):
     """Rotary positions whose YaRN also multiplies attention scores, by `mscale_all_dim` (DeepSeek)."""
 
@@ -302,12 +279,9 @@ class RotaryWithTemperature(RotaryPositions):
                 f"save(config={type(config).__name__}(scaling=None, temperature={temperature})): the temperature is "
                 "published within the scaling, and changes nothing without one; give a scaling, or temperature=0."
             )
-        parameters = attributes["rope_scaling"] | {"mscale_all_dim": temperature}
-        # YaRN's magnitude would be the quotient of both parameters if it were not stated, so `mscale` stands beside a
-        # stated magnitude alone.
-        if "attention_factor" in parameters:
-            parameters["mscale"] = temperature
-        return attributes | {"rope_scaling": parameters}
+        # YaRN's magnitude is the quotient of both, unless it is stated: so `mscale` needs a stated magnitude.
+        names = ["mscale_all_dim", *(["mscale"] if "attention_factor" in attributes["rope_scaling"] else [])]
+        return attributes | {"rope_scaling": attributes["rope_scaling"] | dict.fromkeys(names, temperature)}
 
 
 _GROWTH = ("llama_4_scaling_beta", "max_position_embeddings")
@@ -382,7 +356,7 @@ class RotaryFraction(Entry):
     default: float = 1.0
     """The part where the attribute is missing."""
     inside: bool = False
-    """Whether the part is written into `rope_parameters` too: transformers takes its own default if it is missing there."""
+    """Whether the part is written into `rope_parameters` too: transformers has its own default for it."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `rotary_fraction`, an attribute of its own or within `rope_parameters`."""

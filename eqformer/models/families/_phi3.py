@@ -1,15 +1,17 @@
 """Phi-3 and Phi-4 (Abdin et al. 2024, arXiv:2404.14219): a Llama with joined projections and LongRoPE."""
 
 import dataclasses
+from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, LongRopeScaling, Transformer
-from .._attributes import Activation, Attribute, Expect
-from .._config_types import Fraction, Length, NotNegative
+from ...nn import Block, Llama3Scaling, LongRopeScaling, Transformer, YarnScaling
+from .._attributes import Activation, Attribute, Attributes, Expect, Fields
+from .._config_types import Fraction, Length, NotNegative, Size
 from .._family import DecoderConfig, Family
-from .._rotary_attributes import RotaryFraction, RotaryWithOriginalLength
+from .._published_config import PublishedConfig
+from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weight_rules import Rule
 from ._common import decoder_attributes, EDGES, INTO_HEADS, JOINED_GATED, LAYER, OUT_OF_HEADS, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, part_rotary, pre_norm_block
@@ -127,6 +129,29 @@ _PRESETS = {
         max_seq=131_072,
     ),  # fmt: skip
 }
+
+_ORIGINAL = "original_max_position_embeddings"
+_WITH_ORIGINAL = LongRopeScaling, YarnScaling, Llama3Scaling
+
+
+class RotaryWithOriginalLength(RotaryPositions):
+    """Rotary positions whose original length is an attribute of its own (Phi-3)."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `theta` and `scaling`; refuse a scaling of another original length than the configuration's."""
+        fields = super().read(published)
+        # Transformers takes 4096 for a missing attribute, not the longest length.
+        original, scaling = published.read(_ORIGINAL, Size, 4096), fields["scaling"]
+        if isinstance(scaling, _WITH_ORIGINAL) and scaling.original_length != original:
+            published.refuse(f"original_max_position_embeddings={original}: rope_scaling says {scaling}.")
+        return fields
+
+    def write(self, config: Any) -> Attributes:
+        """Return the older attributes, and the original length."""
+        scaling = config.scaling
+        original = {_ORIGINAL: scaling.original_length} if isinstance(scaling, _WITH_ORIGINAL) else {}
+        return super().write(config) | original
+
 
 _ATTENTION = (
     Rule(
