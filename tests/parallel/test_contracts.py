@@ -9,7 +9,7 @@ import numpy as np
 import plan as plan_script
 import plan_controls as control
 import pytest
-from contract_cases import is_seen, named, of_plan, ROUNDING, STAGES, ZERO
+from contract_cases import is_seen, named, of_plan, ROUNDING, SilentMixer, STAGES, ZERO
 from plan_blocks import Int8Map
 from plan_models import model_of
 from plan_parity import Case, differences, of_one_device, of_plan as afresh, place, total_of_plan
@@ -186,20 +186,6 @@ def test_a_mixer_of_ones_own_is_counted():
     """Three operations a channel beside those of its maps, in four layers."""
     model = model_of("fading")
     mixer = lambda model: model.stacks[0].blocks.blocks[0].mixer.layer
-    silent = eqx.tree_at(mixer, model, Silent(mixer(model)))
+    silent = eqx.tree_at(mixer, model, SilentMixer(mixer(model)))
     count = functools.partial(planning.flops_per_token, seq=16, backward=False)
     assert count(model) - count(silent) == 4 * 3 * 8 * 6
-
-
-class Silent(nn.Mixer):
-    """A mixer that says nothing of itself."""
-
-    inner: nn.Mixer
-
-    def __call__(self, x, tokens=None, cache=None):
-        """The mixer's own call."""
-        return self.inner(x, tokens, cache)
-
-    def init_cache(self, *args):
-        """The mixer's own cache."""
-        return self.inner.init_cache(*args)

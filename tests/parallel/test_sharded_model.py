@@ -240,7 +240,7 @@ def test_families(family, mesh):
 
 
 def test_a_token_runs_in_one_program_of_each_device():
-    """Its logits are those of reading and unembedding apart, which takes two."""
+    """The logits equal those of reading and unembedding in two programs."""
     model = model_of("tied")
     served = planned(model, plan_over({"fsdp": 2, "tensor": 2}))
     ids, tokens = jnp.array([[3], [4]]), nn.Tokens(jnp.zeros((2, 1), jnp.int32))

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contract_cases import SilentMixer
 from plan_models import model_of, plan_over
 from plan_parity import place
 
@@ -84,29 +85,19 @@ def test_mixers_side_by_side_have_key_heads_each_for_itself(mesh):
     np.testing.assert_allclose(read(served, ids)[0], read(model, ids)[0], atol=2e-5)
 
 
-class OwnAttention(nn.Mixer):
-    """A user's own mixer, which attends like the library's."""
-
-    inner: nn.Attention
-
-    def __call__(self, x, tokens=None, cache=None):
-        """Attend."""
-        return self.inner(x, tokens, cache)
-
-    def init_cache(self, *args):
-        """Keys and values."""
-        return self.inner.init_cache(*args)
+class OwnAttention(SilentMixer):
+    """A user's own mixer, which attends like the library's and declares this."""
 
     def facts(self):
-        """It attends by rows too."""
+        """Return the facts of the attention."""
         return self.inner.facts()
 
 
-class QuietAttention(OwnAttention):
-    """One that does not say so."""
+class QuietAttention(SilentMixer):
+    """A mixer that declares slices of its heads, and no attention."""
 
     def facts(self):
-        """It runs on slices of its heads."""
+        """Return that the mixer runs on slices of its heads."""
         return nn.MixerFacts(splits_heads=True)
 
 

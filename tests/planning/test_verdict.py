@@ -18,7 +18,7 @@ def test_estimates_leave_to_the_compiler_what_they_cannot_tell():
 
 @pytest.mark.quick
 def test_bytes_that_are_certain_have_the_margin_too():
-    """Of a decode step weights and caches are known; the compiler needs more than these."""
+    """The weights and caches of a decode step are known; the compiler needs more than these."""
     too_close = "too close to tell without the compiler"
     assert [judge_formula(size, size, 1000) for size in (850, 851, 1000, 1001)] == [
         *("fits", too_close, too_close, "does not fit"),
