@@ -74,12 +74,12 @@ def with_quantized_maps(shapes: nn.Transformer, quantized: Mapping[str, nn.Quant
 def plain_shapes(model: nn.Transformer) -> nn.Transformer:
     """Return the model with a plain map in the place of each quantized one, with the shape of its weight alone."""
 
-    def to_plain(node: Any) -> Any:
-        if not isinstance(node, nn.QuantizedLinear):
-            return node
-        return _with_bias(eqx.filter_eval_shape(nn.dense, node), node.bias)
+    def to_plain(linear: nn.LinearMap) -> nn.LinearMap:
+        if not isinstance(linear, nn.QuantizedLinear):
+            return linear
+        return _with_bias(eqx.filter_eval_shape(nn.dense, linear), linear.bias)
 
-    return jax.tree.map(to_plain, model, is_leaf=nn.is_map)
+    return nn.map_linears(to_plain, model)
 
 
 def names_as_stored(

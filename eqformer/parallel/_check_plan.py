@@ -272,7 +272,7 @@ def _check_shared_key_heads(plan: Placement, path: str, mixer: nn.Mixer, kv_path
 
 def _kv_head_paths(model: nn.LanguageModel) -> list[str]:
     """Return the paths of arrays with key heads that belong to no map, and of norms over key heads."""
-    without_maps = jax.tree.map(lambda node: None if nn.is_map(node) else node, model, is_leaf=nn.is_map)
+    without_maps = nn.map_linears(lambda _: None, model)
     names = jax.tree_util.tree_leaves_with_path(nn.dims(without_maps))
     arrays = [nn.path_name(path) for path, dims in names if isinstance(dims, str) and "kv_heads" in dims.split()]
     norms = nn.named_modules(model, nn.Norm)

@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from .._dims import named_modules, path_name
 from .._dtype import float_dtype
-from .._linear import dense, DenseMap, is_map, LinearMap
+from .._linear import dense, DenseMap, LinearMap, map_linears
 from .._lora import chosen_maps, Where
 from ..experts._routing import Router
 from ._formats import codes_in_a_byte, LARGEST, round_to_codes
@@ -48,12 +48,12 @@ def dequantize(model: PyTree, dtype: DTypeLike = "float32") -> PyTree:
     """Replace every `QuantizedLinear` by a plain `Linear` with the decoded weight in `dtype`."""
     weight_dtype = float_dtype(dtype, f"dequantize(dtype={dtype!r})")
 
-    def dequantize_node(node: PyTree) -> PyTree:
-        if not isinstance(node, QuantizedLinear):
-            return node
-        return eqx.tree_at(lambda m: m.weight, dense(node), replace_fn=lambda weight: weight.astype(weight_dtype))
+    def dequantize_map(linear: LinearMap) -> LinearMap:
+        if not isinstance(linear, QuantizedLinear):
+            return linear
+        return eqx.tree_at(lambda m: m.weight, dense(linear), replace_fn=lambda weight: weight.astype(weight_dtype))
 
-    return jax.tree.map(dequantize_node, model, is_leaf=is_map)
+    return map_linears(dequantize_map, model)
 
 
 _FORMS = ("int8", "int4", "fp8")

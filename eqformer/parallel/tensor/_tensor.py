@@ -226,7 +226,7 @@ def is_split(module: object) -> bool:
 
 def _has_unmapped_array(layer: PyTree) -> bool:
     """Return whether an array that belongs to no map is between the stream and slices."""
-    without_maps = jax.tree.map(lambda node: () if nn.is_map(node) else node, layer, is_leaf=nn.is_map)
+    without_maps = nn.map_linears(lambda _: None, layer)
     dim_names = jax.tree.leaves(nn.field_dim_names(without_maps))
     return any("embed" in names and names & set(HEAD_DIMS) for names in dim_names)
 
