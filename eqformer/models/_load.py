@@ -122,10 +122,9 @@ class _ModelSource(NamedTuple):
 
 def _open_model(path: str | Path, dtype: DTypeLike | None, weights: str, predictor: bool) -> _ModelSource:
     """Compare a folder with its configuration and with the family's rules, and find which leaves each rule fills."""
-    file = GGUF(Path(path)) if Path(path).is_file() else None
-    source = Folder(path) if file is None else file
+    source = GGUF(Path(path)) if Path(path).is_file() else Folder(path)
     leaf_dtype = None if dtype is None else float_dtype(dtype, f"{source.call}: dtype={dtype!r}")
-    published = describe_model(source.path, file)
+    published = describe_model(source.path, source)
     if predictor:
         predictor_of(f"{source.call}: predictor=True", published.family)
         published = dataclasses.replace(published, predictor=True)
@@ -188,10 +187,8 @@ def _layer_numbers(shapes: nn.Transformer, sharding_of: Mapping[str, Sharding]) 
     }
 
 
-_ALWAYS_TRACED = {
-    "entries": 2**24,
-    "layers": 512,
-}  # a model of these sizes is traced at once, whatever the folder holds
+# A model of these sizes is traced at once, whatever the folder holds.
+_ALWAYS_TRACED = {"entries": 2**24, "layers": 512}
 
 
 def _check_sizes(arrays: PublishedArrays, config: ModelConfig) -> None:

@@ -124,31 +124,32 @@ def _unwrap_name(name: str) -> str:
     return ".".join(words)
 
 
-def describe_model(path: Path, file: GGUF | None = None) -> PublishedModel:
+def describe_model(path: Path, source: Folder | GGUF | None = None) -> PublishedModel:
     """Describe the model of a folder from its `config.json`, or of a GGUF file from its header.
 
-    Raises a `ValueError` for a model of no known family.
+    `source` is the opened folder or file, for callers that have opened it. Raises a `ValueError` for a model of no
+    known family.
     """
-    if file is not None or path.is_file():
-        return _describe_file(path, GGUF(path) if file is None else file)
-    source, attributes = str(path / CONFIG), read_json(path / CONFIG)
+    if isinstance(source, GGUF) or (source is None and path.is_file()):
+        return _describe_file(path, GGUF(path) if source is None else source)
+    config_file, attributes = str(path / CONFIG), read_json(path / CONFIG)
     model_attributes = {name: value for name, value in attributes.items() if name not in QUANTIZATION_KEYS}
-    published = PublishedConfig(model_attributes, source)
+    published = PublishedConfig(model_attributes, config_file)
     family, multimodal = _find_family(published)
     quantization = [attributes.get(name) for name in QUANTIZATION_KEYS]
     if multimodal is not None:
         text = multimodal.text_attributes(published)
         quantization += [text.pop(name, None) for name in QUANTIZATION_KEYS]
-        published = PublishedConfig(text, f"{source}: {TEXT}")
+        published = PublishedConfig(text, f"{config_file}: {TEXT}")
     config = family.read(published)
     published.finish()
     private = ", ".join(private_names(attributes))
-    notes = (f"{source}: private attributes are passed over: {private}.",) if private else ()
-    form = _read_format(quantization, source)
+    notes = (f"{config_file}: private attributes are passed over: {private}.",) if private else ()
+    form = _read_format(quantization, config_file)
     model = PublishedModel(family, config, multimodal, attributes, form, notes=notes)
     if (family.as_stored is None and not getattr(config, "tied", False)) or not has_weights(path):
         return model
-    folder = Folder(path)
+    folder = Folder(path) if source is None else source
     if family.as_stored is not None:
         names = [name for name in model.table_names(folder.names).values() if name is not None]
         return dataclasses.replace(model, config=family.as_stored(config, names))

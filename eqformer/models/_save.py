@@ -78,6 +78,7 @@ def save(
     if like is not None and Path(like).is_file():
         raise ValueError(f"{call}: like={str(like)!r} is one file, not a folder; give config=read_config of it.")
     family, config = format_of(call, like, config, model)
+    published: PublishedModel | None = None
     if like is None:
         if whole:
             raise ValueError(f"{call}: whole=True writes the folder that the model came from again; give it as like=.")
@@ -85,20 +86,22 @@ def save(
         if model.predictor is not None and family.predictor is not None:
             configuration |= family.predictor.attributes
     else:
-        published = describe_model(Path(like))
+        has_predictor = model.predictor is not None
+        published = dataclasses.replace(describe_model(Path(like)), predictor=has_predictor)
         configuration = published.attributes if whole else _text_configuration(published)
         files = _copied_files(Path(like), whole) | dict(files)
     plain = plain_shapes(model)
     check_shapes(call, plain, config)
-    if whole:
-        arrays = _arrays_of_whole_folder(Folder(str(like), caller="save"), plain, model, call)
+    if whole and published is not None:
+        arrays = _arrays_of_whole_folder(Folder(str(like), caller="save"), published, plain, model, call)
     elif quantized := [name for name, _ in named_modules(model, QuantizedLinear)]:
         raise ValueError(
             f"{call}: the model holds codes of 8 or 4 bits ({quantized[0]}); nn.dequantize it or, where it was loaded "
             "with weights='quantized', write its folder again with like= and whole=True."
         )
     else:
-        rules = family.rules(config, model, NOTHING_STORED if like is None else _stored_shapes(model, Path(like)))
+        stored = NOTHING_STORED if published is None else _stored_shapes(published, Path(str(like)))
+        rules = family.rules(config, model, stored)
         arrays = itertools.chain(published_arrays(rules, model), _copied_arrays(family, config, model))
         dtype = str(flatten_model(model)[rules[0].paths[0]].dtype)
         configuration = configuration | {"torch_dtype": dtype}  # every release of transformers reads the older name
@@ -130,21 +133,27 @@ def _copied_files(path: Path, whole: bool) -> dict[str, bytes]:
     return {name: read_bytes(path / name) for name in sorted(copied)}
 
 
-def _stored_shapes(model: Transformer, path: Path) -> StoredShapes:
+def _stored_shapes(published: PublishedModel, path: Path) -> StoredShapes:
     """Return the shapes of a folder's arrays; none where its weights are gone, as in a run's copy of a folder."""
     if not has_weights(path):
         return NOTHING_STORED
-    return PublishedArrays(Folder(str(path), caller="save"), _describe_for(model, path)).shapes
+    return PublishedArrays(Folder(str(path), caller="save"), published).shapes
 
 
 def _arrays_of_whole_folder(
-    folder: Folder, plain: Transformer, model: Transformer, call: str
+    folder: Folder, published: PublishedModel, plain: Transformer, model: Transformer, call: str
 ) -> Iterator[tuple[str, Shaped[np.ndarray, "..."]]]:
     """Yield each array of a folder by name: the model's own from the model, all others from the folder.
 
-    Codes and scales are compared with the model's, and read from the folder. `plain` are the model's `plain_shapes`.
+    Codes and scales are compared with the model's, and read from the folder.
+
+    Args:
+        folder: The folder that the model came from.
+        published: The description of the folder.
+        plain: The model's `plain_shapes`.
+        model: The model.
+        call: The call that errors name.
     """
-    published = _describe_for(model, folder.path)
     arrays = PublishedArrays(folder, published)
     rules = published.family.rules(published.config, plain, arrays.shapes, published.multimodal)
     own_names = {name for rule in rules for name in rule.published_names()}
@@ -166,11 +175,6 @@ def _arrays_of_whole_folder(
         _copied_arrays(published.family, published.config, model),
         ((name, folder.stored(name)) for name in other_names),
     )
-
-
-def _describe_for(model: Transformer, like: str | Path) -> PublishedModel:
-    """Return the description of the folder that a model came from, with a predictor if the model has one."""
-    return dataclasses.replace(describe_model(Path(like)), predictor=model.predictor is not None)
 
 
 def _copied_arrays(

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from eqformer import models, nn
+from eqformer.models import _folder
 from eqformer.models._leaf_reader import _empty_shards
 from eqformer.parallel import make_mesh, Plan
 
@@ -40,6 +41,17 @@ def test_a_mesh_alone_splits_all_it_can(tmp_path):
     assert all(x.is_fully_replicated for x in arrays_of(again))
     with pytest.raises(ValueError, match="the plan is for another mesh"):
         models.load(tmp_path / "published", make_mesh(tensor=8), Plan(mesh))
+
+
+def test_every_file_is_opened_once(tmp_path, monkeypatch):
+    """The description of a tied model looks for a stored head, in the folder that the arrays are read from."""
+    config = models.LlamaConfig(vocab=32, embed=16, layers=2, heads=2, kv_heads=2, mlp=16, tied=True)
+    model = eqx.filter_jit(lambda: models.build(config, key=jax.random.key(0)))()
+    models.save(model, tmp_path / "shards", config=config, shard_bytes=4000)
+    opened, map_bytes = [], _folder.map_bytes
+    monkeypatch.setattr(_folder, "map_bytes", lambda path: opened.append(path.name) or map_bytes(path))
+    models.load(tmp_path / "shards")
+    assert len(opened) == len(set(opened)) == len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
 
 
 def test_layers_of_bfloat16_and_float16_are_held_by_float32(tmp_path):
