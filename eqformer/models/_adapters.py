@@ -25,7 +25,7 @@ from ._family import Family, ModelConfig
 from ._folder import ADAPTER, ADAPTER_CONFIG as CONFIG, Folder, new_folder, write_arrays, write_json
 from ._published_model import check_shapes, format_of
 from ._quantized_weights import plain_shapes
-from ._weight_rules import ResolvedRule
+from ._weight_rules import ResolvedRule, split_dims
 
 
 Settings = tuple[int, float]
@@ -274,7 +274,7 @@ def _map_patterns(rule: ResolvedRule, linear: LinearMap, number: int, maps: int)
     if pattern:
         published, leaf_dims = pattern.split(" -> ")
         names = leaf_dims.split()
-        groups = [(merged or alone).split() for merged, alone in re.findall(r"\(([^)]*)\)|(\S+)", published)]
+        groups = split_dims(published)
     else:
         names = [*linear.outputs, *linear.inputs]
         groups = [[name] for name in names]

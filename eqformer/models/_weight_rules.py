@@ -30,6 +30,11 @@ NOTHING_STORED: StoredShapes = MappingProxyType({})
 _DIMS = re.compile(r"\(([^)]*)\)|(\S+)")  # the dims of an einops pattern: names in brackets, or one name
 
 
+def split_dims(dims: str) -> list[list[str]]:
+    """Return the names of each dim on one side of an einops pattern; a dim in brackets has several."""
+    return [(merged or alone).split() for merged, alone in _DIMS.findall(dims)]
+
+
 def flatten_model(model: PyTree) -> dict[str, Any]:
     """Return every array of a model, or every shape of one, by its path."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model) if has_shape(leaf)}
@@ -144,7 +149,7 @@ class ResolvedRule:
         if not (pattern := self.pattern_of(number)):
             return -1
         published, leaf = pattern.split(" -> ")
-        dims = [(merged or alone).split() for merged, alone in _DIMS.findall(published)]
+        dims = split_dims(published)
         axes = [axis for axis, names in enumerate(dims) if names[-1:] == leaf.split()[-1:]]
         return axes[0] - len(dims) if axes else None
 
@@ -176,16 +181,13 @@ def _published_shape(shape: Sequence[int], pattern: str, groups: int) -> Shape:
     if not pattern:
         return tuple(shape)
     sizes = _sizes(pattern, shape, groups)
-    dims = _DIMS.findall(pattern.split(" -> ")[0])
-    return tuple(math.prod(sizes.get(name, 1) for name in (merged or alone).split()) for merged, alone in dims)
+    return tuple(math.prod(sizes.get(name, 1) for name in names) for names in split_dims(pattern.split(" -> ")[0]))
 
 
 def _sizes(pattern: str, shape: Sequence[int], groups: int) -> dict[str, int]:
     """Return the sizes that a pattern names, for a leaf of this shape, whose dims may be merged with the `groups`."""
-    dims = zip(_DIMS.findall(pattern.split(" -> ")[1]), shape, strict=True)
-    sizes = {
-        name: size // groups if merged else size for (merged, alone), size in dims for name in (merged or alone).split()
-    }
+    dims = zip(split_dims(pattern.split(" -> ")[1]), shape, strict=True)
+    sizes = {name: size // groups if len(names) > 1 else size for names, size in dims for name in names}
     return sizes | {"groups": groups} if "(groups " in pattern else sizes
 
 
