@@ -26,7 +26,7 @@ class _ByPattern:
     """
 
     def __init__(self, values: Mapping[str, Any]):
-        # By the name's length, then by the positions of unescaped dots, then by the name: the order, and the value.
+        # Order and value of each name, by the name's length, then by the positions of unescaped dots, then by the name.
         self._names: dict[int, dict[tuple[int, ...], dict[str, tuple[int, Any]]]] = {}
         self._patterns: list[tuple[int, Any, re.Pattern[str]]] = []
         for order, (pattern, value) in enumerate(values.items()):

@@ -70,7 +70,7 @@ class PredictorTable:
         path_of = {"embedding": "embedding.weight", "head": head}
         # A quantized head has no weight, and its copy stays as it is stored.
         leaves, prefix = flatten_model(model), self.prefix_of(config)
-        return {prefix + name: path_of[whose] for name, whose in self.copies.items() if path_of[whose] in leaves}
+        return {prefix + name: path_of[part] for name, part in self.copies.items() if path_of[part] in leaves}
 
 
 def _copy_arrays(norm: PyTree) -> Any:
@@ -78,7 +78,7 @@ def _copy_arrays(norm: PyTree) -> Any:
     return jax.tree.map(lambda x: jnp.array(x) if eqx.is_array(x) else x, norm)
 
 
-def _one_dense_free_layer(config: Any) -> Any:
+def _one_mixture_layer(config: Any) -> Any:
     return dataclasses.replace(config, layers=1, first_dense=0)
 
 
@@ -86,9 +86,9 @@ def _one_attention_layer(config: Any) -> Any:
     return dataclasses.replace(config, layers=1, attention_layers=(0,))
 
 
-# As DeepSeek-V3 publishes it: in one more layer of the model, with copies of the table and the head.
+# DeepSeek-V3 publishes its predictor as one more layer of the model, with copies of the table and the head.
 NUMBERED_PREDICTOR = PredictorTable(
-    _one_dense_free_layer,
+    _one_mixture_layer,
     "model.layers.{depth}.",
     (
         Rule("enorm.weight", "embedding_norm.weight"),
@@ -99,7 +99,7 @@ NUMBERED_PREDICTOR = PredictorTable(
     copies={"embed_tokens.weight": "embedding", "shared_head.head.weight": "head"},
     attributes={"num_nextn_predict_layers": 1},
 )
-# As Qwen3-Next and 3.5 publish it: under a name of its own, with an attention over all tokens.
+# Qwen3-Next and 3.5 publish their predictor under the prefix `mtp.`; its layer has an attention over all tokens.
 NAMED_PREDICTOR = PredictorTable(
     _one_attention_layer,
     "mtp.",

@@ -33,7 +33,7 @@ _PARAMETER_TYPES: Mapping[str, Any] = {
     **dict.fromkeys(_TYPES, dict),
 }
 
-# By `rope_type` the class of the scaling, and by its fields the names of parameters.
+# The class of each `rope_type`, and the name of the parameter for each field of the class.
 _FACTOR, _ORIGINAL_LENGTH = {"factor": "factor"}, {"original_length": _ORIGINAL}
 _FREQUENCIES = {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"}
 _YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "magnitude": "attention_factor", "truncate": "truncate"}
@@ -104,7 +104,7 @@ def _check_longrope(scaling: LongRopeScaling, config: Any, theta: str, refuse: C
 
 
 _CHECKS = {YarnScaling: _check_yarn, Llama3Scaling: _check_llama3, LongRopeScaling: _check_longrope}
-"""By scaling: a function that refuses numbers of the scaling that do not fit the config; `theta` names the base."""
+"""Functions that refuse numbers of a scaling that do not fit the config, by its class; `theta` names the base."""
 
 
 def _rotated_channels(config: Any) -> int:
@@ -424,7 +424,7 @@ def read_rotary(
     rope_type = parameters.pop("rope_type", parameters.pop("type", None))
     longest = 0 if rope_type in (None, "default") else published.count("max_position_embeddings")
     outer, inner = published.read(_ORIGINAL, Size, None), parameters.pop(_ORIGINAL, None)
-    # By type of layer transformers reads the inner length alone; else the outer one first.
+    # Transformers reads only the inner length of parameters by type of layer; of others, it prefers the outer length.
     original = _first(inner, longest) if by_type else _first(outer, inner, longest)
     has_original = rope_type in ("yarn", "llama3", "longrope", "su")
     if has_original and {_first(outer, original), _first(inner, original)} != {original}:

@@ -55,9 +55,9 @@ class ResolvedRule:
     as number `layers[i]`. `pattern` is einops', from the published dims to the leaf's own (those behind layers and
     experts); without a pattern they are equal.
 
-    Several leaves are published as one array, one after another along its dim `axis`, or in turns there: each of
-    `groups` (say, heads) has a part of every leaf, or every leaf has one number in turn (`interleaved`). The leaves
-    share one pattern, or have one each. A dim of a leaf may merge two, one of them the groups:
+    Several leaves may be published as one array. They are concatenated along its dim `axis`: once or, with several
+    `groups` (say, heads), group by group. If `interleaved`, they alternate there number by number. The leaves share one
+    pattern, or have one each. A dim of a leaf may merge two dims, one of them the groups:
     `"ids (groups mlp) -> ids (mlp groups)"`.
     """
 
@@ -144,7 +144,7 @@ class ResolvedRule:
     def axis_of_last_dim(self, number: int) -> int | None:
         """Return the dim of the published array, counted from its end, along which leaf `number`'s last dim lies.
 
-        None where neighbours of the last dim are not neighbours there.
+        Return None if neighbors along the last dim are not neighbors in the published array.
         """
         if not (pattern := self.pattern_of(number)):
             return -1
@@ -241,10 +241,10 @@ def resolve_rules(
         model: The model, or the shapes of one.
         stored: The shapes of a folder's arrays. Variants apply where the folder has their arrays; of several variants
             with one name, the first that fits.
-        root: What paths begin with, where the model is a part of another.
+        root: The prefix of all paths, for a model that is a part of another.
     """
-    # The same tree with each leaf's path in the leaf's place, so that a rule's own path, which may lead through
-    # properties, finds the path in the tree.
+    # In this tree each leaf is replaced by its path. A rule's path may lead through properties, and gives a leaf's path
+    # here.
     named = jax.tree_util.tree_map_with_path(lambda path, _: root + path_name(path), model)
     shape_of = {root + path: leaf.shape for path, leaf in flatten_model(model).items()}
     rules = [_resolve(rule, config, rule.leaves(named), (), shape_of) for rule in table if _applies(rule, model, False)]

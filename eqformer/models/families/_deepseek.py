@@ -148,13 +148,13 @@ def build_latent(
     def block(kind: LatentKind, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         if kind.is_mixture:
-            fed = mixture_beside_shared(config, feed_forward, balance=balance, **router)
+            feed_forward_layer = mixture_beside_shared(config, feed_forward, balance=balance, **router)
         else:
-            fed = gated_mlp(config, key=feed_forward)
+            feed_forward_layer = gated_mlp(config, key=feed_forward)
         arguments = options(kind, jax.random.fold_in(mixer, 0))
         attention = latent_attention(config, mixer, interleaved=interleaved, **arguments)
         sublayer = Residual(attention, norm(config), shares=kind.shares, reads=kind.reads)
-        return Block(sublayer, Residual(fed, norm(config)))
+        return Block(sublayer, Residual(feed_forward_layer, norm(config)))
 
     kinds = kinds or [LatentKind(is_mixture) for is_mixture in config.mixtures]
     return decoder(config, block, kinds, key=key)

@@ -35,9 +35,9 @@ class DeepSeekV32Config(SigmoidLatentConfig):
     index_heads: Size = 64
     """Heads of the indexer."""
     index_dim: Size = 128
-    """Channels of one, of which `rope_dim` are rotated."""
+    """Channels of a head of the indexer, of which `rope_dim` are rotated."""
     index_top_k: Length = 2048
-    """Keys that a query sees."""
+    """The number of keys that a query sees."""
 
 
 def build_deepseek_v32(

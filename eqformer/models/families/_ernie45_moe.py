@@ -37,7 +37,7 @@ ATTRIBUTES: tuple[Entry, ...] = (
     *decoder_attributes(RotaryPositions(500_000.0), kv_heads=4, tied=True, max_seq=131_072),
     Attribute("bias", "use_bias", False),
     Count("expert_mlp", "moe_intermediate_size", 1536),
-    # Transformers reads the second of two names last, so that the second counts.
+    # If a configuration has both names, transformers uses the first.
     Count("experts", ("num_experts", "moe_num_experts"), 64, written=("moe_num_experts",)),
     Count("top_k", ("num_experts_per_tok", "moe_k"), 6, written=("moe_k",)),
     Attribute("shared", "moe_num_shared_experts", 2),
@@ -77,7 +77,7 @@ class Ernie45MoEConfig(DecoderConfig):
     moe_first: Index = 1
     """The first layer that may have experts."""
     moe_every: Size = 1
-    """The distance between layers with experts, among these."""
+    """Every `moe_every`-th layer has experts, if it is one of those that may have experts."""
     experts: Size = 64
     """The number of experts of a layer."""
     top_k: Size = 6
@@ -107,15 +107,17 @@ def build_ernie45_moe(config: Ernie45MoEConfig, *, key: Key[Array, ""]) -> Trans
     def mixed(key: Key[Array, ""]) -> MoE:
         router, experts, shared = jax.random.split(key, 3)
         width = config.shared * config.expert_mlp
-        beside = gated_mlp(config, mlp=width, bias=config.bias, key=shared) if width else None
+        shared_mlp = gated_mlp(config, mlp=width, bias=config.bias, key=shared) if width else None
         options: dict[str, Any] = {"normalise": True, "balanced": True, "router": router, "experts": experts}
-        return mixture(config, lambda key: gated_mlp(config, mlp=config.expert_mlp, key=key), shared=beside, **options)
+        return mixture(
+            config, lambda key: gated_mlp(config, mlp=config.expert_mlp, key=key), shared=shared_mlp, **options
+        )
 
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(config, bias=config.bias, rotary=rotary, key=mixer)
-        fed = mixed(feed_forward) if is_mixture else gated_mlp(config, bias=config.bias, key=feed_forward)
-        return pre_norm_block(config, attended, fed)
+        dense = lambda: gated_mlp(config, bias=config.bias, key=feed_forward)
+        return pre_norm_block(config, attended, mixed(feed_forward) if is_mixture else dense())
 
     decoder_key, head_key = jax.random.split(key)
     model = decoder(config, block, config.kinds, key=decoder_key)

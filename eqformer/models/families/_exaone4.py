@@ -24,7 +24,7 @@ class Exaone4Config(DecoderConfig):
     window: Length | None = 4096
     """The tokens that the layers of `window_layers` see; None: there are no windows, and all layers are rotated."""
     window_layers: tuple[Index, ...] = ()
-    """The numbers of the layers that see a `window`; where there is one, the others have no rotary positions."""
+    """The numbers of the layers that see a `window`; with a window, all other layers have no rotary positions."""
     theta: Positive = 1_000_000.0
     eps: NotNegative = 1e-5
     max_seq: Length = 131_072

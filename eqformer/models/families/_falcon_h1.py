@@ -26,7 +26,7 @@ class Scales(Entry):
     count: int
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return the multipliers; refuse a list of another length, and what is no number."""
+        """Return the factors; refuse a list of another length, and items that are no numbers."""
         stated = published.listed(self.published, Number)
         scales = [1.0] * self.count if stated is None else stated
         if len(scales) != self.count:
@@ -101,11 +101,11 @@ class FalconH1Config(NetSizes, DecoderConfig):
     net_norm: bool = False
     """Whether a Mamba-2's output has a norm."""
     norm_first: bool = True
-    """Whether that is before its gate."""
+    """Whether the norm of a Mamba-2's output is applied before its gate."""
     bias: bool = False
     """Whether the attention's maps have biases."""
     output_bias: bool = False
-    """Whether the Mamba-2's last map has one; `net_bias` is of the others."""
+    """Whether a Mamba-2's last map has a bias; `net_bias` states it for the other maps."""
     mlp_bias: bool = False
     """Whether the feed-forward layers' maps have biases."""
     eps: NotNegative = 1e-5
@@ -115,20 +115,22 @@ class FalconH1Config(NetSizes, DecoderConfig):
 def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Falcon-H1 with random weights."""
     score_scale = config.head_size**-0.5 * config.key_scale
-    net: dict[str, Any] = {"output_bias": config.output_bias, "multipliers": config.net_scales}
-    net["gate_norm"] = GateNorm(config.eps, config.norm_first) if config.net_norm else None
-    net["activation"] = activation_of(config)
+    net_options: dict[str, Any] = {"output_bias": config.output_bias, "multipliers": config.net_scales}
+    net_options["gate_norm"] = GateNorm(config.eps, config.norm_first) if config.net_norm else None
+    net_options["activation"] = activation_of(config)
     gate_scale, mlp_scale = config.mlp_scales
-    fed: dict[str, Any] = {"activation": ScaledActivation(activation_of(config), gate_scale), "bias": config.mlp_bias}
+    mlp_options: dict[str, Any] = {"bias": config.mlp_bias}
+    mlp_options["activation"] = ScaledActivation(activation_of(config), gate_scale)
 
     def block(_: None, key: Key[Array, ""]) -> Block:
         attended, recurrent, gated = jax.random.split(key, 3)
         attends = attention(config, scores=Scores(score_scale), bias=config.bias, key=attended)
+        net = mamba2(config, recurrent, **net_options)
         mixers = (
             Residual(attends, scale=config.attention_scale, input_scale=config.attention_input_scale),
-            Residual(mamba2(config, recurrent, **net), scale=config.net_scale, input_scale=config.net_input_scale),
+            Residual(net, scale=config.net_scale, input_scale=config.net_input_scale),
         )
-        feed_forward = Residual(gated_mlp(config, **fed, key=gated), norm(config), scale=mlp_scale)
+        feed_forward = Residual(gated_mlp(config, **mlp_options, key=gated), norm(config), scale=mlp_scale)
         return Block(ParallelResidual(mixers, norm(config)), feed_forward)
 
     scales: dict[str, Any] = {"embedding_scale": config.embedding_scale, "logit_scale": config.logit_scale}

@@ -51,15 +51,15 @@ class Gemma4Config(DecoderConfig):
     head_dim: Size = 256
     activation: str = "gelu_tanh"
     global_head_dim: Size = 512
-    """Channels of a head in the other layers."""
+    """Channels of a head in layers without a window."""
     global_kv_heads: Size
-    """Heads of keys and values there."""
+    """Heads of keys and values in layers without a window."""
     keys_as_values: bool = False
-    """Whether values are keys there."""
+    """Whether values are keys in layers without a window."""
     theta: Positive = 1_000_000.0
     scaling: RotaryScaling | None = ProportionalScaling(0.25)
     local_theta: Positive = 10_000.0
-    """The base of rotary positions in the layers of `window_layers`; the others have the `scaling`."""
+    """The base of rotary positions in layers with a window."""
     local_scaling: RotaryScaling | None = None
     """The scaling of rotary positions in layers with a window; None: none."""
     logit_softcap: Positive | None = None
@@ -75,13 +75,13 @@ class Gemma4Config(DecoderConfig):
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
     reading_layers: OptionalSize = 0
-    """The last layers, which read the keys and values of the last layer of their kind before them."""
+    """The number of last layers that read keys and values: those of the last earlier layer of their kind."""
     widens_reading: bool = False
-    """Whether these have twice as many hidden features."""
+    """Whether the layers that read keys and values have twice as many hidden features."""
     input_mlp: OptionalSize = 0
-    """Channels of a vector of each token for each layer; 0: none."""
+    """Channels of the vector that each layer has of each token; 0: there are no such vectors."""
     input_vocab: Size = 262_144
-    """Ids that have such vectors."""
+    """The number of ids that have vectors for each layer."""
     tied: bool = True
     max_seq: Length = 262_144
 
@@ -263,7 +263,6 @@ PRESETS: Mapping[str, Gemma4Config] = {
 
 def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Gemma 4 with random weights."""
-    gelu: dict[str, Any] = {"output_std": None}
 
     def mixer(kind: Kind, key: Key[Array, ""]) -> Residual:
         window, shares, reads = kind
@@ -285,13 +284,13 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
                 attended = eqx.tree_at(lambda attention: attention.value, attended, None)
         return Residual(attended, norm(config), output_norm=norm(config), shares=shares, reads=reads)
 
-    def fed(is_wide: bool, key: Key[Array, ""]) -> Sublayer:
+    def feed_forward(is_wide: bool, key: Key[Array, ""]) -> Sublayer:
         router, experts, dense = jax.random.split(key, 3)
-        layer = gated_mlp(config, mlp=config.mlp * (2 if is_wide else 1), **gelu, key=dense)
+        layer = gated_mlp(config, mlp=config.mlp * (2 if is_wide else 1), output_std=None, key=dense)
         gated = Residual(layer, norm(config), output_norm=norm(config))
         if not config.experts:
             return gated
-        expert = lambda key: gated_mlp(config, mlp=config.expert_mlp, **gelu, key=key)
+        expert = lambda key: gated_mlp(config, mlp=config.expert_mlp, output_std=None, key=key)
         options: dict[str, Any] = {"norm": norm(config), "logit_scale": config.embed**-0.5, "scales_experts": True}
         options |= {"normalise": True, "expert_norm": norm(config)}
         mixed = mixture(config, expert, **options, router=router, experts=experts)
@@ -301,7 +300,7 @@ def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
     def block(kind: Kind, key: Key[Array, ""]) -> Block:
         first, second, third = jax.random.split(key, 3)
         is_wide = config.widens_reading and kind.reads is not None
-        sublayers: list[Sublayer] = [mixer(kind, first), fed(is_wide, second)]
+        sublayers: list[Sublayer] = [mixer(kind, first), feed_forward(is_wide, second)]
         if config.input_mlp:
             gate = PerLayerGate(embed=config.embed, mlp=config.input_mlp, activation=activation_of(config), key=third)
             sublayers.append(Residual(gate, output_norm=norm(config), reads="layer_input"))

@@ -38,7 +38,7 @@ class GLM4MoEConfig(DecoderConfig):
     scale: Number = 1.0
     """A factor of the experts' weights."""
     normalise: bool = True
-    """Whether a token's weights add up to 1 before."""
+    """Whether the weights of a token's experts are normalized to add up to 1."""
     rotary_fraction: Fraction = 0.5
     """The part of a head's channels that has rotary positions."""
     theta: Positive = 1_000_000.0

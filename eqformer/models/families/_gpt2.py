@@ -88,11 +88,11 @@ class GPT2Config(ModelConfig):
     score_scale: bool = True
     """Whether scores are divided by the root of a head's channels."""
     layer_scales: bool = False
-    """Whether they are divided by the layer's number too, counted from 1."""
+    """Whether scores are also divided by the layer's number, counted from 1."""
     tied: bool = True
     """Whether the embedding's table is the head too."""
     dropout: Rate = 0.0
-    """The rate, on the embeddings and on both residual additions."""
+    """The rate of dropout on the embeddings and on both residual additions."""
 
 
 def build_gpt2(config: GPT2Config, *, key: Key[Array, ""]) -> Transformer:
@@ -106,12 +106,12 @@ def build_gpt2(config: GPT2Config, *, key: Key[Array, ""]) -> Transformer:
     norm = lambda: LayerNorm("embed", embed=embed, eps=config.eps)
 
     def block(number: int, key: Key[Array, ""]) -> Block:
-        mixes, feeds = jax.random.split(key)
+        mixer_key, feed_forward_key = jax.random.split(key)
         heads: dict[str, Any] = {"heads": config.heads, "head_dim": embed // config.heads}
         heads |= {"scores": Scores((heads["head_dim"] ** -0.5 if config.score_scale else 1.0) / number)}
-        attention = Attention(embed=embed, **heads, bias=True, output_std=damping * embed**-0.5, key=mixes)
+        attention = Attention(embed=embed, **heads, bias=True, output_std=damping * embed**-0.5, key=mixer_key)
         sizes: dict[str, Any] = {"embed": embed, "mlp": mlp, "output_std": damping * mlp**-0.5}
-        feed_forward = MLP(**sizes, activation=activation_of(config), bias=True, key=feeds)
+        feed_forward = MLP(**sizes, activation=activation_of(config), bias=True, key=feed_forward_key)
         return Block(Residual(attention, norm(), dropout=dropout), Residual(feed_forward, norm(), dropout=dropout))
 
     embedding, positions, stack = jax.random.split(key, 3)

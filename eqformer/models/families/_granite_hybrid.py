@@ -42,7 +42,7 @@ def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) ->
     """Return a Granite 4 with random weights."""
     rotary = rotary_of(config, config.head_size, scaling=config.scaling) if config.rotary else None
 
-    def fed(key: Key[Array, ""]) -> MoE | GatedMLP:
+    def dense_or_mixture(key: Key[Array, ""]) -> MoE | GatedMLP:
         shared, router, experts = jax.random.split(key, 3)
         dense = gated_mlp(config, mlp=config.shared_mlp, output_std=None, key=shared)
         if not config.experts:
@@ -55,7 +55,7 @@ def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) ->
         scaled: dict[str, Any] = {"scores": Scores(config.attention_scale), "output_std": None}
         attended = lambda: attention(config, bias=config.bias, rotary=rotary, **scaled, key=mixer)
         mixed = attended() if is_attention else mamba2(config, mixer, output_std=None, activation=activation_of(config))
-        return pre_norm_block(config, mixed, fed(feed_forward), residual_scale=config.residual_scale)
+        return pre_norm_block(config, mixed, dense_or_mixture(feed_forward), residual_scale=config.residual_scale)
 
     kinds = [layer in config.attention_layers for layer in range(config.layers)]
     ends: dict[str, Any] = {"embedding_scale": config.embedding_scale, "logit_scale": 1 / config.logit_divisor}

@@ -51,7 +51,7 @@ class AlphaRotaryPositions(RotaryPositions):
         parameters = either_rotary_parameters(published)
         if parameters.get("rope_type", parameters.get("type")) != "dynamic" or parameters.get("alpha") is None:
             return super().read(published)
-        if unknown := unknown_parameters({name: value for name, value in parameters.items() if name not in _OWN}):
+        if unknown := unknown_parameters({name: value for name, value in parameters.items() if name not in _READ_HERE}):
             published.refuse(f"rope_type='dynamic' with an alpha has attributes that are not known: {unknown}.")
         theta = published.read("rope_theta", Positive, self.theta)
         theta = theta if parameters.get("rope_theta") is None else parameters["rope_theta"]
@@ -65,7 +65,7 @@ class AlphaRotaryPositions(RotaryPositions):
         return {"rope_theta": config.theta, "rope_scaling": parameters}
 
 
-_OWN = ("rope_type", "type", "rope_theta")
+_READ_HERE = ("rope_type", "type", "rope_theta")
 
 HUNYUAN_ATTRIBUTES = (
     *(*decoder_attributes(AlphaRotaryPositions()), StatedHeadSize()),  # transformers does not compute it

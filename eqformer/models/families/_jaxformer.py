@@ -53,7 +53,7 @@ class JAXformerConfig(ModelConfig):
     eps: NotNegative = 1e-6
     """The number that norms add to the mean square before the root."""
     dropout: Rate = 0.0
-    """The rate."""
+    """The rate of dropout."""
     experts: Size | None = None
     """Experts of a mixture; None: dense layers throughout."""
     top_k: Size = 2
@@ -91,8 +91,8 @@ def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transfor
         sizes: dict[str, Any] = {"embed": embed, "heads": config.heads, "head_dim": embed // config.heads}
         sizes |= {"latent": config.latent, "q_latent": config.latent, "rotary": rotary}
         mixer = LatentAttention(**sizes, bias=True, output_std=damping * embed**-0.5, key=attention)
-        fed = mixed(feed_forward) if rotary is None and config.experts is not None else dense(feed_forward)
-        return Block(Residual(mixer, norm(), dropout=dropout), Residual(fed, norm(), dropout=dropout))
+        layer_mlp = mixed(feed_forward) if rotary is None and config.experts is not None else dense(feed_forward)
+        return Block(Residual(mixer, norm(), dropout=dropout), Residual(layer_mlp, norm(), dropout=dropout))
 
     def block(key: Key[Array, ""]) -> SuperBlock:
         rotary = Rotary(config.rope_dim, config.theta, interleaved=True)

@@ -55,8 +55,9 @@ def _attention(published: PublishedConfig, layers: int) -> tuple[int, ...]:
     return tuple(range(4, layers, 4)) if numbers is None else tuple(number - 1 for number in numbers)
 
 
-def _either(name: str, own: str, other: str, default: int, least: int = 1) -> Count:
-    return Count(name, (other, own), default, written=(own,), least=least)
+def _either(name: str, written: str, other: str, default: int, least: int = 1) -> Count:
+    """Return the entry of a count that has two attributes: `other` takes precedence, and `written` is written."""
+    return Count(name, (other, written), default, written=(written,), least=least)
 
 
 KIMI_ATTRIBUTES: tuple[Entry, ...] = (
@@ -64,7 +65,7 @@ KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     *(Attribute("first_dense", "first_k_dense_replace", 1), LayerMixtures()),
     LayerTypes("attention_layers", ("full_attention", "linear_attention"), _attention),
     Count("expert_mlp", "moe_intermediate_size", 1024),
-    # If a configuration has both names, transformers uses the second.
+    # If a configuration has both names, transformers uses the second of these.
     _either("experts", "num_experts", "num_local_experts", 256),
     _either("top_k", "num_experts_per_token", "num_experts_per_tok", 8),
     _either("shared", "num_shared_experts", "n_shared_experts", 1, least=0),
@@ -90,33 +91,36 @@ KIMI_ATTRIBUTES: tuple[Entry, ...] = (
     Ignore("head_dim", "qk_head_dim", "rope_theta", "num_nextn_predict_layers"),
 )
 
-_NETS, _OWN, _FED, _LAYER = f"{LAYER}self_attn.", "mixer.layer.", f"{LAYER}block_sparse_moe.", "feed_forward.layer."
+# Prefixes of published names, and of paths in a layer.
+_NETS, _MIXTURE = f"{LAYER}self_attn.", f"{LAYER}block_sparse_moe."
+_MIXER, _FEED_FORWARD = "mixer.layer.", "feed_forward.layer."
 _INTO, _TAPS = "(heads dim) inputs -> heads dim inputs", "(heads dim) 1 taps -> heads dim taps"
 _QKV = (("q", "query"), ("k", "key"), ("v", "value"))
 _OF_NETS = (
-    *(Rule(f"{_NETS}{name}_proj.weight", f"{_OWN}{leaf}.weight", _INTO) for name, leaf in _QKV),
-    *(Rule(f"{_NETS}{name}_conv1d.weight", f"{_OWN}{leaf}_conv.weight", _TAPS) for name, leaf in _QKV),
-    Rule(f"{_NETS}b_proj.weight", f"{_OWN}rate.weight"),
-    Rule(f"{_NETS}f_a_proj.weight", f"{_OWN}decay_down.weight"),
-    Rule(f"{_NETS}f_b_proj.weight", f"{_OWN}decay_up.weight", _INTO),
-    Rule(f"{_NETS}g_a_proj.weight", f"{_OWN}gate_down.weight"),
-    Rule(f"{_NETS}g_b_proj.weight", f"{_OWN}gate_up.weight", _INTO),
-    Rule(f"{_NETS}A_log", f"{_OWN}log_rate", "1 1 heads 1 -> heads"),
-    Rule(f"{_NETS}dt_bias", f"{_OWN}decay_bias", "(heads dim) -> heads dim"),
-    Rule(f"{_NETS}o_norm.weight", f"{_OWN}norm.weight"),
-    Rule(f"{_NETS}o_proj.weight", f"{_OWN}output.weight", "embed (heads dim) -> embed heads dim"),
+    *(Rule(f"{_NETS}{name}_proj.weight", f"{_MIXER}{leaf}.weight", _INTO) for name, leaf in _QKV),
+    *(Rule(f"{_NETS}{name}_conv1d.weight", f"{_MIXER}{leaf}_conv.weight", _TAPS) for name, leaf in _QKV),
+    Rule(f"{_NETS}b_proj.weight", f"{_MIXER}rate.weight"),
+    Rule(f"{_NETS}f_a_proj.weight", f"{_MIXER}decay_down.weight"),
+    Rule(f"{_NETS}f_b_proj.weight", f"{_MIXER}decay_up.weight", _INTO),
+    Rule(f"{_NETS}g_a_proj.weight", f"{_MIXER}gate_down.weight"),
+    Rule(f"{_NETS}g_b_proj.weight", f"{_MIXER}gate_up.weight", _INTO),
+    Rule(f"{_NETS}A_log", f"{_MIXER}log_rate", "1 1 heads 1 -> heads"),
+    Rule(f"{_NETS}dt_bias", f"{_MIXER}decay_bias", "(heads dim) -> heads dim"),
+    Rule(f"{_NETS}o_norm.weight", f"{_MIXER}norm.weight"),
+    Rule(f"{_NETS}o_proj.weight", f"{_MIXER}output.weight", "embed (heads dim) -> embed heads dim"),
 )
-_IS_NET, _ELSEWHERE = f"{_OWN}log_rate", tuple(rule for rule in LATENT_WEIGHTS if ".mlp." not in rule.name)
+_IS_NET = f"{_MIXER}log_rate"
+_OUTSIDE_MIXTURES = tuple(rule for rule in LATENT_WEIGHTS if ".mlp." not in rule.name)
 KIMI_WEIGHTS = (
     *(dataclasses.replace(rule, needs=_IS_NET) for rule in _OF_NETS),
-    *(dataclasses.replace(rule, lacks=_IS_NET) if "o_proj" in rule.name else rule for rule in _ELSEWHERE),
-    *gated_weights(prefix=_FED),
+    *(dataclasses.replace(rule, lacks=_IS_NET) if "o_proj" in rule.name else rule for rule in _OUTSIDE_MIXTURES),
+    *gated_weights(prefix=_MIXTURE),
     # The first published folders name dense layers differently; transformers gives them the prefix of mixtures.
     *(dataclasses.replace(rule, variant=True) for rule in gated_weights()),
-    *gated_weights(f"{_LAYER}experts.mlps", prefix=f"{_FED}experts.{{expert}}.", names=("w1", "w3", "w2")),
-    *gated_weights(f"{_LAYER}shared", prefix=f"{_FED}shared_experts."),
-    Rule(f"{_FED}gate.weight", f"{_LAYER}router.linear.weight"),
-    Rule(f"{_FED}gate.e_score_correction_bias", f"{_LAYER}router.selection_bias"),
+    *gated_weights(f"{_FEED_FORWARD}experts.mlps", prefix=f"{_MIXTURE}experts.{{expert}}.", names=("w1", "w3", "w2")),
+    *gated_weights(f"{_FEED_FORWARD}shared", prefix=f"{_MIXTURE}shared_experts."),
+    Rule(f"{_MIXTURE}gate.weight", f"{_FEED_FORWARD}router.linear.weight"),
+    Rule(f"{_MIXTURE}gate.e_score_correction_bias", f"{_FEED_FORWARD}router.selection_bias"),
 )
 
 
@@ -125,13 +129,13 @@ class KimiLinearConfig(SigmoidLatentConfig):
     """The config of a Kimi Linear, which has no positions; `theta`, `scaling` and `temperature` have no effect."""
 
     attention_layers: tuple[Index, ...]
-    """The numbers of the layers with latent attention; others have nets."""
+    """The numbers of the layers with latent attention; all other layers have nets."""
     net_heads: Size = 32
     """Heads of a net."""
     net_head_dim: Size = 128
-    """Channels of its queries, keys and values."""
+    """Channels of a query, key or value head of a net."""
     taps: Size = 4
-    """Tokens that its convolutions see."""
+    """The number of tokens that a net's convolutions read."""
     q_latent: Size | None = None
     first_dense: Index = 1
     groups: Size = 1
@@ -145,7 +149,7 @@ def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Trans
     """Return a Kimi Linear with random weights."""
     router = {"normalise": config.normalise, **BIASED_SIGMOIDS}
     # The channels of keys that all heads share are rotated in DeepSeek-V3. This scaling leaves them unrotated.
-    still = dataclasses.replace(config, scaling=ProportionalScaling(0.0))
+    unrotated_config = dataclasses.replace(config, scaling=ProportionalScaling(0.0))
     sizes: dict[str, Any] = {"heads": config.net_heads, "head_dim": config.net_head_dim, "taps": config.taps}
     sizes |= {
         "activation": activation_of(config),
@@ -156,11 +160,11 @@ def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Trans
     def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
         (is_attention, is_mixture), (mixer, feed_forward) = kind, jax.random.split(key)
         net = lambda: ChannelDeltaNet(embed=config.embed, **sizes, key=mixer)
-        mixed = latent_attention(still, mixer) if is_attention else net()
+        mixed = latent_attention(unrotated_config, mixer) if is_attention else net()
         if not is_mixture:
             return pre_norm_block(config, mixed, gated_mlp(config, key=feed_forward))
-        fed = mixture_beside_shared(config, feed_forward, balance={"normalise": True}, **router)
-        return pre_norm_block(config, mixed, fed)
+        experts = mixture_beside_shared(config, feed_forward, balance={"normalise": True}, **router)
+        return pre_norm_block(config, mixed, experts)
 
     kinds = [(layer in config.attention_layers, is_mixture) for layer, is_mixture in enumerate(config.mixtures)]
     return decoder(config, block, kinds, key=key)

@@ -44,12 +44,12 @@ ATTRIBUTES: tuple[Entry, ...] = (
     LayerTypes("full_layers", ("full_attention", "chunked_attention"), NoRotaryLayers(empty=True), empty=True),
     Activation(),
 )
-_FED = f"{LAYER}feed_forward."
+_FEED_FORWARD = f"{LAYER}feed_forward."
 WEIGHTS = (
     *(*EDGES, *ATTENTION, *PRE_NORMS),
-    *gated_weights(prefix=_FED),
-    *gated_weights("feed_forward.layer.shared", prefix=f"{_FED}shared_expert."),
-    *stacked_mixture_weights(_FED, interleaved=False),
+    *gated_weights(prefix=_FEED_FORWARD),
+    *gated_weights("feed_forward.layer.shared", prefix=f"{_FEED_FORWARD}shared_expert."),
+    *stacked_mixture_weights(_FEED_FORWARD, interleaved=False),
 )
 
 
@@ -70,7 +70,7 @@ class Llama4Config(DecoderConfig):
     top_k: Size = 1
     """The number of experts that each token chooses."""
     chunk: Length | None = 8192
-    """The tokens of a chunk; the other layers see only within a chunk."""
+    """The number of tokens of a chunk; layers outside `full_layers` see only their chunk. None: they see whole rows."""
     qk_norm: bool = True
     """Whether rotated layers have norms of queries and keys."""
     temperature: Number = 0.1
@@ -103,7 +103,7 @@ class Llama4Config(DecoderConfig):
 
 def build_llama4(config: Llama4Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Llama 4 with random weights."""
-    sharper = LogTemperature(config.temperature_every, config.temperature) if config.temperature else None
+    temperature = LogTemperature(config.temperature_every, config.temperature) if config.temperature else None
 
     def experts(key: Key[Array, ""]) -> MoE:
         router, experts, shared = jax.random.split(key, 3)
@@ -120,9 +120,10 @@ def build_llama4(config: Llama4Config, *, key: Key[Array, ""]) -> Transformer:
             rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
             options |= {"rotary": rotary} | (norms if config.qk_norm else {})
         else:
-            options |= {"rotary": None, "scores": Scores(temperature=sharper)}
-        fed = experts(feed_forward) if is_mixture else gated_mlp(config, mlp=config.dense_mlp, key=feed_forward)
-        return pre_norm_block(config, attention(config, **options, key=mixer), fed)
+            options |= {"rotary": None, "scores": Scores(temperature=temperature)}
+        dense = lambda: gated_mlp(config, mlp=config.dense_mlp, key=feed_forward)
+        layer = experts(feed_forward) if is_mixture else dense()
+        return pre_norm_block(config, attention(config, **options, key=mixer), layer)
 
     return decoder(config, block, config.kinds, key=key)
 

@@ -78,7 +78,8 @@ MAMBA2 = Family(
         Activation(),
         Expect("rms_norm", True, written=False),
         # Settings of initialization, rounding and kernels, and attributes that transformers never reads.
-        # By the third, transformers 5.24 initializes weights smaller, and by mistake changes loaded weights too.
+        # With rescale_prenorm_residual, transformers 5.24 initializes weights smaller, and by mistake changes loaded
+        # weights too.
         Ignore("chunk_size", "residual_in_fp32", "rescale_prenorm_residual", "time_step_rank", "time_step_min"),
         Ignore("time_step_max", "time_step_floor", "time_step_scale", "time_step_init_scheme", "norm_before_gate"),
         Ignore("intermediate_size"),

@@ -31,7 +31,7 @@ class MiniMaxM2Config(DecoderConfig):
     """The part of a head's channels that has rotary positions."""
     theta: Positive = 5_000_000.0
     jitter: NotNegative = 0.0
-    """While training, by how much the router's input is varied."""
+    """The largest relative change of the router's input while training."""
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
     max_seq: Length = 196_608
@@ -56,7 +56,7 @@ class _Rotated(RotaryFraction):
     """The part of a head that is rotated, which published configurations state as a number of channels."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `rotary_fraction`; that which is said as a fraction comes first."""
+        """Return `rotary_fraction`; an attribute that states the fraction takes precedence."""
         channels, head_dim = published.read("rotary_dim", Size, None), published.read("head_dim", Size, 128)
         return RotaryFraction(self.default if channels is None else channels / head_dim).read(published)
 

@@ -31,9 +31,9 @@ class MixtralConfig(DecoderConfig):
     balance: NotNegative = 0.02
     """The weight of `LoadBalance`, over the batch."""
     capacity: Positive | None = None
-    """Slots of the experts, over what even loads need; None: nothing is dropped."""
+    """The experts' slots, as a multiple of the slots that even loads need; None: no token is dropped."""
     jitter: NotNegative = 0.0
-    """While training, by how much the router's input is varied."""
+    """The largest relative change of the router's input while training."""
 
 
 def build_mixtral(config: MixtralConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -51,7 +51,7 @@ def build_mixtral(config: MixtralConfig, *, key: Key[Array, ""]) -> Transformer:
 
 
 _PRESETS = {
-    # Two of eight experts of half the width: at work, as many parameters as llama-byte-1m.
+    # Each token uses two of eight experts of half the width, so that as many parameters compute as in llama-byte-1m.
     "mixtral-byte-3m": MixtralConfig(
         vocab=256, embed=128, layers=4, heads=8, kv_heads=4, mlp=192, theta=10_000.0, tied=True
     ),

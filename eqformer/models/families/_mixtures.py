@@ -44,7 +44,7 @@ class QwenMoEConfig(DecoderConfig):
     dense_layers: tuple[Index, ...] = ()
     """The numbers of layers without experts."""
     moe_every: Size = 1
-    """The distance between layers with experts, among all others."""
+    """Every `moe_every`-th layer has experts, unless it is one of the `dense_layers`."""
     theta: Positive = 1_000_000.0
     balance: NotNegative = 0.001
     """The weight of `LoadBalance`, over the batch."""
@@ -202,7 +202,7 @@ MIXTURE = (
     Rule(f"{LAYER}mlp.gate.weight", "feed_forward.layer.router.linear.weight"),
     *gated_weights("feed_forward.layer.experts.mlps", prefix=f"{LAYER}mlp.experts.{{expert}}."),
 )
-# The experts where a folder has those of a layer as one array, gates before ups.
+# The experts of a layer as one array, gates before ups.
 _EXPERTS = "feed_forward.layer.experts.mlps"
 FUSED = (
     Rule(

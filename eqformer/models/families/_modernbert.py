@@ -41,33 +41,33 @@ class ModernBERTConfig(ModelConfig):
     """Hidden features of a feed-forward layer."""
     _: dataclasses.KW_ONLY
     global_layers: tuple[Index, ...]
-    """The numbers of the layers of which each token sees all others."""
+    """The numbers of the layers in which each token sees all other tokens."""
     window: Length = 128
-    """The tokens that it sees in other layers, half of them on either side."""
+    """The number of tokens that a token sees in layers with a window, half of them on either side."""
     theta: Positive = 160_000.0
-    """The base of rotary positions."""
+    """The base of rotary positions in layers without a window."""
     scaling: RotaryScaling | None = None
-    """The scaling of rotary positions in these layers; None: none."""
+    """The scaling of rotary positions in layers without a window; None: none."""
     local_theta: Positive = 10_000.0
-    """The base of layers with a window."""
+    """The base of rotary positions in layers with a window."""
     local_scaling: RotaryScaling | None = None
-    """The scaling of rotary positions in these layers; None: none."""
+    """The scaling of rotary positions in layers with a window; None: none."""
     eps: NotNegative = 1e-5
     """The number that norms add to the mean square before the root."""
     activation: str = "gelu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     dense_activation: str = "gelu"
-    """The same of the map before the logits."""
+    """The activation behind the map before the logits: a name of `nn.ACTIVATIONS`."""
     norm_bias: bool = False
     """Whether norms have biases."""
     bias: bool = False
-    """Whether the attention's maps have."""
+    """Whether the attention's maps have biases."""
     mlp_bias: bool = False
-    """Whether feed-forward layers have."""
+    """Whether feed-forward layers have biases."""
     dense_bias: bool = False
-    """Whether the map before the logits has."""
+    """Whether the map before the logits has a bias."""
     logit_bias: bool = True
-    """Whether logits have."""
+    """Whether logits have a bias."""
     tied: bool = True
     """Whether the embedding's table is the head too."""
     max_seq: Length = 8192
@@ -100,7 +100,7 @@ MODERNBERT_ATTRIBUTES: tuple[Entry, ...] = (
     Ignore("is_causal"),  # the model is an encoder whatever the value
 )
 
-_ATTENTION, _FED = f"{LAYER}attn.", f"{LAYER}mlp."
+_ATTENTION, _FEED_FORWARD = f"{LAYER}attn.", f"{LAYER}mlp."
 _QKV = tuple(f"mixer.layer.{name}." for name in ("query", "key", "value"))
 _weight_and_bias = lambda name, path: tuple(Rule(f"{name}.{part}", f"{path}.{part}") for part in ("weight", "bias"))
 MODERNBERT_WEIGHTS = (
@@ -112,9 +112,9 @@ MODERNBERT_WEIGHTS = (
     Rule(f"{_ATTENTION}Wo.bias", "mixer.layer.output.bias"),
     *_weight_and_bias(f"{LAYER}attn_norm", "mixer.norm"),
     *_weight_and_bias(f"{LAYER}mlp_norm", "feed_forward.norm"),
-    Rule(f"{_FED}Wi.weight", ("feed_forward.layer.gate.weight", "feed_forward.layer.up.weight")),
-    Rule(f"{_FED}Wi.bias", ("feed_forward.layer.gate.bias", "feed_forward.layer.up.bias")),
-    *_weight_and_bias(f"{_FED}Wo", "feed_forward.layer.down"),
+    Rule(f"{_FEED_FORWARD}Wi.weight", ("feed_forward.layer.gate.weight", "feed_forward.layer.up.weight")),
+    Rule(f"{_FEED_FORWARD}Wi.bias", ("feed_forward.layer.gate.bias", "feed_forward.layer.up.bias")),
+    *_weight_and_bias(f"{_FEED_FORWARD}Wo", "feed_forward.layer.down"),
     *_weight_and_bias("model.final_norm", "norm.norm"),
     *_weight_and_bias("head.dense", "norm.dense"),
     *_weight_and_bias("head.norm", "norm.output_norm"),
@@ -138,8 +138,8 @@ def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> Transf
         arguments: dict[str, Any] = {"bias": config.bias, "output_std": damping(config) * config.embed**-0.5}
         arguments |= {"embed": config.embed, "heads": config.heads, "head_dim": size, "key": mixer}
         mixed = Attention(mask=mask, rotary=rotary, **arguments)
-        fed = gated_mlp(config, bias=config.mlp_bias, key=feed_forward)
-        return Block(Residual(mixed, None if is_first else norm()), Residual(fed, norm()))
+        gated = gated_mlp(config, bias=config.mlp_bias, key=feed_forward)
+        return Block(Residual(mixed, None if is_first else norm()), Residual(gated, norm()))
 
     decoder_key, dense_key, head_key = jax.random.split(key, 3)
     kinds = [(layer in config.global_layers, layer == 0) for layer in range(config.layers)]

@@ -39,7 +39,7 @@ class MuseGlimmerConfig(DecoderConfig):
     logit_scale: Number = 256**0.5 * 6656**-0.5
     """A factor of the logits."""
     logit_softcap: Positive = 20.0
-    """The bound that they have then."""
+    """The softcap of the scaled logits."""
     max_seq: Length = 131_072
 
 

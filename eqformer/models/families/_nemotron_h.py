@@ -133,7 +133,7 @@ class NemotronHConfig(NetSizes, DecoderConfig):
     expert_mlp: Size = 7688
     """Hidden features of an expert."""
     expert_latent: Size | None = None
-    """Channels of what experts read; None: those of the stream."""
+    """Channels of the experts' inputs; None: those of the residual stream."""
     shared_mlp: Size = 7688
     """Hidden features of the layer beside experts."""
     experts: Size = 8
@@ -147,7 +147,7 @@ class NemotronHConfig(NetSizes, DecoderConfig):
     scale: Number = 1.0
     """A factor of the experts' weights."""
     normalise: bool = True
-    """Whether a token's weights add up to 1 before that."""
+    """Whether the weights of a token's experts are normalized to add up to 1."""
     activation: str = "relu_squared"
     net_activation: str = "silu"
     """The activation behind the convolutions of a Mamba-2: a name of `nn.ACTIVATIONS`."""

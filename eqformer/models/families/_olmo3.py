@@ -28,7 +28,7 @@ class Olmo3Config(DecoderConfig):
     """The number of tokens that the layers of `window_layers` see."""
     theta: Positive = 500_000.0
     local_theta: Positive = 500_000.0
-    """The base of rotary positions in these layers."""
+    """The base of rotary positions in layers with a window."""
     local_scaling: RotaryScaling | None = None
     """The scaling of rotary positions in layers with a window; None: none."""
     bias: bool = False

@@ -40,7 +40,7 @@ class Qwen35MoEConfig(NetConfig):
 
     @property
     def normalise(self) -> bool:
-        """A token's weights add up to 1."""
+        """Whether the weights of a token's experts are normalized to add up to 1."""
         return True
 
 

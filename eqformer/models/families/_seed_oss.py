@@ -21,7 +21,7 @@ class SeedOSSConfig(DecoderConfig):
     bias: bool = True
     """Whether queries, keys and values have biases."""
     output_bias: bool = False
-    """Whether the attention's output has one."""
+    """Whether the attention's output has a bias."""
     mlp_bias: bool = False
     """Whether the feed-forward layers' maps have biases."""
     max_seq: Length = 524_288

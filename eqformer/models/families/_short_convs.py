@@ -64,19 +64,20 @@ CONV_ATTRIBUTES: tuple[Entry, ...] = (
     Ignore("block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
 )
 
-_OWN, _CONV, _INTO = "mixer.layer.", f"{LAYER}conv.", ("input_gate", "output_gate", "value")
+_MIXER, _CONV, _INPUT_MAPS = "mixer.layer.", f"{LAYER}conv.", ("input_gate", "output_gate", "value")
+_PARTS = ("weight", "bias")
 _OF_CONVS = (
-    *(Rule(f"{_CONV}in_proj.{part}", tuple(f"{_OWN}{name}.{part}" for name in _INTO)) for part in ("weight", "bias")),
-    *(Rule(f"{_CONV}out_proj.{part}", f"{_OWN}output.{part}") for part in ("weight", "bias")),
-    Rule(f"{_CONV}conv.weight", f"{_OWN}conv.weight", "mlp 1 taps -> mlp taps"),
-    Rule(f"{_CONV}conv.bias", f"{_OWN}conv.bias"),
+    *(Rule(f"{_CONV}in_proj.{part}", tuple(f"{_MIXER}{name}.{part}" for name in _INPUT_MAPS)) for part in _PARTS),
+    *(Rule(f"{_CONV}out_proj.{part}", f"{_MIXER}output.{part}") for part in _PARTS),
+    Rule(f"{_CONV}conv.weight", f"{_MIXER}conv.weight", "mlp 1 taps -> mlp taps"),
+    Rule(f"{_CONV}conv.bias", f"{_MIXER}conv.bias"),
 )
 CONV_WEIGHTS: tuple[Rule, ...] = (
     *(dataclasses.replace(rule, name=rule.name.replace(".norm.", ".embedding_norm.")) for rule in EDGES),
-    *(dataclasses.replace(rule, needs=f"{_OWN}conv") for rule in _OF_CONVS),
-    *(dataclasses.replace(rule, lacks=f"{_OWN}conv") for rule in attention_weights(output="out")),
-    Rule(f"{LAYER}self_attn.q_layernorm.weight", f"{_OWN}query_norm.weight"),
-    Rule(f"{LAYER}self_attn.k_layernorm.weight", f"{_OWN}key_norm.weight"),
+    *(dataclasses.replace(rule, needs=f"{_MIXER}conv") for rule in _OF_CONVS),
+    *(dataclasses.replace(rule, lacks=f"{_MIXER}conv") for rule in attention_weights(output="out")),
+    Rule(f"{LAYER}self_attn.q_layernorm.weight", f"{_MIXER}query_norm.weight"),
+    Rule(f"{LAYER}self_attn.k_layernorm.weight", f"{_MIXER}key_norm.weight"),
     *norm_weights(mixer="operator_norm", feed_forward="ffn_norm"),
     *gated_weights(prefix=f"{LAYER}feed_forward.", names=("w1", "w3", "w2")),
 )

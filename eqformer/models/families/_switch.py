@@ -48,7 +48,7 @@ class GShardConfig(ModelConfig):
     experts: Size
     """The number of experts of a layer."""
     capacity: Positive = 1.0
-    """Slots for both choices, over what even loads need."""
+    """The experts' slots for both choices, as a multiple of the slots that even loads need."""
     balance: NotNegative = 0.01
     """The weight of the balance loss."""
     theta: Positive = 10_000.0
@@ -62,9 +62,9 @@ class SwitchConfig(GShardConfig):
     """The config of a decoder in Switch's manner: top-1, jitter, capacity factor, load-balance loss."""
 
     capacity: Positive = 1.25
-    """Slots of the experts, over what even loads need."""
+    """The experts' slots, as a multiple of the slots that even loads need."""
     jitter: NotNegative = 0.01
-    """While training, by how much the router's input is varied."""
+    """The largest relative change of the router's input while training."""
 
 
 def build_switch(config: GShardConfig, *, key: Key[Array, ""]) -> Transformer:

@@ -48,7 +48,7 @@ class _Layers(Entry):
         return {"num_layers": config.encoder_layers or config.layers, "num_decoder_layers": config.layers}
 
 
-# By `feed_forward_proj`: whether layers are gated, and their activation. A gated GELU is its approximation.
+# Whether layers are gated, and their activation, by `feed_forward_proj`. A gated GELU is its approximation.
 _NAMES = [(name, activation) for activation in ("relu", *ACTIVATIONS) for name in published_activations(activation)]
 _KINDS = {name: (False, activation) for name, activation in _NAMES} | {"gated-gelu": (True, "gelu_tanh")}
 _KINDS |= {f"gated-{name}": (True, activation) for name, activation in _NAMES if name != "gelu"}
@@ -127,11 +127,11 @@ def _attention(name: str) -> dict[str, tuple[str, str]]:
     return rules | {f"{name}.o.weight": ("output.weight", OUT_OF_HEADS)}
 
 
-_FED = {"wi": "up", "wi_0": "gate", "wi_1": "up", "wo": "down"}
+_MAPS = {"wi": "up", "wi_0": "gate", "wi_1": "up", "wo": "down"}
 
 
-def _stack(part: str, name: str, fed: int) -> tuple[Rule, ...]:
-    """Return the rules for the encoder or the decoder, whose sublayer number `fed` is its feed-forward layer."""
+def _stack(part: str, name: str, mlp_sublayer: int) -> tuple[Rule, ...]:
+    """Return the rules for the encoder or the decoder, whose feed-forward layer is sublayer `mlp_sublayer`."""
     layer, leaf_prefix = f"{name}.block.{{layer}}.layer.", f"{part}." if part else ""
     gate = "feed_forward.layer.gate"
     table = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
@@ -139,16 +139,16 @@ def _stack(part: str, name: str, fed: int) -> tuple[Rule, ...]:
     return (
         *_sublayer(part, f"{layer}0.", "mixer", _attention("SelfAttention")),
         *cross,
-        *_sublayer(part, f"{layer}{fed}.", "feed_forward", {}),
+        *_sublayer(part, f"{layer}{mlp_sublayer}.", "feed_forward", {}),
         *(
             Rule(
-                f"{layer}{fed}.DenseReluDense.{published}.weight",
+                f"{layer}{mlp_sublayer}.DenseReluDense.{published}.weight",
                 f"feed_forward.layer.{leaf}.weight",
                 part=part,
                 needs=gate if published[-2:] in ("_0", "_1") else "",
                 lacks=gate if published == "wi" else "",
             )
-            for published, leaf in _FED.items()
+            for published, leaf in _MAPS.items()
         ),
         Rule(table, f"{leaf_prefix}score_bias.weight"),
         Rule(f"{name}.final_layer_norm.weight", f"{leaf_prefix}norm.weight"),
@@ -220,16 +220,16 @@ def build_t5(config: T5Config, *, key: Key[Array, ""]) -> Transformer:
         arguments = {"ranges": config.ranges, "heads": config.heads, "farthest": config.farthest}
         return RelativeBias(both_ways=reads, **arguments, key=key)
 
-    table, reading, writing, of_reading, of_writing, head = jax.random.split(key, 6)
-    reader = Stack(lambda key: block(key, reads=True), config.encoder_layers or config.layers, key=reading)
+    table, encoder_key, decoder_key, encoder_bias_key, decoder_bias_key, head = jax.random.split(key, 6)
+    reader = Stack(lambda key: block(key, reads=True), config.encoder_layers or config.layers, key=encoder_key)
     return Transformer(
         embedding=Embedding(vocab=config.vocab, embed=embed, key=table),
-        stacks=(Stack(lambda key: block(key, reads=False), config.layers, key=writing),),
+        stacks=(Stack(lambda key: block(key, reads=False), config.layers, key=decoder_key),),
         norm=norm(),
         head=None if config.tied else Linear("embed -> vocab", embed=embed, vocab=config.vocab, key=head),
         logit_scale=embed**-0.5 if config.scaled else None,
-        encoder=Encoder((reader,), norm(), bias(of_reading, reads=True), config.start),
-        score_bias=bias(of_writing, reads=False),
+        encoder=Encoder((reader,), norm(), bias(encoder_bias_key, reads=True), config.start),
+        score_bias=bias(decoder_bias_key, reads=False),
     )
 
 

@@ -89,11 +89,11 @@ def build_t5gemma(config: T5GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a T5Gemma with random weights."""
     encoder_config, make_norm = config.encoder or config, lambda: norm(config, offset=1.0)
 
-    def reader(window: int | None, key: Key[Array, ""]) -> Block:
+    def encoder_block(window: int | None, key: Key[Array, ""]) -> Block:
         mask = full() if window is None else window_both_ways(2 * window + 1)
         return gemma2_block(encoder_config, window, mask=mask, key=key)
 
-    def writer(window: int | None, key: Key[Array, ""]) -> Block:
+    def decoder_block(window: int | None, key: Key[Array, ""]) -> Block:
         block_key, cross_key = jax.random.split(key)
         sizes: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_size}
         sizes |= {"embed": config.embed, "source": encoder_config.embed, "bias": config.bias}
@@ -103,12 +103,13 @@ def build_t5gemma(config: T5GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
         return Block(mixer, cross, feed_forward)
 
     table_key, encoder_key, decoder_key = jax.random.split(key, 3)
-    stacks, last = stacks_of(reader, layer_windows(encoder_config), key=encoder_key), norm(encoder_config, offset=1.0)
+    stacks = stacks_of(encoder_block, layer_windows(encoder_config), key=encoder_key)
+    encoder_norm = norm(encoder_config, offset=1.0)
     embedding = Embedding(
         vocab=encoder_config.vocab, embed=encoder_config.embed, scale=encoder_config.embed**0.5, key=table_key
     )
-    encoder = Encoder(stacks, last, start=config.start, embedding=embedding)
-    return dataclasses.replace(gemma2_model(config, writer, key=decoder_key), encoder=encoder)
+    encoder = Encoder(stacks, encoder_norm, start=config.start, embedding=embedding)
+    return dataclasses.replace(gemma2_model(config, decoder_block, key=decoder_key), encoder=encoder)
 
 
 def _t5gemma(decoder: str, encoder: Any = None, **more: Any) -> T5GemmaConfig:

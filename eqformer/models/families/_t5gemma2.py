@@ -116,14 +116,14 @@ class T5Gemma2Config(Gemma3Config):
 def build_t5gemma2(config: T5Gemma2Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a T5Gemma 2 with random weights."""
 
-    def reader(window: int | None, key: Key[Array, ""]) -> Block:
+    def encoder_block(window: int | None, key: Key[Array, ""]) -> Block:
         return gemma3_block(config, window, mask=full() if window is None else window_both_ways(window), key=key)
 
-    reading, writing = jax.random.split(key)
+    encoder_key, decoder_key = jax.random.split(key)
     encoder = Encoder(
-        stacks_of(reader, layer_windows(config), key=reading), norm(config, offset=1.0), start=config.start
+        stacks_of(encoder_block, layer_windows(config), key=encoder_key), norm(config, offset=1.0), start=config.start
     )
-    return dataclasses.replace(build_gemma3(config, MergedAttention, reads="source", key=writing), encoder=encoder)
+    return dataclasses.replace(build_gemma3(config, MergedAttention, reads="source", key=decoder_key), encoder=encoder)
 
 
 def _t5gemma2(gemma3: str, **more: Any) -> T5Gemma2Config:

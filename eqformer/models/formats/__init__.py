@@ -19,13 +19,13 @@ from ._mxfp4 import mxfp4
 from ._scaled import fp8
 
 
-# By `quant_method`, the function that reads a `quantization_config`.
+# The functions that read a `quantization_config`, by its `quant_method`.
 FORMATS: Mapping[str, Callable[[PublishedConfig], Format]] = MappingProxyType(
     {"awq": awq, "compressed-tensors": compressed_tensors, "fp8": fp8, "gptq": gptq, "mxfp4": mxfp4}
 )
 
 
-# By `quant_method`, the attributes that nothing reads: which modules are quantized (their arrays' names and dtypes show
+# The attributes that nothing reads, by `quant_method`: which modules are quantized (their arrays' names and dtypes show
 # it), how activations and caches are rounded (here they are not), how codes and scales were computed, and how the
 # program that wrote the folder is to load or to run it.
 UNREAD: Mapping[str, frozenset[str]] = MappingProxyType(
