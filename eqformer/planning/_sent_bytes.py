@@ -16,6 +16,7 @@ from ._accelerators import Topology
 from ._bounds import context_bytes, gather_bytes, pipeline_bytes, sharded_state_bytes
 
 
+_PARAMETERS = "parameters"  # how `Sent.what` begins for parameters
 GRADIENTS = "gradients"  # how `Sent.what` begins for gradients of the state
 
 
@@ -34,6 +35,14 @@ def sum_by_cause(sent: Iterable[Sent]) -> dict[str, float]:
     for cause, _, size in sent:
         sizes[cause] = sizes.get(cause, 0.0) + size
     return sizes
+
+
+def _merge(sent: Iterable[Sent]) -> list[Sent]:
+    """Add up the bytes of one cause and one `what`, and leave out sums of 0."""
+    sizes: dict[tuple[str, str], float] = {}
+    for cause, what, size in sent:
+        sizes[cause, what] = sizes.get((cause, what), 0.0) + size
+    return [Sent(cause, what, size) for (cause, what), size in sizes.items() if size]
 
 
 # Formulas.
@@ -82,48 +91,121 @@ def sent_bytes(
         sent.append(Sent(PIPE, "activations and their gradients", _pipeline(plan, model, tokens)))
         edges = _edge_gradients(plan, model, trained_model)
         sent.append(Sent(STATE, "gradients of embedding and head, over stages", edges))
-    sizes: dict[tuple[str, str], float] = {}
-    for cause, label, size in sent:
-        sizes[cause, label] = sizes.get((cause, label), 0.0) + size
-    return [Sent(cause, label, size) for (cause, label), size in sizes.items() if size]
+    return _merge(sent)
+
+
+class _PlacedArray(NamedTuple):
+    """An array of a model, as a plan lays it out over devices."""
+
+    whole: jax.ShapeDtypeStruct
+    """The array on all devices together."""
+    shard: tuple[int, ...]
+    """The shape of a device's part, before `fsdp` splits it."""
+    fsdp_dim: int | None
+    """Dim that `fsdp` splits, at least for the gradient; None: no dim."""
+    gathered_dtype: str
+    """Dtype in which the array is gathered."""
+    summed_axes: tuple[str, ...]
+    """Axes over which partial sums of the gradient are added up."""
+    layers: int
+    """Layers whose arrays are stacked in the array; 0 outside of stacks."""
+    is_trained: bool
+    """Whether the array has a gradient."""
+
+    @property
+    def size(self) -> int:
+        """Numbers of a device's part, before `fsdp` splits it."""
+        return math.prod(self.shard)
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes of a number of the gradient, which is summed in float32 at least; 0 for a frozen array."""
+        return max(self.whole.dtype.itemsize, 4) if self.is_trained else 0
+
+    def fsdp_pieces(self, plan: parallel.Plan) -> int:
+        """Return the number of pieces into which `fsdp` splits a device's part."""
+        return 1 if self.fsdp_dim is None else plan.size(FSDP)
+
+
+def _place_arrays(plan: parallel.Plan, model: nn.LanguageModel, trained_model: Any) -> Iterator[_PlacedArray]:
+    """Yield the floating-point arrays of a model of shapes."""
+    leaves = plan.leaves(model)
+    specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
+    pairs = zip(model.stacks, leaves.stacks, strict=True)
+    layers = {id(leaf): len(stack) for stack, stack_leaves in pairs for leaf in jax.tree.leaves(stack_leaves)}
+    structure = jax.tree.structure(model)
+    trees = map(structure.flatten_up_to, (model, leaves, specs, trained_model))
+    for x, leaf, spec, trained in zip(*trees, strict=True):
+        if spec is not None and jnp.issubdtype(x.dtype, jnp.floating):
+            shard, is_trained = NamedSharding(plan.mesh, spec).shard_shape(x.shape), trained is not None
+            yield _PlacedArray(x, shard, leaf.fsdp_dim, leaf.sent, leaf.reduced, layers.get(id(leaf), 0), is_trained)
 
 
 def _state(plan: parallel.Plan, model: nn.LanguageModel, trained_model: Any) -> Iterator[Sent]:
     """Yield the bytes of parameters that are gathered and of gradients that are reduced."""
-    parameters, gradients = f"parameters, zero {plan.zero}", f"{GRADIENTS}, zero {plan.zero}"
-    # A backward entry that recomputes its forward pass gathers parameters for it, unless it has only one layer, whose
-    # parameters stay gathered.
-    is_deep = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
-    chunks_logits, head = plan.splits_tables and parallel.chunked_tables(model).logits, model.head
     logits_table = None
-    if chunks_logits:
-        logits_table = model.embedding.weight if head is None else head.weight  # type: ignore[attr-defined]
-    for x, leaf, number, weight, layers, is_trained in _arrays(plan, model, trained_model):
-        if not (is_trained or plan.zero == 3):  # frozen and replicated: never sent
-            continue
-        pieces = plan.size(FSDP) if leaf.fsdp_dim is not None else 1
-        once = plan.is_pipelined and not (plan.zero == 3 and layers)
-        # An array outside of layers is gathered once for both passes. So is an array of a stack of one layer, because
-        # compilers remove a loop of one iteration. A chunked head is gathered in each pass.
-        in_loop = layers > 1 or (layers and plan.is_pipelined)
-        gathers = 2 + (plan.reruns_stages and is_deep) if in_loop else 1 + (x is logits_table and head is not None)
-        counts: dict[str, Any] = {"zero": plan.zero, "gathers": gathers}
-        counts["microbatches"] = 1 if once else plan.microbatches
-        narrow = jnp.dtype(leaf.sent).itemsize if plan.zero == 3 else weight
-        wide = max(weight, 4) if is_trained else 0  # summed in float32 at least
-        kinds = ((parameters, narrow, 0, 2 * _activation_bytes(model)), (gradients, 0, wide, wide))
-        for label, weight_bytes, gradient_bytes, tied in kinds:
-            sizes = {"weight_bytes": weight_bytes, "gradient_bytes": gradient_bytes}
-            yield Sent(STATE, label, sharded_state_bytes(number, pieces, **counts, **sizes))
-            if x is logits_table and head is None:  # beside the lookup, logits have gathers and a gradient of their own
-                yield Sent(STATE, label, plan.microbatches * gather_bytes(number * tied, pieces))
-        if not is_trained:
-            continue
-        axes = [axis for axis in leaf.reduced if plan.size(axis) > 1]
-        copies = math.prod(map(plan.size, axes))
-        summed = sharded_state_bytes(number / pieces, copies, zero=0, gradient_bytes=max(weight, 4))
-        over_tensor = axes == [TENSOR]
-        yield Sent(TENSOR, "gradients of what all hold", summed) if over_tensor else Sent(STATE, gradients, summed)
+    if plan.splits_tables and parallel.chunked_tables(model).logits:
+        logits_table = model.embedding.weight if model.head is None else model.head.weight  # type: ignore[attr-defined]
+    for array in _place_arrays(plan, model, trained_model):
+        makes_logits = array.whole is logits_table
+        is_tied = makes_logits and model.head is None
+        if array.is_trained or plan.zero == 3:  # a frozen, replicated array is never sent
+            # A head whose logits are computed in chunks is gathered in each pass.
+            yield from _sharded_state(plan, array, _count_gathers(plan, model, array) + (makes_logits and not is_tied))
+            if is_tied:
+                yield from _tied_logits(plan, model, array)
+        if array.is_trained:
+            yield _summed_gradient(plan, array)
+
+
+def _count_gathers(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedArray) -> int:
+    """Return how often a microbatch gathers an array at stage 3 of ZeRO.
+
+    An array outside of layers is gathered once for both passes. So is an array of a stack of one layer, because
+    compilers remove a loop of one iteration. A backward entry that recomputes its forward pass gathers parameters for
+    it, unless it has only one layer, whose parameters stay gathered.
+    """
+    is_in_loop = array.layers > 1 or (array.layers and plan.is_pipelined)
+    if not is_in_loop:
+        return 1
+    is_deep = plan.spreads_edges or sum(map(len, model.stacks)) > plan.timetable().parts
+    return 2 + (plan.reruns_stages and is_deep)
+
+
+def _sharded_state(plan: parallel.Plan, array: _PlacedArray, gathers: int) -> Iterator[Sent]:
+    """Yield the bytes of an array and of its gradient over `fsdp`."""
+    once = plan.is_pipelined and not (plan.zero == 3 and array.layers)
+    gathered = jnp.dtype(array.gathered_dtype) if plan.zero == 3 else array.whole.dtype
+    kinds = ((_PARAMETERS, gathered.itemsize, 0), (GRADIENTS, 0, array.gradient_itemsize))
+    for what, weight_bytes, gradient_bytes in kinds:
+        size = sharded_state_bytes(
+            array.size,
+            array.fsdp_pieces(plan),
+            zero=plan.zero,
+            microbatches=1 if once else plan.microbatches,
+            gathers=gathers,
+            weight_bytes=weight_bytes,
+            gradient_bytes=gradient_bytes,
+        )
+        yield Sent(STATE, f"{what}, zero {plan.zero}", size)
+
+
+def _tied_logits(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedArray) -> Iterator[Sent]:
+    """Yield the bytes of a tied table's second use: beside the lookup, logits have gathers and a gradient of their
+    own."""
+    for what, itemsize in ((_PARAMETERS, 2 * _activation_bytes(model)), (GRADIENTS, array.gradient_itemsize)):
+        size = plan.microbatches * gather_bytes(array.size * itemsize, array.fsdp_pieces(plan))
+        yield Sent(STATE, f"{what}, zero {plan.zero}", size)
+
+
+def _summed_gradient(plan: parallel.Plan, array: _PlacedArray) -> Sent:
+    """Return the bytes to sum a gradient over the axes on which devices compute parts of the sum."""
+    axes = [axis for axis in array.summed_axes if plan.size(axis) > 1]
+    shard_size, copies = array.size / array.fsdp_pieces(plan), math.prod(map(plan.size, axes))
+    size = sharded_state_bytes(shard_size, copies, zero=0, gradient_bytes=array.gradient_itemsize)
+    if axes == [TENSOR]:
+        return Sent(TENSOR, "gradients of what all hold", size)
+    return Sent(STATE, f"{GRADIENTS}, zero {plan.zero}", size)
 
 
 def _edge_gradients(plan: parallel.Plan, model: nn.LanguageModel, trained_model: Any) -> float:
@@ -133,8 +215,8 @@ def _edge_gradients(plan: parallel.Plan, model: nn.LanguageModel, trained_model:
     """
     if plan.spreads_edges:
         return 0.0
-    arrays = _arrays(plan, model, trained_model)
-    size = sum(number * max(weight, 4) for _, _, number, weight, layers, moves in arrays if moves and not layers)
+    arrays = _place_arrays(plan, model, trained_model)
+    size = sum(array.size * array.gradient_itemsize for array in arrays if not array.layers)
     splits_features = plan.stream is not None and plan.stream.splits_features
     if splits_features and trained_model.embedding.weight is not None:  # by ids too
         table = model.embedding.weight
@@ -245,10 +327,8 @@ def _experts(plan: parallel.Plan, model: nn.LanguageModel, stack: nn.LayerStack,
     """
     devices = plan.size(EXPERT)
     for moe in nn.modules(stack, (nn.ExpertMixture,)):
-        facts, vector = (
-            moe.router.facts(),
-            moe.expert_width(model.embedding.weight.shape[-1]) * _activation_bytes(model),
-        )
+        facts = moe.router.facts()
+        vector = moe.expert_width(model.embedding.weight.shape[-1]) * _activation_bytes(model)  # bytes
         top_k = 0 if facts.gives_slots else int(facts.choices)  # choices by experts are known where the experts are
         method = plan.expert_method_of(model, moe, int(tokens))
         if method == "exchange":
@@ -276,20 +356,6 @@ def _pipeline(plan: parallel.Plan, model: nn.LanguageModel, tokens: float) -> fl
     slices = 1 if plan.stream is None or plan.stream.is_whole else plan.size(TENSOR)
     embed = model.embedding.weight.shape[-1]
     return pipeline_bytes(tokens, embed, rounds, tensor=slices, activation_bytes=_activation_bytes(model))
-
-
-def _arrays(plan: parallel.Plan, model: nn.LanguageModel, trained_model: Any) -> Iterator[tuple]:
-    """Yield each array, its `Leaf`, its numbers on a device, the bytes of one, its layers, and if it is trained."""
-    leaves = plan.leaves(model)
-    specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
-    pairs = zip(model.stacks, leaves.stacks, strict=True)
-    layers = {id(leaf): len(stack) for stack, stack_leaves in pairs for leaf in jax.tree.leaves(stack_leaves)}
-    structure = jax.tree.structure(model)
-    trees = map(structure.flatten_up_to, (model, leaves, specs, trained_model))
-    for x, leaf, spec, trained in zip(*trees, strict=True):
-        if spec is not None and jnp.issubdtype(x.dtype, jnp.floating):
-            number = math.prod(NamedSharding(plan.mesh, spec).shard_shape(x.shape))
-            yield x, leaf, number, x.dtype.itemsize, layers.get(id(leaf), 0), trained is not None
 
 
 def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float, float]:
@@ -367,14 +433,11 @@ def _scattered_gradients(
     Tables of the vocabulary that are scattered in parts are left out.
     """
     model = plan.shapes(model)
-    specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
-    structure = jax.tree.structure(model)
-    specs_of = {id(x): spec for x, spec in zip(jax.tree.leaves(model), structure.flatten_up_to(specs), strict=True)}
-    for x, leaf, _, _, layers, is_trained in _arrays(plan, model, trained(model)):
-        if leaf.fsdp_dim is None or not is_trained or (plan.splits_tables and not layers):
+    for array in _place_arrays(plan, model, trained(model)):
+        shard, dim = array.shard, array.fsdp_dim
+        if dim is None or not array.is_trained or (plan.splits_tables and not array.layers):
             continue
-        shape = NamedSharding(plan.mesh, specs_of[id(x)]).shard_shape(x.shape)
-        yield (shape[1:], leaf.fsdp_dim - 1, shape[0]) if layers else (shape, leaf.fsdp_dim, 1)
+        yield (shard[1:], dim - 1, shard[0]) if array.layers else (shard, dim, 1)
 
 
 def _padded_rows(rows: int, row_bytes: int, devices: int, topology: Topology) -> int:
@@ -412,7 +475,7 @@ def counted_bytes(plan: parallel.Plan, transfers: Iterable[Transfer]) -> dict[st
 
     def to_sent(transfer: Transfer) -> Sent:
         name, times = transfer.named(COLLECTIVES), transfer.times or 0
-        cause = TENSOR if transfer.axes == (TENSOR,) else STATE if name is None else COLLECTIVES[name]
+        cause = TENSOR if transfer.axes == (TENSOR,) else _cause_of(name)
         is_in_ticks = plan.is_pipelined and times and times % count_ticks(plan) == 0
         share = _share_of_ticks(plan, cause) if is_in_ticks else 1.0
         return Sent(cause, name or transfer.kind, share * times * transfer.sent)
@@ -422,12 +485,18 @@ def counted_bytes(plan: parallel.Plan, transfers: Iterable[Transfer]) -> dict[st
 
 def name_transfers(transfers: Iterable[Transfer]) -> tuple[Sent, ...]:
     """Return the bytes that a device sends by the collectives' names; those in loops of unknown length count once."""
-    sizes: dict[tuple[str, str], float] = {}
-    for transfer in transfers:
+
+    def to_sent(transfer: Transfer) -> Sent:
         name = transfer.named(COLLECTIVES)
-        key = STATE if name is None else COLLECTIVES[name], name or transfer.kind
-        sizes[key] = sizes.get(key, 0.0) + transfer.sent * (1 if transfer.times is None else transfer.times)
-    return tuple(Sent(cause, label, size) for (cause, label), size in sizes.items() if size)
+        size = transfer.sent * (1 if transfer.times is None else transfer.times)
+        return Sent(_cause_of(name), name or transfer.kind, size)
+
+    return tuple(_merge(map(to_sent, transfers)))
+
+
+def _cause_of(name: str | None) -> str:
+    """Return the cause of a collective by its name."""
+    return STATE if name is None else COLLECTIVES[name]
 
 
 def _share_of_ticks(plan: parallel.Plan, cause: str) -> float:
