@@ -52,6 +52,7 @@ class Accelerator:
 
 
 _GIB = 2**30
+_H100_BYTES, _H200_BYTES, _B200_BYTES = 84_942_979_072, 150_110_000_000, 191_514_411_008
 # TPUs: `memory` is what the compiler lets a program fill (the chip's memory minus the system's). `host` is from "How to
 # Scale Your Model" (Austin et al. 2025, part 2); tpu7x is missing there and gets v6e's figure per chip. All else is
 # from https://cloud.google.com/tpu/docs: `link` is "bidirectional ICI bandwidth per chip" divided by the links and by
@@ -59,27 +60,111 @@ _GIB = 2**30
 # GPUs: NVIDIA's data sheets (H100 SXM, H200 SXM, HGX B200), dense; PCIe 5 to the host, 128 GB/s for both directions
 # together; one port of 400 Gb/s per GPU between machines. `whole` is what CUDA reports on an H100 and a B200, and is
 # estimated from these for an H200.
-_V4 = Accelerator("v4", int(30.5 * _GIB), 1.228e12, 2.75e14, 2.75e14, 2.75e14, 5e10, 6, 6.25e9, 1.5e10, "tpu")
-_V5E = Accelerator("v5e", int(15.75 * _GIB), 8.19e11, 1.97e14, 1.97e14, 3.94e14, 5e10, 4, 3.125e9, 1.5e10, "tpu")
-_V5P = Accelerator("v5p", int(95.74 * _GIB), 2.765e12, 4.59e14, 4.59e14, 9.18e14, 1e11, 6, 6.25e9, 1.5e10, "tpu")
-_V6E = Accelerator("v6e", int(31.25 * _GIB), 1.638e12, 9.18e14, 9.18e14, 1.836e15, 1e11, 4, 1.25e10, 3.2e10, "tpu")
-_TPU7X = Accelerator(
-    "tpu7x", int(94.75 * _GIB), 3.69e12, 1.1535e15, 2.307e15, 1.1535e15, 5e10, 6, 6.25e9, 1.6e10, "tpu"
+_V4 = Accelerator(
+    name="v4",
+    memory=int(30.5 * _GIB),
+    bandwidth=1.228e12,
+    bf16=2.75e14,
+    fp8=2.75e14,
+    int8=2.75e14,
+    link=5e10,
+    links=6,
+    network=6.25e9,
+    host=1.5e10,
+    platform="tpu",
+    clock=1.05e9,
 )
-_H100 = Accelerator("h100", 84_942_979_072, 3.35e12, 9.89e14, 1.979e15, 1.979e15, 2.5e10, 18, 5e10, 6.4e10, "cuda")
-_H200 = dataclasses.replace(_H100, name="h200", memory=150_110_000_000, bandwidth=4.8e12)
-_B200 = Accelerator("b200", 191_514_411_008, 8e12, 2.25e15, 4.5e15, 4.5e15, 5e10, 18, 5e10, 6.4e10, "cuda")
-ACCELERATORS = {
-    "v4": dataclasses.replace(_V4, clock=1.05e9),
-    "v5e": dataclasses.replace(_V5E, clock=1.5e9, round_trip=16),
-    "v5p": dataclasses.replace(_V5P, clock=1.75e9),
-    "v6e": dataclasses.replace(_V6E, round_trip=16),
-    "tpu7x": dataclasses.replace(_TPU7X, per_chip=2),
-    **{
-        gpu.name: dataclasses.replace(gpu, memory=int(GPU_SHARE * gpu.memory), whole=gpu.memory, switched=8)
-        for gpu in (_H100, _H200, _B200)
-    },
-}
+_V5E = Accelerator(
+    name="v5e",
+    memory=int(15.75 * _GIB),
+    bandwidth=8.19e11,
+    bf16=1.97e14,
+    fp8=1.97e14,
+    int8=3.94e14,
+    link=5e10,
+    links=4,
+    network=3.125e9,
+    host=1.5e10,
+    platform="tpu",
+    clock=1.5e9,
+    round_trip=16,
+)
+_V5P = Accelerator(
+    name="v5p",
+    memory=int(95.74 * _GIB),
+    bandwidth=2.765e12,
+    bf16=4.59e14,
+    fp8=4.59e14,
+    int8=9.18e14,
+    link=1e11,
+    links=6,
+    network=6.25e9,
+    host=1.5e10,
+    platform="tpu",
+    clock=1.75e9,
+)
+_V6E = Accelerator(
+    name="v6e",
+    memory=int(31.25 * _GIB),
+    bandwidth=1.638e12,
+    bf16=9.18e14,
+    fp8=9.18e14,
+    int8=1.836e15,
+    link=1e11,
+    links=4,
+    network=1.25e10,
+    host=3.2e10,
+    platform="tpu",
+    round_trip=16,
+)
+_TPU7X = Accelerator(
+    name="tpu7x",
+    memory=int(94.75 * _GIB),
+    bandwidth=3.69e12,
+    bf16=1.1535e15,
+    fp8=2.307e15,
+    int8=1.1535e15,
+    link=5e10,
+    links=6,
+    network=6.25e9,
+    host=1.6e10,
+    platform="tpu",
+    per_chip=2,
+)
+_H100 = Accelerator(
+    name="h100",
+    memory=int(GPU_SHARE * _H100_BYTES),
+    bandwidth=3.35e12,
+    bf16=9.89e14,
+    fp8=1.979e15,
+    int8=1.979e15,
+    link=2.5e10,
+    links=18,
+    network=5e10,
+    host=6.4e10,
+    platform="cuda",
+    switched=8,
+    whole=_H100_BYTES,
+)
+_H200 = dataclasses.replace(
+    _H100, name="h200", memory=int(GPU_SHARE * _H200_BYTES), whole=_H200_BYTES, bandwidth=4.8e12
+)
+_B200 = Accelerator(
+    name="b200",
+    memory=int(GPU_SHARE * _B200_BYTES),
+    bandwidth=8e12,
+    bf16=2.25e15,
+    fp8=4.5e15,
+    int8=4.5e15,
+    link=5e10,
+    links=18,
+    network=5e10,
+    host=6.4e10,
+    platform="cuda",
+    switched=8,
+    whole=_B200_BYTES,
+)
+ACCELERATORS = {chip.name: chip for chip in (_V4, _V5E, _V5P, _V6E, _TPU7X, _H100, _H200, _B200)}
 
 
 @dataclasses.dataclass(frozen=True)
