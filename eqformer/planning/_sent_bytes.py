@@ -488,8 +488,7 @@ def name_transfers(transfers: Iterable[Transfer]) -> tuple[Sent, ...]:
 
     def to_sent(transfer: Transfer) -> Sent:
         name = transfer.named(COLLECTIVES)
-        size = transfer.sent * (1 if transfer.times is None else transfer.times)
-        return Sent(_cause_of(name), name or transfer.kind, size)
+        return Sent(_cause_of(name), name or transfer.kind, transfer.least)
 
     return tuple(_merge(map(to_sent, transfers)))
 

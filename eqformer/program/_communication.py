@@ -48,4 +48,4 @@ def bytes_sent(transfers: Iterable[Transfer], *, axes: tuple[str, ...] | None = 
             f"bytes_sent: {', '.join(unknown)} stand in a loop of unknown length; give the loop a fixed length, or "
             f"leave them out."
         )
-    return float(sum(transfer.sent * (transfer.times or 0) for transfer in chosen))
+    return float(sum(transfer.total or 0 for transfer in chosen))

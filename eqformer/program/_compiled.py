@@ -64,12 +64,12 @@ class CompiledCosts:
     @property
     def sent(self) -> float:
         """Bytes sent by a device; those in loops of unknown length count once."""
-        return float(sum(transfer.sent * (transfer.times or 1) for transfer in self.transfers))
+        return float(sum(transfer.least for transfer in self.transfers))
 
     @property
     def hidden(self) -> float:
         """Bytes that a device sends beside other work."""
-        return float(sum(transfer.sent * (transfer.times or 1) for transfer in self.transfers if transfer.hidden))
+        return float(sum(transfer.least for transfer in self.transfers if transfer.hidden))
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures as plain data."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from ._ir import in_backward_pass
 from ._jaxpr import callee_of, count_carry
 
 
@@ -148,7 +149,7 @@ class _Interpreter:
         constants, carry, stacked = inputs[:consts], inputs[consts : consts + carried], inputs[consts + carried :]
         origins: list[NonFiniteOrigin | None] = [None] * (len(eqn.outvars) - carried)
         for iteration in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            slices = [_Value(x, kind, origin if kind else None) for x, kind, origin in _slice(stacked, iteration)]
+            slices = [_slice(value, iteration) for value in stacked]
             values, inner_scopes = [*constants, *carry, *slices], (*scopes, iteration)
             run_parts = functools.partial(self._program_origins, program.jaxpr, program.consts, values, inner_scopes)
             make_origin = functools.partial(self._origin_at, scopes=inner_scopes, eqn=eqn)
@@ -158,14 +159,17 @@ class _Interpreter:
         return [value.origin for value in carry] + origins
 
     def _origin_at(self, kind: int, scopes: _Scopes, eqn: core.JaxprEqn) -> NonFiniteOrigin:
-        is_backward = any("transpose(" in scope for scope in scopes if isinstance(scope, str))
+        is_backward = any(in_backward_pass(scope) for scope in scopes if isinstance(scope, str))
         source = re.sub(r"^.*?([^/]+/[^/]+?:\d+)(?::\d+)?", r"\1", sources.summarize(eqn.source_info))
         name = eqn.primitive.name
         return NonFiniteOrigin(next(self._numbers), _KINDS[kind], None, scopes, name, source, is_backward)
 
 
-def _slice(stacked: Sequence[_Value], iteration: int) -> list[tuple[Any, int, NonFiniteOrigin | None]]:
-    return [(x := value.value[iteration], _kind_of(x) if value.kind else 0, value.origin) for value in stacked]
+def _slice(stacked: _Value, iteration: int) -> _Value:
+    """Return the part of a stacked value that an iteration reads; it has an origin if the part is not finite."""
+    x = stacked.value[iteration]
+    kind = _kind_of(x) if stacked.kind else 0
+    return _Value(x, kind, stacked.origin if kind else None)
 
 
 def _kind_of(x: Any) -> int:

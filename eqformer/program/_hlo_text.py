@@ -3,13 +3,13 @@
 import enum
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from ._ir import FURTHER_ROUNDS, split_scopes
+from ._ir import FURTHER_ROUNDS, in_backward_pass, split_scopes
 
 
 class Instruction(NamedTuple):
@@ -105,9 +105,32 @@ def count_trips(loop: Instruction, computations: Computations, neighbors: Mappin
 
 def _integer_constant(line: Instruction, neighbors: Mapping[str, Instruction]) -> int | None:
     """Return the value of an integer constant, or of a copy of one."""
-    while line.opcode in ("copy", "bitcast", "copy-done", "copy-start") and line.operands[0] in neighbors:
-        line = neighbors[line.operands[0]]
+    line = source_of(line, {"copy", "bitcast", "copy-done", "copy-start"}, neighbors)
     return int(line.literal) if line.opcode == "constant" and re.fullmatch(r"-?\d+", line.literal) else None
+
+
+# Copies, views and fusions.
+
+
+def source_of(line: Instruction, opcodes: Container[str], neighbors: Mapping[str, Instruction]) -> Instruction:
+    """Follow an instruction's first operand back for as long as the opcode is one of `opcodes`."""
+    while line.opcode in opcodes and line.operands and line.operands[0] in neighbors:
+        line = neighbors[line.operands[0]]
+    return line
+
+
+def fusion_body(fusion: Instruction, computations: Computations) -> dict[str, Instruction]:
+    """Return the instructions of the computation that a fusion runs, by name."""
+    return {line.name: line for name in called_computations(fusion)[:1] for line in computations.get(name, ())}
+
+
+def fusion_outputs(body: Mapping[str, Instruction]) -> list[Instruction]:
+    """Return the instructions that compute the results of a fusion, which it may then copy or view."""
+    root = next((line for line in body.values() if line.is_root), None)
+    if root is None:
+        return []
+    outputs = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return [source_of(output, {"bitcast", "copy"}, body) for output in outputs]
 
 
 # Collectives that run beside other work.
@@ -205,8 +228,17 @@ def main_memory_size(result: str) -> int:
 
 def scopes_of(attributes: str) -> tuple[str, ...]:
     """Return the scopes of an instruction's `op_name="jit(step)/while/body/transpose(jvp(maps))/psum"`."""
+    return split_scopes(_op_name(attributes))
+
+
+def is_backward_pass(attributes: str) -> bool:
+    """Return whether an instruction belongs to a backward pass."""
+    return in_backward_pass(_op_name(attributes))
+
+
+def _op_name(attributes: str) -> str:
     match = re.search(r'op_name="([^"]*)"', attributes)
-    return split_scopes(match.group(1)) if match else ()
+    return match.group(1) if match else ""
 
 
 def module_of(scopes: tuple[str, ...]) -> str:

@@ -37,6 +37,11 @@ def split_scopes(name: str) -> tuple[str, ...]:
     return tuple(filter(None, (re.sub(r"^(?:[\w<>]*\()*|\)*$", "", scope) for scope in re.split("[/:]", name))))
 
 
+def in_backward_pass(name: str) -> bool:
+    """Return whether an operation with a name such as that of `split_scopes` belongs to a backward pass."""
+    return "transpose(" in name
+
+
 @dataclasses.dataclass(frozen=True)
 class Transfer:
     """One collective of a program."""
@@ -60,6 +65,11 @@ class Transfer:
     def total(self) -> float | None:
         """Bytes sent by a device over a run of the program; `None` where the number of times is unknown."""
         return None if self.times is None else self.sent * self.times
+
+    @property
+    def least(self) -> float:
+        """Bytes sent by a device over a run of the program, at least: a loop of unknown length counts once."""
+        return self.sent if self.times is None else self.sent * self.times
 
     def named(self, names: Container[str]) -> str | None:
         """Return the innermost of the scopes that is one of some names; None where none is."""

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import partial_eval
 
-from ._ir import count_ragged_bytes, FURTHER_ROUNDS, Operation, Program, SENT, split_scopes, Transfer
+from ._ir import count_ragged_bytes, FURTHER_ROUNDS, in_backward_pass, Operation, Program, SENT, split_scopes, Transfer
 
 
 # No public module of JAX 0.12 exports the types of jaxprs and of the shapes in them.
@@ -112,7 +112,7 @@ class _Reader:
         elif name == "cond":
             control = {"bodies": tuple(read(branch.jaxpr) for branch in params["branches"])}
         transfer = self._transfer(eqn, names) if name in _COLLECTIVES else None
-        is_backward, flops = "transpose(" in scopes, _count_product_flops(eqn)
+        is_backward, flops = in_backward_pass(scopes), _count_product_flops(eqn)
         return Operation(name, reads, writes, names, is_backward, flops=flops, transfer=transfer, **control)
 
     def _transfer(self, eqn: JaxprEqn, scopes: tuple[str, ...]) -> Transfer | None:

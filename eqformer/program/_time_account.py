@@ -1,11 +1,18 @@
 """The time of a program by kind of work and by module, from a trace of its operations."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ._hlo_text import called_computations, Computations, Instruction, module_of, parse_hlo, scopes_of
+from ._hlo_text import (
+    called_computations,
+    Computations,
+    Instruction,
+    is_backward_pass,
+    module_of,
+    parse_hlo,
+    scopes_of,
+)
 
 
 KINDS = ("products", "elementwise", "reductions", "copies", "fills", "messages", "loops", "nothing")
@@ -74,10 +81,8 @@ def _classify_operations(text: str) -> dict[str, tuple[str, str, bool]]:
     work_of = {}
     for lines in computations.values():
         for line in lines:
-            name = re.search(r'op_name="([^"]*)"', line.attributes)
             scopes = scopes_of(line.attributes)[:-1]  # the last is the operation's own
-            is_backward = "transpose(" in (name[1] if name else "")
-            work_of[line.name] = _kind_of(line, computations), module_of(scopes), is_backward
+            work_of[line.name] = _kind_of(line, computations), module_of(scopes), is_backward_pass(line.attributes)
     return work_of
 
 
