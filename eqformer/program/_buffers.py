@@ -4,7 +4,17 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from ._hlo_text import called_computations, Computations, Instruction, parse_hlo, scopes_of, size_of
+from ._hlo_text import (
+    called_computations,
+    Computations,
+    fusion_body,
+    fusion_outputs,
+    Instruction,
+    main_memory_size,
+    parse_hlo,
+    scopes_of,
+    source_of,
+)
 
 
 Value = Any  # the number of a buffer, or a list of values for a tuple
@@ -73,8 +83,8 @@ class _Walk:
     def _new_buffers(self, types: Any, line: Instruction, is_free: bool) -> Value:
         if isinstance(types, list):
             return [self._new_buffers(part, line, is_free) for part in types]
-        is_free |= len(self.buffers) in self.free or re.search(r"S\([1-9]", types) is not None
-        size = 0 if is_free else size_of(types)
+        is_free |= len(self.buffers) in self.free
+        size = 0 if is_free else main_memory_size(types)
         self.buffers.append(Buffer(types.partition("{")[0], size, scopes_of(line.attributes)))
         return len(self.buffers) - 1
 
@@ -217,21 +227,15 @@ class _Walk:
 
     def _fusion_value(self, line: Instruction, operands: list[Value], new: Value) -> Value:
         """Return the value of a fusion, which updates slices of its operands in their place."""
-        names = called_computations(line)[:1]
-        body = {inner.name: inner for name in names for inner in self.computations.get(name, [])}
-        root = next((inner for inner in body.values() if inner.is_root), None)
-        if root is None or (root.opcode == "tuple") != isinstance(new, list):
+        body = fusion_body(line, self.computations)
+        outputs, values = fusion_outputs(body), list(new) if isinstance(new, list) else [new]
+        if len(outputs) != len(values):
             return new
-        outputs = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
-        values = []
-        for output, value in zip(outputs, new if isinstance(new, list) else [new]):
-            while output.opcode in ("bitcast", "copy") and output.operands:
-                output = body[output.operands[0]]
-            target = body[output.operands[0]] if output.opcode == "dynamic-update-slice" else None
-            while target is not None and target.opcode == "bitcast":
-                target = body[target.operands[0]]
-            is_operand = target is not None and target.opcode == "parameter"
-            values.append(operands[int(target.literal)] if target is not None and is_operand else value)
+        for index, output in enumerate(outputs):
+            if output.opcode == "dynamic-update-slice":
+                target = source_of(body[output.operands[0]], {"bitcast"}, body)
+                if target.opcode == "parameter":
+                    values[index] = operands[int(target.literal)]
         return values if isinstance(new, list) else values[0]
 
 

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -19,12 +19,16 @@ from ._hlo_text import (
     Computations,
     count_trips,
     find_hidden_starts,
+    fusion_body,
+    fusion_outputs,
     groups_of,
     Instruction,
+    is_backward_pass,
     main_memory_size,
     parse_hlo,
     scopes_of,
     size_of,
+    source_of,
     split_arrays,
 )
 from ._ir import count_ragged_bytes, Operation, Program, SENT, Transfer
@@ -100,7 +104,7 @@ class _Reader:
             reads,
             (write,),
             scopes_of(line.attributes),
-            "transpose(" in line.attributes,
+            is_backward_pass(line.attributes),
             bodies,
             count_trips(line, self._computations, neighbors) if line.opcode == "while" else 1,
             flops=_count_flops(line, neighbors),
@@ -166,9 +170,7 @@ def _collective_scopes(line: Instruction, neighbors: Neighbors) -> tuple[str, ..
     scopes = scopes_of(line.attributes)
     if scopes or not line.opcode.startswith("ragged-all-to-all"):
         return scopes
-    output = neighbors[line.operands[1]]
-    while output.opcode in ("get-tuple-element", "copy", "bitcast"):
-        output = neighbors[output.operands[0]]
+    output = source_of(neighbors[line.operands[1]], {"get-tuple-element", "copy", "bitcast"}, neighbors)
     return scopes_of(output.attributes)
 
 
@@ -296,8 +298,8 @@ class _Traffic:
         return float(sum(sizes) + main_memory_size(output))
 
     def _count_fusion(self, line: Instruction, neighbors: Neighbors) -> float:
-        body = self._computations.get(next(iter(called_computations(line)), ""), [])
-        parameters = {int(inner.literal): inner.name for inner in body if inner.opcode == "parameter"}
+        body = fusion_body(line, self._computations)
+        parameters = _parameters(body)
         bytes_read = 0.0
         for number, name in enumerate(line.operands):
             size = main_memory_size(neighbors[name].result) if name in neighbors else 0
@@ -305,77 +307,84 @@ class _Traffic:
                 bytes_read += min(size, sum(self._reads(parameters[number], body)))
             else:
                 bytes_read += size
-        return bytes_read + self._count_written(line, {inner.name: inner for inner in body})
+        return bytes_read + _count_written(line, body)
 
-    def _reads(self, name: str, body: Sequence[Instruction], *, is_computed: bool = False) -> Iterator[float]:
+    def _reads(self, name: str, body: Neighbors, *, is_computed: bool = False) -> Iterator[float]:
         """Yield the bytes that a fusion's instructions read of one of its values; infinity for all of it.
+
+        `is_computed` says that the fusion computes the value.
+        """
+        for line in body.values():
+            for index, operand in enumerate(line.operands):
+                if operand == name:
+                    yield from self._operand_reads(line, index, body, is_computed)
+
+    def _operand_reads(self, line: Instruction, index: int, body: Neighbors, is_computed: bool) -> Iterator[float]:
+        """Yield the bytes that an instruction of a fusion, and what uses its result, read of an operand.
 
         An in-place update reads nothing of the old value, unless the fusion computes that value.
         """
-        for line in body:
-            for index, operand in enumerate(line.operands):
-                if operand != name:
-                    continue
-                if line.opcode in ("bitcast", "reshape"):
-                    yield from self._reads(line.name, body, is_computed=is_computed)
-                elif line.opcode in _ELEMENTWISE and index == 0 and not line.is_root and line.result[0] != "(":
-                    # If only a slice of the result is used, only the inputs of this slice are read.
-                    ratio = size_of(_type_of(name, body)) / size_of(line.result)
-                    yield from (ratio * size for size in self._reads(line.name, body, is_computed=True))
-                elif line.opcode in _SLICES and index == 0:
-                    yield size_of(line.result)
-                elif line.opcode in _UPDATES and index == 0:
-                    yield float("inf") if is_computed else 0.0
-                elif line.opcode == "fusion":
-                    inner = self._computations.get(next(iter(called_computations(line)), ""), [])
-                    parameter = next(x.name for x in inner if x.opcode == "parameter" and int(x.literal) == index)
-                    # Compilers for TPUs emit such an aliasing fusion to view an array in another tiling.
-                    is_view = "output_to_operand_aliasing" in line.attributes and not line.is_root
-                    if not is_view:
-                        yield from self._reads(parameter, inner, is_computed=is_computed)
-                    if is_view or _returns_view(inner, parameter):
-                        yield from self._reads(line.name, body, is_computed=is_computed)
-                elif line.opcode not in ("tuple", "get-tuple-element"):
-                    yield float("inf")
+        if line.opcode in _VIEWS:
+            yield from self._reads(line.name, body, is_computed=is_computed)
+        elif line.opcode in _ELEMENTWISE and index == 0 and not line.is_root and line.result[0] != "(":
+            # If only a slice of the result is used, only the inputs of this slice are read.
+            ratio = size_of(body[line.operands[0]].result) / size_of(line.result)
+            yield from (ratio * size for size in self._reads(line.name, body, is_computed=True))
+        elif line.opcode in _SLICES and index == 0:
+            yield size_of(line.result)
+        elif line.opcode in _UPDATES and index == 0:
+            yield float("inf") if is_computed else 0.0
+        elif line.opcode == "fusion":
+            yield from self._inner_fusion_reads(line, index, body, is_computed)
+        elif line.opcode not in ("tuple", "get-tuple-element"):
+            yield float("inf")
 
-    def _count_written(self, line: Instruction, body: Neighbors) -> float:
-        """Return the bytes that a fusion writes; an in-place update writes only the update."""
-        root = next((inner for inner in body.values() if inner.is_root), None)
-        if root is None:
-            return float(main_memory_size(line.result))
-        results = split_arrays(line.result)
-        if line.opcode == "fusion-start":  # its operands, results, and a number that its end waits for
-            results = results[len(line.operands) : -1]
-        outputs = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
-        if len(outputs) != len(results):
-            return float(main_memory_size(line.result))
-        total = 0.0
-        for output, result in zip(outputs, results):
-            while output.opcode in ("bitcast", "copy") and output.operands:
-                output = body[output.operands[0]]
-            size = main_memory_size(result)
-            if output.opcode in _UPDATES:
-                size = min(size, size_of(body[output.operands[_UPDATES[output.opcode]]].result))
-            total += size
-        return total
+    def _inner_fusion_reads(self, line: Instruction, index: int, body: Neighbors, is_computed: bool) -> Iterator[float]:
+        """Yield the bytes that a fusion within a fusion, and what uses its result as a view, read of an operand."""
+        inner = fusion_body(line, self._computations)
+        parameter = _parameters(inner)[index]
+        # Compilers for TPUs emit such an aliasing fusion to view an array in another tiling.
+        is_view = "output_to_operand_aliasing" in line.attributes and not line.is_root
+        if not is_view:
+            yield from self._reads(parameter, inner, is_computed=is_computed)
+        if is_view or _returns_view(inner, parameter):
+            yield from self._reads(line.name, body, is_computed=is_computed)
 
 
-def _type_of(name: str, lines: Sequence[Instruction]) -> str:
-    return next(line.result for line in lines if line.name == name)
+def _parameters(body: Neighbors) -> dict[int, str]:
+    """Return the names of a computation's parameters by their number."""
+    return {int(line.literal): line.name for line in body.values() if line.opcode == "parameter"}
 
 
-def _returns_view(lines: Sequence[Instruction], name: str) -> bool:
+def _returns_view(body: Neighbors, name: str) -> bool:
     """Whether the result of a fusion is one of its values in another shape."""
-    for line in lines:
+    for line in body.values():
         if name in line.operands and line.opcode == "bitcast":
-            return line.is_root or _returns_view(lines, line.name)
+            return line.is_root or _returns_view(body, line.name)
     return False
+
+
+def _count_written(line: Instruction, body: Neighbors) -> float:
+    """Return the bytes that a fusion writes; an in-place update writes only the update."""
+    results, outputs = split_arrays(line.result), fusion_outputs(body)
+    if line.opcode == "fusion-start":  # its operands, results, and a number that its end waits for
+        results = results[len(line.operands) : -1]
+    if len(outputs) != len(results):
+        return float(main_memory_size(line.result))
+    total = 0.0
+    for output, result in zip(outputs, results):
+        size = main_memory_size(result)
+        if output.opcode in _UPDATES:
+            size = min(size, size_of(body[output.operands[_UPDATES[output.opcode]]].result))
+        total += size
+    return total
 
 
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "optimization-barrier"}
 _FREE |= {"add-dependency", "partition-id", "replica-id"}
 _RUNS = {"while", "call", "conditional", "async-start"}  # the instructions that they run count by themselves
 _ALLOCATES = 'custom_call_target="AllocateBuffer"'  # memory that nothing has written
+_VIEWS = {"bitcast", "reshape"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _ELEMENTWISE = {"convert", "reduce"}  # a fusion computes these for the elements that it needs
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is the update
