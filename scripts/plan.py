@@ -208,9 +208,10 @@ def training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Targ
     def find_alternatives(progress: planning.Progress) -> str:
         search = planning.search_plans(states, model, batch, target, progress=progress)
         assert forecast.memory is not None
-        near = find_smaller_runs(recipe, forecast.memory, forecast.platform, 3 - len(search.proposals))
+        limit = 3 - len(search.proposals)
+        smaller_runs = find_smaller_runs(recipe, model, forecast.memory, forecast.platform, limit)
         lines = [planning.format_search(search, functools.partial(candidate_flags, recipe))]
-        return "\n".join([*lines, *["on the same mesh by"] * bool(near), *map(str, near)])
+        return "\n".join([*lines, *["on the same mesh by"] * bool(smaller_runs), *map(str, smaller_runs)])
 
     return PlannedStep(forecast, lower, find_alternatives)
 

@@ -1,8 +1,9 @@
 """Ways to run in less memory, as flags: for a run that ran out of memory, and for a plan that does not fit."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -46,17 +47,28 @@ def show_search() -> Iterator[planning.Progress]:
         yield show
 
 
-def find_smaller_runs(recipe: Recipe, memory: int, platform: str, limit: int = 3) -> list[SmallerRun]:
+def find_smaller_runs(
+    recipe: Recipe, model: nn.LanguageModel, memory: int, platform: str, limit: int = 3
+) -> list[SmallerRun]:
     """Return up to `limit` ways to run on the same mesh in so much memory: of each kind the one that changes least.
 
     More is computed again, and kept on hosts; the batch goes in smaller pieces; less is kept of the state, which
-    changes the numbers.
+    changes the numbers. `model` is the recipe's, or its shapes; a model is made only for another precision.
     """
+
+    @functools.cache
+    def shapes_in(precision: nn.Precision) -> nn.LanguageModel:
+        is_same = precision == recipe.precision
+        return model if is_same else model_shapes(dataclasses.replace(recipe, precision=precision))
+
+    def shapes_of(variant: Recipe) -> nn.LanguageModel:
+        return variant.execution.apply(shapes_in(variant.precision))
+
     results: list[SmallerRun] = []
     for variants in _variants_by_kind(recipe, platform):
         if len(results) >= limit:
             break
-        sizes = ((variant, _held_if_it_fits(variant, memory, platform)) for variant in variants)
+        sizes = ((variant, _held_if_it_fits(variant, shapes_of, memory, platform)) for variant in variants)
         fitting = (SmallerRun(_changed_flags(recipe, variant), size) for variant, size in sizes if size is not None)
         results += itertools.islice(fitting, 1)
     return results
@@ -91,10 +103,12 @@ def _variants_by_kind(recipe: Recipe, platform: str) -> Iterator[list[Recipe]]:
     yield [moments, *with_more_microbatches(moments), state, *with_more_microbatches(state)]
 
 
-def _held_if_it_fits(recipe: Recipe, memory: int, platform: str) -> int | None:
+def _held_if_it_fits(
+    recipe: Recipe, shapes_of: Callable[[Recipe], nn.LanguageModel], memory: int, platform: str
+) -> int | None:
     """Return the bytes that a device holds, by formulas; None if they exceed the memory or the plan is impossible."""
     try:
-        model, plan = model_shapes(recipe), make_abstract_plan(recipe)
+        model, plan = shapes_of(recipe), make_abstract_plan(recipe)
         check_plan(recipe, plan, model)
     except ValueError:
         return None
@@ -139,7 +153,7 @@ def out_of_memory_report(error: BaseException, recipe: Recipe, model: nn.Transfo
             f"  {candidate_flags(recipe, proposal.candidate)}: {gigabytes(proposal.held)}"
             for proposal in search.proposals
         ]
-    plans += map(str, find_smaller_runs(recipe, memory, platform, 3 - len(plans)))
+    plans += map(str, find_smaller_runs(recipe, model, memory, platform, 3 - len(plans)))
     if plans:
         return "\n".join([*lines, f"by formulas it would hold no more than {gigabytes(memory)} with", *plans])
     advice = "take more devices, fewer --model.layers, or a smaller --batch or --seq"

@@ -34,16 +34,18 @@ def held(words: str) -> int:
 def test_what_is_offered_fits_and_is_what_its_flags_hold():
     recipe, all_bytes = recipe_of(LARGE), held(LARGE)
     memory = all_bytes * 9 // 10
-    offered = find_smaller_runs(recipe, memory, "cuda")
+    offered = find_smaller_runs(recipe, model_shapes(recipe), memory, "cuda")
     assert 2 <= len(offered) <= 3 and all(smaller_run.held <= memory < all_bytes for smaller_run in offered)
     assert offered[0].held == held(f"{LARGE} {offered[0].flags}")
-    assert find_smaller_runs(recipe, 10**6, "cuda") == []  # the state alone is larger
+    assert find_smaller_runs(recipe, model_shapes(recipe), 10**6, "cuda") == []  # the state alone is larger
     in_stages = f"{LARGE} --mesh.pipe 2 --microbatches 4 --execution.remat full"
-    (first, *_) = find_smaller_runs(recipe_of(in_stages), held(in_stages) - 1, "cuda")
+    staged = recipe_of(in_stages)
+    (first, *_) = find_smaller_runs(staged, model_shapes(staged), held(in_stages) - 1, "cuda")
     assert first.flags == "--stage-remat" and first.held == held(f"{in_stages} --stage-remat")
     recomputing = f"{LARGE} --execution.remat full"
+    recipe, memory = recipe_of(recomputing), held(recomputing) - 1
     of_a_gpu, of_a_cpu = (
-        find_smaller_runs(recipe_of(recomputing), held(recomputing) - 1, platform)[0] for platform in ("cuda", "cpu")
+        find_smaller_runs(recipe, model_shapes(recipe), memory, platform)[0] for platform in ("cuda", "cpu")
     )
     assert of_a_gpu.flags == "--execution.remat full_on_host" and of_a_gpu.held == held(f"{LARGE} {of_a_gpu.flags}")
     assert "host" not in of_a_cpu.flags  # whose memory is its own
