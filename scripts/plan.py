@@ -57,7 +57,7 @@ from support.setup import (
     with_plan_flags,
 )
 
-from eqformer import generation, models, nn, parallel, planning
+from eqformer import generation, models, nn, parallel, planning, training
 from eqformer.parallel import CONTEXT, TENSOR
 from eqformer.planning import Compilation, gigabytes, missing_compiler, Topology
 from eqformer.program import CompiledCosts, read_compiled
@@ -124,10 +124,10 @@ def report(command: Command) -> None:
     compilation = program = None
     if isinstance(target, Topology):
         if not command.formulas and not missing_compiler(target):
-            compilation = compile_for(step, recipe, target)
+            compilation = compile_for(step.lower, recipe, target)
     elif command.compile:  # The devices are simulated, so the program is a CPU's.
         plan = make_plan(recipe, jax.devices())
-        program = read_compiled(compile_step(recipe, plan, model), plan.mesh)
+        program = read_compiled(step.lower(plan).compile(), plan.mesh)
     if command.json:
         row = {"recipe": command.recipe, "flags": plan_flags(recipe)} | step.forecast.as_dict()
         compiled = compilation or program
@@ -202,9 +202,6 @@ def training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Targ
     states = make_train_state(recipe, plan, optimizer, model)
     forecast = planning.forecast(states, model, batch, target)
 
-    def lower(plan: parallel.Plan) -> jax.stages.Lowered:
-        return planning.lowered_step(states.with_plan(plan), make_train_step(recipe, plan, optimizer), batch)
-
     def find_alternatives(progress: planning.Progress) -> str:
         search = planning.search_plans(states, model, batch, target, progress=progress)
         assert forecast.memory is not None
@@ -213,7 +210,13 @@ def training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Targ
         lines = [planning.format_search(search, functools.partial(candidate_flags, recipe))]
         return "\n".join([*lines, *["on the same mesh by"] * bool(smaller_runs), *map(str, smaller_runs)])
 
-    return PlannedStep(forecast, lower, find_alternatives)
+    return PlannedStep(forecast, functools.partial(lower_step, recipe, states), find_alternatives)
+
+
+def lower_step(recipe: Recipe, states: training.PlannedState, plan: parallel.Plan) -> jax.stages.Lowered:
+    """Lower the recipe's training step under a plan from shapes; `states` may be under any plan."""
+    step = make_train_step(recipe, plan, states.optimizer)
+    return planning.lowered_step(states.with_plan(plan), step, batch_shapes(recipe))
 
 
 def decode_step(command: Command, model: nn.LanguageModel, topology: planning.Target) -> PlannedStep:
@@ -236,10 +239,10 @@ def decode_step(command: Command, model: nn.LanguageModel, topology: planning.Ta
         )
     sizes: dict[str, Any] = {"rows": recipe.batch, "capacity": recipe.seq, "cache_dtype": command.cache_dtype}
 
-    def format_plan(found: planning.DecodePlan) -> str:
-        mesh = dataclasses.replace(recipe, mesh=RecipeMesh(**parallel.axis_sizes(found.plan.mesh)))
-        words = [plan_flags(mesh), f"--batch {found.rows}" * (found.rows != recipe.batch)]
-        words.append(f"--cache-dtype {found.cache_dtype}" if found.cache_dtype else "")
+    def format_plan(decode_plan: planning.DecodePlan) -> str:
+        variant = dataclasses.replace(recipe, mesh=RecipeMesh(**parallel.axis_sizes(decode_plan.plan.mesh)))
+        words = [plan_flags(variant), f"--batch {decode_plan.rows}" * (decode_plan.rows != recipe.batch)]
+        words.append(f"--cache-dtype {decode_plan.cache_dtype}" if decode_plan.cache_dtype else "")
         return " ".join(filter(None, words)) or "one device"
 
     def find_alternatives(progress: planning.Progress) -> str:
@@ -297,23 +300,17 @@ def _training_lines(recipe: Recipe, plan: parallel.Plan, forecast: planning.Fore
     return lines
 
 
-def compile_for(step: PlannedStep, recipe: Recipe, topology: Topology, number: str = "") -> Compilation:
+def compile_for(
+    lower: Callable[[parallel.Plan], jax.stages.Lowered], recipe: Recipe, topology: Topology, number: str = ""
+) -> Compilation:
     """Compile a step for a topology's devices; its figures are kept for the user's next look."""
     plan, folder = make_plan(recipe, planning.devices_of(topology)), user_folder("plans")
     assert isinstance(plan.mesh, Mesh)
     with Screen(errors=True).working(f"compiling{number} for {topology}; a compiler takes 5 s to some minutes"):
-        compilation = planning.compilation_of(step.lower(plan), topology, plan.mesh, folder)
+        compilation = planning.compilation_of(lower(plan), topology, plan.mesh, folder)
     if folder is not None:
         delete_oldest(folder, KEPT_BYTES)
     return compilation
-
-
-def compile_step(recipe: Recipe, plan: parallel.Plan, model: nn.LanguageModel, **options: Any) -> jax.stages.Compiled:
-    """Compile the recipe's step from shapes, with XLA's `options`."""
-    optimizer = make_optimizer(recipe, model)
-    states = make_train_state(recipe, plan, optimizer, model)
-    lowered = planning.lowered_step(states, make_train_step(recipe, plan, optimizer), batch_shapes(recipe))
-    return lowered.compile(compiler_options=options)
 
 
 def _print_compiled(
@@ -382,9 +379,10 @@ def search(command: Command, model: nn.LanguageModel, topology: Topology) -> Non
         for number, proposal in enumerate(proposals):
             if number >= COMPILED_AT_ONCE and any(done is not None and done.fits(memory) for done in compilations):
                 break
-            variant = with_candidate(recipe, proposal.candidate)
-            step = training_step(variant, proposal.candidate.model, topology)
-            compilations[number] = compile_for(step, variant, topology, f" plan {number + 1}")
+            variant, model = with_candidate(recipe, proposal.candidate), proposal.candidate.model
+            states = make_train_state(variant, proposal.candidate.plan, make_optimizer(variant, model), model)
+            lower = functools.partial(lower_step, variant, states)
+            compilations[number] = compile_for(lower, variant, topology, f" plan {number + 1}")
             table = planning.ranking_table(proposals, compilations, format_plan, memory)
             note(f"{number + 1} compiled\n{table}\n")
     if command.json:

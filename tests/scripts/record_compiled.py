@@ -31,7 +31,7 @@ def compiled(row: dict) -> dict:
     topology, recipe = planning.topology(row["topology"]), parse(plan.Command, row["flags"].split()).run
     if planning.missing_compiler(topology) is not None:
         return row
-    compilation = plan.compile_for(plan.training_step(recipe, model_shapes(recipe), topology), recipe, topology)
+    compilation = plan.compile_for(plan.training_step(recipe, model_shapes(recipe), topology).lower, recipe, topology)
     program = compilation.program
     assert program is not None and not program.unread, compilation
     sent = planning.counted_bytes(make_abstract_plan(recipe), program.transfers)

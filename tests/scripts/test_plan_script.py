@@ -58,7 +58,6 @@ def test_a_search_prints_a_table_before_it_traces_and_one_as_each_compiler_answe
 
     monkeypatch.setattr(planning._search, "step_bytes", step)
     monkeypatch.setattr(plan, "compile_for", lambda *_: planning.Compilation(next(programs), 1.0, False, "Used 99G"))
-    monkeypatch.setattr(plan, "training_step", lambda *_: None)
     monkeypatch.setattr(plan, "missing_compiler", lambda _: None)
     text = told("--topology h100:2 --search")
     assert all(

@@ -9,7 +9,7 @@ import pytest
 from extending import beside
 from haste import HASTE
 from support.command import parse
-from support.setup import make_abstract_plan, make_optimizer, make_plan, model_shapes
+from support.setup import make_abstract_plan, make_optimizer, make_plan, make_train_state, model_shapes
 
 from eqformer import nn, planning
 from eqformer.parallel import COLLECTIVES, CONTEXT, EXPERT, PIPE, STATE, TENSOR
@@ -91,6 +91,11 @@ def recipe_of(flags):
     return parse(plan_script.Command, shlex.split(f"{TINY} {more} {flags}")).run
 
 
+def compile_step(recipe, plan, model):
+    states = make_train_state(recipe, plan, make_optimizer(recipe, model), model)
+    return plan_script.lower_step(recipe, states, plan).compile(compiler_options=HASTE)
+
+
 def by_formula(recipe, plan):
     model = model_shapes(recipe)
     trained = make_optimizer(recipe, model).trained
@@ -106,7 +111,7 @@ def by_formula_of(flags):
 def test_a_compiled_step_sends_what_formulas_say(name):
     recipe = recipe_of({**MESHES, **WIDER}[name])
     plan = make_plan(recipe, jax.devices())
-    program = plan_script.compile_step(recipe, plan, model_shapes(recipe), **HASTE)
+    program = compile_step(recipe, plan, model_shapes(recipe))
     transfers = list_transfers(read_hlo(program, mesh=plan.mesh))
     counted = counted_bytes(plan, transfers)
     assert counted == pytest.approx(by_formula(recipe, plan), rel=0.03)
@@ -145,7 +150,7 @@ def test_a_step_with_mixers_of_ones_own_sends_what_formulas_say(name, monkeypatc
     )
     model = eqx.filter_eval_shape(build)
     plan = make_plan(recipe, jax.devices())
-    program = plan_script.compile_step(recipe, plan, model, **HASTE)
+    program = compile_step(recipe, plan, model)
     counted = counted_bytes(plan, list_transfers(read_hlo(program, mesh=plan.mesh)))
     predicted = sent_bytes(
         plan, model, rows=recipe.batch, seq=recipe.seq, trained=make_optimizer(recipe, model).trained
