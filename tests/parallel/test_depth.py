@@ -49,6 +49,8 @@ def test_padding_is_zero_and_goes_again():
         for x in jax.tree.leaves(eqx.filter(stack, eqx.is_inexact_array)):
             x = np.asarray(x)
             assert np.all(x[~row.is_layer] == 0) and np.any(x[row.is_layer] != 0)
+    shapes = plan.shard(eqx.filter_eval_shape(lambda: model))  # shapes are moved like the arrays
+    assert eqx.tree_equal(shapes, eqx.filter_eval_shape(lambda: sharded))
     unsharded = eqx.filter_jit(plan.unshard)(sharded)
     assert eqx.tree_equal(*(jax.device_get(row) for row in (unsharded, model)))
     assert jax.tree.structure(sharded) == jax.tree.structure(model)

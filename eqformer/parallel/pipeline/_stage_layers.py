@@ -88,12 +88,14 @@ def layer_order(layers: int, part_of: PartOf) -> Int[np.ndarray, "rows"]:
     return place_layers([layers], part_of)[0].layer_of_row
 
 
-def take_layer_rows(x: Array, order: Int[np.ndarray, "rows"]) -> Array:
-    """Return the rows of an array in an order; rows of zeros for numbers beyond the last row.
+def take_layer_rows(x: Array | jax.ShapeDtypeStruct, order: Int[np.ndarray, "rows"]) -> Array | jax.ShapeDtypeStruct:
+    """Return the rows of an array, or of its shape, in an order; rows of zeros for numbers beyond the last row.
 
     Outside of `jit` this waits for the result: on simulated devices, many programs that wait for each other's messages
     can occupy all threads.
     """
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(order), *x.shape[1:]), x.dtype)
     return jax.block_until_ready(x[order] if order.max() < x.shape[0] else x.at[order].get(mode="fill", fill_value=0))
 
 

@@ -18,8 +18,7 @@ from ..._shapes import ArrayOrShape, is_shape
 from .._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
 from .._plan import Plan
 from .._shard_map import filter_shard_map, vary, vary_like
-from ..layouts._layout import is_spec, shardings
-from ..pipeline._stage_layers import take_layer_rows
+from ..layouts._layout import is_spec
 from ..tensor._replicated_layers import replicated_layers
 from ._shared_heads import count_sharers, repeat_key_heads
 
@@ -321,8 +320,7 @@ def _in_pipeline_order(model: nn.LanguageModel, plan: Plan) -> nn.LanguageModel:
     """Put a model in pipeline order, with its rows of padding, where stages hold unequal numbers of layers."""
     if all(len(old) == len(new) for old, new in zip(model.stacks, plan.shapes(model).stacks, strict=True)):
         return model
-    arrays, static = eqx.partition(plan.shard(model, take_layer_rows), eqx.is_array)
-    return eqx.combine(jax.device_put(arrays, shardings(plan.parameter_specs(arrays), plan.mesh)), static)
+    return plan.shard(model)
 
 
 def _check_replicated_mixers(model: nn.LanguageModel) -> None:
