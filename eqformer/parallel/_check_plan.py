@@ -18,6 +18,7 @@ from .layouts._layout import axes_of, is_spec
 from .pipeline._stage_layers import check_depth
 from .tensor._replicated_layers import is_plain, plain_layers
 from .tensor._tensor import dim_size, is_split
+from .tensor._vocabulary import logits_parts
 
 
 def check_parallel_config(plan: Placement) -> None:
@@ -216,7 +217,6 @@ def _check_tensor(plan: Placement, model: nn.LanguageModel, specs: PyTree) -> No
         nn.Norm,
         nn.ScoreBias,
     )
-    logits_parts = lambda m: [part for part in (m.head, m.parts.logit_bias) if part is not None]
     remove_head = lambda tree: eqx.tree_at(logits_parts, tree, [None] * len(logits_parts(tree)))
     headless = remove_head(model)
     plain_ids = {id(layer) for _, layer in plain_layers(headless)}  # Every device runs the whole of these.

@@ -19,7 +19,7 @@ from .state._gather import gather_parameter
 from .tensor._replicated_layers import is_plain, PLACES, ReplicatedLayer, ReplicatedMixer, Sliced
 from .tensor._residual_stream import ResidualStream
 from .tensor._tensor import is_split, TensorParallelMixer
-from .tensor._vocabulary import features_to_rows, HeadInput, SourceOutput, take_local_rows
+from .tensor._vocabulary import features_to_rows, HeadInput, logits_parts, SourceOutput, take_local_rows
 
 
 Mode = Literal["train", "serve"]
@@ -95,7 +95,7 @@ def split_over_tensor(
         split_encoder = _split_encoder(model.parts.encoder, encoder, *encoder_trees, stream=stream)
         model = eqx.tree_at(lambda m: m.parts.encoder, model, split_encoder)
     parts = _split_vocabulary(plain_model, specs, names, stream, shapes.vocab)
-    return eqx.tree_at(_vocabulary_parts, model, parts)
+    return eqx.tree_at(lambda m: [m.embedding, *logits_parts(m)], model, parts)
 
 
 def split_over_context(model: PyTree, method: str, mode: Mode = "train") -> PyTree:
@@ -169,13 +169,8 @@ def _split_vocabulary(
     """Return the embedding and, if the model has them, head and logits' bias: the rows of a device's own ids."""
     is_tied = model.head is None
     embedding = _split_embedding(model.embedding, specs.embedding, names.embedding, stream, vocab, is_tied=is_tied)
-    logits_parts = (_vocabulary_parts(tree)[1:] for tree in (model, specs, names))
-    return [embedding, *(jax.tree.map(_vocab_rows, *part) for part in zip(*logits_parts, strict=True))]
-
-
-def _vocabulary_parts(model: nn.LanguageModel) -> list[PyTree]:
-    """Return the embedding, and the head and the logits' bias where a model, or a tree like it, has them."""
-    return [model.embedding, *(part for part in (model.head, model.parts.logit_bias) if part is not None)]
+    parts = zip(*map(logits_parts, (model, specs, names)), strict=True)
+    return [embedding, *(jax.tree.map(_vocab_rows, *part) for part in parts)]
 
 
 def _split_embedding(

@@ -14,6 +14,7 @@ from .._axes import FSDP, TENSOR
 from ..layouts._layout import axes_of, dim_over
 from ..tensor._residual_stream import ResidualStream
 from ..tensor._tensor import is_split, stream_maps, token_maps
+from ..tensor._vocabulary import logits_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,7 @@ def _vocabulary_tables(model: nn.LanguageModel) -> list[PyTree]:
     encoder = model.parts.encoder
     source_embedding = None if encoder is None else encoder.embedding
     tables = [embedding.weight for embedding in (model.embedding, source_embedding) if embedding is not None]
-    return [*tables, *(part for part in (model.head, model.parts.logit_bias) if part is not None)]
+    return [*tables, *logits_parts(model)]
 
 
 def _names_split_dims(layer: PyTree) -> PyTree:

@@ -5,12 +5,17 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from ... import nn
 from .. import _collectives as send
 from .._axes import TENSOR
 from ._residual_stream import ResidualStream
+
+
+def logits_parts(model: nn.LanguageModel) -> list[PyTree]:
+    """Return the head and the logits' bias, as far as a model, or a tree like it, has them."""
+    return [part for part in (model.head, model.parts.logit_bias) if part is not None]
 
 
 class SplitEmbedding(nn.Module):
