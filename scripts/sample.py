@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import equinox as eqx
 import jax
 import tyro
 from recipes import Mesh, Recipe
@@ -166,11 +165,8 @@ def prepare_to_decode(model: nn.Transformer, plan: parallel.Plan | None) -> gene
     if plan is None:
         return generation.unstack_for_platform(model, platform, chip)
     if not plan.is_pipelined:
-        split = plan.mesh.shape["tensor"] * plan.mesh.shape["fsdp"]
-        unstacked = generation.unstack_for_platform(model, platform, chip, devices=split)
-        arrays, static = eqx.partition(unstacked, eqx.is_array)
-        shardings = parallel.shardings(plan.parameter_specs(arrays), plan.mesh)
-        model = eqx.combine(jax.device_put(arrays, shardings), static)
+        split = plan.size(parallel.TENSOR) * plan.size(parallel.FSDP)
+        model = plan.shard(generation.unstack_for_platform(model, platform, chip, devices=split))
     return parallel.ShardedModel(model, plan)
 
 
