@@ -156,3 +156,10 @@ def test_arrays_that_moved_into_parts_of_an_attention_keep_their_names_where_the
         assert names == {layer + new: name for new, name in zip(moved, saved)}
         stayed = match_saved_names(saved, {layer + "scores.sinks", *(layer + end for end in ends[1:])})
         assert [*stayed] == [layer + "scores.sinks", *(layer + end for end in ends[1:])]
+
+
+def test_a_field_of_a_mixer_may_have_the_name_of_a_former_field_of_a_block():
+    block, saved = "stacks.0.blocks.", ["stacks.0.blocks.mixer.scalar", "stacks.0.blocks.mixer.cross.weight"]
+    assert match_saved_names(saved, set()) == {name: name for name in saved}
+    wanted = {f"{block}sublayers.0.scalar", f"{block}sublayers.0.cross.weight"}
+    assert set(match_saved_names(saved, wanted)) == wanted

@@ -39,9 +39,9 @@ def _current_name(name: str, wanted: Collection[str], indices: Mapping[str, Mapp
 def _names_in_blocks(name: str, indices: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     """Yield the names that an array of a block may have among the block's sublayers."""
     for former, current in _RENAMED:
-        if match := re.fullmatch(rf"(?P<block>.*?\.)??{former}(?P<end>\..+)?", name):
-            block, end = match["block"] or "", match["end"] or ""
-            yield block + match.expand(current.format(**indices.get(block, {}))) + end
+        match = re.fullmatch(rf"(?P<block>(?:.*?\.)??){former}(?P<end>(?:\..+)?)", name)
+        if match and match["block"] in indices:  # else a field of a mixer, say, has the name of a block's
+            yield match["block"] + match.expand(current.format(**indices[match["block"]])) + match["end"]
 
 
 def _names_in_parts(name: str) -> Iterator[str]:
@@ -58,7 +58,7 @@ def _sublayer_indices(names: Iterable[str]) -> dict[str, dict[str, int]]:
     """
     fields_by_block: dict[str, set[str]] = {}
     for name in names:
-        if match := re.fullmatch(rf"(.*?\.)??({'|'.join(_FIELDS)})(\..+)?", name):
-            fields_by_block.setdefault(match[1] or "", {"mixer"}).add(match[2])
+        if match := re.fullmatch(rf"((?:.*?\.)??)({'|'.join(_FIELDS)})(\..+)?", name):
+            fields_by_block.setdefault(match[1], {"mixer"}).add(match[2])
     ordered = {block: [name for name in _FIELDS if name in fields] for block, fields in fields_by_block.items()}
     return {block: {field: index for index, field in enumerate(fields)} for block, fields in ordered.items()}
