@@ -10,15 +10,14 @@ import pkgutil
 import types
 import typing
 
-from ._atomic_write import write_atomic as write_atomic
 from ._failures import (
     explain_error as explain_error,
     explain_write_error as explain_write_error,
     is_lost_peer as is_lost_peer,
     requested_bytes as requested_bytes,
 )
+from ._files import read_json as read_json, read_utf8 as read_utf8, write_atomic as write_atomic
 from ._prepare import prepare as prepare
-from ._read import read_json as read_json, read_utf8 as read_utf8
 from ._shapes import Batch as Batch, LEGEND as LEGEND
 
 

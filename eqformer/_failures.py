@@ -1,6 +1,7 @@
-"""Errors of the operating system and of other libraries: the cause in one line, and what to do about it."""
+"""Errors of the operating system and of other packages: the cause in one line, and what to do about it."""
 
 import errno
+import importlib
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 _MAX_MESSAGE = 300  # characters of another library's message
@@ -61,6 +63,18 @@ def explain_error(error: BaseException) -> tuple[str, str]:
     words = " ".join(f"{type(related).__name__} {related}" for related in errors)
     fixes = (fix for _, pattern, fix in _KINDS if not numbers and re.search(pattern, words, re.IGNORECASE))
     return reason, next(fixes, "")
+
+
+def load_extra(module: str, *, extra: str, call: str) -> Any:
+    """Import an optional module; raise an `ImportError` that names the extra of eqformer that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(
+            f"{call} needs the package {package}, which could not be imported ({error}); "
+            f'install it with `pip install "eqformer[{extra}]"` or `pip install {package}`.'
+        ) from error
 
 
 @contextmanager

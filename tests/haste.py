@@ -11,16 +11,16 @@ from beartype import beartype
 
 
 # By its path, since eqformer is imported later, with its shapes checked.
-_SPEC = importlib.util.spec_from_file_location("xla_flags", Path(__file__).parents[1] / "eqformer" / "_xla_flags.py")
+_SPEC = importlib.util.spec_from_file_location("prepare", Path(__file__).parents[1] / "eqformer" / "_prepare.py")
 assert _SPEC is not None and _SPEC.loader is not None
-_XLA_FLAGS = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_XLA_FLAGS)
-keep_known = _XLA_FLAGS.keep_known
+_PREPARE = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_PREPARE)
+keep_known = _PREPARE.keep_known
 
 # One module of code a program: making and joining 32 takes a fifth of the time.
 FAST: dict[str, Any] = keep_known({"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1})
 HASTE: dict[str, Any] = FAST | keep_known({"xla_cpu_use_fusion_emitters": False})
-FLAGS = _XLA_FLAGS.format_flags(HASTE)
+FLAGS = _PREPARE.format_flags(HASTE)
 
 
 def share_contexts(programs: int = 64) -> None:

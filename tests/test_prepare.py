@@ -12,7 +12,7 @@ import pytest
 
 import eqformer
 from eqformer import _prepare
-from eqformer._xla_flags import format_flags, keep_known
+from eqformer._prepare import format_flags, keep_known
 
 
 ROOT = Path(__file__).parents[1]

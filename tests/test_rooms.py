@@ -368,8 +368,8 @@ def test_text_is_in_one_encoding(folder):
 
 # Files that read what belongs to Python, to installed packages or to this process, by ways that wait for a pipe.
 READING_OTHERWISE = {
-    "eqformer/_read.py",
-    "eqformer/_xla_flags.py",
+    "eqformer/_files.py",
+    "eqformer/_prepare.py",
     "eqformer/data/_documents.py",
     "eqformer/data/_token_store.py",
     "eqformer/planning/_compile.py",
@@ -381,7 +381,7 @@ READS = {"memmap", "fromfile", "json.load", "json.loads", "np.load"}
 
 
 def unbounded_reads(tree: ast.AST) -> list[int]:
-    """Lines that read a file or parse JSON by other functions than those of `_read.py`, which hold the limits."""
+    """Lines that read a file or parse JSON by other functions than those of `_files.py`, which hold the limits."""
     lines = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

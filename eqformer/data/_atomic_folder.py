@@ -13,8 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from .._atomic_write import sync_path
-from .._read import open_regular, read_json
+from .._files import open_regular, read_json, sync_path
 
 
 _META = "meta.json"

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._extra import load_extra
-from .._failures import foreign_call
-from .._read import is_there, read_json, read_utf8
+from .._failures import foreign_call, load_extra
+from .._files import is_there, read_json, read_utf8
 
 
 class ChatTemplate:

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from .._extra import load_extra
-from .._read import open_regular
+from .._failures import load_extra
+from .._files import open_regular
 
 
 class Document(NamedTuple):

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._extra import load_extra
-from .._failures import explain_error, foreign_call
-from .._read import check_regular, is_there, open_regular, parse_json
+from .._failures import explain_error, foreign_call, load_extra
+from .._files import check_regular, is_there, open_regular, parse_json
 from ._documents import digest, Document, file_digest, read_field, TextSource
 
 

@@ -10,9 +10,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Integer, UInt
 
-from .._extra import load_extra
-from .._failures import foreign_call, quiet_panics
-from .._read import is_there, parse_json, read_bytes, read_utf8
+from .._failures import foreign_call, load_extra, quiet_panics
+from .._files import is_there, parse_json, read_bytes, read_utf8
 from ._documents import digest
 
 

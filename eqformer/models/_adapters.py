@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree, Shaped
 
-from .._read import read_json
+from .._files import read_json
 from ..nn import add_lora, DenseMap, float_dtype, LinearMap, LoRA, lossless_dtype, path_name, Transformer
 from ._adapter_config import AdapterConfig, read_adapter_config, write_adapter_config
 from ._family import Family, ModelConfig

@@ -14,9 +14,8 @@ import ml_dtypes  # noqa: F401  # lets numpy know bfloat16
 import numpy as np
 from jaxtyping import UInt8
 
-from .._extra import load_extra
-from .._failures import foreign_call
-from .._read import check_regular, few_names, is_there, map_bytes, parse_json, read_json
+from .._failures import foreign_call, load_extra
+from .._files import check_regular, few_names, is_there, map_bytes, parse_json, read_json
 from ._config_types import fits, format_value, Index
 
 

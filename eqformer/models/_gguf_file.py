@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 from jaxtyping import Shaped, UInt8
 
-from .._read import map_bytes
+from .._files import map_bytes
 from .formats import BLOCKS, Blocks, ORDER, Parts, ROWS
 
 

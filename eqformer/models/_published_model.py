@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from .._read import read_json
+from .._files import read_json
 from ..nn import Transformer
 from ._family import Family, ModelConfig
 from ._folder import CONFIG, FLOATS, Folder, INDEX, SINGLE

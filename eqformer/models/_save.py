@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from .._read import read_bytes
+from .._files import read_bytes
 from ..nn import LoRA, modules, named_modules, QuantizedLinear, Transformer
 from ._family import Family, ModelConfig
 from ._folder import CONFIG, Folder, new_folder, write_folder

@@ -3,7 +3,10 @@
 from ._accelerators import (
     Accelerator as Accelerator,
     ACCELERATORS as ACCELERATORS,
+    copy_bandwidth as copy_bandwidth,
     for_platform as for_platform,
+    matmul_peak as matmul_peak,
+    mesh_peak as mesh_peak,
     Topology as Topology,
     topology as topology,
 )
@@ -30,7 +33,6 @@ from ._costs import (
     parameter_count as parameter_count,
     visible_keys as visible_keys,
 )
-from ._device_speed import copy_bandwidth as copy_bandwidth, matmul_peak as matmul_peak, mesh_peak as mesh_peak
 from ._forecast import (
     decode_forecast as decode_forecast,
     DeviceMemory as DeviceMemory,
@@ -49,8 +51,8 @@ from ._held_bytes import (
     temporary_bytes as temporary_bytes,
     Verdict as Verdict,
 )
-from ._plot_costs import plot_costs as plot_costs
 from ._report import (
+    communication_table as communication_table,
     compilation_table as compilation_table,
     forecast_table as forecast_table,
     format_decode_plans as format_decode_plans,
@@ -58,10 +60,12 @@ from ._report import (
     gigabytes as gigabytes,
     held_table as held_table,
     parse_bytes as parse_bytes,
+    plot_costs as plot_costs,
     ranking_table as ranking_table,
     sent_table as sent_table,
 )
 from ._roofline import Roofline as Roofline, roofline as roofline
+from ._scatter_padding import scatter_padding as scatter_padding
 from ._search import (
     abstract_mesh as abstract_mesh,
     Candidate as Candidate,
@@ -75,9 +79,7 @@ from ._search import (
     ShapeRanking as ShapeRanking,
 )
 from ._sent_bytes import (
-    communication_table as communication_table,
     counted_bytes as counted_bytes,
-    scatter_padding as scatter_padding,
     Sent as Sent,
     sent_bytes as sent_bytes,
     sum_by_cause as sum_by_cause,

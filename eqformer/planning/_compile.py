@@ -23,8 +23,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import nn, parallel, training
+from .._files import read_json
 from .._prepare import compiler_flags
-from .._read import read_json
 from .._shapes import Batch, is_shape
 from ..kernels import compilers
 from ..parallel import COLLECTIVES

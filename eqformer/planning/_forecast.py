@@ -17,7 +17,8 @@ from ._compile import decode_shapes, traced_decode
 from ._costs import flops_per_token, parameter_count
 from ._held_bytes import judge_formula, ON_HOST, placed_bytes, state_bytes, step_bytes, Verdict
 from ._roofline import link_speed, Roofline, roofline
-from ._sent_bytes import GRADIENTS, name_transfers, scatter_padding, Sent, sent_bytes, sum_by_cause
+from ._scatter_padding import scatter_padding
+from ._sent_bytes import GRADIENTS, name_transfers, Sent, sent_bytes, sum_by_cause
 
 
 _ENCODER = "encoder"

@@ -1,18 +1,21 @@
-"""Text for people: what a step holds, sends and takes, what its compiler made of it, and which other plans fit."""
+"""Tables and a figure of a plan's costs: bytes held and sent, seconds, what the compiler says, and plans that fit."""
 
+import collections
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from pathlib import Path
 
+from .._failures import load_extra
 from ..nn import format_table
 from ..parallel import COLLECTIVES, STATE
-from ..program import CompiledCosts, module_of
+from ..program import bytes_sent, CompiledCosts, module_of, Transfer
 from ._accelerators import Accelerator, Topology
 from ._compile import Compilation
 from ._forecast import Forecast, read_by_decoding
 from ._held_bytes import Verdict
 from ._roofline import Roofline
 from ._search import Candidate, DecodePlan, PlanSearch, Proposal
-from ._sent_bytes import communication_table, Sent
+from ._sent_bytes import Sent
 
 
 FormatPlan = Callable[[Candidate], str]
@@ -227,3 +230,47 @@ def ranking_table(
         flags = format_plan(proposal.candidate)
         rows.append((seconds, share, size, compiled, verdict, proposal.time.bound, flags))
     return format_table(rows)
+
+
+def communication_table(transfers: Iterable[Transfer], *, names: Container[str] = ()) -> str:
+    """Format what a program sends by kind, axes, and which of some names, largest first, and the sum.
+
+    `+?` stands behind figures to which loops of unknown length add more.
+    """
+    groups: dict[tuple[str, str, str, str], list[Transfer]] = collections.defaultdict(list)
+    for transfer in transfers:
+        over = f"{transfer.devices} devices" if transfer.axes is None else " x ".join(transfer.axes)
+        overlap = "beside other work" if transfer.hidden else ""
+        groups[transfer.kind, over, transfer.named(names) or "", overlap].append(transfer)
+    groups = dict(sorted(groups.items(), key=lambda item: -_sum_known(item[1])[1]))
+    groups["all", "", "", ""] = [transfer for group in groups.values() for transfer in group]
+    rows: list[tuple[str, ...]] = [("operation", "over", "times", "bytes sent a device", "name", "")]
+    for (kind, over, name, overlap), group in groups.items():
+        (times, size), plus = _sum_known(group), "+?" if any(transfer.times is None for transfer in group) else ""
+        rows.append((kind, over, f"{times}{plus}", f"{size:,.0f}{plus}", name, overlap))
+    return format_table(rows)
+
+
+def _sum_known(transfers: Iterable[Transfer]) -> tuple[int, float]:
+    """Return how often transfers of known number run, and the bytes that they send."""
+    known = [transfer for transfer in transfers if transfer.times is not None]
+    return sum(transfer.times or 0 for transfer in known), bytes_sent(known)
+
+
+def plot_costs(held: Mapping[str, int], memory: int, seconds: Mapping[str, float], path: str | Path) -> None:
+    """Write a PNG of the bytes of a device by cause beside the `memory` that it has, and of a step's seconds by cause.
+
+    They are a `Forecast`'s `held` and `time.by_cause`. Needs matplotlib.
+    """
+    figures = load_extra("matplotlib.figure", extra="train", call="plot_costs(held, memory, seconds, path)")
+    figure = figures.Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    memory_axes, time_axes = figure.subplots(1, 2)
+    panels = ((memory_axes, held, 1e-9, "GB a device"), (time_axes, seconds, 1.0, "seconds a step"))
+    for axes, costs, scale, label in panels:
+        names, sizes = list(costs), [scale * size for size in costs.values()]
+        axes.barh(names[::-1], sizes[::-1], color="#1f4e79")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.25, axis="x")
+    memory_axes.axvline(memory * 1e-9, color="#c8552b", label="what it has")
+    memory_axes.legend(frameon=False)
+    figure.savefig(path, format="png")

@@ -1,8 +1,7 @@
 """Bytes that a device sends in a step under a plan, by cause: from formulas, and counted in compiled programs."""
 
-import collections
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +10,7 @@ from jax.sharding import NamedSharding
 
 from .. import nn, parallel, training
 from ..parallel import COLLECTIVES, CONTEXT, EXPERT, FSDP, PIPE, STATE, TENSOR
-from ..program import bytes_sent, Transfer
-from ._accelerators import Topology
+from ..program import Transfer
 from ._bounds import context_bytes, gather_bytes, pipeline_bytes, sharded_state_bytes
 
 
@@ -127,7 +125,7 @@ class _PlacedArray(NamedTuple):
         return 1 if self.fsdp_dim is None else plan.size(FSDP)
 
 
-def _place_arrays(plan: parallel.Plan, model: nn.LanguageModel, trained_model: Any) -> Iterator[_PlacedArray]:
+def place_arrays(plan: parallel.Plan, model: nn.LanguageModel, trained_model: Any) -> Iterator[_PlacedArray]:
     """Yield the floating-point arrays of a model of shapes."""
     leaves = plan.leaves(model)
     specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
@@ -146,7 +144,7 @@ def _state(plan: parallel.Plan, model: nn.LanguageModel, trained_model: Any) -> 
     logits_table = None
     if plan.splits_tables and parallel.chunked_tables(model).logits:
         logits_table = model.embedding.weight if model.head is None else model.head.weight  # type: ignore[attr-defined]
-    for array in _place_arrays(plan, model, trained_model):
+    for array in place_arrays(plan, model, trained_model):
         makes_logits = array.whole is logits_table
         is_tied = makes_logits and model.head is None
         if array.is_trained or plan.zero == 3:  # a frozen, replicated array is never sent
@@ -177,7 +175,7 @@ def _sharded_state(plan: parallel.Plan, array: _PlacedArray, gathers: int) -> It
     once = plan.is_pipelined and not (plan.zero == 3 and array.layers)
     gathered = jnp.dtype(array.gathered_dtype) if plan.zero == 3 else array.whole.dtype
     kinds = ((_PARAMETERS, gathered.itemsize, 0), (GRADIENTS, 0, array.gradient_itemsize))
-    for what, weight_bytes, gradient_bytes in kinds:
+    for name, weight_bytes, gradient_bytes in kinds:
         size = sharded_state_bytes(
             array.size,
             array.fsdp_pieces(plan),
@@ -187,15 +185,15 @@ def _sharded_state(plan: parallel.Plan, array: _PlacedArray, gathers: int) -> It
             weight_bytes=weight_bytes,
             gradient_bytes=gradient_bytes,
         )
-        yield Sent(STATE, f"{what}, zero {plan.zero}", size)
+        yield Sent(STATE, f"{name}, zero {plan.zero}", size)
 
 
 def _tied_logits(plan: parallel.Plan, model: nn.LanguageModel, array: _PlacedArray) -> Iterator[Sent]:
     """Yield the bytes of a tied table's second use: beside the lookup, logits have gathers and a gradient of their
     own."""
-    for what, itemsize in ((_PARAMETERS, 2 * _activation_bytes(model)), (GRADIENTS, array.gradient_itemsize)):
+    for name, itemsize in ((_PARAMETERS, 2 * _activation_bytes(model)), (GRADIENTS, array.gradient_itemsize)):
         size = plan.microbatches * gather_bytes(array.size * itemsize, array.fsdp_pieces(plan))
-        yield Sent(STATE, f"{what}, zero {plan.zero}", size)
+        yield Sent(STATE, f"{name}, zero {plan.zero}", size)
 
 
 def _summed_gradient(plan: parallel.Plan, array: _PlacedArray) -> Sent:
@@ -215,7 +213,7 @@ def _edge_gradients(plan: parallel.Plan, model: nn.LanguageModel, trained_model:
     """
     if plan.spreads_edges:
         return 0.0
-    arrays = _place_arrays(plan, model, trained_model)
+    arrays = place_arrays(plan, model, trained_model)
     size = sum(array.size * array.gradient_itemsize for array in arrays if not array.layers)
     splits_features = plan.stream is not None and plan.stream.splits_features
     if splits_features and trained_model.embedding.weight is not None:  # by ids too
@@ -396,70 +394,6 @@ def count_ticks(plan: parallel.Plan) -> int:
     return plan.microbatches + plan.size(PIPE) - 1 if plan.spreads_edges else plan.timetable().ticks
 
 
-# Bytes that compilers for TPUs add to reduce-scatters of gradients.
-
-# libtpu 0.0.42 cuts each device's slice into chunks of rows, so that one chunk per device fits into this many bytes of
-# a core's own memory. The figures were read off 170 compiled reduce-scatters; other chips were not examined.
-_CHUNKS = {"v5e": 14.4 * 2**20, "v5p": 14.4 * 2**20, "v6e": 29.4 * 2**20}
-_TILE = 8  # rows of a tile, of which a chunk has a whole number
-
-
-def scatter_padding(
-    plan: parallel.Plan, model: nn.LanguageModel, topology: Topology, trained: training.Trained = training.trainable
-) -> float:
-    """Return the bytes that a device sends in a step beyond its gradients, because TPUs pad reduce-scatters.
-
-    The compiler pads each device's slice to whole chunks of equal height. The padding shifts the slices, so the sums
-    are then moved to the devices that they belong to, by as many rows as were padded before them.
-    """
-    if topology.accelerator.name not in _CHUNKS or plan.size(FSDP) == 1 or plan.zero == 0:
-        return 0.0
-    sent = 0.0
-    for shape, dim, layers in _scattered_gradients(plan, model, trained):
-        rows, row_bytes = shape[dim], 4 * math.prod(shape) // shape[dim]
-        for devices in _scatter_steps(plan, topology):
-            rows //= devices
-            padding = _padded_rows(rows, row_bytes, devices, topology) - rows
-            # In a ring each device sends all slices but one, and moves the padding of the slices before its own.
-            sent += layers * padding * row_bytes * (devices - 1) * (1 + (devices - 1) / devices)
-    return sent * (plan.microbatches if plan.zero > 1 else 1)
-
-
-def _scattered_gradients(
-    plan: parallel.Plan, model: nn.LanguageModel, trained: training.Trained
-) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """Yield the shape of each gradient that `fsdp` scatters, its dim that is split, and how many layers have one.
-
-    Tables of the vocabulary that are scattered in parts are left out.
-    """
-    model = plan.shapes(model)
-    for array in _place_arrays(plan, model, trained(model)):
-        shard, dim = array.shard, array.fsdp_dim
-        if dim is None or not array.is_trained or (plan.splits_tables and not array.layers):
-            continue
-        yield (shard[1:], dim - 1, shard[0]) if array.layers else (shard, dim, 1)
-
-
-def _padded_rows(rows: int, row_bytes: int, devices: int, topology: Topology) -> int:
-    """Return the rows of a device's slice once it is cut into equal chunks."""
-    sides = [side for side in topology.shape if side > 1]
-    tile = 2 * _TILE if sides == [2, 2] and devices == 4 else _TILE  # both ways round at once
-    most = int(_CHUNKS[topology.accelerator.name] / (devices + 4) / row_bytes) // tile * tile
-    if rows <= 1 or most == 0:
-        return rows
-    chunks = math.ceil(rows / most)
-    return chunks * math.ceil(rows / chunks / tile) * tile if chunks > 1 else rows
-
-
-def _scatter_steps(plan: parallel.Plan, topology: Topology) -> tuple[int, ...]:
-    """Return the devices of each reduce-scatter over `fsdp`: two over a whole square or box, as in `torus_steps`."""
-    sides, devices = [side for side in topology.shape if side > 1], plan.size(FSDP)
-    is_square, is_box = len(sides) == 2 and sides[0] == sides[1] >= 4, len(sides) > 2
-    if devices == topology.devices and (is_square or is_box):
-        return devices // sides[-1], sides[-1]
-    return (devices,)
-
-
 # Programs.
 
 
@@ -506,28 +440,3 @@ def _share_of_ticks(plan: parallel.Plan, cause: str) -> float:
         return 1.0
     link_ticks = parallel.count_link_ticks(plan.timetable())
     return sum(link_ticks.values()) / (len(link_ticks) * count_ticks(plan))
-
-
-def communication_table(transfers: Iterable[Transfer], *, names: Container[str] = ()) -> str:
-    """Format what a program sends by kind, axes, and which of some names, largest first, and the sum.
-
-    `+?` stands behind figures to which loops of unknown length add more.
-    """
-    groups: dict[tuple[str, str, str, str], list[Transfer]] = collections.defaultdict(list)
-    for transfer in transfers:
-        over = f"{transfer.devices} devices" if transfer.axes is None else " x ".join(transfer.axes)
-        overlap = "beside other work" if transfer.hidden else ""
-        groups[transfer.kind, over, transfer.named(names) or "", overlap].append(transfer)
-    groups = dict(sorted(groups.items(), key=lambda item: -_sum_known(item[1])[1]))
-    groups["all", "", "", ""] = [transfer for group in groups.values() for transfer in group]
-    rows: list[tuple[str, ...]] = [("operation", "over", "times", "bytes sent a device", "name", "")]
-    for (kind, over, name, overlap), group in groups.items():
-        (times, size), plus = _sum_known(group), "+?" if any(transfer.times is None for transfer in group) else ""
-        rows.append((kind, over, f"{times}{plus}", f"{size:,.0f}{plus}", name, overlap))
-    return nn.format_table(rows)
-
-
-def _sum_known(transfers: Iterable[Transfer]) -> tuple[int, float]:
-    """Return how often transfers of known number run, and the bytes that they send."""
-    known = [transfer for transfer in transfers if transfer.times is not None]
-    return sum(transfer.times or 0 for transfer in known), bytes_sent(known)

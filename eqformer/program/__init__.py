@@ -1,9 +1,15 @@
 """Costs of a traced or compiled program: operations, memory traffic, communication and memory."""
 
 from ._buffers import Buffer as Buffer, largest_buffers as largest_buffers
-from ._communication import bytes_sent as bytes_sent, list_transfers as list_transfers
-from ._compiled import CompiledCosts as CompiledCosts, read_compiled as read_compiled
-from ._costs import count_cycles as count_cycles, count_flops as count_flops, count_moved_bytes as count_moved_bytes
+from ._costs import (
+    bytes_sent as bytes_sent,
+    CompiledCosts as CompiledCosts,
+    count_cycles as count_cycles,
+    count_flops as count_flops,
+    count_moved_bytes as count_moved_bytes,
+    list_transfers as list_transfers,
+    read_compiled as read_compiled,
+)
 from ._first_non_finite import find_non_finite as find_non_finite, NonFiniteOrigin as NonFiniteOrigin
 from ._hlo import read_hlo as read_hlo
 from ._hlo_text import module_of as module_of

@@ -1,11 +1,25 @@
-"""Operations, cycles and memory traffic of a program: sums over its operations, loops multiplied out.
+"""Costs of a program, as sums over its operations: matrix products, cycles, memory traffic and communication.
 
-A conditional counts as its most expensive branch, and a loop of unknown length as one iteration.
+Loops are multiplied out. A conditional counts as its most expensive branch, and a loop of unknown length as one
+iteration. `CompiledCosts` holds all costs of a compiled program as plain data that can be written to a file.
 """
 
-from collections.abc import Callable
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import Any, Literal
 
-from ._ir import CONDITIONALS, Operation, Program
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from ._buffers import Buffer, largest_buffers
+from ._hlo import read_hlo, text_of
+from ._ir import CONDITIONALS, Program, Transfer
+
+
+MOST_BUFFERS = 10
+_CONTROL_FLOW = {"scan", "while", "call", "async-start", *CONDITIONALS}
 
 
 def count_flops(program: Program) -> float:
@@ -13,13 +27,13 @@ def count_flops(program: Program) -> float:
 
     Kernels (Mosaic, Triton) and calls of libraries other than cuBLAS (cuDNN) are not seen.
     """
-    return _sum_costs(program, lambda operation: operation.flops)
+    return _sum_costs(program, "flops", fusion_bodies="all")
 
 
 def count_cycles(program: Program) -> int:
     """Return the cycles that a TPU's compiler estimates; 0 where it says none."""
-    # The cycles of a fusion are those of its body, unless the compiler says none for it.
-    return round(_sum_costs(program, lambda operation: operation.cycles, lambda operation: not operation.cycles))
+    # A fusion's cycles include those of its body, so the body counts only if the compiler gives the fusion no cycles.
+    return round(_sum_costs(program, "cycles", fusion_bodies="without own cost"))
 
 
 def count_moved_bytes(program: Program) -> float:
@@ -28,21 +42,172 @@ def count_moved_bytes(program: Program) -> float:
     Each operation reads its operands once and writes its result; a fusion is one operation. Bytes in a TPU's vector
     memory do not count, nor bytes that a kernel reads twice.
     """
-    return _sum_costs(program, lambda operation: operation.moved, lambda _: False)
+    return _sum_costs(program, "moved", fusion_bodies="none")
 
 
 def _sum_costs(
-    program: Program, cost: Callable[[Operation], float], enters: Callable[[Operation], bool] = lambda _: True
+    program: Program,
+    field: Literal["flops", "cycles", "moved"],
+    *,
+    fusion_bodies: Literal["all", "without own cost", "none"],
 ) -> float:
-    """Sum a cost over a program; `enters` says whether the body of a fusion counts."""
+    """Sum one field of a program's operations; `fusion_bodies` says for which fusions the body counts, too."""
     total = 0.0
     for operation in program.operations:
-        total += cost(operation)
-        if operation.kind in _CONTROL_FLOW or enters(operation):
-            costs = [_sum_costs(body, cost, enters) for body in operation.bodies]
+        cost = attrgetter(field)(operation)
+        total += cost
+        enters = fusion_bodies == "all" or (fusion_bodies == "without own cost" and not cost)
+        if operation.kind in _CONTROL_FLOW or enters:
+            costs = [_sum_costs(body, field, fusion_bodies=fusion_bodies) for body in operation.bodies]
             inner = max(costs, default=0.0) if operation.kind in CONDITIONALS else sum(costs)
             total += (1 if operation.trips is None else operation.trips) * inner
     return total
 
 
-_CONTROL_FLOW = {"scan", "while", "call", "async-start", *CONDITIONALS}
+def list_transfers(program: Program) -> tuple[Transfer, ...]:
+    """Return what each device sends in one run of a program.
+
+    All-reduce `2(n-1)/n S`; all-gather `(n-1)/n S` of its result; reduce-scatter and all-to-all `(n-1)/n S` of their
+    operands, of a ragged one as an even load fills them; permute `S`, times the share of devices that send. Loops are
+    multiplied out; of a conditional, the branch that sends most is counted, and of an exchange of experts' tokens the
+    first round. The bytes are those of the program: XLA's CPU backend, for one, adds up 16-bit numbers as float32. A
+    traced program does not have what the partitioner adds, and its pipelines count all ticks, in some of which a device
+    is idle.
+    """
+    return tuple(transfer for transfer in _transfers(program) if transfer.times != 0)
+
+
+def _transfers(program: Program) -> Iterator[Transfer]:
+    for operation in program.operations:
+        if operation.transfer is not None:
+            yield operation.transfer
+        parts = [tuple(_transfers(body)) for body in operation.bodies]
+        if operation.kind in CONDITIONALS:
+            parts = [max(parts, key=_total_bytes, default=())]
+        for transfer in (transfer for part in parts for transfer in part):
+            times, trips = transfer.times, operation.trips
+            yield dataclasses.replace(transfer, times=None if times is None or trips is None else times * trips)
+
+
+def _total_bytes(transfers: Iterable[Transfer]) -> float:
+    return float(sum(math.inf if transfer.total is None else transfer.total for transfer in transfers))
+
+
+def bytes_sent(transfers: Iterable[Transfer], *, axes: tuple[str, ...] | None = None) -> float:
+    """Return the bytes that each device sends in all; with `axes`, over exactly those mesh axes.
+
+    Raises a `ValueError` where a loop's length is unknown.
+    """
+    chosen = [transfer for transfer in transfers if axes is None or set(transfer.axes or ()) == set(axes)]
+    unknown = [transfer.kind for transfer in chosen if transfer.times is None]
+    if unknown:
+        raise ValueError(
+            f"bytes_sent: {', '.join(unknown)} stand in a loop of unknown length; give the loop a fixed length, or "
+            f"leave them out."
+        )
+    return float(sum(transfer.total or 0 for transfer in chosen))
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledCosts:
+    """Memory, operations and communication of a compiled program.
+
+    The first three are the compiler's own figures. The others but for `on_host` and `platform` are read from the
+    program's text.
+    """
+
+    argument: int
+    """Bytes of its arguments on a device."""
+    temporary: int
+    """Bytes of its temporaries."""
+    peak: int
+    """The most bytes at once, by the compiler; arguments and temporaries where it does not say."""
+    buffers: tuple[Buffer, ...] = ()
+    """The largest temporary buffers of those that are there at once, as far as the text tells."""
+    operations: float = 0.0
+    """Floating-point operations of matrix products, by `count_flops`."""
+    moved: float = 0.0
+    """Bytes read from main memory and written there, by `count_moved_bytes`."""
+    cycles: int = 0
+    """Cycles as a TPU's compiler estimates them, by `count_cycles`; 0 where it says none."""
+    transfers: tuple[Transfer, ...] = ()
+    """What it sends, by `list_transfers`."""
+    unread: str = ""
+    """Why its text, and all figures that are read from it, cannot be had."""
+    on_host: int = 0
+    """Bytes of arguments and temporaries in the memory of the device's host, beside those on the device."""
+    platform: str = ""
+    """Platform of the devices that the program was compiled for, as JAX names it; empty where it has no arguments."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that a device must have to run the program.
+
+        A TPU's compiler places every array and refuses a program whose peak is above the memory, so its peak counts;
+        its temporaries also count room that is free while the most is held. Other platforms allocate all temporaries
+        as one block.
+        """
+        return self.peak if self.platform == "tpu" else self.argument + self.temporary
+
+    def fits(self, memory: int) -> bool:
+        """Return whether a device of so many bytes can run the program; a TPU's that compiled always can."""
+        return self.platform == "tpu" or self.held <= memory
+
+    @property
+    def sent(self) -> float:
+        """Bytes sent by a device; those in loops of unknown length count once."""
+        return float(sum(transfer.least for transfer in self.transfers))
+
+    @property
+    def hidden(self) -> float:
+        """Bytes that a device sends beside other work."""
+        return float(sum(transfer.least for transfer in self.transfers if transfer.hidden))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures as plain data."""
+        return dataclasses.asdict(self) | {"buffers": [buffer._asdict() for buffer in self.buffers]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "CompiledCosts":
+        """Restore what `as_dict` returned, also after it was written as JSON."""
+        buffers = tuple(Buffer(**row | {"scopes": tuple(row["scopes"])}) for row in data["buffers"])
+        transfers = []
+        for row in data["transfers"]:
+            axes = None if row["axes"] is None else tuple(row["axes"])
+            transfers.append(Transfer(**row | {"axes": axes, "scopes": tuple(row["scopes"])}))
+        return cls(**data | {"buffers": buffers, "moved": data["moved"], "transfers": tuple(transfers)})
+
+
+def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | None = None) -> CompiledCosts:
+    """Return the costs of a compiled program; with the `mesh` it was compiled for, also the axes that it sends over."""
+    memory: Any = compiled.memory_analysis()
+    argument, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    argument_on_host = memory.host_argument_size_in_bytes
+    # The compiler's peak counts the host's arrays too; it does not say how many temporaries of the host are among them.
+    peak = getattr(memory, "peak_memory_in_bytes", 0) or argument + temporary + argument_on_host
+    memory_only = CompiledCosts(
+        argument,
+        temporary,
+        peak=min(peak - argument_on_host, argument + temporary),
+        on_host=argument_on_host + memory.host_temp_size_in_bytes,
+        platform=_platform(compiled),
+    )
+    try:
+        text = text_of(compiled)
+    except ValueError as error:
+        return dataclasses.replace(memory_only, unread=str(error).partition(": ")[2])
+    program = read_hlo(text, mesh=mesh)
+    return dataclasses.replace(
+        memory_only,
+        buffers=tuple(largest_buffers(text)[1][:MOST_BUFFERS]),
+        operations=count_flops(program),
+        moved=count_moved_bytes(program),
+        cycles=count_cycles(program),
+        transfers=list_transfers(program),
+    )
+
+
+def _platform(compiled: jax.stages.Compiled) -> str:
+    """Return the platform that a program was compiled for; empty where it has no arguments to read it from."""
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    return next((device.platform for sharding in shardings for device in sharding.device_set), "")

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from .._atomic_write import write_atomic
-from .._extra import load_extra
-from .._read import open_regular, parse_json
+from .._failures import load_extra
+from .._files import open_regular, parse_json, write_atomic
 from ..parallel import on_first_process
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Integer
 
-from .._atomic_write import write_atomic
-from .._extra import load_extra
-from .._read import open_regular
+from .._failures import load_extra
+from .._files import open_regular, write_atomic
 from ._metrics import parse_row
 
 

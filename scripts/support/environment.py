@@ -76,8 +76,7 @@ def skip_autotuning() -> None:
 
 
 def _add_xla_flags(options: Mapping[str, object]) -> None:
-    from eqformer._prepare import drop_user_options
-    from eqformer._xla_flags import format_flags, keep_known
+    from eqformer._prepare import drop_user_options, format_flags, keep_known
 
     flags = format_flags(keep_known(drop_user_options(options)))
     os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *flags])

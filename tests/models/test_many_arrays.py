@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from eqformer import _read, read_json
+from eqformer import _files, read_json
 from eqformer.models._adapter_config import read_adapter_config, write_adapter_config
 from eqformer.models._folder import Folder, INDEX
 
@@ -76,7 +76,7 @@ def reads_counted(monkeypatch):
             text, object_pairs_hook=lambda pairs: object_pairs_hook([(Counted(k), counted(v)) for k, v in pairs])
         )
 
-    monkeypatch.setattr(_read.json, "loads", loads)
+    monkeypatch.setattr(_files.json, "loads", loads)
 
 
 def of_index(folder, number):

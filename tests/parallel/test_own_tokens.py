@@ -5,7 +5,7 @@ import jax
 import pytest
 
 from eqformer import models, nn, planning, training
-from eqformer._xla_flags import keep_known
+from eqformer._prepare import keep_known
 from eqformer.parallel import make_mesh, Plan
 from eqformer.parallel._expert_parallel import SplitMixture
 from eqformer.program import read_compiled

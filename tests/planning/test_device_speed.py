@@ -17,12 +17,12 @@ def test_peak_is_operations_over_the_best_time(monkeypatch):
     # A clock that moves on by 1 s a look, and by 0.25 s once: the best repeat took that long.
     jumps = (0.25 if look == 6 else 1.0 for look in count())
     now = iter(_running_sum(jumps))
-    monkeypatch.setattr("eqformer.planning._device_speed.perf_counter", lambda: next(now))
+    monkeypatch.setattr("eqformer.planning._accelerators.perf_counter", lambda: next(now))
     assert matmul_peak(size=64, seconds=9.0) == pytest.approx(2 * 64**3 / 0.25)
 
 
 def test_simulated_devices_share_their_cpu_and_others_have_each_a_peak(monkeypatch):
-    monkeypatch.setattr("eqformer.planning._device_speed.matmul_peak", lambda dtype, *, seconds, device: 7.0)
+    monkeypatch.setattr("eqformer.planning._accelerators.matmul_peak", lambda dtype, *, seconds, device: 7.0)
     mesh = make_mesh(replica=4, fsdp=2)
     assert mesh_peak(mesh) == 7.0
     of = lambda number: SimpleNamespace(platform="gpu", process_index=number // 4)
@@ -33,7 +33,7 @@ def test_simulated_devices_share_their_cpu_and_others_have_each_a_peak(monkeypat
 
 def test_a_copy_reads_and_writes(monkeypatch):
     now = iter(_running_sum(0.25 if look == 6 else 1.0 for look in count()))
-    monkeypatch.setattr("eqformer.planning._device_speed.perf_counter", lambda: next(now))
+    monkeypatch.setattr("eqformer.planning._accelerators.perf_counter", lambda: next(now))
     assert copy_bandwidth(size=4096, seconds=9.0) == pytest.approx(2 * 4096 / 0.25)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ... import nn
-from ..._extra import load_extra
+from ..._failures import load_extra
 from .._axes import CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
 from ._layout import axes_of, is_spec
 from ._mesh import axis_sizes

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..._extra import load_extra
+from ..._failures import load_extra
 from ._schedule import Schedule
 from ._simulate import simulate, Simulation, Timing
 

@@ -16,10 +16,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from ..._atomic_write import sync_path
-from ..._extra import load_extra
-from ..._failures import explain_error
-from ..._read import parse_json
+from ..._failures import explain_error, load_extra
+from ..._files import parse_json, sync_path
 from ._contents import from_stored, is_array, leaf_faults, metadata_to_json, named_arrays, stored_shape, to_stored
 from ._files import check_files, describe_files, make_folder, read_manifest, remove, sync_tree, write_manifest
 from ._former_names import match_saved_names

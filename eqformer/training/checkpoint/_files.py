@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..._atomic_write import sync_path
-from ..._read import open_regular, read_json
+from ..._files import open_regular, read_json, sync_path
 
 
 def make_folder(folder: Path) -> None:
