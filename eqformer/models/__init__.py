@@ -12,12 +12,16 @@ from ._attributes import (
     SwitchedAttribute as SwitchedAttribute,
     Unpublished as Unpublished,
 )
-from ._family import DecoderConfig as DecoderConfig, Family as Family, ModelConfig as ModelConfig
+from ._config_types import PublishedConfig as PublishedConfig
+from ._family import (
+    DecoderConfig as DecoderConfig,
+    Family as Family,
+    ModelConfig as ModelConfig,
+    MultimodalModel as MultimodalModel,
+)
 from ._folder import read_eos_token_ids as read_eos_token_ids
 from ._gguf_tokenizer import gguf_companion_files as gguf_companion_files
 from ._load import load as load, load_shapes as load_shapes, read_config as read_config
-from ._multimodal import MultimodalModel as MultimodalModel
-from ._published_config import PublishedConfig as PublishedConfig
 from ._registry import (
     build as build,
     FAMILIES as FAMILIES,

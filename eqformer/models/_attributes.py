@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ._config_types import convert, describe_type, fits, format_value
-from ._published_config import PublishedConfig, REQUIRED
+from ._config_types import convert, describe_type, fits, format_value, PublishedConfig, REQUIRED
 
 
 Fields = dict[str, Any]

@@ -1,10 +1,14 @@
-"""Types of config fields, with ranges for numbers: classes of configs annotate their fields by them."""
+"""Types of config fields, with ranges for numbers, and `PublishedConfig`, which reads a `config.json` by these types.
+
+Every attribute of a published configuration must be read by the family, or be known to change nothing.
+"""
 
 import dataclasses
 import math
 import types
 import typing
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NoReturn
 
 
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 3.4028234663852886e38  # of int32 and of float32
@@ -130,3 +134,187 @@ def format_value(value: Any) -> str:
     except ValueError:  # Python refuses to print whole numbers of thousands of digits.
         return f"a {type(value).__name__} too long to print"
     return text if len(text) <= 400 else f"{text[:400]}..."
+
+
+REQUIRED: Any = object()
+"""The default of an attribute that a configuration must have."""
+# Attributes of how a model was trained or stored or is to be run, which do not change what it computes. The families
+# that use `max_window_layers` and `model_max_length` read them; other families' folders have inherited them.
+_OF_MODELS = (
+    "attention_dropout attn_pdrop auto_map embd_pdrop hidden_dropout initializer_range keys_to_ignore_at_inference "
+    "max_position_embeddings max_window_layers model_max_length output_router_logits pretraining_tp resid_pdrop "
+    "transformers.js_config unsloth_fixed unsloth_version"
+)
+# Attributes that transformers puts, or has put, into the configuration of any model; `tests/fixtures/make_generic.py`
+# lists them. `add_cross_attention`, `is_decoder`, `is_encoder_decoder`, `per_layer_config`, `pruned_heads` and
+# `tie_encoder_decoder` are missing here, since they change the model where they have a value. `tie_word_embeddings` is
+# missing too, since the families read it. Names that begin with an underscore are passed over even if they are missing
+# here: `private_names` lists them for a warning.
+_OF_EVERY_CONFIGURATION = (
+    "__float__ _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash "
+    "_experts_implementation _experts_implementation_internal _flash_attn_2_enabled _from_model_config "
+    "_model_name_or_path _name_or_path _output_attentions _sliding_window_pattern "
+    "architectures attn_implementation bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id "
+    "experts_implementation finetuning_task gradient_checkpointing id2label label2id model_type name_or_path "
+    "num_labels output_attentions output_hidden_states output_past pad_token_id prefix problem_type return_dict "
+    "sep_token_id task_specific_params tf_legacy_loss tie_last_hidden_states tokenizer_class torch_dtype torchscript "
+    "transformers_version unk_token_id use_bfloat16 use_cache use_return_dict xla_device"
+)
+# Settings of sampling: transformers moves them out of a configuration, and older releases wrote them into one.
+_OF_GENERATION = (
+    "assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind bad_words_ids "
+    "begin_suppress_tokens cache_config cache_implementation compile_config constraints continuous_batching_config "
+    "disable_compile diversity_penalty do_sample dola_layers early_stopping encoder_no_repeat_ngram_size "
+    "encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids "
+    "forced_bos_token_id forced_eos_token_id guidance_scale is_assistant length_penalty low_memory max_cache_len "
+    "max_length max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens min_p no_repeat_ngram_size "
+    "num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_logits "
+    "output_scores penalty_alpha prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values renormalize_logits "
+    "repetition_penalty return_dict_in_generate sequence_bias speculation_type stop_strings suppress_tokens "
+    "target_lookbehind temperature token_healing top_h top_k top_p typical_p use_mtp watermarking_config"
+)
+_CAUSAL = "is_causal"  # transformers reads it in every configuration, and its default is True
+_EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})  # values of an attribute that asks for nothing
+_WITHOUT_EFFECT = frozenset(f"{_OF_MODELS} {_OF_EVERY_CONFIGURATION} {_OF_GENERATION}".split())
+
+
+def private_names(values: Mapping[str, Any]) -> list[str]:
+    """Return the attributes, nested ones too, that are passed over because their names begin with an underscore.
+
+    Private names hold a program's bookkeeping, and each release may have new ones. Known names, and names with an empty
+    value, are left out.
+    """
+    unknown = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT and value not in _EMPTY}
+    private = [name for name in unknown if name.startswith("_")]
+    nested = {name: value for name, value in unknown.items() if name not in private and isinstance(value, dict)}
+    return sorted(private + [f"{name}.{inner}" for name, value in nested.items() for inner in private_names(value)])
+
+
+class PublishedConfig:
+    """The attributes of a `config.json`, taken one by one; `finish` refuses attributes that were not taken."""
+
+    def __init__(self, values: Mapping[str, Any], source: str, reader: str = "this family"):
+        self._values, self.source, self._reader, self._taken = dict(values), source, reader, list[str]()
+        self._defaults = dict[str, Any]()
+
+    def declare(self, defaults: Mapping[str, Any]) -> None:
+        """Set the values of missing attributes, for readers that name no default of their own."""
+        self._defaults |= defaults
+
+    def take(self, name: str, default: Any = REQUIRED) -> Any:
+        """Return the attribute's value, or the default where it is null; without a default, None.
+
+        Raises a `ValueError` where the attribute is required and missing, and for a null where the default is True,
+        since transformers reads that null as False.
+        """
+        self._taken.append(name)
+        default = self._defaults.get(name, REQUIRED) if default is REQUIRED else default
+        if name not in self._values and default is REQUIRED:
+            self.refuse(f"the configuration has no {name!r}, which {self._reader} needs.")
+        value = self._values.get(name, default)
+        if value is None and default is True:
+            self.refuse(f"{name}=None: it must be true or false; without it, it is true.")
+        return default if value is None and default is not REQUIRED else value
+
+    @property
+    def taken(self) -> int:
+        """The number of times that an attribute was taken."""
+        return len(self._taken)
+
+    def names_of(self, value: Any, since: int) -> str:
+        """Return the attributes that were taken after the first `since` times and have this very value."""
+        return ", ".join(dict.fromkeys(name for name in self._taken[since:] if self._values.get(name) is value))
+
+    def add(self, name: str, value: Any) -> None:
+        """Add an attribute that was found within another; `finish` refuses it if the family never takes it."""
+        self._values[name] = value
+
+    def refuse(self, text: str) -> NoReturn:
+        """Raise a `ValueError` that names the file."""
+        raise ValueError(f"{self.source}: {text}")
+
+    def read(self, name: str, field_type: Any, default: Any = REQUIRED) -> Any:
+        """Return the attribute's value, which must be of a type, or the default where it is null."""
+        value = self.take(name, default)
+        has_default = default is not REQUIRED or name in self._defaults
+        return value if has_default and self._values.get(name) is None else self.checked(name, value, field_type)
+
+    def checked(self, name: str, value: Any, field_type: Any) -> Any:
+        """Return an attribute's value, which must be of a type; raises a `ValueError` that names the attribute."""
+        if not fits(value, field_type):
+            self.refuse(f"{name}={format_value(value)}: it must be {describe_type(field_type, value)}.")
+        return convert(value, field_type)
+
+    def count(self, name: str, default: Any = REQUIRED, least: int = 1) -> int:
+        """Return the attribute's value, a count or a divisor: a whole number, `least` or more."""
+        return self.read(name, Annotated[int, Range(least, LARGEST_INT)], default)
+
+    def number(self, name: str, default: Any = REQUIRED) -> float:
+        """Return the attribute's value, a finite number."""
+        return self.read(name, Number, default)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return the attribute's value, true or false."""
+        return self.read(name, bool, default)
+
+    def text(self, name: str, default: Any = REQUIRED) -> str:
+        """Return the attribute's value, a text."""
+        return self.read(name, str, default)
+
+    def nested(self, name: str) -> dict[str, Any]:
+        """Return an attribute that has attributes of its own; an empty one where it is missing or null."""
+        return self.read(name, dict, None) or {}
+
+    def listed(self, name: str, item_type: Any = Any, *, empty: bool = False) -> list[Any] | None:
+        """Return an attribute that is a list whose items are of a type; None where it is missing or null.
+
+        With `empty`, an empty list counts as missing.
+        """
+        value = self.take(name, None)
+        if value is None or (empty and value == []):
+            return None
+        return list(self.checked(name, list(value) if isinstance(value, tuple) else value, list[item_type]))
+
+    def nullable(self, name: str, missing: Any) -> Any:
+        """Return the attribute's value: None where it is null, and `missing` where the attribute is missing."""
+        self._taken.append(name)
+        return self._values.get(name, missing)
+
+    def expect(self, name: str, *allowed: Any) -> None:
+        """Refuse any value but these; the first is the default."""
+        value = self.take(name, allowed[0])
+        is_flag = isinstance(value, bool)  # True equals 1, but does not mean it
+        if not any(value == option and isinstance(option, bool) == is_flag for option in allowed):
+            known = ", ".join(map(repr, allowed))
+            self.refuse(f"{name}={format_value(value)} is not supported for {self._reader}, which has {known}.")
+
+    def finish_strictly(self, is_without_effect: Callable[[str, Any], bool]) -> None:
+        """Raise a `ValueError` that lists every attribute that was not read and has an effect, or may have one.
+
+        False and 0 may ask for something, as `causal=False` does; only null and empty values ask for nothing.
+        """
+        unread = {
+            name: value
+            for name, value in sorted(self._values.items())
+            if name not in self._taken and value not in (None, "", [], {}) and not is_without_effect(name, value)
+        }
+        self._refuse_unknown(unread)
+
+    def finish(self, is_known: Callable[[str], object] = lambda name: False) -> None:
+        """Raise a `ValueError` that lists every attribute that was not read, is not known and is not empty."""
+        if _CAUSAL not in self._taken:
+            self.expect(_CAUSAL, True)
+        unread = {
+            name: value
+            for name, value in sorted(self._values.items())
+            if value not in _EMPTY and not self._is_passed_over(name) and not is_known(name)
+        }
+        self._refuse_unknown(unread)
+
+    def _is_passed_over(self, name: str) -> bool:
+        return name in self._taken or name in _WITHOUT_EFFECT or name.startswith("_")
+
+    def _refuse_unknown(self, attributes: Mapping[str, Any]) -> None:
+        if attributes:
+            listed = ", ".join(f"{name}={format_value(value)}" for name, value in attributes.items())
+            self.refuse(f"attributes that {self._reader} does not know: {listed}.")

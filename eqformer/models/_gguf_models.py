@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from ._config_types import PublishedConfig
 from ._gguf_file import DIVISORS, DTYPE, GGUF
-from ._published_config import PublishedConfig
 from .formats import Coded
 
 

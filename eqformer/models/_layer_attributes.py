@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 from ._attributes import Attributes, Entry, Fields
-from ._config_types import Index, LayerCount, Length, Range
-from ._published_config import PublishedConfig
+from ._config_types import Index, LayerCount, Length, PublishedConfig, Range
 from ._rotary_attributes import FULL, SLIDING
 
 

@@ -11,12 +11,11 @@ import numpy as np
 
 from .._files import read_json
 from ..nn import Transformer
-from ._family import Family, ModelConfig
+from ._config_types import private_names, PublishedConfig
+from ._family import Family, ModelConfig, MultimodalModel, TEXT
 from ._folder import CONFIG, FLOATS, Folder, INDEX, SINGLE
 from ._gguf_file import GGUF
 from ._gguf_models import configuration_of, table_names_of
-from ._multimodal import MultimodalModel, TEXT
-from ._published_config import private_names, PublishedConfig
 from ._registry import build, FAMILIES, family_of
 from ._weight_rules import flatten_model
 from .formats import Format, read_format

@@ -15,8 +15,7 @@ from ..nn import (
     YarnScaling,
 )
 from ._attributes import Attributes, Entry, Fields
-from ._config_types import Fraction, Number, Positive, Size
-from ._published_config import PublishedConfig
+from ._config_types import Fraction, Number, Positive, PublishedConfig, Size
 
 
 _ORIGINAL = "original_max_position_embeddings"

@@ -13,9 +13,8 @@ from jaxtyping import Array, Shaped
 
 from .._files import read_bytes
 from ..nn import LoRA, modules, named_modules, QuantizedLinear, Transformer
-from ._family import Family, ModelConfig
+from ._family import Family, ModelConfig, TEXT
 from ._folder import CONFIG, Folder, new_folder, write_folder
-from ._multimodal import TEXT
 from ._published_arrays import PublishedArrays
 from ._published_model import (
     check_shapes,

@@ -14,7 +14,7 @@ from test_published import FIXTURES, RECORDED, write
 
 from eqformer import models
 from eqformer.models._attributes import Attribute, Unpublished
-from eqformer.models._published_config import private_names, PublishedConfig
+from eqformer.models._config_types import private_names, PublishedConfig
 from eqformer.models._rotary_attributes import RotaryFraction, RotaryPositions
 
 

@@ -15,8 +15,8 @@ from test_published import FIXTURES
 
 from eqformer import models, nn
 from eqformer.models import _published_arrays
+from eqformer.models._config_types import PublishedConfig
 from eqformer.models._published_arrays import PublishedArrays
-from eqformer.models._published_config import PublishedConfig
 from eqformer.models.formats import Format, FORMATS, read_format, UNREAD
 from eqformer.parallel import make_mesh, Plan
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._attributes import Attribute, Attributes, Count, Entry, Fields
-from .._config_types import Size
-from .._published_config import PublishedConfig
+from .._config_types import PublishedConfig, Size
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 

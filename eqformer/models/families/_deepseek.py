@@ -24,10 +24,19 @@ from ...nn import (
     YarnScaling,
 )
 from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Unpublished
-from .._config_types import Index, LayerCount, Length, NotNegative, Number, OptionalSize, Positive, Size
+from .._config_types import (
+    Index,
+    LayerCount,
+    Length,
+    NotNegative,
+    Number,
+    OptionalSize,
+    Positive,
+    PublishedConfig,
+    Size,
+)
 from .._family import ModelConfig
 from .._layer_attributes import layers_of
-from .._published_config import PublishedConfig
 from .._rotary_attributes import RotaryWithTemperature
 from .._weight_rules import Rule
 from ._common import EDGES, EqualKeyHeads, GATED, LAYER, PRE_NORMS, SIZES, WIDTH

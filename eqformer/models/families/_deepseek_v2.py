@@ -7,9 +7,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Transformer, YarnScaling
 from .._attributes import Attribute, Attributes, Entry, Expect, Fields
-from .._config_types import Index, NotNegative, Number, OptionalSize, Size
+from .._config_types import Index, NotNegative, Number, OptionalSize, PublishedConfig, Size
 from .._family import Family
-from .._published_config import PublishedConfig
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
 
 

@@ -9,10 +9,9 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Linear, MoE, Transformer
 from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore
-from .._config_types import Index, Length, NotNegative, OptionalSize, Positive, Size
+from .._config_types import Index, Length, NotNegative, OptionalSize, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import layers_of
-from .._published_config import PublishedConfig
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS

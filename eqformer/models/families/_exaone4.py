@@ -8,10 +8,9 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Llama3Scaling, Transformer
 from .._attributes import Activation, Expect
-from .._config_types import Index, Length, NotNegative, Positive
+from .._config_types import Index, Length, NotNegative, Positive, PublishedConfig
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, NullableWindows, Period
-from .._published_config import PublishedConfig
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, POST_NORMS
 from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block
 from ._pattern import layer_windows

@@ -8,9 +8,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, GateNorm, ParallelResidual, Residual, ScaledActivation, Scores, Transformer
 from .._attributes import Activation, Attribute, Attributes, Entry, Expect, Fields, Ignore
-from .._config_types import Length, NotNegative, Number
+from .._config_types import Length, NotNegative, Number, PublishedConfig
 from .._family import DecoderConfig, Family
-from .._published_config import PublishedConfig
 from .._weight_rules import Rule
 from ._common import attention_weights, decoder_attributes, gated_weights, LAYER
 from ._decoder import activation_of, attention, decoder, gated_mlp, norm

@@ -10,9 +10,8 @@ from jaxtyping import Array, Key
 from ...nn import Attention, Block, LinearScaling, Mixer, RotaryScaling, Scores, Transformer
 from .._attributes import Activation, Attribute, Expect, Ignore
 from .._config_types import Index, Length, Positive, Size
-from .._family import DecoderConfig, Family
+from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import all_but_every, Period, Windows
-from .._multimodal import MultimodalModel
 from .._rotary_attributes import RotaryByType
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, head_norm_weights
 from ._decoder import attention, decoder, four_norm_block, gated_mlp, head_norms, norm, rotary_of

@@ -27,11 +27,9 @@ from ...nn import (
     Transformer,
 )
 from .._attributes import Activation, Attribute, Attributes, Entry, Expect, Fields
-from .._config_types import Index, Length, NotNegative, OptionalSize, Positive, Size
-from .._family import DecoderConfig, Family
+from .._config_types import Index, Length, NotNegative, OptionalSize, Positive, PublishedConfig, Size
+from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import all_but_every, layers_of, Windows
-from .._multimodal import MultimodalModel
-from .._published_config import PublishedConfig
 from .._rotary_attributes import ProportionalRotaryByType
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, gated_weights, head_norm_weights, LAYER

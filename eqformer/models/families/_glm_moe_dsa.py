@@ -7,11 +7,10 @@ from jaxtyping import Array, Key
 
 from ...nn import Transformer
 from .._attributes import Attributes, Entry, Expect, Fields
-from .._config_types import Index, Length, NotNegative, Positive, Size
+from .._config_types import Index, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import Family
 from .._layer_attributes import layers_of
 from .._predictors import NUMBERED_PREDICTOR
-from .._published_config import PublishedConfig
 from ._deepseek import latent_attributes, LatentKind, LayerMixtures
 from ._deepseek_v32 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_BYTE, DSA_WEIGHTS
 from ._pattern import Together

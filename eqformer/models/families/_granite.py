@@ -8,9 +8,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Scores, Transformer
 from .._attributes import Activation, Attribute, Fields
-from .._config_types import Length, NotNegative, Number
+from .._config_types import Length, NotNegative, Number, PublishedConfig
 from .._family import DecoderConfig, Family
-from .._published_config import PublishedConfig
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 

@@ -8,9 +8,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, NTKScaling, RotaryThenNorm, Transformer
 from .._attributes import Activation, Attribute, Attributes, Expect, Fields, Ignore
-from .._config_types import NotNegative, Positive
+from .._config_types import NotNegative, Positive, PublishedConfig
 from .._family import DecoderConfig, Family
-from .._published_config import PublishedConfig
 from .._rotary_attributes import either_rotary_parameters, RotaryPositions, unknown_parameters
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, LAYER, PRE_NORMS, StatedHeadSize

@@ -8,10 +8,9 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, NTKScaling, Transformer
 from .._attributes import Attribute, Attributes, Count, Entry, Expect, Fields, Ignore
-from .._config_types import NotNegative, Size
+from .._config_types import NotNegative, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import layers_of
-from .._published_config import PublishedConfig
 from .._weight_rules import Rule
 from ._common import gated_weights, LAYER
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block

@@ -8,10 +8,9 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, ChannelDeltaNet, ProportionalScaling, Transformer
 from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Nullable, Unpublished
-from .._config_types import Index, Length, NotNegative, Number, Size
+from .._config_types import Index, Length, NotNegative, Number, PublishedConfig, Size
 from .._family import Family
 from .._layer_attributes import every, LayerTypes
-from .._published_config import PublishedConfig
 from .._weight_rules import Rule
 from ._common import EqualKeyHeads, gated_weights, LAYER, SIZES, WIDTH
 from ._decoder import activation_of, damping, decoder, gated_mlp, pre_norm_block

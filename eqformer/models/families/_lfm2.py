@@ -8,9 +8,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Attributes, Entry, Fields
-from .._config_types import Positive, Size
+from .._config_types import Positive, PublishedConfig, Size
 from .._family import Family
-from .._published_config import PublishedConfig
 from ._decoder import decoder, gated_mlp, pre_norm_block
 from ._short_convs import CONV_ATTRIBUTES, conv_or_attention, CONV_WEIGHTS, ConvConfig
 

@@ -19,9 +19,8 @@ from ...nn import (
 )
 from .._attributes import Activation, Attribute, Count, Entry, Nullable, SwitchedAttribute
 from .._config_types import Index, Length, NotNegative, Number, Positive, Size
-from .._family import DecoderConfig, Family
+from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import every, LayerTypes, ListedLayers, NoRotaryLayers, Period
-from .._multimodal import MultimodalModel
 from .._rotary_attributes import RotaryPositions
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, norm, pre_norm_block, rotary_of

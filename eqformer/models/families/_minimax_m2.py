@@ -8,9 +8,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Count, Expect, Fields, Ignore
-from .._config_types import Fraction, Length, NotNegative, Positive, Size
+from .._config_types import Fraction, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
-from .._published_config import PublishedConfig
 from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, head_norm_weights, LAYER, OF_HEADS, PRE_NORMS

@@ -8,8 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, LogTemperature, RotaryScaling, Scores, Transformer, YarnScaling
 from .._attributes import Activation, Attribute
 from .._config_types import Length, NotNegative, Number, Positive, Size
-from .._family import DecoderConfig, Family
-from .._multimodal import MultimodalModel
+from .._family import DecoderConfig, Family, MultimodalModel
 from .._rotary_attributes import RotaryWithGrowth
 from ._common import decoder_attributes, LLAMA_WEIGHTS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block

@@ -9,8 +9,7 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Nullable
 from .._config_types import Length, NotNegative
-from .._family import DecoderConfig, Family
-from .._multimodal import MultimodalModel
+from .._family import DecoderConfig, Family, MultimodalModel
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 

@@ -7,10 +7,8 @@ from jaxtyping import Array, Key
 
 from ...nn import LogTemperature, RotaryScaling, Transformer, YarnScaling
 from .._attributes import Attribute, Attributes, Entry, Fields
-from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, Size
-from .._family import Family
-from .._multimodal import MultimodalModel
-from .._published_config import PublishedConfig
+from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, PublishedConfig, Size
+from .._family import Family, MultimodalModel
 from .._rotary_attributes import RotaryWithGrowth, RotaryWithTemperature
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
 from ._mixtures import FUSED

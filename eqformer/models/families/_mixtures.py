@@ -21,9 +21,8 @@ from ...nn import (
     TopKRouter,
 )
 from .._attributes import Attribute, Attributes, Count, Entry, Fields
-from .._config_types import Index, NotNegative, Positive, Size
+from .._config_types import Index, NotNegative, Positive, PublishedConfig, Size
 from .._family import DecoderConfig
-from .._published_config import PublishedConfig
 from .._weight_rules import Rule
 from ._common import gated_weights, LAYER
 from ._decoder import gated_mlp

@@ -19,10 +19,9 @@ from ...nn import (
     Transformer,
 )
 from .._attributes import Activation, Attribute, Entry, Ignore
-from .._config_types import Index, LayerCount, Length, NotNegative, Positive, Size
+from .._config_types import Index, LayerCount, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import Family, ModelConfig
 from .._layer_attributes import LayerTypes
-from .._published_config import PublishedConfig
 from .._rotary_attributes import FULL, RotaryByType, SLIDING
 from .._weight_rules import Rule
 from ._common import INTO_HEADS, LAYER, OF_HEADS, OUT_OF_HEADS, SIZES, WIDTH

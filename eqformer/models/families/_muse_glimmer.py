@@ -8,11 +8,9 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Residual, Scores, Transformer
 from .._attributes import Activation, Attribute, Attributes, Expect, Fields
-from .._config_types import Index, Length, NotNegative, Number, Positive, Size
-from .._family import DecoderConfig, Family
+from .._config_types import Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
+from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import all_but_every, every, layers_of, NullableWindows
-from .._multimodal import MultimodalModel
-from .._published_config import PublishedConfig
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, INTO_HEADS, LAYER

@@ -9,9 +9,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Layer, Linear, MLP, Residual, Transformer
 from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Nullable
-from .._config_types import LayerCount, NotNegative, Number, Size
+from .._config_types import LayerCount, NotNegative, Number, PublishedConfig, Size
 from .._family import DecoderConfig, Family
-from .._published_config import PublishedConfig
 from .._weight_rules import Rule
 from ._common import attention_weights, KeyHeads
 from ._decoder import activation_of, attention, damping, decoder, norm

@@ -8,9 +8,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Llama3Scaling, LongRopeScaling, Transformer, YarnScaling
 from .._attributes import Activation, Attribute, Attributes, Expect, Fields
-from .._config_types import Fraction, Length, NotNegative, Size
+from .._config_types import Fraction, Length, NotNegative, PublishedConfig, Size
 from .._family import DecoderConfig, Family
-from .._published_config import PublishedConfig
 from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._weight_rules import Rule
 from ._common import decoder_attributes, EDGES, INTO_HEADS, JOINED_GATED, LAYER, OUT_OF_HEADS, PRE_NORMS

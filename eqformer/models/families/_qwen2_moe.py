@@ -7,10 +7,9 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
-from .._config_types import Index, Length, Size
+from .._config_types import Index, Length, PublishedConfig, Size
 from .._family import Family
 from .._layer_attributes import SwitchedWindows
-from .._published_config import PublishedConfig
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block
 from ._mixtures import (

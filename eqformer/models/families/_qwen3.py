@@ -8,9 +8,8 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
 from .._config_types import Index, Length, Positive, Size
-from .._family import DecoderConfig, Family
+from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import LateWindows
-from .._multimodal import MultimodalModel
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
 from ._pattern import layer_windows

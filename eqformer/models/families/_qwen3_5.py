@@ -8,9 +8,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
 from .._attributes import Entry, Expect, Ignore
-from .._family import Family
+from .._family import Family, MultimodalModel
 from .._layer_attributes import every
-from .._multimodal import MultimodalModel
 from .._predictors import NAMED_PREDICTOR
 from .._rotary_attributes import RotaryPositions
 from ._common import decoder_attributes, EDGES, GATED, head_norm_weights, PRE_NORMS

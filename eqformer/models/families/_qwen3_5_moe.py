@@ -9,9 +9,8 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Attribute, Count, Ignore
 from .._config_types import NotNegative, Size
-from .._family import Family
+from .._family import Family, MultimodalModel
 from .._layer_attributes import every
-from .._multimodal import MultimodalModel
 from .._predictors import NAMED_PREDICTOR
 from ._common import decoder_attributes
 from ._decoder import decoder, norm, pre_norm_block

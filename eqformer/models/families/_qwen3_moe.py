@@ -8,9 +8,8 @@ from jaxtyping import Array, Key
 from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute
 from .._config_types import Length, Size
-from .._family import Family
+from .._family import Family, MultimodalModel
 from .._layer_attributes import SwitchedWindow
-from .._multimodal import MultimodalModel
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
 from ._mixtures import FUSED, MIXTURE, mixture, mixture_attributes, mixture_flags, QwenMoEConfig, TRANSPOSED

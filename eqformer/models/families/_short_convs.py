@@ -7,10 +7,9 @@ from jaxtyping import Array, Key
 
 from ...nn import Attention, GatedShortConv
 from .._attributes import Attribute, Entry, Expect, Ignore, Unpublished
-from .._config_types import Index, Length, NotNegative, Positive, Size
+from .._config_types import Index, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import DecoderConfig
 from .._layer_attributes import LayerTypes
-from .._published_config import PublishedConfig
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 from ._common import attention_weights, EDGES, gated_weights, HeadSize, KeyHeads, LAYER, norm_weights, SIZES

@@ -9,8 +9,7 @@ from jaxtyping import Array, Key
 
 from ...nn import GateNorm, Mamba2Mixer
 from .._attributes import Attribute, Attributes, Count, Entry, Fields
-from .._config_types import fits, NotNegative, Positive, Range, Size
-from .._published_config import PublishedConfig
+from .._config_types import fits, NotNegative, Positive, PublishedConfig, Range, Size
 from .._weight_rules import Rule
 from ._decoder import damping
 

@@ -26,9 +26,8 @@ from ...nn import (
     Transformer,
 )
 from .._attributes import Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, published_activations
-from .._config_types import Index, LayerCount, Length, NotNegative, Size
+from .._config_types import Index, LayerCount, Length, NotNegative, PublishedConfig, Size
 from .._family import Family, ModelConfig
-from .._published_config import PublishedConfig
 from .._weight_rules import Rule
 from ._common import INTO_HEADS, OUT_OF_HEADS
 from ._decoder import activation_of, gated_mlp

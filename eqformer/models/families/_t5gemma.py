@@ -8,9 +8,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, CrossAttention, Embedding, Encoder, full, Residual, Transformer, window_both_ways
 from .._attributes import Attribute, Attributes, Entry, Expect, field_types, Fields, Ignore, read_entries
-from .._config_types import Index
+from .._config_types import Index, PublishedConfig
 from .._family import Family
-from .._published_config import PublishedConfig
 from .._weight_rules import Rule
 from ._common import attention_weights
 from ._decoder import norm

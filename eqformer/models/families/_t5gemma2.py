@@ -8,10 +8,8 @@ from jaxtyping import Array, Key
 
 from ...nn import Block, Encoder, full, MergedAttention, Transformer, window_both_ways
 from .._attributes import Attribute, Attributes, Entry, Expect, field_types, Fields, Ignore, read_entries
-from .._config_types import Index
-from .._family import Family
-from .._multimodal import MultimodalModel
-from .._published_config import PublishedConfig
+from .._config_types import Index, PublishedConfig
+from .._family import Family, MultimodalModel
 from .._weight_rules import Rule
 from ._common import ATTENTION, gated_weights, head_norm_weights, norm_weights
 from ._decoder import norm

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from .._published_config import PublishedConfig
-from ._awq import awq
+from .._config_types import PublishedConfig
 from ._compressed_tensors import compressed_tensors
 from ._format import (
     Coded as Coded,
@@ -14,8 +13,8 @@ from ._format import (
     QuantizedArray as QuantizedArray,
 )
 from ._ggml import BLOCKS as BLOCKS, Blocks as Blocks, ORDER as ORDER, ROWS as ROWS
-from ._gptq import gptq
 from ._mxfp4 import mxfp4
+from ._packed_integers import awq, gptq
 from ._scaled import fp8
 
 

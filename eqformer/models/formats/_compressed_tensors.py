@@ -6,7 +6,7 @@ import math
 import numpy as np
 from jaxtyping import UInt8
 
-from .._published_config import PublishedConfig
+from .._config_types import PublishedConfig
 from ._format import check_codes, check_part, Format, number_of_groups, Parts, SCALES
 from ._packed_integers import bytes_of_words, PackedIntegers, unpack
 from ._scaled import block_of, Scaled

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 from jaxtyping import Shaped, UInt8
 
-from .._published_config import PublishedConfig
+from .._config_types import PublishedConfig
 from ._format import check_codes, check_part, Format, Grouped, GroupLayout, Parts, QuantizedArray
 
 

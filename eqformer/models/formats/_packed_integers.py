@@ -1,4 +1,4 @@
-"""Base class of formats of 4-bit and 8-bit integers, packed into words of 32 bits, with scales for groups of inputs."""
+"""Formats of 4-bit and 8-bit integers, packed into words of 32 bits, with scales for groups of inputs: GPTQ and AWQ."""
 
 import abc
 import dataclasses
@@ -7,7 +7,24 @@ import math
 import numpy as np
 from jaxtyping import Int32, Shaped, UInt8
 
-from ._format import check_finite_scales, group_of_units, Grouped, GroupLayout, Parts, QuantizedArray
+from .._config_types import PublishedConfig
+from ._format import (
+    check_codes,
+    check_finite_scales,
+    check_part,
+    Format,
+    group_of_units,
+    Grouped,
+    GroupLayout,
+    number_of_groups,
+    Parts,
+    QuantizedArray,
+    SCALES,
+)
+
+
+# The suffixes of the arrays of GPTQ and AWQ: codes, scales, zero points, and the group of each input.
+_CODES, _SCALES, _ZEROS, _GROUP_INDICES = ".qweight", ".scales", ".qzeros", ".g_idx"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +34,11 @@ class PackedIntegers(Grouped):
     bits: int = 4
     group: int | None = None
     """The number of neighboring inputs of a group; None: all."""
-    scales: str = ".scales"
+    scales: str = _SCALES
     """The suffix of the array of scales."""
-    zeros: str = ".qzeros"
+    zeros: str = _ZEROS
     """The suffix of the array of zero points, which is stored if `required` has it."""
-    group_indices: str = ".g_idx"
+    group_indices: str = _GROUP_INDICES
     """The suffix of the array with the group of each input, which a folder may have."""
 
     @property
@@ -105,3 +122,103 @@ def _table(bits: int, zero: int) -> Shaped[np.ndarray, "256"]:
 # Tables by the bits of a number: codes as they are, and codes less half of the range.
 _UNSIGNED = {bits: _table(bits, 0) for bits in (4, 8)}
 _SIGNED = {bits: _table(bits, 2 ** (bits - 1)) for bits in (4, 8)}
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTQ(PackedIntegers):
+    """GPTQ (Frantar et al. 2022, arXiv:2210.17323), as AutoGPTQ and GPTQModel store it: words lie along inputs.
+
+    The first version of the format stores `zero - 1`, modulo the range.
+    """
+
+    shift: int = 1
+    """The number that is added to a stored zero point."""
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """Return the decoded array's shape: (outputs, inputs)."""
+        words, outputs = check_codes(parts, _CODES, "I32", 2)
+        inputs = words * self.per_word
+        groups = number_of_groups(inputs, self.group)
+        if outputs % self.per_word:
+            raise ValueError(f"its {outputs} outputs are no multiple of the {self.per_word} numbers of a word")
+        check_part(parts, _ZEROS, ("I32",), ((groups, outputs // self.per_word),))
+        check_part(parts, _SCALES, SCALES, ((groups, outputs),))
+        if _GROUP_INDICES in parts:
+            check_part(parts, _GROUP_INDICES, ("I32",), ((inputs,),))
+        return outputs, inputs
+
+    def read_octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
+        """Return the codes of some outputs; each word has neighboring inputs of an output."""
+        return bytes_of_words(parts[_CODES][:, rows].T)
+
+    def read_scales(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the scales and zero points of some outputs; a word of zero points holds outputs."""
+        words = slice((rows.start or 0) // self.per_word, None if rows.stop is None else rows.stop // self.per_word)
+        zeros = unpack(parts[_ZEROS][:, words], self.bits).T.astype(np.int32)
+        return parts[_SCALES][:, rows].T, ((zeros + self.shift) % 2**self.bits).astype(np.uint8)
+
+
+def gptq(published: PublishedConfig) -> Format:
+    """Return the format of a `quantization_config`."""
+    published.expect("bits", 4, 8)
+    published.expect("checkpoint_format", "gptq", "gptq_v2")
+    published.expect("pack_dtype", "int32")
+    published.expect("lm_head", False)
+    group = group_of(published)
+    required = (_ZEROS, _SCALES, *((_GROUP_INDICES,) if published.take("desc_act", False) else ()))
+    shift = int(published.take("checkpoint_format", "gptq") == "gptq")
+    return GPTQ(
+        "GPTQ", _CODES, required, optional=(_GROUP_INDICES,), bits=published.take("bits"), group=group, shift=shift
+    )
+
+
+def group_of(published: PublishedConfig) -> int | None:
+    """Return `group_size`; None for -1, which stands for all inputs."""
+    return None if published.take("group_size") == -1 else published.count("group_size")
+
+
+_PER_WORD = 8
+_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # from the lowest bits up, a word holds the outputs 0, 2, 4, 6, 1, 3, 5, 7
+
+
+@dataclasses.dataclass(frozen=True)
+class AWQ(PackedIntegers):
+    """AWQ (Lin et al. 2023, arXiv:2306.00978), as AutoAWQ stores it for `gemm`: 4-bit integers, words along outputs."""
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        """Return the decoded array's shape: (outputs, inputs)."""
+        inputs, words = check_codes(parts, _CODES, "I32", 2)
+        groups = number_of_groups(inputs, self.group)
+        check_part(parts, _ZEROS, ("I32",), ((groups, words),))
+        check_part(parts, _SCALES, SCALES, ((groups, words * _PER_WORD),))
+        if inputs % 2:
+            raise ValueError(f"its {inputs} inputs are no multiple of 2")
+        return words * _PER_WORD, inputs
+
+    def read_octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
+        """Return the codes of some outputs; each word has neighboring outputs of an input."""
+        octets = bytes_of_words(parts[_CODES][:, _words(rows)])
+        even, odd = octets[::2], octets[1::2]
+        pairs = np.stack([even & 15 | odd << 4, even >> 4 | odd & 240], axis=-1)
+        return np.ascontiguousarray(_reorder(pairs).T)
+
+    def read_scales(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the scales and zero points of some outputs; zero points are stored as codes are."""
+        return parts[_SCALES][:, rows].T, _reorder(unpack(parts[_ZEROS][:, _words(rows)], 4)).T
+
+
+def _words(rows: slice) -> slice:
+    return slice((rows.start or 0) // _PER_WORD, None if rows.stop is None else rows.stop // _PER_WORD)
+
+
+def _reorder(numbers: UInt8[np.ndarray, "rows ..."]) -> UInt8[np.ndarray, "rows outputs"]:
+    """Return the numbers of each word in the order of outputs."""
+    return numbers.reshape(len(numbers), -1, _PER_WORD)[..., _ORDER].reshape(len(numbers), -1)
+
+
+def awq(published: PublishedConfig) -> Format:
+    """Return the format of a `quantization_config`."""
+    published.expect("bits", 4)
+    published.expect("version", "gemm", "GEMM")
+    published.expect("zero_point", True)
+    return AWQ("AWQ", _CODES, (_ZEROS, _SCALES), group=group_of(published))

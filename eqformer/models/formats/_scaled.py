@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped
 
-from .._published_config import PublishedConfig
+from .._config_types import PublishedConfig
 from ._format import (
     check_codes,
     check_nonnegative_scales,
