@@ -8,27 +8,13 @@ from ..kernels import (
     sliding_window as sliding_window,
     window_both_ways as window_both_ways,
 )
-from ._activation import (
-    ACTIVATIONS as ACTIVATIONS,
-    clipped_gelu as clipped_gelu,
-    gelu as gelu,
-    gelu_tanh as gelu_tanh,
-    hard_swish as hard_swish,
-    identity as identity,
-    laplace as laplace,
-    leaky_relu as leaky_relu,
-    mish as mish,
-    quick_gelu as quick_gelu,
-    relu as relu,
-    relu6 as relu6,
-    relu_squared as relu_squared,
-    ScaledActivation as ScaledActivation,
-    sigmoid as sigmoid,
-    silu as silu,
-    sqrt_softplus as sqrt_softplus,
-    tanh as tanh,
+from ._block import (
+    Block as Block,
+    Dropout as Dropout,
+    ParallelResidual as ParallelResidual,
+    Residual as Residual,
+    StreamScale as StreamScale,
 )
-from ._block import Block as Block, SuperBlock as SuperBlock
 from ._cache import (
     can_roll_back as can_roll_back,
     check_cached as check_cached,
@@ -62,21 +48,6 @@ from ._contracts import (
     Sublayer as Sublayer,
 )
 from ._cross_layer import SharedKV as SharedKV, SharedValue as SharedValue, ShareRequest as ShareRequest
-from ._dims import (
-    dims as dims,
-    dims_table as dims_table,
-    ensemble as ensemble,
-    field_dim_names as field_dim_names,
-    float32_at_least as float32_at_least,
-    float32_flags as float32_flags,
-    format_table as format_table,
-    has_shape as has_shape,
-    is_trainable as is_trainable,
-    modules as modules,
-    named_by as named_by,
-    named_modules as named_modules,
-    path_name as path_name,
-)
 from ._dtype import (
     add_float32 as add_float32,
     at_least_float32 as at_least_float32,
@@ -90,9 +61,11 @@ from ._dtype import (
 from ._embedding import (
     Embedding as Embedding,
     LearnedPositions as LearnedPositions,
+    PerLayerEmbedding as PerLayerEmbedding,
+    PerLayerGate as PerLayerGate,
+    PerLayerInputs as PerLayerInputs,
     unembed as unembed,
 )
-from ._encoder import Encoder as Encoder, PredictionHead as PredictionHead
 from ._execution import Execution as Execution, with_execution as with_execution
 from ._linear import (
     dense as dense,
@@ -116,7 +89,28 @@ from ._matmul_precision import (
     MatmulPrecision as MatmulPrecision,
 )
 from ._matrices import matrices as matrices, Matrix as Matrix
-from ._mlp import GatedMLP as GatedMLP, MLP as MLP
+from ._mlp import (
+    ACTIVATIONS as ACTIVATIONS,
+    clipped_gelu as clipped_gelu,
+    GatedMLP as GatedMLP,
+    gelu as gelu,
+    gelu_tanh as gelu_tanh,
+    hard_swish as hard_swish,
+    identity as identity,
+    laplace as laplace,
+    leaky_relu as leaky_relu,
+    mish as mish,
+    MLP as MLP,
+    quick_gelu as quick_gelu,
+    relu as relu,
+    relu6 as relu6,
+    relu_squared as relu_squared,
+    ScaledActivation as ScaledActivation,
+    sigmoid as sigmoid,
+    silu as silu,
+    sqrt_softplus as sqrt_softplus,
+    tanh as tanh,
+)
 from ._model_contracts import (
     EmbeddingTable as EmbeddingTable,
     LanguageModel as LanguageModel,
@@ -126,13 +120,23 @@ from ._model_contracts import (
     RandomMask as RandomMask,
     TokenEmbedding as TokenEmbedding,
 )
-from ._module import Module as Module
-from ._norm import ClippedNorm as ClippedNorm, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
-from ._per_layer_embedding import (
-    PerLayerEmbedding as PerLayerEmbedding,
-    PerLayerGate as PerLayerGate,
-    PerLayerInputs as PerLayerInputs,
+from ._module import (
+    dims as dims,
+    dims_table as dims_table,
+    ensemble as ensemble,
+    field_dim_names as field_dim_names,
+    float32_at_least as float32_at_least,
+    float32_flags as float32_flags,
+    format_table as format_table,
+    has_shape as has_shape,
+    is_trainable as is_trainable,
+    Module as Module,
+    modules as modules,
+    named_by as named_by,
+    named_modules as named_modules,
+    path_name as path_name,
 )
+from ._norm import ClippedNorm as ClippedNorm, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
 from ._precision import (
     cast as cast,
     Fp8Linear as Fp8Linear,
@@ -140,17 +144,18 @@ from ._precision import (
     with_fp8 as with_fp8,
     without_fp8 as without_fp8,
 )
-from ._residual import (
-    Dropout as Dropout,
-    ParallelResidual as ParallelResidual,
-    Residual as Residual,
-    StreamScale as StreamScale,
+from ._quantization import (
+    codes_in_a_byte as codes_in_a_byte,
+    dequantize as dequantize,
+    quantize as quantize,
+    QuantizedLinear as QuantizedLinear,
 )
 from ._stack import (
     REMAT as REMAT,
     run_layers as run_layers,
     shared_names_read as shared_names_read,
     Stack as Stack,
+    SuperBlock as SuperBlock,
 )
 from ._tokens import (
     document_lengths as document_lengths,
@@ -165,7 +170,12 @@ from ._tokens import (
     with_row_layout_of as with_row_layout_of,
     with_source as with_source,
 )
-from ._transformer import Predictor as Predictor, Transformer as Transformer
+from ._transformer import (
+    Encoder as Encoder,
+    PredictionHead as PredictionHead,
+    Predictor as Predictor,
+    Transformer as Transformer,
+)
 from .attention._attention import Attention as Attention
 from .attention._cross_attention import CrossAttention as CrossAttention, MergedAttention as MergedAttention
 from .attention._cross_layer_attention import CrossLayerAttention as CrossLayerAttention
@@ -213,9 +223,6 @@ from .experts._routers import (
     TopKRouter as TopKRouter,
 )
 from .experts._routing import Router as Router, RouterFacts as RouterFacts, Routing as Routing, Slots as Slots
-from .quantization._formats import codes_in_a_byte as codes_in_a_byte
-from .quantization._linear import QuantizedLinear as QuantizedLinear
-from .quantization._weights import dequantize as dequantize, quantize as quantize
 from .recurrent._convolution import CausalConv as CausalConv, GatedShortConv as GatedShortConv
 from .recurrent._delta_net import ChannelDeltaNet as ChannelDeltaNet, GatedDeltaNet as GatedDeltaNet
 from .recurrent._mamba import GateNorm as GateNorm, Mamba2Mixer as Mamba2Mixer

@@ -1,14 +1,274 @@
-"""Transformer blocks: residual sublayers in sequence, and blocks that a stack repeats together."""
+"""Transformer blocks and their residual sublayers: one layer or several on one input, with norms and dropout."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from jaxtyping import Array, Float, PyTree
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Key, PyTree
 
-from ._contracts import Layer, Sublayer
-from ._cross_layer import collect_shared
-from ._residual import find_feed_forward, find_mixer, join, join_caches, split_cache, with_inputs_of_each
-from ._stack import run_layers
-from ._tokens import Tokens, tokens_or_default
+from ._contracts import Layer, Mixer, Routed, Sublayer
+from ._cross_layer import collect_shared, find_shared, SharedValue, ShareRequest
+from ._dtype import multiply_float32
+from ._model_contracts import LayerStack, RandomMask
+from ._module import modules
+from ._norm import Norm
+from ._tokens import Source, Tokens, tokens_or_default
+
+
+SOURCE = "source"
+"""The name of the sequence that cross-attention reads, `Tokens.source`."""
+LAYER_INPUT = "layer_input"
+"""The name of a token's vector for one layer, which `PerLayerInputs` makes."""
+
+
+class Dropout(RandomMask):
+    """Zero each channel with probability `rate` and divide the others by `1 - rate` (Srivastava et al. 2014).
+
+    Each token has a key of its own, so its mask is the same in any batch, on any mesh.
+    """
+
+    rate: float = eqx.field(static=True)
+
+    def __check_init__(self):
+        if not 0 <= self.rate < 1:
+            raise ValueError(f"Dropout(rate={self.rate}): the rate is a probability; give one in [0, 1).")
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any channel may be dropped."""
+        return self.rate != 0
+
+    def draw_mask(self, keys: Key[Array, "*batch seq"], channels: int) -> Bool[Array, "*batch seq embed"]:
+        """Draw the mask of channels that each token keeps."""
+        draw = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, (channels,)))
+        return draw(keys.reshape(-1)).reshape(*keys.shape, channels)
+
+    def apply_mask(
+        self, x: Float[Array, "*batch seq embed"], mask: Bool[Array, "*batch seq embed"]
+    ) -> Float[Array, "*batch seq embed"]:
+        """Return `x / (1 - rate)` where the mask is set, else zero."""
+        # The name lets rematerialisation policies keep the mask, so that it is not drawn again.
+        mask = checkpoint_name(mask, "dropout")
+        return jnp.where(mask, x / (1 - self.rate), jnp.zeros_like(x))
+
+
+class Residual(Sublayer):
+    """A residual sublayer: `sum_norm(x + scale * output_norm(layer(input_scale * norm(x))))`.
+
+    The norms that are given decide the arrangement: pre-norm, post-norm, or both. A layer that reads one more input
+    asks for it by name (`reads`).
+    """
+
+    layer: Mixer | Routed | Callable[..., Any]
+    """A `Mixer`, a `Routed` layer, or a function of an array to an array of the same shape."""
+    norm: Norm | Callable[[Array], Array] | None = None
+    """Norm of the layer's input: alone it is pre-norm (GPT-2, Llama), with `output_norm` the sandwich of Gemma 2."""
+    output_norm: Norm | Callable[[Array], Array] | None = None
+    """Norm of the layer's output: alone it is OLMo 2's arrangement."""
+    sum_norm: Norm | Callable[[Array], Array] | None = None
+    """Norm of the sum: alone it is post-norm (Vaswani 2017)."""
+    dropout: RandomMask | None = None
+    """Dropout of the branch."""
+    scale: float | None = eqx.field(static=True, default=None)
+    """Factor of the branch's output (Granite)."""
+    input_scale: float | None = eqx.field(static=True, default=None)
+    """Factor of the layer's input (Falcon-H1)."""
+    shares: str | None = eqx.field(static=True, default=None)
+    """The name under which a mixer shares its keys and values, or its choice of keys, with later layers. The mixer is
+    called with a `ShareRequest` in place of its cache."""
+    reads: str | None = eqx.field(static=True, default=None)
+    """The name of one more input. `"source"` gives a mixer the sequence of `Tokens.source`, for cross-attention;
+    `"layer_input"` gives a function a second argument, the token's vector for this layer (`PerLayerInputs`). Any other
+    name is that of a value which an earlier layer `shares`; a mixer is called with this `SharedValue`, wrapped around
+    its cache, and returns one."""
+
+    def __check_init__(self):
+        if self.shares and self.reads:
+            raise ValueError(
+                f"Residual(shares={self.shares!r}, reads={self.reads!r}): a layer that reads another layer's values "
+                "shares none of its own; give one of the two."
+            )
+        if self.reads and isinstance(self.layer, Routed):
+            raise ValueError(
+                f"Residual({type(self.layer).__name__}, reads={self.reads!r}): a routed layer takes no further input; "
+                "leave out reads, or take a mixer or a function."
+            )
+        if self.shares in (SOURCE, LAYER_INPUT):
+            raise ValueError(
+                f"Residual(shares={self.shares!r}): this is the name of an input of the whole model; take another name."
+            )
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: PyTree = None,
+        *,
+        index: int | None = None,
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Add the branch to `x`; the keys of dropout are folded with `index`, or with 0 outside of a block."""
+        added, cache, aux = self.branch(x, tokens, cache, index=index)
+        return apply_norm(self.sum_norm, x + added), cache, aux
+
+    def branch(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: PyTree = None,
+        *,
+        index: int | None = None,
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Return the summand for `x`, a mixer's new cache, and a routed layer's `Aux` or a mixer's shared value."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
+        normed, aux = apply_norm(self.norm, x), None
+        normed = normed if self.input_scale is None else normed * self.input_scale
+        if isinstance(self.layer, Mixer):
+            y, cache, aux = self._mix(self.layer, normed, tokens, cache)
+        elif isinstance(self.layer, Routed):
+            y, aux = self.layer(normed, tokens.bare)
+        elif self.reads is None:
+            y = self.layer(normed)
+        else:
+            y = self.layer(normed, self._find_input(tokens))
+        y = apply_norm(self.output_norm, y)
+        y = y if self.scale is None else y * self.scale
+        return y if self.dropout is None else self.dropout(y, tokens.fold_in(index or 0).keys), cache, aux
+
+    def _mix(
+        self, mixer: Mixer, x: Float[Array, "*batch seq embed"], tokens: Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, SharedValue | None]:
+        """Return the mixer's output, its new cache, and the value that it shares."""
+        if self.shares is None and self.reads is None:
+            return *mixer(x, tokens.bare, cache), None
+        if self.reads == SOURCE:
+            return *mixer(x, tokens.bare.replaced(source=tokens.source), cache), None
+        if self.reads is None:
+            wrapped_cache = ShareRequest(cache)
+        else:
+            wrapped_cache = dataclasses.replace(self._find_input(tokens), wrapped=cache)
+        y, shared = mixer(x, tokens.bare, wrapped_cache)
+        if not isinstance(shared, SharedValue):
+            call = f"shares={self.shares!r}): given ShareRequest(cache)"
+            call = call if self.reads is None else f"reads={self.reads!r}): given a SharedValue"
+            raise ValueError(
+                f"Residual({type(mixer).__name__}, {call}, the mixer returns {type(shared).__name__} and no "
+                "SharedValue; leave that option out, or take a mixer that returns its keys and values, or its choice, "
+                "with its cache."
+            )
+        if self.reads is not None:
+            return y, shared.wrapped, None
+        return y, shared.wrapped, dataclasses.replace(shared, name=self.shares, wrapped=None)
+
+    def _find_input(self, tokens: Tokens) -> Any:
+        """Return the input of the name `reads`; raise a `ValueError` if the model or the earlier layers have none."""
+        if self.reads not in (SOURCE, LAYER_INPUT):
+            return find_shared(tokens.shared, self.reads or "")
+        value: Source | Array | None = tokens.source
+        if self.reads == LAYER_INPUT:
+            value = None if tokens.inputs is None else tokens.inputs[..., 0, :]
+        if value is None:
+            field = "Tokens(source=...)" if self.reads == SOURCE else "Transformer(layer_inputs=PerLayerInputs(...))"
+            raise ValueError(
+                f"Residual({type(self.layer).__name__}, reads={self.reads!r}): the model gives no such input; give it "
+                f"by {field}."
+            )
+        return value
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """Return a mixer's empty cache, None for other layers."""
+        return self.layer.init_cache(batch, capacity, dtype) if isinstance(self.layer, Mixer) else None
+
+
+class ParallelResidual(Sublayer):
+    """Residual branches of one input that add to one sum: `sum_norm(x + output_norm(sum of branch(norm(x))))`.
+
+    The branches share `norm`, or each has its own. They may be a mixer and a feed-forward layer (GPT-J, PaLM), mixers
+    of any kinds and numbers of heads (Falcon-H1), or a dense layer and a mixture of experts (Gemma 4). It is a sublayer
+    of a `Block`, or by itself a layer that a stack repeats.
+    """
+
+    branches: tuple[Residual, ...]
+    norm: Norm | Callable[[Array], Array] | None = None
+    """Norm of the input of all branches."""
+    output_norm: Norm | Callable[[Array], Array] | None = None
+    """Norm of the sum of the branches, before it is added to the input."""
+    sum_norm: Norm | Callable[[Array], Array] | None = None
+    """Norm of the sum with the input."""
+
+    def __check_init__(self):
+        for number, branch in enumerate(self.branches):
+            if branch.sum_norm is not None:
+                raise ValueError(
+                    f"ParallelResidual(branches[{number}]=Residual(sum_norm=...)): there is one sum, of the input and "
+                    "all branches; pass the norm as ParallelResidual(sum_norm=...)."
+                )
+
+    @property
+    def mixer(self) -> Sublayer | None:
+        """The first branch with a mixer."""
+        return find_mixer(self.branches)
+
+    @property
+    def feed_forward(self) -> Sublayer | None:
+        """The first branch that maps each token alone."""
+        return find_feed_forward(self.branches)
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: PyTree = None,
+        *,
+        index: int | None = None,
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Add the branches to `x`.
+
+        In a block, random keys are folded with `index`; dropout keys are folded with the branch's number too.
+        """
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
+        tokens = tokens if index is None else tokens.fold_in(index)
+        normed, outputs, new_caches, auxes = apply_norm(self.norm, x), [], [], []
+        per_branch = zip(
+            self.branches, with_inputs_of_each(self.branches, tokens), split_cache(self.branches, cache), strict=True
+        )
+        for number, (branch, branch_tokens, branch_cache) in enumerate(per_branch):
+            y, new_cache, aux = branch.branch(normed, branch_tokens, branch_cache, index=number)
+            outputs.append(y)
+            new_caches.append(new_cache)
+            auxes.append(aux)
+        # Without an `output_norm`, the branches are added to the input one after another.
+        added = outputs if self.output_norm is None else [self.output_norm(sum_in_order(outputs))]
+        x = apply_norm(self.sum_norm, sum_in_order([x, *added]))
+        return x, None if cache is None else join_caches(self.branches, new_caches), join(auxes)
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """Return the empty cache of the branch with a mixer; a tuple of caches if several branches have a mixer."""
+        return join_caches(self.branches, [branch.init_cache(batch, capacity, dtype) for branch in self.branches])
+
+
+class StreamScale(Sublayer):
+    """A trained factor of the residual stream (the `layer_scalar` of Gemma 4)."""
+
+    factor: Float[Array, ""]
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        tokens: Tokens | None = None,
+        cache: PyTree = None,
+        *,
+        index: int | None = None,
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Multiply the stream; the factor's gradient is summed over tokens in float32."""
+        return multiply_float32(x, self.factor), cache, None
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """Return None: it has no cache."""
+        return None
 
 
 class Block(Layer):
@@ -55,23 +315,80 @@ class Block(Layer):
         return join_caches(self.sublayers, [layer.init_cache(batch, capacity, dtype) for layer in self.sublayers])
 
 
-class SuperBlock(Layer):
-    """Layers of any kinds that a stack repeats together as one layer, such as Gemma's local and global blocks."""
+def apply_norm(
+    norm: Norm | Callable[[Array], Array] | None, x: Float[Array, "*batch embed"]
+) -> Float[Array, "*batch embed"]:
+    """Return the normed array, or the array itself if there is no norm."""
+    return x if norm is None else norm(x)
 
-    blocks: tuple[Layer, ...]
 
-    @property
-    def members(self) -> tuple[Layer, ...]:
-        """The blocks."""
-        return self.blocks
+def sum_in_order(arrays: Sequence[Float[Array, "*batch embed"]]) -> Float[Array, "*batch embed"]:
+    """Add arrays from the first to the last, so that sums are rounded alike everywhere."""
+    total = arrays[0]
+    for array in arrays[1:]:
+        total = total + array
+    return total
 
-    def __call__(
-        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
-    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """Run the blocks in order; the cache and the aux are tuples of the blocks' caches and aux."""
-        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
-        return run_layers(self.blocks, x, tokens, cache)
 
-    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """Return a tuple of the blocks' empty caches."""
-        return tuple(block.init_cache(batch, capacity, dtype) for block in self.blocks)
+def has_mixer(sublayer: PyTree) -> bool:
+    """Return whether a sublayer has a mixer, and so a cache."""
+    return bool(modules(sublayer, Mixer))
+
+
+def find_mixer(sublayers: Sequence[Sublayer]) -> Sublayer | None:
+    """Return the first sublayer with a mixer."""
+    return next(filter(has_mixer, sublayers), None)
+
+
+def find_feed_forward(sublayers: Sequence[Sublayer]) -> Sublayer | None:
+    """Return the first sublayer that maps each token alone and reads nothing else."""
+    for sublayer in sublayers:
+        residuals = modules(sublayer, Residual)
+        if residuals and not has_mixer(sublayer) and all(residual.reads is None for residual in residuals):
+            return sublayer
+    return None
+
+
+def with_inputs_of_each(layers: Sequence[PyTree], tokens: Tokens) -> Iterator[Tokens]:
+    """Yield the tokens for each layer, with only that layer's slice of `tokens.inputs`."""
+    start = 0
+    for count in map(count_layer_inputs, layers):
+        if tokens.inputs is None or count == tokens.inputs.shape[-2]:
+            yield tokens
+        else:
+            layer_inputs = tokens.inputs[..., start : start + count, :] if count else None
+            yield tokens.replaced(inputs=layer_inputs)
+        start += count
+
+
+def count_layer_inputs(layer: PyTree) -> int:
+    """Return how many sublayers of a layer, or of all layers of a stack, read a vector for their layer."""
+    readers = [residual for residual in modules(layer, Residual) if residual.reads == LAYER_INPUT]
+    return len(readers) * (len(layer) if isinstance(layer, LayerStack) else 1)
+
+
+def split_cache(sublayers: Sequence[Sublayer], cache: PyTree) -> list[PyTree]:
+    """Split a cache that `join_caches` made into one cache per sublayer; None for a sublayer without a mixer."""
+    flags = [has_mixer(sublayer) for sublayer in sublayers]
+    if cache is None or sum(flags) < 2:
+        return [cache if flag else None for flag in flags]
+    if not isinstance(cache, tuple | list) or len(cache) != sum(flags):
+        passed = f"{len(cache)} of them" if isinstance(cache, tuple | list) else f"a {type(cache).__name__}"
+        raise ValueError(
+            f"a call of {sum(flags)} sublayers with mixers takes a tuple of as many caches, and cache is {passed}; "
+            "make it by init_cache of the same module."
+        )
+    caches = iter(cache)
+    return [next(caches) if flag else None for flag in flags]
+
+
+def join_caches(sublayers: Sequence[Sublayer], caches: Sequence[PyTree]) -> PyTree:
+    """Return the cache of the only sublayer with a mixer; a tuple of caches if several have one, None if none has."""
+    mixer_caches = [cache for sublayer, cache in zip(sublayers, caches, strict=True) if has_mixer(sublayer)]
+    return tuple(mixer_caches) if len(mixer_caches) > 1 else next(iter(mixer_caches), None)
+
+
+def join(auxes: Sequence[PyTree]) -> PyTree:
+    """Return the only aux that is not None; a tuple if there are several, None if there is none."""
+    present = [aux for aux in auxes if aux is not None]
+    return tuple(present) if len(present) > 1 else next(iter(present), None)

@@ -15,10 +15,9 @@ from jaxtyping import Array, Float, Int, Num, PyTree
 from .._array_checks import checked, checked_fields
 from .._shapes import ArrayOrShape
 from ..kernels import CACHE_WRITE, CacheWriteCall, rounded_slots
-from ._dims import dims
-from ._dtype import float_dtype
+from ._dtype import dequantize_rows, float_dtype, quantize_rows
+from ._module import dims
 from ._tokens import Tokens
-from .quantization._kv_cache import dequantize_rows, quantize_rows
 
 
 class LayerCache(eqx.Module):

@@ -15,10 +15,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..kernels import Mask
-from ._dims import modules
 from ._dtype import add_float32
 from ._matmul_precision import ComputeDtypeMatmul, MatmulPrecision
-from ._module import Module
+from ._module import Module, modules
 from ._tokens import Tokens
 
 

@@ -1,4 +1,6 @@
-"""Token embeddings with tied logits, and learned position embeddings."""
+"""Embeddings of tokens, of positions, and of tokens for each layer (Gemma 3n, Gemma 4)."""
+
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -6,8 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from .._array_checks import checked
+from ._contracts import FeedForward
 from ._dtype import lookup_rows, matmul_float32
-from ._model_contracts import PositionEmbedding, TokenEmbedding
+from ._linear import Linear, LinearMap
+from ._mlp import gelu_tanh, recompute_in_backward
+from ._model_contracts import EmbeddingTable, PositionEmbedding, TokenEmbedding
+from ._module import Module
+from ._norm import Norm, RMSNorm
 
 
 class Embedding(TokenEmbedding):
@@ -60,3 +67,130 @@ class LearnedPositions(PositionEmbedding):
 def unembed(x: Float[Array, "*batch embed"], weight: Float[Array, "vocab embed"]) -> Float[Array, "*batch vocab"]:
     """Return `x W^T`: products in the dtype of `x`, sums and logits in float32 at least; the same for gradients."""
     return matmul_float32(x, weight)
+
+
+class PerLayerEmbedding(EmbeddingTable):
+    """A table with a vector for each token id and each of `depth` layers; looked-up vectors are multiplied by `scale`.
+
+    A row holds the numbers of one channel for all layers side by side. A table with a dim for layers would be stored by
+    columns on some platforms, and copied as a whole to look up a token.
+    """
+
+    weight: Float[Array, "vocab mlp"]
+    depth: int = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        depth: int,
+        mlp: int,
+        std: float = 0.02,
+        scale: float | None = None,
+        key: Key[Array, ""],
+    ):
+        """Draw the table.
+
+        Args:
+            vocab: Number of token ids.
+            depth: Number of layers.
+            mlp: Channels of a vector.
+            std: Standard deviation of the table.
+            scale: Factor of looked-up vectors; None: 1.
+            key: For the table.
+        """
+        self.weight = std * jax.random.normal(key, (vocab, mlp * depth), jnp.float32)
+        self.depth, self.scale = depth, scale
+
+    def transform(self, x: Float[Array, "*batch seq mlp"]) -> Float[Array, "*batch seq depth _"]:
+        """Return the vectors of all layers, from the rows of the table."""
+        x = x.reshape(*x.shape[:-1], -1, self.depth).swapaxes(-2, -1)
+        return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
+
+    @property
+    def has_transform(self) -> bool:
+        """Whether vectors are scaled."""
+        return self.scale is not None
+
+
+class PerLayerInputs(Module):
+    """Vectors for `depth` layers: `(norm(W x / sqrt(embed)) + sqrt(mlp) table[id]) / sqrt(2)` (Gemma 4).
+
+    `x` is the input of the first layer. Each sublayer `Residual(reads="layer_input")` reads the vectors of one layer,
+    in the order of the layers.
+    """
+
+    embedding: PerLayerEmbedding
+    project: LinearMap
+    norm: Norm
+    scale: float = eqx.field(static=True)
+
+    def __init__(self, *, vocab: int, embed: int, depth: int, mlp: int, eps: float = 1e-6, key: Key[Array, ""]):
+        """Draw the table and the map.
+
+        Args:
+            vocab: Number of token ids of the table.
+            embed: Channels of the stream.
+            depth: Number of layers that read a vector.
+            mlp: Channels of a vector.
+            eps: Added to the mean of squares in the norm, before the root.
+            key: For the weights.
+        """
+        table_key, map_key = jax.random.split(key)
+        self.embedding = PerLayerEmbedding(vocab=vocab, depth=depth, mlp=mlp, scale=mlp**0.5, key=table_key)
+        self.project = Linear("embed -> mlp depth", embed=embed, mlp=mlp, depth=depth, key=map_key)
+        self.norm, self.scale = RMSNorm("mlp", mlp=mlp, eps=eps), embed**-0.5
+
+    def __call__(
+        self, x: Float[Array, "*batch _ embed"], ids: Int[Array, "*batch seq"]
+    ) -> Float[Array, "*batch seq depth mlp"]:
+        """Return the vectors of each token for all layers."""
+        projected = self.norm((self.project(x) * self.scale).swapaxes(-2, -1))
+        return (projected + self.embedding(ids).astype(projected.dtype)) * 2**-0.5
+
+
+class PerLayerGate(FeedForward):
+    """A gated map of a token's vector for this layer, `W_down (act(W_gate x) * layer_input)` (Gemma 4).
+
+    It stands in `Residual(reads="layer_input")`; `PerLayerInputs` makes the vectors.
+    """
+
+    gate: LinearMap
+    down: LinearMap
+    activation: Callable[[Array], Array] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        *,
+        embed: int,
+        mlp: int,
+        activation: Callable[[Array], Array] = gelu_tanh,
+        output_std: float | None = None,
+        key: Key[Array, ""],
+    ):
+        """Draw the two maps.
+
+        Args:
+            embed: Channels of the stream.
+            mlp: Channels of the vector.
+            activation: Applied to the output of the gate.
+            output_std: Standard deviation of the second map's weights; None: the usual one.
+            key: For the weights.
+        """
+        gate_key, down_key = jax.random.split(key)
+        self.gate = Linear("embed -> mlp", embed=embed, mlp=mlp, key=gate_key)
+        self.down = Linear("mlp -> embed", embed=embed, mlp=mlp, std=output_std, key=down_key)
+        self.activation = activation
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], layer_input: Float[Array, "*batch full_seq mlp"] | None = None
+    ) -> Float[Array, "*batch seq embed"]:
+        """Map each token by itself, with its vector for this layer."""
+        if layer_input is None:
+            raise ValueError(
+                "PerLayerGate(x): the layer is given no vector of each token; let it stand in "
+                "Residual(reads='layer_input'), of a Transformer with layer_inputs."
+            )
+        multiply = recompute_in_backward(lambda gate, layer_input: self.activation(gate) * layer_input)
+        return self.down(multiply(self.gate(x), layer_input))

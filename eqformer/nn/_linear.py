@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
 from ._contracts import ComposedMap, DenseMap, LinearMap
-from ._dims import named_by
 from ._dtype import at_least_float32, matmul_float32
 from ._matmul_precision import ComputeDtypeMatmul, MatmulPrecision
+from ._module import named_by
 
 
 class LinearWrapper(LinearMap):

@@ -9,9 +9,9 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
-from ._dims import is_trainable, named_modules, path_name
 from ._dtype import at_least_float32
 from ._linear import ComposedMap, dense, Linear, LinearMap
+from ._module import is_trainable, named_modules, path_name
 
 
 class LoRA(ComposedMap):

@@ -6,10 +6,10 @@ import equinox as eqx
 import jax
 from jaxtyping import PyTree
 
-from ._dims import has_shape
 from ._embedding import LearnedPositions
 from ._linear import DenseMap
 from ._model_contracts import EmbeddingTable
+from ._module import has_shape
 
 
 @dataclasses.dataclass(frozen=True)

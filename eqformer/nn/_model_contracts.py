@@ -11,16 +11,14 @@ import equinox as eqx
 from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from ._contracts import Layer, LinearMap
-from ._dims import take_members
 from ._dtype import lookup_rows, matmul_float32
-from ._module import Module
+from ._module import Module, take_members
 from ._tokens import Tokens
 
 
 if TYPE_CHECKING:
-    from ._encoder import Encoder
-    from ._per_layer_embedding import PerLayerInputs
-    from ._transformer import Predictor
+    from ._embedding import PerLayerInputs
+    from ._transformer import Encoder, Predictor
 
 
 class LayerStack(Layer):

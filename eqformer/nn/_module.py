@@ -1,17 +1,28 @@
-"""Base class of modules: calls are named by the module's path in programs and profiles, and check their arguments."""
+"""The base class of modules, and the names of the dims of their parameters.
+
+Calls have the module's path as their name in programs and profiles, and check their arguments. The names of dims are
+read from the annotations that check the parameters' shapes.
+"""
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable
-from typing import Any
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
 
 from .._array_checks import ArgumentRule, check_arguments, check_cache, rules_of, Sizes
+from .._shapes import ArrayOrShape
 
 
 class Module(eqx.Module):
@@ -106,3 +117,179 @@ def _name_in(caller: eqx.Module, module: eqx.Module) -> str:
 
 def _visible_name(field: str) -> str:
     return "" if field == "inner" else field
+
+
+def named_by(attribute: str, *, float32_at_least: bool = False) -> Any:
+    """Return a field whose dims differ from instance to instance: the instance's `attribute` holds their names.
+
+    The field may be `float32_at_least` too.
+    """
+    return eqx.field(metadata={"named_by": attribute} | ({"float32_at_least": True} if float32_at_least else {}))
+
+
+def ensemble(dim: str) -> Any:
+    """Return a field that holds a vmapped ensemble of modules: each array has `dim` in front of its other dims."""
+    return eqx.field(metadata={"ensemble": dim})
+
+
+def take_members(modules: PyTree, index: int | slice) -> PyTree:
+    """Return one module of an ensemble, or the ensemble of some of its modules."""
+    arrays, static = eqx.partition(modules, eqx.is_array)
+    return eqx.combine(jax.tree.map(lambda x: x[index], arrays), static)
+
+
+def float32_at_least() -> Any:
+    """Return a field whose array stays float32 at least when a model is cast: rounding it would change decisions."""
+    return eqx.field(metadata={"float32_at_least": True})
+
+
+def dims(model: PyTree) -> PyTree:
+    """Return a tree like `model` with the names of its dims, `"layers heads head_dim embed"`, for each array.
+
+    Names come from the fields' jaxtyping annotations, in eqformer's modules and in any other. A dim that no annotation
+    names is `_`. The model may hold arrays or the `ShapeDtypeStruct`s of `equinox.filter_eval_shape`, so the layout of
+    a model can be computed without allocating it.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(model)
+    return jax.tree_util.tree_unflatten(structure, [_dims_at(model, path, leaf) for path, leaf in leaves])
+
+
+def field_dim_names(tree: PyTree) -> PyTree:
+    """Return a tree like this one with the set of dim names of each array's field, without dims of ensembles."""
+
+    def names(path: tuple, leaf: object) -> frozenset[str]:
+        nodes = list(_nodes_on_path(tree, path)) if has_shape(leaf) else []
+        node, field = nodes[-1] if nodes else (None, None)
+        return frozenset(() if field is None else _annotated_dims(node, field) or ())
+
+    return jax.tree_util.tree_map_with_path(names, tree)
+
+
+def float32_flags(model: PyTree) -> PyTree:
+    """Return a tree like `model` of flags: whether the field of each leaf is `float32_at_least`."""
+
+    def is_wide(path: tuple, _: object) -> bool:
+        fields = [field for _, field in _nodes_on_path(model, path)]
+        return bool(fields) and fields[-1] is not None and "float32_at_least" in fields[-1].metadata
+
+    return jax.tree_util.tree_map_with_path(is_wide, model)
+
+
+def modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[Any]:
+    """Return the modules of some classes in a tree, in order, without those inside another of them."""
+    return [module for _, module in named_modules(tree, kinds)]
+
+
+def named_modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[str, Any]]:
+    """Return the modules of `modules`, each with its path as `path_name` writes it."""
+    is_kind = lambda node: isinstance(node, kinds)
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kind)
+    return [(path_name(path), node) for path, node in nodes if is_kind(node)]
+
+
+def path_name(path: tuple) -> str:
+    """Return a leaf's path in Python's notation: `stacks[0].blocks.sublayers[0].layer.query.weight`."""
+    return jax.tree_util.keystr(path).lstrip(".")
+
+
+def has_shape(leaf: object) -> TypeGuard[ArrayOrShape]:
+    """Return whether a leaf is an array, or the shape and dtype of an array."""
+    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | jax.ShapeDtypeStruct)
+
+
+def is_trainable(leaf: object) -> bool:
+    """Return whether training changes a leaf: a floating-point array, or the shape of such an array."""
+    return has_shape(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def dims_table(model: PyTree) -> str:
+    """Return a printable table of all arrays: path, dims, shape, dtype, bytes; and the totals."""
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    names = jax.tree.leaves(dims(model))
+    rows = [("path", "dims", "shape", "dtype", "bytes")]
+    count = total = 0
+    for (path, leaf), name in zip(leaves, names, strict=True):
+        if has_shape(leaf):
+            itemsize = 0 if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else leaf.dtype.itemsize
+            count, total = count + leaf.size, total + leaf.size * itemsize
+            shape = "x".join(map(str, leaf.shape)) or "scalar"
+            rows.append((path_name(path), name, shape, str(leaf.dtype), f"{leaf.size * itemsize:,}"))
+    rows.append(("total", "", f"{count:,}", "", f"{total:,}"))
+    return format_table(rows)
+
+
+def format_table(rows: list[tuple[str, ...]]) -> str:
+    """Return rows of text as aligned columns under the first row; columns of figures are aligned on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    figures = [all(_is_figure(cell) for cell in column[1:]) for column in zip(*rows)]
+    lines = [
+        "  ".join(cell.rjust(w) if right else cell.ljust(w) for cell, w, right in zip(row, widths, figures)).rstrip()
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _is_figure(cell: str) -> bool:
+    return not cell or cell[0] in "-.0123456789"
+
+
+def _dims_at(model: PyTree, path: tuple, leaf: object) -> object:
+    if not has_shape(leaf):
+        return leaf
+    nodes = list(_nodes_on_path(model, path))
+    prefix = [field.metadata["ensemble"] for _, field in nodes if field is not None and "ensemble" in field.metadata]
+    node, field = nodes[-1] if nodes else (None, None)
+    names = _expand_batch(None if field is None else _annotated_dims(node, field), leaf.ndim - len(prefix))
+    if len(prefix) + len(names) != leaf.ndim:
+        raise ValueError(
+            f"dims: {path_name(path)} has shape {leaf.shape}, but its annotation names the dims "
+            f"{' '.join(prefix + names)!r}; annotate the field with one name a dim."
+        )
+    return " ".join(prefix + names)
+
+
+def _nodes_on_path(model: PyTree, path: tuple) -> Iterator[tuple[Any, dataclasses.Field | None]]:
+    """Yield each node on the path to a leaf, with the field that leads to the next node, or None for other entries."""
+    node = model
+    for entry in path:
+        if isinstance(entry, jax.tree_util.GetAttrKey):
+            yield node, _fields(type(node)).get(entry.name)
+            node = getattr(node, entry.name)
+            continue
+        yield node, None
+        if isinstance(entry, jax.tree_util.SequenceKey):
+            node = node[entry.idx]
+        elif isinstance(entry, jax.tree_util.DictKey):
+            node = node[entry.key]
+        else:
+            return
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, dataclasses.Field]:
+    # Named tuples, of which optimizer states are made, have attributes and no fields.
+    return {field.name: field for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
+
+
+def _annotated_dims(node: object, field: dataclasses.Field) -> list[str] | None:
+    if "named_by" in field.metadata:
+        return list(getattr(node, field.metadata["named_by"]))
+    annotation = field.type
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if typing.get_origin(annotation) is typing.Union:
+        options = typing.get_args(annotation)
+    # jaxtyping's shapes are classes that carry the text of their dims.
+    texts = [option.dim_str for option in options if isinstance(option, type) and "dim_str" in dir(option)]
+    return texts[0].split() if texts and "..." not in texts[0] else None
+
+
+def _expand_batch(names: list[str] | None, ndim: int) -> list[str]:
+    """Return one name a dim: `*batch` stands for all dims that no other name covers, of which the last is the batch."""
+    if names is None:
+        return ["_"] * ndim
+    stars = [name for name in names if name.startswith("*")]
+    if not stars:
+        return [name if name.isidentifier() else "_" for name in names]
+    index, missing = names.index(stars[0]), ndim - (len(names) - 1)
+    expanded = (["_"] * (missing - 1) + [stars[0][1:]])[-missing:] if missing > 0 else []
+    return names[:index] + expanded + names[index + 1 :]

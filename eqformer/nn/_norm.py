@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ._dims import named_by
 from ._dtype import at_least_float32
-from ._module import Module
+from ._module import Module, named_by
 
 
 AVERAGED = ("means", "squares")

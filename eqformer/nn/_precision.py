@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
-from ._dims import float32_flags, named_by, named_modules, path_name
 from ._dtype import at_least_float32, float_dtype
 from ._linear import apply_weight, DenseMap, Linear, LinearMap, plain
 from ._lora import chosen_maps, Where
 from ._matmul_precision import Fp8Matmul, MatmulPrecision
+from ._module import float32_flags, named_by, named_modules, path_name
 from ._transformer import Transformer
 from .experts._routing import Router
 

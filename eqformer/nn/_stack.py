@@ -1,4 +1,4 @@
-"""Stacks of layers run by a scan, layers in sequence, and what the backward pass recomputes."""
+"""Layers in sequence: stacks that a scan runs, super-blocks, and rematerialisation policies."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,15 +10,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from ._block import count_layer_inputs, LAYER_INPUT, Residual, SOURCE, with_inputs_of_each
 from ._cache import index_layer, LayerCache, quantize_caches, update_layer, with_rollback
 from ._contracts import Layer
 from ._cross_layer import collect_shared, keep_shared, take_last_layer
-from ._dims import ensemble, modules, path_name
-from ._dtype import in_dtypes_of, in_float32
+from ._dtype import in_dtypes_of, in_float32, parse_cache_dtype
 from ._model_contracts import LayerStack
-from ._residual import count_layer_inputs, LAYER_INPUT, Residual, SOURCE, with_inputs_of_each
+from ._module import ensemble, modules, path_name
 from ._tokens import Tokens, tokens_or_default
-from .quantization._kv_cache import parse_cache_dtype
 
 
 class Stack(LayerStack):
@@ -82,6 +81,28 @@ class Stack(LayerStack):
         """Return the blocks' empty caches, stacked over `layers`."""
         _check_layers(self, "init_cache")
         return eqx.filter_vmap(lambda block: block.init_cache(batch, capacity, dtype))(self.blocks)
+
+
+class SuperBlock(Layer):
+    """Layers of any kinds that a stack repeats together as one layer, such as Gemma's local and global blocks."""
+
+    blocks: tuple[Layer, ...]
+
+    @property
+    def members(self) -> tuple[Layer, ...]:
+        """The blocks."""
+        return self.blocks
+
+    def __call__(
+        self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Run the blocks in order; the cache and the aux are tuples of the blocks' caches and aux."""
+        tokens = tokens_or_default(tokens, x.shape[:-1], cache)
+        return run_layers(self.blocks, x, tokens, cache)
+
+    def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
+        """Return a tuple of the blocks' empty caches."""
+        return tuple(block.init_cache(batch, capacity, dtype) for block in self.blocks)
 
 
 def empty_caches(

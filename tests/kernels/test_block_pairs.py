@@ -6,7 +6,7 @@ import pytest
 from haste import put
 
 from eqformer.kernels import TokenPositions
-from eqformer.kernels.attention._block_pairs import possible_pairs
+from eqformer.kernels.attention._call import possible_pairs
 from eqformer.nn import causal, chunked, full, Mask, sliding_window, window_both_ways
 
 

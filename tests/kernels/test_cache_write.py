@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from eqformer import nn
-from eqformer.kernels import CacheWriteCall, LayerFill, ScatterWrite, TileWrite, traced_for
-from eqformer.kernels.cache_write import _tpu
+from eqformer.kernels import _cache_write, CacheWriteCall, LayerFill, ScatterWrite, TileWrite, traced_for
 from eqformer.nn import _cache as _slots
 
 
@@ -42,7 +41,7 @@ def call_of(name: str, dtype: Any) -> CacheWriteCall:
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_scatter_to_the_bit(name, dtype, monkeypatch):
     call = call_of(name, dtype)
-    monkeypatch.setattr(_tpu, "_TILE_BYTES", 2 * call.memory[..., :32, :].nbytes // ROWS)  # several programs
+    monkeypatch.setattr(_cache_write, "_TILE_BYTES", 2 * call.memory[..., :32, :].nbytes // ROWS)  # several programs
     wide = lambda x: np.asarray(x, np.float32)
     wanted = wide(ScatterWrite().run(call))
     assert np.array_equal(wide(TileWrite(interpret=True).run(call)), wanted)

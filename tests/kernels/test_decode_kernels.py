@@ -9,9 +9,14 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
 from eqformer import kernels, nn
-from eqformer.kernels import _op, RotatedChannels, StoredArrays
-from eqformer.kernels.cache_write import _tpu as _slots_tpu
-from eqformer.kernels.decode_attention import _gpu as gpu, _tpu as tpu
+from eqformer.kernels import (
+    _cache_write,
+    _decode_attention_gpu as gpu,
+    _decode_attention_tpu as tpu,
+    _op,
+    RotatedChannels,
+    StoredArrays,
+)
 
 
 class Case(NamedTuple):
@@ -148,7 +153,7 @@ LAID = [(10, 512), (128, 512), (128, 2**20)]
 @pytest.mark.parametrize("name", ["everything", "latents", *(pytest.param(n, marks=pytest.mark.grid) for n in OTHERS)])
 def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, tile, monkeypatch):
     monkeypatch.setattr(tpu, "LANES", lanes)
-    monkeypatch.setattr(_slots_tpu, "LANES", lanes)
+    monkeypatch.setattr(_cache_write, "LANES", lanes)
     monkeypatch.setattr(tpu, "_BLOCK_NUMBERS", tile)
     monkeypatch.setattr(tpu, "_SUBLANES", 2)  # heads' scales are read where they lie, if a block has all slots
     given = given_of(CASES[name])
@@ -164,7 +169,7 @@ def test_tpus_fetch_what_is_counted_and_no_more_than_is_seen(name, tile, monkeyp
     monkeypatch.setattr(tpu, "_BLOCK_NUMBERS", tile)
     monkeypatch.setattr(tpu, "_SUBLANES", 2)
     monkeypatch.setattr(tpu, "LANES", 10)
-    monkeypatch.setattr(_slots_tpu, "LANES", 10)
+    monkeypatch.setattr(_cache_write, "LANES", 10)
     calls: list[Any] = []
 
     def pallas_call(kernel: Any, *, grid_spec: Any, out_shape: Any, cost_estimate: Any, **_: Any) -> Any:

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from eqformer import kernels, models, nn
-from eqformer.kernels import RecurrentStepCall, ReferenceStep, StepTpu
-from eqformer.kernels.recurrent_step import _tpu
-from eqformer.nn.recurrent import _delta_rule, _state_space
-from eqformer.nn.recurrent._states import States
+from eqformer.kernels import _recurrent_step, RecurrentStepCall, ReferenceStep, StepTpu
+from eqformer.nn.recurrent import _delta_rule, _mamba
+from eqformer.nn.recurrent._recurrence import States
 
 
 def close(one: Any, other: Any, bound: float) -> bool:
@@ -25,8 +24,8 @@ def close(one: Any, other: Any, bound: float) -> bool:
 ROWS = 3
 # Of each rule: layers, groups, heads of a group, channels of a key and a value. Those of 64 are laid before the others.
 CASES = {
-    "a state space whose heads share a key": (_state_space._step, 2, 1, 16, 128, 64),
-    "one of groups": (_state_space._step, None, 4, 2, 128, 128),
+    "a state space whose heads share a key": (_mamba._step, 2, 1, 16, 128, 64),
+    "one of groups": (_mamba._step, None, 4, 2, 128, 128),
     "a delta rule": (_delta_rule._step, None, 1, 16, 128, 128),
     "one of narrow values that fades by channels": (_delta_rule._step, 2, 1, 3, 128, 64),
 }
@@ -38,7 +37,7 @@ def call_of(name: str) -> RecurrentStepCall:
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     many, unit = (ROWS, groups, heads), head_dim**-0.5
-    if step is _state_space._step:
+    if step is _mamba._step:
         few, faded = (ROWS, groups, 1), -jnp.abs(draw(*many, 1))
         token = draw(*few, head_dim) * unit, draw(*few, head_dim) * unit, draw(*many, v_dim), faded
     else:
@@ -53,7 +52,7 @@ def call_of(name: str) -> RecurrentStepCall:
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_plain_step(name, monkeypatch):
     call = call_of(name)
-    monkeypatch.setattr(_tpu, "_STATE_BYTES", 2**18)  # several programs
+    monkeypatch.setattr(_recurrent_step, "_STATE_BYTES", 2**18)  # several programs
     answer, memory = jax.jit(StepTpu(interpret=True).run)(call)
     wanted, after = jax.jit(ReferenceStep().run)(call)
     assert answer.shape == wanted.shape and bool(jnp.isnan(answer[2]).all())

@@ -8,8 +8,7 @@ import pytest
 from nn_reference import close, drawn, normal, replaced
 
 from eqformer import kernels, nn
-from eqformer.kernels import _op
-from eqformer.kernels.decode_attention import _tpu as tpu
+from eqformer.kernels import _decode_attention_tpu as tpu, _op
 
 
 KEY = jax.random.key(0)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from nn_reference import close
 
 from eqformer.nn.recurrent._delta_rule import delta_rule, scan_chunks
-from eqformer.nn.recurrent._states import States
+from eqformer.nn.recurrent._recurrence import States
 from eqformer.parallel import make_mesh
 
 

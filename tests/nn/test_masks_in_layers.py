@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from nn_reference import close, normal
 
-from eqformer.nn.recurrent._chunks import mask_in_layer
+from eqformer.nn.recurrent._recurrence import mask_in_layer
 from eqformer.program import read_jaxpr
 
 

@@ -9,7 +9,7 @@ from nn_reference import drawn, normal
 
 from eqformer import nn
 from eqformer.nn._cache import quantize_caches
-from eqformer.nn.quantization._kv_cache import dequantize_rows, parse_cache_dtype, quantize_rows
+from eqformer.nn._dtype import dequantize_rows, parse_cache_dtype, quantize_rows
 
 
 @pytest.mark.parametrize(("dtype", "step"), [("int8", 0.5 / 127), ("float8_e4m3fn", 2.0**-4)])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from nn_reference import close
 
-from eqformer.nn.recurrent._state_space import scan_chunk_states, state_space
-from eqformer.nn.recurrent._states import States
+from eqformer.nn.recurrent._mamba import scan_chunk_states, state_space
+from eqformer.nn.recurrent._recurrence import States
 
 
 BATCH, GROUPS, HEADS, HEAD_DIM, V_DIM = 2, 2, 6, 4, 5

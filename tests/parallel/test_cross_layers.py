@@ -13,7 +13,7 @@ from plan_parity import Case, differences, of_one_device
 from test_sharded_model import built, planned, same, written
 
 from eqformer import models, nn
-from eqformer.nn import _cross_layer, _residual
+from eqformer.nn import _block, _cross_layer
 from eqformer.parallel.tensor import _residual_stream as _norms
 
 
@@ -49,7 +49,7 @@ def test_what_is_left_out_is_seen(what, monkeypatch):
     wanted = of_one_device(case)
     if what == "keys":
         moved = lambda left: eqx.tree_at(lambda one: one.value.keys, left, jnp.roll(left.value.keys, 1, 1))
-        monkeypatch.setattr(_residual, "find_shared", lambda left, name: moved(_cross_layer.find_shared(left, name)))
+        monkeypatch.setattr(_block, "find_shared", lambda left, name: moved(_cross_layer.find_shared(left, name)))
     else:
         monkeypatch.setattr(_norms.send, "pmean", lambda name, x, axis: x)
     assert differences(afresh(case), wanted, 1e-2)

@@ -10,13 +10,10 @@ from jaxtyping import Array, Float
 
 from .._op import Choice, dispatch_with_derivative, Implementation, Op, Operation, record_choice
 from ._blockwise import BlockwiseAttention
-from ._call import AttentionCall
+from ._call import AttentionCall, Mask, TokenPositions
 from ._cudnn import CudnnAttention
-from ._dot_product import DotProductAttention
 from ._flash import FlashAttention, FlashChoice, run_flash
-from ._mask import Mask
-from ._positions import TokenPositions
-from ._reference import ReferenceAttention
+from ._reference import DotProductAttention, ReferenceAttention
 from ._splash import SplashAttention
 
 

@@ -14,16 +14,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from .._decode_attention import DECODE_ATTENTION
 from .._dtypes import at_least_float32
 from .._op import Implementation, Op
 from .._platform import compilers
-from ..decode_attention._call import DecodeCall
-from ..decode_attention._decode import DECODE_ATTENTION
-from ._block_pairs import possible_pairs, spans
-from ._call import AttentionCall
+from ._call import AttentionCall, ChosenKeys, DecodeCall, Mask, possible_pairs, spans, TokenPositions
 from ._flash import Gradients, LogSum, Output, scale_output
-from ._mask import ChosenKeys, Mask
-from ._positions import TokenPositions
 from ._reference import lowest, soft_capped
 
 

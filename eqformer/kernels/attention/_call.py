@@ -1,16 +1,171 @@
-"""The record of one attention: softmax(scale * query key^T + bias) value under a mask."""
+"""The arguments of attention: positions and masks of tokens, and the records of a call.
+
+`AttentionCall` is softmax(scale * query key^T + bias) value under a mask; `DecodeCall` is that of few queries to a
+cache.
+"""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from ..._array_checks import checked_fields
-from ._mask import ChosenKeys, Mask
-from ._positions import optional_token_positions, token_positions, TokenPositions
+
+
+@runtime_checkable
+class HasPositions(Protocol):
+    """Tokens with positions, and with segments where rows hold several documents."""
+
+    @property
+    def positions(self) -> Any:
+        """Return the place of each token in its document; -1 marks padding."""
+        ...
+
+    @property
+    def segments(self) -> Any:
+        """Return the number of each token's document, or None for one document a row."""
+        ...
+
+
+class TokenPositions(eqx.Module):
+    """Positions and documents of tokens, and what is known of their order before any number is.
+
+    `whole_rows`, `documents` and `pieces` are those of `nn.Tokens`.
+    """
+
+    positions: Int[Array, "*batch seq"]
+    segments: Int[Array, "*batch seq"] | None = None
+    whole_rows: int | None = eqx.field(static=True, default=None)
+    documents: int | None = eqx.field(static=True, default=None)
+    pieces: int | None = eqx.field(static=True, default=None)
+
+    @property
+    def are_whole_rows(self) -> bool:
+        """Whether each row is known to be one document in order, from position 0 on, with padding only at its end."""
+        return self.segments is None and self._are_all_of_their_rows
+
+    @property
+    def are_packed_in_order(self) -> bool:
+        """Whether each row is known to hold up to `documents` whole documents, one after another."""
+        return self.segments is not None and self.documents is not None and self._are_all_of_their_rows
+
+    @property
+    def _are_all_of_their_rows(self) -> bool:
+        return self.pieces is None and self.whole_rows == self.positions.shape[-1]
+
+
+def token_positions(tokens: HasPositions) -> TokenPositions:
+    """Return the positions, the documents and the known order of any tokens."""
+    if isinstance(tokens, TokenPositions):
+        return tokens
+    known = (getattr(tokens, name, None) for name in ("whole_rows", "documents", "pieces"))
+    return TokenPositions(tokens.positions, tokens.segments, *known)
+
+
+def optional_token_positions(tokens: HasPositions | None) -> TokenPositions | None:
+    """Return the positions of tokens, or None for None."""
+    return None if tokens is None else token_positions(tokens)
+
+
+OF_SOURCE = -2
+"""The position of keys of another sequence, which a query sees beside keys of its own sequence."""
+
+
+class Mask(eqx.Module):
+    """An attention mask: a rule for the positions and segments of a query and a key.
+
+    A key at position `j` is visible to a query at position `i` when both are of one segment, `j` is not padding (-1),
+    and each rule that is set holds: `is_causal` (`j <= i`), `window` (`i - j < window`, and `j - i < ahead`; `ahead`
+    is the window by default), `chunk` (`i // chunk == j // chunk`). With `source`, every query also sees its segment's
+    keys at position `OF_SOURCE`. Kernels compute the mask of single tiles, and skip tiles that the rules make empty.
+    """
+
+    is_causal: bool = eqx.field(static=True, default=True)
+    window: int | None = eqx.field(static=True, default=None)
+    chunk: int | None = eqx.field(static=True, default=None)
+    ahead: int | None = eqx.field(static=True, default=None)
+    source: bool = eqx.field(static=True, default=False)
+
+    def __check_init__(self):
+        for name, value in (("window", self.window), ("chunk", self.chunk), ("ahead", self.ahead)):
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"Mask({name}={value}): {name} counts tokens and must be at least 1; pass None for no {name}."
+                )
+        if self.ahead is not None and (self.is_causal or self.window is None):
+            raise ValueError(
+                f"Mask(is_causal={self.is_causal}, window={self.window}, ahead={self.ahead}): ahead is the other side "
+                "of a window that is seen both ways; pass it with a window and is_causal=False."
+            )
+
+    def reach(self, seq: int) -> int:
+        """Return how many of the last `seq` tokens a query can see at most, which a cache has to keep."""
+        return min(n for n in (seq, self.window, self.chunk) if n is not None)
+
+    def check_cached(self, mixer: str) -> None:
+        """Raise a `ValueError` if a token sees later ones, so that its keys and values change and cannot be cached."""
+        if not self.is_causal:
+            raise ValueError(
+                f"{mixer}.init_cache: with {self} a token sees later ones, and changes with each; call the model on "
+                "whole rows, without a cache, or take a causal mask."
+            )
+
+    def __call__(self, queries: HasPositions, keys: HasPositions) -> Bool[Array, "*batch seq kv_seq"]:
+        """Return a matrix that is true where the query of a row may attend to the key of a column."""
+        query, key = queries.positions[..., :, None], keys.positions[..., None, :]
+        visible = jnp.broadcast_to(key >= 0, jnp.broadcast_shapes(query.shape, key.shape))
+        if self.is_causal:
+            visible &= key <= query
+        if self.window is not None:
+            visible &= (query - key < self.window) & (key - query < (self.ahead or self.window))
+        if self.chunk is not None:
+            visible &= query // self.chunk == key // self.chunk
+        if self.source:
+            visible |= key == OF_SOURCE
+        if queries.segments is not None and keys.segments is not None:
+            visible &= queries.segments[..., :, None] == keys.segments[..., None, :]
+        return visible
+
+
+class ChosenKeys(eqx.Module):
+    """A matrix in the place of a mask: the keys that each query of one call sees."""
+
+    visible: Bool[Array, "*batch seq kv_seq"]
+
+    def __call__(self, queries: HasPositions, keys: HasPositions) -> Bool[Array, "*batch seq kv_seq"]:
+        """Return the matrix."""
+        return self.visible
+
+
+def causal() -> Mask:
+    """Return the mask by which each token sees itself and every earlier token."""
+    return Mask()
+
+
+def full() -> Mask:
+    """Return the mask by which each token sees every token, as in an encoder."""
+    return Mask(is_causal=False)
+
+
+def sliding_window(window: int) -> Mask:
+    """Return the mask by which each token sees itself and the `window - 1` tokens before it (Mistral, Gemma)."""
+    return Mask(window=window)
+
+
+def window_both_ways(window: int) -> Mask:
+    """Return the mask by which a token sees `(window - 1) // 2` tokens before it and `window // 2` after it (T5Gemma
+    2)."""
+    back, ahead = (window + 1) // 2, window // 2 + 1
+    return Mask(is_causal=False, window=back, ahead=None if back == ahead else ahead)
+
+
+def chunked(chunk: int) -> Mask:
+    """Return the mask by which each token sees itself and the earlier tokens of its chunk of positions (Llama 4)."""
+    return Mask(chunk=chunk)
 
 
 @checked_fields
@@ -96,3 +251,139 @@ def with_one_batch_dim(call: AttentionCall) -> AttentionCall:
     query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (call.query, call.key, call.value))
     tokens, kv_tokens = merge_positions(call.tokens), merge_positions(call.kv_tokens)
     return dataclasses.replace(call, query=query, key=key, value=value, tokens=tokens, kv_tokens=kv_tokens)
+
+
+def possible_pairs(mask: Mask, queries: TokenPositions, keys: TokenPositions) -> Bool[Array, "_ _"]:
+    """Return whether each pair of a query block and a key block may hold a visible pair of tokens, by their ranges.
+
+    The ranges are those of positions and segments, row by row, so that packed and shuffled rows are handled alike. A
+    query sees keys of its own segment only, so the mask's rule for positions also holds for the order by (segment,
+    position), which is the order of the tokens in a packed row. So blocks after the query's, or further back than the
+    window, are excluded, though positions restart in each document.
+    """
+    is_packed = queries.segments is not None and keys.segments is not None
+    (low, high), (kv_low, kv_high) = (_range(part.positions, part.positions) for part in (queries, keys))
+    low, high, kv_low, kv_high = low[:, None], high[:, None], kv_low[None], kv_high[None]
+    possible = (high >= 0) & (kv_high >= 0)
+    if mask.chunk is not None:
+        possible &= (low // mask.chunk <= kv_high // mask.chunk) & (kv_low // mask.chunk <= high // mask.chunk)
+    (first, last), (kv_first, kv_last) = (_ends(part, is_packed) for part in (queries, keys))
+    first, last = jax.tree.map(lambda x: x[:, None], (first, last))
+    kv_first, kv_last = jax.tree.map(lambda x: x[None], (kv_first, kv_last))
+    possible &= (first[0] <= kv_last[0]) & (kv_first[0] <= last[0])
+    if mask.is_causal:
+        possible &= _not_after(kv_first, last)
+    for reach, ahead in ((mask.window, mask.ahead), (mask.chunk, None)):
+        if reach is not None:
+            possible &= _not_after(first, (kv_last[0], kv_last[1] + reach - 1))
+            possible &= _not_after(kv_first, (last[0], last[1] + (ahead or reach) - 1))
+    if mask.source:
+        possible |= (high >= 0) & jnp.any(keys.positions == OF_SOURCE, axis=-1)[None]
+    return jnp.any(possible, axis=-1)
+
+
+def _ends(tokens: TokenPositions, is_packed: bool) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Return segment and position of the first and the last token of each block and row, by segment, then position."""
+    positions = tokens.positions
+    if not is_packed or tokens.segments is None:
+        low, high = _range(positions, positions)
+        return (jnp.zeros_like(low), low), (jnp.zeros_like(high), high)
+    segments = tokens.segments
+    first, last = _range(segments, positions)
+    low, _ = _range(positions, jnp.where(segments == first[..., None], positions, -1))
+    _, high = _range(positions, jnp.where(segments == last[..., None], positions, -1))
+    return (first, low), (last, high)
+
+
+def _not_after(left: tuple[Array, Array], right: tuple[Array, Array]) -> Bool[Array, "_ _ _"]:
+    """Return whether the left (segment, position) is not after the right one."""
+    return (left[0] < right[0]) | ((left[0] == right[0]) & (left[1] <= right[1]))
+
+
+def _range(numbers: Int[Array, "_ batch _"], positions: Int[Array, "_ batch _"]) -> tuple[Array, Array]:
+    """Return the least and the greatest number of each block and row, without padding."""
+    real, most = positions >= 0, jnp.iinfo(numbers.dtype).max // 2
+    return jnp.min(jnp.where(real, numbers, most), axis=-1), jnp.max(jnp.where(real, numbers, -most), axis=-1)
+
+
+def spans(possible: Bool[Array, "_ _"]) -> tuple[Int[Array, "_"], Int[Array, "_"]]:
+    """Return each row's first possible column and the column after its last; equal if no column is possible."""
+    first = jnp.argmax(possible, axis=1)
+    stop = possible.shape[1] - jnp.argmax(possible[:, ::-1], axis=1)
+    return first, jnp.where(jnp.any(possible, axis=1), stop, first)
+
+
+class RotatedChannels(NamedTuple):
+    """Channels of queries and keys in arrays of their own, such as the rotated ones of latent attention."""
+
+    query: Float[Array, "*batch seq heads rope_dim"]
+    key: Num[Array, "*batch kv_seq kv_heads rope_dim"]
+    scales: Float[Array, "*batch kv_seq kv_heads"] | None = None
+    """Factors of the keys, whose numbers are then of 8 bits."""
+
+
+class StoredArrays(NamedTuple):
+    """The keys and values of a call as the cache stores them: heads before slots; latents have no dim of heads."""
+
+    layer: Int[Array, ""] | None
+    """The layer to read, if the arrays have a dim of layers in front; None: they are one layer's."""
+    key: Num[Array, "*layers_batch kv_seq head_dim"]
+    """The keys."""
+    value: Num[Array, "*layers_batch kv_seq v_dim"] | None = None
+    """None: the keys are the values."""
+    rotated: Num[Array, "*layers_batch kv_seq rope_dim"] | None = None
+    """The rotated channels of the keys; None: they are not stored."""
+    key_scales: Float[Array, "*layers_batch kv_heads kv_seq"] | None = None
+    """The scales of the keys, by head; None: they are not stored, or there are none."""
+    value_scales: Float[Array, "*layers_batch kv_heads kv_seq"] | None = None
+    """The scales of the values, by head; None: they are not stored, or there are none."""
+
+
+@checked_fields
+class DecodeCall(eqx.Module):
+    """The arguments of an attention of few queries to a cache; kernels take one query a row."""
+
+    query: Float[Array, "*batch seq heads head_dim"]
+    """The queries."""
+    key: Num[Array, "*batch kv_seq kv_heads head_dim"]
+    """The keys; keys of 8 bits have `key_scales`."""
+    value: Num[Array, "*batch kv_seq kv_heads v_dim"] | None
+    """The values; None: the keys with their scales are the values, as latents are, and are read once."""
+    visible: Bool[Array, "*#batch seq kv_seq"] = eqx.field(kw_only=True)
+    """Whether a query sees a key."""
+    scale: float = eqx.field(kw_only=True, static=True)
+    """The factor of the scores."""
+    softcap: float | None = eqx.field(kw_only=True, static=True, default=None)
+    """The bound of the scores; None: no bound."""
+    sinks: Float[Array, "heads"] | None = eqx.field(kw_only=True, default=None)
+    """One score a head that joins the softmax; None: no sinks."""
+    bias: Float[Array, "*#batch heads seq kv_seq"] | None = eqx.field(kw_only=True, default=None)
+    """Numbers that are added to the scores; None: nothing."""
+    key_scales: Float[Array, "*batch kv_seq kv_heads"] | None = eqx.field(kw_only=True, default=None)
+    """Factors of the keys; None: 1."""
+    value_scales: Float[Array, "*batch kv_seq kv_heads"] | None = eqx.field(kw_only=True, default=None)
+    """Factors of the values; None: 1."""
+    rotated: RotatedChannels | None = eqx.field(kw_only=True, default=None)
+    """Further channels of queries and keys; None: there are none."""
+    stored: StoredArrays | None = eqx.field(kw_only=True, default=None)
+    """The cache that stores the same keys and values. The TPU kernel reads the cache in place, because an array that is
+    sliced out of a stack for a kernel would be copied. None: that kernel is not used."""
+
+    operation = "decode attention"
+
+    def describe(self) -> str:
+        """Return shapes and dtypes for an error message."""
+        return f"query {self.query.dtype}{list(self.query.shape)} and key {self.key.dtype}{list(self.key.shape)}"
+
+
+class ScoreSettings(NamedTuple):
+    """The static settings of a kernel."""
+
+    scale: float
+    softcap: float | None
+    interpret: bool = False
+
+
+def if_given(function: Callable[[Array], Any], array: Array | None) -> Any:
+    """Return the function's result, or None for None."""
+    return None if array is None else function(array)

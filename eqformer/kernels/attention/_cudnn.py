@@ -12,10 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._platform import gpu_capability
-from ._call import AttentionCall
+from ._call import AttentionCall, Mask, TokenPositions
 from ._flash import FlashAttention, Gradients, LogSum, Output
-from ._mask import Mask
-from ._positions import TokenPositions
 
 
 class CudnnAttention(FlashAttention):

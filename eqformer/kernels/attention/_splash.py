@@ -14,9 +14,8 @@ from jaxtyping import Array, Int
 
 from .._dtypes import at_least_float32
 from .._platform import typed
-from ._call import AttentionCall
+from ._call import AttentionCall, Mask
 from ._flash import FlashAttention, Gradients, LogSum, Output
-from ._mask import Mask
 
 
 LANES = 128

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from .._cache import capacity_of, index_layer, KVCache, update_layer
+from .._dtype import dequantize_rows, quantize_rows
 from .._tokens import document_lengths, Tokens
-from ..quantization._kv_cache import dequantize_rows, quantize_rows
 from ._rotary import PositionEncoding, Rotary
 
 

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from .._dims import ensemble, path_name, take_members
 from .._linear import LinearMap, map_linears
-from .._module import Module
+from .._module import ensemble, Module, path_name, take_members
 from ._grouped import run_grouped
 
 

@@ -21,11 +21,15 @@ from .._matmul_precision import Fp8Matmul, MatmulPrecision
 from ._grouped_blocks import (
     blocks_backward,
     blocks_forward,
+    LinearPasses,
+    Parameters,
     PLAIN_PASSES,
+    record_linears,
+    replay_linears,
     run_in_blocks,
     run_in_blocks_without_residuals,
+    varying_zero,
 )
-from ._linear_replay import LinearPasses, Parameters, record_linears, replay_linears, varying_zero
 
 
 def run_grouped(

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, Num
 
-from .._dims import float32_at_least
 from .._dtype import at_least_float32
 from .._linear import Linear, LinearMap
+from .._module import float32_at_least
 from .._norm import Norm
 from .._tokens import Tokens
 from ._balance import update_selection_bias

@@ -9,12 +9,11 @@ from jaxtyping import Array, Float, Int, Key
 
 from .._cache import check_one_document, ConvCache
 from .._contracts import Mixer, MixerFacts
-from .._dims import named_by
 from .._dtype import at_least_float32, float_dtype
 from .._linear import Linear, LinearMap
-from .._module import Module
+from .._module import Module, named_by
 from .._tokens import continues, documents_of, lengths_after, Tokens, tokens_or_default
-from ._chunks import mask_in_layer
+from ._recurrence import mask_in_layer
 
 
 class CausalConv(Module):

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from .._activation import silu
 from .._cache import RecurrentCache
 from .._contracts import Mixer, MixerFacts
-from .._dims import float32_at_least
 from .._linear import Linear, LinearMap
+from .._mlp import silu
+from .._module import float32_at_least
 from .._norm import RMSNorm
 from .._tokens import Tokens, tokens_or_default
 from ._convolution import CausalConv

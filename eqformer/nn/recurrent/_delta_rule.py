@@ -8,8 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ...kernels import StateLayout
-from ._chunks import decay_factors, einsum, join_chunks, mask_in_layer, read_before_write, same_document, split_chunks
-from ._states import States
+from ._recurrence import (
+    decay_factors,
+    einsum,
+    join_chunks,
+    mask_in_layer,
+    read_before_write,
+    same_document,
+    split_chunks,
+    States,
+)
 
 
 def delta_rule(

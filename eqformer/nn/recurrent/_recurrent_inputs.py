@@ -13,9 +13,8 @@ from .._cache import check_one_document, index_layer, RecurrentCache, update_lay
 from .._dtype import at_least_float32, float_dtype
 from .._linear import LinearMap
 from .._tokens import continues, documents_of, lengths_after, Tokens
-from ._chunks import mask_in_layer
 from ._convolution import CausalConv
-from ._states import States
+from ._recurrence import mask_in_layer, States
 
 
 class RecurrentInputs(eqx.Module):

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from .._op import Implementation
-from .._platform import varying_of
-from ..attention._reference import lowest, soft_capped
-from ..cache_write._tpu import LANES, stores_channels_first
-from ._call import DecodeCall, if_given, ScoreSettings, StoredArrays
+from ._cache_write import LANES, stores_channels_first
+from ._op import Implementation
+from ._platform import varying_of
+from .attention._call import DecodeCall, if_given, ScoreSettings, StoredArrays
+from .attention._reference import lowest, soft_capped
 
 
 _BLOCK_NUMBERS = 2**20  # of keys in a block: 2 MB in bfloat16, and as much is in flight

@@ -1,9 +1,10 @@
-"""Writes into caches on TPUs: few tokens of each row by a kernel in Pallas by Mosaic, many tokens layer by layer.
+"""Writes of new tokens into the slots of a cache, in place: by a scatter, and on TPUs by a kernel or layer by layer.
 
-XLA scatters into memories of 8 bits, and into memories whose channels fill no whole vectors, in a layout of its own:
-the whole stack's array was copied into that layout, and back, in each layer. Arrays of single layers that fit into
-vector memory (VMEM) are brought there for a scatter, and back. The kernel fetches the tiles that hold the slots from
-main memory (HBM), all at once, and sends them back.
+On TPUs XLA scatters into memories of 8 bits, and into memories whose channels fill no whole vectors, in a layout of its
+own: the whole stack's array was copied into that layout, and back, in each layer. The kernel (Pallas by Mosaic) writes
+few tokens of each row: it fetches the tiles that hold the slots from main memory (HBM), all at once, and sends them
+back. For many tokens, arrays of single layers that fit into vector memory (VMEM) are brought there for a scatter, and
+back.
 """
 
 import functools
@@ -16,9 +17,48 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Int, Num
 
-from .._op import Implementation
-from .._platform import varying_of
-from ._call import CacheWriteCall
+from ._op import Implementation, Op
+from ._platform import varying_of
+
+
+class CacheWriteCall(eqx.Module):
+    """The arguments of `memory[layer, row, ..., slot, :] = new[row]` for each token of each row."""
+
+    memory: Num[Array, "..."]
+    """A cache's array, with a dim of layers in front where there is a `layer`; of each row alone, or of its heads."""
+    slots: Int[Array, "*batch seq"]
+    """The slot of each token; a token is dropped whose slot is the number of slots."""
+    new: Num[Array, "..."]
+    """The new tokens, in the dtype of the memory."""
+    layer: Int[Array, ""] | None
+    """The layer of a stack that is written; None: the memory is of one layer."""
+    dim: int = eqx.field(static=True)
+    """The dim of the slots in `new`, and in a layer's memory."""
+
+    operation = "cache write"
+
+    def describe(self) -> str:
+        """Return shapes and dtype for an error message."""
+        return f"new {list(self.new.shape)} into memory {self.memory.dtype}{list(self.memory.shape)}"
+
+
+class ScatterWrite(Implementation):
+    """One scatter, of any number of tokens."""
+
+    def supports(self, call: CacheWriteCall) -> str | None:
+        """Return None: it computes every call."""
+        return None
+
+    def run(self, call: CacheWriteCall) -> Num[Array, "..."]:
+        """Return the memory with the new tokens."""
+        slots, dim = call.slots, call.dim
+        shape = *call.new.shape[:dim], slots.shape[-1]
+        slot_of_head = jnp.broadcast_to(jax.lax.expand_dims(slots, range(slots.ndim - 1, dim)), shape)
+        # All dims up to that of the slots are indexed, which is in place everywhere: for a reshaped memory XLA would
+        # copy the memory of one head.
+        indices = [jax.lax.broadcasted_iota(jnp.int32, shape, number) for number in range(dim)]
+        layers = () if call.layer is None else (jnp.broadcast_to(call.layer, shape),)
+        return call.memory.at[(*layers, *indices, slot_of_head)].set(call.new, mode="drop")
 
 
 LANES = 128
@@ -227,3 +267,7 @@ def _kernel(
 def _tile_slots(memory: Array, kv_seq: int, width: int) -> int:
     """Return the slots of a tile, the smallest part of main memory that can be copied."""
     return LANES if stores_channels_first(kv_seq, width) else 32 // memory.dtype.itemsize
+
+
+CACHE_WRITE = Op(ScatterWrite(), (("tpu", TileWrite()), ("tpu", LayerFill())))
+"""Writes into a cache, in place on every platform."""

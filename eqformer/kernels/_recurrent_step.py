@@ -1,22 +1,100 @@
-"""One token's step of a recurrence on TPUs: a kernel in Pallas by Mosaic.
+"""One token's step of a recurrence, whose states are read and written where they are stored.
 
-It reads and writes the states once, in main memory (HBM) where they are stored. XLA makes two passes over the states:
-one writes the new states, and the other reads the old ones for the outputs.
+On TPUs a kernel (Pallas by Mosaic) reads and writes the states once, in main memory (HBM). XLA makes two passes over
+the states: one writes the new states, and the other reads the old ones for the outputs.
 """
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from .._op import Implementation
-from .._platform import varying_of
-from ..cache_write._tpu import LANES, stores_channels_first
-from ._call import initial_state, RecurrentStepCall, StateLayout, Step
+from ._cache_write import LANES, stores_channels_first
+from ._op import Implementation, Op
+from ._platform import cpu_or, varying_of
+
+
+class StateLayout(NamedTuple):
+    """Order of a state's dims, and the way in which a step reads the state."""
+
+    by_products: bool = False
+    """Whether states are read by matrix products, as on CPUs; elsewhere a sum is fused with other passes."""
+    values_first: bool = False
+    """Whether values' channels come before keys'."""
+
+    def expand_key(self, x: Float[Array, "*heads head_dim"]) -> Float[Array, "*heads _ _"]:
+        """Return numbers of keys' channels with a dim for values' channels, to be multiplied with states."""
+        return x[..., None, :] if self.values_first else x[..., :, None]
+
+    def expand_value(self, x: Float[Array, "*heads v_dim"]) -> Float[Array, "*heads _ _"]:
+        """Return numbers of values' channels with a dim for keys' channels, to be multiplied with states."""
+        return x[..., :, None] if self.values_first else x[..., None, :]
+
+    def read(self, query: Float[Array, "..."], state: Float[Array, "*heads _ _"]) -> Float[Array, "*heads v_dim"]:
+        """Return `query^T state` for queries of each head, or of all heads of a group."""
+        if self.by_products:
+            return jnp.einsum("...d,...dv->...v", query, state, preferred_element_type=query.dtype)
+        return jnp.sum(self.expand_key(query) * state, axis=-1 if self.values_first else -2)
+
+
+Step = Callable[..., tuple[Float[Array, "*batch kv_heads copies v_dim"], Float[Array, "*batch kv_heads copies _ _"]]]
+"""`step(layout, *inputs, state)` returns a token's outputs and the states after it.
+
+States have dims of groups and of their heads. Each input has a row of channels for each head, or one for its group.
+"""
+
+
+class RecurrentStepCall(eqx.Module):
+    """The arguments of one token's step for each row."""
+
+    inputs: tuple[Float[Array, "*batch kv_heads _ _"], ...]
+    """The numbers of the token that the step reads."""
+    memory: Float[Array, "*layers_batch heads head_dim v_dim"]
+    """The states, of all layers where there is a `layer`."""
+    initial: Int[Array, "*batch"]
+    """The state before the token, by a code: that of the memory (0), zeros (1) or NaN (2)."""
+    layer: Int[Array, ""] | None
+    """The layer of a stack whose states are read and written; None: the memory is of one layer."""
+    step: Step = eqx.field(static=True)
+    """The recurrence."""
+
+    operation = "recurrent step"
+
+    def describe(self) -> str:
+        """Return shapes and dtype for an error message."""
+        return f"states {self.memory.dtype}{list(self.memory.shape)}"
+
+
+def initial_state(code: Int[Array, "..."], state: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return the state, zeros or NaN, where the code is 0, 1 or 2."""
+    return jnp.where(code == 0, state, jnp.where(code == 1, 0, jnp.full((), jnp.nan, state.dtype)))
+
+
+StepResult = tuple[Float[Array, "*batch kv_heads copies v_dim"], Float[Array, "*layers_batch heads head_dim v_dim"]]
+
+
+class ReferenceStep(Implementation):
+    """The step in plain JAX: states are read by matrix products on CPUs, and by sums elsewhere."""
+
+    def supports(self, call: RecurrentStepCall) -> str | None:
+        """Return None: it computes every call."""
+        return None
+
+    def run(self, call: RecurrentStepCall) -> StepResult:
+        """Return the outputs and the memory after the token."""
+        inputs, memory, layer = call.inputs, call.memory, call.layer
+        state = memory if layer is None else jax.lax.dynamic_index_in_dim(memory, layer, 0, keepdims=False)
+        grouped = state.reshape(*inputs[0].shape[:-2], -1, *state.shape[-2:]).astype(inputs[0].dtype)
+        grouped = initial_state(jax.lax.expand_dims(call.initial, range(call.initial.ndim, grouped.ndim)), grouped)
+        on_cpus, elsewhere = (functools.partial(call.step, StateLayout(by_products)) for by_products in (True, False))
+        output, new_state = cpu_or(on_cpus, elsewhere, *inputs, grouped)
+        new_state = new_state.reshape(state.shape).astype(state.dtype)
+        return output, new_state if layer is None else jax.lax.dynamic_update_index_in_dim(memory, new_state, layer, 0)
 
 
 _STATE_BYTES = 2**20  # of a program's states
@@ -115,3 +193,7 @@ def _choose_block(groups: int, heads: int, size: int) -> tuple[int, int]:
         return next(number for number in range(groups, 0, -1) if groups % number == 0 and fits(number * heads)), heads
     eights = [number for number in range(8, heads, 8) if heads % number == 0]
     return 1, max(filter(fits, eights), default=min([*eights, heads]))
+
+
+RECURRENT_STEP = Op(ReferenceStep(), (("tpu", StepTpu()),))
+"""One token of each row, whose states are read and written where they are stored."""

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from .._op import Implementation
-from .._platform import varying_of
-from ..attention._reference import lowest, soft_capped
-from ._call import DecodeCall, if_given, ScoreSettings
+from ._op import Implementation
+from ._platform import varying_of
+from .attention._call import DecodeCall, if_given, ScoreSettings
+from .attention._reference import lowest, soft_capped
 
 
 _TRITON = "jax.experimental.pallas.triton"  # JAX means to remove it: from then on all GPUs run the definition

@@ -2,22 +2,19 @@
 
 The kernels read the cache once. In plain XLA the scores of all slots are in main memory in float32, and a softmax reads
 them three times: where many heads share a key head, as the eight of Llama 3 70B on each of eight devices, that is a
-sixth of the bytes that a decode step reads and writes. The GPU's kernel (`_gpu.py`) keeps scores in registers. On TPUs
-latents, which are keys and values, were read twice, and products of few queries took longer than the memory traffic:
-the TPU's kernel (`_tpu.py`) reads the cache where it is stored.
+sixth of the bytes that a decode step reads and writes. The GPU's kernel (`FlashDecodingGpu`) keeps scores in registers.
+On TPUs latents, which are keys and values, were read twice, and products of few queries took longer than the memory
+traffic: the TPU's kernel (`FlashDecodingTpu`) reads the cache where it is stored.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._op import Implementation, Op
-from ..attention._call import AttentionCall
-from ..attention._mask import ChosenKeys
-from ..attention._positions import TokenPositions
-from ..attention._reference import attend_by_definition
-from ._call import DecodeCall
-from ._gpu import FlashDecodingGpu
-from ._tpu import FlashDecodingTpu
+from ._decode_attention_gpu import FlashDecodingGpu
+from ._decode_attention_tpu import FlashDecodingTpu
+from ._op import Implementation, Op
+from .attention._call import AttentionCall, ChosenKeys, DecodeCall, TokenPositions
+from .attention._reference import attend_by_definition
 
 
 class ReferenceDecoding(Implementation):

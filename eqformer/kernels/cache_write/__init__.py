@@ -1,1 +1,0 @@
-"""Writes of new tokens into the slots of a cache, in place."""

@@ -1,1 +1,0 @@
-"""Attention of the newest token of each row to a cache."""

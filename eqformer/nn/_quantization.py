@@ -1,0 +1,235 @@
+"""Weights in 8 or 4 bits: formats of codes, the linear map that decodes its weight, and the rounding of a model."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, PyTree, UInt8
+
+from ._dtype import float_dtype
+from ._linear import apply_weight, dense, DenseMap, LinearMap, map_linears
+from ._lora import chosen_maps, Where
+from ._module import named_by, named_modules, path_name
+from .experts._routing import Router
+
+
+BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
+"""Bits of one code, by format."""
+LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "fp4": 6.0}
+"""The largest magnitude of a rounded number, by format."""
+
+
+def codes_in_a_byte(form: str) -> int:
+    """Return how many codes share a byte: 1 or 2."""
+    return 8 // BITS[form]
+
+
+def decode_codes(
+    codes: UInt8[Array, "*dims columns"], form: str, zeros: UInt8[Array, "*dims groups"] | None
+) -> Float32[Array, "*dims all_columns"]:
+    """Decode codes to unscaled numbers.
+
+    Two codes of 4 bits share a byte; the low bits come first. `int8` and `int4` are unsigned integers minus a zero
+    point: `zeros`, one for each group of columns, or half of the range. `fp8` is E4M3 without infinities; `fp4` is E2M1
+    (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives).
+    """
+    if codes_in_a_byte(form) == 2:
+        pairs = codes[..., None] >> jnp.array([0, 4], jnp.uint8)
+        codes = (pairs & 15).reshape(*codes.shape[:-1], -1)
+    if form == "fp8":
+        return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    if form == "fp4":
+        # The magnitudes times two are the hex digits of one constant: a shift is faster than a table lookup.
+        halves = (jnp.uint32(0xC8643210) >> (4 * (codes & 7).astype(jnp.uint32))) & 15
+        return jnp.where(codes > 7, -0.5, 0.5).astype(jnp.float32) * halves.astype(jnp.float32)
+    integers = codes.astype(jnp.float32)
+    if zeros is None:
+        return integers - 2.0 ** (BITS[form] - 1)
+    return integers - repeat_groups(zeros.astype(jnp.float32), integers.shape)
+
+
+def apply_scales(
+    numbers: Float32[Array, "*dims columns"], scales: Float[Array, "*scale_dims"] | UInt8[Array, "*scale_dims"]
+) -> Float32[Array, "*dims columns"]:
+    """Multiply numbers by their group's scale, in float32; scales of 8 bits are exponents, `2**(scale - 127)`.
+
+    Products below `2**-126` become 0 on platforms that flush subnormal numbers, as most do.
+    """
+    if scales.dtype == jnp.uint8:
+        # The scale's bits become a float32's exponent. 2**-127 (scale 0) is subnormal in float32, so for this scale the
+        # numbers are halved and then multiplied by 2**-126.
+        numbers = numbers * repeat_groups(jnp.where(scales == 0, 0.5, 1.0).astype(jnp.float32), numbers.shape)
+        scales = jax.lax.bitcast_convert_type(jnp.maximum(scales, 1).astype(jnp.int32) << 23, jnp.float32)
+    return numbers * repeat_groups(scales.astype(jnp.float32), numbers.shape)
+
+
+def repeat_groups(groups: Float32[Array, "*groups"], shape: tuple[int, ...]) -> Float32[Array, "*dims"]:
+    """Repeat each group's number for every member of the group; groups divide the last dim of `shape` evenly."""
+    times = shape[-1] // groups.shape[-1]
+    return jnp.broadcast_to(jnp.repeat(groups, times, axis=-1) if times > 1 else groups, shape)
+
+
+def round_to_codes(
+    x: Float[Array, "*dims columns"], scales: Float32[Array, "*scale_dims"], form: str
+) -> UInt8[Array, "*dims bytes"]:
+    """Divide numbers by their scales and return the nearest codes, packed into bytes."""
+    x = x.astype(jnp.float32) / repeat_groups(jnp.where(scales > 0, scales, 1), x.shape)
+    x = jnp.clip(x, -LARGEST[form], LARGEST[form])
+    if form == "fp8":
+        return jax.lax.bitcast_convert_type(x.astype(jnp.float8_e4m3fn), jnp.uint8)
+    return pack_codes((jnp.round(x) + 2.0 ** (BITS[form] - 1)).astype(jnp.uint8), form)
+
+
+def pack_codes(codes: UInt8[Array, "*dims columns"], form: str) -> UInt8[Array, "*dims bytes"]:
+    """Pack two codes of 4 bits into each byte, low bits first; return codes of 8 bits as they are."""
+    return codes if codes_in_a_byte(form) == 1 else codes[..., ::2] | codes[..., 1::2] << 4
+
+
+class QuantizedLinear(LinearMap):
+    """`y = W x + b` with `W = (code - zero) * scale`, decoded in float32 and rounded once, to the dtype of `x`.
+
+    The weight is decoded in the forward pass and again in the backward pass, so only one layer's decoded weight is in
+    memory at a time. Codes are bytes: no optimizer trains them and no cast changes them. Scales are ordinary float
+    parameters. Each output has its own scales: one, or one for each group along the last input dim and each index of
+    the other input dims. `nn.quantize` builds it.
+    """
+
+    inputs: tuple[str, ...] = eqx.field(static=True)
+    outputs: tuple[str, ...] = eqx.field(static=True)
+    form: str = eqx.field(static=True)
+    scale_dims: tuple[str, ...] = eqx.field(static=True)
+    codes: UInt8[Array, "..."] = named_by("weight_dims")
+    scales: Float[Array, "..."] | UInt8[Array, "..."] = named_by("scale_dims", float32_at_least=True)
+    zeros: UInt8[Array, "..."] | None = named_by("scale_dims")
+    bias: Float[Array, "..."] | None = named_by("outputs")
+
+    def __init__(
+        self,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        *,
+        form: str,
+        codes: UInt8[Array, "..."],
+        scales: Float[Array, "..."] | UInt8[Array, "..."],
+        zeros: UInt8[Array, "..."] | None = None,
+        bias: Float[Array, "..."] | None = None,
+    ):
+        """Store the arrays; every array may have ensemble dims in front (`layers`, `experts`).
+
+        Args:
+            inputs: Names of the input dims.
+            outputs: Names of the output dims.
+            form: The number format: int8, int4, fp8 or fp4.
+            codes: Codes with the weight's dims, outputs first; two codes of 4 bits share a byte of the last dim.
+            scales: Floats, or exponents of 8 bits, with the weight's dims; an input dim has size 1 where one scale
+                serves the whole dim, and the last dim has one entry per group.
+            zeros: Zero points, one for each scale; None: half of the range.
+            bias: Added to the product, with the output dims.
+        """
+        self.inputs, self.outputs, self.form = inputs, outputs, form
+        ends = scales.shape[scales.ndim - len(inputs) :]
+        self.scale_dims = (*outputs, *(name if size > 1 else "_" for name, size in zip(inputs, ends, strict=True)))
+        self.codes, self.scales, self.zeros, self.bias = codes, scales, zeros, bias
+
+    @property
+    def weight_dims(self) -> tuple[str, ...]:
+        """Names of the weight's dims: outputs, then inputs."""
+        return (*self.outputs, *self.inputs)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the decoded weight."""
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * codes_in_a_byte(self.form))
+
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+        """Return `W x`; the backward pass decodes the codes again instead of keeping `W`."""
+        return jax.checkpoint(functools.partial(_product, dtype), prevent_cse=False)(self, x)
+
+    def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+        """Return the decoded weight, in float32 unless a dtype is given."""
+        weight = apply_scales(decode_codes(self.codes, self.form, self.zeros), self.scales)
+        return weight if dtype is None else weight.astype(dtype)
+
+
+def _product(dtype: DTypeLike | None, linear: QuantizedLinear, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return apply_weight(linear, linear.matrix(x.dtype), x, dtype)
+
+
+def quantize(model: PyTree, form: str, *, group: int | None = None, where: Where | None = None) -> PyTree:
+    """Return the model with the weights of its linear maps rounded to the nearest code of 8 or 4 bits.
+
+    A scale maps the largest magnitude of its group to the largest code: 127 for `"int8"`, 7 for `"int4"`, 448 for
+    `"fp8"` (E4M3). Activations, biases, norms and embedding tables stay as they are. Raises a `ValueError` for an
+    unknown format, for a group that does not divide the inputs, and for a chosen map that holds no weight to round (a
+    quantized map or a `LoRA`).
+
+    Args:
+        model: Any tree of modules.
+        form: The number format: `"int8"`, `"int4"` or `"fp8"`.
+        group: How many consecutive inputs share a scale, within the last input dim of a map (`head_dim` for the output
+            projection of attention). A group larger than that dim takes the whole dim. None: one scale per output.
+        where: Which maps to quantize, as for `with_lora`; None: all except routers and maps with a `vocab` dim.
+    """
+    call = f"quantize(model, {form!r}" + (f", group={group})" if group is not None else ")")
+    if form not in _FORMS:
+        raise ValueError(f"{call}: unknown number format; give one of {', '.join(_FORMS)}.")
+    if group is not None and group < 1:
+        raise ValueError(f"{call}: a group has at least one input; give None for a scale for each output.")
+    chosen = chosen_maps(model, _default_maps(model) if where is None else where, call)
+
+    def quantize_node(path: tuple, node: PyTree) -> PyTree:
+        name = path_name(path)
+        return _quantize_map(node, form, group, f"{call}: {name or 'the map'}") if name in chosen else node
+
+    return jax.tree_util.tree_map_with_path(quantize_node, model, is_leaf=lambda node: isinstance(node, LinearMap))
+
+
+def dequantize(model: PyTree, dtype: DTypeLike = "float32") -> PyTree:
+    """Replace every `QuantizedLinear` by a plain `Linear` with the decoded weight in `dtype`."""
+    weight_dtype = float_dtype(dtype, f"dequantize(dtype={dtype!r})")
+
+    def dequantize_map(linear: LinearMap) -> LinearMap:
+        if not isinstance(linear, QuantizedLinear):
+            return linear
+        return eqx.tree_at(lambda m: m.weight, dense(linear), replace_fn=lambda weight: weight.astype(weight_dtype))
+
+    return map_linears(dequantize_map, model)
+
+
+_FORMS = ("int8", "int4", "fp8")
+
+
+def _default_maps(model: PyTree) -> Where:
+    """Choose all maps except those of routers and those with a `vocab` dim."""
+    routers = tuple(f"{name}." for name, _ in named_modules(model, Router))
+    return lambda name, linear: not name.startswith(routers) and "vocab" not in (*linear.outputs, *linear.inputs)
+
+
+def _quantize_map(linear: LinearMap, form: str, group: int | None, call: str) -> QuantizedLinear:
+    if isinstance(linear, QuantizedLinear):
+        raise ValueError(f"{call} is quantized already; dequantize the model first, or choose other maps by where=.")
+    if not isinstance(linear, DenseMap):
+        raise ValueError(
+            f"{call} is a {type(linear).__name__}, which holds no weight to round; quantize before with_lora, or "
+            "choose other maps by where=."
+        )
+    weight, inputs = linear.weight, linear.inputs
+    width = weight.shape[-1]
+    group_size = None if group is None else min(group, width)
+    if width % codes_in_a_byte(form):
+        raise ValueError(f"{call} has {width} of {inputs[-1]!r}, and two codes share a byte; take int8 or fp8.")
+    if group_size is not None and width % group_size:
+        raise ValueError(
+            f"{call} has {width} of {inputs[-1]!r}, which is no multiple of the group size {group_size}; take a group "
+            "that divides it."
+        )
+    magnitudes = jnp.abs(weight).astype(jnp.float32)
+    if group_size is None:
+        largest = jnp.max(magnitudes, tuple(range(-len(inputs), 0)), keepdims=True)
+    else:
+        largest = jnp.max(magnitudes.reshape(*weight.shape[:-1], -1, group_size), -1)
+    scales = largest / LARGEST[form]
+    codes = round_to_codes(weight, scales, form)
+    return QuantizedLinear(inputs, linear.outputs, form=form, codes=codes, scales=scales, bias=linear.bias)
