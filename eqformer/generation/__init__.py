@@ -1,7 +1,7 @@
 """Sampling: from a model's distributions over the next token to text."""
 
 from ._generate import generate as generate, Generation as Generation
-from ._model import Model as Model
+from ._model import Model as Model, unstack_for_platform as unstack_for_platform, unstack_layers as unstack_layers
 from ._prompts import fit_to_positions as fit_to_positions
 from ._speculative import DraftStatistics as DraftStatistics
 from ._stream import stream as stream, TokenStream as TokenStream
@@ -17,4 +17,3 @@ from ._transforms import (
     TopP as TopP,
     Transform as Transform,
 )
-from ._unstack import unstack_for_platform as unstack_for_platform, unstack_layers as unstack_layers

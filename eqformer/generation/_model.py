@@ -1,10 +1,12 @@
-"""The interface that generation needs of a model."""
+"""The interface that generation needs of a model, and models whose layers are not stacked."""
 
 from typing import Any, Protocol, runtime_checkable
 
+import equinox as eqx
+import jax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..nn import Predictor, Tokens
+from ..nn import LanguageModel, modules, Predictor, Routed, Tokens
 
 
 @runtime_checkable
@@ -47,3 +49,51 @@ class PredictingModel(Model, Protocol):
     def init_predictor_cache(
         self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0
     ) -> PyTree: ...
+
+
+# Models without a scan over layers, which decode faster where a scan copies what it reads.
+
+
+def unstack_layers(model: LanguageModel) -> LanguageModel:
+    """Return an equal model whose stacks hold one layer each, so that the compiled program has no loop over layers.
+
+    Decoding a token reads every weight once. On GPUs and CPUs a scan over layers first copies each layer's weights, and
+    on GPUs its cache, out of the stacked arrays; without the scan they are read in place. In exchange, compile time
+    grows with depth, and this call copies the weights.
+    """
+    layers = tuple(stack[number : number + 1] for stack in model.stacks for number in range(len(stack)))
+    return eqx.tree_at(lambda m: m.stacks, model, layers)
+
+
+def unstack_for_platform(model: LanguageModel, platform: str, chip: str = "", devices: int = 1) -> LanguageModel:
+    """Unstack the layers of a model if decoding on a platform is then known to be faster.
+
+    Layers are unstacked on GPUs and on TPU7x, and mixtures of experts everywhere: a scan copies all experts, on CPUs
+    although a token reads few of them, and on TPUs for their kernels. Other TPUs read slices of stacked arrays in
+    place, except for projections to or from heads that do not fit into vector memory. On CPUs dense layers gain less
+    than compilation may take. Models whose layers are split over the axis `pipe` stay stacked: do not call this for
+    them.
+
+    Args:
+        model: The model, or its shapes.
+        platform: `"gpu"`, `"tpu"` or `"cpu"`.
+        chip: The device kind by JAX, `jax.devices()[0].device_kind`.
+        devices: Over how many devices a projection is split.
+    """
+    scan_copies = platform in _COPYING_PLATFORMS or "7x" in chip.lower()
+    scan_copies |= platform == "tpu" and _largest_head_projection(model) >= devices * _VECTOR_MEMORY
+    return unstack_layers(model) if scan_copies or modules(model.stacks, Routed) else model
+
+
+_COPYING_PLATFORMS = ("gpu", "cuda", "rocm")
+"""Platforms whose compilers copy slices of everything a loop reads; TPU7x changes the tiling of stacked weights."""
+_VECTOR_MEMORY = 2**26
+"""Bytes: TPUs bring slices of more than two dims (those with heads) into vector memory, and copy larger ones."""
+
+
+def _largest_head_projection(model: LanguageModel) -> int:
+    """Return the bytes of a layer's largest projection to or from heads."""
+    arrays = [
+        x for stack in model.stacks for x in jax.tree.leaves(eqx.filter(stack.blocks, eqx.is_array)) if x.ndim > 3
+    ]
+    return max((x.size // len(x) * x.dtype.itemsize for x in arrays), default=0)

@@ -1,22 +1,45 @@
 """Mesh axes, layouts and transforms: one model over any number of devices."""
 
-from ._axes import (
+from ._collectives import COLLECTIVES as COLLECTIVES, STATE as STATE
+from ._context_attention import (
+    check_context as check_context,
+    CONTEXT_METHODS as CONTEXT_METHODS,
+    context_order as context_order,
+    ContextAttention as ContextAttention,
+    SplitCacheAttention as SplitCacheAttention,
+    sum_rows as sum_rows,
+    zigzag as zigzag,
+    zigzag_inverse as zigzag_inverse,
+)
+from ._draw_layout import draw_array as draw_array, layout_table as layout_table, plot_layout as plot_layout
+from ._expert_exchange import choose_expert_method as choose_expert_method, Exchange as Exchange
+from ._fully_sharded import (
+    Gathered as Gathered,
+    grad_proxy as grad_proxy,
+    has_wider_grad as has_wider_grad,
+    route_gradient as route_gradient,
+)
+from ._layout import (
+    init_sharded as init_sharded,
+    Layout as Layout,
+    lower_sharded as lower_sharded,
+    partition_specs as partition_specs,
+    shardings as shardings,
+)
+from ._mesh import (
     AXES as AXES,
+    axis_sizes as axis_sizes,
     BATCH_AXES as BATCH_AXES,
     CONTEXT as CONTEXT,
     EXPERT as EXPERT,
     FSDP as FSDP,
+    make_mesh as make_mesh,
     PIPE as PIPE,
     REPLICA as REPLICA,
     TENSOR as TENSOR,
 )
-from ._collectives import COLLECTIVES as COLLECTIVES, STATE as STATE
-from ._config import option_values as option_values, ParallelConfig as ParallelConfig
-from ._expert_method import choose_expert_method as choose_expert_method, Exchange as Exchange
-from ._layer_mover import LayerMover as LayerMover
-from ._on_device import OnDevice as OnDevice
-from ._placement import Placement as Placement
-from ._plan import Plan as Plan, summary as summary
+from ._placement import option_values as option_values, ParallelConfig as ParallelConfig, Placement as Placement
+from ._plan import OnDevice as OnDevice, Plan as Plan, summary as summary
 from ._processes import (
     check_alike as check_alike,
     is_first_process as is_first_process,
@@ -31,36 +54,16 @@ from ._shard_map import (
     vary_like as vary_like,
     varying_axes as varying_axes,
 )
-from .context._context_attention import (
-    check_context as check_context,
-    CONTEXT_METHODS as CONTEXT_METHODS,
-    context_order as context_order,
-    ContextAttention as ContextAttention,
-    sum_rows as sum_rows,
-    zigzag as zigzag,
-    zigzag_inverse as zigzag_inverse,
-)
-from .layouts._draw_layout import (
-    draw_array as draw_array,
-    layout_table as layout_table,
-    plot_layout as plot_layout,
-)
-from .layouts._layout import (
-    init_sharded as init_sharded,
-    Layout as Layout,
-    lower_sharded as lower_sharded,
-    partition_specs as partition_specs,
-    shardings as shardings,
-)
-from .layouts._mesh import axis_sizes as axis_sizes, make_mesh as make_mesh
-from .pipeline._deferred_wgrad import select_differentiable as select_differentiable
-from .pipeline._message_routes import count_link_ticks as count_link_ticks
+from ._sharded_model import ShardedModel as ShardedModel
+from ._vocab_chunks import chunked_tables as chunked_tables
 from .pipeline._pipeline import (
     pipeline_gradients as pipeline_gradients,
 )
 from .pipeline._pipelined_stack import PipelinedStack as PipelinedStack
+from .pipeline._residuals import select_differentiable as select_differentiable
 from .pipeline._schedule import (
     check_schedule as check_schedule,
+    count_link_ticks as count_link_ticks,
     IDLE as IDLE,
     ring_placement as ring_placement,
     Schedule as Schedule,
@@ -78,27 +81,23 @@ from .pipeline._schedules import (
     zero_bubble as zero_bubble,
     zero_bubble_v as zero_bubble_v,
 )
-from .pipeline._simulate import Entries as Entries, simulate as simulate, Simulation as Simulation, Timing as Timing
-from .pipeline._stage_layers import check_depth as check_depth, layer_order as layer_order
-from .pipeline._timeline import draw_timeline as draw_timeline, plot_timeline as plot_timeline
-from .serving._sharded_model import ShardedModel as ShardedModel
-from .serving._split_cache_attention import SplitCacheAttention as SplitCacheAttention
-from .state._fully_sharded import Gathered as Gathered
-from .state._grad_proxies import (
-    grad_proxy as grad_proxy,
-    has_wider_grad as has_wider_grad,
-    route_gradient as route_gradient,
+from .pipeline._simulate import (
+    draw_timeline as draw_timeline,
+    Entries as Entries,
+    plot_timeline as plot_timeline,
+    simulate as simulate,
+    Simulation as Simulation,
+    Timing as Timing,
 )
-from .state._vocab_chunks import chunked_tables as chunked_tables
+from .pipeline._stage_layers import check_depth as check_depth, layer_order as layer_order
 from .tensor._collective_matmul import (
     all_gather_matmul as all_gather_matmul,
     matmul_reduce_scatter as matmul_reduce_scatter,
     OVERLAPS as OVERLAPS,
 )
-from .tensor._feature import FeatureLinear as FeatureLinear
-from .tensor._replicated_layers import replicated_layers as replicated_layers, ReplicatedMixer as ReplicatedMixer
 from .tensor._residual_stream import ResidualStream as ResidualStream, SplitNorm as SplitNorm
 from .tensor._stream_kinds import (
+    FeatureLinear as FeatureLinear,
     FeatureStream as FeatureStream,
     make_residual_stream as make_residual_stream,
     ReplicatedStream as ReplicatedStream,
@@ -107,6 +106,8 @@ from .tensor._stream_kinds import (
 )
 from .tensor._tensor import (
     is_split as is_split,
+    replicated_layers as replicated_layers,
+    ReplicatedMixer as ReplicatedMixer,
     stream_maps as stream_maps,
     TensorParallelLayer as TensorParallelLayer,
     TensorParallelMixer as TensorParallelMixer,

@@ -10,14 +10,12 @@ from jax.sharding import AxisType, Mesh
 from jaxtyping import PyTree
 
 from .. import nn
-from ._axes import AXES, BATCH_AXES, CONTEXT, EXPERT, PIPE, TENSOR
-from ._config import check_values
-from ._placement import Placement
-from .context._context_attention import check_context, refuse_pieces
-from .layouts._layout import axes_of, is_spec
+from ._context_attention import check_context, refuse_pieces
+from ._layout import axes_of, is_spec
+from ._mesh import AXES, BATCH_AXES, CONTEXT, EXPERT, PIPE, TENSOR
+from ._placement import check_values, Placement
 from .pipeline._stage_layers import check_depth
-from .tensor._replicated_layers import is_plain, plain_layers
-from .tensor._tensor import dim_size, is_split
+from .tensor._tensor import dim_size, is_plain, is_split, plain_layers
 from .tensor._vocabulary import logits_parts
 
 

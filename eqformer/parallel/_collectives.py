@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree, Shaped
 
-from ._axes import CONTEXT, EXPERT, PIPE, TENSOR
+from ._mesh import CONTEXT, EXPERT, PIPE, TENSOR
 from ._shard_map import vary as vary_over, vary_like
 
 

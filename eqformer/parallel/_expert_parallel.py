@@ -12,14 +12,12 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from .. import nn
 from . import _collectives as send
-from ._axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
-from ._expert_exchange import exchange_choices
-from ._expert_method import choose_expert_method, count_pieces, Exchange
+from ._expert_exchange import choose_expert_method, count_pieces, Exchange, exchange_choices
+from ._fully_sharded import gather_parameter
+from ._mesh import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 from ._shard_map import vary
-from .state._gather import gather_parameter
-from .tensor._replicated_layers import count_once, Sliced
 from .tensor._residual_stream import ResidualStream
-from .tensor._tensor import HEAD_DIMS
+from .tensor._tensor import count_once, HEAD_DIMS, Sliced
 
 
 class SplitMixture(nn.Routed):

@@ -1,18 +1,178 @@
-"""`Plan`: a mesh and choices, by which a plain model is laid out, checked and run; and a plan in one line."""
+"""`Plan`: a mesh and choices, by which a plain model is laid out, checked and run; and what each device runs."""
 
 import dataclasses
 import math
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
 
 from .. import nn
-from ._axes import BATCH_AXES, CONTEXT
+from . import _collectives as send
 from ._check_plan import check_model, check_parallel_config, check_rows
-from ._on_device import OnDevice
+from ._fully_sharded import gather, Gathered, grad_proxy, has_wider_grad, route_gradient, scatter, Scattered
+from ._layout import axes_of
+from ._leaves import Leaf
+from ._mesh import axis_sizes, BATCH_AXES, CONTEXT, FSDP, TENSOR
 from ._placement import Placement
-from ._wrap import Mode
-from .layouts._mesh import axis_sizes
+from ._shard_map import vary, vary_like
+from ._vocab_chunks import with_chunked_tables
+from ._wrap import Mode, split_mixtures, split_over_context, split_over_tensor
+from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack
 from .pipeline._simulate import simulate
+from .pipeline._stage_layers import skip_padding
+from .tensor._vocabulary import SplitVocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDevice:
+    """A model under a plan as one device runs it; all methods are for use inside `filter_shard_map`.
+
+    `leaves` has the plan's `Leaf` of each array (`Placement.leaves`), `shapes` the shapes of the global model. `mode`
+    is what the model is wrapped for; in serving, `sharers` devices may have the same key head.
+    """
+
+    plan: Placement
+    leaves: PyTree
+    shapes: nn.LanguageModel
+    mode: Mode = "train"
+    sharers: int = 1
+
+    def parameters(self, model: nn.LanguageModel) -> PyTree:
+        """Return the arrays to differentiate: the model's shards, typed so that gradients stay partial sums.
+
+        Arrays whose gradient is wider than they are, or is split (`zero=2`), are replaced by a proxy of zeros.
+        """
+
+        def parameter_of(leaf: Leaf, x: PyTree) -> PyTree:
+            is_split = self.plan.zero == 2 and leaf.fsdp_dim is not None
+            if not (is_split or has_wider_grad(x)):
+                return vary(x, leaf.partial)
+            pieces = [self.plan.size(FSDP) if is_split and i == leaf.fsdp_dim else 1 for i in range(x.ndim)]
+            shape = [size // piece for size, piece in zip(x.shape, pieces, strict=True)]
+            spec = leaf.state_spec if is_split else leaf.spec
+            return vary(jnp.zeros(shape, nn.at_least_float32(x.dtype)), {*leaf.partial, *axes_of(spec)})
+
+        return jax.tree.map(parameter_of, self.leaves, model)
+
+    def wrap(self, parameters: PyTree, model: nn.LanguageModel) -> nn.LanguageModel:
+        """Wrap the model for this device: it computes with the model's values; gradients go to `parameters`."""
+        plan, leaves, shards, in_blocks = self.plan, self.leaves, model, self._combines_in_blocks(model)
+        outside = [_set_stacks(tree, [(), ()]) for tree in (leaves, shards, parameters)]
+        combine = self._block_parameter if in_blocks else self._combine
+        stacks = [jax.tree.map(combine, *trees) for trees in zip(*map(_stacks, (leaves, shards, parameters)))]
+        model = _set_stacks(jax.tree.map(self._combine, *outside), stacks)
+        if plan.splits_tables:
+            inputs = model, shards, parameters, leaves, self.shapes, plan.torus_steps
+            model = with_chunked_tables(*inputs, has_tiles=plan.platform == "tpu")
+        if plan.stream is not None:
+            specs = jax.tree.map(lambda leaf: leaf.spec, leaves)
+            model = split_over_tensor(model, specs, self.shapes, plan.stream, self.mode, self.sharers)
+        if plan.mesh.size > 1:
+            model = split_mixtures(model, plan.expert_method, plan.exchange, plan.stream)
+        if plan.size(CONTEXT) > 1:
+            model = split_over_context(model, plan.context_method, self.mode)
+        if in_blocks:
+            stack_triples = zip(*map(_stacks, (model, leaves, shards)))
+            model = _set_stacks(model, [tuple(map(self._combine_in_blocks, *triple)) for triple in stack_triples])
+        if plan.is_pipelined:
+            depths = list(map(len, self.shapes.stacks))
+            stacks = skip_padding(model.stacks, depths, plan.timetable().part_of)
+            model = eqx.tree_at(lambda m: m.stacks, model, stacks)
+        if plan.spreads_edges:
+            stacks = tuple(PipelinedStack(stack, plan.microbatches, splits_rows=True) for stack in model.stacks)
+            model = eqx.tree_at(lambda m: m.stacks, model, stacks)
+        return model
+
+    def _combines_in_blocks(self, model: nn.LanguageModel) -> bool:
+        """Return whether blocks of layers combine values with gradient proxies each time they are called.
+
+        A pipeline that loops over microbatches sums the gradients of the arrays that its stages receive, in the dtype
+        of these arrays; 16-bit values are therefore combined with their float32 proxies inside the blocks.
+        """
+        sums_wide_grads = self.plan.spreads_edges and any(map(has_wider_grad, jax.tree.leaves(model.stacks)))
+        return self.plan.zero == 3 or self.plan.scatters_layers or sums_wide_grads
+
+    def _combine(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
+        """Return an array with its value, whose gradient goes to the parameter; for use outside of blocks."""
+        steps = self.plan.torus_steps
+        if self.plan.zero == 3 and leaf.spec is not None:
+            # Gathered once: both ends of the model may use the array, and no backward pass needs it.
+            return gather(parameter, leaf.fsdp_dim, leaf.sent, x if has_wider_grad(x) else None, steps, leaf.dtype)
+        dim = leaf.fsdp_dim if self.plan.zero == 2 else None
+        return parameter if dim is None and not has_wider_grad(x) else route_gradient(x, parameter, dim, steps)
+
+    def _block_parameter(self, leaf: Leaf, x: PyTree, parameter: PyTree) -> PyTree:
+        """Return the array that receives a block's gradient; a pipeline scatters it after all microbatches."""
+        if self.plan.zero != 2 or self.plan.scatters_layers or leaf.fsdp_dim is None:
+            return parameter
+        value = grad_proxy(x) if has_wider_grad(x) else x
+        return route_gradient(value, parameter, leaf.fsdp_dim, self.plan.torus_steps)
+
+    def _combine_in_blocks(self, stack: nn.LayerStack, leaves: nn.LayerStack, shards: nn.LayerStack) -> nn.LayerStack:
+        """Wrap a stack's blocks to combine their arrays, which may be gradient proxies, with the values of `shards`."""
+        arrays = [leaf for leaf in jax.tree.leaves(leaves.blocks) if leaf.spec is not None]
+        is_split = self.plan.zero == 3 or self.plan.scatters_layers
+        # The dims of a leaf count the dim `layers`, which a block does not have.
+        dims = tuple(leaf.fsdp_dim - 1 if is_split and leaf.fsdp_dim is not None else None for leaf in arrays)
+
+        def value_of(x: Array, parameter: Array, leaf: Leaf) -> Array | None:
+            has_proxy = has_wider_grad(x) or (self.plan.scatters_layers and leaf.fsdp_dim is not None)
+            # `pcast` outside of the scan over layers: inside, each layer's weights would be saved.
+            return vary_like(x, parameter) if has_proxy else None
+
+        arrays_of = lambda stack: jax.tree.leaves(eqx.filter(stack.blocks, eqx.is_array))
+        values = tuple(map(value_of, arrays_of(shards), arrays_of(stack), arrays))
+        if self.plan.zero == 3:
+            dtypes = tuple(leaf.dtype for leaf in arrays)
+            blocks = Gathered(stack.blocks, dims, dtypes, stack.remat != "none", values, self.plan.torus_steps)
+        else:
+            blocks = Scattered(stack.blocks, values, dims, self.plan.torus_steps)
+        return eqx.tree_at(lambda s: s.blocks, stack, blocks)
+
+    def wrap_forward(self, model: nn.LanguageModel) -> nn.LanguageModel:
+        """Return the model on this device for a pass without gradients, a pipeline's stages included."""
+        wrapped = self.wrap(model, model)
+        if not self.plan.is_pipelined or self.plan.spreads_edges:
+            return wrapped
+        rounds = pipelined_rounds(wrapped.stacks, self.plan.timetable(), self.plan.microbatches)
+        return eqx.tree_at(lambda m: m.stacks, wrapped, rounds)
+
+    def reduce(self, gradients: PyTree) -> PyTree:
+        """Reduce each gradient once over the axes on which it is partial, and scatter it if the state is split."""
+
+        def reduce_array(leaf: Leaf, gradient: Array | None) -> Array | None:
+            if gradient is None:
+                return None
+            if self.plan.zero == 1 and leaf.fsdp_dim is not None:
+                gradient = scatter(vary(gradient, [FSDP]), leaf.fsdp_dim, self.plan.torus_steps)
+            return self.total(gradient, leaf.reduced, "gradients over replicas")
+
+        return jax.tree.map(reduce_array, self.leaves, gradients)
+
+    def total(self, x: Array, axes: tuple[str, ...] | None = None, name: str = "losses and counts") -> Array:
+        """Return the sum over the devices of some axes, by default all between which tokens are split."""
+        axes = (*self.plan.batch_axes, CONTEXT) if axes is None else axes
+        return send.psum(name, vary(x, axes), axes) if axes else x
+
+    @property
+    def vocabulary(self) -> SplitVocabulary | None:
+        """Loss functions of logits that are split over devices; None if each device holds all logits."""
+        return SplitVocabulary(self.shapes.vocab) if self.plan.size(TENSOR) > 1 else None
+
+
+def _stacks(model: nn.LanguageModel) -> list[PyTree]:
+    """Return the stacks of a model, or of a tree like it, and those of its encoder."""
+    encoder = model.parts.encoder
+    return [model.stacks, *([] if encoder is None else [encoder.stacks])]
+
+
+def _set_stacks(model: nn.LanguageModel, stacks: list[PyTree]) -> nn.LanguageModel:
+    """Replace the stacks of a model, and those of its encoder, if it has one."""
+    model = eqx.tree_at(lambda m: m.stacks, model, stacks[0])
+    has_encoder = model.parts.encoder is not None
+    return eqx.tree_at(lambda m: m.parts.encoder.stacks, model, stacks[1]) if has_encoder else model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ..nn import at_least_float32
 from . import _collectives as send
-from ._axes import PIPE
+from ._mesh import PIPE
 from ._shard_map import vary, vary_like
 
 

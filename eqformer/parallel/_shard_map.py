@@ -13,8 +13,8 @@ from jaxtyping import Array, PyTree
 
 from .. import nn
 from .._shapes import Array as AnyArray
-from .layouts._layout import axes_of, is_spec
-from .layouts._mesh import axis_sizes
+from ._layout import axes_of, is_spec
+from ._mesh import axis_sizes
 
 
 def filter_shard_map(

@@ -9,16 +9,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .. import nn
-from ._axes import CONTEXT, TENSOR
-from ._expert_method import Exchange
+from ._context_attention import ContextAttention, refuse_pieces, SplitCacheAttention
+from ._expert_exchange import Exchange
 from ._expert_parallel import SplitMixture
-from .context._context_attention import ContextAttention, refuse_pieces
-from .layouts._layout import dim_over
-from .serving._split_cache_attention import SplitCacheAttention
-from .state._gather import gather_parameter
-from .tensor._replicated_layers import is_plain, PLACES, ReplicatedLayer, ReplicatedMixer, Sliced
+from ._fully_sharded import gather_parameter
+from ._layout import dim_over
+from ._mesh import CONTEXT, TENSOR
 from .tensor._residual_stream import ResidualStream
-from .tensor._tensor import is_split, TensorParallelMixer
+from .tensor._tensor import is_plain, is_split, PLACES, ReplicatedLayer, ReplicatedMixer, Sliced, TensorParallelMixer
 from .tensor._vocabulary import features_to_rows, HeadInput, logits_parts, SourceOutput, take_local_rows
 
 

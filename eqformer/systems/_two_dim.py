@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
 from ..parallel import _collectives as send
-from ..parallel._axes import FSDP, TENSOR
+from ..parallel._mesh import FSDP, TENSOR
 from ..parallel._ring import circulate, collect, Ring
 from ..parallel._shard_map import own_part
 from ..parallel.tensor._collective_matmul import matmul_reduce_scatter

@@ -11,12 +11,11 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
 from .._array_checks import checked
-from ..parallel._axes import FSDP, TENSOR
+from ..parallel._layout import Layout, partition_specs
+from ..parallel._mesh import axis_sizes, FSDP, TENSOR
 from ..parallel._shard_map import filter_shard_map, own_part, vary
+from ..parallel._sharded_model import DistributedModel, pad_batch, pad_tokens, round_to_multiple
 from ..parallel._wrap import replace
-from ..parallel.layouts._layout import Layout, partition_specs
-from ..parallel.layouts._mesh import axis_sizes
-from ..parallel.serving._sharded_model import DistributedModel, pad_batch, pad_tokens, round_to_multiple
 from ..parallel.tensor._collective_matmul import OVERLAPS
 from ..parallel.tensor._residual_stream import SplitNorm
 from ..parallel.tensor._stream_kinds import FeatureStream

@@ -1,12 +1,11 @@
 """Training: losses, gradients, steps, optimizers, checkpoints and metrics; on a mesh, all by way of a `Plan`."""
 
-from ._debug_nans import DebugNans as DebugNans
+from ._debug_nans import DebugNans as DebugNans, first_non_finite as first_non_finite, NonFinite as NonFinite
 from ._evaluation import (
     make_evaluation as make_evaluation,
     make_row_nats as make_row_nats,
     Validation as Validation,
 )
-from ._first_non_finite import first_non_finite as first_non_finite, NonFinite as NonFinite
 from ._gradients import make_gradient_function as make_gradient_function
 from ._loop import (
     Callback as Callback,
@@ -50,21 +49,26 @@ from ._train_state import (
 )
 from .checkpoint._checkpointer import Checkpointer as Checkpointer, CheckpointError as CheckpointError
 from .checkpoint._contents import run_metadata as run_metadata, saved_key as saved_key, versions as versions
-from .losses._chunked_logits import chunk_size as chunk_size
 from .losses._cross_entropy import (
+    chunk_size as chunk_size,
     cross_entropy as cross_entropy,
     token_nats as token_nats,
     Vocabulary as Vocabulary,
 )
-from .losses._loss_aux import loss_count as loss_count, LossAux as LossAux, routing_metrics as routing_metrics
-from .losses._loss_scale import LossScale as LossScale
-from .losses._row_loss import row_loss as row_loss, row_nats as row_nats
+from .losses._loss_aux import (
+    loss_count as loss_count,
+    LossAux as LossAux,
+    LossScale as LossScale,
+    routing_metrics as routing_metrics,
+)
 from .losses._token_losses import (
     batch_tokens as batch_tokens,
     check_next_token as check_next_token,
     evaluation_sums as evaluation_sums,
     mask_tokens as mask_tokens,
     next_token_loss as next_token_loss,
+    row_loss as row_loss,
+    row_nats as row_nats,
 )
 from .optimizer._learning_rates import (
     constant as constant,

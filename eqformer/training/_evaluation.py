@@ -12,8 +12,7 @@ from .._shapes import Batch
 from ..parallel import filter_shard_map, OnDevice, Plan
 from ._loop import Every, Progress
 from ._metrics import bits_per_byte
-from .losses._row_loss import row_nats
-from .losses._token_losses import batch_tokens, evaluation_sums
+from .losses._token_losses import batch_tokens, evaluation_sums, row_nats
 
 
 def make_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:

@@ -31,8 +31,17 @@ from ..parallel import (
     varying_axes,
 )
 from ._train_state import fetch_from_host, return_to_host, state_shardings, TrainState
-from .losses._loss_aux import check_not_split, check_takes_tokens, Count, LossAux, LossFn, sum_and_count
-from .losses._loss_scale import loss_cotangent, Scale, unscale_gradients
+from .losses._loss_aux import (
+    check_not_split,
+    check_takes_tokens,
+    Count,
+    loss_cotangent,
+    LossAux,
+    LossFn,
+    Scale,
+    sum_and_count,
+    unscale_gradients,
+)
 from .losses._token_losses import batch_tokens
 from .optimizer._optimizer import Optimizer, partition_trained, trainable, Trained
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
 from .._shapes import Batch, is_shape
-from ..parallel import BATCH_AXES, init_sharded, LayerMover, Plan, shardings
+from ..parallel import BATCH_AXES, init_sharded, Plan, shardings
 from ._train_state import init_state, state_shardings, TrainState
 from .checkpoint._checkpointer import Checkpointer
 from .optimizer._optimizer import Optimizer
@@ -30,7 +30,7 @@ class PlannedState:
         """`build` makes the model with its first weights; `model_shapes` are its shapes, if they are already traced."""
         self.build, self.optimizer, self.plan = build, optimizer, plan
         self._model_shapes = eqx.filter_eval_shape(build) if model_shapes is None else model_shapes
-        self._mover = LayerMover(plan)
+        self._mover = _LayerMover(plan)
 
     def init(self) -> TrainState:
         """Make the state before the first step, each array on the devices to which the plan assigns it."""
@@ -190,3 +190,56 @@ class ProcessRows:
             return jax.make_array_from_callback((self._rows, *x.shape[1:]), self._sharding, shard)
 
         return jax.tree.map(put, batch)
+
+
+# Layers move between the order of the model and the rows of a pipeline's stages.
+
+ShardingsOf = Callable[[PyTree], PyTree]
+"""A function from the shapes of a tree's arrays to their shardings."""
+
+
+class _LayerMover:
+    """`Plan.shard` and `unshard` for large trees on the devices, such as a training state.
+
+    The trees are donated, and one array is moved at a time, so there is never a second copy of more. Each program is
+    compiled once, for all arrays of one sharding.
+    """
+
+    def __init__(self, plan: Plan):
+        """Move layers as `plan` does."""
+        self.plan = plan
+        self._programs: dict[tuple[bool, NamedSharding], Callable[..., jax.Array]] = {}
+
+    def shard(self, tree: PyTree, shardings_of: ShardingsOf) -> PyTree:
+        """Return the tree as programs of the plan take it, with these shardings."""
+        return self._move(tree, self.plan.shard, shardings_of)
+
+    def unshard(self, tree: PyTree, shardings_of: ShardingsOf) -> PyTree:
+        """Return the tree with the layers in the order of the model, with these shardings."""
+        return self._move(tree, self.plan.unshard, shardings_of)
+
+    def _move(self, tree: PyTree, move: Callable[..., PyTree], shardings_of: ShardingsOf) -> PyTree:
+        arrays, static = eqx.partition(tree, eqx.is_array)
+        orders = move(arrays, lambda x, order: order)  # An array that stays as it is stands for itself.
+        if all(x is order for x, order in zip(jax.tree.leaves(arrays), jax.tree.leaves(orders), strict=True)):
+            return tree
+        moved_shapes = move(arrays, lambda x, order: jax.ShapeDtypeStruct((len(order), *x.shape[1:]), x.dtype))
+
+        def move_array(x: jax.Array, order: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
+            return x if x is order else self._take(x, np.asarray(order), sharding)
+
+        return eqx.combine(jax.tree.map(move_array, arrays, orders, shardings_of(moved_shapes)), static)
+
+    def _take(self, x: jax.Array, order: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        """Return the rows of an array in an order, and donate the array; zeros for numbers beyond its last row."""
+        keeps_length = len(order) == x.shape[0]
+        if (key := (keeps_length, sharding)) not in self._programs:
+            near = lambda x: jax.device_put(x, jax.memory.Space.Device)
+            take = lambda x, order: near(x).at[order].get(mode="fill", fill_value=0)
+            donated = (0,) if keeps_length else ()  # The memory of an array of another shape has no use.
+            self._programs[key] = jax.jit(take, donate_argnums=donated, out_shardings=sharding)
+        # Waiting keeps a single copy at a time; and simulated devices may run out of threads, see `take_layer_rows`.
+        taken = jax.block_until_ready(self._programs[key](x, order))
+        if not keeps_length:
+            x.delete()
+        return taken

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PyTree
 
 from .._shapes import ArrayOrShape
 from ..parallel import Plan, shardings
-from .losses._loss_scale import init_loss_scale, LossScale
+from .losses._loss_aux import init_loss_scale, LossScale
 from .optimizer._moments import MomentCodes
 from .optimizer._optimizer import check_optimizer, Optimizer
 

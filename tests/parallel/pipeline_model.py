@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from eqformer import kernels, nn
 from eqformer.parallel import filter_shard_map, layer_order, pipeline_gradients
-from eqformer.parallel._axes import BATCH_AXES, PIPE
+from eqformer.parallel._mesh import BATCH_AXES, PIPE
 from eqformer.parallel.pipeline._stage_layers import PaddedBlock, skip_padding, take_layer_rows
 
 

@@ -12,11 +12,10 @@ from context_cases import BATCH, call, Case, CASES, compiled, distance, drawn, M
 from jax.sharding import PartitionSpec as P
 
 from eqformer import kernels, nn
-from eqformer.parallel._axes import CONTEXT, PIPE, TENSOR
+from eqformer.parallel import _ring_attention
+from eqformer.parallel._context_attention import context_order, ContextAttention, zigzag
+from eqformer.parallel._mesh import CONTEXT, make_mesh, PIPE, TENSOR
 from eqformer.parallel._shard_map import filter_shard_map, vary
-from eqformer.parallel.context import _ring_attention
-from eqformer.parallel.context._context_attention import context_order, ContextAttention, zigzag
-from eqformer.parallel.layouts._mesh import make_mesh
 
 
 grid = pytest.mark.grid

@@ -15,9 +15,8 @@ from plan_models import model_of
 from plan_parity import Case, differences, of_one_device, of_plan as afresh, place, total_of_plan
 
 from eqformer import generation, nn, planning
-from eqformer.parallel import replicated_layers, ShardedModel
+from eqformer.parallel import _fully_sharded, replicated_layers, ShardedModel
 from eqformer.parallel._shard_map import own_part
-from eqformer.parallel.state import _gather
 from eqformer.parallel.tensor import _residual_stream as _stream
 
 
@@ -60,7 +59,7 @@ def test_the_scales_of_outputs_are_gathered_where_sums_are_of_all(monkeypatch):
     """Without it a device would scale all outputs by its own ones' scales."""
     assert not is_seen(FEATURE)
     tiled = lambda x, dim: jnp.concatenate([x] * jax.lax.axis_size("tensor"), dim)
-    monkeypatch.setattr(_gather, "gather_parameter", tiled)
+    monkeypatch.setattr(_fully_sharded, "gather_parameter", tiled)
     assert is_seen(FEATURE)
 
 

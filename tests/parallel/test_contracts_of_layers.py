@@ -13,8 +13,8 @@ from plan_parity import Case, differences, of_one_device
 
 from eqformer import nn, planning, training
 from eqformer.parallel import _expert_parallel, EXPERT, TENSOR
-from eqformer.parallel.tensor import _replicated_layers as _whole
-from eqformer.parallel.tensor._replicated_layers import count_once
+from eqformer.parallel.tensor import _tensor
+from eqformer.parallel.tensor._tensor import count_once
 
 
 EXCHANGE: dict[str, Any] = {"expert_method": "exchange", "expert_factor": 0.5}
@@ -98,7 +98,7 @@ def test_feed_forward_layers_of_ones_own_are_split_or_whole(case):
 @pytest.mark.grid
 @pytest.mark.parametrize("case", named(LAYERS, MORE_LAYERS[1:3]))
 def test_a_whole_layer_counts_once(monkeypatch, case):
-    monkeypatch.setattr(_whole, "count_once", lambda stream, y: count_once(stream, y) * 0)
+    monkeypatch.setattr(_tensor, "count_once", lambda stream, y: count_once(stream, y) * 0)
     assert is_seen(case)
 
 

@@ -8,10 +8,8 @@ import pytest
 from compilers import tpus
 from simulated_devices import MACHINES
 
-from eqformer.parallel import make_mesh
-from eqformer.parallel._axes import AXES
-from eqformer.parallel.layouts import _mesh
-from eqformer.parallel.layouts._mesh import arrange_devices, torus_steps
+from eqformer.parallel import _mesh, make_mesh
+from eqformer.parallel._mesh import arrange_devices, AXES, torus_steps
 
 
 def splits(number: int, parts: int) -> list[tuple[int, ...]]:

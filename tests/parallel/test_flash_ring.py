@@ -13,10 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from eqformer import kernels, nn
 from eqformer.kernels import _op
-from eqformer.parallel._axes import CONTEXT, TENSOR
+from eqformer.parallel._context_attention import context_order, ContextAttention
+from eqformer.parallel._mesh import CONTEXT, make_mesh, TENSOR
 from eqformer.parallel._shard_map import filter_shard_map
-from eqformer.parallel.context._context_attention import context_order, ContextAttention
-from eqformer.parallel.layouts._mesh import make_mesh
 
 
 class Literal(kernels.FlashAttention):

@@ -9,8 +9,7 @@ import pytest
 from plan_models import batch_of
 
 from eqformer import models, training
-from eqformer.parallel import make_mesh, Plan, shardings
-from eqformer.parallel.state import _fully_sharded
+from eqformer.parallel import _fully_sharded, make_mesh, Plan, shardings
 
 
 NUMBERS = models.LlamaConfig(vocab=64, embed=64, layers=8, heads=8, kv_heads=8, mlp=256)

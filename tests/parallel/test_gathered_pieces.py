@@ -11,7 +11,14 @@ from plan_parity import Case, differences, of_one_device, of_plan
 from test_narrow_sums import MEANT, not_meant, program_of
 
 from eqformer import nn
-from eqformer.parallel import _expert_method, _expert_parallel, AXES, Exchange, filter_shard_map, make_mesh
+from eqformer.parallel import (
+    _expert_exchange,
+    _expert_parallel,
+    AXES,
+    Exchange,
+    filter_shard_map,
+    make_mesh,
+)
 
 
 CASE = Case("shared mixture", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_method": "gather"})
@@ -22,17 +29,17 @@ PADDED = Exchange(is_ragged=False, factor=2.0)
 @pytest.mark.quick
 def test_as_few_equal_pieces_as_keep_the_room_small():
     gigabyte = 2**30
-    assert [_expert_method.count_pieces(4096, size * gigabyte) for size in (0, 1, 2, 3, 30)] == [1, 1, 2, 4, 32]
+    assert [_expert_exchange.count_pieces(4096, size * gigabyte) for size in (0, 1, 2, 3, 30)] == [1, 1, 2, 4, 32]
     assert (
-        _expert_method.count_pieces(6, 5 * gigabyte) == 6 and _expert_method.count_pieces(2, 9 * gigabyte) == 2
+        _expert_exchange.count_pieces(6, 5 * gigabyte) == 6 and _expert_exchange.count_pieces(2, 9 * gigabyte) == 2
     )  # at least a token
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     """The numbers of pieces that are taken from now on, with room for so many bytes."""
     found: list[int] = []
-    pieces_of = _expert_method.count_pieces
-    monkeypatch.setattr(_expert_method, "MOST_GATHERED_BYTES", most)
+    pieces_of = _expert_exchange.count_pieces
+    monkeypatch.setattr(_expert_exchange, "MOST_GATHERED_BYTES", most)
     monkeypatch.setattr(_expert_parallel, "count_pieces", lambda *given: found.append(pieces_of(*given)) or found[-1])
     return found
 
@@ -87,7 +94,7 @@ def largest(monkeypatch: pytest.MonkeyPatch, most: float) -> float:
 
     Nothing is compiled or run.
     """
-    monkeypatch.setattr(_expert_method, "MOST_GATHERED_BYTES", most)
+    monkeypatch.setattr(_expert_exchange, "MOST_GATHERED_BYTES", most)
     sizes = [64 if axis == "expert" else 1 for axis in AXES]
     mesh = AbstractMesh(tuple(sizes), AXES, (AxisType.Auto,) * len(AXES))
 
@@ -130,5 +137,5 @@ def _sizes(jaxpr):
 
 
 def test_a_layer_of_256_experts_takes_no_tens_of_gigabytes_by_default(monkeypatch):
-    assert largest(monkeypatch, _expert_method.MOST_GATHERED_BYTES) < 2.5e9
+    assert largest(monkeypatch, _expert_exchange.MOST_GATHERED_BYTES) < 2.5e9
     assert largest(monkeypatch, float("inf")) > 25e9  # at once, as it was

@@ -15,9 +15,8 @@ from plan_parity import alone, differences, total_under, under
 from plan_parts import attention, EMBED, HEADS, MLP, norm
 
 from eqformer import nn
-from eqformer.parallel import make_mesh, Plan
-from eqformer.parallel.state import _leaves
-from eqformer.parallel.tensor import _tensor, _tensor as _maps
+from eqformer.parallel import _leaves, make_mesh, Plan
+from eqformer.parallel.tensor import _tensor
 
 
 ROUNDING = 50 * float(np.finfo(np.float32).eps)
@@ -139,7 +138,7 @@ def test_maps_read_what_a_layer_makes_of_its_input(shifted, monkeypatch):
     batch = batch_of(shifted)
     want = alone(shifted, batch)
     assert differences(under(PIPELINE, shifted, batch), want, ROUNDING) == {}
-    monkeypatch.setattr(_maps.PrecomputedMap, "product", as_if_given)
+    monkeypatch.setattr(_tensor.PrecomputedMap, "product", as_if_given)
     assert abs(total_under(PIPELINE, shifted, batch) - float(want.total)) > 1e-4 * float(want.total)
 
 
@@ -149,7 +148,7 @@ def test_what_is_made_of_each_token_is_gathered(by_token, monkeypatch):
     want = alone(by_token, batch)
     assert differences(under(BY_TOKEN, by_token, batch), want, ROUNDING) == {}
     with monkeypatch.context() as patched:
-        patched.setattr(_maps.PrecomputedMap, "product", as_if_given)
+        patched.setattr(_tensor.PrecomputedMap, "product", as_if_given)
         assert abs(total_under(BY_TOKEN, by_token, batch) - float(want.total)) > 1e-4 * float(want.total)
     monkeypatch.setattr(_tensor, "_has_unmapped_array", lambda layer: False)
     with pytest.raises(TypeCheckError, match=r"f32\[4,1,32\]"):  # the map scatters tokens of one device

@@ -30,11 +30,10 @@ from eqformer.parallel import (
     zero_bubble,
     zero_bubble_v,
 )
-from eqformer.parallel._axes import FSDP, PIPE, TENSOR
+from eqformer.parallel._mesh import FSDP, PIPE, TENSOR
 from eqformer.parallel.pipeline import _pipeline as executor, _stage_layers as padding
-from eqformer.parallel.pipeline._message_routes import route_messages
 from eqformer.parallel.pipeline._residuals import ResidualPacker
-from eqformer.parallel.pipeline._schedule import IDLE
+from eqformer.parallel.pipeline._schedule import IDLE, route_messages
 
 
 CLOSE = 50 * float(np.finfo(np.float32).eps)

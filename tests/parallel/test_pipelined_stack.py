@@ -19,7 +19,7 @@ from eqformer.parallel import (
     PipelinedStack,
     vary,
 )
-from eqformer.parallel._axes import BATCH_AXES, PIPE
+from eqformer.parallel._mesh import BATCH_AXES, PIPE
 from eqformer.parallel.pipeline import _pipelined_stack as module
 
 

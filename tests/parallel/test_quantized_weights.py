@@ -9,8 +9,7 @@ from plan_models import model_of
 from plan_parity import Case, differences, of_one_device, place
 
 from eqformer import generation, nn, training
-from eqformer.parallel import ShardedModel
-from eqformer.parallel.state import _grad_proxies
+from eqformer.parallel import _fully_sharded, ShardedModel
 
 
 SPLIT = Case("llama int4 lora", {"fsdp": 2, "pipe": 2, "tensor": 2}, ZERO | {"microbatches": 2})
@@ -47,13 +46,13 @@ def test_codes_of_other_devices_are_gathered(monkeypatch):
     """A device that had its own codes in the place of the others' would have another loss."""
     case = Case("llama int4 lora", {"fsdp": 2}, ZERO)
     assert not is_seen(case)
-    gathered = _grad_proxies._gather_forward
+    gathered = _fully_sharded._gather_forward
 
     def own(dim, dtype, steps, used, value, leaf):
         whole = gathered(dim, dtype, steps, used, value, leaf)
         return whole if leaf.dtype != jnp.uint8 else jnp.concatenate([leaf, leaf], dim) + 0 * whole
 
-    monkeypatch.setattr(_grad_proxies, "_gather_forward", own)
+    monkeypatch.setattr(_fully_sharded, "_gather_forward", own)
     assert is_seen(case)
 
 

@@ -20,7 +20,7 @@ from test_exchange import CASES, crowded
 
 from eqformer import nn, planning
 from eqformer.parallel import _collectives, _expert_exchange, filter_shard_map, make_mesh, Plan
-from eqformer.parallel._expert_method import Exchange
+from eqformer.parallel._expert_exchange import Exchange
 from eqformer.parallel._expert_parallel import SplitMixture
 from eqformer.program import list_transfers, read_hlo
 

@@ -12,8 +12,7 @@ from plan_models import model_of, plan_over
 from plan_parity import place
 
 from eqformer import generation, models, nn
-from eqformer.parallel import ShardedModel
-from eqformer.parallel.serving import _sharded_model as module, _split_cache_attention
+from eqformer.parallel import _context_attention, _sharded_model as module, ShardedModel
 
 
 PROMPTS = [[3, 5, 7, 9, 11], [4, 8, 15, 16, 23, 42, 1], [2]]
@@ -167,7 +166,7 @@ def test_tokens_beyond_a_cache_in_pieces_are_refused_or_nan(monkeypatch):
     assert bool(jnp.isnan(hidden[:, 6:]).all()) and sorted(cache[0].positions.reshape(-1).tolist()) == list(range(6))
     want = eqx.filter_jit(lambda ids: model.encode(ids)[0])(ids[:, :6])
     assert np.allclose(hidden[:, :6], want, atol=1e-5)
-    monkeypatch.setattr(_split_cache_attention, "jnp", Unweighed())
+    monkeypatch.setattr(_context_attention, "jnp", Unweighed())
     unweighed = eqx.filter_jit(lambda ids, tokens, cache: cut.encode(ids, tokens, cache)[0])
     assert not np.allclose(unweighed(ids, tokens, cut.init_cache(1, 6))[:, :6], want, atol=1e-3)
 

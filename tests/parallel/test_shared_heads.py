@@ -10,8 +10,7 @@ from plan_models import model_of, plan_over
 from plan_parity import place
 
 from eqformer import models, nn
-from eqformer.parallel import ShardedModel
-from eqformer.parallel.serving import _sharded_model
+from eqformer.parallel import _sharded_model, ShardedModel
 
 
 CONFIG = models.LlamaConfig(vocab=32, embed=32, layers=2, heads=8, kv_heads=2, mlp=32)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from plan_parity import Case, differences, of_one_device, of_plan
 
 from eqformer.parallel import _collectives as send, _placement, filter_shard_map, make_mesh
-from eqformer.parallel.layouts._mesh import TorusSteps
+from eqformer.parallel._mesh import TorusSteps
 
 
 ROUNDING = 64 * float(np.finfo(np.float32).eps)

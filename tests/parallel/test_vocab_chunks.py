@@ -15,9 +15,8 @@ from test_gathered_pieces import equations
 from test_narrow_sums import MEANT, MEANT_OF_NARROW, not_meant, program_of
 
 from eqformer import models, nn, training
-from eqformer.parallel import filter_shard_map, make_mesh, vary
-from eqformer.parallel.layouts._mesh import TorusSteps
-from eqformer.parallel.state import _leaves, _vocab_chunks
+from eqformer.parallel import _leaves, _vocab_chunks, filter_shard_map, make_mesh, vary
+from eqformer.parallel._mesh import TorusSteps
 from eqformer.program import _jaxpr as traced
 
 

@@ -9,8 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 from eqformer import nn
 from eqformer.parallel import filter_shard_map, Gathered, make_mesh, pipeline_gradients, zero_bubble
-from eqformer.parallel._axes import BATCH_AXES, FSDP, PIPE
-from eqformer.parallel.pipeline._deferred_wgrad import (
+from eqformer.parallel._mesh import BATCH_AXES, FSDP, PIPE
+from eqformer.parallel.pipeline._residuals import (
+    accumulate,
     defer_maps,
     find_deferrable,
     flag_differentiated,
@@ -18,7 +19,6 @@ from eqformer.parallel.pipeline._deferred_wgrad import (
     split_gradients,
     weight_gradients,
 )
-from eqformer.parallel.pipeline._residuals import accumulate
 
 
 EMBED, LAYERS = 6, 3

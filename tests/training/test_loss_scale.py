@@ -8,7 +8,7 @@ import pytest
 from same_bits import assert_same_bits
 
 from eqformer import nn, training
-from eqformer.training.losses._loss_scale import init_loss_scale, loss_cotangent
+from eqformer.training.losses._loss_aux import init_loss_scale, loss_cotangent
 
 
 ROWS, SEQ, STEPS = 1024, 16, 9

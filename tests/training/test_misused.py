@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from eqformer import Batch, nn, parallel, training
-from eqformer.parallel._config import check_values, ParallelConfig
-from eqformer.training.losses import _chunked_logits, _cross_entropy
+from eqformer.parallel._placement import check_values, ParallelConfig
+from eqformer.training.losses import _cross_entropy
 from eqformer.training.optimizer._optimizer import check_optimizer
 
 
@@ -115,7 +115,7 @@ def test_a_table_in_parts_has_no_target_that_is_no_id(model):
     hidden = jax.random.normal(jax.random.key(2), (4, 8))
     targets = jnp.array([0, VOCAB - 1, -100, VOCAB], jnp.int32)
     unembed = jax.tree_util.Partial(lambda table, hidden: table.unembed(hidden), rows)
-    by_chunks, _ = _chunked_logits.vocabulary_chunk_nats(unembed, hidden, targets)
+    by_chunks, _ = _cross_entropy.vocabulary_chunk_nats(unembed, hidden, targets)
     wanted, _ = _cross_entropy.token_nats(rows.unembed(hidden), targets)
     np.testing.assert_allclose(by_chunks[:2], wanted[:2], rtol=1e-5)
     assert np.isnan(by_chunks[2:]).all() and np.isnan(wanted[2:]).all()

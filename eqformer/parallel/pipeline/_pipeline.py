@@ -12,22 +12,26 @@ from jaxtyping import Bool, Float, Int, PyTree
 from ... import nn
 from ..._shapes import Array
 from .. import _collectives as send
-from .._axes import PIPE
+from .._fully_sharded import grad_proxy
+from .._mesh import PIPE
 from .._shard_map import vary, vary_like, varying_axes
-from ..state._grad_proxies import grad_proxy
-from ._deferred_wgrad import (
+from ._residuals import (
+    accumulate,
+    accumulate_group,
     defer_maps,
     find_deferrable,
     flag_differentiated,
     ProbeShapes,
+    read_slot,
     record_calls,
+    ResidualPacker,
     select_differentiable,
     split_gradients,
     weight_gradients,
+    write_slot,
+    zeros,
 )
-from ._message_routes import Link, route_messages, TickActions
-from ._residuals import accumulate, accumulate_group, read_slot, ResidualPacker, write_slot, zeros
-from ._schedule import IDLE, Schedule
+from ._schedule import IDLE, Link, route_messages, Schedule, TickActions
 
 
 Seed = Float[Array, ""] | int

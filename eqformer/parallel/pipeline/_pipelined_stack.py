@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
 from .. import _collectives as send
-from .._axes import PIPE
+from .._mesh import PIPE
 from .._shard_map import vary, varying_axes
 from ._schedule import Schedule
 from ._stage_layers import count_layers

@@ -1,23 +1,36 @@
-"""Residuals of stages between their forward and backward entries, and the slots that hold them in a scan's carry.
+"""Arrays that stages store between entries of a schedule: residuals, and operands of deferred weight gradients.
 
 A backward entry comes ticks after its forward entry and does not run the forward pass again. `jax.vjp` gives outputs
 and a pullback, a tree of arrays. Some of these are arguments of the stage, which the backward entry has too; others
 depend on none of the arguments, so they are the same in every tick. The other arrays are the residuals to store.
 (Types do not tell: indices of a mixture's tokens are not typed as varying over `pipe`, though they do.)
+
+A backward pass through `y = W x` needs only `W` to go on; the weight gradient, the product `dy x^T`, can wait if `x`
+and `dy` are kept, and is then computed in a later entry, without recomputation. For this, each `nn.DenseMap` of some
+blocks is replaced by one whose product has two more inputs, probes of zeros that it ignores: their "gradients" are `x`
+and `dy`. A scan over layers stacks them like any gradient.
 """
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun, Literal
-from jaxtyping import Int, PyTree
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
 
-from ..._shapes import Array, ArrayOrShape
-from .._axes import PIPE
-from .._shard_map import vary
+from ... import nn
+from ..._shapes import Array as AnyArray, ArrayOrShape
+from .._fully_sharded import Gathered, scatter
+from .._mesh import FSDP, PIPE, TorusSteps
+from .._shard_map import vary, vary_like, varying_axes
+from ..tensor._tensor import Sliced
 from ._schedule import IDLE
 
 
@@ -31,7 +44,7 @@ class ResidualPacker:
     def __init__(self, run: Callable[[], tuple[PyTree, PyTree]]):
         traces: list[tuple[Any, list[tuple[int, int]], list[Any]]] = []
 
-        def trace() -> list[Array]:
+        def trace() -> list[AnyArray]:
             results, inputs = run()
             sources, computed = _separate_inputs(results, inputs)
             key_impls = [jax.random.key_impl(x) if _is_key(x) else None for x in computed]
@@ -44,12 +57,12 @@ class ResidualPacker:
         self.constants = [None if constant is None else jaxpr_as_fun(constant)()[0] for constant in constant_programs]
         self.shapes = [shape for shape, constant in zip(shapes, constant_programs, strict=True) if constant is None]
 
-    def pack(self, results: PyTree, inputs: PyTree) -> list[Array]:
+    def pack(self, results: PyTree, inputs: PyTree) -> list[AnyArray]:
         """Return the residuals of a pass, with random keys as numbers."""
         computed = _as_slot_arrays(_separate_inputs(results, inputs)[1])
         return [x for x, constant in zip(computed, self.constants, strict=True) if constant is None]
 
-    def unpack(self, residuals: Sequence[Array], inputs: PyTree) -> PyTree:
+    def unpack(self, residuals: Sequence[AnyArray], inputs: PyTree) -> PyTree:
         """Return the results of a pass from its residuals and its inputs."""
         remaining = iter(residuals)
         computed = [next(remaining) if constant is None else constant for constant in self.constants]
@@ -58,10 +71,10 @@ class ResidualPacker:
         return self.structure.unflatten([arrays[source][index] for source, index in self.sources])
 
 
-def _separate_inputs(results: PyTree, inputs: PyTree) -> tuple[list[tuple[int, int]], list[Array]]:
+def _separate_inputs(results: PyTree, inputs: PyTree) -> tuple[list[tuple[int, int]], list[AnyArray]]:
     """Return each result's source (0 for an input, 1 for a computed array) with its index there, and the computed
     arrays."""
-    computed: list[Array] = []
+    computed: list[AnyArray] = []
     sources = {id(x): (0, index) for index, x in enumerate(jax.tree.leaves(inputs))}
     leaves = jax.tree.leaves(results)
     for x in leaves:
@@ -90,16 +103,16 @@ def _constant_program(program: Any, index: int) -> Any:
     )
 
 
-def _is_key(x: Array) -> bool:
+def _is_key(x: AnyArray) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _as_slot_arrays(arrays: Sequence[Array]) -> list[Array]:
+def _as_slot_arrays(arrays: Sequence[AnyArray]) -> list[AnyArray]:
     """Return keys as numbers, and all arrays typed as varying over stages, like arrays that are read from slots."""
     return [vary(jax.random.key_data(x) if _is_key(x) else jnp.asarray(x), [PIPE]) for x in arrays]
 
 
-def _wrap_key(numbers: Array, impl: Any) -> Array:
+def _wrap_key(numbers: AnyArray, impl: Any) -> AnyArray:
     return jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl)
 
 
@@ -111,15 +124,15 @@ def zeros(like: ArrayOrShape, axes: Iterable[str], *dims: int) -> jax.Array:
     return vary(jnp.zeros((*dims, *like.shape), like.dtype), sorted(axes))
 
 
-def read_slot(slots: PyTree, slot: Int[Array, ""]) -> PyTree:
+def read_slot(slots: PyTree, slot: Int[AnyArray, ""]) -> PyTree:
     """Return the arrays in a slot."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, 0, False), slots)
 
 
-def write_slot(slots: PyTree, slot: Int[Array, ""], tree: PyTree) -> PyTree:
+def write_slot(slots: PyTree, slot: Int[AnyArray, ""], tree: PyTree) -> PyTree:
     """Return the slots with one overwritten by `tree`; unchanged if the slot is `IDLE`."""
 
-    def write(x: Array, y: Array) -> Array:
+    def write(x: AnyArray, y: AnyArray) -> AnyArray:
         index = jnp.maximum(slot, 0)
         old = jax.lax.dynamic_index_in_dim(x, index, 0, False)
         return jax.lax.dynamic_update_index_in_dim(x, jnp.where(slot == IDLE, old, y), index, 0)
@@ -133,10 +146,10 @@ def accumulate(sums: PyTree, terms: PyTree) -> PyTree:
     return jax.tree.map(add, sums, terms, is_leaf=lambda x: x is None)
 
 
-def accumulate_group(sums: PyTree, group: Int[Array, ""], terms: PyTree) -> PyTree:
+def accumulate_group(sums: PyTree, group: Int[AnyArray, ""], terms: PyTree) -> PyTree:
     """Add terms, as `accumulate` does, to one of the equal groups of rows of each array."""
 
-    def add(x: Array | None, y: Array | None) -> Array | None:
+    def add(x: AnyArray | None, y: AnyArray | None) -> AnyArray | None:
         if x is None or y is None:
             return x
         start = group * y.shape[0]
@@ -144,3 +157,274 @@ def accumulate_group(sums: PyTree, group: Int[Array, ""], terms: PyTree) -> PyTr
         return jax.lax.dynamic_update_slice_in_dim(x, rows, start, 0)
 
     return jax.tree.map(add, sums, terms, is_leaf=lambda x: x is None)
+
+
+# Deferred weight gradients.
+
+Axes = frozenset[str]
+ProbeShapes = tuple[jax.ShapeDtypeStruct, Axes, jax.ShapeDtypeStruct, Axes]
+"""Shape and dtype, and varying mesh axes, of all layers' inputs of a map, and of its outputs."""
+MapCall = tuple[tuple[int, ...], jax.ShapeDtypeStruct, Axes, jax.ShapeDtypeStruct, Axes]
+"""The weight's shape in a call of a map, then the `ProbeShapes` of one layer."""
+
+
+class CallRecord:
+    """The calls of one map in a trace."""
+
+    def __init__(self):
+        self.calls: list[MapCall] = []
+
+
+class MapWrapper(nn.LinearWrapper, nn.DenseMap):
+    """Stands in for a `DenseMap` in a pipeline's blocks."""
+
+    @property
+    def weight(self) -> Any:
+        """The inner map's weight."""
+        return self.inner.weight
+
+
+class RecordingMap(MapWrapper):
+    """A map that records the shapes of its calls."""
+
+    record: CallRecord = eqx.field(static=True)
+
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+        """Return the inner map's product."""
+        y = self.inner.product(x, dtype)
+        self.record.calls.append((self.inner.shape, *_abstract(vary_like(x, self.inner.weight)), *_abstract(y)))
+        return y
+
+
+class DeferredMap(MapWrapper):
+    """A map whose weight gets no gradient: the probes' gradients are the map's input and its output's cotangent."""
+
+    input_probe: Float[Array, "..."]
+    output_probe: Float[Array, "..."]
+
+    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+        """Return the inner map's product."""
+        # `pcast` before the product: its transpose sums the input's gradient over axes that the input is the same on.
+        weight, inputs = self.inner.weight, len(self.inputs)
+        rows = vary_like(x, weight).reshape(*x.shape[: x.ndim - inputs], -1)
+        input_probe = self.input_probe.reshape(rows.shape)
+        output_probe = self.output_probe.reshape(*rows.shape[:-1], -1)
+        matrix = weight.reshape(-1, rows.shape[-1]).astype(x.dtype)
+        y = _multiply(self.products, rows, matrix, input_probe, output_probe)
+        y = y.reshape(*y.shape[:-1], *self.output_shape)
+        return y if dtype is None else y.astype(dtype)
+
+
+def _multiply_ignoring_probes(
+    products: nn.MatmulPrecision, x: Array, weight: Array, input_probe: Array, output_probe: Array
+) -> Array:
+    return products.forward(x, weight, x.dtype)
+
+
+def _multiply_forward(
+    products: nn.MatmulPrecision, x: Array, weight: Array, input_probe: Array, output_probe: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    return products.forward(x, weight, x.dtype), (x, weight)
+
+
+def _multiply_backward(
+    products: nn.MatmulPrecision, residuals: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, None, Array, Array]:
+    x, weight = residuals
+    return products.input_grad(cotangent, weight, x.dtype), None, x, cotangent
+
+
+_multiply = jax.custom_vjp(_multiply_ignoring_probes, nondiff_argnums=(0,))
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def _abstract(x: Array) -> tuple[jax.ShapeDtypeStruct, Axes]:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype), varying_axes(x)
+
+
+def record_calls(blocks: PyTree) -> tuple[PyTree, dict[int, CallRecord]]:
+    """Replace every map by one that records its calls in one trace; return the blocks and the records by map number."""
+    maps = _number_maps(blocks)
+    records = {number: CallRecord() for number in maps}
+    recording = {number: RecordingMap(linear, records[number]) for number, linear in maps.items()}
+    return _replace_maps(blocks, recording), records
+
+
+def find_deferrable(blocks: PyTree, records: dict[int, CallRecord], tokens: int) -> dict[int, ProbeShapes]:
+    """Return the probes' shapes for each map, by number, whose weight gradient can be deferred.
+
+    Such a map is called once a layer, on at least `tokens` vectors (fewer: inside a loop of a layer's own), and its
+    weight is the layer's own: neither gathered, nor one of several under `vmap`, nor read by another module.
+    """
+    deferrable = {}
+    for number, (linear, dim, _) in enumerate(_map_sites(blocks)):
+        calls = records[number].calls
+        if len(calls) != 1:
+            continue
+        weight_shape, inputs, input_axes, outputs, output_axes = calls[0]
+        is_layers_own = weight_shape == _gathered_shape(linear, dim)[1:]
+        if is_layers_own and math.prod(inputs.shape[: -len(linear.inputs)]) >= tokens:
+            stack = lambda x, layers=linear.weight.shape[0]: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype)
+            deferrable[number] = (stack(inputs), input_axes, stack(outputs), output_axes)
+    return deferrable
+
+
+def defer_maps(blocks: PyTree, deferrable: dict[int, ProbeShapes]) -> PyTree:
+    """Replace the maps of `deferrable` by `DeferredMap`s with probes of zeros."""
+    maps = _number_maps(blocks)
+
+    def defer(
+        linear: nn.DenseMap,
+        inputs: jax.ShapeDtypeStruct,
+        input_axes: Axes,
+        outputs: jax.ShapeDtypeStruct,
+        output_axes: Axes,
+    ) -> DeferredMap:
+        zeros = lambda like, axes: vary(jnp.zeros(like.shape, like.dtype), axes)
+        return DeferredMap(linear, zeros(inputs, input_axes), zeros(outputs, output_axes))
+
+    deferred = _replace_maps(blocks, {number: defer(maps[number], *shapes) for number, shapes in deferrable.items()})
+    return _update_gathered(_without_gathered_probes, deferred, blocks)
+
+
+def flag_differentiated(blocks: PyTree) -> PyTree:
+    """Flag the leaves that a backward pass differentiates: all floating-point arrays except deferred weights and the
+    values of gradient stand-ins."""
+
+    def flags(node: PyTree) -> PyTree:
+        if isinstance(node, Gathered):
+            no_values = jax.tree.map(lambda _: False, node.values)
+            return dataclasses.replace(node, inner=flag_differentiated(node.inner), values=no_values)
+        is_float = jax.tree.map(eqx.is_inexact_array, node)
+        return eqx.tree_at(lambda n: n.inner.weight, is_float, False) if isinstance(node, DeferredMap) else is_float
+
+    return jax.tree.map(flags, blocks, is_leaf=lambda node: isinstance(node, DeferredMap | Gathered))
+
+
+def select_differentiable(tree: PyTree) -> PyTree:
+    """Return the arrays that `flag_differentiated` flags, and None for all other leaves."""
+    return eqx.filter(tree, flag_differentiated(tree))
+
+
+def split_gradients(
+    gradients: PyTree, deferrable: dict[int, ProbeShapes], blocks: PyTree
+) -> tuple[PyTree, dict[int, tuple[Array, Array]]]:
+    """Split the gradients of `defer_maps`' blocks into those of plain blocks, and the operands of deferred products.
+
+    The gradients of deferred weights are None; the operands are pairs of a map's input and its output's cotangent.
+    """
+    deferred = {number: node for number, node in _number_maps(gradients).items() if number in deferrable}
+    operands = {number: (node.input_probe, node.output_probe) for number, node in deferred.items()}
+    plain = {number: node.inner for number, node in deferred.items()}
+    no_values = lambda values: jax.tree.map(lambda _: None, values)
+    restore = lambda new, old: dataclasses.replace(old, inner=new.inner, values=no_values(old.values))
+    return _update_gathered(restore, _replace_maps(gradients, plain), blocks), operands
+
+
+def weight_gradients(blocks: PyTree, operands: dict[int, tuple[Array, Array]]) -> PyTree:
+    """Compute the deferred products layer by layer, in a tree like `blocks`; None elsewhere.
+
+    Products are summed in float32 at least. If a weight was gathered for its use, each device keeps its slice of the
+    sum over devices.
+    """
+    sites = _map_sites(blocks)
+
+    def multiply(
+        linear: nn.DenseMap, dim: int | None, steps: TorusSteps, inputs: Array, cotangents: Array
+    ) -> nn.DenseMap:
+        layers = linear.weight.shape[0]
+        inputs = inputs.reshape(layers, -1, math.prod(inputs.shape[inputs.ndim - len(linear.inputs) :]))
+        cotangents = cotangents.reshape(
+            layers, -1, math.prod(cotangents.shape[cotangents.ndim - len(linear.outputs) :])
+        )
+        sum_dtype = nn.at_least_float32(inputs.dtype)
+        product_of_layer = lambda cotangent, x: linear.products.weight_grad(cotangent, x, sum_dtype)
+        product = jax.vmap(product_of_layer)(cotangents, inputs)
+        product = product.reshape(_gathered_shape(linear, dim))
+        product = product if dim is None else scatter(product, dim + 1, steps)
+        no_gradients = jax.tree.map(lambda _: None, linear)
+        return eqx.tree_at(lambda m: m.weight, no_gradients, product, is_leaf=lambda node: node is None)
+
+    no_gradients = jax.tree.map(lambda _: None, blocks)
+    return _replace_maps(no_gradients, {number: multiply(*sites[number], *pair) for number, pair in operands.items()})
+
+
+def _is_node(node: object) -> bool:
+    # Experts count as one node, since they run many matrices at once, and so do modules gathered over `tensor`.
+    return _is_map(node) or isinstance(node, nn.Experts | Sliced)
+
+
+def _is_map(node: object) -> TypeGuard[nn.DenseMap]:
+    return isinstance(node, nn.DenseMap)
+
+
+def _map_sites(blocks: PyTree) -> list[tuple[nn.DenseMap, int | None, TorusSteps]]:
+    """Return the maps in the tree's order, each with the dim of a layer's weight that is gathered for its use, or None,
+    and the steps in which the weight gradient is scattered."""
+    sites: list[tuple[nn.DenseMap, int | None, TorusSteps]] = []
+    for node in jax.tree.leaves(blocks, is_leaf=lambda node: _is_node(node) or isinstance(node, Gathered)):
+        if isinstance(node, Gathered):
+            for linear, dims in zip(_nodes(node), _group_by_node(node, node.dims)):
+                if _is_map(linear):
+                    sites.append((linear, dims[_weight_index(linear)], node.steps))
+        elif _is_map(node):
+            sites.append((node, None, TorusSteps()))
+    return sites
+
+
+def _number_maps(blocks: PyTree) -> dict[int, Any]:
+    return dict(enumerate(filter(_is_map, jax.tree.leaves(blocks, is_leaf=_is_node))))
+
+
+def _replace_maps(blocks: PyTree, replacements: dict[int, Any]) -> PyTree:
+    nodes, structure = jax.tree.flatten(blocks, is_leaf=_is_node)
+    indices = [index for index, node in enumerate(nodes) if _is_map(node)]
+    for number, node in replacements.items():
+        nodes[indices[number]] = node
+    return structure.unflatten(nodes)
+
+
+def _weight_index(linear: nn.DenseMap) -> int:
+    """Return the index of the weight among the map's arrays."""
+    arrays = jax.tree.leaves(eqx.filter(linear, eqx.is_array))
+    return next(index for index, array in enumerate(arrays) if array is linear.weight)
+
+
+def _gathered_shape(linear: nn.DenseMap, dim: int | None) -> tuple[int, ...]:
+    """Return the shape of all layers' weights with `dim` of a layer's weight gathered over `fsdp`."""
+    shape = list(linear.weight.shape)
+    if dim is not None:
+        shape[dim + 1] *= jax.lax.axis_size(FSDP)
+    return tuple(shape)
+
+
+def _update_gathered(update: Callable[[Gathered, Gathered], Gathered], tree: PyTree, like: PyTree) -> PyTree:
+    """Replace each `Gathered` of the tree by `update(node, its counterpart in like)`."""
+    is_gathered = lambda node: isinstance(node, Gathered)
+    counterparts = iter([node for node in jax.tree.leaves(like, is_leaf=is_gathered) if is_gathered(node)])
+    update_node = lambda node: update(node, next(counterparts)) if is_gathered(node) else node
+    return jax.tree.map(update_node, tree, is_leaf=is_gathered)
+
+
+def _without_gathered_probes(new: Gathered, old: Gathered) -> Gathered:
+    """Give the probes of `new.inner` entries in its tuples by array, so that they are not gathered."""
+
+    def add_probes(values: tuple, of_probe: str | None) -> tuple:
+        counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(new)]
+        groups = zip(_group_by_node(old, values), counts)
+        return tuple(x for group, count in groups for x in (*group, *[of_probe] * (count - len(group))))
+
+    dims, dtypes = add_probes(old.dims, None), add_probes(old.dtypes, old.dtypes[0])
+    values = None if old.values is None else add_probes(old.values, None)
+    return dataclasses.replace(old, inner=new.inner, dims=dims, dtypes=dtypes, values=values)
+
+
+def _nodes(gathered: Gathered) -> list[Any]:
+    return jax.tree.leaves(gathered.inner, is_leaf=_is_node)
+
+
+def _group_by_node(gathered: Gathered, values: tuple) -> list[tuple]:
+    """Group a tuple with an item for each array of a `Gathered` by map, and by leaf outside of maps."""
+    items = iter(values)
+    counts = [len(jax.tree.leaves(eqx.filter(node, eqx.is_array))) for node in _nodes(gathered)]
+    return [tuple(itertools.islice(items, count)) for count in counts]

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ... import nn
-from .._axes import PIPE
+from .._mesh import PIPE
 from .._shard_map import vary, varying_axes
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree, Shaped
 
 from ... import nn
 from .. import _collectives as send
-from .._axes import TENSOR
+from .._mesh import TENSOR
 from .._shard_map import own_part
 from ._collective_matmul import Overlap
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from ... import nn
 from .. import _collectives as send
-from .._axes import TENSOR
+from .._mesh import TENSOR
 from ._residual_stream import ResidualStream
 
 

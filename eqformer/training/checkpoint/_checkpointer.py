@@ -19,8 +19,16 @@ from jaxtyping import PyTree
 from ..._failures import explain_error, load_extra
 from ..._files import parse_json, sync_path
 from ._contents import from_stored, is_array, leaf_faults, metadata_to_json, named_arrays, stored_shape, to_stored
-from ._files import check_files, describe_files, make_folder, read_manifest, remove, sync_tree, write_manifest
-from ._former_names import match_saved_names
+from ._files import (
+    check_files,
+    describe_files,
+    make_folder,
+    match_saved_names,
+    read_manifest,
+    remove,
+    sync_tree,
+    write_manifest,
+)
 
 
 class CheckpointError(ValueError):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from ...kernels import (
+from ..kernels import (
     at_least_float32,
     AttentionCall,
     blockwise,
@@ -28,8 +28,8 @@ from ...kernels import (
     TokenPositions,
     with_one_batch_dim,
 )
-from .._ring import Ring, shift
-from .._shard_map import vary, vary_like
+from ._ring import Ring, shift
+from ._shard_map import vary, vary_like
 
 
 def _send_on(ring: Ring, tree: PyTree) -> PyTree:

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ... import nn
-from .._axes import PIPE, TENSOR
-from .._plan import Plan
-from .._wrap import replace_where
-from ..layouts._layout import shardings
-from ..tensor._tensor import dim_size, is_split
+from .. import nn
+from ._layout import shardings
+from ._mesh import PIPE, TENSOR
+from ._plan import Plan
+from ._wrap import replace_where
+from .tensor._tensor import dim_size, is_split
 
 
 def count_sharers(model: PyTree, plan: Plan) -> int:

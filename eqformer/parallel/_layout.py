@@ -10,9 +10,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ... import nn
-from ..._prepare import single_run_options
-from ..._shapes import ENSEMBLE_DIMS, is_shape
+from .. import nn
+from .._prepare import single_run_options
+from .._shapes import ENSEMBLE_DIMS, is_shape
 from ._mesh import axis_sizes
 
 

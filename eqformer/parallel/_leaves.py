@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ... import nn
-from .._axes import FSDP, TENSOR
-from ..layouts._layout import axes_of, dim_over
-from ..tensor._residual_stream import ResidualStream
-from ..tensor._tensor import is_split, stream_maps, token_maps
-from ..tensor._vocabulary import logits_parts
+from .. import nn
+from ._layout import axes_of, dim_over
+from ._mesh import FSDP, TENSOR
+from .tensor._residual_stream import ResidualStream
+from .tensor._tensor import is_split, stream_maps, token_maps
+from .tensor._vocabulary import logits_parts
 
 
 @dataclasses.dataclass(frozen=True)

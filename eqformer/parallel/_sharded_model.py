@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from ... import nn
-from ..._array_checks import checked
-from ..._shapes import ArrayOrShape, is_shape
-from .._axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
-from .._plan import Plan
-from .._shard_map import filter_shard_map, vary, vary_like
-from ..layouts._layout import is_spec
-from ..tensor._replicated_layers import replicated_layers
+from .. import nn
+from .._array_checks import checked
+from .._shapes import ArrayOrShape, is_shape
+from ._layout import is_spec
+from ._mesh import BATCH_AXES, CONTEXT, PIPE, TENSOR
+from ._plan import Plan
+from ._shard_map import filter_shard_map, vary, vary_like
 from ._shared_heads import count_sharers, repeat_key_heads
+from .tensor._tensor import replicated_layers
 
 
 SPLIT_CACHE_DIMS = "heads", "kv_heads", "mlp"

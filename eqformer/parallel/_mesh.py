@@ -1,4 +1,4 @@
-"""Meshes with one axis for each way to split a model, and the order of their devices in the network.
+"""Meshes with one axis for each way to split a model: names of the axes, and the order of devices in the network.
 
 The busiest axes have neighbors in the network, the calmest go over slow links. `jax.make_mesh` refuses meshes that cut
 a side of a torus, and TPUs with two devices a chip; and it does not tell what of the torus an axis lies along. So
@@ -15,8 +15,18 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from .._axes import AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
 
+# Names of the axes, spelled here and nowhere else.
+
+REPLICA = "replica"  # Everything is replicated; the batch is split.
+FSDP = "fsdp"  # The batch is split, and so is the training state.
+EXPERT = "expert"  # The batch is split, and so are the experts of a mixture.
+PIPE = "pipe"  # The layers are split.
+CONTEXT = "context"  # The sequence is split.
+TENSOR = "tensor"  # Heads, hidden features and the vocabulary are split.
+
+AXES = (REPLICA, FSDP, EXPERT, PIPE, CONTEXT, TENSOR)
+BATCH_AXES = (REPLICA, FSDP, EXPERT)
 
 Device = Any
 """A `jax.Device`, or a description of one with its attributes."""

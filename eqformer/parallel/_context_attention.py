@@ -5,7 +5,7 @@ Only attention mixes tokens, so only the attention is replaced; everything else 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import get_args, Literal, NoReturn
+from typing import cast, get_args, Literal, NoReturn
 
 import equinox as eqx
 import jax
@@ -14,21 +14,22 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ...kernels import (
+from ..kernels import (
     AttentionCall,
     blockwise,
     blockwise_of,
     BlockwiseAttention,
+    Mask,
     Operation,
     TokenPositions,
     unsupported_options,
 )
-from ...nn import broadcast_float32, Mixer
-from .. import _collectives as send
-from .._axes import CONTEXT
-from .._ring import Ring
-from .._shard_map import vary, varying_axes
+from ..nn import broadcast_float32, Mixer
+from . import _collectives as send
+from ._mesh import CONTEXT
+from ._ring import Ring
 from ._ring_attention import choose_ring_kernels, flash_ring_attend, ring_attend
+from ._shard_map import vary, varying_axes
 
 
 ContextMethod = Literal["ring", "gather", "heads"]
@@ -254,3 +255,34 @@ def sum_rows(x: Float[Array, "batch seq"]) -> tuple[Float[Array, "batch"], int]:
     if CONTEXT not in varying_axes(x):
         return sums, 1
     return send.psum("sums of rows", sums, CONTEXT), jax.lax.axis_size(CONTEXT)
+
+
+# Decoding.
+
+
+class SplitCacheAttention(Operation):
+    """Attention to KV caches whose slots are split over the axis `context`.
+
+    Queries, which are replicated, attend to the keys that the device holds. The results are combined by their
+    logsumexps, as in flash decoding with split keys: `2 + v_dim` numbers a query and head are reduced.
+    """
+
+    inner: Operation
+
+    def supports(self, call: AttentionCall) -> str | None:
+        """Return why the loop over blocks, which computes each device's part, does not support a call, or None."""
+        return require_blockwise(self.inner).supports(call)
+
+    def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+        """Attend to the slots of all devices."""
+        mask = cast(Mask, call.mask)
+        settings = blockwise.BlockwiseSettings(mask, call.scale, call.softcap, require_blockwise(self.inner).block)
+        tokens = TokenPositions(call.tokens.positions)
+        arrays = vary((call.query, call.key, call.value, tokens, call.kv_tokens), (CONTEXT,))
+        output, logsum = blockwise.attend(settings, *arrays)
+        peak = send.pmax("peaks over split caches", logsum, CONTEXT)
+        share = jnp.exp(logsum - peak)
+        total = send.psum("sums over split caches", share, CONTEXT)
+        combined = send.psum("sums over split caches", output.astype(share.dtype) * share[..., None], CONTEXT)
+        combined = (combined / total[..., None]).astype(output.dtype)
+        return combined if call.sinks is None else blockwise.with_sinks(combined, jnp.log(total) + peak, call.sinks)

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from ... import nn
-from ..._shapes import ArrayOrShape
-from .. import _collectives as send
-from .._axes import FSDP
-from .._shard_map import vary_like
-from ..layouts._mesh import TorusSteps
-from ._grad_proxies import gather, has_wider_grad
+from .. import nn
+from .._shapes import ArrayOrShape
+from . import _collectives as send
+from ._fully_sharded import gather, has_wider_grad
 from ._leaves import narrower_dtype
+from ._mesh import FSDP, TorusSteps
+from ._shard_map import vary_like
 
 
 CHUNK_BYTES = 2**27

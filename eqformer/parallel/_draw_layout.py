@@ -12,11 +12,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ... import nn
-from ..._failures import load_extra
-from .._axes import CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
+from .. import nn
+from .._failures import load_extra
 from ._layout import axes_of, is_spec
-from ._mesh import axis_sizes
+from ._mesh import axis_sizes, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
 
 
 @dataclasses.dataclass(frozen=True)

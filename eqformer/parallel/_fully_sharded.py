@@ -1,0 +1,221 @@
+"""Fully sharded parameters: split over devices, and gathered while they are used (ZeRO-3, arXiv:1910.02054).
+
+Gradients of gathered parameters are summed over uses, microbatches and devices in float32 at least. JAX gives the
+gradient of an array in that array's dtype and shape, so a 16-bit array is not differentiated itself: its values are
+used, and its gradient is that of a gradient proxy, zeros in float32 whose values are never read.
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree, Shaped
+
+from .. import nn
+from ..nn import at_least_float32, is_trainable
+from . import _collectives as send
+from ._mesh import FSDP, TENSOR, TorusSteps
+from ._shard_map import vary_like
+
+
+class Gathered(nn.Module):
+    """Block whose arrays are split over devices; they are gathered when it is called, and not kept.
+
+    The backward pass gathers again, and reduce-scatters gradients in float32 at least.
+    """
+
+    inner: PyTree
+    """The block."""
+    dims: tuple[int | None, ...] = eqx.field(static=True)
+    """For each array the dim that is split, or None."""
+    dtypes: tuple[str, ...] = eqx.field(static=True)
+    """The dtype in which each array is gathered and used."""
+    keeps: bool = eqx.field(static=True, default=False)
+    """Whether the caller runs the block under `jax.checkpoint`, which keeps no parameters; else the block does so."""
+    values: PyTree = None
+    """None, or a tuple with the values of arrays for which `inner` has a gradient proxy, and None for the others."""
+    steps: TorusSteps = eqx.field(static=True, default=TorusSteps())
+    """TorusSteps in which arrays are gathered over a torus, and gradients scattered (`Plan.torus_steps`)."""
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        """Call the block."""
+        arrays, static = eqx.partition(self.inner, eqx.is_array)
+        run = lambda arrays, values, args: eqx.combine(self._gather(arrays, values), static)(*args)
+        if not self.keeps:
+            run = jax.checkpoint(run, policy=_saves_all_but_gathered, prevent_cse=False)
+        return run(arrays, self.values, args)
+
+    def init_cache(self, *args: PyTree) -> PyTree:
+        """Return the block's empty cache."""
+        arrays, static = eqx.partition(self.inner, eqx.is_array)
+        return eqx.combine(self._gather(arrays, self.values), static).init_cache(*args)
+
+    def _gather(self, arrays: PyTree, values: PyTree) -> PyTree:
+        leaves, structure = jax.tree.flatten(arrays)
+        values = (None,) * len(leaves) if values is None else values
+        columns = zip(leaves, self.dims, self.dtypes, values, strict=True)
+        return jax.tree.unflatten(structure, [gather(*row, self.steps) for row in columns])
+
+
+class Scattered(nn.Module):
+    """Block whose arrays have gradients of another dtype (16-bit arrays) or shape (split by ZeRO-2).
+
+    `inner` is the block with gradient proxies for such arrays, and `values` has their values, None for the others.
+    `dims` has the dim along which each gradient is scattered as soon as it is computed, or None, and `steps` how (see
+    `Gathered`).
+    """
+
+    inner: PyTree
+    values: PyTree
+    dims: tuple[int | None, ...] = eqx.field(static=True)
+    steps: TorusSteps = eqx.field(static=True, default=TorusSteps())
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        """Call the block."""
+        return self._with_values()(*args)
+
+    def init_cache(self, *args: PyTree) -> PyTree:
+        """Return the block's empty cache."""
+        return self._with_values().init_cache(*args)
+
+    def _with_values(self) -> PyTree:
+        arrays, static = eqx.partition(self.inner, eqx.is_array)
+        leaves, structure = jax.tree.flatten(arrays)
+        columns = zip(self.values, leaves, self.dims, strict=True)
+        valued = [
+            leaf if value is None else route_gradient(value, leaf, dim, self.steps) for value, leaf, dim in columns
+        ]
+        return eqx.combine(jax.tree.unflatten(structure, valued), static)
+
+
+def _saves_all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """Return whether `jax.checkpoint` saves a result: not that of an all-gather, nor a reshaped or cast copy of one."""
+    # Reshaping, transposing or casting again costs nothing.
+    is_gather = primitive.name.startswith("all_gather") and parameters.get("axis_name") == (FSDP,)
+    return not is_gather and primitive.name not in ("reshape", "convert_element_type", "transpose")
+
+
+# Gathers over `fsdp`, and gradient proxies.
+
+_ONE_STEP = TorusSteps()
+
+
+def has_wider_grad(x: object) -> bool:
+    """Return whether an array is narrower than its gradient: floating-point numbers of 16 bits or fewer."""
+    return nn.is_trainable(x) and nn.at_least_float32(x.dtype) != x.dtype  # type: ignore[attr-defined]
+
+
+def grad_proxy(x: Array) -> Array:
+    """Return zeros of an array's shape and its gradient's dtype."""
+    return vary_like(jnp.zeros(x.shape, nn.at_least_float32(x.dtype)), x)
+
+
+def route_gradient(value: Array, proxy: Array, dim: int | None = None, steps: TorusSteps = _ONE_STEP) -> Array:
+    """Return `value`, whose gradient goes to `proxy`: as it is or, with `dim`, summed and scattered along that dim."""
+    return _route(dim, steps, vary_like(value, proxy), proxy)
+
+
+def gather(
+    leaf: Array,
+    dim: int | None,
+    dtype: str,
+    value: Array | None = None,
+    steps: TorusSteps = _ONE_STEP,
+    used: str | None = None,
+) -> Array:
+    """All-gather an array that `fsdp` splits along `dim`, in `dtype`; reduce its gradient in float32 at least.
+
+    If `leaf` is a gradient proxy, `value` is the parameter. `steps` are `Placement.torus_steps`. With `used`, the
+    gathered array is cast to that dtype, and its gradient arrives in that dtype.
+    """
+    if dim is None:
+        return leaf if value is None else route_gradient(value, leaf)
+    if not nn.is_trainable(leaf):
+        return _gather_forward(dim, dtype, steps, used or dtype, None, leaf)
+    return _gather(dim, dtype, steps, used or dtype, None if value is None else vary_like(value, leaf), leaf)
+
+
+def scatter(gradient: Array, dim: int, steps: TorusSteps = _ONE_STEP) -> Array:
+    """Reduce-scatter the devices' partial gradients over `fsdp` along `dim`, in float32 at least.
+
+    The gradient is scattered at once, or in the `steps` of `Placement.torus_steps`.
+    """
+    wide = gradient.astype(nn.at_least_float32(gradient.dtype))
+    return send.psum_scatter("gradients over fsdp", wide, FSDP, dim, steps=steps.scatter)
+
+
+def _gather_forward(dim: int, dtype: str, steps: TorusSteps, used: str, value: Array | None, leaf: Array) -> Array:
+    shard = (leaf if value is None else value).astype(dtype)
+    return send.all_gather("parameters over fsdp", shard, FSDP, dim, steps=steps.gather).astype(used)
+
+
+def _gather_with_residuals(
+    dim: int, dtype: str, steps: TorusSteps, used: str, value: Array | None, leaf: Array
+) -> tuple[Array, Array]:
+    return _gather_forward(dim, dtype, steps, used, value, leaf), jnp.zeros((), leaf.dtype)
+
+
+def _gather_backward(
+    dim: int, dtype: str, steps: TorusSteps, used: str, like: Array | np.ndarray, gradient: Array
+) -> tuple[None, Array]:
+    return None, scatter(gradient, dim, steps).astype(like.dtype)
+
+
+_gather = jax.custom_vjp(_gather_forward, nondiff_argnums=(0, 1, 2, 3))
+_gather.defvjp(_gather_with_residuals, _gather_backward)
+
+
+def _route_forward(dim: int | None, steps: TorusSteps, value: Array, proxy: Array) -> Array:
+    return value
+
+
+def _route_with_residuals(dim: int | None, steps: TorusSteps, value: Array, proxy: Array) -> tuple[Array, Array]:
+    return value, jnp.zeros((), proxy.dtype)
+
+
+def _route_backward(
+    dim: int | None, steps: TorusSteps, like: Array | np.ndarray, gradient: Array
+) -> tuple[None, Array]:
+    return None, (gradient if dim is None else scatter(gradient, dim, steps)).astype(like.dtype)
+
+
+_route = jax.custom_vjp(_route_forward, nondiff_argnums=(0, 1))
+_route.defvjp(_route_with_residuals, _route_backward)
+
+
+# Gathers of small parameters that the axis `tensor` splits.
+
+
+def gather_parameter(leaf: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
+    """All-gather a parameter that is split along `dim` over `tensor`; sum its gradient in float32 at least."""
+    gather = _gather_over_tensor if is_trainable(leaf) else _gather_over_tensor_forward
+    return gather(dim % leaf.ndim, leaf)
+
+
+def gather_module(module: PyTree, dims: tuple[int | None, ...]) -> PyTree:
+    """All-gather a module's arrays, each along its entry of `dims`; None leaves an array as it is."""
+    arrays, static = eqx.partition(module, eqx.is_array)
+    leaves, structure = jax.tree.flatten(arrays)
+    pairs = zip(leaves, dims, strict=True)
+    gathered = [x if dim is None else gather_parameter(x, dim) for x, dim in pairs]
+    return eqx.combine(structure.unflatten(gathered), static)
+
+
+def _gather_over_tensor_forward(dim: int, leaf: Array) -> Array:
+    return send.all_gather("weights over tensor", leaf, TENSOR, dim)
+
+
+def _gather_over_tensor_with_residuals(dim: int, leaf: Array) -> tuple[Array, None]:
+    return _gather_over_tensor_forward(dim, leaf), None
+
+
+def _gather_over_tensor_backward(dim: int, _: None, gradient: Array) -> tuple[Array]:
+    wide = gradient.astype(at_least_float32(gradient.dtype))
+    total = send.psum_scatter("weights over tensor", wide, TENSOR, dim)
+    return (total.astype(gradient.dtype),)
+
+
+_gather_over_tensor = jax.custom_vjp(_gather_over_tensor_forward, nondiff_argnums=(0,))
+_gather_over_tensor.defvjp(_gather_over_tensor_with_residuals, _gather_over_tensor_backward)

@@ -1,1 +1,0 @@
-"""Context parallelism: attention over rows that are split over devices."""

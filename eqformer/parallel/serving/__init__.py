@@ -1,1 +1,0 @@
-"""Whole models laid out over devices for text, with their caches."""

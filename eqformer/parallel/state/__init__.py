@@ -1,1 +1,0 @@
-"""Parameters and gradients that are split, gathered and kept in other dtypes."""
