@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import UInt8
 
 
+JsonObject: TypeAlias = dict[str, Any]
+"""An object of a JSON text, by name; its values are of any type until a caller checks them."""
 MAX_JSON_BYTES = 1 << 27  # The largest published files, indices and tokenizers, have 10 to 40 MB.
 MAX_JSON_DEPTH = 200  # Far below Python's recursion limit, since functions over the values recurse too.
 _FILE_KINDS: Mapping[int, str] = MappingProxyType(
@@ -108,7 +110,7 @@ def parse_json(text: str | bytes, *, unique: bool = True) -> Any:
     return value
 
 
-def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) -> JsonObject:
     """Return the JSON object in a regular file.
 
     Raises a `ValueError` that begins with the path: for a file that `open_regular` refuses, for more than `max_bytes`,

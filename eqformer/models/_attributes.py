@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from .._files import JsonObject
 from ._config_types import convert, describe_type, fits, format_value, PublishedConfig, REQUIRED
 
 
 Fields = dict[str, Any]
 """Values of a config's fields, by field."""
-Attributes = dict[str, Any]
+Attributes = JsonObject
 """Attributes of a `config.json`, by name."""
 
 
@@ -31,7 +32,11 @@ class Entry(abc.ABC):
 
     @abc.abstractmethod
     def write(self, config: Any) -> Attributes:
-        """Return attributes of the configuration from the config."""
+        """Return attributes of the configuration from the config.
+
+        Each entry annotates `config` by the class of configs that it is for, or by a protocol of the fields that it
+        reads.
+        """
 
 
 @functools.cache
@@ -87,7 +92,7 @@ class Attribute(Entry):
         is_known = self.default is not REQUIRED and len(self._published) == 1
         return {self._published[0]: self.default} if is_known else {}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: object) -> Attributes:
         """Return the attribute."""
         return dict.fromkeys(self.written or self._published[:1], getattr(config, self.name))
 
@@ -134,7 +139,7 @@ class Expect(Entry):
         published.expect(self.published, *self.allowed)
         return {}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: object) -> Attributes:
         """Return the attribute with the first value, unless it is not `written`."""
         return {self.published: self.allowed[0]} if self.written else {}
 
@@ -165,7 +170,7 @@ class Activation(Entry):
         published.expect(self.published, self.default, *(name for name in _ACTIVATIONS if name != self.default))
         return {self.name: _ACTIVATIONS[published.take(self.published, self.default)]}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: object) -> Attributes:
         """Return one of transformers' names; raises a `ValueError` for an activation without one."""
         value = getattr(config, self.name)
         for name in (self.default, *_ACTIVATIONS):
@@ -192,7 +197,7 @@ class Ignore(Entry):
             published.take(name, None)
         return {}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: object) -> Attributes:
         """Return the attributes that other readers require."""
         return self.written
 
@@ -209,7 +214,7 @@ class SwitchedAttribute(Entry):
         fields = self.number.read(published)
         return fields if published.flag(self.switch, True) else {self.number.name: 0.0}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: object) -> Attributes:
         """Return both attributes."""
         return self.number.write(config) | {self.switch: getattr(config, self.number.name) != 0}
 
@@ -226,7 +231,7 @@ class Unpublished(Entry):
         """Return the value."""
         return {self.name: self.value}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: object) -> Attributes:
         """Return no attribute; raises a `ValueError` for another value."""
         if (value := getattr(config, self.name)) != self.value:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from ._attributes import Attributes, Entry, Fields
 from ._config_types import Index, LayerCount, Length, PublishedConfig, Range
@@ -13,6 +13,38 @@ LAYERS = "num_hidden_layers"
 _FLAG = bool | Annotated[int, Range(0, 1)]
 LayerChoice = Callable[[PublishedConfig, int], Iterable[int]]
 """A function from a configuration and the number of layers to the numbers of some layers."""
+
+
+@runtime_checkable
+class WithLayers(Protocol):
+    """Fields of a config with layers."""
+
+    @property
+    def layers(self) -> int: ...
+
+
+@runtime_checkable
+class WithWindow(Protocol):
+    """Fields of a config with one window for all layers."""
+
+    @property
+    def window(self) -> int | None: ...
+
+
+@runtime_checkable
+class WithWindows(WithLayers, WithWindow, Protocol):
+    """Fields of a config whose window is for some layers."""
+
+    @property
+    def window_layers(self) -> tuple[int, ...]: ...
+
+
+@runtime_checkable
+class WithoutRotary(WithLayers, Protocol):
+    """Fields of a config that has layers without rotary positions."""
+
+    @property
+    def no_rotary_layers(self) -> tuple[int, ...]: ...
 
 
 def layers_of(published: PublishedConfig) -> int:
@@ -77,7 +109,7 @@ class LayerTypes(Entry):
             published.refuse(f"layer_types={types} must name {layers} layers, each {known}.")
         return {self.name: tuple(number for number, name in enumerate(types) if name == self.types[0])}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithLayers) -> Attributes:
         """Return a type for each layer."""
         numbers, types = getattr(config, self.name), self.published or self.types
         return {"layer_types": [types[number not in numbers] for number in range(config.layers)]}
@@ -115,7 +147,7 @@ class Windows(Entry):
         """Return both fields; refuse layers with a window where no window is in use."""
         return self._read(published, _check_window(published, published.take(_WINDOW, self.window)))
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithWindows) -> Attributes:
         """Return both attributes."""
         return {"sliding_window": config.window} | self._types(self.default).write(config)
 
@@ -150,7 +182,7 @@ class SwitchedWindows(Windows):
         fields = self._read(published, _read_switched_window(published, self.window))
         return fields if fields["window_layers"] else fields | {"window": None}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithWindows) -> Attributes:
         """Return both attributes, and the switch."""
         return super().write(config) | {"use_sliding_window": config.window is not None}
 
@@ -163,7 +195,7 @@ class LateWindows(SwitchedWindows):
             window, lambda published, layers: range(published.count("max_window_layers", first, 0), layers)
         )
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithWindows) -> Attributes:
         """Return both attributes, the switch, and the first layer with a window."""
         first = min(config.window_layers, default=config.layers)
         return super().write(config) | {"max_window_layers": first}
@@ -179,7 +211,7 @@ class SwitchedWindow(Entry):
         """Return `window`."""
         return {"window": _read_switched_window(published, self.window)}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithWindow) -> Attributes:
         """Return the window, and the switch."""
         return {"sliding_window": config.window, "use_sliding_window": config.window is not None}
 
@@ -194,7 +226,7 @@ class NoRotaryLayers(Entry):
         """Return `no_rotary_layers`; refuse a list of another length."""
         return {"no_rotary_layers": self(published, layers_of(published))}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithoutRotary) -> Attributes:
         """Return `no_rope_layers`, which in spite of its name has a 1 for each layer with rotary positions."""
         return {"no_rope_layers": [int(layer not in config.no_rotary_layers) for layer in range(config.layers)]}
 
@@ -210,20 +242,6 @@ class NoRotaryLayers(Entry):
 
 
 @dataclasses.dataclass(frozen=True)
-class RotaryOrNone(Entry):
-    """The field `rotary`: whether the attention has rotary positions."""
-
-    def read(self, published: PublishedConfig) -> Fields:
-        """Return `rotary`; refuse other kinds of positions."""
-        published.expect("position_embedding_type", "nope", "rope")
-        return {"rotary": published.text("position_embedding_type", "nope") == "rope"}
-
-    def write(self, config: Any) -> Attributes:
-        """Return the attribute."""
-        return {"position_embedding_type": "rope" if config.rotary else "nope"}
-
-
-@dataclasses.dataclass(frozen=True)
 class ListedLayers(Entry):
     """A list of layers' numbers; `default` where the attribute is missing."""
 
@@ -236,7 +254,7 @@ class ListedLayers(Entry):
         default, stated = self.default(published, layers_of(published)), published.listed(self.published, Index)
         return {self.name: tuple(default if stated is None else stated)}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: object) -> Attributes:
         """Return the list."""
         return {self.published: list(getattr(config, self.name))}
 
@@ -255,6 +273,6 @@ class AllLayers(Entry):
             published.refuse(f"{self.published}={stated}: this family has {layers} layers that are {self.kind!r}.")
         return {}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: object) -> Attributes:
         """Return no attribute."""
         return {}

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from ..nn import (
     DynamicScaling,
@@ -188,6 +188,54 @@ def scaling_attributes(config: Any, name: str = "scaling") -> dict[str, Any]:
     raise ValueError(f"{type(scaling).__name__}: no configuration has a name for this scaling.")
 
 
+@runtime_checkable
+class WithRotary(Protocol):
+    """Fields of a config with rotary positions."""
+
+    @property
+    def theta(self) -> float: ...
+    @property
+    def scaling(self) -> RotaryScaling | None: ...
+    @property
+    def max_seq(self) -> int: ...
+
+
+@runtime_checkable
+class WithLocalRotary(WithRotary, Protocol):
+    """Fields of a config whose layers with a window have rotary positions of their own."""
+
+    @property
+    def local_theta(self) -> float: ...
+    @property
+    def local_scaling(self) -> RotaryScaling | None: ...
+
+
+@runtime_checkable
+class WithRotaryFraction(WithRotary, Protocol):
+    """Fields of a config that rotates a part of a head's channels."""
+
+    @property
+    def rotary_fraction(self) -> float: ...
+
+
+@runtime_checkable
+class WithTemperature(WithRotary, Protocol):
+    """Fields of a config whose scaling multiplies attention scores."""
+
+    @property
+    def temperature(self) -> float: ...
+
+
+@runtime_checkable
+class WithGrowth(WithRotary, Protocol):
+    """Fields of a config whose attention scores grow with the query's position."""
+
+    @property
+    def growth(self) -> float: ...
+    @property
+    def growth_every(self) -> int: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class RotaryPositions(Entry):
     """Base and scaling of rotary positions."""
@@ -208,7 +256,7 @@ class RotaryPositions(Entry):
         theta, scaling = read_rotary(published, self.theta, self.layer_type, skipped=self.skipped)
         return {"theta": theta, "scaling": scaling}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithRotary) -> Attributes:
         """Return the older attributes for both, which every version of transformers reads."""
         attributes = {"rope_theta": config.theta} | scaling_attributes(config)
         return {"rope_scaling": {"rope_type": "default"}} | attributes if self.required else attributes
@@ -251,26 +299,30 @@ class RotaryByType(Entry):
                 "rope_parameters, by type of layer."
             )
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithLocalRotary) -> Attributes:
         """Return the older attributes and, by type of layer, the newer one, which alone can have a local scaling."""
         attributes = {self.older[1]: config.local_theta} | {self.older[0]: config.theta}  # both may have one name
         attributes |= scaling_attributes(config) if self.scaled else {}
         return attributes | _write_by_type(config, _write_parameters(config))
 
 
-class RotaryWithTemperature(RotaryPositions):
+@dataclasses.dataclass(frozen=True)
+class RotaryWithTemperature(Entry):
     """Rotary positions whose YaRN also multiplies attention scores, by `mscale_all_dim` (DeepSeek)."""
+
+    positions: RotaryPositions = RotaryPositions()
+    """The entry for base and scaling."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta`, `scaling` and `temperature`, the `mscale_all_dim`; 0 without a scaling."""
-        parameters, fields = either_rotary_parameters(published), super().read(published)
+        parameters, fields = either_rotary_parameters(published), self.positions.read(published)
         stated = parameters.get("mscale_all_dim")
         temperature = 0.0 if fields["scaling"] is None or stated is None else stated
         return fields | {"temperature": temperature}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithTemperature) -> Attributes:
         """Return the older attributes, with the temperature; raise a `ValueError` for one without a scaling."""
-        attributes, temperature = super().write(config), config.temperature
+        attributes, temperature = self.positions.write(config), config.temperature
         if not temperature:
             return attributes
         if config.scaling is None:
@@ -290,7 +342,7 @@ _GROWTH = ("llama_4_scaling_beta", "max_position_embeddings")
 class RotaryWithGrowth(Entry):
     """Rotary positions, and how attention scores grow with their query's position (Ministral 3)."""
 
-    positions: RotaryPositions = RotaryPositions(required=True, skipped=_GROWTH)
+    positions: Entry = RotaryPositions(required=True, skipped=_GROWTH)
     """The entry for base and scaling."""
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -302,7 +354,7 @@ class RotaryWithGrowth(Entry):
         growth, every = 0.0 if growth is None else growth, 1 if every is None else every
         return self.positions.read(published) | {"growth": growth, "growth_every": every}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithGrowth) -> Attributes:
         """Return the newer attribute; raises a `ValueError` for two lengths, since the attribute has one."""
         attributes = self.positions.write(config)
         parameters, every = dict(attributes.pop("rope_scaling", {})), config.growth_every
@@ -339,7 +391,7 @@ class ProportionalRotaryByType(Entry):
             published.refuse(f"rope_type='proportional' has attributes that are not known: {unknown}.")
         return {"theta": theta, "scaling": scaling} | local
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithLocalRotary) -> Attributes:
         """Return the parameters by type of layer."""
         scaling = config.scaling
         if not isinstance(scaling, ProportionalScaling):
@@ -362,7 +414,7 @@ class RotaryFraction(Entry):
         outside = published.read("partial_rotary_factor", Fraction, self.default)
         return {"rotary_fraction": _first(either_rotary_parameters(published).get("partial_rotary_factor"), outside)}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithRotaryFraction) -> Attributes:
         """Return the attribute."""
         attribute = {"partial_rotary_factor": config.rotary_fraction}
         # Transformers would read an older `rope_scaling` first.

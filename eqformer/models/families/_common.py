@@ -2,10 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from .._attributes import Attribute, Attributes, Count, Entry, Fields
 from .._config_types import PublishedConfig, Size
+from .._family import DecoderConfig
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 
@@ -32,24 +32,9 @@ class KeyHeads(Entry):
         kv_heads = published.read("num_attention_heads", Size) if stated is None else stated
         return {"kv_heads": published.checked("num_key_value_heads", kv_heads, Size)}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: DecoderConfig) -> Attributes:
         """Return the attribute."""
         return {"num_key_value_heads": config.kv_heads}
-
-
-class EqualKeyHeads(KeyHeads):
-    """The attribute for key heads in a family that has as many as query heads, and no field for them."""
-
-    def read(self, published: PublishedConfig) -> Fields:
-        """Return no field; refuse another number."""
-        heads, kv_heads = published.count("num_attention_heads"), super().read(published)["kv_heads"]
-        if kv_heads != heads:
-            published.refuse(f"num_key_value_heads={kv_heads}: latent attention has as many as heads, {heads}.")
-        return {}
-
-    def write(self, config: Any) -> Attributes:
-        """Return the attribute."""
-        return {"num_key_value_heads": config.heads}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +47,7 @@ class HeadSize(Entry):
         """Return `head_dim`."""
         return {"head_dim": published.take("head_dim", self.default)}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: DecoderConfig) -> Attributes:
         """Return the attribute."""
         return {} if self.default is None and config.head_dim is None else {"head_dim": config.head_size}
 
@@ -74,7 +59,7 @@ class StatedHeadSize(HeadSize):
         """Return `head_dim`."""
         return {"head_dim": published.nullable("head_dim", self.default)}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: DecoderConfig) -> Attributes:
         """Return the attribute."""
         return {"head_dim": config.head_size}
 

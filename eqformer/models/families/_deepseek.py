@@ -39,7 +39,7 @@ from .._family import ModelConfig
 from .._layer_attributes import layers_of
 from .._rotary_attributes import RotaryWithTemperature
 from .._weight_rules import Rule
-from ._common import EDGES, EqualKeyHeads, GATED, LAYER, PRE_NORMS, SIZES, WIDTH
+from ._common import EDGES, GATED, KeyHeads, LAYER, PRE_NORMS, SIZES, WIDTH
 from ._decoder import damping, decoder, gated_mlp, norm, rotary_of
 from ._mixtures import MIXTURE, mixture_beside_shared, SHARED, SHARED_ATTRIBUTES
 from ._pattern import Together
@@ -234,6 +234,21 @@ def latent_attributes(
     )
 
 
+class EqualKeyHeads(Entry):
+    """The attribute for key heads; latent attention has as many as query heads, and configs have no field for them."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return no field; refuse another number."""
+        heads, kv_heads = published.count("num_attention_heads"), KeyHeads().read(published)["kv_heads"]
+        if kv_heads != heads:
+            published.refuse(f"num_key_value_heads={kv_heads}: latent attention has as many as heads, {heads}.")
+        return {}
+
+    def write(self, config: LatentConfig) -> Attributes:
+        """Return the attribute."""
+        return {"num_key_value_heads": config.heads}
+
+
 class LayerMixtures(Entry):
     """`mlp_layer_types`, a list of dense and sparse layers; without a list, another attribute counts dense layers."""
 
@@ -248,7 +263,7 @@ class LayerMixtures(Entry):
         later = tuple(layer for layer, kind in enumerate(types) if kind == "dense" and layer > first)
         return {"first_dense": first, "dense_layers": later}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: LatentConfig) -> Attributes:
         """Return the list."""
         return {"mlp_layer_types": ["sparse" if is_mixture else "dense" for is_mixture in config.mixtures]}
 

@@ -27,7 +27,7 @@ class _LastMixture(Entry):
         last = published.count("moe_layer_end_index", -1, least=-1)
         return {"moe_last": layers_of(published) - 1 if last == -1 else last}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: "Ernie45MoEConfig") -> Attributes:
         """Return the attribute."""
         return {"moe_layer_end_index": config.moe_last}
 

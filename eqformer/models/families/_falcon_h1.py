@@ -32,7 +32,7 @@ class Scales(Entry):
             published.refuse(f"{self.published}={stated}: it must be a list of {self.count} numbers.")
         return {self.name: tuple(scales)}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: "FalconH1Config") -> Attributes:
         """Return the list."""
         return {self.published: list(getattr(config, self.name))}
 

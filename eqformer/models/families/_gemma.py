@@ -49,7 +49,7 @@ class EitherActivation(Activation):
         published.expect("hidden_activation", *published_activations(activation))
         return {self.name: activation}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: object) -> Attributes:
         """Return both attributes, or one where the other is the default of older readers."""
         (name,) = super().write(config).values()
         name = "gelu_python" if name == "gelu" else name

@@ -151,7 +151,7 @@ class GlobalHeads(Entry):
             heads = within.read("num_key_value_heads", Size, kv_heads)
         return {"global_head_dim": size, "global_kv_heads": heads, "keys_as_values": shared}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: Gemma4Config) -> Attributes:
         """Return the attributes for all layers at once, as they are published, where transformers reads them so."""
         attributes = {"global_head_dim": config.global_head_dim, "attention_k_eq_v": config.keys_as_values}
         if config.keys_as_values:
@@ -169,7 +169,7 @@ class LayerVectors(Entry):
         channels, ids = published.read(*_CHANNELS), published.read(*_IDS)
         return {"input_mlp": channels, "input_vocab": ids} if channels else {}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: Gemma4Config) -> Attributes:
         """Return the channels and, where there are vectors, the number of ids."""
         return {_CHANNELS[0]: config.input_mlp} | ({_IDS[0]: config.input_vocab} if config.input_mlp else {})
 
@@ -190,7 +190,7 @@ class MaybeExperts(Entry):
             published.take(attribute, None)
         return {}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: Gemma4Config) -> Attributes:
         """Return the switch, and what it switches on."""
         if not config.experts:
             return {"enable_moe_block": False}

@@ -1,7 +1,6 @@
 """GLM-5 (GLM-5 team 2026): DeepSeek-V3.2 with wider heads, some of whose layers see what an earlier one has chosen."""
 
 import dataclasses
-from typing import Any
 
 from jaxtyping import Array, Key
 
@@ -75,7 +74,7 @@ class ReadingLayers(Entry):
             )
         return {"reading_layers": tuple(layer for layer, kind in enumerate(types) if kind == "shared")}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: GLMMoEDSAConfig) -> Attributes:
         """Return the list."""
         return {"indexer_types": ["shared" if n in config.reading_layers else "full" for n in range(config.layers)]}
 

@@ -7,10 +7,10 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, GatedMLP, MoE, Scores, Transformer
-from .._attributes import Activation, Attribute, Count, Expect, Ignore, Unpublished
-from .._config_types import Index, Length, NotNegative, OptionalSize, Size
+from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Unpublished
+from .._config_types import Index, Length, NotNegative, OptionalSize, PublishedConfig, Size
 from .._family import Family
-from .._layer_attributes import every, LayerTypes, RotaryOrNone
+from .._layer_attributes import every, LayerTypes
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, PRE_NORMS
 from ._decoder import activation_of, attention, decoder, gated_mlp, pre_norm_block, rotary_of
@@ -81,6 +81,20 @@ _PRESETS = {
     "granite-4.0-h-small": _granite4(4096, 32, 128, 8, 768, experts=72, top_k=10, logit_divisor=16.0),
 }
 
+
+class _RotaryOrNone(Entry):
+    """The field `rotary`: whether the attention has rotary positions."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `rotary`; refuse other kinds of positions."""
+        published.expect("position_embedding_type", "nope", "rope")
+        return {"rotary": published.text("position_embedding_type", "nope") == "rope"}
+
+    def write(self, config: GraniteHybridConfig) -> Attributes:
+        """Return the attribute."""
+        return {"position_embedding_type": "rope" if config.rotary else "nope"}
+
+
 _TYPES = ("full_attention", "linear_attention")
 _MIXED, _MOE, _DENSE = "feed_forward.layer.", f"{LAYER}block_sparse_moe.", f"{LAYER}shared_mlp."
 _ups = lambda path: (f"{path}gate.weight", f"{path}up.weight")
@@ -96,7 +110,7 @@ GRANITE_HYBRID = Family(
         *SCALES,
         *MAMBA_ATTRIBUTES,
         LayerTypes("attention_layers", _TYPES, lambda *_: (), published=("attention", "mamba")),
-        RotaryOrNone(),
+        _RotaryOrNone(),
         Count("shared_mlp", "shared_intermediate_size", 1024),
         Count("experts", "num_local_experts", 8, least=0),
         Count("top_k", "num_experts_per_tok", 2),

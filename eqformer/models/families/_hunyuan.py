@@ -1,7 +1,6 @@
 """Hunyuan, its dense models (Tencent 2025): a Llama whose queries and keys are normed after their rotation."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -10,7 +9,7 @@ from ...nn import Block, NTKScaling, RotaryThenNorm, Transformer
 from .._attributes import Activation, Attribute, Attributes, Expect, Fields, Ignore
 from .._config_types import NotNegative, Positive, PublishedConfig
 from .._family import DecoderConfig, Family
-from .._rotary_attributes import either_rotary_parameters, RotaryPositions, unknown_parameters
+from .._rotary_attributes import either_rotary_parameters, RotaryPositions, unknown_parameters, WithRotary
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, LAYER, PRE_NORMS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block, rotary_of
@@ -56,7 +55,7 @@ class AlphaRotaryPositions(RotaryPositions):
         theta = theta if parameters.get("rope_theta") is None else parameters["rope_theta"]
         return {"theta": theta, "scaling": NTKScaling(parameters["alpha"])}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithRotary) -> Attributes:
         """Return the older attributes."""
         if not isinstance(config.scaling, NTKScaling):
             return super().write(config)

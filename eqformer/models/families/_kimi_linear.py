@@ -12,9 +12,9 @@ from .._config_types import Index, Length, NotNegative, Number, PublishedConfig,
 from .._family import Family
 from .._layer_attributes import every, LayerTypes
 from .._weight_rules import Rule
-from ._common import EqualKeyHeads, gated_weights, LAYER, SIZES, WIDTH
+from ._common import gated_weights, LAYER, SIZES, WIDTH
 from ._decoder import activation_of, damping, decoder, gated_mlp, pre_norm_block
-from ._deepseek import latent_attention, LATENT_WEIGHTS, LayerMixtures, SigmoidLatentConfig
+from ._deepseek import EqualKeyHeads, latent_attention, LATENT_WEIGHTS, LayerMixtures, SigmoidLatentConfig
 from ._mixtures import BIASED_SIGMOIDS, mixture_beside_shared
 
 
@@ -43,7 +43,7 @@ class _Net(Entry):
         nested.finish()
         return fields
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: "KimiLinearConfig") -> Attributes:
         """Return the attributes of transformers."""
         return {name: getattr(config, field) for field, name, _, _ in self.names}
 

@@ -44,7 +44,7 @@ class _Width(Entry):
             width = width if factor is None else -(-int(factor * width) // multiple) * multiple
         return {"mlp": published.checked("block_ffn_dim_multiplier: hidden features", width, Size)}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: LFM2Config) -> Attributes:
         """Return the width as it is."""
         return {"intermediate_size": config.mlp, "block_auto_adjust_ff_dim": False}
 

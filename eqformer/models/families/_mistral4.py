@@ -9,7 +9,7 @@ from ...nn import LogTemperature, RotaryScaling, Transformer, YarnScaling
 from .._attributes import Attribute, Attributes, Entry, Fields
 from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, PublishedConfig, Size
 from .._family import Family, MultimodalModel
-from .._rotary_attributes import RotaryWithGrowth, RotaryWithTemperature
+from .._rotary_attributes import RotaryPositions, RotaryWithGrowth, RotaryWithTemperature
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
 from ._mixtures import FUSED
 
@@ -65,7 +65,9 @@ class _RotatedPart(Entry):
         return {}
 
 
-_POSITIONS = RotaryWithTemperature(required=True, skipped=("llama_4_scaling_beta", "max_position_embeddings"))
+_POSITIONS = RotaryWithTemperature(
+    RotaryPositions(required=True, skipped=("llama_4_scaling_beta", "max_position_embeddings"))
+)
 _BYTE: dict[str, Any] = {"latent": 32, "head_dim": 16, "rope_dim": 8, "v_dim": 16, "experts": 16, "growth_every": 64}
 _BYTE |= {"scaling": None, "temperature": 0.0, "tied": True}
 _PRESETS = {

@@ -148,7 +148,7 @@ class DenseLayers(Entry):
         """Return `dense_layers`."""
         return {"dense_layers": tuple(published.listed("mlp_only_layers", Index, empty=True) or ())}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: QwenMoEConfig) -> Attributes:
         """Return the list."""
         return {"mlp_only_layers": list(config.dense_layers)}
 

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Residual, Scores, Transformer
-from .._attributes import Activation, Attribute, Attributes, Expect, Fields
+from .._attributes import Activation, Attribute, Attributes, Entry, Expect, Fields
 from .._config_types import Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import all_but_every, every, layers_of, NullableWindows
@@ -66,12 +66,12 @@ def _from_the_last(layers: int) -> tuple[int, ...]:
     return tuple(range((layers - 1) % 4, layers, 4))
 
 
-class PositionsByLayer(RotaryPositions):
+class PositionsByLayer(Entry):
     """Rotary positions of one base; a list has the base for each layer, or 0 for a layer without positions."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the fields of the positions and `no_rotary_layers`; refuse other bases, which transformers ignores."""
-        fields, layers = super().read(published), layers_of(published)
+        fields, layers = RotaryPositions().read(published), layers_of(published)
         if (thetas := published.listed("layer_rope_theta", NotNegative)) is None:
             return fields | {"no_rotary_layers": _from_the_last(layers)}
         if len(thetas) != layers or any(theta not in (0, fields["theta"]) for theta in thetas):
@@ -80,10 +80,10 @@ class PositionsByLayer(RotaryPositions):
             )
         return fields | {"no_rotary_layers": tuple(layer for layer, theta in enumerate(thetas) if not theta)}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: MuseGlimmerConfig) -> Attributes:
         """Return the older attributes, and the list."""
         bases = [0.0 if layer in config.no_rotary_layers else config.theta for layer in range(config.layers)]
-        return super().write(config) | {"layer_rope_theta": bases}
+        return RotaryPositions().write(config) | {"layer_rope_theta": bases}
 
 
 def _fourths(layers: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class LayerKinds(Entry):
             pattern = "".join(KINDS[name] for name in names)
         return {"pattern": pattern, "layers": published.read("num_hidden_layers", LayerCount, len(pattern))}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: "NemotronHConfig") -> Attributes:
         """Return the pattern."""
         return {"hybrid_override_pattern": config.pattern, "num_hidden_layers": config.layers}
 
@@ -53,7 +53,7 @@ class LeastStep(Entry):
             published.refuse(f"time_step_limit={limits}: transformers does not read it; say time_step_min alone.")
         return {"step_limits": (published.read("time_step_min", NotNegative, 0.001), math.inf)}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: "NemotronHConfig") -> Attributes:
         """Return the attribute; raises a `ValueError` for a greatest step, which no configuration says."""
         least, most = config.step_limits
         if most != math.inf:

@@ -1,7 +1,6 @@
 """Phi-3 and Phi-4 (Abdin et al. 2024, arXiv:2404.14219): a Llama with joined projections and LongRoPE."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -10,7 +9,7 @@ from ...nn import Block, Llama3Scaling, LongRopeScaling, Transformer, YarnScalin
 from .._attributes import Activation, Attribute, Attributes, Expect, Fields
 from .._config_types import Fraction, Length, NotNegative, PublishedConfig, Size
 from .._family import DecoderConfig, Family
-from .._rotary_attributes import RotaryFraction, RotaryPositions
+from .._rotary_attributes import RotaryFraction, RotaryPositions, WithRotary
 from .._weight_rules import Rule
 from ._common import decoder_attributes, EDGES, INTO_HEADS, JOINED_GATED, LAYER, OUT_OF_HEADS, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, part_rotary, pre_norm_block
@@ -145,7 +144,7 @@ class RotaryWithOriginalLength(RotaryPositions):
             published.refuse(f"original_max_position_embeddings={original}: rope_scaling says {scaling}.")
         return fields
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithRotary) -> Attributes:
         """Return the older attributes, and the original length."""
         scaling = config.scaling
         original = {_ORIGINAL: scaling.original_length} if isinstance(scaling, _WITH_ORIGINAL) else {}

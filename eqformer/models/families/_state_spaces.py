@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Key
 
@@ -68,7 +68,7 @@ class StepLimits(Entry):
             published.refuse(f"time_step_limit={stated}: it must be a least and a greatest step of at least 0.")
         return {"step_limits": limits}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: NetSizes) -> Attributes:
         """Return the pair as transformers writes it, where there is a bound."""
         least, most = config.step_limits
         bound = {"time_step_limit": [least, _INFINITE if math.isinf(most) else most]}
@@ -76,6 +76,18 @@ class StepLimits(Entry):
 
 
 _INFINITE = {"__float__": "Infinity"}
+
+
+@runtime_checkable
+class WithNets(Protocol):
+    """Fields of a config whose nets' channels are a multiple of the residual stream's."""
+
+    @property
+    def embed(self) -> int: ...
+    @property
+    def net_heads(self) -> int: ...
+    @property
+    def net_v_dim(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +117,7 @@ class ValueChannels(Entry):
             published.refuse(f"{self.channels}={value}: {heads} heads ({self.heads}) must fill {why}.")
         return {"net_v_dim": channels}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: WithNets) -> Attributes:
         """Return both attributes."""
         inner = config.net_heads * config.net_v_dim
         if self.inner is not None:

@@ -42,7 +42,7 @@ class _Layers(Entry):
         decoder = published.read("num_decoder_layers", LayerCount, encoder)
         return {"layers": decoder, "encoder_layers": None if encoder == decoder else encoder}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: "T5Config") -> Attributes:
         """Return both attributes."""
         return {"num_layers": config.encoder_layers or config.layers, "num_decoder_layers": config.layers}
 
@@ -64,7 +64,7 @@ class _FeedForward(Entry):
             published.expect(name, value)
         return dict(zip(("gated", "activation"), _KINDS[proj]))
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: "T5Config") -> Attributes:
         """Return all three attributes; raises a `ValueError` for a kind that has no name."""
         for proj, kind in _KINDS.items():
             if kind == (config.gated, config.activation):
@@ -89,7 +89,7 @@ class _Head(Entry):
         scaled = published.nullable("scale_decoder_outputs", tied)
         return {"tied": tied, "scaled": False if scaled is None else scaled}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: "T5Config") -> Attributes:
         """Return both attributes."""
         return {"tie_word_embeddings": config.tied, "scale_decoder_outputs": config.scaled}
 

@@ -34,7 +34,7 @@ class _EncoderAndDecoder(Entry):
         tied = published.flag("tie_word_embeddings", True)
         return decoder | {"tied": tied, "encoder": None if is_same else Gemma2Config(**fields)}
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: "T5GemmaConfig") -> Attributes:
         """Return the attributes of both halves, and those outside of both."""
         shared: dict[str, Any] = {"model_type": "t5_gemma_module", "bos_token_id": config.start}
         halves = {"encoder": config.encoder or config, "decoder": config}

@@ -38,7 +38,7 @@ class _EqualHalves(Entry):
         published.expect("vocab_size", decoder["vocab"])
         return decoder
 
-    def write(self, config: Any) -> Attributes:
+    def write(self, config: "T5Gemma2Config") -> Attributes:
         """Return the attributes of both halves."""
         attributes: dict[str, Any] = {}
         for entry in _TABLE:
