@@ -1,6 +1,6 @@
 """Families: configs, builders, presets, and how all of them are published. One file a family."""
 
-from . import _config_types, _layer_attributes, _rotary_attributes
+from . import _config_types, _layer_attributes, _rotary_attributes, _rotary_scaling
 from ._adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from ._attributes import (
     Attribute as Attribute,
@@ -93,6 +93,7 @@ from .families._t5gemma2 import T5Gemma2Config as T5Gemma2Config
 config_types = _config_types
 layer_attributes = _layer_attributes
 rotary_attributes = _rotary_attributes
+rotary_scaling = _rotary_scaling
 tables = _common
 decoders = _decoder
 mixtures = _mixtures

@@ -5,9 +5,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from .._files import JsonObject
 
 
+T = TypeVar("T")
 # Options of training or running the factors, which do not change what they compute.
 _WITHOUT_EFFECT = frozenset(
     "auto_mapping base_model_name_or_path fan_in_fan_out inference_mode lora_dropout megatron_core peft_version "
@@ -17,7 +20,7 @@ _WITHOUT_EFFECT = frozenset(
 _INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 
 
-class _ByPattern:
+class _ByPattern(Generic[T]):
     """Numbers by patterns for the ends of modules' names; the first pattern that matches a name counts.
 
     A configuration may have a pattern for each of many modules, which is a name with its dots escaped or not. Such
@@ -25,10 +28,10 @@ class _ByPattern:
     other patterns are matched one by one.
     """
 
-    def __init__(self, values: Mapping[str, Any]):
+    def __init__(self, values: Mapping[str, T]):
         # Order and value of each name, by the name's length, then by the positions of unescaped dots, then by the name.
-        self._names: dict[int, dict[tuple[int, ...], dict[str, tuple[int, Any]]]] = {}
-        self._patterns: list[tuple[int, Any, re.Pattern[str]]] = []
+        self._names: dict[int, dict[tuple[int, ...], dict[str, tuple[int, T]]]] = {}
+        self._patterns: list[tuple[int, T, re.Pattern[str]]] = []
         for order, (pattern, value) in enumerate(values.items()):
             if _NAME.fullmatch(pattern):
                 characters = _CHARACTER.findall(pattern)
@@ -39,7 +42,7 @@ class _ByPattern:
             else:
                 self._patterns.append((order, value, re.compile(rf"(.*\.)?({pattern})$")))
 
-    def get(self, module: str, default: Any) -> Any:
+    def get(self, module: str, default: T) -> T:
         """Return the module's number."""
         looked_up = [
             by_name.get(_put_dots(suffix, dots))
@@ -71,8 +74,8 @@ class AdapterConfig:
     rank_stabilised: bool
     targets: str | frozenset[str]
     excluded: str | frozenset[str]
-    ranks: _ByPattern
-    alphas: _ByPattern
+    ranks: _ByPattern[int]
+    alphas: _ByPattern[float]
     layers: tuple[int, ...]
     layers_pattern: tuple[str, ...]
 
@@ -99,10 +102,10 @@ class AdapterConfig:
 class _Options:
     """The options of a configuration, taken one by one; null stands for the default."""
 
-    def __init__(self, values: Mapping[str, Any], source: str):
+    def __init__(self, values: Mapping[str, object], source: str):
         self._values, self._source, self._taken = values, source, set[str]()
 
-    def take(self, name: str, default: Any, fits: Callable[[Any], bool], rule: str) -> Any:
+    def take(self, name: str, default: object, fits: Callable[[object], bool], rule: str) -> Any:
         """Return an option's value; raises a `ValueError` that states the `rule` for a value that does not fit."""
         self._taken.add(name)
         value = self._values.get(name)
@@ -111,7 +114,7 @@ class _Options:
             raise ValueError(f"{self._source}: {name}={value!r} is not supported; it must be {rule}.")
         return value
 
-    def expect(self, name: str, *allowed: Any) -> None:
+    def expect(self, name: str, *allowed: object) -> None:
         """Refuse any value but these; the first is the default."""
         self.take(name, allowed[0], lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}")
 
@@ -120,7 +123,7 @@ class _Options:
         value = self.take(name, [], _are_names, "a list of names, or a pattern for them")
         return value if isinstance(value, str) else tuple(value)
 
-    def by_pattern(self, name: str, fits: Callable[[Any], bool]) -> _ByPattern:
+    def by_pattern(self, name: str, fits: Callable[[object], bool]) -> _ByPattern:
         """Return an option that is an object of numbers by patterns for modules."""
         all_fit = lambda value: isinstance(value, dict) and all(map(fits, value.values()))
         numbers = self.take(name, {}, all_fit, "numbers by names of modules")
@@ -140,7 +143,7 @@ class _Options:
             )
 
 
-def read_adapter_config(values: Mapping[str, Any], source: str) -> AdapterConfig:
+def read_adapter_config(values: Mapping[str, object], source: str) -> AdapterConfig:
     """Return the configuration; raises a `ValueError` for a kind of adapter, or an option, that is not known."""
     options = _Options(values, source)
     options.expect("peft_type", "LORA")
@@ -167,7 +170,7 @@ def read_adapter_config(values: Mapping[str, Any], source: str) -> AdapterConfig
 
 def write_adapter_config(
     settings: Mapping[str, tuple[int, float]], short_names: Mapping[str, str], base: str | None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the configuration of modules with the given ranks and scales.
 
     Modules are listed by their short names where all modules of that name have one rank and scale, and by their full
@@ -227,17 +230,17 @@ def _to_whole(value: float) -> int | float:
     return round(value) if abs(value - round(value)) < 1e-9 * abs(value) else value
 
 
-def _are_names(value: Any) -> bool:
+def _are_names(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
 
 
-def _are_layers(value: Any) -> bool:
+def _are_layers(value: object) -> bool:
     return _is_count(value, 0) or (isinstance(value, list) and all(_is_count(number, 0) for number in value))
 
 
-def _is_count(value: Any, least: int = 1) -> bool:
+def _is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree, Shaped
 
-from .._files import read_json
+from .._files import JsonObject, read_json
 from ..nn import add_lora, DenseMap, float_dtype, LinearMap, LoRA, lossless_dtype, path_name, Transformer
 from ._adapter_config import AdapterConfig, read_adapter_config, write_adapter_config
 from ._family import Family, ModelConfig
@@ -79,7 +79,7 @@ def load_adapter(
     except ValueError as error:
         raise ValueError(f"{call}: {error}.") from None
 
-    def adapt(path: tuple, _: Any, node: Any) -> Any:
+    def adapt(path: tuple, _: object, node: Any) -> Any:
         lora = loras.get(path_name(path))
         return node if lora is None else eqx.tree_at(lambda m: m.linear, lora, node)
 
@@ -334,7 +334,7 @@ def _check_names(folder: Folder, config: AdapterConfig, modules: Sequence[Adapte
         raise ValueError(faults or "its configuration names no module of the model")
 
 
-def _write(target: Path, arrays: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
+def _write(target: Path, arrays: Mapping[str, np.ndarray], config: JsonObject) -> None:
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     with new_folder(target) as part:
         write_arrays(part / ADAPTER, contiguous, "save_adapter(model, path, config)")

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .._files import JsonObject
-from ._config_types import convert, describe_type, fits, format_value, PublishedConfig, REQUIRED
+from ._config_types import convert, describe_type, FieldType, fits, format_value, PublishedConfig, REQUIRED
 
 
 Fields = dict[str, Any]
@@ -22,7 +22,7 @@ class Entry(abc.ABC):
     """Base class of the lines of a family's table of attributes."""
 
     @property
-    def defaults(self) -> Mapping[str, Any]:
+    def defaults(self) -> Mapping[str, object]:
         """The values of missing attributes, for every entry that reads them."""
         return {}
 
@@ -40,12 +40,12 @@ class Entry(abc.ABC):
 
 
 @functools.cache
-def field_types(config: type) -> Mapping[str, Any]:
+def field_types(config: type) -> Mapping[str, FieldType]:
     """Return the type with which a class of configs annotates each of its fields."""
     return MappingProxyType(typing.get_type_hints(config, include_extras=True))
 
 
-def read_entries(entries: Iterable[Entry], published: PublishedConfig, types: Mapping[str, Any]) -> Fields:
+def read_entries(entries: Iterable[Entry], published: PublishedConfig, types: Mapping[str, FieldType]) -> Fields:
     """Return the fields that a table's entries read.
 
     `types` are the fields' types. Raises a `ValueError` that names the attribute for a value of another type.
@@ -54,10 +54,11 @@ def read_entries(entries: Iterable[Entry], published: PublishedConfig, types: Ma
     for entry in entries:
         published.declare(entry.defaults)
     for entry in entries:
-        times_taken = published.taken
-        for name, value in entry.read(published).items():
+        with published.record_names() as names_read:
+            entry_fields = entry.read(published)
+        for name, value in entry_fields.items():
             if not fits(value, types[name]):
-                attribute = published.names_of(value, times_taken) or name
+                attribute = ", ".join(published.names_with_value(names_read, value)) or name
                 published.refuse(f"{attribute}={format_value(value)}: it must be {describe_type(types[name], value)}.")
             fields[name] = convert(value, types[name])
     return fields
@@ -74,7 +75,7 @@ class Attribute(Entry):
     """The field of the config."""
     published: str | tuple[str, ...]
     """The attribute of the configuration, or several alternatives."""
-    default: Any = REQUIRED
+    default: object = REQUIRED
     """The field's value where the attribute is missing or null."""
     written: tuple[str, ...] = ()
     """The attributes that are written; empty: the first of `published`."""
@@ -87,7 +88,7 @@ class Attribute(Entry):
         return {self.name: value}
 
     @property
-    def defaults(self) -> Mapping[str, Any]:
+    def defaults(self) -> Mapping[str, object]:
         """The attribute's default; none where the attribute is required or has several names."""
         is_known = self.default is not REQUIRED and len(self._published) == 1
         return {self._published[0]: self.default} if is_known else {}
@@ -131,7 +132,7 @@ class Expect(Entry):
     The first value is the default.
     """
 
-    def __init__(self, published: str, *allowed: Any, written: bool = True):
+    def __init__(self, published: str, *allowed: object, written: bool = True):
         self.published, self.allowed, self.written = published, allowed, written
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -168,7 +169,7 @@ class Activation(Entry):
     def read(self, published: PublishedConfig) -> Fields:
         """Return the name in `nn.ACTIVATIONS`; refuse an unknown one."""
         published.expect(self.published, self.default, *(name for name in _ACTIVATIONS if name != self.default))
-        return {self.name: _ACTIVATIONS[published.take(self.published, self.default)]}
+        return {self.name: _ACTIVATIONS[published.text(self.published, self.default)]}
 
     def write(self, config: object) -> Attributes:
         """Return one of transformers' names; raises a `ValueError` for an activation without one."""
@@ -188,7 +189,7 @@ class Ignore(Entry):
     Attributes that are passed as keywords are written, with the value passed.
     """
 
-    def __init__(self, *published: str, **written: Any):
+    def __init__(self, *published: str, **written: object):
         self.published, self.written = (*published, *written), written
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -224,7 +225,7 @@ class Unpublished(Entry):
     """A field that no configuration has; in all published models it has this value."""
 
     name: str
-    value: Any
+    value: object
     why: str
 
     def read(self, published: PublishedConfig) -> Fields:

@@ -7,8 +7,11 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn, TypeAlias
+
+from .._files import JsonObject
 
 
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 3.4028234663852886e38  # of int32 and of float32
@@ -39,7 +42,7 @@ Index = Annotated[int, Range(0, LARGEST_INT)]
 LayerCount = Annotated[int, Range(1, 4096, counts="layers")]
 """Layers of a model."""
 Number = Annotated[float, Range(-LARGEST_FLOAT, LARGEST_FLOAT)]
-"""Any finite number."""
+"""A finite number."""
 Positive = Annotated[float, Range(0.0, LARGEST_FLOAT, exclusive=True)]
 """A finite number above 0."""
 NotNegative = Annotated[float, Range(0.0, LARGEST_FLOAT)]
@@ -48,9 +51,11 @@ Fraction = Annotated[float, Range(0.0, 1.0, exclusive=True)]
 """A part of all, above 0."""
 Rate = Annotated[float, Range(0.0, 1.0)]
 """A probability."""
+FieldType: TypeAlias = object
+"""The annotation of a config's field: a class, a class with a `Range`, or a union, a list or a tuple of these."""
 
 
-def ranges_in(field_type: Any) -> list[Range]:
+def ranges_in(field_type: FieldType) -> list[Range]:
     """Return the ranges of the numbers of a type, also within unions and tuples."""
     args = typing.get_args(field_type)
     if typing.get_origin(field_type) is Annotated:
@@ -58,11 +63,9 @@ def ranges_in(field_type: Any) -> list[Range]:
     return [bounds for part in args for bounds in ranges_in(part)]
 
 
-def fits(value: Any, field_type: Any) -> bool:
+def fits(value: object, field_type: FieldType) -> bool:
     """Return whether a value is of a type. A whole number fits where a float is meant; True is no number."""
     origin, args = typing.get_origin(field_type), typing.get_args(field_type)
-    if field_type is Any:
-        return True
     if origin is Annotated:
         return fits(value, args[0]) and value in args[1]
     if origin in (typing.Union, types.UnionType):
@@ -77,7 +80,7 @@ def fits(value: Any, field_type: Any) -> bool:
     return not isinstance(field_type, type) or isinstance(value, field_type)
 
 
-def convert(value: Any, field_type: Any) -> Any:
+def convert(value: Any, field_type: FieldType) -> Any:
     """Return a value that fits its type, with floats in the place of whole numbers where the type asks for floats."""
     origin, args = typing.get_origin(field_type), typing.get_args(field_type)
     if origin is Annotated:
@@ -92,11 +95,17 @@ def convert(value: Any, field_type: Any) -> Any:
     return float(value) if field_type is float else value
 
 
-_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", dict: "an object"}
-_NAMES |= {type(None): "null"}
+_NAMES: dict[object, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    dict: "an object",
+    type(None): "null",
+}
 
 
-def describe_type(field_type: Any, value: Any) -> str:
+def describe_type(field_type: FieldType, value: object) -> str:
     """Return in words the rule of a type that `value` breaks: "a whole number of at least 1"."""
     origin, args = typing.get_origin(field_type), typing.get_args(field_type)
     if origin is Annotated:
@@ -127,7 +136,7 @@ def _is_finite(value: int | float) -> bool:
     return isinstance(value, int) or math.isfinite(value)
 
 
-def format_value(value: Any) -> str:
+def format_value(value: object) -> str:
     """Return a value as an error shows it: in full unless it is long."""
     try:
         text = repr(value)
@@ -136,7 +145,7 @@ def format_value(value: Any) -> str:
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 
-REQUIRED: Any = object()
+REQUIRED: object = object()
 """The default of an attribute that a configuration must have."""
 # Attributes of how a model was trained or stored or is to be run, which do not change what it computes. The families
 # that use `max_window_layers` and `model_max_length` read them; other families' folders have inherited them.
@@ -174,11 +183,11 @@ _OF_GENERATION = (
     "target_lookbehind temperature token_healing top_h top_k top_p typical_p use_mtp watermarking_config"
 )
 _CAUSAL = "is_causal"  # transformers reads it in every configuration, and its default is True
-_EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})  # values of an attribute that asks for nothing
+_EMPTY: tuple[object, ...] = (None, False, 0, "", [], {})  # values of an attribute that asks for nothing
 _WITHOUT_EFFECT = frozenset(f"{_OF_MODELS} {_OF_EVERY_CONFIGURATION} {_OF_GENERATION}".split())
 
 
-def private_names(values: Mapping[str, Any]) -> list[str]:
+def private_names(values: Mapping[str, object]) -> list[str]:
     """Return the attributes, nested ones too, that are passed over because their names begin with an underscore.
 
     Private names hold a program's bookkeeping, and each release may have new ones. Known names, and names with an empty
@@ -193,21 +202,21 @@ def private_names(values: Mapping[str, Any]) -> list[str]:
 class PublishedConfig:
     """The attributes of a `config.json`, taken one by one; `finish` refuses attributes that were not taken."""
 
-    def __init__(self, values: Mapping[str, Any], source: str, reader: str = "this family"):
-        self._values, self.source, self._reader, self._taken = dict(values), source, reader, list[str]()
-        self._defaults = dict[str, Any]()
+    def __init__(self, values: Mapping[str, object], source: str, reader: str = "this family"):
+        self._values, self.source, self._reader = dict(values), source, reader
+        self._names_read, self._defaults = list[str](), dict[str, object]()
 
-    def declare(self, defaults: Mapping[str, Any]) -> None:
+    def declare(self, defaults: Mapping[str, object]) -> None:
         """Set the values of missing attributes, for readers that name no default of their own."""
         self._defaults |= defaults
 
-    def take(self, name: str, default: Any = REQUIRED) -> Any:
+    def take(self, name: str, default: object = REQUIRED) -> object:
         """Return the attribute's value, or the default where it is null; without a default, None.
 
         Raises a `ValueError` where the attribute is required and missing, and for a null where the default is True,
         since transformers reads that null as False.
         """
-        self._taken.append(name)
+        self._names_read.append(name)
         default = self._defaults.get(name, REQUIRED) if default is REQUIRED else default
         if name not in self._values and default is REQUIRED:
             self.refuse(f"the configuration has no {name!r}, which {self._reader} needs.")
@@ -216,16 +225,20 @@ class PublishedConfig:
             self.refuse(f"{name}=None: it must be true or false; without it, it is true.")
         return default if value is None and default is not REQUIRED else value
 
-    @property
-    def taken(self) -> int:
-        """The number of times that an attribute was taken."""
-        return len(self._taken)
+    @contextmanager
+    def record_names(self) -> Iterator[list[str]]:
+        """Yield a list that gets the name of each attribute that is read within the `with` statement."""
+        earlier, self._names_read = self._names_read, list[str]()
+        try:
+            yield self._names_read
+        finally:
+            self._names_read = earlier + self._names_read
 
-    def names_of(self, value: Any, since: int) -> str:
-        """Return the attributes that were taken after the first `since` times and have this very value."""
-        return ", ".join(dict.fromkeys(name for name in self._taken[since:] if self._values.get(name) is value))
+    def names_with_value(self, names: Iterable[str], value: object) -> list[str]:
+        """Return those of some attributes that have this very value, each once."""
+        return [name for name in dict.fromkeys(names) if self._values.get(name) is value]
 
-    def add(self, name: str, value: Any) -> None:
+    def add(self, name: str, value: object) -> None:
         """Add an attribute that was found within another; `finish` refuses it if the family never takes it."""
         self._values[name] = value
 
@@ -233,23 +246,23 @@ class PublishedConfig:
         """Raise a `ValueError` that names the file."""
         raise ValueError(f"{self.source}: {text}")
 
-    def read(self, name: str, field_type: Any, default: Any = REQUIRED) -> Any:
+    def read(self, name: str, field_type: FieldType, default: object = REQUIRED) -> Any:
         """Return the attribute's value, which must be of a type, or the default where it is null."""
         value = self.take(name, default)
         has_default = default is not REQUIRED or name in self._defaults
         return value if has_default and self._values.get(name) is None else self.checked(name, value, field_type)
 
-    def checked(self, name: str, value: Any, field_type: Any) -> Any:
+    def checked(self, name: str, value: object, field_type: FieldType) -> Any:
         """Return an attribute's value, which must be of a type; raises a `ValueError` that names the attribute."""
         if not fits(value, field_type):
             self.refuse(f"{name}={format_value(value)}: it must be {describe_type(field_type, value)}.")
         return convert(value, field_type)
 
-    def count(self, name: str, default: Any = REQUIRED, least: int = 1) -> int:
+    def count(self, name: str, default: object = REQUIRED, least: int = 1) -> int:
         """Return the attribute's value, a count or a divisor: a whole number, `least` or more."""
         return self.read(name, Annotated[int, Range(least, LARGEST_INT)], default)
 
-    def number(self, name: str, default: Any = REQUIRED) -> float:
+    def number(self, name: str, default: object = REQUIRED) -> float:
         """Return the attribute's value, a finite number."""
         return self.read(name, Number, default)
 
@@ -257,15 +270,15 @@ class PublishedConfig:
         """Return the attribute's value, true or false."""
         return self.read(name, bool, default)
 
-    def text(self, name: str, default: Any = REQUIRED) -> str:
+    def text(self, name: str, default: object = REQUIRED) -> str:
         """Return the attribute's value, a text."""
         return self.read(name, str, default)
 
-    def nested(self, name: str) -> dict[str, Any]:
+    def nested(self, name: str) -> JsonObject:
         """Return an attribute that has attributes of its own; an empty one where it is missing or null."""
         return self.read(name, dict, None) or {}
 
-    def listed(self, name: str, item_type: Any = Any, *, empty: bool = False) -> list[Any] | None:
+    def listed(self, name: str, item_type: FieldType = object, *, empty: bool = False) -> list[Any] | None:
         """Return an attribute that is a list whose items are of a type; None where it is missing or null.
 
         With `empty`, an empty list counts as missing.
@@ -275,12 +288,12 @@ class PublishedConfig:
             return None
         return list(self.checked(name, list(value) if isinstance(value, tuple) else value, list[item_type]))
 
-    def nullable(self, name: str, missing: Any) -> Any:
+    def nullable(self, name: str, missing: object) -> object:
         """Return the attribute's value: None where it is null, and `missing` where the attribute is missing."""
-        self._taken.append(name)
+        self._names_read.append(name)
         return self._values.get(name, missing)
 
-    def expect(self, name: str, *allowed: Any) -> None:
+    def expect(self, name: str, *allowed: object) -> None:
         """Refuse any value but these; the first is the default."""
         value = self.take(name, allowed[0])
         is_flag = isinstance(value, bool)  # True equals 1, but does not mean it
@@ -288,7 +301,7 @@ class PublishedConfig:
             known = ", ".join(map(repr, allowed))
             self.refuse(f"{name}={format_value(value)} is not supported for {self._reader}, which has {known}.")
 
-    def finish_strictly(self, is_without_effect: Callable[[str, Any], bool]) -> None:
+    def finish_strictly(self, is_without_effect: Callable[[str, object], bool]) -> None:
         """Raise a `ValueError` that lists every attribute that was not read and has an effect, or may have one.
 
         False and 0 may ask for something, as `causal=False` does; only null and empty values ask for nothing.
@@ -296,13 +309,13 @@ class PublishedConfig:
         unread = {
             name: value
             for name, value in sorted(self._values.items())
-            if name not in self._taken and value not in (None, "", [], {}) and not is_without_effect(name, value)
+            if name not in self._names_read and value not in (None, "", [], {}) and not is_without_effect(name, value)
         }
         self._refuse_unknown(unread)
 
     def finish(self, is_known: Callable[[str], object] = lambda name: False) -> None:
         """Raise a `ValueError` that lists every attribute that was not read, is not known and is not empty."""
-        if _CAUSAL not in self._taken:
+        if _CAUSAL not in self._names_read:
             self.expect(_CAUSAL, True)
         unread = {
             name: value
@@ -312,9 +325,9 @@ class PublishedConfig:
         self._refuse_unknown(unread)
 
     def _is_passed_over(self, name: str) -> bool:
-        return name in self._taken or name in _WITHOUT_EFFECT or name.startswith("_")
+        return name in self._names_read or name in _WITHOUT_EFFECT or name.startswith("_")
 
-    def _refuse_unknown(self, attributes: Mapping[str, Any]) -> None:
+    def _refuse_unknown(self, attributes: Mapping[str, object]) -> None:
         if attributes:
             listed = ", ".join(f"{name}={format_value(value)}" for name, value in attributes.items())
             self.refuse(f"attributes that {self._reader} does not know: {listed}.")

@@ -3,8 +3,9 @@
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from .._files import JsonObject
 from ..nn import RotaryScaling, Transformer
 from ._attributes import Attributes, Entry, field_types, read_entries
 from ._config_types import (
@@ -19,7 +20,7 @@ from ._config_types import (
     Size,
 )
 from ._predictors import PREDICTOR, PredictorTable
-from ._rotary_attributes import check_scaling
+from ._rotary_scaling import check_scaling
 from ._weight_rules import NOTHING_STORED, resolve_rules, ResolvedRule, Rule, StoredShapes
 
 
@@ -111,16 +112,16 @@ class MultimodalModel:
     """The multimodal model's `model_type`."""
     text_type: str = ""
     """The text model's `model_type` within `text_config`; empty: the family's."""
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """The values that transformers takes for attributes that `text_config` leaves out."""
-    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Attributes of the family that have one value here, whether or not `text_config` states it."""
     weights: tuple[Rule, ...] = ()
     """Further rules, by which the text model is published here, and not where it stands alone."""
     prefixes: tuple[tuple[str, str], ...] = (("model.language_model.", "model."), ("language_model.", ""))
     """Pairs of what names of the text model's arrays begin with, and what they begin with in the family's table."""
 
-    def text_attributes(self, published: PublishedConfig) -> dict[str, Any]:
+    def text_attributes(self, published: PublishedConfig) -> JsonObject:
         """Return the text model's attributes; raises a `ValueError` for attributes of no known part."""
         attributes = {**self.defaults, **self.fixed, **published.nested(TEXT)}
         for name, value in self.fixed.items():
@@ -146,7 +147,7 @@ class MultimodalModel:
         return name
 
 
-def _of_text(rotary: Mapping[str, Any]) -> dict[str, Any]:
+def _of_text(rotary: Mapping[str, object]) -> JsonObject:
     """Return rotary positions without sections for time, height and width, which are all equal for text."""
     parameters = {name: value for name, value in rotary.items() if name not in ("mrope_section", "mrope_interleaved")}
     return parameters | {name: "default" for name in ("type", "rope_type") if parameters.get(name) == "mrope"}
@@ -176,7 +177,7 @@ class Family:
     """How names of buffers end that hold nothing to load."""
     ignored_prefixes: tuple[str, ...] = ()
     """How names of arrays begin that belong to parts which eqformer does not have."""
-    unread: Callable[[Any], tuple[str, ...]] = lambda config: ()
+    unread: Callable[..., tuple[str, ...]] = lambda config: ()
     """Gives how names of arrays begin that no model of a config reads."""
     is_bare: bool = False
     """Whether its models are published without the base model's prefix too, so that no warning tells of its absence."""
@@ -202,7 +203,7 @@ class Family:
 
     def write(self, config: ModelConfig) -> Attributes:
         """Return the configuration to publish; raises a `ValueError` for a config that no configuration expresses."""
-        attributes: dict[str, Any] = {}
+        attributes = Attributes()
         for entry in self.attributes:
             attributes |= entry.write(config)
         return attributes

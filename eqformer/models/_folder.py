@@ -8,7 +8,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes  # noqa: F401  # lets numpy know bfloat16
 import numpy as np
@@ -251,7 +251,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write an object as indented JSON."""
     path.write_text(json.dumps(dict(content), indent=2) + "\n", encoding="utf-8")
 
@@ -266,7 +266,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], call: str) -> Non
 
 
 def write_folder(
-    path: Path, arrays: Iterator[tuple[str, np.ndarray]], config: Mapping[str, Any], shard_bytes: int
+    path: Path, arrays: Iterator[tuple[str, np.ndarray]], config: Mapping[str, object], shard_bytes: int
 ) -> None:
     """Write `config.json` and the arrays, in as many files as need be; one file's arrays are in memory at a time."""
     call = "save(model, path, config)"

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 from jaxtyping import Shaped, UInt8
 
-from .._files import map_bytes
+from .._files import JsonObject, map_bytes
 from .formats import BLOCKS, Blocks, ORDER, Parts, ROWS
 
 
@@ -74,7 +74,7 @@ class GGUF:
         arrays, values = self._number("Q"), self._number("Q")
         self._check_count(arrays, _ENTRY_BYTES, "arrays")
         self._check_count(values, _VALUE_BYTES, "values")
-        self.values: dict[str, Any] = {}
+        self.values: JsonObject = {}
         self._lists: dict[str, int] = {}  # where each list begins
         for _ in range(values):
             self._read_value()

@@ -4,11 +4,11 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int, Shaped
 
+from .._files import JsonObject
 from ._config_types import PublishedConfig
 from ._gguf_file import DIVISORS, DTYPE, GGUF
 from .formats import Coded
@@ -37,7 +37,7 @@ class Architecture:
     """Published names of a layer's arrays, beyond `LAYER`; `{}` stands for an expert's number."""
     numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Published names of numbers that not all architectures have; a file may lack them."""
-    implied: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
+    implied: Callable[[JsonObject], JsonObject] = lambda config: {}
     """Computes attributes that files leave out from those that they have."""
     interleaved: bool = False
     """Whether the two channels of queries and keys that are rotated together are neighbors."""
@@ -50,7 +50,7 @@ def _experts(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
     return {"ffn_gate_inp": f"{prefix}gate"} | maps
 
 
-def _gemma_scores(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _gemma_scores(config: JsonObject) -> JsonObject:
     """Return the divisor of attention scores; like llama.cpp, know the two 27B models by their numbers of layers."""
     is_largest = config["num_hidden_layers"] in (46, 62)
     width = config["hidden_size"] // config["num_attention_heads"]
@@ -149,7 +149,7 @@ def plain_of(file: GGUF, name: str) -> Shaped[np.ndarray, "*dims"]:
     return array - array.dtype.type(1) if _architecture(file).adds_one and name.endswith("norm.weight") else array
 
 
-def configuration_of(file: GGUF) -> dict[str, Any]:
+def configuration_of(file: GGUF) -> JsonObject:
     """Return the configuration as a `config.json` has it; raises a `ValueError` for numbers that are not known."""
     published = PublishedConfig(file.values, str(file.path), "this architecture")
     if (kind := published.text("general.architecture")) not in ARCHITECTURES:
@@ -208,7 +208,7 @@ _UNREAD = re.compile(
 )
 # Keys that llama.cpp reads for some architectures, with the values that change nothing in the architectures that are
 # read here. Other values ask for something that these models do not have.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "expert_gating_func": (0, 1),  # 1 is the softmax
     "expert_weights_norm": (True,),
@@ -233,12 +233,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def _is_without_effect(name: str, value: Any) -> bool:
+def _is_without_effect(name: str, value: object) -> bool:
     """Return whether nothing reads a key, or its value is that of a model without it."""
     return _UNREAD.fullmatch(name) is not None or value in _NEUTRAL.get(name, ())
 
 
-def _head(published: PublishedConfig, size: _Sizes, kind: str, default: int) -> dict[str, Any]:
+def _head(published: PublishedConfig, size: _Sizes, kind: str, default: int) -> JsonObject:
     """Return the channels of a head and the rotated part of these; refuse keys and values of different widths."""
     key, value = (size.read(f"attention.{name}_length", default) for name in ("key", "value"))
     if key != value:
@@ -251,7 +251,7 @@ def _head(published: PublishedConfig, size: _Sizes, kind: str, default: int) -> 
     return {"partial_rotary_factor": rotated / key, "head_dim": None if key == default else key}
 
 
-def _scaling(published: PublishedConfig, kind: str, file: GGUF) -> dict[str, Any]:
+def _scaling(published: PublishedConfig, kind: str, file: GGUF) -> JsonObject:
     """Return the scaling of rotary positions, as llama.cpp reads the header and the divisors of frequencies.
 
     A factor without a type is a linear scaling. The attention's factor multiplies cosines and sines, in addition to
@@ -275,7 +275,7 @@ def _scaling(published: PublishedConfig, kind: str, file: GGUF) -> dict[str, Any
     if not has_divisors and scaling_type not in ("none", "linear", "yarn"):
         published.refuse(f"rope.scaling.type={scaling_type!r} is not known; there are none, linear and yarn.")
     if scaling_type == "yarn" and factor != 1 and not has_divisors:
-        scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        scaling: JsonObject = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         scaling |= {} if magnitude == 1 else {"attention_factor": magnitude * (1 + 0.1 * math.log(factor))}
         return {"rope_scaling": scaling}
     if magnitude != 1:
@@ -293,7 +293,7 @@ def _longrope(
     short: Shaped[np.ndarray, "pairs"],
     original: int,
     magnitude: float,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return LongRoPE's scaling, with the attention's factor where it differs from the default for these lengths.
 
     Args:
@@ -308,7 +308,7 @@ def _longrope(
     growth = published.count(f"{key.split('.')[0]}.context_length") / original
     default = (1 + max(math.log(growth), 0) / math.log(original)) ** 0.5 if original > 1 else 1.0
     factors = {"long_factor": _decimals(long), "short_factor": _decimals(short)}
-    scaling: dict[str, Any] = {"rope_type": "longrope"} | factors
+    scaling: JsonObject = {"rope_type": "longrope"} | factors
     scaling |= {} if abs(magnitude - default) < 1e-4 else {"attention_factor": magnitude}
     return {"rope_scaling": scaling, "original_max_position_embeddings": original}
 
@@ -318,7 +318,7 @@ def _decimals(numbers: Shaped[np.ndarray, "pairs"]) -> list[float]:
     return [float(str(number)) for number in numbers]
 
 
-def _llama3(published: PublishedConfig, kind: str, divisors: Shaped[np.ndarray, "pairs"]) -> dict[str, Any]:
+def _llama3(published: PublishedConfig, kind: str, divisors: Shaped[np.ndarray, "pairs"]) -> JsonObject:
     """Return the one of Llama 3's published scalings whose divisors of frequencies are these."""
     theta = published.number(f"{kind}.rope.freq_base", 10_000.0)
     with np.errstate(all="ignore"):  # a base that is no number gives no divisors, and is refused below
@@ -326,7 +326,7 @@ def _llama3(published: PublishedConfig, kind: str, divisors: Shaped[np.ndarray, 
         part = np.clip((8192 / lengths - 1.0) / (4.0 - 1.0), 0.0, 1.0)
     for factor in (8.0, 32.0):
         if np.allclose(1 / ((1 - part) / factor + part), divisors, rtol=1e-4):
-            scaling: dict[str, Any] = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
+            scaling: JsonObject = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
             scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
             return {"rope_scaling": scaling}
     published.refuse(f"{DIVISORS[0]} are not those of Llama 3.1 to 3.3, and no others are known.")

@@ -10,8 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TypeGuard
 
+from .._files import JsonObject
 from ._config_types import PublishedConfig
 from ._gguf_file import GGUF
 
@@ -210,8 +211,9 @@ def gguf_companion_files(path: str | Path) -> dict[str, str]:
     if (model := published.text("tokenizer.ggml.model")) not in _MODELS:
         published.refuse(f"tokenizer.ggml.model={model!r} is not known; there are {', '.join(_MODELS)}.")
     tokens, types = _tokens(file, published, model)
-    ids = {name: take(f"{name}_token_id") for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
-    wrong_ids = {name: token_id for name, token_id in ids.items() if not _is_id(token_id, len(tokens))}
+    stated_ids = {name: take(f"{name}_token_id") for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
+    ids = {name: token_id for name, token_id in stated_ids.items() if _is_id(token_id, len(tokens))}
+    wrong_ids = {name: token_id for name, token_id in stated_ids.items() if name not in ids}
     if wrong_ids:
         published.refuse(f"there are {len(tokens)} tokens, and of special tokens these ids: {wrong_ids}.")
     names = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
@@ -229,7 +231,7 @@ def gguf_companion_files(path: str | Path) -> dict[str, str]:
     published.finish_strictly(lambda name, value: _UNREAD.fullmatch(name) is not None or value == _NEUTRAL.get(name))
     sides = [name for name, is_added in (("bos", adds_bos), ("eos", adds_eos)) if is_added and name in names]
     tokenizer["post_processor"] = _post_processor(sides, names, ids)
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings: JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings |= {setting: names[name] for name, setting in _SPECIAL.items() if name in names}
     if template is not None:
         settings["chat_template"] = template
@@ -253,7 +255,7 @@ def _tokens(file: GGUF, published: PublishedConfig, model: str) -> tuple[list[st
     return tokens, types or [1] * len(tokens)
 
 
-def _is_id(token_id: Any, vocab: int) -> bool:
+def _is_id(token_id: object, vocab: int) -> TypeGuard[int | None]:
     """Return whether a special token's id is left out or is one of `vocab` tokens."""
     return token_id is None or (type(token_id) is int and 0 <= token_id < vocab)
 
@@ -269,7 +271,7 @@ def _pre_tokenizer(published: PublishedConfig, model: str) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
+def _added(tokens: Sequence[str], types: Sequence[int]) -> list[JsonObject]:
     """Return the tokens that a text contains as they are; special ones are left out of decoded text."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return [
@@ -281,7 +283,7 @@ def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
 
 def _merge_tokenizer(
     file: GGUF, published: PublishedConfig, tokens: Sequence[str], pre_tokenizer: PreTokenizer
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the parts of a tokenizer whose merges the file lists, in words that regular expressions find."""
     texts = file.listed("tokenizer.ggml.merges")
     merges = [merge.split(" ") if isinstance(merge, str) else [] for merge in texts]
@@ -304,13 +306,11 @@ def _merge_tokenizer(
     }
 
 
-def _split(pattern: str) -> dict[str, Any]:
+def _split(pattern: str) -> JsonObject:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-def _piece_tokenizer(
-    file: GGUF, published: PublishedConfig, tokens: Sequence[str], types: Sequence[int]
-) -> dict[str, Any]:
+def _piece_tokenizer(file: GGUF, published: PublishedConfig, tokens: Sequence[str], types: Sequence[int]) -> JsonObject:
     """Return the parts of a SentencePiece tokenizer, whose merges are reconstructed from the scores of pieces."""
     if (longest := max(map(len, tokens))) > _LONGEST_PIECE:
         published.refuse(f"tokenizer.ggml.tokens: one has {longest} characters, and a piece at most {_LONGEST_PIECE}.")
@@ -333,11 +333,11 @@ def _piece_tokenizer(
     return parts | {"pre_tokenizer": None, "model": _model(tokens, pairs, fuse_unk=True, byte_fallback=True)}
 
 
-def _parts_with_spaces(prefix: bool) -> dict[str, Any]:
+def _parts_with_spaces(prefix: bool) -> JsonObject:
     """Return the normalizer that writes spaces as `▁`, one of them before the text with a `prefix`, and its decoder."""
-    prepend: list[dict[str, Any]] = [{"type": "Prepend", "prepend": "▁"}] * prefix
+    prepend: list[JsonObject] = [{"type": "Prepend", "prepend": "▁"}] * prefix
     normalizers = [*prepend, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
-    decoders: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
+    decoders: list[JsonObject] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
     decoders += [{"type": "ByteFallback"}, {"type": "Fuse"}]
     decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * prefix
     return {
@@ -346,23 +346,21 @@ def _parts_with_spaces(prefix: bool) -> dict[str, Any]:
     }
 
 
-def _model(tokens: Sequence[str], merges: list[Any], **options: bool) -> dict[str, Any]:
+def _model(tokens: Sequence[str], merges: list[list[str]], **options: bool) -> JsonObject:
     vocab = {token: number for number, token in enumerate(tokens)}
     return {"type": "BPE", "vocab": vocab, "merges": merges} | options
 
 
-def _post_processor(
-    sides: Sequence[str], names: Mapping[str, str], ids: Mapping[str, int | None]
-) -> dict[str, Any] | None:
+def _post_processor(sides: Sequence[str], names: Mapping[str, str], ids: Mapping[str, int | None]) -> JsonObject | None:
     """Return the part that adds tokens before a text (`bos`) and after it (`eos`)."""
     if not sides:
         return None
 
-    def token(side: str, type_id: int) -> list[dict[str, Any]]:
+    def token(side: str, type_id: int) -> list[JsonObject]:
         return [{"SpecialToken": {"id": names[side], "type_id": type_id}}] if side in sides else []
 
-    def template(*texts: str) -> list[dict[str, Any]]:
-        parts: list[dict[str, Any]] = []
+    def template(*texts: str) -> list[JsonObject]:
+        parts: list[JsonObject] = []
         for type_id, text in enumerate(texts):
             text_part = {"Sequence": {"id": text, "type_id": type_id}}
             parts += [*token("bos", type_id), text_part, *token("eos", type_id)]

@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Protocol, runtime_checkable
 
 from ._attributes import Attributes, Entry, Fields
 from ._config_types import Index, LayerCount, Length, PublishedConfig, Range
-from ._rotary_attributes import FULL, SLIDING
+from ._rotary_scaling import FULL, SLIDING
 
 
 LAYERS = "num_hidden_layers"
@@ -118,7 +118,7 @@ class LayerTypes(Entry):
 _WINDOW = "sliding_window"
 
 
-def _check_window(published: PublishedConfig, window: Any) -> int | None:
+def _check_window(published: PublishedConfig, window: object) -> int | None:
     """Return a window; refuse one that is no number of tokens."""
     return None if window is None else published.checked(_WINDOW, window, Length)
 

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from ._quantized_weights import code_leaves, read_map_codes
 from ._weight_rules import ResolvedRule
 
 
+Device = TypeVar("Device")
 _ALIGNMENT, _THREADS = 64, 4
 
 
@@ -168,7 +169,9 @@ def _copy_array(
         raise ValueError(f"{arrays.call}: {arrays.stored_name(name)}: {error}.") from None
 
 
-def _empty_shards(leaf: jax.ShapeDtypeStruct, indices: Mapping[Any, tuple[slice, ...] | None]) -> dict[Any, _Shard]:
+def _empty_shards(
+    leaf: jax.ShapeDtypeStruct, indices: Mapping[Device, tuple[slice, ...] | None]
+) -> dict[Device, _Shard]:
     """Return the shard of each device, not yet filled, by the indices that each holds; equal indices share a shard."""
     by_bounds: dict[tuple[tuple[int, int], ...], _Shard] = {}
     by_device = {}

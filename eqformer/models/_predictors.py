@@ -1,8 +1,9 @@
 """Multi-token prediction: how families build and publish the module that predicts one token further."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -16,13 +17,14 @@ from ._weight_rules import flatten_model, NOTHING_STORED, resolve_rules, Resolve
 PREDICTOR = "predictor."
 """Prefix of the paths of the predictor's leaves."""
 _LAYER = "model.layers.{layer}."
+Tree = TypeVar("Tree", bound=PyTree)
 
 
 @dataclasses.dataclass(frozen=True)
 class PredictorTable:
     """Table of how a family's models publish a predictor."""
 
-    one_layer_config: Callable[[Any], Any]
+    one_layer_config: Callable[..., object]
     """Gives the config of a model of one layer like the predictor's, for a model's config."""
     prefix: str
     """Prefix of the names of the predictor's arrays; `{depth}` stands for the number of the model's layers."""
@@ -30,7 +32,7 @@ class PredictorTable:
     """Rules for arrays outside its layer, with names without the prefix; the layer's rules are the family's."""
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Arrays that copy one of the model's, by name without the prefix: the model's `"embedding"` or its `"head"`."""
-    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    attributes: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Attributes that `config.json` of a model with a predictor has."""
 
     def prefix_of(self, config: Any) -> str:
@@ -50,7 +52,11 @@ class PredictorTable:
         )
 
     def rules(
-        self, weights: Sequence[Rule], config: Any, predictor: Predictor, stored: StoredShapes = NOTHING_STORED
+        self,
+        weights: Sequence[Rule],
+        config: Any,
+        predictor: Predictor,
+        stored: StoredShapes = NOTHING_STORED,
     ) -> list[ResolvedRule]:
         """Return the rules for the predictor of a model of this config; `weights` are the family's."""
         prefix, depth = self.prefix_of(config), config.layers if "{depth}" in self.prefix else 0
@@ -73,22 +79,14 @@ class PredictorTable:
         return {prefix + name: path_of[part] for name, part in self.copies.items() if path_of[part] in leaves}
 
 
-def _copy_arrays(norm: PyTree) -> Any:
+def _copy_arrays(norm: Tree) -> Tree:
     """Return a norm with arrays of its own."""
     return jax.tree.map(lambda x: jnp.array(x) if eqx.is_array(x) else x, norm)
 
 
-def _one_mixture_layer(config: Any) -> Any:
-    return dataclasses.replace(config, layers=1, first_dense=0)
-
-
-def _one_attention_layer(config: Any) -> Any:
-    return dataclasses.replace(config, layers=1, attention_layers=(0,))
-
-
 # DeepSeek-V3 publishes its predictor as one more layer of the model, with copies of the table and the head.
 NUMBERED_PREDICTOR = PredictorTable(
-    _one_mixture_layer,
+    functools.partial(dataclasses.replace, layers=1, first_dense=0),
     "model.layers.{depth}.",
     (
         Rule("enorm.weight", "embedding_norm.weight"),
@@ -101,7 +99,7 @@ NUMBERED_PREDICTOR = PredictorTable(
 )
 # Qwen3-Next and 3.5 publish their predictor under the prefix `mtp.`; its layer has an attention over all tokens.
 NAMED_PREDICTOR = PredictorTable(
-    _one_attention_layer,
+    functools.partial(dataclasses.replace, layers=1, attention_layers=(0,)),
     "mtp.",
     (
         Rule("pre_fc_norm_embedding.weight", "embedding_norm.weight"),

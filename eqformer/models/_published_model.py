@@ -3,13 +3,12 @@
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
 
-from .._files import read_json
+from .._files import JsonObject, read_json
 from ..nn import Transformer
 from ._config_types import private_names, PublishedConfig
 from ._family import Family, ModelConfig, MultimodalModel, TEXT
@@ -35,7 +34,7 @@ class PublishedModel:
     config: ModelConfig
     multimodal: MultimodalModel | None
     """The multimodal model whose text model this is; None where it stands alone."""
-    attributes: dict[str, Any]
+    attributes: JsonObject
     """The attributes of `config.json`."""
     format: Format | None = None
     """The format of quantized arrays."""
@@ -194,7 +193,7 @@ def _untie_different_head(model: PublishedModel, folder: Folder) -> PublishedMod
     return dataclasses.replace(model, config=config, notes=(*model.notes, note))
 
 
-def _read_format(values: Sequence[Any], source: str) -> Format | None:
+def _read_format(values: Sequence[object], source: str) -> Format | None:
     """Return the format that the values of the quantization keys state; refuse values that differ."""
     stated = [value for value in values if value]
     if not stated:

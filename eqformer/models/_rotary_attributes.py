@@ -1,203 +1,25 @@
 """Entries for rotary positions: base, scaling, and the part of a head's channels that is rotated."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from ..nn import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    ProportionalScaling,
-    RotaryScaling,
-    yarn_magnitude,
-    YarnScaling,
-)
+from .._files import JsonObject
+from ..nn import ProportionalScaling, RotaryScaling
 from ._attributes import Attributes, Entry, Fields
-from ._config_types import Fraction, Number, Positive, PublishedConfig, Size
-
-
-_ORIGINAL = "original_max_position_embeddings"
-_TYPES = (FULL, SLIDING) = ("full_attention", "sliding_attention")
-# The types of all attributes within `rope_parameters` and `rope_scaling`, whether or not a `rope_type` uses them.
-_PARAMETER_TYPES: Mapping[str, Any] = {
-    **dict.fromkeys(("rope_type", "type"), str),
-    **dict.fromkeys(("rope_theta", "factor", "attention_factor", "beta_fast", "beta_slow", "alpha"), Positive),
-    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), Positive),
-    **dict.fromkeys(("short_factor", "long_factor"), list[Positive]),
-    **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), Number),
-    **dict.fromkeys((_ORIGINAL, "max_position_embeddings"), Size),
-    **{"truncate": bool, "partial_rotary_factor": Fraction},
-    **dict.fromkeys(_TYPES, dict),
-}
-
-# The class of each `rope_type`, and the name of the parameter for each field of the class.
-_FACTOR, _ORIGINAL_LENGTH = {"factor": "factor"}, {"original_length": _ORIGINAL}
-_FREQUENCIES = {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"}
-_YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "magnitude": "attention_factor", "truncate": "truncate"}
-_DIVISORS = {"short_divisors": "short_factor", "long_divisors": "long_factor", "magnitude": "attention_factor"}
-_SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, str]]] = {
-    "linear": (LinearScaling, _FACTOR),
-    "dynamic": (DynamicScaling, _FACTOR | _ORIGINAL_LENGTH),
-    "llama3": (Llama3Scaling, _FACTOR | _FREQUENCIES | _ORIGINAL_LENGTH),
-    "yarn": (YarnScaling, _FACTOR | _YARN | _ORIGINAL_LENGTH),
-    "longrope": (LongRopeScaling, _DIVISORS | _FACTOR | _ORIGINAL_LENGTH),
-}
-_OPTIONAL_FIELDS = {"magnitude", "truncate"}
-_ROPE_TYPES = {"default", "su", *_SCALINGS}
-_KNOWN_PARAMETERS = {name for _, fields in _SCALINGS.values() for name in fields.values()}
-_KNOWN_PARAMETERS |= {"mscale", "mscale_all_dim", "alpha", "finetuned"}
-
-
-def rotary_parameters(published: PublishedConfig, name: str) -> dict[str, Any]:
-    """Return the attribute `name`, `rope_parameters` or `rope_scaling`, with values of the right types or null.
-
-    Raises a `ValueError` that names a value of another type, in the object itself or in that of a type of layer.
-    """
-    return _check_parameters(published.nested(name), f"{published.source}: {name}")
-
-
-def _check_parameters(parameters: Mapping[str, Any], source: str) -> dict[str, Any]:
-    published, values = PublishedConfig(parameters, source), dict(parameters)
-    for name, value in parameters.items():
-        if value is not None and name in _PARAMETER_TYPES:
-            values[name] = published.checked(name, value, _PARAMETER_TYPES[name])
-        if isinstance(value, dict):
-            values[name] = _check_parameters(value, f"{source}: {name}")
-    return values
-
-
-def either_rotary_parameters(published: PublishedConfig) -> dict[str, Any]:
-    """Return `rope_parameters` or, where these are empty, `rope_scaling`, their older name; check the types of both."""
-    older = rotary_parameters(published, "rope_scaling")
-    return rotary_parameters(published, "rope_parameters") or older
-
-
-def check_scaling(config: Any, refuse: Callable[[str], NoReturn]) -> None:
-    """Refuse scalings of rotary positions that do not fit the config's other numbers."""
-    for theta, name in (("theta", "scaling"), ("local_theta", "local_scaling")):
-        scaling = getattr(config, name, None)
-        if check := _CHECKS.get(type(scaling)):
-            check(scaling, config, theta, refuse)
-
-
-def _check_yarn(scaling: YarnScaling, config: Any, theta: str, refuse: Callable[[str], NoReturn]) -> None:
-    if getattr(config, theta) == 1:
-        refuse("rope_theta=1 with rope_type='yarn': its ramp is counted by logarithms of the base; give another.")
-
-
-def _check_llama3(scaling: Llama3Scaling, config: Any, theta: str, refuse: Callable[[str], NoReturn]) -> None:
-    if scaling.low_frequency_factor > scaling.high_frequency_factor:
-        refuse(
-            f"low_freq_factor={scaling.low_frequency_factor}, high_freq_factor={scaling.high_frequency_factor}: "
-            "rope_type='llama3' needs a high_freq_factor of at least low_freq_factor."
-        )
-
-
-def _check_longrope(scaling: LongRopeScaling, config: Any, theta: str, refuse: Callable[[str], NoReturn]) -> None:
-    pairs = _rotated_channels(config) // 2
-    for attribute, divisors in (("short_factor", scaling.short_divisors), ("long_factor", scaling.long_divisors)):
-        if len(divisors) != pairs:
-            refuse(f"{attribute} has {len(divisors)} numbers for {pairs} pairs of channels; give one a pair.")
-
-
-_CHECKS = {YarnScaling: _check_yarn, Llama3Scaling: _check_llama3, LongRopeScaling: _check_longrope}
-"""Functions that refuse numbers of a scaling that do not fit the config, by its class; `theta` names the base."""
-
-
-def _rotated_channels(config: Any) -> int:
-    if (channels := getattr(config, "rope_dim", None)) is not None:
-        return channels
-    head_size = getattr(config, "head_size", None) or config.embed // config.heads
-    return int(head_size * getattr(config, "rotary_fraction", 1.0))
-
-
-def make_scaling(
-    refuse: Callable[[str], NoReturn], rope_type: str | None, parameters: dict[str, Any], original: int, longest: int
-) -> RotaryScaling | None:
-    """Return the scaling of a `rope_type`; its parameters are removed from `parameters`.
-
-    Parameters of other scalings are passed over, as in transformers. If `rope_type` is None, any parameter is refused.
-
-    Args:
-        refuse: Raises an error with a text.
-        rope_type: The name of the scaling; None or `"default"`: no scaling.
-        parameters: The scaling's parameters.
-        original: The length of rows before the scaling, in tokens.
-        longest: The length of the longest rows.
-    """
-    if rope_type is None or rope_type == "default":
-        make, fields = None, {}
-    elif (name := "longrope" if rope_type == "su" else rope_type) in _SCALINGS:
-        make, fields = _SCALINGS[name]
-        _complete(name, parameters, original, longest)
-    else:
-        refuse(f"rope_type={rope_type!r} is not known.")
-    arguments: dict[str, Any] = {}
-    for field, published in fields.items():
-        value = parameters.pop(published, None)
-        if value is None and field not in _OPTIONAL_FIELDS:
-            refuse(f"rope_type={rope_type!r} needs {published!r}, which is not said.")
-        arguments[field] = tuple(value) if isinstance(value, list) else value
-    if unknown := parameters if rope_type is None else unknown_parameters(parameters):
-        refuse(f"rope_type={rope_type!r} has attributes that are not known: {unknown}.")
-    return None if make is None else make(**arguments)
-
-
-def unknown_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that no scaling has."""
-    return {name: value for name, value in parameters.items() if name not in _KNOWN_PARAMETERS}
-
-
-def _complete(name: str, parameters: dict[str, Any], original: int, longest: int) -> None:
-    """Add a scaling's parameters that are left out, or that other parameters imply."""
-    if "original_length" in _SCALINGS[name][1]:
-        # The original length of a `dynamic` scaling is the longest, whatever is stated; transformers reads no other.
-        parameters[_ORIGINAL] = longest if name == "dynamic" else original
-    if name == "longrope":
-        parameters["factor"] = longest / original if parameters.get("factor") is None else parameters["factor"]
-    if name == "yarn":
-        above, below = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
-        factor = parameters.get("factor")
-        if parameters.get("attention_factor") is None and factor and above and below:
-            parameters["attention_factor"] = yarn_magnitude(factor, above) / yarn_magnitude(factor, below)
-        for parameter, default in (("beta_fast", 32.0), ("beta_slow", 1.0), ("truncate", True)):
-            parameters[parameter] = default if parameters.get(parameter) is None else parameters[parameter]
-
-
-def scaling_attributes(config: Any, name: str = "scaling") -> dict[str, Any]:
-    """Return `rope_scaling` for the config's field `name`; empty without a scaling.
-
-    Raises a `ValueError` for a scaling that `rope_scaling` cannot express.
-    """
-    scaling = getattr(config, name)
-    if scaling is None:
-        return {}
-    for rope_type, (make, fields) in _SCALINGS.items():
-        if type(scaling) is make:
-            parameters = {published: getattr(scaling, field) for field, published in fields.items()}
-            if rope_type == "dynamic" and parameters.pop(_ORIGINAL) != config.max_seq:
-                raise ValueError(
-                    f"save(config={type(config).__name__}({name}={scaling}, max_seq={config.max_seq})): published "
-                    "configurations have one length for both; give the scaling's."
-                )
-            parameters = {key: list(value) if isinstance(value, tuple) else value for key, value in parameters.items()}
-            parameters = {key: value for key, value in parameters.items() if value is not None}
-            return {"rope_scaling": {"rope_type": rope_type} | parameters}
-    raise ValueError(f"{type(scaling).__name__}: no configuration has a name for this scaling.")
-
-
-@runtime_checkable
-class WithRotary(Protocol):
-    """Fields of a config with rotary positions."""
-
-    @property
-    def theta(self) -> float: ...
-    @property
-    def scaling(self) -> RotaryScaling | None: ...
-    @property
-    def max_seq(self) -> int: ...
+from ._config_types import Fraction, Positive, PublishedConfig, Size
+from ._rotary_scaling import (
+    either_rotary_parameters,
+    FULL,
+    make_scaling,
+    ORIGINAL,
+    ROPE_TYPES,
+    rotary_parameters,
+    scaling_attributes,
+    SLIDING,
+    TYPES,
+    unknown_parameters,
+    WithRotary,
+)
 
 
 @runtime_checkable
@@ -285,11 +107,11 @@ class RotaryByType(Entry):
         theta, scaling = read_rotary(published, self.theta, FULL, (self.older[0], older_scaling))
         return {"theta": theta, "scaling": scaling} | read_local_rotary(published, self.local_theta, self.older[1])
 
-    def _check(self, published: PublishedConfig, by_type: Mapping[str, Any]) -> None:
+    def _check(self, published: PublishedConfig, by_type: JsonObject) -> None:
         older = rotary_parameters(published, "rope_scaling") if self.scaled else {}
         if older and not by_type and "rope_type" not in older:
             published.refuse(f"rope_scaling={older}: newer transformers reads no such type here; say its rope_type.")
-        has_theta = [_parameters_of_type(by_type, layer_type).get("rope_theta") is not None for layer_type in _TYPES]
+        has_theta = [_parameters_of_type(by_type, layer_type).get("rope_theta") is not None for layer_type in TYPES]
         shares_name, name = self.older[0] == self.older[1], self.older[0]
         if not shares_name or all(has_theta):
             return
@@ -348,7 +170,7 @@ class RotaryWithGrowth(Entry):
     def read(self, published: PublishedConfig) -> Fields:
         """Return the fields of `positions`, `growth` and `growth_every`; refuse a growth without an original length."""
         parameters = either_rotary_parameters(published)
-        growth, every = parameters.get("llama_4_scaling_beta"), parameters.get(_ORIGINAL)
+        growth, every = parameters.get("llama_4_scaling_beta"), parameters.get(ORIGINAL)
         if growth and every is None:
             published.refuse(f"llama_4_scaling_beta={growth}: no original_max_position_embeddings says after what.")
         growth, every = 0.0 if growth is None else growth, 1 if every is None else every
@@ -358,13 +180,13 @@ class RotaryWithGrowth(Entry):
         """Return the newer attribute; raises a `ValueError` for two lengths, since the attribute has one."""
         attributes = self.positions.write(config)
         parameters, every = dict(attributes.pop("rope_scaling", {})), config.growth_every
-        if parameters.get(_ORIGINAL, every) != every:
+        if parameters.get(ORIGINAL, every) != every:
             raise ValueError(
                 f"save(config={type(config).__name__}(growth_every={every})): published configurations have one length "
                 f"for this and {config.scaling}; give the scaling's."
             )
         parameters |= {"rope_theta": config.theta, "llama_4_scaling_beta": config.growth}
-        return {"rope_parameters": {"rope_type": "default"} | parameters | {_ORIGINAL: every}}
+        return {"rope_parameters": {"rope_type": "default"} | parameters | {ORIGINAL: every}}
 
 
 _PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
@@ -376,7 +198,7 @@ class ProportionalRotaryByType(Entry):
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta`, `scaling`, `local_theta` and `local_scaling`."""
         by_type = _parameters_by_type(published)
-        missing = [layer_type for layer_type in _TYPES if not _parameters_of_type(by_type, layer_type)]
+        missing = [layer_type for layer_type in TYPES if not _parameters_of_type(by_type, layer_type)]
         if by_type and missing:
             published.refuse(f"rope_parameters say nothing of {missing[0]}; say both types of layer.")
         local = read_local_rotary(published, 10_000.0, "rope_local_base_freq")
@@ -422,22 +244,22 @@ class RotaryFraction(Entry):
         return attribute | (newer if self.inside else {})
 
 
-def _parameters_by_type(published: PublishedConfig) -> dict[str, Any]:
+def _parameters_by_type(published: PublishedConfig) -> JsonObject:
     """Return `rope_parameters` by type of layer; refuse one set for all layers, which transformers does not read."""
     parameters = rotary_parameters(published, "rope_parameters")
     if parameters and not any(isinstance(value, dict) for value in parameters.values()):
-        types = " and of ".join(_TYPES)
+        types = " and of ".join(TYPES)
         published.refuse(f"rope_parameters={parameters}: this family's are by type of layer, of {types}.")
     return parameters
 
 
-def _parameters_of_type(parameters: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
+def _parameters_of_type(parameters: JsonObject, layer_type: str) -> JsonObject:
     """Return the parameters of a type of layer; empty where these are no object."""
     of_type = parameters.get(layer_type)
     return of_type if isinstance(of_type, dict) else {}
 
 
-def _first(*values: Any) -> Any:
+def _first(*values: object) -> Any:
     """Return the first value that is not null."""
     return next((value for value in values if value is not None), None)
 
@@ -474,13 +296,13 @@ def read_rotary(
     theta = _first(parameters.pop("rope_theta", None), theta, default_theta)
     rope_type = parameters.pop("rope_type", parameters.pop("type", None))
     longest = 0 if rope_type in (None, "default") else published.count("max_position_embeddings")
-    outer, inner = published.read(_ORIGINAL, Size, None), parameters.pop(_ORIGINAL, None)
+    outer, inner = published.read(ORIGINAL, Size, None), parameters.pop(ORIGINAL, None)
     # Transformers reads only the inner length of parameters by type of layer; of others, it prefers the outer length.
     original = _first(inner, longest) if by_type else _first(outer, inner, longest)
     has_original = rope_type in ("yarn", "llama3", "longrope", "su")
     if has_original and {_first(outer, original), _first(inner, original)} != {original}:
         published.refuse(
-            f"{_ORIGINAL}={outer}, and {_first(inner, longest)} beside rope_type={rope_type!r}; give them alike."
+            f"{ORIGINAL}={outer}, and {_first(inner, longest)} beside rope_type={rope_type!r}; give them alike."
         )
     scaling = make_scaling(published.refuse, rope_type, parameters, original, longest)
     if scaling is not None and older[1] is None and not types:
@@ -488,14 +310,12 @@ def read_rotary(
     return theta, scaling
 
 
-def _select_type(
-    published: PublishedConfig, parameters: Mapping[str, Any], types: set[str], layer_type: str
-) -> dict[str, Any]:
+def _select_type(published: PublishedConfig, parameters: JsonObject, types: set[str], layer_type: str) -> JsonObject:
     """Return the parameters of one type of layer, of parameters by type."""
-    if unknown := types - {*_TYPES}:
+    if unknown := types - {*TYPES}:
         published.refuse(f"rope_parameters are by type of layer, and {sorted(unknown)} are no types.")
     # Transformers keeps a scaling that stands beside the types, and rotates by the types alone.
-    if (rope_type := parameters.get("rope_type", "default")) not in _ROPE_TYPES:
+    if (rope_type := parameters.get("rope_type", "default")) not in ROPE_TYPES:
         published.refuse(f"rope_type={rope_type!r} is not known.")
     of_type = dict(_parameters_of_type(parameters, layer_type))
     if of_type.get("rope_type") == "yarn":
@@ -504,19 +324,19 @@ def _select_type(
     return of_type
 
 
-def _differs(older: Mapping[str, Any], newer: Mapping[str, Any], is_added: bool) -> bool:
+def _differs(older: JsonObject, newer: JsonObject, is_added: bool) -> bool:
     """Return whether the older attribute differs from the newer, which it replaces or, with `is_added`, extends."""
     older, newer = ({"rope_type": x.get("type")} | dict(x) | {"type": None} for x in (older, newer))
     return any(newer.get(name) != value for name, value in older.items()) if is_added else older != newer
 
 
-def read_local_rotary(published: PublishedConfig, theta: float, older: str) -> dict[str, Any]:
+def read_local_rotary(published: PublishedConfig, theta: float, older: str) -> JsonObject:
     """Return `local_theta` and `local_scaling` of layers with a window, whose base has an `older` attribute."""
     local_theta, scaling = read_rotary(published, theta, SLIDING, (older, None))
     return {"local_theta": local_theta, "local_scaling": scaling}
 
 
-def _write_by_type(config: Any, full: Mapping[str, Any]) -> dict[str, Any]:
+def _write_by_type(config: WithLocalRotary, full: JsonObject) -> JsonObject:
     """Return `rope_parameters` by type of layer, beside what all types share; `full` is for layers without a window."""
     by_type = {SLIDING: _write_parameters(config, "local_theta", "local_scaling"), FULL: full}
     truncates = {parameters["truncate"] for parameters in by_type.values() if "truncate" in parameters}
@@ -528,6 +348,6 @@ def _write_by_type(config: Any, full: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": by_type if False not in truncates else by_type | {"truncate": False}}
 
 
-def _write_parameters(config: Any, theta: str = "theta", scaling: str = "scaling") -> dict[str, Any]:
+def _write_parameters(config: WithRotary, theta: str = "theta", scaling: str = "scaling") -> JsonObject:
     parameters = scaling_attributes(config, scaling).get("rope_scaling", {})
     return {"rope_type": "default"} | parameters | {"rope_theta": getattr(config, theta)}

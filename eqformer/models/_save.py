@@ -5,13 +5,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Never
 
 import jax
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from .._files import read_bytes
+from .._files import JsonObject, read_bytes
 from ..nn import LoRA, modules, named_modules, QuantizedLinear, Transformer
 from ._family import Family, ModelConfig, TEXT
 from ._folder import CONFIG, Folder, new_folder, write_folder
@@ -36,7 +36,7 @@ COMPANION_FILES = (
 )
 _TOKENS = "bos_token_id", "eos_token_id", "pad_token_id"
 _WEIGHTS = ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf"
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_NOTHING: Mapping[str, Never] = MappingProxyType({})
 
 
 def save(
@@ -46,7 +46,7 @@ def save(
     like: str | Path | None = None,
     whole: bool = False,
     config: ModelConfig | None = None,
-    attributes: Mapping[str, Any] = _NOTHING,
+    attributes: Mapping[str, object] = _NOTHING,
     files: Mapping[str, str | bytes] = _NOTHING,
     shard_bytes: int = 5_000_000_000,
 ) -> None:
@@ -110,12 +110,12 @@ def save(
             (part / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def _configuration(family: Family, config: ModelConfig) -> dict[str, Any]:
+def _configuration(family: Family, config: ModelConfig) -> JsonObject:
     """Return the configuration of a model that stands alone."""
     return {"architectures": [family.architecture], "model_type": family.model_type} | family.write(config)
 
 
-def _text_configuration(published: PublishedModel) -> dict[str, Any]:
+def _text_configuration(published: PublishedModel) -> JsonObject:
     """Return the configuration of a folder's text model, as if it stood alone."""
     attributes = published.attributes
     if published.multimodal is None:

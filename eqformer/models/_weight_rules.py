@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import einops
 import jax
@@ -23,6 +23,7 @@ from ..nn import has_shape, Layer, LayerStack, path_name, Predictor, Transformer
 
 Stacked = Transformer | Predictor
 """A module that has stacks of layers, and arrays beside them."""
+Tree = TypeVar("Tree", bound=PyTree)
 Shape = tuple[int, ...]
 StoredShapes = Mapping[str, Shape]
 """The shape of each array of a folder, by the array's name."""
@@ -40,7 +41,7 @@ def flatten_model(model: PyTree) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model) if has_shape(leaf)}
 
 
-def unflatten_model(model: PyTree, leaves: Mapping[str, Any]) -> Any:
+def unflatten_model(model: Tree, leaves: Mapping[str, object]) -> Tree:
     """Return the model with these leaves in the place of its arrays; raises a `KeyError` for an array without one."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaves[path_name(path)] if has_shape(leaf) else leaf, model
@@ -295,7 +296,7 @@ def _resolve(
     )
 
 
-def layer_groups(model: Stacked) -> list[tuple[str, Callable[[Any], Any], range]]:
+def layer_groups(model: Stacked) -> list[tuple[str, Callable[[Stacked], Layer], range]]:
     """Return the groups of layers that are stacked in one module, in the order of the model.
 
     A stack has one group, or one for each layer of its super-block. For each group: the part of the model that the

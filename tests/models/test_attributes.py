@@ -78,7 +78,7 @@ UNUSED = {
 def numbers_of(config: dict[str, Any]) -> Any:
     """The numbers of a configuration, as of a folder's."""
     given = PublishedConfig(config, "config.json")
-    found = PUBLISHED[given.take("model_type")].read(given)
+    found = PUBLISHED[given.text("model_type")].read(given)
     given.finish()
     return found
 

@@ -9,7 +9,8 @@ from ...nn import Block, NTKScaling, RotaryThenNorm, Transformer
 from .._attributes import Activation, Attribute, Attributes, Expect, Fields, Ignore
 from .._config_types import NotNegative, Positive, PublishedConfig
 from .._family import DecoderConfig, Family
-from .._rotary_attributes import either_rotary_parameters, RotaryPositions, unknown_parameters, WithRotary
+from .._rotary_attributes import RotaryPositions
+from .._rotary_scaling import either_rotary_parameters, unknown_parameters, WithRotary
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, LAYER, PRE_NORMS, StatedHeadSize
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block, rotary_of

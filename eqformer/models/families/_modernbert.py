@@ -22,7 +22,8 @@ from .._attributes import Activation, Attribute, Entry, Ignore
 from .._config_types import Index, LayerCount, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import Family, ModelConfig
 from .._layer_attributes import LayerTypes
-from .._rotary_attributes import FULL, RotaryByType, SLIDING
+from .._rotary_attributes import RotaryByType
+from .._rotary_scaling import FULL, SLIDING
 from .._weight_rules import Rule
 from ._common import INTO_HEADS, LAYER, OF_HEADS, OUT_OF_HEADS, SIZES, WIDTH
 from ._decoder import activation_of, damping, decoder, gated_mlp, rotary_of

@@ -9,7 +9,8 @@ from ...nn import Block, Llama3Scaling, LongRopeScaling, Transformer, YarnScalin
 from .._attributes import Activation, Attribute, Attributes, Expect, Fields
 from .._config_types import Fraction, Length, NotNegative, PublishedConfig, Size
 from .._family import DecoderConfig, Family
-from .._rotary_attributes import RotaryFraction, RotaryPositions, WithRotary
+from .._rotary_attributes import RotaryFraction, RotaryPositions
+from .._rotary_scaling import WithRotary
 from .._weight_rules import Rule
 from ._common import decoder_attributes, EDGES, INTO_HEADS, JOINED_GATED, LAYER, OUT_OF_HEADS, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, part_rotary, pre_norm_block

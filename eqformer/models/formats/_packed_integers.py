@@ -168,7 +168,7 @@ def gptq(published: PublishedConfig) -> Format:
     required = (_ZEROS, _SCALES, *((_GROUP_INDICES,) if published.take("desc_act", False) else ()))
     shift = int(published.take("checkpoint_format", "gptq") == "gptq")
     return GPTQ(
-        "GPTQ", _CODES, required, optional=(_GROUP_INDICES,), bits=published.take("bits"), group=group, shift=shift
+        "GPTQ", _CODES, required, optional=(_GROUP_INDICES,), bits=published.count("bits"), group=group, shift=shift
     )
 
 
