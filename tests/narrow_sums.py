@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 import eqformer
-from eqformer.parallel._collectives import COLLECTIVES
+from eqformer.parallel import COLLECTIVES
 
 
 SUMS = ("reduce_sum", "cumsum", "cumlogsumexp", "reduce_window_sum", "scatter-add", "scatter_add")

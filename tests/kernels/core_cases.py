@@ -5,8 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from eqformer.nn import causal, chunked, full, Mask, sliding_window
-from eqformer.nn._tokens import mark_whole_rows, Tokens
+from eqformer.nn import causal, chunked, full, mark_whole_rows, Mask, sliding_window, Tokens
 
 
 class Case(NamedTuple):

@@ -9,8 +9,7 @@ from core_cases import arrays_of, Case, CASES
 from haste import put
 
 from eqformer.kernels import AttentionCall, BlockwiseAttention, DotProductAttention, ReferenceAttention
-from eqformer.nn import causal, chunked, full, sliding_window
-from eqformer.nn._tokens import positions_like, Tokens
+from eqformer.nn import causal, chunked, full, positions_like, sliding_window, Tokens
 
 
 CORES = {

@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 from test_published import FIXTURES, RECORDED, write
 
 from eqformer import models
-from eqformer.models._attributes import Attribute, Unpublished
-from eqformer.models._config_types import private_names, PublishedConfig
+from eqformer.models import Attribute, PublishedConfig, Unpublished
+from eqformer.models._config_types import private_names
 from eqformer.models._rotary_attributes import RotaryFraction, RotaryPositions
 
 

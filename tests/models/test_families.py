@@ -6,8 +6,8 @@ import functools
 import jax
 import pytest
 
-from eqformer.models import build, FAMILIES, GPT2Config, JAXformerConfig, LlamaConfig, preset, presets, shapes
-from eqformer.models._weight_rules import layer_groups, Rule
+from eqformer.models import build, FAMILIES, GPT2Config, JAXformerConfig, LlamaConfig, preset, presets, Rule, shapes
+from eqformer.models._weight_rules import layer_groups
 from eqformer.nn import Attention, Block, dims, LatentAttention, Residual, Rotary, SuperBlock, YarnScaling
 from eqformer.planning import parameter_count
 

@@ -14,8 +14,7 @@ from safetensors.numpy import load_file
 from test_published import FIXTURES
 
 from eqformer import models, nn
-from eqformer.models import _published_arrays
-from eqformer.models._config_types import PublishedConfig
+from eqformer.models import _published_arrays, PublishedConfig
 from eqformer.models._published_arrays import PublishedArrays
 from eqformer.models.formats import Format, FORMATS, read_format, UNREAD
 from eqformer.parallel import make_mesh, Plan

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from nn_reference import drawn
 
 from eqformer import nn
-from eqformer.nn._dtype import at_least_float32, lossless_dtype
+from eqformer.nn import at_least_float32, lossless_dtype
 
 
 KEY = jax.random.key(0)

@@ -10,8 +10,7 @@ from haste import FAST
 from jax.sharding import PartitionSpec as P
 
 from eqformer import kernels, nn
-from eqformer.parallel import filter_shard_map, layer_order, pipeline_gradients
-from eqformer.parallel._mesh import BATCH_AXES, PIPE
+from eqformer.parallel import BATCH_AXES, filter_shard_map, layer_order, PIPE, pipeline_gradients
 from eqformer.parallel.pipeline._stage_layers import PaddedBlock, skip_padding, take_layer_rows
 
 

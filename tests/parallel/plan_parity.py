@@ -12,8 +12,7 @@ from plan_models import batch_of, model_of
 
 from eqformer import nn, training
 from eqformer.parallel import init_sharded, make_mesh, Plan, shardings
-from eqformer.training import make_gradient_function, next_token_loss
-from eqformer.training.losses._loss_aux import loss_count, LossAux
+from eqformer.training import loss_count, LossAux, make_gradient_function, next_token_loss
 
 
 KEY = 7

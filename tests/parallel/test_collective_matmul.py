@@ -12,8 +12,7 @@ import pytest
 from haste import FAST
 from jax.sharding import PartitionSpec as P
 
-from eqformer.parallel import all_gather_matmul, matmul_reduce_scatter
-from eqformer.parallel._shard_map import filter_shard_map, vary
+from eqformer.parallel import all_gather_matmul, filter_shard_map, matmul_reduce_scatter, vary
 
 
 # How, and the other axis of the mesh: beside `pipe`, pieces are swapped.

@@ -12,10 +12,18 @@ from context_cases import BATCH, call, Case, CASES, compiled, distance, drawn, M
 from jax.sharding import PartitionSpec as P
 
 from eqformer import kernels, nn
-from eqformer.parallel import _ring_attention
-from eqformer.parallel._context_attention import context_order, ContextAttention, zigzag
-from eqformer.parallel._mesh import CONTEXT, make_mesh, PIPE, TENSOR
-from eqformer.parallel._shard_map import filter_shard_map, vary
+from eqformer.parallel import (
+    _ring_attention,
+    CONTEXT,
+    context_order,
+    ContextAttention,
+    filter_shard_map,
+    make_mesh,
+    PIPE,
+    TENSOR,
+    vary,
+    zigzag,
+)
 
 
 grid = pytest.mark.grid

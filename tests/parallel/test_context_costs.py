@@ -11,9 +11,16 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from eqformer import kernels, nn
-from eqformer.parallel._context_attention import check_context, context_order, ContextAttention, zigzag, zigzag_inverse
-from eqformer.parallel._mesh import CONTEXT, make_mesh
-from eqformer.parallel._shard_map import filter_shard_map
+from eqformer.parallel import (
+    check_context,
+    CONTEXT,
+    context_order,
+    ContextAttention,
+    filter_shard_map,
+    make_mesh,
+    zigzag,
+    zigzag_inverse,
+)
 
 
 def sent(jaxpr: Any, size: int, times: int = 1) -> dict[str, float]:

@@ -8,8 +8,8 @@ import pytest
 from compilers import tpus
 from simulated_devices import MACHINES
 
-from eqformer.parallel import _mesh, make_mesh
-from eqformer.parallel._mesh import arrange_devices, AXES, torus_steps
+from eqformer.parallel import _mesh, AXES, make_mesh
+from eqformer.parallel._mesh import arrange_devices, torus_steps
 
 
 def splits(number: int, parts: int) -> list[tuple[int, ...]]:

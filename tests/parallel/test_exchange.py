@@ -13,8 +13,7 @@ from plan_models import batch_of, model_of
 from plan_parity import alone, Case, differences, program_under, total_under
 
 from eqformer import nn
-from eqformer.parallel import filter_shard_map, make_mesh
-from eqformer.parallel._expert_exchange import Exchange
+from eqformer.parallel import Exchange, filter_shard_map, make_mesh
 from eqformer.parallel._expert_parallel import SplitMixture
 from eqformer.program import list_transfers, read_hlo
 

@@ -13,9 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from eqformer import kernels, nn
 from eqformer.kernels import _op
-from eqformer.parallel._context_attention import context_order, ContextAttention
-from eqformer.parallel._mesh import CONTEXT, make_mesh, TENSOR
-from eqformer.parallel._shard_map import filter_shard_map
+from eqformer.parallel import CONTEXT, context_order, ContextAttention, filter_shard_map, make_mesh, TENSOR
 
 
 class Literal(kernels.FlashAttention):

@@ -19,7 +19,7 @@ from test_narrow_sums import MEANT_OF_NARROW, not_meant, program_of
 from eqformer import training
 from eqformer.parallel import COLLECTIVES
 from eqformer.program import bytes_sent, list_transfers, read_hlo
-from eqformer.training.losses._loss_aux import loss_count
+from eqformer.training import loss_count
 
 
 ROUNDING = 50 * float(np.finfo(np.float32).eps)

@@ -17,23 +17,26 @@ from eqformer.parallel import (
     check_depth,
     dualpipe_v,
     filter_shard_map,
+    FSDP,
     gpipe,
+    IDLE,
     interleaved,
     layer_order,
     looping,
     make_mesh,
     one_f_one_b,
+    PIPE,
     pipeline_gradients,
     ring_placement,
     Schedule,
+    TENSOR,
     v_placement,
     zero_bubble,
     zero_bubble_v,
 )
-from eqformer.parallel._mesh import FSDP, PIPE, TENSOR
 from eqformer.parallel.pipeline import _pipeline as executor, _stage_layers as padding
 from eqformer.parallel.pipeline._residuals import ResidualPacker
-from eqformer.parallel.pipeline._schedule import IDLE, route_messages
+from eqformer.parallel.pipeline._schedule import route_messages
 
 
 CLOSE = 50 * float(np.finfo(np.float32).eps)

@@ -19,8 +19,7 @@ from plan_parity import alone, Case, differences, program_under, total_under
 from test_exchange import CASES, crowded
 
 from eqformer import nn, planning
-from eqformer.parallel import _collectives, _expert_exchange, filter_shard_map, make_mesh, Plan
-from eqformer.parallel._expert_exchange import Exchange
+from eqformer.parallel import _collectives, _expert_exchange, Exchange, filter_shard_map, make_mesh, Plan
 from eqformer.parallel._expert_parallel import SplitMixture
 from eqformer.program import list_transfers, read_hlo
 

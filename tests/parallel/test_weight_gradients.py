@@ -8,8 +8,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from eqformer import nn
-from eqformer.parallel import filter_shard_map, Gathered, make_mesh, pipeline_gradients, zero_bubble
-from eqformer.parallel._mesh import BATCH_AXES, FSDP, PIPE
+from eqformer.parallel import (
+    BATCH_AXES,
+    filter_shard_map,
+    FSDP,
+    Gathered,
+    make_mesh,
+    PIPE,
+    pipeline_gradients,
+    zero_bubble,
+)
 from eqformer.parallel.pipeline._residuals import (
     accumulate,
     defer_maps,

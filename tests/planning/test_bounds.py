@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from eqformer.parallel import all_gather_matmul, matmul_reduce_scatter
-from eqformer.parallel._shard_map import filter_shard_map
+from eqformer.parallel import all_gather_matmul, filter_shard_map, matmul_reduce_scatter
 from eqformer.planning import (
     context_bytes,
     expert_bytes,

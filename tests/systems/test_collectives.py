@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from eqformer.parallel import shift
-from eqformer.parallel._shard_map import filter_shard_map
+from eqformer.parallel import filter_shard_map, shift
 from eqformer.systems import (
     reference_all_gather,
     reference_all_to_all,

@@ -8,8 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from eqformer import nn
-from eqformer.parallel import filter_shard_map, make_mesh
-from eqformer.parallel._mesh import TENSOR
+from eqformer.parallel import filter_shard_map, make_mesh, TENSOR
 from eqformer.systems import PerRank
 
 

@@ -12,8 +12,7 @@ from plan_blocks import Int8Map
 from weight_stationary_cases import gathered, logits, palm, PROMPT, ROWS, serial, stationary, step, VOCAB
 
 from eqformer import generation, nn
-from eqformer.parallel import make_mesh
-from eqformer.parallel.tensor._residual_stream import SplitNorm
+from eqformer.parallel import make_mesh, SplitNorm
 from eqformer.systems import _two_dim, _weight_stationary, WeightStationary
 
 

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 from eqformer import Batch, nn, parallel, training
-from eqformer.parallel._placement import check_values, ParallelConfig
+from eqformer.parallel import ParallelConfig
+from eqformer.parallel._placement import check_values
 from eqformer.training.losses import _cross_entropy
 from eqformer.training.optimizer._optimizer import check_optimizer
 

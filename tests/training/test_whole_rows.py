@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 
 from eqformer import Batch, kernels, nn, parallel, training
 from eqformer.kernels import _op
-from eqformer.training.losses._token_losses import batch_tokens
+from eqformer.training import batch_tokens
 
 
 ROWS, SEQ, VOCAB = 4, 24, 37  # no other dim is 24
