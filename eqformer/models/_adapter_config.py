@@ -1,13 +1,13 @@
 """The `adapter_config.json` of peft: which modules of a published model have factors, of what rank and scale."""
 
 import dataclasses
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping, Set
+from typing import Any, Generic, NoReturn, TypeVar
 
 from .._files import JsonObject
+from ._config_types import FieldType, fits, Index, Length, Number
 
 
 T = TypeVar("T")
@@ -89,14 +89,10 @@ class AdapterConfig:
         layer = next((match for pattern in patterns if (match := re.match(pattern, module))), None)
         return layer is not None and int(layer[1]) in self.layers
 
-    def rank_of(self, module: str) -> int:
-        """Return the module's rank."""
-        return self.ranks.get(module, self.rank)
-
-    def scale_of(self, module: str) -> float:
-        """Return the number that the product of the module's factors is multiplied by."""
-        rank = self.rank_of(module)
-        return self.alphas.get(module, self.alpha) / (rank**0.5 if self.rank_stabilised else rank)
+    def settings_of(self, module: str) -> tuple[int, float]:
+        """Return the module's rank, and the scale by which the product of its factors is multiplied."""
+        rank = self.ranks.get(module, self.rank)
+        return rank, self.alphas.get(module, self.alpha) / (rank**0.5 if self.rank_stabilised else rank)
 
 
 class _Options:
@@ -105,32 +101,42 @@ class _Options:
     def __init__(self, values: Mapping[str, object], source: str):
         self._values, self._source, self._taken = values, source, set[str]()
 
-    def take(self, name: str, default: object, fits: Callable[[object], bool], rule: str) -> Any:
-        """Return an option's value; raises a `ValueError` that states the `rule` for a value that does not fit."""
-        self._taken.add(name)
-        value = self._values.get(name)
-        value = default if value is None else value
-        if not fits(value):
-            raise ValueError(f"{self._source}: {name}={value!r} is not supported; it must be {rule}.")
+    def take(self, name: str, default: object, field_type: FieldType, rule: str) -> Any:
+        """Return an option's value; raises a `ValueError` that states the `rule` for a value of another type."""
+        value = self._value(name, default)
+        if not fits(value, field_type):
+            self._refuse(name, value, rule)
         return value
 
     def expect(self, name: str, *allowed: object) -> None:
         """Refuse any value but these; the first is the default."""
-        self.take(name, allowed[0], lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}")
+        value = self._value(name, allowed[0])
+        if value not in allowed:
+            self._refuse(name, value, f"one of {', '.join(map(repr, allowed))}")
 
     def names(self, name: str) -> str | tuple[str, ...]:
         """Return an option that is a list of names, or a pattern for them."""
-        value = self.take(name, [], _are_names, "a list of names, or a pattern for them")
+        value = self.take(name, [], str | list[str], "a list of names, or a pattern for them")
         return value if isinstance(value, str) else tuple(value)
 
-    def by_pattern(self, name: str, fits: Callable[[object], bool]) -> _ByPattern:
+    def by_pattern(self, name: str, field_type: FieldType) -> _ByPattern:
         """Return an option that is an object of numbers by patterns for modules."""
-        all_fit = lambda value: isinstance(value, dict) and all(map(fits, value.values()))
-        numbers = self.take(name, {}, all_fit, "numbers by names of modules")
+        rule = "numbers by names of modules"
+        numbers = self.take(name, {}, dict, rule)
+        if not fits([*numbers.values()], list[field_type]):
+            self._refuse(name, numbers, rule)
         try:
             return _ByPattern(numbers)
         except re.error as error:
             raise ValueError(f"{self._source}: a pattern for modules cannot be read ({name}: {error}).") from None
+
+    def _value(self, name: str, default: object) -> object:
+        self._taken.add(name)
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def _refuse(self, name: str, value: object, rule: str) -> NoReturn:
+        raise ValueError(f"{self._source}: {name}={value!r} is not supported; it must be {rule}.")
 
     def finish(self) -> None:
         """Raise a `ValueError` that lists options that were not taken and may have an effect."""
@@ -149,16 +155,16 @@ def read_adapter_config(values: Mapping[str, object], source: str) -> AdapterCon
     options.expect("peft_type", "LORA")
     options.expect("bias", "none")
     options.expect("init_lora_weights", *_INITIALISATIONS)
-    layers = options.take("layers_to_transform", [], _are_layers, "a list of numbers")
+    layers = options.take("layers_to_transform", [], Index | list[Index], "a list of numbers")
     targets, excluded, patterns = map(options.names, ("target_modules", "exclude_modules", "layers_pattern"))
     config = AdapterConfig(
-        rank=options.take("r", 8, _is_count, "a positive number"),
-        alpha=float(options.take("lora_alpha", 8, _is_number, "a number")),
-        rank_stabilised=options.take("use_rslora", False, lambda value: isinstance(value, bool), "true or false"),
+        rank=options.take("r", 8, Length, "a positive number"),
+        alpha=float(options.take("lora_alpha", 8, Number, "a number")),
+        rank_stabilised=options.take("use_rslora", False, bool, "true or false"),
         targets=targets if isinstance(targets, str) else frozenset(targets),
         excluded=excluded if isinstance(excluded, str) else frozenset(excluded),
-        ranks=options.by_pattern("rank_pattern", _is_count),
-        alphas=options.by_pattern("alpha_pattern", _is_number),
+        ranks=options.by_pattern("rank_pattern", Length),
+        alphas=options.by_pattern("alpha_pattern", Number),
         layers=tuple(layers) if isinstance(layers, list) else (layers,),
         layers_pattern=(patterns,) if isinstance(patterns, str) else patterns,
     )
@@ -228,19 +234,3 @@ def _is_among(names: str | Set[str], module: str) -> bool:
 def _to_whole(value: float) -> int | float:
     """Return the whole number that a value is up to rounding, or the value."""
     return round(value) if abs(value - round(value)) < 1e-9 * abs(value) else value
-
-
-def _are_names(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-
-
-def _are_layers(value: object) -> bool:
-    return _is_count(value, 0) or (isinstance(value, list) and all(_is_count(number, 0) for number in value))
-
-
-def _is_count(value: object, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -70,10 +70,9 @@ def load_adapter(
 
     try:
         _check_names(folder, adapter, modules)
-        settings = lambda name: (adapter.rank_of(name), adapter.scale_of(name))
         loras: dict[str, LoRA] = {}
         for module in modules:
-            loras |= module.read(read_factors, settings, factor_dtype)
+            loras |= module.read(read_factors, adapter.settings_of, factor_dtype)
     except re.error as error:
         raise ValueError(f"{folder.path / CONFIG}: a pattern for modules cannot be read ({error}).") from None
     except ValueError as error:
@@ -239,8 +238,8 @@ def find_modules(rules: Sequence[ResolvedRule], model: Transformer) -> list[Adap
             continue
         maps = {path: nodes[path] for path in paths}
         patterns = _factor_patterns(rule, list(maps.values()))
-        if patterns is not None:
-            down, up = (dataclasses.replace(rule, pattern=pattern, axis=0) for pattern in patterns)
+        if patterns:
+            down, up = (dataclasses.replace(rule, patterns=of_side, axis=0) for of_side in patterns)
             modules.append(AdaptedModule(rule, down, up, maps))
     return modules
 
@@ -261,16 +260,19 @@ def _loras(maps: Mapping[str, DenseMap | LoRA]) -> dict[str, LoRA]:
     return {path: node for path, node in maps.items() if isinstance(node, LoRA)}
 
 
-def _factor_patterns(rule: ResolvedRule, linears: Sequence[LinearMap]) -> tuple[str, tuple[str, ...]] | None:
-    """Return the patterns of A and of each B; None where the published array is no matrix of inputs and outputs."""
+def _factor_patterns(rule: ResolvedRule, linears: Sequence[LinearMap]) -> list[tuple[str, ...]]:
+    """Return the pattern of A, which all maps share, and those of each map's B.
+
+    Return an empty list where the published array is no matrix of inputs and outputs.
+    """
     patterns = [_map_patterns(rule, linear, number, len(linears)) for number, linear in enumerate(linears)]
     pairs = [pair for pair in patterns if pair is not None]
-    return (pairs[0][0], tuple(up for _, up in pairs)) if len(pairs) == len(patterns) else None
+    return [(pairs[0][0],), tuple(up for _, up in pairs)] if len(pairs) == len(patterns) else []
 
 
 def _map_patterns(rule: ResolvedRule, linear: LinearMap, number: int, maps: int) -> tuple[str, str] | None:
     """Return the patterns of A and B of map `number` of `maps`; None where the weight's dims do not separate."""
-    count, pattern = len(linear.outputs), rule.pattern_of(number)
+    count, pattern = len(linear.outputs), rule.patterns[number]
     if pattern:
         published, leaf_dims = pattern.split(" -> ")
         names = leaf_dims.split()

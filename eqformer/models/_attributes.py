@@ -83,22 +83,23 @@ class Attribute(Entry):
     def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value."""
         value = self.default
-        for name in reversed(self._published):
+        for name in reversed(self.published_names):
             value = published.take(name, value)
         return {self.name: value}
 
     @property
     def defaults(self) -> Mapping[str, object]:
         """The attribute's default; none where the attribute is required or has several names."""
-        is_known = self.default is not REQUIRED and len(self._published) == 1
-        return {self._published[0]: self.default} if is_known else {}
+        is_known = self.default is not REQUIRED and len(self.published_names) == 1
+        return {self.published_names[0]: self.default} if is_known else {}
 
     def write(self, config: object) -> Attributes:
         """Return the attribute."""
-        return dict.fromkeys(self.written or self._published[:1], getattr(config, self.name))
+        return dict.fromkeys(self.written or self.published_names[:1], getattr(config, self.name))
 
     @property
-    def _published(self) -> tuple[str, ...]:
+    def published_names(self) -> tuple[str, ...]:
+        """The alternatives, one or more."""
         return (self.published,) if isinstance(self.published, str) else self.published
 
 
@@ -112,7 +113,7 @@ class Count(Attribute):
     def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value."""
         value = self.default
-        for name in reversed(self._published):
+        for name in reversed(self.published_names):
             value = published.count(name, value, self.least)
         return {self.name: value}
 
@@ -122,7 +123,7 @@ class Nullable(Attribute):
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value, or None."""
-        (name,) = self._published
+        (name,) = self.published_names
         return {self.name: published.nullable(name, self.default)}
 
 

@@ -39,6 +39,11 @@ class _ArrayEntry(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def layout(self) -> tuple[str, list[int]]:
+        """The dtype and the shape."""
+        return self.dtype, self.shape
+
 
 class _File(NamedTuple):
     """An open file: its bytes, mapped into memory, and the entry of each array."""
@@ -186,9 +191,8 @@ class Folder:
         single, shards = self._open(self._single), {name: self._open(file) for name, file in file_of.items()}
         if differing := single.entries.keys() ^ file_of.keys():
             return differing
-        layout = lambda entry: (entry.dtype, entry.shape)
-        entries = {name: (single.entries[name], shard.entries[name]) for name, shard in shards.items()}
-        if differing := {name for name, (first, second) in entries.items() if layout(first) != layout(second)}:
+        layouts = {name: shard.entries[name].layout for name, shard in shards.items()}
+        if differing := {name for name, layout in layouts.items() if single.entries[name].layout != layout}:
             return differing
         different = (
             name for name, file in shards.items() if not _are_equal(single.bytes_of(name), file.bytes_of(name))

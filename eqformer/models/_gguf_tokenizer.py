@@ -6,6 +6,7 @@ published regular expression for its own engine, the published expression is use
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from types import MappingProxyType
 from typing import TypeGuard
 
 from .._files import JsonObject
-from ._config_types import PublishedConfig
+from ._config_types import fits, PublishedConfig
 from ._gguf_file import GGUF
 
 
@@ -207,11 +208,11 @@ def gguf_companion_files(path: str | Path) -> dict[str, str]:
     """
     file = GGUF(Path(path))
     published = PublishedConfig(file.values, str(path), "a tokenizer")
-    take = lambda name, default=None: published.take(f"tokenizer.ggml.{name}", default)
     if (model := published.text("tokenizer.ggml.model")) not in _MODELS:
         published.refuse(f"tokenizer.ggml.model={model!r} is not known; there are {', '.join(_MODELS)}.")
     tokens, types = _tokens(file, published, model)
-    stated_ids = {name: take(f"{name}_token_id") for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
+    kinds = ("bos", "eos", "unknown", "padding", "eot", "eom")
+    stated_ids = {kind: published.take(f"tokenizer.ggml.{kind}_token_id", None) for kind in kinds}
     ids = {name: token_id for name, token_id in stated_ids.items() if _is_id(token_id, len(tokens))}
     wrong_ids = {name: token_id for name, token_id in stated_ids.items() if name not in ids}
     if wrong_ids:
@@ -244,7 +245,7 @@ def gguf_companion_files(path: str | Path) -> dict[str, str]:
 def _tokens(file: GGUF, published: PublishedConfig, model: str) -> tuple[list[str], list[int]]:
     """Return the tokens and their types; refuse a token that comes twice, and more or fewer types than tokens."""
     tokens, types = file.listed("tokenizer.ggml.tokens"), file.listed("tokenizer.ggml.token_type")
-    if not all(isinstance(token, str) for token in tokens) or not all(isinstance(kind, int) for kind in types):
+    if not fits(tokens, list[str]) or not fits(types, list[int]):
         published.refuse("tokenizer.ggml.tokens must be texts, and tokenizer.ggml.token_type whole numbers.")
     if model == "llama":  # Gemma's runs of spaces are written as they are, and not with ▁.
         tokens = ["▁" * len(token) if token and not token.strip(" ") else token for token in tokens]
@@ -286,7 +287,7 @@ def _merge_tokenizer(
 ) -> JsonObject:
     """Return the parts of a tokenizer whose merges the file lists, in words that regular expressions find."""
     texts = file.listed("tokenizer.ggml.merges")
-    merges = [merge.split(" ") if isinstance(merge, str) else [] for merge in texts]
+    merges = [str(text).split(" ") for text in texts]
     if wrong := next((text for text, merge in zip(texts, merges) if len(merge) != 2), None):
         published.refuse(f"tokenizer.ggml.merges: {wrong!r} is no pair.")
     splits = [_split(pattern) for pattern in pre_tokenizer.patterns]
@@ -319,7 +320,7 @@ def _piece_tokenizer(file: GGUF, published: PublishedConfig, tokens: Sequence[st
     # Gemma's scores are in another order than its merges.
     if published.text("general.architecture", "").startswith("gemma") or len(scores) != len(tokens):
         scores = [0] * len(tokens)
-    if not all(isinstance(score, int | float) and score == score for score in scores):
+    if not fits(scores, list[float]) or any(math.isnan(score) for score in scores):
         published.refuse("tokenizer.ggml.scores must be numbers.")
     merges = [
         (-scores[number], number, -cut, token[:cut], token[cut:])

@@ -187,13 +187,21 @@ class SwitchedWindows(Windows):
         return super().write(config) | {"use_sliding_window": config.window is not None}
 
 
+@dataclasses.dataclass(frozen=True)
+class _LaterLayers:
+    """A choice of all layers but the first `max_window_layers`, by default the first `count`."""
+
+    count: int
+
+    def __call__(self, published: PublishedConfig, layers: int) -> range:
+        return range(published.count("max_window_layers", self.count, 0), layers)
+
+
 class LateWindows(SwitchedWindows):
     """`SwitchedWindows` of all layers but the first `max_window_layers`."""
 
     def __init__(self, window: int, first: int):
-        super().__init__(
-            window, lambda published, layers: range(published.count("max_window_layers", first, 0), layers)
-        )
+        super().__init__(window, _LaterLayers(first))
 
     def write(self, config: WithWindows) -> Attributes:
         """Return both attributes, the switch, and the first layer with a window."""

@@ -1,7 +1,9 @@
 """Reads the published arrays of a model's leaves into the shards that this process's devices hold."""
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
@@ -114,16 +116,17 @@ def read_leaves(arrays: PublishedArrays, group: LeafGroup, shardings: Mapping[st
         for path, leaf in group.leaves.items()
     }
     distinct = [list({shard.bounds: shard for shard in by_device.values()}.values()) for by_device in shards.values()]
-    is_decoded = lambda task: arrays.is_coded(task[1]) and not group.maps
     tasks = list(group.rule.arrays())
-    decoded = list(filter(is_decoded, tasks))
+    are_decoded = [arrays.is_coded(name) and not group.maps for _, name in tasks]
+    decoded = list(itertools.compress(tasks, are_decoded))
+    mapped = itertools.compress(tasks, map(operator.not_, are_decoded))
     longest = max((math.prod(arrays.shape(name)[-2:]) for _, name in decoded), default=0)
     buffer = np.empty(longest, group.dtype)
     with ThreadPoolExecutor(_THREADS) as threads:
-        copy = lambda task, map_function: _copy_array(arrays, group, distinct, task, map_function, buffer)
-        list(threads.map(lambda task: copy(task, map), itertools.filterfalse(is_decoded, tasks)))
+        copy = functools.partial(_copy_array, arrays, group, distinct, buffer)
+        list(threads.map(functools.partial(copy, map), mapped))
         for task in decoded:
-            copy(task, threads.map)
+            copy(threads.map, task)
     leaves: dict[str, Array] = {}
     for path, leaf in group.leaves.items():
         on_devices = [jax.device_put(shard.values, device) for device, shard in shards[path].items()]
@@ -135,9 +138,9 @@ def _copy_array(
     arrays: PublishedArrays,
     group: LeafGroup,
     shards: Sequence[Sequence[_Shard]],
-    task: tuple[tuple[int, ...], str],
-    map_function: MapFunction,
     buffer: Shaped[np.ndarray, "numbers"],
+    map_function: MapFunction,
+    task: tuple[tuple[int, ...], str],
 ) -> None:
     """Copy one published array into the shards that hold a part of it.
 
@@ -145,9 +148,9 @@ def _copy_array(
         arrays: The published arrays.
         group: The leaves that the array is of.
         shards: The distinct shards of each leaf.
-        task: The index of the leaves' outer dims that the array stands for, and the array's name.
-        map_function: Runs copies and the decoder on parts of the array.
         buffer: Memory for a decoded array, used again for the next one.
+        map_function: Runs copies and the decoder on parts of the array.
+        task: The index of the leaves' outer dims that the array stands for, and the array's name.
     """
     (outer_index, name), rule = task, group.rule
     try:

@@ -31,7 +31,7 @@ from ._leaf_reader import group_leaves, LeafGroup, read_leaves
 from ._published_arrays import PublishedArrays
 from ._published_model import describe_model, PublishedModel
 from ._quantized_weights import find_quantized_maps, with_quantized_maps
-from ._registry import build, FAMILIES, predictor_of
+from ._registry import build, FAMILIES, predictor_of, shapes as model_shapes
 from ._weight_rules import flatten_model, ResolvedRule, unflatten_model
 
 
@@ -130,7 +130,7 @@ def _open_model(path: str | Path, dtype: DTypeLike | None, weights: str, predict
         published = dataclasses.replace(published, predictor=True)
     arrays = PublishedArrays(source, published)
     _check_sizes(arrays, published.config)
-    shapes = eqx.filter_eval_shape(lambda: build(published.config, predictor=predictor, key=jax.random.key(0)))
+    shapes = model_shapes(published.config, predictor=predictor)
     all_rules = published.family.rules(published.config, shapes, arrays.shapes, published.multimodal)
     absent = [rule for rule in all_rules if _is_absent_head(arrays, published, rule)]
     rules = [rule for rule in all_rules if rule not in absent]
@@ -194,7 +194,7 @@ _ALWAYS_TRACED = {"entries": 2**24, "layers": 512}
 def _check_sizes(arrays: PublishedArrays, config: ModelConfig) -> None:
     """Raise a `ValueError` for sizes far beyond those of the folder's arrays, before a model of them is traced."""
     sizes = {name: math.prod(shape) for name, shape in arrays.shapes.items()}
-    largest = max(sizes, key=lambda name: sizes[name], default="")
+    largest = max(sizes, key=sizes.__getitem__, default="")
     limits = {
         "entries": (sizes.get(largest, 0), f"its largest array, {largest}, has {sizes.get(largest, 0)} numbers"),
         "layers": (len(sizes), f"it has {len(sizes)} arrays"),
@@ -219,7 +219,7 @@ def _attribute_of(config: ModelConfig, field: str) -> str:
     for family in FAMILIES.values():
         for entry in family.attributes if isinstance(config, family.config) else ():
             if isinstance(entry, Attribute) and entry.name == field:
-                return entry.published if isinstance(entry.published, str) else entry.published[0]
+                return entry.published_names[0]
     return field
 
 

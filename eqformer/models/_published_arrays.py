@@ -165,9 +165,10 @@ class PublishedArrays:
 
     def _find_coded(self, folder: Folder, form: Format, dtype: str) -> None:
         """Replace the names of codes and scales by the name of the array that they stand for."""
-        dtype_of = lambda name: folder.dtype_in_file(self._stored[name])
         codes = [name for name in self._stored if name.endswith(form.codes) and name not in self._coded]
-        for name in [name for name in codes if not form.dtypes or dtype_of(name) in form.dtypes]:
+        if form.dtypes:
+            codes = [name for name in codes if folder.dtype_in_file(self._stored[name]) in form.dtypes]
+        for name in codes:
             stem, stored = name.removesuffix(form.codes), self._stored[name]
             if missing := [suffix for suffix in form.required if stem + suffix not in self._stored]:
                 raise ValueError(

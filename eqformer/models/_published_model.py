@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-import equinox as eqx
-import jax
 import numpy as np
 
 from .._files import JsonObject, read_json
@@ -15,7 +13,7 @@ from ._family import Family, ModelConfig, MultimodalModel, TEXT
 from ._folder import CONFIG, FLOATS, Folder, INDEX, SINGLE
 from ._gguf_file import GGUF
 from ._gguf_models import configuration_of, table_names_of
-from ._registry import build, FAMILIES, family_of
+from ._registry import FAMILIES, family_of, shapes as model_shapes
 from ._weight_rules import flatten_model
 from .formats import Format, read_format
 
@@ -253,9 +251,8 @@ def format_of(
 
 def check_shapes(call: str, model: Transformer, config: ModelConfig) -> None:
     """Raise a `ValueError` that names arrays where a model is not one of this config."""
-    has_predictor = model.predictor is not None
-    expected = eqx.filter_eval_shape(lambda: build(config, predictor=has_predictor, key=jax.random.key(0)))
-    shapes, expected_shapes = _shapes(model), _shapes(expected)
+    expected_model = model_shapes(config, predictor=model.predictor is not None)
+    shapes, expected_shapes = _shapes(model), _shapes(expected_model)
     names = sorted(shapes.keys() | expected_shapes.keys())
     if differing := [name for name in names if shapes.get(name) != expected_shapes.get(name)]:
         changes = "; ".join(f"{name}: {shapes.get(name)}, not {expected_shapes.get(name)}" for name in differing[:4])

@@ -67,7 +67,10 @@ def with_quantized_maps(shapes: nn.Transformer, quantized: Mapping[str, nn.Quant
 
     Each map has the bias of the plain one.
     """
-    replace = lambda path, node: quantized.get(f"{nn.path_name(path)}.weight", node)
+
+    def replace(path: tuple, node: object) -> object:
+        return quantized.get(f"{nn.path_name(path)}.weight", node)
+
     return jax.tree_util.tree_map_with_path(replace, shapes, is_leaf=nn.is_map)
 
 

@@ -145,9 +145,9 @@ def build(model: str | ModelConfig, *, predictor: bool = False, key: Key[Array, 
     return dataclasses.replace(transformer, predictor=module)
 
 
-def shapes(model: str | ModelConfig) -> Transformer:
+def shapes(model: str | ModelConfig, *, predictor: bool = False) -> Transformer:
     """Return what `build` returns with `ShapeDtypeStruct`s in the place of arrays, for a model of any size."""
-    return eqx.filter_eval_shape(build, model, key=jax.random.key(0))
+    return eqx.filter_eval_shape(build, model, predictor=predictor, key=jax.random.key(0))
 
 
 def predictor_of(call: str, family: Family) -> PredictorTable:

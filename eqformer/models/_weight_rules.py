@@ -53,12 +53,12 @@ class ResolvedRule:
     """A rule for one model: which leaves of the model a published array fills, and how the array is rearranged.
 
     `name` may hold `{layer}` and `{expert}`, which count the first dims of the leaves: layer `i` of a leaf is published
-    as number `layers[i]`. `pattern` is einops', from the published dims to the leaf's own (those behind layers and
+    as number `layers[i]`. A pattern is einops', from the published dims to the leaf's own (those behind layers and
     experts); without a pattern they are equal.
 
     Several leaves may be published as one array. They are concatenated along its dim `axis`: once or, with several
-    `groups` (say, heads), group by group. If `interleaved`, they alternate there number by number. The leaves share one
-    pattern, or have one each. A dim of a leaf may merge two dims, one of them the groups:
+    `groups` (say, heads), group by group. If `interleaved`, they alternate there number by number. A dim of a leaf may
+    merge two dims, one of them the groups:
     `"ids (groups mlp) -> ids (mlp groups)"`.
     """
 
@@ -67,7 +67,8 @@ class ResolvedRule:
     """The paths of the leaves in the model, in the order in which they are published."""
     shapes: tuple[Shape, ...]
     """The shapes of these leaves."""
-    pattern: str | tuple[str, ...] = ""
+    patterns: tuple[str, ...]
+    """The pattern of each leaf, or an empty text."""
     layers: Sequence[int] = ()
     axis: int = 0
     interleaved: bool = False
@@ -80,10 +81,6 @@ class ResolvedRule:
         """Return the rule for leaves of these shapes."""
         return dataclasses.replace(self, shapes=tuple(shapes))
 
-    def pattern_of(self, number: int) -> str:
-        """Return the pattern of leaf `number`."""
-        return self.pattern if isinstance(self.pattern, str) else self.pattern[number]
-
     @property
     def outer_dims(self) -> int:
         """The number of a leaf's first dims that count layers and experts."""
@@ -91,14 +88,15 @@ class ResolvedRule:
 
     def slice_rule(self) -> "ResolvedRule | None":
         """Return the rule for one index of the published array's first dim; None where leaves mix several indices."""
-        if not isinstance(self.pattern, str):
+        if len({*self.patterns}) > 1:
             return None
-        published, leaf = self.pattern.split(" -> ") if self.pattern else ("", "")
+        published, leaf = self.patterns[0].split(" -> ") if self.patterns[0] else ("", "")
         (published_first, _, published_rest), (leaf_first, _, leaf_rest) = published.partition(" "), leaf.partition(" ")
         if published_first != leaf_first or (len(self.paths) > 1 and self.axis == 0):
             return None
-        pattern = f"{published_rest} -> {leaf_rest}" if self.pattern else ""
-        return dataclasses.replace(self, pattern=pattern, axis=max(self.axis - 1, 0), sliced_dims=self.sliced_dims + 1)
+        pattern = f"{published_rest} -> {leaf_rest}" if self.patterns[0] else ""
+        axis, patterns = max(self.axis - 1, 0), (pattern,) * len(self.paths)
+        return dataclasses.replace(self, patterns=patterns, axis=axis, sliced_dims=self.sliced_dims + 1)
 
     def arrays(self) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield each index of the leaves' outer dims, and the name of the array that is published for it."""
@@ -132,7 +130,7 @@ class ResolvedRule:
         Raises a `ValueError` for a shape that does not fit.
         """
         self.check_shape(array.shape)
-        parts, shape, pattern = self._published_shapes(), array.shape, self.pattern_of(number)
+        parts, shape, pattern = self._published_shapes(), array.shape, self.patterns[number]
         if len(parts) > 1:
             groups = self._groups(parts[0])
             start = sum(part[self.axis] for part in parts[:number]) // groups
@@ -147,7 +145,7 @@ class ResolvedRule:
 
         Return None if neighbors along the last dim are not neighbors in the published array.
         """
-        if not (pattern := self.pattern_of(number)):
+        if not (pattern := self.patterns[number]):
             return -1
         published, leaf = pattern.split(" -> ")
         dims = split_dims(published)
@@ -156,7 +154,7 @@ class ResolvedRule:
 
     def to_published(self, parts: Sequence[Shaped[np.ndarray, "..."]]) -> Shaped[np.ndarray, "..."]:
         """Return the published array for what each leaf holds at one index of its outer dims."""
-        arrays = [_to_published(part, self.pattern_of(number), self.groups) for number, part in enumerate(parts)]
+        arrays = [_to_published(part, self.patterns[number], self.groups) for number, part in enumerate(parts)]
         if len(arrays) == 1:
             return arrays[0]
         groups, shape = self._groups(arrays[0].shape), arrays[0].shape
@@ -170,7 +168,7 @@ class ResolvedRule:
     def _published_shapes(self) -> list[Shape]:
         """Return the shape of each leaf's part of the published array."""
         shapes = enumerate(shape[self.outer_dims :] for shape in self.shapes)
-        return [_published_shape(shape, self.pattern_of(number), self.groups) for number, shape in shapes]
+        return [_published_shape(shape, self.patterns[number], self.groups) for number, shape in shapes]
 
 
 def _to_published(part: Shaped[np.ndarray, "..."], pattern: str, groups: int) -> Shaped[np.ndarray, "..."]:
@@ -221,14 +219,13 @@ class Rule:
     part: str = ""
     """The part of the model whose layers `{layer}` counts: `"encoder"`, or empty for the model itself."""
 
-    def leaves(self, holder: Stacked | Layer) -> Any:
-        """Return the leaf of a model or a layer, or a tuple of several; None where the rule does not apply."""
+    def leaves(self, holder: Stacked | Layer) -> tuple[Any, ...]:
+        """Return the leaves of a model or a layer that the rule names; empty where the rule does not apply."""
         if (self.needs and _get(holder, self.needs) is None) or (self.lacks and _get(holder, self.lacks) is not None):
-            return None
-        if isinstance(self.path, str):
-            return _get(holder, self.path)
-        leaves = tuple(_get(holder, path) for path in self.path)
-        return None if any(leaf is None for leaf in leaves) else leaves
+            return ()
+        paths = (self.path,) if isinstance(self.path, str) else self.path
+        leaves = tuple(_get(holder, path) for path in paths)
+        return () if any(leaf is None for leaf in leaves) else leaves
 
 
 def resolve_rules(
@@ -271,23 +268,22 @@ def _variants(rules: Sequence[ResolvedRule], stored: StoredShapes) -> list[Resol
 
 
 def _applies(rule: Rule, holder: Stacked | Layer, is_of_layers: bool) -> bool:
-    return ("{layer}" in rule.name) == is_of_layers and rule.leaves(holder) is not None
+    return ("{layer}" in rule.name) == is_of_layers and bool(rule.leaves(holder))
 
 
 def _resolve(
     rule: Rule,
     config: object,
-    paths: str | tuple[str, ...],
+    paths: tuple[str, ...],
     layers: Sequence[int],
     shape_of: Mapping[str, Shape],
 ) -> ResolvedRule:
     groups = getattr(config, rule.groups) if isinstance(rule.groups, str) else rule.groups
-    paths = (paths,) if isinstance(paths, str) else paths
     return ResolvedRule(
         rule.name,
         paths,
         tuple(shape_of[path] for path in paths),
-        rule.pattern,
+        (rule.pattern,) * len(paths) if isinstance(rule.pattern, str) else rule.pattern,
         layers,
         rule.axis,
         rule.interleaved,

@@ -158,7 +158,7 @@ class ExpertGroupCount(Count):
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value."""
-        (name,) = self._published
+        (name,) = self.published_names
         return {self.name: 1 if published.take(name) is None else published.count(name)}
 
 
