@@ -1,4 +1,4 @@
-"""Families: configs, builders, presets, and how all of them are published. One file a family."""
+"""Families of models: configs, builders, presets, and published formats. Each family has one file."""
 
 from . import _config_types, _layer_attributes, _rotary_attributes, _rotary_scaling
 from ._adapters import load_adapter as load_adapter, save_adapter as save_adapter
@@ -89,7 +89,7 @@ from .families._t5gemma import T5GemmaConfig as T5GemmaConfig
 from .families._t5gemma2 import T5Gemma2Config as T5Gemma2Config
 
 
-# Files listed whole, each with its names. Type checkers take an import under another name for private, so assigned.
+# Files that are public as a whole, assigned because type checkers treat an import under another name as private.
 config_types = _config_types
 layer_attributes = _layer_attributes
 rotary_attributes = _rotary_attributes

@@ -11,25 +11,25 @@ from ._config_types import FieldType, fits, Index, Length, Number
 
 
 T = TypeVar("T")
-# Options of training or running the factors, which do not change what they compute.
+# Options for training or running the factors. They do not change what the factors compute.
 _WITHOUT_EFFECT = frozenset(
     "auto_mapping base_model_name_or_path fan_in_fan_out inference_mode lora_dropout megatron_core peft_version "
     "qalora_group_size revision runtime_config task_type".split()
 )
-# Other initialisations of A and B change the base weights, which are not in the folder.
+# Other ways to initialise A and B change the base weights, which are not in the folder.
 _INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 class _ByPattern(Generic[T]):
-    """Numbers by patterns for the ends of modules' names; the first pattern that matches a name counts.
+    """Numbers by patterns for the ends of modules' names; the first pattern that matches a name applies.
 
-    A configuration may have a pattern for each of many modules, which is a name with its dots escaped or not. Such
-    patterns are looked up: where they have a dot that stands for any character, the module's name gets a dot too. All
-    other patterns are matched one by one.
+    A configuration may have thousands of patterns, most of them plain names whose dots are escaped or not. Names are
+    found by look-up. An unescaped dot matches any character, so the look-up writes a dot at its position into the
+    module's name. All other patterns are matched one by one.
     """
 
     def __init__(self, values: Mapping[str, T]):
-        # Order and value of each name, by the name's length, then by the positions of unescaped dots, then by the name.
+        # By a name's length, the positions of its unescaped dots, and the name: the pattern's order and value.
         self._names: dict[int, dict[tuple[int, ...], dict[str, tuple[int, T]]]] = {}
         self._patterns: list[tuple[int, T, re.Pattern[str]]] = []
         for order, (pattern, value) in enumerate(values.items()):
@@ -54,7 +54,7 @@ class _ByPattern(Generic[T]):
         return min(matches, key=lambda match: match[0])[1] if matches else default
 
 
-# A character by itself or escaped, or a dot for any character; letters that are escaped are classes.
+# One character of a plain name: itself, escaped, or an unescaped dot. Escaped letters are classes of characters.
 _CHARACTER = re.compile(r"\\[^a-zA-Z0-9]|[\w.-]")
 _NAME = re.compile(rf"(?:{_CHARACTER.pattern})+")
 
@@ -179,8 +179,7 @@ def write_adapter_config(
 ) -> JsonObject:
     """Return the configuration of modules with the given ranks and scales.
 
-    Modules are listed by their short names where all modules of that name have one rank and scale, and by their full
-    names where not.
+    A module is listed by its short name if all modules of that name have one rank and scale, or else by its full name.
 
     Args:
         settings: The rank and scale of each module that has factors.
@@ -220,7 +219,7 @@ def write_adapter_config(
 
 
 def _suffixes(module: str) -> set[str]:
-    """Return a name without any of its first words: `a.b.c`, `b.c` and `c`."""
+    """Return the endings of a dotted name: `a.b.c`, `b.c` and `c`."""
     words = module.split(".")
     return {".".join(words[start:]) for start in range(len(words))}
 
@@ -232,5 +231,5 @@ def _is_among(names: str | Set[str], module: str) -> bool:
 
 
 def _to_whole(value: float) -> int | float:
-    """Return the whole number that a value is up to rounding, or the value."""
+    """Return a value, rounded if it differs from a whole number by no more than an error of rounding."""
     return round(value) if abs(value - round(value)) < 1e-9 * abs(value) else value

@@ -1,7 +1,7 @@
 """LoRA adapters in the files of peft: read into a model's `LoRA`s, and written from them.
 
 The family's rule for a weight also describes how its factors are published, because A has the weight's input dims and
-B its output dims. Factors are ordered, merged and joined with those of other weights as the weight itself is.
+B its output dims. The rule orders, merges and concatenates the dims of factors like those of the weight.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import equinox as eqx
 import jax
@@ -43,8 +43,8 @@ def load_adapter(
 ) -> Transformer:
     """Return the model with the `LoRA`s of a folder that peft wrote.
 
-    `like` is the published folder that the model came from; a model that came from none has a `config`. Each factor
-    has its dtype in the file (wide enough for all layers), or `dtype`. Maps that are published as one module share A,
+    Give `like`, the published folder that the model came from, or `config`, from which it was built. Each factor has
+    its dtype in the file (wide enough for all layers), or `dtype`. Maps that are published as one module share A,
     and each takes its rows of B. Layers without factors get zeros, which add nothing and learn nothing. `lora_dropout`
     is ignored. Raises a `ValueError` for options of other variants than plain LoRA, for arrays that are no factors of a
     Linear, and for modules that the configuration names and the file lacks.
@@ -78,7 +78,7 @@ def load_adapter(
     except ValueError as error:
         raise ValueError(f"{call}: {error}.") from None
 
-    def adapt(path: tuple, _: object, node: Any) -> Any:
+    def adapt(path: tuple, _: object, node: object) -> object:
         lora = loras.get(path_name(path))
         return node if lora is None else eqx.tree_at(lambda m: m.linear, lora, node)
 

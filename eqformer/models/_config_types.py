@@ -19,13 +19,13 @@ LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 3.4028234663852886e38  # of int32 and of
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Bounds of a number; both belong to the range, the lower one only unless `exclusive`."""
+    """The least and the greatest value of a number; with `exclusive`, the number must be above `least`."""
 
     least: int | float
     most: int | float
     exclusive: bool = False
     counts: str = ""
-    """The things that the number counts, where that matters: `"entries"` of a dim of weights, or `"layers"`."""
+    """`"entries"` of a dim of weights or `"layers"`, which files of weights bound; empty for other numbers."""
 
     def __contains__(self, value: int | float) -> bool:
         return (self.least < value if self.exclusive else self.least <= value) and value <= self.most
@@ -34,7 +34,7 @@ class Range:
 Size = Annotated[int, Range(1, LARGEST_INT, counts="entries")]
 """Entries of a dim of some weight: channels, heads, ids, experts."""
 OptionalSize = Annotated[int, Range(0, LARGEST_INT, counts="entries")]
-"""A size of a part of the model that may be missing, which 0 states."""
+"""The size of an optional part of the model; 0: the model does not have the part."""
 Length = Annotated[int, Range(1, LARGEST_INT)]
 """A number of tokens."""
 Index = Annotated[int, Range(0, LARGEST_INT)]
@@ -48,7 +48,7 @@ Positive = Annotated[float, Range(0.0, LARGEST_FLOAT, exclusive=True)]
 NotNegative = Annotated[float, Range(0.0, LARGEST_FLOAT)]
 """A finite number of at least 0."""
 Fraction = Annotated[float, Range(0.0, 1.0, exclusive=True)]
-"""A part of all, above 0."""
+"""A fraction above 0, and at most 1."""
 Rate = Annotated[float, Range(0.0, 1.0)]
 """A probability."""
 FieldType: TypeAlias = object
@@ -188,7 +188,7 @@ _WITHOUT_EFFECT = frozenset(f"{_OF_MODELS} {_OF_EVERY_CONFIGURATION} {_OF_GENERA
 
 
 def private_names(values: Mapping[str, object]) -> list[str]:
-    """Return the attributes, nested ones too, that are passed over because their names begin with an underscore.
+    """Return the attributes, also nested ones, that are not read because their names begin with an underscore.
 
     Private names hold a program's bookkeeping, and each release may have new ones. Known names, and names with an empty
     value, are left out.
@@ -200,7 +200,7 @@ def private_names(values: Mapping[str, object]) -> list[str]:
 
 
 class PublishedConfig:
-    """The attributes of a `config.json`, taken one by one; `finish` refuses attributes that were not taken."""
+    """The attributes of a `config.json`, read one by one; `finish` refuses attributes that nothing has read."""
 
     def __init__(self, values: Mapping[str, object], source: str, reader: str = "this family"):
         self._values, self.source, self._reader = dict(values), source, reader
@@ -239,7 +239,7 @@ class PublishedConfig:
         return [name for name in dict.fromkeys(names) if self._values.get(name) is value]
 
     def add(self, name: str, value: object) -> None:
-        """Add an attribute that was found within another; `finish` refuses it if the family never takes it."""
+        """Add an attribute that was found within another; `finish` refuses it if the family never reads it."""
         self._values[name] = value
 
     def refuse(self, text: str) -> NoReturn:
@@ -247,13 +247,13 @@ class PublishedConfig:
         raise ValueError(f"{self.source}: {text}")
 
     def read(self, name: str, field_type: FieldType, default: object = REQUIRED) -> Any:
-        """Return the attribute's value, which must be of a type, or the default where it is null."""
+        """Return the attribute's value, which must be of `field_type`, or the default where it is null."""
         value = self.take(name, default)
         has_default = default is not REQUIRED or name in self._defaults
         return value if has_default and self._values.get(name) is None else self.checked(name, value, field_type)
 
     def checked(self, name: str, value: object, field_type: FieldType) -> Any:
-        """Return an attribute's value, which must be of a type; raises a `ValueError` that names the attribute."""
+        """Return `value`, which must be of `field_type`; raises a `ValueError` that names the attribute."""
         if not fits(value, field_type):
             self.refuse(f"{name}={format_value(value)}: it must be {describe_type(field_type, value)}.")
         return convert(value, field_type)
@@ -275,7 +275,7 @@ class PublishedConfig:
         return self.read(name, str, default)
 
     def nested(self, name: str) -> JsonObject:
-        """Return an attribute that has attributes of its own; an empty one where it is missing or null."""
+        """Return an attribute that is an object; an empty object where it is missing or null."""
         return self.read(name, dict, None) or {}
 
     def listed(self, name: str, item_type: FieldType = object, *, empty: bool = False) -> list[Any] | None:

@@ -88,7 +88,7 @@ def check_config(call: str, config: ModelConfig) -> None:
 
 
 TEXT, TIED = "text_config", "tie_word_embeddings"
-# Parts that no text goes through, and predictors of further tokens: the first words of their arrays' names.
+# The first words of names of arrays that are not read: those of parts without text, and of predictors.
 _PARTS = (
     "visual vision_tower vision_model vision_encoder vision_embed_tokens embed_vision vision_adapter vision_projection "
     "multi_modal_projector patch_merger audio_tower audio_model embed_audio audio_projector mtp"
@@ -119,7 +119,7 @@ class MultimodalModel:
     weights: tuple[Rule, ...] = ()
     """Further rules, by which the text model is published here, and not where it stands alone."""
     prefixes: tuple[tuple[str, str], ...] = (("model.language_model.", "model."), ("language_model.", ""))
-    """Pairs of what names of the text model's arrays begin with, and what they begin with in the family's table."""
+    """Pairs of prefixes: of the text model's arrays in a folder, and of the same arrays in the family's table."""
 
     def text_attributes(self, published: PublishedConfig) -> JsonObject:
         """Return the text model's attributes; raises a `ValueError` for attributes of no known part."""
@@ -174,13 +174,13 @@ class Family:
     weights: tuple[Rule, ...] = ()
     """The table between published arrays and a model's leaves, read in both directions."""
     ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    """How names of buffers end that hold nothing to load."""
+    """Suffixes of the names of buffers, which hold nothing to load."""
     ignored_prefixes: tuple[str, ...] = ()
-    """How names of arrays begin that belong to parts which eqformer does not have."""
+    """Prefixes of the names of arrays of parts that eqformer does not have."""
     unread: Callable[..., tuple[str, ...]] = lambda config: ()
-    """Gives how names of arrays begin that no model of a config reads."""
+    """Returns, for a config, the prefixes of the names of arrays that its models do not read."""
     is_bare: bool = False
-    """Whether its models are published without the base model's prefix too, so that no warning tells of its absence."""
+    """Whether some published folders lack the base model's prefix, so that reading one gives no warning."""
     aliases: tuple[str, ...] = ()
     """Further `model_type`s of its models."""
     predictor: PredictorTable | None = None
@@ -243,17 +243,17 @@ class Family:
         return next((rule.name for rule in self.weights if rule.path == "head.weight"), HEAD)
 
     def is_of_head(self, rule: ResolvedRule) -> bool:
-        """Return whether a rule's leaves stand between the base model and the logits."""
+        """Return whether a rule's leaves are the head, or a layer between the base model and the head."""
         is_of_predictor = any(path.startswith(PREDICTOR) for path in rule.paths)
         is_outside = bool(self.base_prefix) and not rule.name.startswith(self.base_prefix) and not is_of_predictor
         return is_outside or all(path.startswith("head.") for path in rule.paths)
 
     def is_unread(self, name: str, config: ModelConfig) -> bool:
-        """Return whether an array of this name, as the table would call it, is left alone."""
+        """Return whether an array, by its name in the table, is not read."""
         return name.startswith((*self.ignored_prefixes, *self.unread(config)))
 
     def copied_leaves(self, config: ModelConfig, model: Transformer) -> dict[str, str]:
-        """Return the names of arrays that are published again with a model's predictor, and the leaves' paths."""
+        """Return the path of the model's leaf for each array that is published a second time, with the predictor."""
         if self.predictor is None or model.predictor is None:
             return {}
         return self.predictor.copied_leaves(config, model)

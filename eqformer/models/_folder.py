@@ -21,7 +21,7 @@ from ._config_types import fits, format_value, Index
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
-# How files of weights end, and how files of a training run begin that end like them and hold no weights.
+# Suffixes of files of weights, and prefixes of a training run's files that have such a suffix and hold no weights.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
 _STATES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -22,7 +22,7 @@ DIVISORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 # The dtype that every array is decoded to. A file mixes quantized blocks with F16 and BF16, and llama.cpp and
 # transformers compute with all of them in float32.
 DTYPE = "float32"
-# The fewest bytes in the header of a value (an empty name, a type, a byte), of a text, and of an array's entry.
+# The fewest bytes of a value in the header (an empty name, a type, a byte), of a text, and of an array's entry.
 _VALUE_BYTES, _TEXT_BYTES, _ENTRY_BYTES = 13, 8, 32
 # Each array takes about 1.5 kB of memory beside its numbers; the largest published models have 70,000 of them.
 _MOST_ARRAYS = 1 << 17

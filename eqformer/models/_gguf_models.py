@@ -38,7 +38,7 @@ class Architecture:
     numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Published names of numbers that not all architectures have; a file may lack them."""
     implied: Callable[[JsonObject], JsonObject] = lambda config: {}
-    """Computes attributes that files leave out from those that they have."""
+    """Computes the attributes that files leave out, from the attributes that files have."""
     interleaved: bool = False
     """Whether the two channels of queries and keys that are rotated together are neighbors."""
     adds_one: bool = False
@@ -101,7 +101,7 @@ _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)(?:\.(\d+))?")  # laye
 
 
 def table_names_of(file: GGUF) -> dict[str, str]:
-    """Return what a family's table calls each array."""
+    """Return the name in the family's table of each array."""
     table = {**LAYER, **_architecture(file).layer}
 
     def published_name(name: str) -> str:
@@ -206,8 +206,8 @@ class _Sizes:
 _UNREAD = re.compile(
     r"(general|tokenizer|quantize|imatrix)\..+|split\.(no|tensors\.count)|rope\.scaling\.finetuned|tensor_data_layout"
 )
-# Keys that llama.cpp reads for some architectures, with the values that change nothing in the architectures that are
-# read here. Other values ask for something that these models do not have.
+# Keys that llama.cpp reads for other architectures. The architectures that are read here support these values alone,
+# which change nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "expert_gating_func": (0, 1),  # 1 is the softmax

@@ -34,7 +34,7 @@ class PreTokenizer:
     adds_bos: bool = False
     """Whether a text begins with the BOS token where the file does not state it."""
     raw: bool = False
-    """Whether characters are merged, with spaces as `▁` and bytes for characters that are no token; else bytes are."""
+    """Whether characters are merged instead of bytes: a space is `▁`, and a character without a token is its bytes."""
 
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -92,13 +92,13 @@ class _Shard(NamedTuple):
         return all(start <= number < stop for number, (start, stop) in zip(index, self.bounds))
 
     def fill(self, index: tuple[int, ...], array: Shaped[np.ndarray, "..."], map_function: MapFunction) -> None:
-        """Copy the shard's part of an array, which is that of the whole leaf at this index of the outer dims."""
+        """Copy the shard's part of `array`, the values of the whole leaf at this index of the outer dims."""
         local = tuple(number - start for number, (start, _) in zip(index, self.bounds))
         target = np.atleast_1d(self.values[(*local, ...)])
         source = np.atleast_1d(array[tuple(slice(*bound) for bound in self.bounds[len(index) :])])
         step = max(1, -(-len(target) // _THREADS))
 
-        def copy(start: int) -> None:  # memory that is touched for the first time takes longer than the copy
+        def copy(start: int) -> None:  # by several threads, since the first access to memory is slow
             target[start : start + step] = source[start : start + step]
 
         for _ in map_function(copy, range(0, len(target), step)):

@@ -187,7 +187,7 @@ def _layer_numbers(shapes: nn.Transformer, sharding_of: Mapping[str, Sharding]) 
     }
 
 
-# A model of these sizes is traced at once, whatever the folder holds.
+# Sizes up to these are never compared with the folder, since a model of them is traced quickly.
 _ALWAYS_TRACED = {"entries": 2**24, "layers": 512}
 
 

@@ -25,15 +25,15 @@ class PredictorTable:
     """Table of how a family's models publish a predictor."""
 
     one_layer_config: Callable[..., object]
-    """Gives the config of a model of one layer like the predictor's, for a model's config."""
+    """Returns, for a model's config, that of a model whose one layer is like the predictor's."""
     prefix: str
     """Prefix of the names of the predictor's arrays; `{depth}` stands for the number of the model's layers."""
     weights: tuple[Rule, ...]
     """Rules for arrays outside its layer, with names without the prefix; the layer's rules are the family's."""
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Arrays that copy one of the model's, by name without the prefix: the model's `"embedding"` or its `"head"`."""
+    """Names without the prefix of arrays that copy one of the model's: of its `"embedding"` or of its `"head"`."""
     attributes: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Attributes that `config.json` of a model with a predictor has."""
+    """The further attributes in the `config.json` of a model with a predictor."""
 
     def prefix_of(self, config: Any) -> str:
         """Return the prefix of the names of the predictor's arrays, for a model of this config."""

@@ -186,7 +186,7 @@ def _quantized_shapes(
     return eqx.filter_eval_shape(make, linear.bias)
 
 
-def _with_bias(linear: nn.LinearMap, bias: Any) -> Any:
+def _with_bias(linear: nn.LinearMap, bias: object) -> nn.LinearMap:
     return eqx.tree_at(lambda m: m.bias, linear, bias, is_leaf=lambda leaf: leaf is None)
 
 

@@ -97,7 +97,7 @@ def register(family: Family) -> None:
 
 
 def _identity(family: Family) -> dict[str, set]:
-    """Return the names that no two families share, by what they name."""
+    """Return the names that must be a family's own, by what they name."""
     return {
         "name": {family.name},
         "model_type": {family.model_type, *family.aliases} - {None},

@@ -215,7 +215,7 @@ class Rule:
     lacks: str = ""
     """The rule applies only where there is nothing at this path."""
     variant: bool = False
-    """Whether the rule replaces others for its leaves where a folder has its arrays."""
+    """Whether the rule replaces the other rules for its leaves, if a folder has its arrays."""
     part: str = ""
     """The part of the model whose layers `{layer}` counts: `"encoder"`, or empty for the model itself."""
 
@@ -241,8 +241,8 @@ def resolve_rules(
             with one name, the first that fits.
         root: The prefix of all paths, for a model that is a part of another.
     """
-    # In this tree each leaf is replaced by its path. A rule's path may lead through properties, and gives a leaf's path
-    # here.
+    # `named` has each leaf's path in the place of the leaf. A rule's path may lead through properties, and finds the
+    # leaf's own path in this tree.
     named = jax.tree_util.tree_map_with_path(lambda path, _: root + path_name(path), model)
     shape_of = {root + path: leaf.shape for path, leaf in flatten_model(model).items()}
     rules = [_resolve(rule, config, rule.leaves(named), (), shape_of) for rule in table if _applies(rule, model, False)]

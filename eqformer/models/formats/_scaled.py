@@ -5,7 +5,6 @@ Scales are floats, or powers of two of 8 bits (E8M0), which decode exactly.
 
 import dataclasses
 import math
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -128,10 +127,5 @@ def fp8(published: PublishedConfig) -> Format:
         block=block,
         scale_dtypes=(*SCALES, "F8_E8M0", *(("U8",) if has_exponents else ())),
     )
-    experts: dict[str, Any] = {
-        "codes": "",
-        "required": ("_scale_inv",),
-        "decoded": "",
-        "ignored": ("_activation_scale",),
-    }
-    return dataclasses.replace(parts, also=dataclasses.replace(parts, **experts))
+    experts = dataclasses.replace(parts, codes="", required=("_scale_inv",), decoded="", ignored=("_activation_scale",))
+    return dataclasses.replace(parts, also=experts)
