@@ -94,6 +94,11 @@ class GGUF:
             self.tensors |= self._tensors(entry)
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Warnings about files that are not read: none, since a GGUF file holds the whole model."""
+        return ()
+
+    @property
     def names(self) -> Set[str]:
         """Every array's name, except those of the frequencies' divisors."""
         return self.tensors.keys() - {*DIVISORS}

@@ -135,9 +135,8 @@ def _open_model(path: str | Path, dtype: DTypeLike | None, weights: str, predict
     absent = [rule for rule in all_rules if _is_absent_head(arrays, published, rule)]
     rules = [rule for rule in all_rules if rule not in absent]
     _check_names(arrays, published, rules, absent, shapes)
-    folder_notes = source.notes if isinstance(source, Folder) else ()
     name_notes = [f"{source.call}: {note}." for note in published.notes_on(source.names)]
-    for note in (*folder_notes, *published.notes, *name_notes, _note_on_head(absent, arrays), arrays.unread):
+    for note in (*source.notes, *published.notes, *name_notes, _note_on_head(absent, arrays), arrays.unread):
         if note:
             warnings.warn(note, stacklevel=3)
     dtypes = _dtypes(arrays, rules, shapes, leaf_dtype)

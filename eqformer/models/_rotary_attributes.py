@@ -311,7 +311,7 @@ def read_rotary(
 
 
 def _select_type(published: PublishedConfig, parameters: JsonObject, types: set[str], layer_type: str) -> JsonObject:
-    """Return the parameters of one type of layer, of parameters by type."""
+    """Return the parameters of one type of layer; refuse types that are not known."""
     if unknown := types - {*TYPES}:
         published.refuse(f"rope_parameters are by type of layer, and {sorted(unknown)} are no types.")
     # Transformers keeps a scaling that stands beside the types, and rotates by the types alone.
@@ -325,7 +325,7 @@ def _select_type(published: PublishedConfig, parameters: JsonObject, types: set[
 
 
 def _differs(older: JsonObject, newer: JsonObject, is_added: bool) -> bool:
-    """Return whether the older attribute differs from the newer, which it replaces or, with `is_added`, extends."""
+    """Return whether two attributes contradict each other; with `is_added`, the newer one may state more."""
     older, newer = ({"rope_type": x.get("type")} | dict(x) | {"type": None} for x in (older, newer))
     return any(newer.get(name) != value for name, value in older.items()) if is_added else older != newer
 
@@ -337,7 +337,7 @@ def read_local_rotary(published: PublishedConfig, theta: float, older: str) -> J
 
 
 def _write_by_type(config: WithLocalRotary, full: JsonObject) -> JsonObject:
-    """Return `rope_parameters` by type of layer, beside what all types share; `full` is for layers without a window."""
+    """Return `rope_parameters` by type of layer, with what all types share; layers without a window have `full`."""
     by_type = {SLIDING: _write_parameters(config, "local_theta", "local_scaling"), FULL: full}
     truncates = {parameters["truncate"] for parameters in by_type.values() if "truncate" in parameters}
     if len(truncates) == 2:

@@ -66,8 +66,8 @@ def save(
         shard_bytes: The size above which weights are written as several files.
 
     Raises a `ValueError` before anything is written: if `path` exists, if the model has `LoRA`s or is not of this
-    config, if the format cannot express a field of its config, if it is to be `whole` and the folder is not, and if it
-    holds codes that the folder does not.
+    config, if the format cannot express a field of its config, if with `whole` the folder lacks arrays of the model,
+    and if the model holds codes that the folder does not.
     """
     target, call = Path(path), f"save(model, {str(path)!r})"
     if target.exists():

@@ -6,7 +6,7 @@ import math
 import numpy as np
 from jaxtyping import UInt8
 
-from .._config_types import fits, PublishedConfig
+from .._config_types import PublishedConfig
 from ._format import check_codes, check_part, Format, number_of_groups, Parts, SCALES
 from ._packed_integers import bytes_of_words, PackedIntegers, unpack
 from ._scaled import block_of, Scaled
@@ -68,7 +68,7 @@ def compressed_tensors(published: PublishedConfig) -> Format:
         published.refuse(f"sparsity_config: format={sparse!r} is not known; there is 'dense'.")
     groups = {name: group for name, group in published.nested("config_groups").items() if isinstance(group, dict)}
     weights = [group.get("weights") for group in groups.values()]
-    if not weights or not fits(weights, list[dict]) or any(settings != weights[0] for settings in weights):
+    if not weights or not isinstance(weights[0], dict) or any(settings != weights[0] for settings in weights):
         published.refuse(f"config_groups={groups}: there must be groups with weights, all stored alike.")
     names = {name for group in groups.values() for name in group}
     if unknown := sorted(names - {"weights", "format", *UNREAD_OF_GROUPS}):

@@ -39,7 +39,7 @@ class Format(abc.ABC):
     ignored: tuple[str, ...] = ()
     """The suffixes of scales of activations, which are not rounded here."""
     dtypes: tuple[str, ...] = ()
-    """The dtypes of codes, as files call them, where plain arrays have the same suffix; empty: none have."""
+    """The dtypes of codes, as files call them, if plain arrays may have the same suffix; empty: any dtype."""
     also: "Format | None" = None
     """The format of further codes whose names have another suffix."""
     transposed: bool = False
