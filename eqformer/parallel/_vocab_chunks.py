@@ -76,7 +76,7 @@ class ChunkedEmbedding(nn.Module):
     table: ShardedTable
 
     @property
-    def weight(self) -> Float[Array, "vocab _"]:
+    def weight(self) -> PyTree:  # an array, or the leaf that `tree_at` puts in its place
         """The whole table."""
         return self.inner.weight
 
@@ -96,7 +96,7 @@ class ChunkedTiedEmbedding(nn.ChunkedUnembedding):
     table: ShardedTable
 
     @property
-    def weight(self) -> Float[Array, "vocab embed"]:
+    def weight(self) -> PyTree:  # an array, or the leaf that `tree_at` puts in its place
         """The whole table."""
         return self.inner.weight
 

@@ -40,7 +40,7 @@ def mixers_side_by_side(key: Any) -> nn.Block:
     """Like Falcon-H1: an attention and a Mamba-2 of other head counts on one input, with multipliers and biases."""
     one, two, three = jax.random.split(key, 3)
     sizes: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": 5, "v_dim": 6}
-    scales: dict[str, Any] = {"multipliers": (0.9, 0.8, 0.7, 0.6, 0.5), "norm_first": True}
+    scales: dict[str, Any] = {"multipliers": (0.9, 0.8, 0.7, 0.6, 0.5), "gate_norm": nn.GateNorm(before_gate=True)}
     net = nn.Mamba2Mixer(embed=EMBED, **sizes, chunk=5, bias=True, **scales, key=two)
     mixers = (
         nn.Residual(attention(one, kv_heads=2, bias=True), scale=0.6, input_scale=0.7, dropout=nn.Dropout(0.1)),

@@ -205,7 +205,7 @@ def test_each_way_is_needed(name, monkeypatch):
     as_on_accelerators(monkeypatch)
     model = model_of("mixture")
     batch = batch_of(model)
-    kept = lambda x, axis, *, made, **_: kept_all(jnp.resize(x, (made, *x.shape[1:])))
+    kept = lambda x, axis, *, received, **_: kept_all(jnp.resize(x, (received, *x.shape[1:])))
     total = total_under(SENT.plan, model, batch)
     without(name, kept)(monkeypatch)
     assert total_under(SENT.plan, model, batch) != pytest.approx(total, rel=1e-4)
