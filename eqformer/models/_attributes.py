@@ -23,7 +23,7 @@ class Entry(abc.ABC):
 
     @property
     def defaults(self) -> Mapping[str, object]:
-        """The values of missing attributes, for every entry that reads them."""
+        """Defaults of attributes, for all entries that read the same attributes."""
         return {}
 
     @abc.abstractmethod

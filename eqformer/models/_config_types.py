@@ -25,7 +25,7 @@ class Range:
     most: int | float
     exclusive: bool = False
     counts: str = ""
-    """`"entries"` of a dim of weights or `"layers"`, which files of weights bound; empty for other numbers."""
+    """The size that the number is, if it is compared with a folder's arrays: `"entries"` of a dim, or `"layers"`."""
 
     def __contains__(self, value: int | float) -> bool:
         return (self.least < value if self.exclusive else self.least <= value) and value <= self.most
@@ -147,8 +147,8 @@ def format_value(value: object) -> str:
 
 REQUIRED: object = object()
 """The default of an attribute that a configuration must have."""
-# Attributes of how a model was trained or stored or is to be run, which do not change what it computes. The families
-# that use `max_window_layers` and `model_max_length` read them; other families' folders have inherited them.
+# Attributes that do not change what a model computes: how it was trained or stored, or how it is to be run. A few
+# families read `max_window_layers` and `model_max_length`; in folders of other families these have no effect.
 _OF_MODELS = (
     "attention_dropout attn_pdrop auto_map embd_pdrop hidden_dropout initializer_range keys_to_ignore_at_inference "
     "max_position_embeddings max_window_layers model_max_length output_router_logits pretraining_tp resid_pdrop "
@@ -207,11 +207,11 @@ class PublishedConfig:
         self._names_read, self._defaults = list[str](), dict[str, object]()
 
     def declare(self, defaults: Mapping[str, object]) -> None:
-        """Set the values of missing attributes, for readers that name no default of their own."""
+        """Set defaults of attributes, for calls that pass no default of their own."""
         self._defaults |= defaults
 
     def take(self, name: str, default: object = REQUIRED) -> object:
-        """Return the attribute's value, or the default where it is null; without a default, None.
+        """Return the attribute's value, or the default if it is null; null without a default is None.
 
         Raises a `ValueError` where the attribute is required and missing, and for a null where the default is True,
         since transformers reads that null as False.
@@ -304,7 +304,7 @@ class PublishedConfig:
     def finish_strictly(self, is_without_effect: Callable[[str, object], bool]) -> None:
         """Raise a `ValueError` that lists every attribute that was not read and has an effect, or may have one.
 
-        False and 0 may ask for something, as `causal=False` does; only null and empty values ask for nothing.
+        Null and empty values have no effect. False and 0 may have one, as `causal=False` does.
         """
         unread = {
             name: value

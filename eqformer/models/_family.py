@@ -117,7 +117,7 @@ class MultimodalModel:
     fixed: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Attributes of the family that have one value here, whether or not `text_config` states it."""
     weights: tuple[Rule, ...] = ()
-    """Further rules, by which the text model is published here, and not where it stands alone."""
+    """Further rules for the text model's arrays, which apply in folders of the multimodal model alone."""
     prefixes: tuple[tuple[str, str], ...] = (("model.language_model.", "model."), ("language_model.", ""))
     """Pairs of prefixes: of the text model's arrays in a folder, and of the same arrays in the family's table."""
 
@@ -148,7 +148,7 @@ class MultimodalModel:
 
 
 def _of_text(rotary: Mapping[str, object]) -> JsonObject:
-    """Return rotary positions without sections for time, height and width, which are all equal for text."""
+    """Return rotary parameters without sections for time, height and width, whose positions are equal for text."""
     parameters = {name: value for name, value in rotary.items() if name not in ("mrope_section", "mrope_interleaved")}
     return parameters | {name: "default" for name in ("type", "rope_type") if parameters.get(name) == "mrope"}
 
@@ -188,8 +188,7 @@ class Family:
     multimodal: tuple[MultimodalModel, ...] = ()
     """Published multimodal models whose text model is of this family."""
     as_stored: Callable[[ModelConfig, Collection[str]], ModelConfig] | None = None
-    """Corrects a config by the names of a folder's arrays, where `config.json` does not state everything; None: it
-    does."""
+    """Corrects a config by the names of a folder's arrays; None: `config.json` states everything."""
 
     def read(self, published: PublishedConfig) -> ModelConfig:
         """Return the config of a model with this configuration; raises a `ValueError` for what is not supported."""
@@ -202,7 +201,7 @@ class Family:
         return config
 
     def write(self, config: ModelConfig) -> Attributes:
-        """Return the configuration to publish; raises a `ValueError` for a config that no configuration expresses."""
+        """Return the configuration to publish; raises a `ValueError` for a config that none can express."""
         attributes = Attributes()
         for entry in self.attributes:
             attributes |= entry.write(config)

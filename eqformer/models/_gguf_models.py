@@ -234,7 +234,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 def _is_without_effect(name: str, value: object) -> bool:
-    """Return whether nothing reads a key, or its value is that of a model without it."""
+    """Return whether a key has no effect: nothing reads it, or it has the value of a model without it."""
     return _UNREAD.fullmatch(name) is not None or value in _NEUTRAL.get(name, ())
 
 
@@ -298,7 +298,7 @@ def _longrope(
 
     Args:
         published: The values of the header.
-        key: What names of the scaling's values begin with.
+        key: The prefix of the names of the scaling's values.
         long: The divisors for long rows.
         short: The divisors for short rows.
         original: The original length, in tokens.
@@ -319,7 +319,7 @@ def _decimals(numbers: Shaped[np.ndarray, "pairs"]) -> list[float]:
 
 
 def _llama3(published: PublishedConfig, kind: str, divisors: Shaped[np.ndarray, "pairs"]) -> JsonObject:
-    """Return the one of Llama 3's published scalings whose divisors of frequencies are these."""
+    """Return Llama 3's published scaling that has these divisors of frequencies; refuse other divisors."""
     theta = published.number(f"{kind}.rope.freq_base", 10_000.0)
     with np.errstate(all="ignore"):  # a base that is no number gives no divisors, and is refused below
         lengths = 2 * np.pi * np.float64(theta) ** (np.arange(divisors.size) / divisors.size)

@@ -137,7 +137,7 @@ def _read_switched_window(published: PublishedConfig, missing: int | None) -> in
 class Windows(Entry):
     """The fields `window` and `window_layers`, the layers with a window.
 
-    `window` and `default` hold where the attributes are missing.
+    `window` and `default` apply if the attributes are missing.
     """
 
     window: int | None

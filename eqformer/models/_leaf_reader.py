@@ -52,7 +52,7 @@ class LeafGroup(NamedTuple):
         map_function: MapFunction,
         buffer: Shaped[np.ndarray, "numbers"],
     ) -> list[Shaped[np.ndarray, "..."]]:
-        """Return what a published array, or one index of it, holds of each leaf.
+        """Return the part of each leaf that a published array, or one index of it, holds.
 
         Args:
             arrays: The published arrays.
@@ -175,7 +175,7 @@ def _copy_array(
 def _empty_shards(
     leaf: jax.ShapeDtypeStruct, indices: Mapping[Device, tuple[slice, ...] | None]
 ) -> dict[Device, _Shard]:
-    """Return the shard of each device, not yet filled, by the indices that each holds; equal indices share a shard."""
+    """Return an empty shard for each device; devices that hold the same part of the leaf share a shard."""
     by_bounds: dict[tuple[tuple[int, int], ...], _Shard] = {}
     by_device = {}
     for device, index in indices.items():

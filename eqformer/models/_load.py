@@ -166,7 +166,7 @@ def _note_on_head(absent: Sequence[ResolvedRule], arrays: PublishedArrays) -> st
 
 
 def _initialize_head(source: _ModelSource, predictor: bool, sharding_of: Mapping[str, Sharding]) -> dict[str, Array]:
-    """Return the leaves of a head that the folder lacks, as `build` makes them by a fixed key."""
+    """Return the leaves of a head that the folder lacks, initialized as by `build` with a fixed key."""
     if not source.absent:
         return {}
 

@@ -25,13 +25,13 @@ class PredictorTable:
     """Table of how a family's models publish a predictor."""
 
     one_layer_config: Callable[..., object]
-    """Returns, for a model's config, that of a model whose one layer is like the predictor's."""
+    """Returns, from a model's config, the config of a one-layer model whose layer is like the predictor's."""
     prefix: str
     """Prefix of the names of the predictor's arrays; `{depth}` stands for the number of the model's layers."""
     weights: tuple[Rule, ...]
     """Rules for arrays outside its layer, with names without the prefix; the layer's rules are the family's."""
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Names without the prefix of arrays that copy one of the model's: of its `"embedding"` or of its `"head"`."""
+    """Arrays that repeat a part of the model, by name without the prefix; the part is `"embedding"` or `"head"`."""
     attributes: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """The further attributes in the `config.json` of a model with a predictor."""
 
@@ -71,7 +71,7 @@ class PredictorTable:
         return [dataclasses.replace(rule, layers=[number + depth for number in rule.layers]) for rule in rules]
 
     def copied_leaves(self, config: Any, model: Transformer) -> dict[str, str]:
-        """Return the path of the model's leaf that each copied array copies, by the array's name."""
+        """Return the path of the model's leaf that each array repeats, by the array's name."""
         head = "embedding.weight" if model.head is None else "head.weight"
         path_of = {"embedding": "embedding.weight", "head": head}
         # A quantized head has no weight, and its copy stays as it is stored.

@@ -126,7 +126,7 @@ class PublishedArrays:
         return decoded.T if coded.form.transposed else decoded
 
     def unexplained(self, names: Iterable[str]) -> str:
-        """Return the first of some arrays whose dtype is that of codes, though no format is stated; empty for none."""
+        """Return the first of these arrays whose dtype is one of codes, if no format is stated; empty for none."""
         if isinstance(self._source, GGUF) or self._states_format:
             return ""
         dtypes = {name: self._source.dtype_in_file(self._stored[name]) for name in sorted(names)}

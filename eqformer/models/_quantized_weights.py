@@ -63,7 +63,7 @@ def find_quantized_maps(
 
 
 def with_quantized_maps(shapes: nn.Transformer, quantized: Mapping[str, nn.QuantizedLinear]) -> nn.Transformer:
-    """Return the model's shapes with these maps, given by the paths of their plain weights, in the place of plain ones.
+    """Return the model's shapes with quantized maps in the place of plain ones, by the path of the plain weight.
 
     Each map has the bias of the plain one.
     """

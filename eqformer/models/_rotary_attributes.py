@@ -95,7 +95,7 @@ class RotaryByType(Entry):
     older: tuple[str, str] = ("rope_theta", "rope_local_base_freq")
     """The attributes of older configurations for both bases."""
     scaled: bool = True
-    """Whether the family has had an older `rope_scaling`, for layers without a window."""
+    """Whether older configurations may have a `rope_scaling`, which is for layers without a window."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta`, `scaling`, `local_theta` and `local_scaling`.
@@ -254,7 +254,7 @@ def _parameters_by_type(published: PublishedConfig) -> JsonObject:
 
 
 def _parameters_of_type(parameters: JsonObject, layer_type: str) -> JsonObject:
-    """Return the parameters of a type of layer; empty where these are no object."""
+    """Return the parameters of a type of layer; an empty object if it has none of its own."""
     of_type = parameters.get(layer_type)
     return of_type if isinstance(of_type, dict) else {}
 

@@ -74,7 +74,7 @@ class ResolvedRule:
     interleaved: bool = False
     groups: int = 1
     sliced_dims: int = 0
-    """The number of leading dims of the published array that this rule takes one index of, see `slice_rule`."""
+    """The number of leading dims that `slice_rule` has removed; the rule is for one index of each."""
     variant: bool = False
 
     def with_shapes(self, shapes: Sequence[Shape]) -> "ResolvedRule":
@@ -153,7 +153,7 @@ class ResolvedRule:
         return axes[0] - len(dims) if axes else None
 
     def to_published(self, parts: Sequence[Shaped[np.ndarray, "..."]]) -> Shaped[np.ndarray, "..."]:
-        """Return the published array for what each leaf holds at one index of its outer dims."""
+        """Return the published array of these parts: the values of each leaf at one index of its outer dims."""
         arrays = [_to_published(part, self.patterns[number], self.groups) for number, part in enumerate(parts)]
         if len(arrays) == 1:
             return arrays[0]
@@ -256,7 +256,7 @@ def resolve_rules(
 
 
 def _variants(rules: Sequence[ResolvedRule], stored: StoredShapes) -> list[ResolvedRule]:
-    """Return the variants whose arrays a folder has: of one name the first whose shape is that of the first array."""
+    """Return the variants whose arrays a folder has; of several variants of one name, the first whose shape fits."""
     chosen: dict[str, ResolvedRule] = {}
     for rule in rules:
         name = next(rule.arrays())[1]
