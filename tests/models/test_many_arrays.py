@@ -109,7 +109,7 @@ def of_adapter(folder, number, escaped=True):
             written[patterns] = {name.replace("\\", ""): value for name, value in written[patterns].items()}
             assert len(written[patterns]) == number - 1
     config = read_adapter_config(counted(written), "config.json")
-    assert all(config.has(name) and (config.rank_of(name), config.scale_of(name)) == settings[name] for name in names)
+    assert all(config.has(name) and config.settings_of(name) == settings[name] for name in names)
 
 
 def of_peft_adapter(folder, number):
@@ -141,7 +141,7 @@ def test_the_first_pattern_that_fits_counts_as_in_peft(order):
     config = read_adapter_config(given, "config.json")
     for name in NAMES:
         first = (n + 1 for n, each in enumerate(patterns) if re.match(rf"(.*\.)?({each})$", name))  # get_pattern_key
-        assert config.rank_of(name) == next(first, 99), name
+        assert config.settings_of(name)[0] == next(first, 99), name
 
 
 @pytest.mark.parametrize("work", [of_index, of_repeated, of_adapter, of_peft_adapter])
