@@ -1,13 +1,12 @@
 """An Equinox-based, modular transformer zoo for JAX: one model, any mesh, the same numbers.
 
 Its rooms are `eqformer.nn`, `eqformer.kernels`, `eqformer.models`, `eqformer.data`, `eqformer.parallel`,
-`eqformer.training`, `eqformer.generation`, `eqformer.program`, `eqformer.planning` and `eqformer.systems`; each is
-imported at its first use.
+`eqformer.training`, `eqformer.generation`, `eqformer.text`, `eqformer.program`, `eqformer.planning` and
+`eqformer.systems`; each is imported at its first use. `eqformer.load` and `eqformer.LLM` are those of `eqformer.text`.
 """
 
 import importlib
 import pkgutil
-import types
 import typing
 
 from ._failures import (
@@ -30,21 +29,28 @@ if typing.TYPE_CHECKING:
         parallel as parallel,
         planning as planning,
         program as program,
+        text as text,
         training as training,
     )
+    from .text import LLM as LLM, load as load
 
 
 __version__ = "0.1.0"  # The build reads the version here.
 
 
-def __getattr__(name: str) -> types.ModuleType:
+_TEXT = ("LLM", "load")  # The names of the room `text` that are used most.
+
+
+def __getattr__(name: str) -> typing.Any:
     if name in _rooms():
         return importlib.import_module(f".{name}", __name__)
+    if name in _TEXT:
+        return getattr(importlib.import_module(".text", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_rooms()})
+    return sorted({*globals(), *_rooms(), *_TEXT})
 
 
 def _rooms() -> set[str]:

@@ -9,25 +9,23 @@ if __name__ == "__main__":
     environment.prepare(sys.argv, gradients=False)
 
 import dataclasses
-import datetime
 import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import jax
 import tyro
 from recipes import Mesh, Recipe
 from support.command import entry
 from support.kernel_report import DECODING, has_kernels, local_platform
 from support.processes import Machine, run_devices
-from support.published import companion_folder, published_recipe, published_tokenizer, recipe_tokenizer, Tokenizer
+from support.published import published_recipe, recipe_tokenizer
 from support.run_directory import RunDirectory
 from support.screen import Screen
 from support.setup import load_latest_model, make_plan, model_shapes
 
-from eqformer import data, generation, models, nn, parallel
+from eqformer import models, nn, parallel, text
 
 
 PREDICTOR = Path("mtp")  # The draft of this name is the model's own predictor.
@@ -50,6 +48,8 @@ class Command:
     """The system message of a chat, before the prompt."""
     tokens: int = 300
     """How many tokens to write; fewer if the model ends the text."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text, which does not contain them."""
     temperature: float = 0.8
     """0 takes the likeliest token each time, 1 draws from the model's own distribution."""
     top_k: int | None = None
@@ -81,19 +81,7 @@ class Command:
     """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Writer:
-    """A model with its tokenizer."""
-
-    model: generation.Model
-    tokenizer: Tokenizer
-    ends: list[int]
-    """Ids that end a text."""
-    folder: Path
-    """The folder with the files that the model was published with, such as its chat template; it may not exist."""
-
-
-def load_writer(command: Command) -> Writer:
+def load_llm(command: Command) -> text.LLM:
     """Load the model that the command names, over its mesh; the text is the same on any mesh."""
     if command.model is not None and command.run_dir is not None:
         raise ValueError(
@@ -111,25 +99,15 @@ def load_writer(command: Command) -> Writer:
     return load_run(command, command.model or command.run_dir or Path("runs/default"))
 
 
-def load_draft(command: Command, writer: Writer) -> generation.Model | str | None:
-    """Load the model that proposes tokens; raises a `ValueError` if its tokenizer reads the prompt as other ids."""
-    if command.draft is None:
-        return None
-    if command.draft == PREDICTOR:
-        return str(PREDICTOR)
+def load_draft(command: Command) -> text.LLM | str | None:
+    """Load the model that proposes tokens."""
+    if command.draft is None or command.draft == PREDICTOR:
+        return None if command.draft is None else str(PREDICTOR)
     load = load_run if RunDirectory(command.draft).recipe.exists() else load_published
-    draft = load(dataclasses.replace(command, weights="decoded"), command.draft)  # Drafts are small.
-    prompt = command.prompt or ""
-    draft_ids, ids = (reader.tokenizer.encode(prompt).tolist() for reader in (draft, writer))
-    if draft_ids != ids:
-        raise ValueError(
-            f"--draft {command.draft}: its tokenizer gives the prompt {len(draft_ids)} ids, which are not the "
-            f"{len(ids)} of the model's; give a model of the same tokenizer."
-        )
-    return draft.model
+    return load(dataclasses.replace(command, weights="decoded"), command.draft)  # Drafts are small.
 
 
-def load_published(command: Command, folder: Path) -> Writer:
+def load_published(command: Command, folder: Path) -> text.LLM:
     """Load the model of a folder as published."""
     if command.weights == "quantized" and folder.is_file():
         raise ValueError(
@@ -137,37 +115,28 @@ def load_published(command: Command, folder: Path) -> Writer:
             "give --dtype bfloat16 for half the memory of float32."
         )
     dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
-    plan, companions = plan_for(command, published_recipe(folder)), companion_folder(folder)
-    tokenizer = published_tokenizer(companions)
+    plan = plan_for(command, published_recipe(folder))
     with Screen(errors=True).bar() as progress:
-        show = functools.partial(progress, f"reading {folder}")
-        options: dict[str, Any] = {"weights": command.weights, "predictor": command.draft == PREDICTOR}
-        model = models.load(folder, plan=plan, dtype=dtype, progress=show, **options)
-    return _make_writer(model, plan, tokenizer, companions)
+        return text.load(
+            folder,
+            plan=plan,
+            dtype=dtype,
+            weights=command.weights,
+            predictor=command.draft == PREDICTOR,
+            progress=functools.partial(progress, f"reading {folder}"),
+        )
 
 
-def load_run(command: Command, folder: Path) -> Writer:
+def load_run(command: Command, folder: Path) -> text.LLM:
     """Load the latest model of a run."""
     directory = RunDirectory(folder)
     _, recipe = directory.read()
     plan, tokenizer = plan_for(command, recipe), recipe_tokenizer(recipe, directory)
-    return _make_writer(load_latest_model(directory, recipe, plan), plan, tokenizer, directory.published)
-
-
-def _make_writer(model: nn.Transformer, plan: parallel.Plan | None, tokenizer: Tokenizer, folder: Path) -> Writer:
-    ends = sorted({tokenizer.end_of_text, *models.read_eos_token_ids(folder)})
-    return Writer(prepare_to_decode(model, plan), tokenizer, ends, folder)
-
-
-def prepare_to_decode(model: nn.Transformer, plan: parallel.Plan | None) -> generation.Model:
-    """Return the model as it decodes fastest on the devices where it is, under the plan if there is one."""
-    platform, chip = jax.default_backend(), jax.devices()[0].device_kind
-    if plan is None:
-        return generation.unstack_for_platform(model, platform, chip)
-    if not plan.is_pipelined:
-        split = plan.size(parallel.TENSOR) * plan.size(parallel.FSDP)
-        model = plan.shard(generation.unstack_for_platform(model, platform, chip, devices=split))
-    return parallel.ShardedModel(model, plan)
+    model = text.prepare_to_decode(load_latest_model(directory, recipe, plan), plan)
+    published = directory.published
+    ends = sorted({tokenizer.end_of_text, *models.read_eos_token_ids(published)})
+    template = text.read_chat_template(published)
+    return text.LLM(model, tokenizer, template, tuple(ends), special_tokens=published.is_dir())
 
 
 def plan_for(command: Command, recipe: Recipe) -> parallel.Plan | None:
@@ -180,74 +149,64 @@ def plan_for(command: Command, recipe: Recipe) -> parallel.Plan | None:
     return plan
 
 
-def is_chat(command: Command, writer: Writer) -> bool:
+def is_chat(command: Command, llm: text.LLM) -> bool:
     """Return whether the prompt is asked in the model's chat template."""
-    return command.chat == "yes" or (command.chat == "auto" and data.has_chat_template(writer.folder))
+    return command.chat == "yes" or (command.chat == "auto" and llm.chat_template is not None)
 
 
-def default_prompt(command: Command, writer: Writer) -> str:
+def default_prompt(command: Command, llm: text.LLM) -> str:
     """Return a prompt that fits the model: a question in a chat, else the beginning of what it was trained on."""
-    if is_chat(command, writer):
+    if is_chat(command, llm):
         return "Why is the sky blue?"
-    return "Once upon a time" if writer.folder.is_dir() else "def "
+    return "Once upon a time" if llm.special_tokens else "def "
 
 
-def encode_prompt(command: Command, writer: Writer) -> tuple[str, list[int]]:
-    """Return the part of the prompt that is printed, and the prompt's ids."""
-    prompt, chat = command.prompt or "", is_chat(command, writer)
-    if not chat and command.system is not None:
+def start_text(command: Command, llm: text.LLM, prompt: str) -> text.StreamedText:
+    """Return the text that the command asks for, which is drawn while it is read."""
+    options: text.GenerateOptions = {
+        "max_new_tokens": command.tokens,
+        "stop": command.stop,
+        "temperature": command.temperature,
+        "top_k": command.top_k,
+        "top_p": command.top_p,
+        "min_p": command.min_p,
+        "repetition_penalty": command.repetition_penalty,
+        "seed": command.seed,
+        "cache_dtype": command.cache_dtype,
+        "draft": load_draft(command),
+        "draft_tokens": command.draft_tokens,
+    }
+    if is_chat(command, llm):
+        system = [] if command.system is None else [{"role": "system", "content": command.system}]
+        return llm.chat([*system, {"role": "user", "content": prompt}], stream=True, **options)
+    if command.system is not None:
         raise ValueError(
             f"--system {command.system!r}: only a chat has a system message; leave it out, or give --chat yes."
         )
-    tokenizer = writer.tokenizer
-    if chat:
-        system = [] if command.system is None else [{"role": "system", "content": command.system}]
-        template = data.ChatTemplate(writer.folder, now=datetime.datetime.now)
-        text = template.render([*system, {"role": "user", "content": prompt}])
-        return "", tokenizer.encode_prompt(text, add_special_tokens=False).tolist()
-    encode = tokenizer.encode_prompt if writer.folder.is_dir() else tokenizer.encode
-    ids = encode(prompt).tolist()
-    shown = prompt if writer.model.start is None else ""  # The text that an encoder reads is not written on.
-    return shown, ids or [tokenizer.end_of_text]
+    return llm.generate(prompt, stream=True, **options)
 
 
 def write(command: Command) -> None:
     """Stream the text to standard output."""
-    writer, screen = load_writer(command), Screen(errors=True)
-    if command.prompt is None:
-        command = dataclasses.replace(command, prompt=default_prompt(command, writer))
-        screen.note(f"prompt: {command.prompt} (--prompt gives another)")
+    llm, screen = load_llm(command), Screen(errors=True)
+    prompt = command.prompt
+    if prompt is None:
+        prompt = default_prompt(command, llm)
+        screen.note(f"prompt: {prompt} (--prompt gives another)")
     if has_kernels(local_platform()):
         screen.note(DECODING)
-    shown, prompt = encode_prompt(command, writer)
-    ids = generation.stream(
-        writer.model,
-        prompt,
-        max_new_tokens=command.tokens,
-        transforms=generation.sampling(
-            temperature=command.temperature,
-            top_k=command.top_k,
-            top_p=command.top_p,
-            min_p=command.min_p,
-            repetition_penalty=command.repetition_penalty,
-        ),
-        end_of_text=writer.ends,
-        cache_dtype=command.cache_dtype,
-        draft=load_draft(command, writer),
-        draft_tokens=command.draft_tokens,
-        key=jax.random.key(command.seed),
-    )
-    text = data.TextStream(writer.tokenizer)
-    sys.stdout.write(shown)
+    pieces = start_text(command, llm, prompt)
+    if not is_chat(command, llm) and llm.model.start is None:  # An encoder's text is not written on.
+        sys.stdout.write(prompt)
     start, times = time.monotonic(), list[float]()
-    for number in ids:
-        times.append(time.monotonic())
-        sys.stdout.write(text.push(number))
+    for piece in pieces:
+        times += [time.monotonic()] * (len(pieces.ids) - len(times))
+        sys.stdout.write(piece)
         sys.stdout.flush()
-    sys.stdout.write(text.finish() + "\n")
+    sys.stdout.write("\n")
     sys.stdout.flush()
     screen.note(speed_line(start, times))
-    if (draft := ids.draft) is not None:
+    if (draft := pieces.draft) is not None:
         screen.note(
             f"draft: {draft.acceptance:.0%} of {draft.proposed.sum()} proposed tokens taken, "
             f"{draft.tokens_per_step:.2f} tokens a step"

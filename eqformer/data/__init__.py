@@ -17,6 +17,7 @@ from ._token_store import check_vocab as check_vocab, open_store as open_store, 
 from ._tokenizer import (
     ByteTokenizer as ByteTokenizer,
     FileTokenizer as FileTokenizer,
+    PromptTokenizer as PromptTokenizer,
     TextStream as TextStream,
     Tokenizer as Tokenizer,
     tokenizer_files as tokenizer_files,

@@ -37,17 +37,25 @@ class Tokenizer(Protocol):
     def decode(self, ids: Ids) -> str: ...
 
 
+@runtime_checkable
+class PromptTokenizer(Tokenizer, Protocol):
+    """Interface of a tokenizer that can also encode prompts, in which names of special tokens mean these tokens."""
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> UInt[np.ndarray, "seq"]: ...
+
+
 class TextStream:
     """Decoder of ids one by one, which returns complete characters only.
 
     The bytes of an incomplete character wait until the character is complete or `finish` is called. The texts together
-    equal `decode` of all ids. Ids without a token, which a model with a rounded-up vocabulary can sample, have no text.
+    equal `decode` of all ids; with the ids of a `prompt`, they equal what `decode` of prompt and ids has after the text
+    of the prompt. Ids without a token, which a model with a rounded-up vocabulary can sample, have no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, prompt: Ids = ()):
         self._decode, self._vocab = tokenizer.decode, tokenizer.vocab
         # The ids that were decoded last come first again: some decoders treat the first token of a text specially.
-        self._context: list[int] = []
+        self._context = [int(token) for token in prompt if token < self._vocab]
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:

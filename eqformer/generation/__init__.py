@@ -1,6 +1,7 @@
 """Sampling: from a model's distributions over the next token to text."""
 
 from ._generate import generate as generate, Generation as Generation
+from ._log_probabilities import log_probabilities as log_probabilities
 from ._model import Model as Model, unstack_for_platform as unstack_for_platform, unstack_layers as unstack_layers
 from ._prompts import fit_to_positions as fit_to_positions
 from ._speculative import DraftStatistics as DraftStatistics

@@ -4,10 +4,14 @@ The names of ways to split texts into words, and the order of their splits, are 
 published regular expression for its own engine, the published expression is used here.
 """
 
+import atexit
 import dataclasses
+import functools
 import json
 import math
 import re
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -240,6 +244,24 @@ def gguf_companion_files(path: str | Path) -> dict[str, str]:
     files = {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
     files["generation_config.json"] = {"eos_token_id": stops} if stops else {}
     return {name: json.dumps(content, ensure_ascii=False, indent=1) + "\n" for name, content in files.items()}
+
+
+def companion_folder(path: str | Path) -> Path:
+    """Return the folder of a published model's tokenizer, chat template and generation settings.
+
+    It is the model's own folder. For a GGUF file, it is a temporary folder that holds the file's
+    `gguf_companion_files`, and is removed when the process ends.
+    """
+    return _write_gguf_companions(Path(path)) if Path(path).is_file() else Path(path)
+
+
+@functools.cache
+def _write_gguf_companions(file: Path) -> Path:
+    files, folder = gguf_companion_files(file), Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, content in files.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    return folder
 
 
 def _tokens(file: GGUF, published: PublishedConfig, model: str) -> tuple[list[str], list[int]]:

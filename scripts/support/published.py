@@ -1,15 +1,13 @@
 """Published models in the scripts: a run that starts from one, and the files that are exported with a run's model."""
 
-import atexit
-import functools
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from recipes import Recipe
 
 from eqformer import data, models, read_utf8, write_atomic
+from eqformer.text import load_tokenizer
 from eqformer.training import Optimization
 from support.recipe_file import differences
 from support.run_directory import EVERYTHING_ELSE, RunDirectory
@@ -57,46 +55,15 @@ def recipe_tokenizer(recipe: Recipe, directory: RunDirectory | None = None) -> T
         if directory is not None and directory.tokenizer.exists() and directory.checkpointer().steps:
             file = directory.tokenizer
         return data.FileTokenizer(file, end_of_text=end_of_text)
-    if recipe.published is None:
-        return _byte_tokenizer(end_of_text)
     folder = recipe.published
-    if directory is not None and directory.published.exists():
+    if folder is not None and directory is not None and directory.published.exists():
         folder = directory.published
-    return published_tokenizer(folder, end_of_text)
-
-
-def published_tokenizer(model: Path, end_of_text: str | None = None) -> Tokenizer:
-    """Return the tokenizer of a published folder or a GGUF file; bytes if it has none and the model 256 ids."""
-    folder = companion_folder(model)
-    file, ends = folder / "tokenizer.json", models.read_eos_token_ids(folder)
-    if file.exists():
-        return data.FileTokenizer(file, end_of_text=next(iter(ends), None) if end_of_text is None else end_of_text)
-    if models.read_config(model).vocab == data.ByteTokenizer.vocab:
-        return _byte_tokenizer(end_of_text)
-    raise ValueError(f"--model {model}: the folder has no tokenizer.json; put the model's own there.")
-
-
-def companion_folder(path: Path) -> Path:
-    """Return the folder of a published model's tokenizer and settings."""
-    return _unpack_gguf(path) if path.is_file() else path
-
-
-@functools.cache
-def _unpack_gguf(file: Path) -> Path:
-    """Write the tokenizer and settings of a GGUF file to a folder that is removed when the process ends."""
-    files, folder = models.gguf_companion_files(file), Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for name, content in files.items():
-        (folder / name).write_text(content, encoding="utf-8")
-    return folder
-
-
-def _byte_tokenizer(end_of_text: str | None) -> Tokenizer:
-    if end_of_text is not None:
+    has_file = folder is not None and (models.companion_folder(folder) / "tokenizer.json").exists()
+    if end_of_text is not None and not has_file:
         raise ValueError(
             f"--text.end-of-text {end_of_text}: bytes end a text with 0; leave it out, or give --text.tokenizer."
         )
-    return data.ByteTokenizer()
+    return data.ByteTokenizer() if folder is None else load_tokenizer(folder, end_of_text=end_of_text)
 
 
 def copy_companions(recipe: Recipe, directory: RunDirectory) -> None:
@@ -108,7 +75,7 @@ def copy_companions(recipe: Recipe, directory: RunDirectory) -> None:
     part = directory.published.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    companions = companion_folder(recipe.published)
+    companions = models.companion_folder(recipe.published)
     for name in ("config.json", *models.COMPANION_FILES):
         if (companions / name).exists():
             shutil.copyfile(companions / name, part / name)

@@ -90,6 +90,21 @@ def test_file_tokenizer_agrees_with_the_package(tokenizer_json, corpus):
         assert "".join(printed) + stream.finish() == text and not any("\ufffd" in piece for piece in printed)
 
 
+def test_a_continuation_begins_with_the_space_after_its_prompt(tmp_path):
+    """As SentencePiece writes texts: a space belongs to the word after it, and a text's first space is left out."""
+    strip = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "Strip", "content": " "}]
+    file = {"version": "1.0", "model": {"type": "BPE", "vocab": {"<eos>": 0, "▁a": 1, "▁b": 2, "c": 3}, "merges": []}}
+    file["added_tokens"] = [{"id": 0, "content": "<eos>", "special": True, **dict.fromkeys(FLAGS, False)}]
+    file["decoder"] = {"type": "Sequence", "decoders": [strip[0], {"type": "Fuse"}, strip[1] | {"start": 1, "stop": 0}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    assert TextStream(tokenizer, [1]).pieces([2, 3, 1]) == [" b", "c", " a"]
+    assert TextStream(tokenizer, [0]).pieces([2, 3]) == TextStream(tokenizer).pieces([2, 3]) == ["b", "c"]
+
+
+FLAGS = "single_word", "lstrip", "rstrip", "normalized"
+
+
 def test_names_of_special_tokens_in_a_text_are_text(tokenizer_json):
     from tokenizers import Tokenizer as Reference
 

@@ -5,7 +5,6 @@ import io
 import json
 import re
 import sys
-import types
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -27,7 +26,7 @@ from support.run_directory import RunDirectory
 from support.screen import Screen
 from support.setup import build_model, make_keys, model_shapes
 
-from eqformer import data, models, nn, training
+from eqformer import data, models, nn, text, training
 from eqformer.training import Lora, Optimization
 
 
@@ -144,19 +143,6 @@ def test_a_broken_configuration_is_named(text, folder):
         models.read_eos_token_ids(folder)
 
 
-def test_prompts_begin_alike_for_a_published_model_and_a_run_of_it(folder):
-    tokenizer = data.FileTokenizer(folder / "tokenizer.json")
-
-    model: Any = types.SimpleNamespace(start=None)  # no encoder, which would read the prompt
-
-    def ids(where, **flags):
-        command = sample.Command(prompt="ab", **flags)
-        return sample.encode_prompt(command, sample.Writer(model, tokenizer, [0], where))[1]
-
-    assert ids(folder, model=folder) == ids(folder) == [0, 97, 98]
-    assert ids(folder / "absent") == [97, 98]
-
-
 @pytest.mark.parametrize(
     "flags,words",
     [
@@ -203,16 +189,15 @@ def tokenizer_from(files: dict[str, str], folder: Path) -> data.FileTokenizer:
     return data.FileTokenizer(folder / "tokenizer.json", end_of_text="<|end|>")
 
 
-def test_the_default_prompt_fits_the_model(folder, tmp_path):
+def test_the_default_prompt_fits_the_model(folder):
     """A chat is asked a question in its template, a published model begins a story, and a run of one's own code."""
-    tokenizer, model = data.FileTokenizer(folder / "tokenizer.json"), SimpleNamespace(start=None)
-    asked = lambda where, **flags: sample.default_prompt(
-        sample.Command(**flags), sample.Writer(cast(Any, model), tokenizer, [0], where)
-    )
-    assert asked(folder) == "Once upon a time" and asked(tmp_path / "absent") == "def "
-    settings = {"chat_template": "{{ messages[0].content }}?"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert asked(folder) == "Why is the sky blue?" and asked(folder, chat="no") == "Once upon a time"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}?"}))
+    published = text.LLM(cast(Any, None), data.ByteTokenizer())
+    chats = dataclasses.replace(published, chat_template=text.read_chat_template(folder))
+    asked = lambda llm, **flags: sample.default_prompt(sample.Command(**flags), llm)
+    assert asked(published) == "Once upon a time"
+    assert asked(dataclasses.replace(published, special_tokens=False)) == "def "
+    assert asked(chats) == "Why is the sky blue?" and asked(chats, chat="no") == "Once upon a time"
 
 
 def test_the_speed_counts_tokens_once_both_programs_are_compiled():

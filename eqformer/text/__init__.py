@@ -1,0 +1,11 @@
+"""Text in, text out: a model together with its tokenizer, its chat template and the ids that end a text."""
+
+from ._llm import LLM as LLM
+from ._load import (
+    load as load,
+    load_tokenizer as load_tokenizer,
+    prepare_to_decode as prepare_to_decode,
+    read_chat_template as read_chat_template,
+)
+from ._options import ChatOptions as ChatOptions, GenerateOptions as GenerateOptions
+from ._results import Completion as Completion, StreamedText as StreamedText

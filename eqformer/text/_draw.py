@@ -1,0 +1,99 @@
+"""Texts that a model draws after prompts: whole, with log-probabilities, or streamed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import jax
+
+from .. import data, generation
+from ._options import Settings
+from ._results import complete, StreamedText, TextAssembler
+from ._stop_strings import StopStrings
+
+
+if TYPE_CHECKING:
+    from ._llm import LLM
+
+
+class Prompts(NamedTuple):
+    """Prompts of a call: texts, and the ids that the model reads."""
+
+    texts: Sequence[str]
+    rows: Sequence[list[int]]
+    continued: Sequence[list[int]] | None
+    """Ids of the texts that the new texts continue; None if they begin anew, as an answer does."""
+
+
+def draw(
+    llm: "LLM", prompts: Prompts, call: str, options: Mapping[str, Any], *, stream: bool, log_probs: bool
+) -> list[Any]:
+    """Return a text for each prompt: a string, a `Completion` with `log_probs`, or a `StreamedText` with `stream`.
+
+    Args:
+        llm: The model and its tokenizer.
+        prompts: The prompts.
+        call: The name of the call, for errors.
+        options: The `GenerateOptions` of the call.
+        stream: Whether the text is streamed.
+        log_probs: Whether log-probabilities are returned.
+    """
+    settings = Settings(**options)
+    if stream and (log_probs or len(prompts.rows) != 1):
+        fault = "log_probs=True" if log_probs else f"{len(prompts.rows)} prompts"
+        raise ValueError(f"{call}(stream=True): one text is streamed without log_probs, not {fault}; leave one out.")
+    if not prompts.rows:
+        return []
+    if stream:
+        return [_stream(llm, prompts, settings)]
+    if settings.stop and not log_probs and len(prompts.rows) == 1:  # Drawing ends at the stop string.
+        return ["".join(_stream(llm, prompts, settings))]
+    result = generation.generate(
+        llm.model, prompts.rows, log_probabilities=log_probs, **_generation_options(llm, prompts, settings)
+    )
+    completions = []
+    for number, ids in enumerate(result.new_ids()):
+        start = int(result.prompt_lengths[number])
+        table = result.log_probabilities
+        scores = () if table is None else table[number, start : start + len(ids)].tolist()
+        completions.append(complete(ids, scores, _assembler(llm, prompts, number, settings)))
+    return completions if log_probs else [completion.text for completion in completions]
+
+
+def _stream(llm: "LLM", prompts: Prompts, settings: Settings) -> StreamedText:
+    """Return the text of the only prompt, which is drawn while it is read."""
+    options = _generation_options(llm, prompts, settings)
+    return StreamedText(generation.stream(llm.model, prompts.rows[0], **options), _assembler(llm, prompts, 0, settings))
+
+
+def _assembler(llm: "LLM", prompts: Prompts, number: int, settings: Settings) -> TextAssembler:
+    """Return the assembler of the new text of one prompt."""
+    continued = () if prompts.continued is None else prompts.continued[number]
+    return TextAssembler(data.TextStream(llm.tokenizer, continued), llm.end_ids, StopStrings(settings.stop))
+
+
+def _generation_options(llm: "LLM", prompts: Prompts, settings: Settings) -> dict[str, Any]:
+    """Return the arguments that `generation.generate` and `generation.stream` share."""
+    return {
+        "max_new_tokens": settings.max_new_tokens,
+        "transforms": settings.transforms,
+        "end_of_text": list(llm.end_ids) or None,
+        "cache_dtype": settings.cache_dtype,
+        "draft": _draft_model(llm, prompts, settings),
+        "draft_tokens": settings.draft_tokens,
+        "key": jax.random.key(settings.seed),
+    }
+
+
+def _draft_model(llm: "LLM", prompts: Prompts, settings: Settings) -> generation.Model | str | None:
+    """Return the draft's model; raise a `ValueError` if the draft's tokenizer gives other ids than the model's."""
+    draft = settings.draft
+    if draft is None or isinstance(draft, str | generation.Model):
+        return draft
+    for text in prompts.texts:
+        ids, draft_ids = (tokenizer.encode(text).tolist() for tokenizer in (llm.tokenizer, draft.tokenizer))
+        if ids != draft_ids:
+            raise ValueError(
+                f"generate(draft=...): its tokenizer gives the prompt {len(draft_ids)} ids, not the {len(ids)} of the "
+                "model's tokenizer; give a model of the same tokenizer."
+            )
+    return draft.model

@@ -1,0 +1,185 @@
+"""A language model with its tokenizer: it continues texts, answers chats, and says how likely texts are."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload, Unpack
+
+import numpy as np
+
+from .. import data, generation
+from ._draw import draw, Prompts
+from ._options import ChatOptions, GenerateOptions
+from ._results import Completion, StreamedText
+
+
+Texts = list[str] | tuple[str, ...]
+Messages = Sequence[Mapping[str, Any]]
+Result = str | list[str] | Completion | list[Completion] | StreamedText
+
+
+@dataclasses.dataclass(frozen=True)
+class LLM:
+    """A language model with its tokenizer, its chat template and the ids that end a text.
+
+    `load` makes one of a published model. To generate with other weights or another template, take
+    `dataclasses.replace(llm, model=...)`.
+    """
+
+    model: generation.Model
+    """The model as it decodes: an `nn.Transformer`, or a `parallel.ShardedModel` of it under a plan."""
+    tokenizer: data.PromptTokenizer
+    """The tokenizer of prompts and texts."""
+    chat_template: data.ChatTemplate | None = None
+    """The template of the model's chats; None for a model without chats."""
+    end_ids: tuple[int, ...] = ()
+    """Ids that end a text."""
+    special_tokens: bool = True
+    """Whether prompts get the special tokens that the tokenizer adds, such as a beginning of text, and may name special
+    tokens. False for a model that was trained on plain text."""
+
+    @overload
+    def tokens(self, text: str) -> list[int]: ...
+    @overload
+    def tokens(self, text: Texts) -> list[list[int]]: ...
+    def tokens(self, text: str | Texts) -> list[int] | list[list[int]]:
+        """Return the ids of a prompt as the model reads it, or those of each prompt of a list."""
+        return self._encode(text) if isinstance(text, str) else [self._encode(prompt) for prompt in text]
+
+    @overload
+    def generate(self, prompts: str, **options: Unpack[GenerateOptions]) -> str: ...
+    @overload
+    def generate(self, prompts: Texts, **options: Unpack[GenerateOptions]) -> list[str]: ...
+    @overload
+    def generate(self, prompts: str, *, stream: Literal[True], **options: Unpack[GenerateOptions]) -> StreamedText: ...
+    @overload
+    def generate(self, prompts: str, *, log_probs: Literal[True], **options: Unpack[GenerateOptions]) -> Completion: ...
+    @overload
+    def generate(
+        self, prompts: Texts, *, log_probs: Literal[True], **options: Unpack[GenerateOptions]
+    ) -> list[Completion]: ...
+    def generate(
+        self, prompts: str | Texts, *, stream: bool = False, log_probs: bool = False, **options: Unpack[GenerateOptions]
+    ) -> Result:
+        """Continue a text, or each text of a list, and return the new text only.
+
+        All texts of a list are drawn together. Raises a `ValueError` for a prompt without tokens, for ids that the
+        model does not know, and for more tokens than learned positions.
+
+        Args:
+            prompts: A text, or a list of texts.
+            stream: Whether to return an iterator over the pieces of the text while it is drawn.
+            log_probs: Whether to return the text as a `Completion`, with its ids and their log-probabilities.
+            **options: The `GenerateOptions`, such as `max_new_tokens`, `stop` and `temperature`.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if wrong := [text for text in texts if not isinstance(text, str)]:
+            raise ValueError(
+                f"generate(prompts): a prompt is a text, but one is a {type(wrong[0]).__name__}; give a text or a list "
+                "of texts, and messages to chat()."
+            )
+        rows = self.tokens(texts)
+        if [] in rows:
+            raise ValueError(
+                f"generate(prompts): prompt {rows.index([])} is empty, and the tokenizer adds no beginning of text, so "
+                "there is no token after which to draw; give at least one character."
+            )
+        # The text that an encoder reads is not continued.
+        read = Prompts(texts, rows, rows if self.model.start is None else None)
+        results = draw(self, read, "generate", options, stream=stream, log_probs=log_probs)
+        return results[0] if isinstance(prompts, str) else results
+
+    @overload
+    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> str: ...
+    @overload
+    def chat(self, messages: Sequence[Messages], **options: Unpack[ChatOptions]) -> list[str]: ...
+    @overload
+    def chat(self, messages: Messages, *, stream: Literal[True], **options: Unpack[ChatOptions]) -> StreamedText: ...
+    @overload
+    def chat(self, messages: Messages, *, log_probs: Literal[True], **options: Unpack[ChatOptions]) -> Completion: ...
+    @overload
+    def chat(
+        self, messages: Sequence[Messages], *, log_probs: Literal[True], **options: Unpack[ChatOptions]
+    ) -> list[Completion]: ...
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        *,
+        stream: bool = False,
+        log_probs: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> Result:
+        """Answer a conversation, or each conversation of a list, in the model's chat template.
+
+        Raises what `generate` raises, and a `ValueError` if there is no chat template or the template refuses the
+        messages.
+
+        Args:
+            messages: Messages such as `{"role": "user", "content": "Why is the sky blue?"}`, or a list of such lists.
+            stream: Whether to return an iterator over the pieces of the answer while it is drawn.
+            log_probs: Whether to return the answer as a `Completion`, with its ids and their log-probabilities.
+            **options: The `ChatOptions`: `template_options`, and those of `generate`.
+        """
+        is_single = any(isinstance(message, Mapping) for message in messages)
+        template_options = options.pop("template_options", {})
+        conversations = [messages] if is_single else messages
+        texts = [self._render(conversation, template_options) for conversation in conversations]
+        rows = [self.tokenizer.encode_prompt(text, add_special_tokens=False).tolist() for text in texts]
+        results = draw(self, Prompts(texts, rows, None), "chat", options, stream=stream, log_probs=log_probs)
+        return results[0] if is_single else results
+
+    @overload
+    def log_likelihood(self, context: str, continuation: str) -> float: ...
+    @overload
+    def log_likelihood(self, context: str | Texts, continuation: Texts) -> list[float]: ...
+    def log_likelihood(self, context: str | Texts, continuation: str | Texts) -> float | list[float]:
+        """Return the log-probability of a continuation after a context, in nats; for lists, that of each pair.
+
+        One context may have a list of continuations. Context and continuation are encoded together, and a token that
+        has characters of both counts to the continuation. Raises a `ValueError` if one of them has no token.
+        """
+        continuations = [continuation] if isinstance(continuation, str) else list(continuation)
+        contexts = [context] * len(continuations) if isinstance(context, str) else list(context)
+        if len(contexts) != len(continuations):
+            raise ValueError(
+                f"log_likelihood(context, continuation): {len(contexts)} contexts and {len(continuations)} "
+                "continuations make no pairs; give as many of both, or one context for all."
+            )
+        pairs = [self._encode_pair(*pair) for pair in zip(contexts, continuations)]
+        scores = generation.log_probabilities(self.model, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        sums = [float(np.sum(score, dtype=np.float64)) for score in scores]
+        return sums[0] if isinstance(continuation, str) else sums
+
+    def _encode(self, text: str) -> list[int]:
+        encode = self.tokenizer.encode_prompt if self.special_tokens else self.tokenizer.encode
+        return encode(text).tolist()
+
+    def _render(self, messages: Any, template_options: Mapping[str, Any]) -> str:
+        """Return a conversation as the text that the model reads."""
+        if self.chat_template is None:
+            raise ValueError(
+                "chat(messages): the model was published without a chat template; continue a text by generate()."
+            )
+        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+            raise ValueError(
+                "chat(messages): messages are a list of dicts, or a list of such lists; give [{'role': 'user', "
+                "'content': 'a question'}]."
+            )
+        return self.chat_template.render(messages, **template_options)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the ids of a context and of its continuation."""
+        prompt = self._encode(context)
+        if self.model.start is None:
+            joined = self._encode(context + continuation)
+            pairs = zip(prompt, joined)
+            shared = next((number for number, (first, second) in enumerate(pairs) if first != second), len(prompt))
+            prompt, new = joined[:shared], joined[shared:]
+        else:
+            new = self.tokenizer.encode(continuation).tolist()
+        for name, text, ids in (("context", context, prompt), ("continuation", continuation, new)):
+            if not ids:
+                raise ValueError(
+                    f"log_likelihood(context, continuation): the {name} {text!r:.60} has no token of its own; give at "
+                    "least one character."
+                )
+        return prompt, new

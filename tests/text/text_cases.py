@@ -1,0 +1,67 @@
+"""Models for tests of text to text: one that writes a script, and a small published folder."""
+
+import dataclasses
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from eqformer import data, models, nn
+from eqformer.text import LLM
+
+
+CONFIG = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=1, heads=4, kv_heads=2, mlp=64)
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+USER = {"role": "user", "content": "Hi"}
+
+
+class Scripted(eqx.Module):
+    """A model that writes a script: after the token at position `p` comes byte `p + 1` of the script."""
+
+    script: Int[Array, "max_seq"]
+    vocab: int = 256
+    max_seq: int | None = None
+    start: int | None = None
+
+    def encode(
+        self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch seq vocab"], PyTree, None]:
+        following = jnp.take(self.script, tokens.positions + 1, mode="clip")
+        return 4.0 * jax.nn.one_hot(following, self.vocab), cache, None
+
+    def unembed(self, hidden: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+        return hidden
+
+    def decode(
+        self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
+    ) -> tuple[Float[Array, "batch vocab"], PyTree]:
+        return self.encode(ids, tokens, cache)[0][:, -1], cache
+
+    def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
+        return ()
+
+
+def scripted(script: str) -> LLM:
+    """A model that ends with NUL every text that it has copied from the script."""
+    ids = np.frombuffer(script.encode() + b"\0" * 64, np.uint8).astype(np.int32)
+    return LLM(Scripted(jnp.asarray(ids)), data.ByteTokenizer(), end_ids=(0,))
+
+
+def small_model(seed: int = 0) -> nn.Transformer:
+    """A model of a few thousand parameters, whose texts differ from prompt to prompt."""
+    model = models.build(CONFIG, key=jax.random.key(seed))
+    return eqx.tree_at(lambda m: m.embedding.weight, model, replace_fn=lambda weight: 20 * weight)
+
+
+def published_folder(path: Path, **files: str) -> Path:
+    """The small model as a published folder with a tokenizer of bytes, and more files by name."""
+    tokenizer = data.tokenizer_files(data.ByteTokenizer(), max_length=64)
+    names = {name.replace("__", "."): content for name, content in files.items()}
+    models.save(small_model(), path, config=CONFIG, files=tokenizer | names)
+    return path
