@@ -9,6 +9,11 @@ import importlib
 import pkgutil
 import typing
 
+from ._dataclass_json import (
+    dataclass_from_json as dataclass_from_json,
+    dataclass_to_json as dataclass_to_json,
+    UnknownKindError as UnknownKindError,
+)
 from ._failures import (
     explain_error as explain_error,
     explain_write_error as explain_write_error,

@@ -17,12 +17,12 @@ from recipes import Recipe
 from support.check import check
 from support.command import entry
 from support.published import copy_companions, published_recipe, save_options
-from support.recipe_file import to_json
 from support.run_directory import RunDirectory
 from support.screen import Screen
-from support.setup import load_latest_model, load_published_model, make_keys
+from support.setup import load_published_model, make_keys
 
-from eqformer import models, nn, training
+from eqformer import dataclass_to_json, models, nn, training
+from eqformer.text import load_run_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def convert(command: Command) -> None:
 
 def _write_published(source: RunDirectory, target: Path, adapter: bool, screen: Screen) -> None:
     _, recipe = source.read()
-    model = load_latest_model(source, recipe)
+    model = load_run_model(source.path)
     if adapter:
         base = str(recipe.published) if recipe.published is not None else None
         models.save_adapter(model, target, config=recipe.model, base=base)
@@ -81,7 +81,7 @@ def _write_run(recipe: Recipe, target: RunDirectory, screen: Screen) -> None:
         target.begin(name, recipe)
         copy_companions(recipe, target)
         metadata = training.run_metadata(
-            recipe={"name": name, "recipe": to_json(recipe)}, step=0, data={}, key=make_keys(recipe).steps
+            recipe={"name": name, "recipe": dataclass_to_json(recipe)}, step=0, data={}, key=make_keys(recipe).steps
         )
         with target.checkpointer() as checkpointer:
             checkpointer.save({"model": model}, 0, metadata)

@@ -15,9 +15,9 @@ from support.command import entry
 from support.published import recipe_tokenizer
 from support.report import color_by_experts
 from support.run_directory import RunDirectory
-from support.setup import load_latest_model
 
 from eqformer import data, read_utf8
+from eqformer.text import load_run_model
 
 
 EXAMPLE = '''def load(path, encoding="utf-8"):
@@ -57,7 +57,7 @@ def write(command: Command) -> None:
     ids = tokenizer.encode(text)[: command.tokens].tolist()
     if not ids:
         raise ValueError("the text is empty: there is nothing to color; give some by --text or --file.")
-    color_by_experts(directory, load_latest_model(directory, recipe), ids, data.TextStream(tokenizer).pieces(ids))
+    color_by_experts(directory, load_run_model(directory.path), ids, data.TextStream(tokenizer).pieces(ids))
     sys.stdout.write(f"look at {directory.experts_page}, {directory.experts}\n")
 
 

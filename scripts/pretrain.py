@@ -21,12 +21,13 @@ from support.from_run import check_from_run
 from support.out_of_memory import out_of_memory_report
 from support.processes import connect, Machine, run_devices
 from support.published import check_published
-from support.recipe_file import short_name, to_json
+from support.recipe_file import short_name
 from support.run_directory import RunDirectory
 from support.screen import Screen
 from support.setup import check_plan, make_plan
 from support.trainer import Trainer
 
+from eqformer import dataclass_to_json
 from eqformer.parallel import check_alike, is_first_process
 
 
@@ -48,7 +49,9 @@ def train(command: Command) -> None:
     """Train as the command says; everything is checked before anything is written."""
     recipe, machine = command.run, command.machine
     connect(machine)
-    check_alike({"--recipe": command.recipe} | {f"--{flag}": value for flag, value in to_json(recipe).items()})
+    check_alike(
+        {"--recipe": command.recipe} | {f"--{flag}": value for flag, value in dataclass_to_json(recipe).items()}
+    )
     shapes = check(recipe)
     folder = command.run_dir or Path("runs") / short_name(command.recipe)
     check_published(recipe, RunDirectory(folder))

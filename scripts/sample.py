@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from recipes import Mesh, Recipe
+from recipes import Mesh, Recipe, RECIPES
 from support.command import entry
 from support.kernel_report import DECODING, has_kernels, local_platform
 from support.processes import Machine, run_devices
-from support.published import published_recipe, recipe_tokenizer
 from support.run_directory import RunDirectory
 from support.screen import Screen
-from support.setup import load_latest_model, make_plan, model_shapes
+from support.setup import make_plan
 
-from eqformer import models, nn, parallel, text
+from eqformer import nn, parallel, text
 
 
 PREDICTOR = Path("mtp")  # The draft of this name is the model's own predictor.
@@ -87,66 +86,54 @@ def load_llm(command: Command) -> text.LLM:
         raise ValueError(
             f"--model {command.model} --run-dir {command.run_dir}: one model writes; leave one of them out."
         )
-    if command.model is not None and not RunDirectory(command.model).recipe.exists():
-        return load_published(command, command.model)
-    if command.dtype is not None:
+    source = command.model or command.run_dir or Path("runs/default")
+    is_run = command.model is None or RunDirectory(source).recipe.exists()
+    if is_run and command.dtype is not None:
         raise ValueError(
             f"--dtype {command.dtype}: a run's model is computed in what its recipe says; leave it out, or write "
             "the model out (scripts/convert.py) and give --model."
         )
-    if command.weights != "decoded":
+    if is_run and command.weights != "decoded":
         raise ValueError(f"--weights {command.weights}: a run's weights are in no fewer bits; leave it out.")
-    return load_run(command, command.model or command.run_dir or Path("runs/default"))
+    if command.weights == "quantized" and source.is_file():
+        raise ValueError(
+            f"--weights quantized --model {source}: the blocks of a GGUF file are decoded; leave out --weights, and "
+            "give --dtype bfloat16 for half the memory of float32."
+        )
+    return load(command, source, is_run=is_run)
 
 
 def load_draft(command: Command) -> text.LLM | str | None:
     """Load the model that proposes tokens."""
     if command.draft is None or command.draft == PREDICTOR:
         return None if command.draft is None else str(PREDICTOR)
-    load = load_run if RunDirectory(command.draft).recipe.exists() else load_published
-    return load(dataclasses.replace(command, weights="decoded"), command.draft)  # Drafts are small.
+    is_run = RunDirectory(command.draft).recipe.exists()
+    return load(dataclasses.replace(command, weights="decoded"), command.draft, is_run=is_run)  # Drafts are small.
 
 
-def load_published(command: Command, folder: Path) -> text.LLM:
-    """Load the model of a folder as published."""
-    if command.weights == "quantized" and folder.is_file():
-        raise ValueError(
-            f"--weights quantized --model {folder}: the blocks of a GGUF file are decoded; leave out --weights, and "
-            "give --dtype bfloat16 for half the memory of float32."
-        )
+def load(command: Command, source: Path, *, is_run: bool) -> text.LLM:
+    """Load a run's latest model or a published one, over the command's mesh."""
+    if is_run:
+        RunDirectory(source).read()  # Its errors name flags.
+        return text.load(source, plan=make_command_plan(command))
     dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
-    plan = plan_for(command, published_recipe(folder))
     with Screen(errors=True).bar() as progress:
         return text.load(
-            folder,
-            plan=plan,
+            source,
+            plan=make_command_plan(command),
             dtype=dtype,
             weights=command.weights,
             predictor=command.draft == PREDICTOR,
-            progress=functools.partial(progress, f"reading {folder}"),
+            progress=functools.partial(progress, f"reading {source}"),
         )
 
 
-def load_run(command: Command, folder: Path) -> text.LLM:
-    """Load the latest model of a run."""
-    directory = RunDirectory(folder)
-    _, recipe = directory.read()
-    plan, tokenizer = plan_for(command, recipe), recipe_tokenizer(recipe, directory)
-    model = text.prepare_to_decode(load_latest_model(directory, recipe, plan), plan)
-    published = directory.published
-    ends = sorted({tokenizer.end_of_text, *models.read_eos_token_ids(published)})
-    template = text.read_chat_template(published)
-    return text.LLM(model, tokenizer, template, tuple(ends), special_tokens=published.is_dir())
-
-
-def plan_for(command: Command, recipe: Recipe) -> parallel.Plan | None:
-    """Return the plan of the command's mesh, None for one device; a `ValueError` if the model does not suit it."""
+def make_command_plan(command: Command) -> parallel.Plan | None:
+    """Return the plan of the command's mesh; None for one device."""
     if command.mesh == Mesh() and command.simulate is None:
         return None
-    with_mesh = Recipe(recipe.model, mesh=command.mesh, plan=parallel.ParallelConfig(zero=command.zero))
-    plan = make_plan(with_mesh, run_devices(Machine(simulate=command.simulate)))
-    parallel.ShardedModel(model_shapes(recipe), plan)
-    return plan
+    with_mesh = Recipe(RECIPES["default"]().model, mesh=command.mesh, plan=parallel.ParallelConfig(zero=command.zero))
+    return make_plan(with_mesh, run_devices(Machine(simulate=command.simulate)))
 
 
 def is_chat(command: Command, llm: text.LLM) -> bool:

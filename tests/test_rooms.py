@@ -22,7 +22,7 @@ ROOMS = {
     "models": {"nn", "parallel"},
     "parallel": {"nn", "kernels", "program"},
     "generation": {"nn"},
-    "text": {"nn", "data", "models", "parallel", "generation"},
+    "text": {"nn", "data", "models", "parallel", "training", "generation"},
     "training": {"nn", "kernels", "program", "parallel"},
     "planning": {"nn", "kernels", "program", "parallel", "training"},
     "systems": {"nn", "kernels", "program", "parallel", "planning"},

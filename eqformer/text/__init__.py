@@ -1,11 +1,8 @@
 """Text in, text out: a model together with its tokenizer, its chat template and the ids that end a text."""
 
+from ._companions import load_tokenizer as load_tokenizer
 from ._llm import LLM as LLM
-from ._load import (
-    load as load,
-    load_tokenizer as load_tokenizer,
-    prepare_to_decode as prepare_to_decode,
-    read_chat_template as read_chat_template,
-)
+from ._load import load as load, prepare_to_decode as prepare_to_decode
 from ._options import ChatOptions as ChatOptions, GenerateOptions as GenerateOptions
 from ._results import Completion as Completion, StreamedText as StreamedText
+from ._run_folder import load_run_model as load_run_model

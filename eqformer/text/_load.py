@@ -1,7 +1,5 @@
-"""`load`: a published model with its tokenizer and chat template."""
+"""`load`: the model of a published folder, a GGUF file or a run, with its tokenizer and chat template."""
 
-import datetime
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +7,9 @@ import jax
 from jax.typing import DTypeLike
 
 from .. import data, generation, models, nn, parallel
+from ._companions import load_tokenizer, read_chat_template
 from ._llm import LLM
+from ._run_folder import is_run, load_run_model, load_run_tokenizer, published_copy, read_run_recipe
 
 
 def load(
@@ -21,10 +21,11 @@ def load(
     predictor: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LLM:
-    """Load a published model with its tokenizer and chat template: a folder, or one file of GGUF.
+    """Load a model with its tokenizer and chat template: a published folder, one file of GGUF, or the folder of a run.
 
-    Raises a `ValueError` for a path that does not exist, for a model that does not fit the plan, for a folder without
-    `tokenizer.json`, and for what `models.load` refuses.
+    Of a run it is the model of the latest checkpoint. Raises a `ValueError` for a path that does not exist, for a model
+    that does not fit the plan, for a folder without `tokenizer.json`, and for what `models.load` or `load_run_model`
+    refuse.
 
     Args:
         source: The folder, or the file.
@@ -39,45 +40,39 @@ def load(
             f"load({str(source)!r}): there is no such file or folder; nothing is downloaded, so give the folder that a "
             "download made (hf download OWNER/NAME --local-dir FOLDER)."
         )
+    if is_run(Path(source)):
+        if dtype is not None or weights != "decoded" or predictor:
+            raise ValueError(
+                f"load({str(source)!r}): a run's model is computed in what its recipe says, with the weights of its "
+                "checkpoint; leave out dtype, weights and predictor."
+            )
+        return _load_run(Path(source), plan)
     if plan is not None:  # The model is compared with the plan before its arrays are read.
         parallel.ShardedModel(models.shapes(models.read_config(source)), plan)
     tokenizer, folder = load_tokenizer(source), models.companion_folder(source)
     model = models.load(source, plan=plan, dtype=dtype, weights=weights, predictor=predictor, progress=progress)
+    return _join(prepare_to_decode(model, plan), tokenizer, folder, special_tokens=True)
+
+
+def _load_run(path: Path, plan: parallel.Plan | None) -> LLM:
+    """Load the model of a run's latest checkpoint; its prompts begin as those of the model that the run began from."""
+    recipe, published = read_run_recipe(path), published_copy(path)
+    if plan is not None:
+        parallel.ShardedModel(recipe.shapes(), plan)
+    tokenizer, model = load_run_tokenizer(path, recipe), load_run_model(path, plan)
+    return _join(prepare_to_decode(model, plan), tokenizer, published, special_tokens=published.is_dir())
+
+
+def _join(
+    model: generation.Model,
+    tokenizer: data.ByteTokenizer | data.FileTokenizer,
+    folder: Path,
+    *,
+    special_tokens: bool,
+) -> LLM:
+    """Join a model and its tokenizer with the chat template and the end ids of a published folder."""
     ends = sorted({tokenizer.end_of_text, *models.read_eos_token_ids(folder)})
-    return LLM(prepare_to_decode(model, plan), tokenizer, read_chat_template(folder), tuple(ends))
-
-
-def load_tokenizer(source: str | Path, *, end_of_text: str | None = None) -> data.ByteTokenizer | data.FileTokenizer:
-    """Load the tokenizer of a published folder or of a GGUF file.
-
-    A folder without `tokenizer.json` has the tokenizer of bytes if its model has 256 ids. Raises a `ValueError` for any
-    other folder without that file.
-
-    Args:
-        source: The folder, or the file.
-        end_of_text: The token that ends a text; None: the model's own.
-    """
-    folder = models.companion_folder(source)
-    file, ends = folder / "tokenizer.json", models.read_eos_token_ids(folder)
-    if file.exists():
-        return data.FileTokenizer(file, end_of_text=next(iter(ends), None) if end_of_text is None else end_of_text)
-    call = f"load_tokenizer({str(source)!r})"
-    if models.read_config(source).vocab != data.ByteTokenizer.vocab:
-        raise ValueError(f"{call}: the folder has no tokenizer.json; put the model's own there.")
-    if end_of_text is not None:
-        raise ValueError(f"{call}: end_of_text={end_of_text!r}: bytes end a text with 0; leave it out.")
-    return data.ByteTokenizer()
-
-
-def read_chat_template(folder: Path) -> data.ChatTemplate | None:
-    """Read the chat template of a published folder; None without one, and after a warning if it cannot be read."""
-    if not data.has_chat_template(folder):
-        return None
-    try:
-        return data.ChatTemplate(folder, now=datetime.datetime.now)
-    except (ImportError, ValueError) as error:
-        warnings.warn(f"{error} The model is loaded without chats.", stacklevel=3)
-        return None
+    return LLM(model, tokenizer, read_chat_template(folder), tuple(ends), special_tokens)
 
 
 def prepare_to_decode(model: nn.LanguageModel, plan: parallel.Plan | None) -> generation.Model:

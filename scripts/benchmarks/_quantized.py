@@ -13,13 +13,13 @@ import numpy as np
 from support.published import recipe_tokenizer
 from support.run_directory import RunDirectory
 from support.screen import Screen
-from support.setup import load_latest_model
 from support.text import open_sources, open_texts
 
 from benchmarks import _ours, _peers
 from benchmarks._folders import write_quantized_folder
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import generation, models, nn, training
+from eqformer.text import load_run_model
 
 
 RUN = Path("runs/default")
@@ -86,7 +86,7 @@ def _ids(vocab: int, batch: int, prompt: int) -> np.ndarray:
 
 def _run_rows(directory: RunDirectory) -> Iterator[Row]:
     _, recipe = directory.read()
-    model = load_latest_model(directory, recipe)
+    model = load_run_model(directory.path)
     texts = open_texts(recipe, open_sources(recipe), recipe_tokenizer(recipe, directory), directory, Screen())
     sums = eqx.filter_jit(training.evaluation_sums)
     first = None

@@ -3,21 +3,27 @@
 import dataclasses
 import importlib.util
 import json
-import math
 import re
 import sys
-import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from beartype import BeartypeConf
-from beartype.door import is_bearable
 from recipes import Recipe
 
-from eqformer import models, nn, read_json, read_utf8, write_atomic
+from eqformer import (
+    dataclass_from_json,
+    dataclass_to_json,
+    models,
+    nn,
+    parallel,
+    read_json,
+    read_utf8,
+    UnknownKindError,
+    write_atomic,
+)
 from support.screen import Screen
 
 
@@ -33,18 +39,7 @@ _KINDS = {
         *nn.RotaryScaling.__subclasses__(),
     )
 }
-_FORMER_NAMES = {"Choices": "ParallelConfig"}
-"""Names of classes in older run folders -> their names today."""
-_NUMBERS = BeartypeConf(is_pep484_tower=True)  # An integer is a float too, as in annotations.
-_FLOAT = "__float__"  # The key that transformers writes for numbers that JSON does not have.
-
-
-class UnknownKindError(ValueError):
-    """A value of a recipe is of a class that is not known; `kind` is its name."""
-
-    def __init__(self, kind: object, known: Iterable[str]):
-        super().__init__(f"recipe.json: kind {kind!r} is unknown; it must be one of {sorted(known)}.")
-        self.kind = kind
+_KINDS["Choices"] = parallel.ParallelConfig  # Its name in older run folders.
 
 
 def user_file(name: str) -> Path | None:
@@ -114,61 +109,12 @@ def _split_name(name: str) -> tuple[Path, str] | None:
     return None if match is None else (Path(match[1]), match[2] or "recipe")
 
 
-def to_json(value: Any) -> Any:
-    """Return a value of a recipe as JSON; a dataclass keeps its class's name as `kind`."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"kind": type(value).__name__, **fields}
-    if isinstance(value, tuple):
-        return [to_json(part) for part in value]
-    if isinstance(value, float) and math.isinf(value):
-        return {_FLOAT: "Infinity" if value > 0 else "-Infinity"}
-    return str(value) if isinstance(value, Path) else value
-
-
 def from_json(value: Any, classes: Mapping[str, type] = MappingProxyType({})) -> Any:
-    """Return the value that `to_json` wrote.
+    """Return the recipe that `dataclass_to_json` wrote; `classes` are those of the user's file, by name.
 
-    `classes` are those of the user's file, by name. Raises a `ValueError` for a kind or a field that this version does
-    not know.
+    Raises a `ValueError` for a class or a field that this version does not know.
     """
-    if isinstance(value, list):
-        return tuple(from_json(part, classes) for part in value)
-    if not isinstance(value, dict):
-        return value
-    if value.get(_FLOAT) in ("Infinity", "-Infinity"):
-        return float(value[_FLOAT])
-    fields = {name: from_json(part, classes) for name, part in value.items() if name != "kind"}
-    kinds: Mapping[str, Any] = {**_KINDS, **classes}
-    name = value.get("kind", "")
-    kind = kinds.get(name, kinds.get(_FORMER_NAMES.get(name, "")))
-    if kind is None:
-        raise UnknownKindError(value.get("kind"), kinds)
-    known = {field.name: field for field in dataclasses.fields(kind)}
-    if unknown := sorted(fields.keys() - known.keys()):
-        raise ValueError(
-            f"recipe.json: {kind.__name__} has no fields {unknown}; it was written by another version of "
-            "eqformer, with which the run can go on."
-        )
-    for name in fields:
-        if "Path" in str(known[name].type) and isinstance(fields[name], str):
-            fields[name] = Path(fields[name])
-    _check_types(kind, fields)
-    return kind(**fields)
-
-
-def _check_types(kind: Any, fields: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for a field that holds a value of another type than its annotation says."""
-    try:
-        hints = typing.get_type_hints(kind)
-    except NameError:  # a class of the user's file, whose annotations type checkers alone can read
-        return
-    for name, value in fields.items():
-        if not is_bearable(value, hints[name], conf=_NUMBERS):
-            raise ValueError(
-                f"recipe.json: {kind.__name__}.{name} must be of {hints[name]}, but is {value!r:.100}; write the file "
-                "anew by the command that began the run."
-            )
+    return dataclass_from_json(value, {**_KINDS, **classes}, "recipe.json")
 
 
 def read_recipe(path: Path) -> tuple[str, Recipe]:
@@ -215,7 +161,7 @@ def trust_recipe(path: Path) -> None:
 def needs_code(recipe: Recipe) -> bool:
     """Return whether a recipe has values of classes that only a user's file defines."""
     try:
-        from_json(to_json(recipe))
+        from_json(dataclass_to_json(recipe))
     except UnknownKindError:
         return True
     return False
@@ -252,7 +198,7 @@ def write_recipe(path: Path, name: str, recipe: Recipe, run: str) -> None:
     """Write a `recipe.json` with the run's identifier, and before it a copy of the user's file, if there is one."""
     if (file := user_file(name)) is not None:
         write_atomic(source_beside(path), read_utf8(file))
-    content = {"name": name, "run": run, "recipe": to_json(recipe)}
+    content = {"name": name, "run": run, "recipe": dataclass_to_json(recipe)}
     write_atomic(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
@@ -262,7 +208,9 @@ def differences(old: Recipe, new: Recipe, changeable: frozenset[str]) -> list[st
         line
         for field in dataclasses.fields(Recipe)
         if field.name not in changeable
-        for line in _compare(field.name, to_json(getattr(old, field.name)), to_json(getattr(new, field.name)))
+        for line in _compare(
+            field.name, dataclass_to_json(getattr(old, field.name)), dataclass_to_json(getattr(new, field.name))
+        )
     ]
 
 

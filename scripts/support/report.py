@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from recipes import Recipe
 
-from eqformer import nn, read_utf8, training, write_atomic
-from support.recipe_file import needs_code, to_json
+from eqformer import dataclass_to_json, nn, read_utf8, training, write_atomic
+from support.recipe_file import needs_code
 from support.run_directory import RunDirectory
 
 
@@ -86,7 +86,7 @@ def open_metrics(recipe: Recipe, directory: RunDirectory, start: int) -> trainin
         makers.append(lambda: training.TensorBoard(path / "tensorboard", from_step=start + 1))
     if wandb is not None:
         names = lambda: {"folder": path, "name": path.name, "identifier": _wandb_identifier(directory, start)}
-        makers.append(lambda: training.WeightsAndBiases(wandb, **names(), recipe=to_json(recipe)))
+        makers.append(lambda: training.WeightsAndBiases(wandb, **names(), recipe=dataclass_to_json(recipe)))
     return training.MetricWriters(*makers)
 
 

@@ -13,7 +13,6 @@ from recipes import Mesh, Recipe
 
 from eqformer import Batch, models, nn, parallel, planning, training
 from support.flags import format_flag
-from support.run_directory import RunDirectory
 from support.screen import Screen
 
 
@@ -61,17 +60,6 @@ def configure_model(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
 def add_lora(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
     """Return the model with the recipe's LoRA, which changes nothing before the first step."""
     return recipe.lora.apply(model, key=jax.random.fold_in(make_keys(recipe).init, 1))
-
-
-def load_latest_model(directory: RunDirectory, recipe: Recipe, plan: parallel.Plan | None = None) -> nn.Transformer:
-    """Load the model of a run's latest checkpoint, sharded by the plan, to write text: it multiplies in no fp8.
-
-    Raises a `ValueError` if there is no checkpoint yet.
-    """
-    with directory.checkpointer() as checkpointer:
-        if checkpointer.latest_step is None:
-            raise ValueError(f"--run-dir {directory.path}: the run has no checkpoint yet; let it train on.")
-        return training.restore_model(checkpointer, nn.without_fp8(model_shapes(recipe)), plan)
 
 
 def batch_shapes(recipe: Recipe) -> Batch:

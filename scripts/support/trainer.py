@@ -11,13 +11,12 @@ import jax
 from jax.sharding import Mesh
 from recipes import Recipe
 
-from eqformer import data, generation, parallel, planning, training
+from eqformer import data, dataclass_to_json, generation, parallel, planning, training
 from eqformer.parallel import check_alike, on_all_processes, on_first_process
 from support.check import parse_steps
 from support.from_run import init_from_run
 from support.kernel_report import local_platform, training_lines
 from support.published import copy_companions, recipe_tokenizer
-from support.recipe_file import to_json
 from support.report import (
     add_sample,
     chooses_experts,
@@ -231,7 +230,7 @@ class Trainer:
         """Return what a checkpoint keeps beside the state; raises a `ValueError` if the run's folder is gone."""
         on_first_process(self.directory.check_exists)
         data_position = {"text": self.texts.identity, "example": self.spikes.batch_number(step) * self.recipe.batch}
-        recipe = {"name": self.name, "recipe": to_json(self.recipe)}
+        recipe = {"name": self.name, "recipe": dataclass_to_json(self.recipe)}
         progress = {"rates": list(map(dataclasses.asdict, self.phases)), "spikes": self.spikes.record()}
         return training.run_metadata(recipe=recipe, step=step, data=data_position, key=self.keys.steps, **progress)
 

@@ -9,10 +9,9 @@ import numpy as np
 import pretrain
 import pytest
 from script_helpers import LLAMA, rows, TINY, write_corpus
-from support.run_directory import RunDirectory
-from support.setup import load_latest_model
 
 from eqformer import nn
+from eqformer.text import load_run_model
 
 
 pytestmark = pytest.mark.grid  # each looks at a run of some seconds
@@ -49,9 +48,8 @@ def test_the_page_shows_each_tokens_first_expert(run_dir, capsys):
     assert f"look at {run_dir}/experts.html" in capsys.readouterr().out
     page = (run_dir / "experts.html").read_text()
     _, *layers = page.split("<h2>")
-    _, recipe = RunDirectory(run_dir).read()
     ids = np.frombuffer(TEXT.encode(), np.uint8).astype(np.int32)
-    wanted = np.asarray(nn.first_experts(load_latest_model(RunDirectory(run_dir), recipe), jnp.asarray(ids)))
+    wanted = np.asarray(nn.first_experts(load_run_model(run_dir), jnp.asarray(ids)))
     assert len(layers) == len(wanted) == 2
     for layer, row in zip(layers, wanted):
         spans = re.findall(r'<span class="e(\d+)" title="expert (\d+)">(.*?)</span>', layer, re.DOTALL)

@@ -17,9 +17,9 @@ import pytest
 from recipes import Recipe
 from script_helpers import LLAMA, TINY, write_corpus
 from support.check import check, check_values
-from support.recipe_file import from_json, read_recipe, to_json, write_recipe
+from support.recipe_file import from_json, read_recipe, write_recipe
 
-from eqformer import models, training
+from eqformer import dataclass_to_json, models, training
 
 
 WORDS = ["", "def ", "\u00e9\u4e2d\U0001f600", "a\nb\t\"'\\", "None", "nan", "\x00\x7f"]
@@ -72,7 +72,9 @@ def test_every_recipe_is_the_same_after_a_save(preset, tmp_path):
         recipe = dataclasses.replace(changed(Recipe(model=models.preset(preset)), draw), model=numbers)
         write_recipe(tmp_path / "recipe.json", f"\u00e9{number}", recipe, "1a2b")
         assert read_recipe(tmp_path / "recipe.json") == (f"\u00e9{number}", recipe)
-        text = json.dumps(training.run_metadata(recipe=to_json(recipe), step=1, data={}, key=_KEY), allow_nan=False)
+        text = json.dumps(
+            training.run_metadata(recipe=dataclass_to_json(recipe), step=1, data={}, key=_KEY), allow_nan=False
+        )
         assert from_json(json.loads(text)["recipe"]) == recipe
         seen.add(repr(recipe))
     assert len(seen) == 4
@@ -190,7 +192,7 @@ FIELDS = {"batch": "x", "model": 5, "optimizer": "x", "seq": None, "steps": 1.5,
 
 def test_a_recipe_of_other_kinds_is_refused_by_name(tmp_path):
     recipe = Recipe(model=models.preset("llama-byte-1m"))
-    written = to_json(recipe)
+    written = dataclass_to_json(recipe)
     contents = [{"name": "a", "recipe": wrong} for wrong in WRONG] + [{"name": 5, "recipe": written}]
     contents += [{"name": "a", "recipe": written | {name: value}} for name, value in FIELDS.items()]
     path = tmp_path / "recipe.json"
@@ -205,7 +207,7 @@ def test_a_recipe_of_other_kinds_is_refused_by_name(tmp_path):
 def test_a_recipe_with_former_names_of_classes_is_read():
     """Run folders keep the names that classes had when the run began; a name that never was is unknown."""
     recipe = Recipe(model=models.preset("llama-byte-1m"))
-    written = json.dumps(to_json(recipe))
+    written = json.dumps(dataclass_to_json(recipe))
     assert from_json(json.loads(written.replace('"ParallelConfig"', '"Choices"'))) == recipe
     with pytest.raises(ValueError, match="kind 'Choicess' is unknown"):
         from_json(json.loads(written.replace('"ParallelConfig"', '"Choicess"')))

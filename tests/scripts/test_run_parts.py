@@ -20,13 +20,12 @@ from rich.console import Console
 from support import screen as _screen, trainer as _trainer
 from support.command import find_recipe, parse
 from support.published import check_published, copy_companions, recipe_tokenizer, save_options
-from support.recipe_file import to_json
 from support.report import metrics_line, open_metrics, opening_line
 from support.run_directory import RunDirectory
 from support.screen import Screen
 from support.setup import build_model, make_keys, model_shapes
 
-from eqformer import data, models, nn, text, training
+from eqformer import data, dataclass_to_json, models, nn, text, training
 from eqformer.training import Lora, Optimization
 
 
@@ -82,7 +81,7 @@ def test_a_published_model_is_trained_gently_by_every_recipe_that_was_not_writte
 def test_dtypes_go_by_short_names():
     run = parse(pretrain.Command, ["--precision.compute", "bf16", "--precision.parameters=half"]).run
     assert run.precision == nn.Precision("float16", "bfloat16")
-    assert json.dumps(to_json(run)).count('"bfloat16"') == 1  # a run's file holds the full names
+    assert json.dumps(dataclass_to_json(run)).count('"bfloat16"') == 1  # a run's file holds the full names
 
 
 def test_products_of_8_bits_are_for_training():
@@ -90,7 +89,7 @@ def test_products_of_8_bits_are_for_training():
     assert run.precision == nn.Precision(products="fp8")
     maps = nn.linear_maps(model_shapes(run).stacks)
     assert maps and all(isinstance(one, nn.Fp8Linear) for one in maps)
-    assert "fp8" in json.dumps(to_json(run))
+    assert "fp8" in json.dumps(dataclass_to_json(run))
 
 
 def test_a_folder_is_a_recipes_once_something_is_saved(tmp_path):
@@ -328,7 +327,7 @@ def test_a_checkpoint_of_another_run_or_recipe_is_refused_by_name(tmp_path):
 
     def save(directory, step, run, **changes):
         about = {"rates": [dataclasses.asdict(its) for its in Optimization().phases(800)]}
-        about |= {"recipe": {"name": "name", "recipe": to_json(recipe(**changes))}}
+        about |= {"recipe": {"name": "name", "recipe": dataclass_to_json(recipe(**changes))}}
         with training.Checkpointer(directory.checkpoints, run=run) as checkpointer:
             checkpointer.save({"x": np.zeros(1)}, step, about)
 

@@ -151,8 +151,8 @@ def test_code_in_a_run_folder_runs_only_where_a_class_needs_it_and_the_user_says
         checkpointer.save({"model": build_model(recipe)}, 3, {})
     (tmp_path / "mine.py").unlink()
     tokenizer.unlink()  # the run has a copy
-    writer = sample.load_run(sample.Command(), its.path)  # of data alone
-    assert writer.tokenizer.vocab == 256 and its.read() == (f"{tmp_path}/mine.py:make", recipe)
+    llm = sample.load(sample.Command(), its.path, is_run=True)  # of data alone
+    assert llm.tokenizer.vocab == 256 and its.read() == (f"{tmp_path}/mine.py:make", recipe)
     assert (its.path / "recipe.py").exists() and not marker.exists()
     its.recipe.write_text(its.recipe.read_text().replace('"kind": "Optimization"', '"kind": "Mine"'))
     for script, *flags in (

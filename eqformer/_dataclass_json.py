@@ -1,0 +1,79 @@
+"""Dataclasses as JSON, each with the name of its class, for the files of a run; reading runs no code."""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+_FLOAT = "__float__"  # The key that transformers writes for numbers that JSON does not have.
+
+
+class UnknownKindError(ValueError):
+    """A value in a file is of a class that is not known; `kind` is its name."""
+
+    def __init__(self, kind: object, known: Iterable[str], source: str):
+        super().__init__(f"{source}: kind {kind!r} is unknown; it must be one of {sorted(known)}.")
+        self.kind = kind
+
+
+def dataclass_to_json(value: Any) -> Any:
+    """Return a value as JSON; a dataclass keeps its class's name as `kind`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: dataclass_to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"kind": type(value).__name__, **fields}
+    if isinstance(value, tuple):
+        return [dataclass_to_json(part) for part in value]
+    if isinstance(value, float) and math.isinf(value):
+        return {_FLOAT: "Infinity" if value > 0 else "-Infinity"}
+    return str(value) if isinstance(value, Path) else value
+
+
+def dataclass_from_json(value: Any, classes: Mapping[str, type], source: str) -> Any:
+    """Return the value that `dataclass_to_json` wrote.
+
+    `classes` are those that may come, by name, and `source` is the name of the file, for errors. Raises an
+    `UnknownKindError` for another class, and a `ValueError` for a field that its class does not have, or that has a
+    value of another type.
+    """
+    if isinstance(value, list):
+        return tuple(dataclass_from_json(part, classes, source) for part in value)
+    if not isinstance(value, dict):
+        return value
+    if value.get(_FLOAT) in ("Infinity", "-Infinity"):
+        return float(value[_FLOAT])
+    fields = {name: dataclass_from_json(part, classes, source) for name, part in value.items() if name != "kind"}
+    kind: Any = classes.get(value.get("kind", ""))
+    if kind is None:
+        raise UnknownKindError(value.get("kind"), classes, source)
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    if unknown := sorted(fields.keys() - known.keys()):
+        raise ValueError(
+            f"{source}: {kind.__name__} has no fields {unknown}; it was written by another version of eqformer, with "
+            "which the run can go on."
+        )
+    for name in fields:
+        if "Path" in str(known[name].type) and isinstance(fields[name], str):
+            fields[name] = Path(fields[name])
+    _check_types(kind, fields, source)
+    return kind(**fields)
+
+
+def _check_types(kind: Any, fields: Mapping[str, Any], source: str) -> None:
+    """Raise a `ValueError` for a field that holds a value of another type than its annotation says."""
+    from beartype import BeartypeConf  # Imported here, since the package imports this file at once.
+    from beartype.door import is_bearable
+
+    numbers = BeartypeConf(is_pep484_tower=True)  # An integer is a float too, as in annotations.
+    try:
+        hints = typing.get_type_hints(kind)
+    except NameError:  # A class of the user's file, whose annotations type checkers alone can read.
+        return
+    for name, value in fields.items():
+        if not is_bearable(value, hints[name], conf=numbers):
+            raise ValueError(
+                f"{source}: {kind.__name__}.{name} must be of {hints[name]}, but is {value!r:.100}; write the file "
+                "anew by the command that began the run."
+            )

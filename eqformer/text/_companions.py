@@ -1,0 +1,43 @@
+"""Tokenizer and chat template of a published folder or of a GGUF file."""
+
+import datetime
+import warnings
+from pathlib import Path
+
+from .. import data, models
+
+
+TOKENIZER = "tokenizer.json"
+
+
+def load_tokenizer(source: str | Path, *, end_of_text: str | None = None) -> data.ByteTokenizer | data.FileTokenizer:
+    """Load the tokenizer of a published folder or of a GGUF file.
+
+    A folder without `tokenizer.json` has the tokenizer of bytes if its model has 256 ids. Raises a `ValueError` for any
+    other folder without that file.
+
+    Args:
+        source: The folder, or the file.
+        end_of_text: The token that ends a text; None: the model's own.
+    """
+    folder = models.companion_folder(source)
+    file, ends = folder / TOKENIZER, models.read_eos_token_ids(folder)
+    if file.exists():
+        return data.FileTokenizer(file, end_of_text=next(iter(ends), None) if end_of_text is None else end_of_text)
+    call = f"load_tokenizer({str(source)!r})"
+    if models.read_config(source).vocab != data.ByteTokenizer.vocab:
+        raise ValueError(f"{call}: the folder has no {TOKENIZER}; put the model's own there.")
+    if end_of_text is not None:
+        raise ValueError(f"{call}: end_of_text={end_of_text!r}: bytes end a text with 0; leave it out.")
+    return data.ByteTokenizer()
+
+
+def read_chat_template(folder: Path) -> data.ChatTemplate | None:
+    """Read the chat template of a published folder; None without one, and after a warning if it cannot be read."""
+    if not data.has_chat_template(folder):
+        return None
+    try:
+        return data.ChatTemplate(folder, now=datetime.datetime.now)
+    except (ImportError, ValueError) as error:
+        warnings.warn(f"{error} The model is loaded without chats.", stacklevel=3)
+        return None

@@ -1,0 +1,102 @@
+"""Folders of runs, as scripts/pretrain.py writes them: the trained model with its tokenizer."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+
+from .. import data, models, nn, parallel, training
+from .._dataclass_json import dataclass_from_json, UnknownKindError
+from .._files import read_json
+from ._companions import load_tokenizer, TOKENIZER
+
+
+_RECIPE = "recipe.json"
+
+
+class RunRecipe(NamedTuple):
+    """The parts of a run's recipe that the trained model depends on."""
+
+    model: models.ModelConfig
+    precision: nn.Precision
+    execution: nn.Execution
+    lora: training.Lora
+    tokenizer: Path | None
+    """The file that the run was given as its tokenizer."""
+    end_of_text: str | None
+    published: Path | None
+    """The published model that the run began from."""
+    run: str | None
+    """The identifier that the run's checkpoints have too."""
+
+    def shapes(self) -> nn.Transformer:
+        """Return the shapes of the trained model, as it computes outside of training: it multiplies in no fp8."""
+        return nn.without_fp8(eqx.filter_eval_shape(self._build))
+
+    def _build(self) -> nn.Transformer:
+        model = models.build(self.model, key=jax.random.key(0))
+        return self.lora.apply(self.precision.apply(self.execution.apply(model)), key=jax.random.key(0))
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a path is the folder of a run."""
+    return (path / _RECIPE).is_file()
+
+
+def load_run_model(path: str | Path, plan: parallel.Plan | None = None) -> nn.Transformer:
+    """Load the model of a run's latest checkpoint, on one device or sharded by a plan.
+
+    It multiplies in no fp8. The recipe is data, and no code of the folder is run. Raises a `ValueError` for a run
+    without a checkpoint, and for a recipe with classes that this process does not know: import the code that registers
+    a family of your own first.
+    """
+    path, recipe = Path(path), read_run_recipe(path)
+    with training.Checkpointer(path / "checkpoints", run=recipe.run) as checkpointer:
+        if checkpointer.latest_step is None:
+            raise ValueError(f"load({str(path)!r}): the run has no checkpoint yet; let it train on.")
+        return training.restore_model(checkpointer, recipe.shapes(), plan)
+
+
+def load_run_tokenizer(path: Path, recipe: RunRecipe) -> data.ByteTokenizer | data.FileTokenizer:
+    """Load the tokenizer of a run: the run's copy of the file that it was given, its published model's, or bytes."""
+    if recipe.tokenizer is not None:
+        copy = path / TOKENIZER
+        return data.FileTokenizer(copy if copy.exists() else recipe.tokenizer, end_of_text=recipe.end_of_text)
+    if recipe.published is None:
+        return data.ByteTokenizer()
+    copy = published_copy(path)
+    return load_tokenizer(copy if copy.exists() else recipe.published, end_of_text=recipe.end_of_text)
+
+
+def published_copy(path: Path) -> Path:
+    """Return the folder with the run's copies of what its published model has beside weights; it may not exist."""
+    return path / "published"
+
+
+def read_run_recipe(path: str | Path) -> RunRecipe:
+    """Read the recipe of a run."""
+    file = Path(path) / _RECIPE
+    content = read_json(file)
+    recipe = content.get("recipe")
+    if not isinstance(recipe, dict) or not isinstance(recipe.get("model"), dict):
+        raise ValueError(f"{file}: this is not a recipe that a run wrote.")
+    text, published = recipe.get("text") or {}, recipe.get("published")
+    parts = [_read_part(file, recipe.get(name)) for name in ("model", "precision", "execution", "lora")]
+    defaults = None, nn.Precision(), nn.Execution(), training.Lora()
+    paths = [None if name is None else Path(name) for name in (text.get("tokenizer"), published)]
+    values = (default if part is None else part for part, default in zip(parts, defaults))
+    return RunRecipe(*values, paths[0], text.get("end_of_text"), paths[1], content.get("run"))
+
+
+def _read_part(file: Path, value: Any) -> Any:
+    """Return a part of a recipe; raise a `ValueError` for a class that is not known."""
+    kinds = [nn.Precision, nn.Execution, training.Lora, *nn.RotaryScaling.__subclasses__()]
+    kinds += [family.config for family in models.FAMILIES.values()]
+    try:
+        return dataclass_from_json(value, {kind.__name__: kind for kind in kinds}, str(file))
+    except UnknownKindError as error:
+        raise ValueError(
+            f"{file}: the class {error.kind} of this recipe is of code of your own; import that code, which registers "
+            "its family by models.register, and load the run again."
+        ) from error
