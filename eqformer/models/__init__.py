@@ -21,6 +21,7 @@ from ._family import (
 )
 from ._folder import read_eos_token_ids as read_eos_token_ids
 from ._gguf_tokenizer import companion_folder as companion_folder, gguf_companion_files as gguf_companion_files
+from ._hub import COMPANION_FILES as COMPANION_FILES, local_path as local_path
 from ._load import load as load, load_shapes as load_shapes, read_config as read_config
 from ._registry import (
     build as build,
@@ -30,7 +31,7 @@ from ._registry import (
     register as register,
     shapes as shapes,
 )
-from ._save import COMPANION_FILES as COMPANION_FILES, save as save
+from ._save import save as save
 from ._weight_rules import Rule as Rule
 from .families import _common, _decoder, _mixtures
 from .families._bamba import BambaConfig as BambaConfig

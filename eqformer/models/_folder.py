@@ -72,8 +72,8 @@ class Folder:
             if is_there(self.path):
                 check_regular(self.path)
             raise ValueError(
-                f"{self.call}: there is no such folder; nothing is downloaded, so give the folder that a download made "
-                "(hf download OWNER/NAME --local-dir FOLDER)."
+                f"{self.call}: there is no such folder, and this is no name of a model of the hub (OWNER/NAME); "
+                "correct it."
             )
         self._single, self._index = single, self.path / f"{single}.index.json"
         self._files: dict[str, _File] = {}

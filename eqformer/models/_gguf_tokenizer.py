@@ -20,6 +20,7 @@ from typing import TypeGuard
 from .._files import JsonObject
 from ._config_types import fits, PublishedConfig
 from ._gguf_file import GGUF
+from ._hub import local_path
 
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -252,7 +253,8 @@ def companion_folder(path: str | Path) -> Path:
     It is the model's own folder. For a GGUF file, it is a temporary folder that holds the file's
     `gguf_companion_files`, and is removed when the process ends.
     """
-    return _write_gguf_companions(Path(path)) if Path(path).is_file() else Path(path)
+    path = local_path(path)
+    return _write_gguf_companions(path) if path.is_file() else path
 
 
 @functools.cache

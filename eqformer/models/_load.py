@@ -27,6 +27,7 @@ from ._config_types import ranges_in
 from ._family import ModelConfig
 from ._folder import Folder
 from ._gguf_file import GGUF
+from ._hub import local_path
 from ._leaf_reader import group_leaves, LeafGroup, read_leaves
 from ._published_arrays import PublishedArrays
 from ._published_model import describe_model, PublishedModel
@@ -37,7 +38,7 @@ from ._weight_rules import flatten_model, ResolvedRule, unflatten_model
 
 def read_config(path: str | Path) -> ModelConfig:
     """Return the config of the model published in a folder, or in one file of GGUF."""
-    return describe_model(Path(path)).config
+    return describe_model(local_path(path)).config
 
 
 def load(
@@ -59,7 +60,7 @@ def load(
     of predictors of further tokens that are not asked for.
 
     Args:
-        path: The folder, or the file.
+        path: The folder, the file, or the name of a model of the hub (see `local_path`).
         mesh: A mesh alone stands for `Plan(mesh, zero=3)`, which splits everything it can.
         plan: The plan that places the arrays.
         dtype: The dtype of all leaves (names such as `bf16` too); None: each has its published dtype (one wide enough
@@ -122,7 +123,8 @@ class _ModelSource(NamedTuple):
 
 def _open_model(path: str | Path, dtype: DTypeLike | None, weights: str, predictor: bool) -> _ModelSource:
     """Compare a folder with its configuration and with the family's rules, and find which leaves each rule fills."""
-    source = GGUF(Path(path)) if Path(path).is_file() else Folder(path)
+    path = local_path(path)
+    source = GGUF(path) if path.is_file() else Folder(path)
     leaf_dtype = None if dtype is None else float_dtype(dtype, f"{source.call}: dtype={dtype!r}")
     published = describe_model(source.path, source)
     if predictor:

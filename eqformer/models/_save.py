@@ -15,6 +15,7 @@ from .._files import JsonObject, read_bytes
 from ..nn import LoRA, modules, named_modules, QuantizedLinear, Transformer
 from ._family import Family, ModelConfig, TEXT
 from ._folder import CONFIG, Folder, new_folder, write_folder
+from ._hub import COMPANION_FILES
 from ._published_arrays import PublishedArrays
 from ._published_model import (
     check_shapes,
@@ -29,11 +30,6 @@ from ._quantized_weights import names_as_stored, plain_shapes
 from ._weight_rules import flatten_model, NOTHING_STORED, ResolvedRule, StoredShapes
 
 
-# The files that a published folder holds beside its configuration and weights.
-COMPANION_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
 _TOKENS = "bos_token_id", "eos_token_id", "pad_token_id"
 _WEIGHTS = ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf"
 _NOTHING: Mapping[str, Never] = MappingProxyType({})

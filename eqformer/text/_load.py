@@ -21,36 +21,37 @@ def load(
     predictor: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LLM:
-    """Load a model with its tokenizer and chat template: a published folder, one file of GGUF, or the folder of a run.
+    """Load a model with its tokenizer and chat template.
 
-    Of a run it is the model of the latest checkpoint. Raises a `ValueError` for a path that does not exist, for a model
-    that does not fit the plan, for a folder without `tokenizer.json`, and for what `models.load` or `load_run_model`
-    refuse.
+    Raises a `ValueError` for a path that does not exist, for a model that does not fit the plan, for a folder without
+    `tokenizer.json`, and for what `models.local_path`, `models.load` or `load_run_model` refuse.
 
     Args:
-        source: The folder, or the file.
+        source: A published folder, one file of GGUF, the folder of a run (the model of its latest checkpoint), or the
+            name of a model of the hub, such as `"HuggingFaceTB/SmolLM2-135M-Instruct"` (see `models.local_path`).
         plan: The plan that shards the model over a mesh; None: one device. The text is the same.
         dtype: The dtype of all weights; None: each has its published dtype.
         weights: `"quantized"` keeps quantized weights as they are stored, in less memory; `"decoded"` decodes them.
         predictor: Whether to read the module that predicts a further token too, for `generate(draft="mtp")`.
         progress: A function that is called with the bytes read so far, and in all.
     """
-    if not Path(source).exists():
+    path = models.local_path(source)
+    if not path.exists():
         raise ValueError(
-            f"load({str(source)!r}): there is no such file or folder; nothing is downloaded, so give the folder that a "
-            "download made (hf download OWNER/NAME --local-dir FOLDER)."
+            f"load({str(source)!r}): there is no such file or folder, and this is no name of a model of the hub "
+            "(OWNER/NAME); correct it."
         )
-    if is_run(Path(source)):
+    if is_run(path):
         if dtype is not None or weights != "decoded" or predictor:
             raise ValueError(
                 f"load({str(source)!r}): a run's model is computed in what its recipe says, with the weights of its "
                 "checkpoint; leave out dtype, weights and predictor."
             )
-        return _load_run(Path(source), plan)
+        return _load_run(path, plan)
     if plan is not None:  # The model is compared with the plan before its arrays are read.
-        parallel.ShardedModel(models.shapes(models.read_config(source)), plan)
-    tokenizer, folder = load_tokenizer(source), models.companion_folder(source)
-    model = models.load(source, plan=plan, dtype=dtype, weights=weights, predictor=predictor, progress=progress)
+        parallel.ShardedModel(models.shapes(models.read_config(path)), plan)
+    tokenizer, folder = load_tokenizer(path), models.companion_folder(path)
+    model = models.load(path, plan=plan, dtype=dtype, weights=weights, predictor=predictor, progress=progress)
     return _join(prepare_to_decode(model, plan), tokenizer, folder, special_tokens=True)
 
 

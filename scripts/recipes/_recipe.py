@@ -83,7 +83,7 @@ class Recipe:
     model: ModelConfig
     """The model's family and its hyperparameters."""
     published: Annotated[Path | None, tyro.conf.arg(name="model", metavar="FOLDER")] = None
-    """A published model to train on: a folder of safetensors, config.json and its tokenizer, or a file of GGUF."""
+    """A published model to train on: a folder with its tokenizer, a file of GGUF, or a name of the hub."""
     from_run: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A run whose weights this run starts from; its recipe is this one's too, where --recipe does not name another."""
     from_step: int | None = None

@@ -96,7 +96,7 @@ def parse(kind: type[Command], arguments: Sequence[str], hidden_groups: Sequence
     if recipe.from_run is not None:
         recipe = dataclasses.replace(recipe, from_run=recipe.from_run.absolute())
     if recipe.published is not None:  # Absolute, as in `published_recipe`, so that the run resumes from any directory.
-        recipe = dataclasses.replace(recipe, published=recipe.published.absolute())
+        recipe = dataclasses.replace(recipe, published=models.local_path(recipe.published).absolute())
     elif recipe.text.tokenizer is not None:
         recipe = _with_vocabulary(recipe, "--model.vocab" in parse_words(arguments))
     return dataclasses.replace(command, run=recipe)

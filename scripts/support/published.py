@@ -21,6 +21,8 @@ def published_recipe(folder: Path, run: RunDirectory | None = None) -> Recipe:
 
     If the folder is gone, the copy of its configuration in the `run` that began from it is read.
     """
+    if run is None or not run.began_from(folder.absolute()):
+        folder = models.local_path(folder)
     folder = folder.absolute()
     if RunDirectory(folder).recipe.exists():
         raise ValueError(
