@@ -28,6 +28,12 @@ class _HubModel(NamedTuple):
     revision: str | None
 
 
+def is_hub_name(name: str) -> bool:
+    """Return whether a text may be the name of a model or a data set of the hub, `OWNER/NAME`."""
+    match = _HUB_NAME.fullmatch(name)
+    return match is not None and match["name"] == name
+
+
 def local_path(source: str | Path) -> Path:
     """Return the path of a model on this machine: a path that exists as it is, and a model of the hub downloaded.
 

@@ -1,5 +1,6 @@
 """Models of the hub by name, by the hub's own client, against a small server that speaks the hub's interface."""
 
+import base64
 import dataclasses
 import hashlib
 import http.server
@@ -53,6 +54,29 @@ class Hub(http.server.BaseHTTPRequestHandler):
             return self.answer(404, error="EntryNotFound")
         return self.answer(200, files[file])
 
+    def do_POST(self):
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        path = self.path.removeprefix("/api/").split("/")
+        if self.headers.get("Authorization") != f"Bearer {self.token}":
+            return self.answer(401)
+        self.requests.append(f"POST {path[0]} {path[-2] if len(path) > 2 else path[-1]}")
+        answers: dict[str, dict[str, object]] = {"create": {"url": f"{self.address}/owner/new"}}
+        answers["validate-yaml"] = {"errors": [], "warnings": []}
+        if path[-2:-1] == ["preupload"]:
+            files = json.loads(content)["files"]
+            answers["main"] = {"files": [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                                         for file in files]}  # fmt: skip
+        elif path[-2:-1] == ["commit"]:
+            lines = [json.loads(line) for line in content.splitlines()]
+            files = [line["value"] for line in lines if line["key"] == "file"]
+            self.repositories["/".join(path[1:3])] = {file["path"]: base64.b64decode(file["content"]) for file in files}
+            answers["main"] = {"commitUrl": f"{self.address}/owner/new/commit/{COMMIT}", "commitOid": COMMIT}
+        return self.answer(200, json.dumps(answers[path[-1]]).encode())
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
+
     def answer(self, code: int, content: bytes = b"", error: str | None = None) -> None:
         self.send_response(code)
         headers = {"Content-Length": str(len(content)), "X-Repo-Commit": COMMIT, "Content-Type": "application/json"}
@@ -60,7 +84,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         for header in headers.items():
             self.send_header(*header)
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
@@ -155,6 +179,32 @@ def test_bad_names_have_one_clear_error(hub, monkeypatch):
     hub.server_close()
     with pytest.raises(ValueError, match=r"the hub cannot be reached, and its cache does not hold owner/other; check"):
         models.load("owner/other")
+
+
+def test_a_folder_is_uploaded_with_its_card(hub, published, monkeypatch):
+    card = models.ModelCard("apache-2.0", "owner/name", ("owner/texts", "my notes"), "pretrain.py --steps 5")
+    restart_client(monkeypatch, HF_TOKEN=Hub.token)
+    assert models.push(published, "owner/new", card).endswith(f"/owner/new/commit/{COMMIT}")
+    uploaded = Hub.repositories["owner/new"]
+    assert uploaded.keys() == {file.name for file in published.iterdir()} | {"README.md"}
+    text = uploaded["README.md"].decode()
+    header = text.split("---\n")[1]
+    assert 'license: "apache-2.0"\nbase_model: "owner/name"\ndatasets: ["owner/texts"]\n' in header
+    for words in ("# new\n", "- Data: owner/texts, my notes\n", "pretrain.py --steps 5", "eqformer.load('owner/new')"):
+        assert words in text
+    assert eqx.tree_equal(models.load("owner/new"), models.load(published))  # and it comes back
+
+
+def test_uploads_that_cannot_be_are_refused_before_anything_is_sent(hub, published, tmp_path, monkeypatch):
+    card = models.ModelCard("other")
+    for folder, name, words in (
+        (tmp_path, "owner/new", r"there is no published folder \(no config.json\)"),
+        (published, "new", "the name of a model of the hub is OWNER/NAME"),
+        (published, "owner/new", "the hub refuses the upload .* log in with a token that may write"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            models.push(folder, name, card)
+    assert Hub.requests == [] and "base_model" not in card.to_markdown("owner/new")
 
 
 def test_without_the_extra_a_line_says_what_to_install(monkeypatch):

@@ -1,0 +1,71 @@
+"""Uploading of published folders to the Hugging Face hub, each with a model card."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from .._failures import explain_error, load_extra
+from ._folder import CONFIG
+from ._hub import is_hub_name
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCard:
+    """The model card of an uploaded model: what it was made of, and under which license it may be used."""
+
+    license: str
+    """The license by its name on the hub, such as `apache-2.0`, or `other`."""
+    base_model: str | None = None
+    """The model of the hub whose weights the training began with; None for a model trained from the start."""
+    datasets: tuple[str, ...] = ()
+    """The texts that the model was trained on: names of the hub, or words."""
+    recipe: str | None = None
+    """The command or the settings of the training."""
+
+    def to_markdown(self, name: str) -> str:
+        """Return the text of the card's `README.md`, for a model of this name."""
+        hub_datasets = [dataset for dataset in self.datasets if is_hub_name(dataset)]
+        fields = {"license": self.license, "base_model": self.base_model, "datasets": hub_datasets or None}
+        fields |= {"pipeline_tag": "text-generation", "tags": ["eqformer", "jax"]}
+        # JSON is YAML too, so that no value needs other quotes.
+        header = [f"{field}: {json.dumps(value)}" for field, value in fields.items() if value is not None]
+        lines = ["---", *header, "---", f"# {name.partition('/')[2]}", "", f"- License: {self.license}"]
+        lines.append(f"- Base model: {self.base_model or 'none, trained from the start'}")
+        lines.append(f"- Data: {', '.join(self.datasets) or 'not stated'}")
+        load = ["```python", "import eqformer", "", f"llm = eqformer.load({name!r})", "```"]
+        recipe = [] if self.recipe is None else ["", "## Training", "", "```text", self.recipe.strip(), "```"]
+        return "\n".join([*lines, "", *load, *recipe, ""])
+
+
+def push(folder: str | Path, name: str, card: ModelCard, *, private: bool = True) -> str:
+    """Upload a published folder, as `save` writes it, to the hub with a model card; return the address of the commit.
+
+    The repository is created if it does not exist, and all files are uploaded in one commit, with the token of the
+    hub's own login. Raises a `ValueError` before anything is uploaded for a folder without `config.json` and for a name
+    that is not `OWNER/NAME`, and for what the hub refuses.
+
+    Args:
+        folder: The folder.
+        name: The model's name on the hub, `OWNER/NAME`.
+        card: The model card.
+        private: Whether a repository that is created is private.
+    """
+    folder, call = Path(folder), f"push({str(folder)!r}, {name!r})"
+    if not is_hub_name(name):
+        raise ValueError(f"{call}: the name of a model of the hub is OWNER/NAME; correct it.")
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{call}: there is no published folder (no {CONFIG}); save the model first.")
+    hub = load_extra("huggingface_hub", extra="hub", call=call)
+    add = hub.CommitOperationAdd
+    files = [add(file.name, str(file)) for file in sorted(folder.iterdir()) if file.is_file()]
+    readme = add("README.md", card.to_markdown(name).encode())
+    operations = [readme, *(file for file in files if file.path_in_repo != readme.path_in_repo)]
+    api = hub.HfApi()
+    try:
+        api.create_repo(name, private=private, exist_ok=True)
+        return api.create_commit(name, operations, commit_message="Upload the model").commit_url
+    except hub.errors.HfHubHTTPError as error:
+        raise ValueError(
+            f"{call}: the hub refuses the upload ({explain_error(error)[0]}); log in with a token that may write "
+            "(hf auth login)."
+        ) from error
