@@ -7,13 +7,13 @@ from typing import Any, Literal, overload, Unpack
 import numpy as np
 
 from .. import data, generation
-from ._draw import draw, Prompts
-from ._options import ChatOptions, GenerateOptions
+from ._generate_texts import generate_texts, Prompts
+from ._options import ChatOptions, GenerateOptions, Settings
 from ._results import Completion, StreamedText
 
 
 Texts = list[str] | tuple[str, ...]
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, object]]
 Result = str | list[str] | Completion | list[Completion] | StreamedText
 
 
@@ -84,8 +84,8 @@ class LLM:
                 "there is no token after which to draw; give at least one character."
             )
         # The text that an encoder reads is not continued.
-        read = Prompts(texts, rows, rows if self.model.start is None else None)
-        results = draw(self, read, "generate", options, stream=stream, log_probs=log_probs)
+        read, settings = Prompts(texts, rows, rows if self.model.start is None else None), Settings(**options)
+        results = generate_texts(self, read, "generate", settings, stream=stream, log_probs=log_probs)
         return results[0] if isinstance(prompts, str) else results
 
     @overload
@@ -124,7 +124,8 @@ class LLM:
         conversations = [messages] if is_single else messages
         texts = [self._render(conversation, template_options) for conversation in conversations]
         rows = [self.tokenizer.encode_prompt(text, add_special_tokens=False).tolist() for text in texts]
-        results = draw(self, Prompts(texts, rows, None), "chat", options, stream=stream, log_probs=log_probs)
+        read, settings = Prompts(texts, rows, None), Settings(**options)
+        results = generate_texts(self, read, "chat", settings, stream=stream, log_probs=log_probs)
         return results[0] if is_single else results
 
     @overload
@@ -153,7 +154,7 @@ class LLM:
         encode = self.tokenizer.encode_prompt if self.special_tokens else self.tokenizer.encode
         return encode(text).tolist()
 
-    def _render(self, messages: Any, template_options: Mapping[str, Any]) -> str:
+    def _render(self, messages: Any, template_options: Mapping[str, object]) -> str:
         """Return a conversation as the text that the model reads."""
         if self.chat_template is None:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from .. import generation
 
@@ -42,7 +42,7 @@ class GenerateOptions(TypedDict, total=False):
 class ChatOptions(GenerateOptions, total=False):
     """Keyword arguments of `LLM.chat`: those of `GenerateOptions`, and one more."""
 
-    template_options: Mapping[str, Any]
+    template_options: Mapping[str, object]
     """Further variables of the chat template, such as `{"enable_thinking": False}`."""
 
 

@@ -43,7 +43,8 @@ class StopStrings:
 
     def _pending_length(self, text: str) -> int:
         """Return the length of the longest end of the text that begins a stop string."""
-        longest = max(map(len, self._stops), default=1) - 1
-        lengths = range(min(longest, len(text)), 0, -1)
-        begins = lambda length: any(stop.startswith(text[len(text) - length :]) for stop in self._stops)
-        return next(filter(begins, lengths), 0)
+        longest = min(max(map(len, self._stops), default=1) - 1, len(text))
+        return max((length for length in range(1, longest + 1) if self._is_beginning(text[-length:])), default=0)
+
+    def _is_beginning(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self._stops)

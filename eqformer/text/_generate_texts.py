@@ -1,13 +1,13 @@
-"""Texts that a model draws after prompts: whole, with log-probabilities, or streamed."""
+"""Generation of texts after prompts: whole, with log-probabilities, or streamed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import jax
 
 from .. import data, generation
 from ._options import Settings
-from ._results import complete, StreamedText, TextAssembler
+from ._results import complete, Completion, StreamedText, TextAssembler
 from ._stop_strings import StopStrings
 
 
@@ -24,20 +24,19 @@ class Prompts(NamedTuple):
     """Ids of the texts that the new texts continue; None if they begin anew, as an answer does."""
 
 
-def draw(
-    llm: "LLM", prompts: Prompts, call: str, options: Mapping[str, Any], *, stream: bool, log_probs: bool
-) -> list[Any]:
+def generate_texts(
+    llm: "LLM", prompts: Prompts, call: str, settings: Settings, *, stream: bool, log_probs: bool
+) -> list[str] | list[Completion] | list[StreamedText]:
     """Return a text for each prompt: a string, a `Completion` with `log_probs`, or a `StreamedText` with `stream`.
 
     Args:
         llm: The model and its tokenizer.
         prompts: The prompts.
         call: The name of the call, for errors.
-        options: The `GenerateOptions` of the call.
+        settings: The settings of the call.
         stream: Whether the text is streamed.
         log_probs: Whether log-probabilities are returned.
     """
-    settings = Settings(**options)
     if stream and (log_probs or len(prompts.rows) != 1):
         fault = "log_probs=True" if log_probs else f"{len(prompts.rows)} prompts"
         raise ValueError(f"{call}(stream=True): one text is streamed without log_probs, not {fault}; leave one out.")
