@@ -34,7 +34,7 @@ class Command:
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """A run's folder, of which the latest checkpoint is read, or a published folder."""
+    """A run's folder, of which the latest checkpoint is read, a published folder, or a name of the hub."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """The folder to make; there must be nothing yet."""
     adapter: bool = False
@@ -50,10 +50,10 @@ def convert(command: Command) -> None:
         raise ValueError(f"TARGET {command.target}: it exists already; give a new folder.")
     if source.recipe.exists():
         _write_published(source, command.target, command.adapter, screen)
-    elif (command.source / "config.json").exists():
+    elif ((path := models.local_path(command.source)) / "config.json").exists():
         if command.adapter:
             raise ValueError("--adapter: only a run has low-rank changes to write; leave it out.")
-        _write_run(published_recipe(command.source), RunDirectory(command.target), screen)
+        _write_run(command.source.absolute().name, published_recipe(path), RunDirectory(command.target), screen)
     else:
         raise ValueError(
             f"SOURCE {command.source}: it is neither a run (recipe.json) nor a published model (config.json); give one."
@@ -72,10 +72,9 @@ def _write_published(source: RunDirectory, target: Path, adapter: bool, screen: 
     screen.note(f"{target} holds the model as published\nsample     python scripts/sample.py --model {target}")
 
 
-def _write_run(recipe: Recipe, target: RunDirectory, screen: Screen) -> None:
+def _write_run(name: str, recipe: Recipe, target: RunDirectory, screen: Screen) -> None:
     check(recipe)
-    assert recipe.published is not None
-    name, model = recipe.published.name, load_published_model(recipe, None, screen)
+    model = load_published_model(recipe, None, screen)
     with target:
         target.claim(name, recipe)
         target.begin(name, recipe)
