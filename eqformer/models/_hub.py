@@ -51,7 +51,7 @@ def local_path(source: str | Path) -> Path:
         return path
     model, call = _HubModel(**match.groupdict()), f"load({str(source)!r})"
     hub = load_extra("huggingface_hub", extra="hub", call=f"{call}: there is no such folder here, and the hub")
-    with _explain_hub_errors(hub, model, call):
+    with _explain_hub_errors(model, call):
         return _download(hub, model, call)
 
 
@@ -76,9 +76,9 @@ def _download(hub: ModuleType, model: _HubModel, call: str) -> Path:
 
 
 @contextmanager
-def _explain_hub_errors(hub: ModuleType, model: _HubModel, call: str) -> Iterator[None]:
+def _explain_hub_errors(model: _HubModel, call: str) -> Iterator[None]:
     """Raise a `ValueError` that says what is wrong for the errors of the hub's client."""
-    errors = hub.errors
+    errors = load_extra("huggingface_hub.errors", extra="hub", call=call)
     revision = model.revision or "main"
     # Subclasses come before their bases.
     reasons = {

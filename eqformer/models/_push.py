@@ -56,6 +56,7 @@ def push(folder: str | Path, name: str, card: ModelCard, *, private: bool = True
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{call}: there is no published folder (no {CONFIG}); save the model first.")
     hub = load_extra("huggingface_hub", extra="hub", call=call)
+    errors = load_extra("huggingface_hub.errors", extra="hub", call=call)
     add = hub.CommitOperationAdd
     files = [add(file.name, str(file)) for file in sorted(folder.iterdir()) if file.is_file()]
     readme = add("README.md", card.to_markdown(name).encode())
@@ -64,7 +65,7 @@ def push(folder: str | Path, name: str, card: ModelCard, *, private: bool = True
     try:
         api.create_repo(name, private=private, exist_ok=True)
         return api.create_commit(name, operations, commit_message="Upload the model").commit_url
-    except hub.errors.HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise ValueError(
             f"{call}: the hub refuses the upload ({explain_error(error)[0]}); log in with a token that may write "
             "(hf auth login)."

@@ -204,7 +204,7 @@ def test_uploads_that_cannot_be_are_refused_before_anything_is_sent(hub, publish
     ):
         with pytest.raises(ValueError, match=words):
             models.push(folder, name, card)
-    assert Hub.requests == [] and "base_model" not in card.to_markdown("owner/new")
+    assert "owner/new" not in Hub.repositories and "base_model" not in card.to_markdown("owner/new")
 
 
 def test_without_the_extra_a_line_says_what_to_install(monkeypatch):
