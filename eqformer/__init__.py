@@ -43,20 +43,22 @@ if typing.TYPE_CHECKING:
 __version__ = "0.1.0"  # The build reads the version here.
 
 
-_TEXT = ("LLM", "load")  # The names of the room `text` that are used most.
-
-
 def __getattr__(name: str) -> typing.Any:
     if name in _rooms():
         return importlib.import_module(f".{name}", __name__)
-    if name in _TEXT:
+    if name in _names_of_text():
         return getattr(importlib.import_module(".text", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_rooms(), *_TEXT})
+    return sorted({*globals(), *_rooms(), *_names_of_text()})
 
 
 def _rooms() -> set[str]:
     return {module.name for module in pkgutil.iter_modules(__path__) if module.ispkg}
+
+
+def _names_of_text() -> set[str]:
+    """Return the names of the room `text` that are names of the package too."""
+    return {"LLM", "load"}

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import re
 import textwrap
+import typing
 from collections.abc import Callable, Iterator
 
 import equinox as eqx
@@ -61,6 +62,9 @@ def complaints(name: str, thing: object) -> dict[str, list[str]]:
     found = {}
     if inspect.isfunction(thing):
         found[name] = left_out(thing, described_in(thing.__doc__))
+    elif typing.is_typeddict(thing):  # keyword arguments, each with a docstring under it
+        described = set().union(*map(described_fields, filter(typing.is_typeddict, (thing, *thing.__orig_bases__))))
+        found[name] = [field for field in thing.__annotations__ if field not in described]
     elif inspect.isclass(thing) and not issubclass(thing, BaseException):
         described = described_in(inspect.getdoc(thing.__init__)) if has_init(thing) else described_fields(thing)
         found[name] = left_out(thing, described)
@@ -117,6 +121,13 @@ class Fields(eqx.Module):
         """Few arguments need no lines."""
 
 
+class Options(typing.TypedDict, total=False):
+    a: int
+    """The first."""
+    b: int
+
+
 def test_what_is_left_out_is_found():
+    assert complaints("Options", Options) == {"Options": ["b"]}
     assert complaints("sums", sums) == {"sums": ["b", "d", "e", "f"]}
     assert complaints("Fields", Fields) == {"Fields": ["b", "c", "d", "e", "f"]}

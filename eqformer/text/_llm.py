@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, overload, Unpack
 
 import numpy as np
@@ -14,7 +15,8 @@ from ._results import Completion, StreamedText
 
 Texts = list[str] | tuple[str, ...]
 Messages = Sequence[Mapping[str, object]]
-Result = str | list[str] | Completion | list[Completion] | StreamedText
+Result = str | Completion | StreamedText | list[str] | list[Completion] | list[StreamedText]
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +106,10 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         *,
+        template_options: Mapping[str, Any] = _NOTHING,
         stream: bool = False,
         log_probs: bool = False,
-        **options: Unpack[ChatOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Result:
         """Answer a conversation, or each conversation of a list, in the model's chat template.
 
@@ -115,12 +118,12 @@ class LLM:
 
         Args:
             messages: Messages such as `{"role": "user", "content": "Why is the sky blue?"}`, or a list of such lists.
+            template_options: Further variables of the template, such as `{"enable_thinking": False}`.
             stream: Whether to return an iterator over the pieces of the answer while it is drawn.
             log_probs: Whether to return the answer as a `Completion`, with its ids and their log-probabilities.
-            **options: The `ChatOptions`: `template_options`, and those of `generate`.
+            **options: The `GenerateOptions`, such as `max_new_tokens`, `stop` and `temperature`.
         """
         is_single = any(isinstance(message, Mapping) for message in messages)
-        template_options = options.pop("template_options", {})
         conversations = [messages] if is_single else messages
         texts = [self._render(conversation, template_options) for conversation in conversations]
         rows = [self.tokenizer.encode_prompt(text, add_special_tokens=False).tolist() for text in texts]
@@ -154,7 +157,7 @@ class LLM:
         encode = self.tokenizer.encode_prompt if self.special_tokens else self.tokenizer.encode
         return encode(text).tolist()
 
-    def _render(self, messages: Any, template_options: Mapping[str, object]) -> str:
+    def _render(self, messages: Any, template_options: Mapping[str, Any]) -> str:
         """Return a conversation as the text that the model reads."""
         if self.chat_template is None:
             raise ValueError(

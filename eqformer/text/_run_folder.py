@@ -1,5 +1,7 @@
 """Folders of runs, as scripts/pretrain.py writes them: the trained model with its tokenizer."""
 
+import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,20 +83,25 @@ def read_run_recipe(path: str | Path) -> RunRecipe:
     recipe = content.get("recipe")
     if not isinstance(recipe, dict) or not isinstance(recipe.get("model"), dict):
         raise ValueError(f"{file}: this is not a recipe that a run wrote.")
-    text, published = recipe.get("text") or {}, recipe.get("published")
-    parts = [_read_part(file, recipe.get(name)) for name in ("model", "precision", "execution", "lora")]
-    defaults = None, nn.Precision(), nn.Execution(), training.Lora()
-    paths = [None if name is None else Path(name) for name in (text.get("tokenizer"), published)]
-    values = (default if part is None else part for part, default in zip(parts, defaults))
-    return RunRecipe(*values, paths[0], text.get("end_of_text"), paths[1], content.get("run"))
+    text, read = recipe.get("text") or {}, functools.partial(_read_part, file, recipe)
+    return RunRecipe(
+        model=read("model"),
+        precision=read("precision") or nn.Precision(),
+        execution=read("execution") or nn.Execution(),
+        lora=read("lora") or training.Lora(),
+        tokenizer=Path(text["tokenizer"]) if text.get("tokenizer") else None,
+        end_of_text=text.get("end_of_text"),
+        published=Path(recipe["published"]) if recipe.get("published") else None,
+        run=content.get("run"),
+    )
 
 
-def _read_part(file: Path, value: Any) -> Any:
-    """Return a part of a recipe; raise a `ValueError` for a class that is not known."""
+def _read_part(file: Path, recipe: Mapping[str, Any], name: str) -> Any:
+    """Return a part of a recipe, None if it has none; raise a `ValueError` for a class that is not known."""
     kinds = [nn.Precision, nn.Execution, training.Lora, *nn.RotaryScaling.__subclasses__()]
     kinds += [family.config for family in models.FAMILIES.values()]
     try:
-        return dataclass_from_json(value, {kind.__name__: kind for kind in kinds}, str(file))
+        return dataclass_from_json(recipe.get(name), {kind.__name__: kind for kind in kinds}, str(file))
     except UnknownKindError as error:
         raise ValueError(
             f"{file}: the class {error.kind} of this recipe is of code of your own; import that code, which registers "

@@ -75,7 +75,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_address[1]}"
+        return f"http://{self.headers['Host']}"
 
     def answer(self, code: int, content: bytes = b"", error: str | None = None) -> None:
         self.send_response(code)

