@@ -63,8 +63,8 @@ def complaints(name: str, thing: object) -> dict[str, list[str]]:
     if inspect.isfunction(thing):
         found[name] = left_out(thing, described_in(thing.__doc__))
     elif typing.is_typeddict(thing):  # keyword arguments, each with a docstring under it
-        described = set().union(*map(described_fields, filter(typing.is_typeddict, (thing, *thing.__orig_bases__))))
-        found[name] = [field for field in thing.__annotations__ if field not in described]
+        fields = [part.target for part in next(bodies(thing)) if isinstance(part, ast.AnnAssign)]
+        found[name] = sorted({ast.unparse(field) for field in fields} - described_fields(thing))
     elif inspect.isclass(thing) and not issubclass(thing, BaseException):
         described = described_in(inspect.getdoc(thing.__init__)) if has_init(thing) else described_fields(thing)
         found[name] = left_out(thing, described)
