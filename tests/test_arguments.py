@@ -62,7 +62,7 @@ def complaints(name: str, thing: object) -> dict[str, list[str]]:
     found = {}
     if inspect.isfunction(thing):
         found[name] = left_out(thing, described_in(thing.__doc__))
-    elif typing.is_typeddict(thing):  # keyword arguments, each with a docstring under it
+    elif inspect.isclass(thing) and typing.is_typeddict(thing):  # keyword arguments, each with a docstring under it
         fields = [part.target for part in next(bodies(thing)) if isinstance(part, ast.AnnAssign)]
         found[name] = sorted({ast.unparse(field) for field in fields} - described_fields(thing))
     elif inspect.isclass(thing) and not issubclass(thing, BaseException):

@@ -27,10 +27,10 @@ def llm():
     return scripted("".join(chr(97 + number * number % 23) for number in range(160)))
 
 
-def by_ids(llm, prompts, count, **options):
+def by_ids(llm, prompts, count, **changes):
     """The texts that `generation.generate` draws, with their log-probabilities."""
     rows = [list(prompt.encode()) for prompt in prompts]
-    options: dict[str, Any] = dict(transforms=GREEDY, end_of_text=0, key=jax.random.key(0)) | options
+    options: dict[str, Any] = dict(transforms=GREEDY, end_of_text=0, key=jax.random.key(0)) | changes
     return generation.generate(llm.model, rows, max_new_tokens=count, log_probabilities=True, **options)
 
 
