@@ -9,7 +9,6 @@ back.
 
 import functools
 import math
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,11 +16,11 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Int, Num
 
-from ._op import Implementation, Op
-from ._platform import varying_of
+from ._op import Call, Implementation, Op
+from ._platform import Ref, varying_of
 
 
-class CacheWriteCall(eqx.Module):
+class CacheWriteCall(Call):
     """The arguments of `memory[layer, row, ..., slot, :] = new[row]` for each token of each row."""
 
     memory: Num[Array, "..."]
@@ -42,7 +41,7 @@ class CacheWriteCall(eqx.Module):
         return f"new {list(self.new.shape)} into memory {self.memory.dtype}{list(self.memory.shape)}"
 
 
-class ScatterWrite(Implementation):
+class ScatterWrite(Implementation[CacheWriteCall, Array]):
     """One scatter, of any number of tokens."""
 
     def supports(self, call: CacheWriteCall) -> str | None:
@@ -80,7 +79,7 @@ def rounded_slots(tokens: int) -> int:
     return tokens + -tokens % LANES if tokens > LANES else tokens
 
 
-class TileWrite(Implementation):
+class TileWrite(Implementation[CacheWriteCall, Array]):
     """Writes of up to 8 tokens of each row, by a kernel that fetches the tiles of their slots and sends them back.
 
     A tile has 128 slots where channels are stored first, and 32 bytes of slots otherwise; a program has up to 2 MB of
@@ -107,7 +106,7 @@ class TileWrite(Implementation):
         return write_by_kernel(call.memory, call.slots, call.new, call.layer, interpret=self.interpret)
 
 
-class LayerFill(Implementation):
+class LayerFill(Implementation[CacheWriteCall, Array]):
     """Writes of many tokens by one pass over a layer's memory, where XLA's scatter would copy the memory for a
     layout."""
 
@@ -218,13 +217,13 @@ def _call_kernel(stack: Array, new: Array, slots: Array, layer: Array, channels_
 def _kernel(
     sizes: tuple[int, int, int],
     channels_first: bool,
-    layer: Any,
-    slots: Any,
-    new: Any,
-    _: Any,
-    memory: Any,
-    tiles: Any,
-    arrived: Any,
+    layer: Ref,
+    slots: Ref,
+    new: Ref,
+    _: Ref,
+    memory: Ref,
+    tiles: Ref,
+    arrived: Ref,
 ) -> None:
     """Write the tokens of some rows, whose tiles are copied concurrently; `memory` is updated in place."""
     from jax.experimental import pallas as pl
@@ -237,15 +236,15 @@ def _kernel(
         slot = lambda row: slots[(begin + row) * seq + token]
         start = lambda row: pl.multiple_of(jax.lax.div(jnp.minimum(slot(row), kv_seq - 1), tile) * tile, tile)
 
-        def select_tile(row: Any) -> Any:
+        def select_tile(row: Array) -> Ref:
             tile_slots, all_heads = pl.ds(start(row), tile), slice(None)
             index = (all_heads, tile_slots) if channels_first else (tile_slots, all_heads)
             return memory.at[(layer[0], begin + row, all_heads, *index)]
 
-        def start_fetch(row: Any, _: None) -> None:
+        def start_fetch(row: Array, _: None) -> None:
             tpu.make_async_copy(select_tile(row), tiles.at[row], arrived.at[row]).start()
 
-        def write_token(row: Any, _: None) -> None:
+        def write_token(row: Array, _: None) -> None:
             tpu.make_async_copy(select_tile(row), tiles.at[row], arrived.at[row]).wait()
             old, token_numbers = tiles[row], new[row, token]
             token_numbers = token_numbers[:, :, None] if channels_first else token_numbers[:, None, :]
@@ -254,7 +253,7 @@ def _kernel(
             tiles[row] = updated.astype(old.dtype)
             tpu.make_async_copy(tiles.at[row], select_tile(row), arrived.at[row]).start()
 
-        def wait_for_store(row: Any, _: None) -> None:
+        def wait_for_store(row: Array, _: None) -> None:
             tpu.make_async_copy(tiles.at[row], select_tile(row), arrived.at[row]).wait()
 
         for step in (start_fetch, write_token, wait_for_store):

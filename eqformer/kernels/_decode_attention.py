@@ -17,7 +17,7 @@ from .attention._call import AttentionCall, ChosenKeys, DecodeCall, TokenPositio
 from .attention._reference import attend_by_definition
 
 
-class ReferenceDecoding(Implementation):
+class ReferenceDecoding(Implementation[DecodeCall, Array]):
     """The definition of attention, for keys and values as they are stored."""
 
     def supports(self, call: DecodeCall) -> str | None:
@@ -29,12 +29,11 @@ class ReferenceDecoding(Implementation):
         key, value, value_scales, rotated = call.key, call.value, call.value_scales, call.rotated
         if value is None:
             value, value_scales = key, call.key_scales
-        widen = lambda x: x.astype(call.query.dtype)
         no_positions = jnp.zeros((*call.query.shape[:-3], call.query.shape[-3]), jnp.int32)  # the mask is a matrix
         attention = AttentionCall(
             call.query,
-            widen(key),
-            widen(value),
+            key.astype(call.query.dtype),
+            value.astype(call.query.dtype),
             mask=ChosenKeys(call.visible),
             tokens=TokenPositions(no_positions),
             scale=call.scale,
@@ -42,7 +41,7 @@ class ReferenceDecoding(Implementation):
             sinks=call.sinks,
             bias=call.bias,
         )
-        rotated = None if rotated is None else rotated._replace(key=widen(rotated.key))
+        rotated = None if rotated is None else rotated._replace(key=rotated.key.astype(call.query.dtype))
         return attend_by_definition(attention, key_scales=call.key_scales, value_scales=value_scales, rotated=rotated)
 
 

@@ -7,8 +7,10 @@ heads each and read the same slots.
 """
 
 import functools
+import importlib
 import importlib.util
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import cast, NamedTuple
 
 import equinox as eqx
 import jax
@@ -17,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from ._op import Implementation
-from ._platform import varying_of
+from ._platform import Ref, varying_of
 from .attention._call import DecodeCall, if_given, ScoreSettings
 from .attention._reference import lowest, soft_capped
 
@@ -29,7 +31,7 @@ _SMALLEST_DIM = 16  # of a product on tensor cores
 _QUERY_NUMBERS = 16384  # of a program's queries at most, which stay in registers beside the running softmax
 
 
-class FlashDecodingGpu(Implementation):
+class FlashDecodingGpu(Implementation[DecodeCall, Array]):
     """Flash-decoding in Triton: products in 16 bits, of 8-bit keys and values too.
 
     A program's block is 8,192 numbers of keys, at least 16 slots, in registers; its chunk is as many blocks as leave
@@ -63,6 +65,11 @@ class FlashDecodingGpu(Implementation):
         return _attend(ScoreSettings(call.scale, call.softcap, self.interpret), call)
 
 
+def _pallas() -> tuple[ModuleType, ModuleType]:
+    """Return Pallas and its part for GPUs by Triton, which are imported only for programs with this kernel."""
+    return importlib.import_module("jax.experimental.pallas"), importlib.import_module(_TRITON)
+
+
 class _ChannelPart(NamedTuple):
     """Some channels of queries and keys: the keys' own, or the rotated channels that are stored apart."""
 
@@ -72,7 +79,7 @@ class _ChannelPart(NamedTuple):
 
 
 class _ProgramArrays(NamedTuple):
-    """Arrays that a program of the kernel reads."""
+    """Arrays that a program of the kernel reads; in the kernel, references to blocks of them."""
 
     visible: Bool[Array, "rows kv_seq"]
     filled: Int[Array, "rows 2"]
@@ -109,23 +116,39 @@ class _GridSizes(NamedTuple):
 def _attend(settings: ScoreSettings, call: DecodeCall) -> Float[Array, "*batch 1 heads _"]:
     visible = jnp.broadcast_to(call.visible, (*call.query.shape[:-3], 1, call.key.shape[-3]))
     batch, heads, kv_heads = call.query.shape[:-3], call.query.shape[-2], call.key.shape[-2]
-    merge_batch = lambda x: x.reshape(-1, *x.shape[len(batch) :])
-    to_queries = lambda x: merge_batch(x).reshape(-1, kv_heads, heads // kv_heads, x.shape[-1])
-    heads_first = lambda x: merge_batch(x).swapaxes(1, 2)
-    to_scales = lambda x: None if x is None else heads_first(x).astype(jnp.float32)
+
+    def merge_batch(x: Array) -> Array:
+        return x.reshape(-1, *x.shape[len(batch) :])
+
+    def to_queries(x: Array) -> Array:
+        return merge_batch(x).reshape(-1, kv_heads, heads // kv_heads, x.shape[-1])
+
+    def heads_first(x: Array) -> Array:
+        return merge_batch(x).swapaxes(1, 2)
+
+    def to_scales(x: Array | None) -> Array | None:
+        return None if x is None else heads_first(x).astype(jnp.float32)
+
     value = if_given(heads_first, call.value)
     parts = [_ChannelPart(to_queries(call.query), heads_first(call.key), to_scales(call.key_scales))]
     if (rotated := call.rotated) is not None:
         parts.append(_ChannelPart(to_queries(rotated.query), heads_first(rotated.key), to_scales(rotated.scales)))
     chunks = _attend_to_chunks(settings, parts, value, to_scales(call.value_scales), merge_batch(visible)[:, 0])
-    peak, sinks = jnp.max(chunks.peaks, axis=0), call.sinks
-    sink = None if sinks is None else sinks.astype(peak.dtype).reshape(kv_heads, -1)
+    output = _combine_chunks(chunks, call.sinks)
+    return checkpoint_name(output.reshape(*batch, 1, heads, output.shape[-1]).astype(call.query.dtype), "attended")
+
+
+def _combine_chunks(
+    chunks: _ChunkSoftmax, sinks: Float[Array, "heads"] | None
+) -> Float[Array, "rows kv_heads group v_dim"]:
+    """Return the output of the softmax over all chunks and the sinks."""
+    peak = jnp.max(chunks.peaks, axis=0)
+    sink = None if sinks is None else sinks.astype(peak.dtype).reshape(peak.shape[1], -1)
     peak = peak if sink is None else jnp.maximum(peak, sink)
     share = jnp.exp(chunks.peaks - peak)
     total = jnp.sum(chunks.totals * share, axis=0)
     total = total if sink is None else total + jnp.exp(sink - peak)
-    output = jnp.sum(chunks.values * share[..., None], axis=0) / jnp.where(total > 0, total, 1)[..., None]
-    return checkpoint_name(output.reshape(*batch, 1, heads, output.shape[-1]).astype(call.query.dtype), "attended")
+    return jnp.sum(chunks.values * share[..., None], axis=0) / jnp.where(total > 0, total, 1)[..., None]
 
 
 def _attend_to_chunks(
@@ -136,8 +159,7 @@ def _attend_to_chunks(
     visible: Bool[Array, "rows kv_seq"],
 ) -> _ChunkSoftmax:
     """Call the kernel; its grid is key heads (and shares of their heads), rows, chunks."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
+    pl, triton = _pallas()
 
     rows, kv_heads, kv_seq, v_dim = (parts[0].key if value is None else value).shape
     group, widest = parts[0].query.shape[2], _next_power_of_2(max(v_dim, *(part.key.shape[-1] for part in parts)))
@@ -148,41 +170,53 @@ def _attend_to_chunks(
     chunk_blocks = -(-blocks // min(blocks, -(-_PROGRAMS // (rows * kv_heads * shares))))
     chunks = -(-blocks // chunk_blocks)
     sizes = _GridSizes(group, heads, block, chunk_blocks, [part.key.shape[-1] for part in parts], v_dim)
-    # Programs that read the same slots begin next to each other: the first number of the grid counts fastest.
-    row_spec = lambda x: pl.BlockSpec((None, x.shape[1]), lambda share, row, chunk: (row, 0))
-    query_spec = lambda x: pl.BlockSpec(
-        (None, None, heads, _padded_dim(x.shape[-1])),
-        lambda share, row, chunk: (row, share // shares, share % shares, 0),
-    )
-    slots_spec = lambda x: pl.BlockSpec(
-        (None, None, kv_seq, *[_padded_dim(size) for size in x.shape[3:]]),
-        lambda share, row, chunk: (row, share // shares, 0, 0)[: x.ndim],
-    )
-    chunk_spec = lambda *sizes: pl.BlockSpec(
-        (None, None, None, heads, *sizes),
-        lambda share, row, chunk: (chunk, row, share // shares, share % shares, 0)[: 4 + len(sizes)],
-    )
-    part_specs = lambda part: _ChannelPart._make(
-        (query_spec(part.query), slots_spec(part.key), if_given(slots_spec, part.scales))
-    )
     arrays = _ProgramArrays(visible, _filled_blocks(visible, block), parts, value, value_scales)
-    slot_specs = if_given(slots_spec, value), if_given(slots_spec, value_scales)
-    row_specs = row_spec(visible), row_spec(arrays.filled)
-    specs = _ProgramArrays._make((*row_specs, [part_specs(part) for part in parts], *slot_specs))
     varying = varying_of(arrays)
-    result = lambda *sizes: jax.ShapeDtypeStruct(
-        (chunks, rows, kv_heads, group, *sizes), jnp.float32, manual_axis_type=varying
-    )
+
+    # Programs that read the same slots begin next to each other: the first number of the grid counts fastest.
+    def chunk_spec(*channels: int) -> object:
+        index = lambda share, row, chunk: (chunk, row, share // shares, share % shares, 0)[: 4 + len(channels)]
+        return pl.BlockSpec((None, None, None, heads, *channels), index)
+
+    def result(*channels: int) -> jax.ShapeDtypeStruct:
+        shape = chunks, rows, kv_heads, group, *channels
+        return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying)
+
     return pl.pallas_call(
         functools.partial(_kernel, settings, sizes),
         grid=(kv_heads * shares, rows, chunks),
-        in_specs=[specs],
+        in_specs=[_block_specs(sizes, arrays)],
         out_specs=_ChunkSoftmax._make((chunk_spec(_padded_dim(v_dim)), chunk_spec(), chunk_spec())),
         out_shape=_ChunkSoftmax._make((result(v_dim), result(), result())),
         compiler_params=triton.CompilerParams(num_warps=4 if heads * widest < _QUERY_NUMBERS else 8, num_stages=2),
         interpret=settings.interpret,
         name="cached_attention",
     )(arrays)
+
+
+def _block_specs(sizes: _GridSizes, arrays: _ProgramArrays) -> _ProgramArrays:
+    """Return, in the place of each array, the block of it that a program reads."""
+    pl, _ = _pallas()
+    shares, kv_seq = -(-sizes.group // sizes.heads), arrays.visible.shape[1]
+
+    def row_spec(x: Array) -> object:
+        return pl.BlockSpec((None, x.shape[1]), lambda share, row, chunk: (row, 0))
+
+    def query_spec(x: Array) -> object:
+        index = lambda share, row, chunk: (row, share // shares, share % shares, 0)
+        return pl.BlockSpec((None, None, sizes.heads, _padded_dim(x.shape[-1])), index)
+
+    def slots_spec(x: Array) -> object:
+        index = lambda share, row, chunk: (row, share // shares, 0, 0)[: x.ndim]
+        return pl.BlockSpec((None, None, kv_seq, *[_padded_dim(size) for size in x.shape[3:]]), index)
+
+    def part_specs(part: _ChannelPart) -> _ChannelPart:
+        specs = query_spec(part.query), slots_spec(part.key), if_given(slots_spec, part.scales)
+        return _ChannelPart._make(specs)
+
+    row_specs = row_spec(arrays.visible), row_spec(arrays.filled)
+    value_specs = if_given(slots_spec, arrays.value), if_given(slots_spec, arrays.value_scales)
+    return _ProgramArrays._make((*row_specs, list(map(part_specs, arrays.parts)), *value_specs))
 
 
 def _filled_blocks(visible: Bool[Array, "rows kv_seq"], block: int) -> Int[Array, "rows 2"]:
@@ -193,12 +227,11 @@ def _filled_blocks(visible: Bool[Array, "rows kv_seq"], block: int) -> Int[Array
     return jnp.stack([first // block, last // block + 1], axis=1)
 
 
-def _kernel(settings: ScoreSettings, sizes: _GridSizes, arrays: Any, *results: Any) -> None:
+def _kernel(settings: ScoreSettings, sizes: _GridSizes, arrays: _ProgramArrays, *results: Ref) -> None:
     """Attend with some heads of a key head to a chunk of its slots, block by block with a running softmax."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
+    pl, triton = _pallas()
 
-    softmax, kv_seq, chunk = _ChunkSoftmax(*results), arrays.visible.shape[0], pl.program_id(2)
+    kv_seq, chunk = arrays.visible.shape[0], pl.program_id(2)
     shares = -(-sizes.group // sizes.heads)
     heads = _PaddedSpan(0, sizes.heads, sizes.group - pl.program_id(0) % shares * sizes.heads)
     spans, columns = [_full_span(size) for size in sizes.key_channels], _full_span(sizes.v_dim)
@@ -211,7 +244,7 @@ def _kernel(settings: ScoreSettings, sizes: _GridSizes, arrays: Any, *results: A
         dots = [triton.dot(query, key.T) for query, key in zip(queries, keys)]
         load_scales = lambda ref: None if ref is None else _load(ref, slots)[None]
         key_scales = [load_scales(part.scales) for part in arrays.parts]
-        scores: Any = sum(dot if scale is None else dot * scale for dot, scale in zip(dots, key_scales))
+        scores = cast(Array, sum(dot if scale is None else dot * scale for dot, scale in zip(dots, key_scales)))
         scores = soft_capped(scores * settings.scale, settings.softcap)
         visible = _load(arrays.visible, slots)[None]
         scores = jnp.where(visible, scores, lowest(scores.dtype))
@@ -229,33 +262,31 @@ def _kernel(settings: ScoreSettings, sizes: _GridSizes, arrays: Any, *results: A
     first = jnp.maximum(chunk * sizes.chunk_blocks, arrays.filled[0])
     stop = jnp.minimum((chunk + 1) * sizes.chunk_blocks, arrays.filled[1])
     carry = jax.lax.fori_loop(first, jnp.maximum(first, stop), add_block, empty)
-    for result, value, spans in zip(softmax, carry, ((heads, columns), (heads,), (heads,))):
+    for result, value, spans in zip(results, carry, ((heads, columns), (heads,), (heads,))):
         triton.store(_select(result, *spans), value, mask=_is_inside(*spans))
 
 
 class _PaddedSpan(NamedTuple):
     """`size` indices of a dim from `begin` on; the size is a power of two, and indices from `end` on are padding."""
 
-    begin: Any
+    begin: int | Array
     size: int
-    end: Any
+    end: int | Array
 
 
 def _full_span(size: int) -> _PaddedSpan:
     return _PaddedSpan(0, _padded_dim(size), size)
 
 
-def _load(ref: Any, *spans: _PaddedSpan) -> Array:
+def _load(ref: Array | Ref, *spans: _PaddedSpan) -> Array:
     """Load a part of an array, with zeros for padding."""
-    from jax.experimental.pallas import triton
-
+    _, triton = _pallas()
     return triton.load(_select(ref, *spans), mask=_is_inside(*spans), other=jnp.zeros((), ref.dtype))
 
 
-def _select(ref: Any, *spans: _PaddedSpan) -> Any:
-    from jax.experimental import pallas as pl
-
-    return ref.at[tuple(pl.ds(span.begin, span.size) for span in spans)]
+def _select(ref: Array | Ref, *spans: _PaddedSpan) -> Ref:
+    pl, _ = _pallas()
+    return cast(Ref, ref).at[tuple(pl.ds(span.begin, span.size) for span in spans)]
 
 
 def _is_inside(*spans: _PaddedSpan) -> Bool[Array, "..."]:

@@ -9,7 +9,7 @@ after the last, are not fetched: their index is that of the nearest visible bloc
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import cast, NamedTuple
 
 import equinox as eqx
 import jax
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from ._cache_write import LANES, stores_channels_first
 from ._op import Implementation
-from ._platform import varying_of
+from ._platform import Ref, varying_of
 from .attention._call import DecodeCall, if_given, ScoreSettings, StoredArrays
 from .attention._reference import lowest, soft_capped
 
@@ -30,7 +30,7 @@ _SUBLANES = 8  # heads whose numbers in float32 fill vectors
 _LEAST_BYTES = 2**18  # of a row's slots of a head: reading them takes as long as the start of a program
 
 
-class FlashDecodingTpu(Implementation):
+class FlashDecodingTpu(Implementation[DecodeCall, Array]):
     """Flash-decoding in Mosaic: products in bfloat16, of 8-bit keys and values too, from arrays where they are stored.
 
     A block in VMEM has up to 2^20 numbers of keys and 2^19 scores, a multiple of 128 slots. `interpret` runs the kernel
@@ -76,7 +76,10 @@ class Part(NamedTuple):
 
 
 class KernelArrays(NamedTuple):
-    """Arrays that the kernel reads; a row is one of the batch and one key head."""
+    """Arrays that the kernel reads; a row is one of the batch and one key head.
+
+    In the kernel it holds references to their blocks.
+    """
 
     visible: Bool[Array, "batch 1 kv_seq"] | Int[Array, "batch 1 kv_seq"]
     parts: list[Part]
@@ -112,9 +115,12 @@ class Sizes(NamedTuple):
 class _RunningSoftmax(NamedTuple):
     """The softmax of a row: weighted sums of values, peaks of scores, sums of exponentials."""
 
-    values: Float[Array, "group v_dim"]
-    peaks: Float[Array, "group 1"]
-    totals: Float[Array, "group 1"]
+    values: Ref
+    """Of `group v_dim`."""
+    peaks: Ref
+    """Of `group 1`."""
+    totals: Ref
+    """Of `group 1`."""
 
 
 def _attend(settings: ScoreSettings, call: DecodeCall, stored: StoredArrays) -> Float[Array, "*batch 1 heads _"]:
@@ -122,17 +128,22 @@ def _attend(settings: ScoreSettings, call: DecodeCall, stored: StoredArrays) -> 
     kv_heads, kv_seq = call.key.shape[-2], visible.shape[-1]
     batch = math.prod(call.query.shape[:-3])
     rows, block = batch * kv_heads, _choose_block(call, kv_seq)
-    to_queries = lambda x: x.reshape(rows, -1, x.shape[-1])
-    layers = lambda x: 1 if stored.layer is None else x.shape[0]
-    to_memory = lambda x: x.reshape(layers(x), rows, *x.shape[-2:])
-    to_row_scales = lambda x: x.swapaxes(-2, -1).reshape(rows, 1, kv_seq).astype(jnp.float32)
+
+    def to_queries(x: Array) -> Array:
+        return x.reshape(rows, -1, x.shape[-1])
+
+    def to_memory(x: Array) -> Array:
+        return x.reshape(1 if stored.layer is None else x.shape[0], rows, *x.shape[-2:])
+
+    def to_row_scales(x: Array) -> Array:
+        return x.swapaxes(-2, -1).reshape(rows, 1, kv_seq).astype(jnp.float32)
 
     def select_scales(scales: Array | None, stored_scales: Array | None) -> Array | None:
         # The stored scales of all heads are read where one block holds a whole row, so that each head does not fetch
         # those of all heads, and where heads fill vectors: compilers store other arrays in another order.
         if stored_scales is None or block < kv_seq or kv_heads % _SUBLANES:
             return if_given(to_row_scales, scales)
-        return stored_scales.reshape(layers(stored_scales), batch, kv_heads, kv_seq)
+        return stored_scales.reshape(1 if stored.layer is None else len(stored_scales), batch, kv_heads, kv_seq)
 
     parts = [
         Part(to_queries(call.query), to_memory(stored.key), select_scales(call.key_scales, stored.key_scales)),
@@ -141,7 +152,10 @@ def _attend(settings: ScoreSettings, call: DecodeCall, stored: StoredArrays) -> 
         one_layer = rotated.key.swapaxes(-3, -2).reshape(1, rows, kv_seq, -1)
         key = one_layer if stored.rotated is None else to_memory(stored.rotated)
         parts.append(Part(to_queries(rotated.query), key, if_given(to_row_scales, rotated.scales)))
-    repeat_rows = lambda x: jnp.broadcast_to(x, (rows // kv_heads, *x.shape)).reshape(rows, -1, 1).astype(jnp.float32)
+
+    def repeat_rows(x: Array) -> Array:
+        return jnp.broadcast_to(x, (rows // kv_heads, *x.shape)).reshape(rows, -1, 1).astype(jnp.float32)
+
     arrays = KernelArrays(
         visible.reshape(-1, 1, kv_seq),
         parts,
@@ -193,7 +207,7 @@ def _call_kernel(
         ),
         out_shape=result,
         compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=estimate_cost(sizes, scalars, arrays, result),
+        cost_estimate=pl.CostEstimate(**estimate_cost(sizes, scalars, arrays, result)),
         interpret=settings.interpret,
         name="cached_attention",
     )(*scalars, arrays)
@@ -212,21 +226,24 @@ def to_stored_order(x: Num[Array, "layers rows kv_seq width"]) -> Num[Array, "la
     return x.swapaxes(-2, -1) if stores_channels_first(*x.shape[-2:]) else x
 
 
-def block_specs(sizes: Sizes, arrays: KernelArrays) -> Any:
-    """Return the block of each array that a program reads, of memories in the order of `to_stored_order`."""
+def block_specs(sizes: Sizes, arrays: KernelArrays) -> KernelArrays:
+    """Return, in the place of each array, the block of it that a program reads.
+
+    Memories are in the order of `to_stored_order`.
+    """
     from jax.experimental import pallas as pl
 
-    def nearest_visible(row: Any, number: Any, scalars: PrefetchedScalars) -> Any:
+    def nearest_visible(row: int | Array, number: int | Array, scalars: PrefetchedScalars) -> Array:
         row = jax.lax.div(row, sizes.kv_heads)
         return jnp.minimum(jnp.maximum(number, scalars.first[row]), scalars.last[row])
 
-    def spec(shape: tuple, index: Callable[[Any, Any, PrefetchedScalars], tuple]) -> Any:
+    def spec(shape: tuple, index: Callable[[Array, Array, PrefetchedScalars], tuple]) -> pl.BlockSpec:
         return pl.BlockSpec(shape, lambda row, number, *scalars: index(row, number, PrefetchedScalars(*scalars)))
 
-    def layer(x: Array, scalars: PrefetchedScalars) -> Any:
+    def layer(x: Array, scalars: PrefetchedScalars) -> Array:
         return jnp.minimum(scalars.layer[0], x.shape[0] - 1)  # arrays outside a stack have one layer
 
-    def memory_spec(x: Array, width: int) -> Any:
+    def memory_spec(x: Array, width: int) -> pl.BlockSpec:
         if stores_channels_first(sizes.kv_seq, width):
             return spec(
                 (None, None, width, sizes.block),
@@ -237,7 +254,7 @@ def block_specs(sizes: Sizes, arrays: KernelArrays) -> Any:
             lambda row, number, scalars: (layer(x, scalars), row, nearest_visible(row, number, scalars), 0),
         )
 
-    def slots_spec(heads: int) -> Any:
+    def slots_spec(heads: int) -> pl.BlockSpec:
         return spec(
             (None, 1, sizes.block),
             lambda row, number, scalars: (jax.lax.div(row, heads), 0, nearest_visible(row, number, scalars)),
@@ -245,29 +262,32 @@ def block_specs(sizes: Sizes, arrays: KernelArrays) -> Any:
 
     row_spec = lambda x: spec((None, *x.shape[1:]), lambda row, *_: (row, 0, 0))
 
-    def scales_spec(x: Array | None) -> Any:
-        if x is None or x.ndim == 3:
-            return if_given(lambda _: slots_spec(1), x)
+    def scales_spec(x: Array | None) -> pl.BlockSpec | None:
+        if x is None:
+            return None
+        if x.ndim == 3:
+            return slots_spec(1)
         index = lambda row, number, scalars: (layer(x, scalars), jax.lax.div(row, sizes.kv_heads), 0, 0)
         return spec((None, None, *x.shape[2:]), index)
 
-    part_specs = lambda part: Part(
-        row_spec(part.query), memory_spec(part.key, part.query.shape[-1]), scales_spec(part.scales)
-    )
-    value_spec = if_given(lambda x: memory_spec(x, sizes.v_dim), arrays.value)
-    parts = [part_specs(part) for part in arrays.parts]
-    sinks_spec = if_given(row_spec, arrays.sinks)
-    return KernelArrays(slots_spec(sizes.kv_heads), parts, value_spec, scales_spec(arrays.value_scales), sinks_spec)
+    def part_specs(part: Part) -> Part:
+        key_spec = memory_spec(part.key, part.query.shape[-1])
+        return Part._make((row_spec(part.query), key_spec, scales_spec(part.scales)))
+
+    value_spec = None if arrays.value is None else memory_spec(arrays.value, sizes.v_dim)
+    value_specs = value_spec, scales_spec(arrays.value_scales)
+    parts, sinks_spec = [part_specs(part) for part in arrays.parts], if_given(row_spec, arrays.sinks)
+    return KernelArrays._make((slots_spec(sizes.kv_heads), parts, *value_specs, sinks_spec))
 
 
-def estimate_cost(sizes: Sizes, scalars: PrefetchedScalars, arrays: KernelArrays, result: jax.ShapeDtypeStruct) -> Any:
+def estimate_cost(
+    sizes: Sizes, scalars: PrefetchedScalars, arrays: KernelArrays, result: jax.ShapeDtypeStruct
+) -> dict[str, int]:
     """Return the costs of a call whose queries see all slots.
 
     Each array of the layer is read once, the mask once for each head. XLA schedules by this estimate, and analyses of
     compiled programs count it.
     """
-    from jax.experimental import pallas as pl
-
     rows, group, v_dim = result.shape
     scales = [arrays.value_scales, *(part.scales for part in arrays.parts)]
     candidates = (*(part.key for part in arrays.parts), arrays.value, *scales)
@@ -277,14 +297,21 @@ def estimate_cost(sizes: Sizes, scalars: PrefetchedScalars, arrays: KernelArrays
     mask_rereads = sizes.kv_heads - 1 if sizes.block < sizes.kv_seq else 0
     read_bytes += mask_rereads * arrays.visible.size * arrays.visible.dtype.itemsize
     scores, channels = rows * group * sizes.kv_seq, sum(part.query.shape[-1] for part in arrays.parts) + v_dim
-    return pl.CostEstimate(flops=2 * scores * channels, transcendentals=scores, bytes_accessed=read_bytes)
+    return {"flops": 2 * scores * channels, "transcendentals": scores, "bytes_accessed": read_bytes}
 
 
 # The kernel.
 
 
 def _kernel(
-    settings: ScoreSettings, sizes: Sizes, layer: Any, first: Any, last: Any, arrays: Any, result: Any, *scratch: Any
+    settings: ScoreSettings,
+    sizes: Sizes,
+    _: Ref,
+    first: Ref,
+    last: Ref,
+    arrays: KernelArrays,
+    result: Ref,
+    *scratch: Ref,
 ) -> None:
     """Add a block of a row's slots to the row's running softmax; the last program of the row writes the result."""
     from jax.experimental import pallas as pl
@@ -294,11 +321,11 @@ def _kernel(
 
     @pl.when(number == 0)
     def begin() -> None:
-        has_sinks = arrays.sinks is not None
+        sinks, peaks = arrays.sinks, softmax.peaks
         softmax.values[...] = jnp.zeros_like(softmax.values)
         no_score = lowest(jnp.dtype(jnp.float32))
-        softmax.peaks[...] = arrays.sinks[...] if has_sinks else jnp.full_like(softmax.peaks, no_score)
-        softmax.totals[...] = jnp.full_like(softmax.totals, 1 if has_sinks else 0)
+        softmax.peaks[...] = jnp.full_like(peaks, no_score) if sinks is None else sinks[...]
+        softmax.totals[...] = jnp.full_like(softmax.totals, 0 if sinks is None else 1)
 
     @pl.when((number >= first[row]) & (number <= last[row]))
     def add_block() -> None:
@@ -310,17 +337,29 @@ def _kernel(
         result[...] = (softmax.values[...] / jnp.where(totals > 0, totals, 1)).astype(result.dtype)
 
 
-def _add_block(settings: ScoreSettings, sizes: Sizes, arrays: Any, softmax: Any, number: Any, head: Any) -> None:
+def _add_block(
+    settings: ScoreSettings,
+    sizes: Sizes,
+    arrays: KernelArrays,
+    softmax: _RunningSoftmax,
+    number: Array,
+    head: Array,
+) -> None:
     parts, dtype = arrays.parts, arrays.parts[0].query.dtype
-    slot_index = lambda shape, dim: number * sizes.block + jax.lax.broadcasted_iota(jnp.int32, shape, dim)
+
+    def slot_index(shape: tuple[int, ...], dim: int) -> Array:
+        return number * sizes.block + jax.lax.broadcasted_iota(jnp.int32, shape, dim)
+
+    def scale(x: Array, scales: Array | Ref | None) -> Array:
+        return x if scales is None else x * _select_head(scales, head)
+
     visible = (arrays.visible[...].astype(jnp.int32) != 0) & (slot_index((1, sizes.block), 1) < sizes.kv_seq)
     keys = [part.key[...].astype(dtype) for part in parts]
     dots = [
         _multiply(part.query[...], key, not stores_channels_first(sizes.kv_seq, part.query.shape[-1]))
         for part, key in zip(parts, keys)
     ]
-    scale = lambda x, scales: x if scales is None else x * _select_head(scales, head)
-    scores: Any = sum(scale(dot, part.scales) for part, dot in zip(parts, dots))
+    scores = cast(Array, sum(scale(dot, part.scales) for part, dot in zip(parts, dots)))
     scores = jnp.where(visible, soft_capped(scores * settings.scale, settings.softcap), lowest(scores.dtype))
     old_peak = softmax.peaks[...]
     peak = jnp.maximum(old_peak, jnp.max(scores, axis=1, keepdims=True))
@@ -338,7 +377,7 @@ def _add_block(settings: ScoreSettings, sizes: Sizes, arrays: Any, softmax: Any,
     softmax.values[...] = softmax.values[...] * shrink + _multiply(weights.astype(dtype), values, is_transposed)
 
 
-def _select_head(scales: Any, head: Any) -> Float[Array, "1 _"]:
+def _select_head(scales: Array | Ref, head: Array) -> Float[Array, "1 _"]:
     """Return the scales of a head from a block of scales; a block of one head is that of any head."""
     from jax.experimental import pallas as pl
 

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -22,34 +22,49 @@ PLATFORMS = ("cpu", "cuda", "tpu", "any")
 """Compilers as `jax.lax.platform_dependent` names them; `any` stands for all of them."""
 
 
-class Operation(eqx.Module):
+class Call(eqx.Module):
+    """The arguments of an operation: arrays and static settings."""
+
+    operation: ClassVar[str]
+    """The name of the operation."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """Return shapes and dtypes for an error message."""
+
+
+CallT = TypeVar("CallT", bound=Call)
+ResultT = TypeVar("ResultT")
+
+
+class Operation(eqx.Module, Generic[CallT, ResultT]):
     """A function of one call, such as attention, that a module holds and calls."""
 
     @abc.abstractmethod
-    def supports(self, call: Any) -> str | None:
+    def supports(self, call: CallT) -> str | None:
         """Return the reason why the call cannot be computed, or None if it can.
 
         Only shapes, dtypes and static settings are known: the program is being traced.
         """
 
     @abc.abstractmethod
-    def __call__(self, call: Any) -> Any:
+    def __call__(self, call: CallT) -> ResultT:
         """Compute the call, or raise a `ValueError` with the reason why not."""
 
 
-class Implementation(Operation):
+class Implementation(Operation[CallT, ResultT]):
     """One way to compute a call: plain JAX, or a kernel for one platform.
 
-    A subclass defines `supports` and `run`. Where an `Op` chooses it beside another implementation, its derivative is
-    that of the op's implementation for all platforms, so that `run` needs none. A kernel of attention that has a
-    backward pass of its own is a `FlashAttention`.
+    A subclass defines `supports` and `run`, which needs no derivative: an `Op` takes the derivative of the
+    implementation that it has for all platforms. A kernel of attention with a backward pass of its own is a
+    `FlashAttention`.
     """
 
     @abc.abstractmethod
-    def run(self, call: Any) -> Any:
+    def run(self, call: CallT) -> ResultT:
         """Compute a call that is supported."""
 
-    def __call__(self, call: Any) -> Any:
+    def __call__(self, call: CallT) -> ResultT:
         """Compute the call by this implementation alone; raise a `ValueError` with the reason if it cannot."""
         record_choice(Choice(call.operation, (), self, ()))
         if (reason := self.supports(call)) is not None:
@@ -77,32 +92,32 @@ class Choice(NamedTuple):
         return dict(self.by_platform).get(platform, self.fallback)
 
 
-RunChoice = Callable[[Choice, Any], Any]
+RunChoice = Callable[[Choice, CallT], ResultT]
 
 
-class Op(Operation):
+class Op(Operation[CallT, ResultT]):
     """An operation with a reference, which supports every call, and implementations in the order of preference.
 
-    An `Op` is an immutable value, and a module holds the one that it uses. So an implementation from outside of the
-    package is registered with one call, `op.with_implementation("cuda", MyKernel())`, and is passed to modules as their
-    `core`, or set on a built model by `nn.with_execution`. There is no registry, which JAX would not see: a program
+    An `Op` is an immutable value, and each module holds the op that it uses. To use an implementation from outside of
+    the package, make an op by `op.with_implementation("cuda", MyKernel())`, and pass it to modules as their `core`, or
+    set it on a built model by `nn.with_execution`. There is no global registry, because JAX would not see it: a program
     that was traced before a registration would be reused after it, and a model would mean different programs in two
-    processes. An op is part of the model's tree structure instead: `jax.jit` traces a model with another op anew.
+    processes. An op is part of the model's tree structure, so `jax.jit` traces a model with another op anew.
 
-    The platform is the one that a program is compiled for, also on a machine that has none such:
+    The platform is the one that a program is compiled for, also on a machine without that platform:
     `jax.lax.platform_dependent` chooses while JAX lowers the program.
     """
 
-    reference: Implementation
-    implementations: tuple[Implementation, ...]
+    reference: Implementation[CallT, ResultT]
+    implementations: tuple[Implementation[CallT, ResultT], ...]
     platforms: tuple[str, ...] = eqx.field(static=True)
-    run_choice: RunChoice = eqx.field(static=True)
+    run_choice: RunChoice[CallT, ResultT] = eqx.field(static=True)
 
     def __init__(
         self,
-        reference: Implementation,
-        implementations: Sequence[tuple[str, Implementation]] = (),
-        run_choice: RunChoice | None = None,
+        reference: Implementation[CallT, ResultT],
+        implementations: Sequence[tuple[str, Implementation[CallT, ResultT]]] = (),
+        run_choice: RunChoice[CallT, ResultT] | None = None,
     ):
         """Set up the op.
 
@@ -121,23 +136,25 @@ class Op(Operation):
         self.implementations = tuple(implementation for _, implementation in implementations)
         self.run_choice = run_with_fallback_derivative if run_choice is None else run_choice
 
-    def with_implementation(self, platform: str, implementation: Implementation) -> "Op":
+    def with_implementation(
+        self, platform: str, implementation: Implementation[CallT, ResultT]
+    ) -> "Op[CallT, ResultT]":
         """Return the same op with an implementation that is preferred to all that it has.
 
-        It replaces one of the same class for the platform.
+        It replaces an implementation of the same class for the same platform.
         """
         pairs = zip(self.platforms, self.implementations)
         remaining = [pair for pair in pairs if (pair[0], type(pair[1])) != (platform, type(implementation))]
         return Op(self.reference, ((platform, implementation), *remaining), self.run_choice)
 
-    def implementation_for(self, call: Any, platform: str) -> Implementation:
-        """Return the first implementation that supports the call on a platform, the reference if there is no other."""
+    def implementation_for(self, call: CallT, platform: str) -> Implementation[CallT, ResultT]:
+        """Return the first implementation that supports the call on a platform; by default the reference."""
         pairs = zip(self.platforms, self.implementations)
         candidates = [implementation for name, implementation in pairs if name in (platform, "any")]
         supported = (implementation for implementation in candidates if implementation.supports(call) is None)
         return next(supported, self.reference)
 
-    def choose(self, call: Any) -> Choice:
+    def choose(self, call: CallT) -> Choice:
         """Return the first implementation that supports the call, for each platform that can be compiled for here."""
         supported: list[tuple[str, Implementation]] = []
         refusals: list[tuple[str, Implementation, str]] = []
@@ -152,11 +169,11 @@ class Op(Operation):
         fallback = next(implementation for platform, implementation in supported if platform == "any")
         return Choice(call.operation, by_platform, fallback, tuple(refusals))
 
-    def supports(self, call: Any) -> str | None:
+    def supports(self, call: CallT) -> str | None:
         """Return None: the reference computes every call."""
         return None
 
-    def __call__(self, call: Any) -> Any:
+    def __call__(self, call: CallT) -> ResultT:
         """Compute the call by the implementation of the platform that the program is compiled for."""
         choice = self.choose(call)
         record_choice(choice)
@@ -164,32 +181,39 @@ class Op(Operation):
             return self.run_choice(choice, call)
 
 
-def scope_name(call: Any) -> str:
+def scope_name(call: Call) -> str:
     """Return the name under which programs and profiles show what computes a call: that of its operation."""
     return call.operation.replace(" ", "_")
 
 
-def run_with_fallback_derivative(choice: Choice, call: Any) -> Any:
+def run_with_fallback_derivative(choice: Choice, call: Call) -> PyTree:
     """Run the chosen implementation, with the derivative of the fallback."""
     branches = {platform: implementation.run for platform, implementation in choice.by_platform}
     return dispatch_with_derivative(branches, choice.fallback.run, call)
 
 
 def dispatch_with_derivative(
-    branches: Mapping[str, Callable[[Any], Any]], default: Callable[[Any], Any], call: PyTree
-) -> Any:
+    branches: Mapping[str, Callable[[CallT], ResultT]], default: Callable[[CallT], ResultT], call: CallT
+) -> ResultT:
     """Return a platform's branch of the call, or the default's on all others; the derivative is the default's."""
     return _dispatch((tuple(branches.items()), default), call) if branches else default(call)
 
 
+Run = Callable[[PyTree], PyTree]
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _dispatch(ways: tuple[tuple[tuple[str, Callable[[Any], Any]], ...], Callable[[Any], Any]], call: PyTree) -> Any:
+def _dispatch(ways: tuple[tuple[tuple[str, Run], ...], Run], call: PyTree) -> PyTree:
     branches, default = ways
     return jax.lax.platform_dependent(call, **dict(branches), default=default)
 
 
 # A kernel has no derivative of its own.
-_dispatch.defjvp(lambda ways, primals, tangents: jax.jvp(ways[1], primals, tangents))
+@_dispatch.defjvp
+def _dispatch_jvp(
+    ways: tuple[tuple[tuple[str, Run], ...], Run], primals: tuple, tangents: tuple
+) -> tuple[PyTree, PyTree]:
+    return jax.jvp(ways[1], primals, tangents)
 
 
 # The choices of the program that `explain` is tracing. The variable is set during that call alone, as JAX's own
@@ -229,7 +253,7 @@ class Explanation(NamedTuple):
         return f"{self.operation}: {self.implementation}{reasons}"
 
 
-def explain(function: Callable[..., Any], *arguments: Any, platform: str) -> tuple[Explanation, ...]:
+def explain(function: Callable[..., object], *arguments: PyTree, platform: str) -> tuple[Explanation, ...]:
     """Return what runs each operation of `function(*arguments)` on a platform, and why not another implementation.
 
     Print an `Explanation` for one line. The program is traced as for one device of the platform, `"cuda"`, `"tpu"` or
@@ -240,7 +264,7 @@ def explain(function: Callable[..., Any], *arguments: Any, platform: str) -> tup
             print(line)
     """
     with traced_for(platform), recorded_choices() as choices:
-        eqx.filter_eval_shape(lambda function, arguments: function(*arguments), function, arguments)
+        eqx.filter_eval_shape(function, *arguments)
     counts: dict[Explanation, int] = {}
     for choice in choices:
         explanation = _explanation_of(choice, platform)

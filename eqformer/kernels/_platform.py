@@ -5,15 +5,41 @@ import importlib.util
 import re
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable, TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array, Float, PyTree, Shaped
 
 
+if TYPE_CHECKING:
+
+    class Ref(Protocol):
+        """A reference to an array in memory, which a kernel reads and writes by indices."""
+
+        @property
+        def shape(self) -> tuple[int, ...]: ...
+        @property
+        def dtype(self) -> np.dtype: ...
+        @property
+        def at(self) -> "RefParts": ...
+        def transpose(self, dims: tuple[int, ...]) -> "Ref": ...
+        def __getitem__(self, index: object) -> Array: ...
+        def __setitem__(self, index: object, value: Array) -> None: ...
+
+    class RefParts(Protocol):
+        """The `at` of a reference, which gives references to parts of the array."""
+
+        def __getitem__(self, index: object) -> Ref: ...
+
+else:
+    # JAX has two classes of references, one of them private, so nothing is checked while programs run.
+    Ref = object
+Result = TypeVar("Result")
 _TRACED_FOR = jax.make_user_context(None)  # a JAX context is part of the key of cached traces
 
 
@@ -37,7 +63,7 @@ def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
     return _TRACED_FOR(() if platform == "cpu" else (platform,))
 
 
-def cpu_or(cpu: Callable[..., Any], default: Callable[..., Any], *arguments: PyTree) -> Any:
+def cpu_or(cpu: Callable[..., Result], default: Callable[..., Result], *arguments: PyTree) -> Result:
     """Return `cpu(*arguments)` on CPUs and `default(*arguments)` elsewhere.
 
     `default` is traced only if the installation can compile for an accelerator.
@@ -45,7 +71,7 @@ def cpu_or(cpu: Callable[..., Any], default: Callable[..., Any], *arguments: PyT
     return jax.lax.platform_dependent(*arguments, cpu=cpu, default=default) if compilers() else cpu(*arguments)
 
 
-def typed(function: Callable[..., Any], like: Shaped[Array, "..."]) -> Callable[..., Any]:
+def type_kernel_results(function: Callable[..., Result], like: Shaped[Array, "..."]) -> Callable[..., Result]:
     """Wrap one of JAX's own kernel functions so that its results vary over the same mesh axes as `like`.
 
     Under `shard_map(check_vma=True)` each result of `pallas_call` must be typed with the axes that it varies over.
@@ -53,16 +79,18 @@ def typed(function: Callable[..., Any], like: Shaped[Array, "..."]) -> Callable[
     """
     function = getattr(function, "__wrapped__", function)
     pallas, varying = function.__globals__["pl"], jax.typeof(like).manual_axis_type
-    add_type = lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, manual_axis_type=varying)
 
-    def pallas_call(*args: Any, out_shape: Any, **options: Any) -> Any:
+    def add_type(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, manual_axis_type=varying)
+
+    def pallas_call(*args: object, out_shape: PyTree, **options: object) -> Callable[..., PyTree]:
         return pallas.pallas_call(*args, out_shape=jax.tree.map(add_type, out_shape), **options)
 
     names = {**function.__globals__, "pl": types.SimpleNamespace(**{**vars(pallas), "pallas_call": pallas_call})}
     copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
 
-    def call(*args: Any, **options: Any) -> Any:
+    def call(*args: PyTree, **options: object) -> Result:
         with jax.numpy_dtype_promotion("standard"):  # the kernels mix dtypes
             return copy(*args, **options)
 
@@ -110,7 +138,19 @@ def gpu_cores() -> int:
     return 132 if gpu is None else int(gpu.core_count)
 
 
-def _local_gpu() -> Any:
+@runtime_checkable
+class _Gpu(Protocol):
+    """A GPU as JAX lists it."""
+
+    @property
+    def compute_capability(self) -> str: ...
+    @property
+    def core_count(self) -> int: ...
+    @property
+    def device_kind(self) -> str: ...
+
+
+def _local_gpu() -> _Gpu | None:
     """Return this machine's GPU if a program is traced for it, without a mesh or with one of its kind; else None."""
     if jax.default_backend() != "gpu":
         return None
@@ -123,7 +163,7 @@ def fail_lowering(query: Float[Array, "..."], required_by: str, platforms: tuple
     return _fail_p.bind(query, required_by=required_by, platforms=platforms)
 
 
-def _fail(query: Any, required_by: str, platforms: tuple[str, ...], platform: str) -> NoReturn:
+def _fail(query: Array | ShapedArray, required_by: str, platforms: tuple[str, ...], platform: str) -> NoReturn:
     raise ValueError(
         f"{required_by}: its kernel runs on {' and '.join(platforms)}, but a program with queries {query.dtype}"
         f"{list(query.shape)} is compiled for {platform!r}; pass kernels.ATTENTION, which takes the kernel of each "
@@ -131,8 +171,12 @@ def _fail(query: Any, required_by: str, platforms: tuple[str, ...], platform: st
     )
 
 
-def _fail_while_lowering(context: Any, _: Any, *, required_by: str, platforms: tuple[str, ...]) -> Any:
-    _fail(context.avals_in[0], required_by, platforms, "/".join(context.platforms or context.module_context.platforms))
+def _fail_while_lowering(
+    context: mlir.LoweringRuleContext, _: object, *, required_by: str, platforms: tuple[str, ...]
+) -> NoReturn:
+    query = context.avals_in[0]
+    assert isinstance(query, ShapedArray)
+    _fail(query, required_by, platforms, "/".join(context.platforms or context.module_context.platforms))
 
 
 _fail_p = Primitive("fail_lowering")

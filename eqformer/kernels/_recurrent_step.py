@@ -7,7 +7,7 @@ the states: one writes the new states, and the other reads the old ones for the 
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ._cache_write import LANES, stores_channels_first
-from ._op import Implementation, Op
-from ._platform import cpu_or, varying_of
+from ._op import Call, Implementation, Op
+from ._platform import cpu_or, Ref, varying_of
 
 
 class StateLayout(NamedTuple):
@@ -49,7 +49,7 @@ States have dims of groups and of their heads. Each input has a row of channels 
 """
 
 
-class RecurrentStepCall(eqx.Module):
+class RecurrentStepCall(Call):
     """The arguments of one token's step for each row."""
 
     inputs: tuple[Float[Array, "*batch kv_heads _ _"], ...]
@@ -78,7 +78,7 @@ def initial_state(code: Int[Array, "..."], state: Float[Array, "..."]) -> Float[
 StepResult = tuple[Float[Array, "*batch kv_heads copies v_dim"], Float[Array, "*layers_batch heads head_dim v_dim"]]
 
 
-class ReferenceStep(Implementation):
+class ReferenceStep(Implementation[RecurrentStepCall, StepResult]):
     """The step in plain JAX: states are read by matrix products on CPUs, and by sums elsewhere."""
 
     def supports(self, call: RecurrentStepCall) -> str | None:
@@ -100,7 +100,7 @@ class ReferenceStep(Implementation):
 _STATE_BYTES = 2**20  # of a program's states
 
 
-class StepTpu(Implementation):
+class StepTpu(Implementation[RecurrentStepCall, StepResult]):
     """The step in Mosaic, of float32 states whose channels fill whole vectors.
 
     A program has up to 1 MB of states in vector memory (VMEM): whole groups, or eights of a group's heads. `interpret`
@@ -119,9 +119,7 @@ class StepTpu(Implementation):
             return f"it computes in float32, not {[str(x.dtype) for x in (call.memory, *call.inputs)]}"
         return None
 
-    def run(
-        self, call: RecurrentStepCall
-    ) -> tuple[Float[Array, "*batch kv_heads copies v_dim"], Float[Array, "*layers_batch heads head_dim v_dim"]]:
+    def run(self, call: RecurrentStepCall) -> StepResult:
         """Return the outputs and the memory after the token; `call.step` runs on blocks of heads."""
         memory, initial, layer = call.memory, call.initial, call.layer
         values_first = stores_channels_first(*memory.shape[-2:])
@@ -145,7 +143,7 @@ def _call_kernel(
     _, rows, groups, heads, *dims = states.shape
     block_groups, block_heads = _choose_block(groups, heads, math.prod(dims) * states.dtype.itemsize)
 
-    def row_spec(x: Array | jax.ShapeDtypeStruct) -> Any:
+    def row_spec(x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
         is_shared = x.shape[2] == 1
         index = lambda row, group, head, *_: (row, group, 0 if is_shared else head, 0)
         return pl.BlockSpec((1, block_groups, 1 if is_shared else block_heads, x.shape[3]), index)
@@ -174,7 +172,7 @@ def _call_kernel(
     )(*scalars, *inputs, states)
 
 
-def _kernel(step: Step, _: Any, initial: Any, *refs: Any) -> None:
+def _kernel(step: Step, _: Ref, initial: Ref, *refs: Ref) -> None:
     """Step some heads of a row."""
     from jax.experimental import pallas as pl
 
@@ -188,11 +186,11 @@ def _choose_block(groups: int, heads: int, size: int) -> tuple[int, int]:
 
     They are as many as have no more than `_STATE_BYTES`.
     """
-    fits = lambda count: count * size <= _STATE_BYTES
-    if fits(heads):
-        return next(number for number in range(groups, 0, -1) if groups % number == 0 and fits(number * heads)), heads
+    most = _STATE_BYTES // size
+    if heads <= most:
+        return next(number for number in range(groups, 0, -1) if groups % number == 0 and number * heads <= most), heads
     eights = [number for number in range(8, heads, 8) if heads % number == 0]
-    return 1, max(filter(fits, eights), default=min([*eights, heads]))
+    return 1, max((number for number in eights if number <= most), default=min([*eights, heads]))
 
 
 RECURRENT_STEP = Op(ReferenceStep(), (("tpu", StepTpu()),))

@@ -1,8 +1,8 @@
 """The attention op: the implementations that there are, how a chosen one runs, and a kernel that must run by name."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ ATTENTION = Op(
 """Attention by what the platform has: cuDNN on NVIDIA GPUs, splash on TPUs, and elsewhere a loop over blocks."""
 
 
-class RequiredKernel(Operation):
+class RequiredKernel(Operation[AttentionCall, Array]):
     """Attention by one kernel on one platform, and by nothing else; with a cache by `BlockwiseAttention`.
 
     Raises a `ValueError` while a call is traced that the kernel cannot compute, and while a program with such a call is
@@ -103,16 +103,13 @@ def unsupported_options(core: Operation, options: Sequence[str]) -> tuple[str, .
     """Return those of `softcap`, `sinks` and `bias` that `core` cannot compute, by asking it about small calls."""
     values = {"softcap": 1.0, "sinks": jnp.zeros(1), "bias": jnp.zeros((1, 128, 128))}
 
-    def reason_with(**option: Any) -> str | None:
-        array = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
-        positions = jnp.arange(128, dtype=jnp.int32)[None]
-        tokens = TokenPositions(positions, whole_rows=128)
-        return core.supports(AttentionCall(array, array, array, mask=Mask(), tokens=tokens, scale=1.0, **option))
-
+    array = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
+    tokens = TokenPositions(jnp.arange(128, dtype=jnp.int32)[None], whole_rows=128)
+    call = AttentionCall(array, array, array, mask=Mask(), tokens=tokens, scale=1.0)
     known = [name for name in options if name in values]
-    if reason_with() is not None:  # it takes no such call at all
+    if core.supports(call) is not None:  # it takes no such call at all
         return ()
-    return tuple(name for name in known if reason_with(**{name: values[name]}) is not None)
+    return tuple(name for name in known if core.supports(dataclasses.replace(call, **{name: values[name]})) is not None)
 
 
 ATTENTIONS: Mapping[str, Operation] = MappingProxyType(

@@ -6,7 +6,7 @@ row's sum are saved, and the backward pass makes the probabilities again, block 
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast, Literal, NamedTuple
+from typing import cast, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -17,19 +17,21 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from .._decode_attention import DECODE_ATTENTION
 from .._dtypes import at_least_float32
 from .._op import Implementation, Op
-from .._platform import compilers
+from .._platform import compilers, Result
 from ._call import AttentionCall, ChosenKeys, DecodeCall, Mask, possible_pairs, spans, TokenPositions
 from ._flash import Gradients, LogSum, Output, scale_output
 from ._reference import lowest, soft_capped
 
 
-Block = int | Literal["platform"]  # tokens of a block, or as many as are fastest on the platform
-FEW = 8  # queries, whose scores for all keys are few too
-_WIDEST = 16  # times the block of queries that a block of keys may have
+Block = int | Literal["platform"]
+"""The number of tokens of a block; "platform": the number that is fastest on the platform."""
+FEW = 8
+"""The most queries whose scores for all keys are computed at once, without blocks."""
+_WIDEST = 16  # the most tokens of a block of keys, in blocks of queries
 _BLOCK, _TPU_BLOCK = 128, 512  # tokens of a block: see `docs/accelerators-kernels.md`
 
 
-class BlockwiseAttention(Implementation):
+class BlockwiseAttention(Implementation[AttentionCall, Array]):
     """Attention in memory linear in the sequence: a loop over blocks of queries and, in it, over blocks of keys.
 
     The program is of one size for any length. Pairs of blocks that the mask, the segments or padding leave empty are
@@ -174,7 +176,7 @@ def attend_forward(
     return _by_block(_forward_in_blocks, settings, query, key, value, tokens, kv_tokens)
 
 
-def _by_block(attend: Callable[..., Any], settings: BlockwiseSettings, *arrays: Any) -> Any:
+def _by_block(attend: Callable[..., Result], settings: BlockwiseSettings, *arrays: PyTree) -> Result:
     """Return `attend(block, settings, *arrays)` with the block of the settings or that of the platform."""
     if settings.block != "platform":
         return attend(settings.block, settings, *arrays)
@@ -320,16 +322,21 @@ def _block_gradients(
     columns: tuple[Array, Array, Array],
     visible: Bool[Array, "batch 1 kv_seq 1 seq"],
 ) -> tuple[Array, Array, Array]:
-    """Return what a pair of blocks adds to the gradients of queries, with channels before tokens, keys and values.
+    """Return the summands of a pair of blocks for the gradients of queries (channels before tokens), keys and values.
 
-    Scores have keys before queries, and keys come with a transposed copy. So each product sums over the last dim of its
-    left factor, as kernels for CPUs want it, and no array of the scores' size is transposed.
+    Scores have keys before queries, and keys come with a transposed copy, so that each product sums over the last dim
+    of its left factor, which is fastest on CPUs, and no array of the scores' size is transposed.
     """
     (query, output_grad, logsum, row_sums), (key, key_transposed, value) = rows, columns
     wide, (group, seq) = logsum.dtype, logsum.shape[-2:]
-    merged = lambda x: x.reshape(*x.shape[:2], group * seq, -1)
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
-    by_key = lambda keys, rows: product("bksd,bkrd->bksr", keys, merged(rows)).reshape(*keys.shape[:3], group, seq)
+
+    def merged(x: Array) -> Array:
+        return x.reshape(*x.shape[:2], group * seq, -1)
+
+    def by_key(keys: Array, rows: Array) -> Array:
+        return product("bksd,bkrd->bksr", keys, merged(rows)).reshape(*keys.shape[:3], group, seq)
+
     scores = soft_capped(by_key(key, query) * settings.scale, settings.softcap)
     weights = jnp.where(visible, jnp.exp(scores - logsum[:, :, None]), 0)
     scores_grad = weights * (by_key(value, output_grad) - row_sums[:, :, None])
@@ -371,7 +378,10 @@ def ungroup_heads(
 
 def _merge_batch(tokens: TokenPositions, batch: tuple[int, ...], seq: int) -> TokenPositions:
     """Return positions and segments with one batch dim."""
-    merge = lambda x: jnp.broadcast_to(x, (*batch, seq)).reshape(-1, seq)
+
+    def merge(x: Array) -> Array:
+        return jnp.broadcast_to(x, (*batch, seq)).reshape(-1, seq)
+
     return TokenPositions(merge(tokens.positions), None if tokens.segments is None else merge(tokens.segments))
 
 

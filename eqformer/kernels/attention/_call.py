@@ -6,7 +6,7 @@ cache.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from ..._array_checks import checked_fields
+from .._op import Call
+from .._platform import Result
 
 
 @runtime_checkable
@@ -21,12 +23,12 @@ class HasPositions(Protocol):
     """Tokens with positions, and with segments where rows hold several documents."""
 
     @property
-    def positions(self) -> Any:
+    def positions(self) -> Int[Array, "*batch seq"]:
         """Return the place of each token in its document; -1 marks padding."""
         ...
 
     @property
-    def segments(self) -> Any:
+    def segments(self) -> Int[Array, "*batch seq"] | None:
         """Return the number of each token's document, or None for one document a row."""
         ...
 
@@ -169,7 +171,7 @@ def chunked(chunk: int) -> Mask:
 
 
 @checked_fields
-class AttentionCall(eqx.Module):
+class AttentionCall(Call):
     """The arguments of one attention, which every implementation takes.
 
     Query head `h` reads key head `h // (heads / kv_heads)`. A query that sees no key gets zeros; the outputs of padding
@@ -247,9 +249,8 @@ def with_one_batch_dim(call: AttentionCall) -> AttentionCall:
     def merge_rows(x: Int[Array, "*#batch seq"]) -> Int[Array, "_ seq"]:
         return jnp.broadcast_to(x, (*batch, x.shape[-1])).reshape(-1, x.shape[-1])
 
-    merge_positions = lambda tokens: jax.tree.map(merge_rows, tokens)
     query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (call.query, call.key, call.value))
-    tokens, kv_tokens = merge_positions(call.tokens), merge_positions(call.kv_tokens)
+    tokens, kv_tokens = jax.tree.map(merge_rows, (call.tokens, call.kv_tokens))
     return dataclasses.replace(call, query=query, key=key, value=value, tokens=tokens, kv_tokens=kv_tokens)
 
 
@@ -340,7 +341,7 @@ class StoredArrays(NamedTuple):
 
 
 @checked_fields
-class DecodeCall(eqx.Module):
+class DecodeCall(Call):
     """The arguments of an attention of few queries to a cache; kernels take one query a row."""
 
     query: Float[Array, "*batch seq heads head_dim"]
@@ -384,6 +385,6 @@ class ScoreSettings(NamedTuple):
     interpret: bool = False
 
 
-def if_given(function: Callable[[Array], Any], array: Array | None) -> Any:
+def if_given(function: Callable[[Array], Result], array: Array | None) -> Result | None:
     """Return the function's result, or None for None."""
     return None if array is None else function(array)

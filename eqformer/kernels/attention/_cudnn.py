@@ -5,7 +5,8 @@ argument for packed documents. So its two primitives are bound here.
 """
 
 import inspect
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -17,19 +18,19 @@ from ._flash import FlashAttention, Gradients, LogSum, Output
 
 
 class CudnnAttention(FlashAttention):
-    """cuDNN's fused attention: causal by name, windows, and packed documents by the places where they begin.
+    """cuDNN's fused attention, with causal masks, windows, and documents that are packed one after another.
 
-    It was measured on compute capability 9.0 (H100 and H200), where it is the fastest kernel known here. Others have
-    measured it against flash-type kernels in PyTorch on A100 (8.0), A10G (8.6) and RTX Blackwell (12.0), where it took
-    7 to 22 % longer. This package has no such kernel for them, and the loop over blocks in plain XLA is no match, so
-    that it is the choice there too. `capabilities` limits it to some GPUs: `CudnnAttention(capabilities=(9.0,))` leaves
-    the others to the next implementation of an op.
+    On compute capability 9.0 (H100 and H200), cuDNN is the fastest kernel that was measured here. On A100 (8.0), A10G
+    (8.6) and RTX Blackwell (12.0), others measured that it takes 7 to 22 % longer than flash-type kernels in PyTorch.
+    This package has no such kernel for these GPUs, and its loop over blocks in plain XLA is slower than cuDNN, so cuDNN
+    is chosen there too. `capabilities` limits it to some GPUs: with `CudnnAttention(capabilities=(9.0,))`, an op takes
+    its next implementation on all others.
     """
 
     capabilities: tuple[float, ...] | None = eqx.field(static=True, default=None)
 
     def supports(self, call: AttentionCall) -> str | None:
-        """Return the reason why cuDNN cannot compute the call, or is not to, or None."""
+        """Return the reason why cuDNN cannot compute the call, or is not used for it, or None."""
         query, value, mask, documents = call.query, call.value, call.mask, call.documents
         capability, widths = gpu_capability(), {query.shape[-1], value.shape[-1]}
         is_hopper = capability >= 9
@@ -67,11 +68,11 @@ class CudnnAttention(FlashAttention):
         """Return the output and the logarithm of each row's sum of exponentials."""
         cudnn, query, key, value = _cudnn(), call.query, call.key, call.value
         if call.documents is None:
-            settings = _settings(call, cudnn, "wrapper") | {"is_training": True}
+            settings = _settings(call, "wrapper") | {"is_training": True}
             arrays = query, key, value, *_lengths(call)
             return tuple(cudnn._dot_product_attention_fwd_p_wrapper.bind(*arrays, **settings))
         packed = _packed(call.documents, call.tokens)
-        settings = _settings(call, cudnn, "inner") | {"is_training": True}
+        settings = _settings(call, "inner") | {"is_training": True}
         arrays = query, key, value, *packed.arguments(query, key)
         output, statistics = cudnn._dot_product_attention_fwd_p.bind(*arrays, **settings)
         logsum = statistics[packed.documents, :, jnp.maximum(call.tokens.positions, 0)].swapaxes(1, 2)
@@ -82,7 +83,7 @@ class CudnnAttention(FlashAttention):
         cudnn, query, key, value = _cudnn(), call.query, call.key, call.value
         results = output, output_grad
         if call.documents is None:
-            settings = _settings(call, cudnn, "wrapper")
+            settings = _settings(call, "wrapper")
             arrays = query, key, value, *_lengths(call), logsum, *results
             return tuple(cudnn._dot_product_attention_bwd_p_wrapper.bind(*arrays, **settings))
         packed = _packed(call.documents, call.tokens)
@@ -93,27 +94,31 @@ class CudnnAttention(FlashAttention):
         positions = jnp.maximum(call.tokens.positions, 0)
         statistics = statistics.at[slots, :, positions].set(logsum.swapaxes(1, 2), mode="drop")
         arrays = query, key, value, *packed.arguments(query, key), statistics, *results
-        gradients = cudnn._dot_product_attention_bwd_p.bind(*arrays, **_settings(call, cudnn, "inner"))
+        gradients = cudnn._dot_product_attention_bwd_p.bind(*arrays, **_settings(call, "inner"))
         query_grad, key_grad, value_grad = (packed.without_padding(x) for x in gradients)
         return query_grad, key_grad, value_grad
 
 
 class _Packed(NamedTuple):
-    """Packed rows as cuDNN reads them: the documents of all rows one after another, then empty ones."""
+    """Packed rows as cuDNN reads them: the documents of all rows one after another, then empty documents."""
 
-    is_real: Array  # batch seq: not padding
-    documents: Array  # batch seq: the number of each token's document over all rows
-    sizes: Array  # batch documents: the tokens of each document, in the order of `documents`
-    starts: Array  # batch documents+1: the place of each one's first token over all rows
+    is_real: Array
+    """Of `batch seq`: whether a token is no padding."""
+    documents: Array
+    """Of `batch seq`: the number of each token's document, counted over all rows."""
+    sizes: Array
+    """Of `batch documents`: the number of tokens of each document."""
+    starts: Array
+    """Of `batch documents+1`: the index of each document's first token, counted over all rows."""
 
     def arguments(self, query: Array, key: Array) -> tuple[Array, ...]:
-        """Return the arguments between the arrays and the statistics: no bias, sizes and places, no pages."""
+        """Return the arguments between the arrays and the statistics: no bias, sizes and offsets, no pages."""
         empty = jnp.zeros_like(query, shape=(0,))
         offsets = (self.starts * (x.shape[-2] * x.shape[-1]) for x in (query, key))
         return empty, self.sizes, self.sizes, *offsets, empty, empty
 
     def without_padding(self, x: Float[Array, "batch seq heads head_dim"]) -> Float[Array, "batch seq heads head_dim"]:
-        """Return zeros for padding, for which the kernel writes empty."""
+        """Return the array with zeros for padding, to which the kernel writes nothing."""
         return jnp.where(self.is_real[..., None, None], x, jnp.zeros_like(x))
 
 
@@ -127,8 +132,7 @@ def _packed(documents: int, tokens: TokenPositions) -> _Packed:
     sizes = real_before[ends] - real_before[starts]
     filled = jnp.concatenate([starts, jnp.full_like(starts, rows * seq, shape=(rows,))])
     number = jnp.maximum(jnp.cumsum(is_first, dtype=jnp.int32) - 1, 0)
-    shaped = lambda x: x.reshape(rows, -1)
-    return _Packed(shaped(is_real), shaped(number), shaped(sizes), shaped(filled))
+    return _Packed(*(x.reshape(rows, -1) for x in (is_real, number, sizes, filled)))
 
 
 def _lengths(call: AttentionCall) -> tuple[Array, ...]:
@@ -144,8 +148,9 @@ def _is_causal(call: AttentionCall) -> bool:
     return isinstance(call.mask, Mask) and call.mask.is_causal
 
 
-def _settings(call: AttentionCall, cudnn: Any, primitive: str) -> dict[str, Any]:
+def _settings(call: AttentionCall, primitive: str) -> dict[str, object]:
     """Return the parameters of JAX's primitives, of which newer ones have more."""
+    cudnn = _cudnn()
     kinds = cudnn.MaskType
     if call.piece == "past":
         mask = kinds.NO_MASK
@@ -162,7 +167,7 @@ def _settings(call: AttentionCall, cudnn: Any, primitive: str) -> dict[str, Any]
     return settings
 
 
-def _cudnn() -> Any:
+def _cudnn() -> ModuleType:
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo

@@ -7,13 +7,13 @@ FlashAttention-2 (arXiv:2307.08691). So kernels of several platforms can stand f
 
 import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from .._dtypes import at_least_float32
 from .._op import Implementation
@@ -29,6 +29,8 @@ Gradients = tuple[
     Float[Array, "batch kv_seq kv_heads v_dim"],
 ]
 
+PassResult = TypeVar("PassResult", bound=tuple[Array, ...])
+
 
 class TwoPasses(Protocol):
     """A forward and a backward pass of attention, as `FlashAttention` describes them."""
@@ -42,7 +44,7 @@ class TwoPasses(Protocol):
         ...
 
 
-class FlashAttention(Implementation):
+class FlashAttention(Implementation[AttentionCall, Array]):
     """A kernel of attention with a backward pass of its own.
 
     Both passes get a call with one dim for the batch, without sinks and without a bias: sinks are added to the sums
@@ -170,11 +172,11 @@ def backward(
 
 def _by_platform(
     choice: FlashChoice,
-    branches: dict[str, Callable[..., Any]],
-    fallback: Callable[..., Any],
+    branches: dict[str, Callable[..., PassResult]],
+    fallback: Callable[..., PassResult],
     call: AttentionCall,
     *arrays: Array,
-) -> Any:
+) -> PassResult:
     if not branches and choice.required_by is None:
         return (
             _over_batch(fallback)(call, *arrays)
@@ -183,7 +185,7 @@ def _by_platform(
         )
     merged_branches = {platform: _over_batch(branch) for platform, branch in branches.items()}
 
-    def run_fallback(call: AttentionCall, *arrays: Array) -> Any:
+    def run_fallback(call: AttentionCall, *arrays: Array) -> PassResult:
         if choice.required_by is not None:
             query = fail_lowering(call.query, choice.required_by, tuple(branches))
             call = eqx.tree_at(lambda call: call.query, call, query)
@@ -192,12 +194,12 @@ def _by_platform(
     return jax.lax.platform_dependent(call, *arrays, **merged_branches, default=run_fallback)
 
 
-def _over_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _over_batch(kernel: Callable[..., PassResult]) -> Callable[..., PassResult]:
     """Return the kernel, which under `vmap` is called once with a larger batch: all arrays begin with that dim."""
     call = jax.custom_batching.custom_vmap(lambda *arrays: tuple(kernel(*arrays)))
 
     @call.def_vmap
-    def rule(size: int, are_batched: Any, *arrays: Any):
+    def rule(size: int, are_batched: list[PyTree], *arrays: PyTree):
         def merge(x: Array, is_batched: bool) -> Array:
             stacked = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
             return stacked.reshape(-1, *stacked.shape[2:])

@@ -1,7 +1,7 @@
 """Attention in plain JAX: the definition, with every option, which all other implementations must equal."""
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from .._op import Implementation
 from ._call import AttentionCall, Mask, RotatedChannels
 
 
-class ReferenceAttention(Implementation):
+class ReferenceAttention(Implementation[AttentionCall, Array]):
     """The definition of attention, with every option and every derivative.
 
     It builds the whole matrix of probabilities. Softmax and sums are float32, or float64 for float64 inputs.
@@ -129,7 +129,7 @@ def attend_to_sources(
     return jnp.moveaxis(output, -2, -4).reshape(*query.shape[:-1], -1).astype(query.dtype)
 
 
-class DotProductAttention(Implementation):
+class DotProductAttention(Implementation[AttentionCall, Array]):
     """Attention by `jax.nn.dot_product_attention` as XLA computes it, with all derivatives; its memory is quadratic.
 
     For whole rows (`nn.Tokens.are_whole_rows`) it gets its causal flag and a window or, without a mask, the rows'
@@ -151,21 +151,22 @@ class DotProductAttention(Implementation):
         width = max(query.shape[-1], v_dim)
         arrays = [_pad_channels(x, width) for x in (query, call.key, call.value)]
         arrays = [x.reshape(-1, *x.shape[-3:-1], width) for x in arrays]
-        options: dict[str, Any] = {}
+        attend = functools.partial(jax.nn.dot_product_attention, implementation="xla", scale=call.scale)
         sees_any_key = None
         if isinstance(mask, Mask) and _is_by_index(call):
-            options["is_causal"] = True
+            attend = functools.partial(attend, is_causal=True)
             if mask.window is not None:
-                options["local_window_size"] = (mask.window - 1, 0)
+                attend = functools.partial(attend, local_window_size=(mask.window - 1, 0))
         elif call.kv_tokens is None and tokens.are_whole_rows and mask == Mask(is_causal=False):
             lengths = jnp.sum(jnp.broadcast_to(tokens.positions, (*batch, query.shape[-3])) >= 0, axis=-1)
-            options["key_value_seq_lengths"] = jnp.maximum(lengths, 1).reshape(-1).astype(jnp.int32)
+            lengths = jnp.maximum(lengths, 1).reshape(-1).astype(jnp.int32)
+            attend = functools.partial(attend, key_value_seq_lengths=lengths)
         else:
             visible = mask(tokens, call.key_tokens)
             visible = jnp.broadcast_to(visible, (*batch, *visible.shape[-2:])).reshape(-1, 1, *visible.shape[-2:])
-            options["mask"] = visible
+            attend = functools.partial(attend, mask=visible)
             sees_any_key = jnp.any(visible[:, 0], axis=-1)[..., None, None]
-        output = _dot_product_attention(*arrays, scale=call.scale, **options)
+        output = _widen_float16(attend, *arrays)
         if sees_any_key is not None:  # the kernel gives the mean of all values to a query that sees no key
             output = jnp.where(sees_any_key, output, jnp.zeros_like(output))
         return output[..., :v_dim].reshape(*query.shape[:-1], v_dim)
@@ -177,14 +178,13 @@ def _is_by_index(call: AttentionCall) -> bool:
     return by_index and call.kv_tokens is None and call.tokens.are_whole_rows
 
 
-def _dot_product_attention(
+def _widen_float16(
+    attend: Callable[..., Array],
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch kv_seq kv_heads head_dim"],
     value: Float[Array, "batch kv_seq kv_heads head_dim"],
-    **options: Any,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    def attend(query: Array, key: Array, value: Array) -> Array:
-        return jax.nn.dot_product_attention(query, key, value, implementation="xla", **options)
+    """Return `attend(query, key, value)`; on CPUs and TPUs, float16 arrays are computed in float32."""
 
     def in_float32(*arrays: Array) -> Array:
         return attend(*(x.astype(jnp.float32) for x in arrays)).astype(query.dtype)

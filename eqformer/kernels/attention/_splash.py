@@ -5,15 +5,17 @@ are called one by one, so that remat policies can keep the output and the sums.
 """
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from .._dtypes import at_least_float32
-from .._platform import typed
+from .._platform import type_kernel_results
 from ._call import AttentionCall, Mask
 from ._flash import FlashAttention, Gradients, LogSum, Output
 
@@ -51,7 +53,7 @@ class SplashAttention(FlashAttention):
         query, key, value = call.query, call.key, call.value
         kernels = _kernels()
         mask = _block_mask(_mask_rule(call), call.piece, query.shape[-3], key.shape[-3], "forward")
-        forward = typed(kernels._splash_attention_forward, query)
+        forward = type_kernel_results(kernels._splash_attention_forward, query)
         sizes = kernels.BlockSizes(block_q=_block(query.shape[-3]), block_kv=_block(key.shape[-3]))
 
         def run_row(query: Array, key: Array, value: Array, segments: tuple[Array, Array] | None):
@@ -65,7 +67,7 @@ class SplashAttention(FlashAttention):
             return output, logsum
 
         segments = _segments(call)
-        arrays: tuple[Any, ...] = _scaled(call, query), _heads_first(key), _heads_first(value), segments
+        arrays: tuple[PyTree, ...] = _scaled(call, query), _heads_first(key), _heads_first(value), segments
         output, logsum = jax.vmap(run_row)(*arrays)
         return _heads_first(output), logsum
 
@@ -75,7 +77,7 @@ class SplashAttention(FlashAttention):
         kernels, seq, kv_seq = _kernels(), query.shape[-3], key.shape[-3]
         masks = {name: _block_mask(_mask_rule(call), call.piece, seq, kv_seq, name) for name in ("query", "key")}
         layout = kernels.QKVLayout.HEAD_DIM_MINOR
-        options: dict[str, Any] = {
+        options: dict[str, object] = {
             "bq": _block(seq),
             "bkv": _block(kv_seq),
             "is_mqa": False,
@@ -83,8 +85,8 @@ class SplashAttention(FlashAttention):
         }
         options |= {"mask_value": kernels.DEFAULT_MASK_VALUE, "attn_logits_soft_cap": call.softcap}
         options |= {"q_layout": layout, "k_layout": layout, "v_layout": layout}
-        to_queries = typed(kernels._splash_attention_bwd_dq, query)
-        to_keys = typed(kernels._splash_attention_bwd_dkv, query)
+        to_queries = type_kernel_results(kernels._splash_attention_bwd_dq, query)
+        to_keys = type_kernel_results(kernels._splash_attention_bwd_dkv, query)
 
         def run_row(query, key, value, segments, logsum, output_grad, row_sums):
             segment_ids = None if segments is None else kernels.SegmentIds(*segments)
@@ -100,7 +102,7 @@ class SplashAttention(FlashAttention):
         wide = at_least_float32(query.dtype)
         row_sums = jnp.sum(output.astype(wide) * output_grad.astype(wide), axis=-1).swapaxes(1, 2)
         segments = _segments(call)
-        arrays: tuple[Any, ...] = _scaled(call, query), _heads_first(key), _heads_first(value), segments
+        arrays: tuple[PyTree, ...] = _scaled(call, query), _heads_first(key), _heads_first(value), segments
         arrays = *arrays, logsum, _heads_first(output_grad), row_sums
         query_grad, key_grad, value_grad = jax.vmap(run_row)(*arrays)
         query_grad = (query_grad.astype(wide) * call.scale).astype(query.dtype)
@@ -108,8 +110,8 @@ class SplashAttention(FlashAttention):
 
 
 class _BlockMask(NamedTuple):
-    info: Any
-    function: Any
+    info: object
+    function: Callable[..., Array] | None
 
 
 @functools.lru_cache(maxsize=64)
@@ -133,7 +135,7 @@ def _block_mask(rule: Mask, piece: str | None, seq: int, kv_seq: int, kernel: st
     return _BlockMask(*process(masks.MultiHeadMask([mask]), blocks, head_shards=1, q_seq_shards=1))
 
 
-def _kernels() -> Any:
+def _kernels() -> ModuleType:
     # Imported where it is used: what a CPU or a GPU runs needs none of it.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 

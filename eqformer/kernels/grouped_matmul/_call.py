@@ -6,10 +6,10 @@ import equinox as eqx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from .._op import Implementation
+from .._op import Call, Implementation
 
 
-class GroupedMatmulCall(eqx.Module):
+class GroupedMatmulCall(Call):
     """The arguments of `y[i] = weight[group of i] x[i]`: the first `sizes[0]` rows are of group 0, and so on.
 
     Rows after the last group give zeros.
@@ -35,7 +35,7 @@ class GroupedMatmulCall(eqx.Module):
         return f"rows {self.x.dtype}{list(self.x.shape)} and matrices {list(self.weight.shape)}"
 
 
-class GroupedMatmul(Implementation):
+class GroupedMatmul(Implementation[GroupedMatmulCall, Array]):
     """A kernel of grouped products, for the forward pass and for both gradients; sums are in float32.
 
     A kernel defines two products: rows by the matrices of their groups, and sums of outer products of rows.

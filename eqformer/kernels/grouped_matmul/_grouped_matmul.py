@@ -11,7 +11,7 @@ from ._hopper_fp8 import HopperFp8GroupedMatmul
 from ._tpu import TpuGroupedMatmul
 
 
-class XlaGroupedMatmul(Implementation):
+class XlaGroupedMatmul(Implementation[GroupedMatmulCall, Array]):
     """The definition by XLA's `jax.lax.ragged_dot`, without a kernel.
 
     On CPUs and GPUs XLA computes `ragged_dot` for every group and every row. So where no kernel supports its maps,

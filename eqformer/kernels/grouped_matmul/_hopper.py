@@ -16,7 +16,8 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from .._platform import gpu_capability, gpu_cores, varying_as
+from .._platform import gpu_capability, gpu_cores, Ref, varying_as
 from ._call import GroupedMatmul, GroupedMatmulCall
 
 
@@ -158,7 +159,7 @@ def make_kernel(body: Callable[..., None], result: jax.ShapeDtypeStruct, interpr
     The programs take turns at the tiles.
     """
     plgpu = mosaic_gpu()[1]
-    interpreter: Any = None
+    interpreter: object = None
     if interpret:
         from jax._src.pallas.mosaic_gpu.interpret import params
 
@@ -185,42 +186,53 @@ def pad_rows_to(rows: Array, number: int) -> Array:
     return rows if len(rows) == number else jnp.pad(rows, [(0, number - len(rows)), (0, 0)])
 
 
-def mosaic_gpu() -> tuple[Any, Any]:
+def mosaic_gpu() -> tuple[ModuleType, ModuleType]:
     """Return Pallas and its part for GPUs by Mosaic, which are imported only for programs with these kernels."""
-    return tuple(map(importlib.import_module, ("jax.experimental.pallas", "jax.experimental.pallas.mosaic_gpu")))
+    pallas = importlib.import_module("jax.experimental.pallas")
+    return pallas, importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
 
 # The kernels.
 
 
+@runtime_checkable
+class LoopStep(Protocol):
+    """A step of `nd_loop`, whose indices count the tiles of all programs."""
+
+    @property
+    def index(self) -> tuple[Array, ...]:
+        """The indices."""
+        ...
+
+
 def multiply_tiles(
     tile: Tile,
     transpose: bool,
-    group_of: Any,
-    begins: Any,
-    starts: Any,
-    counts: Any,
-    number: Any,
-    x: Any,
-    weight: Any,
-    y: Any,
+    group_of: Ref,
+    begins: Ref,
+    starts: Ref,
+    counts: Ref,
+    number: Ref,
+    x: Ref,
+    weight: Ref,
+    y: Ref,
 ) -> None:
     """Multiply the rows of each tile by their group's matrix; the arrays before `x` are those of `RowTiles`."""
     pl, plgpu = mosaic_gpu()
     columns, inputs = y.shape[1] // tile.columns, x.shape[1]
 
     @plgpu.nd_loop((number[0] * columns,), collective_axes="program")
-    def _(info: Any) -> None:
+    def _(info: LoopStep) -> None:
         row_tile, column = order_in_panels(info.index[0], number[0], columns)
         group, begin, size = group_of[row_tile], pl.multiple_of(begins[row_tile], ALIGNMENT), counts[row_tile]
         weight_spec = (tile.columns, BLOCK), lambda step: (column, step)
         weight_spec = weight_spec if transpose else (weight_spec[0][::-1], lambda step: (step, column))
 
-        def multiply_blocks(_: Any, rows: Any, matrix: Any, *, total: Any) -> None:
+        def multiply_blocks(_: object, rows: Ref, matrix: Ref, *, total: Ref) -> None:
             plgpu.wgmma(total, rows, matrix.transpose((1, 0)) if transpose else matrix)
             plgpu.wgmma_wait(1)  # the operands of the product before this product are overwritten next
 
-        def sum_products(total: Any) -> Array:
+        def sum_products(total: Ref) -> Array:
             @pl.when(group < weight.shape[0])
             def _() -> None:
                 specs = [((tile.rows, BLOCK), lambda step: (0, step)), weight_spec]
@@ -241,24 +253,24 @@ def multiply_tiles(
 def sum_tiles(
     tile: Tile,
     number: tuple[int, int, int],
-    starts: Any,
-    ends: Any,
-    first_rows: Any,
-    blocks: Any,
-    output_grad: Any,
-    x: Any,
-    y: Any,
+    starts: Ref,
+    ends: Ref,
+    first_rows: Ref,
+    blocks: Ref,
+    output_grad: Ref,
+    x: Ref,
+    y: Ref,
 ) -> None:
     """Sum tiles of each group's matrix over the `blocks` of rows, from `first_rows` on, that hold rows of the group."""
     pl, plgpu = mosaic_gpu()
     swizzle, (groups, *tiles) = swizzled_layout(output_grad.dtype), number
 
     @plgpu.nd_loop((groups, tiles[0] * tiles[1]), collective_axes="program")
-    def _(info: Any) -> None:
+    def _(info: LoopStep) -> None:
         group, (row, column) = info.index[0], order_in_panels(info.index[1], jnp.int32(tiles[0]), tiles[1])
         first = pl.multiple_of(first_rows[group], BLOCK)
 
-        def add_block(indices: Any, left: Any, right: Any, *, total: Any) -> None:
+        def add_block(indices: tuple[int | Array], left: Ref, right: Ref, *, total: Ref) -> None:
             begin = first + indices[0] * BLOCK
             low, high = starts[group] - begin, ends[group] - begin
 
@@ -273,7 +285,7 @@ def sum_tiles(
             plgpu.wgmma(total, left.transpose((1, 0)), right)
             plgpu.wgmma_wait(1)
 
-        def sum_blocks(total: Any) -> Array:
+        def sum_blocks(total: Ref) -> Array:
             @pl.when(blocks[group] > 0)
             def _() -> None:
                 part = pl.ds(first, x.shape[0])  # nothing is read after the last row
@@ -292,11 +304,11 @@ def sum_tiles(
         store_tile(product, y, group, row, column)
 
 
-def store_rows(tile: Array, y: Any, first: Array, begin: Array, size: Array, column: Array) -> None:
+def store_rows(tile: Array, y: Ref, first: Array, begin: Array, size: Array, column: Array) -> None:
     """Store the rows of a tile's group, `size` from `first` on, in the result: by way of shared memory."""
     pl, plgpu = mosaic_gpu()
 
-    def store(shared: Any) -> None:
+    def store(shared: Ref) -> None:
         shared[...] = tile.astype(shared.dtype)
         plgpu.commit_smem()
         _copy_rows(shared, y, first, begin, size, column)
@@ -305,11 +317,11 @@ def store_rows(tile: Array, y: Any, first: Array, begin: Array, size: Array, col
     pl.run_scoped(store, plgpu.SMEM(tile.shape, dtype=y.dtype))
 
 
-def store_tile(tile: Array, y: Any, group: Array, row: Array, column: Array) -> None:
+def store_tile(tile: Array, y: Ref, group: Array, row: Array, column: Array) -> None:
     """Store a tile of a group's matrix in the result: by way of shared memory."""
     pl, plgpu = mosaic_gpu()
 
-    def store(shared: Any) -> None:
+    def store(shared: Ref) -> None:
         shared[...] = tile.astype(shared.dtype)
         plgpu.commit_smem()
         target = (pl.ds(index * size, size) for index, size in zip((row, column), tile.shape))
@@ -319,7 +331,7 @@ def store_tile(tile: Array, y: Any, group: Array, row: Array, column: Array) -> 
     pl.run_scoped(store, plgpu.SMEM(tile.shape, dtype=y.dtype, transforms=swizzled_layout(y.dtype)))
 
 
-def _copy_rows(tile: Any, y: Any, first: Array, begin: Array, size: Array, column: Array) -> None:
+def _copy_rows(tile: Ref, y: Ref, first: Array, begin: Array, size: Array, column: Array) -> None:
     """Copy `size` rows of a tile in shared memory to the result.
 
     The number of rows of a copy is fixed when the kernel is compiled, so there is a copy for each power of two in
@@ -348,7 +360,7 @@ def order_in_panels(index: Array, rows: Array, columns: int) -> tuple[Array, Arr
     return row, panel * width + jax.lax.rem(index_in_panel, jnp.int32(width))
 
 
-def swizzled_layout(dtype: DTypeLike) -> tuple[Any, ...]:
+def swizzled_layout(dtype: DTypeLike) -> tuple[object, ...]:
     """Return the layout of a tile in shared memory for tensor cores: rows of 128 bytes, swizzled by eights."""
     plgpu = mosaic_gpu()[1]
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)

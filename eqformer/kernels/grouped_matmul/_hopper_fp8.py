@@ -6,8 +6,7 @@ begin at a multiple of `DEPTH`, with zeros between the groups.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
@@ -16,12 +15,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from .._dtypes import E4M3, E5M2, fp8_scale, round_to_fp8
-from .._platform import capability_of, varying_as
+from .._platform import capability_of, Ref, varying_as
 from ._call import GroupedMatmul, GroupedMatmulCall
 from ._hopper import (
     ALIGNMENT,
     choose_tile,
     hopper_reason,
+    LoopStep,
     make_kernel,
     make_row_tiles,
     mosaic_gpu,
@@ -152,23 +152,23 @@ def _transpose_groups(x: Array, sizes: Array, first_columns: Array) -> Array:
 def multiply_fp8_kernel(
     tile: Tile,
     is_exact: bool,
-    group_of: Any,
-    begins: Any,
-    starts: Any,
-    counts: Any,
-    number: Any,
-    codes: Any,
-    matrices: Any,
-    row_scale: Any,
-    group_scale: Any,
-    y: Any,
+    group_of: Ref,
+    begins: Ref,
+    starts: Ref,
+    counts: Ref,
+    number: Ref,
+    codes: Ref,
+    matrices: Ref,
+    row_scale: Ref,
+    group_scale: Ref,
+    y: Ref,
 ) -> None:
     """Multiply the rows of each tile by their group's matrix, and by both scales."""
     pl, plgpu = mosaic_gpu()
     columns, groups = y.shape[1] // tile.columns, matrices.shape[0]
 
     @plgpu.nd_loop((number[0] * columns,), collective_axes="program")
-    def _(info: Any) -> None:
+    def _(info: LoopStep) -> None:
         row_tile, column = order_in_panels(info.index[0], number[0], columns)
         group, begin, size = group_of[row_tile], pl.multiple_of(begins[row_tile], ALIGNMENT), counts[row_tile]
         matrix = jnp.minimum(group, groups - 1)
@@ -185,19 +185,19 @@ def multiply_fp8_kernel(
 def outer_product_fp8_kernel(
     tile: Tile,
     number: tuple[int, int, int],
-    first_columns: Any,
-    blocks: Any,
-    grad_columns: Any,
-    columns: Any,
-    group_scale: Any,
-    y: Any,
+    first_columns: Ref,
+    blocks: Ref,
+    grad_columns: Ref,
+    columns: Ref,
+    group_scale: Ref,
+    y: Ref,
 ) -> None:
     """Sum tiles of each group's matrix over the `blocks` of the group's columns, from `first_columns` on."""
     pl, plgpu = mosaic_gpu()
     groups, *tiles = number
 
     @plgpu.nd_loop((groups, tiles[0] * tiles[1]), collective_axes="program")
-    def _(info: Any) -> None:
+    def _(info: LoopStep) -> None:
         group, (row, column) = info.index[0], order_in_panels(info.index[1], jnp.int32(tiles[0]), tiles[1])
         part = pl.ds(pl.multiple_of(first_columns[group], DEPTH), columns.shape[1])  # nothing is read after the end
         specs = [((tile.rows, DEPTH), lambda step: (row, step)), ((tile.columns, DEPTH), lambda step: (column, step))]
@@ -211,8 +211,8 @@ def _multiply_tiles(
     tile: Tile,
     is_any: Array,
     steps: int | Array,
-    specs: list[tuple[tuple[int, int], Callable[[Any], tuple[Any, Any]]]],
-    factors: tuple[Any, Any],
+    specs: Sequence[tuple[tuple[int, int], Callable[[Array], tuple[Array | int, Array]]]],
+    factors: tuple[Ref, Ref],
     is_exact: bool,
 ) -> Array:
     """Return a tile of the product of two matrices, both with the dim that is summed over last; zeros unless `is_any`.
@@ -227,13 +227,13 @@ def _multiply_tiles(
         plgpu.emit_pipeline, grid=(steps,), in_specs=block_specs, max_concurrent_steps=concurrent
     )
 
-    def multiply(total: Any, left: Any, right: Any) -> None:
+    def multiply(total: Ref, left: Ref, right: Ref) -> None:
         plgpu.wgmma(total, left, right.transpose((1, 0)))
 
-    def sum_on_tensor_cores(total: Any) -> Array:
+    def sum_on_tensor_cores(total: Ref) -> Array:
         @pl.when(is_any)
         def _() -> None:
-            def step(_: Any, left: Any, right: Any) -> None:
+            def step(_: object, left: Ref, right: Ref) -> None:
                 multiply(total, left, right)
                 plgpu.wgmma_wait(1)  # the operands of the product before this product are overwritten next
 
@@ -242,8 +242,8 @@ def _multiply_tiles(
         return total[...]
 
     def sum_in_float32() -> Array:
-        def step(_: Any, left: Any, right: Any, total: Array) -> Array:
-            def multiply_step(product: Any) -> Array:
+        def step(_: object, left: Ref, right: Ref, total: Array) -> Array:
+            def multiply_step(product: Ref) -> Array:
                 multiply(product, left, right)
                 return product[...]
 

@@ -13,8 +13,9 @@ and those that fill the last piece up to the next height.
 
 import functools
 import importlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from .._platform import varying_of
+from .._platform import Ref, varying_of
 from ._call import GroupedMatmul, GroupedMatmulCall
 
 
@@ -66,26 +67,26 @@ class TpuGroupedMatmul(GroupedMatmul):
         block_columns = _block_channels(columns, 768 if rows.dtype.itemsize == 2 else 512)
         steps = -(-inputs // block_inputs)
         visits, number = visit_tiles(sizes, padded_count, tile)
-        rows_index = lambda column, visit, step, *visits: (Visits(*visits).tile[visit], step)
-        result_index = lambda column, visit, step, *visits: (Visits(*visits).tile[visit], column)
+        rows_index = lambda column, visit, step, *visits: (Visits._make(visits).tile[visit], step)
+        result_index = lambda column, visit, step, *visits: (Visits._make(visits).tile[visit], column)
 
-        def weight_index(column: Any, visit: Any, step: Any, *visits: Any) -> tuple[Any, ...]:
-            return Visits(*visits).group[visit], *((column, step) if transpose else (step, column))
+        def weight_index(column: Array, visit: Array, step: Array, *visits: Ref) -> tuple[Array, ...]:
+            return Visits._make(visits).group[visit], *((column, step) if transpose else (step, column))
 
         weight_block = (block_columns, block_inputs) if transpose else (block_inputs, block_columns)
-        specs = {
-            "in_specs": [
+        grid = _Grid(
+            sizes=(-(-columns // block_columns), number, steps),
+            in_specs=[
                 pl.BlockSpec((tile, block_inputs), rows_index),
                 pl.BlockSpec((None, *weight_block), weight_index),
             ],
-            "out_specs": pl.BlockSpec((tile, block_columns), result_index),
-            "grid": (-(-columns // block_columns), number, steps),
-            "scratch_shapes": [plt.VMEM((tile, block_columns), jnp.float32)] * (steps > 1),
-        }
+            out_specs=pl.BlockSpec((tile, block_columns), result_index),
+            scratch_shapes=[plt.VMEM((tile, block_columns), jnp.float32)] * (steps > 1),
+        )
         result = jax.ShapeDtypeStruct((padded_count, columns), dtype)
         cost = _estimate_cost(padded_count * inputs * columns, rows, weight, result)
         body = functools.partial(multiply_kernel, transpose, inputs)
-        y = _call_kernel(body, specs, result, cost, self.interpret, visits, rows, weight)[:count]
+        y = _call_kernel(body, grid, result, cost, self.interpret, visits, rows, weight)[:count]
         is_in_group = jnp.arange(count, dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32)
         return jnp.where(is_in_group[:, None], y, 0)
 
@@ -103,17 +104,19 @@ class TpuGroupedMatmul(GroupedMatmul):
         pl, plt = mosaic_tpu()
         block = _block_channels(outputs, 512), _block_channels(inputs, 512)
         visits, number = visit_tiles(sizes, rows, tile, visit_empty=True)
-        rows_index = lambda side: lambda row, column, visit, *visits: (Visits(*visits).tile[visit], (row, column)[side])
-        result_index = lambda row, column, visit, *visits: (Visits(*visits).group[visit], row, column)
-        specs = {
-            "in_specs": [pl.BlockSpec((tile, width), rows_index(side)) for side, width in enumerate(block)],
-            "out_specs": pl.BlockSpec((None, *block), result_index),
-            "grid": (-(-outputs // block[0]), -(-inputs // block[1]), number),
-            "scratch_shapes": [plt.VMEM(block, jnp.float32)],
-        }
+        rows_index = lambda side: (
+            lambda row, column, visit, *visits: (Visits._make(visits).tile[visit], (row, column)[side])
+        )
+        result_index = lambda row, column, visit, *visits: (Visits._make(visits).group[visit], row, column)
+        grid = _Grid(
+            sizes=(-(-outputs // block[0]), -(-inputs // block[1]), number),
+            in_specs=[pl.BlockSpec((tile, width), rows_index(side)) for side, width in enumerate(block)],
+            out_specs=pl.BlockSpec((None, *block), result_index),
+            scratch_shapes=[plt.VMEM(block, jnp.float32)],
+        )
         result = jax.ShapeDtypeStruct((groups, outputs, inputs), dtype)
         cost = _estimate_cost(rows * outputs * inputs, output_grad, x, result)
-        return _call_kernel(outer_product_kernel, specs, result, cost, self.interpret, visits, output_grad, x)
+        return _call_kernel(outer_product_kernel, grid, result, cost, self.interpret, visits, output_grad, x)
 
 
 class Visits(NamedTuple):
@@ -129,9 +132,9 @@ class Visits(NamedTuple):
     """Whether it is the group's last visit."""
 
 
-def mosaic_tpu() -> tuple[Any, Any]:
+def mosaic_tpu() -> tuple[ModuleType, ModuleType]:
     """Return Pallas and its part for TPUs, which are imported only for programs with these kernels."""
-    return tuple(map(importlib.import_module, ("jax.experimental.pallas", "jax.experimental.pallas.tpu")))
+    return importlib.import_module("jax.experimental.pallas"), importlib.import_module("jax.experimental.pallas.tpu")
 
 
 def visit_tiles(
@@ -156,9 +159,18 @@ def visit_tiles(
     return Visits(group, visited_tile, low, high, *(edge.astype(jnp.int32) for edge in edges)), end_visit[-1]
 
 
+class _Grid(NamedTuple):
+    """The grid of a kernel: its sizes, the blocks of arrays that a program reads and writes, and its memory in VMEM."""
+
+    sizes: tuple[int | Array, ...]
+    in_specs: Sequence[object]
+    out_specs: object
+    scratch_shapes: Sequence[object]
+
+
 def _call_kernel(
     body: Callable[..., None],
-    specs: dict[str, Any],
+    grid: _Grid,
     result: jax.ShapeDtypeStruct,
     cost: dict[str, int],
     interpret: bool,
@@ -173,7 +185,13 @@ def _call_kernel(
     call = pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct(result.shape, result.dtype, manual_axis_type=varying_of((visits, arrays))),
-        grid_spec=plt.PrefetchScalarGridSpec(num_scalar_prefetch=len(visits), **specs),
+        grid_spec=plt.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(visits),
+            grid=grid.sizes,
+            in_specs=grid.in_specs,
+            out_specs=grid.out_specs,
+            scratch_shapes=grid.scratch_shapes,
+        ),
         compiler_params=plt.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=pl.CostEstimate(**cost, transcendentals=0),
         interpret=interpret,
@@ -207,21 +225,37 @@ def _block_channels(size: int, limit: int) -> int:
     fewest = -(-size // limit)
     if fewest == 1:
         return size
-    width = lambda number: -(-size // (128 * number)) * 128
-    return width(min(range(fewest, 2 * fewest + 1), key=lambda number: (number * width(number), number)))
+    widths = {number: -(-size // (128 * number)) * 128 for number in range(fewest, 2 * fewest + 1)}
+    _, number = min((number * width, number) for number, width in widths.items())
+    return widths[number]
 
 
 # The kernels.
 
 
-def multiply_kernel(transpose: bool, inputs: int, *refs: Any) -> None:
+@runtime_checkable
+class Rows(Protocol):
+    """Rows of a block, as `pallas.ds` gives them."""
+
+    @property
+    def start(self) -> int | Array:
+        """The first row."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        ...
+
+
+def multiply_kernel(transpose: bool, inputs: int, *refs: Ref) -> None:
     """Multiply the rows of a visit by their group's matrix; the grid is columns, visits, blocks of the `inputs`."""
     pl, _ = mosaic_tpu()
-    visits, (x, weight, y, *sums) = Visits(*refs[:6]), refs[6:]
+    visits, (x, weight, y, *sums) = Visits._make(refs[:6]), refs[6:]
     step, (tile, columns), block_inputs = pl.program_id(2), y.shape, x.shape[1]
     low, high, steps = visits.low[pl.program_id(1)], visits.high[pl.program_id(1)], -(-inputs // block_inputs)
 
-    def multiply_columns(rows: Any, width: int, start: Any, low: Array, high: Array) -> None:
+    def multiply_columns(rows: Rows, width: int, start: int | Array, low: Array, high: Array) -> None:
         part = pl.ds(start, width)
         row_block, weight_block = x[rows, :], weight[part, :] if transpose else weight[:, part]
         if inputs % block_inputs:  # the last block extends behind the last channel
@@ -238,27 +272,30 @@ def multiply_kernel(transpose: bool, inputs: int, *refs: Any) -> None:
             inside = _rows_between(rows, value.shape, low, high)
             y[rows, part] = jnp.where(inside, value, y[rows, part].astype(jnp.float32)).astype(y.dtype)
 
-    def multiply_piece(rows: Any, low: Array, high: Array) -> None:
+    def multiply_piece(rows: Rows, low: Array, high: Array) -> None:
         width = _COLUMNS if rows.size < tile and columns % _COLUMNS == 0 else columns
         if width == columns:
             return multiply_columns(rows, width, 0, low, high)
-        multiply = lambda number, _: multiply_columns(rows, width, pl.multiple_of(number * width, width), low, high)
-        jax.lax.fori_loop(0, columns // width, multiply, None)
+
+        def multiply_part(number: Array, _: None) -> None:
+            multiply_columns(rows, width, pl.multiple_of(number * width, width), low, high)
+
+        jax.lax.fori_loop(0, columns // width, multiply_part, None)
 
     _loop_over_pieces(tile, low, high, multiply_piece)
 
 
-def outer_product_kernel(*refs: Any) -> None:
+def outer_product_kernel(*refs: Ref) -> None:
     """Sum a tile of each group's matrix over the group's visits; the grid is rows, columns, visits."""
     pl, _ = mosaic_tpu()
-    visits, (output_grad, x, y, total) = Visits(*refs[:6]), refs[6:]
+    visits, (output_grad, x, y, total) = Visits._make(refs[:6]), refs[6:]
     visit = pl.program_id(2)
 
     @pl.when(visits.is_first[visit] == 1)
     def _() -> None:
         total[...] = jnp.zeros_like(total)
 
-    def add_piece(rows: Any, low: Array, high: Array) -> None:
+    def add_piece(rows: Rows, low: Array, high: Array) -> None:
         grad = output_grad[rows, :]
         grad = jnp.where(_rows_between(rows, grad.shape, low, high), grad.astype(jnp.float32), 0).astype(grad.dtype)
         dims = (((0,), (0,)), ((), ()))
@@ -276,7 +313,7 @@ def piece_heights(tile: int) -> tuple[int, ...]:
     return tuple(height for height in HEIGHTS if height < tile) or (tile,)
 
 
-def _loop_over_pieces(tile: int, low: Array, high: Array, piece: Callable[[Any, Array, Array], None]) -> None:
+def _loop_over_pieces(tile: int, low: Array, high: Array, piece: Callable[[Rows, Array, Array], None]) -> None:
     """Call `piece(rows, low, high)` for the rows of a visit: for a whole tile at once, or in pieces.
 
     All pieces but the last have the largest height; the last has the lowest height that suffices.
@@ -303,7 +340,7 @@ def _loop_over_pieces(tile: int, low: Array, high: Array, piece: Callable[[Any, 
     jax.lax.fori_loop(0, jnp.where(is_whole | (high <= low), 0, number), compute_piece, None)
 
 
-def _rows_between(rows: Any, shape: tuple[int, ...], low: Array, high: Array) -> Bool[Array, "..."]:
+def _rows_between(rows: Rows, shape: tuple[int, ...], low: Array, high: Array) -> Bool[Array, "..."]:
     """Return whether `low <= row < high` for each row of a piece, counted in its tile."""
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + rows.start
     return (row >= low) & (row < high)
