@@ -163,34 +163,63 @@ class LatentAttention(Mixer):
         scale = self.scores.scale_of(query.shape[-1] + keys.rope.shape[-1])
         # A single token with a cache attends to the latents themselves, with key_up and value_up absorbed.
         is_absorbed = cache is not None and x.shape[-2] == 1
-        if is_absorbed:
-            # The bias of key_up adds the same number to all scores of a query, which does not change the softmax.
-            query = einops.einsum(query, self.key_up.matrix(x.dtype), "... h d, h d latent -> ... h latent")
-        query, rotated = self.scores.sharpen(query, tokens), None
-        if self.rotary is not None and query_rope is not None:
-            query_rope = self.scores.sharpen(self.rotary(query_rope, tokens.positions, lengths), tokens)
-            rotated = RotatedChannels(query_rope, keys.rope[..., None, :])
+        query = self._absorb_key_up(query) if is_absorbed else query
+        query, rotated = self.scores.sharpen(query, tokens), self._rotate_query(query_rope, keys.rope, tokens, lengths)
         selection = self._select_keys(x, source, keys, tokens, kv_tokens, shared)
         # The loop over blocks and the kernels for decoding read the latents where the cache stores them.
         loop = blockwise_of(self.core) if is_absorbed and selection is None else None
         if loop is not None and cache is not None and kv_tokens is not None:
             attended = loop.decode(self._decode_call(query, rotated, keys.latents, cache, tokens, kv_tokens, scale))
         else:
-            if is_absorbed:
-                key = value = keys.latents[..., None, :]
-            else:
-                key, value = self.key_up(keys.latents), self.value_up(keys.latents)
-            if rotated is not None:
-                rope = broadcast_float32(rotated.key, (*key.shape[:-1], rotated.key.shape[-1]))
-                query, key = jnp.concatenate([query, rotated.query], -1), jnp.concatenate([key, rope], -1)
-            call = AttentionCall(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens, scale=scale)
+            call = self._attention_call(query, rotated, keys.latents, tokens, kv_tokens, scale, is_absorbed)
             attended = self.core(call) if selection is None else selection(call)
         attended = mask_overflow(attended, tokens, cache)
-        if is_absorbed:
-            up = self.value_up
-            attended = einops.einsum(attended, up.matrix(x.dtype), "... h latent, h v latent -> ... h v")
-            attended = add_float32(attended, up.bias)
+        attended = self._apply_value_up(attended) if is_absorbed else attended
         return self.output(attended), answer_request(is_sharing, selection, cache)
+
+    def _absorb_key_up(self, query: Float[Array, "*batch _ heads head_dim"]) -> Float[Array, "*batch _ heads latent"]:
+        """Return queries of the latents, whose scores are those of the queries and of the keys that `key_up` makes."""
+        # The bias of key_up adds the same number to all scores of a query, which does not change the softmax.
+        return einops.einsum(query, self.key_up.matrix(query.dtype), "... h d, h d latent -> ... h latent")
+
+    def _apply_value_up(self, latents: Float[Array, "*batch _ heads latent"]) -> Float[Array, "*batch _ heads v_dim"]:
+        """Return the values of each head's weighted sum of latents."""
+        up = self.value_up
+        values = einops.einsum(latents, up.matrix(latents.dtype), "... h latent, h v latent -> ... h v")
+        return add_float32(values, up.bias)
+
+    def _rotate_query(
+        self,
+        query: Float[Array, "*batch seq heads rope_dim"] | None,
+        key: Float[Array, "*batch kv_seq rope_dim"],
+        tokens: Tokens,
+        lengths: Int[Array, "*batch #seq"] | None,
+    ) -> RotatedChannels | None:
+        """Return the rotated channels of queries, with those of keys, which are rotated already; None without any."""
+        if self.rotary is None or query is None:
+            return None
+        query = self.scores.sharpen(self.rotary(query, tokens.positions, lengths), tokens)
+        return RotatedChannels(query, key[..., None, :])
+
+    def _attention_call(
+        self,
+        query: Float[Array, "*batch seq heads _"],
+        rotated: RotatedChannels | None,
+        latents: Float[Array, "*batch kv_seq latent"],
+        tokens: Tokens,
+        kv_tokens: Tokens | None,
+        scale: float,
+        is_absorbed: bool,
+    ) -> AttentionCall:
+        """Return the call with the keys and values of all heads or, for absorbed queries, with the latents as both."""
+        if is_absorbed:
+            key = value = latents[..., None, :]
+        else:
+            key, value = self.key_up(latents), self.value_up(latents)
+        if rotated is not None:
+            rope = broadcast_float32(rotated.key, (*key.shape[:-1], rotated.key.shape[-1]))
+            query, key = jnp.concatenate([query, rotated.query], -1), jnp.concatenate([key, rope], -1)
+        return AttentionCall(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens, scale=scale)
 
     def _query_source(self, x: Float[Array, "*batch _ embed"]) -> Float[Array, "*batch _ source"]:
         """Return the input of the queries' maps: `x`, or the queries' latent."""
