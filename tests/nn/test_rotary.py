@@ -114,6 +114,13 @@ def test_gradient_is_the_turn_back():
     assert close(gradient, rotate(wide(slope), -np.asarray(places), frequencies(4, 100.0)))
 
 
+@pytest.mark.parametrize("scaling", [nn.NTKScaling(2.0), nn.DynamicScaling(2.0, 8)])
+def test_a_power_of_the_channels_needs_two_pairs(scaling):
+    with pytest.raises(ValueError, match=rf"Rotary\(dim=2, scaling={type(scaling).__name__}.*at least 4"):
+        nn.Rotary(2, 10000.0, scaling=scaling)
+    assert nn.Rotary(4, 10000.0, scaling=scaling).dim == 4 and nn.Rotary(2, 10000.0).dim == 2
+
+
 @pytest.mark.parametrize("dim", [0, 3, -2])
 def test_channels_turn_in_pairs(dim):
     with pytest.raises(ValueError, match=rf"Rotary\(dim={dim}\).*even and at least 2"):

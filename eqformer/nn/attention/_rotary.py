@@ -20,8 +20,9 @@ Frequencies = Float[np.ndarray, "half"] | Float[Array, "*batch seq half"]
 class PositionEncoding(Module):
     """An encoding of positions in the queries and keys of an `Attention`.
 
-    Keys are cached encoded. If `changes_within` the cache's capacity, a later token may change the encoding of earlier
-    keys: keys are then cached as they are and encoded when they are read, or, with `can_rerotate`, rotated again. By
+    Keys are cached with their encoding, unless a later token may change the encodings of earlier keys
+    (`changes_within` the cache's capacity). Such keys are cached without an encoding, and each call encodes all keys
+    that it reads; or, with `can_rerotate`, they are cached rotated, and rotated again when their frequencies change. By
     default the encoding of a token depends on its position alone.
     """
 
@@ -31,11 +32,11 @@ class PositionEncoding(Module):
         return False
 
     def changes_within(self, longest: int) -> bool:
-        """Return whether documents of up to `longest` tokens have different encodings."""
+        """Return whether the encodings of documents of up to `longest` tokens differ from one another."""
         return self.depends_on_length
 
     def can_rerotate(self, longest: int) -> bool:
-        """Return whether cached keys of rows of up to `longest` tokens can be rotated again, as a `Rotary`'s."""
+        """Return whether cached keys of rows of up to `longest` tokens can be rotated again; only a `Rotary` can."""
         return False
 
     @abc.abstractmethod
@@ -53,10 +54,10 @@ class PositionEncoding(Module):
 class Rotary(PositionEncoding):
     """Rotate pairs of channels by `position * theta^(-2i/dim)` (Su et al. 2021).
 
-    The first `dim` channels are rotated, the others pass (GPT-NeoX's partial rotary). Pairs are channels `(i, i +
-    dim/2)`, the half-split layout of Llama, or `(2i, 2i + 1)` if `interleaved`, the layout of GPT-J and DeepSeek.
-    `scaling` changes the frequencies for longer contexts. Angles are computed in float32 at least, from the positions
-    of each call: there is no table, so positions may have any order and offset.
+    The first `dim` channels are rotated, the others pass unchanged (GPT-NeoX's partial rotary). Pairs are channels
+    `(i, i + dim/2)`, the half-split layout of Llama, or `(2i, 2i + 1)` if `interleaved`, the layout of GPT-J and
+    DeepSeek. `scaling` changes the frequencies for longer contexts. Angles are computed in float32 at least, from the
+    positions of each call: there is no table, so positions may have any order and offset.
     """
 
     dim: int = eqx.field(static=True)
@@ -69,6 +70,12 @@ class Rotary(PositionEncoding):
             raise ValueError(
                 f"Rotary(dim={self.dim}): channels are rotated in pairs, so dim must be even and at least 2."
             )
+        if self.scaling is not None and self.dim < self.scaling.least_dim:
+            raise ValueError(
+                f"Rotary(dim={self.dim}, scaling={type(self.scaling).__name__}(...)): this scaling takes the power "
+                f"dim / (dim - 2) of a factor, so dim must be at least {self.scaling.least_dim}; give more channels or "
+                "another scaling."
+            )
 
     @property
     def depends_on_length(self) -> bool:
@@ -80,7 +87,7 @@ class Rotary(PositionEncoding):
         return self.scaling is not None and self.scaling.changes_within(longest)
 
     def can_rerotate(self, longest: int) -> bool:
-        """Return whether frequencies change at a few lengths only, so that cached keys are rarely rotated again."""
+        """Return whether frequencies change at few lengths, so that few calls must rotate cached keys again."""
         return self.scaling is not None and self.scaling.has_frequency_sets and self.changes_within(longest)
 
     def encode(
@@ -105,7 +112,7 @@ class Rotary(PositionEncoding):
             raise ValueError(f"Rotary(dim={self.dim})(x): x has only {x.shape[-1]} channels; dim must not exceed them.")
         if lengths is None:
             lengths = jnp.max(positions, axis=-1, keepdims=True) + 1
-        return self._rotate_pairs(x, *self._angles(positions, lengths, at_least_float32(x.dtype)))
+        return self._rotate_pairs(x, *self._cosines_and_sines(positions, lengths, at_least_float32(x.dtype)))
 
     def rerotate(
         self,
@@ -116,8 +123,8 @@ class Rotary(PositionEncoding):
     ) -> Float[Array, "*batch seq heads head_dim"]:
         """Replace a rotation by the frequencies of the old lengths with one by those of the new lengths."""
         dtype = at_least_float32(x.dtype)
-        old_cosine, old_sine = self._angles(positions, old_lengths, dtype)
-        cosine, sine = self._angles(positions, new_lengths, dtype)
+        old_cosine, old_sine = self._cosines_and_sines(positions, old_lengths, dtype)
+        cosine, sine = self._cosines_and_sines(positions, new_lengths, dtype)
         square = old_cosine**2 + old_sine**2
         return self._rotate_pairs(
             x, (cosine * old_cosine + sine * old_sine) / square, (sine * old_cosine - cosine * old_sine) / square
@@ -142,10 +149,10 @@ class Rotary(PositionEncoding):
             rotated = jnp.concatenate(pairs, axis=-1).astype(x.dtype)
         return jnp.concatenate([rotated, passing], axis=-1) if passing.shape[-1] else rotated
 
-    def _angles(
+    def _cosines_and_sines(
         self, positions: Int[Array, "*batch seq"], lengths: Int[Array, "*batch #seq"], dtype: jnp.dtype
     ) -> tuple[Float[Array, "*batch seq 1 half"], Float[Array, "*batch seq 1 half"]]:
-        """Return the cosines and sines of all angles."""
+        """Return the cosines and the sines of all angles, times the magnitude."""
         frequencies, magnitude = base_frequencies(self.dim, self.theta), 1.0
         if self.scaling is not None:
             frequencies, magnitude = self.scaling.frequencies(self.dim, self.theta, lengths[..., None])
@@ -202,21 +209,27 @@ class RotaryScaling(eqx.Module):
     depends_on_length: ClassVar[bool]
     has_frequency_sets: ClassVar[bool] = False
     """Whether lengths share a few sets of frequencies; `representative_length` then tells which."""
+    least_dim: ClassVar[int] = 2
+    """The fewest channels that can be rotated."""
 
     @abc.abstractmethod
     def frequencies(
         self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
     ) -> tuple[Frequencies, float | Float[Array, ""]]:
-        """Return the frequencies of the `dim / 2` pairs, one set or one a document, and the factor on cosines and
-        sines."""
+        """Return the frequencies of the `dim / 2` pairs, and the magnitude: a factor of all cosines and sines.
+
+        Frequencies have batch dims if they depend on the length of the document.
+        """
 
     def changes_within(self, longest: int) -> bool:
-        """Return whether lengths up to `longest` have different frequencies; only those beyond an original length
-        may."""
+        """Return whether the frequencies of documents of up to `longest` tokens differ from one another.
+
+        Documents of up to `original_length` tokens have the same frequencies.
+        """
         return self.depends_on_length and longest > getattr(self, "original_length", 0)
 
     def representative_length(self, length: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """Return one length for all lengths that share a set of frequencies: 0 for the set of the shortest."""
+        """Return a length that stands for all lengths with the same frequencies: 0 for those of the shortest."""
         return length
 
 
@@ -234,9 +247,10 @@ class LinearScaling(RotaryScaling):
 
 
 class ProportionalScaling(RotaryScaling):
-    """Rotation of the first `part` of all pairs, by their frequencies among all pairs; the others pass (Gemma 4).
+    """Rotation of the first `part` of all pairs; the other pairs pass unchanged (Gemma 4).
 
-    A `Rotary` of so many channels alone would have frequencies over the whole range, and other pairs.
+    Rotated pairs have the frequencies that they have where all pairs are rotated. `Rotary(dim)` of as many channels
+    differs: it spreads the whole range of frequencies over its few pairs, and pairs other channels.
     """
 
     depends_on_length: ClassVar[bool] = False
@@ -255,6 +269,7 @@ class NTKScaling(RotaryScaling):
     """NTK-aware theta for any length (bloc97 2023), `theta * alpha^(dim / (dim - 2))` (Hunyuan)."""
 
     depends_on_length: ClassVar[bool] = False
+    least_dim: ClassVar[int] = 4
     alpha: float = eqx.field(static=True)
 
     def frequencies(
@@ -268,6 +283,7 @@ class DynamicScaling(RotaryScaling):
     """NTK-aware theta that grows with the document beyond `original_length` tokens (bloc97, emozilla 2023)."""
 
     depends_on_length: ClassVar[bool] = True
+    least_dim: ClassVar[int] = 4
     factor: float = eqx.field(static=True)
     original_length: int = eqx.field(static=True)
 
@@ -281,7 +297,7 @@ class DynamicScaling(RotaryScaling):
 
 
 class Llama3Scaling(RotaryScaling):
-    """Long waves stretched by `factor`, short waves unchanged, and a ramp between (Llama 3.1; Dubey et al. 2024)."""
+    """Low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1; Dubey et al. 2024)."""
 
     depends_on_length: ClassVar[bool] = False
     factor: float = eqx.field(static=True)
@@ -292,38 +308,40 @@ class Llama3Scaling(RotaryScaling):
     def frequencies(
         self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
     ) -> tuple[Frequencies, float | Float[Array, ""]]:
-        """Keep waves shorter than `original_length / high`; stretch those longer than `original_length / low`."""
+        """Keep pairs that make `high_frequency_factor` rotations or more in `original_length` tokens.
+
+        Pairs that make `low_frequency_factor` rotations or fewer have their frequencies divided by `factor`.
+        """
         base = base_frequencies(dim, theta)
         rotations = self.original_length * base / (2 * math.pi)
         span = self.high_frequency_factor - self.low_frequency_factor
         above = rotations - self.low_frequency_factor
-        # Without a ramp (Llama 4 Scout), each wave is on one side or the other.
+        # Without a ramp (Llama 4 Scout), each frequency is either kept or divided.
         keep = np.clip(above / span, 0.0, 1.0) if span > 0 else (above >= 0).astype(base.dtype)
         return keep * base + (1 - keep) * base / self.factor, 1.0
 
 
 class YarnScaling(RotaryScaling):
-    """YaRN (Peng et al. 2023): interpolate slow pairs by `factor`, keep fast ones, and raise the scores."""
+    """YaRN (Peng et al. 2023): interpolate slow pairs by `factor`, keep fast ones, scale cosines and sines."""
 
     depends_on_length: ClassVar[bool] = False
     factor: float = eqx.field(static=True)
     """The factor of the interpolation of slow pairs."""
     original_length: int = eqx.field(static=True)
-    """The tokens of the rows of the first training."""
+    """The context length of pretraining."""
     beta_fast: float = eqx.field(static=True, default=32.0)
     """Pairs that make more than so many rotations in `original_length` tokens are kept."""
     beta_slow: float = eqx.field(static=True, default=1.0)
-    """Pairs that make fewer rotations are interpolated in full."""
+    """Pairs that make fewer than so many rotations in `original_length` tokens are interpolated in full."""
     magnitude: float | None = eqx.field(static=True, default=None)
-    """The factor of cosines and sines; None: `0.1 ln(factor) + 1`. DeepSeek divides two such terms and passes the
-    quotient."""
+    """The factor of cosines and sines; None: `yarn_magnitude(factor)`. DeepSeek passes a quotient of two magnitudes."""
     truncate: bool = eqx.field(static=True, default=True)
     """Whether the ends of the ramp are rounded to whole pairs."""
 
     def frequencies(
         self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
     ) -> tuple[Frequencies, float | Float[Array, ""]]:
-        """Interpolate by a linear ramp over the pairs between the two counts of rotations."""
+        """Divide slow pairs' frequencies by `factor`, with a linear ramp between `beta_fast` and `beta_slow`."""
         base = base_frequencies(dim, theta)
 
         def pair_with_rotations(count: float) -> float:
@@ -340,10 +358,11 @@ class YarnScaling(RotaryScaling):
 
 
 class LongRopeScaling(RotaryScaling):
-    """LongRoPE (Ding et al. 2024): a divisor for each pair, one set up to `original_length` tokens and one beyond.
+    """LongRoPE (Ding et al. 2024): a divisor for the frequency of each pair.
 
-    `magnitude` multiplies cosines and sines: by default `sqrt(1 + ln(factor) / ln(original_length))`, where `factor` is
-    the longest length over the original one.
+    Documents of up to `original_length` tokens take `short_divisors`, longer ones `long_divisors`. `magnitude`
+    multiplies cosines and sines: by default `sqrt(1 + ln(factor) / ln(original_length))`, where `factor` is the longest
+    length over the original one.
     """
 
     depends_on_length: ClassVar[bool] = True
@@ -380,5 +399,5 @@ class LongRopeScaling(RotaryScaling):
 
 
 def yarn_magnitude(factor: float, strength: float = 1.0) -> float:
-    """Return `0.1 * strength * ln(factor) + 1`, the attention temperature of YaRN."""
+    """Return YaRN's factor of cosines and sines, `0.1 * strength * ln(factor) + 1`."""
     return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
