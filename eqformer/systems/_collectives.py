@@ -4,6 +4,7 @@ A `reference_*` function takes the inputs of all devices of an axis, stacked alo
 outputs stacked in the same way.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -52,7 +53,7 @@ def ring_all_gather(x: Float[Array, "..."], axis: str, *, tiled: bool = False) -
     """Compute `jax.lax.all_gather` as a ring: each device sends `n-1` messages of one piece to the next device."""
     piece = x if tiled else x[None]
     gathered = jnp.zeros((jax.lax.axis_size(axis) * piece.shape[0], *piece.shape[1:]), x.dtype)
-    write = lambda gathered, part, start: jax.lax.dynamic_update_slice_in_dim(gathered, part, start, 0)
+    write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
     return circulate(Ring("ring", axis), piece, 0, write, gathered)
 
 
@@ -68,6 +69,6 @@ def ring_psum_scatter(x: Float[Array, "..."], axis: str, *, tiled: bool = False)
             f"ring_psum_scatter(tiled={tiled}): the first dim of x is {x.shape[0]} and {axis!r} has {devices} devices; "
             f"make the dim {fix}."
         )
-    part = lambda start, length: jax.lax.dynamic_slice_in_dim(x, start, length, 0)
-    total = collect(Ring("ring", axis), x.shape[0] // devices, 0, part, x.dtype)
+    take_part = functools.partial(jax.lax.dynamic_slice_in_dim, x, axis=0)
+    total = collect(Ring("ring", axis), x.shape[0] // devices, 0, take_part, x.dtype)
     return total if tiled else total[0]

@@ -1,7 +1,6 @@
 """One instance of a module per device of a mesh axis."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -21,7 +20,7 @@ class PerRank(eqx.Module):
 
     def __init__(
         self,
-        make: Callable[[Key[Array, ""]], Any],
+        make: Callable[[Key[Array, ""]], PyTree],
         ranks: int,
         *,
         only: int | None = None,
@@ -48,7 +47,7 @@ class PerRank(eqx.Module):
 
         self.modules = jax.tree.map(zero_other_ranks, modules)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call the module of this device."""
         return self.own()(*args, **kwargs)
 

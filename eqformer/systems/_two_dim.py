@@ -6,8 +6,9 @@ over one axis is split over the other.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -52,14 +53,14 @@ class TwoDimBlock(nn.Layer):
         block = self.inner
         tokens = nn.tokens_or_default(tokens, x.shape[:-1], cache)
         parts = read_block(block)
-        mixer, fed = parts.sublayers
+        mixer, feed_forward = parts.sublayers
         if parts.norm is not None:
-            y, cache = self._sublayers(parts.norm(x), mixer.scale, mixer.layer, fed.layer, tokens, cache)
+            y, cache = self._sublayers(parts.norm(x), mixer.scale, mixer.layer, feed_forward.layer, tokens, cache)
             return x + y, cache, None
-        assert mixer.norm is not None and fed.norm is not None
+        assert mixer.norm is not None and feed_forward.norm is not None
         y, cache = self._sublayers(mixer.norm(x), mixer.scale, mixer.layer, None, tokens, cache)
-        normalized = fed.norm(x if parts.is_parallel else x + y)
-        y = y + self._sublayers(normalized, fed.scale, None, fed.layer, tokens, None)[0]
+        normalized = feed_forward.norm(x if parts.is_parallel else x + y)
+        y = y + self._sublayers(normalized, feed_forward.scale, None, feed_forward.layer, tokens, None)[0]
         return x + y, cache, None
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
@@ -75,7 +76,10 @@ class TwoDimBlock(nn.Layer):
         tokens: nn.Tokens,
         cache: PyTree,
     ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
-        """Return what attention, a feed-forward layer (None: left out) or both add to the stream, and the cache."""
+        """Return the summand of attention, of a feed-forward layer, or of both for the stream, and the cache.
+
+        A layer of None is left out.
+        """
         ups = {} if mlp is None else up_projections(mlp)
         queries, keys = ([], []) if attention is None else ([attention.query], [attention.key, attention.value])
         wide, narrow = self._project(x, [*queries, *ups.values()], keys)
@@ -130,7 +134,7 @@ class TwoDimBlock(nn.Layer):
         by_rows = self.attention == "rows"
         if by_rows:
             query = send.all_to_all("heads to rows", query, HEADS, 0, 2)
-            tokens = jax.tree.map(lambda x: own_part(x, HEADS, 0), tokens)
+            tokens = jax.tree.map(functools.partial(own_part, axis=HEADS, dim=0), tokens)
         stand_ins = _Constant(query), _Constant(key), _Constant(value), _Flatten()
         without_projections = eqx.tree_at(lambda m: (m.query, m.key, m.value, m.output), attention, stand_ins)
         y, cache = without_projections(_Flatten()(query), tokens, cache)
@@ -183,14 +187,17 @@ class _Flatten(eqx.Module):
         return x.reshape(*x.shape[:2], -1)
 
 
+Norm = nn.Norm | Callable[[Array], Array]
+
+
 class BlockParts(NamedTuple):
     """The sublayers of a block; and the norms of a parallel block around both, None for a sequential block."""
 
     is_parallel: bool
-    sublayers: tuple[Any, ...]
-    norm: Any = None
-    output_norm: Any = None
-    sum_norm: Any = None
+    sublayers: tuple[PyTree, ...]
+    norm: Norm | None = None
+    output_norm: Norm | None = None
+    sum_norm: Norm | None = None
 
 
 def read_block(block: nn.Block | nn.ParallelResidual) -> BlockParts:
@@ -213,11 +220,16 @@ def gather_and_project(
     computed for this device's rows (over `tensor`) only. `overlap` hides the reduce-scatters behind products or, where
     `fsdp` has one device, the all-gather.
     """
-    own_rows = (lambda y: own_part(y, TENSOR, 0)) if by_rows else (lambda y: y)
+
+    def own_rows(y: Array) -> Array:
+        return own_part(y, TENSOR, 0) if by_rows else y
+
     if overlap == "none" or jax.lax.axis_size(FSDP) > 1:
         full = send.all_gather("stream for wide maps", x, TENSOR, 2)
-        product = lambda w: matmul_reduce_scatter(full, w, FSDP, scatter="outputs", overlap=overlap, name="wide maps")
-        products = list(map(product, weights))
+        products = [
+            matmul_reduce_scatter(full, weight, FSDP, scatter="outputs", overlap=overlap, name="wide maps")
+            for weight in weights
+        ]
         return products, [_product(own_rows(full), w).astype(x.dtype) for w in narrow]
 
     def accumulate(sums: Sequence[Array], piece: Array, start: Array) -> Sequence[Array]:

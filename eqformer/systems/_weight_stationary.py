@@ -1,7 +1,6 @@
 """A whole model in the 1-D or 2-D weight-stationary inference layout (Pope et al. 2022, arXiv:2211.05102)."""
 
-from collections.abc import Callable
-from typing import Any
+import functools
 
 import equinox as eqx
 import jax
@@ -20,7 +19,7 @@ from ..parallel.tensor._collective_matmul import OVERLAPS
 from ..parallel.tensor._residual_stream import SplitNorm
 from ..parallel.tensor._stream_kinds import FeatureStream
 from ..parallel.tensor._vocabulary import SplitEmbedding
-from ._two_dim import HEADS, read_block, STREAM, TwoDimBlock, TwoDimVocabulary
+from ._two_dim import HEADS, Norm, read_block, STREAM, TwoDimBlock, TwoDimVocabulary
 
 
 ATTENTIONS = ("rows", "heads")
@@ -78,7 +77,10 @@ class WeightStationary(DistributedModel):
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
         """Return the logits, in float32 at least, of hidden vectors from `encode`."""
         in_specs = self._specs, PartitionSpec(None, STREAM)
-        per_device: Callable[..., Any] = lambda model, x: self._wrapped(model).unembed(x)
+
+        def per_device(model: nn.Transformer, x: Array) -> Array:
+            return self._wrapped(model).unembed(x)
+
         return filter_shard_map(per_device, self.mesh, in_specs, PartitionSpec(None, HEADS))(self.model, hidden)
 
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
@@ -112,7 +114,10 @@ class WeightStationary(DistributedModel):
         """Return the model of one device, with its layers wrapped."""
         # Over an axis of one device no gather or slice would mark the arrays as varying.
         model = vary(model, STREAM)
-        split = lambda norm: SplitNorm(jax.tree.map(lambda x: own_part(x, TENSOR, -1), norm), STREAM)
+        split_channels = functools.partial(jax.tree.map, functools.partial(own_part, axis=TENSOR, dim=-1))
+
+        def split(norm: PyTree) -> SplitNorm:
+            return SplitNorm(split_channels(norm), STREAM)
 
         def wrap_block(inner: nn.Block | nn.ParallelResidual) -> TwoDimBlock:
             inner = eqx.tree_at(_stream_norms, inner, [split(norm) for norm in _stream_norms(inner)])
@@ -124,8 +129,7 @@ class WeightStationary(DistributedModel):
         embedding = TwoDimVocabulary(lookup, table.weight if head is None else head.matrix(), bias)
         model = eqx.tree_at(lambda m: m.stacks, model, replace(model.stacks, BLOCKS, wrap_block))
         if model.positions is not None:
-            positions = jax.tree.map(lambda x: own_part(x, TENSOR, -1), model.positions)
-            model = eqx.tree_at(lambda m: m.positions, model, positions)
+            model = eqx.tree_at(lambda m: m.positions, model, split_channels(model.positions))
         is_none = lambda node: node is None
         parts = split(model.norm), embedding, None
         return eqx.tree_at(lambda m: (m.norm, m.embedding, m.head), model, parts, is_leaf=is_none)
@@ -160,7 +164,7 @@ def _check(layout: WeightStationary) -> None:
             )
 
 
-def _stream_norms(block: nn.Block | nn.ParallelResidual) -> list[Any]:
+def _stream_norms(block: nn.Block | nn.ParallelResidual) -> list[Norm]:
     """Return the norms that read the residual stream: one before both sublayers, or one before each."""
     parts = read_block(block)
     norms = [parts.norm, *(residual.norm for residual in parts.sublayers)]
