@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -63,7 +62,7 @@ class Residual(Sublayer):
     asks for it by name (`reads`).
     """
 
-    layer: Mixer | Routed | Callable[..., Any]
+    layer: Mixer | Routed | Callable[..., Array]
     """A `Mixer`, a `Routed` layer, or a function of an array to an array of the same shape."""
     norm: Norm | Callable[[Array], Array] | None = None
     """Norm of the layer's input: alone it is pre-norm (GPT-2, Llama), with `output_norm` the sandwich of Gemma 2."""
@@ -163,7 +162,7 @@ class Residual(Sublayer):
             return y, shared.wrapped, None
         return y, shared.wrapped, dataclasses.replace(shared, name=self.shares, wrapped=None)
 
-    def _find_input(self, tokens: Tokens) -> Any:
+    def _find_input(self, tokens: Tokens) -> PyTree:
         """Return the input of the name `reads`; raise a `ValueError` if the model or the earlier layers have none."""
         if self.reads not in (SOURCE, LAYER_INPUT):
             return find_shared(tokens.shared, self.reads or "")
@@ -274,9 +273,13 @@ class StreamScale(Sublayer):
 class Block(Layer):
     """A transformer block: residual sublayers, run in order.
 
-    Most decoders have `Block(Residual(attention, norm), Residual(mlp, norm))`; a Mamba has the first alone, the decoder
-    of a T5 has `Residual(cross_attention, norm, reads="source")` between the two. The cache is that of the sublayer
-    with a mixer, or a tuple of caches if several have one.
+    Most decoders have `Block(Residual(attention, norm), Residual(mlp, norm))`. Here attention is the mixer: the layer
+    in which tokens read one another, and which has a cache. A block of Mamba has one sublayer, its mixer. A block of
+    T5's decoder has `Residual(cross_attention, norm, reads="source")` as a third, between the two. The cache is that of
+    the sublayer with a mixer, or a tuple of caches if several have one.
+
+    A block is one layer of a model: `Block(a, b)` has the residual sublayers `a` and `b`. `SuperBlock((a, b))` holds
+    two layers, `a` and `b`, that a stack repeats together.
     """
 
     sublayers: tuple[Sublayer, ...]

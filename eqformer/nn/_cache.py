@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -16,7 +17,7 @@ from .._array_checks import checked, checked_fields
 from .._shapes import ArrayOrShape
 from ..kernels import CACHE_WRITE, CacheWriteCall, rounded_slots
 from ._dtype import dequantize_rows, float_dtype, quantize_rows
-from ._module import dims
+from ._module import dims, map_modules
 from ._tokens import Tokens
 
 
@@ -104,7 +105,10 @@ def restore_states(previous: PyTree, current: PyTree) -> PyTree:
 
     Tokens that are read again overwrite their slots, so slots need no restoring.
     """
-    choose = lambda old, new: new if _has_slots(new) else old
+
+    def choose(old: PyTree, new: PyTree) -> PyTree:
+        return new if _has_slots(new) else old
+
     return jax.tree.map(choose, previous, current, is_leaf=_has_slots)
 
 
@@ -114,8 +118,8 @@ def can_roll_back(cache: PyTree) -> bool:
 
 
 def map_slot_caches(change: Callable[["SlotCache"], PyTree], cache: PyTree) -> PyTree:
-    """Replace each cache with slots by `change(it)`; caches without slots, such as recurrent states, stay."""
-    return jax.tree.map(lambda node: change(node) if _has_slots(node) else node, cache, is_leaf=_has_slots)
+    """Replace each cache with slots by `change(cache)`; caches without slots, such as recurrent states, stay."""
+    return map_modules(change, cache, SlotCache)
 
 
 def _add_slots(cache: SlotCache, slots: int) -> SlotCache:
@@ -197,7 +201,7 @@ def store_tokens(
 def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int = 0) -> tuple[tuple, tuple]:
     """Return the arrays with the new tokens in their slots, and the arrays that the new tokens may see.
 
-    Between the dims of rows and of slots the arrays have `heads` dims of heads.
+    The arrays have `heads` dims of heads between the dims of rows and of slots.
     """
     check_cached(tokens, cache)
     layer, capacity = cache.layer, capacity_of(cache)
@@ -242,7 +246,7 @@ def _expand_to(flags: Array, x: Array) -> Array:
 
 @checked_fields
 class KVCache(SlotCache):
-    """Keys and values of past tokens; a head's are contiguous, so that products of heads read them in place."""
+    """Keys and values of past tokens; those of a head are contiguous, so that its products read them in place."""
 
     keys: Num[Array, "*batch kv_heads kv_seq head_dim"]
     """The keys, rotated."""
@@ -263,7 +267,7 @@ class KVCache(SlotCache):
     value_scales: Float[Array, "*batch kv_heads kv_seq"] | None = None
     """Scales of 8-bit values."""
     rotary_lengths: Int[Array, "*batch"] | None = None
-    """A length of each row, by whose frequencies its keys are rotated; None: by the same ones in every row."""
+    """For each row, a length by whose frequencies its keys are rotated; None: all keys have the same frequencies."""
 
     @classmethod
     def empty(
@@ -288,9 +292,12 @@ class KVCache(SlotCache):
         """
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         size = capacity if reach is None else slots_for(reach, capacity)
-        zeros = lambda heads, width: jnp.zeros((*batch, heads, size, width), dtype)
+        (heads, width), (value_heads, value_width) = keys, values
         return cls(
-            keys=zeros(*keys), values=zeros(*values), positions=empty_slots(batch, size), rolling=size < capacity
+            keys=jnp.zeros((*batch, heads, size, width), dtype),
+            values=jnp.zeros((*batch, value_heads, size, value_width), dtype),
+            positions=empty_slots(batch, size),
+            rolling=size < capacity,
         )
 
     def with_scales(self, dtype: str) -> "KVCache":
@@ -312,7 +319,7 @@ class KVCache(SlotCache):
         self, dtype: jnp.dtype
     ) -> tuple[Float[Array, "*batch all kv_heads head_dim"], Float[Array, "*batch all kv_heads v_dim"], Tokens]:
         """Return all keys and values in the cache, in `dtype`, and their tokens."""
-        select_layer = lambda x: index_layer(x, self.layer)
+        select_layer = functools.partial(index_layer, layer=self.layer)
         arrays_and_scales = (self.keys, self.key_scales), (self.values, self.value_scales)
         keys, values = (
             select_layer(rows) if scales is None else dequantize_rows(select_layer(rows), select_layer(scales), dtype)
@@ -402,7 +409,7 @@ class LatentCache(SlotCache):
 
     def scaled(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         """Return the 8-bit latents of all slots as stored with their scales, and the rotated keys with theirs."""
-        select_layer = lambda x: index_layer(x, self.layer)
+        select_layer = functools.partial(index_layer, layer=self.layer)
         return (select_layer(self.latents), select_layer(self.latent_scales)), (
             select_layer(self.rotary_keys),
             select_layer(self.rotary_scales),

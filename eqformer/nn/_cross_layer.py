@@ -1,12 +1,14 @@
-"""Values that a layer shares with later layers: keys and values (Brandon et al. 2024, arXiv:2405.12981), or which keys
-an indexer selected."""
+"""Values that a layer shares with later layers: keys and values (Brandon et al. 2024, arXiv:2405.12981), or the keys
+that an indexer selected."""
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 from typing import TypeVar
 
 import equinox as eqx
-import jax
 from jaxtyping import Array, Float, Int, PyTree
+
+from ._module import map_modules, modules, take_members
 
 
 class SharedKV(eqx.Module):
@@ -64,22 +66,14 @@ def find_shared(shared: Iterable[SharedValue], name: str) -> SharedValue:
 
 def collect_shared(aux: PyTree) -> list[SharedValue]:
     """Return the values that layers with this aux share, in the order of the layers."""
-    return [node for node in jax.tree.leaves(aux, is_leaf=_is_shared) if isinstance(node, SharedValue)]
+    return modules(aux, SharedValue)
 
 
 def keep_shared(aux: PyTree, names: Iterable[str]) -> PyTree:
     """Return the aux with the shared values of these names only; None takes the place of the others."""
-    return _map_shared(aux, lambda shared: shared if shared.name in names else None)
+    return map_modules(lambda shared: shared if shared.name in names else None, aux, SharedValue)
 
 
 def take_last_layer(aux: PyTree) -> PyTree:
     """Return a stack's aux with shared values of the last layer only; all else keeps its `layers` dim in front."""
-    return _map_shared(aux, lambda shared: jax.tree.map(lambda x: x[-1], shared))
-
-
-def _map_shared(aux: PyTree, change: Callable[[SharedValue], PyTree]) -> PyTree:
-    return jax.tree.map(lambda node: change(node) if isinstance(node, SharedValue) else node, aux, is_leaf=_is_shared)
-
-
-def _is_shared(node: object) -> bool:
-    return isinstance(node, SharedValue)
+    return map_modules(functools.partial(take_members, index=-1), aux, SharedValue)

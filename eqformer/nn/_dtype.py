@@ -5,6 +5,7 @@ that sum in the dtype of the broadcast. A sum of thousands of bfloat16 numbers s
 than half a step of the total. The operations here cast to float32 first, then broadcast, and round once.
 """
 
+import operator
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ def in_dtypes_of(tree: PyTree, other: PyTree) -> PyTree:
     return jax.tree.map(lambda x, like: x.astype(like.dtype) if _is_float(x) else x, tree, other)
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: object) -> bool:
     return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -36,7 +37,7 @@ def lossless_dtype(*dtypes: DTypeLike) -> np.dtype:
 
     It is float32 for bfloat16 and float16, neither of which contains the other and for which NumPy has no answer.
     """
-    by_size = sorted({jnp.dtype(dtype) for dtype in dtypes}, key=lambda dtype: dtype.itemsize)
+    by_size = sorted({jnp.dtype(dtype) for dtype in dtypes}, key=operator.attrgetter("itemsize"))
     wider = [jnp.dtype(name) for name in ("float32", "float64")]
     return next(dtype for dtype in (*by_size, *wider) if all(_contains(dtype, narrow) for narrow in by_size))
 
@@ -116,13 +117,17 @@ def _matmul_16_bits(x: Array, weight: Array) -> Array:
     return _einsum("...i,oi->...o", x, weight, x.dtype)
 
 
+def _matmul_16_bits_forward(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _matmul_16_bits(x, weight), (x, weight)
+
+
 def _matmul_16_bits_backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     x, weight = residuals
     x_gradient = _einsum("...o,oi->...i", gradient, weight, x.dtype)
     return x_gradient.astype(x.dtype), _einsum("...o,...i->oi", gradient, x, x.dtype).astype(weight.dtype)
 
 
-_matmul_16_bits.defvjp(lambda x, weight: (_matmul_16_bits(x, weight), (x, weight)), _matmul_16_bits_backward)
+_matmul_16_bits.defvjp(_matmul_16_bits_forward, _matmul_16_bits_backward)
 
 
 def _einsum(pattern: str, x: Array, other: Array, dtype: np.dtype) -> Array:
@@ -140,7 +145,7 @@ def lookup_rows(table: Float[Array, "rows embed"], ids: Int[Array, "*batch"]) ->
 
 
 @lookup_rows.defjvp
-def _lookup_rows_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+def _lookup_rows_jvp(primals: tuple[Array, Array], tangents: tuple[Array, object]) -> tuple[Array, Array]:
     (table, ids), (tangent, _) = primals, tangents
     float32_tangent = tangent.astype(at_least_float32(table.dtype))
     return lookup_rows(table, ids), _take_rows(float32_tangent, ids).astype(table.dtype)

@@ -80,7 +80,7 @@ def is_map(node: object) -> TypeGuard[LinearMap]:
     return isinstance(node, LinearMap) and not isinstance(node, ComposedMap)
 
 
-def linear_maps(tree: PyTree) -> list[Any]:
+def linear_maps(tree: PyTree) -> list[LinearMap]:
     """Return every linear map in a tree, in order; a `ComposedMap` counts as the maps that it is made of."""
     return [node for node in jax.tree.leaves(tree, is_leaf=is_map) if is_map(node)]
 

@@ -1,6 +1,6 @@
 """Low-rank adaptation (LoRA): linear maps with a fixed weight and a trained low-rank change (arXiv:2106.09685)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import einops
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from ._dtype import at_least_float32
 from ._linear import ComposedMap, dense, Linear, LinearMap
-from ._module import is_trainable, named_modules, path_name
+from ._module import is_trainable, map_modules, modules, named_modules, path_name
 
 
 class LoRA(ComposedMap):
@@ -88,7 +88,7 @@ def with_lora(
     Raises a `ValueError` if no map, or a `LoRA`, is chosen.
 
     Args:
-        model: Any tree of modules.
+        model: A tree of modules.
         where: The chosen maps: names (`"query"`, `"sublayers[1].layer.up"`: ends of paths) and types (every map in an
             `nn.Attention`), or a function of path and `LinearMap`.
         rank: The channels between the two factors.
@@ -107,11 +107,10 @@ def with_lora(
     scale = 1.0 if alpha is None else alpha / (rank**0.5 if rank_stabilised else rank)
     keys = dict(zip(chosen, jax.random.split(key, len(chosen))))
 
-    def add_if_chosen(path: tuple, node: PyTree) -> PyTree:
-        name = path_name(path)
-        return add_lora(node, rank, scale, key=keys[name]) if name in keys else node
+    def add(name: str, linear: LinearMap) -> LoRA:
+        return add_lora(linear, rank, scale, key=keys[name])
 
-    return jax.tree_util.tree_map_with_path(add_if_chosen, model, is_leaf=lambda node: isinstance(node, LinearMap))
+    return replace_maps(model, keys, add)
 
 
 def merge_lora(model: PyTree) -> PyTree:
@@ -120,12 +119,10 @@ def merge_lora(model: PyTree) -> PyTree:
     The map is a plain `Linear` if the fixed map has no weight to change, such as a quantized map.
     """
 
-    def merge(node: PyTree) -> PyTree:
-        if not isinstance(node, LoRA):
-            return node
-        return eqx.tree_at(lambda m: m.weight, dense(node.linear), node.matrix())
+    def merge(lora: LoRA) -> LinearMap:
+        return eqx.tree_at(lambda m: m.weight, dense(lora.linear), lora.matrix())
 
-    return jax.tree.map(merge, model, is_leaf=lambda node: isinstance(node, LoRA))
+    return map_modules(merge, model, LoRA)
 
 
 def lora_factors(model: PyTree) -> PyTree:
@@ -133,8 +130,7 @@ def lora_factors(model: PyTree) -> PyTree:
 
     Raises a `ValueError` for a model without any.
     """
-    is_lora = lambda node: isinstance(node, LoRA)
-    if not any(map(is_lora, jax.tree.leaves(model, is_leaf=is_lora))):
+    if not modules(model, LoRA):
         raise ValueError("lora_factors(model): the model has no LoRA; give it some by with_lora.")
 
     def factors(node: PyTree) -> PyTree:
@@ -144,7 +140,7 @@ def lora_factors(model: PyTree) -> PyTree:
         down, up = eqx.filter((node.down, node.up), is_trainable)
         return LoRA(empty.linear, down, up, node.scale)
 
-    return jax.tree.map(factors, model, is_leaf=is_lora)
+    return jax.tree.map(factors, model, is_leaf=lambda node: isinstance(node, LoRA))
 
 
 def add_lora(linear: LinearMap, rank: int, scale: float, *, key: Key[Array, ""]) -> LoRA:
@@ -176,7 +172,17 @@ def chosen_maps(model: PyTree, where: Where, call: str) -> dict[str, LinearMap]:
     return chosen
 
 
-def _choice_function(model: PyTree, where: Where, call: str) -> Callable[[str, Any], bool]:
+def replace_maps(model: PyTree, names: Container[str], change: Callable[[str, LinearMap], PyTree]) -> PyTree:
+    """Return the model with `change(name, map)` in the place of each linear map whose path is one of `names`."""
+
+    def change_if_named(path: tuple, node: PyTree) -> PyTree:
+        name = path_name(path)
+        return change(name, node) if name in names else node
+
+    return jax.tree_util.tree_map_with_path(change_if_named, model, is_leaf=lambda node: isinstance(node, LinearMap))
+
+
+def _choice_function(model: PyTree, where: Where, call: str) -> Callable[[str, LinearMap], bool]:
     if isinstance(where, str | type):
         raise ValueError(f"{call}: names and types come in a list, such as [{where!r}].")
     if not isinstance(where, Iterable):
@@ -184,8 +190,10 @@ def _choice_function(model: PyTree, where: Where, call: str) -> Callable[[str, A
     entries = tuple(where)
     names = tuple(f".{entry}" for entry in entries if isinstance(entry, str))
     types = tuple(entry for entry in entries if isinstance(entry, type))
-    is_owner = lambda node: isinstance(node, types)
-    nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_owner)
-    owners = tuple(path_name(path) for path, node in nodes if is_owner(node))
-    inside = lambda name: any(name == owner or not owner or name.startswith(f"{owner}.") for owner in owners)
-    return lambda name, _: f".{name}".endswith(names) or inside(name)
+    owners = [name for name, _ in named_modules(model, types)]
+
+    def is_chosen(name: str, _: LinearMap) -> bool:
+        is_inside = any(name == owner or not owner or name.startswith(f"{owner}.") for owner in owners)
+        return f".{name}".endswith(names) or is_inside
+
+    return is_chosen

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import math
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -112,8 +112,8 @@ class Fp8Matmul(MatmulPrecision):
     """
 
     operand_bits: ClassVar[int | None] = 8
-    E4M3: ClassVar[Any] = E4M3
-    E5M2: ClassVar[Any] = E5M2
+    E4M3: ClassVar[DTypeLike] = E4M3
+    E5M2: ClassVar[DTypeLike] = E5M2
 
     def forward(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
@@ -146,20 +146,22 @@ class Fp8Matmul(MatmulPrecision):
         return _apply_scales(y, dtype, grad_scale)
 
 
-def _forward(products: MatmulPrecision, dtype: Any, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+def _forward(products: MatmulPrecision, dtype: DTypeLike, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
     return products.forward(x, weight, dtype), (x, weight)
 
 
 def _backward(
-    products: MatmulPrecision, dtype: Any, residuals: tuple[Array, Array], gradient: Array
+    products: MatmulPrecision, dtype: DTypeLike, residuals: tuple[Array, Array], gradient: Array
 ) -> tuple[Array, Array]:
     x, weight = residuals
     return products.input_grad(gradient, weight, x.dtype), products.weight_grad(gradient, x, weight.dtype)
 
 
-_multiply = jax.custom_vjp(
-    lambda products, dtype, x, weight: products.forward(x, weight, dtype), nondiff_argnums=(0, 1)
-)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(products: MatmulPrecision, dtype: DTypeLike, x: Array, weight: Array) -> Array:
+    return products.forward(x, weight, dtype)
+
+
 _multiply.defvjp(_forward, _backward)
 
 

@@ -105,7 +105,7 @@ class ScaledActivation:
     """`activation(scale * x)`, for models that multiply the input of an activation by a constant (Falcon-H1)."""
 
     activation: Callable[[Array], Array]
-    """Any elementwise function."""
+    """An elementwise function."""
     scale: float
     """The factor of the argument."""
 
@@ -161,7 +161,7 @@ class MLP(FeedForward):
         Args:
             embed: Channels of the input and the output.
             mlp: Hidden features.
-            activation: Any elementwise function.
+            activation: An elementwise function.
             bias: Whether the maps have biases.
             output_std: Standard deviation of the last map's weights; None: as for the other maps.
             key: For the weights.
@@ -203,7 +203,7 @@ class GatedMLP(FeedForward):
         Args:
             embed: Channels of the input and the output.
             mlp: Hidden features.
-            activation: Any elementwise function.
+            activation: An elementwise function.
             bias: Whether the maps have biases.
             limit: A bound on the gate from above and on the other factor on both sides, against runaway activations
                 (gpt-oss).

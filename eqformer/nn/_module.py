@@ -13,7 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import equinox as eqx
 import jax
@@ -23,6 +23,10 @@ from jaxtyping import PyTree
 
 from .._array_checks import ArgumentRule, check_arguments, check_cache, rules_of, Sizes
 from .._shapes import ArrayOrShape
+
+
+Result = TypeVar("Result")
+Kind = TypeVar("Kind")
 
 
 class Module(eqx.Module):
@@ -35,7 +39,7 @@ class Module(eqx.Module):
     The outermost call checks its arrays by their annotations: kind of dtype, rank, and the sizes of named dims.
     """
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)
         for name in _CALLS & cls.__dict__.keys():
             setattr(cls, name, _with_name_and_checks(cls.__dict__[name]))
@@ -48,13 +52,13 @@ _CALLS = {"__call__", "encode", "embed", "unembed", "branch", "product", "normal
 _RUNNING: contextvars.ContextVar[eqx.Module | None] = contextvars.ContextVar("running", default=None)
 
 
-def _with_name_and_checks(method: Callable[..., Any]) -> Callable[..., Any]:
+def _with_name_and_checks(method: Callable[..., Result]) -> Callable[..., Result]:
     """Return a method that runs under the module's name and, in the outermost call, checks its arguments."""
     signature = inspect.signature(method)
     names, rules = list(signature.parameters)[1:], rules_of(signature)
 
     @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: eqx.Module, *args: object, **kwargs: object) -> Result:
         caller = _RUNNING.get()
         if caller is self:
             return method(self, *args, **kwargs)
@@ -122,7 +126,7 @@ def _visible_name(field: str) -> str:
 def named_by(attribute: str, *, float32_at_least: bool = False) -> Any:
     """Return a field whose dims differ from instance to instance: the instance's `attribute` holds their names.
 
-    The field may be `float32_at_least` too.
+    With `float32_at_least`, the array stays float32 at least when a model is cast.
     """
     return eqx.field(metadata={"named_by": attribute} | ({"float32_at_least": True} if float32_at_least else {}))
 
@@ -175,16 +179,29 @@ def float32_flags(model: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(is_wide, model)
 
 
+def map_modules(change: Callable[[Kind], PyTree], tree: PyTree, kinds: type[Kind] | tuple[type[Kind], ...]) -> PyTree:
+    """Return the tree with `change(module)` in the place of each outermost module of these classes."""
+    is_kind = _class_check(kinds)
+    return jax.tree.map(lambda node: change(node) if is_kind(node) else node, tree, is_leaf=is_kind)
+
+
 def modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[Any]:
-    """Return the modules of some classes in a tree, in order, without those inside another of them."""
+    """Return the outermost modules of these classes in a tree, in order."""
     return [module for _, module in named_modules(tree, kinds)]
 
 
 def named_modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[str, Any]]:
     """Return the modules of `modules`, each with its path as `path_name` writes it."""
-    is_kind = lambda node: isinstance(node, kinds)
+    is_kind = _class_check(kinds)
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kind)
     return [(path_name(path), node) for path, node in nodes if is_kind(node)]
+
+
+def _class_check(kinds: type | tuple[type, ...]) -> Callable[[object], bool]:
+    def is_kind(node: object) -> bool:
+        return isinstance(node, kinds)
+
+    return is_kind
 
 
 def path_name(path: tuple) -> str:

@@ -2,12 +2,11 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from ._dtype import at_least_float32
 from ._module import Module, named_by
@@ -180,7 +179,7 @@ class ClippedNorm(Norm):
         return () if self.norm is None else self.norm.reduced
 
     @property
-    def weight(self) -> Any:
+    def weight(self) -> PyTree:
         """Return the norm's scale, or its shape, under the name that it has in a norm that is not clipped."""
         return getattr(self.norm, "weight", None)
 

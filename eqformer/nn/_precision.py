@@ -1,7 +1,6 @@
 """Dtypes of parameters and computation, and linear maps that multiply in 8 bits."""
 
 import dataclasses
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,9 +10,9 @@ from jaxtyping import Array, Float, PyTree
 
 from ._dtype import at_least_float32, float_dtype
 from ._linear import apply_weight, DenseMap, Linear, LinearMap, plain
-from ._lora import chosen_maps, Where
+from ._lora import chosen_maps, replace_maps, Where
 from ._matmul_precision import Fp8Matmul, MatmulPrecision
-from ._module import float32_flags, named_by, named_modules, path_name
+from ._module import float32_flags, map_modules, named_by, named_modules
 from ._transformer import Transformer
 from .experts._routing import Router
 
@@ -55,7 +54,7 @@ def cast(tree: PyTree, dtype: str) -> PyTree:
     name = float_dtype(dtype, f"cast(dtype={dtype!r})")
     wide = at_least_float32(jnp.dtype(name))
 
-    def cast_array(x: Any, is_wide: bool) -> Any:
+    def cast_array(x: PyTree, is_wide: bool) -> PyTree:
         return x.astype(wide if is_wide else name) if eqx.is_inexact_array(x) else x
 
     return jax.tree.map(cast_array, tree, float32_flags(tree))
@@ -89,34 +88,37 @@ def with_fp8(model: PyTree, where: Where | None = None) -> PyTree:
     map is chosen, if a chosen map is no `Linear`, and for routers' maps, whose products stay in the compute dtype too.
 
     Args:
-        model: Any tree of modules.
+        model: A tree of modules.
         where: The chosen maps, as in `with_lora`; None: all `Linear`s except routers' and those of the vocabulary.
     """
-    routers = [name for name, _ in named_modules(model, Router)]
-    is_in_router = lambda name: any(name.startswith(f"{router}.") for router in routers)
-    fits = lambda name, linear: type(linear.base) is Linear and not is_in_router(name)
-    default: Where = lambda name, linear: fits(name, linear) and "vocab" not in (*linear.outputs, *linear.inputs)
-    chosen = chosen_maps(model, default if where is None else where, "with_fp8(model)")
+    routers = tuple(f"{name}." for name, _ in named_modules(model, Router))
+
+    def fits(name: str, linear: LinearMap) -> bool:
+        return type(linear.base) is Linear and not name.startswith(routers)
+
+    def is_chosen_by_default(name: str, linear: LinearMap) -> bool:
+        return fits(name, linear) and "vocab" not in (*linear.outputs, *linear.inputs)
+
+    chosen = chosen_maps(model, is_chosen_by_default if where is None else where, "with_fp8(model)")
     if wrong := [name for name, linear in chosen.items() if not fits(name, linear)]:
         raise ValueError(
             f"with_fp8(where={where!r}): {', '.join(wrong)} cannot multiply in 8 bits: a map must be a Linear, with or "
             "without a LoRA, and no router's; choose others."
         )
 
-    def replace_if_chosen(path: tuple, node: PyTree) -> PyTree:
-        if path_name(path) not in chosen:
-            return node
-        base = node.base
-        linear = Fp8Linear(base.outputs, base.inputs, base.weight, base.bias)
-        return linear if base is node else eqx.tree_at(lambda m: m.base, node, linear)
+    def multiply_in_fp8(_: str, linear: LinearMap) -> LinearMap:
+        base = linear.base
+        assert isinstance(base, Linear)
+        in_fp8 = Fp8Linear(outputs=base.outputs, inputs=base.inputs, weight=base.weight, bias=base.bias)
+        return in_fp8 if base is linear else eqx.tree_at(lambda m: m.base, linear, in_fp8)
 
-    return jax.tree_util.tree_map_with_path(replace_if_chosen, model, is_leaf=lambda node: isinstance(node, LinearMap))
+    return replace_maps(model, chosen, multiply_in_fp8)
 
 
 def without_fp8(model: PyTree) -> PyTree:
     """Return the model with a `Linear`, of the same arrays, in the place of each `Fp8Linear`."""
 
-    def replace_fp8(node: PyTree) -> PyTree:
-        return plain(node, node.weight) if isinstance(node, Fp8Linear) else node
+    def to_plain(linear: Fp8Linear) -> Linear:
+        return plain(linear, linear.weight)
 
-    return jax.tree.map(replace_fp8, model, is_leaf=lambda node: isinstance(node, Fp8Linear))
+    return map_modules(to_plain, model, Fp8Linear)

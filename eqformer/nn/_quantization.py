@@ -9,9 +9,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, PyTree, UInt8
 
 from ._dtype import float_dtype
-from ._linear import apply_weight, dense, DenseMap, LinearMap, map_linears
-from ._lora import chosen_maps, Where
-from ._module import named_by, named_modules, path_name
+from ._linear import apply_weight, dense, DenseMap, LinearMap
+from ._lora import chosen_maps, replace_maps, Where
+from ._module import map_modules, named_by, named_modules
 from .experts._routing import Router
 
 
@@ -166,7 +166,7 @@ def quantize(model: PyTree, form: str, *, group: int | None = None, where: Where
     quantized map or a `LoRA`).
 
     Args:
-        model: Any tree of modules.
+        model: A tree of modules.
         form: The number format: `"int8"`, `"int4"` or `"fp8"`.
         group: How many consecutive inputs share a scale, within the last input dim of a map (`head_dim` for the output
             projection of attention). A group larger than that dim takes the whole dim. None: one scale per output.
@@ -179,23 +179,20 @@ def quantize(model: PyTree, form: str, *, group: int | None = None, where: Where
         raise ValueError(f"{call}: a group has at least one input; give None for a scale for each output.")
     chosen = chosen_maps(model, _default_maps(model) if where is None else where, call)
 
-    def quantize_node(path: tuple, node: PyTree) -> PyTree:
-        name = path_name(path)
-        return _quantize_map(node, form, group, f"{call}: {name or 'the map'}") if name in chosen else node
+    def quantize_map(name: str, linear: LinearMap) -> QuantizedLinear:
+        return _quantize_map(linear, form, group, f"{call}: {name or 'the map'}")
 
-    return jax.tree_util.tree_map_with_path(quantize_node, model, is_leaf=lambda node: isinstance(node, LinearMap))
+    return replace_maps(model, chosen, quantize_map)
 
 
 def dequantize(model: PyTree, dtype: DTypeLike = "float32") -> PyTree:
     """Replace every `QuantizedLinear` by a plain `Linear` with the decoded weight in `dtype`."""
     weight_dtype = float_dtype(dtype, f"dequantize(dtype={dtype!r})")
 
-    def dequantize_map(linear: LinearMap) -> LinearMap:
-        if not isinstance(linear, QuantizedLinear):
-            return linear
+    def dequantize_map(linear: QuantizedLinear) -> LinearMap:
         return eqx.tree_at(lambda m: m.weight, dense(linear), replace_fn=lambda weight: weight.astype(weight_dtype))
 
-    return map_linears(dequantize_map, model)
+    return map_modules(dequantize_map, model, QuantizedLinear)
 
 
 _FORMS = ("int8", "int4", "fp8")

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ._block import count_layer_inputs, LAYER_INPUT, Residual, SOURCE, with_inputs_of_each
@@ -84,7 +85,10 @@ class Stack(LayerStack):
 
 
 class SuperBlock(Layer):
-    """Layers of any kinds that a stack repeats together as one layer, such as Gemma's local and global blocks."""
+    """Layers of any kinds that a stack repeats together as one layer, such as Gemma's local and global blocks.
+
+    Each of `blocks` is a whole layer, usually a `Block`, whose arguments are the sublayers of one layer.
+    """
 
     blocks: tuple[Layer, ...]
 
@@ -167,7 +171,7 @@ def _is_layer_cache(node: object) -> TypeGuard[LayerCache]:
 
 
 def run_layers(
-    layers: Sequence[Any],
+    layers: Sequence[Layer],
     x: Float[Array, "*batch seq embed"],
     tokens: Tokens,
     cache: PyTree,
@@ -230,7 +234,7 @@ def shared_names_read(layer: PyTree) -> frozenset[str]:
 #
 # A device that is its own host runs the last two as `products` and `full`.
 _POLICIES = jax.checkpoint_policies
-_TO_HOST: dict[str, Any] = {"offload_src": "device", "offload_dst": "pinned_host"}
+_TO_HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
 _PRODUCT_NAMES = ("attended", "product")
 _OFFLOAD_NAMES = _POLICIES.save_and_offload_only_these_names(
     names_which_can_be_saved=[], names_which_can_be_offloaded=[*_PRODUCT_NAMES, "layer input"], **_TO_HOST
@@ -241,12 +245,12 @@ _OFFLOAD_LAYER_INPUTS = _POLICIES.save_and_offload_only_these_names(
 _OFFLOAD_DOTS = _POLICIES.offload_dot_with_no_batch_dims(**_TO_HOST)
 
 
-def _offload_products(primitive: Any, *avals: Any, **params: Any) -> Any:
+def _offload_products(primitive: Primitive, *avals: object, **params: object) -> PyTree:
     """Offload named arrays and the results of products without a batch dim."""
     return (_OFFLOAD_NAMES if primitive.name == "name" else _OFFLOAD_DOTS)(primitive, *avals, **params)
 
 
-REMAT: dict[str, Callable[..., Any] | None] = {
+REMAT: dict[str, Callable[..., PyTree] | None] = {
     "none": None,
     "full": _POLICIES.save_only_these_names("own tokens"),
     "dots": _POLICIES.dots_saveable,

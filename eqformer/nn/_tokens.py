@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,25 +13,29 @@ from .._array_checks import checked, checked_fields
 from ._cross_layer import SharedValue
 
 
+def _unknown() -> None:
+    """Return None, the default of what only eqformer's own functions set."""
+
+
 @checked_fields
 class Tokens(eqx.Module):
     """Position, document and random key of each token, all of one shape and so split over a mesh like the tokens.
 
     `whole_rows` is the number of tokens in each row, if it is known at trace time that each row is one document, at
     positions 0, 1, 2, ... with any padding at its end. Attention kernels then get a causal flag or a window, instead of
-    a mask of `seq x seq`. With `segments` it says that each row holds whole documents one after another, each at
-    positions 0, 1, 2, ..., and `documents` how many a row holds at most; kernels then get where they begin. It is set
-    by `positions_like`, `right_padded` and `packed_in_order` only; tokens made from other arrays, by
-    `dataclasses.replace` too, are masked by their values.
+    a mask of `seq x seq`. With `segments`, each row is known to hold up to `documents` whole documents, one after
+    another, each at positions 0, 1, 2, ...; kernels then get the indices where documents begin. Only `positions_like`,
+    `right_padded` and `packed_in_order` set `whole_rows`. All other tokens, also those of `dataclasses.replace`, are
+    masked by the values of their arrays.
     """
 
     positions: Int[Array, "*batch seq"]
-    """They count from 0 in each document; -1 marks padding, which is never attended to."""
+    """Positions count from 0 in each document; -1 marks padding, which is never attended to."""
     segments: Int[Array, "*batch seq"] | None = None
-    """The numbers of the documents of a packed row; None: one document a row."""
+    """Numbers of the documents of a packed row; None: each row is one document."""
     keys: Key[Array, "*batch seq"] | None = None
-    """One PRNG key a token, into which layers fold their number. Tokens with keys are trained on; None is inference: no
-    randomness, and no choice of experts dropped."""
+    """One PRNG key for each token, into which layers fold their number. Tokens with keys are trained on. None means
+    inference: there is no randomness, and no choice of experts is dropped."""
     lengths: Int[Array, "*batch seq"] | None = None
     """The lengths of the tokens' documents, on which rotary frequencies may depend, if the tokens here are only a part
     of their rows; None: computed from `positions`."""
@@ -46,9 +49,9 @@ class Tokens(eqx.Module):
     """The sequence that cross-attention reads."""
     score_bias: Callable[..., Array] | None = None
     """A `ScoreBias`, which a model sets for its own layers."""
-    whole_rows: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
-    documents: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
-    pieces: int | None = eqx.field(static=True, init=False, default_factory=lambda: None)
+    whole_rows: int | None = eqx.field(static=True, init=False, default_factory=_unknown)
+    documents: int | None = eqx.field(static=True, init=False, default_factory=_unknown)
+    pieces: int | None = eqx.field(static=True, init=False, default_factory=_unknown)
 
     @property
     def are_whole_rows(self) -> bool:
@@ -74,7 +77,7 @@ class Tokens(eqx.Module):
         """These tokens without the inputs that a sublayer asks for by name."""
         return self.replaced(inputs=None, shared=(), names_read=frozenset(), source=None)
 
-    def replaced(self, **fields: Any) -> "Tokens":
+    def replaced(self, **fields: PyTree) -> "Tokens":
         """Return these tokens, in the same order and row layout, with other fields."""
         return with_row_layout_of(dataclasses.replace(self, **fields), self)
 
@@ -94,7 +97,7 @@ class Source(eqx.Module):
 
     @property
     def is_of_ids(self) -> bool:
-        """Whether the values are ids, which an encoder has still to read."""
+        """Whether the values are ids, which an encoder must read first."""
         return jnp.issubdtype(self.values.dtype, jnp.integer)
 
     def vectors(self, call: str) -> Float[Array, "*batch kv_seq source"]:
@@ -229,7 +232,7 @@ def documents_of(tokens: Tokens, shape: tuple[int, ...]) -> Int[Array, "*batch s
 
 
 def continues(positions: Int[Array, "*batch seq"], lengths: Int[Array, "*batch"]) -> Bool[Array, "*batch"]:
-    """Return whether each row's first token is padding or follows the tokens in a cache; any other has no past."""
+    """Return whether each row's first token is padding or follows the tokens in a cache."""
     first = positions[..., 0]
     return (first < 0) | (first == lengths)
 

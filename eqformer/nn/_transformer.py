@@ -215,7 +215,7 @@ class Transformer(LanguageModel):
         source = tokens.source
         if self.encoder is None or source is None or not source.is_of_ids:
             return tokens
-        # Another number than the target's layers fold in, so that source and target draw different dropout masks.
+        # No layer of the target folds in this number, so source and target draw different dropout masks.
         source_tokens = source.tokens.fold_in(_SOURCE)
         table = self.encoder.embedding
         if table is None:
@@ -289,6 +289,6 @@ class Transformer(LanguageModel):
         return self.predictor.init_cache(shape, capacity, dtype, compute_dtype=self.compute_dtype, rollback=rollback)
 
 
+# Numbers that are folded into keys, as layers fold in their own: for the source, and for the embedding's dropout.
 _SOURCE = 2**31 - 2
-# Folded into the keys of the embedding's dropout, where layers fold in their numbers.
 _EMBEDDING = 2**31 - 1

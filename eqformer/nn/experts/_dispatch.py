@@ -1,6 +1,7 @@
 """Dispatch of tokens to their experts and back: dropless, or with a fixed capacity for each expert."""
 
 import abc
+import functools
 import math
 
 import equinox as eqx
@@ -124,12 +125,12 @@ class Capacity(Dispatch):
             y = sum_experts(experts, *flat, weighs_inputs=weighs_inputs, most=groups * capacity)
             return y.reshape(x.shape), dropped
         rows = x.reshape(*chosen.shape[:2], x.shape[-1])
-        token = jax.vmap(lambda slot: token_of_slot(slot, len(experts) * capacity))(slot)
+        token = jax.vmap(functools.partial(token_of_slot, number=len(experts) * capacity))(slot)
         inputs = jax.vmap(lookup_rows)(rows, jnp.maximum(token, 0))
         inputs = jnp.where((token >= 0)[..., None], inputs, 0)
         weights = jnp.where(has_slot, routing.weights.reshape(chosen.shape), 0)
         if weighs_inputs:
-            slot_weights = jax.vmap(lambda slot, weights: weight_of_slot(slot, weights, len(experts) * capacity))
+            slot_weights = jax.vmap(functools.partial(weight_of_slot, number=len(experts) * capacity))
             inputs, weights = scale_rows(inputs, slot_weights(slot, weights)), has_slot.astype(weights.dtype)
         number, embed = len(experts), x.shape[-1]
         inputs = jnp.swapaxes(inputs.reshape(groups, number, capacity, embed), 0, 1)
@@ -210,8 +211,11 @@ def run_slots(experts: Experts, x: Float[Array, "*batch seq embed"], slots: Slot
     y = jnp.swapaxes(y.reshape(number, groups, capacity, -1), 0, 1).reshape(groups, number * capacity, -1)
     wide = at_least_float32(x.dtype)
     weighted = y.astype(wide) * slots.weight.reshape(groups, -1, 1).astype(wide)
-    add = lambda token, weighted: jnp.zeros((rows.shape[1], x.shape[-1]), wide).at[jnp.maximum(token, 0)].add(weighted)
-    return jax.vmap(add)(token, weighted).astype(x.dtype).reshape(x.shape)
+
+    def add_to_tokens(token: Array, weighted: Array) -> Array:
+        return jnp.zeros((rows.shape[1], x.shape[-1]), wide).at[jnp.maximum(token, 0)].add(weighted)
+
+    return jax.vmap(add_to_tokens)(token, weighted).astype(x.dtype).reshape(x.shape)
 
 
 def sort_by_expert(
@@ -233,31 +237,41 @@ def sort_by_expert(
 def take_rows(
     x: Float[Array, "rows embed"], index: Int[Array, "taken"], users: Int[Array, "rows times"]
 ) -> Float[Array, "taken embed"]:
-    """Return `x[index]`. `users` holds for each row the places in the result that took it.
+    """Return `x[index]`, with a gradient that is a gather and a sum instead of a scatter.
 
-    So the gradient is a gather and a sum, and needs no scatter.
+    `users` lists for each row of `x` the indices in the result that are copies of it.
     """
     return x[index]
 
 
-take_rows.defvjp(
-    lambda x, index, users: (x[index], users),
-    lambda users, gradient: (_sum_users(gradient[users]), None, None),
-)
+def _take_rows_forward(x: Array, index: Array, users: Array) -> tuple[Array, Array]:
+    return x[index], users
+
+
+def _take_rows_backward(users: Array, gradient: Array) -> tuple[Array, None, None]:
+    return _sum_users(gradient[users]), None, None
+
+
+take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 
 
 @jax.custom_vjp
 def take_rows_or_zeros(
     x: Float[Array, "rows embed"], index: Int[Array, "taken"], users: Int[Array, "rows times"]
 ) -> Float[Array, "taken embed"]:
-    """Return the rows of `take_rows`, with zeros for an index of -1; a -1 in `users` stands for no place."""
+    """Return the rows of `take_rows`, with zeros for an index of -1; a -1 in `users` stands for no copy."""
     return _rows_or_zeros(x, index)
 
 
-take_rows_or_zeros.defvjp(
-    lambda x, index, users: (_rows_or_zeros(x, index), users),
-    lambda users, gradient: (_sum_users(_rows_or_zeros(gradient, users)), None, None),
-)
+def _take_rows_or_zeros_forward(x: Array, index: Array, users: Array) -> tuple[Array, Array]:
+    return _rows_or_zeros(x, index), users
+
+
+def _take_rows_or_zeros_backward(users: Array, gradient: Array) -> tuple[Array, None, None]:
+    return _sum_users(_rows_or_zeros(gradient, users)), None, None
+
+
+take_rows_or_zeros.defvjp(_take_rows_or_zeros_forward, _take_rows_or_zeros_backward)
 
 
 def _rows_or_zeros(x: Float[Array, "rows embed"], index: Int[Array, "*taken"]) -> Float[Array, "*taken embed"]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from .._linear import LinearMap, map_linears
-from .._module import ensemble, Module, path_name, take_members
+from .._module import ensemble, map_modules, Module, path_name, take_members
 from ._grouped import run_grouped
 
 
@@ -68,8 +68,7 @@ class Experts(Module):
         """Return whether `sorted_rows` can run these experts: they use parameters only by calling linear maps."""
         if self._parameters_outside_maps():
             return False
-        is_any_map = lambda node: isinstance(node, LinearMap)
-        stand_in = jax.tree.map(lambda node: _CallOnly() if is_any_map(node) else node, self.mlps, is_leaf=is_any_map)
+        stand_in = map_modules(lambda _: _CallOnly(), self.mlps, LinearMap)
         try:  # sizes do not matter, and those of one device's slices do not fit together
             jax.eval_shape(stand_in, jax.ShapeDtypeStruct((1, 2), jnp.float32))
         except (AttributeError, TypeError):  # the expert reads a map's weight

@@ -5,8 +5,8 @@ each map for all rows at once. Otherwise rows are computed in slots and blocks (
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -66,23 +66,23 @@ def run_grouped(
     # Within a shard_map of the caller's, the transpose of these additions sums gradients over the mesh axes over which
     # an array does not vary.
     zero = varying_zero(arrays, x, sizes)
-    arrays, x = jax.tree.map(lambda a: _vary_as(zero, a), (arrays, x))
+    arrays, x = jax.tree.map(functools.partial(_vary_as, zero), (arrays, x))
     return _grouped_function(structure, tuple(leaves), even, most, compilers())(arrays, x, sizes.astype(jnp.int32))
 
 
 class _Passes(NamedTuple):
     """The ways of one platform to compute an ensemble on sorted rows."""
 
-    run: Callable[..., Any]
+    run: Callable[..., Array]
     """The outputs alone, of a program without gradients."""
-    forward: Callable[..., Any]
+    forward: Callable[..., tuple[Array, list[Array]]]
     """The outputs, and what the backward pass reads."""
-    backward: Callable[..., Any]
+    backward: Callable[..., tuple[PyTree, Array]]
 
 
 @functools.lru_cache(maxsize=256)
 def _grouped_function(
-    structure: Any, leaves: tuple, even: int | None, most: int | None, platforms: tuple[str, ...]
+    structure: Hashable, leaves: tuple, even: int | None, most: int | None, platforms: tuple[str, ...]
 ) -> Callable[[PyTree, Array, Array], Array]:
     """Return the function with its gradient; equal modules give the same function, so eager calls compile once."""
     static = jax.tree.unflatten(structure, leaves)
@@ -92,7 +92,11 @@ def _grouped_function(
         partial(blocks_forward, even=even),
         partial(blocks_backward, even=even),
     )
-    in_slots = _Passes(*(partial(f, even=even, most=most) for f in (run_in_blocks, blocks_forward, blocks_backward)))
+    in_slots = _Passes(
+        partial(run_in_blocks, even=even, most=most),
+        partial(blocks_forward, even=even, most=most),
+        partial(blocks_backward, even=even, most=most),
+    )
     without_kernels = {"default": default} | dict.fromkeys(platforms, in_slots)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -112,7 +116,7 @@ def _grouped_function(
 
     def forward(arrays: PyTree, x: Array, sizes: Array) -> tuple[Array, tuple]:
         results = run_on_platform("forward", arrays, x, sizes)
-        y, outputs = jax.tree.map(lambda y: checkpoint_name(y, "product"), results)
+        y, outputs = jax.tree.map(functools.partial(checkpoint_name, name="product"), results)
         return y, (arrays, x, sizes, (*outputs, y))
 
     def backward(residuals: tuple, gradient: Array) -> tuple[PyTree, Array, None]:
@@ -154,8 +158,11 @@ def _kernel_passes(platform: str, most: int | None) -> _Passes:
         assert isinstance(kernel, GroupedMatmul), kernel
         return kernel
 
-    passes = (run_by_kernels, kernels_forward, kernels_backward)
-    return _Passes(*(functools.partial(f, kernel_for=kernel_for, most=most) for f in passes))
+    return _Passes(
+        functools.partial(run_by_kernels, kernel_for=kernel_for, most=most),
+        functools.partial(kernels_forward, kernel_for=kernel_for, most=most),
+        functools.partial(kernels_backward, kernel_for=kernel_for, most=most),
+    )
 
 
 def _differentiate_parts(backward: Callable[..., tuple[PyTree, Array]]) -> Callable[..., tuple[PyTree, Array]]:
@@ -176,8 +183,8 @@ def _differentiate_parts(backward: Callable[..., tuple[PyTree, Array]]) -> Calla
 
 def _vary_as(zero: Array, array: Array) -> Array:
     """Return the array, varying over at least the mesh axes over which `zero` varies."""
-    axes = lambda x: jax.typeof(x).manual_axis_type.varying
-    return array if axes(array) >= axes(zero) else array + zero.astype(array.dtype)
+    axes, zero_axes = (jax.typeof(x).manual_axis_type.varying for x in (array, zero))
+    return array if axes >= zero_axes else array + zero.astype(array.dtype)
 
 
 # By kernels: all rows at once, a grouped product for each linear map.

@@ -7,7 +7,7 @@ outputs of linear maps and recomputes everything between them.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -34,6 +34,15 @@ class LinearPasses(NamedTuple):
     backward: Callable[[MatmulPrecision, Parameters, Array, Array], tuple[Parameters, Array]]
 
 
+def call_in_place_of_linears(module: PyTree, call: Callable[[Any, Array], Array]) -> PyTree:
+    """Return the module with `call(linear, x)` in the place of each call of a linear map."""
+
+    def replace(linear: LinearMap) -> PrecomputedLinear:
+        return PrecomputedLinear(linear, functools.partial(call, linear))
+
+    return map_linears(replace, module)
+
+
 def record_linears(module: PyTree, x: Array, passes: LinearPasses) -> tuple[Array, list[Array]]:
     """Return the module's output, and the outputs of its linear maps in the order of their calls.
 
@@ -45,7 +54,7 @@ def record_linears(module: PyTree, x: Array, passes: LinearPasses) -> tuple[Arra
         outputs.append(passes.forward(linear, x))
         return outputs[-1]
 
-    y = map_linears(lambda linear: PrecomputedLinear(linear, functools.partial(call, linear)), module)(x)
+    y = call_in_place_of_linears(module, call)(x)
     return y, [output for output in outputs if output is not y]
 
 
@@ -58,13 +67,21 @@ def replay_linears(module: PyTree, x: Array, passes: LinearPasses, outputs: Sequ
     ) -> tuple[Parameters, Array, None]:
         return *passes.backward(products, *residuals, gradient), None
 
-    known_output = jax.custom_vjp(lambda products, parameters, x, y: y, nondiff_argnums=(0,))
-    known_output.defvjp(lambda products, parameters, x, y: (y, (parameters, x)), backward)
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def known_output(products: MatmulPrecision, parameters: Parameters, x: Array, y: Array) -> Array:
+        return y
+
+    def forward(
+        products: MatmulPrecision, parameters: Parameters, x: Array, y: Array
+    ) -> tuple[Array, tuple[Parameters, Array]]:
+        return y, (parameters, x)
+
+    known_output.defvjp(forward, backward)
 
     def call(linear: DenseMap, x: Array) -> Array:
         return known_output(linear.products, (linear.weight, linear.bias), x, remaining.pop(0))
 
-    return map_linears(lambda linear: PrecomputedLinear(linear, functools.partial(call, linear)), module)(x)
+    return call_in_place_of_linears(module, call)(x)
 
 
 def varying_zero(tree: PyTree, first: Array, *others: Array) -> Array:

@@ -12,6 +12,7 @@ from ..._array_checks import checked
 from .._contracts import Aux, FeedForward, Routed
 from .._dtype import multiply_float32
 from .._linear import Linear, LinearMap
+from .._module import map_modules
 from .._norm import Norm
 from .._tokens import Tokens, tokens_or_default
 from .._transformer import Transformer
@@ -51,7 +52,7 @@ class ExpertMixture(Routed):
         weighs_inputs: eqx.AbstractVar[bool]
 
     def normalize_inputs(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
-        """Return what experts read of the stream, and the router does not; by default the stream itself."""
+        """Return the stream as the experts read it, but not the router; by default unchanged."""
         return x
 
     def project_inputs(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq _"]:
@@ -88,7 +89,7 @@ class ExpertMixture(Routed):
         return self.combine(x, self.project_outputs(y)), aux
 
     def dispatch_for(self, tokens: Tokens, routing: Routing) -> Dispatch:
-        """Return `dispatch` for tokens of training, and one that drops no choice for others."""
+        """Return `dispatch` in training, and otherwise a dispatch that drops no choice."""
         return self.dispatch if tokens.is_training else self.dispatch.without_drops(self.experts, routing)
 
     def aux_of_routing(
@@ -191,7 +192,7 @@ class MoE(ExpertMixture):
         self.dispatch = Dropless() if dispatch is None else dispatch
 
     def normalize_inputs(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
-        """Normalize what experts read, if there is an `expert_norm`."""
+        """Apply the `expert_norm`, if there is one."""
         return x if self.expert_norm is None else self.expert_norm(x)
 
     def project_inputs(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq _"]:
@@ -239,9 +240,7 @@ def first_experts(
 
     Raises a `ValueError` for a model without mixtures, or whose experts choose their tokens.
     """
-    is_mixture = lambda node: isinstance(node, ExpertMixture)
-    wrapped = jax.tree.map(lambda node: _FirstExpert(node) if is_mixture(node) else node, model, is_leaf=is_mixture)
-    aux = wrapped.encode(ids, tokens)[2]
+    aux = map_modules(_FirstExpert, model, ExpertMixture).encode(ids, tokens)[2]
     stacks = [jnp.stack(jax.tree.leaves(stack), axis=1) for stack in aux if jax.tree.leaves(stack)]
     if not stacks:
         raise ValueError("first_experts(model): the model has no mixture of experts, so no token chooses one.")

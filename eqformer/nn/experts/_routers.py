@@ -1,6 +1,7 @@
 """Routers: the best experts of each token, choices with noise, and experts that choose their tokens."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -163,7 +164,8 @@ class TopKRouter(Router):
     def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Routing:
         """Choose the `top_k` best experts for each token."""
         if self.jitter and tokens.keys is not None:
-            draw = lambda key: jax.random.uniform(key, x.shape[-1:], jnp.float32, 1 - self.jitter, 1 + self.jitter)
+            bounds = {"minval": 1 - self.jitter, "maxval": 1 + self.jitter}
+            draw = functools.partial(jax.random.uniform, shape=x.shape[-1:], dtype=jnp.float32, **bounds)
             wide = at_least_float32(x.dtype)
             x = x.astype(wide) * draw_per_token(draw, tokens.keys).astype(wide)
         x = x if self.norm is None else self.norm(x)
@@ -244,7 +246,7 @@ class NoisyTopKRouter(Router):
         deviation = jnp.maximum(jax.nn.softplus(router_logits(self.noise, x)), 1e-6)
         noisy = logits
         if tokens.keys is not None:
-            draw = lambda key: jax.random.normal(key, logits.shape[-1:], logits.dtype)
+            draw = functools.partial(jax.random.normal, shape=logits.shape[-1:], dtype=logits.dtype)
             noisy = logits + draw_per_token(draw, tokens.keys) * deviation
         experts = top_indices(noisy, self.top_k)
         weights = jax.nn.softmax(jnp.take_along_axis(noisy, experts, axis=-1))
@@ -291,7 +293,8 @@ class RandomSecondRouter(Router):
         experts = top_indices(logits, 2)
         weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1))
         if tokens.keys is not None:
-            draws = draw_per_token(lambda key: jax.random.uniform(key, (1,), logits.dtype), tokens.keys)
+            draw = functools.partial(jax.random.uniform, shape=(1,), dtype=logits.dtype)
+            draws = draw_per_token(draw, tokens.keys)
             is_taken = jnp.concatenate([jnp.ones_like(draws, bool), 2 * weights[..., 1:] > draws], axis=-1)
             experts, weights = jnp.where(is_taken, experts, -1), jnp.where(is_taken, weights, 0)
         return mask_padding(tokens, experts, weights, jax.nn.softmax(logits), logits)

@@ -1,5 +1,6 @@
 """Short causal convolutions over tokens, one filter per channel, and the gated mixer that is built on one."""
 
+import functools
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -87,7 +88,10 @@ class CausalConv(Module):
         seq_dim, size = documents.ndim - 1, self.weight.shape[-1] - 1
         indices = count[..., None] + jnp.arange(size, dtype=jnp.int32)
         owners = jnp.take_along_axis(jnp.pad(documents, [(0, 0)] * seq_dim + [(size, 0)]), indices, axis=seq_dim)
-        expand = lambda per_token: jax.lax.expand_dims(per_token, range(per_token.ndim, x.ndim))
+
+        def expand(per_token: Array) -> Array:
+            return jax.lax.expand_dims(per_token, range(per_token.ndim, x.ndim))
+
         last = jnp.take_along_axis(self._prepend(x, seq_dim, previous), expand(indices), axis=seq_dim)
         return jnp.where(expand(owners == documents[..., -1:]), last, 0).astype(previous.dtype)
 
@@ -136,8 +140,8 @@ class GatedShortConv(Mixer):
             key: For the weights.
         """
         keys, mlp = jax.random.split(key, 5), embed if mlp is None else mlp
-        input_projection = lambda key: Linear("embed -> mlp", embed=embed, mlp=mlp, bias=bias, key=key)
-        self.input_gate, self.output_gate, self.value = map(input_projection, keys[:3])
+        project = functools.partial(Linear, "embed -> mlp", embed=embed, mlp=mlp, bias=bias)
+        self.input_gate, self.output_gate, self.value = (project(key=key) for key in keys[:3])
         self.conv = CausalConv("mlp", taps=taps, mlp=mlp, bias=bias, key=keys[3])
         self.output = Linear("mlp -> embed", embed=embed, mlp=mlp, bias=bias, std=output_std, key=keys[4])
 

@@ -1,7 +1,7 @@
 """Gated delta nets: recurrent mixers whose matrix state is corrected by each token, with decays per head or channel."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -80,21 +80,23 @@ class GatedDeltaNet(Mixer):
         """
         check_sizes("GatedDeltaNet", heads=heads, kv_heads=kv_heads, chunk=chunk)
         keys = jax.random.split(key, 11)
-        key_dims: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim}
-        value_dims: dict[str, Any] = {"heads": heads, "v_dim": v_dim}
-        self.query = Linear("embed -> kv_heads head_dim", embed=embed, **key_dims, key=keys[0])
-        self.key = Linear("embed -> kv_heads head_dim", embed=embed, **key_dims, key=keys[1])
-        self.value = Linear("embed -> heads v_dim", embed=embed, **value_dims, key=keys[2])
-        self.gate = Linear("embed -> heads v_dim", embed=embed, **value_dims, key=keys[3])
-        self.rate = Linear("embed -> heads", embed=embed, heads=heads, key=keys[4])
-        self.decay = Linear("embed -> heads", embed=embed, heads=heads, key=keys[5])
-        self.query_conv = CausalConv("kv_heads head_dim", taps=taps, **key_dims, key=keys[6])
-        self.key_conv = CausalConv("kv_heads head_dim", taps=taps, **key_dims, key=keys[7])
-        self.value_conv = CausalConv("heads v_dim", taps=taps, **value_dims, key=keys[8])
+        project = functools.partial(Linear, embed=embed)
+        to_keys = functools.partial(project, "embed -> kv_heads head_dim", kv_heads=kv_heads, head_dim=head_dim)
+        to_values = functools.partial(project, "embed -> heads v_dim", heads=heads, v_dim=v_dim)
+        self.query, self.key = to_keys(key=keys[0]), to_keys(key=keys[1])
+        self.value, self.gate = to_values(key=keys[2]), to_values(key=keys[3])
+        self.rate = project("embed -> heads", heads=heads, key=keys[4])
+        self.decay = project("embed -> heads", heads=heads, key=keys[5])
+        convolve_keys = functools.partial(
+            CausalConv, "kv_heads head_dim", kv_heads=kv_heads, head_dim=head_dim, taps=taps
+        )
+        self.query_conv, self.key_conv = convolve_keys(key=keys[6]), convolve_keys(key=keys[7])
+        self.value_conv = CausalConv("heads v_dim", taps=taps, heads=heads, v_dim=v_dim, key=keys[8])
         self.log_rate = jnp.log(jax.random.uniform(keys[9], (heads,), jnp.float32, 0.01, 16.0))
         self.decay_bias = jnp.ones(heads, jnp.float32)
         self.norm = RMSNorm("v_dim", v_dim=v_dim, eps=eps)
-        self.output = Linear("heads v_dim -> embed", embed=embed, **value_dims, std=output_std, key=keys[10])
+        merge_heads = functools.partial(Linear, "heads v_dim -> embed", heads=heads, v_dim=v_dim, embed=embed)
+        self.output = merge_heads(std=output_std, key=keys[10])
         self.chunk, self.activation = chunk, activation
 
     def __call__(
@@ -188,23 +190,22 @@ class ChannelDeltaNet(Mixer):
         check_sizes("ChannelDeltaNet", heads=heads, kv_heads=heads, chunk=chunk)
         keys = jax.random.split(key, 14)
         v_dim, rank = head_dim if v_dim is None else v_dim, head_dim if rank is None else rank
-        key_dims: dict[str, Any] = {"heads": heads, "head_dim": head_dim}
-        value_dims: dict[str, Any] = {"heads": heads, "v_dim": v_dim}
-        self.query = Linear("embed -> heads head_dim", embed=embed, **key_dims, key=keys[0])
-        self.key = Linear("embed -> heads head_dim", embed=embed, **key_dims, key=keys[1])
-        self.value = Linear("embed -> heads v_dim", embed=embed, **value_dims, key=keys[2])
+        to_keys = functools.partial(Linear, "embed -> heads head_dim", embed=embed, heads=heads, head_dim=head_dim)
+        to_rank = functools.partial(Linear, "embed -> rank", embed=embed, rank=rank)
+        self.query, self.key = to_keys(key=keys[0]), to_keys(key=keys[1])
+        self.value = Linear("embed -> heads v_dim", embed=embed, heads=heads, v_dim=v_dim, key=keys[2])
         self.rate = Linear("embed -> heads", embed=embed, heads=heads, key=keys[3])
-        self.decay_down = Linear("embed -> rank", embed=embed, rank=rank, key=keys[4])
-        self.decay_up = Linear("rank -> heads head_dim", rank=rank, **key_dims, key=keys[5])
-        self.gate_down = Linear("embed -> rank", embed=embed, rank=rank, key=keys[6])
-        self.gate_up = Linear("rank -> heads v_dim", rank=rank, **value_dims, key=keys[7])
-        self.query_conv = CausalConv("heads head_dim", taps=taps, **key_dims, key=keys[8])
-        self.key_conv = CausalConv("heads head_dim", taps=taps, **key_dims, key=keys[9])
-        self.value_conv = CausalConv("heads v_dim", taps=taps, **value_dims, key=keys[10])
+        self.decay_down, self.gate_down = to_rank(key=keys[4]), to_rank(key=keys[6])
+        self.decay_up = Linear("rank -> heads head_dim", rank=rank, heads=heads, head_dim=head_dim, key=keys[5])
+        self.gate_up = Linear("rank -> heads v_dim", rank=rank, heads=heads, v_dim=v_dim, key=keys[7])
+        convolve_keys = functools.partial(CausalConv, "heads head_dim", heads=heads, head_dim=head_dim, taps=taps)
+        self.query_conv, self.key_conv = convolve_keys(key=keys[8]), convolve_keys(key=keys[9])
+        self.value_conv = CausalConv("heads v_dim", taps=taps, heads=heads, v_dim=v_dim, key=keys[10])
         self.log_rate = jnp.log(jax.random.uniform(keys[11], (heads,), jnp.float32, 1.0, 16.0))
         self.decay_bias = draw_step_bias((heads, head_dim), keys[12])
         self.norm = RMSNorm("v_dim", v_dim=v_dim, eps=eps)
-        self.output = Linear("heads v_dim -> embed", embed=embed, **value_dims, std=output_std, key=keys[13])
+        merge_heads = functools.partial(Linear, "heads v_dim -> embed", heads=heads, v_dim=v_dim, embed=embed)
+        self.output = merge_heads(std=output_std, key=keys[13])
         self.chunk, self.activation = chunk, activation
 
     def __call__(

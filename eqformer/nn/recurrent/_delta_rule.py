@@ -104,14 +104,19 @@ def _solve_unit_lower(
     simulated CPU devices use, and deadlocks when all of them wait.
     """
     inverse, zero = _invert_unit_lower(jax.lax.stop_gradient(system)), jnp.zeros_like(system, shape=())
-    for_each = lambda function: lambda xs: tuple(map(function, xs))
-    return jax.lax.custom_linear_solve(
-        for_each(lambda x: x + _matmul_exact(system, x)),
-        # The zero makes the sides vary over the same mesh axes as the solutions, under `shard_map`.
-        tuple(side + zero for side in sides),
-        lambda _, sides: for_each(lambda side: _matmul_exact(inverse, side))(sides),
-        lambda _, sides: for_each(lambda side: _matmul_exact(inverse.mT, side))(sides),
-    )
+
+    def apply_system(xs: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(x + _matmul_exact(system, x) for x in xs)
+
+    def solve(_: object, sides: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(_matmul_exact(inverse, side) for side in sides)
+
+    def solve_transposed(_: object, sides: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(_matmul_exact(inverse.mT, side) for side in sides)
+
+    # The zero makes the sides vary over the same mesh axes as the solutions, under `shard_map`.
+    varying_sides = tuple(side + zero for side in sides)
+    return jax.lax.custom_linear_solve(apply_system, varying_sides, solve, solve_transposed)
 
 
 def _invert_unit_lower(system: Float[Array, "*n chunk chunk"]) -> Float[Array, "*n chunk chunk"]:

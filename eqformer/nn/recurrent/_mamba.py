@@ -1,9 +1,9 @@
 """Mamba-2: a recurrent mixer whose matrix state decays and takes up each token, and its recurrence in chunks."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -114,30 +114,31 @@ class Mamba2Mixer(Mixer):
             chunk = max(64, 1 << math.isqrt(max(head_dim * v_dim - 1, 0)).bit_length())
         check_sizes("Mamba2Mixer", heads=heads, kv_heads=kv_heads, chunk=chunk)
         keys = jax.random.split(key, 10)
-        key_dims: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim}
-        value_dims: dict[str, Any] = {"heads": heads, "v_dim": v_dim}
-        input_options: dict[str, Any] = {"embed": embed, "bias": bias}
-        conv_options: dict[str, Any] = {"taps": taps, "bias": conv_bias}
-        self.gate = Linear("embed -> heads v_dim", **input_options, **value_dims, key=keys[0])
-        self.value = Linear("embed -> heads v_dim", **input_options, **value_dims, key=keys[1])
-        self.key = Linear("embed -> kv_heads head_dim", **input_options, **key_dims, key=keys[2])
-        self.query = Linear("embed -> kv_heads head_dim", **input_options, **key_dims, key=keys[3])
-        self.step = Linear("embed -> heads", **input_options, heads=heads, key=keys[4])
-        self.value_conv = CausalConv("heads v_dim", **conv_options, **value_dims, key=keys[5])
-        self.key_conv = CausalConv("kv_heads head_dim", **conv_options, **key_dims, key=keys[6])
-        self.query_conv = CausalConv("kv_heads head_dim", **conv_options, **key_dims, key=keys[7])
+        project = functools.partial(Linear, embed=embed, bias=bias)
+        to_values = functools.partial(project, "embed -> heads v_dim", heads=heads, v_dim=v_dim)
+        to_keys = functools.partial(project, "embed -> kv_heads head_dim", kv_heads=kv_heads, head_dim=head_dim)
+        self.gate, self.value = to_values(key=keys[0]), to_values(key=keys[1])
+        self.key, self.query = to_keys(key=keys[2]), to_keys(key=keys[3])
+        self.step = project("embed -> heads", heads=heads, key=keys[4])
+        convolve = functools.partial(CausalConv, taps=taps, bias=conv_bias)
+        self.value_conv = convolve("heads v_dim", heads=heads, v_dim=v_dim, key=keys[5])
+        convolve_keys = functools.partial(convolve, "kv_heads head_dim", kv_heads=kv_heads, head_dim=head_dim)
+        self.key_conv, self.query_conv = convolve_keys(key=keys[6]), convolve_keys(key=keys[7])
         self.log_rate = jnp.log(jnp.arange(1, heads + 1, dtype=jnp.float32))
         self.step_bias = draw_step_bias((heads,), keys[8])
         self.skip = jnp.ones(heads, jnp.float32)
         # A norm over all heads may be sharded by heads; with several groups each device holds whole groups.
-        dims = "heads v_dim" if kv_heads == 1 else "group v_dim"
-        sizes: dict[str, Any] = {dims.split()[0]: heads // kv_heads, "v_dim": v_dim}
-        self.norm = None if gate_norm is None else RMSNorm(dims, eps=gate_norm.eps, scale=False, **sizes)
+        if gate_norm is None:
+            self.norm = None
+        elif kv_heads == 1:
+            self.norm = RMSNorm("heads v_dim", eps=gate_norm.eps, scale=False, heads=heads, v_dim=v_dim)
+        else:
+            self.norm = RMSNorm("group v_dim", eps=gate_norm.eps, scale=False, group=heads // kv_heads, v_dim=v_dim)
         self.scale = None if gate_norm is None else jnp.ones((heads, v_dim), jnp.float32)
         self.norm_first = gate_norm is not None and gate_norm.before_gate
         output_bias = bias if output_bias is None else output_bias
-        output_options: dict[str, Any] = {"embed": embed, "bias": output_bias, "std": output_std}
-        self.output = Linear("heads v_dim -> embed", **output_options, **value_dims, key=keys[9])
+        merge_heads = functools.partial(Linear, "heads v_dim -> embed", heads=heads, v_dim=v_dim, embed=embed)
+        self.output = merge_heads(bias=output_bias, std=output_std, key=keys[9])
         self.activation = activation
         self.step_limits, self.chunk, self.multipliers = step_limits, chunk, multipliers
 

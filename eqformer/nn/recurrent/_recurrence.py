@@ -124,10 +124,15 @@ def _where(mask: Array, x: Array, fill: Array) -> Array:
     return jnp.where(mask, x, fill)
 
 
-_where.defvjp(
-    lambda mask, x, fill: (_where(mask, x, fill), mask),
-    lambda mask, gradient: (None, jnp.where(mask, gradient, 0), None),
-)
+def _where_forward(mask: Array, x: Array, fill: Array) -> tuple[Array, Array]:
+    return _where(mask, x, fill), mask
+
+
+def _where_backward(mask: Array, gradient: Array) -> tuple[None, Array, None]:
+    return None, jnp.where(mask, gradient, 0), None
+
+
+_where.defvjp(_where_forward, _where_backward)
 
 
 def read_before_write(state: Array, *overwritten: Array) -> list[Array]:
