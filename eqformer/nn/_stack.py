@@ -126,7 +126,7 @@ def empty_caches(
 
 
 def _check_layers(stack: Stack, call: str) -> None:
-    """Raise a `ValueError` for an array of the blocks that has not one entry for each layer."""
+    """Raise a `ValueError` for an array of the blocks whose first dim is not the number of layers."""
     arrays = eqx.filter(stack.blocks, eqx.is_array)
     if all(x.shape[:1] == (len(stack),) for x in jax.tree.leaves(arrays)):
         return

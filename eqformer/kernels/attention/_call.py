@@ -24,17 +24,17 @@ class HasPositions(Protocol):
 
     @property
     def positions(self) -> Int[Array, "*batch seq"]:
-        """Return the place of each token in its document; -1 marks padding."""
+        """The position of each token in its document; -1 marks padding."""
         ...
 
     @property
     def segments(self) -> Int[Array, "*batch seq"] | None:
-        """Return the number of each token's document, or None for one document a row."""
+        """The number of each token's document; None: each row is one document."""
         ...
 
 
 class TokenPositions(eqx.Module):
-    """Positions and documents of tokens, and what is known of their order before any number is.
+    """Positions and documents of tokens, and what is known at trace time about their order.
 
     `whole_rows`, `documents` and `pieces` are those of `nn.Tokens`.
     """
@@ -109,7 +109,7 @@ class Mask(eqx.Module):
         return min(n for n in (seq, self.window, self.chunk) if n is not None)
 
     def check_cached(self, mixer: str) -> None:
-        """Raise a `ValueError` if a token sees later ones, so that its keys and values change and cannot be cached."""
+        """Raise a `ValueError` if tokens see later tokens, so that keys and values change and cannot be cached."""
         if not self.is_causal:
             raise ValueError(
                 f"{mixer}.init_cache: with {self} a token sees later ones, and changes with each; call the model on "
@@ -134,7 +134,7 @@ class Mask(eqx.Module):
 
 
 class ChosenKeys(eqx.Module):
-    """A matrix in the place of a mask: the keys that each query of one call sees."""
+    """A mask as a matrix: the keys that each query of one call sees."""
 
     visible: Bool[Array, "*batch seq kv_seq"]
 
