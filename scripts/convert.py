@@ -21,7 +21,7 @@ from support.run_directory import RunDirectory
 from support.screen import Screen
 from support.setup import load_published_model, make_keys
 
-from eqformer import dataclass_to_json, models, nn, training
+from eqformer import dataclass_to_json, models, nn, read_utf8, training
 from eqformer.text import load_run_model
 
 
@@ -39,6 +39,10 @@ class Command:
     """The folder to make; there must be nothing yet."""
     adapter: bool = False
     """Of a run with --lora.rank, write the low-rank changes alone, as peft does; else they are merged into the rest."""
+    push: Annotated[str | None, tyro.conf.arg(metavar="OWNER/NAME")] = None
+    """Upload TARGET to the hub with a model card of base model, data, recipe and license (extra `hub`)."""
+    license: str = "other"
+    """The license that the model card states, by its name on the hub, such as apache-2.0."""
     trust_recipe: bool = False
     """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
@@ -49,10 +53,12 @@ def convert(command: Command) -> None:
     if command.target.exists():
         raise ValueError(f"TARGET {command.target}: it exists already; give a new folder.")
     if source.recipe.exists():
-        _write_published(source, command.target, command.adapter, screen)
+        _write_published(source, command, screen)
     elif ((path := models.local_path(command.source)) / "config.json").exists():
         if command.adapter:
             raise ValueError("--adapter: only a run has low-rank changes to write; leave it out.")
+        if command.push is not None:
+            raise ValueError(f"--push {command.push}: only a model that a run has trained is uploaded; leave it out.")
         _write_run(command.source.absolute().name, published_recipe(path), RunDirectory(command.target), screen)
     else:
         raise ValueError(
@@ -60,16 +66,32 @@ def convert(command: Command) -> None:
         )
 
 
-def _write_published(source: RunDirectory, target: Path, adapter: bool, screen: Screen) -> None:
+def _write_published(source: RunDirectory, command: Command, screen: Screen) -> None:
     _, recipe = source.read()
-    model = load_run_model(source.path)
-    if adapter:
+    model, target = load_run_model(source.path), command.target
+    if command.adapter:
+        if command.push is not None:
+            raise ValueError(f"--adapter --push {command.push}: whole models alone are uploaded; leave one out.")
         base = str(recipe.published) if recipe.published is not None else None
         models.save_adapter(model, target, config=recipe.model, base=base)
         screen.note(f"{target} holds the low-rank changes, for peft")
         return
     models.save(nn.merge_lora(model), target, **save_options(recipe, source))
     screen.note(f"{target} holds the model as published\nsample     python scripts/sample.py --model {target}")
+    if command.push is not None:
+        commit = models.push(target, command.push, _model_card(source, recipe, command.license))
+        screen.note(f"uploaded   {commit}")
+
+
+def _model_card(source: RunDirectory, recipe: Recipe, license: str) -> models.ModelCard:
+    """Return the model card of a run's model."""
+    base = None
+    if recipe.published is not None:
+        base = models.hub_name(recipe.published) or recipe.published.name
+    texts = [part.rpartition("=")[0].removeprefix("hub:") for part in recipe.text.mix]
+    texts += [str(text) for text in (recipe.text.hub, recipe.data) if text is not None]
+    datasets = tuple(texts) or ("the standard library of Python",)
+    return models.ModelCard(license, base, datasets, read_utf8(source.recipe))
 
 
 def _write_run(name: str, recipe: Recipe, target: RunDirectory, screen: Screen) -> None:

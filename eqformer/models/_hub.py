@@ -34,6 +34,12 @@ def is_hub_name(name: str) -> bool:
     return match is not None and match["name"] == name
 
 
+def hub_name(path: str | Path) -> str | None:
+    """Return the name of the model of the hub whose files are at a path in the hub's cache; None for another path."""
+    folders = [part.split("--") for part in Path(path).parts]
+    return next(("/".join(parts[1:]) for parts in folders if parts[0] == "models" and len(parts) == 3), None)
+
+
 def local_path(source: str | Path) -> Path:
     """Return the path of a model on this machine: a path that exists as it is, and a model of the hub downloaded.
 

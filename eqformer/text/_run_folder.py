@@ -80,19 +80,27 @@ def read_run_recipe(path: str | Path) -> RunRecipe:
     """Read the recipe of a run."""
     file = Path(path) / _RECIPE
     content = read_json(file)
-    recipe = content.get("recipe")
-    if not isinstance(recipe, dict) or not isinstance(recipe.get("model"), dict):
-        raise ValueError(f"{file}: this is not a recipe that a run wrote.")
+    recipe: Any = content.get("recipe")
+    try:
+        return _parse_recipe(file, recipe, content.get("run"))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: this is not a recipe that a run wrote ({type(error).__name__}: {error}).") from error
+
+
+def _parse_recipe(file: Path, recipe: Mapping[str, Any], run: str | None) -> RunRecipe:
     text, read = recipe.get("text") or {}, functools.partial(_read_part, file, recipe)
+    config = read("model")
+    if not isinstance(config, models.ModelConfig):
+        raise TypeError(f"model is {config!r:.100}")
     return RunRecipe(
-        model=read("model"),
+        model=config,
         precision=read("precision") or nn.Precision(),
         execution=read("execution") or nn.Execution(),
         lora=read("lora") or training.Lora(),
         tokenizer=Path(text["tokenizer"]) if text.get("tokenizer") else None,
         end_of_text=text.get("end_of_text"),
         published=Path(recipe["published"]) if recipe.get("published") else None,
-        run=content.get("run"),
+        run=run,
     )
 
 

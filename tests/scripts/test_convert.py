@@ -8,6 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 from script_helpers import run_here as run, TINY, write_corpus
 
+from eqformer import models
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
@@ -40,6 +42,18 @@ def test_a_run_goes_out_and_comes_back(place):
     # Asked in a chat template, it answers without what it was asked.
     (place / "back" / "published" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert text("--run-dir", place / "back") == written.removeprefix("line 3")
+
+
+@pytest.mark.grid
+def test_a_run_is_uploaded_with_its_card(place, monkeypatch):
+    uploads = []
+    monkeypatch.setattr(models, "push", lambda *arguments: uploads.append(arguments) or "an address")
+    made = run("convert.py", place / "first", place / "uploaded", "--push", "me/mine", "--license", "mit")
+    assert made.returncode == 0 and "uploaded   an address" in made.stdout, made.stderr
+    ((folder, name, card),) = uploads
+    assert (folder, name) == (place / "uploaded", "me/mine") and (folder / "config.json").exists()
+    assert (card.license, card.base_model, card.datasets) == ("mit", None, (str(place / "corpus"),))
+    assert json.loads(card.recipe)["recipe"]["steps"] == 6
 
 
 @pytest.mark.grid
@@ -102,6 +116,7 @@ def test_low_rank_changes_are_trained_alone(place):
         ("sample.py", "--model {published} --chat yes --simulate 3 --mesh.tensor 3", "take an axis that divides"),
         ("pretrain.py", "--model {published} --run-dir {new} --model.layers 3", "layers: 2 -> 3"),
         ("convert.py", "{first} {new} --adapter", "the model has no LoRA"),
+        ("convert.py", "{published} {new} --push me/mine", "--push me/mine: only a model that a run has trained"),
     ],
 )
 def test_bad_input(place, script, flags, words):

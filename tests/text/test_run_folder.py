@@ -59,6 +59,8 @@ def test_bad_runs_have_one_clear_error(tmp_path):
     file.write_text(json.dumps(content).replace('"LlamaConfig"', '"MineConfig"'))
     with pytest.raises(ValueError, match="the class MineConfig of this recipe is of code of your own"):
         load_run_model(file.parent)
-    file.write_text(json.dumps({"name": "x"}))
-    with pytest.raises(ValueError, match="this is not a recipe that a run wrote"):
-        load_run_model(file.parent)
+    recipes = [None, [], {}, {"model": 5}, content["recipe"] | {"text": [5]}, content["recipe"] | {"published": 5}]
+    for recipe in recipes:
+        file.write_text(json.dumps({"name": "x", "recipe": recipe}))
+        with pytest.raises(ValueError, match="recipe.json: this is not a recipe that a run wrote"):
+            load_run_model(file.parent)
