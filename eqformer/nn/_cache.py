@@ -409,6 +409,7 @@ class LatentCache(SlotCache):
 
     def scaled(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         """Return the 8-bit latents of all slots as stored with their scales, and the rotated keys with theirs."""
+        assert self.latent_scales is not None and self.rotary_scales is not None
         select_layer = functools.partial(index_layer, layer=self.layer)
         return (select_layer(self.latents), select_layer(self.latent_scales)), (
             select_layer(self.rotary_keys),

@@ -234,7 +234,7 @@ def _block_channels(size: int, limit: int) -> int:
 
 
 @runtime_checkable
-class Rows(Protocol):
+class RowSlice(Protocol):
     """Rows of a block, as `pallas.ds` gives them."""
 
     @property
@@ -255,7 +255,7 @@ def multiply_kernel(transpose: bool, inputs: int, *refs: Ref) -> None:
     step, (tile, columns), block_inputs = pl.program_id(2), y.shape, x.shape[1]
     low, high, steps = visits.low[pl.program_id(1)], visits.high[pl.program_id(1)], -(-inputs // block_inputs)
 
-    def multiply_columns(rows: Rows, width: int, start: int | Array, low: Array, high: Array) -> None:
+    def multiply_columns(rows: RowSlice, width: int, start: int | Array, low: Array, high: Array) -> None:
         part = pl.ds(start, width)
         row_block, weight_block = x[rows, :], weight[part, :] if transpose else weight[:, part]
         if inputs % block_inputs:  # the last block extends behind the last channel
@@ -272,7 +272,7 @@ def multiply_kernel(transpose: bool, inputs: int, *refs: Ref) -> None:
             inside = _rows_between(rows, value.shape, low, high)
             y[rows, part] = jnp.where(inside, value, y[rows, part].astype(jnp.float32)).astype(y.dtype)
 
-    def multiply_piece(rows: Rows, low: Array, high: Array) -> None:
+    def multiply_piece(rows: RowSlice, low: Array, high: Array) -> None:
         width = _COLUMNS if rows.size < tile and columns % _COLUMNS == 0 else columns
         if width == columns:
             return multiply_columns(rows, width, 0, low, high)
@@ -295,7 +295,7 @@ def outer_product_kernel(*refs: Ref) -> None:
     def _() -> None:
         total[...] = jnp.zeros_like(total)
 
-    def add_piece(rows: Rows, low: Array, high: Array) -> None:
+    def add_piece(rows: RowSlice, low: Array, high: Array) -> None:
         grad = output_grad[rows, :]
         grad = jnp.where(_rows_between(rows, grad.shape, low, high), grad.astype(jnp.float32), 0).astype(grad.dtype)
         dims = (((0,), (0,)), ((), ()))
@@ -313,7 +313,7 @@ def piece_heights(tile: int) -> tuple[int, ...]:
     return tuple(height for height in HEIGHTS if height < tile) or (tile,)
 
 
-def _loop_over_pieces(tile: int, low: Array, high: Array, piece: Callable[[Rows, Array, Array], None]) -> None:
+def _loop_over_pieces(tile: int, low: Array, high: Array, piece: Callable[[RowSlice, Array, Array], None]) -> None:
     """Call `piece(rows, low, high)` for the rows of a visit: for a whole tile at once, or in pieces.
 
     All pieces but the last have the largest height; the last has the lowest height that suffices.
@@ -340,7 +340,7 @@ def _loop_over_pieces(tile: int, low: Array, high: Array, piece: Callable[[Rows,
     jax.lax.fori_loop(0, jnp.where(is_whole | (high <= low), 0, number), compute_piece, None)
 
 
-def _rows_between(rows: Rows, shape: tuple[int, ...], low: Array, high: Array) -> Bool[Array, "..."]:
+def _rows_between(rows: RowSlice, shape: tuple[int, ...], low: Array, high: Array) -> Bool[Array, "..."]:
     """Return whether `low <= row < high` for each row of a piece, counted in its tile."""
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + rows.start
     return (row >= low) & (row < high)
