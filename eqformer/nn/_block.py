@@ -375,14 +375,20 @@ def split_cache(sublayers: Sequence[Sublayer], cache: PyTree) -> list[PyTree]:
     flags = [has_mixer(sublayer) for sublayer in sublayers]
     if cache is None or sum(flags) < 2:
         return [cache if flag else None for flag in flags]
-    if not isinstance(cache, tuple | list) or len(cache) != sum(flags):
-        passed = f"{len(cache)} of them" if isinstance(cache, tuple | list) else f"a {type(cache).__name__}"
-        raise ValueError(
-            f"a call of {sum(flags)} sublayers with mixers takes a tuple of as many caches, and cache is {passed}; "
-            "make it by init_cache of the same module."
-        )
+    check_caches(cache, sum(flags), "sublayers with mixers")
     caches = iter(cache)
     return [next(caches) if flag else None for flag in flags]
+
+
+def check_caches(caches: PyTree, number: int, readers: str) -> None:
+    """Raise a `ValueError` unless there is a tuple of as many caches as `readers`, such as "layers or stacks"."""
+    is_sequence = isinstance(caches, tuple | list)
+    if not is_sequence or len(caches) != number:
+        passed = f"{len(caches)} of them" if is_sequence else f"a {type(caches).__name__}"
+        raise ValueError(
+            f"a call of {number} {readers} takes a tuple of as many caches, and cache is {passed}; make it by "
+            "init_cache of the same module."
+        )
 
 
 def join_caches(sublayers: Sequence[Sublayer], caches: Sequence[PyTree]) -> PyTree:

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from ._block import count_layer_inputs, LAYER_INPUT, Residual, SOURCE, with_inputs_of_each
+from ._block import check_caches, count_layer_inputs, LAYER_INPUT, Residual, SOURCE, with_inputs_of_each
 from ._cache import index_layer, LayerCache, quantize_caches, update_layer, with_rollback
 from ._contracts import Layer
 from ._cross_layer import collect_shared, keep_shared, take_last_layer
@@ -190,12 +190,7 @@ def run_layers(
             f"Residual(reads={LAYER_INPUT!r}); give one vector for each."
         )
     caches = (None,) * len(layers) if cache is None else cache
-    if not isinstance(caches, tuple | list) or len(caches) != len(layers):
-        passed = f"{len(caches)} of them" if isinstance(caches, tuple | list) else f"a {type(caches).__name__}"
-        raise ValueError(
-            f"a call of {len(layers)} layers or stacks takes a tuple of as many caches, and cache is {passed}; make it "
-            "by init_cache of the same module."
-        )
+    check_caches(caches, len(layers), "layers or stacks")
     new_caches, auxes = [], []
     per_layer = zip(layers, with_inputs_of_each(layers, tokens), caches, strict=True)
     for number, (layer, layer_tokens, layer_cache) in enumerate(per_layer):
