@@ -1,8 +1,8 @@
 """Attention by kernels that keep the logarithms of the softmax's sums, with one derivative for all of them.
 
 A kernel returns the output and the logarithm of each row's sum of exponentials, and its backward pass takes both, after
-FlashAttention-2 (arXiv:2307.08691). So kernels of several platforms can stand for each other within one
-`jax.custom_vjp`: `jax.lax.platform_dependent` takes one of them while JAX lowers the program.
+FlashAttention-2 (arXiv:2307.08691). Kernels of several platforms therefore share one `jax.custom_vjp`, in which
+`jax.lax.platform_dependent` takes one of them while JAX lowers the program.
 """
 
 import abc

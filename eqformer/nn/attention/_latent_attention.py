@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values rebuilt from one small latent a token."""
+"""Multi-head latent attention: keys and values are computed from one small latent of each token."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -49,7 +49,7 @@ class LatentAttention(Mixer):
     rotated key of `rope_dim` channels that all heads share. Queries come from the input or, with `q_latent`, from a
     latent of their own. Without a `rotary` there is no decoupled key (NoPE). A single decoded token attends to the
     latents directly: the up-projections are absorbed into query and output, as in the paper, with equal results. With
-    an `indexer`, a query sees only the keys that the indexer selects, if there are more of them (DeepSeek-V3.2). In
+    an `indexer`, a query sees at most `indexer.top_k` keys, those that the indexer selects (DeepSeek-V3.2). In
     `Residual(shares=)` the layer shares this selection with a layer without an indexer in `Residual(reads=)` (GLM-5).
     """
 

@@ -94,7 +94,7 @@ def varying_zero(tree: PyTree, first: Array, *others: Array) -> Array:
 
 Carry = TypeVar("Carry")
 FEWEST_SLOTS = 16
-"""Rows of a group with an even load from which on the groups have slots."""
+"""The fewest rows of an even load for which groups have slots."""
 
 
 def run_in_blocks(
@@ -106,9 +106,9 @@ def run_in_blocks(
     even: int | None = None,
     most: int | None = None,
 ) -> Array:
-    """Return the rows' outputs.
+    """Return the rows' outputs, without residuals for gradients.
 
-    Nothing is kept for gradients, so there is room for a quarter more slots, which few loads exceed.
+    The memory of the residuals leaves room for a quarter more slots, which few loads exceed.
     """
     even = even_load(sizes, len(x), even)
     number = even * 5 // 4 if even >= FEWEST_SLOTS else 0
@@ -362,7 +362,7 @@ def _write_block(rows: Array, block: Array, start: Array, is_owned: Array | None
 # Forward passes, prompts and decoding on CPUs, where nothing is kept for gradients.
 
 LARGE_GROUP = 2**23
-"""Bytes of a group's weights from which on a copy of them, which a block makes, is no longer read from a cache."""
+"""The fewest bytes of a group's weights whose copy, which each block makes, does not fit in a processor's cache."""
 
 
 def run_in_blocks_without_residuals(
@@ -371,7 +371,7 @@ def run_in_blocks_without_residuals(
     """Return the rows' outputs on CPUs: in slots where a copy of a group's weights would cost more than empty slots.
 
     A block of rows copies its group's weights out of the ensemble; one batched product for the slots of all groups
-    copies none. Blocks win where few groups have rows at all, and where small weights meet many rows.
+    copies none. Blocks are faster if few groups have rows, and for many rows of groups with small weights.
     """
     even = even_load(sizes, len(x), even)
     # Only 32 bits and more: in 16 bits fused operations round less often, so that quantized maps, which are always

@@ -122,8 +122,8 @@ def _solve_unit_lower(
 def _invert_unit_lower(system: Float[Array, "*n chunk chunk"]) -> Float[Array, "*n chunk chunk"]:
     """Return `(I + system)^-1` by inverting diagonal blocks of 1, 2, 4, ... rows.
 
-    Two neighbouring blocks with inverses `X` and `Y` and `A` below the first give `-Y A X` below. The result is as
-    exact as substitution; a series in powers of `system` is not where keys are alike.
+    Two neighbouring blocks with inverses `X` and `Y`, and with `A` below the first block, give `-Y A X` below it. The
+    result is as exact as substitution; a series in powers of `system` is less exact where keys are alike.
     """
     size, rows = system.shape[-1], 2
     inverse = jnp.eye(size, dtype=system.dtype) - _below_diagonal_blocks(system, 1)
