@@ -15,8 +15,10 @@ import numpy as np
 from jaxtyping import UInt8
 
 
-JsonObject: TypeAlias = dict[str, Any]
-"""An object of a JSON text, by name; its values are of any type until a caller checks them."""
+JsonValue: TypeAlias = Any
+"""A value of a JSON text, of any type until a caller checks it."""
+JsonObject: TypeAlias = dict[str, JsonValue]
+"""An object of a JSON text, by name."""
 MAX_JSON_BYTES = 1 << 27  # The largest published files, indices and tokenizers, have 10 to 40 MB.
 MAX_JSON_DEPTH = 200  # Far below Python's recursion limit, since functions over the values recurse too.
 _FILE_KINDS: Mapping[int, str] = MappingProxyType(
@@ -94,7 +96,7 @@ def map_bytes(path: str | os.PathLike[str]) -> UInt8[np.ndarray, "bytes"]:
             raise _unreadable(path, error) from None
 
 
-def parse_json(text: str | bytes, *, unique: bool = True) -> Any:
+def parse_json(text: str | bytes, *, unique: bool = True) -> JsonValue:
     """Return the value of a JSON text.
 
     Raises a `ValueError` for a text that is not JSON, that nests deeper than `MAX_JSON_DEPTH`, or, with `unique`, in
@@ -126,7 +128,7 @@ def read_json(path: str | os.PathLike[str], *, max_bytes: int = MAX_JSON_BYTES) 
     return value
 
 
-def write_atomic(path: str | Path, content: str | Callable[[Path], Any]) -> None:
+def write_atomic(path: str | Path, content: str | Callable[[Path], object]) -> None:
     """Write a small file so that a reader finds the old or the new content and no mixture, even after a power cut.
 
     A temporary file beside `path` is written, synced to the disk (fsync) and renamed to `path`; then the folder is
@@ -171,7 +173,7 @@ def few_names(names: Set[str]) -> str:
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
 
 
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_names(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
     """Return the object of these pairs; raise a `ValueError` if a name occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -180,7 +182,7 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _check_depth(value: Any) -> None:
+def _check_depth(value: JsonValue) -> None:
     """Raise a `RecursionError` if a value nests too deeply; go level by level, without recursion."""
     level = [[value]]
     for _ in range(MAX_JSON_DEPTH + 1):

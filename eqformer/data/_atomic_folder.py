@@ -9,11 +9,11 @@ import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
-from .._files import open_regular, read_json, sync_path
+from .._files import JsonObject, open_regular, read_json, sync_path
 
 
 _META = "meta.json"
@@ -51,7 +51,7 @@ class FolderWriter:
         entry["size"] += len(view)
         entry["crc32"] = zlib.crc32(view, entry["crc32"])
 
-    def finish(self, meta: dict[str, Any]) -> None:
+    def finish(self, meta: JsonObject) -> None:
         """Sync all files to the disk (fsync), then write and sync the description `meta.json`."""
         with _wrap_write_errors():
             for file in self._open.values():
@@ -111,7 +111,7 @@ def delete_folder(target: Path) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
 
 
-def read_description(target: Path, *, verify: bool) -> dict[str, Any]:
+def read_description(target: Path, *, verify: bool) -> JsonObject:
     """Return the folder's `meta.json`.
 
     Raises `DamagedFolder` if the sizes of the files (with `verify`, also their checksums) differ from those recorded.

@@ -4,10 +4,9 @@ import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from .._failures import foreign_call, load_extra
-from .._files import is_there, read_json, read_utf8
+from .._files import is_there, JsonObject, JsonValue, read_json, read_utf8
 
 
 class ChatTemplate:
@@ -42,7 +41,7 @@ class ChatTemplate:
         self._tokens = special_tokens(settings)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **options: Any
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **options: object
     ) -> str:
         """Return the conversation as one text.
 
@@ -64,7 +63,7 @@ def has_chat_template(folder: str | os.PathLike[str]) -> bool:
     return _find_template(Path(folder), read_tokenizer_config(Path(folder)))[1] is not None
 
 
-def _find_template(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, str | None]:
+def _find_template(folder: Path, settings: JsonObject) -> tuple[Path, str | None]:
     """Return the template's file and text (None without a template); of several, the template named default."""
     file = folder / "chat_template.jinja"
     if is_there(file):
@@ -80,7 +79,7 @@ def _find_template(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, str
     return folder / _CONFIG_FILE, template
 
 
-def _default_template(templates: list[Any], file: Path) -> Any:
+def _default_template(templates: list[JsonValue], file: Path) -> JsonValue:
     """Return the template named default in a list of `{"name": ..., "template": ...}`, or None."""
     for entry in templates:
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or "template" not in entry:
@@ -94,7 +93,7 @@ def _default_template(templates: list[Any], file: Path) -> Any:
 _CONFIG_FILE, _OLDER_FILE = "tokenizer_config.json", "special_tokens_map.json"
 
 
-def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+def read_tokenizer_config(folder: Path) -> JsonObject:
     """Return the settings in `tokenizer_config.json` and, in older folders, in `special_tokens_map.json`.
 
     Raises a `ValueError` if a file is not a JSON object.
@@ -104,7 +103,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     return settings if "added_tokens_decoder" in settings else settings | _read_optional(folder / _OLDER_FILE)
 
 
-def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens(settings: JsonObject) -> dict[str, str]:
     """Return the named special tokens (name -> text), as in transformers: `bos_token` and others, and the model's.
 
     Null tokens are excluded: they are undefined in a template, which writes nothing for them. Settings that are not
@@ -118,5 +117,5 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
-def _read_optional(file: Path) -> dict[str, Any]:
+def _read_optional(file: Path) -> JsonObject:
     return read_json(file) if is_there(file) else {}

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, SupportsFloat
 
 from .._shapes import Batch
 from ._documents import TextSource
@@ -74,7 +74,7 @@ class Corpus:
         return "the text is " + "; ".join(clauses)
 
     def validate(
-        self, sums: Callable[[Batch], Mapping[str, Any]], batches: int, *, rows: tuple[int, int] | None = None
+        self, sums: Callable[[Batch], Mapping[str, SupportsFloat]], batches: int, *, rows: tuple[int, int] | None = None
     ) -> tuple[ValidationMeans, dict[str, ValidationMeans]]:
         """Return the means over the held-out text: of all sources, weighted by their shares, and of each source.
 
@@ -98,7 +98,7 @@ def open_corpus(
     weights: Mapping[str, float] | None = None,
     validation: float = 0.05,
     vocab: int | None = None,
-    progress: Callable[[str, int, int], Any] | None = None,
+    progress: Callable[[str, int, int], object] | None = None,
 ) -> Corpus:
     """Open one text or a mixture of several as batches; tokens come from the cache or are tokenized into the cache now.
 
@@ -149,7 +149,7 @@ def _open_splits(
     *,
     seq: int,
     validation: float,
-    show: Callable[[Split, int, int], Any] | None,
+    show: Callable[[Split, int, int], object] | None,
 ) -> dict[Split, TokenStore]:
     """Open both splits of a source: by document or, if a split would be empty then, by position."""
     # The cache hashes files once for all splits.
@@ -183,12 +183,12 @@ def _open_splits(
     return stores
 
 
-def _show_split(progress: Callable[[str, int, int], Any], name: str, split: Split, done: int, total: int) -> None:
+def _show_split(progress: Callable[[str, int, int], object], name: str, split: Split, done: int, total: int) -> None:
     progress(f"{name} ({split})", done, total)
 
 
 def _average(
-    loader: Loader, sums: Callable[[Batch], Mapping[str, Any]], batches: int, rows: tuple[int, int] | None
+    loader: Loader, sums: Callable[[Batch], Mapping[str, SupportsFloat]], batches: int, rows: tuple[int, int] | None
 ) -> ValidationMeans:
     """Average the held-out batches of one source."""
     start, stop = (0, loader.batch_size) if rows is None else rows

@@ -7,13 +7,14 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from .._failures import explain_error, foreign_call, load_extra
 from .._files import check_regular, is_there, open_regular, parse_json
 from ._documents import digest, Document, file_digest, read_field, TextSource
 
 
+Result = TypeVar("Result")
 _PLAIN_KINDS = (".txt", ".md", ".py")
 _ROW_KINDS = (".jsonl", ".parquet")
 _MAX_CHARACTERS = 1 << 20  # characters of one document of a plain file in a folder
@@ -295,7 +296,7 @@ def _read_parquet(entry: _FileEntry, field: str, call: str) -> Iterator[Document
                 number += 1
 
 
-def _call_parquet(read: Callable[[], Any], entry: _FileEntry, call: str) -> Any:
+def _call_parquet(read: Callable[[], Result], entry: _FileEntry, call: str) -> Result:
     """Call a function of pyarrow, whose failures become a `ValueError` that names the file."""
     with foreign_call(
         lambda reason: (

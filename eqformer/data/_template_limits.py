@@ -3,6 +3,7 @@
 This file imports `jinja2`, which is optional, so other files import this one inside functions.
 """
 
+import dataclasses
 import itertools
 import re
 import time
@@ -39,7 +40,7 @@ class Budget:
     The limits grow with the size of `variables`: the conversation and the template's other variables.
     """
 
-    def __init__(self, variables: Mapping[str, Any]):
+    def __init__(self, variables: Mapping[str, object]):
         # Sizes of the variables' containers by `id`; the containers live as long as the rendering.
         self._sizes: dict[int, int] = {}
         self.largest = 1 << 62
@@ -80,18 +81,17 @@ class Budget:
         return self._size(value, {})
 
     def _size(self, value: object, sizes: dict[int, int]) -> int:
-        if isinstance(value, str):
-            return len(value) if value.isascii() else 4 * len(value)
-        if isinstance(value, bytes):
-            return len(value)
         parts: Iterable[object]
-        if isinstance(value, Mapping):
-            parts = itertools.chain(value.keys(), value.values())
-        elif isinstance(value, list | tuple | Set | ValuesView):
-            # The list keeps the pairs of `dict.items` alive while their addresses are compared.
-            parts = list(value)
-        else:
-            return 1
+        match value:
+            case str() | bytes():
+                return text_size(value)
+            case Mapping():
+                parts = itertools.chain(value.keys(), value.values())
+            case list() | tuple() | Set() | ValuesView():
+                # The list keeps the pairs of `dict.items` alive while their addresses are compared.
+                parts = list(value)
+            case _:
+                return 1
         address = id(value)
         if address in self._sizes:
             return self._sizes[address]
@@ -104,13 +104,18 @@ class Budget:
             if isinstance(part, int | float | None):
                 total += 1
             elif isinstance(part, str):
-                total += 1 + (len(part) if part.isascii() else 4 * len(part))
+                total += 1 + text_size(part)
             else:
                 total += 1 + self._size(part, sizes)
             if total > self.largest:
                 self.allow(total)
         sizes[address] = total
         return total
+
+
+def text_size(text: str | bytes) -> int:
+    """Return an upper bound of the bytes of a text in memory."""
+    return len(text) if text.isascii() or isinstance(text, bytes) else 4 * len(text)
 
 
 def check_bits(bits: int) -> None:
@@ -130,7 +135,7 @@ def largest_number(text: str | bytes) -> int:
     return max((10 ** min(len(number) - 1, 20) for number in numbers if len(number) > 4), default=0)
 
 
-def max_formatted_size(text: str | bytes, values: Any, budget: Budget) -> int:
+def max_formatted_size(text: str | bytes, values: object, budget: Budget) -> int:
     """Return an upper bound of the characters of `text % values`."""
     widths = values if isinstance(values, tuple) else (values,)
     width = max((abs(width) for width in widths if isinstance(width, int)), default=0) if _has_star(text) else 0
@@ -142,112 +147,135 @@ def _has_star(text: str | bytes) -> bool:
     return b"*" in text if isinstance(text, bytes) else "*" in text
 
 
-def _absolute_int(value: Any) -> int:
+def _absolute_int(value: object) -> int:
     return abs(value) if isinstance(value, int) else 0
 
 
-# Checks of methods of texts and integers: each takes the arguments of a call, and returns the arguments to call with.
-def _check_width(budget: Budget, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    widths = [_absolute_int(value) for value in (*args, *kwargs.values())]
-    budget.allow(max(widths, default=0) * (1 + (owner.count("\t") if isinstance(owner, str) else 0)))
-    return args
+def _count_characters(width: object) -> int:
+    """Return the characters of an indentation, which is a text or a number of spaces."""
+    return len(width) if isinstance(width, str) else _absolute_int(width)
 
 
-def _check_method_replace(budget: Budget, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    if len(args) > 1 and all(isinstance(value, type(owner) | str) for value in args[:2]):
-        budget.allow(len(owner) + len(args[1]) * owner.count(args[0]))
-    return args
+@dataclasses.dataclass
+class TemplateCall:
+    """Call of a method or a filter in a template; its check may replace the value and the arguments by lists."""
+
+    budget: Budget
+    environment: Environment
+    value: Any
+    """The object that has the method, or the value that is filtered."""
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def arguments(self) -> list[Any]:
+        """All arguments, those by keyword last."""
+        return [*self.args, *self.kwargs.values()]
 
 
-def _check_method_join(budget: Budget, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    items = list(args[0]) if args else []
-    budget.allow(budget.size(items) + len(owner) * len(items))
-    return [items, *args[1:]] if args else args
+# Checks of methods of texts and integers.
 
 
-def _check_translate(budget: Budget, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    budget.allow(len(owner) * max((budget.size(value) for value in args), default=0))
-    return args
+def _check_width(call: TemplateCall) -> None:
+    width = max(map(_absolute_int, call.arguments), default=0)
+    call.budget.allow(width * (1 + (call.value.count("\t") if isinstance(call.value, str) else 0)))
 
 
-def _check_comparisons(budget: Budget, owner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    parts = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, str | bytes)]
-    _check_product(len(owner), max(parts, default=0))
-    return args
+def _check_method_replace(call: TemplateCall) -> None:
+    text, args = call.value, call.args
+    if len(args) > 1 and all(isinstance(value, type(text) | str) for value in args[:2]):
+        call.budget.allow(len(text) + len(args[1]) * text.count(args[0]))
 
 
-_MethodCheck = Callable[[Budget, Any, Sequence[Any], Mapping[str, Any]], Sequence[Any]]
-METHODS: Mapping[str, _MethodCheck] = types.MappingProxyType(
+def _check_method_join(call: TemplateCall) -> None:
+    items = list(call.args[0]) if call.args else []
+    call.budget.allow(call.budget.size(items) + len(call.value) * len(items))
+    call.args = [items, *call.args[1:]] if call.args else call.args
+
+
+def _check_translate(call: TemplateCall) -> None:
+    call.budget.allow(len(call.value) * max(map(call.budget.size, call.args), default=0))
+
+
+def _check_comparisons(call: TemplateCall) -> None:
+    lengths = [len(value) for value in call.arguments if isinstance(value, str | bytes)]
+    _check_product(len(call.value), max(lengths, default=0))
+
+
+def _check_striptags(call: TemplateCall) -> None:
+    _check_product(len(call.value), len(call.value))
+
+
+_Checks = Mapping[str, Callable[[TemplateCall], None]]
+METHODS: _Checks = types.MappingProxyType(
     {
         **dict.fromkeys(("center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"), _check_width),
         **dict.fromkeys(("strip", "lstrip", "rstrip", "rfind", "rindex", "rsplit", "rpartition"), _check_comparisons),
         "replace": _check_method_replace,
         "join": _check_method_join,
         "translate": _check_translate,
-        "striptags": lambda budget, owner, args, kwargs: (_check_product(len(owner), len(owner)), args)[1],
+        "striptags": _check_striptags,
     }
 )
 
 
-# Checks of filters, in the same way; the value is the first argument.
-def _check_numbers(budget: Budget, environment: Environment, value: Any, *args: Any, **kwargs: Any) -> Sequence[Any]:
-    budget.allow(max(map(_absolute_int, (*args, *kwargs.values())), default=0))
-    return value, *args
+# Checks of filters.
 
 
-def _check_round(budget: Budget, environment: Environment, value: Any, *args: Any, **kwargs: Any) -> Sequence[Any]:
-    if max(map(_absolute_int, (*args, *kwargs.values())), default=0) > 1000:
+def _check_numbers(call: TemplateCall) -> None:
+    call.budget.allow(max(map(_absolute_int, call.arguments), default=0))
+
+
+def _check_round(call: TemplateCall) -> None:
+    if max(map(_absolute_int, call.arguments), default=0) > 1000:
         raise TemplateLimit("it rounds to more than 1,000 digits")
-    return value, *args
 
 
-def _check_indent(budget: Budget, environment: Environment, value: Any, *args: Any, **kwargs: Any) -> Sequence[Any]:
-    width = (args or [kwargs.get("width", 4)])[0]
-    lines = len(str(value).splitlines()) + 1
-    budget.allow(lines * (len(width) if isinstance(width, str) else _absolute_int(width)))
-    return value, *args
+def _check_indent(call: TemplateCall) -> None:
+    width = call.args[0] if call.args else call.kwargs.get("width", 4)
+    lines = len(str(call.value).splitlines()) + 1
+    call.budget.allow(lines * _count_characters(width))
 
 
-def _check_json(budget: Budget, environment: Environment, value: Any, *args: Any, **kwargs: Any) -> Sequence[Any]:
-    options = [*args, *kwargs.values()]
-    scalars = [option for option in options if not isinstance(option, list | tuple)]
-    widths = [len(option) if isinstance(option, str) else _absolute_int(option) for option in scalars]
-    if max(widths, default=0) > _MAX_INDENT or budget.size(options) > 4 * _MAX_INDENT:
+def _check_json(call: TemplateCall) -> None:
+    options = call.arguments
+    widths = [_count_characters(option) for option in options if not isinstance(option, list | tuple)]
+    if max(widths, default=0) > _MAX_INDENT or call.budget.size(options) > 4 * _MAX_INDENT:
         raise TemplateLimit(f"it indents JSON by more than {_MAX_INDENT} characters")
     indented = any(not isinstance(option, bool) and width for option, width in zip(options, widths))
-    budget.allow(budget.size(value) * (1 + max(widths, default=0) * _nesting_depth(value) if indented else 1))
-    return value, *args
+    levels = max(widths, default=0) * _nesting_depth(call.value) if indented else 0
+    call.budget.allow(call.budget.size(call.value) * (1 + levels))
 
 
-def _check_filter_join(
-    budget: Budget, environment: Environment, value: Any, d: Any = "", attribute: int | str | None = None
-) -> Sequence[Any]:
-    items = list(value if attribute is None else map(make_attrgetter(environment, attribute), value))
-    budget.allow(budget.size(items) + budget.size(d) * len(items))
-    return items, d
+def _check_filter_join(call: TemplateCall) -> None:
+    separator, attribute = _join_arguments(*call.args, **call.kwargs)
+    items = list(call.value if attribute is None else map(make_attrgetter(call.environment, attribute), call.value))
+    call.budget.allow(call.budget.size(items) + call.budget.size(separator) * len(items))
+    call.value, call.args, call.kwargs = items, (separator,), {}
 
 
-def _check_filter_replace(
-    budget: Budget, environment: Environment, value: Any, *args: Any, **kwargs: Any
-) -> Sequence[Any]:
-    old, new = (str(argument) for argument in (*args, kwargs.get("old", ""), kwargs.get("new", ""))[:2])
-    budget.allow(len(text := str(value)) + len(new) * text.count(old))
-    return value, *args
+def _join_arguments(d: object = "", attribute: int | str | None = None) -> tuple[object, int | str | None]:
+    """Return the arguments of the filter `join`, with jinja2's names and defaults."""
+    return d, attribute
 
 
-def _check_format(budget: Budget, environment: Environment, value: Any, *args: Any, **kwargs: Any) -> Sequence[Any]:
-    budget.allow(max_formatted_size(str(value), kwargs or args, budget))
-    return value, *args
+def _check_filter_replace(call: TemplateCall) -> None:
+    arguments = (*call.args, call.kwargs.get("old", ""), call.kwargs.get("new", ""))
+    text, old, new = str(call.value), str(arguments[0]), str(arguments[1])
+    call.budget.allow(len(text) + len(new) * text.count(old))
 
 
-def _check_sum(budget: Budget, environment: Environment, value: Any, *args: Any, **kwargs: Any) -> Sequence[Any]:
-    items = list(value)
-    if any(isinstance(argument, list | tuple) for argument in (*args, *kwargs.values())):
-        _check_product(len(items), budget.size(items))
-    return items, *args
+def _check_format(call: TemplateCall) -> None:
+    call.budget.allow(max_formatted_size(str(call.value), call.kwargs or tuple(call.args), call.budget))
 
 
-FILTERS: Mapping[str, Callable[..., Sequence[Any]]] = types.MappingProxyType(
+def _check_sum(call: TemplateCall) -> None:
+    call.value = list(call.value)
+    if any(isinstance(argument, list | tuple) for argument in call.arguments):
+        _check_product(len(call.value), call.budget.size(call.value))
+
+
+FILTERS: _Checks = types.MappingProxyType(
     {
         **dict.fromkeys(("center", "batch", "slice", "truncate"), _check_numbers),
         "round": _check_round,
@@ -262,7 +290,7 @@ FILTERS: Mapping[str, Callable[..., Sequence[Any]]] = types.MappingProxyType(
 NOT_LINEAR = frozenset(("pprint", "striptags", "urlize", "wordwrap", "xmlattr"))
 
 
-def _nesting_depth(value: Any) -> int:
+def _nesting_depth(value: object) -> int:
     """Return how deep containers nest, for a value whose size is known, so that no container contains itself."""
     level, depth = [value], 0
     while level := [container for container in level if isinstance(container, Mapping | list | tuple)]:

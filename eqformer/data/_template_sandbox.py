@@ -31,19 +31,21 @@ from ._template_limits import (
     MAX_SOURCE,
     METHODS,
     NOT_LINEAR,
+    TemplateCall,
     TemplateLimit,
+    text_size,
 )
 
 
-class CountedIterator(Iterator[Any]):
+class CountedIterator(Iterator[object]):
     """Iterator that counts every item as a step. Iterators over iterators may nest 64 levels deep."""
 
-    def __init__(self, items: Iterator[Any], budget: Budget, depth: int):
+    def __init__(self, items: Iterator[object], budget: Budget, depth: int):
         if depth > 64:
             raise TemplateLimit("it nests filters over iterators more than 64 levels deep")
         self.items, self.budget, self.depth = items, budget, depth
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         self.budget.step()
         return next(self.items)
 
@@ -62,7 +64,7 @@ class BoundedFormatter(SandboxedFormatter):
         super().__init__(environment, **options)
         self._budget = environment.budget
 
-    def format_field(self, value: Any, format_spec: str) -> Any:
+    def format_field(self, value: object, format_spec: str) -> str:
         self._budget.allow(largest_number(format_spec))
         text = super().format_field(value, format_spec)
         self._budget.make(len(text))
@@ -150,13 +152,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateLimit("a template is evaluated when it is rendered, and not before")
         return budget
 
-    def compile_template(self, source: str) -> Callable[[Mapping[str, Any]], str]:
+    def compile_template(self, source: str) -> Callable[[Mapping[str, object]], str]:
         """Return the function that renders a template; raises an error of jinja2 if the template cannot be parsed."""
         if len(source) > MAX_SOURCE:
             raise TemplateLimit(f"it has {len(source):,} characters, and at most {MAX_SOURCE:,} are read")
         template = self.from_string(source)
 
-        def render(variables: Mapping[str, Any]) -> str:
+        def render(variables: Mapping[str, object]) -> str:
             self._thread_state.budget = Budget(variables)
             try:
                 return template.render(variables)
@@ -170,43 +172,43 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.budget.step()
         return True
 
-    def check_value(self, value: Any, depth: int = 1) -> Any:
+    def check_value(self, value: object, depth: int = 1) -> object:
         """Count a value and return it; an iterator becomes a `CountedIterator` at this depth of nesting."""
         budget = self.budget
-        if isinstance(value, str):
-            budget.make(len(value) if value.isascii() else 4 * len(value))
-        elif isinstance(value, bool | float | None):
-            budget.step()
-        elif isinstance(value, int):
-            check_bits(value.bit_length())
-            budget.step()
-        elif isinstance(value, Iterator) and not isinstance(value, LoopContext):
-            return CountedIterator(value, budget, depth)
-        else:
-            budget.make(budget.size(value))
+        match value:
+            case str():
+                budget.make(text_size(value))
+            case bool() | float() | None:
+                budget.step()
+            case int():
+                check_bits(value.bit_length())
+                budget.step()
+            case Iterator() if not isinstance(value, LoopContext):
+                return CountedIterator(value, budget, depth)
+            case _:
+                budget.make(budget.size(value))
         return value
 
-    def concatenate(self, join: Callable[[Sequence[Any]], str], parts: Sequence[Any]) -> str:
+    def concatenate(self, join: Callable[[Sequence[object]], str], parts: Sequence[object]) -> str:
         """Join the parts of `a ~ b` to one text."""
         self.budget.make(sum(self.budget.size(part) for part in parts))
         return join(parts)
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         """Return the result of an operator; a result that would be too large is not computed."""
         budget = self.budget
-        if isinstance(left, int) and isinstance(right, int):
-            if operator == "**" and right > 0:
-                check_bits(left.bit_length() * right)
-            elif operator == "*":
+        match operator, left, right:
+            case "**", int(), int():
+                check_bits(left.bit_length() * max(right, 0))
+            case "*", int(), int():
                 check_bits(left.bit_length() + right.bit_length())
-        elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):
-            times, value = (left, right) if isinstance(left, int) else (right, left)
-            budget.allow(max(times, 0) * budget.size(value))
-        elif operator == "%" and isinstance(left, str | bytes):
-            budget.allow(max_formatted_size(left, right, budget))
+            case ("*", int(times), value) | ("*", value, int(times)):
+                budget.allow(max(times, 0) * budget.size(value))
+            case "%", str() | bytes(), _:
+                budget.allow(max_formatted_size(left, right, budget))
         return self.check_value(super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(__self, __context: Context, __obj: Any, *args: object, **kwargs: object) -> object:
         """Return the result of a call in a template.
 
         The parameters have jinja2's names, since other names may be keywords of the call.
@@ -216,26 +218,28 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None)
         is_method = isinstance(__obj, types.BuiltinMethodType | types.MethodType)
         if is_method and isinstance(owner, str | bytes | int) and __obj.__name__ in METHODS:
-            args = tuple(METHODS[__obj.__name__](budget, owner, args, kwargs))
+            method = TemplateCall(budget, __self, owner, args, kwargs)
+            METHODS[__obj.__name__](method)
+            args = tuple(method.args)
         return __self.check_value(super().call(__context, __obj, *args, **kwargs))
 
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+    def wrap_str_format(self, value: object) -> Callable[..., str] | None:
         """Return `str.format` or `str.format_map` with this sandbox's attributes and widths; None for other values."""
         is_method = isinstance(value, types.MethodType | types.BuiltinMethodType)
-        text = value.__self__ if is_method and value.__name__ in ("format", "format_map") else None
-        if not isinstance(text, str):
+        if not is_method or value.__name__ not in ("format", "format_map") or not isinstance(value.__self__, str):
             return None
+        text, takes_mapping = value.__self__, value.__name__ == "format_map"
         is_safe = isinstance(text, Markup)
         formatter = BoundedEscapeFormatter(self, escape=text.escape) if is_safe else BoundedFormatter(self)
 
         def format(*args: Any, **kwargs: Any) -> str:
-            if value.__name__ == "format_map":
+            if takes_mapping:
                 (kwargs,), args = args, ()
             return type(text)(formatter.vformat(text, args, kwargs))
 
         return format
 
-    def _finalize_value(self, value: Any) -> Any:
+    def _finalize_value(self, value: object) -> object:
         """Convert a value of the output to text, and count the text."""
         if isinstance(value, str) or getattr(self._thread_state, "budget", None) is None:
             return value
@@ -253,22 +257,22 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         budget.make(size)
         return "".join(read_pieces)
 
-    def _bound_filter(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _bound_filter(self, name: str, call: Callable[..., object]) -> Callable[..., object]:
         """Return a filter that checks its arguments by `FILTERS` and counts its result."""
         # jinja2 passes the context or the environment before the value to filters with this attribute.
         first = 1 if hasattr(call, "jinja_pass_arg") else 0
 
         @functools.wraps(call)
-        def bounded(*args: Any, **kwargs: Any) -> Any:
-            budget = self.budget
-            budget.step()
-            if name in NOT_LINEAR and budget.size(args[first]) > MAX_SMALL:
+        def bounded(*args: object, **kwargs: object) -> object:
+            self.budget.step()
+            checked = TemplateCall(self.budget, self, args[first], args[first + 1 :], kwargs)
+            if name in NOT_LINEAR and self.budget.size(checked.value) > MAX_SMALL:
                 raise TemplateLimit(f"its filter {name} takes at most {MAX_SMALL:,} characters or elements")
-            if (bound := FILTERS.get(name)) is not None:
-                args = (*args[:first], *bound(budget, self, *args[first:], **kwargs))
-                kwargs = {} if name == "join" else kwargs
-            depth = 1 + getattr(args[first], "depth", 0) if isinstance(args[first], CountedIterator) else 1
-            return self.check_value(call(*args, **kwargs), depth)
+            if (check := FILTERS.get(name)) is not None:
+                check(checked)
+            depth = 1 + checked.value.depth if isinstance(checked.value, CountedIterator) else 1
+            result = call(*args[:first], checked.value, *checked.args, **checked.kwargs)
+            return self.check_value(result, depth)
 
         return bounded
 
@@ -276,7 +280,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Return a test that counts each call as a step."""
 
         @functools.wraps(call)
-        def counted(*args: Any, **kwargs: Any) -> bool:
+        def counted(*args: object, **kwargs: object) -> bool:
             self.budget.step()
             return call(*args, **kwargs)
 
@@ -298,7 +302,7 @@ def _raise_exception(message: str) -> None:
 
 
 def to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | str | None = None,
     separators: tuple[str, str] | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int, UInt
@@ -29,7 +29,7 @@ from ._tokenizer import Tokenizer
 
 Split = Literal["train", "validation"]
 SplitBy = Literal["document", "position"]
-Progress = Callable[[int, int], Any]
+Progress = Callable[[int, int], object]
 
 _FORMAT = 1  # Version of the files; caches of another version are not used.
 _GROUP_CHARACTERS = 1 << 20  # Documents are tokenized in groups of about so many characters.

@@ -16,6 +16,10 @@ from .._prepare import GPU_SHARE
 from ..nn import float_dtype
 
 
+Device = Any
+"""A `jax.Device`, which JAX does not export as a type."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
     """One device as JAX sees it: a chip, or half of a chip that is two devices. All speeds are per second."""
@@ -267,7 +271,9 @@ def for_platform(plan: parallel.Plan, platform: str) -> parallel.Plan:
     return dataclasses.replace(plan, mesh=abstract)
 
 
-def matmul_peak(dtype: str = "float32", *, size: int | None = None, seconds: float = 0.5, device: Any = None) -> float:
+def matmul_peak(
+    dtype: str = "float32", *, size: int | None = None, seconds: float = 0.5, device: Device = None
+) -> float:
     """Measure the best FLOP/s of a `size x size` product over `seconds` of repeats on one device (`None`: JAX's first).
 
     A product counts `2 size^3` operations; float32 is JAX's default matmul precision. `size=None` is 2048 on a CPU and
@@ -290,7 +296,7 @@ def mesh_peak(mesh: Mesh, dtype: str = "float32", *, seconds: float = 0.5) -> fl
     return number * matmul_peak(dtype, seconds=seconds, device=device)
 
 
-def copy_bandwidth(*, size: int = 2**27, seconds: float = 0.5, device: Any = None) -> float:
+def copy_bandwidth(*, size: int = 2**27, seconds: float = 0.5, device: Device = None) -> float:
     """Measure the most bytes/s that copies of `size` bytes read and write, over `seconds` of repeats on one device.
 
     A copy counts twice its bytes. `device=None` is JAX's first.

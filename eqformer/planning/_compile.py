@@ -12,24 +12,24 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
+from jax.extend.core import Jaxpr
 from jax.extend.mlir import ir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 
 from .. import nn, parallel, training
-from .._files import read_json
+from .._files import JsonObject, JsonValue, read_json
 from .._prepare import compiler_flags
 from .._shapes import Batch, is_shape
 from ..kernels import compilers
 from ..parallel import COLLECTIVES
 from ..program import CompiledCosts, read_compiled
-from ._accelerators import Accelerator, Topology
+from ._accelerators import Accelerator, Device, Topology
 
 
 def lowered_step(states: training.PlannedState, step: training.Step, batch: Batch) -> jax.stages.Lowered:
@@ -55,13 +55,14 @@ def _keep_on_host(lowered: jax.stages.Lowered, on_host: list[bool]) -> None:
     Shardings over real devices name the memory. Devices of a compiler for absent GPUs have no memories, and JAX drops
     the memories that shardings over them name.
     """
-    module: Any = lowered.compiler_ir("stablehlo")
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None
     with module.context:
         main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
         arguments = list(main.attributes["arg_attrs"])
         for index, is_on_host in enumerate(on_host):
             if is_on_host:
-                attributes: dict[str, Any] = {attribute.name: attribute.attr for attribute in arguments[index]}
+                attributes = {attribute.name: attribute.attr for attribute in arguments[index]}
                 attributes["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
                 arguments[index] = ir.DictAttr.get(attributes)
         main.attributes["arg_attrs"] = ir.ArrayAttr.get(arguments)
@@ -104,7 +105,7 @@ def lowered_decode(
     return jax.jit(run, donate_argnums=1).lower(*shapes)
 
 
-def traced_decode(plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int) -> Any:
+def traced_decode(plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int) -> Jaxpr:
     """Trace a step that decodes one more token of each row, from the shapes of `decode_shapes`."""
     run, shapes = _decode(plan, served, cache, rows)
     return jax.make_jaxpr(run)(*shapes).jaxpr
@@ -112,13 +113,15 @@ def traced_decode(plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int)
 
 def _decode(
     plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int, tokens: int = 1
-) -> tuple[Callable[..., Any], tuple]:
+) -> tuple[Callable[..., tuple[PyTree, Int[Array, "batch seq"]]], tuple]:
     """Return a decode step, and the shapes of its arguments."""
     arrays, static = eqx.partition(served, is_shape)
     cache_arrays, cache_static = eqx.partition(cache, is_shape)
     ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32, sharding=NamedSharding(plan.mesh, PartitionSpec()))
 
-    def run(arrays: PyTree, cache_arrays: PyTree, ids: Any, positions: Any) -> tuple[PyTree, Any]:
+    def run(
+        arrays: PyTree, cache_arrays: PyTree, ids: Int[Array, "batch seq"], positions: Int[Array, "batch seq"]
+    ) -> tuple[PyTree, Int[Array, "batch seq"]]:
         served = eqx.combine(arrays, static)
         logits, cache = served.decode(ids, nn.Tokens(positions), eqx.combine(cache_arrays, cache_static))
         return eqx.filter(cache, eqx.is_array), jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -138,7 +141,7 @@ def missing_compiler(topology: Topology) -> str | None:
     return f"its compiler is not installed, so nothing is compiled for {topology}: pip install 'eqformer[{platform}]'"
 
 
-def devices_of(topology: Topology) -> list[Any]:
+def devices_of(topology: Topology) -> list[Device]:
     """Return devices to compile for, none of which is here; a `ValueError` where the compiler knows no such shape."""
     accelerator = topology.accelerator
     if accelerator.platform == "tpu":
@@ -188,7 +191,7 @@ class Compilation:
         """Return whether a device of so many bytes can run the program."""
         return self.program is not None and self.program.fits(memory)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return all costs as plain data, with the names of collectives."""
         program, costs = self.program, {}
         if program is not None:
@@ -231,7 +234,7 @@ def compilation_of(
     return compilation
 
 
-def _key(asked: list[Any]) -> str:
+def _key(asked: list[JsonValue]) -> str:
     """Return a name for a program, the versions that compile it, and the source that counts its costs."""
     versions = [jax.__version__, *(_version(name) for name in ("jaxlib", "libtpu", "jax_cuda13_plugin"))]
     return hashlib.sha256(json.dumps([asked, versions, _counters()]).encode()).hexdigest()[:32]

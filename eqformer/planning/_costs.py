@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -13,11 +12,15 @@ from ..nn import (
     is_trainable,
     LanguageModel,
     linear_maps,
+    LinearMap,
     Mask,
     matrices,
     Mixer,
     modules,
 )
+
+
+_Map = LinearMap | jax.Array | jax.ShapeDtypeStruct
 
 
 def parameter_count(model: PyTree, *, embeddings: bool = True, active: bool = False) -> int:
@@ -87,7 +90,7 @@ def fp8_flops_per_token(
 
 
 def _count_map_flops(
-    model: LanguageModel, maps: Iterable[Any], trained: Callable[[PyTree], PyTree] | None
+    model: LanguageModel, maps: Iterable[_Map], trained: Callable[[PyTree], PyTree] | None
 ) -> tuple[float, float]:
     """Return the operations of the maps' forward pass, which input gradients cost too, and of weight gradients."""
     trained_ids = {id(x) for x in jax.tree.leaves(model if trained is None else trained(model)) if is_trainable(x)}

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .. import kernels, nn, parallel, training
+from .._files import JsonObject
 from .._shapes import Batch
 from ..parallel import STATE
 from ..program import list_transfers, read_traced
@@ -104,7 +105,7 @@ class Forecast:
         """Whether the plan fits, as far as formulas can tell; None where the memory is not known."""
         return None if self.memory is None else judge_formula(self.total, certain_bytes(self.held), self.memory)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return all figures as plain data; `fits` is None where only the compiler can tell."""
         return {
             "topology": str(self.target) if isinstance(self.target, Topology) else None,
@@ -122,7 +123,7 @@ class Forecast:
         }
 
 
-def roofline_dict(time: Roofline | None) -> dict[str, Any]:
+def roofline_dict(time: Roofline | None) -> JsonObject:
     """Return the figures of a roofline as plain data; nothing where there is none."""
     if time is None:
         return {}

@@ -1,13 +1,13 @@
 """The bytes that each device holds under a plan: the state exactly, and a step's temporaries from its trace."""
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
 from .. import kernels, nn, parallel, training
 from .._shapes import Batch, is_shape
@@ -119,7 +119,7 @@ def trace_gradients(
     gradients = training.make_gradient_function(training.next_token_loss, plan, trained=trained)
     arrays, static = eqx.partition(plan.shapes(model), is_shape)
 
-    def run(arrays: PyTree, batch: Batch, key: Any) -> PyTree:
+    def run(arrays: PyTree, batch: Batch, key: PRNGKeyArray) -> PyTree:
         return eqx.filter(gradients(eqx.combine(arrays, static), batch, key), eqx.is_array)
 
     with kernels.traced_for(platform):

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,11 +106,13 @@ def roofline(
     tokens = rows * seq / plan.mesh.size
     peak, fp8_peak = accelerator.peak(str(jnp.dtype(model.compute_dtype))), accelerator.peak("float8_e4m3fn")
 
-    def product_seconds(**options: Any) -> float:
-        fp8 = fp8_flops_per_token(model, experts=kernels.fp8_grouped_matmul(accelerator.name), **options)
-        return (flops_per_token(model, seq, **options) - fp8) * tokens / peak + fp8 * tokens / fp8_peak
+    def product_seconds(*, backward: bool) -> float:
+        experts = kernels.fp8_grouped_matmul(accelerator.name)
+        fp8 = fp8_flops_per_token(model, backward=backward, trained=trained, experts=experts)
+        products = flops_per_token(model, seq, backward=backward, trained=trained)
+        return (products - fp8) * tokens / peak + fp8 * tokens / fp8_peak
 
-    of_model, forward = product_seconds(trained=trained), product_seconds(backward=False)
+    of_model, forward = product_seconds(backward=True), product_seconds(backward=False)
     again = plan.reruns_stages + (model.stacks[0].remat in ("full", "full_on_host", "dots_no_batch"))
     bubble = parallel.simulate(plan.timetable()).lock_step.bubble if plan.is_pipelined else 0.0
     sent = list(sent)

@@ -5,11 +5,12 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType
 
 from .. import nn, parallel, training
+from .._files import JsonObject
 from .._shapes import Batch
 from ..parallel import AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
 from ._accelerators import for_platform, Topology
@@ -78,7 +79,7 @@ class Proposal(NamedTuple):
     verdict: Verdict | None = None
     """Whether it fits by formulas; None where nothing was traced, so that `held` is the least that it may be."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return what it holds, sends and takes as plain data."""
         return {"held": self.held, "sent": self.candidate.sent, **roofline_dict(self.time)}
 

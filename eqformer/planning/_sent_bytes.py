@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jaxtyping import PyTree
 
 from .. import nn, parallel, training
 from ..parallel import COLLECTIVES, CONTEXT, EXPERT, FSDP, PIPE, STATE, TENSOR
@@ -125,7 +126,9 @@ class _PlacedArray(NamedTuple):
         return 1 if self.fsdp_dim is None else plan.size(FSDP)
 
 
-def place_arrays(plan: parallel.Plan, model: nn.LanguageModel, trained_model: Any) -> Iterator[_PlacedArray]:
+def place_arrays(
+    plan: parallel.Plan, model: nn.LanguageModel, trained_model: nn.LanguageModel
+) -> Iterator[_PlacedArray]:
     """Yield the floating-point arrays of a model of shapes."""
     leaves = plan.leaves(model)
     specs = parallel.partition_specs(model, plan.layout(splits_fsdp=False), plan.mesh)
@@ -139,7 +142,7 @@ def place_arrays(plan: parallel.Plan, model: nn.LanguageModel, trained_model: An
             yield _PlacedArray(x, shard, leaf.fsdp_dim, leaf.sent, leaf.reduced, layers.get(id(leaf), 0), is_trained)
 
 
-def _state(plan: parallel.Plan, model: nn.LanguageModel, trained_model: Any) -> Iterator[Sent]:
+def _state(plan: parallel.Plan, model: nn.LanguageModel, trained_model: nn.LanguageModel) -> Iterator[Sent]:
     """Yield the bytes of parameters that are gathered and of gradients that are reduced."""
     logits_table = None
     if plan.splits_tables and parallel.chunked_tables(model).logits:
@@ -206,7 +209,7 @@ def _summed_gradient(plan: parallel.Plan, array: _PlacedArray) -> Sent:
     return Sent(STATE, f"{GRADIENTS}, zero {plan.zero}", size)
 
 
-def _edge_gradients(plan: parallel.Plan, model: nn.LanguageModel, trained_model: Any) -> float:
+def _edge_gradients(plan: parallel.Plan, model: nn.LanguageModel, trained_model: nn.LanguageModel) -> float:
     """Return the bytes of gradients of arrays outside of layers, which all stages hold and sum.
 
     Where edges are spread over stages, they count as state.
@@ -273,7 +276,7 @@ def _slice_bytes(plan: parallel.Plan, stack: nn.LayerStack) -> dict[int, int]:
     replicated = (*nn.modules(stack, nn.Router), *(layer for _, layer in parallel.replicated_layers(stack)))
     sizes = {id(module): 0 for module in replicated}
 
-    def add(module: Any, specs: Any) -> None:
+    def add(module: PyTree, specs: PyTree) -> None:
         if id(module) in sizes:
             pairs = zip(jax.tree.leaves(module), jax.tree.leaves(specs), strict=True)
             split = [x for x, spec in pairs if TENSOR in jax.tree.leaves(tuple(spec))]
@@ -285,7 +288,11 @@ def _slice_bytes(plan: parallel.Plan, stack: nn.LayerStack) -> dict[int, int]:
 
 
 def _vocabulary(
-    plan: parallel.Plan, stream: parallel.ResidualStream, model: nn.LanguageModel, trained_model: Any, tokens: float
+    plan: parallel.Plan,
+    stream: parallel.ResidualStream,
+    model: nn.LanguageModel,
+    trained_model: nn.LanguageModel,
+    tokens: float,
 ) -> float:
     """Return the bytes of lookup and the loss's input in both passes, and of three numbers of each token's loss."""
     table = model.embedding.weight

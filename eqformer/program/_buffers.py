@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ._hlo_text import (
     called_computations,
@@ -17,7 +17,7 @@ from ._hlo_text import (
 )
 
 
-Value = Any  # the number of a buffer, or a list of values for a tuple
+Value = int | list  # the number of a buffer, or a list of values for a tuple
 
 
 class Buffer(NamedTuple):
@@ -80,7 +80,7 @@ class _Walk:
         """Return new buffers of a type; `is_free` ones have no size."""
         return self._new_buffers(_nest_types(result), line, is_free)
 
-    def _new_buffers(self, types: Any, line: Instruction, is_free: bool) -> Value:
+    def _new_buffers(self, types: str | list, line: Instruction, is_free: bool) -> Value:
         if isinstance(types, list):
             return [self._new_buffers(part, line, is_free) for part in types]
         is_free |= len(self.buffers) in self.free
@@ -228,7 +228,8 @@ class _Walk:
     def _fusion_value(self, line: Instruction, operands: list[Value], new: Value) -> Value:
         """Return the value of a fusion, which updates slices of its operands in their place."""
         body = fusion_body(line, self.computations)
-        outputs, values = fusion_outputs(body), list(new) if isinstance(new, list) else [new]
+        outputs = fusion_outputs(body)
+        values: list[Value] = list(new) if isinstance(new, list) else [new]
         if len(outputs) != len(values):
             return new
         for index, output in enumerate(outputs):
@@ -246,7 +247,7 @@ def _flatten(value: Value) -> list[int]:
     return [number for part in value for number in _flatten(part)] if isinstance(value, list) else [value]
 
 
-def _nest_types(result: str) -> Any:
+def _nest_types(result: str) -> str | list:
     """Split the text of a type, `(f32[2], (s32[], u32[]))`, into nested lists of types."""
     result = re.sub(r"/\*.*?\*/", "", result).strip()
     if not result.startswith("("):

@@ -8,11 +8,12 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from .._files import JsonObject
 from ._buffers import Buffer, largest_buffers
 from ._hlo import read_hlo, text_of
 from ._ir import CONDITIONALS, Program, Transfer
@@ -163,12 +164,12 @@ class CompiledCosts:
         """Bytes that a device sends beside other work."""
         return float(sum(transfer.least for transfer in self.transfers if transfer.hidden))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Return all figures as plain data."""
         return dataclasses.asdict(self) | {"buffers": [buffer._asdict() for buffer in self.buffers]}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "CompiledCosts":
+    def from_dict(cls, data: JsonObject) -> "CompiledCosts":
         """Restore what `as_dict` returned, also after it was written as JSON."""
         buffers = tuple(Buffer(**row | {"scopes": tuple(row["scopes"])}) for row in data["buffers"])
         transfers = []
@@ -180,7 +181,8 @@ class CompiledCosts:
 
 def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | None = None) -> CompiledCosts:
     """Return the costs of a compiled program; with the `mesh` it was compiled for, also the axes that it sends over."""
-    memory: Any = compiled.memory_analysis()
+    memory = compiled.memory_analysis()
+    assert memory is not None
     argument, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     argument_on_host = memory.host_argument_size_in_bytes
     # The compiler's peak counts the host's arrays too; it does not say how many temporaries of the host are among them.

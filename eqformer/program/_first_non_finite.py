@@ -3,7 +3,7 @@
 import functools
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ._ir import in_backward_pass
-from ._jaxpr import callee_of, count_carry
+from ._jaxpr import callee_of, count_carry, open_jaxpr
 
 
 class NonFiniteOrigin(NamedTuple):
@@ -36,7 +36,7 @@ class NonFiniteOrigin(NamedTuple):
     """Whether the equation is in a backward pass."""
 
 
-def find_non_finite(program: Any, inputs: Sequence[Array]) -> list[NonFiniteOrigin | None]:
+def find_non_finite(program: core.ClosedJaxpr, inputs: Sequence[Array]) -> list[NonFiniteOrigin | None]:
     """Run a program (a closed jaxpr), and return where each result's NaN or infinity comes from; None if it is finite.
 
     If the result of a loop or a call is not finite, it is computed again, part by part. Numbers that are meant to be
@@ -69,26 +69,28 @@ class _Interpreter:
         return _Value(x, kind, NonFiniteOrigin(next(self._numbers), _KINDS[kind], index)) if kind else _Value(x)
 
     def run_program(
-        self, program: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[_Value], scopes: _Scopes
+        self, program: core.Jaxpr, consts: Sequence[object], inputs: Sequence[_Value], scopes: _Scopes
     ) -> list[_Value]:
         """Return the results of a program."""
-        known: dict[Any, _Value] = dict(zip(program.constvars, (_Value(x, _kind_of(x)) for x in consts), strict=True))
+        known: dict[core.Var, _Value] = dict(
+            zip(program.constvars, (_Value(x, _kind_of(x)) for x in consts), strict=True)
+        )
         known |= dict(zip(program.invars, inputs, strict=True))
         read = lambda atom: _Value(atom.val) if isinstance(atom, core.Literal) else known[atom]
-        last_use = {atom: n for n, eqn in enumerate(program.eqns) for atom in eqn.invars if not _is_literal(atom)}
-        outputs = {atom for atom in program.outvars if not _is_literal(atom)}
+        last_use = {variable: n for n, eqn in enumerate(program.eqns) for variable in _variables(eqn.invars)}
+        outputs = _variables(program.outvars)
         for number, eqn in enumerate(program.eqns):
             results = self._run_equation(eqn, [read(atom) for atom in eqn.invars], scopes)
             known |= dict(zip(eqn.outvars, results, strict=True))
-            for atom in {atom for atom in eqn.invars if not _is_literal(atom)} - outputs:
-                if last_use[atom] == number:  # frees the memory of values that no later equation reads
-                    known.pop(atom, None)
+            for variable in _variables(eqn.invars) - outputs:
+                if last_use[variable] == number:  # frees the memory of values that no later equation reads
+                    known.pop(variable, None)
         return [read(atom) for atom in program.outvars]
 
     def _run_equation(self, eqn: core.JaxprEqn, inputs: list[_Value], scopes: _Scopes) -> list[_Value]:
         scopes = (*scopes, str(eqn.source_info.name_stack))
 
-        def compute(*values: Any) -> Sequence[Any]:
+        def compute(*values: object) -> Sequence[object]:
             with eqn.ctx.manager:
                 results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
             return results if eqn.primitive.multiple_results else (results,)
@@ -99,7 +101,7 @@ class _Interpreter:
     def _find_origins(
         self,
         inputs: Sequence[_Value],
-        compute: Callable[..., Sequence[Any]],
+        compute: Callable[..., Sequence[object]],
         inner_origins: Callable[[], list[NonFiniteOrigin | None] | None],
         make_origin: Callable[[int], NonFiniteOrigin],
     ) -> list[_Value]:
@@ -130,14 +132,12 @@ class _Interpreter:
             program, inputs = eqn.params["branches"][int(inputs[0].value)], inputs[1:]
         else:
             program = callee_of(eqn)
-        # Some primitives hold a jaxpr that is not closed, without constants.
-        jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
-        if jaxpr is None or len(jaxpr.invars) != len(inputs):
+        if program is None or len((jaxpr := open_jaxpr(program)).invars) != len(inputs):
             return None
-        return self._program_origins(jaxpr, consts, inputs, scopes)
+        return self._program_origins(jaxpr, getattr(program, "consts", ()), inputs, scopes)
 
     def _program_origins(
-        self, program: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[_Value], scopes: _Scopes
+        self, program: core.Jaxpr, consts: Sequence[object], inputs: Sequence[_Value], scopes: _Scopes
     ) -> list[NonFiniteOrigin | None]:
         return [value.origin for value in self.run_program(program, consts, inputs, scopes)]
 
@@ -172,7 +172,7 @@ def _slice(stacked: _Value, iteration: int) -> _Value:
     return _Value(x, kind, stacked.origin if kind else None)
 
 
-def _kind_of(x: Any) -> int:
+def _kind_of(x: object) -> int:
     is_inexact = isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
     return int(_index_of_kind(x)) if is_inexact else 0
 
@@ -182,5 +182,5 @@ def _index_of_kind(x: Array) -> Int[Array, ""]:
     return jnp.any(~jnp.isfinite(x)).astype(jnp.int32) + jnp.any(jnp.isnan(x)).astype(jnp.int32)
 
 
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, core.Literal)
+def _variables(atoms: Iterable[core.Var | core.Literal]) -> set[core.Var]:
+    return {atom for atom in atoms if isinstance(atom, core.Var)}

@@ -2,21 +2,21 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import partial_eval
 
 from ._ir import count_ragged_bytes, FURTHER_ROUNDS, in_backward_pass, Operation, Program, SENT, split_scopes, Transfer
 
 
-# No public module of JAX 0.12 exports the types of jaxprs and of the shapes in them.
-Jaxpr = Any
 Aval = Any
+"""An abstract value: an array's shape and dtype, for which JAX's annotations have only a type without these fields."""
 
 
 def read_traced(jaxpr: Jaxpr, platform: str | None = None) -> tuple[Program, ...]:
@@ -53,7 +53,7 @@ class _Reader:
         on_host = tuple(size if far else 0 for far, size in zip(is_far, sizes, strict=True))
         return Program(tuple(self._operations), on_device, on_host, tuple(inputs), tuple(results))
 
-    def _new_values(self, variables: Sequence[Any]) -> list[int]:
+    def _new_values(self, variables: Sequence[Var]) -> list[int]:
         start = len(self._avals)
         self._avals += [variable.aval for variable in variables]
         return list(range(start, len(self._avals)))
@@ -69,7 +69,7 @@ class _Reader:
             name = eqn.primitive.name
             callee = callee_of(eqn) if name in _CALLS else None
             if callee is not None:
-                body = getattr(callee, "jaxpr", callee)
+                body = open_jaxpr(callee)
                 results = self._inline(body, self._new_values(body.constvars), reads, inner_scopes)
             elif name == "convert_element_type" and (known := self._known_cast(eqn, reads[0])) is not None:
                 results = [known]
@@ -77,8 +77,8 @@ class _Reader:
                 results = self._new_values(eqn.outvars)
                 self._operations.append(self._operation(eqn, reads, tuple(results), inner_scopes))
                 if name == "convert_element_type":
-                    self._casts[reads[0], str(eqn.outvars[0].aval.dtype)] = results[0]
-                    if reads[0] is not None and _is_exact_cast(self._avals[reads[0]], eqn.outvars[0].aval):
+                    self._casts[reads[0], str(_aval_of(eqn.outvars[0]).dtype)] = results[0]
+                    if reads[0] is not None and _is_exact_cast(self._avals[reads[0]], _aval_of(eqn.outvars[0])):
                         self._narrower[results[0]] = reads[0]
             values.update(zip(eqn.outvars, results, strict=True))
         return [number_of(atom) for atom in jaxpr.outvars]
@@ -98,29 +98,30 @@ class _Reader:
         self, eqn: JaxprEqn, reads: tuple[int | None, ...], writes: tuple[int, ...], scopes: str
     ) -> Operation:
         name, params, names = eqn.primitive.name, eqn.params, split_scopes(scopes)
-        control: dict[str, Any] = {}
-        read = lambda body: _Reader(self._axis_sizes).read(body)
-        if name == "scan":
-            consts, carry = count_carry(params)
-            body = read(params["jaxpr"].jaxpr)
-            control = {"bodies": (body,), "trips": params["length"], "consts": consts, "carry": carry}
-        elif name == "while":
-            consts, tested = params["body_nconsts"], params["cond_nconsts"]
-            body, trips = read(_without_dead_code(params["body_jaxpr"].jaxpr)), 0 if FURTHER_ROUNDS in names else None
-            control = {"bodies": (body,), "trips": trips, "consts": consts, "carry": len(writes)}
-            reads = (*reads[tested:], *reads[:tested])
-        elif name == "cond":
-            control = {"bodies": tuple(read(branch.jaxpr) for branch in params["branches"])}
         transfer = self._transfer(eqn, names) if name in _COLLECTIVES else None
         is_backward, flops = in_backward_pass(scopes), _count_product_flops(eqn)
-        return Operation(name, reads, writes, names, is_backward, flops=flops, transfer=transfer, **control)
+        operation = Operation(name, reads, writes, names, is_backward, flops=flops, transfer=transfer)
+        if name == "scan":
+            body, (consts, carry) = self._read_body(params["jaxpr"].jaxpr), count_carry(params)
+            return replace(operation, bodies=(body,), trips=params["length"], consts=consts, carry=carry)
+        if name == "while":
+            consts, tested = params["body_nconsts"], params["cond_nconsts"]
+            bodies = (self._read_body(_without_dead_code(params["body_jaxpr"].jaxpr)),)
+            reads, trips = (*reads[tested:], *reads[:tested]), 0 if FURTHER_ROUNDS in names else None
+            return replace(operation, reads=reads, bodies=bodies, trips=trips, consts=consts, carry=len(writes))
+        if name == "cond":
+            return replace(operation, bodies=tuple(self._read_body(branch.jaxpr) for branch in params["branches"]))
+        return operation
+
+    def _read_body(self, jaxpr: Jaxpr) -> Program:
+        return _Reader(self._axis_sizes).read(jaxpr)
 
     def _transfer(self, eqn: JaxprEqn, scopes: tuple[str, ...]) -> Transfer | None:
         """Return what a collective sends; None for one that sends nothing."""
         kind, params = _COLLECTIVES[eqn.primitive.name], eqn.params
         operands = [_byte_size(atom.aval) for atom in eqn.invars if not isinstance(atom, Literal)]
         size = count_ragged_bytes(*operands) if kind == "ragged-all-to-all" else sum(operands)
-        names: Any = params.get("axes", params.get("axis_name"))
+        names = params.get("axes", params.get("axis_name", ()))
         axes = (names,) if isinstance(names, str) else tuple(names)
         devices, groups = math.prod(self._axis_sizes.get(axis, 1) for axis in axes), params.get("axis_index_groups")
         if kind == "collective-permute":
@@ -176,9 +177,14 @@ def _choose_platform(jaxpr: Jaxpr, platform: str) -> Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def callee_of(eqn: JaxprEqn) -> Any:
+def callee_of(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
     """Return the jaxpr that an equation calls, closed or not; None for one that calls none."""
     return next((eqn.params[key] for key in _CALLEES if key in eqn.params), None)
+
+
+def open_jaxpr(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    """Return a jaxpr without its constants, of which some primitives hold none."""
+    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -208,8 +214,8 @@ def _count_product_flops(eqn: JaxprEqn) -> float:
     return 2.0 * math.prod(_aval_of(eqn.outvars[0]).shape) * inner
 
 
-def _aval_of(atom: Any) -> Aval:
-    """Return the abstract value of a variable or a literal; JAX's annotations do not say that it has `shape`."""
+def _aval_of(atom: Var | Literal) -> Aval:
+    """Return the abstract value of a variable or a literal."""
     return atom.aval
 
 
