@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Annotation = Any  # a type annotation, such as one of jaxtyping's
+Function = TypeVar("Function", bound=Callable[..., object])
 Class = TypeVar("Class", bound=type)
 # For each name of dims: its sizes, one for `batch` and any number for `*batch`, and the argument that decided them.
 Sizes = dict[str, tuple[tuple[int, ...], str]]
@@ -94,14 +96,14 @@ class ArgumentRule:
     """The Python types, as in `_PLAIN_TYPES`, of an argument that is neither an array nor such an instance."""
 
 
-def argument_rules(annotations: Mapping[str, Any]) -> dict[str, ArgumentRule]:
+def argument_rules(annotations: Mapping[str, Annotation]) -> dict[str, ArgumentRule]:
     """Return the rules of the arguments whose annotations name arrays or classes with checked fields."""
     rules = {name: _make_argument_rule(annotation) for name, annotation in annotations.items()}
     return {name: rule for name, rule in rules.items() if rule.arrays or rule.classes or rule.has_integers}
 
 
 def check_arguments(
-    call: str, rules: Mapping[str, ArgumentRule], arguments: Mapping[str, Any], sizes: Sizes | None = None
+    call: str, rules: Mapping[str, ArgumentRule], arguments: Mapping[str, object], sizes: Sizes | None = None
 ) -> None:
     """Raise a `ValueError` for the first argument whose kind, rank or sizes differ from its annotation.
 
@@ -116,7 +118,7 @@ def check_arguments(
             _check_argument(call, name, arguments[name], rule, sizes)
 
 
-def check_cache(call: str, cache: Any, sizes: Sizes) -> None:
+def check_cache(call: str, cache: PyTree, sizes: Sizes) -> None:
     """Raise a `ValueError` for a cache, or a tree of caches, whose rows differ from the call's rows.
 
     The caches of a stack have a dim of layers before the dims of rows.
@@ -146,7 +148,7 @@ def checked(function: Function) -> Function:
     call = function.__qualname__.rpartition("<locals>.")[2].removesuffix(".__call__")
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> object:
         check_arguments(call, rules, dict(zip(names, args)) | kwargs)
         return function(*args, **kwargs)
 
@@ -176,19 +178,19 @@ def rules_of(signature: inspect.Signature) -> dict[str, ArgumentRule]:
     return argument_rules({name: parameter.annotation for name, parameter in signature.parameters.items()})
 
 
-def _union_members(annotation: Any) -> tuple[Any, ...]:
+def _union_members(annotation: Annotation) -> tuple[Annotation, ...]:
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
-def _make_plain_rule(annotation: Any) -> ArgumentRule:
+def _make_plain_rule(annotation: Annotation) -> ArgumentRule:
     options = _union_members(annotation)
     plain = tuple(option for option in options if option in _PLAIN_TYPES)
     is_known = all(option in (*plain, type(None)) for option in options)
     return ArgumentRule((), (), not is_known, type(None) in options, plain=plain if is_known else ())
 
 
-def _make_argument_rule(annotation: Any) -> ArgumentRule:
+def _make_argument_rule(annotation: Annotation) -> ArgumentRule:
     options = _union_members(annotation)
     arrays = [option for option in options if isinstance(option, type) and "dim_str" in dir(option)]
     classes = [option for option in options if isinstance(option, type) and _RULES in option.__dict__]
@@ -200,13 +202,13 @@ def _make_argument_rule(annotation: Any) -> ArgumentRule:
     )
 
 
-def _make_array_rule(annotation: Any) -> ArrayRule:
+def _make_array_rule(annotation: Annotation) -> ArrayRule:
     dtypes = annotation.dtypes if isinstance(annotation.dtypes, list | tuple) else ()  # `Shaped` accepts any dtype.
     kinds = tuple(kind for kind in _DTYPE_KINDS if kind[0] in dtypes)
     return ArrayRule(kinds, tuple(annotation.dim_str.split()))
 
 
-def _check_argument(call: str, name: str, value: Any, rule: ArgumentRule, sizes: Sizes) -> None:
+def _check_argument(call: str, name: str, value: object, rule: ArgumentRule, sizes: Sizes) -> None:
     """Raise a `ValueError` if an argument does not fit its rule."""
     shape: tuple[int, ...] = tuple(getattr(value, "shape", None) or ())
     dtype = getattr(value, "dtype", None)
@@ -249,7 +251,7 @@ def _check_argument(call: str, name: str, value: Any, rule: ArgumentRule, sizes:
             _check_shape(call, name, shape, fitting[0], sizes)
 
 
-def _check_fields(call: str, name: str, value: Any, sizes: Sizes) -> None:
+def _check_fields(call: str, name: str, value: object, sizes: Sizes) -> None:
     """Check the arrays of an argument; those of `tokens` and `cache` share the dims of the call's arrays."""
     shares_dims, cls = name in _CALL_ARGUMENTS, type(value)
     for field, rule in getattr(cls, _RULES).items():

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+
+
+Option = bool | int | str  # value of a flag or a compiler option of XLA
 
 
 def prepare(*, devices: int | None = None, compilers: bool = False, gradients: bool = True) -> None:
@@ -66,7 +68,7 @@ def _flags(devices: int | None, compilers: bool, gradients: bool) -> list[str]:
     return flags
 
 
-def drop_user_options(options: Mapping[str, Any], variable: str = "XLA_FLAGS") -> dict[str, Any]:
+def drop_user_options(options: Mapping[str, Option], variable: str = "XLA_FLAGS") -> dict[str, Option]:
     """Return the options without those that the user has set in an environment variable."""
     user_flags = {flag.partition("=")[0].lstrip("-") for flag in os.environ.get(variable, "").split()}
     return {name: value for name, value in options.items() if name not in user_flags}
@@ -85,7 +87,7 @@ def compiler_flags() -> str:
     return " ".join(filter(None, (os.environ.get(name) for name in ("XLA_FLAGS", _TPU_VARIABLE))))
 
 
-def single_run_options(platform: str) -> dict[str, Any]:
+def single_run_options(platform: str) -> dict[str, Option]:
     """Return XLA's options for a program that draws random weights and runs once; the user's flags stay."""
     if platform != "cpu":
         return {}
@@ -99,7 +101,7 @@ def _has_started() -> bool:
     return bool(getattr(bridge, "_backends", None))
 
 
-def platform_flags() -> dict[str, Any]:
+def platform_flags() -> dict[str, Option]:
     """Return XLA's flags for CPUs and, if JAX can compile for them, for GPUs; planning compiles with the same flags."""
     return _CPU_FLAGS | (_GPU_FLAGS if _has_gpus() else {})
 
@@ -121,7 +123,7 @@ def keep_freed_memory(libc: ctypes.CDLL) -> None:
         libc.mallopt(parameter, value)
 
 
-def keep_known(options: Mapping[str, Any], library: str = "jaxlib") -> dict[str, Any]:
+def keep_known(options: Mapping[str, Option], library: str = "jaxlib") -> dict[str, Option]:
     """Return the flags or compiler options that the installed XLA knows; drop others, with a warning in the log.
 
     `library` is `jaxlib`, or `libtpu` for TPUs' flags. An unknown flag would end the process.
@@ -137,7 +139,7 @@ def keep_known(options: Mapping[str, Any], library: str = "jaxlib") -> dict[str,
     return known_options
 
 
-def format_flags(options: Mapping[str, Any]) -> list[str]:
+def format_flags(options: Mapping[str, Option]) -> list[str]:
     """Format options as words of `XLA_FLAGS` or of libtpu's `LIBTPU_INIT_ARGS`."""
     return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in options.items()]
 

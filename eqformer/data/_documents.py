@@ -22,6 +22,10 @@ class Document(NamedTuple):
     size: int
 
 
+def _accept() -> None:
+    """Raise no error for a source that needs no check."""
+
+
 @dataclass(frozen=True)
 class TextSource:
     """Text source that can be read any number of times, always in the same order.
@@ -36,7 +40,7 @@ class TextSource:
     size: int
     fingerprint: Callable[[], str]
     documents: Callable[[], Iterator[Document]]
-    check: Callable[[], None] = lambda: None
+    check: Callable[[], None] = _accept
 
     def __post_init__(self):
         # `functools.cache` does not cache a call that raises.
@@ -64,7 +68,7 @@ def digest(parts: Iterable[str | bytes]) -> str:
 def file_digest(path: Path) -> str:
     """Hash a file's bytes; return 32 hexadecimal digits."""
     with open_regular(path) as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return hashlib.file_digest(file, functools.partial(hashlib.blake2b, digest_size=16)).hexdigest()
 
 
 def texts(documents: Mapping[str, str], *, name: str = "texts") -> TextSource:

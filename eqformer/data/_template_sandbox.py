@@ -3,6 +3,7 @@
 This file imports `jinja2`, which is optional, so other files import this one inside functions.
 """
 
+import contextlib
 import datetime
 import functools
 import json
@@ -87,23 +88,28 @@ class CountingCodeGenerator(CodeGenerator):
         super().visit_For(node, frame)
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
-        self._write_checked(lambda: super(CountingCodeGenerator, self).visit_Compare(node, frame))
+        with self._checked():
+            super().visit_Compare(node, frame)
 
     def visit_List(self, node: nodes.List, frame: Frame) -> None:
-        self._write_checked(lambda: super(CountingCodeGenerator, self).visit_List(node, frame))
+        with self._checked():
+            super().visit_List(node, frame)
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
-        self._write_checked(lambda: super(CountingCodeGenerator, self).visit_Dict(node, frame))
+        with self._checked():
+            super().visit_Dict(node, frame)
 
     def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
         if node.ctx == "load":
-            self._write_checked(lambda: super(CountingCodeGenerator, self).visit_Tuple(node, frame))
+            with self._checked():
+                super().visit_Tuple(node, frame)
         else:
             super().visit_Tuple(node, frame)
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
         if isinstance(node.arg, nodes.Slice):
-            self._write_checked(lambda: super(CountingCodeGenerator, self).visit_Getitem(node, frame))
+            with self._checked():
+                super().visit_Getitem(node, frame)
         else:
             super().visit_Getitem(node, frame)
 
@@ -116,10 +122,11 @@ class CountingCodeGenerator(CodeGenerator):
             self.write(", ")
         self.write("))")
 
-    def _write_checked(self, write: Callable[[], None]) -> None:
-        """Write an expression inside a call of `BoundedEnvironment.check_value`."""
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Put the expression that the block writes inside a call of `BoundedEnvironment.check_value`."""
         self.write("environment.check_value(")
-        write()
+        yield
         self.write(")")
 
 

@@ -193,6 +193,16 @@ class Topology:
         """Number of devices that JAX sees."""
         return math.prod(self.shape) * self.accelerator.per_chip
 
+    @property
+    def memory(self) -> int:
+        """Bytes of memory of one device."""
+        return self.accelerator.memory
+
+    @property
+    def platform(self) -> str:
+        """Platform of the compiler, `cuda` or `tpu`."""
+        return self.accelerator.platform
+
     def speeds(self, mesh: Mesh | AbstractMesh) -> dict[str, float]:
         """Return the bytes a second that a device sends in one direction over each axis of a mesh.
 

@@ -40,16 +40,6 @@ Target = Topology | DeviceMemory
 """Devices that a step is planned for."""
 
 
-def target_memory(target: Target) -> int | None:
-    """Return the bytes of memory of one device."""
-    return target.accelerator.memory if isinstance(target, Topology) else target.memory
-
-
-def target_platform(target: Target) -> str:
-    """Return the platform of the compiler, `cuda` or `tpu`."""
-    return target.accelerator.platform if isinstance(target, Topology) else target.platform
-
-
 @dataclasses.dataclass(frozen=True)
 class Forecast:
     """A step of training or decoding by formulas: nothing was compiled or run."""
@@ -88,12 +78,12 @@ class Forecast:
     @property
     def platform(self) -> str:
         """Platform of the compiler that formulas count bytes for: `cuda` or `tpu`."""
-        return target_platform(self.target)
+        return self.target.platform
 
     @property
     def memory(self) -> int | None:
         """Bytes of a device's memory, where they are known."""
-        return target_memory(self.target)
+        return self.target.memory
 
     @property
     def missing(self) -> int:
@@ -145,10 +135,9 @@ def forecast(states: training.PlannedState, model: nn.LanguageModel, batch: Batc
     rows, seq = batch.ids.shape
     if isinstance(target, Topology):
         target.speeds(states.plan.mesh)  # Refuses a mesh of another size before anything is traced.
-    platform = target_platform(target)
-    states = states.with_plan(for_platform(states.plan, platform))
+    states = states.with_plan(for_platform(states.plan, target.platform))
     plan, trained = states.plan, states.optimizer.trained
-    memory_by_cause, kept_on_host = step_bytes(states, model, batch, platform)
+    memory_by_cause, kept_on_host = step_bytes(states, model, batch, target.platform)
     sent = tuple(sent_bytes(plan, model, rows=rows, seq=seq, trained=trained))
     time = None
     if isinstance(target, Topology):

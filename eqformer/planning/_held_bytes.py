@@ -50,8 +50,7 @@ def state_bytes(states: training.PlannedState) -> dict[str, tuple[int, int]]:
     """
     plan = states.plan
     shapes = states.sharded_shapes()
-    widen = lambda x: jax.ShapeDtypeStruct(x.shape, nn.at_least_float32(x.dtype))
-    gradients = jax.tree.map(widen, states.optimizer.trained(shapes.model))
+    gradients = jax.tree.map(_gradient_shape, states.optimizer.trained(shapes.model))
     # Gradients are reduce-scattered as soon as they are computed, or kept whole until the end of the backward pass.
     is_split = plan.zero == 3 or plan.scatters_layers
     gradient_specs = plan.state_specs(gradients) if is_split else plan.parameter_specs(gradients)
@@ -63,6 +62,10 @@ def state_bytes(states: training.PlannedState) -> dict[str, tuple[int, int]]:
         "optimizer state": placed_bytes(on_device),
     }
     return sizes | ({ON_HOST: placed_bytes(on_host)} if jax.tree.leaves(on_host) else {})
+
+
+def _gradient_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, nn.at_least_float32(x.dtype))
 
 
 def updated_bytes(states: training.PlannedState, on_host: int) -> int:
@@ -123,7 +126,7 @@ def trace_gradients(
         return eqx.filter(gradients(eqx.combine(arrays, static), batch, key), eqx.is_array)
 
     with kernels.traced_for(platform):
-        traced = jax.make_jaxpr(run)(arrays, batch, jax.eval_shape(lambda: jax.random.key(0)))
+        traced = jax.make_jaxpr(run)(arrays, batch, jax.eval_shape(jax.random.key, 0))
     return read_traced(traced.jaxpr, platform)
 
 

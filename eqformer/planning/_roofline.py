@@ -69,7 +69,8 @@ class Roofline:
     @property
     def bound(self) -> str:
         """The cause that takes longest: `products`, `memory`, an axis, or a link to the host."""
-        return max(self.by_cause, key=lambda name: self.by_cause[name])
+        seconds = self.by_cause
+        return max(seconds, key=seconds.__getitem__)
 
 
 def roofline(

@@ -5,6 +5,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType
@@ -23,8 +24,6 @@ from ._forecast import (
     Forecast,
     roofline_dict,
     Target,
-    target_memory,
-    target_platform,
     training_time,
 )
 from ._held_bytes import activation_bytes, judge_formula, ON_HOST, state_bytes, step_bytes, StepBytes, Verdict
@@ -41,6 +40,10 @@ FIRST_SECONDS = 4.0  # A search shows what it has after this time, though meshes
 
 Progress = Callable[[str, int, int], None]
 """Called with what a search counts, how many of these are done, and how many there are at most."""
+
+
+def _ignore(*_: object) -> None:
+    """Show nothing of a search's progress."""
 
 
 class Candidate(NamedTuple):
@@ -124,8 +127,8 @@ def search_plans(
     *,
     limit: int = 3,
     max_traced: int | None = None,
-    progress: Progress = lambda what, done, most: None,
-    show_ranking: Callable[[ShapeRanking], None] = lambda ranking: None,
+    progress: Progress = _ignore,
+    show_ranking: Callable[[ShapeRanking], None] = _ignore,
 ) -> PlanSearch:
     """Search all meshes of as many devices for plans that fit into the memory of a device.
 
@@ -146,7 +149,7 @@ def search_plans(
         progress: Called before each mesh that is compared and each plan that is traced.
         show_ranking: Called once, within seconds and before any plan is traced, with the best plans by shapes alone.
     """
-    memory, platform = target_memory(target), target_platform(target)
+    memory, platform = target.memory, target.platform
     if memory is None:
         raise ValueError(f"search_plans(target={target}): plans are searched that fit, so give a device's memory.")
 
@@ -163,7 +166,7 @@ def search_plans(
     is_shown, start = False, time.monotonic()
 
     def show(compared: int) -> None:
-        ranked.sort(key=lambda proposal: proposal.rank)
+        ranked.sort(key=attrgetter("rank"))
         show_ranking(ShapeRanking(_first_of_each_mesh(ranked, memory)[:limit], compared, len(meshes)))
 
     for number, (mesh, zero) in enumerate(meshes):
@@ -176,8 +179,8 @@ def search_plans(
         ranked += [Proposal(candidate, candidate.least, time_of(candidate)) for candidate in candidates]
     if not is_shown:
         show(len(meshes))
-    ranked.sort(key=lambda proposal: proposal.rank)
-    by_least = sorted(ranked, key=lambda proposal: proposal.held)
+    ranked.sort(key=attrgetter("rank"))
+    by_least = sorted(ranked, key=attrgetter("held"))
     # If no plan can fit, one is traced, to tell what is too large.
     possible = [proposal.candidate for proposal in ranked if proposal.held <= memory] or [
         proposal.candidate for proposal in by_least[:1]
@@ -197,7 +200,7 @@ def search_plans(
         for candidate, step in fitting
     ]
     return PlanSearch(
-        sorted(proposals, key=lambda proposal: proposal.rank),
+        sorted(proposals, key=attrgetter("rank")),
         min(traced, key=lambda pair: pair[1].total, default=None),
         min(state_sizes, default=memory + 1),
         len(state_sizes),
@@ -361,7 +364,7 @@ def search_decode_plans(
     capacity: int,
     cache_dtype: str | None = None,
     limit: int = 3,
-    progress: Progress = lambda what, done, most: None,
+    progress: Progress = _ignore,
 ) -> list[DecodePlan]:
     """Search for plans to decode by that fit into a topology's memory by formulas, the nearest first.
 
@@ -403,5 +406,5 @@ def search_decode_plans(
             except ValueError:  # the mesh suits neither the model nor so few rows
                 continue
             fitting.append(DecodePlan(mesh_plan, row_count, dtype, forecast))
-        results += sorted(fitting, key=lambda found: found.forecast.time.seconds)
+        results += sorted(fitting, key=attrgetter("forecast.time.seconds"))
     return results[:limit]

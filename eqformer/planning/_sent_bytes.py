@@ -1,7 +1,7 @@
 """Bytes that a device sends in a step under a plan, by cause: from formulas, and counted in compiled programs."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -230,32 +230,46 @@ def _tensor_layers(
 ) -> float:
     """Return the bytes of activations that a stack's sublayers gather or scatter; an all-reduce counts as both."""
     embed = model.embedding.weight.shape[-1]
-    # A sublayer gathers the stream once. Each of its output projections is summed by itself; a LoRA is two of these.
     replicated, slices = [layer for _, layer in parallel.replicated_layers(stack)], _slice_bytes(plan, stack)
+    gathered = [layer for layer in replicated if _is_gathered(layer, stream, slices)]
     layers = nn.modules(stack, (nn.Mixer, nn.FeedForward, nn.Experts))
     sublayers = [layer for layer in layers if not any(layer is whole_layer for whole_layer in replicated)]
-    # A replicated mixer gathers all tokens. Any other replicated layer gathers all features if its arrays, or the
-    # features of the stream, are split.
-    is_gathered = lambda layer: stream.splits_features or (stream.is_whole and slices[id(layer)] > 0)
-    gathered = [layer for layer in replicated if isinstance(layer, nn.Mixer) or is_gathered(layer)]
-    outputs = sum(
-        len(parallel.stream_maps(m, "outputs")) if isinstance(m, nn.Mixer | nn.FeedForward) else 1 for m in sublayers
-    )
     if stream.splits_features:
         maps = len(gathered) * embed - sum(_scattered_outputs(plan, linear) for linear in nn.linear_maps(gathered))
         rerun = forward = maps + sum(_scattered_outputs(plan, linear) for linear in nn.linear_maps(stack))
     else:
+        outputs = sum(map(_count_outputs, sublayers))
         outputs += len(gathered) * stream.is_whole  # the first device's result goes to all
+        # A sublayer gathers the stream once.
         forward = (len(sublayers) + len(gathered) + outputs) * embed
         rerun = 2 * outputs * embed if stream.is_whole else forward
     again = plan.reruns_stages * rerun
-    if _sends_again(stack) and not (stream.splits_tokens and stack.remat.startswith("full")):  # kept, if scattered
-        again += rerun - embed * (2 if stream.is_whole else 1)  # the last output is kept as the next layer's input
+    keeps_scattered = stream.splits_tokens and stack.remat.startswith("full")
+    if _sends_again(stack) and not keeps_scattered:
+        # The last output is kept as the next layer's input.
+        again += rerun - embed * (2 if stream.is_whole else 1)
     elif not stream.is_whole and (stack.remat != "none" or stream.overlap != "none"):
-        again += (len(gathered) + len(sublayers) * stream.splits_tokens) * embed  # gathered inputs are not kept
+        # Gathered inputs are not kept.
+        again += (len(gathered) + len(sublayers) * stream.splits_tokens) * embed
     slices_sent = sum(slices.values()) / len(stack) * (2 + (stack.remat != "none" or plan.reruns_stages))
     size = tokens * (2 * forward + again) * _activation_bytes(model) + slices_sent
     return _evaluations(plan, stack) * gather_bytes(size, plan.size(TENSOR))
+
+
+def _is_gathered(layer: nn.Module, stream: parallel.ResidualStream, slices: Mapping[int, int]) -> bool:
+    """Return whether a replicated layer gathers its input.
+
+    A mixer gathers all tokens. Any other layer gathers all features if its arrays, of which `slices` are the bytes by
+    module id, or the features of the stream, are split.
+    """
+    if isinstance(layer, nn.Mixer) or stream.splits_features:
+        return True
+    return stream.is_whole and slices[id(layer)] > 0
+
+
+def _count_outputs(layer: nn.Module) -> int:
+    """Return the number of output projections of a layer, which are summed one by one; a LoRA is two of these."""
+    return len(parallel.stream_maps(layer, "outputs")) if isinstance(layer, nn.Mixer | nn.FeedForward) else 1
 
 
 def _layer_inputs(
@@ -298,9 +312,12 @@ def _vocabulary(
     table = model.embedding.weight
     embed, weight = table.shape[-1], table.dtype.itemsize
     passes = 1 if trained_model.embedding.weight is None else 2
-    lookup = (2 if stream.is_whole else passes if stream.splits_tokens else 0) * embed * weight
+    if stream.is_whole:  # vectors are summed by an all-reduce
+        lookups = 2
+    else:
+        lookups = passes if stream.splits_tokens else 0
     rounds = plan.microbatches / (plan.size(PIPE) if plan.spreads_edges else 1)
-    size = rounds * tokens * (lookup + 2 * embed * _activation_bytes(model) + 2 * 3 * 4)
+    size = rounds * tokens * (lookups * embed * weight + 2 * embed * _activation_bytes(model) + 2 * 3 * 4)
     if stream.splits_features:  # the table, from slices of features to slices of ids, and its gradient back
         swaps = 1 if plan.is_pipelined else plan.microbatches
         size += passes * swaps * table.size / plan.size(TENSOR) * weight
@@ -369,7 +386,10 @@ def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float
     attends = mixer.facts().attends
     if attends is None:
         raise ValueError(f"{type(mixer).__name__} declares no attention core, so axis context cannot split its rows.")
-    count = lambda channels: float(sum(max(heads / plan.size(TENSOR), least) * width for heads, width in channels))
+
+    def count(channels: Iterable[tuple[int, int]]) -> float:
+        return float(sum(max(heads / plan.size(TENSOR), least) * width for heads, width in channels))
+
     return count(attends.query), count(attends.key), count(attends.value), count(attends.output)
 
 

@@ -76,7 +76,10 @@ class _Interpreter:
             zip(program.constvars, (_Value(x, _kind_of(x)) for x in consts), strict=True)
         )
         known |= dict(zip(program.invars, inputs, strict=True))
-        read = lambda atom: _Value(atom.val) if isinstance(atom, core.Literal) else known[atom]
+
+        def read(atom: core.Var | core.Literal) -> _Value:
+            return _Value(atom.val) if isinstance(atom, core.Literal) else known[atom]
+
         last_use = {variable: n for n, eqn in enumerate(program.eqns) for variable in _variables(eqn.invars)}
         outputs = _variables(program.outvars)
         for number, eqn in enumerate(program.eqns):
@@ -95,8 +98,9 @@ class _Interpreter:
                 results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
             return results if eqn.primitive.multiple_results else (results,)
 
-        make_origin = lambda kind: self._origin_at(kind, scopes, eqn)
-        return self._find_origins(inputs, compute, lambda: self._inner_origins(eqn, inputs, scopes), make_origin)
+        run_parts = functools.partial(self._inner_origins, eqn, inputs, scopes)
+        make_origin = functools.partial(self._origin_at, scopes=scopes, eqn=eqn)
+        return self._find_origins(inputs, compute, run_parts, make_origin)
 
     def _find_origins(
         self,
@@ -114,10 +118,9 @@ class _Interpreter:
         kinds = [_kind_of(x) for x in results]
         if not any(kinds):
             return [_Value(x) for x in results]
-        first = lambda kind: min((v.origin for v in inputs if v.kind == kind and v.origin), default=None)
-        origin, origins = first(_KINDS.index("NaN")), None
+        origin, origins = _first_origin(inputs, "NaN"), None
         if origin is None:
-            origins, origin = inner_origins(), first(_KINDS.index("infinity"))
+            origins, origin = inner_origins(), _first_origin(inputs, "infinity")
         origins = [None] * len(results) if origins is None else origins
         origin = origin or next(filter(None, origins), None) or make_origin(max(kinds))
         return [_Value(x, kind, (inner or origin) if kind else None) for x, kind, inner in zip(results, kinds, origins)]
@@ -163,6 +166,12 @@ class _Interpreter:
         source = re.sub(r"^.*?([^/]+/[^/]+?:\d+)(?::\d+)?", r"\1", sources.summarize(eqn.source_info))
         name = eqn.primitive.name
         return NonFiniteOrigin(next(self._numbers), _KINDS[kind], None, scopes, name, source, is_backward)
+
+
+def _first_origin(values: Iterable[_Value], kind: str) -> NonFiniteOrigin | None:
+    """Return the first origin of values of a kind, `NaN` or `infinity`."""
+    origins = (value.origin for value in values if value.kind == _KINDS.index(kind) and value.origin)
+    return min(origins, default=None)
 
 
 def _slice(stacked: _Value, iteration: int) -> _Value:

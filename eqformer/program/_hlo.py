@@ -31,7 +31,7 @@ from ._hlo_text import (
     source_of,
     split_arrays,
 )
-from ._ir import count_ragged_bytes, Operation, Program, SENT, Transfer
+from ._ir import COLLECTIVES, count_ragged_bytes, Operation, Program, sent_share, Transfer
 
 
 AnyMesh = Mesh | AbstractMesh
@@ -95,7 +95,7 @@ class _Reader:
     ) -> Operation:
         kind = line.opcode.removesuffix("-start")
         transfer, bodies = None, ()
-        if kind in SENT:  # the computation that it calls adds two numbers
+        if kind in COLLECTIVES:  # the computation that it calls adds two numbers
             transfer = self._transfer(kind, line, neighbors, is_hidden=line.name in hidden)
         else:
             bodies = tuple(self._body(name, line, is_hidden=line.name in hidden) for name in called_computations(line))
@@ -136,7 +136,7 @@ class _Reader:
             return Transfer(kind, axes, len(pairs), sent, 1, scopes, is_hidden) if sent else None
         groups = groups_of(line.attributes, self._devices)
         members = groups.shape[1]
-        sent = float(size * SENT[kind](members))
+        sent = float(size * sent_share(kind, members))
         return Transfer(kind, _axes_of(groups, self._mesh), members, sent, 1, scopes, is_hidden) if sent else None
 
 

@@ -12,15 +12,31 @@ costs of a program leave them out."""
 # Operations that run one of their bodies, in jaxprs and in HLO.
 CONDITIONALS = ("cond", "conditional")
 
-# Bytes sent by each of n devices for each byte of its operands (rings; Patarasuk and Yuan 2009).
-SENT = {
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-gather": lambda n: n - 1,
-    "reduce-scatter": lambda n: (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "ragged-all-to-all": lambda n: (n - 1) / n,
-    "collective-permute": lambda n: 1,
-}
+# Collectives, in HLO's words.
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
+
+
+def sent_share(kind: str, devices: int) -> float:
+    """Return the bytes that each device of a group sends for each byte of its operands.
+
+    The figures are those of rings (Patarasuk and Yuan 2009).
+    """
+    match kind:
+        case "all-reduce":
+            return 2 * (devices - 1) / devices
+        case "all-gather":
+            return devices - 1
+        case "collective-permute":
+            return 1
+        case _:
+            return (devices - 1) / devices
 
 
 def count_ragged_bytes(operand: int, output: int, *_: int) -> int:

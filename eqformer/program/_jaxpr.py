@@ -12,7 +12,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import partial_eval
 
-from ._ir import count_ragged_bytes, FURTHER_ROUNDS, in_backward_pass, Operation, Program, SENT, split_scopes, Transfer
+from ._ir import (
+    count_ragged_bytes,
+    FURTHER_ROUNDS,
+    in_backward_pass,
+    Operation,
+    Program,
+    sent_share,
+    split_scopes,
+    Transfer,
+)
 
 
 Aval = Any
@@ -63,7 +72,10 @@ class _Reader:
     ) -> list[int | None]:
         """Append a jaxpr's operations, with calls inlined, and return the jaxpr's results."""
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
-        number_of = lambda atom: None if isinstance(atom, Literal) else values[atom]
+
+        def number_of(atom: Var | Literal) -> int | None:
+            return None if isinstance(atom, Literal) else values[atom]
+
         for eqn in jaxpr.eqns:
             reads, inner_scopes = tuple(map(number_of, eqn.invars)), f"{scopes}/{eqn.source_info.name_stack}"
             name = eqn.primitive.name
@@ -129,7 +141,7 @@ class _Reader:
             sent = size * members / devices
         else:
             members = len(groups[0]) if groups else devices
-            sent = float(SENT[kind](members) * size)
+            sent = float(sent_share(kind, members) * size)
         return Transfer(kind, axes, members, sent, 1, scopes) if sent else None
 
 

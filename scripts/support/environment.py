@@ -75,7 +75,7 @@ def skip_autotuning() -> None:
     _add_xla_flags({"xla_gpu_autotune_level": 0})
 
 
-def _add_xla_flags(options: Mapping[str, object]) -> None:
+def _add_xla_flags(options: Mapping[str, bool | int | str]) -> None:
     from eqformer._prepare import drop_user_options, format_flags, keep_known
 
     flags = format_flags(keep_known(drop_user_options(options)))
