@@ -113,7 +113,7 @@ def traced_decode(plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int)
 
 def _decode(
     plan: parallel.Plan, served: PyTree, cache: PyTree, rows: int, tokens: int = 1
-) -> tuple[Callable[..., tuple[PyTree, Int[Array, " batch"]]], tuple]:
+) -> tuple[Callable[..., tuple[PyTree, Int[Array, "batch"]]], tuple]:
     """Return a decode step, and the shapes of its arguments."""
     arrays, static = eqx.partition(served, is_shape)
     cache_arrays, cache_static = eqx.partition(cache, is_shape)
@@ -121,7 +121,7 @@ def _decode(
 
     def run(
         arrays: PyTree, cache_arrays: PyTree, ids: Int[Array, "batch seq"], positions: Int[Array, "batch seq"]
-    ) -> tuple[PyTree, Int[Array, " batch"]]:
+    ) -> tuple[PyTree, Int[Array, "batch"]]:
         served = eqx.combine(arrays, static)
         logits, cache = served.decode(ids, nn.Tokens(positions), eqx.combine(cache_arrays, cache_static))
         return eqx.filter(cache, eqx.is_array), jnp.argmax(logits, axis=-1).astype(jnp.int32)
