@@ -1,4 +1,4 @@
-"""Steps lowered from shapes, and compiled for devices that may not be here."""
+"""Steps lowered from shapes, and compiled for devices that need not be present."""
 
 import contextlib
 import dataclasses
@@ -142,7 +142,7 @@ def missing_compiler(topology: Topology) -> str | None:
 
 
 def devices_of(topology: Topology) -> list[Device]:
-    """Return devices to compile for, none of which is here; a `ValueError` where the compiler knows no such shape."""
+    """Return devices to compile for, which need not be present; a `ValueError` if the compiler refuses the topology."""
     accelerator = topology.accelerator
     if accelerator.platform == "tpu":
         name, options = str(topology), {"chips_per_host_bounds": chips_per_host(topology.shape)}
@@ -176,16 +176,16 @@ def chips_per_host(shape: tuple[int, ...]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """The costs of a program that was compiled for devices that are not here, and of its compilation."""
+    """Costs of a program that was compiled for devices that need not be present, and of its compilation."""
 
     program: CompiledCosts | None
-    """None where it does not fit into memory."""
+    """None if the program does not fit into memory."""
     seconds: float
     """Seconds that the compilation took."""
     is_kept: bool
     """Whether the costs were read from the file of an earlier compilation."""
     failure: str = ""
-    """The compiler's words where it does not fit."""
+    """The compiler's message if the program does not fit."""
 
     def fits(self, memory: int) -> bool:
         """Return whether a device of so many bytes can run the program."""
@@ -207,10 +207,11 @@ def compilation_of(
     mesh: Mesh,
     folder: Path | None = None,
 ) -> Compilation:
-    """Compile a program for devices of a topology, on which it cannot run, and return its costs.
+    """Compile a program for the devices of a topology, which need not be present, and return its costs.
 
-    Costs are kept in the `folder`, a file a program: the same program for the same topology and the same flags of XLA
-    and libtpu is compiled once. Raises JAX's `JaxRuntimeError` where the compiler fails for another reason than memory.
+    The `folder` keeps the costs in a file per program, so that the same program for the same topology and the same
+    flags of XLA and libtpu is compiled once. Raises JAX's `JaxRuntimeError` if the compiler fails for another reason
+    than memory.
     """
     accelerator = topology.accelerator
     asked = [str(topology), [device.id for device in mesh.devices.flat], compiler_flags(), lowered.as_text()]

@@ -46,7 +46,7 @@ def flops_per_token(
     backward: bool = True,
     trained: Callable[[PyTree], PyTree] | None = None,
 ) -> float:
-    """Return the operations a token of a training step over rows of `seq` tokens.
+    """Return the operations per token of a training step over rows of `seq` tokens.
 
     A multiplication and an addition are two operations. Counted are products of matrices: every linear map, scores and
     weighted sums of attention, a recurrence's products with its states, and the logits. `attention="half"` counts the
@@ -80,7 +80,7 @@ def fp8_flops_per_token(
 ) -> float:
     """Return the part of `flops_per_token` that multiplies numbers of 8 bits, which some chips do twice as fast.
 
-    Without `experts` their products are not counted, as some of these chips have kernels of 16 bits for them: see
+    Without `experts`, the products of experts are not counted, since some of these chips compute them in 16 bits: see
     `kernels.fp8_grouped_matmul`.
     """
     left_out = {} if experts else idle_shares(model)
@@ -106,7 +106,7 @@ def _count_map_flops(
 def visible_keys(mask: Mask, seq: int) -> float:
     """Return the number of keys that a query sees under `mask`, averaged over the positions of a row of `seq` tokens.
 
-    A source is as long as the row.
+    The source of a cross-attention is taken to be as long as the row.
     """
     if mask.source:
         return seq + visible_keys(dataclasses.replace(mask, source=False), seq)

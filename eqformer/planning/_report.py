@@ -235,7 +235,7 @@ def ranking_table(
 def communication_table(transfers: Iterable[Transfer], *, names: Container[str] = ()) -> str:
     """Format what a program sends by kind, axes, and which of some names, largest first, and the sum.
 
-    `+?` stands behind figures to which loops of unknown length add more.
+    `+?` marks figures that loops of unknown length increase.
     """
     groups: dict[tuple[str, str, str, str], list[Transfer]] = collections.defaultdict(list)
     for transfer in transfers:

@@ -23,25 +23,26 @@ class Roofline:
     """Seconds of a step by cause, none of them measured."""
 
     products: float
-    """Products of matrices at the peak, with those that are computed again."""
+    """Seconds of matrix products at the peak, including those that are recomputed."""
     memory: float
-    """Reading and writing memory: weights, activations, gradients, the optimizer's state."""
+    """Seconds to read and write memory: weights, activations, gradients, the optimizer's state."""
     sent: dict[str, float]
-    """Messages, by the axis that they are sent over, `state` for parameters and gradients."""
+    """Seconds of messages by the axis that they are sent over; `state` for parameters and gradients."""
     hidden: tuple[str, ...]
-    """Which of these are sent while products are computed: state, a ring's keys and values, a ring's products."""
+    """Causes of messages that are sent while products are computed, such as state and the keys and values of a ring."""
     bubble: float
-    """The share of the time in which a stage of a pipeline waits."""
+    """Share of the time in which a pipeline stage waits."""
     of_model: float
-    """Seconds of the model's own operations at the peak, nothing computed twice."""
+    """Seconds of the model's own operations at the peak, without recomputation."""
     forward: float = 0.0
-    """Seconds of the forward pass' products, which are part of all products."""
+    """Seconds of the forward pass' products, which `products` include."""
     kept: float = 0.0
-    """Sending residuals to the host, beside the forward pass; and as long back, beside the backward pass."""
+    """Seconds to send residuals to the host during the forward pass, and again to bring them back during the backward
+    pass."""
     updated: float = 0.0
-    """Bringing the optimizer's state from the host and taking it back, which an update waits for."""
+    """Seconds to copy the optimizer's state from the host and back; the update waits for the copies."""
     waited: float = 0.0
-    """Of state, the part that is sent with nothing beside it: on TPUs, gradients."""
+    """Seconds of `state` during which nothing else runs: gradients on TPUs."""
 
     @property
     def by_cause(self) -> dict[str, float]:
@@ -52,9 +53,9 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: the slowest of all that runs at once, then messages that run alone, and the bubble.
+        """Seconds of a step: the slowest of all work that runs at once, then messages that run alone, and the bubble.
 
-        Products of a pass take at least as long as the pass sends to the host or brings back.
+        A pass takes at least as long as its copies to the host or from it.
         """
         beside = sum(size for cause, size in self.sent.items() if cause in self.hidden) - self.waited
         alone = sum(size for cause, size in self.sent.items() if cause not in self.hidden) + self.waited
@@ -159,7 +160,7 @@ def _memory_seconds(plan: parallel.Plan, model: nn.LanguageModel, tokens: float,
     width, idle = jnp.dtype(model.compute_dtype).itemsize, idle_shares(model)
     weights = activations = 0.0  # numbers of weights, and of inputs and outputs a token
     for linear in nn.linear_maps(model):
-        # A weight is whole in each pass, but for the axes that split its products, for each microbatch.
+        # Each microbatch reads the whole weight in each pass; only the axes that split its products divide it.
         is_expert = id(linear) in idle
         split = plan.size(TENSOR) * plan.size(PIPE) * (plan.size(EXPERT) if is_expert else 1)
         weights += math.prod(linear.shape) / split * plan.microbatches

@@ -39,7 +39,7 @@ MAX_TRACED_WITHOUT_FIT = 64  # The same, if none fits.
 FIRST_SECONDS = 4.0  # A search shows what it has after this time, though meshes remain to be compared.
 
 Progress = Callable[[str, int, int], None]
-"""Called with what a search counts, how many of these are done, and how many there are at most."""
+"""Function called with the name of what a search counts, the number done, and the largest possible number."""
 
 
 def _ignore(*_: object) -> None:
@@ -47,7 +47,7 @@ def _ignore(*_: object) -> None:
 
 
 class Candidate(NamedTuple):
-    """A plan that might fit, with its model; nothing of it was traced."""
+    """A plan that may fit by its shapes, with its model; it has not been traced."""
 
     plan: parallel.Plan
     """Mesh and choices."""
@@ -130,17 +130,17 @@ def search_plans(
     progress: Progress = _ignore,
     show_ranking: Callable[[ShapeRanking], None] = _ignore,
 ) -> PlanSearch:
-    """Search all meshes of as many devices for plans that fit into the memory of a device.
+    """Search all meshes with the same number of devices for plans that fit into the memory of a device.
 
-    Plans have the `states`' choices, with its stage of zero or 3, and the model's policy of recomputation or `full`.
-    Nothing is compiled: plans are ranked by their shapes, and the best of them are traced. Over a topology the rank is
-    the time of a step by formulas, to three digits, then the bytes that a device holds; and over machines of GPUs each
-    may hold a copy of the state. Without a topology the rank is the bytes that a device sends. Time that a step takes
-    for what it keeps on hosts is known from the trace alone: it counts among the plans that are proposed, and not in
-    which plans are traced.
+    A plan has the choices of `states.plan` except for the mesh, the stage of ZeRO (the plan's or 3) and the policy of
+    recomputation (the model's or `full`). Nothing is compiled: plans are ranked by their shapes, and the best of them
+    are traced. Over a topology plans rank by the time of a step by formulas, to three digits, then by the bytes that a
+    device holds; over several machines of GPUs, plans with a copy of the state on each machine are tried too. Without a
+    topology plans rank by the bytes that a device sends. The time of copies to hosts is known only after tracing, so it
+    decides the order of the proposed plans, and not which plans are traced.
 
     Args:
-        states: The training state under the plan in question, whose other choices all plans have.
+        states: The training state under a plan, whose other choices all plans have.
         model: The model, or its shapes.
         batch: The shapes of a step's batch.
         target: Devices to plan for, whose memory is known.
@@ -347,7 +347,7 @@ def _make_candidates(
 
 
 class DecodePlan(NamedTuple):
-    """A plan to decode by that fits."""
+    """A plan for decoding that fits."""
 
     plan: parallel.Plan
     rows: int
@@ -366,11 +366,11 @@ def search_decode_plans(
     limit: int = 3,
     progress: Progress = _ignore,
 ) -> list[DecodePlan]:
-    """Search for plans to decode by that fit into a topology's memory by formulas, the nearest first.
+    """Search for plans for decoding that fit into a topology's memory by formulas, those with the fewest changes first.
 
-    These are other meshes of tensor, expert and fsdp with the plan's other choices, by their time; the same with caches
-    in int8; and, where no mesh holds so many rows, with half as many, a quarter, and so on. A mesh that the model does
-    not suit is left out.
+    A plan has the other choices of `plan`, and another mesh of tensor, expert and fsdp. Plans rank by their time. The
+    same meshes follow with int8 caches and, if no mesh holds all rows, with half the rows, a quarter, and so on. Meshes
+    that do not suit the model are left out.
 
     Args:
         plan: The plan that does not fit.
@@ -380,7 +380,7 @@ def search_decode_plans(
         capacity: Slots of a row's caches.
         cache_dtype: Dtype of cached keys and values; None: the compute dtype.
         limit: The most plans to return.
-        progress: Called with how many plans were tried, and how many there are at most.
+        progress: Called with the number of plans that were tried, and the largest possible number.
     """
     without_stages = dataclasses.replace(plan, microbatches=1)
     meshes = enumerate_meshes(topology.devices, without_stages, model, tensor=topology.devices, context=1)

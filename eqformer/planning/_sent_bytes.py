@@ -20,7 +20,7 @@ GRADIENTS = "gradients"  # how `Sent.what` begins for gradients of the state
 
 
 class Sent(NamedTuple):
-    """Bytes that a device sends in a step, for one cause: `STATE`, or the axis whose split asks for them."""
+    """Bytes that a device sends in a step for one cause: `STATE`, or the mesh axis whose split requires them."""
 
     cause: str
     what: str
@@ -59,7 +59,7 @@ def sent_bytes(
 
     A search ranks plans by these formulas, which take a hundredth of the time of a trace. The model's `remat` and the
     plan's `stage_remat` decide which collectives the backward pass repeats. The sums of norms, and positions that are
-    sent with keys, are small and left out. Experts' tokens are exchanged in the way of the plan's platform.
+    sent with keys, are small and left out. Tokens reach experts by the method that the plan's platform uses.
 
     Args:
         plan: How the model is laid out.
@@ -408,7 +408,7 @@ def _evaluations(plan: parallel.Plan, stack: nn.LayerStack) -> float:
 
 
 def _sends_again(stack: nn.LayerStack) -> bool:
-    """Whether a layer's backward pass sends again what its forward pass sent."""
+    """Return whether a layer's backward pass repeats the collectives of its forward pass."""
     return stack.remat not in ("none", "products", "products_on_host")
 
 

@@ -32,7 +32,7 @@ def count_flops(program: Program) -> float:
 
 
 def count_cycles(program: Program) -> int:
-    """Return the cycles that a TPU's compiler estimates; 0 where it says none."""
+    """Return the cycles that a TPU's compiler estimates; 0 if it gives no estimate."""
     # A fusion's cycles include those of its body, so the body counts only if the compiler gives the fusion no cycles.
     return round(_sum_costs(program, "cycles", fusion_bodies="without own cost"))
 
@@ -66,14 +66,14 @@ def _sum_costs(
 
 
 def list_transfers(program: Program) -> tuple[Transfer, ...]:
-    """Return what each device sends in one run of a program.
+    """Return the collectives of one run of a program, with the bytes that each device sends.
 
-    All-reduce `2(n-1)/n S`; all-gather `(n-1)/n S` of its result; reduce-scatter and all-to-all `(n-1)/n S` of their
-    operands, of a ragged one as an even load fills them; permute `S`, times the share of devices that send. Loops are
-    multiplied out; of a conditional, the branch that sends most is counted, and of an exchange of experts' tokens the
-    first round. The bytes are those of the program: XLA's CPU backend, for one, adds up 16-bit numbers as float32. A
-    traced program does not have what the partitioner adds, and its pipelines count all ticks, in some of which a device
-    is idle.
+    Over `n` devices an all-reduce of `S` bytes sends `2(n-1)/n S`, an all-gather `(n-1)/n` of its result, a
+    reduce-scatter and an all-to-all `(n-1)/n` of their operands (a ragged one is counted with an even load), and a
+    permute `S` times the share of devices that send. Loops are multiplied out. A conditional counts as the branch that
+    sends most, and an exchange of experts' tokens as its first round. Sizes are those of the program: XLA's CPU
+    backend, for example, sums 16-bit numbers as float32. A traced program lacks the collectives that the partitioner
+    adds, and counts all ticks of a pipeline, although a device is idle in some of them.
     """
     return tuple(transfer for transfer in _transfers(program) if transfer.times != 0)
 
@@ -113,8 +113,8 @@ def bytes_sent(transfers: Iterable[Transfer], *, axes: tuple[str, ...] | None = 
 class CompiledCosts:
     """Memory, operations and communication of a compiled program.
 
-    The first three are the compiler's own figures. The others but for `on_host` and `platform` are read from the
-    program's text.
+    `argument`, `temporary`, `peak` and `on_host` are the compiler's figures. The others, except for `platform`, are
+    read from the program's text.
     """
 
     argument: int
@@ -122,19 +122,19 @@ class CompiledCosts:
     temporary: int
     """Bytes of its temporaries."""
     peak: int
-    """The most bytes at once, by the compiler; arguments and temporaries where it does not say."""
+    """Most bytes at once by the compiler; arguments and temporaries if the compiler does not report it."""
     buffers: tuple[Buffer, ...] = ()
-    """The largest temporary buffers of those that are there at once, as far as the text tells."""
+    """Largest temporary buffers of those that exist at the peak, as far as the text tells."""
     operations: float = 0.0
     """Floating-point operations of matrix products, by `count_flops`."""
     moved: float = 0.0
     """Bytes read from main memory and written there, by `count_moved_bytes`."""
     cycles: int = 0
-    """Cycles as a TPU's compiler estimates them, by `count_cycles`; 0 where it says none."""
+    """Cycles by the estimate of a TPU's compiler (`count_cycles`); 0 if there is none."""
     transfers: tuple[Transfer, ...] = ()
-    """What it sends, by `list_transfers`."""
+    """Its collectives, by `list_transfers`."""
     unread: str = ""
-    """Why its text, and all figures that are read from it, cannot be had."""
+    """Reason why its text, and the figures that are read from the text, are not available; empty if they are."""
     on_host: int = 0
     """Bytes of arguments and temporaries in the memory of the device's host, beside those on the device."""
     platform: str = ""
@@ -151,7 +151,7 @@ class CompiledCosts:
         return self.peak if self.platform == "tpu" else self.argument + self.temporary
 
     def fits(self, memory: int) -> bool:
-        """Return whether a device of so many bytes can run the program; a TPU's that compiled always can."""
+        """Return whether a device of so many bytes can run the program; one that compiled for TPUs always fits."""
         return self.platform == "tpu" or self.held <= memory
 
     @property
@@ -161,7 +161,7 @@ class CompiledCosts:
 
     @property
     def hidden(self) -> float:
-        """Bytes that a device sends beside other work."""
+        """Bytes that a device sends while other work runs."""
         return float(sum(transfer.least for transfer in self.transfers if transfer.hidden))
 
     def as_dict(self) -> JsonObject:

@@ -63,19 +63,19 @@ class Transfer:
     """One collective of a program."""
 
     kind: str
-    """Which collective it is, in HLO's words."""
+    """Name of the collective in HLO."""
     axes: tuple[str, ...] | None
-    """The mesh axes it runs over; None where no mesh was given or its groups follow no axis."""
+    """Mesh axes that it runs over; None if no mesh was given or its groups follow no axes."""
     devices: int
-    """The size of a group; of a permute, how many devices of the mesh send."""
+    """Size of a group; for a permute the number of devices that send."""
     sent: float
-    """The bytes each device sends each time, a permute's averaged over the mesh."""
+    """Bytes that each device sends in one run; for a permute the average over the mesh."""
     times: int | None
-    """How often it runs; None inside a loop whose length is unknown."""
+    """Number of runs; None inside a loop of unknown length."""
     scopes: tuple[str, ...] = ()
     """The names (of `jax.named_scope`, loops and functions) that it stands in, the innermost last."""
     hidden: bool = False
-    """Whether it is begun, and waited for only after other work."""
+    """Whether other work runs between its start and its end."""
 
     @property
     def total(self) -> float | None:
@@ -88,7 +88,7 @@ class Transfer:
         return self.sent if self.times is None else self.sent * self.times
 
     def named(self, names: Container[str]) -> str | None:
-        """Return the innermost of the scopes that is one of some names; None where none is."""
+        """Return the innermost scope that is one of `names`; None if there is none."""
         return next((scope for scope in reversed(self.scopes) if scope in names), None)
 
 

@@ -16,23 +16,26 @@ IN_FLIGHT = "sent beside a layer's work"
 
 
 class PeakMemory(NamedTuple):
-    """The most bytes that a program holds at once, beside those that it is given."""
+    """Most bytes that a program holds at once, besides its inputs."""
 
     size: int
-    """All of them."""
+    """Total bytes."""
     by_cause: dict[str, int]
-    """The same by what they are for."""
+    """The same bytes by purpose."""
 
 
 def estimate_peak(program: Program) -> PeakMemory:
-    """Estimate the most bytes that a traced program holds at once, beside its inputs.
+    """Estimate the most bytes that a traced program holds at once, besides its inputs.
 
-    A value lives from the operation that writes it to the last that reads it. The rules are those that all compilers
-    share: elementwise results that only elementwise operations and sums read are never written, but for the result of a
-    convolution that several operations read; a result takes the place of an operand of its size that nothing reads any
-    more, where the operation can work in place; a product that is only added to an array is added in place; a loop's
-    carry stays in its place; a branch's results are in the place of the conditional's. While an iteration of a loop
-    runs, the next one's parameters are gathered, and a gradient is scattered.
+    A value lives from the operation that writes it to the last operation that reads it. All compilers share these
+    rules:
+
+    - Elementwise results that only elementwise operations and sums read are never written, except for the result of a
+      convolution that several operations read.
+    - If an operation can work in place, its result replaces an operand of the same size that is not read any more.
+    - A product that is only added to an array is added in place.
+    - A loop's carry stays in place, and a branch's results are written to the results of the conditional.
+    - While an iteration of a loop runs, the parameters of the next iteration are gathered, and a gradient is scattered.
     """
     size, parts = _walk(program)
     by_cause: dict[str, int] = {}
@@ -42,20 +45,20 @@ def estimate_peak(program: Program) -> PeakMemory:
 
 
 def count_host_bytes(program: Program) -> int:
-    """Return the bytes that a program's loops leave in the memory of the device's host for what comes after them."""
+    """Return the bytes that a program's loops leave in the memory of the device's host for later operations."""
     loops = [operation for operation in program.operations if operation.kind == "scan"]
     stored = sum(program.host_sizes[value] for loop in loops for value in loop.writes)
     bodies = [body for operation in program.operations for body in operation.bodies]
     return stored + max(map(count_host_bytes, bodies), default=0)
 
 
-Parts = list[tuple[str, int]]  # bytes with what they are for
+Parts = list[tuple[str, int]]  # bytes by purpose
 
 
 def _walk(program: Program, loop: Operation | None = None, placed: Collection[int] = ()) -> tuple[int, Parts]:
-    """Return the most bytes that a program makes, and what they are for.
+    """Return the most bytes that a program allocates at once, and their purposes.
 
-    `loop` is the loop that the program is the body of. `placed` are the indices of a branch's results that have a place
+    `loop` is the loop whose body the program is. `placed` are the indices of a branch's results that are allocated
     before the branch runs.
     """
     lives = _Lifetimes(program)
@@ -89,7 +92,7 @@ def _walk(program: Program, loop: Operation | None = None, placed: Collection[in
 
 
 def _walk_bodies(operation: Operation, placed: Collection[int]) -> tuple[int, Parts]:
-    """Return the most bytes that a loop or a conditional makes inside."""
+    """Return the most bytes that the bodies of a loop or a conditional allocate at once."""
     if operation.kind == "scan":
         size, parts = _walk(operation.bodies[0], operation)
         in_flight = _count_in_flight(operation)
@@ -284,7 +287,7 @@ def _added_in_place(lives: _Lifetimes) -> set[int]:
 
 
 def _cause_of(lives: _Lifetimes, value: int) -> str:
-    """Return what a value is for."""
+    """Return the purpose of a value."""
     operation = lives.operations[lives.writers[value]]
     is_cast = operation.kind == "convert_element_type"
     source = lives.writer(operation.reads[0]) if is_cast else operation
