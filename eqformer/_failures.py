@@ -54,12 +54,11 @@ def explain_error(error: BaseException) -> tuple[str, str]:
         if numbers & set(kind_numbers):
             return reason, fix
     for related in errors:
-        if (
-            isinstance(related, OSError)
-            and isinstance(related.filename, str | os.PathLike)
-            and (fix := _explain_path(related))
-        ):
-            return reason, fix
+        match related:
+            case OSError(errno=int(number), filename=str() | os.PathLike() as name) if fix := _explain_path(
+                number, name
+            ):
+                return reason, fix
     words = " ".join(f"{type(related).__name__} {related}" for related in errors)
     fixes = (fix for _, pattern, fix in _KINDS if not numbers and re.search(pattern, words, re.IGNORECASE))
     return reason, next(fixes, "")
@@ -166,19 +165,21 @@ def _related_errors(error: BaseException) -> Iterator[BaseException]:
 
 
 def _error_numbers(error: BaseException) -> list[int]:
-    if isinstance(error, OSError) and error.errno is not None:
-        return [error.errno]
-    if isinstance(error, TimeoutError):
-        return [errno.ETIMEDOUT]
-    return [int(number) for number in _ERROR_NUMBER.findall(str(error))]
+    match error:
+        case OSError(errno=int(number)):
+            return [number]
+        case TimeoutError():
+            return [errno.ETIMEDOUT]
+        case _:
+            return [int(number) for number in _ERROR_NUMBER.findall(str(error))]
 
 
-def _explain_path(error: OSError) -> str:
-    """Return what to do about the path of a system error; "" if the path is not at fault."""
-    path = Path(os.fsdecode(error.filename))
+def _explain_path(number: int, name: str | os.PathLike[str]) -> str:
+    """Return what to do about the path of a system error of this number; "" if the path is not at fault."""
+    path = Path(os.fsdecode(name))
     nearest = _nearest_folder(path)
     missing = path.absolute().relative_to(nearest).parts
-    match error.errno:
+    match number:
         case errno.ENOENT if missing:
             return f"{nearest} has no {_shorten_name(missing[0])}, and may not let one be made; check the path"
         case errno.ENOTDIR | errno.EEXIST if missing:

@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal, NamedTuple, SupportsFloat
 
+from .._files import list_paths
 from .._shapes import Batch
 from ._documents import TextSource
 from ._loader import Loader, Mixture
@@ -122,7 +123,7 @@ def open_corpus(
     """
     if weights is None and len(sources) != 1:
         raise ValueError(f"open_corpus({list(sources)}, weights=None): several sources need weights; pass one of each.")
-    folders = [Path(folder) for folder in ([cache_dir] if isinstance(cache_dir, (str, PathLike)) else cache_dir)]
+    folders = list_paths(cache_dir)
     loaders: dict[Split, dict[str, Loader]] = {"train": {}, "validation": {}}
     for name, source in sources.items():
         show = None if progress is None else functools.partial(_show_split, progress, name)

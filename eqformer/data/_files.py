@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from .._failures import explain_error, foreign_call, load_extra
-from .._files import check_regular, is_there, open_regular, parse_json
+from .._files import check_regular, is_there, list_paths, open_regular, parse_json
 from ._documents import digest, Document, file_digest, read_field, TextSource
 
 
@@ -43,7 +43,7 @@ def files(
     text; when the source is read, `ValueError` if a file is not UTF-8, JSON or Parquet or has no such field, and
     `ImportError` if .parquet needs the package `pyarrow`, which is not installed.
     """
-    roots = [Path(root) for root in ([path] if isinstance(path, (str, os.PathLike)) else path)]
+    roots = list_paths(path)
     call = f"files({', '.join(repr(str(root)) for root in roots)}, field={field!r})"
     if piece is not None and piece < 1:
         raise ValueError(

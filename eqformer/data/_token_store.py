@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Int, UInt
 
 from .._failures import explain_error, explain_write_error
+from .._files import list_paths
 from ._atomic_folder import (
     DamagedFolder,
     delete_folder,
@@ -115,8 +116,8 @@ def open_store(
         raise ValueError(f"{call}: validation is a share of the documents, at least 0 and below 1; 0.05 is usual.")
     if split_by not in ("document", "position"):
         raise ValueError(f"{call}: split_by must be 'document' or 'position'; pass one of them.")
-    folders = [cache_dir] if isinstance(cache_dir, (str, PathLike)) else cache_dir
-    targets = [Path(folder) / _folder_name(source, tokenizer, split, validation, split_by) for folder in folders]
+    name = _folder_name(source, tokenizer, split, validation, split_by)
+    targets = [folder / name for folder in list_paths(cache_dir)]
     messages = []
     for target in filter(os.path.exists, targets):
         try:
