@@ -149,64 +149,111 @@ def search_plans(
         progress: Called before each mesh that is compared and each plan that is traced.
         show_ranking: Called once, within seconds and before any plan is traced, with the best plans by shapes alone.
     """
-    memory, platform = target.memory, target.platform
-    if memory is None:
+    if target.memory is None:
         raise ValueError(f"search_plans(target={target}): plans are searched that fit, so give a device's memory.")
+    step = _PlannedStep(states, model, batch, target, target.memory)
+    ranked, state_sizes = _rank_by_shapes(step, limit, progress, show_ranking)
+    # If no plan can fit, one is traced, to tell what is too large.
+    possible = [proposal.candidate for proposal in ranked if proposal.held <= step.memory]
+    possible = possible or [proposal.candidate for proposal in sorted(ranked, key=attrgetter("held"))[:1]]
+    fitting, traced = _trace_until_fits(possible[:max_traced], step.trace, step.memory, limit, progress)
+    proposals = [
+        Proposal(
+            candidate,
+            traced_bytes.total,
+            step.step_time(candidate, traced_bytes.on_host),
+            judge_formula(traced_bytes.total, certain_bytes(traced_bytes.held), step.memory),
+        )
+        for candidate, traced_bytes in fitting
+    ]
+    return PlanSearch(
+        sorted(proposals, key=attrgetter("rank")),
+        min(traced, key=lambda pair: pair[1].total, default=None),
+        min(state_sizes, default=step.memory + 1),
+        len(state_sizes),
+        len(possible),
+        len(traced),
+    )
 
-    def time_of(candidate: Candidate, kept_on_host: int = 0) -> Roofline | None:
-        if not isinstance(target, Topology):
+
+@dataclasses.dataclass(frozen=True)
+class _PlannedStep:
+    """The training step that a search plans, and the devices that it plans for."""
+
+    states: training.PlannedState
+    model: nn.LanguageModel
+    batch: Batch
+    target: Target
+    memory: int
+
+    def step_time(self, candidate: Candidate, kept_on_host: int = 0) -> Roofline | None:
+        """Return the seconds of a step under a plan; None without a topology."""
+        if not isinstance(self.target, Topology):
             return None
-        candidate_states = states.with_plan(candidate.plan)
-        sent = add_padding(candidate.sent_by, candidate_states, candidate.model, target)
-        return training_time(candidate_states, candidate.model, batch, target, sent, kept_on_host)
+        states = self.states.with_plan(candidate.plan)
+        sent = add_padding(candidate.sent_by, states, candidate.model, self.target)
+        return training_time(states, candidate.model, self.batch, self.target, sent, kept_on_host)
 
-    ranked: list[Proposal] = []  # by shapes alone
-    state_sizes: list[int] = []  # of each mesh that suits the model
-    meshes = sorted(_meshes_over(target, states.plan, model), key=lambda pair: _mesh_complexity(pair[0]))
+    def trace(self, candidate: Candidate) -> StepBytes:
+        """Return the bytes that a step holds under a plan, from its trace."""
+        states = self.states.with_plan(candidate.plan)
+        return step_bytes(states, candidate.model, self.batch, self.target.platform)
+
+    def make_candidates(self, mesh: AbstractMesh, zero: int) -> tuple[int | None, list[Candidate]]:
+        """Return the bytes of the state on a mesh (None if it does not suit the model), and plans whose state fits.
+
+        A mesh's state is made once for all policies of recomputation.
+        """
+        (rows, seq), model = self.batch.ids.shape, self.model
+        plan = for_platform(dataclasses.replace(self.states.plan, mesh=mesh, zero=zero), self.target.platform)
+        state_size, size_between_steps, candidates = None, 0, []
+        for variant in (model, *([nn.with_execution(model, remat="full")] if model.stacks[0].remat != "full" else [])):
+            try:
+                plan.check(variant, rows=rows, seq=seq)
+            except ValueError:  # the plan does not suit the model
+                break
+            if state_size is None:
+                local = state_bytes(self.states.with_plan(plan)).items()
+                state_by_cause = {cause: size for cause, (size, _) in local if cause != ON_HOST}
+                state_size = sum(state_by_cause.values())
+                size_between_steps = state_size - state_by_cause["gradients"]
+            if state_size > self.memory:
+                break
+            sent_by = tuple(sent_bytes(plan, variant, rows=rows, seq=seq, trained=self.states.optimizer.trained))
+            least = max(state_size, size_between_steps + activation_bytes(plan, variant, rows=rows, seq=seq))
+            sent = math.fsum(item.size for item in sent_by)
+            candidates.append(Candidate(plan, variant, state_size, sent, sent_by, least))
+        return state_size, candidates
+
+
+def _rank_by_shapes(
+    step: _PlannedStep, limit: int, progress: Progress, show_ranking: Callable[[ShapeRanking], None]
+) -> tuple[list[Proposal], list[int]]:
+    """Return the plans of all meshes, ranked without a trace, and the bytes of the state on each mesh.
+
+    The best `limit` plans are shown after `FIRST_SECONDS`, or once all meshes are compared.
+    """
+    ranked: list[Proposal] = []
+    state_sizes: list[int] = []
+    pairs = _meshes_over(step.target, step.states.plan, step.model)
+    meshes = sorted(pairs, key=lambda pair: _mesh_complexity(pair[0]))
     is_shown, start = False, time.monotonic()
 
     def show(compared: int) -> None:
         ranked.sort(key=attrgetter("rank"))
-        show_ranking(ShapeRanking(_first_of_each_mesh(ranked, memory)[:limit], compared, len(meshes)))
+        show_ranking(ShapeRanking(_first_of_each_mesh(ranked, step.memory)[:limit], compared, len(meshes)))
 
     for number, (mesh, zero) in enumerate(meshes):
         progress("meshes compared", number, len(meshes))
         if not is_shown and ranked and time.monotonic() - start > FIRST_SECONDS:
             is_shown = True
             show(number)
-        state_size, candidates = _make_candidates(states, model, batch, memory, mesh, zero, platform)
+        state_size, candidates = step.make_candidates(mesh, zero)
         state_sizes += [] if state_size is None else [state_size]
-        ranked += [Proposal(candidate, candidate.least, time_of(candidate)) for candidate in candidates]
+        ranked += [Proposal(candidate, candidate.least, step.step_time(candidate)) for candidate in candidates]
     if not is_shown:
         show(len(meshes))
-    ranked.sort(key=attrgetter("rank"))
-    by_least = sorted(ranked, key=attrgetter("held"))
-    # If no plan can fit, one is traced, to tell what is too large.
-    possible = [proposal.candidate for proposal in ranked if proposal.held <= memory] or [
-        proposal.candidate for proposal in by_least[:1]
-    ]
-
-    def trace(candidate: Candidate) -> StepBytes:
-        return step_bytes(states.with_plan(candidate.plan), candidate.model, batch, platform)
-
-    fitting, traced = _trace_until_fits(possible[:max_traced], trace, memory, limit, progress)
-    proposals = [
-        Proposal(
-            candidate,
-            step.total,
-            time_of(candidate, step.on_host),
-            judge_formula(step.total, certain_bytes(step.held), memory),
-        )
-        for candidate, step in fitting
-    ]
-    return PlanSearch(
-        sorted(proposals, key=attrgetter("rank")),
-        min(traced, key=lambda pair: pair[1].total, default=None),
-        min(state_sizes, default=memory + 1),
-        len(state_sizes),
-        len(possible),
-        len(traced),
-    )
+    return sorted(ranked, key=attrgetter("rank")), state_sizes
 
 
 def _meshes_over(target: Target, plan: parallel.Plan, model: nn.LanguageModel) -> Iterator[tuple[AbstractMesh, int]]:
@@ -308,42 +355,6 @@ def _trace_until_fits(
         if step.estimate <= memory:
             fitting.append((candidate, step))
     return fitting, traced
-
-
-def _make_candidates(
-    states: training.PlannedState,
-    model: nn.LanguageModel,
-    batch: Batch,
-    memory: int,
-    mesh: AbstractMesh,
-    zero: int,
-    platform: str,
-) -> tuple[int | None, list[Candidate]]:
-    """Return the bytes of the state on a mesh (None where it does not suit the model), and plans whose state fits.
-
-    A mesh's state is made once for all policies of recomputation.
-    """
-    rows, seq = batch.ids.shape
-    plan = for_platform(dataclasses.replace(states.plan, mesh=mesh, zero=zero), platform)
-    state_size, size_between_steps, candidates = None, 0, []
-    for variant in (model, *([nn.with_execution(model, remat="full")] if model.stacks[0].remat != "full" else [])):
-        try:
-            plan.check(variant, rows=rows, seq=seq)
-        except ValueError:  # the plan does not suit the model
-            break
-        if state_size is None:
-            local = state_bytes(states.with_plan(plan)).items()
-            state_by_cause = {cause: size for cause, (size, _) in local if cause != ON_HOST}
-            state_size = sum(state_by_cause.values())
-            size_between_steps = state_size - state_by_cause["gradients"]
-        if state_size > memory:
-            break
-        sent_by = tuple(sent_bytes(plan, variant, rows=rows, seq=seq, trained=states.optimizer.trained))
-        least = max(state_size, size_between_steps + activation_bytes(plan, variant, rows=rows, seq=seq))
-        candidates.append(
-            Candidate(plan, variant, state_size, math.fsum(sent.size for sent in sent_by), sent_by, least)
-        )
-    return state_size, candidates
 
 
 class DecodePlan(NamedTuple):
