@@ -240,19 +240,9 @@ def _write_tokens(
         if progress is not None:
             progress(min(done, source.size) if source.size else done, source.size)
     if not lengths:
-        raise EmptySplitError(
-            f"{call}: the {split} split must have a document with text, but it has none and the other split "
-            f"{excluded}; pass more documents, another `validation` share, split_by='position' to hold out the end of "
-            f"each document, or, of a folder of few long files, the files themselves, which are cut (as by "
-            f"files(folder, piece=...))."
-        )
+        raise _empty_split_error(call, split, excluded)
     if documents_with_surrogates:
-        count = len(documents_with_surrogates)
-        warnings.warn(
-            f"{call}: lone surrogates, which are not characters, were replaced by U+FFFD in {count} "
-            f"document{'s' * (count > 1)}, the first of them {documents_with_surrogates[0]}.",
-            stacklevel=3,
-        )
+        _warn_of_surrogates(call, documents_with_surrogates)
     writer.append("offsets.bin", np.cumsum([0, *lengths]).astype("<i8"))
     writer.finish(
         {
@@ -273,6 +263,25 @@ def _write_tokens(
     )
     if progress is not None:
         progress(source.size or done, source.size or done)
+
+
+def _empty_split_error(call: str, split: Split, other_documents: int) -> EmptySplitError:
+    return EmptySplitError(
+        f"{call}: the {split} split must have a document with text, but it has none and the other split "
+        f"{other_documents}; pass more documents, another `validation` share, split_by='position' to hold out the end "
+        f"of each document, or, of a folder of few long files, the files themselves, which are cut (as by "
+        f"files(folder, piece=...))."
+    )
+
+
+def _warn_of_surrogates(call: str, documents: Sequence[str]) -> None:
+    """Warn the caller of `open_store`, given by `call`, of the names of documents that had lone surrogates."""
+    count = len(documents)
+    warnings.warn(
+        f"{call}: lone surrogates, which are not characters, were replaced by U+FFFD in {count} "
+        f"document{'s' * (count > 1)}, the first of them {documents[0]}.",
+        stacklevel=4,
+    )
 
 
 def _replace_surrogates(document: Document, names: list[str]) -> Document:
