@@ -387,7 +387,7 @@ def _channels(plan: parallel.Plan, mixer: nn.Mixer) -> tuple[float, float, float
     if attends is None:
         raise ValueError(f"{type(mixer).__name__} declares no attention core, so axis context cannot split its rows.")
 
-    def count(channels: Iterable[tuple[int, int]]) -> float:
+    def count(channels: Iterable[tuple[int, ...]]) -> float:
         return float(sum(max(heads / plan.size(TENSOR), least) * width for heads, width in channels))
 
     return count(attends.query), count(attends.key), count(attends.value), count(attends.output)

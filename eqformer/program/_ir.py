@@ -32,9 +32,9 @@ def sent_share(kind: str, devices: int) -> float:
         case "all-reduce":
             return 2 * (devices - 1) / devices
         case "all-gather":
-            return devices - 1
+            return float(devices - 1)
         case "collective-permute":
-            return 1
+            return 1.0
         case _:
             return (devices - 1) / devices
 
