@@ -14,9 +14,12 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 
-Option = bool | int | str  # value of a flag or a compiler option of XLA
+Option = (
+    Any  # value of a flag or a compiler option: a boolean, an integer, which JAX's annotations leave out, or a text
+)
 
 
 def prepare(*, devices: int | None = None, compilers: bool = False, gradients: bool = True) -> None:
