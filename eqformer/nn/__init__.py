@@ -135,6 +135,7 @@ from ._module import (
     named_by as named_by,
     named_modules as named_modules,
     path_name as path_name,
+    replace_modules as replace_modules,
 )
 from ._norm import ClippedNorm as ClippedNorm, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
 from ._precision import (

@@ -204,6 +204,20 @@ def _class_check(kinds: type | tuple[type, ...]) -> Callable[[object], bool]:
     return is_kind
 
 
+def replace_modules(
+    tree: PyTree, kinds: type | tuple[type, ...], replace: Callable[..., PyTree], *likes: PyTree
+) -> PyTree:
+    """Replace each module that `modules` returns by `replace(module, *its counterparts in likes)`.
+
+    A counterpart is the subtree in the place of the module.
+    """
+
+    def replace_node(node: PyTree, *subtrees: PyTree) -> PyTree:
+        return replace(node, *subtrees) if isinstance(node, kinds) else node
+
+    return jax.tree.map(replace_node, tree, *likes, is_leaf=lambda node: isinstance(node, kinds))
+
+
 def path_name(path: tuple) -> str:
     """Return a leaf's path in Python's notation: `stacks[0].blocks.sublayers[0].layer.query.weight`."""
     return jax.tree_util.keystr(path).lstrip(".")

@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 
 from .. import nn
 from .._failures import load_extra
-from ._layout import axes_of, is_spec
+from ._layout import axes_by_dim, axes_of, is_spec
 from ._mesh import axis_sizes, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
 
 
@@ -65,8 +65,7 @@ def sharded_arrays(model: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> l
 def split_axes(ndim: int, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
     """Return, for each dim, the axes of more than one device that split it."""
     sizes = axis_sizes(mesh)
-    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    used_axes = [tuple(axis for axis in entry if sizes[axis] > 1) for entry in entries]
+    used_axes = [tuple(axis for axis in axes if sizes[axis] > 1) for axes in axes_by_dim(spec)]
     return (*used_axes, *((),) * (ndim - len(used_axes)))
 
 

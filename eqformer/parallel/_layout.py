@@ -1,6 +1,7 @@
 """Shardings of arrays from the names of their dims, and arrays that are created sharded."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
@@ -67,17 +68,19 @@ def is_spec(node: object) -> TypeGuard[PartitionSpec]:
     return isinstance(node, PartitionSpec)
 
 
+def axes_by_dim(spec: PartitionSpec | None) -> list[tuple[str, ...]]:
+    """Return the axes that a spec splits each of its dims over; `()` for None."""
+    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec or ()]
+
+
 def axes_of(spec: PartitionSpec | None) -> frozenset[str]:
     """Return every axis that a spec splits over."""
-    entries = () if spec is None else spec
-    return frozenset(axis for entry in entries if entry for axis in ((entry,) if isinstance(entry, str) else entry))
+    return frozenset(itertools.chain(*axes_by_dim(spec)))
 
 
 def dim_over(spec: PartitionSpec | None, axis: str) -> int | None:
     """Return the dim that a spec splits over `axis`, or None."""
-    entries = () if spec is None else spec
-    dims = [i for i, entry in enumerate(entries) if entry and axis in ((entry,) if isinstance(entry, str) else entry)]
-    return dims[0] if dims else None
+    return next((dim for dim, axes in enumerate(axes_by_dim(spec)) if axis in axes), None)
 
 
 def init_sharded(

@@ -2,24 +2,25 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
 from .. import nn
-from .._shapes import Array as AnyArray
-from ._layout import axes_of, is_spec
+from .._shapes import Array as AnyArray, ArrayOrShape
+from ._layout import axes_by_dim, axes_of, is_spec
 from ._mesh import axis_sizes
 
 
 def filter_shard_map(
-    fn: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: PyTree, out_specs: PyTree
-) -> Callable[..., Any]:
+    fn: Callable[..., PyTree], mesh: Mesh | AbstractMesh, in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., PyTree]:
     """Run `fn` on each device, on its shards of the arguments' arrays; leaves that are not arrays are passed on.
 
     `in_specs` is a tuple with, for each argument, a tree of `PartitionSpec`s, each for a whole subtree; `out_specs` is
@@ -85,13 +86,21 @@ def _vary_array(x: Array, axes: tuple[str, ...]) -> Array:
 
 
 def vary_like(tree: PyTree, *examples: PyTree) -> PyTree:
-    """Mark arrays as varying over every axis that any array of `examples` varies over.
+    """Mark arrays as varying over every axis that any array or shape of `examples` varies over.
 
     The initial carry of a loop must vary over all axes that its results vary over.
     """
-    arrays = [x for x in jax.tree.leaves(examples) if eqx.is_array(x)]
-    axes = frozenset().union(*map(varying_axes, arrays)) if arrays else frozenset()
+    axes = frozenset[str]().union(*map(varying_axes, filter(nn.has_shape, jax.tree.leaves(examples))))
     return vary(tree, sorted(axes))
+
+
+def zeros(shapes: PyTree, *dims: int) -> PyTree:
+    """Return zeros for a tree of arrays or shapes, with `dims` in front; they vary over the axes of the arrays."""
+
+    def make_zeros(x: ArrayOrShape) -> Array:
+        return vary(jnp.zeros((*dims, *x.shape), x.dtype), sorted(varying_axes(x)))
+
+    return jax.tree.map(make_zeros, shapes)
 
 
 def own_part(x: Array, axis: str | tuple[str, ...], dim: int) -> Array:
@@ -109,9 +118,9 @@ def _is_spec(node: object) -> bool:
     return node is None or is_spec(node)
 
 
-def _specs_by_leaf(specs: PyTree, tree: PyTree, name: str) -> list[tuple[str, Any, Any]]:
+def _specs_by_leaf(specs: PyTree, tree: PyTree, name: str) -> list[tuple[str, PyTree, PyTree]]:
     """Return path, leaf and spec of each leaf, from a tree of specs in which one may stand for a whole subtree."""
-    entries: list[tuple[str, Any, Any]] = []
+    entries: list[tuple[str, PyTree, PyTree]] = []
 
     def add_subtree(path: tuple, spec: object, subtree: PyTree) -> None:
         for leaf_path, leaf in jax.tree_util.tree_leaves_with_path(subtree):
@@ -130,13 +139,12 @@ def _specs_by_leaf(specs: PyTree, tree: PyTree, name: str) -> list[tuple[str, An
     return entries
 
 
-def _check_argument(path: str, leaf: object, spec: Any, sizes: dict[str, int]) -> bool:
+def _check_argument(path: str, leaf: object, spec: PyTree, sizes: dict[str, int]) -> bool:
     """Return whether a leaf is an array; refuse specs with dims that it lacks or axes that do not divide them."""
     if not _is_array(leaf):
         return False
     call = _check_spec(f"argument {path}", leaf, spec, sizes)
-    for dim, entry in enumerate(spec):
-        axes = (entry,) if isinstance(entry, str) else entry or ()
+    for dim, axes in enumerate(axes_by_dim(spec)):
         pieces = math.prod(sizes[axis] for axis in axes)
         if leaf.shape[dim] % pieces:
             product = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
@@ -147,7 +155,7 @@ def _check_argument(path: str, leaf: object, spec: Any, sizes: dict[str, int]) -
     return True
 
 
-def _check_spec(value: str, leaf: AnyArray, spec: Any, sizes: dict[str, int]) -> str:
+def _check_spec(value: str, leaf: AnyArray, spec: PyTree, sizes: dict[str, int]) -> str:
     """Refuse a spec that is none, or has dims or axes that do not exist; return the beginning of error messages."""
     call = f"filter_shard_map: {value} has shape {leaf.shape} and the spec {spec!r}"
     if not is_spec(spec):
@@ -159,7 +167,7 @@ def _check_spec(value: str, leaf: AnyArray, spec: Any, sizes: dict[str, int]) ->
     return call
 
 
-def _check_result(path: str, leaf: AnyArray, spec: Any, sizes: dict[str, int]) -> None:
+def _check_result(path: str, leaf: AnyArray, spec: PyTree, sizes: dict[str, int]) -> None:
     """Refuse a result that lacks dims of its spec, or varies over axes that the spec does not split it over."""
     call = _check_spec(f"result {path}".strip(), leaf, spec, sizes)
     if differs := sorted(varying_axes(leaf) - axes_of(spec)):

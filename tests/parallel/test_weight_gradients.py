@@ -70,7 +70,7 @@ def test_maps_that_cannot_be_deferred_are_left_alone(key):
     run = defer_maps(stack, found)
     wanted, rest = eqx.partition(run, flag_differentiated(run))
     of_blocks, dx = jax.jit(lambda wanted, x: jax.grad(loss, (0, 2))(wanted, rest, x))(wanted, x)
-    early, products = split_gradients(of_blocks, found, stack)
+    early, products = split_gradients(of_blocks, stack)
     assert early.blocks.plain.weight is None
     start = jax.tree.map(jnp.zeros_like, eqx.filter(stack, eqx.is_inexact_array))
     gradients = accumulate(accumulate(start, early), weight_gradients(stack, products))

@@ -1,8 +1,8 @@
 """The executor of any pipeline schedule: a scan over ticks in which each device follows its column of the table."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,10 +14,11 @@ from ..._shapes import Array
 from .. import _collectives as send
 from .._fully_sharded import grad_proxy
 from .._mesh import PIPE
-from .._shard_map import vary, vary_like, varying_axes
+from .._shard_map import vary, vary_like, varying_axes, zeros
 from ._residuals import (
     accumulate,
     accumulate_group,
+    CallRecord,
     defer_maps,
     find_deferrable,
     flag_differentiated,
@@ -29,13 +30,12 @@ from ._residuals import (
     split_gradients,
     weight_gradients,
     write_slot,
-    zeros,
 )
 from ._schedule import IDLE, Link, route_messages, Schedule, TickActions
 
 
 Seed = Float[Array, ""] | int
-ModelPart = Callable[..., Any]
+ModelPart = Callable[..., PyTree]
 
 
 def pipeline_gradients(
@@ -49,7 +49,7 @@ def pipeline_gradients(
     has_aux: bool = False,
     remat: bool = False,
     seed: Seed = 1,
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
     """Return loss sum, count and gradients of the sum over all microbatches, by a schedule; call it in `shard_map`.
 
     The model is `last(edges, stage(blocks, ... first(edges, piece)), piece) -> (sum, count)` with one `stage` per part.
@@ -61,7 +61,7 @@ def pipeline_gradients(
     Sum, count and the gradients of `edges` are reduced over `pipe`; over axes that the data vary over they are partial
     sums, to be reduced once by the caller. Gradients are summed in float32 at least and are None for arrays that are
     not floating-point. If the schedule is split, the weight gradients of `nn.DenseMap`s in `blocks` are computed in
-    the weight entries (see `_deferred_wgrad`); all other gradients come with the backward entries.
+    the weight entries (see `_residuals`); all other gradients come with the backward entries.
 
     Args:
         schedule: The entries of each device and tick; messages go as its placement says.
@@ -84,11 +84,14 @@ def pipeline_gradients(
     data = vary(data, [PIPE])
     # Typed as varying like the data, so that gradients stay partial sums and nothing is reduced within the loop.
     parameters = vary_like(parameters, data)
-    stage_with_aux = stage if has_aux else lambda *args: (stage(*args), None)
-    executor = _Executor(schedule, (first, stage_with_aux, last), parameters, data, remat, seed)
-    actions = jax.tree.map(lambda table: jnp.asarray(table)[:, executor.rank], executor.routes.actions)
-    tick = lambda state, action: (executor.tick(state, action), None)
-    sums = jax.lax.scan(tick, executor.initial_state(), actions)[0].sums
+
+    def stage_without_aux(*args: PyTree) -> tuple[PyTree, None]:
+        return stage(*args), None
+
+    functions = (first, stage if has_aux else stage_without_aux, last)
+    executor = _Executor(schedule, functions, parameters, data, remat, seed)
+    state, _ = jax.lax.scan(executor.tick, executor.initial_state(), executor.own_actions())
+    sums = state.sums
     # Loss sums and gradients of edges are partial on every stage; gradients of blocks are a device's own.
     (total, count), edge_grads = _sum_over_stages((sums.loss, sums.edges))
     return (total, count, *((sums.aux,) if has_aux else ()), (edge_grads, sums.blocks))
@@ -132,63 +135,66 @@ class _Executor:
         self.rank = jax.lax.axis_index(PIPE)
         _check_data(schedule, self.blocks, data)
         self.axes, self.x, self.loss, self.aux, self.deferrable = self._trace_shapes()
-        x, entry = jax.tree.map(lambda x: zeros(x, self.axes), self.x), vary(jnp.int32(0), [PIPE])
-        run = lambda: self._run_part_with_inputs(self._chunk(entry), x, self._piece(entry))
-        self.packer = None if remat else ResidualPacker(run)
+        x, entry = zeros(self.x), vary(jnp.int32(0), [PIPE])
+        run_part = functools.partial(self._run_part_with_inputs, self._chunk(entry), x, self._piece(entry))
+        self.packer = None if remat else ResidualPacker(run_part)
 
-    def _trace_shapes(self) -> tuple[frozenset[str], PyTree, list[tuple[Any, frozenset[str]]], PyTree, dict]:
-        """Trace for shapes: the varying axes and shapes of the stream between parts, those of sum and count, aux, and
-        the maps whose weight gradients are deferred."""
-        axes: frozenset[str] = frozenset()
+    def own_actions(self) -> TickActions:
+        """Return this device's column of the tables of actions."""
+        columns = [jnp.asarray(table)[:, self.rank] for table in jax.tree.leaves(self.routes.actions)]
+        return jax.tree.unflatten(jax.tree.structure(self.routes.actions), columns)
+
+    def _trace_shapes(self) -> tuple[frozenset[str], PyTree, tuple[PyTree, ...], PyTree, dict[int, ProbeShapes]]:
+        """Trace for shapes: the varying axes of the stream between parts, the shapes of stream, sum and count, and aux,
+        and the maps whose weight gradients are deferred."""
+        axes = frozenset({PIPE})
         chunk, piece = self._chunk(jnp.int32(0)), self._piece(jnp.int32(0))
-        records: dict = {}
+        records: dict[int, CallRecord] = {}
 
         def program(axes: frozenset[str]) -> tuple:
             nonlocal records
             blocks, records = record_calls(chunk) if self.schedule.is_split else (chunk, {})
             x = vary(self.first(self.edges, piece), axes)
             y, aux = self.stage(blocks, x, piece)
-            return x, y, aux, self.last(self.edges, vary(y, axes), piece), nn.aux_loss(aux)
+            total, count = self.last(self.edges, vary(y, axes), piece)
+            # The loss varies over the axes of the terms that are added to it.
+            loss = vary_like((total, count), nn.aux_loss(aux), self.rank)
+            return x, y, vary(aux, [PIPE]), loss
 
         while True:
-            x, y, aux, sums, aux_loss = jax.eval_shape(lambda axes=axes: program(axes))
-            grown = axes.union({PIPE}, *map(varying_axes, jax.tree.leaves((x, y))))
+            x, y, aux, loss = jax.eval_shape(functools.partial(program, axes))
+            grown = axes.union(*map(varying_axes, jax.tree.leaves((x, y))))
             if grown == axes:
                 break
             axes = grown
         _check_stream(x, y)
         tokens = min(leaf.size // leaf.shape[-1] for leaf in jax.tree.leaves(x) if leaf.ndim)
-        loss = [(x, varying_axes(x) | varying_axes(aux_loss) | {PIPE}) for x in sums]
-        deferrable: dict[int, ProbeShapes] = {}
-        if self.schedule.is_split:
-            deferrable = find_deferrable(chunk, records, tokens)
+        deferrable = find_deferrable(chunk, records, tokens) if self.schedule.is_split else {}
         return axes, x, loss, aux, deferrable
 
     def initial_state(self) -> _State:
         """Return empty slots and zero sums, typed as varying like the terms that will be added."""
-        stream_slots = lambda slots: jax.tree.map(lambda x: zeros(x, self.axes, max(slots, 1)), self.x)
-        slots = self.routes.operand_slots
-        operands = {
-            number: (zeros(inputs, input_axes, slots), zeros(outputs, output_axes, slots))
-            for number, (inputs, input_axes, outputs, output_axes) in self.deferrable.items()
-        }
-        loss = tuple(zeros(x, axes) for x, axes in self.loss)
-        all_chunks = lambda x: jax.ShapeDtypeStruct((x.shape[0] * self.schedule.chunks, *x.shape[1:]), x.dtype)
-        aux = jax.tree.map(lambda x: zeros(all_chunks(x), varying_axes(x) | {PIPE}), self.aux)
+        inputs, cotangents = (
+            zeros(self.x, max(slots, 1)) for slots in (self.routes.input_slots, self.routes.cotangent_slots)
+        )
+        operands = {number: shapes.zeros(self.routes.operand_slots) for number, shapes in self.deferrable.items()}
+        aux = jax.tree.map(self._zeros_of_all_chunks, self.aux)
         edge_grads, block_grads = jax.tree.map(grad_proxy, select_differentiable((self.edges, self.blocks)))
-        sums = _Sums(loss, aux, edge_grads, block_grads, operands)
-        inputs, cotangents = stream_slots(self.routes.input_slots), stream_slots(self.routes.cotangent_slots)
+        sums = _Sums(zeros(self.loss), aux, edge_grads, block_grads, operands)
         return _State(inputs, cotangents, self._zero_residuals(self.routes.residual_slots), sums)
+
+    def _zeros_of_all_chunks(self, x: jax.ShapeDtypeStruct) -> Array:
+        """Return zeros for the layers of all chunks, where `x` is the shape of a chunk's."""
+        return zeros(x, self.schedule.chunks).reshape(-1, *x.shape[1:])
 
     def _zero_residuals(self, *slots: int) -> list[Array]:
         """Return zeros in the place of a part's residuals."""
-        return [zeros(x, varying_axes(x), *slots) for x in self.packer.shapes] if self.packer else []
+        return zeros(self.packer.shapes, *slots) if self.packer else []
 
-    def tick(self, state: _State, action: TickActions) -> _State:
+    def tick(self, state: _State, action: TickActions) -> tuple[_State, None]:
         """Run one tick: a forward, a backward and a weight entry, and the messages between devices."""
-        zero = jax.tree.map(lambda x: zeros(x, self.axes), self.x)
         # Slots are read outside of `cond`, since slots that enter a branch would be allocated twice.
-        x = read_slot(state.inputs, action.forward_input)
+        x, zero = read_slot(state.inputs, action.forward_input), zeros(self.x)
         run, idle = lambda: self._forward(x, action), lambda: (zero, zero, self._zero_residuals())
         x, y, residuals = jax.lax.cond(action.forward != IDLE, run, idle)
         # The model's first input is no message from another device, so it is stored where it is computed.
@@ -209,14 +215,15 @@ class _Executor:
         )
         state = dataclasses.replace(state, sums=sums)
         if self.schedule.is_split:
-            add_weights = lambda sums: self._weight(sums, action)
-            sums = jax.lax.cond(action.weight != IDLE, add_weights, lambda sums: sums, state.sums)
+            sums = jax.lax.cond(
+                action.weight != IDLE, lambda sums: self._weight(sums, action), lambda sums: sums, state.sums
+            )
             state = dataclasses.replace(state, sums=sums)
         for link, arrival in zip(self.routes.links, action.arrivals, strict=True):
             name, message = ("inputs", y) if link.is_input else ("cotangents", dx)
             slots = write_slot(getattr(state, name), arrival.slot, self._send(message, link, arrival.is_used))
             state = dataclasses.replace(state, **{name: slots})
-        return state
+        return state, None
 
     def _forward(self, x: PyTree, action: TickActions) -> tuple[PyTree, PyTree, list[Array]]:
         """Return the part's input, output and residuals; with `remat`, the model's last part returns its input twice.
@@ -243,7 +250,7 @@ class _Executor:
 
         def stage(trained: PyTree, x: PyTree) -> tuple[tuple, PyTree]:
             y, aux = self.stage(eqx.combine(trained, static), x, piece)
-            return (vary(y, self.axes), vary(nn.aux_loss(aux), self.loss[0][1])), aux
+            return (vary(y, self.axes), vary_like(nn.aux_loss(aux), self.loss[0])), aux
 
         return jax.vjp(stage, trained, x, has_aux=True)
 
@@ -263,7 +270,7 @@ class _Executor:
             sums.edges,
         )
         chunk_grads, dx = pull((cotangent, jnp.ones_like(aux_loss) * self.seed))
-        chunk_grads, operands = split_gradients(chunk_grads, self.deferrable, chunk)
+        chunk_grads, operands = split_gradients(chunk_grads, chunk)
         edge_grads = jax.lax.cond(
             self._is_part(action.backward, 0),
             lambda grads: self._backward_of_first(grads, dx, piece),
@@ -272,8 +279,7 @@ class _Executor:
         )
         block_grads = self._add_chunk(sums.blocks, chunk_grads, action.backward)
         loss = loss[0] + aux_loss.astype(loss[0].dtype), *loss[1:]
-        aux = jax.tree.map(lambda x, total: vary(x, varying_axes(total)), aux, sums.aux)
-        aux = self._add_chunk(sums.aux, aux, action.backward)
+        aux = self._add_chunk(sums.aux, jax.tree.map(vary_like, aux, sums.aux), action.backward)
         operand_slots = write_slot(sums.operands, action.backward_operands, operands)
         return _Sums(loss, aux, edge_grads, block_grads, operand_slots), dx
 
@@ -307,7 +313,10 @@ class _Executor:
         stages = self.schedule.stages
         ring = [(stage, (stage + link.shift) % stages) for stage in range(stages)]
         name = "activations between stages" if link.is_input else "gradients between stages"
-        permute = lambda message: jax.tree.map(lambda x: send.ppermute(name, x, PIPE, ring), message)
+
+        def permute(message: PyTree) -> PyTree:
+            return jax.tree.map(lambda x: send.ppermute(name, x, PIPE, ring), message)
+
         return jax.lax.cond(is_used, permute, lambda message: message, message)
 
     def _is_part(self, entry: Int[Array, ""], part: int) -> Bool[Array, ""]:
@@ -322,9 +331,9 @@ class _Executor:
         chunks = self.schedule.chunks
         if chunks == 1:
             return self.blocks
-        group = lambda x: read_slot(x.reshape(chunks, -1, *x.shape[1:]), entry // self.schedule.microbatches)
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
-        return eqx.combine(jax.tree.map(group, arrays), static)
+        groups = jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), arrays)
+        return eqx.combine(read_slot(groups, entry // self.schedule.microbatches), static)
 
     def _add_chunk(self, sums: PyTree, chunk_terms: PyTree, entry: Int[Array, ""]) -> PyTree:
         """Add the terms of the entry's group of layers to the group's rows of the sums."""

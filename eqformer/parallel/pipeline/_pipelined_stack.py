@@ -1,7 +1,8 @@
 """A stack whose layers lie on several devices, called like any stack."""
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from ... import nn
 from .. import _collectives as send
 from .._mesh import PIPE
-from .._shard_map import vary, varying_axes
+from .._shard_map import vary, vary_like, varying_axes, zeros
 from ._schedule import Schedule
 from ._stage_layers import count_layers
 
@@ -63,7 +64,8 @@ class PipelinedStack(nn.Module):
         @jax.checkpoint
         def run(arrays: PyTree, x: Array, tokens: nn.Tokens, cache: PyTree, is_live: Array) -> tuple:
             def run_layers() -> tuple:
-                return _typed_like(eqx.combine(arrays, static)(x, tokens, cache), (x, cache, zero_aux))
+                results = eqx.combine(arrays, static)(x, tokens, cache)
+                return jax.tree.map(vary_like, results, (x, cache, zero_aux))
 
             return jax.lax.cond(is_live, run_layers, lambda: (jnp.zeros_like(x), cache, zero_aux))
 
@@ -76,22 +78,25 @@ class PipelinedStack(nn.Module):
             cache_rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * rows, rows, 1), cache)
             piece_tokens = jax.tree.map(lambda x: _piece(x, index), tokens)
             y, cache_rows, new_aux = run(arrays, stage_input, piece_tokens, cache_rows, is_live)
-            write = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, index * rows, 1)
-            cache = jax.tree.map(write, cache, cache_rows)
+            write_rows = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index * rows, axis=1)
+            cache = jax.tree.map(write_rows, cache, cache_rows)
             aux = jax.tree.map(jnp.add, aux, new_aux)
             return (_receive(y, 1, order), self._update_stream(stream, y, number, stages, stage), cache, aux), None
 
-        first_piece, first_tokens = jax.tree.map(lambda x: x[0], (pieces, tokens))
+        first_piece, first_tokens = jax.tree.map(operator.itemgetter(0), (pieces, tokens))
         first_cache = jax.tree.map(lambda x: x[:, :rows], cache)
-        call = lambda carry: eqx.combine(arrays, static)(carry[0], first_tokens, carry[1])
-        typed_x, typed_cache = _settle_axes(lambda carry: call(carry)[:2], (vary(first_piece, [PIPE]), first_cache))
-        shapes = jax.eval_shape(lambda: call((typed_x, typed_cache))[2])
-        zero_aux = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x) | {PIPE}), shapes)
-        stream = vary(pieces, varying_axes(typed_x))
-        start = (jnp.zeros_like(stream[0]), stream, _typed_like(cache, typed_cache), zero_aux)
+
+        def run_first(x: Array, cache: PyTree) -> tuple[Array, PyTree, PyTree]:
+            y, new_cache, aux = eqx.combine(arrays, static)(x, first_tokens, cache)
+            return y, new_cache, vary(aux, [PIPE])
+
+        first_x, first_cache, aux_shapes = _settle_axes(run_first, vary(first_piece, [PIPE]), first_cache)
+        zero_aux = zeros(aux_shapes)
+        stream = vary(pieces, varying_axes(first_x))
+        start = (jnp.zeros_like(stream[0]), stream, jax.tree.map(vary_like, cache, first_cache), zero_aux)
         ticks = jnp.arange(self.microbatches + stages - 1, dtype=jnp.int32)
         (_, stream, cache, aux), _ = jax.lax.scan(tick, start, ticks)
-        aux = jax.tree.map(lambda x: _pad_to_all_layers(x, stages), aux)
+        aux = jax.tree.map(functools.partial(_pad_to_all_layers, stages=stages), aux)
         return self._output(stream, stages, stage).reshape(x.shape), cache, aux
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
@@ -120,7 +125,7 @@ class PipelinedStack(nn.Module):
         """Return the tokens of all microbatches: every stage needs them, and they are small."""
         tokens = nn.tokens_or_default(tokens, x.shape[:-1], cache)
         all_rows = jax.tree.map(_gather, tokens) if self.splits_rows and stages > 1 else tokens
-        return vary(jax.tree.map(lambda x: self._split(x, self.microbatches), all_rows), [PIPE])
+        return vary(jax.tree.map(functools.partial(self._split, pieces=self.microbatches), all_rows), [PIPE])
 
     def _input_slot(self, tick: Array, stream: Array) -> Array:
         """Return the slot of the first stage's next input."""
@@ -183,14 +188,17 @@ def _gather(x: Array) -> Array:
     return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
 
 
-def _typed_like(tree: PyTree, like: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, y: vary(x, varying_axes(y)), tree, like)
+def _settle_axes(
+    run: Callable[[Array, PyTree], tuple[Array, PyTree, PyTree]], x: Array, cache: PyTree
+) -> tuple[Array, PyTree, PyTree]:
+    """Return `x` and a cache, marked as varying over all axes that they vary over when `run` is iterated.
 
-
-def _settle_axes(call: Callable[[Any], Any], carry: PyTree) -> PyTree:
-    """Return the carry, typed as varying over all axes that it comes to vary over when the call is iterated."""
+    `run` returns the next `x` and cache, and an aux, of which the third result is the shapes.
+    """
+    carry = x, cache
     while True:
-        grown = _typed_like(carry, jax.eval_shape(lambda carry=carry: call(carry)))
-        if jax.tree.all(jax.tree.map(lambda x, y: varying_axes(x) == varying_axes(y), carry, grown)):
-            return carry
+        *next_carry, aux = jax.eval_shape(run, *carry)
+        grown = jax.tree.map(vary_like, carry, tuple(next_carry))
+        if list(map(varying_axes, jax.tree.leaves(carry))) == list(map(varying_axes, jax.tree.leaves(grown))):
+            return *carry, aux
         carry = grown

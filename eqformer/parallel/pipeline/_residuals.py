@@ -12,24 +12,25 @@ and `dy`. A scan over layers stacks them like any gradient.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeGuard
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import jaxpr_as_fun, Literal
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
-from ..._shapes import Array as AnyArray, ArrayOrShape
+from ..._shapes import Array as AnyArray
 from .._fully_sharded import Gathered, scatter
 from .._mesh import FSDP, PIPE, TorusSteps
-from .._shard_map import vary, vary_like, varying_axes
+from .._shard_map import vary, vary_like, zeros
 from ..tensor._tensor import Sliced
 from ._schedule import IDLE
 
@@ -42,12 +43,12 @@ class ResidualPacker:
     """
 
     def __init__(self, run: Callable[[], tuple[PyTree, PyTree]]):
-        traces: list[tuple[Any, list[tuple[int, int]], list[Any]]] = []
+        traces: list[tuple[PyTree, list[tuple[int, int]], list[Hashable | None]]] = []
 
         def trace() -> list[AnyArray]:
             results, inputs = run()
             sources, computed = _separate_inputs(results, inputs)
-            key_impls = [jax.random.key_impl(x) if _is_key(x) else None for x in computed]
+            key_impls: list[Hashable | None] = [jax.random.key_impl(x) if _is_key(x) else None for x in computed]
             traces.append((jax.tree.structure(results), sources, key_impls))
             return _as_slot_arrays(computed)
 
@@ -84,8 +85,7 @@ def _separate_inputs(results: PyTree, inputs: PyTree) -> tuple[list[tuple[int, i
     return [sources[id(x)] for x in leaves], computed
 
 
-# A program is a `ClosedJaxpr`, which no public module of JAX 0.12 exports as a type.
-def _constant_program(program: Any, index: int) -> Any:
+def _constant_program(program: ClosedJaxpr, index: int) -> ClosedJaxpr | None:
     """Return the program of one result, without effects of other equations, or None if the result needs an input."""
     results = program.jaxpr.outvars[index : index + 1]
     needed, equations = {x for x in results if not isinstance(x, Literal)}, []
@@ -112,16 +112,11 @@ def _as_slot_arrays(arrays: Sequence[AnyArray]) -> list[AnyArray]:
     return [vary(jax.random.key_data(x) if _is_key(x) else jnp.asarray(x), [PIPE]) for x in arrays]
 
 
-def _wrap_key(numbers: AnyArray, impl: Any) -> AnyArray:
+def _wrap_key(numbers: AnyArray, impl: Hashable) -> AnyArray:
     return jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl)
 
 
 # Slots: trees of arrays with a leading dim of slots, carried by the scan over ticks.
-
-
-def zeros(like: ArrayOrShape, axes: Iterable[str], *dims: int) -> jax.Array:
-    """Return zeros of the shape and dtype of `like` with more leading dims, typed as varying over `axes`."""
-    return vary(jnp.zeros((*dims, *like.shape), like.dtype), sorted(axes))
 
 
 def read_slot(slots: PyTree, slot: Int[AnyArray, ""]) -> PyTree:
@@ -142,8 +137,11 @@ def write_slot(slots: PyTree, slot: Int[AnyArray, ""], tree: PyTree) -> PyTree:
 
 def accumulate(sums: PyTree, terms: PyTree) -> PyTree:
     """Add terms to sums, in the sums' dtypes; None adds nothing."""
-    add = lambda x, y: x if y is None else x + y.astype(x.dtype)
-    return jax.tree.map(add, sums, terms, is_leaf=lambda x: x is None)
+
+    def add(x: AnyArray | None, y: AnyArray | None) -> AnyArray | None:
+        return x if x is None or y is None else x + y.astype(x.dtype)
+
+    return jax.tree.map(add, sums, terms, is_leaf=_is_none)
 
 
 def accumulate_group(sums: PyTree, group: Int[AnyArray, ""], terms: PyTree) -> PyTree:
@@ -156,16 +154,34 @@ def accumulate_group(sums: PyTree, group: Int[AnyArray, ""], terms: PyTree) -> P
         rows = jax.lax.dynamic_slice_in_dim(x, start, y.shape[0]) + y.astype(x.dtype)
         return jax.lax.dynamic_update_slice_in_dim(x, rows, start, 0)
 
-    return jax.tree.map(add, sums, terms, is_leaf=lambda x: x is None)
+    return jax.tree.map(add, sums, terms, is_leaf=_is_none)
+
+
+def _is_none(node: object) -> bool:
+    return node is None
 
 
 # Deferred weight gradients.
 
-Axes = frozenset[str]
-ProbeShapes = tuple[jax.ShapeDtypeStruct, Axes, jax.ShapeDtypeStruct, Axes]
-"""Shape and dtype, and varying mesh axes, of all layers' inputs of a map, and of its outputs."""
-MapCall = tuple[tuple[int, ...], jax.ShapeDtypeStruct, Axes, jax.ShapeDtypeStruct, Axes]
-"""The weight's shape in a call of a map, then the `ProbeShapes` of one layer."""
+
+class MapCall(NamedTuple):
+    """Shapes in a call of a map, in one layer."""
+
+    weight: tuple[int, ...]
+    inputs: jax.ShapeDtypeStruct
+    outputs: jax.ShapeDtypeStruct
+
+
+class ProbeShapes(NamedTuple):
+    """Shapes of a map's inputs and outputs in one layer, and the number of layers."""
+
+    layers: int
+    inputs: jax.ShapeDtypeStruct
+    outputs: jax.ShapeDtypeStruct
+
+    def zeros(self, *slots: int) -> tuple[Array, Array]:
+        """Return zeros for the inputs and the outputs of all layers, with `slots` in front."""
+        return zeros((self.inputs, self.outputs), *slots, self.layers)
 
 
 class CallRecord:
@@ -179,7 +195,7 @@ class MapWrapper(nn.LinearWrapper, nn.DenseMap):
     """Stands in for a `DenseMap` in a pipeline's blocks."""
 
     @property
-    def weight(self) -> Any:
+    def weight(self) -> Float[Array, "..."]:
         """The inner map's weight."""
         return self.inner.weight
 
@@ -192,7 +208,8 @@ class RecordingMap(MapWrapper):
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return the inner map's product."""
         y = self.inner.product(x, dtype)
-        self.record.calls.append((self.inner.shape, *_abstract(vary_like(x, self.inner.weight)), *_abstract(y)))
+        inputs, outputs = jax.eval_shape(lambda: (vary_like(x, self.inner.weight), y))
+        self.record.calls.append(MapCall(self.inner.shape, inputs, outputs))
         return y
 
 
@@ -238,10 +255,6 @@ _multiply = jax.custom_vjp(_multiply_ignoring_probes, nondiff_argnums=(0,))
 _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
-def _abstract(x: Array) -> tuple[jax.ShapeDtypeStruct, Axes]:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype), varying_axes(x)
-
-
 def record_calls(blocks: PyTree) -> tuple[PyTree, dict[int, CallRecord]]:
     """Replace every map by one that records its calls in one trace; return the blocks and the records by map number."""
     maps = _number_maps(blocks)
@@ -261,44 +274,34 @@ def find_deferrable(blocks: PyTree, records: dict[int, CallRecord], tokens: int)
         calls = records[number].calls
         if len(calls) != 1:
             continue
-        weight_shape, inputs, input_axes, outputs, output_axes = calls[0]
-        is_layers_own = weight_shape == _gathered_shape(linear, dim)[1:]
-        if is_layers_own and math.prod(inputs.shape[: -len(linear.inputs)]) >= tokens:
-            stack = lambda x, layers=linear.weight.shape[0]: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype)
-            deferrable[number] = (stack(inputs), input_axes, stack(outputs), output_axes)
+        call = calls[0]
+        is_layers_own = call.weight == _gathered_shape(linear, dim)[1:]
+        if is_layers_own and math.prod(call.inputs.shape[: -len(linear.inputs)]) >= tokens:
+            deferrable[number] = ProbeShapes(linear.weight.shape[0], call.inputs, call.outputs)
     return deferrable
 
 
 def defer_maps(blocks: PyTree, deferrable: dict[int, ProbeShapes]) -> PyTree:
     """Replace the maps of `deferrable` by `DeferredMap`s with probes of zeros."""
     maps = _number_maps(blocks)
-
-    def defer(
-        linear: nn.DenseMap,
-        inputs: jax.ShapeDtypeStruct,
-        input_axes: Axes,
-        outputs: jax.ShapeDtypeStruct,
-        output_axes: Axes,
-    ) -> DeferredMap:
-        zeros = lambda like, axes: vary(jnp.zeros(like.shape, like.dtype), axes)
-        return DeferredMap(linear, zeros(inputs, input_axes), zeros(outputs, output_axes))
-
-    deferred = _replace_maps(blocks, {number: defer(maps[number], *shapes) for number, shapes in deferrable.items()})
-    return _update_gathered(_without_gathered_probes, deferred, blocks)
+    deferred = {number: DeferredMap(maps[number], *shapes.zeros()) for number, shapes in deferrable.items()}
+    return _update_gathered(_without_gathered_probes, _replace_maps(blocks, deferred), blocks)
 
 
 def flag_differentiated(blocks: PyTree) -> PyTree:
     """Flag the leaves that a backward pass differentiates: all floating-point arrays except deferred weights and the
-    values of gradient stand-ins."""
+    values of gradient proxies."""
 
-    def flags(node: PyTree) -> PyTree:
-        if isinstance(node, Gathered):
-            no_values = jax.tree.map(lambda _: False, node.values)
-            return dataclasses.replace(node, inner=flag_differentiated(node.inner), values=no_values)
-        is_float = jax.tree.map(eqx.is_inexact_array, node)
-        return eqx.tree_at(lambda n: n.inner.weight, is_float, False) if isinstance(node, DeferredMap) else is_float
+    def unflag(flags: DeferredMap | Gathered) -> PyTree:
+        if isinstance(flags, Gathered):
+            no_values = _replace_leaves(flags.values, False)
+            return dataclasses.replace(flags, inner=unflag_all(flags.inner), values=no_values)
+        return eqx.tree_at(lambda m: m.inner.weight, flags, False)
 
-    return jax.tree.map(flags, blocks, is_leaf=lambda node: isinstance(node, DeferredMap | Gathered))
+    def unflag_all(flags: PyTree) -> PyTree:
+        return nn.replace_modules(flags, (DeferredMap, Gathered), unflag)
+
+    return unflag_all(jax.tree.map(eqx.is_inexact_array, blocks))
 
 
 def select_differentiable(tree: PyTree) -> PyTree:
@@ -306,18 +309,18 @@ def select_differentiable(tree: PyTree) -> PyTree:
     return eqx.filter(tree, flag_differentiated(tree))
 
 
-def split_gradients(
-    gradients: PyTree, deferrable: dict[int, ProbeShapes], blocks: PyTree
-) -> tuple[PyTree, dict[int, tuple[Array, Array]]]:
+def split_gradients(gradients: PyTree, blocks: PyTree) -> tuple[PyTree, dict[int, tuple[Array, Array]]]:
     """Split the gradients of `defer_maps`' blocks into those of plain blocks, and the operands of deferred products.
 
     The gradients of deferred weights are None; the operands are pairs of a map's input and its output's cotangent.
     """
-    deferred = {number: node for number, node in _number_maps(gradients).items() if number in deferrable}
+    deferred = {number: node for number, node in _number_maps(gradients).items() if isinstance(node, DeferredMap)}
     operands = {number: (node.input_probe, node.output_probe) for number, node in deferred.items()}
     plain = {number: node.inner for number, node in deferred.items()}
-    no_values = lambda values: jax.tree.map(lambda _: None, values)
-    restore = lambda new, old: dataclasses.replace(old, inner=new.inner, values=no_values(old.values))
+
+    def restore(new: Gathered, old: Gathered) -> Gathered:
+        return dataclasses.replace(old, inner=new.inner, values=_replace_leaves(old.values, None))
+
     return _update_gathered(restore, _replace_maps(gradients, plain), blocks), operands
 
 
@@ -337,21 +340,26 @@ def weight_gradients(blocks: PyTree, operands: dict[int, tuple[Array, Array]]) -
         cotangents = cotangents.reshape(
             layers, -1, math.prod(cotangents.shape[cotangents.ndim - len(linear.outputs) :])
         )
-        sum_dtype = nn.at_least_float32(inputs.dtype)
-        product_of_layer = lambda cotangent, x: linear.products.weight_grad(cotangent, x, sum_dtype)
-        product = jax.vmap(product_of_layer)(cotangents, inputs)
+        multiply_in_layer = functools.partial(linear.products.weight_grad, dtype=nn.at_least_float32(inputs.dtype))
+        product = jax.vmap(multiply_in_layer)(cotangents, inputs)
         product = product.reshape(_gathered_shape(linear, dim))
         product = product if dim is None else scatter(product, dim + 1, steps)
-        no_gradients = jax.tree.map(lambda _: None, linear)
-        return eqx.tree_at(lambda m: m.weight, no_gradients, product, is_leaf=lambda node: node is None)
+        return eqx.tree_at(lambda m: m.weight, _replace_leaves(linear, None), product, is_leaf=_is_none)
 
-    no_gradients = jax.tree.map(lambda _: None, blocks)
-    return _replace_maps(no_gradients, {number: multiply(*sites[number], *pair) for number, pair in operands.items()})
+    products = {number: multiply(*sites[number], *pair) for number, pair in operands.items()}
+    return _replace_maps(_replace_leaves(blocks, None), products)
+
+
+def _replace_leaves(tree: PyTree, value: object) -> PyTree:
+    return jax.tree.map(lambda _: value, tree)
+
+
+# Experts count as one node, since they run many matrices at once, and so do modules gathered over `tensor`.
+_NODES = (nn.DenseMap, nn.Experts, Sliced)
 
 
 def _is_node(node: object) -> bool:
-    # Experts count as one node, since they run many matrices at once, and so do modules gathered over `tensor`.
-    return _is_map(node) or isinstance(node, nn.Experts | Sliced)
+    return isinstance(node, _NODES)
 
 
 def _is_map(node: object) -> TypeGuard[nn.DenseMap]:
@@ -362,7 +370,7 @@ def _map_sites(blocks: PyTree) -> list[tuple[nn.DenseMap, int | None, TorusSteps
     """Return the maps in the tree's order, each with the dim of a layer's weight that is gathered for its use, or None,
     and the steps in which the weight gradient is scattered."""
     sites: list[tuple[nn.DenseMap, int | None, TorusSteps]] = []
-    for node in jax.tree.leaves(blocks, is_leaf=lambda node: _is_node(node) or isinstance(node, Gathered)):
+    for node in nn.modules(blocks, (*_NODES, Gathered)):
         if isinstance(node, Gathered):
             for linear, dims in zip(_nodes(node), _group_by_node(node, node.dims)):
                 if _is_map(linear):
@@ -372,11 +380,11 @@ def _map_sites(blocks: PyTree) -> list[tuple[nn.DenseMap, int | None, TorusSteps
     return sites
 
 
-def _number_maps(blocks: PyTree) -> dict[int, Any]:
+def _number_maps(blocks: PyTree) -> dict[int, nn.DenseMap]:
     return dict(enumerate(filter(_is_map, jax.tree.leaves(blocks, is_leaf=_is_node))))
 
 
-def _replace_maps(blocks: PyTree, replacements: dict[int, Any]) -> PyTree:
+def _replace_maps(blocks: PyTree, replacements: Mapping[int, PyTree]) -> PyTree:
     nodes, structure = jax.tree.flatten(blocks, is_leaf=_is_node)
     indices = [index for index, node in enumerate(nodes) if _is_map(node)]
     for number, node in replacements.items():
@@ -400,10 +408,8 @@ def _gathered_shape(linear: nn.DenseMap, dim: int | None) -> tuple[int, ...]:
 
 def _update_gathered(update: Callable[[Gathered, Gathered], Gathered], tree: PyTree, like: PyTree) -> PyTree:
     """Replace each `Gathered` of the tree by `update(node, its counterpart in like)`."""
-    is_gathered = lambda node: isinstance(node, Gathered)
-    counterparts = iter([node for node in jax.tree.leaves(like, is_leaf=is_gathered) if is_gathered(node)])
-    update_node = lambda node: update(node, next(counterparts)) if is_gathered(node) else node
-    return jax.tree.map(update_node, tree, is_leaf=is_gathered)
+    counterparts = iter(nn.modules(like, Gathered))
+    return nn.replace_modules(tree, Gathered, lambda node: update(node, next(counterparts)))
 
 
 def _without_gathered_probes(new: Gathered, old: Gathered) -> Gathered:
@@ -419,7 +425,7 @@ def _without_gathered_probes(new: Gathered, old: Gathered) -> Gathered:
     return dataclasses.replace(old, inner=new.inner, dims=dims, dtypes=dtypes, values=values)
 
 
-def _nodes(gathered: Gathered) -> list[Any]:
+def _nodes(gathered: Gathered) -> list[PyTree]:
     return jax.tree.leaves(gathered.inner, is_leaf=_is_node)
 
 

@@ -5,8 +5,8 @@ the devices skip.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -16,12 +16,12 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ... import nn
 from .._mesh import PIPE
-from .._shard_map import vary, varying_axes
+from .._shard_map import vary_like, zeros
 
 
 PartOf = Int[np.ndarray, "stages chunks"]
 """The part of the model that each chunk of a device is."""
-TakeRows = Callable[[Any, np.ndarray], Any]
+TakeRows = Callable[..., PyTree]
 """A function like `take_layer_rows`, of an array and an order, that returns the rows in that order."""
 
 
@@ -101,12 +101,12 @@ def take_layer_rows(x: Array | jax.ShapeDtypeStruct, order: Int[np.ndarray, "row
 
 def order_for_pipeline(tree: PyTree, part_of: PartOf, take: TakeRows = take_layer_rows) -> PyTree:
     """Put the rows of each stack of a model, or of a tree of models, in pipeline order; padding is zero."""
-    return _move_models(tree, part_of, lambda stacks, rows: layers_to_rows(stacks, rows, take))
+    return _move_models(tree, part_of, functools.partial(layers_to_rows, take=take))
 
 
 def order_for_reading(tree: PyTree, part_of: PartOf, take: TakeRows = take_layer_rows) -> PyTree:
     """Put the layers of `order_for_pipeline`'s result back into reading order."""
-    return _move_models(tree, part_of, lambda stacks, rows: rows_to_layers(stacks, rows, take))
+    return _move_models(tree, part_of, functools.partial(rows_to_layers, take=take))
 
 
 def layers_to_rows(
@@ -148,15 +148,15 @@ def _move_rows(tree: PyTree, order: Int[np.ndarray, "rows"], source_rows: int, t
 def _move_models(tree: PyTree, part_of: PartOf, move: Callable[[Sequence[PyTree], list[LayerRows]], tuple]) -> PyTree:
     """Move each model's stacks together, since one part may hold layers of two stacks."""
 
-    def move_node(node: PyTree) -> PyTree:
+    def move_node(node: nn.LayerStack | nn.LanguageModel) -> PyTree:
         if isinstance(node, nn.LayerStack):
             return move((node,), place_layers([node.depth], part_of))[0]
-        if not isinstance(node, nn.LanguageModel) or not all(isinstance(stack, nn.LayerStack) for stack in node.stacks):
+        if not all(isinstance(stack, nn.LayerStack) for stack in node.stacks):
             return node
         depths = [stack.depth for stack in node.stacks]
         return eqx.tree_at(lambda m: m.stacks, node, move(node.stacks, place_layers(depths, part_of)))
 
-    return jax.tree.map(move_node, tree, is_leaf=lambda node: isinstance(node, nn.LayerStack | nn.LanguageModel))
+    return nn.replace_modules(tree, (nn.LayerStack, nn.LanguageModel), move_node)
 
 
 # Padding.
@@ -172,18 +172,23 @@ class PaddedBlock(nn.Module):
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """Return the block's results or, for padding, `x` and `cache` unchanged, with zeros for aux."""
-        run = lambda: self.inner(x, tokens, cache)
+
+        def run() -> tuple:
+            return vary_like(self.inner(x, tokens, cache), self.is_layer)
+
         shapes = jax.eval_shape(run)
-        typed = lambda tree: jax.tree.map(lambda y, like: vary(y, varying_axes(like) | {PIPE}), tree, shapes)
-        zero_aux = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes[2])
-        return jax.lax.cond(self.is_layer, lambda: typed(run()), lambda: typed((x, cache, zero_aux)))
+
+        def skip() -> tuple:
+            return jax.tree.map(vary_like, (x, cache, zeros(shapes[2])), shapes)
+
+        return jax.lax.cond(self.is_layer, run, skip)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """Return the block's empty cache."""
         return self.inner.init_cache(batch, capacity, dtype)
 
 
-def skip_padding(stacks: Sequence[Any], rows: Sequence[int], part_of: PartOf) -> tuple[Any, ...]:
+def skip_padding(stacks: Sequence[nn.LayerStack], rows: Sequence[int], part_of: PartOf) -> tuple[nn.LayerStack, ...]:
     """Return this device's stacks, with `PaddedBlock` around the blocks of each stack with padding.
 
     `rows` are the numbers of rows of the stacks on all devices together.
