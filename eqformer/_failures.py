@@ -64,6 +64,11 @@ def explain_error(error: BaseException) -> tuple[str, str]:
     return reason, next(fixes, "")
 
 
+# Types of matplotlib, which annotations name although the package is optional.
+Axes = Any
+Figure = Any
+
+
 def load_extra(module: str, *, extra: str, call: str) -> Any:
     """Import an optional module; raise an `ImportError` that names the extra of eqformer that installs it."""
     try:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -40,7 +39,7 @@ class Generation(eqx.Module):
 @checked
 def generate(
     model: Model,
-    prompts: Sequence[Any] | Int[Array, "batch seq"],
+    prompts: Sequence[object] | Int[Array, "batch seq"],
     *,
     max_new_tokens: int,
     lengths: Sequence[int] | Int[Array, "batch"] | None = None,

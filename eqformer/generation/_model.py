@@ -1,6 +1,6 @@
 """The interface that generation needs of a model, and models whose layers are not stacked."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -24,7 +24,7 @@ class Model(Protocol):
 
     def encode(
         self, ids: Int[Array, "batch seq"], tokens: Tokens, cache: PyTree
-    ) -> tuple[Float[Array, "batch seq embed"], PyTree, Any]: ...
+    ) -> tuple[Float[Array, "batch seq embed"], PyTree, PyTree]: ...
 
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]: ...
 

@@ -1,7 +1,7 @@
 """Checking and padding of prompts; few padded sizes, so that compiled programs are reused."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class PaddedPrompts(NamedTuple):
 
 def pad_prompts(
     model: Model,
-    prompts: Sequence[Any] | Int[Array, "batch seq"],
+    prompts: Sequence[object] | Int[Array, "batch seq"],
     lengths: Sequence[int] | Int[Array, "batch"] | None,
     max_new_tokens: int,
     prefill_chunk: int | None,
@@ -99,7 +99,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def _split_rows(
-    prompts: Sequence[Any] | Int[Array, "batch seq"], lengths: Sequence[int] | Int[Array, "batch"] | None
+    prompts: Sequence[object] | Int[Array, "batch seq"], lengths: Sequence[int] | Int[Array, "batch"] | None
 ) -> list[np.ndarray]:
     """Return the ids of each prompt; raise a `ValueError` for prompts that are not rows of ids."""
     if isinstance(prompts, Sequence):

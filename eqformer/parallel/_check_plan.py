@@ -215,12 +215,14 @@ def _check_tensor(plan: Placement, model: nn.LanguageModel, specs: PyTree) -> No
         nn.Norm,
         nn.ScoreBias,
     )
-    remove_head = lambda tree: eqx.tree_at(logits_parts, tree, [None] * len(logits_parts(tree)))
-    headless = remove_head(model)
+    headless = _without_head(model)
     plain_ids = {id(layer) for _, layer in plain_layers(headless)}  # Every device runs the whole of these.
-    is_known = lambda node: isinstance(node, known) or id(node) in plain_ids
+
+    def is_known(node: object) -> bool:
+        return isinstance(node, known) or id(node) in plain_ids
+
     nodes = jax.tree_util.tree_leaves_with_path(headless, is_leaf=is_known)
-    subtrees = jax.tree.map(lambda _, subtree: _Subtree(subtree), headless, remove_head(specs), is_leaf=is_known)
+    subtrees = jax.tree.map(lambda _, subtree: _Subtree(subtree), headless, _without_head(specs), is_leaf=is_known)
     for (path, node), subtree in zip(nodes, jax.tree.leaves(subtrees), strict=True):
         splits = any(TENSOR in axes_of(spec) for spec in jax.tree.leaves(subtree.specs, is_leaf=is_spec))
         if splits and not is_known(node):
@@ -234,6 +236,10 @@ def _check_tensor(plan: Placement, model: nn.LanguageModel, specs: PyTree) -> No
         for path, mixer in nn.named_modules(model, nn.Mixer):
             _check_shared_key_heads(plan, path, mixer, kv_paths)
         _check_feature_layers(plan, model, known)
+
+
+def _without_head(model: PyTree) -> PyTree:
+    return eqx.tree_at(logits_parts, model, [None] * len(logits_parts(model)))
 
 
 def _check_feature_layers(plan: Placement, model: nn.LanguageModel, known: tuple[type, ...]) -> None:

@@ -7,7 +7,7 @@ the name of its forward collective. Profiles, byte counts, and tests that omit a
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -182,7 +182,7 @@ def ppermute(name: str, x: Array, axis: str, pairs: Sequence[tuple[int, int]]) -
     return _call("ppermute", name, x, axis, perm=pairs)
 
 
-def _step_options(steps: Sequence[int]) -> list[dict[str, Any]]:
+def _step_options(steps: Sequence[int]) -> list[dict[str, list[list[int]]]]:
     """Return a collective's options in each step; without steps, one empty dict for the whole axis."""
     return [{"axis_index_groups": groups} for groups in _step_groups(steps)] if steps else [{}]
 
@@ -196,7 +196,7 @@ def _step_groups(steps: Sequence[int]) -> list[list[list[int]]]:
     return [np.moveaxis(indices, step, -1).reshape(-1, size).tolist() for step, size in enumerate(steps)]
 
 
-def _call(kind: str, name: str, x: PyTree, axes: str | tuple[str, ...], **options: Any) -> PyTree:
+def _call(kind: str, name: str, x: PyTree, axes: str | tuple[str, ...], **options: object) -> PyTree:
     """Call the collective `kind` of `jax.lax` in a named scope."""
     collective = _ragged if kind == "ragged_all_to_all" else getattr(jax.lax, kind)
     with jax.named_scope(name):

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .. import nn
-from .._failures import load_extra
+from .._failures import Axes, load_extra
 from ._layout import axes_by_dim, axes_of, is_spec
 from ._mesh import axis_sizes, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
 
@@ -87,19 +86,10 @@ def layout_table(model: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> str
     device holds whole.
     """
     arrays = sharded_arrays(model, specs, mesh)
-    format_shape = lambda sizes: "x".join(map(str, sizes)) or "scalar"
     rows = [("path", "dims", "shape", "a device", "bytes", "bytes a device")]
-    rows += [
-        (
-            x.path,
-            x.dims_with_axes,
-            format_shape(x.shape),
-            format_shape(x.shard_shape),
-            f"{x.nbytes:,}",
-            f"{x.bytes_per_device:,}",
-        )
-        for x in arrays
-    ]
+    for x in arrays:
+        shape, shard_shape = ("x".join(map(str, sizes)) or "scalar" for sizes in (x.shape, x.shard_shape))
+        rows.append((x.path, x.dims_with_axes, shape, shard_shape, f"{x.nbytes:,}", f"{x.bytes_per_device:,}"))
     total, per_device = sum(x.nbytes for x in arrays), sum(x.bytes_per_device for x in arrays)
     rows.append(("total", "", "", f"{per_device / total:.1%}" if total else "", f"{total:,}", f"{per_device:,}"))
     replicated = [x for x in arrays if not any(x.axes)]
@@ -252,12 +242,12 @@ def _format_bytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def _draw_box(axes: Any, x: float, y: float, width: float, height: float, color: str, zorder: int = 1) -> None:
+def _draw_box(axes: Axes, x: float, y: float, width: float, height: float, color: str, zorder: int = 1) -> None:
     patches = load_extra("matplotlib.patches", extra="train", call=CALL)
     axes.add_patch(patches.Rectangle((x, y), width, height, facecolor=color, edgecolor="none", zorder=zorder))
 
 
-def _draw_heading(axes: Any, arrays: list[ShardedArray], mesh: Mesh, width: float) -> None:
+def _draw_heading(axes: Axes, arrays: list[ShardedArray], mesh: Mesh, width: float) -> None:
     total, per_device = sum(x.nbytes for x in arrays), sum(x.bytes_per_device for x in arrays)
     axes.text(0.3, 0.36, f"{mesh_name(mesh)}", fontsize=15, fontweight="bold", color=INK, va="center")
     share = f"{_format_bytes(per_device)} of {_format_bytes(total)} on each device ({per_device / max(total, 1):.1%})"
@@ -275,7 +265,7 @@ def _draw_heading(axes: Any, arrays: list[ShardedArray], mesh: Mesh, width: floa
         x -= 0.58
 
 
-def _draw_footing(axes: Any, arrays: list[ShardedArray], height: float) -> None:
+def _draw_footing(axes: Axes, arrays: list[ShardedArray], height: float) -> None:
     replicated = [array for array in arrays if not any(array.axes)]
     paths = [array.path for array in replicated]
     names = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
@@ -284,7 +274,7 @@ def _draw_footing(axes: Any, arrays: list[ShardedArray], height: float) -> None:
     axes.text(0.3, height - FOOTING_HEIGHT / 2, text, fontsize=10, color=FAINT, va="center")
 
 
-def _draw_dims(axes: Any, array: ShardedArray, x: float, y: float) -> None:
+def _draw_dims(axes: Axes, array: ShardedArray, x: float, y: float) -> None:
     for name, dim_axes in zip(array.dims, array.axes, strict=True):
         text = " ".join((name, *dim_axes))
         if dim_axes:
@@ -297,7 +287,7 @@ def _draw_dims(axes: Any, array: ShardedArray, x: float, y: float) -> None:
         x += LETTER_WIDTH * (len(text) + 1) + 0.08
 
 
-def _draw_pieces(axes: Any, array: ShardedArray, mesh: Mesh, x: float, y: float, height: float) -> None:
+def _draw_pieces(axes: Axes, array: ShardedArray, mesh: Mesh, x: float, y: float, height: float) -> None:
     """Draw a box cut by each split dim in turn, first dims outermost; the one with the fewest cuts goes downwards."""
     split_dims = [dim for dim, dim_axes in enumerate(array.axes) if dim_axes]
     pieces = devices_by_piece(array.shape, array.spec, mesh)
@@ -333,7 +323,7 @@ def _draw_pieces(axes: Any, array: ShardedArray, mesh: Mesh, x: float, y: float,
             axes.text(box_x + box_width / 2, box_y + box_height / 2, text, va="center_baseline", **style)
 
 
-def _draw_bytes(axes: Any, array: ShardedArray, largest: int, x: float, y: float, width: float) -> None:
+def _draw_bytes(axes: Axes, array: ShardedArray, largest: int, x: float, y: float, width: float) -> None:
     scale = width / np.maximum(largest, 1)
     _draw_box(axes, x, y - 0.09, array.nbytes * scale, 0.18, BAR, 2)
     _draw_box(axes, x, y - 0.09, array.bytes_per_device * scale, 0.18, FIRST_DEVICE, 3)

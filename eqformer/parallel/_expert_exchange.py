@@ -9,8 +9,9 @@ sorted after it arrives: from each device comes a run of rows for each expert.
 """
 
 import functools
+import operator
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -179,7 +180,12 @@ def _repeat_rounds(run_round: Round) -> Callable[..., Float[Array, "tokens top_k
     """
 
     def repeat(first: PyTree, queues: Queues, add_round: Callable[[Array, PyTree], PyTree]) -> PyTree:
-        continues, step = lambda carry: carry[0] < queues.rounds, lambda carry: (carry[0] + 1, add_round(*carry))
+        def continues(carry: tuple[Array, PyTree]) -> Array:
+            return carry[0] < queues.rounds
+
+        def step(carry: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
+            return carry[0] + 1, add_round(*carry)
+
         with jax.named_scope(FURTHER_ROUNDS):
             return jax.lax.while_loop(continues, step, (jnp.ones((), jnp.int32), first))[1]
 
@@ -194,19 +200,21 @@ def _repeat_rounds(run_round: Round) -> Callable[..., Float[Array, "tokens top_k
     def run(frozen: PyTree, queues: Queues, *inputs: PyTree) -> Array:
         return run_further_rounds(run_round(frozen, queues, 0, *inputs), frozen, queues, *inputs)
 
-    def forward(frozen: PyTree, queues: Queues, *inputs: PyTree) -> tuple[Array, Any]:
+    def forward(frozen: PyTree, queues: Queues, *inputs: PyTree) -> tuple[Array, tuple[PyTree, ...]]:
         first, pull_back = jax.vjp(functools.partial(run_round, frozen, queues, 0), *inputs)
         return run_further_rounds(first, frozen, queues, *inputs), (pull_back, frozen, queues, inputs)
 
-    def backward(residuals: Any, gradient: Array) -> tuple[PyTree, ...]:
+    def backward(residuals: tuple[PyTree, ...], gradient: Array) -> tuple[PyTree, ...]:
         pull_back, frozen, queues, inputs = residuals
-        wide = lambda x: x.astype(nn.at_least_float32(x.dtype))
+
+        def widen(x: Array) -> Array:
+            return x.astype(nn.at_least_float32(x.dtype))
 
         def add_round(number: Array, total: PyTree) -> PyTree:
             grads = jax.vjp(functools.partial(run_round, frozen, queues, number), *inputs)[1](gradient)
-            return jax.tree.map(lambda total, x: total + wide(x), total, grads)
+            return jax.tree.map(operator.add, total, jax.tree.map(widen, grads))
 
-        total = repeat(jax.tree.map(wide, pull_back(gradient)), queues, add_round)
+        total = repeat(jax.tree.map(widen, pull_back(gradient)), queues, add_round)
         return None, None, *jax.tree.map(lambda total, x: total.astype(x.dtype), total, inputs)
 
     run.defvjp(forward, backward)
@@ -239,7 +247,10 @@ def run_padded_round(
     if weights is not None:
         rows = nn.dispatch.scale_rows(rows, nn.dispatch.weight_of_slot(slot, weights, len(choice)))
     expert = jnp.where(choice < 0, -1, choices.reshape(-1)[jnp.maximum(choice, 0)] % len(experts))
-    to_experts = lambda array: send.all_to_all("choices to experts", array, EXPERT, 0, 0)
+
+    def to_experts(array: Array) -> Array:
+        return send.all_to_all("choices to experts", array, EXPERT, 0, 0)
+
     order, rank, sizes = nn.dispatch.sort_by_expert(to_experts(expert)[:, None], len(experts))
     received = nn.dispatch.take_rows(to_experts(rows), order, rank[:, None])
     even_load = min(choices.size, len(choice))
@@ -298,12 +309,20 @@ def ragged_runs(
     start, end = (jnp.clip(index, first, first + room) for index in (queue_starts, queue_starts + counts))
     sizes = end - start
     source, target = (jnp.where(sizes > 0, index, 0) for index in (sender_starts + start - queue_starts, start - first))
-    sent_by_device = lambda array: jax.lax.dynamic_index_in_dim(array, device, 0, keepdims=False).reshape(-1)
-    received_by_sender = lambda array: jax.lax.dynamic_index_in_dim(array, device, 1, keepdims=False)
-    received = lambda array: received_by_sender(array).reshape(-1)
-    to_experts = Runs(sent_by_device(source), sent_by_device(sizes), sent_by_device(target), received(sizes))
-    from_experts = Runs(received(target), received(sizes), received(source), sent_by_device(sizes))
-    return to_experts, from_experts, jnp.sum(received_by_sender(sizes), axis=0, dtype=jnp.int32)
+
+    def take_sent(array: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(array, device, 0, keepdims=False)
+
+    def take_received(array: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(array, device, 1, keepdims=False)
+
+    sent_sizes, sent_sources, sent_targets = (take_sent(array).reshape(-1) for array in (sizes, source, target))
+    received_sizes, received_sources, received_targets = (
+        take_received(array).reshape(-1) for array in (sizes, source, target)
+    )
+    to_experts = Runs(sent_sources, sent_sizes, sent_targets, received_sizes)
+    from_experts = Runs(received_targets, received_sizes, received_sources, sent_sizes)
+    return to_experts, from_experts, jnp.sum(take_received(sizes), axis=0, dtype=jnp.int32)
 
 
 def _send_rows(name: str, sent: int, received: int, rows: Array, runs: Runs, back: Runs) -> Array:

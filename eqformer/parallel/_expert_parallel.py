@@ -1,6 +1,7 @@
 """Expert parallelism: tokens are gathered on all devices of the axis `expert`, or sent to those with their experts."""
 
 import dataclasses
+import functools
 import math
 from typing import cast
 
@@ -58,7 +59,7 @@ class SplitMixture(nn.Routed):
             y, dropped = self._run_choices(inputs, routing, device_tokens)
             aux = self.inner.aux_of_routing(routing, device_tokens, dropped, self._sum_tokens, self._sum_row)
             if self._splits_tokens:
-                summed = jax.tree.map(lambda leaf: _sum_over(leaf, (TENSOR,)), aux)
+                summed = jax.tree.map(functools.partial(_sum_over, axes=(TENSOR,)), aux)
                 aux = eqx.tree_at(lambda a: a.dropped, summed, dropped)
         y = self.inner.project_outputs(y)
         y = checkpoint_name(y if self.stream is None else self.stream.from_routed(y), "product")
@@ -75,7 +76,7 @@ class SplitMixture(nn.Routed):
         facts = self._router().facts()
         tokens = math.prod(x.shape[:-1])
         # Maps to the experts' channels may be slices here, so that the width is asked of their result.
-        row_bytes = jax.eval_shape(lambda: self.inner.project_inputs(x)).shape[-1] * x.dtype.itemsize
+        row_bytes = jax.eval_shape(self.inner.project_inputs, x).shape[-1] * x.dtype.itemsize
         gathers = facts.gives_slots or self._method(tokens, int(facts.choices), row_bytes) == "gather"
         return checkpoint_name(x, "own tokens") if gathers else x
 
@@ -117,9 +118,14 @@ class SplitMixture(nn.Routed):
             routing = router.whole(self._gather_rows(x), tokens.fold_in(nn.ROUTER))
             gives_slots = router.whole.facts().gives_slots
             return routing if gives_slots else jax.tree.map(stream.routed.take_local, routing)
-        count_leaf = lambda leaf: count_once(stream, leaf) if nn.is_trainable(leaf) else _mark_replicated(leaf)
         routing = router.whole(x, device_tokens)
-        return jax.tree.map(count_leaf, routing) if router.is_split and not self._splits_tokens else routing
+        if self._splits_tokens or not router.is_split:
+            return routing
+
+        def count_leaf(leaf: Array) -> Array:
+            return count_once(stream, leaf) if nn.is_trainable(leaf) else _mark_replicated(leaf)
+
+        return jax.tree.map(count_leaf, routing)
 
     def _slice_tokens(self, tokens: nn.Tokens, size: int) -> nn.Tokens:
         """Return the tokens that this device routes."""
@@ -171,9 +177,8 @@ class SplitMixture(nn.Routed):
         if pieces == 1:
             return self._run_piece(experts, x, choices, weights)
         # Pieces run one after another, and again in the backward pass, which keeps none of them and sums gradients.
-        wide = lambda x: x.astype(nn.at_least_float32(x.dtype)) if nn.is_trainable(x) else x
-        experts = jax.tree.map(wide, experts)
-        arrays = jax.tree.map(lambda a: a.reshape(pieces, -1, *a.shape[1:]), (x, choices, weights))
+        experts = jax.tree.map(_widen_trainable, experts)
+        arrays = tuple(array.reshape(pieces, -1, *array.shape[1:]) for array in (x, choices, weights))
         run_piece = jax.checkpoint(lambda piece: self._run_piece(experts, *piece), prevent_cse=False)
         return jax.lax.map(run_piece, arrays).reshape(x.shape)
 
@@ -203,8 +208,10 @@ class SplitMixture(nn.Routed):
             return self._sum_slices(nn.dispatch.run_slots(experts, x, slots)), aux
         rows, slots = jax.tree.map(_gather_for_experts, (x, slots))
         start = jax.lax.axis_index(EXPERT) * len(experts)
-        slice_experts = lambda array: jax.lax.dynamic_slice_in_dim(array, start, len(experts), 1)
-        y = nn.dispatch.run_slots(experts, rows, nn.Slots(slice_experts(slots.token), slice_experts(slots.weight)))
+        token, weight = (
+            jax.lax.dynamic_slice_in_dim(array, start, len(experts), 1) for array in (slots.token, slots.weight)
+        )
+        y = nn.dispatch.run_slots(experts, rows, nn.Slots(token, weight))
         return self._sum_slices(send.psum_scatter("sums of all experts", y, EXPERT)), aux
 
     def _device_experts(self) -> nn.Experts:
@@ -222,6 +229,10 @@ class SplitMixture(nn.Routed):
             return eqx.tree_at(lambda m: m.bias, linear, jnp.where(is_first, linear.bias, 0))
 
         return nn.map_linears(with_bias_of_first, experts)
+
+
+def _widen_trainable(x: PyTree) -> PyTree:
+    return x.astype(nn.at_least_float32(x.dtype)) if nn.is_trainable(x) else x
 
 
 def _sum_over(x: Array, axes: tuple[str, ...]) -> Array:

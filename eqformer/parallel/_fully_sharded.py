@@ -5,12 +5,11 @@ gradient of an array in that array's dtype and shape, so a 16-bit array is not d
 used, and its gradient is that of a gradient proxy, zeros in float32 whose values are never read.
 """
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
 from jaxtyping import Array, PyTree, Shaped
 
 from .. import nn
@@ -42,7 +41,10 @@ class Gathered(nn.Module):
     def __call__(self, *args: PyTree) -> PyTree:
         """Call the block."""
         arrays, static = eqx.partition(self.inner, eqx.is_array)
-        run = lambda arrays, values, args: eqx.combine(self._gather(arrays, values), static)(*args)
+
+        def run(arrays: PyTree, values: PyTree, args: tuple[PyTree, ...]) -> PyTree:
+            return eqx.combine(self._gather(arrays, values), static)(*args)
+
         if not self.keeps:
             run = jax.checkpoint(run, policy=_saves_all_but_gathered, prevent_cse=False)
         return run(arrays, self.values, args)
@@ -90,7 +92,7 @@ class Scattered(nn.Module):
         return eqx.combine(jax.tree.unflatten(structure, valued), static)
 
 
-def _saves_all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
+def _saves_all_but_gathered(primitive: Primitive, *_: object, **parameters: object) -> bool:
     """Return whether `jax.checkpoint` saves a result: not that of an all-gather, nor a reshaped or cast copy of one."""
     # Reshaping, transposing or casting again costs nothing.
     is_gather = primitive.name.startswith("all_gather") and parameters.get("axis_name") == (FSDP,)

@@ -118,11 +118,15 @@ def _has_partial_gradient(model: nn.LanguageModel, stream: ResidualStream | None
             return flags
         flags = jax.tree.map(operator.and_, flags, _names_split_dims(node))
         flags = eqx.tree_at(token_maps, flags, _flag_all(token_maps(flags), False))
-        output_biases = lambda m: [linear.bias for linear in stream_maps(m, "outputs") if linear.bias is not None]
-        return eqx.tree_at(output_biases, flags, [False] * len(output_biases(flags)))
+        return eqx.tree_at(_output_biases, flags, [False] * len(_output_biases(flags)))
 
     flags = jax.tree.map(flag_layer, model, is_leaf=lambda node: isinstance(node, layers))
     return eqx.tree_at(_vocabulary_tables, flags, _flag_all(_vocabulary_tables(model), True))
+
+
+def _output_biases(layer: PyTree) -> list[PyTree]:
+    """Return the biases of the maps back into the stream."""
+    return [linear.bias for linear in stream_maps(layer, "outputs") if linear.bias is not None]
 
 
 def _vocabulary_tables(model: nn.LanguageModel) -> list[PyTree]:
@@ -135,9 +139,11 @@ def _vocabulary_tables(model: nn.LanguageModel) -> list[PyTree]:
 
 def _names_split_dims(layer: PyTree) -> PyTree:
     """Flag arrays that are a map's, or have names of dims of which none is the stream's."""
-    names = jax.tree.map(lambda names: bool(names) and "embed" not in names, nn.field_dim_names(layer))
-    flag = lambda node, named: _flag_all(node, True) if nn.is_map(node) else named
-    return jax.tree.map(flag, layer, names, is_leaf=nn.is_map)
+
+    def flag(node: PyTree, names: PyTree) -> PyTree:
+        return _flag_all(node, True) if nn.is_map(node) else bool(names) and "embed" not in names
+
+    return jax.tree.map(flag, layer, nn.field_dim_names(layer), is_leaf=nn.is_map)
 
 
 def _flag_all(tree: PyTree, value: bool) -> PyTree:

@@ -8,6 +8,7 @@ devices are placed here, by their coordinates alone.
 import collections
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ def make_mesh(
     pipe: int = 1,
     context: int = 1,
     tensor: int = 1,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> Mesh:
     """Make a mesh with all six axes, most of size 1.
 
@@ -178,7 +179,7 @@ def _torus(devices: Sequence[Device]) -> np.ndarray:
     line = np.empty(len(devices), object)
     line[:] = devices
     if devices[0].platform == "gpu":
-        line[:] = sorted(devices, key=lambda device: device.id)
+        line[:] = sorted(devices, key=operator.attrgetter("id"))
     if devices[0].platform != "tpu" or getattr(devices[0], "coords", None) is None:
         return line
     coords = np.array([_torus_coords(device) for device in devices])

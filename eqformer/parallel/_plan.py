@@ -122,8 +122,8 @@ class OnDevice:
             # `pcast` outside of the scan over layers: inside, each layer's weights would be saved.
             return vary_like(x, parameter) if has_proxy else None
 
-        arrays_of = lambda stack: jax.tree.leaves(eqx.filter(stack.blocks, eqx.is_array))
-        values = tuple(map(value_of, arrays_of(shards), arrays_of(stack), arrays))
+        stack_arrays = [jax.tree.leaves(eqx.filter(tree.blocks, eqx.is_array)) for tree in (shards, stack)]
+        values = tuple(map(value_of, *stack_arrays, arrays))
         if self.plan.zero == 3:
             dtypes = tuple(leaf.dtype for leaf in arrays)
             blocks = Gathered(stack.blocks, dims, dtypes, stack.remat != "none", values, self.plan.torus_steps)

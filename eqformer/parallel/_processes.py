@@ -2,9 +2,10 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import cast, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -25,7 +26,7 @@ def on_all_processes(action: Callable[[], Result]) -> Result:
     """
     if jax.process_count() == 1:
         return action()
-    result: Any = None
+    result: Result | None = None
     failure = None
     try:
         result = action()
@@ -36,7 +37,7 @@ def on_all_processes(action: Callable[[], Result]) -> Result:
         raise failure
     if failed.size:
         raise ValueError(f"process {failed[0]} could not go on, so neither can this one; its own message says why.")
-    return result
+    return cast(Result, result)
 
 
 def on_first_process(action: Callable[[], Result]) -> Result | None:
@@ -44,7 +45,7 @@ def on_first_process(action: Callable[[], Result]) -> Result | None:
     return on_all_processes(lambda: action() if is_first_process() else None)
 
 
-def check_alike(values: Mapping[str, Any]) -> None:
+def check_alike(values: Mapping[str, object]) -> None:
     """Raise a `ValueError` in every process if the values (their `repr`s) differ between processes."""
     digests = [list(hashlib.sha256(repr(value).encode()).digest()) for value in values.values()]
     # The dims of `all_digests` are processes, values and bytes.
@@ -68,8 +69,8 @@ class Votes:
     def __init__(self, mesh: Mesh | AbstractMesh):
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._shape = (mesh.size,)
-        self._sum = jax.jit(lambda votes: votes.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))
-        self._pending: Any = None
+        self._sum = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._pending: jax.Array | None = None
 
     def any(self, mine: bool) -> bool:
         """Cast this process's vote; return whether any voted to stop at the step before (with one process: now)."""

@@ -1,5 +1,6 @@
 """Rings over a mesh axis: neighbor exchange, and loops that send pieces round while each device works on one."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -116,8 +117,8 @@ def pass_on(parts: Parts, axis: str, dim: int, *, name: str) -> Parts:
     if axis == PIPE or _stages() == 1:
         return _permute(name, parts, axis)
     exchange = _swap_with_neighbors if jax.lax.axis_size(axis) % 2 == 0 else _gather_and_pick
-    permute = lambda parts: _permute(name, parts, axis)
-    return jax.lax.platform_dependent(parts, tpu=permute, default=lambda parts: exchange(name, parts, axis, dim))
+    permute = functools.partial(_permute, name, axis=axis)
+    return jax.lax.platform_dependent(parts, tpu=permute, default=functools.partial(exchange, name, axis=axis, dim=dim))
 
 
 def _stages() -> int:
@@ -138,9 +139,10 @@ def _gather_and_pick(name: str, parts: Parts, axis: str, dim: int) -> Parts:
     """Do the work of `_permute` by a gather of which each device keeps one piece, for an odd number of devices."""
     del dim
     size, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    gather = lambda x: send.all_gather(name, x, axis, stacks=True)
-    pick = lambda x, step: jax.lax.dynamic_index_in_dim(gather(x), (index - step) % size, keepdims=False)
-    return tuple(pick(part, step) for part, step in zip(parts, (1, -1)))
+    gathered = [send.all_gather(name, part, axis, stacks=True) for part in parts]
+    return tuple(
+        jax.lax.dynamic_index_in_dim(x, (index - step) % size, keepdims=False) for x, step in zip(gathered, (1, -1))
+    )
 
 
 def _swap_with_neighbors(name: str, parts: Parts, axis: str, dim: int) -> Parts:

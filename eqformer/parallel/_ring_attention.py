@@ -6,7 +6,7 @@ in the order of `zigzag`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ from ..kernels import (
 )
 from ._ring import Ring, shift
 from ._shard_map import vary, vary_like
+
+
+Results = TypeVar("Results")
 
 
 def _send_on(ring: Ring, tree: PyTree) -> PyTree:
@@ -227,7 +230,9 @@ def flash_ring_attend(kernels: RingKernels, ring: Ring, call: AttentionCall) -> 
 def _flash_forward(kernels: RingKernels, ring: Ring, call: AttentionCall) -> tuple[Array, Array]:
     """Return the output and the logsumexp of all keys."""
 
-    def combine_piece(result: tuple[Array, Array], piece: KeyValuePiece, step_number: Any) -> tuple[Array, Array]:
+    def combine_piece(
+        result: tuple[Array, Array], piece: KeyValuePiece, step_number: int | Array
+    ) -> tuple[Array, Array]:
         output, logsum = result
         piece_output, piece_logsum = _attend_past(kernels.past, ring, step_number, call, piece)
         share = jax.nn.sigmoid(piece_logsum - logsum).swapaxes(1, 2)[..., None]
@@ -266,7 +271,7 @@ def _flash_ring_backward(kernels: RingKernels, ring: Ring, residuals: tuple, out
     results = output, logsum, output_grad
     sum_dtype = at_least_float32(call.query.dtype)
 
-    def piece_gradients(piece: KeyValuePiece, step_number: Any) -> tuple[Array, tuple[Array, ...]]:
+    def piece_gradients(piece: KeyValuePiece, step_number: int | Array) -> tuple[Array, tuple[Array, ...]]:
         query_grad, *piece_grads = _attend_past_grads(kernels.past, ring, step_number, call, piece, results)
         return query_grad.astype(sum_dtype), tuple(piece_grads)
 
@@ -303,7 +308,7 @@ _flash_ring.defvjp(_flash_ring_forward, _flash_ring_backward)
 
 
 def _attend_past(
-    kernels: flash.FlashChoice, ring: Ring, step_number: Any, call: AttentionCall, piece: KeyValuePiece
+    kernels: flash.FlashChoice, ring: Ring, step_number: int | Array, call: AttentionCall, piece: KeyValuePiece
 ) -> tuple[Array, Array]:
     """Return the output and sums of a device's queries over the piece that arrives in a step of the ring."""
 
@@ -324,7 +329,7 @@ def _attend_past(
 def _attend_past_grads(
     kernels: flash.FlashChoice,
     ring: Ring,
-    step_number: Any,
+    step_number: int | Array,
     call: AttentionCall,
     piece: KeyValuePiece,
     results: tuple[Array, Array, Array],
@@ -351,16 +356,21 @@ def _attend_past_grads(
 
 
 def _branch_on_step(
-    ring: Ring, step_number: Any, see_early_keys: Callable[[], Any], see_by_late_queries: Callable[[], Any]
-) -> Any:
+    ring: Ring,
+    step_number: int | Array,
+    see_early_keys: Callable[[], Results],
+    see_by_late_queries: Callable[[], Results],
+) -> Results:
     """Run the first function for a piece of a device before this one, and the second for a piece of a later device."""
     return jax.lax.cond(jax.lax.axis_index(ring.axis) >= step_number, see_early_keys, see_by_late_queries)
 
 
 def _halves(tree: PyTree) -> tuple[PyTree, PyTree]:
     """Return the early and the late half of arrays `batch seq ...`."""
-    half = lambda x: x.shape[1] // 2
-    return jax.tree.map(lambda x: x[:, : half(x)], tree), jax.tree.map(lambda x: x[:, half(x) :], tree)
+    leaves, structure = jax.tree.flatten(tree)
+    early = [x[:, : x.shape[1] // 2] for x in leaves]
+    late = [x[:, x.shape[1] // 2 :] for x in leaves]
+    return structure.unflatten(early), structure.unflatten(late)
 
 
 def _concatenate(early: Array, late: Array, dim: int) -> Array:

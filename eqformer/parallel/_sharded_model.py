@@ -2,9 +2,9 @@
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -229,9 +229,10 @@ class ShardedModel(DistributedModel):
     def cache_shapes(self, batch: int, capacity: int, dtype: str | None = None) -> PyTree:
         """Return the shapes of the cache that `init_cache` returns, each with the sharding that the plan gives it."""
         arrays, static = eqx.partition(eqx.filter_eval_shape(self.init_cache, batch, capacity, dtype), is_shape)
-        with_sharding = lambda x, spec: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(self.plan.mesh, spec)
-        )
+
+        def with_sharding(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.plan.mesh, spec))
+
         return eqx.combine(jax.tree.map(with_sharding, arrays, eqx.filter(self._cache_specs(arrays), is_spec)), static)
 
     @property
@@ -251,7 +252,8 @@ class ShardedModel(DistributedModel):
         used_axes = {name: axis for name, axis in axis_of.items() if self.plan.size(axis) > 1}
 
         def spec_of(names: str, x: ArrayOrShape) -> PartitionSpec:
-            axes: dict[str, Any] = {name: used_axes.get(name) for name in _cache_dims(names)} | {"batch": BATCH_AXES}
+            axes: dict[str, str | tuple[str, ...] | None]
+            axes = {name: used_axes.get(name) for name in _cache_dims(names)} | {"batch": BATCH_AXES}
             if "heads" in used_axes and (_is_held_by_each_device(names, x) or self._is_split_by_sharers(x)):
                 axes["batch"] = (*BATCH_AXES, TENSOR)
             return PartitionSpec(*axes.values())
@@ -286,7 +288,7 @@ class ShardedModel(DistributedModel):
         x, cache = run(self.model, ids, hidden_inputs, tokens, cache)
         return x[:batch], cache
 
-    def _per_device(self, rows: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _per_device(self, rows: int, call: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Return `call` for use inside `filter_shard_map`, with the model wrapped for the device."""
         rows_per_device = rows // math.prod(self.plan.size(axis) for axis in BATCH_AXES)
         stages = self.plan.size(PIPE)
@@ -328,7 +330,7 @@ def _check_replicated_mixers(model: nn.LanguageModel) -> None:
     for path, mixer in replicated_layers(model):
         if not isinstance(mixer, nn.Mixer):
             continue
-        names = jax.tree.leaves(nn.dims(eqx.filter_eval_shape(lambda mixer=mixer: mixer.init_cache((1,), 2))))
+        names = jax.tree.leaves(nn.dims(eqx.filter_eval_shape(mixer.init_cache, (1,), 2)))
         if head_dims := {"heads", "kv_heads"} & set(" ".join(map(str, names)).split()):
             raise ValueError(
                 f"ShardedModel over {TENSOR}: {path} declares no head dim to split, and its cache has "
@@ -343,7 +345,7 @@ def _append_predictor_stacks(model: nn.LanguageModel) -> nn.LanguageModel:
     if predictor is None:
         return model
     stacks = (*model.stacks, *predictor.stacks), ()
-    return eqx.tree_at(lambda m: (m.stacks, m.parts.predictor.stacks), model, stacks)
+    return eqx.tree_at(_stacks_with_predictors, model, stacks)
 
 
 def _restore_predictor_stacks(model: nn.LanguageModel, count: int) -> nn.LanguageModel:
@@ -351,7 +353,11 @@ def _restore_predictor_stacks(model: nn.LanguageModel, count: int) -> nn.Languag
     if not count:
         return model
     stacks, predictor_stacks = model.stacks[:-count], model.stacks[-count:]
-    return eqx.tree_at(lambda m: (m.stacks, m.parts.predictor.stacks), model, (stacks, predictor_stacks))
+    return eqx.tree_at(_stacks_with_predictors, model, (stacks, predictor_stacks))
+
+
+def _stacks_with_predictors(model: nn.LanguageModel) -> tuple[PyTree, PyTree]:
+    return model.stacks, model.parts.predictor.stacks
 
 
 def _encode(model: nn.LanguageModel, ids: Array, tokens: nn.Tokens, cache: PyTree) -> tuple[Array, PyTree]:
@@ -375,7 +381,7 @@ def _run_on_cache_pieces(
         # A piece of a row does not tell how long its documents are.
         lengths = jnp.broadcast_to(nn.document_lengths(tokens), ids.shape)
         tokens = dataclasses.replace(tokens, lengths=lengths)
-        cache = nn.map_slot_caches(lambda slots: _as_piece(slots, pieces), cache)
+        cache = nn.map_slot_caches(functools.partial(_as_piece, pieces=pieces), cache)
     x, cache = method(model, ids, *hidden_inputs, tokens, cache)
     return x, nn.map_slot_caches(lambda slots: dataclasses.replace(slots, first=None, capacity=None), cache)
 

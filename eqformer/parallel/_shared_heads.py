@@ -15,7 +15,6 @@ from .. import nn
 from ._layout import shardings
 from ._mesh import PIPE, TENSOR
 from ._plan import Plan
-from ._wrap import replace_where
 from .tensor._tensor import dim_size, is_split
 
 
@@ -28,10 +27,8 @@ def count_sharers(model: PyTree, plan: Plan) -> int:
     repeats = {_repeats(mixer, plan) for mixer in nn.modules(model, nn.Mixer)}
     if plan.size(PIPE) > 1 or len(repeats) != 1:
         return 1
-    supported: list[bool] = []
-    check = lambda node, names: supported.append(_has_only_maps(node, names))
-    jax.tree.map(check, model, nn.dims(model), is_leaf=_is_mixer)
-    return repeats.pop() if all(supported) else 1
+    supported = jax.tree.map(_has_only_maps, model, nn.dims(model), is_leaf=_is_mixer)
+    return repeats.pop() if jax.tree.all(supported) else 1
 
 
 def repeat_key_heads(model: PyTree, plan: Plan) -> PyTree:
@@ -48,10 +45,12 @@ def repeat_key_heads(model: PyTree, plan: Plan) -> PyTree:
 
         return jax.tree.map(repeat_in_array, mixer, names) if repeats > 1 else mixer
 
-    change = lambda model: replace_where(model, _is_mixer, repeat_in_mixer, nn.dims(model))
+    def repeat(model: PyTree) -> PyTree:
+        return nn.replace_modules(model, nn.Mixer, repeat_in_mixer, nn.dims(model))
+
     if not jax.tree.leaves(eqx.filter(model, eqx.is_array)):
-        return eqx.filter_eval_shape(change, model)
-    arrays, static = eqx.partition(change(model), eqx.is_array)
+        return eqx.filter_eval_shape(repeat, model)
+    arrays, static = eqx.partition(repeat(model), eqx.is_array)
     return eqx.combine(jax.device_put(arrays, shardings(plan.parameter_specs(arrays), plan.mesh)), static)
 
 
@@ -71,9 +70,11 @@ def _has_only_maps(node: PyTree, names: PyTree) -> bool:
     """Return whether a node is no mixer, or one that attends by rows and has nothing for each head but its maps."""
     if not _is_mixer(node):
         return True
-    names_outside_maps = jax.tree.map(
-        lambda child, names: "" if nn.is_map(child) else str(names), node, names, is_leaf=nn.is_map
-    )
     if not node.facts().attends_by_rows:
         return False
-    return not {"heads", "kv_heads"} & set(" ".join(jax.tree.leaves(names_outside_maps)).split())
+
+    def names_outside_maps(child: PyTree, names: PyTree) -> str:
+        return "" if nn.is_map(child) else str(names)
+
+    names = jax.tree.leaves(jax.tree.map(names_outside_maps, node, names, is_leaf=nn.is_map))
+    return not {"heads", "kv_heads"} & set(" ".join(names).split())

@@ -1,8 +1,9 @@
 """Vocabulary tables that `fsdp` splits, chunk by chunk: no device ever holds a whole table, or its whole gradient."""
 
 import math
+import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -263,7 +264,7 @@ def with_chunked_tables(
         has_tiles: Whether devices keep rows in tiles, as TPUs do.
     """
 
-    def shard_table(table_of: Callable[[PyTree], Any], sent: str) -> ShardedTable:
+    def shard_table(table_of: Callable[[PyTree], PyTree], sent: str) -> ShardedTable:
         value = table_of(shards)
         chunks, width = math.ceil(table_of(shapes).size * 4 / CHUNK_BYTES), table_of(shapes).shape[-1]
         rows = math.ceil(len(value) / chunks)
@@ -271,8 +272,8 @@ def with_chunked_tables(
         parameter, dim = table_of(parameters), table_of(leaves).fsdp_dim
         return ShardedTable(parameter, value if has_wider_grad(value) else None, dim, sent, rows, steps)
 
-    ids_table, head_table = lambda m: m.embedding.weight, lambda m: m.head.weight
-    inputs_table = lambda m: m.parts.layer_inputs.embedding.weight
+    ids_table, head_table = operator.attrgetter("embedding.weight"), operator.attrgetter("head.weight")
+    inputs_table = operator.attrgetter("parts.layer_inputs.embedding.weight")
     chunked = chunked_tables(shapes)
     embedding, head, inputs = model.embedding, model.head, model.parts.layer_inputs
     if inputs is not None and chunked.inputs and inputs_table(leaves).fsdp_dim is not None:

@@ -1,7 +1,9 @@
 """Wrapping of a plain model's modules, by their contracts, for the device that holds their slices."""
 
+import functools
+import operator
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -16,22 +18,20 @@ from ._fully_sharded import gather_parameter
 from ._layout import dim_over
 from ._mesh import CONTEXT, TENSOR
 from .tensor._residual_stream import ResidualStream
-from .tensor._tensor import is_plain, is_split, PLACES, ReplicatedLayer, ReplicatedMixer, Sliced, TensorParallelMixer
+from .tensor._tensor import (
+    is_plain,
+    is_split,
+    LAYER_FIELDS,
+    ReplicatedLayer,
+    ReplicatedMixer,
+    Sliced,
+    TensorParallelMixer,
+)
 from .tensor._vocabulary import features_to_rows, HeadInput, logits_parts, SourceOutput, take_local_rows
 
 
 Mode = Literal["train", "serve"]
 """What a model is wrapped for: losses and their gradients, or text with caches."""
-
-
-def replace(model: PyTree, kinds: type | tuple[type, ...], make: Callable[..., Any], *likes: PyTree) -> PyTree:
-    """Replace each module of some classes by `make(module, *subtrees of likes)`."""
-    return replace_where(model, lambda node: isinstance(node, kinds), make, *likes)
-
-
-def replace_where(model: PyTree, is_kind: Callable[[Any], bool], make: Callable[..., Any], *likes: PyTree) -> PyTree:
-    """Replace each module of which `is_kind` is true by `make(module, *subtrees of likes)`."""
-    return jax.tree.map(lambda *nodes: make(*nodes) if is_kind(nodes[0]) else nodes[0], model, *likes, is_leaf=is_kind)
 
 
 def split_over_tensor(
@@ -67,22 +67,25 @@ def split_over_tensor(
     def wrap_mixture(mixture: nn.ExpertMixture, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
         # Experts stay as they are; the router, and maps outside of layers, are gathered where they run.
         gathered = (nn.Router, nn.LinearMap)
-        is_part = lambda node: node is mixture.experts or isinstance(node, (*gathered, *kinds))
+
+        def is_part(node: object) -> bool:
+            return node is mixture.experts or (node is not mixture and isinstance(node, (*gathered, *kinds)))
 
         def wrap_part(part: PyTree, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
-            if part is mixture.experts:
+            if part is mixture.experts or not is_part(part):
                 return part
             return slice_module(part, spec) if isinstance(part, gathered) else wrap(part, spec, shape, name)
 
-        return replace_where(mixture, lambda node: node is not mixture and is_part(node), wrap_part, spec, shape, name)
+        return jax.tree.map(wrap_part, mixture, spec, shape, name, is_leaf=is_part)
 
     plain_model = model
-    for kind, layer_of, _ in PLACES:
-        replicate = lambda module, spec, layer_of=layer_of: _replicate_plain_layer(module, spec, layer_of, stream)
-        model = replace(model, kind, replicate, specs)
-    model = replace(model, kinds, wrap, specs, shapes, names)
-    model = replace(model, nn.RandomMask, stream.split_dropout)
-    model = replace(model, nn.PositionEmbedding, stream.split_positions)
+    for kind, field in LAYER_FIELDS:
+        model = nn.replace_modules(
+            model, kind, functools.partial(_replicate_plain_layer, field=field, stream=stream), specs
+        )
+    model = nn.replace_modules(model, kinds, wrap, specs, shapes, names)
+    model = nn.replace_modules(model, nn.RandomMask, stream.split_dropout)
+    model = nn.replace_modules(model, nn.PositionEmbedding, stream.split_positions)
     if mode == "train":
         model = eqx.tree_at(lambda m: m.norm, model, HeadInput(model.norm, stream))
     if (inputs := plain_model.parts.layer_inputs) is not None:
@@ -109,29 +112,32 @@ def split_over_context(model: PyTree, method: str, mode: Mode = "train") -> PyTr
         core = ContextAttention(inner, method) if mode == "train" else SplitCacheAttention(inner)
         return eqx.tree_at(lambda m: m.core, mixer, core)
 
-    is_unwrapped = lambda node: (
-        isinstance(node, nn.Mixer) and not isinstance(node, TensorParallelMixer | ReplicatedMixer)
-    )
-    return replace_where(model, is_unwrapped, split_mixer)
+    def split_node(node: PyTree) -> PyTree:
+        return split_mixer(node) if _is_unwrapped_mixer(node) else node
+
+    return jax.tree.map(split_node, model, is_leaf=_is_unwrapped_mixer)
+
+
+def _is_unwrapped_mixer(node: object) -> bool:
+    return isinstance(node, nn.Mixer) and not isinstance(node, TensorParallelMixer | ReplicatedMixer)
 
 
 def split_mixtures(model: PyTree, method: str, exchange: Exchange, stream: ResidualStream | None) -> PyTree:
     """Replace every mixture of experts by one for the experts, and tokens, that this device holds."""
-    return replace(model, nn.ExpertMixture, lambda mixture: SplitMixture(mixture, method, exchange, stream))
+    split = functools.partial(SplitMixture, method=method, exchange=exchange, stream=stream)
+    return nn.replace_modules(model, nn.ExpertMixture, split)
 
 
-def _replicate_plain_layer(
-    module: PyTree, spec: PyTree, layer_of: Callable[[PyTree], PyTree], stream: ResidualStream
-) -> PyTree:
-    """Wrap a module's layer to run whole on every device if the layer follows no contract."""
-    layer = layer_of(module)
+def _replicate_plain_layer(module: PyTree, spec: PyTree, field: str, stream: ResidualStream) -> PyTree:
+    """Wrap the layer in a module's field to run whole on every device if the layer follows no contract."""
+    layer = getattr(module, field)
     if not is_plain(layer):
         return module
-    replicated = _replicate_layer(layer, layer_of(spec), stream)
-    return eqx.tree_at(layer_of, module, replicated, is_leaf=lambda node: node is layer)
+    replicated = _replicate_layer(layer, getattr(spec, field), stream)
+    return eqx.tree_at(operator.attrgetter(field), module, replicated, is_leaf=lambda node: node is layer)
 
 
-def _replicate_layer(layer: Callable[..., Any], spec: PyTree, stream: ResidualStream) -> Callable[..., Any]:
+def _replicate_layer(layer: Callable[..., PyTree], spec: PyTree, stream: ResidualStream) -> Callable[..., PyTree]:
     """Wrap a layer that needs gathered features or arrays; return it unchanged if the device holds all of them."""
     sliced = slice_module(layer, spec)
     return ReplicatedLayer(sliced, stream) if stream.splits_features or sliced.is_split else layer
@@ -175,7 +181,7 @@ def _split_embedding(
     embedding: nn.TokenEmbedding, spec: PyTree, names: PyTree, stream: ResidualStream, vocab: int, *, is_tied: bool
 ) -> eqx.Module:
     """Wrap an embedding, of which each device looks up its rows or features."""
-    rows = lambda: _vocab_rows(embedding.weight, spec.weight, names.weight)
+    rows = functools.partial(_vocab_rows, embedding.weight, spec.weight, names.weight)
     return stream.split_embedding(embedding, rows, vocab, is_tied=is_tied)
 
 

@@ -14,7 +14,6 @@ from ..parallel._layout import Layout, partition_specs
 from ..parallel._mesh import axis_sizes, FSDP, TENSOR
 from ..parallel._shard_map import filter_shard_map, own_part, vary
 from ..parallel._sharded_model import DistributedModel, pad_batch, pad_tokens, round_to_multiple
-from ..parallel._wrap import replace
 from ..parallel.tensor._collective_matmul import OVERLAPS
 from ..parallel.tensor._residual_stream import SplitNorm
 from ..parallel.tensor._stream_kinds import FeatureStream
@@ -127,7 +126,7 @@ class WeightStationary(DistributedModel):
         bias = None if head is None else head.bias
         lookup = SplitEmbedding(table, self.vocab, FeatureStream())
         embedding = TwoDimVocabulary(lookup, table.weight if head is None else head.matrix(), bias)
-        model = eqx.tree_at(lambda m: m.stacks, model, replace(model.stacks, BLOCKS, wrap_block))
+        model = eqx.tree_at(lambda m: m.stacks, model, nn.replace_modules(model.stacks, BLOCKS, wrap_block))
         if model.positions is not None:
             model = eqx.tree_at(lambda m: m.positions, model, split_channels(model.positions))
         is_none = lambda node: node is None

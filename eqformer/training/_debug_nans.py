@@ -5,8 +5,8 @@ The search computes a step's loss and gradients again, equation by equation.
 
 import dataclasses
 import math
+import operator
 import re
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -150,11 +150,11 @@ def first_non_finite(
     compute_gradients = make_gradient_function(loss_fn, trained=trained)
     pieces = split_microbatches(jax.tree.map(jnp.asarray, batch), microbatches)
     for number in range(microbatches):
-        piece = jax.tree.map(lambda x, at=number: x[at], pieces)
+        piece = jax.tree.map(operator.itemgetter(number), pieces)
         arrays, static = eqx.partition((model, piece, key, scale), eqx.is_array)
         leaves, structure = jax.tree.flatten(arrays)
 
-        def run(*leaves: Array, structure: Any = structure, static: PyTree = static) -> tuple[Array, PyTree]:
+        def run(*leaves: Array, structure: PyTree = structure, static: PyTree = static) -> tuple[Array, PyTree]:
             total, _, gradients = compute_gradients(*eqx.combine(jax.tree.unflatten(structure, leaves), static))
             return total, gradients
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import equinox as eqx
 from jax.sharding import PartitionSpec
@@ -18,7 +18,7 @@ from .losses._token_losses import batch_tokens, evaluation_sums, row_nats
 def make_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
     """Return `evaluation_sums` under a plan, jitted."""
 
-    def sum_over_devices(device: OnDevice, *args: Any, **views: Any) -> dict[str, Array]:
+    def sum_over_devices(device: OnDevice, *args: PyTree, **views: PyTree) -> dict[str, Array]:
         return {name: device.total(value) for name, value in evaluation_sums(*args, **views).items()}
 
     return _make_forward(plan, sum_over_devices, PartitionSpec())
@@ -27,13 +27,15 @@ def make_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Arr
 def make_row_nats(plan: Plan) -> Callable[[PyTree, Batch], Float[Array, "batch"]]:
     """Return `row_nats` under a plan, jitted."""
 
-    def device_row_nats(device: OnDevice, *args: Any, **views: Any) -> Float[Array, "batch"]:
+    def device_row_nats(device: OnDevice, *args: PyTree, **views: PyTree) -> Float[Array, "batch"]:
         return row_nats(*args, **views)
 
     return _make_forward(plan, device_row_nats, PartitionSpec(plan.batch_axes))
 
 
-def _make_forward(plan: Plan, function: Callable[..., Any], out_specs: PartitionSpec) -> Callable[[PyTree, Batch], Any]:
+def _make_forward(
+    plan: Plan, function: Callable[..., PyTree], out_specs: PartitionSpec
+) -> Callable[[PyTree, Batch], PyTree]:
     """Jit `function(device, model, batch, tokens=..., vocabulary=...)`, run on each device's rows.
 
     Without a pipeline the batch is not split into microbatches, since no residuals are stored for a backward pass.
@@ -86,7 +88,7 @@ class Validation(Every):
         self,
         every: int,
         means: Callable[[PyTree], tuple[Means, Mapping[str, Means]]],
-        write: Callable[[dict[str, Any]], object],
+        write: Callable[[dict[str, int | float]], object],
     ):
         """`means(model)` returns the means over all held-out text and those of each source, as `Corpus.validate` does.
 
@@ -97,7 +99,7 @@ class Validation(Every):
 
     def _validate(self, run: Progress) -> None:
         mean, by_source = self._means(run.state.model)
-        row = {
+        row: dict[str, int | float] = {
             "step": run.step,
             "validation_loss": mean.loss,
             "validation_bits_per_byte": bits_per_byte(mean.loss, mean.bytes_per_token),

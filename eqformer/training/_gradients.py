@@ -7,6 +7,7 @@ A step differs between the three in a few places, which are the methods of `Sing
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 
 import equinox as eqx
@@ -174,14 +175,6 @@ class PipelinedExecution(ShardedExecution):
         once, after it.
         """
         wrapped = device.wrap(parameters, model)
-        # Differentiate with respect to float32 parameters that are gathered in float32. The gradients, which are summed
-        # over microbatches by then, are then reduced over devices in float32 too.
-        float32_model = _in_float32(model)
-        float32_device = dataclasses.replace(device, leaves=_gather_in_float32(device.leaves))
-        wrap_float32 = lambda parameters: float32_device.wrap(parameters, float32_model)
-        like, pull_back = eqx.filter_vjp(
-            lambda parameters: select_differentiable(wrap_float32(parameters)), _in_float32(parameters)
-        )
         edges = eqx.tree_at(lambda m: m.stacks, wrapped, None)
 
         def first(edges: PyTree, microbatch: PyTree) -> Array:
@@ -200,7 +193,7 @@ class PipelinedExecution(ShardedExecution):
             return self._loss(device, _with_stacks(edges, (_ReturnHidden(hidden, microbatch[1]),)), microbatch)
 
         microbatches = split_microbatches(rows, self.microbatches)
-        cotangent = loss_cotangent(scale, jax.tree.map(lambda x: x[0], microbatches))
+        cotangent = loss_cotangent(scale, jax.tree.map(operator.itemgetter(0), microbatches))
         total, count, aux, (edge_gradients, stack_gradients) = pipeline_gradients(
             self.plan.timetable(),
             first,
@@ -213,8 +206,7 @@ class PipelinedExecution(ShardedExecution):
             seed=cotangent,
         )
         gradients = unscale_gradients(_with_stacks(edge_gradients, stack_gradients), cotangent)
-        assert jax.tree.map(jnp.dtype, gradients) == jax.tree.map(jnp.dtype, like)
-        (parameter_gradients,) = pull_back(gradients)
+        parameter_gradients = _unwrap_gradients(device, parameters, model, gradients)
         return total, LossAux(count, aux), self.trained(parameter_gradients)
 
 
@@ -244,12 +236,10 @@ def accumulate_gradients(
     """Sum the loss, the count and the gradients over microbatches, by a scan; see `make_gradient_function`."""
     parameters, static = partition_trained(model, trained)
     # A 16-bit parameter is differentiated at a float32 proxy, to which `route_gradient` gives the parameter's value.
-    proxies = jax.tree.map(lambda x: grad_proxy(x) if has_wider_grad(x) else x, parameters)
+    proxies = jax.tree.map(_make_proxy, parameters)
 
     def loss(proxies: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
-        values = jax.tree.map(
-            lambda x, proxy: route_gradient(x, proxy) if has_wider_grad(x) else proxy, parameters, proxies
-        )
+        values = jax.tree.map(_read_through_proxy, parameters, proxies)
         total, loss_aux = sum_and_count(loss_fn(eqx.combine(values, static), batch, key), loss_fn)
         return total * loss_cotangent(scale, batch), (total, loss_aux)
 
@@ -265,10 +255,21 @@ def accumulate_gradients(
     def add(sums: tuple, piece: PyTree) -> tuple[tuple, None]:
         return jax.tree.map(jnp.add, sums, with_gradients(proxies, piece)), None
 
-    first = jax.tree.map(lambda x: x[0], pieces)
-    shapes = eqx.filter_eval_shape(lambda *args: sum_and_count(loss_fn(*args), loss_fn), model, first, key)
+    def sum_piece(piece: PyTree) -> tuple[Array, Count]:
+        return sum_and_count(loss_fn(model, piece, key), loss_fn)
+
+    shapes = eqx.filter_eval_shape(sum_piece, jax.tree.map(operator.itemgetter(0), pieces))
     zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), shapes)
     return jax.lax.scan(add, (zeros[0], zeros[1], zero_gradients), pieces)[0]
+
+
+def _make_proxy(x: PyTree) -> PyTree:
+    return grad_proxy(x) if has_wider_grad(x) else x
+
+
+def _read_through_proxy(x: PyTree, proxy: PyTree) -> PyTree:
+    """Return the value of `x`, whose gradient goes to the result of `_make_proxy`."""
+    return route_gradient(x, proxy) if has_wider_grad(x) else proxy
 
 
 def split_microbatches(batch: PyTree, number: int) -> PyTree:
@@ -276,9 +277,7 @@ def split_microbatches(batch: PyTree, number: int) -> PyTree:
 
     Of a `Batch` with groups of rows, it holds groups `i`, `i + number`, and so on.
     """
-    is_batch = lambda node: isinstance(node, Batch)
-    groups = [node.group for node in jax.tree.leaves(batch, is_leaf=is_batch) if is_batch(node)]
-    group = math.lcm(*groups)
+    group = math.lcm(*(node.group for node in nn.modules(batch, Batch)))
 
     def split(x: Array) -> Array:
         if remainder := x.shape[0] % (number * group):
@@ -309,6 +308,23 @@ class _ReturnHidden(eqx.Module):
                 "batch's documents and random keys; pass the loss's own tokens= on, as model.encode(batch.ids, tokens)."
             )
         return self.hidden, None, None
+
+
+def _unwrap_gradients(device: OnDevice, parameters: PyTree, model: PyTree, gradients: PyTree) -> PyTree:
+    """Return the gradients of `parameters`, given those of the model that `device.wrap` returned for them.
+
+    The derivative of `wrap` sums gradients over devices. It is that of float32 parameters, gathered in float32, because
+    the gradients are sums over microbatches: they are not rounded before they are reduced. The compiler removes the
+    wrapped model, of which nothing is read.
+    """
+    float32_model = _in_float32(model)
+    float32_device = dataclasses.replace(device, leaves=_gather_in_float32(device.leaves))
+
+    def wrap(parameters: PyTree) -> PyTree:
+        return select_differentiable(float32_device.wrap(parameters, float32_model))
+
+    _, pull_back = eqx.filter_vjp(wrap, _in_float32(parameters))
+    return pull_back(gradients)[0]
 
 
 def _in_float32(model: PyTree) -> PyTree:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +18,7 @@ class DivergedError(RuntimeError):
     """An error for too many steps in a row whose loss or gradient was not finite."""
 
 
-def check_finite(metrics: Mapping[str, Any], limit: int = 10, *, step: int | None = None) -> None:
+def check_finite(metrics: Mapping[str, Array], limit: int = 10, *, step: int | None = None) -> None:
     """Raise a `DivergedError` if the last `limit` steps were all skipped; blocks until these metrics are computed.
 
     `step` is the number of the step that returned the metrics; the error then names the first skipped step.
@@ -156,16 +155,17 @@ class Log(Every):
     def __init__(
         self,
         every: int,
-        write: Callable[[dict[str, Any]], object],
-        more: Callable[[Progress], Mapping[str, Any]] = lambda run: {},
+        write: Callable[[dict[str, object]], object],
+        more: Callable[[Progress], Mapping[str, object]] | None = None,
     ):
         """`more(run)` returns further columns, once the metrics are computed: the speed, measured by a clock."""
         super().__init__(every, self._write_row)
         self._write, self._more = write, more
 
     def _write_row(self, run: Progress) -> None:
-        row = {"step": run.step} | {name: _to_plain(value) for name, value in run.metrics.items()}
-        self._write(row | dict(self._more(run)))
+        row: dict[str, object] = {"step": run.step}
+        row |= {name: _to_plain(value) for name, value in run.metrics.items()}
+        self._write(row | dict(self._more(run) if self._more else {}))
 
 
 class Checkpoints(Every):
@@ -175,7 +175,7 @@ class Checkpoints(Every):
         self,
         every: int,
         checkpointer: Checkpointer,
-        metadata: Callable[[int], Mapping[str, Any]],
+        metadata: Callable[[int], Mapping[str, object]],
         states: PlannedState | None = None,
     ):
         """`metadata(step)` is saved with the state, see `run_metadata`; `states` is that of a run under a plan."""

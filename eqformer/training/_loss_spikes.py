@@ -2,9 +2,10 @@
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
+from .._files import JsonObject
 from ._loop import Callback, DivergedError, Progress
 
 
@@ -56,11 +57,11 @@ class LossSpikes(Callback):
             step += (last - first + 1) * (step >= first)
         return step
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """Return what a checkpoint saves beside the state, as JSON."""
         return {"left_out": [list(first_and_last) for first_and_last in self._skipped], "losses": list(self._losses)}
 
-    def start(self, step: int, record: Mapping[str, Any] | None) -> None:
+    def start(self, step: int, record: JsonObject | None) -> None:
         """Start after `step` steps, with the `record` of the checkpoint; None if the checkpoint has none."""
         record = record or {"left_out": [], "losses": []}
         if self._spike_step is None:

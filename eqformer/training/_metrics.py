@@ -5,11 +5,18 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from types import ModuleType
+from typing import cast, Protocol, runtime_checkable, SupportsInt
+
+import numpy as np
 
 from .._failures import load_extra
-from .._files import open_regular, parse_json, write_atomic
+from .._files import JsonObject, open_regular, parse_json, write_atomic
 from ..parallel import on_first_process
+
+
+Row = Mapping[str, object]
+"""Metrics by name, with the number of a step as `step`."""
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float = 1.0) -> float:
@@ -48,7 +55,7 @@ def throughput(
 class MetricWriter(Protocol):
     """A writer of rows of metrics, each with its `step`."""
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Row) -> None:
         """Write one row; values are numbers, zero-dimensional arrays, text, or lists of numbers."""
         ...
 
@@ -72,7 +79,7 @@ class JsonLines:
             self._keep_before(from_step)
         self._file = self._path.open("a", encoding="utf-8")
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Row) -> None:
         """Append the row; it is in the file when this returns."""
         plain = {name: _finite_or_none(plain_number(value)) for name, value in row.items()}
         self._file.write(json.dumps(plain, allow_nan=False) + "\n")
@@ -101,7 +108,7 @@ class JsonLines:
             )  # atomic: a process that is killed here loses no rows
 
 
-def parse_row(line: bytes, label: str) -> dict[str, Any]:
+def parse_row(line: bytes, label: str) -> JsonObject:
     """Parse a line of `JsonLines` into a row of metrics; raises a `ValueError` that begins with `label`."""
     try:
         row = parse_json(line.decode("utf-8"))
@@ -128,14 +135,14 @@ class TensorBoard:
         self._writer = self.package().SummaryWriter(str(folder), purge_step=from_step)
 
     @staticmethod
-    def package() -> Any:
+    def package() -> ModuleType:
         """Import the package `tensorboardX`; raises an `ImportError` if it is not installed."""
         return load_extra("tensorboardX", extra="metrics", call="TensorBoard(folder)")
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Row) -> None:
         """Add each number of the row at the row's step; text and lists are ignored."""
         for name, value in _numbers(row).items():
-            self._writer.add_scalar(name, value, int(row["step"]))
+            self._writer.add_scalar(name, value, _step(row))
         self._writer.flush()
 
     def close(self) -> None:
@@ -157,7 +164,7 @@ class WeightsAndBiases:
         mode: str = "online",
         name: str | None = None,
         identifier: str | None = None,
-        recipe: Mapping[str, Any] | None = None,
+        recipe: Mapping[str, object] | None = None,
     ):
         """Start or continue a run.
 
@@ -182,13 +189,13 @@ class WeightsAndBiases:
         )
 
     @staticmethod
-    def package() -> Any:
+    def package() -> ModuleType:
         """Import the package `wandb`; raises an `ImportError` if it is not installed."""
         return load_extra("wandb", extra="metrics", call="WeightsAndBiases(project)")
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Row) -> None:
         """Log the numbers of the row at the row's step."""
-        self._run.log(_numbers(row), step=int(row["step"]))
+        self._run.log(_numbers(row), step=_step(row))
 
     def close(self) -> None:
         """Finish the run."""
@@ -206,7 +213,7 @@ class MetricWriters:
         self._opened, self._writers = contextlib.ExitStack(), list[MetricWriter]()
         on_first_process(lambda: self._open(opens))
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Row) -> None:
         """Write the row with each writer."""
         on_first_process(lambda: [writer.write(row) for writer in self._writers])
 
@@ -228,16 +235,20 @@ class MetricWriters:
             self._opened = self._opened.pop_all()
 
 
-def plain_number(value: Any) -> Any:
+def plain_number(value: object) -> object:
     """Convert a zero-dimensional array or a numpy number to a Python number; return any other value as it is."""
     is_scalar = getattr(value, "shape", None) == ()
-    return value.item() if is_scalar else value
+    return cast(np.generic, value).item() if is_scalar else value
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, int | float]:
+def _step(row: Row) -> int:
+    return int(cast(SupportsInt, row["step"]))
+
+
+def _numbers(row: Row) -> dict[str, int | float]:
     plain = {name: plain_number(value) for name, value in row.items() if name != "step"}
     return {name: value for name, value in plain.items() if isinstance(value, int | float)}
 
 
-def _finite_or_none(value: Any) -> Any:
+def _finite_or_none(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from jaxtyping import Array, Float, Key, PyTree
 
@@ -51,10 +51,12 @@ class Optimization:
         Raises a `ValueError` for a decay below zero, and for impossible learning rates.
         """
         self._check_positive("weight_decay")
-        options: dict[str, Any] = {"moments": self.moments, "weight_decay": self.weight_decay, "trained": trained}
+        options: dict[str, object] = {"moments": self.moments, "weight_decay": self.weight_decay, "trained": trained}
         return optimizer(self.name, model, rate=self.make_rates(phases), **options)
 
-    def loss(self, model: PyTree, batch: PyTree, key: PyTree = None, **views: Any) -> tuple[Float[Array, ""], PyTree]:
+    def loss(
+        self, model: PyTree, batch: PyTree, key: PyTree = None, **views: PyTree
+    ) -> tuple[Float[Array, ""], PyTree]:
         """Return the loss that a step minimizes: `next_token_loss` with the `z_loss`."""
         return next_token_loss(model, batch, key, z_loss=self.z_loss, **views)
 

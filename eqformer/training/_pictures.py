@@ -5,13 +5,12 @@ import html
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Integer
 
-from .._failures import load_extra
-from .._files import open_regular, write_atomic
+from .._failures import Figure, load_extra
+from .._files import JsonObject, open_regular, write_atomic
 from ._metrics import parse_row
 
 
@@ -68,12 +67,12 @@ def plot_expert_loads(metrics: str | Path, path: str | Path) -> None:
     write_atomic(path, figure.savefig)
 
 
-def _read_rows(metrics: str | Path) -> list[dict[str, Any]]:
+def _read_rows(metrics: str | Path) -> list[JsonObject]:
     with open_regular(metrics) as file:
         return [parse_row(line, f"{metrics}: line {number}") for number, line in enumerate(file, 1)]
 
 
-def _stack_loads(rows: list[dict[str, Any]], metrics: str | Path) -> Float[np.ndarray, "steps layers experts"]:
+def _stack_loads(rows: list[JsonObject], metrics: str | Path) -> Float[np.ndarray, "steps layers experts"]:
     try:
         loads = np.asarray([row["expert_load"] for row in rows], np.float64)
     except (TypeError, ValueError):
@@ -86,7 +85,7 @@ def _stack_loads(rows: list[dict[str, Any]], metrics: str | Path) -> Float[np.nd
     return loads
 
 
-def make_figure(call: str, size: tuple[int | float, int | float]) -> Any:
+def make_figure(call: str, size: tuple[int | float, int | float]) -> Figure:
     """Make an empty figure of `size` inches; the error of a missing matplotlib names the public `call`."""
     figures = load_extra("matplotlib.figure", extra="train", call=call)
     return figures.Figure(figsize=size, dpi=110, layout="constrained")

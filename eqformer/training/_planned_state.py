@@ -1,15 +1,17 @@
 """Training state and batches under a plan: made, restored and saved without an unsharded copy anywhere."""
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
+from .._files import JsonObject
 from .._shapes import Batch, is_shape
 from ..parallel import BATCH_AXES, init_sharded, Plan, shardings
 from ._train_state import init_state, state_shardings, TrainState
@@ -34,7 +36,10 @@ class PlannedState:
 
     def init(self) -> TrainState:
         """Make the state before the first step, each array on the devices to which the plan assigns it."""
-        make = lambda: init_state(self.plan.shard(self.build()), self.optimizer)
+
+        def make() -> TrainState:
+            return init_state(self.plan.shard(self.build()), self.optimizer)
+
         return init_sharded(make, self._shardings, shapes=self._sharded_shapes)
 
     def init_from(self, model: PyTree) -> TrainState:
@@ -50,23 +55,25 @@ class PlannedState:
 
     def restore(
         self, checkpointer: Checkpointer, step: int | None = None, *, reset_counters: bool = False
-    ) -> tuple[TrainState, dict[str, Any]]:
+    ) -> tuple[TrainState, JsonObject]:
         """Return the state of a checkpoint (the latest, or of `step`), saved under any plan, and its metadata.
 
         With `reset_counters` the state counts no steps, for a new run that starts from it.
         """
-        like, empty_batches = self.shapes(), lambda s: s.empty_batches
+        like, empty_batches = self.shapes(), operator.attrgetter("empty_batches")
         if "empty_batches" in checkpointer.leaves(step):
             state, metadata = checkpointer.restore(like, step)
         else:  # older versions did not count empty batches
             state, metadata = checkpointer.restore(eqx.tree_at(empty_batches, like, None), step)
             state = eqx.tree_at(empty_batches, state, state.skipped * 0, is_leaf=lambda leaf: leaf is None)
         if reset_counters:
-            counters = lambda s: (s.step, s.skipped, s.skipped_in_a_row, s.empty_batches)
-            state = eqx.tree_at(counters, state, jax.tree.map(lambda x: x * 0, counters(state)))
+            counters = operator.attrgetter("step", "skipped", "skipped_in_a_row", "empty_batches")
+            state = eqx.tree_at(counters, state, jax.tree.map(jnp.zeros_like, counters(state)))
         return self.shard(state), metadata
 
-    def save(self, checkpointer: Checkpointer, state: TrainState, step: int, metadata: Mapping[str, Any]) -> TrainState:
+    def save(
+        self, checkpointer: Checkpointer, state: TrainState, step: int, metadata: Mapping[str, object]
+    ) -> TrainState:
         """Start to save a state, which is donated; returns the state with which training continues."""
         state = self.unshard(state)
         checkpointer.save(state, step, metadata)
@@ -86,7 +93,7 @@ class PlannedState:
         def with_spec(spec: PartitionSpec, x: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.plan.mesh, spec))
 
-        key = with_spec(PartitionSpec(), jax.eval_shape(lambda: jax.random.key(0)))
+        key = with_spec(PartitionSpec(), jax.eval_shape(jax.random.key, 0))
         batch_shapes = jax.tree.map(functools.partial(with_spec, PartitionSpec(BATCH_AXES)), batch)
         return self.sharded_shapes(), batch_shapes, key
 
@@ -98,7 +105,7 @@ class PlannedState:
 
     @functools.cached_property
     def _plain_shapes(self) -> TrainState:
-        return eqx.filter_eval_shape(lambda model: init_state(model, self.optimizer), self._model_shapes)
+        return eqx.filter_eval_shape(init_state, self._model_shapes, self.optimizer)
 
     @functools.cached_property
     def _sharded_shapes(self) -> TrainState:
@@ -155,7 +162,10 @@ def restore_model(
 def _with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     """Return a tree of shapes, each with its sharding."""
     arrays, static = eqx.partition(shapes, is_shape)
-    with_sharding = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def with_sharding(x: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     return eqx.combine(jax.tree.map(with_sharding, arrays, eqx.filter(shardings, _is_sharding)), static)
 
 
@@ -234,12 +244,15 @@ class _LayerMover:
         """Return the rows of an array in an order, and donate the array; zeros for numbers beyond its last row."""
         keeps_length = len(order) == x.shape[0]
         if (key := (keeps_length, sharding)) not in self._programs:
-            near = lambda x: jax.device_put(x, jax.memory.Space.Device)
-            take = lambda x, order: near(x).at[order].get(mode="fill", fill_value=0)
             donated = (0,) if keeps_length else ()  # The memory of an array of another shape has no use.
-            self._programs[key] = jax.jit(take, donate_argnums=donated, out_shardings=sharding)
+            self._programs[key] = jax.jit(_take_rows, donate_argnums=donated, out_shardings=sharding)
         # Waiting keeps a single copy at a time; and simulated devices may run out of threads, see `take_layer_rows`.
         taken = jax.block_until_ready(self._programs[key](x, order))
         if not keeps_length:
             x.delete()
         return taken
+
+
+def _take_rows(x: jax.Array, order: jax.Array) -> jax.Array:
+    """Return rows in the memory of the devices; zeros for numbers beyond the last row."""
+    return jax.device_put(x, jax.memory.Space.Device).at[order].get(mode="fill", fill_value=0)

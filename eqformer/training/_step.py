@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -28,9 +27,9 @@ class Step(eqx.Module):
     The numbers of its learning rates are arguments of the compiled program, so that runs of any length share it.
     """
 
-    run: Callable[..., Any]
+    run: Callable[..., tuple[TrainState, dict[str, Array]]]
     rate: Rates
-    program: Any = eqx.field(static=True, default=None)
+    program: jax.stages.Compiled | None = eqx.field(static=True, default=None)
     """JAX's compiled program, of a step that `compiled` made; else None."""
 
     @checked
@@ -59,7 +58,7 @@ class Step(eqx.Module):
         state, static_state = eqx.partition(state, _is_traced)
         data, static_data = eqx.partition((batch, key, self.rate), _is_traced)
 
-        def run(state: PyTree, data: PyTree) -> tuple[PyTree, Any]:
+        def run(state: PyTree, data: PyTree) -> tuple[PyTree, dict[str, Array]]:
             state, metrics = self.run(eqx.combine(data, static_data), eqx.combine(state, static_state))
             return eqx.filter(state, _is_traced), metrics
 
@@ -111,7 +110,7 @@ def make_step(
     execution = make_execution(loss_fn, optimizer.trained, plan, microbatches)
 
     @eqx.filter_jit(donate="all-except-first")
-    def run(data: tuple[PyTree, Any, Rates], state: TrainState) -> tuple[TrainState, dict[str, Array]]:
+    def run(data: tuple[PyTree, PyTree, Rates], state: TrainState) -> tuple[TrainState, dict[str, Array]]:
         batch, key, rate = data
         key = None if key is None else jax.random.fold_in(key, state.step)
         loss_scale = state.loss_scale
@@ -202,7 +201,7 @@ def _copy_counters(state: TrainState) -> dict[str, Array]:
     return metrics | {"skipped": state.skipped + 0, "skipped_in_a_row": state.skipped_in_a_row + 0}
 
 
-def update_where(condition: Bool[Array, ""], update: Callable[..., Any], *state: PyTree) -> Any:
+def update_where(condition: Bool[Array, ""], update: Callable[..., tuple], *state: PyTree) -> tuple:
     """Return `update(*state)`, of the state's shapes, where the condition holds; else the state itself, bit for bit.
 
     On accelerators each array is chosen by itself, in its own place: compilers for GPUs give a branch's results places
@@ -210,11 +209,11 @@ def update_where(condition: Bool[Array, ""], update: Callable[..., Any], *state:
     choices keep XLA from fusing the update into one pass.
     """
 
-    def branch(condition: Array, *state: PyTree) -> Any:
+    def branch(condition: Array, *state: PyTree) -> tuple:
         return jax.lax.cond(condition, update, lambda *state: state, *state)
 
-    def choices(condition: Array, *state: PyTree) -> Any:
-        return jax.tree.map(lambda new, old: jnp.where(condition, new, old), update(*state), state)
+    def choices(condition: Array, *state: PyTree) -> tuple:
+        return jax.tree.map(functools.partial(jnp.where, condition), update(*state), state)
 
     return cpu_or(branch, choices, condition, *state)
 
@@ -227,10 +226,10 @@ def rebalance_routers(model: PyTree, aux: PyTree, rate: float) -> PyTree:
     """
     layer_aux = dict(zip(map(id, nn.modules(model, nn.Routed)), nn.aux_of(aux), strict=True))
 
-    def rebalance(node: PyTree) -> PyTree:
-        return node.rebalanced(layer_aux[id(node)], rate) if isinstance(node, nn.Routed) else node
+    def rebalance(layer: nn.Routed) -> nn.Routed:
+        return layer.rebalanced(layer_aux[id(layer)], rate)
 
-    return jax.tree.map(rebalance, model, is_leaf=lambda node: isinstance(node, nn.Routed))
+    return nn.replace_modules(model, nn.Routed, rebalance)
 
 
 def module_gradient_norms(gradients: PyTree) -> dict[str, Float[Array, ""]]:

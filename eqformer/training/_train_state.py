@@ -1,7 +1,5 @@
 """The training state: the model, the optimizer's state and the counters; its sharding and its memory under a plan."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -59,19 +57,21 @@ def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
     optimizer_specs = optimizer.map_state(
         _optimizer_spec, state.optimizer_state, plan.state_specs(parameters), parameters, other=replicated
     )
-    counters = lambda s: (s.step, s.skipped, s.skipped_in_a_row, s.loss_scale, s.empty_batches)
-    counter_specs = [jax.tree.map(lambda _: replicated, counter) for counter in counters(state)]
+    model_specs = plan.parameter_specs(state.model)
+    counters = eqx.tree_at(_model_and_optimizer_state, state, (None, None))
+    counter_specs = jax.tree.map(lambda _: replicated, counters)
     specs = eqx.tree_at(
-        lambda s: (s.model, s.optimizer_state, *counters(s)),
-        state,
-        (plan.parameter_specs(state.model), optimizer_specs, *counter_specs),
-        is_leaf=lambda node: node is None,
+        _model_and_optimizer_state, counter_specs, (model_specs, optimizer_specs), is_leaf=lambda node: node is None
     )
     device_shardings = shardings(specs, plan.mesh)
     optimizer_shardings = jax.tree.map(
         _with_memory, device_shardings.optimizer_state, is_on_host(plan, optimizer, state.optimizer_state)
     )
     return eqx.tree_at(lambda s: s.optimizer_state, device_shardings, optimizer_shardings)
+
+
+def _model_and_optimizer_state(state: PyTree) -> tuple[PyTree, PyTree]:
+    return state.model, state.optimizer_state
 
 
 def _with_memory(sharding: NamedSharding, on_host: bool) -> NamedSharding:
@@ -107,7 +107,10 @@ def _copy_repeated_arrays(tree: PyTree) -> PyTree:
 def is_on_host(plan: Plan, optimizer: Optimizer, optimizer_state: PyTree) -> PyTree:
     """Return for each array of an optimizer's state whether a plan keeps it in host memory; counters never are."""
     on_host = plan.optimizer_memory == "pinned_host"
-    mark = lambda moments, *_: jax.tree.map(lambda _: on_host, moments)
+
+    def mark(moments: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: on_host, moments)
+
     return optimizer.map_state(mark, optimizer_state, other=False)
 
 
@@ -131,6 +134,8 @@ def return_to_host(plan: Plan, optimizer: Optimizer, optimizer_state: PyTree) ->
     return _move(jax.memory.Space.Host, plan, optimizer, optimizer_state)
 
 
-def _move(space: Any, plan: Plan, optimizer: Optimizer, arrays: PyTree) -> PyTree:
-    move = lambda x, on_host: jax.device_put(x, space) if on_host else x
+def _move(space: jax.memory.Space, plan: Plan, optimizer: Optimizer, arrays: PyTree) -> PyTree:
+    def move(x: Array, on_host: bool) -> Array:
+        return jax.device_put(x, space) if on_host else x
+
     return jax.tree.map(move, arrays, is_on_host(plan, optimizer, arrays))

@@ -195,10 +195,9 @@ def _settle_axes(
 
     `run` returns the next `x` and cache, and an aux, of which the third result is the shapes.
     """
-    carry = x, cache
     while True:
-        *next_carry, aux = jax.eval_shape(run, *carry)
-        grown = jax.tree.map(vary_like, carry, tuple(next_carry))
-        if list(map(varying_axes, jax.tree.leaves(carry))) == list(map(varying_axes, jax.tree.leaves(grown))):
-            return *carry, aux
-        carry = grown
+        next_x, next_cache, aux = jax.eval_shape(run, x, cache)
+        old_axes = list(map(varying_axes, jax.tree.leaves((x, cache))))
+        x, cache = jax.tree.map(vary_like, (x, cache), (next_x, next_cache))
+        if old_axes == list(map(varying_axes, jax.tree.leaves((x, cache)))):
+            return x, cache, aux

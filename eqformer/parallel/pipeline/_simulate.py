@@ -5,12 +5,12 @@ import math
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from ..._failures import load_extra
+from ..._failures import Axes, Figure, load_extra
 from ._schedule import check_schedule, IDLE, Schedule
 
 
@@ -282,7 +282,7 @@ def _title(simulation: Simulation, timing: Timing) -> str:
     )
 
 
-def _plot_schedule(axes: Any, simulation: Simulation, timing: Timing, longest: float, inch: float) -> None:
+def _plot_schedule(axes: Axes, simulation: Simulation, timing: Timing, longest: float, inch: float) -> None:
     """Plot the boxes and numbers of one schedule; `inch` is the length of a unit of time on paper."""
     schedule, entries = simulation.schedule, simulation.entries
     durations = timing.ends - timing.starts
@@ -316,7 +316,7 @@ def _plot_schedule(axes: Any, simulation: Simulation, timing: Timing, longest: f
     axes.annotate(description.strip(), (1, 1), (8, 6), xycoords=(label, "axes fraction"), fontsize=10, **style)
 
 
-def _draw_legend(figure: Any, schedules: list[Schedule], y: float) -> None:
+def _draw_legend(figure: Figure, schedules: list[Schedule], y: float) -> None:
     patches = load_extra("matplotlib.patches", extra="train", call="plot_timeline(schedules, path)")
     kinds = 3 if any(schedule.is_split for schedule in schedules) else 2
     handles = [patches.Patch(color=COLORS[kind][0], label=LABELS[kind]) for kind in range(kinds)]

@@ -4,6 +4,7 @@ The ring forms follow "Overlap Communication with Dependent Computation via Deco
 Models" (Wang et al., ASPLOS 2023): a device multiplies the piece that it has while the next piece is sent.
 """
 
+import functools
 from typing import get_args, Literal, overload
 
 import jax
@@ -231,8 +232,8 @@ def _matmul_scatter_forward(ring: Ring, products: MatmulPrecision, scatter: str,
 def _matmul_scatter_backward(ring: Ring, products: MatmulPrecision, scatter: str, residuals: tuple, gradient: Array):
     x, weight = residuals
     sum_dtype = at_least_float32(x.dtype)
-    input_grad = lambda gradient, weight: products.input_grad(gradient, weight, sum_dtype)
-    weight_grad = lambda gradient, x: products.weight_grad(gradient, x, sum_dtype)
+    input_grad = functools.partial(products.input_grad, dtype=sum_dtype)
+    weight_grad = functools.partial(products.weight_grad, dtype=sum_dtype)
 
     def visit_tokens(carry: tuple[Array, Array], piece: Array, start: Array) -> tuple[Array, Array]:
         x_grad, total = carry

@@ -99,13 +99,16 @@ def split_features(module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyT
             return node
         return FeatureLinear(node, _scatters(shape), stream.overlap, _split_outputs(node, spec, name))
 
-    is_split_node = lambda node: nn.is_map(node) or isinstance(node, nn.Norm)
-    module = jax.tree.map(split_node, module, shapes, specs, names, is_leaf=is_split_node)
-    if not shares_kv_heads(shapes):
-        return module
-    is_map = lambda node: isinstance(node, nn.LinearMap)
-    take_head = lambda node: FeatureKeyHead(node) if is_map(node) and node.outputs[0] == "kv_heads" else node
-    return jax.tree.map(take_head, module, is_leaf=is_map)
+    module = jax.tree.map(split_node, module, shapes, specs, names, is_leaf=_is_map_or_norm)
+    return nn.replace_modules(module, nn.LinearMap, _take_key_head) if shares_kv_heads(shapes) else module
+
+
+def _is_map_or_norm(node: object) -> bool:
+    return nn.is_map(node) or isinstance(node, nn.Norm)
+
+
+def _take_key_head(linear: nn.LinearMap) -> nn.LinearMap:
+    return FeatureKeyHead(linear) if linear.outputs[0] == "kv_heads" else linear
 
 
 def _scatters(linear: nn.LinearMap) -> bool:
@@ -154,9 +157,7 @@ class _UnsplitFeatures(ResidualStream):
         self, module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
     ) -> eqx.Module:
         """Wrap the layer in `TensorParallelLayer`."""
-        is_norm = lambda node: isinstance(node, nn.Norm)
-        split = lambda node: self.split_norm(node) if is_norm(node) else node
-        inner, shares_heads = jax.tree.map(split, module, is_leaf=is_norm), shares_kv_heads(shapes)
+        inner, shares_heads = nn.replace_modules(module, nn.Norm, self.split_norm), shares_kv_heads(shapes)
         if isinstance(module, nn.Mixer):
             return TensorParallelMixer(TensorParallelLayer(inner, self, shares_heads, sharers))
         return TensorParallelLayer(inner, self, shares_heads)

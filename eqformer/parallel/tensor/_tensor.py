@@ -6,8 +6,8 @@ the stream between the layers is split over tokens, and the reduction becomes a 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
 
 import equinox as eqx
 import jax
@@ -46,21 +46,20 @@ class TensorParallelLayer(nn.Module):
     def __call__(self, x: Float[Array, "*batch seq embed"], *args: PyTree) -> PyTree:
         """Call the layer; `x` is this device's part of the stream."""
         inner = self._local()
-        input_and_output_maps = lambda m: (*_input_maps(m), *stream_maps(m, "outputs"))
         products = self._multiply_input(x, _input_maps(inner))
         output_maps: list[nn.LinearWrapper]
         output_maps = [RowParallelMap(linear, self.stream) for linear in stream_maps(inner, "outputs")]
         if self.sharers > 1:
             tokens, cache = args
             output_maps = [RowsToHeadsMap(linear, self.sharers) for linear in output_maps]
-            args = jax.tree.map(lambda x: take_attended_rows(x, self.sharers), tokens), cache
+            args = jax.tree.map(functools.partial(take_attended_rows, sharers=self.sharers), tokens), cache
         mixer = type(inner).__name__ if isinstance(inner, nn.Mixer) else None
         context = LayerContext(self.stream, self.sharers, mixer)
         precomputed = [
             PrecomputedMap(linear, context.select_rows(linear, y), x, context)
             for linear, y in zip(_input_maps(inner), products)
         ]
-        return eqx.tree_at(input_and_output_maps, inner, (*precomputed, *output_maps))(x, *args)
+        return eqx.tree_at(_input_and_output_maps, inner, (*precomputed, *output_maps))(x, *args)
 
     def _multiply_input(self, x: Float[Array, "*batch seq embed"], linears: list[nn.LinearMap]) -> list[Array]:
         """Return the products of all maps with the gathered input."""
@@ -73,8 +72,7 @@ class TensorParallelLayer(nn.Module):
             x, weights, TENSOR, name="maps from the stream", overlap=self.stream.overlap, products=precisions
         )
         products = [checkpoint_name(y, "product") for y in products]
-        to_output_shape = lambda linear, y: y.reshape(*y.shape[:-1], *linear.output_shape)
-        return [to_output_shape(linear, y) for linear, y in zip(linears, products)]
+        return [y.reshape(*y.shape[:-1], *linear.output_shape) for linear, y in zip(linears, products)]
 
     def _local(self) -> PyTree:
         return take_kv_head(self.inner) if self.shares_kv_heads else self.inner
@@ -253,14 +251,17 @@ def token_maps(module: PyTree) -> list[nn.LinearMap]:
 
 def _unwrapped_maps(module: PyTree, side: str) -> list[nn.LinearMap]:
     """Return the maps of `stream_maps`, but a map that is made of maps as a single map."""
-    is_map = lambda node: isinstance(node, nn.LinearMap)
-    return [m for m in jax.tree.leaves(module, is_leaf=is_map) if is_map(m) and getattr(m, side) == ("embed",)]
+    return [linear for linear in nn.modules(module, nn.LinearMap) if getattr(linear, side) == ("embed",)]
 
 
 def _input_maps(module: PyTree) -> list[nn.LinearMap]:
     """Return the maps that read the gathered stream together."""
     on_local_tokens = set(map(id, nn.linear_maps(token_maps(module))))
     return [linear for linear in stream_maps(module, "inputs") if id(linear) not in on_local_tokens]
+
+
+def _input_and_output_maps(module: PyTree) -> tuple[nn.LinearMap, ...]:
+    return (*_input_maps(module), *stream_maps(module, "outputs"))
 
 
 def shares_kv_heads(shapes: PyTree) -> bool:
@@ -343,25 +344,21 @@ def is_plain(layer: object) -> bool:
     return layer is not None and not isinstance(layer, nn.Mixer | nn.FeedForward | nn.Routed)
 
 
-PLACES: tuple[tuple[type, Callable[[Any], Any], str], ...] = (
-    (nn.ExpertMixture, lambda mixture: mixture.shared, "shared"),
-    (nn.Residual, lambda residual: residual.layer, "layer"),
-)
-"""Positions of layers that may follow no contract: the module, its layer, and the layer's name."""
+LAYER_FIELDS: tuple[tuple[type[nn.Module], str], ...] = ((nn.ExpertMixture, "shared"), (nn.Residual, "layer"))
+"""Fields of modules whose layer may follow no contract."""
 
 
-def plain_layers(model: PyTree) -> list[tuple[str, Any]]:
+def plain_layers(model: PyTree) -> list[tuple[str, PyTree]]:
     """Return the modules of a model in the position of a layer that follow no contract of layers, with their paths."""
     layers = []
-    for kind, layer_of, name in PLACES:
-        layers += [(f"{path}.{name}", layer_of(module)) for path, module in nn.named_modules(model, kind)]
+    for kind, field in LAYER_FIELDS:
+        layers += [(f"{path}.{field}", getattr(module, field)) for path, module in nn.named_modules(model, kind)]
     return [(path, layer) for path, layer in layers if is_plain(layer)]
 
 
-def replicated_layers(model: PyTree) -> list[tuple[str, Any]]:
+def replicated_layers(model: PyTree) -> list[tuple[str, PyTree]]:
     """Return a model's layers that name no dim to split, with paths: every device of `tensor` runs them in full."""
     layers = nn.named_modules(model, (nn.Mixer, nn.FeedForward, nn.Experts))
-    is_layer = lambda module: isinstance(module, nn.Mixer | nn.FeedForward)
-    unsplit = [(path, layer) for path, layer in layers if is_layer(layer) and not is_split(layer)]
+    unsplit = [(path, layer) for path, layer in layers if not isinstance(layer, nn.Experts) and not is_split(layer)]
     plain = [(path, layer) for path, layer in plain_layers(model) if any(map(nn.has_shape, jax.tree.leaves(layer)))]
     return unsplit + plain

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import equinox as eqx
@@ -17,7 +18,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from ..._failures import explain_error, load_extra
-from ..._files import parse_json, sync_path
+from ..._files import JsonObject, parse_json, sync_path
 from ._contents import from_stored, is_array, leaf_faults, metadata_to_json, named_arrays, stored_shape, to_stored
 from ._files import (
     check_files,
@@ -94,7 +95,7 @@ class Checkpointer:
         """The last step with a committed checkpoint; None if there is none."""
         return max(self.steps, default=None)
 
-    def save(self, state: PyTree, step: int, metadata: Mapping[str, Any]) -> None:
+    def save(self, state: PyTree, step: int, metadata: Mapping[str, object]) -> None:
         """Start to save the arrays of `state`; first wait for the previous save, and raise its error if it failed.
 
         The arrays may be donated as soon as this returns. `metadata` is any JSON object; the versions of eqformer, jax,
@@ -135,7 +136,7 @@ class Checkpointer:
         self._thread = threading.Thread(target=self._commit, args=(step, folder, inode, text, table), name="checkpoint")
         self._thread.start()
 
-    def restore(self, like: PyTree, step: int | None = None, *, partial: bool = False) -> tuple[PyTree, dict[str, Any]]:
+    def restore(self, like: PyTree, step: int | None = None, *, partial: bool = False) -> tuple[PyTree, JsonObject]:
         """Return the state and the metadata of a step (`None`: the latest).
 
         `like` is a tree like the saved state, with arrays or `jax.ShapeDtypeStruct`s; each array is read into the
@@ -172,7 +173,7 @@ class Checkpointer:
 
     def _check_leaves(
         self, like: PyTree, step: int | None, partial: bool
-    ) -> tuple[int, Path, dict[str, Any], dict[str, str]]:
+    ) -> tuple[int, Path, JsonObject, dict[str, str]]:
         """Return the step, its folder, its manifest, and the saved names of its leaves by their current names.
 
         Raises a `CheckpointError` for leaves unlike `like`.
@@ -185,11 +186,11 @@ class Checkpointer:
             _refuse(folder, faults, "Restore into a model and an optimizer of the recipe that was saved.")
         return step, folder, manifest, saved_names
 
-    def leaves(self, step: int | None = None) -> dict[str, Any]:
+    def leaves(self, step: int | None = None) -> JsonObject:
         """Return the dtype and shape of each array of a step (`None`: the latest), by its name."""
         return self._read_manifest(step)[2]["leaves"]
 
-    def metadata(self, step: int | None = None) -> dict[str, Any]:
+    def metadata(self, step: int | None = None) -> JsonObject:
         """Return the metadata of a step (`None`: the latest), which suffices to build `like`."""
         return self._read_manifest(step)[2]["metadata"]
 
@@ -297,7 +298,7 @@ class Checkpointer:
             f"{fix[0].upper() + fix[1:] if fix else 'See why'}, or choose another folder."
         )
 
-    def _read_manifest(self, step: int | None) -> tuple[int, Path, dict[str, Any]]:
+    def _read_manifest(self, step: int | None) -> tuple[int, Path, JsonObject]:
         chosen = self.latest_step if step is None else step
         if chosen is None or chosen not in self.steps:
             steps = ", ".join(map(str, self.steps)) or "none"
@@ -321,7 +322,7 @@ class Checkpointer:
 _LONGEST_SAVE = 24 * 60 * 60
 
 
-def _orbax() -> Any:
+def _orbax() -> ModuleType:
     quiet_orbax()
     return load_extra("orbax.checkpoint", extra="train", call="Checkpointer(directory)")
 

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import equinox as eqx
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
+from ..._files import JsonObject
 from ..._shapes import ArrayOrShape
 
 
@@ -20,7 +21,7 @@ def is_array(leaf: object) -> TypeGuard[ArrayOrShape]:
     return isinstance(leaf, ArrayOrShape)
 
 
-def named_arrays(tree: PyTree) -> dict[str, Any]:
+def named_arrays(tree: PyTree) -> dict[str, ArrayOrShape]:
     """Return the arrays of a tree by their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, is_array))
     arrays = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
@@ -58,7 +59,7 @@ def _is_key(leaf: ArrayOrShape) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def leaf_faults(saved: Mapping[str, list], wanted: Mapping[str, Any]) -> list[str]:
+def leaf_faults(saved: Mapping[str, list], wanted: Mapping[str, ArrayOrShape]) -> list[str]:
     """Return a sentence for each saved leaf (name -> `[dtype, shape]`) that differs from the wanted array."""
     faults = [f"leaf {name} is in the checkpoint and not in the model" for name in saved if name not in wanted]
     for name, leaf in wanted.items():
@@ -79,21 +80,21 @@ _PACKAGES = ("eqformer", "jax", "equinox", "optax", "orbax-checkpoint")
 
 
 def run_metadata(
-    *, recipe: Mapping[str, Any], step: int, data: Mapping[str, Any], key: Key[Array, ""], **more: Any
-) -> dict[str, Any]:
+    *, recipe: Mapping[str, object], step: int, data: Mapping[str, object], key: Key[Array, ""], **more: object
+) -> JsonObject:
     """Return the metadata of a run as JSON: its recipe, the step, the position in the data and the random key."""
     raw = np.asarray(jax.random.key_data(key)).tolist()
     random_key = {"implementation": str(jax.random.key_impl(key)), "data": raw}
     return {"recipe": dict(recipe), "step": step, "data": dict(data), "random_key": random_key, **more}
 
 
-def saved_key(metadata: Mapping[str, Any]) -> Key[Array, ""]:
+def saved_key(metadata: JsonObject) -> Key[Array, ""]:
     """Return the random key that `run_metadata` wrote."""
     saved = metadata["random_key"]
     return jax.random.wrap_key_data(jnp.asarray(saved["data"], jnp.uint32), impl=saved["implementation"])
 
 
-def metadata_to_json(metadata: Mapping[str, Any]) -> str:
+def metadata_to_json(metadata: Mapping[str, object]) -> str:
     """Write metadata and the installed versions as JSON; a `ValueError` names a value that JSON cannot hold."""
     _check_json("metadata", dict(metadata))
     return json.dumps(dict(metadata) | {"versions": versions()}, allow_nan=False)

@@ -1,5 +1,6 @@
 """Files of a checkpoint, which survive a power cut (by fsync): folders, manifest, and names of older revisions."""
 
+import functools
 import json
 import os
 import re
@@ -8,9 +9,8 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from ..._files import open_regular, read_json, sync_path
+from ..._files import JsonObject, open_regular, read_json, sync_path
 
 
 def make_folder(folder: Path) -> None:
@@ -44,13 +44,13 @@ def remove(path: Path) -> None:
 MANIFEST = "manifest.json"
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+def write_manifest(folder: Path, manifest: Mapping[str, object]) -> None:
     """Write a manifest into a folder as JSON, with a checksum of the manifest itself."""
     content = {"crc32": _manifest_checksum(manifest), "manifest": manifest}
     (folder / MANIFEST).write_text(json.dumps(content), encoding="utf-8")
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | str:
+def read_manifest(folder: Path) -> JsonObject | str:
     """Read the manifest that `write_manifest` wrote; if it is missing or damaged, return a sentence that says so."""
     if not (folder / MANIFEST).exists():
         return f"file {MANIFEST} is missing"
@@ -62,7 +62,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | str:
     return manifest if is_intact else f"file {MANIFEST} is damaged: its checksum is not the one that was saved"
 
 
-def _manifest_checksum(manifest: Mapping[str, Any]) -> int:
+def _manifest_checksum(manifest: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
@@ -70,13 +70,13 @@ def describe_files(folder: Path) -> dict[str, list[int]]:
     """Return `[bytes, CRC-32]` of each file below `folder`, by its path relative to the folder."""
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     with ThreadPoolExecutor() as pool:
-        return dict(zip(names, pool.map(lambda name: _describe(folder / name), names), strict=True))
+        return dict(zip(names, pool.map(_describe, [folder / name for name in names]), strict=True))
 
 
 def check_files(folder: Path, expected: Mapping[str, list[int]]) -> list[str]:
     """Return a sentence for each file of `folder` that is missing, damaged or unreadable."""
     with ThreadPoolExecutor() as pool:
-        faults = pool.map(lambda item: _find_fault(folder, *item), expected.items())
+        faults = pool.map(functools.partial(_find_fault, folder), expected, expected.values())
         return [fault for fault in faults if fault]
 
 

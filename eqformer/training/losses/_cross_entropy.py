@@ -4,14 +4,17 @@ A table that is stored, or has its gradient, in float32 may be multiplied in bfl
 the loop over chunks: in the loop, XLA for GPUs carries the wide table along and casts all of it in each iteration.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import cast, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
 import jax.extend.core as core
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from ... import nn
@@ -19,6 +22,10 @@ from ..._array_checks import checked
 from ...nn import in_float32
 from ...parallel import vary, varying_axes
 from ...program import inner_jaxprs
+
+
+Unembed = Callable[..., Array]  # hidden states of tokens -> logits
+TokenNats = Callable[[Array, Array], tuple[Array, Array]]  # (logits, targets) -> (nats, log-normalizers)
 
 
 # Chunks of tokens.
@@ -41,7 +48,7 @@ def split_into_chunks(num_tokens: int, vocab: int, chunk: int | None) -> tuple[i
 
 
 def sum_over_chunks(
-    chunk_fn: Callable[..., Any], token_arrays: tuple, sizes: tuple[int, int], tables: PyTree = ()
+    chunk_fn: Callable[..., tuple[PyTree, PyTree]], token_arrays: tuple, sizes: tuple[int, int], tables: PyTree = ()
 ) -> tuple:
     """Sum the first result of `chunk_fn` over chunks, and concatenate the second, which has one entry per token.
 
@@ -59,10 +66,10 @@ def sum_over_chunks(
         return padded.reshape(num_chunks, size, *x.shape[1:])
 
     chunks = jax.tree.map(split, token_arrays)
-    shapes = jax.eval_shape(lambda chunk: chunk_fn(chunk)[0], jax.tree.map(lambda x: x[0], chunks))
-    zeros = jax.tree.map(lambda x: _zeros_after((token_arrays[0], *jax.tree.leaves(tables)), x), shapes)
+    shapes, _ = jax.eval_shape(chunk_fn, jax.tree.map(operator.itemgetter(0), chunks))
+    zeros = jax.tree.map(functools.partial(_zeros_after, (token_arrays[0], *jax.tree.leaves(tables))), shapes)
 
-    def body(sums, chunk):
+    def body(sums: PyTree, chunk: tuple) -> tuple[PyTree, PyTree]:
         summands, per_token = chunk_fn(chunk)
         return jax.tree.map(jnp.add, sums, summands), per_token
 
@@ -93,7 +100,7 @@ def has_chunked_vocabulary(unembed: PyTree) -> bool:
 
 
 def vocabulary_chunk_nats(
-    unembed: Callable[..., Any],
+    unembed: Unembed,
     hidden: Float[Array, "tokens embed"],
     targets: Int[Array, "tokens"],
     chunk: int | None = None,
@@ -107,12 +114,12 @@ def vocabulary_chunk_nats(
     (table,) = nn.modules(unembed, nn.ChunkedUnembedding)
     trained, static = table.parts()
 
-    def chunk_log_sums(trained: PyTree, static: PyTree, hidden: Array) -> tuple[Array, Array]:
+    def chunk_log_sums(static: PyTree, trained: PyTree, hidden: Array) -> tuple[Array, Array]:
         """Return each token's log-normalizer over a vocabulary chunk, and its target's logit, -inf in other chunks."""
         module, ids = table.of_part(trained, static)
         axes = varying_axes(hidden) | frozenset().union(*map(varying_axes, jax.tree.leaves(trained)))
         module = vary(module, axes)
-        chunk_unembed = jax.tree.map(lambda node: module if _is_chunked(node) else node, unembed, is_leaf=_is_chunked)
+        chunk_unembed = nn.replace_modules(unembed, nn.ChunkedUnembedding, lambda _: module)
 
         @jax.checkpoint
         def token_chunk(arrays: tuple[Array, Array]) -> tuple[tuple, tuple[Array, Array]]:
@@ -132,9 +139,7 @@ def vocabulary_chunk_nats(
         return forward(trained, hidden)[0]
 
     def forward(trained: PyTree, hidden: Array) -> tuple[tuple[Array, Array], tuple]:
-        log_normalizers, target_logits = jax.lax.map(
-            lambda part: chunk_log_sums(part[0], part[1], hidden), (trained, static)
-        )
+        log_normalizers, target_logits = jax.lax.map(lambda part: chunk_log_sums(*part, hidden), (static, trained))
         log_normalizer = jax.nn.logsumexp(log_normalizers, axis=0)
         # Only the chunk that holds the target has a finite logit for it; a target that is no id has none.
         target_logit = jnp.max(target_logits, axis=0)
@@ -147,7 +152,7 @@ def vocabulary_chunk_nats(
 
         def add(hidden_grad: Array, part: tuple) -> tuple[Array, PyTree]:
             trained, static, log_share = part
-            _, pull_back = jax.vjp(lambda trained, hidden: chunk_log_sums(trained, static, hidden), trained, hidden)
+            _, pull_back = jax.vjp(functools.partial(chunk_log_sums, static), trained, hidden)
             trained_grad, chunk_grad = pull_back(((nats_grad + log_normalizer_grad) * jnp.exp(log_share), -nats_grad))
             return hidden_grad + nn.in_float32(chunk_grad), trained_grad
 
@@ -160,14 +165,7 @@ def vocabulary_chunk_nats(
     return differentiable(trained, hidden)
 
 
-def _is_chunked(node: object) -> bool:
-    return isinstance(node, nn.ChunkedUnembedding)
-
-
 # Cross-entropy.
-
-Unembed = Callable[..., Array]  # hidden states of tokens -> logits
-TokenNats = Callable[[Array, Array], tuple[Array, Array]]  # (logits, targets) -> (nats, log-normalizers)
 
 
 @runtime_checkable
@@ -243,36 +241,41 @@ def cross_entropy(
         losses = losses + z_loss * jnp.square(log_normalizer) if z_loss else losses
         return jnp.sum(apply_weights(losses, flat[2])), jnp.sum(flat[2].astype(losses.dtype))
     sizes = split_tokens(unembed, flat[0], chunk)
-    unembed, tables, dtypes = _extract_tables(unembed, flat[0][: sizes[1]])
+    unembed, tables = _extract_tables(unembed, flat[0][: sizes[1]])
 
-    def chunk_loss(tables: list[Array], hidden: Array, targets: Array, weights: Array) -> Array:
-        logits = in_float32(unembed(hidden, *tables))
+    def chunk_loss(
+        values: list[Array | None], tables: list[ReadTable], hidden: Array, targets: Array, weights: Array
+    ) -> Array:
+        logits = in_float32(unembed(hidden, *_with_values(values, tables)))
         losses, log_normalizer = nats(logits, targets)
         if z_loss:
             losses = losses + z_loss * jnp.square(log_normalizer)
         return jnp.sum(apply_weights(losses, weights))
 
-    def total_loss(tables: list[Array], flat: tuple) -> Array:
-        values = _cast_tables(tables, dtypes)
-        return sum_over_chunks(lambda arrays: (chunk_loss(_with_values(values, tables), *arrays), None), flat, sizes)[0]
+    def total_loss(tables: list[ReadTable], flat: tuple) -> Array:
+        values = [table.cast() for table in tables]
+        return sum_over_chunks(lambda arrays: (chunk_loss(values, tables, *arrays), None), flat, sizes)[0]
 
-    def forward(tables: list[Array], flat: tuple) -> tuple[Array, tuple[list[Array], Array]]:
-        values = _cast_tables(tables, dtypes)
+    def forward(tables: list[ReadTable], flat: tuple) -> tuple[Array, tuple[list[ReadTable], Array]]:
+        values = [table.cast() for table in tables]
 
-        def with_gradients(arrays: tuple) -> tuple[tuple[Array, list[Array]], Array]:
-            loss = lambda tables, hidden: chunk_loss(_with_values(values, tables), hidden, *arrays[1:])
-            total, pull_back = jax.vjp(loss, tables, arrays[0])
+        def with_gradients(arrays: tuple) -> tuple[tuple[Array, list[ReadTable]], Array]:
+            hidden, targets, weights = arrays
+            loss = functools.partial(chunk_loss, values, targets=targets, weights=weights)
+            total, pull_back = jax.vjp(loss, tables, hidden)
             table_grads, hidden_grad = pull_back(vary(jnp.ones_like(total), varying_axes(total)))
-            return (total, [in_float32(x) for x in table_grads]), hidden_grad
+            return (total, in_float32(table_grads)), hidden_grad
 
         (total, table_grads), hidden_grad = sum_over_chunks(with_gradients, flat, sizes, values)
         return total, (table_grads, hidden_grad)
 
-    def backward(residuals: tuple[list[Array], Array], cotangent: Array) -> tuple[list[Array], tuple]:
+    def backward(residuals: tuple[list[ReadTable], Array], cotangent: Array) -> tuple[list[ReadTable], tuple]:
         table_grads, hidden_grad = residuals
-        table_grads = [(x * cotangent.astype(x.dtype)).astype(table.dtype) for x, table in zip(table_grads, tables)]
-        wide = in_float32(hidden_grad)
-        return table_grads, ((wide * cotangent.astype(wide.dtype)).astype(hidden_grad.dtype), None, None)
+
+        def scale(grad: Array, like: Array) -> Array:
+            return (grad * cotangent.astype(grad.dtype)).astype(like.dtype)
+
+        return jax.tree.map(scale, table_grads, tables), (scale(in_float32(hidden_grad), hidden_grad), None, None)
 
     differentiable = jax.custom_vjp(total_loss)
     differentiable.defvjp(forward, backward)
@@ -292,7 +295,11 @@ def chunked_token_nats(
     flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     sizes = split_tokens(unembed, flat[0], chunk)
     unembed = cast_tables_once(unembed, flat[0][: sizes[1]])
-    chunk_nats = lambda arrays: ((), nats(in_float32(unembed(arrays[0])), arrays[1])[0])
+
+    def chunk_nats(arrays: tuple[Array, Array]) -> tuple[tuple[()], Array]:
+        hidden, targets = arrays
+        return (), nats(in_float32(unembed(hidden)), targets)[0]
+
     return sum_over_chunks(chunk_nats, flat, sizes)[1].reshape(targets.shape)
 
 
@@ -305,17 +312,32 @@ def split_tokens(unembed: Unembed, hidden: Float[Array, "tokens embed"], chunk: 
 # Tables that are cast once, before the loop over chunks.
 
 
+class ReadTable(eqx.Module):
+    """An array that `unembed` reads, with the narrower dtype to which every read casts it; None if there is none."""
+
+    array: Shaped[Array, "..."]
+    read_dtype: np.dtype | None = eqx.field(static=True)
+
+    def cast(self) -> Shaped[Array, "..."] | None:
+        """Return the array in `read_dtype`."""
+        return None if self.read_dtype is None else self.array.astype(self.read_dtype)
+
+
 def cast_tables_once(unembed: Unembed, chunk: Array) -> Unembed:
     """Return `unembed` for chunks like this one, with its tables cast now if `unembed` casts them wherever it reads."""
     if has_chunked_vocabulary(unembed):  # its tables are gathered chunk by chunk, where they are read
         return unembed
-    unembed_tables, tables, dtypes = _extract_tables(unembed, chunk)
-    values = _cast_tables(tables, dtypes)
-    return lambda hidden: unembed_tables(hidden, *_with_values(values, tables))
+    unembed_tables, tables = _extract_tables(unembed, chunk)
+    values = [table.cast() for table in tables]
+
+    def unembed_values(hidden: Array) -> Array:
+        return unembed_tables(hidden, *_with_values(values, tables))
+
+    return unembed_values
 
 
-def _extract_tables(unembed: Unembed, chunk: Array) -> tuple[Unembed, list[Array], list[np.dtype | None]]:
-    """Return `unembed` as a function of a chunk and the arrays that it reads; those arrays; their `read_dtypes`."""
+def _extract_tables(unembed: Unembed, chunk: Array) -> tuple[Unembed, list[ReadTable]]:
+    """Return `unembed` as a function of a chunk and the arrays that it reads, and these arrays."""
     leaves, static = eqx.partition(unembed, eqx.is_inexact_array)
     leaves, structure = jax.tree.flatten(leaves)
     chunk = jax.lax.stop_gradient(chunk)
@@ -327,24 +349,25 @@ def _extract_tables(unembed: Unembed, chunk: Array) -> tuple[Unembed, list[Array
     program = jax.make_jaxpr(call)(leaves, chunk)
     read_ids = {id(variable) for equation in program.eqns for variable in equation.invars}
     variables = program.jaxpr.invars[: len(leaves)]
-    is_read = [id(variable) in read_ids for variable in variables]
-    dtypes = read_dtypes(program.jaxpr, [variable for variable, used in zip(variables, is_read) if used])
+    read_indices = [index for index, variable in enumerate(variables) if id(variable) in read_ids]
+    dtypes = read_dtypes(program.jaxpr, [variables[index] for index in read_indices])
     # Inside `shard_map` a replicated table is multiplied with hidden states that vary over devices. `pcast` to varying
     # here, outside of the custom rule: the table's gradient is then reduced once, after all chunks, not once a chunk.
-    tables = [vary(leaf, varying_axes(chunk)) for leaf, used in zip(leaves, is_read) if used]
+    arrays = [vary(leaves[index], varying_axes(chunk)) for index in read_indices]
 
     def call_with_tables(chunk: Array, *tables: Array) -> Array:
-        remaining = iter(tables)
-        return call([next(remaining) if used else leaf for leaf, used in zip(leaves, is_read)], chunk)
+        table_at = dict(zip(read_indices, tables, strict=True))
+        return call([table_at.get(index, leaf) for index, leaf in enumerate(leaves)], chunk)
 
-    converted, closed_over = jax.closure_convert(call_with_tables, chunk, *tables)
+    converted, closed_over = jax.closure_convert(call_with_tables, chunk, *arrays)
     if any(varying_axes(array) != varying_axes(chunk) for array in closed_over):
         raise ValueError(
             "cross_entropy(unembed): inside shard_map, arrays that a plain function closes over must vary over the "
             f"same axes as hidden, {sorted(varying_axes(chunk))}; pass a bound method of a module or a "
             "jax.tree_util.Partial."
         )
-    return converted, tables + list(closed_over), dtypes + [None] * len(closed_over)
+    tables = [ReadTable(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
+    return converted, tables + [ReadTable(array, None) for array in closed_over]
 
 
 def read_dtypes(program: core.Jaxpr, tables: Sequence[core.Var]) -> list[np.dtype | None]:
@@ -355,15 +378,11 @@ def read_dtypes(program: core.Jaxpr, tables: Sequence[core.Var]) -> list[np.dtyp
     return [_narrower_dtype(_read_dtypes(program, table), _dtype_of(table)) for table in tables]
 
 
-def _cast_tables(tables: Sequence[Array], dtypes: Sequence[np.dtype | None]) -> list[Array | None]:
-    """Cast the tables for which `read_dtypes` returned a dtype; None stands for the others."""
-    return [None if dtype is None else table.astype(dtype) for table, dtype in zip(tables, dtypes, strict=True)]
-
-
-def _with_values(values: Sequence[Array | None], tables: Sequence[Array]) -> list[Array]:
-    """Return the tables with the rounded values of those that were cast; all gradients keep the tables' dtypes."""
+def _with_values(values: Sequence[Array | None], tables: Sequence[ReadTable]) -> list[Array]:
+    """Return the tables' arrays, with the values of those that were cast; all gradients keep the arrays' dtypes."""
     return [
-        table if value is None else _replace_value(value, table) for value, table in zip(values, tables, strict=True)
+        table.array if value is None else _replace_value(value, table.array)
+        for value, table in zip(values, tables, strict=True)
     ]
 
 
@@ -373,7 +392,15 @@ def _replace_value(value: Shaped[Array, "..."], table: Shaped[Array, "..."]) -> 
     return value.astype(table.dtype)
 
 
-_replace_value.defvjp(lambda value, table: (value.astype(table.dtype), None), lambda _, gradient: (None, gradient))
+def _replace_value_forward(value: Array, table: Array) -> tuple[Array, None]:
+    return value.astype(table.dtype), None
+
+
+def _replace_value_backward(_: None, gradient: Array) -> tuple[None, Array]:
+    return None, gradient
+
+
+_replace_value.defvjp(_replace_value_forward, _replace_value_backward)
 
 
 def _read_dtypes(program: core.Jaxpr, variable: core.Var) -> set[np.dtype]:
@@ -395,8 +422,7 @@ def _read_dtypes(program: core.Jaxpr, variable: core.Var) -> set[np.dtype]:
 
 def _dtype_of(variable: core.Var) -> np.dtype:
     """Return the dtype of the arrays that a variable of a jaxpr stands for."""
-    aval: Any = variable.aval  # An array's, which alone has a dtype.
-    return aval.dtype
+    return cast(ShapedArray, variable.aval).dtype
 
 
 def _narrower_dtype(dtypes: set[np.dtype], table_dtype: np.dtype) -> np.dtype | None:

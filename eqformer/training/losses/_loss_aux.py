@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,7 +14,7 @@ from ...nn import aux_loss, aux_of
 from ...parallel import TENSOR, varying_axes
 
 
-LossFn = Callable[..., Any]  # (model, batch, key) -> (sum, count or LossAux)
+LossFn = Callable[..., PyTree]  # (model, batch, key) -> (sum, count or LossAux)
 
 
 class LossAux(eqx.Module):
@@ -56,21 +55,24 @@ def routing_metrics(loss_aux: Count) -> dict[str, Array]:
     if not isinstance(loss_aux, LossAux) or not (layer_aux := aux_of(loss_aux.aux)):
         return {}
     count = loss_aux.count.astype(jnp.float32)
-    per_layer = lambda name: jnp.concatenate([getattr(aux, name).reshape(-1) for aux in layer_aux]).astype(jnp.float32)
+
+    def join_layers(name: str) -> Array:
+        return jnp.concatenate([getattr(aux, name).reshape(-1) for aux in layer_aux]).astype(jnp.float32)
+
     loads = [aux.load.reshape(-1, aux.load.shape[-1]).astype(jnp.float32) for aux in layer_aux]
     choices = [jnp.maximum(jnp.sum(load, axis=-1, keepdims=True), 1) for load in loads]
     shares = [load / total for load, total in zip(loads, choices)]
     experts = max(share.shape[-1] for share in shares)
     return {
         "balance_loss": aux_loss(layer_aux) / count,
-        "dropped_share": jnp.sum(per_layer("dropped")) / jnp.sum(jnp.concatenate(choices)),
-        "router_entropy": jnp.mean(per_layer("entropy") / jnp.maximum(per_layer("tokens"), 1)),
+        "dropped_share": jnp.sum(join_layers("dropped")) / jnp.sum(jnp.concatenate(choices)),
+        "router_entropy": jnp.mean(join_layers("entropy") / jnp.maximum(join_layers("tokens"), 1)),
         "load_violation": jnp.max(jnp.stack([jnp.max(share) * share.shape[-1] for share in shares])) - 1,
         "expert_load": jnp.concatenate([jnp.pad(share, ((0, 0), (0, experts - share.shape[-1]))) for share in shares]),
     }
 
 
-def sum_and_count(result: object, loss_fn: LossFn) -> tuple[Float[Array, ""], Count]:
+def sum_and_count(result: PyTree, loss_fn: LossFn) -> tuple[Float[Array, ""], Count]:
     """Return the sum and the count that a loss returned, as arrays; raise a `ValueError` for any other result."""
     total, loss_aux = result if isinstance(result, tuple | list) and len(result) == 2 else (None, None)
     count = loss_aux.count if isinstance(loss_aux, LossAux) else loss_aux
@@ -114,7 +116,7 @@ def check_not_split(total: Float[Array, ""], loss_fn: LossFn, size: int) -> None
         )
 
 
-def _describe(result: object) -> str:
+def _describe(result: PyTree) -> str:
     if not isinstance(result, tuple | list):
         return "one value"
     if len(result) != 2:
@@ -159,9 +161,7 @@ class LossScale(eqx.Module):
 
 def init_loss_scale(model: PyTree) -> LossScale | None:
     """Return the scale before the first step, 2^16; None for a model without float16 in parameters or compute dtype."""
-    is_model = lambda node: isinstance(node, nn.LanguageModel)
-    models = [node for node in jax.tree.leaves(model, is_leaf=is_model) if is_model(node)]
-    dtypes = {jnp.dtype(node.compute_dtype) for node in models}
+    dtypes = {jnp.dtype(node.compute_dtype) for node in nn.modules(model, nn.LanguageModel)}
     dtypes |= {jnp.dtype(x.dtype) for x in jax.tree.leaves(model) if nn.is_trainable(x)}
     if jnp.dtype("float16") not in dtypes:
         return None

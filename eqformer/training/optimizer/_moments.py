@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import equinox as eqx
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree, UInt8
-
-from ...nn import at_least_float32
 
 
 MOMENTS = ("float32", "bfloat16", "8bit")
@@ -60,9 +58,12 @@ def compress_moments(
     if moments == "float32":
         return state
     if moments == "bfloat16":
-        return map_moments(transform, lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state)
+        return map_moments(transform, _round_to_bfloat16, state)
     number = jnp.zeros((), jnp.int32) if previous is None else previous.coded + 1
-    encode_rows = lambda x: encode_moment(x, number) if _has_rows(x) else x
+
+    def encode_rows(x: Array) -> Array | MomentCodes:
+        return encode_moment(x, number) if _has_rows(x) else x
+
     return CodedState(map_moments(transform, encode_rows, state), number)
 
 
@@ -71,26 +72,36 @@ def decompress_moments(moments: str, transform: optax.GradientTransformation, st
     if moments == "float32":
         return state
     if isinstance(state, CodedState):
-        return map_moments(transform, lambda x: decode_moment(x) if is_codes(x) else x, state.inner)
-    return map_moments(transform, lambda x: x.astype(at_least_float32(x.dtype)), state)
+        return map_moments(transform, _decode_if_coded, state.inner)
+    return map_moments(transform, in_float32, state)
+
+
+def _round_to_bfloat16(x: Array) -> Array:
+    return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+
+
+def _decode_if_coded(x: Array | MomentCodes) -> Array:
+    return decode_moment(x) if is_codes(x) else x
 
 
 def map_moments(
     transform: optax.GradientTransformation,
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     state: PyTree,
     *likes: PyTree,
-    other: Callable[[Any], Any] | None = None,
+    other: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:
     """Apply `function(x, *likes)` to what a state holds for each parameter, an array or `MomentCodes`.
 
     Counters become `other(counter)`, or stay as they are.
     """
 
-    def map_leaf(leaf: Any, *likes: Any) -> Any:
+    def map_leaf(leaf: PyTree, *likes: PyTree) -> PyTree:
         return leaf if is_masked(leaf) else function(leaf, *likes)
 
-    is_leaf = lambda node: is_masked(node) or is_codes(node)
+    def is_leaf(node: object) -> bool:
+        return is_masked(node) or is_codes(node)
+
     return optax.tree.map_params(
         transform, map_leaf, state, *likes, transform_non_params=other or (lambda x: x), is_leaf=is_leaf
     )

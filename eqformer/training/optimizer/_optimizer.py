@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, TypeGuard
+from typing import Literal, TypeGuard
 
 import equinox as eqx
 import jax
@@ -97,7 +97,9 @@ class Optimizer(eqx.Module):
         new_parameters = jax.tree.map(apply_update, parameters, wide, updates)
         return new_parameters, compress_moments(self.moments, self.transform, wide_state, state)
 
-    def map_state(self, function: Callable[..., Any], state: PyTree, *like_parameters: PyTree, other: PyTree) -> PyTree:
+    def map_state(
+        self, function: Callable[..., PyTree], state: PyTree, *like_parameters: PyTree, other: PyTree
+    ) -> PyTree:
         """Apply `function` to what `state` holds for each parameter, an array or its `MomentCodes`.
 
         `function` also takes that parameter's leaves of `like_parameters` (trees like the trained parameters, such as
@@ -177,8 +179,11 @@ def muon(
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
     marks = _marks(model, matrices, trained)
-    is_hidden = jax.tree.map(lambda mark: bool(mark and not mark.table), marks, is_leaf=_is_none)
-    labels = jax.tree.map(lambda hidden: "muon" if hidden else "adam", is_hidden)
+
+    def label_of(mark: nn.Matrix | Literal[False] | None) -> str:
+        return "muon" if mark and not mark.table else "adam"
+
+    labels = jax.tree.map(label_of, marks, is_leaf=_is_none)
 
     def matrix_axes(updates: PyTree) -> PyTree:
         return _map_marked(lambda _, mark: _muon_axes(mark), updates, marks)
@@ -229,7 +234,7 @@ _MAX_BFLOAT16_B2 = 0.98
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType({"adamw": adamw, "muon": muon, "sgd": sgd})
 
 
-def optimizer(name: str, model: PyTree, *, rate: Rates | float, **options: Any) -> Optimizer:
+def optimizer(name: str, model: PyTree, *, rate: Rates | float, **options: PyTree) -> Optimizer:
     """Return the optimizer of a name in `OPTIMIZERS` for a model's structure; `rate` is a number or a function.
 
     `options` are the named optimizer's, and `moments`, the dtype of its state between steps (float32, bfloat16, 8bit).
@@ -286,8 +291,11 @@ def _decay_mask(marks: PyTree, decay_tables: bool) -> Callable[[PyTree], PyTree]
     return lambda _: mask  # a function, since optax would call a tree that is a callable module
 
 
-def _map_marked(function: Callable[..., Any], updates: PyTree, marks: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, m: x if is_masked(x) else function(x, m), updates, marks, is_leaf=is_masked)
+def _map_marked(function: Callable[[Array, nn.Matrix], PyTree], updates: PyTree, marks: PyTree) -> PyTree:
+    def map_update(x: PyTree, mark: PyTree) -> PyTree:
+        return x if is_masked(x) else function(x, mark)
+
+    return jax.tree.map(map_update, updates, marks, is_leaf=is_masked)
 
 
 def _muon_axes(mark: nn.Matrix) -> optax.contrib.MuonDimensionNumbers:
