@@ -89,7 +89,7 @@ class ContextAttention(Operation):
         return {"ring": self._ring, "gather": self._gather, "heads": self._heads}[self.method](call)
 
     def _ring(self, call: AttentionCall) -> Array:
-        ring = Ring("keys and values round", CONTEXT)
+        ring = Ring("ring keys and values", CONTEXT)
         if (ring_kernels := choose_ring_kernels(self.inner, ring.devices, call)) is not None:
             return flash_ring_attend(ring_kernels, ring, call)
         settings = require_blockwise(self.inner).settings(call)
@@ -116,7 +116,7 @@ class ContextAttention(Operation):
             return checkpoint_name(send.all_to_all("tokens to heads", x, CONTEXT, head, seq), "product")
 
         query, key, value = swap(call.query), *(swap(_repeat_heads(x, copies)) for x in (call.key, call.value))
-        tokens = jax.tree.map(lambda x: send.all_gather("tokens beside heads", x, CONTEXT, -1), call.tokens)
+        tokens = jax.tree.map(lambda x: send.all_gather("token positions", x, CONTEXT, -1), call.tokens)
         sinks = call.sinks
         if sinks is not None:
             first = jax.lax.axis_index(CONTEXT) * (heads // size)
@@ -239,7 +239,7 @@ def _gather_in_reading_order(x: Array, dims_from_end: int) -> Array:
     that skips blocks finds more empty blocks in reading order.
     """
     dim = x.ndim - dims_from_end
-    pieces = send.all_gather("keys and values gathered", x, CONTEXT, stacks=True)
+    pieces = send.all_gather("gathered keys and values", x, CONTEXT, stacks=True)
     early, late = jnp.split(pieces, 2, axis=dim + 1)
     parts = jnp.concatenate([early, late[::-1]])
     moved = jnp.moveaxis(parts, 0, dim)
@@ -254,7 +254,7 @@ def sum_rows(x: Float[Array, "batch seq"]) -> tuple[Float[Array, "batch"], int]:
     sums = jnp.sum(x, axis=-1)
     if CONTEXT not in varying_axes(x):
         return sums, 1
-    return send.psum("sums of rows", sums, CONTEXT), jax.lax.axis_size(CONTEXT)
+    return send.psum("row sums", sums, CONTEXT), jax.lax.axis_size(CONTEXT)
 
 
 # Decoding.
@@ -280,9 +280,9 @@ class SplitCacheAttention(Operation):
         tokens = TokenPositions(call.tokens.positions)
         arrays = vary((call.query, call.key, call.value, tokens, call.kv_tokens), (CONTEXT,))
         output, logsum = blockwise.attend(settings, *arrays)
-        peak = send.pmax("peaks over split caches", logsum, CONTEXT)
+        peak = send.pmax("split cache maxima", logsum, CONTEXT)
         share = jnp.exp(logsum - peak)
-        total = send.psum("sums over split caches", share, CONTEXT)
-        combined = send.psum("sums over split caches", output.astype(share.dtype) * share[..., None], CONTEXT)
+        total = send.psum("split cache sums", share, CONTEXT)
+        combined = send.psum("split cache sums", output.astype(share.dtype) * share[..., None], CONTEXT)
         combined = (combined / total[..., None]).astype(output.dtype)
         return combined if call.sinks is None else blockwise.with_sinks(combined, jnp.log(total) + peak, call.sinks)

@@ -226,7 +226,7 @@ def make_padded_queues(choices: Int[Array, "tokens top_k"], experts: int, room: 
     rank = nn.dispatch.rank_of_choice(jnp.where(choices < 0, -1, choices // experts), jax.lax.axis_size(EXPERT))
     rounds = jnp.max(jnp.where(choices < 0, -1, rank), initial=-1) // room + 1
     # All devices that exchange must leave the loop together.
-    rounds = send.pmax("rounds of choices", vary(rounds, [EXPERT]), EXPERT)
+    rounds = send.pmax("exchange rounds", vary(rounds, [EXPERT]), EXPERT)
     return PaddedQueues(choices, rank // room, rank % room, rounds)
 
 
@@ -249,14 +249,14 @@ def run_padded_round(
     expert = jnp.where(choice < 0, -1, choices.reshape(-1)[jnp.maximum(choice, 0)] % len(experts))
 
     def to_experts(array: Array) -> Array:
-        return send.all_to_all("choices to experts", array, EXPERT, 0, 0)
+        return send.all_to_all("expert dispatch", array, EXPERT, 0, 0)
 
     order, rank, sizes = nn.dispatch.sort_by_expert(to_experts(expert)[:, None], len(experts))
     received = nn.dispatch.take_rows(to_experts(rows), order, rank[:, None])
     even_load = min(choices.size, len(choice))
     y = experts.sorted_rows(received, sizes, even=even_load // len(experts))
     returned = nn.dispatch.take_rows(y, rank, order[:, None])
-    returned = checkpoint_name(send.all_to_all("choices from experts", returned, EXPERT, 0, 0), "product")
+    returned = checkpoint_name(send.all_to_all("expert combine", returned, EXPERT, 0, 0), "product")
     outputs = nn.dispatch.take_rows_or_zeros(returned, slot.reshape(-1), choice[:, None])
     return outputs.reshape(*choices.shape, x.shape[-1])
 
@@ -266,7 +266,7 @@ def make_ragged_queues(choices: Int[Array, "tokens top_k"], experts: int, room: 
     devices = jax.lax.axis_size(EXPERT)
     nn.dispatch.check_indices(f"an exchange among {devices} devices", "choices", devices * choices.size)
     order, rank, sizes = nn.dispatch.sort_by_expert(choices, devices * experts)
-    counts = send.all_gather("counts of choices", sizes, EXPERT, stacks=True).reshape(devices, devices, experts)
+    counts = send.all_gather("tokens per expert", sizes, EXPERT, stacks=True).reshape(devices, devices, experts)
     # All devices that exchange have the same counts, so that they leave the loop together.
     rounds = (jnp.max(jnp.sum(counts, axis=(0, 2), dtype=jnp.int32)) + (room - 1)) // room
     return RaggedQueues(order, rank.reshape(choices.shape), counts, rounds)
@@ -286,9 +286,9 @@ def run_ragged_round(
     rows = nn.dispatch.take_rows(x, order // rank.shape[-1], rank)
     if weights is not None:
         rows = nn.dispatch.scale_rows(rows, weights.reshape(-1)[order])
-    received = _send_rows("choices to experts", len(rows), room, rows, to_experts, from_experts)
+    received = _send_rows("expert dispatch", len(rows), room, rows, to_experts, from_experts)
     y = experts.sorted_rows(received, sizes, even=min(len(rows), room) // len(experts))
-    outputs = _send_rows("choices from experts", room, len(rows), y, from_experts, to_experts)
+    outputs = _send_rows("expert combine", room, len(rows), y, from_experts, to_experts)
     outputs = checkpoint_name(outputs, "product")
     return nn.dispatch.take_rows(outputs, rank.reshape(-1), order[:, None]).reshape(*rank.shape, x.shape[-1])
 

@@ -137,11 +137,11 @@ class SplitMixture(nn.Routed):
 
     def _gather_rows(self, x: Shaped[Array, "*batch seq dim"]) -> Shaped[Array, "*batch full_seq dim"]:
         """Return all tokens of this device's rows, on every device of `tensor`."""
-        return x if self.stream is None else self.stream.routed.gather("rows for experts", x)
+        return x if self.stream is None else self.stream.routed.gather("expert input over tensor", x)
 
     def _sum_slices(self, y: Float[Array, "*batch full_seq embed"]) -> Float[Array, "*batch seq embed"]:
         """Sum over slices of hidden features, for the tokens that `_gather_rows` was given."""
-        return y if self.stream is None else self.stream.routed.reduce("slices of experts", y)
+        return y if self.stream is None else self.stream.routed.reduce("expert output over tensor", y)
 
     def _run_choices(
         self, x: Float[Array, "*batch seq embed"], routing: nn.Routing, tokens: nn.Tokens
@@ -189,7 +189,7 @@ class SplitMixture(nn.Routed):
         is_here = (device_choices >= 0) & (device_choices < len(experts)) & (choices >= 0)
         device_choices = jnp.where(is_here, device_choices, -1)
         y = self._sum_experts(experts, x, device_choices, weights)
-        return send.psum_scatter("sums of all experts", y, EXPERT)
+        return send.psum_scatter("summed expert output", y, EXPERT)
 
     def _sum_experts(self, experts: nn.Experts, x: Array, choices: Array, weights: Array) -> Array:
         options = {"weighs_inputs": self.inner.weighs_inputs, "devices": jax.lax.axis_size(EXPERT)}
@@ -212,7 +212,7 @@ class SplitMixture(nn.Routed):
             jax.lax.dynamic_slice_in_dim(array, start, len(experts), 1) for array in (slots.token, slots.weight)
         )
         y = nn.dispatch.run_slots(experts, rows, nn.Slots(token, weight))
-        return self._sum_slices(send.psum_scatter("sums of all experts", y, EXPERT)), aux
+        return self._sum_slices(send.psum_scatter("summed expert output", y, EXPERT)), aux
 
     def _device_experts(self) -> nn.Experts:
         """Return this device's experts; as outputs are summed over `tensor`, only the first device adds biases."""
@@ -237,16 +237,16 @@ def _widen_trainable(x: PyTree) -> PyTree:
 
 def _sum_over(x: Array, axes: tuple[str, ...]) -> Array:
     """Sum a few numbers over devices, named to be kept: to sum them again in the backward pass, all devices wait."""
-    return checkpoint_name(send.psum("loads of experts", vary(x, axes), axes), "product")
+    return checkpoint_name(send.psum("expert loads", vary(x, axes), axes), "product")
 
 
 def _gather_for_experts(x: Array) -> Array:
-    return send.all_gather("tokens to all experts", x, EXPERT)
+    return send.all_gather("gathered expert input", x, EXPERT)
 
 
 def _mark_replicated(x: Array) -> Array:
     """Mark a value that all devices of `tensor` have computed alike as replicated."""
-    return send.pmax("same on all slices", vary(x, [TENSOR]), TENSOR)
+    return send.pmax("replicated values", vary(x, [TENSOR]), TENSOR)
 
 
 def _split_hidden_features(leaf: PyTree, names: PyTree) -> PyTree:
@@ -260,4 +260,4 @@ def _split_hidden_features(leaf: PyTree, names: PyTree) -> PyTree:
     # Of two dims the last is split, which in a map is the one that it contracts.
     if embed_dim < hidden_dims[0]:
         return leaf
-    return send.all_to_all("features of experts", leaf, TENSOR, hidden_dims[0], embed_dim)
+    return send.all_to_all("expert weights by hidden features", leaf, TENSOR, hidden_dims[0], embed_dim)

@@ -150,7 +150,7 @@ def scatter(gradient: Array, dim: int, steps: TorusSteps = _ONE_STEP) -> Array:
 
 def _gather_forward(dim: int, dtype: str, steps: TorusSteps, used: str, value: Array | None, leaf: Array) -> Array:
     shard = (leaf if value is None else value).astype(dtype)
-    return send.all_gather("parameters over fsdp", shard, FSDP, dim, steps=steps.gather).astype(used)
+    return send.all_gather("weights over fsdp", shard, FSDP, dim, steps=steps.gather).astype(used)
 
 
 def _gather_with_residuals(

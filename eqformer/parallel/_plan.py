@@ -147,11 +147,11 @@ class OnDevice:
                 return None
             if self.plan.zero == 1 and leaf.fsdp_dim is not None:
                 gradient = scatter(vary(gradient, [FSDP]), leaf.fsdp_dim, self.plan.torus_steps)
-            return self.total(gradient, leaf.reduced, "gradients over replicas")
+            return self.total(gradient, leaf.reduced, "gradients over replica")
 
         return jax.tree.map(reduce_array, self.leaves, gradients)
 
-    def total(self, x: Array, axes: tuple[str, ...] | None = None, name: str = "losses and counts") -> Array:
+    def total(self, x: Array, axes: tuple[str, ...] | None = None, name: str = "loss and token count") -> Array:
         """Return the sum over the devices of some axes, by default all between which tokens are split."""
         axes = (*self.plan.batch_axes, CONTEXT) if axes is None else axes
         return send.psum(name, vary(x, axes), axes) if axes else x

@@ -149,7 +149,7 @@ def _look_up_forward(settings: LookupSettings, value: Array | None, table: Array
 
     def look_up_in_chunk(x: Array, numbered_chunk: tuple[Array, Array]) -> tuple[Array, None]:
         number, chunk = numbered_chunk
-        gathered = send.all_gather("parameters over fsdp", chunk.astype(sent), FSDP, dim, steps=steps.gather)
+        gathered = send.all_gather("weights over fsdp", chunk.astype(sent), FSDP, dim, steps=steps.gather)
         is_in_chunk = chunk_of_id == number
         vectors = gathered[jnp.where(is_in_chunk, row_of_id, 0)].astype(x.dtype)
         return jnp.where(is_in_chunk[..., None], vectors, x), None

@@ -114,9 +114,9 @@ class TwoDimBlock(nn.Layer):
         keys = []
         for linear, y in zip(narrow, partial, strict=True):
             if by_rows:
-                y = send.psum_scatter("keys and values of rows", y, FSDP)
+                y = send.psum_scatter("keys and values over fsdp", y, FSDP)
             else:
-                y = send.psum("keys and values of rows", y, FSDP)
+                y = send.psum("keys and values over fsdp", y, FSDP)
             y = y.reshape(*y.shape[:-1], *linear.output_shape)
             keys.append(nn.add_float32(y, linear.bias))
         return outputs, keys
@@ -165,7 +165,7 @@ class TwoDimVocabulary(eqx.Module):
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Return this device's logits."""
-        gathered = send.all_gather("stream for logits", x, TENSOR, -1)
+        gathered = send.all_gather("logits input", x, TENSOR, -1)
         logits = _product(gathered, self.rows.astype(x.dtype))
         logits = send.psum_scatter("partial logits", logits, FSDP, -1)
         return _add_own_bias(logits, self.bias, FSDP, 0)
@@ -225,9 +225,11 @@ def gather_and_project(
         return own_part(y, TENSOR, 0) if by_rows else y
 
     if overlap == "none" or jax.lax.axis_size(FSDP) > 1:
-        full = send.all_gather("stream for wide maps", x, TENSOR, 2)
+        full = send.all_gather("column-parallel input over tensor", x, TENSOR, 2)
         products = [
-            matmul_reduce_scatter(full, weight, FSDP, scatter="outputs", overlap=overlap, name="wide maps")
+            matmul_reduce_scatter(
+                full, weight, FSDP, scatter="outputs", overlap=overlap, name="column-parallel output over fsdp"
+            )
             for weight in weights
         ]
         return products, [_product(own_rows(full), w).astype(x.dtype) for w in narrow]
@@ -240,14 +242,16 @@ def gather_and_project(
     sum_dtype = nn.at_least_float32(x.dtype)
     zeros = [jnp.zeros((*x.shape[:2], len(w)), sum_dtype) for w in weights]
     zeros += [jnp.zeros((*own_rows(x).shape[:2], len(w)), sum_dtype) for w in narrow]
-    sums = circulate(Ring("stream for wide maps", TENSOR, overlap == "bidirectional"), x, 2, accumulate, zeros)
+    sums = circulate(
+        Ring("column-parallel input over tensor", TENSOR, overlap == "bidirectional"), x, 2, accumulate, zeros
+    )
     sums = [y.astype(x.dtype) for y in sums]
     return sums[: len(weights)], sums[len(weights) :]
 
 
 def reduce_scatter_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq embed"]:
     """Sum `all_gather(y) @ weight.T` over pairs, gathering over `fsdp`, and reduce-scatter the sum over `tensor`."""
-    gathered = [(send.all_gather("inputs of maps to the stream", y, FSDP, -1), weight) for y, weight in pairs]
+    gathered = [(send.all_gather("row-parallel input over fsdp", y, FSDP, -1), weight) for y, weight in pairs]
     (y, weight), dim = pairs[0], pairs[0][0].ndim - 1
 
     def share(start: int | Array, length: int) -> Array:
@@ -255,8 +259,8 @@ def reduce_scatter_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq em
 
     if overlap == "none":
         total = share(0, len(weight)).astype(y.dtype)
-        return send.psum_scatter("maps to the stream", total, TENSOR, dim)
-    ring = Ring("maps to the stream", TENSOR, overlap == "bidirectional")
+        return send.psum_scatter("row-parallel output", total, TENSOR, dim)
+    ring = Ring("row-parallel output", TENSOR, overlap == "bidirectional")
     return collect(ring, len(weight) // ring.devices, dim, share, y.dtype)
 
 

@@ -148,7 +148,7 @@ def untyped_entry(monkeypatch: Any) -> None:
 
 
 def _entry(monkeypatch: Any, enter: Callable[[Any], Any]) -> None:
-    name, entered = "maps from the stream", _collectives.vary
+    name, entered = "column-parallel input", _collectives.vary
     replaced = lambda which, *args: enter(args[0]) if which == name else entered(which, *args)
     monkeypatch.setattr(_collectives, "vary", replaced)
 

@@ -123,7 +123,7 @@ def test_the_gradient_of_an_arrangements_number_is_of_all_tokens(monkeypatch):
     """Without the sum over the axis each device would have that of its own tokens."""
     case = Case("rezero", {"context": 2})
     want = of_one_device(case)
-    control.without("gradients over replicas", control.of_first)(monkeypatch)
+    control.without("gradients over replica", control.of_first)(monkeypatch)
     found = differences(afresh(case), want, ROUNDING)
     assert max(size for path, size in found.items() if path.endswith("amount")) > 1e-3
 
@@ -164,7 +164,7 @@ def test_a_whole_mixer_counts_once(monkeypatch):
 
 @pytest.mark.grid
 def test_a_mixer_in_slices_needs_its_sum(monkeypatch):
-    control.without("maps to the stream", control.of_first)(monkeypatch)
+    control.without("row-parallel output", control.of_first)(monkeypatch)
     assert is_seen(Case("fading", {"tensor": 2}))
 
 

@@ -52,7 +52,7 @@ def test_a_router_that_needs_rows_must_say_so(monkeypatch):
 
 @pytest.mark.grid
 def test_a_router_in_slices_is_put_together_and_counts_once(monkeypatch):
-    monkeypatch.setattr(_expert_parallel, "count_once", lambda stream, y: stream.reduce("maps to the stream", y))
+    monkeypatch.setattr(_expert_parallel, "count_once", lambda stream, y: stream.reduce("row-parallel output", y))
     assert is_seen(Case("cosine rows", {"expert": 2, "tensor": 2}, EXCHANGE))
 
 

@@ -274,7 +274,7 @@ def without_transform(monkeypatch: Any) -> None:
     monkeypatch.setattr(
         _vocabulary.SplitEmbedding,
         "__call__",
-        lambda self, ids: self.stream.reduce("looked-up vectors", jnp.take(self.inner.weight, ids, axis=0)),
+        lambda self, ids: self.stream.reduce("token embeddings", jnp.take(self.inner.weight, ids, axis=0)),
     )
 
 

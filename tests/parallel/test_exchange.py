@@ -45,7 +45,7 @@ def crowded(name: str, remat: str) -> nn.Transformer:
 
 def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """What finds no slot in the first round is dropped."""
-    without("rounds of choices", lambda x, axes, **_: jnp.ones_like(jax.lax.pmax(x, axes)))(monkeypatch)
+    without("exchange rounds", lambda x, axes, **_: jnp.ones_like(jax.lax.pmax(x, axes)))(monkeypatch)
 
 
 @pytest.mark.quick
@@ -91,9 +91,7 @@ def test_loss_and_gradients_are_one_devices(case, monkeypatch):
         assert float(want.aux[0].load[..., :2].sum() / want.aux[0].load.sum()) > 0.8
         run = program_under(case.plan, model, batch)
         assert differences(run(model), want, 1e-7) == {}
-        sent = [
-            transfer for transfer in list_transfers(read_hlo(run.program)) if transfer.named({"choices to experts"})
-        ]
+        sent = [transfer for transfer in list_transfers(read_hlo(run.program)) if transfer.named({"expert dispatch"})]
         assert sent and all(
             transfer.times for transfer in sent
         )  # those of further rounds, which may be any number, are left out

@@ -22,21 +22,21 @@ from eqformer.training import make_gradient_function, next_token_loss
 # be twice as large in float32.
 MEANT = {
     # Partial sums of a map's outputs over the axis `tensor`, and of the gradients of its inputs.
-    *((name, ("tensor",)) for name in ("maps from the stream", "maps to the stream", "stream for the head")),
-    *((name, ("tensor",)) for name in ("maps of features", "whole maps of features")),
-    *((name, ("tensor",)) for name in ("rows for experts", "slices of experts")),
+    *((name, ("tensor",)) for name in ("column-parallel input", "row-parallel output", "head input")),
+    *((name, ("tensor",)) for name in ("feature-parallel output", "replicated feature-parallel output")),
+    *((name, ("tensor",)) for name in ("expert input over tensor", "expert output over tensor")),
     # The same by messages in a ring: added in float32, and rounded for each hop.
     ("all_gather_matmul", ()),
     ("matmul_reduce_scatter", ()),
     # A factor of LoRA's, a slice of whose outputs each device has.
     *((name, ("tensor",)) for name in ("apply_weight", "ComputeDtypeMatmul.forward")),
     # A token's chosen experts, on whatever devices they are, and the gradients that they have for it.
-    *((name, ("expert",)) for name in ("tokens to all experts", "sums of all experts")),
+    *((name, ("expert",)) for name in ("gathered expert input", "summed expert output")),
     # Gradients of keys and values that were gathered.
-    ("keys and values gathered", ("context",)),
+    ("gathered keys and values", ("context",)),
 }
 # With narrow parameters their vectors are looked up narrow: one device has each, and the others add zeros.
-MEANT_OF_NARROW = MEANT | {("looked-up vectors", ("tensor",))}
+MEANT_OF_NARROW = MEANT | {("token embeddings", ("tensor",))}
 
 CASES = [
     Case("recurrence", {"fsdp": 2, "tensor": 2}, {"residual": "feature", "zero": 1}),

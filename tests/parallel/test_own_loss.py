@@ -108,7 +108,7 @@ def test_microbatches_of_one_device_hold_whole_pairs():
 
 @pytest.mark.grid
 def test_rows_need_their_sums(monkeypatch):
-    control.without("sums of rows", control.kept_all)(monkeypatch)
+    control.without("row sums", control.kept_all)(monkeypatch)
     case = EVERY_RUN[0]
     found = total_under(case.plan, model_of(case.model), pairs(case.model), loss)
     assert found != pytest.approx(float(of_one(case.model).total), rel=1e-3)
@@ -140,7 +140,7 @@ def test_nats_of_rows_and_what_is_sent():
     assert np.allclose(program(placed, batch), want, rtol=1e-5)
     assert np.allclose(np.sum(np.asarray(want)), total, rtol=1e-5)
     sent = list_transfers(read_hlo(program.compiled, mesh=plan.mesh))
-    rows = [transfer for transfer in sent if transfer.named(COLLECTIVES) == "sums of rows"]
+    rows = [transfer for transfer in sent if transfer.named(COLLECTIVES) == "row sums"]
     assert bytes_sent(rows, axes=("context",)) == bytes_sent(rows) == 4 * 4  # of four rows
 
 

@@ -112,11 +112,11 @@ def test_a_tensor_parallel_layer_sends_what_it_must(residual, overlap, remat, un
     # What modules send stands under their paths: that of the maps, and not under any path that there is not.
     paths = [".".join(transfer.scopes) for transfer in list_transfers(read_hlo(program, mesh=plan.mesh))]
     stands = lambda *names: any(re.search(r"\..*".join(map(re.escape, names)), path) for path in paths)
-    assert stands("stacks[0]", "blocks.sublayers[0].layer.output", "maps to the stream") and stands(
+    assert stands("stacks[0]", "blocks.sublayers[0].layer.output", "row-parallel output") and stands(
         "embedding.looked-up"
     )
-    assert stands("stacks[0]", "blocks.sublayers[1].layer.down", "maps to the stream")
-    assert not stands("blocks.sublayers[0].layer.query", "maps to the stream")
+    assert stands("stacks[0]", "blocks.sublayers[1].layer.down", "row-parallel output")
+    assert not stands("blocks.sublayers[0].layer.query", "row-parallel output")
 
 
 @pytest.mark.grid

@@ -81,80 +81,82 @@ CONTROLS: dict[str, Control] = {
     "scatter of gradients in ZeRO 3": Control(
         without("gradients over fsdp", own_part), DATA._replace(choices={"zero": 3})
     ),
-    "gather of parameters": Control(without("parameters over fsdp", own_piece), DATA._replace(choices={"zero": 3})),
+    "gather of parameters": Control(without("weights over fsdp", own_piece), DATA._replace(choices={"zero": 3})),
     # Tensor parallelism.
-    "sum of row maps, unsummed": Control(without("maps to the stream", nothing), ROWS, "types"),
-    "sum of row maps": Control(without("maps to the stream", of_first), ROWS, every_run=True),
+    "sum of row maps, unsummed": Control(without("row-parallel output", nothing), ROWS, "types"),
+    "sum of row maps": Control(without("row-parallel output", of_first), ROWS, every_run=True),
     "sum of the entry's gradient": Control(control.unsummed_entry, ROWS),
     "entry not said to vary": Control(control.untyped_entry, ROWS, "nothing"),
     "bias added once": Control(control.bias_before, ROWS),
-    "gather of tokens before maps": Control(without("maps from the stream", own_piece), SEQUENCE),
-    "sum and scatter over tokens": Control(without("maps to the stream", own_part), SEQUENCE),
-    "messages of ringed maps from the stream": Control(without("maps from the stream", permuted_nowhere), RINGED),
-    "messages of ringed maps to the stream": Control(without("maps to the stream", permuted_nowhere), RINGED),
+    "gather of tokens before maps": Control(without("column-parallel input", own_piece), SEQUENCE),
+    "sum and scatter over tokens": Control(without("row-parallel output", own_part), SEQUENCE),
+    "messages of ringed maps from the stream": Control(without("column-parallel input", permuted_nowhere), RINGED),
+    "messages of ringed maps to the stream": Control(without("row-parallel output", permuted_nowhere), RINGED),
     "messages of ringed maps of features": Control(
-        without("maps of features", permuted_nowhere),
+        without("feature-parallel output", permuted_nowhere),
         FEATURE._replace(choices=FEATURE.choices | {"overlap": "ring"}),
     ),
     "swaps of ringed maps in stages": Control(
-        without("maps to the stream", control.kept_all),
+        without("row-parallel output", control.kept_all),
         Case("llama", {"pipe": 2, "tensor": 2}, {**RINGED.choices, "schedule": "1f1b", "microbatches": 2}),
     ),
     "own key head of several": Control(control.first_device_in("tensor._tensor"), SHARED),
-    "sum and scatter over features": Control(without("maps of features", own_part), FEATURE),
-    "sum of a map to no features, unsummed": Control(without("whole maps of features", nothing), LATENTS),
-    "sum of a map to no features": Control(without("whole maps of features", of_first), LATENTS),
-    "mean of means": Control(without("means of split norms", nothing), FEATURE),
-    "mean of squares": Control(without("squares of split norms", nothing), FEATURE),
-    "mean of squares over all heads": Control(without("squares of split norms", nothing), FULL_NORMS),
+    "sum and scatter over features": Control(without("feature-parallel output", own_part), FEATURE),
+    "sum of a map to no features, unsummed": Control(without("replicated feature-parallel output", nothing), LATENTS),
+    "sum of a map to no features": Control(without("replicated feature-parallel output", of_first), LATENTS),
+    "mean of means": Control(without("norm means", nothing), FEATURE),
+    "mean of squares": Control(without("norm mean squares", nothing), FEATURE),
+    "mean of squares over all heads": Control(without("norm mean squares", nothing), FULL_NORMS),
     "own tokens' dropout": Control(control.first_tokens(_stream_parts.TokensDropout), SEQUENCE),
     "own tokens' positions": Control(control.first_tokens(_stream_parts.TokensPositions), SEQUENCE),
     "own features' dropout": Control(control.first_tokens(_stream_parts.FeatureDropout), FEATURE),
     "no array marked as meeting slices": Control(control.marks(False), SEQUENCE, "nothing"),
     "every array marked as meeting slices": Control(control.marks(True), ROWS, "types"),
     # Vocabulary.
-    "sum of looked-up vectors, unsummed": Control(without("looked-up vectors", nothing), ROWS),
-    "sum of looked-up vectors": Control(without("looked-up vectors", of_first), ROWS),
-    "sum and scatter of looked-up vectors": Control(without("looked-up vectors", own_part), SEQUENCE),
-    "gather of the head's tokens": Control(without("stream for the head", own_piece), SEQUENCE),
-    "gather of the head's features": Control(without("stream for the head", own_piece), FEATURE),
-    "exchange of features for rows": Control(without("table from features to ids", own_exchange), LLAMA_FEATURE),
-    "highest logit, unreduced": Control(without("highest logits", nothing), ROWS, "types", True),
-    "sum of the normaliser": Control(without("normalisers", of_first), ROWS),
-    "sum of the target's logit": Control(without("logits of targets", of_first), ROWS),
+    "sum of looked-up vectors, unsummed": Control(without("token embeddings", nothing), ROWS),
+    "sum of looked-up vectors": Control(without("token embeddings", of_first), ROWS),
+    "sum and scatter of looked-up vectors": Control(without("token embeddings", own_part), SEQUENCE),
+    "gather of the head's tokens": Control(without("head input", own_piece), SEQUENCE),
+    "gather of the head's features": Control(without("head input", own_piece), FEATURE),
+    "exchange of features for rows": Control(without("vocabulary table by ids", own_exchange), LLAMA_FEATURE),
+    "highest logit, unreduced": Control(without("logit maxima", nothing), ROWS, "types", True),
+    "sum of the normaliser": Control(without("softmax denominators", of_first), ROWS),
+    "sum of the target's logit": Control(without("target logits", of_first), ROWS),
     "own rows of a whole table": Control(control.first_device_in("tensor._vocabulary"), Case("gpt2", {"tensor": 4})),
     # Mixtures of experts.
-    "gather of tokens for experts": Control(without("tokens to all experts", own_piece), EXPERTS),
-    "sum and scatter of what experts give": Control(without("sums of all experts", own_part), EXPERTS),
-    "rounds that all take": Control(without("rounds of choices", of_first), SENT),
-    "choices sent to their experts": Control(without("choices to experts", control.kept_all), SENT),
-    "and back": Control(without("choices from experts", control.kept_all), SENT),
+    "gather of tokens for experts": Control(without("gathered expert input", own_piece), EXPERTS),
+    "sum and scatter of what experts give": Control(without("summed expert output", own_part), EXPERTS),
+    "rounds that all take": Control(without("exchange rounds", of_first), SENT),
+    "choices sent to their experts": Control(without("expert dispatch", control.kept_all), SENT),
+    "and back": Control(without("expert combine", control.kept_all), SENT),
     "own experts of all": Control(control.first_device_in("_expert_parallel"), EXPERTS),
     "counts of all devices for the balance": Control(
-        without("loads of experts", nothing), Case("batch mixture", {"fsdp": 2})
+        without("expert loads", nothing), Case("batch mixture", {"fsdp": 2})
     ),
-    "sum over slices of hidden features": Control(without("slices of experts", own_part), SLICES),
-    "sum over slices, whole": Control(without("slices of experts", of_first), SLICES._replace(choices={})),
+    "sum over slices of hidden features": Control(without("expert output over tensor", own_part), SLICES),
+    "sum over slices, whole": Control(without("expert output over tensor", of_first), SLICES._replace(choices={})),
     "bias of a sum added once": Control(control.first_device_in("_expert_parallel"), SLICES),
-    "gather of rows for slices of experts": Control(without("rows for experts", own_piece), SLICES),
-    "slices' counts said to be the same": Control(without("same on all slices", nothing), SLICES, "types"),
+    "gather of rows for slices of experts": Control(without("expert input over tensor", own_piece), SLICES),
+    "slices' counts said to be the same": Control(without("replicated values", nothing), SLICES, "types"),
     "features exchanged for tokens": Control(without("features to tokens", own_exchange), FEATURES),
     "tokens exchanged for features": Control(without("tokens to features", own_exchange), FEATURES),
-    "experts' features exchanged": Control(without("features of experts", own_exchange), FEATURES),
+    "experts' features exchanged": Control(without("expert weights by hidden features", own_exchange), FEATURES),
     "gather of the router's features": Control(without("weights over tensor", control.own_alone), FEATURES),
     # Context.
-    "keys go round": Control(without("keys and values round", permuted_nowhere), ROUND),
-    "keys are gathered": Control(without("keys and values gathered", own_piece), GATHERED),
+    "keys go round": Control(without("ring keys and values", permuted_nowhere), ROUND),
+    "keys are gathered": Control(without("gathered keys and values", own_piece), GATHERED),
     "heads are exchanged": Control(without("tokens to heads", own_exchange), EXCHANGED),
     "outputs are exchanged back": Control(without("heads to tokens", own_exchange), EXCHANGED),
-    "tokens are gathered beside heads": Control(without("tokens beside heads", own_piece), EXCHANGED),
+    "tokens are gathered beside heads": Control(without("token positions", own_piece), EXCHANGED),
     "positions in the order of the ring": Control(control.in_reading_order("positions"), ROUND),
     "documents in the order of the ring": Control(control.in_reading_order("segments"), ROUND),
     "keys of dropout in the order of the ring": Control(control.in_reading_order("keys"), DROPPED),
     "lengths of rows beside their pieces": Control(control.in_reading_order("lengths"), Case("long", {"context": 2})),
     # Pipelines.
-    "sum of the edges' gradients, unsummed": Control(without("sums over stages", nothing), STAGES, "types"),
-    "sum of the edges' gradients": Control(without("sums over stages", of_first), STAGES),
+    "sum of the edges' gradients, unsummed": Control(
+        without("loss and edge gradients over stages", nothing), STAGES, "types"
+    ),
+    "sum of the edges' gradients": Control(without("loss and edge gradients over stages", of_first), STAGES),
     "messages between stages": Control(without("activations between stages", permuted_nowhere), STAGES),
     "gradients sent back between stages": Control(without("gradients between stages", permuted_nowhere), STAGES),
     "inputs one stage on": Control(without("inputs between stages", permuted_nowhere), SPREAD),
@@ -199,12 +201,17 @@ def test_a_plan_needs_it(change, case, caught_by, monkeypatch):
 
 # Of what no training or evaluation under a plan sends: the tests of these have controls of their own.
 ELSEWHERE = {
-    "generation": {"peaks over split caches", "sums over split caches"},
-    "weights that stay": {"stream for wide maps", "wide maps", "keys and values of rows", "heads to rows"}
-    | {"rows to heads", "inputs of maps to the stream", "stream for logits", "partial logits"},
+    "generation": {"split cache maxima", "split cache sums"},
+    "weights that stay": {
+        "column-parallel input over tensor",
+        "column-parallel output over fsdp",
+        "keys and values over fsdp",
+        "heads to rows",
+    }
+    | {"rows to heads", "row-parallel input over fsdp", "logits input", "partial logits"},
     "functions of their own": {"all_gather_matmul", "matmul_reduce_scatter", "ring"},
-    "losses of rows": {"sums of rows"},
-    "ragged exchanges": {"counts of choices"},
+    "losses of rows": {"row sums"},
+    "ragged exchanges": {"tokens per expert"},
 }
 
 
@@ -213,7 +220,7 @@ def test_every_collective_is_left_out_once():
     """By its name, or as a sum over the axes of a plan."""
     changes = [control.change for control in CONTROLS.values()] + [change for change, _ in OF_EVALUATION.values()]
     left_out = {getattr(change, "collective", None) for change in changes} - {None}
-    assert left_out | {"losses and counts", "gradients over replicas"}.union(*ELSEWHERE.values()) == {*COLLECTIVES}
+    assert left_out | {"loss and token count", "gradients over replica"}.union(*ELSEWHERE.values()) == {*COLLECTIVES}
 
 
 CASES = {control.case.name: control.case for control in CONTROLS.values()}
@@ -228,9 +235,9 @@ def test_without_a_change_there_is_no_difference(case):
 EVALUATED = Case("llama", {"fsdp": 2, "pipe": 2, "tensor": 2}, {"microbatches": 2})
 OF_EVALUATION: dict[str, tuple[Callable[[Any], None] | None, str]] = {
     "nothing": (None, ""),
-    "highest logit": (without("highest logits of all ids", of_first), "correct"),
-    "first of the highest": (without("first of the highest", of_first), "correct"),
-    "first of the highest, unreduced": (without("first of the highest", nothing), "types"),
+    "highest logit": (without("argmax logits", of_first), "correct"),
+    "argmax ids": (without("argmax ids", of_first), "correct"),
+    "first of the highest, unreduced": (without("argmax ids", nothing), "types"),
     "last stage's rows": (without("outputs of the last stage", of_first), "nats"),
     "last stage's rows, unreduced": (without("outputs of the last stage", nothing), "types"),
     "messages between stages": (without("activations between stages", permuted_nowhere), "nats"),

@@ -168,7 +168,7 @@ def wrong_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
 CONTROLS = {
     "further rounds": first_round_alone,
     "the way back": wrong_way_back,
-    "whose counts": without("counts of choices", lambda x, over, **_: jnp.roll(jax.lax.all_gather(x, over), 1, axis=0)),
+    "whose counts": without("tokens per expert", lambda x, over, **_: jnp.roll(jax.lax.all_gather(x, over), 1, axis=0)),
 }
 
 
@@ -200,7 +200,7 @@ SENT = Case("mixture", {"expert": 2}, {"expert_method": "exchange"})
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", ["choices to experts", "choices from experts"])
+@pytest.mark.parametrize("name", ["expert dispatch", "expert combine"])
 def test_each_way_is_needed(name, monkeypatch):
     as_on_accelerators(monkeypatch)
     model = model_of("mixture")
@@ -220,7 +220,7 @@ def test_the_compilers_for_accelerators_make_ragged_all_to_alls(name):
         for transfer in list_transfers(read_hlo(program))
         if transfer.kind == "ragged-all-to-all" and transfer.times
     ]
-    assert len(sent) == 4 and all(transfer.named({"choices to experts", "choices from experts"}) for transfer in sent)
+    assert len(sent) == 4 and all(transfer.named({"expert dispatch", "expert combine"}) for transfer in sent)
     choices, row = TOKENS * TOP_K, EMBED * 4
     assert {transfer.sent for transfer in sent} == {(DEVICES - 1) / DEVICES * choices * row}
     assert not any(

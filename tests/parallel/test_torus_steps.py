@@ -27,7 +27,7 @@ def moved(steps: tuple[int, ...], x: np.ndarray) -> list[tuple[np.ndarray, np.nd
 
     def one(x: jax.Array, row: jax.Array, turned: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         add = lambda x, dim: send.psum_scatter("gradients over fsdp", x, "fsdp", dim, steps=steps)
-        gather = lambda x, dim: send.all_gather("parameters over fsdp", x, "fsdp", dim, steps=steps)[None]
+        gather = lambda x, dim: send.all_gather("weights over fsdp", x, "fsdp", dim, steps=steps)[None]
         return [(add(x[0], 1), gather(row, 1)), (add(x[0].T[None], 1)[0], gather(turned, 0))]
 
     by_columns, by_rows = P(None, "fsdp"), P("fsdp")
@@ -106,7 +106,7 @@ def test_a_program_for_a_box_gathers_in_steps_and_sums_nothing(name, expected):
     mesh = make_mesh(fsdp=len(devices), devices=devices)
 
     def compiled(steps: tuple[int, ...]) -> Any:
-        one = lambda x, weight: x @ send.all_gather("parameters over fsdp", weight, "fsdp", steps=steps)
+        one = lambda x, weight: x @ send.all_gather("weights over fsdp", weight, "fsdp", steps=steps)
         shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp")))
         mapped = filter_shard_map(one, mesh, (P("fsdp"), P("fsdp")), P("fsdp"))
         return jax.jit(mapped).lower(shape(len(devices) * 512, 4096), shape(4096, 4096)).compile().as_text()

@@ -219,7 +219,7 @@ GATHER, SCATTER = 3 / 4 * 8 * 128 * 4096 * 2, 3 / 4 * 128576 * 4096 * 4
 def test_a_program_for_tpus():
     gather, scatter = list_transfers(read_hlo(V5E))
     assert (gather.kind, gather.sent, gather.times, gather.hidden) == ("all-gather", GATHER, 2, True)
-    assert "parameters over fsdp" in gather.scopes
+    assert "weights over fsdp" in gather.scopes
     assert (scatter.kind, scatter.sent, scatter.times, scatter.hidden) == ("reduce-scatter", SCATTER, 1, False)
 
 

@@ -156,10 +156,12 @@ def test_a_decode_step_holds_what_was_told():
         and forecast.time.seconds > forecast.total / topology("v5e:2x4").accelerator.bandwidth
     )
     sent = {cause: size for _, cause, size in forecast.sent}
-    assert sent == named_bytes(program) and sent["maps to the stream"] == 2 * 1 / 2 * 2 * 32 * 4 * 2 * 2
+    assert sent == named_bytes(program) and sent["row-parallel output"] == 2 * 1 / 2 * 2 * 32 * 4 * 2 * 2
     assert CompiledCosts.from_dict(json.loads(json.dumps(program.as_dict()))) == program
     compilation = Compilation(program, 2.0, False)
-    assert {row["name"] for row in json.loads(json.dumps(compilation.as_dict()))["transfers"]} >= {"maps to the stream"}
+    assert {row["name"] for row in json.loads(json.dumps(compilation.as_dict()))["transfers"]} >= {
+        "row-parallel output"
+    }
     table = compilation_table(compilation, forecast)
     assert table.startswith("compiled in 2 s: fits, of 16.9 GB\narguments 0.0") and " of weights and caches" in table
     assert f"{program.sent:,.0f}" in table.splitlines()[-1] and "of the model's own" in table

@@ -111,7 +111,7 @@ def test_the_next_iterations_parameters_are_gathered_while_an_iteration_runs():
     def run(x, weights, *, ahead):
         def iteration(y, weight):
             source = weight if ahead else weight + y[:1, : N // 8].T @ y[:1]
-            return jnp.tanh(y @ send.all_gather("parameters over fsdp", source, "fsdp")), None
+            return jnp.tanh(y @ send.all_gather("weights over fsdp", source, "fsdp")), None
 
         return jax.lax.scan(iteration, vary(x, ["fsdp"]), weights)[0]
 
@@ -140,7 +140,7 @@ def test_flops_and_transfers_of_a_traced_program_are_those_of_the_compiled_one()
 
     def run(x, weights, flag):
         def layer(y, weight):
-            gathered = send.all_gather("parameters over fsdp", weight, "fsdp")
+            gathered = send.all_gather("weights over fsdp", weight, "fsdp")
             y = jax.lax.cond(flag, lambda y: jnp.tanh(y @ gathered), lambda y: y, y)
             return y, None
 
@@ -157,7 +157,7 @@ def test_flops_and_transfers_of_a_traced_program_are_those_of_the_compiled_one()
     for program in (traced, compiled):
         sent = [(x.kind, x.axes, x.devices, x.sent, x.times) for x in list_transfers(program)]
         assert sent == [(x.kind, x.axes, x.devices, x.sent, x.times) for x in (gather, scatter)]
-    names = {"parameters over fsdp", "gradients over fsdp"}
+    names = {"weights over fsdp", "gradients over fsdp"}
     assert {x.named(names) for x in list_transfers(traced)} == names
     once = dataclasses.replace(gather, times=1)
     assert bytes_sent(list_transfers(traced)) == bytes_sent((gather, scatter)) > bytes_sent((once, scatter))

@@ -27,7 +27,7 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
   %x = f32[8,8]{1,0} parameter(0)
   %loop = f32[8,8]{1,0} while(%x), condition=%body, body=%body, metadata={op_name="jit(run)/while"}
   %zeros = f32[8,8]{1,0} broadcast(%x), dimensions={}
-  %sum = f32[8,8]{1,0} all-reduce(%loop), to_apply=%body, metadata={op_name="jit(run)/shard_map/loads of experts/psum"}
+  %sum = f32[8,8]{1,0} all-reduce(%loop), to_apply=%body, metadata={op_name="jit(run)/shard_map/expert loads/psum"}
   ROOT %bent = f32[8,8]{1,0} fusion(%loop), kind=kLoop, calls=%fused_add, metadata={op_name="jit(run)/optimizer/tanh"}
 }
 """

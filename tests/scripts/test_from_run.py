@@ -38,7 +38,7 @@ def fork(source, run_dir, *more):
 
 def test_a_trace_names_modules_and_collectives_and_metrics_have_time_and_memory(source):
     (trace,) = (source / "profile").rglob("*.xplane.pb")
-    assert b"gradients over replicas" in trace.read_bytes()
+    assert b"gradients over replica" in trace.read_bytes()
     assert b"blocks/sublayers[0]/layer/query/" in trace.read_bytes()
     row = rows(source)[-1]
     norms = [value for name, value in row.items() if name.startswith("grad_norm/")]

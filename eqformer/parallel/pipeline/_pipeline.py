@@ -343,7 +343,7 @@ class _Executor:
 
 
 def _sum_over_stages(sums: PyTree) -> PyTree:
-    return send.psum("sums over stages", sums, PIPE)
+    return send.psum("loss and edge gradients over stages", sums, PIPE)
 
 
 def _check_data(schedule: Schedule, blocks: PyTree, data: PyTree) -> None:

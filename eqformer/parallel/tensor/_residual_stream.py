@@ -109,7 +109,7 @@ class ResidualStream(abc.ABC):
         """Return the lookup of this device's part; `local_table()` has the rows of its ids, out of `total`."""
 
 
-_MEAN_NAMES = {"means": "means of split norms", "squares": "squares of split norms"}
+_MEAN_NAMES = {"means": "norm means", "squares": "norm mean squares"}
 
 
 class SplitNorm(nn.Module):

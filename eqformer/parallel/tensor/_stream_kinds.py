@@ -50,7 +50,7 @@ class FeatureLinear(nn.LinearWrapper):
         linear = self.inner if self.split_outputs is None else gather_module(self.inner, self.split_outputs)
         outputs = linear.output_shape
         if not self.scatters:
-            y = send.psum("whole maps of features", linear.product(x, dtype), TENSOR)
+            y = send.psum("replicated feature-parallel output", linear.product(x, dtype), TENSOR)
         else:
             rows = x.reshape(*x.shape[: x.ndim - len(linear.inputs)], -1)
             y = matmul_reduce_scatter(
@@ -60,7 +60,7 @@ class FeatureLinear(nn.LinearWrapper):
                 scatter="outputs",
                 overlap=self.overlap,
                 products=self.products,
-                name="maps of features",
+                name="feature-parallel output",
             )
             y = y.reshape(*y.shape[:-1], -1, *outputs[1:])
         return checkpoint_name(y, "product")  # for remat policies that save it, so that it is not reduced again

@@ -64,12 +64,12 @@ class TensorParallelLayer(nn.Module):
     def _multiply_input(self, x: Float[Array, "*batch seq embed"], linears: list[nn.LinearMap]) -> list[Array]:
         """Return the products of all maps with the gathered input."""
         if self.stream.overlap == "none":  # The gradient is summed over the axis here, once for all maps.
-            x = self.stream.gather("maps from the stream", x)
+            x = self.stream.gather("column-parallel input", x)
             return [linear.product(x) for linear in linears]
         weights = tuple(linear.flat_matrix(x.dtype) for linear in linears)
         precisions = tuple(linear.products for linear in linears)
         products = all_gather_matmul(
-            x, weights, TENSOR, name="maps from the stream", overlap=self.stream.overlap, products=precisions
+            x, weights, TENSOR, name="column-parallel input", overlap=self.stream.overlap, products=precisions
         )
         products = [checkpoint_name(y, "product") for y in products]
         return [y.reshape(*y.shape[:-1], *linear.output_shape) for linear, y in zip(linears, products)]
@@ -125,7 +125,7 @@ class LayerContext:
                 "reads an array that the mixer computed from its input, and a device has only some tokens of that "
                 "input; let the map read the input itself, or take residual='replicated' or 'feature'."
             )
-        return self.select_rows(linear, linear.product(self.stream.gather("maps from the stream", x)))
+        return self.select_rows(linear, linear.product(self.stream.gather("column-parallel input", x)))
 
 
 class PrecomputedMap(nn.LinearWrapper):
@@ -153,7 +153,7 @@ class RowParallelMap(nn.LinearWrapper):
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return this device's part of the sum of all devices' products."""
         if self.stream.overlap == "none":
-            y = self.stream.reduce("maps to the stream", self.inner.product(x, dtype))
+            y = self.stream.reduce("row-parallel output", self.inner.product(x, dtype))
         else:
             rows = x.reshape(*x.shape[: x.ndim - len(self.inputs)], -1)
             y = matmul_reduce_scatter(
@@ -163,7 +163,7 @@ class RowParallelMap(nn.LinearWrapper):
                 scatter="seq",
                 overlap=self.stream.overlap,
                 products=self.products,
-                name="maps to the stream",
+                name="row-parallel output",
             )
         y = checkpoint_name(y, "product")  # for remat policies that save it, so that it is not reduced again
         return checkpoint_name(y, "own tokens") if self.stream.splits_tokens else y
@@ -283,7 +283,7 @@ class ReplicatedMixer(nn.Mixer):
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
         """Call the mixer; `x` is this device's part of the stream, `tokens` are those of unsplit rows."""
-        y, cache = self.inner.whole(self.stream.gather("maps from the stream", x), tokens, cache)
+        y, cache = self.inner.whole(self.stream.gather("column-parallel input", x), tokens, cache)
         return count_once(self.stream, y), cache
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
@@ -301,7 +301,7 @@ class ReplicatedLayer(nn.Module):
         """Call the layer on all features of this device's tokens."""
         if self.stream.splits_tokens:
             return self.inner.whole(x)
-        return count_once(self.stream, self.inner.whole(self.stream.gather("maps from the stream", x)))
+        return count_once(self.stream, self.inner.whole(self.stream.gather("column-parallel input", x)))
 
 
 class Sliced(eqx.Module):
@@ -336,7 +336,7 @@ def count_once(stream: ResidualStream, y: Float[Array, "..."]) -> Float[Array, "
     if not stream.is_whole:
         return stream.take_local(y)
     first = jnp.where(jax.lax.axis_index(TENSOR) == 0, y, jnp.zeros_like(y))
-    return checkpoint_name(stream.reduce("maps to the stream", first), "product")
+    return checkpoint_name(stream.reduce("row-parallel output", first), "product")
 
 
 def is_plain(layer: object) -> bool:

@@ -43,7 +43,7 @@ class SplitEmbedding(nn.Module):
         x = jnp.where(is_local[..., None], vectors, jnp.zeros_like(vectors))
         # An id outside of the table gives NaN, as in an unsplit table.
         x = jnp.where(((ids >= 0) & (ids < self.total))[..., None], x, jnp.full_like(x, jnp.nan))
-        return self.inner.transform(self.stream.reduce("looked-up vectors", x))
+        return self.inner.transform(self.stream.reduce("token embeddings", x))
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Return this device's logits."""
@@ -78,7 +78,7 @@ class HeadInput(nn.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalize, then gather the stream; the backward pass reduces the gradient."""
-        return self.stream.gather("stream for the head", self.inner(x))
+        return self.stream.gather("head input", self.inner(x))
 
 
 class SourceOutput(nn.Module):
@@ -89,7 +89,7 @@ class SourceOutput(nn.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Normalize, then gather the stream; the backward pass reduces the gradient of all heads."""
-        return self.stream.gather("maps from the stream", self.inner(x))
+        return self.stream.gather("column-parallel input", self.inner(x))
 
 
 def take_local_rows(table: Shaped[Array, "..."], dim: int) -> Shaped[Array, "..."]:
@@ -104,7 +104,7 @@ def features_to_rows(table: Shaped[Array, "..."], rows: int, features: int) -> S
 
     `rows` and `features` are the two dims of the table.
     """
-    return send.all_to_all("table from features to ids", _pad_to_devices(table, rows), TENSOR, rows, features)
+    return send.all_to_all("vocabulary table by ids", _pad_to_devices(table, rows), TENSOR, rows, features)
 
 
 def _pad_to_devices(table: Array, dim: int) -> Array:
@@ -125,11 +125,11 @@ class SplitVocabulary(eqx.Module):
     ) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
         """Return `logsumexp(logits) - logits[target]` per token, and the logsumexp; NaN for a target that is no id."""
         ids, logits = self._ids(logits), self._without_padding(logits)
-        peak = send.pmax("highest logits", jax.lax.stop_gradient(jnp.max(logits, axis=-1)), TENSOR)
-        total = send.psum("normalisers", jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), TENSOR)
+        peak = send.pmax("logit maxima", jax.lax.stop_gradient(jnp.max(logits, axis=-1)), TENSOR)
+        total = send.psum("softmax denominators", jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), TENSOR)
         log_normaliser = jnp.log(total) + peak
         of_target = jnp.where(ids == targets[:, None], logits, jnp.zeros_like(logits))
-        nats = log_normaliser - send.psum("logits of targets", jnp.sum(of_target, axis=-1), TENSOR)
+        nats = log_normaliser - send.psum("target logits", jnp.sum(of_target, axis=-1), TENSOR)
         return jnp.where((targets >= 0) & (targets < self.total), nats, jnp.nan), log_normaliser
 
     def is_first(self, logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
@@ -137,8 +137,8 @@ class SplitVocabulary(eqx.Module):
         ids, logits = self._ids(logits), self._without_padding(logits)
         peak = jnp.max(logits, axis=-1)
         first = jnp.take_along_axis(ids, jnp.argmax(logits, axis=-1, keepdims=True), axis=1)[:, 0]
-        is_peak = peak == send.pmax("highest logits of all ids", peak, TENSOR)
-        return send.pmin("first of the highest", jnp.where(is_peak, first, self.total), TENSOR) == targets
+        is_peak = peak == send.pmax("argmax logits", peak, TENSOR)
+        return send.pmin("argmax ids", jnp.where(is_peak, first, self.total), TENSOR) == targets
 
     def _ids(self, logits: Float[Array, "tokens vocab"]) -> Int[Array, "tokens vocab"]:
         local_ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
