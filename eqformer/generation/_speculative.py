@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import equinox as eqx
@@ -166,7 +167,15 @@ class DraftCounts(eqx.Module):
 
 
 class SpeculativeCache(eqx.Module):
-    """Caches of a model and its draft."""
+    """Caches of a model and its draft.
+
+    Before each `speculative_step`, for every row of `length` tokens that is not done:
+
+    - The model has read all tokens but the last: positions 0 to `length - 2`. Slots of later positions may hold
+      rejected proposals. The step writes all of these slots before a query reads one.
+    - The draft has read `draft_length` tokens, between 1 and `draft.tokens + 1` fewer than `length`, and no proposal.
+    - `hidden[i]` is the model's hidden vector of position `draft_length - 1 + i`, for `i < length - draft_length`.
+    """
 
     model: PyTree
     draft: PyTree
@@ -203,8 +212,8 @@ class SpeculativeModel(eqx.Module):
         model_cache = self.model.init_cache(batch, capacity, dtype, rollback=self.draft.tokens)
         zeros = jnp.zeros(batch, jnp.int32)
         one_token = zeros[:, None]
-        shape = eqx.filter_eval_shape(lambda: self.model.encode(one_token, Tokens(one_token), model_cache)[0])
-        hidden = jnp.zeros((batch, self.draft.tokens + 1, shape.shape[-1]), shape.dtype)
+        vector, *_ = eqx.filter_eval_shape(self.model.encode, one_token, Tokens(one_token), model_cache)
+        hidden = jnp.zeros((batch, self.draft.tokens + 1, vector.shape[-1]), vector.dtype)
         draft_cache = self.draft.init_cache(batch, capacity, dtype)
         return SpeculativeCache(model_cache, draft_cache, zeros, hidden, DraftCounts(zeros, zeros, zeros, zeros))
 
@@ -238,8 +247,8 @@ class SpeculativeModel(eqx.Module):
 def make_step(model: Model, sampling: SamplingState) -> Callable[[Rows], Rows]:
     """Return the function of one decoding step: plain, or speculative for a model with a draft."""
     if isinstance(model, SpeculativeModel):
-        return lambda rows: speculative_step(model, rows, sampling)
-    return lambda rows: decode_step(model, rows, sampling)
+        return functools.partial(speculative_step, model, sampling=sampling)
+    return functools.partial(decode_step, model, sampling=sampling)
 
 
 def draft_counts(rows: Rows) -> DraftCounts | None:
@@ -250,6 +259,7 @@ def draft_counts(rows: Rows) -> DraftCounts | None:
 def speculative_step(pair: SpeculativeModel, rows: Rows, sampling: SamplingState) -> Rows:
     """Propose tokens, check them, and append the accepted ones and one token of the model.
 
+    The caches are before and after the step as `SpeculativeCache` says.
     By the rule of Leviathan et al. (2023, arXiv:2211.17192) the tokens have the distribution of the model alone; greedy
     tokens are exactly those of the model alone.
     """
@@ -286,6 +296,7 @@ def speculative_step(pair: SpeculativeModel, rows: Rows, sampling: SamplingState
         counts.accepted + jnp.where(active, jnp.minimum(accepted, added), 0),
         counts.added + added,
     )
+    # `_propose` has read all tokens of the old rows with the draft, and `hidden` begins at the last of them.
     cache = SpeculativeCache(model_cache, draft_cache, rows.lengths, hidden, counts)
     return dataclasses.replace(new_rows, cache=cache)
 
@@ -308,8 +319,10 @@ def accept_proposals(
     )
     accepted = jnp.cumprod(uniforms * draft < target, axis=1, dtype=jnp.int32)
     count = jnp.sum(accepted, axis=1, dtype=jnp.int32)
-    at_next = lambda x: jnp.take_along_axis(x, count[:, None, None], axis=1)[:, 0]
-    next_target, next_draft = at_next(probabilities), at_next(jnp.pad(draft_probabilities, [(0, 0), (0, 1), (0, 0)]))
+    padded_draft_probabilities = jnp.pad(draft_probabilities, [(0, 0), (0, 1), (0, 0)])
+    next_target, next_draft = (
+        jnp.take_along_axis(x, count[:, None, None], axis=1)[:, 0] for x in (probabilities, padded_draft_probabilities)
+    )
     residual = jnp.maximum(next_target - next_draft, 0)
     # The residual is zero if both distributions are equal up to rounding, or if the draft's is NaN, which is never
     # accepted. The next token is then drawn from the model's distribution.
