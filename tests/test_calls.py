@@ -35,7 +35,7 @@ UNCHECKED = (
         "_indexer",
         "_platform",
     ),
-    *("_optimizer", "_learning_rates", "_loss_aux", "_loop", "_contents", "_first_non_finite", "_pictures"),
+    *("_optimizer", "_learning_rates", "_loss_aux", "_loop", "_contents", "_pictures"),
     "kernels._dtypes",
 )
 UNCHECKED_CALLS = {

@@ -6,7 +6,7 @@ from types import NoneType
 
 import equinox as eqx
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jaxtyping import PyTree
 
 from .. import nn
@@ -51,19 +51,20 @@ def check_parallel_config(plan: Placement) -> None:
 
 
 def _check_optimizer_memory(plan: Placement) -> None:
-    if plan.optimizer_memory == "device" or not isinstance(plan.mesh, Mesh):
+    if plan.optimizer_memory == "device" or plan.devices is None:
         return
-    kinds = _memory_kinds(plan.mesh)
+    device = plan.devices.flat[0]
+    kinds = _memory_kinds(device)
     if kinds and plan.optimizer_memory not in kinds:
         raise ValueError(
-            f"Plan(optimizer_memory={plan.optimizer_memory!r}): the mesh's devices, {plan.mesh.devices.flat[0]}, have "
+            f"Plan(optimizer_memory={plan.optimizer_memory!r}): the mesh's devices, {device}, have "
             f"the memories {', '.join(kinds)}; take optimizer_memory='device'."
         )
 
 
-def _memory_kinds(mesh: Mesh) -> list[str]:
-    """Return the kinds of memory that devices have; none for GPUs that only a compiler knows."""
-    return [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
+def _memory_kinds(device: jax.Device) -> list[str]:
+    """Return the kinds of memory that a device has; none for GPUs that only a compiler knows."""
+    return [memory.kind for memory in device.addressable_memories()]
 
 
 def check_model(plan: Placement, model: nn.LanguageModel) -> None:

@@ -112,6 +112,11 @@ class Placement(ParallelConfig):
         return axis_sizes(self.mesh)[axis]
 
     @property
+    def devices(self) -> np.ndarray | None:
+        """The devices of the mesh; None for an abstract mesh."""
+        return self.mesh.devices if isinstance(self.mesh, Mesh) else None
+
+    @property
     def platform(self) -> str:
         """Platform of the mesh's devices: `"tpu"`, `"gpu"` or `"cpu"`; `"cpu"` for a mesh without devices."""
         mesh = self.mesh
@@ -164,7 +169,7 @@ class Placement(ParallelConfig):
         There are two steps where the axis is a whole square or box of a torus (for parameters: a box), one step for its
         last side and one for the remaining sides.
         """
-        return torus_steps(self.mesh.devices, FSDP) if isinstance(self.mesh, Mesh) else TorusSteps()
+        return TorusSteps() if self.devices is None else torus_steps(self.devices, FSDP)
 
     @property
     def is_pipelined(self) -> bool:
@@ -234,7 +239,7 @@ class Placement(ParallelConfig):
         """Put arrays on the mesh; outside of traces, and on meshes of devices."""
         arrays, static = eqx.partition(tree, eqx.is_array)
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
-        if is_traced or not isinstance(self.mesh, Mesh):
+        if is_traced or self.devices is None:
             return tree
         return eqx.combine(jax.device_put(arrays, shardings(self.parameter_specs(arrays), self.mesh)), static)
 

@@ -17,6 +17,7 @@ from ..kernels import (
     at_least_float32,
     AttentionCall,
     blockwise,
+    ChosenKeys,
     flash,
     flash_choice,
     FlashAttention,
@@ -200,8 +201,12 @@ def _common_kernels(core: Op, local: AttentionCall, past: AttentionCall) -> Ring
 
 
 def _piece_call(call: AttentionCall, piece: str) -> AttentionCall:
-    mask = Mask(True, call.mask.window) if isinstance(call.mask, Mask) else call.mask
-    return dataclasses.replace(call, mask=mask, piece=piece)
+    return dataclasses.replace(call, mask=_piece_mask(call, is_causal=True), piece=piece)
+
+
+def _piece_mask(call: AttentionCall, *, is_causal: bool) -> Mask | ChosenKeys:
+    """Return the mask of a call within one piece of keys: of a `Mask` the window alone is kept."""
+    return Mask(is_causal, call.mask.window) if isinstance(call.mask, Mask) else call.mask
 
 
 def _past_call(
@@ -213,7 +218,7 @@ def _past_call(
     kv_tokens: TokenPositions | None = None,
 ) -> AttentionCall:
     """Return the call of queries that see all of these keys."""
-    mask = Mask(False, call.mask.window) if isinstance(call.mask, Mask) else call.mask
+    mask = _piece_mask(call, is_causal=False)
     tokens = call.tokens if tokens is None else tokens
     return dataclasses.replace(
         call, query=query, key=key, value=value, mask=mask, tokens=tokens, kv_tokens=kv_tokens, sinks=None, piece="past"

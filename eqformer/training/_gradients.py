@@ -37,8 +37,10 @@ from .losses._loss_aux import (
     check_takes_tokens,
     Count,
     loss_cotangent,
+    loss_count,
     LossAux,
     LossFn,
+    routing_aux,
     Scale,
     sum_and_count,
     unscale_gradients,
@@ -137,9 +139,8 @@ class ShardedExecution(SingleDevice):
         """Return the loss's sum, its count with the aux, and the gradients, reduced over all devices."""
         parameters = device.parameters(model)
         total, loss_aux, gradients = self._run_microbatches(device, model, parameters, rows, scale)
-        count, aux = (loss_aux.count, loss_aux.aux) if isinstance(loss_aux, LossAux) else (loss_aux, None)
-        aux = jax.tree.map(device.total, aux)
-        return device.total(total), (device.total(count), aux), device.reduce(gradients)
+        aux = jax.tree.map(device.total, routing_aux(loss_aux))
+        return device.total(total), (device.total(loss_count(loss_aux)), aux), device.reduce(gradients)
 
     def _run_microbatches(
         self, device: OnDevice, model: PyTree, parameters: PyTree, rows: PyTree, scale: Scale

@@ -21,8 +21,7 @@ def plot_losses(metrics: str | Path, path: str | Path) -> None:
     without losses draw nothing. The file is written atomically. Needs matplotlib.
     """
     rows = _read_rows(metrics)
-    trained = [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)]
-    validated = [(row["step"], row["validation_loss"]) for row in rows if isinstance(row.get("validation_loss"), float)]
+    trained, validated = _points(rows, "loss"), _points(rows, "validation_loss")
     if not trained:
         return
     figure = make_figure("plot_losses(metrics, path)", (8, 4.5))
@@ -65,6 +64,11 @@ def plot_expert_loads(metrics: str | Path, path: str | Path) -> None:
     panels[-1].set_xlabel("step")
     figure.colorbar(image, ax=list(panels), label="load over an even share")
     write_atomic(path, figure.savefig)
+
+
+def _points(rows: list[JsonObject], name: str) -> list[tuple[float, float]]:
+    """Return the step and the value of each row with a finite number of this name."""
+    return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), float)]
 
 
 def _read_rows(metrics: str | Path) -> list[JsonObject]:

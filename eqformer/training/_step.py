@@ -16,7 +16,7 @@ from ..kernels import cpu_or
 from ..parallel import Plan
 from ._gradients import make_execution
 from ._train_state import TrainState
-from .losses._loss_aux import loss_count, LossAux, LossFn, routing_metrics
+from .losses._loss_aux import loss_count, LossAux, LossFn, routing_aux, routing_metrics
 from .optimizer._learning_rates import Rates
 from .optimizer._optimizer import check_optimizer, global_norm, Optimizer, partition_trained
 
@@ -130,7 +130,7 @@ def make_step(
         def update(parameters: PyTree, optimizer_state: PyTree) -> tuple[PyTree, PyTree]:
             scaled = jax.tree.map(lambda x: x * scale.astype(x.dtype), gradients)
             parameters, optimizer_state = optimizer.update(scaled, optimizer_state, parameters, learning_rate)
-            aux = loss_aux.aux if balance_rate and isinstance(loss_aux, LossAux) else ()
+            aux = routing_aux(loss_aux) if balance_rate else None
             return (rebalance_routers(parameters, aux, balance_rate) if aux else parameters), optimizer_state
 
         with jax.named_scope("optimizer"):
@@ -139,8 +139,8 @@ def make_step(
         state = _count_step(state, model, optimizer_state, is_finite, is_empty, norm)
         state = execution.place_state(optimizer, state)
 
-        if isinstance(loss_aux, LossAux):
-            loss_aux = LossAux(count, execution.order_aux(loss_aux.aux, state.model))
+        if (aux := routing_aux(loss_aux)) is not None:
+            loss_aux = LossAux(count, execution.order_aux(aux, state.model))
         metrics = {"loss": loss, "count": count, "grad_norm": norm, "learning_rate": learning_rate}
         metrics |= routing_metrics(loss_aux) | ({} if loss_scale is None else {"loss_scale": loss_scale.value + 0})
         if gradient_norms:

@@ -96,7 +96,7 @@ def test_it_is_counted_where_it_lies():
 
 
 def test_devices_without_such_memory_are_refused(monkeypatch):
-    monkeypatch.setattr(_check_plan, "_memory_kinds", lambda mesh: ["device", "vmem"])
+    monkeypatch.setattr(_check_plan, "_memory_kinds", lambda device: ["device", "vmem"])
     with pytest.raises(
         ValueError, match="'pinned_host'.* have the memories device, vmem; take optimizer_memory='device'"
     ):

@@ -15,14 +15,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal, Var
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -88,11 +88,11 @@ def _separate_inputs(results: PyTree, inputs: PyTree) -> tuple[list[tuple[int, i
 def _constant_program(program: ClosedJaxpr, index: int) -> ClosedJaxpr | None:
     """Return the program of one result, without effects of other equations, or None if the result needs an input."""
     results = program.jaxpr.outvars[index : index + 1]
-    needed, equations = {x for x in results if not isinstance(x, Literal)}, []
+    needed, equations = _variables(results), []
     for equation in reversed(program.jaxpr.eqns):
         if not needed.isdisjoint(equation.outvars):
             equations.append(equation)
-            needed |= {x for x in equation.invars if not isinstance(x, Literal)}
+            needed |= _variables(equation.invars)
     constants = zip(program.jaxpr.constvars, program.consts, strict=True)
     if any(variable in needed and isinstance(value, Tracer) for variable, value in constants):
         return None
@@ -101,6 +101,10 @@ def _constant_program(program: ClosedJaxpr, index: int) -> ClosedJaxpr | None:
     return program.replace(
         jaxpr=program.jaxpr.replace(eqns=equations[::-1], outvars=results, effects=effects, debug_info=info)
     )
+
+
+def _variables(atoms: Iterable[Var | Literal]) -> set[Var]:
+    return {atom for atom in atoms if not isinstance(atom, Literal)}
 
 
 def _is_key(x: AnyArray) -> bool:

@@ -77,7 +77,8 @@ def all_gather_matmul(
         products: How pieces are multiplied, for all weights or for each; in the compute dtype by default.
         name: The collective's name in the compiled program.
     """
-    weights = weight if isinstance(weight, tuple) else (weight,)
+    has_several = isinstance(weight, tuple)
+    weights = weight if has_several else (weight,)
     precisions = products if isinstance(products, tuple) else (products,) * len(weights)
     x, weights = _unify_types("all_gather_matmul", x, weights, axis, overlap)
     if overlap == "none":
@@ -85,7 +86,7 @@ def all_gather_matmul(
         outputs = tuple(_multiply(precision, full, w) for precision, w in zip(precisions, weights, strict=True))
     else:
         outputs = _gather_matmul(Ring(name, axis, overlap == "bidirectional"), precisions, x, weights)
-    return outputs if isinstance(weight, tuple) else outputs[0]
+    return outputs if has_several else outputs[0]
 
 
 def matmul_reduce_scatter(

@@ -17,9 +17,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
+from ... import nn
 from ..._failures import explain_error, load_extra
 from ..._files import JsonObject, parse_json, sync_path
-from ._contents import from_stored, is_array, leaf_faults, metadata_to_json, named_arrays, stored_shape, to_stored
+from ._contents import from_stored, leaf_faults, metadata_to_json, named_arrays, stored_shape, to_stored
 from ._files import (
     check_files,
     describe_files,
@@ -146,7 +147,7 @@ class Checkpointer:
         differs from `like` in name, shape or dtype.
         """
         step, folder, manifest, saved_names = self._check_leaves(like, step, partial)
-        arrays, static = eqx.partition(like, is_array)
+        arrays, static = eqx.partition(like, nn.has_shape)
         wanted = named_arrays(arrays)
         # The first process alone computes the checksums, so that files are read for them once.
         faults = check_files(folder, manifest["files"]) if jax.process_index() == 0 else []
@@ -179,7 +180,7 @@ class Checkpointer:
         Raises a `CheckpointError` for leaves unlike `like`.
         """
         step, folder, manifest = self._read_manifest(step)
-        wanted = named_arrays(eqx.filter(like, is_array))
+        wanted = named_arrays(eqx.filter(like, nn.has_shape))
         saved_names = match_saved_names(manifest["leaves"], wanted)
         saved = {name: manifest["leaves"][saved_name] for name, saved_name in saved_names.items()}
         if faults := leaf_faults({n: x for n, x in saved.items() if n in wanted} if partial else saved, wanted):

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeGuard
 
 import equinox as eqx
 import jax
@@ -12,18 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
+from ... import nn
 from ..._files import JsonObject
 from ..._shapes import ArrayOrShape
 
 
-def is_array(leaf: object) -> TypeGuard[ArrayOrShape]:
-    """Return whether a leaf is an array or the shape of one."""
-    return isinstance(leaf, ArrayOrShape)
-
-
 def named_arrays(tree: PyTree) -> dict[str, ArrayOrShape]:
     """Return the arrays of a tree by their paths."""
-    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, is_array))
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, nn.has_shape))
     arrays = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     assert len(arrays) == len(leaves)
     return arrays

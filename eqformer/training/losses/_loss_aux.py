@@ -44,6 +44,11 @@ def loss_count(count: Count) -> Float[Array, ""]:
     return count.count if isinstance(count, LossAux) else count
 
 
+def routing_aux(count: Count) -> PyTree:
+    """Return the aux of routed layers in a `LossAux`; None for a loss that returned the weight of its tokens alone."""
+    return count.aux if isinstance(count, LossAux) else None
+
+
 def routing_metrics(loss_aux: Count) -> dict[str, Array]:
     """Return metrics of the routed layers in a step; an empty dict for a model without such layers.
 
@@ -52,9 +57,9 @@ def routing_metrics(loss_aux: Count) -> dict[str, Array]:
     busiest expert over the even load, minus 1, in the worst layer (MaxVio of arXiv:2408.15664). `expert_load`: each
     expert's share of its layer's choices, `routed_layers experts`; layers with fewer experts are padded with zeros.
     """
-    if not isinstance(loss_aux, LossAux) or not (layer_aux := aux_of(loss_aux.aux)):
+    if not (layer_aux := aux_of(routing_aux(loss_aux))):
         return {}
-    count = loss_aux.count.astype(jnp.float32)
+    count = loss_count(loss_aux).astype(jnp.float32)
 
     def join_layers(name: str) -> Array:
         return jnp.concatenate([getattr(aux, name).reshape(-1) for aux in layer_aux]).astype(jnp.float32)
