@@ -44,11 +44,11 @@ class ContextAttention(Operation):
     `T` tokens a row, and `n`, `m` bytes a token of queries or of keys and values):
 
     - `"ring"`: keys and values pass round a ring while each device attends to its current piece (arXiv:2310.01889);
-      memory for two pieces of them; `3 m T (c-1)/c`. Computed by the kernels of `inner` where they support the
-      rows, as `Plan` stores them, or else by `BlockwiseAttention`, with the block of `inner`.
-    - `"gather"`: all keys and values are gathered, in the backward pass again; `3 m T (c-1)/c`. Any `inner`. All but
-      `DotProductAttention` name their output "attended"; the output of an `inner` that does not is computed again
-      under `remat="products"`, which gathers once more.
+      a device has memory for two pieces; `3 m T (c-1)/c`. The kernels of `inner` compute it if they support the rows
+      in the order in which `Plan` stores them, else `BlockwiseAttention`, with the block of `inner`.
+    - `"gather"`: all keys and values are gathered, and gathered again in the backward pass; `3 m T (c-1)/c`. Any
+      `inner`. All but `DotProductAttention` name their output "attended". The output of an `inner` that does not is
+      computed again under `remat="products"`, which gathers once more.
     - `"heads"`: an all-to-all gives each device whole rows of `heads / c` heads and a second one brings the outputs
       back (DeepSpeed Ulysses, arXiv:2309.14509); `(4 n + 2 m) T (c-1)/c^2`. Any `inner`; `heads` must be a multiple
       of `c`.
@@ -66,7 +66,7 @@ class ContextAttention(Operation):
             require_blockwise(self.inner)
 
     def supports(self, call: AttentionCall) -> str | None:
-        """Return why the call is not supported: by the loop over blocks for a ring, and otherwise by `inner`."""
+        """Return why the loop over blocks, for a ring, or else `inner` does not support the call; None if it does."""
         return require_blockwise(self.inner).supports(call) if self.method == "ring" else self.inner.supports(call)
 
     def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
@@ -166,7 +166,7 @@ def context_order(method: str, seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
 def check_context(
     method: str, size: int, core: Operation, *, seq: int, heads: int, kv_heads: int, needs: Sequence[str] = ()
 ) -> None:
-    """Raise the `ValueError` of an attention over pieces of a row before anything is compiled.
+    """Raise a `ValueError`, before anything is compiled, for an attention that cannot run on pieces of a row.
 
     Args:
         method: One of `CONTEXT_METHODS`.
@@ -198,7 +198,7 @@ def refuse_pieces(size: int, path: str, mixer: Mixer) -> NoReturn:
 
 
 def require_blockwise(core: Operation) -> BlockwiseAttention:
-    """Return the loop over blocks that computes the attention of `core` on a ring; raise a `ValueError` if none."""
+    """Return the loop over blocks that computes the attention of `core` on a ring; raise a `ValueError` without one."""
     if (loop := blockwise_of(core)) is not None:
         return loop
     raise ValueError(
@@ -209,7 +209,7 @@ def require_blockwise(core: Operation) -> BlockwiseAttention:
 
 
 def _count_copies(size: int, heads: int, kv_heads: int, call: str) -> int:
-    """Return how often each key head is sent, so that each device gets the key heads of its share of query heads."""
+    """Return how often each key head is sent, so that every device gets the key heads that its query heads need."""
     if heads % size:
         raise ValueError(
             f"{call}: {heads} query heads on a device do not split over {size} devices of the axis {CONTEXT!r}; take a "
@@ -263,8 +263,8 @@ def sum_rows(x: Float[Array, "batch seq"]) -> tuple[Float[Array, "batch"], int]:
 class SplitCacheAttention(Operation):
     """Attention to KV caches whose slots are split over the axis `context`.
 
-    Queries, which are replicated, attend to the keys that the device holds. The results are combined by their
-    logsumexps, as in flash decoding with split keys: `2 + v_dim` numbers a query and head are reduced.
+    Queries are replicated and attend to the keys that the device holds. The devices' results are combined by their
+    logsumexps, as in flash decoding with split keys: `2 + v_dim` numbers are reduced for each query and head.
     """
 
     inner: Operation

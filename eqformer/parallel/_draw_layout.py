@@ -189,7 +189,7 @@ CALL = "plot_layout(model, specs, mesh, path)"
 
 
 def plot_layout(model: PyTree, specs: PyTree, mesh: Mesh, path: str | Path) -> None:
-    """Write a PNG with a row an array: its dims, those that are split in their axis's color; its pieces; its bytes.
+    """Write a PNG with a row for each array: its dims, split ones in the color of their axis, its pieces, its bytes.
 
     A box is cut into the pieces that devices hold, with the devices' numbers inside and gaps in the colors of the
     axes; the pieces of device 0, or of the lowest number that exists, are dark. The bar shows the bytes of the array

@@ -36,7 +36,7 @@ class Gathered(nn.Module):
     values: PyTree = None
     """None, or a tuple with the values of arrays for which `inner` has a gradient proxy, and None for the others."""
     steps: TorusSteps = eqx.field(static=True, default=TorusSteps())
-    """TorusSteps in which arrays are gathered over a torus, and gradients scattered (`Plan.torus_steps`)."""
+    """Steps in which arrays are gathered over a torus, and gradients scattered (`Plan.torus_steps`)."""
 
     def __call__(self, *args: PyTree) -> PyTree:
         """Call the block."""

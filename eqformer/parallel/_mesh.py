@@ -1,8 +1,8 @@
 """Meshes with one axis for each way to split a model: names of the axes, and the order of devices in the network.
 
-The busiest axes have neighbors in the network, the calmest go over slow links. `jax.make_mesh` refuses meshes that cut
-a side of a torus, and TPUs with two devices a chip; and it does not tell what of the torus an axis lies along. So
-devices are placed here, by their coordinates alone.
+Devices along the busiest axes are neighbors in the network; the axes that send least go over slow links.
+`jax.make_mesh` refuses meshes that cut a side of a torus, and TPUs with two devices a chip, and does not say along
+which sides of the torus an axis lies. So devices are placed here, by their coordinates alone.
 """
 
 import collections
@@ -49,10 +49,10 @@ def make_mesh(
 ) -> Mesh:
     """Make a mesh with all six axes, most of size 1.
 
-    Nothing is guessed: a product that is not the number of devices raises a `ValueError` that says how many are
-    missing or left over. Whatever the devices' network is, every other product makes a mesh: neighbors along the last
-    axes, `tensor` first, are the closest in the hardware, and `replica` goes over the slow network between slices of
-    TPUs and hosts of GPUs (with `pipe`, then `fsdp`, where it is smaller than their number).
+    No size is guessed: if the sizes do not multiply to the number of devices, a `ValueError` says how many devices are
+    missing or left over. All other sizes make a mesh on every network. Neighbors along the last axes, `tensor` first,
+    are the closest in the hardware. The axis `replica` goes over the slow network between slices of TPUs and hosts of
+    GPUs (with `pipe`, then `fsdp`, if it is smaller than the number of slices or hosts).
 
     Args:
         replica: Devices among which rows are split and all state is replicated.
@@ -93,12 +93,12 @@ def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 
 
 def arrange_devices(devices: Sequence[Device], sizes: Sequence[int]) -> np.ndarray:
-    """Arrange devices in an array with a dim of each of `sizes`, one for each of `AXES`; they multiply to as many.
+    """Arrange devices in an array of shape `sizes`, a dim for each of `AXES`; the sizes multiply to their number.
 
-    Devices of several slices or hosts are told apart by the axes that send least, `replica` first. Among devices that
-    fast links join, each axis gets sides of their torus, the busiest, `tensor`, first: the cores of a chip, then whole
-    sides as far as they fit, then pieces of sides. Devices of the axes that pass messages round are in the order of a
-    walk between neighbors, which ends beside its start where it can.
+    The axes that send least, `replica` first, go between several slices or hosts. Among devices that fast links join,
+    each axis gets sides of their torus, the busiest, `tensor`, first: the cores of a chip, then whole sides as far as
+    they fit, then pieces of sides. Devices of the axes that pass messages round a ring are in the order of a walk
+    between neighbors, which ends beside its start if possible.
     """
     networks = _split_by_network(devices)
     slow_sizes = _split_over_networks(len(networks), sizes)
@@ -110,21 +110,22 @@ def arrange_devices(devices: Sequence[Device], sizes: Sequence[int]) -> np.ndarr
 
 
 class TorusSteps(NamedTuple):
-    """Numbers of devices in the steps of a collective over an axis, one after another; empty: it is done at once."""
+    """Numbers of devices in the successive steps of a collective over an axis; empty for a single step."""
 
     scatter: tuple[int, ...] = ()
-    """TorusSteps of a reduce-scatter; the last step has neighbors in the axis' order."""
+    """Steps of a reduce-scatter; the devices of the last step are neighbors in the order of the axis."""
     gather: tuple[int, ...] = ()
-    """TorusSteps of an all-gather, which goes from the last to the first."""
+    """Steps of an all-gather, which runs from the last to the first."""
 
 
 def torus_steps(devices: np.ndarray, axis: str) -> TorusSteps:
-    """Return the steps in which an axis is best scattered and gathered over.
+    """Return the steps of scatters and gathers over an axis in which devices send the fewest bytes.
 
-    `devices` are those of a mesh, in its shape. To scatter among all devices of a square or a box of a torus at once,
-    XLA's compiler for TPUs (libtpu 0.0.42, but for TPU7x) sums the whole array on every device; to gather among those
-    of a box (on TPU7x too, whose chips have two), it sums arrays that are zero but for a device's own piece. It sends
-    only pieces where one step has one side of the torus and another step the remaining sides.
+    `devices` are those of a mesh, in its shape. To scatter in one step among all devices of a square or a box of a
+    torus, XLA's compiler for TPUs (libtpu 0.0.42, except on TPU7x) sums the whole array on every device. To gather in
+    one step among the devices of a box (on TPU7x too, whose chips have two devices), it sums arrays that are zero
+    except for a device's own piece. It sends only pieces if one step covers one side of the torus and another step the
+    remaining sides.
     """
     line = np.moveaxis(devices, AXES.index(axis), -1).reshape(-1, devices.shape[AXES.index(axis)])[0]
     network, networks = _network(line[0]), [_network(device) for device in devices.ravel()]
@@ -151,7 +152,7 @@ def _split_by_network(devices: Sequence[Device] | np.ndarray) -> list[list[Devic
 
 
 def _network(device: Device) -> tuple[int, ...]:
-    """Return what identifies the fast network of a device: its slice and, of a GPU, its host."""
+    """Return an identifier of the fast network that a device is in: its slice and, for a GPU, its host."""
     slice_index = getattr(device, "slice_index", None) or 0
     if device.platform not in ("gpu", "cuda", "rocm"):
         return (slice_index,)
@@ -161,7 +162,7 @@ def _network(device: Device) -> tuple[int, ...]:
 
 
 def _split_over_networks(networks: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return into how many pieces the slow network cuts each axis."""
+    """Return the number of pieces into which the slow network cuts each axis."""
     pieces = [1] * len(sizes)
     for axis in CALMEST_FIRST:
         index = AXES.index(axis)
@@ -207,7 +208,7 @@ def _arrange_torus(torus: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
 
 
 def _best_sides(shape: Sequence[int], unused: np.ndarray, size: int) -> tuple[int, ...]:
-    """Return how much of each side of a torus an axis of `size` devices gets, out of the `unused` lengths."""
+    """Return the length of each side of a torus that an axis of `size` devices gets, out of the `unused` lengths."""
     *torus, cores = shape if len(shape) > 1 else (*shape, 1)
 
     def rank(pieces: tuple[int, ...]) -> tuple:
@@ -221,9 +222,9 @@ def _best_sides(shape: Sequence[int], unused: np.ndarray, size: int) -> tuple[in
 
 
 def _walk(sides: Sequence[int]) -> list[int]:
-    """Return a walk through a box, by cell numbers, from neighbor to neighbor; in a rectangle with an even side, round.
+    """Return a walk through all cells of a box, by their numbers, from neighbor to neighbor.
 
-    A round walk ends beside its start.
+    In a rectangle with an even side the walk is round: it ends beside its start.
     """
     if len(sides) == 2 and not all(side % 2 for side in sides):
         rows, columns = sides

@@ -52,17 +52,17 @@ class ParallelConfig:
     overlap: Overlap = "none"
     """How a split stream is gathered and scattered: by one collective, or in rings that overlap with the products."""
     context_method: ContextMethod = "ring"
-    """How attention sees other devices' tokens: keys and values pass round a ring, or are gathered, or by Ulysses."""
+    """How attention reads other devices' tokens: by a ring of keys and values, a gather of them, or heads (Ulysses)."""
     expert_method: ExpertMethod = "auto"
-    """How tokens reach experts: all are gathered, or each choice is sent by all-to-all; by default the cheaper."""
+    """How tokens reach experts: by a gather of all tokens, an exchange of choices (all-to-all), or the cheaper one."""
     expert_factor: float | None = None
-    """Room in a round of --expert-method exchange, times an even load: of a device 1.25 or, on CPUs, of a pair 2."""
+    """Slots of a round of --expert-method exchange over an even load; default 1.25 a device, on CPUs 2 a pair."""
     schedule: ScheduleName | Maker | Schedule = "1f1b"
     """The order in which the stages of a pipeline work."""
     microbatches: int = 1
-    """Pieces that a batch is computed in; they go through --mesh.pipe or, without it, one after another."""
+    """Number of microbatches of a batch; they go through --mesh.pipe or, without it, run one after another."""
     stage_remat: bool = False
-    """Stages keep their input alone and run again in backward passes, as with spread edges; else what layers keep."""
+    """Stages keep only their inputs and are recomputed in backward passes, as always with spread edges."""
     chunks: int = 1
     """Parts of the model that each stage holds: any number for interleaved and looping, 2 for zb-v and dualpipe-v."""
     edges: Literal["ends", "spread"] = "ends"
@@ -74,7 +74,7 @@ class ParallelConfig:
 
 
 def option_values(name: str) -> tuple[str | int, ...]:
-    """Return the values that a field of `ParallelConfig` may have; none where it is a number.
+    """Return the values that a field of `ParallelConfig` may have; an empty tuple for a field that is a number.
 
     A schedule may also be a function or a table.
     """
@@ -150,7 +150,7 @@ class Placement(ParallelConfig):
 
     @property
     def exchange(self) -> Exchange:
-        """All-to-alls by which choices reach their experts where they are exchanged."""
+        """The kind and the room of the all-to-alls of `expert_method="exchange"`."""
         return exchange_on(self.platform, self.expert_factor)
 
     def expert_method_of(self, model: nn.LanguageModel, moe: nn.ExpertMixture, tokens: int) -> str:
@@ -164,10 +164,10 @@ class Placement(ParallelConfig):
 
     @property
     def torus_steps(self) -> TorusSteps:
-        """Numbers of devices in the steps by which gradients are scattered over `fsdp`, and parameters gathered.
+        """Numbers of devices in each step of the scatters of gradients and the gathers of parameters over `fsdp`.
 
-        There are two steps where the axis is a whole square or box of a torus (for parameters: a box), one step for its
-        last side and one for the remaining sides.
+        A scatter has two steps if the axis is a whole square or box of a torus, a gather if the axis is a box: one step
+        for the last side and one for the remaining sides.
         """
         return TorusSteps() if self.devices is None else torus_steps(self.devices, FSDP)
 
@@ -188,7 +188,7 @@ class Placement(ParallelConfig):
 
     @property
     def spreads_edges(self) -> bool:
-        """Whether embedding and loss are computed by all stages, each for its rows, not by the first and the last."""
+        """Whether all stages compute embedding and loss, each for its own rows, instead of the first and the last stage."""
         return self.is_pipelined and self.edges == "spread"
 
     @property
@@ -236,7 +236,7 @@ class Placement(ParallelConfig):
         return rows_to_layers(aux, self._rows(model)) if self.is_pipelined else aux
 
     def _place(self, tree: PyTree) -> PyTree:
-        """Put arrays on the mesh; outside of traces, and on meshes of devices."""
+        """Put arrays on the mesh; return a tree with traced arrays, or any tree on an abstract mesh, unchanged."""
         arrays, static = eqx.partition(tree, eqx.is_array)
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
         if is_traced or self.devices is None:

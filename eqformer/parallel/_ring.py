@@ -19,7 +19,7 @@ Parts = tuple[Shaped[Array, "..."], ...]
 
 
 class Ring(NamedTuple):
-    """Ring over the devices of `axis`: pieces go upwards, or in two halves both ways; `name` as for `shift`."""
+    """Ring over the devices of `axis`: pieces go upwards, or two halves go both ways; `name` is that of `shift`."""
 
     name: str
     axis: str
@@ -74,8 +74,8 @@ def collect(
 ) -> Float[Array, "..."]:
     """Return the sum over devices of `produce(start, length)` for the `size` rows that this device keeps.
 
-    Each sum passes round the ring to its owner, and every device adds its `length` rows from `start`. It is sent as
-    `dtype`; every addition is made in float32 at least. The transpose of `circulate`.
+    Each sum passes round the ring to its owner, and every device adds its `length` rows from `start`. Sums are sent in
+    `dtype`, and added in float32 at least. This is the transpose of `circulate`.
     """
     halves = ring.halves(size)
     index = jax.lax.axis_index(ring.axis)
@@ -103,8 +103,8 @@ def shift(tree: PyTree, axis: str, *, name: str = "ring") -> PyTree:
 
     `name` is the collective's name in the compiled program. Where the mesh has an axis `pipe`, the call may be in a
     branch that the devices of other stages do not take. On CPUs and GPUs, XLA's permute waits for all devices of the
-    program, whatever its pairs are, and so would wait for ever. There, pairs of neighbors swap their arrays instead,
-    in two rounds; TPUs permute.
+    program, whatever its pairs are, and would wait forever. On these platforms pairs of neighbors swap their arrays
+    instead, in two rounds; TPUs permute.
     """
     return jax.tree.map(lambda x: pass_on((x,), axis, 0, name=name)[0], tree)
 

@@ -41,7 +41,7 @@ class DistributedModel(eqx.Module):
 
     @abc.abstractmethod
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
-        """Return the logits of what `encode` returned."""
+        """Return the logits for the hidden vectors that `encode` returned."""
 
     def decode(
         self, ids: Int[Array, "batch seq"], tokens: nn.Tokens, cache: PyTree
@@ -90,15 +90,15 @@ class DistributedModel(eqx.Module):
 
 
 class ShardedModel(DistributedModel):
-    """Model sharded by `plan`, that encodes tokens, keeps caches and gives logits as one device would.
+    """Model sharded by `plan`, which encodes tokens, keeps caches and returns logits as one device would.
 
     Inputs and outputs are global arrays. Rows are split over the axes of the batch (padded if there are too few),
     layers with their caches over `pipe`, heads with their caches and the vocabulary over `tensor`, experts over
     `expert`, and the slots of every cache over `context`: each device attends to the slots it has, and results are
     combined by their logsumexps. With `zero=3` each layer's weights are gathered before it runs. The residual stream is
-    replicated, since a single token cannot be split. Where `sharers` devices share a key head, each has it, and its
-    cache for some of the rows. The last `predictor_stacks` stacks are those of a predictor of a further token. Raises a
-    `ValueError` if the model does not fit the mesh.
+    replicated, since a single token cannot be split. If `sharers` devices share a key head, each has the head, and the
+    head's cache for some of the rows. The last `predictor_stacks` stacks belong to a predictor of a further token.
+    Raises a `ValueError` if the model does not fit the mesh.
     """
 
     model: nn.LanguageModel
@@ -169,7 +169,7 @@ class ShardedModel(DistributedModel):
 
     @checked
     def unembed(self, hidden: Float[Array, "batch embed"]) -> Float[Array, "batch vocab"]:
-        """Return the logits, in float32 at least, of what `encode` returned."""
+        """Return the logits, in float32 at least, for the hidden vectors that `encode` returned."""
         rows = self._padded_rows(hidden.shape[0])
         x = jnp.pad(hidden, [(0, rows - hidden.shape[0]), (0, 0)])
         run = self._per_device(rows, self._unembed_on_device)
@@ -326,7 +326,7 @@ def _in_pipeline_order(model: nn.LanguageModel, plan: Plan) -> nn.LanguageModel:
 
 
 def _check_replicated_mixers(model: nn.LanguageModel) -> None:
-    """Refuse mixers that every device runs whole if their caches have heads, which would be split."""
+    """Refuse mixers that every device runs in full, but whose caches have heads, which would be split."""
     for path, mixer in replicated_layers(model):
         if not isinstance(mixer, nn.Mixer):
             continue

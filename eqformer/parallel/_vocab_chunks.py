@@ -23,16 +23,16 @@ from ._shard_map import vary_like
 CHUNK_BYTES = 2**27
 """Bytes of a chunk's float32 gradient."""
 WHOLE_HEAD_BYTES = 2**30
-"""Bytes of a head's float32 gradient up to which logits are not chunked: chunks take one matmul more."""
+"""Bytes of a head's float32 gradient up to which logits are not chunked, since chunks take one more matmul."""
 WHOLE_TIED_BYTES = 2**32
-"""The same for one table for ids and logits, which in chunks is gathered and scattered for either use."""
+"""As `WHOLE_HEAD_BYTES`, for a table of both ids and logits: in chunks it is gathered and scattered for each use."""
 
 LookupSettings = tuple[int, str, int, TorusSteps]
 """Fields of a `ShardedTable`: `dim`, `sent`, `rows` and `steps`."""
 
 
 class ShardedTable(nn.Module):
-    """Table of which this device holds a slice along `dim`; a chunk is `rows` rows of every device's slice.
+    """A table of which this device holds a slice along `dim`; a chunk is `rows` rows of every device's slice.
 
     `slice` may be a gradient proxy for `value`. Chunks are sent in the dtype `sent`, and their gradients are summed
     over tokens and devices in float32 at least.
@@ -71,7 +71,7 @@ class ShardedTable(nn.Module):
 
 
 class ChunkedEmbedding(nn.Module):
-    """Embedding, `inner`, that looks vectors up in a chunked table; no lookup reads its whole table."""
+    """An embedding, `inner`, that looks vectors up chunk by chunk, so that no device gathers the whole table."""
 
     inner: nn.EmbeddingTable
     table: ShardedTable
@@ -91,7 +91,7 @@ class ChunkedEmbedding(nn.Module):
 
 
 class ChunkedTiedEmbedding(nn.ChunkedUnembedding):
-    """Embedding, `inner`, whose table gives logits in chunks."""
+    """An embedding, `inner`, whose table also computes logits, chunk by chunk."""
 
     inner: ChunkedEmbedding
     table: ShardedTable
@@ -119,7 +119,7 @@ class ChunkedTiedEmbedding(nn.ChunkedUnembedding):
 
 
 class ChunkedHead(nn.ChunkedUnembedding, nn.LinearWrapper):
-    """Output head, `inner`, that gives logits in chunks."""
+    """An output head, `inner`, that computes logits chunk by chunk."""
 
     inner: nn.DenseMap
     table: ShardedTable
@@ -213,7 +213,7 @@ class ChunkedTables(NamedTuple):
 
 
 def chunked_tables(model: nn.LanguageModel) -> ChunkedTables:
-    """Return which uses of tables a model, or its shapes, chunks by their sizes where `fsdp` splits the tables."""
+    """Return the uses of tables that are chunked in a model, or its shapes, if `fsdp` splits the tables."""
     size, head = model.embedding.weight.size * 4, model.head
     layer_inputs = model.parts.layer_inputs
     inputs = layer_inputs is not None and layer_inputs.embedding.weight.size * 4 > CHUNK_BYTES
@@ -226,7 +226,7 @@ def chunked_tables(model: nn.LanguageModel) -> ChunkedTables:
 
 
 def _chunkable_weight(head: nn.LinearMap) -> ArrayOrShape | None:
-    """Return the weight of a head whose logits of some ids need the weight's rows of these ids alone, else None."""
+    """Return the weight of a head that can compute the logits of some ids from these ids' rows alone, else None."""
     if not isinstance(head, nn.DenseMap) or head.products.operand_bits is not None or head.bias is not None:
         return None
     return head.weight
@@ -235,8 +235,8 @@ def _chunkable_weight(head: nn.LinearMap) -> ArrayOrShape | None:
 def round_to_tiles(rows: int, width: int) -> int:
     """Round many rows of a chunk up to whole tiles of TPUs, 16 rows of 16 bits; return few rows as they are.
 
-    Tiles that two devices share are copied before rows are sent. Of vectors that fill no whole lanes, laid out by
-    columns there, a tile has 128 rows: else each device is sent the whole sum, of which it keeps a slice.
+    Tiles that two devices share are copied before rows are sent. A table whose vectors do not fill whole lanes is laid
+    out by columns, in tiles of 128 rows; with fewer rows each device would be sent the whole sum and keep a slice.
     """
     tile = 16 if width % 128 == 0 else 128
     return rows + -rows % tile if rows >= 16 * tile else rows
@@ -260,7 +260,7 @@ def with_chunked_tables(
         parameters: The differentiated arrays: slices, or gradient proxies for them.
         leaves: The plan's `Leaf` of each array.
         shapes: Shapes of the whole model.
-        steps: TorusSteps in which chunks are gathered and scattered (`Plan.torus_steps`).
+        steps: Steps in which chunks are gathered and scattered (`Plan.torus_steps`).
         has_tiles: Whether devices keep rows in tiles, as TPUs do.
     """
 

@@ -212,7 +212,7 @@ class Link(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """The slot of the message that a link brings a device in a tick, and whether it brings any device a message."""
+    """The slot of the message that arrives over a link in a tick, and whether any device receives one."""
 
     slot: Int[Array, "*ticks"]
     is_used: Bool[Array, "*ticks"]

@@ -66,8 +66,8 @@ def all_gather_matmul(
     unless `jax.checkpoint` says otherwise. Products are summed in float32 at least and returned in the dtype of `x`;
     so are the gradients' sums, which travel in that dtype. Reverse mode only.
 
-    In a pipeline's stages, off TPUs, pieces are passed by swaps of two (see `shift`): as many bytes both ways round,
-    twice as many one way (beyond two devices).
+    In a pipeline's stages, on CPUs and GPUs, neighbors swap pieces (see `shift`). With more than two devices,
+    `"ring"` then sends twice as many bytes, and `"bidirectional"` as many as otherwise.
 
     Args:
         x: This device's piece of the sequence.
@@ -134,7 +134,7 @@ def _unify_types(
     """Return `x` and the weights in one dtype, all typed as varying over the same mesh axes.
 
     A custom gradient must have the type of its argument. Outside of the custom derivative, the transpose of the cast
-    sums the gradient of a weight over the axes that the weight is the same on.
+    sums the gradient of a weight over the axes along which the weight is replicated.
     """
     if overlap not in OVERLAPS:
         raise ValueError(f"{call}(overlap={overlap!r}): choose one of {', '.join(map(repr, OVERLAPS))}.")
