@@ -46,7 +46,7 @@ class Rows(eqx.Module):
     logits_are_numbers: Bool[Array, ""]
     """Whether no logits have been NaN so far."""
     has_candidates: Bool[Array, ""]
-    """Whether the transforms have left every row a token to draw so far."""
+    """Whether the transforms have left every row at least one token to draw so far."""
     log_probabilities: Float[Array, "batch seq"] | None
     cache: PyTree
 

@@ -148,7 +148,10 @@ class RepetitionPenalty(eqx.Module):
         ids = jnp.where(in_row, history.ids, vocab)  # entries behind the row's last token are dropped
         occurs = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], ids].set(True, mode="drop")
         penalty = self.penalty.astype(logits.dtype)
-        penalize = lambda logits: jnp.where(occurs, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+        def penalize(logits: Array) -> Array:
+            return jnp.where(occurs, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
         # The penalty is homogeneous: logits scaled down have scaled-down results. So where a row overflows, the scaled
         # logits still show which token is the likeliest.
         size = jnp.max(jnp.where(jnp.isfinite(logits), jnp.abs(logits), 0), axis=-1, keepdims=True)
@@ -223,7 +226,7 @@ def _limit_overflow(
 ) -> Float[Array, "batch vocab"]:
     """Return the logits; in rows whose maximum overflowed, keep only the tokens with the highest `fallback`.
 
-    That is the limit: logits of that size, if they differ at all, differ by more than any noise could make up.
+    This is the limit of the distribution: logits of this size differ by more than the noise of a draw, or not at all.
     """
     highest, best = (jnp.max(x, axis=-1, keepdims=True) for x in (logits, fallback))
     limit = jnp.where(fallback == best, jnp.zeros_like(fallback), -jnp.inf)

@@ -66,7 +66,7 @@ class Callback:
         """Run after each step has been dispatched."""
 
     def end(self, run: Progress) -> None:
-        """Run when the run ends: after its last step, by a callback or by an error. The last callback ends first."""
+        """Run at the end of a run, also of one that a callback or an error ends. The last callback ends first."""
 
 
 def train(

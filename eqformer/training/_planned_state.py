@@ -189,7 +189,7 @@ class ProcessRows:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self._rows, *x.shape[1:]), x.dtype), batch)
 
     def place(self, batch: Batch) -> Batch:
-        """Place the whole batch on the mesh, from this process's rows, as numpy arrays, and the other processes'."""
+        """Return the whole batch on the mesh; `batch` has this process's rows as numpy arrays, others give theirs."""
 
         def put(x: np.ndarray) -> jax.Array:
             def shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -211,8 +211,8 @@ ShardingsOf = Callable[[PyTree], PyTree]
 class _LayerMover:
     """`Plan.shard` and `unshard` for large trees on the devices, such as a training state.
 
-    The trees are donated, and one array is moved at a time, so there is never a second copy of more. Each program is
-    compiled once, for all arrays of one sharding.
+    The trees are donated, and one array is moved at a time, so that no more than one array exists twice. Each program
+    is compiled once, for all arrays of one sharding.
     """
 
     def __init__(self, plan: Plan):
@@ -221,7 +221,7 @@ class _LayerMover:
         self._programs: dict[tuple[bool, NamedSharding], Callable[..., jax.Array]] = {}
 
     def shard(self, tree: PyTree, shardings_of: ShardingsOf) -> PyTree:
-        """Return the tree as programs of the plan take it, with these shardings."""
+        """Return the tree in the layout that programs of the plan take, with these shardings."""
         return self._move(tree, self.plan.shard, shardings_of)
 
     def unshard(self, tree: PyTree, shardings_of: ShardingsOf) -> PyTree:

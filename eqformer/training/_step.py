@@ -178,7 +178,7 @@ def _count_step(
     is_empty: Bool[Array, ""],
     norm: Float[Array, ""],
 ) -> TrainState:
-    """Return the state after a step: the new model and optimizer state, with counters and loss scale moved on."""
+    """Return the state after a step: the new model and optimizer state, the next counters and loss scale."""
     is_skipped = (~is_finite & ~is_empty).astype(jnp.int32)
     skipped_in_a_row = jnp.where(is_empty, state.skipped_in_a_row, (state.skipped_in_a_row + 1) * is_skipped)
     loss_scale = None if state.loss_scale is None else state.loss_scale.advance(jnp.isfinite(norm))
@@ -202,11 +202,11 @@ def _copy_counters(state: TrainState) -> dict[str, Array]:
 
 
 def update_where(condition: Bool[Array, ""], update: Callable[..., tuple], *state: PyTree) -> tuple:
-    """Return `update(*state)`, of the state's shapes, where the condition holds; else the state itself, bit for bit.
+    """Return `update(*state)`, which has the state's shapes, if the condition holds; else the state, bit for bit.
 
-    On accelerators each array is chosen by itself, in its own place: compilers for GPUs give a branch's results places
-    of their own, so that parameters and optimizer state were there twice. On CPUs a branch is four times as fast, as
-    choices keep XLA from fusing the update into one pass.
+    On accelerators each array is selected by itself, in place: compilers for GPUs allocate new memory for the results
+    of a branch, so that parameters and optimizer state would exist twice. On CPUs a branch is four times as fast,
+    because selections keep XLA from fusing the update into one pass.
     """
 
     def branch(condition: Array, *state: PyTree) -> tuple:

@@ -117,10 +117,10 @@ def is_on_host(plan: Plan, optimizer: Optimizer, optimizer_state: PyTree) -> PyT
 def fetch_from_host(
     plan: Plan, optimizer: Optimizer, optimizer_state: PyTree, gradients: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Copy what a plan keeps in host memory to the devices, in a jitted function; return the state and the gradients.
+    """Copy the arrays that a plan keeps in host memory to the devices, in a jitted function; return both trees.
 
     A barrier makes the copies wait for the gradients: compilers for GPUs would otherwise copy at the beginning of the
-    step, so that the copies took memory beside all that the backward pass needs.
+    step, and the copies would take memory beside the residuals of the backward pass.
     """
     if plan.optimizer_memory == "device":
         return optimizer_state, gradients
@@ -130,7 +130,7 @@ def fetch_from_host(
 
 
 def return_to_host(plan: Plan, optimizer: Optimizer, optimizer_state: PyTree) -> PyTree:
-    """Move what a plan keeps in host memory back there, in a jitted function."""
+    """Move the arrays that a plan keeps in host memory back to it, in a jitted function."""
     return _move(jax.memory.Space.Host, plan, optimizer, optimizer_state)
 
 

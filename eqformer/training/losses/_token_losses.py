@@ -201,8 +201,8 @@ def mask_tokens(
 def check_next_token(model: nn.LanguageModel, *, seq: int) -> None:
     """Raise a `ValueError` for a model (or its shapes) that cannot learn from predicting the next of `seq` tokens.
 
-    Such models are one with an encoder, which reads a second text, one whose tokens attend to later ones, and one with
-    fewer than `seq` learned positions. Recurrent mixers read in order and always learn.
+    Refused are models with an encoder, which reads a second text, models whose tokens attend to later tokens, and
+    models with fewer than `seq` learned positions. Recurrent mixers read in order and are never refused.
     """
     if model.start is not None:
         raise ValueError(
