@@ -188,7 +188,7 @@ class Placement(ParallelConfig):
 
     @property
     def spreads_edges(self) -> bool:
-        """Whether all stages compute embedding and loss, each for its own rows, and not the first and the last stage."""
+        """Whether all stages compute embedding and loss, each for its own rows, not just the first and the last."""
         return self.is_pipelined and self.edges == "spread"
 
     @property

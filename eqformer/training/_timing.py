@@ -27,7 +27,7 @@ class Clock:
         flops_per_token: float | None = None,
         peak_flops: Callable[[], float] | None = None,
     ):
-        """`flops_per_token` is an argument of `throughput`; `peak_flops()` returns another one, once, for the first `rate`."""
+        """`flops_per_token` is that of `throughput`; `peak_flops()`, called by the first `rate`, returns its `peak_flops`."""
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._find_peak = peak_flops
         self._steps, self._seconds = 0, 0.0
@@ -38,7 +38,7 @@ class Clock:
         return [_StopClock(self), *callbacks, Every(1, lambda run: self._start())]
 
     def rate(self, run: Progress) -> dict[str, int | float]:
-        """Return the columns that `Log` writes beside the metrics, for the steps since the last call; waits for the step.
+        """Return the columns that `Log` writes beside the metrics, for the steps since the last call; ends the step.
 
         The columns are `tokens` so far, `step_seconds`, `peak_bytes` (the most memory that a device of this process has
         used or, on a CPU, the process) and those of `throughput`.
