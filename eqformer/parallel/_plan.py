@@ -13,9 +13,8 @@ from . import _collectives as send
 from ._check_plan import check_model, check_parallel_config, check_rows
 from ._fully_sharded import gather, Gathered, grad_proxy, has_wider_grad, route_gradient, scatter, Scattered
 from ._layout import axes_of
-from ._leaves import Leaf
 from ._mesh import axis_sizes, BATCH_AXES, CONTEXT, FSDP, TENSOR
-from ._placement import Placement
+from ._placement import Leaf, Placement
 from ._shard_map import vary, vary_like
 from ._vocab_chunks import with_chunked_tables
 from ._wrap import Mode, split_mixtures, split_over_context, split_over_tensor

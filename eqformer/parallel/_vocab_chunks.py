@@ -15,8 +15,8 @@ from .. import nn
 from .._shapes import ArrayOrShape
 from . import _collectives as send
 from ._fully_sharded import gather, has_wider_grad
-from ._leaves import narrower_dtype
 from ._mesh import FSDP, TorusSteps
+from ._placement import narrower_dtype
 from ._shard_map import vary_like
 
 

@@ -27,7 +27,7 @@ class Clock:
         flops_per_token: float | None = None,
         peak_flops: Callable[[], float] | None = None,
     ):
-        """`flops_per_token` is that of `throughput`; `peak_flops()`, called by the first `rate`, returns its `peak_flops`."""
+        """`flops_per_token` is that of `throughput`; `peak_flops()` returns its `peak_flops` for the first `rate`."""
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._find_peak = peak_flops
         self._steps, self._seconds = 0, 0.0

@@ -9,7 +9,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from eqformer.parallel import _collectives, _leaves, BATCH_AXES, COLLECTIVES, CONTEXT, OnDevice, Plan, vary
+from eqformer.parallel import (
+    _collectives,
+    _placement,
+    BATCH_AXES,
+    COLLECTIVES,
+    CONTEXT,
+    OnDevice,
+    Plan,
+    vary,
+)
 from eqformer.parallel.tensor import _residual_stream as _stream_parts, _tensor as _maps
 
 
@@ -200,7 +209,7 @@ def in_reading_order(*names: str) -> Callable[[Any], None]:
 def marks(value: bool) -> Callable[[Any], None]:
     """Every array, or none, said to meet slices."""
     everywhere = lambda model, stream: jax.tree.map(lambda _: value, model)
-    return lambda monkeypatch: monkeypatch.setattr(_leaves, "_has_partial_gradient", everywhere)
+    return lambda monkeypatch: monkeypatch.setattr(_placement, "_has_partial_gradient", everywhere)
 
 
 def in_order_read(monkeypatch: Any) -> None:

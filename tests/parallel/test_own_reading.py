@@ -15,7 +15,7 @@ from plan_parity import alone, differences, total_under, under
 from plan_parts import attention, EMBED, HEADS, MLP, norm
 
 from eqformer import nn
-from eqformer.parallel import _leaves, make_mesh, Plan
+from eqformer.parallel import _placement, make_mesh, Plan
 from eqformer.parallel.tensor import _tensor
 
 
@@ -163,7 +163,7 @@ def test_what_is_made_of_other_tokens_is_refused_where_a_device_has_some(shifted
 def test_arrays_that_act_on_the_stream_are_no_slices(by_token, monkeypatch):
     """Marked as slices' own, they would make the stream differ between devices, which its types refuse."""
     plan, batch = Plan(make_mesh(tensor=2, devices=jax.devices()[:2])), batch_of(by_token)
-    monkeypatch.setattr(_leaves, "_names_split_dims", lambda layer: jax.tree.map(lambda _: True, layer))
+    monkeypatch.setattr(_placement, "_names_split_dims", lambda layer: jax.tree.map(lambda _: True, layer))
     with pytest.raises(TypeError, match="tensor"):
         total_under(plan, by_token, batch)
 

@@ -15,7 +15,7 @@ from test_gathered_pieces import equations
 from test_narrow_sums import MEANT, MEANT_OF_NARROW, not_meant, program_of
 
 from eqformer import models, nn, training
-from eqformer.parallel import _leaves, _vocab_chunks, filter_shard_map, make_mesh, vary
+from eqformer.parallel import _placement, _vocab_chunks, filter_shard_map, make_mesh, vary
 from eqformer.parallel._mesh import TorusSteps
 from eqformer.program import _jaxpr as traced
 
@@ -158,7 +158,7 @@ def test_tables_cross_in_the_compute_dtype_where_nothing_is_computed_before_they
         model = model_of(name, dtypes=("float32", "bfloat16"))
         plan = Case(name, {"fsdp": 2}, {"zero": 3, "smallest": 1}).plan
         outside = eqx.tree_at(lambda m: m.stacks, plan.leaves(model), ())
-        leaves = jax.tree_util.tree_leaves_with_path(outside, is_leaf=lambda node: isinstance(node, _leaves.Leaf))
+        leaves = jax.tree_util.tree_leaves_with_path(outside, is_leaf=lambda node: isinstance(node, _placement.Leaf))
         found = {nn.path_name(path) for path, leaf in leaves if leaf.sent == "bfloat16"}
         assert found == narrow and all(leaf.dtype in ("float32", "") for _, leaf in leaves)
 
