@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from .. import nn
 from ._context_attention import check_context, refuse_pieces
 from ._layout import axes_of, is_spec
-from ._mesh import AXES, BATCH_AXES, CONTEXT, EXPERT, PIPE, TENSOR
+from ._mesh import AXES, BATCH_AXES, CONTEXT, Device, EXPERT, PIPE, TENSOR
 from ._placement import check_values, Placement
 from .pipeline._stage_layers import check_depth
 from .tensor._tensor import dim_size, is_plain, is_split, plain_layers
@@ -62,7 +62,7 @@ def _check_optimizer_memory(plan: Placement) -> None:
         )
 
 
-def _memory_kinds(device: jax.Device) -> list[str]:
+def _memory_kinds(device: Device) -> list[str]:
     """Return the kinds of memory that a device has; none for GPUs that only a compiler knows."""
     return [memory.kind for memory in device.addressable_memories()]
 

@@ -196,7 +196,7 @@ def _step_groups(steps: Sequence[int]) -> list[list[list[int]]]:
     return [np.moveaxis(indices, step, -1).reshape(-1, size).tolist() for step, size in enumerate(steps)]
 
 
-def _call(kind: str, name: str, x: PyTree, axes: str | tuple[str, ...], **options: object) -> PyTree:
+def _call(kind: str, name: str, x: PyTree, axes: str | tuple[str, ...], **options: PyTree) -> PyTree:
     """Call the collective `kind` of `jax.lax` in a named scope."""
     collective = _ragged if kind == "ragged_all_to_all" else getattr(jax.lax, kind)
     with jax.named_scope(name):

@@ -252,8 +252,8 @@ class ShardedModel(DistributedModel):
         used_axes = {name: axis for name, axis in axis_of.items() if self.plan.size(axis) > 1}
 
         def spec_of(names: str, x: ArrayOrShape) -> PartitionSpec:
-            axes: dict[str, str | tuple[str, ...] | None]
-            axes = {name: used_axes.get(name) for name in _cache_dims(names)} | {"batch": BATCH_AXES}
+            axes: dict[str, str | tuple[str, ...] | None] = {name: used_axes.get(name) for name in _cache_dims(names)}
+            axes["batch"] = BATCH_AXES
             if "heads" in used_axes and (_is_held_by_each_device(names, x) or self._is_split_by_sharers(x)):
                 axes["batch"] = (*BATCH_AXES, TENSOR)
             return PartitionSpec(*axes.values())
@@ -356,7 +356,7 @@ def _restore_predictor_stacks(model: nn.LanguageModel, count: int) -> nn.Languag
     return eqx.tree_at(_stacks_with_predictors, model, (stacks, predictor_stacks))
 
 
-def _stacks_with_predictors(model: nn.LanguageModel) -> tuple[PyTree, PyTree]:
+def _stacks_with_predictors(model: PyTree) -> tuple[PyTree, PyTree]:
     return model.stacks, model.parts.predictor.stacks
 
 

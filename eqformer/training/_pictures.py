@@ -95,7 +95,7 @@ def make_figure(call: str, size: tuple[int | float, int | float]) -> Figure:
     return figures.Figure(figsize=size, dpi=110, layout="constrained")
 
 
-def _smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def _smooth(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Average over a window centered on each point, narrower at the ends, so that the line does not lag."""
     reach = max(1, len(points) // 40)
     losses = [loss for _, loss in points]

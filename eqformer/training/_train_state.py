@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.memory import Space
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
@@ -126,15 +127,15 @@ def fetch_from_host(
         return optimizer_state, gradients
     arrays, static = eqx.partition(optimizer_state, eqx.is_array)
     arrays, gradients = jax.lax.optimization_barrier((arrays, gradients))
-    return eqx.combine(_move(jax.memory.Space.Device, plan, optimizer, arrays), static), gradients
+    return eqx.combine(_move(Space.Device, plan, optimizer, arrays), static), gradients
 
 
 def return_to_host(plan: Plan, optimizer: Optimizer, optimizer_state: PyTree) -> PyTree:
     """Move the arrays that a plan keeps in host memory back to it, in a jitted function."""
-    return _move(jax.memory.Space.Host, plan, optimizer, optimizer_state)
+    return _move(Space.Host, plan, optimizer, optimizer_state)
 
 
-def _move(space: jax.memory.Space, plan: Plan, optimizer: Optimizer, arrays: PyTree) -> PyTree:
+def _move(space: Space, plan: Plan, optimizer: Optimizer, arrays: PyTree) -> PyTree:
     def move(x: Array, on_host: bool) -> Array:
         return jax.device_put(x, space) if on_host else x
 

@@ -199,7 +199,7 @@ class MapWrapper(nn.LinearWrapper, nn.DenseMap):
     """Stands in for a `DenseMap` in a pipeline's blocks."""
 
     @property
-    def weight(self) -> Float[Array, "..."]:
+    def weight(self) -> PyTree:  # an array, or the leaf that `tree_at` puts in its place
         """The inner map's weight."""
         return self.inner.weight
 

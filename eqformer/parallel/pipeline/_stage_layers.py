@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ... import nn
-from ..._shapes import is_shape
 from .._mesh import PIPE
 from .._shard_map import vary_like, zeros
 
@@ -95,7 +94,7 @@ def take_layer_rows(x: Array | jax.ShapeDtypeStruct, order: Int[np.ndarray, "row
     Outside of `jit` this waits for the result: on simulated devices, many programs that wait for each other's messages
     can occupy all threads.
     """
-    if is_shape(x):
+    if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(order), *x.shape[1:]), x.dtype)
     return jax.block_until_ready(x[order] if order.max() < x.shape[0] else x.at[order].get(mode="fill", fill_value=0))
 

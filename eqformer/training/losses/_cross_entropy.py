@@ -139,7 +139,9 @@ def vocabulary_chunk_nats(
         return forward(trained, hidden)[0]
 
     def forward(trained: PyTree, hidden: Array) -> tuple[tuple[Array, Array], tuple]:
-        log_normalizers, target_logits = jax.lax.map(lambda part: chunk_log_sums(*part, hidden), (static, trained))
+        log_normalizers, target_logits = jax.lax.map(
+            lambda part: chunk_log_sums(part[0], part[1], hidden), (static, trained)
+        )
         log_normalizer = jax.nn.logsumexp(log_normalizers, axis=0)
         # Only the chunk that holds the target has a finite logit for it; a target that is no id has none.
         target_logit = jnp.max(target_logits, axis=0)
@@ -356,8 +358,10 @@ def _extract_tables(unembed: Unembed, chunk: Array) -> tuple[Unembed, list[ReadT
     arrays = [vary(leaves[index], varying_axes(chunk)) for index in read_indices]
 
     def call_with_tables(chunk: Array, *tables: Array) -> Array:
-        table_at = dict(zip(read_indices, tables, strict=True))
-        return call([table_at.get(index, leaf) for index, leaf in enumerate(leaves)], chunk)
+        with_tables = list(leaves)
+        for index, table in zip(read_indices, tables, strict=True):
+            with_tables[index] = table
+        return call(with_tables, chunk)
 
     converted, closed_over = jax.closure_convert(call_with_tables, chunk, *arrays)
     if any(varying_axes(array) != varying_axes(chunk) for array in closed_over):

@@ -73,7 +73,7 @@ def decompress_moments(moments: str, transform: optax.GradientTransformation, st
         return state
     if isinstance(state, CodedState):
         return map_moments(transform, _decode_if_coded, state.inner)
-    return map_moments(transform, in_float32, state)
+    return map_moments(transform, _widen, state)
 
 
 def _round_to_bfloat16(x: Array) -> Array:
@@ -81,7 +81,11 @@ def _round_to_bfloat16(x: Array) -> Array:
 
 
 def _decode_if_coded(x: Array | MomentCodes) -> Array:
-    return decode_moment(x) if is_codes(x) else x
+    return decode_moment(x) if isinstance(x, MomentCodes) else x
+
+
+def _widen(x: Array) -> Array:
+    return x.astype(at_least_float32(x.dtype))
 
 
 def map_moments(
