@@ -66,7 +66,7 @@ def plot_expert_loads(metrics: str | Path, path: str | Path) -> None:
     write_atomic(path, figure.savefig)
 
 
-def _points(rows: list[JsonObject], name: str) -> list[tuple[float, float]]:
+def _points(rows: list[JsonObject], name: str) -> list[tuple[int | float, float]]:
     """Return the step and the value of each row with a finite number of this name."""
     return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), float)]
 
@@ -95,7 +95,7 @@ def make_figure(call: str, size: tuple[int | float, int | float]) -> Figure:
     return figures.Figure(figsize=size, dpi=110, layout="constrained")
 
 
-def _smooth(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _smooth(points: list[tuple[int | float, float]]) -> list[tuple[int | float, float]]:
     """Average over a window centered on each point, narrower at the ends, so that the line does not lag."""
     reach = max(1, len(points) // 40)
     losses = [loss for _, loss in points]

@@ -3,7 +3,6 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.memory import Space
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
@@ -127,15 +126,17 @@ def fetch_from_host(
         return optimizer_state, gradients
     arrays, static = eqx.partition(optimizer_state, eqx.is_array)
     arrays, gradients = jax.lax.optimization_barrier((arrays, gradients))
-    return eqx.combine(_move(Space.Device, plan, optimizer, arrays), static), gradients
+    return eqx.combine(_move(plan, optimizer, arrays, to_host=False), static), gradients
 
 
 def return_to_host(plan: Plan, optimizer: Optimizer, optimizer_state: PyTree) -> PyTree:
     """Move the arrays that a plan keeps in host memory back to it, in a jitted function."""
-    return _move(Space.Host, plan, optimizer, optimizer_state)
+    return _move(plan, optimizer, optimizer_state, to_host=True)
 
 
-def _move(space: Space, plan: Plan, optimizer: Optimizer, arrays: PyTree) -> PyTree:
+def _move(plan: Plan, optimizer: Optimizer, arrays: PyTree, *, to_host: bool) -> PyTree:
+    space = jax.memory.Space.Host if to_host else jax.memory.Space.Device
+
     def move(x: Array, on_host: bool) -> Array:
         return jax.device_put(x, space) if on_host else x
 

@@ -113,7 +113,7 @@ def test_a_tensor_parallel_layer_sends_what_it_must(residual, overlap, remat, un
     paths = [".".join(transfer.scopes) for transfer in list_transfers(read_hlo(program, mesh=plan.mesh))]
     stands = lambda *names: any(re.search(r"\..*".join(map(re.escape, names)), path) for path in paths)
     assert stands("stacks[0]", "blocks.sublayers[0].layer.output", "row-parallel output") and stands(
-        "embedding.looked-up"
+        "embedding.token embeddings"
     )
     assert stands("stacks[0]", "blocks.sublayers[1].layer.down", "row-parallel output")
     assert not stands("blocks.sublayers[0].layer.query", "row-parallel output")
