@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree, UInt8
 
+from ...nn import at_least_float32
+
 
 MOMENTS = ("float32", "bfloat16", "8bit")
 MIN_ROW = 32
