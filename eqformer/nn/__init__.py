@@ -130,12 +130,12 @@ from ._module import (
     format_table as format_table,
     has_shape as has_shape,
     is_trainable as is_trainable,
+    map_modules as map_modules,
     Module as Module,
     modules as modules,
     named_by as named_by,
     named_modules as named_modules,
     path_name as path_name,
-    replace_modules as replace_modules,
 )
 from ._norm import ClippedNorm as ClippedNorm, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm
 from ._precision import (

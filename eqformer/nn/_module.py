@@ -26,7 +26,6 @@ from .._shapes import ArrayOrShape
 
 
 Result = TypeVar("Result")
-Kind = TypeVar("Kind")
 
 
 class Module(eqx.Module):
@@ -179,10 +178,17 @@ def float32_flags(model: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(is_wide, model)
 
 
-def map_modules(change: Callable[[Kind], PyTree], tree: PyTree, kinds: type[Kind] | tuple[type[Kind], ...]) -> PyTree:
-    """Return the tree with `change(module)` in the place of each outermost module of these classes."""
+def map_modules(change: Callable[..., PyTree], tree: PyTree, kinds: type | tuple[type, ...], *trees: PyTree) -> PyTree:
+    """Return the tree with `change(module, *subtrees)` in the place of each outermost module of these classes.
+
+    `subtrees` are the parts of `trees` in the place of the module, as in `jax.tree.map`.
+    """
     is_kind = _class_check(kinds)
-    return jax.tree.map(lambda node: change(node) if is_kind(node) else node, tree, is_leaf=is_kind)
+
+    def change_node(node: PyTree, *subtrees: PyTree) -> PyTree:
+        return change(node, *subtrees) if is_kind(node) else node
+
+    return jax.tree.map(change_node, tree, *trees, is_leaf=is_kind)
 
 
 def modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[Any]:
@@ -202,20 +208,6 @@ def _class_check(kinds: type | tuple[type, ...]) -> Callable[[object], bool]:
         return isinstance(node, kinds)
 
     return is_kind
-
-
-def replace_modules(
-    tree: PyTree, kinds: type | tuple[type, ...], replace: Callable[..., PyTree], *likes: PyTree
-) -> PyTree:
-    """Replace each module that `modules` returns by `replace(module, *its counterparts in likes)`.
-
-    A counterpart is the subtree in the place of the module.
-    """
-
-    def replace_node(node: PyTree, *subtrees: PyTree) -> PyTree:
-        return replace(node, *subtrees) if isinstance(node, kinds) else node
-
-    return jax.tree.map(replace_node, tree, *likes, is_leaf=lambda node: isinstance(node, kinds))
 
 
 def path_name(path: tuple) -> str:

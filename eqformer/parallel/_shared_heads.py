@@ -46,7 +46,7 @@ def repeat_key_heads(model: PyTree, plan: Plan) -> PyTree:
         return jax.tree.map(repeat_in_array, mixer, names) if repeats > 1 else mixer
 
     def repeat(model: PyTree) -> PyTree:
-        return nn.replace_modules(model, nn.Mixer, repeat_in_mixer, nn.dims(model))
+        return nn.map_modules(repeat_in_mixer, model, nn.Mixer, nn.dims(model))
 
     if not jax.tree.leaves(eqx.filter(model, eqx.is_array)):
         return eqx.filter_eval_shape(repeat, model)

@@ -80,12 +80,11 @@ def split_over_tensor(
 
     plain_model = model
     for kind, field in LAYER_FIELDS:
-        model = nn.replace_modules(
-            model, kind, functools.partial(_replicate_plain_layer, field=field, stream=stream), specs
-        )
-    model = nn.replace_modules(model, kinds, wrap, specs, shapes, names)
-    model = nn.replace_modules(model, nn.RandomMask, stream.split_dropout)
-    model = nn.replace_modules(model, nn.PositionEmbedding, stream.split_positions)
+        replicate = functools.partial(_replicate_plain_layer, field=field, stream=stream)
+        model = nn.map_modules(replicate, model, kind, specs)
+    model = nn.map_modules(wrap, model, kinds, specs, shapes, names)
+    model = nn.map_modules(stream.split_dropout, model, nn.RandomMask)
+    model = nn.map_modules(stream.split_positions, model, nn.PositionEmbedding)
     if mode == "train":
         model = eqx.tree_at(lambda m: m.norm, model, HeadInput(model.norm, stream))
     if (inputs := plain_model.parts.layer_inputs) is not None:
@@ -125,7 +124,7 @@ def _is_unwrapped_mixer(node: object) -> bool:
 def split_mixtures(model: PyTree, method: str, exchange: Exchange, stream: ResidualStream | None) -> PyTree:
     """Replace every mixture of experts by one for the experts, and tokens, that this device holds."""
     split = functools.partial(SplitMixture, method=method, exchange=exchange, stream=stream)
-    return nn.replace_modules(model, nn.ExpertMixture, split)
+    return nn.map_modules(split, model, nn.ExpertMixture)
 
 
 def _replicate_plain_layer(module: PyTree, spec: PyTree, field: str, stream: ResidualStream) -> PyTree:

@@ -126,7 +126,7 @@ class WeightStationary(DistributedModel):
         bias = None if head is None else head.bias
         lookup = SplitEmbedding(table, self.vocab, FeatureStream())
         embedding = TwoDimVocabulary(lookup, table.weight if head is None else head.matrix(), bias)
-        model = eqx.tree_at(lambda m: m.stacks, model, nn.replace_modules(model.stacks, BLOCKS, wrap_block))
+        model = eqx.tree_at(lambda m: m.stacks, model, nn.map_modules(wrap_block, model.stacks, BLOCKS))
         if model.positions is not None:
             model = eqx.tree_at(lambda m: m.positions, model, split_channels(model.positions))
         is_none = lambda node: node is None

@@ -229,7 +229,7 @@ def rebalance_routers(model: PyTree, aux: PyTree, rate: float) -> PyTree:
     def rebalance(layer: nn.Routed) -> nn.Routed:
         return layer.rebalanced(layer_aux[id(layer)], rate)
 
-    return nn.replace_modules(model, nn.Routed, rebalance)
+    return nn.map_modules(rebalance, model, nn.Routed)
 
 
 def module_gradient_norms(gradients: PyTree) -> dict[str, Float[Array, ""]]:

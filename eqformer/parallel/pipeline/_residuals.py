@@ -303,7 +303,7 @@ def flag_differentiated(blocks: PyTree) -> PyTree:
         return eqx.tree_at(lambda m: m.inner.weight, flags, False)
 
     def unflag_all(flags: PyTree) -> PyTree:
-        return nn.replace_modules(flags, (DeferredMap, Gathered), unflag)
+        return nn.map_modules(unflag, flags, (DeferredMap, Gathered))
 
     return unflag_all(jax.tree.map(eqx.is_inexact_array, blocks))
 
@@ -413,7 +413,7 @@ def _gathered_shape(linear: nn.DenseMap, dim: int | None) -> tuple[int, ...]:
 def _update_gathered(update: Callable[[Gathered, Gathered], Gathered], tree: PyTree, like: PyTree) -> PyTree:
     """Replace each `Gathered` of the tree by `update(node, its counterpart in like)`."""
     counterparts = iter(nn.modules(like, Gathered))
-    return nn.replace_modules(tree, Gathered, lambda node: update(node, next(counterparts)))
+    return nn.map_modules(lambda node: update(node, next(counterparts)), tree, Gathered)
 
 
 def _without_gathered_probes(new: Gathered, old: Gathered) -> Gathered:

@@ -156,7 +156,7 @@ def _move_models(tree: PyTree, part_of: PartOf, move: Callable[[Sequence[PyTree]
         depths = [stack.depth for stack in node.stacks]
         return eqx.tree_at(lambda m: m.stacks, node, move(node.stacks, place_layers(depths, part_of)))
 
-    return nn.replace_modules(tree, (nn.LayerStack, nn.LanguageModel), move_node)
+    return nn.map_modules(move_node, tree, (nn.LayerStack, nn.LanguageModel))
 
 
 # Padding.

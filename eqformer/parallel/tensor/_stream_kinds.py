@@ -100,7 +100,7 @@ def split_features(module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyT
         return FeatureLinear(node, _scatters(shape), stream.overlap, _split_outputs(node, spec, name))
 
     module = jax.tree.map(split_node, module, shapes, specs, names, is_leaf=_is_map_or_norm)
-    return nn.replace_modules(module, nn.LinearMap, _take_key_head) if shares_kv_heads(shapes) else module
+    return nn.map_modules(_take_key_head, module, nn.LinearMap) if shares_kv_heads(shapes) else module
 
 
 def _is_map_or_norm(node: object) -> bool:
@@ -157,7 +157,7 @@ class _UnsplitFeatures(ResidualStream):
         self, module: SplitLayer, shapes: PyTree, specs: PyTree, names: PyTree, sharers: int = 1
     ) -> eqx.Module:
         """Wrap the layer in `TensorParallelLayer`."""
-        inner, shares_heads = nn.replace_modules(module, nn.Norm, self.split_norm), shares_kv_heads(shapes)
+        inner, shares_heads = nn.map_modules(self.split_norm, module, nn.Norm), shares_kv_heads(shapes)
         if isinstance(module, nn.Mixer):
             return TensorParallelMixer(TensorParallelLayer(inner, self, shares_heads, sharers))
         return TensorParallelLayer(inner, self, shares_heads)

@@ -119,7 +119,7 @@ def vocabulary_chunk_nats(
         module, ids = table.of_part(trained, static)
         axes = varying_axes(hidden) | frozenset().union(*map(varying_axes, jax.tree.leaves(trained)))
         module = vary(module, axes)
-        chunk_unembed = nn.replace_modules(unembed, nn.ChunkedUnembedding, lambda _: module)
+        chunk_unembed = nn.map_modules(lambda _: module, unembed, nn.ChunkedUnembedding)
 
         @jax.checkpoint
         def token_chunk(arrays: tuple[Array, Array]) -> tuple[tuple, tuple[Array, Array]]:
