@@ -226,6 +226,17 @@ def to_stored_order(x: Num[Array, "layers rows kv_seq width"]) -> Num[Array, "la
     return x.swapaxes(-2, -1) if stores_channels_first(*x.shape[-2:]) else x
 
 
+def _nearest_visible_block(kv_heads: int, row: int | Array, number: int | Array, scalars: PrefetchedScalars) -> Array:
+    """Return the number of the block itself, or of the nearest block with slots that the row's query sees."""
+    row = jax.lax.div(row, kv_heads)
+    return jnp.minimum(jnp.maximum(number, scalars.first[row]), scalars.last[row])
+
+
+def _layer_of(x: Array, scalars: PrefetchedScalars) -> Array:
+    """Return the layer to read of an array; arrays outside a stack have one layer."""
+    return jnp.minimum(scalars.layer[0], x.shape[0] - 1)
+
+
 def block_specs(sizes: Sizes, arrays: KernelArrays) -> KernelArrays:
     """Return, in the place of each array, the block of it that a program reads.
 
@@ -233,25 +244,20 @@ def block_specs(sizes: Sizes, arrays: KernelArrays) -> KernelArrays:
     """
     from jax.experimental import pallas as pl
 
-    def nearest_visible(row: int | Array, number: int | Array, scalars: PrefetchedScalars) -> Array:
-        row = jax.lax.div(row, sizes.kv_heads)
-        return jnp.minimum(jnp.maximum(number, scalars.first[row]), scalars.last[row])
+    nearest_visible = functools.partial(_nearest_visible_block, sizes.kv_heads)
 
     def spec(shape: tuple, index: Callable[[Array, Array, PrefetchedScalars], tuple]) -> pl.BlockSpec:
         return pl.BlockSpec(shape, lambda row, number, *scalars: index(row, number, PrefetchedScalars(*scalars)))
-
-    def layer(x: Array, scalars: PrefetchedScalars) -> Array:
-        return jnp.minimum(scalars.layer[0], x.shape[0] - 1)  # arrays outside a stack have one layer
 
     def memory_spec(x: Array, width: int) -> pl.BlockSpec:
         if stores_channels_first(sizes.kv_seq, width):
             return spec(
                 (None, None, width, sizes.block),
-                lambda row, number, scalars: (layer(x, scalars), row, 0, nearest_visible(row, number, scalars)),
+                lambda row, number, scalars: (_layer_of(x, scalars), row, 0, nearest_visible(row, number, scalars)),
             )
         return spec(
             (None, None, sizes.block, width),
-            lambda row, number, scalars: (layer(x, scalars), row, nearest_visible(row, number, scalars), 0),
+            lambda row, number, scalars: (_layer_of(x, scalars), row, nearest_visible(row, number, scalars), 0),
         )
 
     def slots_spec(heads: int) -> pl.BlockSpec:
@@ -267,7 +273,7 @@ def block_specs(sizes: Sizes, arrays: KernelArrays) -> KernelArrays:
             return None
         if x.ndim == 3:
             return slots_spec(1)
-        index = lambda row, number, scalars: (layer(x, scalars), jax.lax.div(row, sizes.kv_heads), 0, 0)
+        index = lambda row, number, scalars: (_layer_of(x, scalars), jax.lax.div(row, sizes.kv_heads), 0, 0)
         return spec((None, None, *x.shape[2:]), index)
 
     def part_specs(part: Part) -> Part:

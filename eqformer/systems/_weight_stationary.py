@@ -18,7 +18,7 @@ from ..parallel.tensor._collective_matmul import OVERLAPS
 from ..parallel.tensor._residual_stream import SplitNorm
 from ..parallel.tensor._stream_kinds import FeatureStream
 from ..parallel.tensor._vocabulary import SplitEmbedding
-from ._two_dim import HEADS, Norm, read_block, STREAM, TwoDimBlock, TwoDimVocabulary
+from ._two_dim import BlockParts, HEADS, Norm, read_block, STREAM, TwoDimBlock, TwoDimVocabulary
 
 
 ATTENTIONS = ("rows", "heads")
@@ -178,12 +178,21 @@ def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.A
             f"{call}: a block has the sublayers {kinds}; it is made for two, Residual(Attention) and a Residual of a "
             "feed-forward layer. Use ShardedModel."
         )
-    mixer, feed_forward = parts.sublayers
-    sublayers = {"mixer": mixer, "feed_forward": feed_forward}
-    attention, mlp = mixer.layer, feed_forward.layer
+    attention, mlp = (residual.layer for residual in parts.sublayers)
     if not isinstance(attention, nn.Attention) or not isinstance(mlp, nn.MLP | nn.GatedMLP):
         kinds = f"{type(attention).__name__} and {type(mlp).__name__}"
         raise ValueError(f"{call}: a block holds {kinds}; it is made for Attention beside or before MLP or GatedMLP.")
+    _check_attention(call, attention)
+    if len(_stream_norms(block)) != (2 if parts.norm is None else 1) or not all(
+        isinstance(norm, nn.Norm) for norm in _stream_norms(block)
+    ):
+        raise ValueError(f"{call}: each layer reads its input through a norm of eqformer.nn; this block's does not.")
+    _check_outputs(call, parts)
+    return attention, mlp
+
+
+def _check_attention(call: str, attention: nn.Attention) -> None:
+    """Raise a `ValueError` for an attention with parts that the layout cannot split."""
     if attention.gate is not None or attention.scores.sinks is not None:
         raise ValueError(f"{call}: an attention has a gate or sinks, which the layout cannot split; use ShardedModel.")
     if attention.value is None or attention.value_norm is not None:
@@ -195,11 +204,12 @@ def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.A
                 f"{call}: a norm of queries or keys is over {' '.join(norm.reduced)}, or scales each head by itself; "
                 "take a norm over head_dim whose scale all heads share."
             )
-    is_shared = parts.norm is not None
-    if len(_stream_norms(block)) != (1 if is_shared else 2) or not all(
-        isinstance(norm, nn.Norm) for norm in _stream_norms(block)
-    ):
-        raise ValueError(f"{call}: each layer reads its input through a norm of eqformer.nn; this block's does not.")
+
+
+def _check_outputs(call: str, parts: BlockParts) -> None:
+    """Raise a `ValueError` for norms of outputs, and for factors that the sum of all sublayers cannot have."""
+    mixer, feed_forward = parts.sublayers
+    sublayers = {"mixer": mixer, "feed_forward": feed_forward}
     output_norms = [
         f"{name}.{kind}"
         for name, sublayer in sublayers.items()
@@ -215,12 +225,11 @@ def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.A
         raise ValueError(
             f"{call}: {scaled[0]} has an input_scale, which this layout does not support; take a Plan instead."
         )
-    if is_shared and mixer.scale != feed_forward.scale:
+    if parts.norm is not None and mixer.scale != feed_forward.scale:
         raise ValueError(
             f"{call}: a parallel block's layers are scaled by {mixer.scale} and {feed_forward.scale}, but "
             "what they add is summed before it is scaled; take one scale."
         )
-    return attention, mlp
 
 
 def _divides(call: str, count: int, what: str, **sizes: int) -> None:
