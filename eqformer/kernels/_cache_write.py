@@ -233,8 +233,11 @@ def _kernel(
     begin, kv_seq = pl.program_id(0) * chunk, memory.shape[-1 if channels_first else -2]
 
     def write(token: int) -> None:
-        slot = lambda row: slots[(begin + row) * seq + token]
-        start = lambda row: pl.multiple_of(jax.lax.div(jnp.minimum(slot(row), kv_seq - 1), tile) * tile, tile)
+        def slot(row: Array) -> Array:
+            return slots[(begin + row) * seq + token]
+
+        def start(row: Array) -> Array:
+            return pl.multiple_of(jax.lax.div(jnp.minimum(slot(row), kv_seq - 1), tile) * tile, tile)
 
         def select_tile(row: Array) -> Ref:
             tile_slots, all_heads = pl.ds(start(row), tile), slice(None)

@@ -104,9 +104,10 @@ class TpuGroupedMatmul(GroupedMatmul):
         pl, plt = mosaic_tpu()
         block = _block_channels(outputs, 512), _block_channels(inputs, 512)
         visits, number = visit_tiles(sizes, rows, tile, visit_empty=True)
-        rows_index = lambda side: (
-            lambda row, column, visit, *visits: (Visits._make(visits).tile[visit], (row, column)[side])
-        )
+
+        def rows_index(side: int) -> Callable[..., tuple[Array, Array]]:
+            return lambda row, column, visit, *visits: (Visits._make(visits).tile[visit], (row, column)[side])
+
         result_index = lambda row, column, visit, *visits: (Visits._make(visits).group[visit], row, column)
         grid = _Grid(
             sizes=(-(-outputs // block[0]), -(-inputs // block[1]), number),

@@ -163,7 +163,10 @@ def channel_decay(
     token_to_end = mask_in_layer(visible[..., -1, :, None], jnp.exp(total[..., -1:, :] - total), total)
     # Rematerialised in the backward pass: the blocks are much larger than their operands.
     pairs = jax.checkpoint(_decayed_pairs, prevent_cse=False)
-    decayed_scores = lambda left, right: mask_in_layer(visible, pairs(left, right, total), total)
+
+    def decayed_scores(left: Array, right: Array) -> Array:
+        return mask_in_layer(visible, pairs(left, right, total), total)
+
     return decayed_scores, state_to_token, token_to_end, state_to_token[..., -1, :]
 
 
@@ -179,7 +182,10 @@ def _decayed_pairs(
     """
     chunk, head_dim = left.shape[-2:]
     size = math.gcd(chunk, PAIR_BLOCK)
-    to_blocks = lambda x: x.reshape(*x.shape[:-2], chunk // size, size, head_dim)
+
+    def to_blocks(x: Array) -> Array:
+        return x.reshape(*x.shape[:-2], chunk // size, size, head_dim)
+
     block = jnp.arange(chunk // size, dtype=jnp.int32)
     in_earlier_block = (jnp.arange(chunk, dtype=jnp.int32) // size < block[:, None])[..., None]
     block_start = to_blocks(total)[..., :1, :]

@@ -214,12 +214,17 @@ def state_space(
         output, memory = states.step_token(_step, *token)
         return output.reshape(value.shape), memory
     size = min(chunk, seq)
-    to_chunks = lambda x: split_chunks(x.reshape(-1, *x.shape[len(batch) :]), size)
+
+    def to_chunks(x: Array) -> Array:
+        return split_chunks(x.reshape(-1, *x.shape[len(batch) :]), size)
+
+    def by_group(x: Array) -> Array:
+        return x.reshape(*x.shape[:2], groups, heads // groups, *x.shape[3:])
+
     # Tokens before the heads of a group: contractions over shared keys become matrix products without a transpose.
     query, key, grouped = (jnp.moveaxis(to_chunks(x), 3, 2) for x in (query, key, grouped))
     # The last chunk is padded with tokens of the last document, with value and log decay 0.
     chunk_documents = split_chunks(documents.reshape(-1, seq), size, mode="edge")
-    by_group = lambda x: x.reshape(*x.shape[:2], groups, heads // groups, *x.shape[3:])
     factors = decay_factors(jnp.moveaxis(to_chunks(log_decay), 2, -1), chunk_documents)
     token_to_token, state_to_token, token_to_end, state_to_end = map(by_group, factors)
     scores = einsum("nbgid,nbgjd->nbgij", query, key)[..., None, :, :] * token_to_token
