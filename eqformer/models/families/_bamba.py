@@ -1,12 +1,11 @@
 """Bamba (IBM, Princeton, CMU and UIUC 2024): Mamba-2 with gated layers, and attention in a few of the layers."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Transformer
+from ...nn import Attention, Block, GateNorm, Mamba2Mixer, Transformer
 from .._attributes import Activation, Attribute, Ignore
 from .._config_types import Fraction, Index, Length, NotNegative
 from .._family import DecoderConfig, Family
@@ -14,7 +13,7 @@ from .._layer_attributes import ListedLayers
 from .._rotary_attributes import RotaryFraction
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, gated_weights, LAYER, norm_weights
-from ._decoder import activation_of, attention, decoder, gated_mlp, part_rotary, pre_norm_block
+from ._decoder import activation_of, attention, damping, decoder, gated_mlp, part_rotary, pre_norm_block
 from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
 
 
@@ -38,18 +37,40 @@ def build_bamba(config: BambaConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Bamba with random weights."""
     rotary = part_rotary(config)
 
+    def mixer(is_attention: bool, key: Key[Array, ""]) -> Attention | Mamba2Mixer:
+        if is_attention:
+            return attention(config, rotary=rotary, bias=config.bias, key=key)
+        return mamba2(
+            config,
+            activation=activation_of(config),
+            gate_norm=GateNorm(config.eps),
+            output_std=damping(config) * config.net_width**-0.5,
+            key=key,
+        )
+
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        attended = lambda: attention(config, rotary=rotary, bias=config.bias, key=mixer)
-        mixed = attended() if is_attention else mamba2(config, mixer, activation=activation_of(config))
-        return pre_norm_block(config, mixed, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
+        mixer_key, feed_forward = jax.random.split(key)
+        gated = gated_mlp(config, bias=config.mlp_bias, key=feed_forward)
+        return pre_norm_block(config, mixer(is_attention, mixer_key), gated)
 
     return decoder(config, block, [layer in config.attention_layers for layer in range(config.layers)], key=key)
 
 
-_BYTE: dict[str, Any] = {"net_heads": 8, "net_head_dim": 16, "net_v_dim": 16, "tied": True}
 _PRESETS = {
-    "bamba-byte-500k": BambaConfig(256, 64, 6, 4, 2, 160, attention_layers=(2, 5), mlp_bias=True, **_BYTE),
+    "bamba-byte-500k": BambaConfig(
+        256,
+        64,
+        6,
+        4,
+        2,
+        160,
+        attention_layers=(2, 5),
+        net_heads=8,
+        net_head_dim=16,
+        net_v_dim=16,
+        mlp_bias=True,
+        tied=True,
+    ),
     "bamba-9b": BambaConfig(128_256, 4096, 32, 32, 8, 14_336, net_heads=128, attention_layers=(9, 18, 27)),
 }
 

@@ -1,7 +1,6 @@
 """Command R (Cohere 2024): attention and feed-forward side by side after one norm, scaled logits."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -36,22 +35,29 @@ def build_cohere(config: CohereConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Command R with random weights."""
     size = config.head_size
 
-    def norm(over: str, **sizes: Any) -> LayerNorm:
-        return LayerNorm(" ".join(sizes), over=over, bias=False, eps=config.eps, **sizes)
+    def norm() -> LayerNorm:
+        return LayerNorm("embed", embed=config.embed, bias=False, eps=config.eps)
 
-    def block(_: None, key: Key[Array, ""]) -> ParallelResidual:
+    def head_norm(heads: str, count: int) -> LayerNorm | None:
+        if not config.qk_norm:
+            return None
+        sizes = {heads: count, "head_dim": size}
+        return LayerNorm(f"{heads} head_dim", over="head_dim", scale=True, bias=False, eps=config.eps, **sizes)
+
+    def block(key: Key[Array, ""]) -> ParallelResidual:
         mixer, feed_forward = jax.random.split(key)
-        options: dict[str, Any] = {
-            "rotary": rotary_of(config, size, interleaved=True, scaling=config.scaling),
-            "query_norm": norm("head_dim", heads=config.heads, head_dim=size) if config.qk_norm else None,
-            "key_norm": norm("head_dim", kv_heads=config.kv_heads, head_dim=size) if config.qk_norm else None,
-        }
-        attended = attention(config, bias=config.bias, **options, key=mixer)
+        attended = attention(
+            config,
+            bias=config.bias,
+            query_norm=head_norm("heads", config.heads),
+            key_norm=head_norm("kv_heads", config.kv_heads),
+            rotary=rotary_of(config, size, interleaved=True, scaling=config.scaling),
+            key=mixer,
+        )
         gated = gated_mlp(config, key=feed_forward)
-        return ParallelResidual((Residual(attended), Residual(gated)), norm("embed", embed=config.embed))
+        return ParallelResidual((Residual(attended), Residual(gated)), norm())
 
-    final = norm("embed", embed=config.embed)
-    return decoder(config, block, final_norm=final, logit_scale=config.logit_scale, key=key)
+    return decoder(config, block, final_norm=norm(), logit_scale=config.logit_scale, key=key)
 
 
 _PRESETS = {

@@ -168,6 +168,11 @@ def gated_weights(
     )
 
 
+def leaf_paths(names: Sequence[str], leaf: str, path: str = "mixer.layer.") -> tuple[str, ...]:
+    """Return the paths of one leaf, such as `weight`, of several maps of the part at `path`."""
+    return tuple(f"{path}{name}.{leaf}" for name in names)
+
+
 ATTENTION, GATED = attention_weights(), gated_weights(bias=True)
 # A `GatedMLP` whose first two maps are published as one.
 JOINED_GATED = (

@@ -1,38 +1,17 @@
 """Builders that most decoders share: attention with rotary positions, gated layers, norms, blocks and stacks."""
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import overload, Protocol, runtime_checkable, TypedDict, Unpack
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import (
-    ACTIVATIONS,
-    Attention,
-    Block,
-    causal,
-    DynamicScaling,
-    Embedding,
-    FeedForward,
-    GatedMLP,
-    Layer,
-    Linear,
-    Mixer,
-    Norm,
-    Residual,
-    RMSNorm,
-    Rotary,
-    Routed,
-    sliding_window,
-    Stack,
-    Transformer,
-    YarnScaling,
-)
+from ... import nn
 from .._family import DecoderConfig
-from ._pattern import stacks_of
+from ._pattern import LayerKind, stacks_of, Together
 
 
-FeedForwardLayer = FeedForward | Routed
+FeedForwardLayer = nn.FeedForward | nn.Routed
 
 
 @runtime_checkable
@@ -61,6 +40,69 @@ class WithMLP(Sizes, Protocol):
     def activation(self) -> str: ...
 
 
+@runtime_checkable
+class WithRotary(Protocol):
+    """The field of a config with rotary positions."""
+
+    @property
+    def theta(self) -> float: ...
+
+
+@runtime_checkable
+class WithPartRotary(WithRotary, Protocol):
+    """Fields of a config with rotary positions in a part of each head's channels."""
+
+    @property
+    def head_size(self) -> int: ...
+    @property
+    def rotary_fraction(self) -> float: ...
+    @property
+    def scaling(self) -> nn.RotaryScaling | None: ...
+
+
+class _HeadNorms(TypedDict):
+    """Arguments of `nn.Attention` for the norms of queries and keys."""
+
+    query_norm: nn.Norm
+    key_norm: nn.Norm
+
+
+class _AttentionOptions(TypedDict, total=False):
+    """Arguments of `nn.Attention` that a family may choose; `attention` computes the others from the config."""
+
+    head_dim: int
+    kv_heads: int | None
+    bias: bool
+    output_bias: bool | None
+    output_std: float | None
+    query_norm: nn.Norm | None
+    key_norm: nn.Norm | None
+    value_norm: nn.Norm | None
+    rotary: nn.PositionEncoding | None
+    gate: bool
+    scores: nn.Scores | None
+    mask: nn.Mask | None
+
+
+class _GatedMLPOptions(TypedDict, total=False):
+    """Arguments of `nn.GatedMLP` that a family may choose; `gated_mlp` computes the others from the config."""
+
+    activation: Callable[[Array], Array]
+    bias: bool
+    limit: float | None
+    offset: float
+    output_std: float | None
+
+
+class _DecoderEnds(TypedDict, total=False):
+    """Arguments of `decoder` for the parts before and after the layers."""
+
+    final_norm: nn.Norm | Callable[[Array], Array]
+    embedding_scale: float | None
+    logit_scale: float | None
+    logit_softcap: float | None
+
+
 def damping(config: Sizes) -> float:
     """Return the factor of the standard deviation with which maps into the residual stream are initialized.
 
@@ -69,48 +111,84 @@ def damping(config: Sizes) -> float:
     return (2 * config.layers) ** -0.5
 
 
-def norm(config: Sizes, dims: str = "embed", **options: Any) -> RMSNorm:
-    """Return an `RMSNorm` over dims of the config's sizes; `options` are further arguments, which take precedence."""
+def norm(
+    config: Sizes,
+    dims: str = "embed",
+    *,
+    eps: float | None = None,
+    offset: float = 0.0,
+    scale: bool = True,
+) -> nn.RMSNorm:
+    """Return an `RMSNorm` over dims of the config's sizes, with the config's `eps` unless another one is passed."""
     sizes = {name: getattr(config, "head_size" if name == "head_dim" else name) for name in dims.split()}
-    arguments: dict[str, Any] = {"eps": config.eps} | sizes
-    return RMSNorm(dims, **arguments | options)
+    return nn.RMSNorm(dims, eps=config.eps if eps is None else eps, offset=offset, scale=scale, shift=False, **sizes)
 
 
-def head_norms(config: DecoderConfig, *, all_heads: bool = False, **options: Any) -> dict[str, Any]:
-    """Return an `Attention`'s norms of queries and keys, of each head or over `all_heads`; `options` are the norms'."""
-    dims = ("heads head_dim", "kv_heads head_dim") if all_heads else ("head_dim", "head_dim")
-    return {name: norm(config, norm_dims, **options) for name, norm_dims in zip(("query_norm", "key_norm"), dims)}
+def head_norms(
+    config: DecoderConfig, *, all_heads: bool = False, offset: float = 0.0, scale: bool = True
+) -> _HeadNorms:
+    """Return an `Attention`'s norms of queries and keys, of each head or over `all_heads`."""
+    query_dims, key_dims = ("heads head_dim", "kv_heads head_dim") if all_heads else ("head_dim", "head_dim")
+    return {
+        "query_norm": norm(config, query_dims, offset=offset, scale=scale),
+        "key_norm": norm(config, key_dims, offset=offset, scale=scale),
+    }
 
 
-def attention(config: DecoderConfig, *, window: int | None = None, key: Key[Array, ""], **options: Any) -> Attention:
+def attention(
+    config: DecoderConfig,
+    *,
+    window: int | None = None,
+    key: Key[Array, ""],
+    **options: Unpack[_AttentionOptions],
+) -> nn.Attention:
     """Return causal attention with rotary positions; `options` are arguments of `Attention`, which take precedence."""
     size = config.head_size
-    arguments: dict[str, Any] = {
+    arguments: _AttentionOptions = {
+        "head_dim": size,
+        "kv_heads": config.kv_heads,
         "output_std": damping(config) * (config.heads * size) ** -0.5,
-        "mask": causal() if window is None else sliding_window(window),
+        "mask": causal_mask(window),
     }
-    arguments |= {} if "rotary" in options else {"rotary": rotary_of(config, size, scaling=config.scaling)}
-    arguments |= {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": size}
-    return Attention(embed=config.embed, **arguments | options, key=key)
+    if "rotary" not in options:
+        arguments["rotary"] = rotary_of(config, size, scaling=config.scaling)
+    return nn.Attention(embed=config.embed, heads=config.heads, **(arguments | options), key=key)
+
+
+def causal_mask(window: int | None) -> nn.Mask:
+    """Return the mask with which a token sees the tokens before it, or as many of them as fit in the `window`."""
+    return nn.causal() if window is None else nn.sliding_window(window)
 
 
 def rotary_of(
-    config: Any, channels: int, name: str = "head_dim", *, theta: float | None = None, **options: Any
-) -> Rotary:
-    """Return rotary positions of `channels`, the config's field `name`, with the config's base or `theta`.
+    config: WithRotary,
+    channels: int,
+    name: str = "head_dim",
+    *,
+    theta: float | None = None,
+    interleaved: bool = False,
+    scaling: nn.RotaryScaling | None = None,
+) -> nn.Rotary:
+    """Return rotary positions; raises a `ValueError` that names the config's field for an odd number of channels.
 
-    `options` are arguments of `Rotary`. Raises a `ValueError` that names the field for an odd number of channels.
+    Args:
+        config: The config, whose base is used.
+        channels: The number of channels that are rotated.
+        name: The config's field with this number, for the error.
+        theta: Another base; None: the config's.
+        interleaved: Whether neighboring channels are rotated together.
+        scaling: The scaling of the frequencies; None: none.
     """
     if channels % 2:
         raise ValueError(
             f"{type(config).__name__}({name}={channels}): channels turn in pairs; take an even {name}, and a "
             "configuration that says one."
         )
-    return Rotary(channels, config.theta if theta is None else theta, **options)
+    return nn.Rotary(channels, config.theta if theta is None else theta, interleaved, scaling)
 
 
-def part_rotary(config: Any, **options: Any) -> Rotary:
-    """Return rotary positions of a part of each head's channels; `options` are arguments of `Rotary`.
+def part_rotary(config: WithPartRotary, *, interleaved: bool = False) -> nn.Rotary:
+    """Return rotary positions of a part of each head's channels.
 
     If the part has an odd number of channels, frequencies are computed from that number, and its last channel is
     rotated together with the next channel of the head, as in transformers. Raises a `ValueError` if there is no next
@@ -118,94 +196,133 @@ def part_rotary(config: Any, **options: Any) -> Rotary:
     """
     stated, scaling = int(config.head_size * config.rotary_fraction), config.scaling
     channels = stated + stated % 2
-    if not 0 < channels <= config.head_size or (stated % 2 and isinstance(scaling, DynamicScaling | YarnScaling)):
+    if not 0 < channels <= config.head_size or (stated % 2 and isinstance(scaling, nn.DynamicScaling | nn.YarnScaling)):
         raise ValueError(
             f"{type(config).__name__}(head_dim={config.head_size}, rotary_fraction={config.rotary_fraction}, "
             f"scaling={scaling}): {stated} channels would be rotated, but channels are rotated in pairs; give a "
             "partial_rotary_factor with an even number of channels."
         )
-    return Rotary(channels, config.theta ** (channels / stated), scaling=scaling, **options)
+    return nn.Rotary(channels, config.theta ** (channels / stated), interleaved, scaling)
 
 
-def activation_of(config: Any, name: str = "activation") -> Callable[[Array], Array]:
+def activation_of(config: object, name: str = "activation") -> Callable[[Array], Array]:
     """Return the activation that a config names; raises a `ValueError` that lists the known names for another one."""
-    if (activation := getattr(config, name)) not in ACTIVATIONS:
-        known = ", ".join(map(repr, ACTIVATIONS))
+    if (activation := getattr(config, name)) not in nn.ACTIVATIONS:
+        known = ", ".join(map(repr, nn.ACTIVATIONS))
         raise ValueError(f"{type(config).__name__}({name}={activation!r}): no such activation; take one of {known}.")
-    return ACTIVATIONS[activation]
+    return nn.ACTIVATIONS[activation]
 
 
-def gated_mlp(config: WithMLP, *, mlp: int | None = None, key: Key[Array, ""], **options: Any) -> GatedMLP:
+def gated_mlp(
+    config: WithMLP, *, mlp: int | None = None, key: Key[Array, ""], **options: Unpack[_GatedMLPOptions]
+) -> nn.GatedMLP:
     """Return a `GatedMLP` of the config's width or `mlp`; `options` are further arguments, which take precedence."""
     width = config.mlp if mlp is None else mlp
-    arguments: dict[str, Any] = {
+    arguments: _GatedMLPOptions = {
         "output_std": damping(config) * max(width, 1) ** -0.5,
         "activation": activation_of(config),
     }
-    return GatedMLP(embed=config.embed, mlp=width, **arguments | options, key=key)
+    return nn.GatedMLP(embed=config.embed, mlp=width, **(arguments | options), key=key)
 
 
 def pre_norm_block(
-    config: Sizes, mixer: Mixer, feed_forward: FeedForwardLayer, *, residual_scale: float | None = None, **options: Any
-) -> Block:
-    """Return a block with a norm before each sublayer (Llama); `options` are the norms' arguments."""
-    sublayer = lambda layer: Residual(layer, norm(config, **options), scale=residual_scale)
-    return Block(sublayer(mixer), sublayer(feed_forward))
+    config: Sizes,
+    mixer: nn.Mixer,
+    feed_forward: FeedForwardLayer,
+    *,
+    residual_scale: float | None = None,
+    offset: float = 0.0,
+) -> nn.Block:
+    """Return a block with a norm before each sublayer (Llama); `offset` is the norms'."""
+    return nn.Block(
+        nn.Residual(mixer, norm(config, offset=offset), scale=residual_scale),
+        nn.Residual(feed_forward, norm(config, offset=offset), scale=residual_scale),
+    )
 
 
-def post_norm_block(config: Sizes, mixer: Mixer, feed_forward: FeedForwardLayer) -> Block:
+def post_norm_block(config: Sizes, mixer: nn.Mixer, feed_forward: FeedForwardLayer) -> nn.Block:
     """Return a block with a norm after each sublayer (OLMo 2)."""
-    sublayer = lambda layer: Residual(layer, output_norm=norm(config))
-    return Block(sublayer(mixer), sublayer(feed_forward))
+    return nn.Block(
+        nn.Residual(mixer, output_norm=norm(config)),
+        nn.Residual(feed_forward, output_norm=norm(config)),
+    )
 
 
 def four_norm_block(
-    config: Sizes, mixer: Mixer, feed_forward: FeedForwardLayer, *, reads: str | None = None, **options: Any
-) -> Block:
+    config: Sizes,
+    mixer: nn.Mixer,
+    feed_forward: FeedForwardLayer,
+    *,
+    reads: str | None = None,
+    offset: float = 0.0,
+) -> nn.Block:
     """Return a block with norms before and after each sublayer (Gemma 2).
 
-    `reads` names one more input of the mixer, as in `Residual`; `options` are the norms' arguments.
+    `reads` names one more input of the mixer, as in `Residual`; `offset` is the norms'.
     """
 
-    def sublayer(layer: Mixer | FeedForwardLayer, reads: str | None = None) -> Residual:
-        return Residual(layer, norm(config, **options), output_norm=norm(config, **options), reads=reads)
+    def sublayer(layer: nn.Mixer | FeedForwardLayer, reads: str | None = None) -> nn.Residual:
+        before, after = norm(config, offset=offset), norm(config, offset=offset)
+        return nn.Residual(layer, before, output_norm=after, reads=reads)
 
-    return Block(sublayer(mixer, reads), sublayer(feed_forward))
+    return nn.Block(sublayer(mixer, reads), sublayer(feed_forward))
+
+
+@overload
+def decoder(
+    config: Sizes,
+    block: Callable[[Key[Array, ""]], nn.Layer],
+    *,
+    key: Key[Array, ""],
+    **ends: Unpack[_DecoderEnds],
+) -> nn.Transformer:
+    """Return a decoder whose layers are all alike."""
+    ...
+
+
+@overload
+def decoder(
+    config: Sizes,
+    block: Callable[[LayerKind, Key[Array, ""]], nn.Layer],
+    kinds: Sequence[LayerKind | Together[LayerKind]],
+    *,
+    key: Key[Array, ""],
+    **ends: Unpack[_DecoderEnds],
+) -> nn.Transformer:
+    """Return a decoder with a kind for each layer."""
+    ...
 
 
 def decoder(
     config: Sizes,
-    block: Callable[[Any, Key[Array, ""]], Layer],
-    kinds: Sequence[Hashable] | None = None,
+    block: Callable[..., nn.Layer],
+    kinds: Sequence[LayerKind | Together[LayerKind]] | None = None,
     *,
-    final_norm: Norm | Callable[[Array], Array] | None = None,
-    embedding_scale: float | None = None,
-    logit_scale: float | None = None,
-    logit_softcap: float | None = None,
     key: Key[Array, ""],
-) -> Transformer:
+    **ends: Unpack[_DecoderEnds],
+) -> nn.Transformer:
     """Return a decoder: a table of embeddings, layers of these kinds, a norm and a head.
 
     Args:
         config: A `DecoderConfig`, or a config with its fields.
-        block: A function `block(kind, key)` that builds a layer.
-        kinds: The kind of each layer; None: all are alike, of kind None.
-        final_norm: The norm before the head; None: an `RMSNorm` of the config's.
-        embedding_scale: A factor of the embeddings.
-        logit_scale: A factor of the logits.
-        logit_softcap: A bound of the scaled logits.
+        block: A function that builds a layer: `block(key)` or, with `kinds`, `block(kind, key)`.
+        kinds: The kind of each layer; None: all layers are alike.
         key: The key of the weights.
+        **ends: The parts before and after the layers: `final_norm`, the norm before the head (by default an `RMSNorm`
+            of the config's `eps`); `embedding_scale` and `logit_scale`, factors; `logit_softcap`, a bound of logits.
     """
     embedding_key, layer_key, head_key = jax.random.split(key, 3)
     if kinds is None:
-        stacks: tuple[Stack, ...] = (Stack(lambda key: block(None, key), config.layers, key=layer_key),)
+        stacks: tuple[nn.Stack, ...] = (nn.Stack(block, config.layers, key=layer_key),)
     else:
         stacks = stacks_of(block, kinds, key=layer_key)
-    return Transformer(
-        embedding=Embedding(vocab=config.vocab, embed=config.embed, scale=embedding_scale, key=embedding_key),
+    return nn.Transformer(
+        embedding=nn.Embedding(
+            vocab=config.vocab, embed=config.embed, scale=ends.get("embedding_scale"), key=embedding_key
+        ),
         stacks=stacks,
-        norm=norm(config) if final_norm is None else final_norm,
-        head=None if config.tied else Linear("embed -> vocab", embed=config.embed, vocab=config.vocab, key=head_key),
-        logit_scale=logit_scale,
-        logit_softcap=logit_softcap,
+        norm=ends["final_norm"] if "final_norm" in ends else norm(config),
+        head=None if config.tied else nn.Linear("embed -> vocab", embed=config.embed, vocab=config.vocab, key=head_key),
+        logit_scale=ends.get("logit_scale"),
+        logit_softcap=ends.get("logit_softcap"),
     )

@@ -1,28 +1,13 @@
 """Configs, blocks of latent attention, and tables that DeepSeek-V2, DeepSeek-V3 and their successors share."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import (
-    Block,
-    DynamicScaling,
-    LatentAttention,
-    LinearScaling,
-    Llama3Scaling,
-    LogTemperature,
-    LongRopeScaling,
-    Residual,
-    RMSNorm,
-    RotaryScaling,
-    Scores,
-    Transformer,
-    yarn_magnitude,
-    YarnScaling,
-)
+from ... import nn
 from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Unpublished
 from .._config_types import (
     Index,
@@ -41,7 +26,7 @@ from .._rotary_attributes import RotaryWithTemperature
 from .._weight_rules import Rule
 from ._common import EDGES, GATED, KeyHeads, LAYER, PRE_NORMS, SIZES, WIDTH
 from ._decoder import damping, decoder, gated_mlp, norm, rotary_of
-from ._mixtures import MIXTURE, mixture_beside_shared, SHARED, SHARED_ATTRIBUTES
+from ._mixtures import MIXTURE, SHARED, SHARED_ATTRIBUTES
 from ._pattern import Together
 
 
@@ -87,7 +72,7 @@ class LatentConfig(ModelConfig):
     """The weight of the loss `LoadBalance`, which is computed for each row."""
     theta: Positive = 10_000.0
     """The base of rotary positions."""
-    scaling: RotaryScaling | None = None
+    scaling: nn.RotaryScaling | None = None
     """The scaling of rotary positions; None: none."""
     temperature: Number = 0.0
     """`mscale_all_dim` of a scaling (usually YaRN): scores grow with the scaling's factor; 0: they do not."""
@@ -134,75 +119,79 @@ class LatentKind(NamedTuple):
 
 def build_latent(
     config: LatentConfig,
+    mixture: Callable[[Key[Array, ""]], nn.MoE],
     *,
     interleaved: bool,
-    router: Mapping[str, Any],
-    balance: Mapping[str, Any],
-    options: Callable[[LatentKind, Key[Array, ""]], Mapping[str, Any]] = lambda kind, key: {},
-    kinds: Sequence[LatentKind | Together] | None = None,
+    temperature: nn.LogTemperature | None = None,
+    indexer: Callable[[Key[Array, ""]], nn.Indexer] | None = None,
+    kinds: Sequence[LatentKind | Together[LatentKind]] | None = None,
     key: Key[Array, ""],
-) -> Transformer:
+) -> nn.Transformer:
     """Return a decoder with latent attention, and with gated layers or mixtures.
 
     Args:
         config: The config.
+        mixture: A function `mixture(key)` that builds a mixture.
         interleaved: Whether neighboring channels are rotated together.
-        router: Arguments of `TopKRouter`.
-        balance: Arguments of `LoadBalance`.
-        options: A function `options(kind, key)` that returns further arguments of `LatentAttention`.
+        temperature: The growth of scores with positions; None: scores do not grow.
+        indexer: A function `indexer(key)` that builds the indexer of a layer, unless the layer reads a choice of keys;
+            None: no layer has an indexer.
         kinds: The kinds of the layers; None: the config's, which share nothing.
         key: The key of the weights.
     """
 
-    def block(kind: LatentKind, key: Key[Array, ""]) -> Block:
+    def block(kind: LatentKind, key: Key[Array, ""]) -> nn.Block:
         mixer, feed_forward = jax.random.split(key)
-        if kind.is_mixture:
-            feed_forward_layer = mixture_beside_shared(config, feed_forward, balance=balance, **router)
-        else:
-            feed_forward_layer = gated_mlp(config, key=feed_forward)
-        arguments = options(kind, jax.random.fold_in(mixer, 0))
-        attention = latent_attention(config, mixer, interleaved=interleaved, **arguments)
-        sublayer = Residual(attention, norm(config), shares=kind.shares, reads=kind.reads)
-        return Block(sublayer, Residual(feed_forward_layer, norm(config)))
+        attention = latent_attention(
+            config,
+            interleaved=interleaved,
+            temperature=temperature,
+            indexer=None if indexer is None or kind.reads else indexer(jax.random.fold_in(mixer, 0)),
+            key=mixer,
+        )
+        layer = mixture(feed_forward) if kind.is_mixture else gated_mlp(config, key=feed_forward)
+        return nn.Block(
+            nn.Residual(attention, norm(config), shares=kind.shares, reads=kind.reads),
+            nn.Residual(layer, norm(config)),
+        )
 
-    kinds = kinds or [LatentKind(is_mixture) for is_mixture in config.mixtures]
-    return decoder(config, block, kinds, key=key)
+    return decoder(config, block, kinds or [LatentKind(is_mixture) for is_mixture in config.mixtures], key=key)
 
 
 def latent_attention(
     config: LatentConfig,
-    key: Key[Array, ""],
     *,
     interleaved: bool = False,
-    temperature: LogTemperature | None = None,
-    **options: Any,
-) -> LatentAttention:
-    """Return latent attention of the config's sizes; `options` are further arguments of `LatentAttention`.
+    temperature: nn.LogTemperature | None = None,
+    indexer: nn.Indexer | None = None,
+    key: Key[Array, ""],
+) -> nn.LatentAttention:
+    """Return latent attention of the config's sizes.
 
     With `config.temperature`, attention scores grow with the scaling's factor.
     """
     scaling, growth = config.scaling, 1.0
     if config.temperature and isinstance(scaling, _WITH_FACTOR):
-        growth = yarn_magnitude(scaling.factor, config.temperature) ** 2
-    return LatentAttention(
+        growth = nn.yarn_magnitude(scaling.factor, config.temperature) ** 2
+    return nn.LatentAttention(
         embed=config.embed,
         heads=config.heads,
         head_dim=config.head_dim,
         latent=config.latent,
         q_latent=config.q_latent,
         v_dim=config.v_dim,
-        latent_norm=RMSNorm("latent", latent=config.latent),
-        query_latent_norm=None if config.q_latent is None else RMSNorm("q_latent", q_latent=config.q_latent),
+        latent_norm=nn.RMSNorm("latent", latent=config.latent),
+        query_latent_norm=None if config.q_latent is None else nn.RMSNorm("q_latent", q_latent=config.q_latent),
         rotary=rotary_of(config, config.rope_dim, "rope_dim", interleaved=interleaved, scaling=scaling),
-        output_std=damping(config) * (config.heads * config.v_dim) ** -0.5,
+        indexer=indexer,
         bias="latents" if config.bias else False,
-        scores=Scores(growth * (config.head_dim + config.rope_dim) ** -0.5, temperature),
-        **options,
+        output_std=damping(config) * (config.heads * config.v_dim) ** -0.5,
+        scores=nn.Scores(growth * (config.head_dim + config.rope_dim) ** -0.5, temperature),
         key=key,
     )
 
 
-_WITH_FACTOR = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+_WITH_FACTOR = nn.LinearScaling | nn.DynamicScaling | nn.Llama3Scaling | nn.YarnScaling | nn.LongRopeScaling
 _FIRST_DENSE = Unpublished("dense_layers", (), "none but the first layers are dense")
 
 

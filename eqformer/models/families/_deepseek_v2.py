@@ -1,7 +1,7 @@
 """DeepSeek-V2 (arXiv:2405.04434): latent attention, and many small experts beside shared ones."""
 
 import dataclasses
-from typing import Any
+import functools
 
 from jaxtyping import Array, Key
 
@@ -10,6 +10,7 @@ from .._attributes import Attribute, Attributes, Entry, Expect, Fields
 from .._config_types import Index, NotNegative, Number, OptionalSize, PublishedConfig, Size
 from .._family import Family
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
+from ._mixtures import mixture_beside_shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,8 @@ class DeepSeekV2Config(LatentConfig):
 
 def build_deepseek_v2(config: DeepSeekV2Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a DeepSeek-V2 with random weights."""
-    return build_latent(config, interleaved=True, router={}, balance={}, key=key)
+    mixture = functools.partial(mixture_beside_shared, config)
+    return build_latent(config, mixture, interleaved=True, key=key)
 
 
 class _Method(Entry):
@@ -46,16 +48,49 @@ class _Method(Entry):
 
 
 _YARN = YarnScaling(40.0, 4096, magnitude=1.0)
-_BYTE: dict[str, Any] = {"latent": 32, "head_dim": 16, "rope_dim": 8, "v_dim": 16, "experts": 16, "top_k": 4}
-_SIZES: dict[str, Any] = {"layers": 60, "heads": 128, "mlp": 12_288, "expert_mlp": 1536, "q_latent": 1536}
-_SIZES |= {"experts": 160, "groups": 8, "kept_groups": 3, "scale": 16.0}
-_LITE: dict[str, Any] = {"layers": 27, "heads": 16, "mlp": 10_944, "expert_mlp": 1408, "q_latent": None}
 _PRESETS = {
     "deepseek-v2-byte-500k": DeepSeekV2Config(
-        vocab=256, embed=64, layers=4, heads=4, mlp=128, expert_mlp=32, q_latent=None, **_BYTE, tied=True
+        vocab=256,
+        embed=64,
+        layers=4,
+        heads=4,
+        mlp=128,
+        expert_mlp=32,
+        q_latent=None,
+        latent=32,
+        head_dim=16,
+        rope_dim=8,
+        v_dim=16,
+        experts=16,
+        top_k=4,
+        tied=True,
     ),
-    "deepseek-v2-lite": DeepSeekV2Config(vocab=102_400, embed=2048, **_LITE, scaling=_YARN, temperature=0.707),
-    "deepseek-v2": DeepSeekV2Config(vocab=102_400, embed=5120, **_SIZES, scaling=_YARN, temperature=0.707),
+    "deepseek-v2-lite": DeepSeekV2Config(
+        vocab=102_400,
+        embed=2048,
+        layers=27,
+        heads=16,
+        mlp=10_944,
+        expert_mlp=1408,
+        q_latent=None,
+        scaling=_YARN,
+        temperature=0.707,
+    ),
+    "deepseek-v2": DeepSeekV2Config(
+        vocab=102_400,
+        embed=5120,
+        layers=60,
+        heads=128,
+        mlp=12_288,
+        expert_mlp=1536,
+        q_latent=1536,
+        experts=160,
+        groups=8,
+        kept_groups=3,
+        scale=16.0,
+        scaling=_YARN,
+        temperature=0.707,
+    ),
 }
 
 DEEPSEEK_V2 = Family(

@@ -1,8 +1,8 @@
 """DeepSeek-V3.2 (arXiv:2512.02556): DeepSeek-V3 whose queries, beyond some keys, see those that an indexer chooses."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
 
 from jaxtyping import Array, Key
 
@@ -23,7 +23,7 @@ from ._deepseek import (
     LayerMixtures,
     SigmoidLatentConfig,
 )
-from ._mixtures import BIASED_SIGMOIDS, SELECTION_BIAS
+from ._mixtures import SELECTION_BIAS, sigmoid_mixture_beside_shared
 from ._pattern import Together
 
 
@@ -44,20 +44,25 @@ def build_deepseek_v32(
     config: DeepSeekV32Config,
     *,
     index_interleaved: bool = False,
-    kinds: Sequence[LatentKind | Together] | None = None,
+    kinds: Sequence[LatentKind | Together[LatentKind]] | None = None,
     key: Key[Array, ""],
 ) -> Transformer:
     """Return a DeepSeek-V3.2 with random weights; layers of `kinds` that read a choice of keys have no indexer."""
+    mixture = functools.partial(sigmoid_mixture_beside_shared, config, normalise=config.normalise)
     rotary = rotary_of(config, config.rope_dim, "rope_dim", interleaved=index_interleaved, scaling=config.scaling)
-    sizes = {"heads": config.index_heads, "dim": config.index_dim, "top_k": config.index_top_k}
 
-    def options(kind: LatentKind, key: Key[Array, ""]) -> Mapping[str, Any]:
-        if kind.reads:
-            return {}
-        return {"indexer": Indexer(embed=config.embed, q_latent=config.q_latent, **sizes, rotary=rotary, key=key)}
+    def indexer(key: Key[Array, ""]) -> Indexer:
+        return Indexer(
+            embed=config.embed,
+            q_latent=config.q_latent,
+            heads=config.index_heads,
+            dim=config.index_dim,
+            top_k=config.index_top_k,
+            rotary=rotary,
+            key=key,
+        )
 
-    arguments: dict[str, Any] = {"router": {"normalise": config.normalise, **BIASED_SIGMOIDS}, "options": options}
-    return build_latent(config, interleaved=True, balance={"normalise": True}, kinds=kinds, **arguments, key=key)
+    return build_latent(config, mixture, interleaved=True, indexer=indexer, kinds=kinds, key=key)
 
 
 DSA_ATTRIBUTES: tuple[Entry, ...] = (
@@ -90,14 +95,40 @@ DSA_WEIGHTS = (
     Rule(f"{_INDEXER}weights_proj.weight", "mixer.layer.indexer.weight.weight"),
 )
 
-DSA_BYTE: dict[str, Any] = {"latent": 32, "head_dim": 16, "rope_dim": 8, "v_dim": 16, "experts": 12, "top_k": 4}
-DSA_BYTE |= {"first_dense": 1, "groups": 1, "kept_groups": 1, "tied": True, "q_latent": 32, "expert_mlp": 32}
-DSA_BYTE |= {"index_heads": 4, "index_dim": 16, "index_top_k": 64}
-_SIZES: dict[str, Any] = {"layers": 61, "heads": 128, "mlp": 18_432, "expert_mlp": 2048, "q_latent": 1536}
 _PRESETS = {
-    "deepseek-v3.2-byte-500k": DeepSeekV32Config(256, 64, layers=4, heads=4, mlp=128, **DSA_BYTE, bias=True),
+    "deepseek-v3.2-byte-500k": DeepSeekV32Config(
+        256,
+        64,
+        layers=4,
+        heads=4,
+        mlp=128,
+        expert_mlp=32,
+        q_latent=32,
+        latent=32,
+        head_dim=16,
+        rope_dim=8,
+        v_dim=16,
+        index_heads=4,
+        index_dim=16,
+        index_top_k=64,
+        experts=12,
+        top_k=4,
+        first_dense=1,
+        groups=1,
+        kept_groups=1,
+        bias=True,
+        tied=True,
+    ),
     "deepseek-v3.2": DeepSeekV32Config(
-        129_280, 7168, **_SIZES, scaling=YarnScaling(40.0, 4096, magnitude=1.0), temperature=1.0
+        129_280,
+        7168,
+        layers=61,
+        heads=128,
+        mlp=18_432,
+        expert_mlp=2048,
+        q_latent=1536,
+        scaling=YarnScaling(40.0, 4096, magnitude=1.0),
+        temperature=1.0,
     ),
 }
 

@@ -1,18 +1,17 @@
 """Configs, mixers and tables that hybrids of attention and gated delta nets share."""
 
 import dataclasses
-from typing import Any
 
 from jaxtyping import Array, Key
 
-from ...nn import Attention, GatedDeltaNet
+from ... import nn
 from .._attributes import Activation, Attribute, Entry
 from .._config_types import Fraction, Index, Length, Positive, Size
 from .._family import DecoderConfig
 from .._layer_attributes import LayerTypes, Period
 from .._rotary_attributes import RotaryFraction
 from .._weight_rules import Rule
-from ._common import attention_weights, LAYER
+from ._common import attention_weights, LAYER, leaf_paths
 from ._decoder import activation_of, attention, damping, head_norms, part_rotary
 
 
@@ -41,22 +40,26 @@ class NetConfig(DecoderConfig):
     max_seq: Length = 262_144
 
 
-def gated_attention(config: NetConfig, key: Key[Array, ""]) -> Attention:
+def gated_attention(config: NetConfig, key: Key[Array, ""]) -> nn.Attention:
     """Return an attention with a gate for each head, and with norms of queries and keys."""
     rotary = part_rotary(config)
     return attention(config, rotary=rotary, gate=True, bias=config.bias, **head_norms(config, offset=1.0), key=key)
 
 
-def delta_net(config: NetConfig, key: Key[Array, ""]) -> GatedDeltaNet:
+def delta_net(config: NetConfig, key: Key[Array, ""]) -> nn.GatedDeltaNet:
     """Return a gated delta net of the config's sizes."""
-    heads, v_dim = config.net_heads, config.net_v_dim
-    sizes = {"kv_heads": config.net_kv_heads, "head_dim": config.net_head_dim, "taps": config.taps}
-    arguments: dict[str, Any] = {
-        "activation": activation_of(config),
-        "eps": config.eps,
-        "output_std": damping(config) * (heads * v_dim) ** -0.5,
-    }
-    return GatedDeltaNet(embed=config.embed, heads=heads, v_dim=v_dim, **sizes, **arguments, key=key)
+    return nn.GatedDeltaNet(
+        embed=config.embed,
+        heads=config.net_heads,
+        kv_heads=config.net_kv_heads,
+        head_dim=config.net_head_dim,
+        v_dim=config.net_v_dim,
+        taps=config.taps,
+        activation=activation_of(config),
+        eps=config.eps,
+        output_std=damping(config) * (config.net_heads * config.net_v_dim) ** -0.5,
+        key=key,
+    )
 
 
 NET_ATTRIBUTES: tuple[Entry, ...] = (
@@ -75,27 +78,35 @@ GATED_ATTENTION = tuple(
     dataclasses.replace(rule, lacks="mixer.layer.log_rate") for rule in attention_weights(gated="heads")
 )
 _NET, _HEADS = f"{LAYER}linear_attn.", "(heads dim) embed -> heads dim embed"
-_of = lambda leaf, *names: tuple(f"mixer.layer.{name}.{leaf}" for name in names)
-_NET_RULES = (
+_CONVOLUTIONS = leaf_paths(("query_conv", "key_conv", "value_conv"), "weight")
+
+
+def _net_weights(*maps: Rule) -> tuple[Rule, ...]:
+    """Return the rules for a `GatedDeltaNet` whose input maps have these rules."""
+    rules = (
+        *maps,
+        Rule(f"{_NET}conv1d.weight", _CONVOLUTIONS, "(heads dim) 1 taps -> heads dim taps"),
+        Rule(f"{_NET}A_log", "mixer.layer.log_rate"),
+        Rule(f"{_NET}dt_bias", "mixer.layer.decay_bias"),
+        Rule(f"{_NET}norm.weight", "mixer.layer.norm.weight"),
+        Rule(f"{_NET}out_proj.weight", "mixer.layer.output.weight", "embed (heads dim) -> embed heads dim"),
+    )
+    return tuple(dataclasses.replace(rule, needs="mixer.layer.log_rate") for rule in rules)
+
+
+# The input maps are published key head by key head (Qwen3-Next).
+NET_WEIGHTS = _net_weights(
     Rule(
-        f"{_NET}conv1d.weight",
-        _of("weight", "query_conv", "key_conv", "value_conv"),
-        "(heads dim) 1 taps -> heads dim taps",
+        f"{_NET}in_proj_qkvz.weight",
+        leaf_paths(("query", "key", "value", "gate"), "weight"),
+        _HEADS,
+        groups="net_kv_heads",
     ),
-    Rule(f"{_NET}A_log", "mixer.layer.log_rate"),
-    Rule(f"{_NET}dt_bias", "mixer.layer.decay_bias"),
-    Rule(f"{_NET}norm.weight", "mixer.layer.norm.weight"),
-    Rule(f"{_NET}out_proj.weight", "mixer.layer.output.weight", "embed (heads dim) -> embed heads dim"),
+    Rule(f"{_NET}in_proj_ba.weight", leaf_paths(("rate", "decay"), "weight"), groups="net_kv_heads"),
 )
-_maps = lambda *rules: tuple(dataclasses.replace(rule, needs="mixer.layer.log_rate") for rule in (*rules, *_NET_RULES))
-# A `GatedDeltaNet`'s maps, published key head by key head (Qwen3-Next).
-NET_WEIGHTS = _maps(
-    Rule(f"{_NET}in_proj_qkvz.weight", _of("weight", "query", "key", "value", "gate"), _HEADS, groups="net_kv_heads"),
-    Rule(f"{_NET}in_proj_ba.weight", _of("weight", "rate", "decay"), groups="net_kv_heads"),
-)
-# A `GatedDeltaNet`'s maps, published one after another (Qwen3.5).
-SPLIT_NET_WEIGHTS = _maps(
-    Rule(f"{_NET}in_proj_qkv.weight", _of("weight", "query", "key", "value"), _HEADS),
+# The input maps are published one after another (Qwen3.5).
+SPLIT_NET_WEIGHTS = _net_weights(
+    Rule(f"{_NET}in_proj_qkv.weight", leaf_paths(("query", "key", "value"), "weight"), _HEADS),
     Rule(f"{_NET}in_proj_z.weight", "mixer.layer.gate.weight", _HEADS),
     Rule(f"{_NET}in_proj_b.weight", "mixer.layer.rate.weight"),
     Rule(f"{_NET}in_proj_a.weight", "mixer.layer.decay.weight"),

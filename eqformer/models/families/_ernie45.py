@@ -30,7 +30,7 @@ def build_ernie45(config: Ernie45Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a dense ERNIE 4.5 with random weights."""
     rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(config, bias=config.bias, rotary=rotary, key=mixer)
         return pre_norm_block(config, attended, gated_mlp(config, bias=config.bias, key=feed_forward))

@@ -1,7 +1,7 @@
 """ERNIE 4.5, its mixtures (Baidu 2025): experts chosen by softmax and a bias, some that every token has."""
 
 import dataclasses
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, gated_weights, LAYER, PRE_NORMS
 from ._decoder import attention, decoder, gated_mlp, pre_norm_block, rotary_of
-from ._mixtures import MIXTURE, mixture
+from ._mixtures import MIXTURE, mixture, small_expert
 
 
 class _LastMixture(Entry):
@@ -106,17 +106,22 @@ def build_ernie45_moe(config: Ernie45MoEConfig, *, key: Key[Array, ""]) -> Trans
     def mixed(key: Key[Array, ""]) -> MoE:
         router, experts, shared = jax.random.split(key, 3)
         width = config.shared * config.expert_mlp
-        shared_mlp = gated_mlp(config, mlp=width, bias=config.bias, key=shared) if width else None
-        options: dict[str, Any] = {"normalise": True, "balanced": True, "router": router, "experts": experts}
         return mixture(
-            config, lambda key: gated_mlp(config, mlp=config.expert_mlp, key=key), shared=shared_mlp, **options
+            config,
+            functools.partial(small_expert, config),
+            shared=gated_mlp(config, mlp=width, bias=config.bias, key=shared) if width else None,
+            normalise=True,
+            balanced=True,
+            router=router,
+            experts=experts,
         )
 
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(config, bias=config.bias, rotary=rotary, key=mixer)
-        dense = lambda: gated_mlp(config, bias=config.bias, key=feed_forward)
-        return pre_norm_block(config, attended, mixed(feed_forward) if is_mixture else dense())
+        if is_mixture:
+            return pre_norm_block(config, attended, mixed(feed_forward))
+        return pre_norm_block(config, attended, gated_mlp(config, bias=config.bias, key=feed_forward))
 
     decoder_key, head_key = jax.random.split(key)
     model = decoder(config, block, config.kinds, key=decoder_key)
@@ -128,13 +133,13 @@ def build_ernie45_moe(config: Ernie45MoEConfig, *, key: Key[Array, ""]) -> Trans
     return dataclasses.replace(model, head=biased)
 
 
-_BYTE: dict[str, Any] = {"expert_mlp": 32, "moe_last": 3, "experts": 12, "top_k": 4, "theta": 1e4}
 _PRESETS = {
-    "ernie4.5-moe-byte-500k": Ernie45MoEConfig(256, 64, 4, 4, 2, 128, **_BYTE, bias=True, tied=False),
+    "ernie4.5-moe-byte-500k": Ernie45MoEConfig(
+        *(256, 64, 4, 4, 2, 128), expert_mlp=32, moe_last=3, experts=12, top_k=4, theta=1e4, bias=True, tied=False
+    ),
     "ernie4.5-21b-a3b": Ernie45MoEConfig(103_424, 2560, 28, 20, 4, 12_288, expert_mlp=1536, moe_last=27),
     "ernie4.5-300b-a47b": Ernie45MoEConfig(
-        *(103_424, 8192, 54, 64, 8, 28_672),
-        **{"expert_mlp": 3584, "moe_first": 3, "moe_last": 53, "top_k": 8, "shared": 0, "tied": False},
+        *(103_424, 8192, 54, 64, 8, 28_672), expert_mlp=3584, moe_first=3, moe_last=53, top_k=8, shared=0, tied=False
     ),
 }
 

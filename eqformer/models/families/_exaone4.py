@@ -1,7 +1,6 @@
 """EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms of what sublayers give, rotation in local layers alone."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -12,7 +11,7 @@ from .._config_types import Index, Length, NotNegative, Positive, PublishedConfi
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, NullableWindows, Period
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, POST_NORMS
-from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block
+from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block, rotary_of
 from ._pattern import layer_windows
 
 
@@ -34,9 +33,9 @@ def build_exaone4(config: Exaone4Config, *, key: Key[Array, ""]) -> Transformer:
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        options: dict[str, Any] = {"output_std": None, **head_norms(config)}
-        options |= {"rotary": None} if window is None and config.window is not None else {}
-        attended = attention(config, window=window, **options, key=mixer)
+        is_rotated = window is not None or config.window is None
+        rotary = rotary_of(config, config.head_size, scaling=config.scaling) if is_rotated else None
+        attended = attention(config, window=window, rotary=rotary, output_std=None, **head_norms(config), key=mixer)
         return post_norm_block(config, attended, gated_mlp(config, output_std=None, key=feed_forward))
 
     return decoder(config, block, layer_windows(config), key=key)

@@ -1,7 +1,6 @@
 """Falcon-H1 (TII 2025, arXiv:2507.22448): attention and a Mamba-2 side by side, with a multiplier for each map."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -12,7 +11,7 @@ from .._config_types import Length, NotNegative, Number, PublishedConfig
 from .._family import DecoderConfig, Family
 from .._weight_rules import Rule
 from ._common import attention_weights, decoder_attributes, gated_weights, LAYER
-from ._decoder import activation_of, attention, decoder, gated_mlp, norm
+from ._decoder import activation_of, attention, damping, decoder, gated_mlp, norm
 from ._state_spaces import mamba2, mamba_weights, NetSizes, STATED_MAMBA_ATTRIBUTES
 
 
@@ -114,55 +113,110 @@ class FalconH1Config(NetSizes, DecoderConfig):
 def build_falcon_h1(config: FalconH1Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Falcon-H1 with random weights."""
     score_scale = config.head_size**-0.5 * config.key_scale
-    net_options: dict[str, Any] = {"output_bias": config.output_bias, "multipliers": config.net_scales}
-    net_options["gate_norm"] = GateNorm(config.eps, config.norm_first) if config.net_norm else None
-    net_options["activation"] = activation_of(config)
+    gates, values, keys, queries, steps = config.net_scales
     gate_scale, mlp_scale = config.mlp_scales
-    mlp_options: dict[str, Any] = {"bias": config.mlp_bias}
-    mlp_options["activation"] = ScaledActivation(activation_of(config), gate_scale)
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
-        attended, recurrent, gated = jax.random.split(key, 3)
-        attends = attention(config, scores=Scores(score_scale), bias=config.bias, key=attended)
-        net = mamba2(config, recurrent, **net_options)
+    def block(key: Key[Array, ""]) -> Block:
+        attention_key, net_key, mlp_key = jax.random.split(key, 3)
+        attended = attention(config, scores=Scores(score_scale), bias=config.bias, key=attention_key)
+        net = mamba2(
+            config,
+            activation=activation_of(config),
+            gate_norm=GateNorm(config.eps, config.norm_first) if config.net_norm else None,
+            output_std=damping(config) * config.net_width**-0.5,
+            output_bias=config.output_bias,
+            multipliers=(gates, values, keys, queries, steps),
+            key=net_key,
+        )
+        activation = ScaledActivation(activation_of(config), gate_scale)
+        gated = gated_mlp(config, activation=activation, bias=config.mlp_bias, key=mlp_key)
         mixers = (
-            Residual(attends, scale=config.attention_scale, input_scale=config.attention_input_scale),
+            Residual(attended, scale=config.attention_scale, input_scale=config.attention_input_scale),
             Residual(net, scale=config.net_scale, input_scale=config.net_input_scale),
         )
-        feed_forward = Residual(gated_mlp(config, **mlp_options, key=gated), norm(config), scale=mlp_scale)
-        return Block(ParallelResidual(mixers, norm(config)), feed_forward)
+        return Block(ParallelResidual(mixers, norm(config)), Residual(gated, norm(config), scale=mlp_scale))
 
-    scales: dict[str, Any] = {"embedding_scale": config.embedding_scale, "logit_scale": config.logit_scale}
-    return decoder(config, block, **scales, key=key)
+    return decoder(config, block, embedding_scale=config.embedding_scale, logit_scale=config.logit_scale, key=key)
 
 
-def _falcon(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> FalconH1Config:
-    fields: dict[str, Any] = {"head_dim": 128, "net_head_dim": 256, "net_v_dim": 128, "theta": 1e11, "max_seq": 262_144}
-    fields |= {"embedding_scale": 2**2.5, "net_scales": (2**-1.5, 0.25, 2**-2.5, 0.5, 2**-1.5), "norm_first": False}
-    return FalconH1Config(embed=embed, layers=layers, heads=heads, kv_heads=kv_heads, mlp=mlp, **fields | more)
-
-
-_BYTE: dict[str, Any] = {"vocab": 256, "head_dim": 16, "net_head_dim": 16, "net_v_dim": 16, "net_heads": 8}
-_BYTE |= {"net_kv_heads": 2, "net_norm": True, "key_scale": 0.5, "tied": True, "mlp_scales": (0.5, 0.5)}
-_BYTE |= dict.fromkeys(("bias", "net_bias", "output_bias", "mlp_bias"), True)
-_HALF: dict[str, Any] = {"vocab": 32_784, "head_dim": 64, "net_heads": 24, "net_head_dim": 128, "net_v_dim": 64}
-_HALF |= {
-    "net_scales": (2**-1.5, 0.25, 2**-1.5, 0.5, 2**-1.5),
-    "key_scale": 0.39062499999999994,
-    "attention_scale": 0.9375,
-}
-_HALF |= {"net_input_scale": 1.25, "net_scale": 2**0.5 / 6, "mlp_scales": (0.625 * 2**0.5, 0.5859375)}
-_SEVEN: dict[str, Any] = {"vocab": 130_049, "net_heads": 24, "net_norm": True, "key_scale": 2**0.5 * 25 / 1152}
-_SEVEN |= {"attention_scale": 5 / 48, "net_input_scale": 5 / 12, "net_scale": 2**0.5 / 12}
-_SEVEN |= {"mlp_scales": (2**0.5 * 5 / 24, 25 / 768), "logit_scale": 5 / 384}
-_LARGE: dict[str, Any] = {"vocab": 261_120, "net_heads": 32, "net_kv_heads": 2, "net_norm": True}
-_LARGE |= {"key_scale": 2**0.5 / 128, "attention_scale": 0.0375, "net_input_scale": 0.25, "net_scale": 2**0.5 / 16}
-_LARGE |= {"mlp_scales": (2**0.5 / 8, 5 / 448), "logit_scale": 1 / 128}
+_34B = FalconH1Config(
+    *(261_120, 5120, 72, 20, 4, 21_504),
+    head_dim=128,
+    net_heads=32,
+    net_kv_heads=2,
+    net_head_dim=256,
+    net_v_dim=128,
+    net_norm=True,
+    norm_first=False,
+    theta=1e11,
+    embedding_scale=2**2.5,
+    key_scale=2**0.5 / 128,
+    attention_scale=0.0375,
+    net_input_scale=0.25,
+    net_scales=(2**-1.5, 0.25, 2**-2.5, 0.5, 2**-1.5),
+    net_scale=2**0.5 / 16,
+    mlp_scales=(2**0.5 / 8, 5 / 448),
+    logit_scale=1 / 128,
+    max_seq=262_144,
+)
 _PRESETS = {
-    "falcon-h1-byte-500k": _falcon(64, 6, 4, 2, 160, **_BYTE),
-    "falcon-h1-0.5b": _falcon(1024, 36, 8, 2, 2048, **_HALF, logit_scale=0.0390625, max_seq=16_384),
-    "falcon-h1-7b": _falcon(3072, 44, 12, 2, 12_288, **_SEVEN),
-    "falcon-h1-34b": _falcon(5120, 72, 20, 4, 21_504, **_LARGE),
+    "falcon-h1-byte-500k": FalconH1Config(
+        *(256, 64, 6, 4, 2, 160),
+        head_dim=16,
+        net_heads=8,
+        net_kv_heads=2,
+        net_head_dim=16,
+        net_v_dim=16,
+        net_norm=True,
+        norm_first=False,
+        bias=True,
+        net_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        theta=1e11,
+        embedding_scale=2**2.5,
+        key_scale=0.5,
+        net_scales=(2**-1.5, 0.25, 2**-2.5, 0.5, 2**-1.5),
+        mlp_scales=(0.5, 0.5),
+        tied=True,
+        max_seq=262_144,
+    ),
+    "falcon-h1-0.5b": FalconH1Config(
+        *(32_784, 1024, 36, 8, 2, 2048),
+        head_dim=64,
+        net_heads=24,
+        net_head_dim=128,
+        net_v_dim=64,
+        norm_first=False,
+        theta=1e11,
+        embedding_scale=2**2.5,
+        key_scale=0.39062499999999994,
+        attention_scale=0.9375,
+        net_input_scale=1.25,
+        net_scales=(2**-1.5, 0.25, 2**-1.5, 0.5, 2**-1.5),
+        net_scale=2**0.5 / 6,
+        mlp_scales=(0.625 * 2**0.5, 0.5859375),
+        logit_scale=0.0390625,
+        max_seq=16_384,
+    ),
+    "falcon-h1-7b": dataclasses.replace(
+        _34B,
+        vocab=130_049,
+        embed=3072,
+        layers=44,
+        heads=12,
+        kv_heads=2,
+        mlp=12_288,
+        net_heads=24,
+        net_kv_heads=1,
+        key_scale=2**0.5 * 25 / 1152,
+        attention_scale=5 / 48,
+        net_input_scale=5 / 12,
+        net_scale=2**0.5 / 12,
+        mlp_scales=(2**0.5 * 5 / 24, 25 / 768),
+        logit_scale=5 / 384,
+    ),
+    "falcon-h1-34b": _34B,
 }
 
 FALCON_H1 = Family(

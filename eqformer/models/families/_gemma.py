@@ -1,7 +1,6 @@
 """Gemma (Mesnard et al. 2024, arXiv:2403.08295): scaled embeddings, norms counted from one, gated gelu, wide heads."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -29,13 +28,12 @@ class GemmaConfig(DecoderConfig):
 def build_gemma(config: GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Gemma with random weights."""
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         gated = gated_mlp(config, key=feed_forward)
         return pre_norm_block(config, attention(config, bias=config.bias, key=mixer), gated, offset=1.0)
 
-    ends: dict[str, Any] = {"final_norm": norm(config, offset=1.0), "embedding_scale": config.embed**0.5}
-    return decoder(config, block, **ends, key=key)
+    return decoder(config, block, final_norm=norm(config, offset=1.0), embedding_scale=config.embed**0.5, key=key)
 
 
 class EitherActivation(Activation):

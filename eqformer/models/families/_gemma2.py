@@ -2,18 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Scores, Transformer
+from ...nn import Block, Mask, Scores, Transformer
 from .._attributes import Activation, Attribute, Expect, Ignore, Nullable
 from .._config_types import Index, Length, Positive, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED
-from ._decoder import attention, decoder, four_norm_block, gated_mlp, norm
+from ._decoder import attention, causal_mask, decoder, four_norm_block, gated_mlp, norm
 from ._pattern import layer_windows
 
 
@@ -43,22 +42,30 @@ def build_gemma2(config: Gemma2Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Gemma 2 with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
-        return gemma2_block(config, window, key=key)
+        return gemma2_block(config, causal_mask(window), key)
 
     return gemma2_model(config, block, key=key)
 
 
-def gemma2_model(config: Gemma2Config, block: Callable[..., Block], *, key: Key[Array, ""]) -> Transformer:
+def gemma2_model(
+    config: Gemma2Config, block: Callable[[int | None, Key[Array, ""]], Block], *, key: Key[Array, ""]
+) -> Transformer:
     """Return a Gemma 2 with the layers that `block(window, key)` builds."""
-    ends: dict[str, Any] = {"embedding_scale": config.embed**0.5, "logit_softcap": config.logit_softcap}
-    return decoder(config, block, layer_windows(config), final_norm=norm(config, offset=1.0), **ends, key=key)
+    return decoder(
+        config,
+        block,
+        layer_windows(config),
+        final_norm=norm(config, offset=1.0),
+        embedding_scale=config.embed**0.5,
+        logit_softcap=config.logit_softcap,
+        key=key,
+    )
 
 
-def gemma2_block(config: Gemma2Config, window: int | None, *, key: Key[Array, ""], **options: Any) -> Block:
-    """Return a layer, local if it has a window; `options` are arguments of its attention."""
+def gemma2_block(config: Gemma2Config, mask: Mask, key: Key[Array, ""]) -> Block:
+    """Return a layer whose attention has this mask."""
     mixer, feed_forward = jax.random.split(key)
-    arguments: dict[str, Any] = {"bias": config.bias, "output_std": None, "scores": scores_of(config)}
-    attended = attention(config, window=window, **arguments | options, key=mixer)
+    attended = attention(config, mask=mask, bias=config.bias, output_std=None, scores=scores_of(config), key=mixer)
     gated = gated_mlp(config, output_std=None, key=feed_forward)
     return four_norm_block(config, attended, gated, offset=1.0)
 
@@ -68,25 +75,24 @@ def scores_of(config: Gemma2Config) -> Scores:
     return Scores(config.query_scalar**-0.5, softcap=config.score_softcap)
 
 
-def _gemma2(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> Gemma2Config:
-    windows = all_but_every(2, layers)
-    return Gemma2Config(256_000, embed, layers, heads, kv_heads, mlp, window_layers=windows, **more)
+def _gemma2(embed: int, layers: int, heads: int, kv_heads: int, mlp: int) -> Gemma2Config:
+    return Gemma2Config(256_000, embed, layers, heads, kv_heads, mlp, window_layers=all_but_every(2, layers))
 
 
-_PRESETS = {
+GEMMA2_PRESETS = {
     "gemma2-byte-500k": Gemma2Config(
         256, 96, 4, 4, 2, 256, window_layers=(0, 2), window=128, head_dim=32, query_scalar=32, max_seq=512
     ),
     "gemma2-2b": _gemma2(2304, 26, 8, 4, 9216),
     "gemma2-9b": _gemma2(3584, 42, 16, 8, 14_336),
-    "gemma2-27b": _gemma2(4608, 46, 32, 16, 36_864, head_dim=128, query_scalar=144),
+    "gemma2-27b": dataclasses.replace(_gemma2(4608, 46, 32, 16, 36_864), head_dim=128, query_scalar=144),
 }
 
 GEMMA2 = Family(
     "gemma2",
     Gemma2Config,
     build_gemma2,
-    _PRESETS,
+    GEMMA2_PRESETS,
     "Gemma2ForCausalLM",
     "gemma2",
     (

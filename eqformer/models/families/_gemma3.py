@@ -2,19 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Attention, Block, LinearScaling, Mixer, RotaryScaling, Scores, Transformer
+from ...nn import Attention, Block, LinearScaling, Mask, Mixer, RotaryScaling, Scores, Transformer
 from .._attributes import Activation, Attribute, Expect, Ignore
 from .._config_types import Index, Length, Positive, Size
 from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryByType
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, head_norm_weights
-from ._decoder import attention, decoder, four_norm_block, gated_mlp, head_norms, norm, rotary_of
+from ._decoder import attention, causal_mask, decoder, four_norm_block, gated_mlp, head_norms, norm, rotary_of
 from ._pattern import layer_windows
 
 
@@ -43,63 +42,91 @@ class Gemma3Config(DecoderConfig):
     max_seq: Length = 131_072
 
 
-AsMixer = Callable[[Attention], Mixer]
-
-
-def build_gemma3(
-    config: Gemma3Config,
-    as_mixer: AsMixer = lambda attention: attention,
-    *,
-    reads: str | None = None,
-    key: Key[Array, ""],
-) -> Transformer:
-    """Return a Gemma 3 with random weights.
-
-    `as_mixer` wraps the attention of each layer; `reads` names one more input of a mixer, as in `Residual`.
-    """
+def build_gemma3(config: Gemma3Config, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Gemma 3 with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
-        return gemma3_block(config, window, as_mixer, reads=reads, key=key)
+        return gemma3_block(config, window, causal_mask(window), key=key)
 
-    ends: dict[str, Any] = {"embedding_scale": config.embed**0.5, "logit_softcap": config.logit_softcap}
-    return decoder(config, block, layer_windows(config), final_norm=norm(config, offset=1.0), **ends, key=key)
+    return gemma3_model(config, block, key=key)
+
+
+def gemma3_model(
+    config: Gemma3Config, block: Callable[[int | None, Key[Array, ""]], Block], *, key: Key[Array, ""]
+) -> Transformer:
+    """Return a Gemma 3 with the layers that `block(window, key)` builds."""
+    return decoder(
+        config,
+        block,
+        layer_windows(config),
+        final_norm=norm(config, offset=1.0),
+        embedding_scale=config.embed**0.5,
+        logit_softcap=config.logit_softcap,
+        key=key,
+    )
 
 
 def gemma3_block(
     config: Gemma3Config,
     window: int | None,
-    as_mixer: AsMixer = lambda attention: attention,
+    mask: Mask,
     *,
+    as_mixer: Callable[[Attention], Mixer] | None = None,
     reads: str | None = None,
     key: Key[Array, ""],
-    **options: Any,
 ) -> Block:
-    """Return a layer, local if it has a window; `as_mixer` wraps its attention, whose arguments are `options`."""
-    mixer, feed_forward = jax.random.split(key)
-    arguments: dict[str, Any] = {"scores": Scores(config.query_scalar**-0.5), "bias": config.bias, "output_std": None}
-    rotary = rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
-    arguments |= {} if window is None else {"rotary": rotary}
-    arguments |= head_norms(config, offset=1.0)
-    attended = attention(config, window=window, **arguments | options, key=mixer)
+    """Return a layer, which has the local rotary positions if it has a window.
+
+    `as_mixer` turns its attention into another mixer; `reads` names one more input of the mixer, as in `Residual`.
+    """
+    mixer_key, feed_forward = jax.random.split(key)
+    if window is None:
+        rotary = rotary_of(config, config.head_size, scaling=config.scaling)
+    else:
+        rotary = rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
+    attended = attention(
+        config,
+        mask=mask,
+        rotary=rotary,
+        **head_norms(config, offset=1.0),
+        scores=Scores(config.query_scalar**-0.5),
+        bias=config.bias,
+        output_std=None,
+        key=mixer_key,
+    )
+    mixer = attended if as_mixer is None else as_mixer(attended)
     gated = gated_mlp(config, output_std=None, key=feed_forward)
-    return four_norm_block(config, as_mixer(attended), gated, reads=reads, offset=1.0)
+    return four_norm_block(config, mixer, gated, reads=reads, offset=1.0)
 
 
-def _gemma3(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> Gemma3Config:
-    windows, vocab = all_but_every(6, layers), more.pop("vocab", 262_208)
-    return Gemma3Config(vocab, embed, layers, heads, kv_heads, mlp, window_layers=windows, **more)
+def _gemma3(
+    embed: int, layers: int, heads: int, kv_heads: int, mlp: int, scaling: RotaryScaling | None = None
+) -> Gemma3Config:
+    windows = all_but_every(6, layers)
+    return Gemma3Config(262_208, embed, layers, heads, kv_heads, mlp, window_layers=windows, scaling=scaling)
 
 
 _LONG = LinearScaling(8.0)
-_PRESETS = {
-    "gemma3-byte-500k": _gemma3(
-        64, 12, 4, 2, 128, vocab=256, window=64, head_dim=16, query_scalar=16, theta=1e5, max_seq=512
+GEMMA3_PRESETS = {
+    "gemma3-byte-500k": Gemma3Config(
+        256,
+        64,
+        12,
+        4,
+        2,
+        128,
+        window_layers=all_but_every(6, 12),
+        window=64,
+        head_dim=16,
+        query_scalar=16,
+        theta=1e5,
+        max_seq=512,
     ),
-    "gemma3-270m": _gemma3(640, 18, 4, 1, 2048, vocab=262_144, window=512, max_seq=32_768),
-    "gemma3-1b": _gemma3(1152, 26, 4, 1, 6912, vocab=262_144, window=512, max_seq=32_768),
+    "gemma3-270m": dataclasses.replace(_gemma3(640, 18, 4, 1, 2048), vocab=262_144, window=512, max_seq=32_768),
+    "gemma3-1b": dataclasses.replace(_gemma3(1152, 26, 4, 1, 6912), vocab=262_144, window=512, max_seq=32_768),
     "gemma3-4b": _gemma3(2560, 34, 8, 4, 10_240, scaling=_LONG),
     "gemma3-12b": _gemma3(3840, 48, 16, 8, 15_360, scaling=_LONG),
-    "gemma3-27b": _gemma3(5376, 62, 32, 16, 21_504, head_dim=128, query_scalar=168, scaling=_LONG),
+    "gemma3-27b": dataclasses.replace(_gemma3(5376, 62, 32, 16, 21_504, scaling=_LONG), head_dim=128, query_scalar=168),
 }
 
 # Attributes that the configurations of the smaller models leave out.
@@ -110,7 +137,7 @@ GEMMA3 = Family(
     "gemma3",
     Gemma3Config,
     build_gemma3,
-    _PRESETS,
+    GEMMA3_PRESETS,
     "Gemma3ForCausalLM",
     "gemma3_text",
     (

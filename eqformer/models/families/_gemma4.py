@@ -9,23 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from ...nn import (
-    Block,
-    causal,
-    CrossLayerAttention,
-    ParallelResidual,
-    PerLayerGate,
-    PerLayerInputs,
-    ProportionalScaling,
-    Residual,
-    RMSNorm,
-    RotaryScaling,
-    Scores,
-    sliding_window,
-    StreamScale,
-    Sublayer,
-    Transformer,
-)
+from ... import nn
 from .._attributes import Activation, Attribute, Attributes, Entry, Expect, Fields
 from .._config_types import Index, Length, NotNegative, OptionalSize, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family, MultimodalModel
@@ -33,7 +17,7 @@ from .._layer_attributes import all_but_every, layers_of, Windows
 from .._rotary_attributes import ProportionalRotaryByType
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, gated_weights, head_norm_weights, LAYER
-from ._decoder import activation_of, attention, decoder, gated_mlp, norm, rotary_of
+from ._decoder import activation_of, attention, causal_mask, decoder, gated_mlp, norm, rotary_of
 from ._mixtures import mixture
 from ._pattern import layer_windows
 
@@ -55,10 +39,10 @@ class Gemma4Config(DecoderConfig):
     keys_as_values: bool = False
     """Whether values are keys in layers without a window."""
     theta: Positive = 1_000_000.0
-    scaling: RotaryScaling | None = ProportionalScaling(0.25)
+    scaling: nn.RotaryScaling | None = nn.ProportionalScaling(0.25)
     local_theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window."""
-    local_scaling: RotaryScaling | None = None
+    local_scaling: nn.RotaryScaling | None = None
     """The scaling of rotary positions in layers with a window; None: none."""
     logit_softcap: Positive | None = None
     """The softcap of the logits."""
@@ -237,80 +221,178 @@ GEMMA4_WEIGHTS = (
 )
 
 
-def _gemma4(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, period: int, **more: Any) -> Gemma4Config:
-    fields: dict[str, Any] = {"window_layers": all_but_every(period, layers), "logit_softcap": 30.0}
-    return Gemma4Config(262_144, embed, layers, heads, kv_heads, mlp, **fields | more)
+def _gemma4(embed: int, layers: int, heads: int, kv_heads: int, mlp: int, period: int = 6) -> Gemma4Config:
+    return Gemma4Config(
+        *(262_144, embed, layers, heads, kv_heads, mlp),
+        window_layers=all_but_every(period, layers),
+        global_kv_heads=kv_heads,
+        logit_softcap=30.0,
+    )
 
 
-_BYTE: dict[str, Any] = {"window": 64, "window_layers": (0, 1, 2), "head_dim": 16, "global_head_dim": 32}
-_BYTE |= {"global_kv_heads": 1, "keys_as_values": True, "theta": 1e5, "max_seq": 512, "bias": True}
-_TABLES: dict[str, Any] = {"reading_layers": 4, "widens_reading": True, "input_mlp": 8, "input_vocab": 256}
-_TABLES |= _BYTE | {"window_layers": (0, 2, 4, 6), "keys_as_values": False}
-_SMALL: dict[str, Any] = {"input_mlp": 256, "max_seq": 131_072}
-_LARGE: dict[str, Any] = {"keys_as_values": True, "window": 1024}
-_EXPERT_SIZES: dict[str, Any] = {"experts": 128, "top_k": 8, "expert_mlp": 704}
 PRESETS: Mapping[str, Gemma4Config] = {
-    "gemma4-byte-500k": Gemma4Config(256, 64, 4, 4, 2, 128, **_BYTE, experts=12, top_k=4, expert_mlp=16),
-    "gemma4-e-byte-400k": Gemma4Config(256, 64, 8, 4, 1, 96, **_TABLES),
-    "gemma4-e2b": _gemma4(1536, 35, 8, 1, 6144, 5, global_kv_heads=1, reading_layers=20, widens_reading=True, **_SMALL),
-    "gemma4-e4b": _gemma4(2560, 42, 8, 2, 10_240, 6, global_kv_heads=2, reading_layers=18, **_SMALL),
-    "gemma4-26b-a4b": _gemma4(2816, 30, 16, 8, 2112, 6, global_kv_heads=2, **_LARGE, **_EXPERT_SIZES),
-    "gemma4-31b": _gemma4(5376, 60, 32, 16, 21_504, 6, global_kv_heads=4, **_LARGE),
+    "gemma4-byte-500k": Gemma4Config(
+        *(256, 64, 4, 4, 2, 128),
+        window=64,
+        window_layers=(0, 1, 2),
+        head_dim=16,
+        global_head_dim=32,
+        global_kv_heads=1,
+        keys_as_values=True,
+        theta=1e5,
+        bias=True,
+        experts=12,
+        top_k=4,
+        expert_mlp=16,
+        max_seq=512,
+    ),
+    "gemma4-e-byte-400k": Gemma4Config(
+        *(256, 64, 8, 4, 1, 96),
+        window=64,
+        window_layers=(0, 2, 4, 6),
+        head_dim=16,
+        global_head_dim=32,
+        global_kv_heads=1,
+        theta=1e5,
+        bias=True,
+        reading_layers=4,
+        widens_reading=True,
+        input_mlp=8,
+        input_vocab=256,
+        max_seq=512,
+    ),
+    "gemma4-e2b": dataclasses.replace(
+        _gemma4(1536, 35, 8, 1, 6144, period=5),
+        reading_layers=20,
+        widens_reading=True,
+        input_mlp=256,
+        max_seq=131_072,
+    ),
+    "gemma4-e4b": dataclasses.replace(
+        _gemma4(2560, 42, 8, 2, 10_240), reading_layers=18, input_mlp=256, max_seq=131_072
+    ),
+    "gemma4-26b-a4b": dataclasses.replace(
+        _gemma4(2816, 30, 16, 8, 2112),
+        global_kv_heads=2,
+        keys_as_values=True,
+        window=1024,
+        experts=128,
+        top_k=8,
+        expert_mlp=704,
+    ),
+    "gemma4-31b": dataclasses.replace(
+        _gemma4(5376, 60, 32, 16, 21_504), global_kv_heads=4, keys_as_values=True, window=1024
+    ),
 }
 
 
-def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> Transformer:
+def _attention(config: Gemma4Config, kind: Kind, key: Key[Array, ""]) -> nn.Attention | nn.CrossLayerAttention:
+    """Return the attention of a layer, which computes its keys and values or reads those of an earlier layer."""
+    if kind.window is None:
+        size, kv_heads = config.global_head_dim, config.global_kv_heads
+        rotary = rotary_of(config, size, "global_head_dim", scaling=config.scaling)
+    else:
+        size, kv_heads = config.head_size, config.kv_heads
+        rotary = rotary_of(config, size, theta=config.local_theta, scaling=config.local_scaling)
+
+    def head_norm(scale: bool = True) -> nn.RMSNorm:
+        return nn.RMSNorm("head_dim", head_dim=size, eps=config.eps, scale=scale)
+
+    if kind.reads:
+        return nn.CrossLayerAttention(
+            embed=config.embed,
+            heads=config.heads,
+            head_dim=size,
+            kv_heads=kv_heads,
+            bias=config.bias,
+            query_norm=head_norm(),
+            rotary=rotary,
+            scores=nn.Scores(1.0),
+            mask=causal_mask(kind.window),
+            key=key,
+        )
+    attended = attention(
+        config,
+        window=kind.window,
+        head_dim=size,
+        kv_heads=kv_heads,
+        bias=config.bias,
+        output_std=None,
+        query_norm=head_norm(),
+        key_norm=head_norm(),
+        value_norm=head_norm(scale=False),
+        rotary=rotary,
+        scores=nn.Scores(1.0),
+        key=key,
+    )
+    if config.keys_as_values and kind.window is None:
+        return eqx.tree_at(lambda attention: attention.value, attended, None)
+    return attended
+
+
+def _feed_forward(config: Gemma4Config, kind: Kind, key: Key[Array, ""]) -> nn.Sublayer:
+    """Return a gated layer with norms or, in a config with experts, the gated layer beside a mixture."""
+    router, experts, dense = jax.random.split(key, 3)
+    width = config.mlp * (2 if config.widens_reading and kind.reads else 1)
+    layer = gated_mlp(config, mlp=width, output_std=None, key=dense)
+    gated = nn.Residual(layer, norm(config), output_norm=norm(config))
+    if not config.experts:
+        return gated
+    mixed = mixture(
+        config,
+        lambda key: gated_mlp(config, mlp=config.expert_mlp, output_std=None, key=key),
+        expert_norm=norm(config),
+        norm=norm(config),
+        normalise=True,
+        logit_scale=config.embed**-0.5,
+        scales_experts=True,
+        router=router,
+        experts=experts,
+    )
+    routed = nn.Residual(mixed, output_norm=norm(config))
+    return nn.ParallelResidual((gated, routed), output_norm=norm(config))
+
+
+def build_gemma4(config: Gemma4Config, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a Gemma 4 with random weights."""
 
-    def mixer(kind: Kind, key: Key[Array, ""]) -> Residual:
-        window, shares, reads = kind
-        size, heads = config.head_size, config.kv_heads
-        rotary = rotary_of(config, size, theta=config.local_theta, scaling=config.local_scaling)
-        if window is None:
-            size, heads = config.global_head_dim, config.global_kv_heads
-            rotary = rotary_of(config, size, "global_head_dim", scaling=config.scaling)
-        head_norm = lambda **options: RMSNorm("head_dim", head_dim=size, eps=config.eps, **options)
-        options: dict[str, Any] = {"head_dim": size, "kv_heads": heads, "rotary": rotary, "scores": Scores(1.0)}
-        options |= {"query_norm": head_norm(), "bias": config.bias}
-        if reads:
-            mask = causal() if window is None else sliding_window(window)
-            attended = CrossLayerAttention(embed=config.embed, heads=config.heads, mask=mask, **options, key=key)
-        else:
-            options |= {"key_norm": head_norm(), "value_norm": head_norm(scale=False)}
-            attended = attention(config, window=window, output_std=None, **options, key=key)
-            if config.keys_as_values and window is None:
-                attended = eqx.tree_at(lambda attention: attention.value, attended, None)
-        return Residual(attended, norm(config), output_norm=norm(config), shares=shares, reads=reads)
-
-    def feed_forward(is_wide: bool, key: Key[Array, ""]) -> Sublayer:
-        router, experts, dense = jax.random.split(key, 3)
-        layer = gated_mlp(config, mlp=config.mlp * (2 if is_wide else 1), output_std=None, key=dense)
-        gated = Residual(layer, norm(config), output_norm=norm(config))
-        if not config.experts:
-            return gated
-        expert = lambda key: gated_mlp(config, mlp=config.expert_mlp, output_std=None, key=key)
-        options: dict[str, Any] = {"norm": norm(config), "logit_scale": config.embed**-0.5, "scales_experts": True}
-        options |= {"normalise": True, "expert_norm": norm(config)}
-        mixed = mixture(config, expert, **options, router=router, experts=experts)
-        routed = Residual(mixed, output_norm=norm(config))
-        return ParallelResidual((gated, routed), output_norm=norm(config))
-
-    def block(kind: Kind, key: Key[Array, ""]) -> Block:
-        first, second, third = jax.random.split(key, 3)
-        is_wide = config.widens_reading and kind.reads is not None
-        sublayers: list[Sublayer] = [mixer(kind, first), feed_forward(is_wide, second)]
+    def block(kind: Kind, key: Key[Array, ""]) -> nn.Block:
+        attention_key, feed_forward_key, gate_key = jax.random.split(key, 3)
+        mixer = nn.Residual(
+            _attention(config, kind, attention_key),
+            norm(config),
+            output_norm=norm(config),
+            shares=kind.shares,
+            reads=kind.reads,
+        )
+        sublayers: list[nn.Sublayer] = [mixer, _feed_forward(config, kind, feed_forward_key)]
         if config.input_mlp:
-            gate = PerLayerGate(embed=config.embed, mlp=config.input_mlp, activation=activation_of(config), key=third)
-            sublayers.append(Residual(gate, output_norm=norm(config), reads="layer_input"))
-        return Block(*sublayers, StreamScale(jnp.ones((), jnp.float32)))
+            gate = nn.PerLayerGate(
+                embed=config.embed, mlp=config.input_mlp, activation=activation_of(config), key=gate_key
+            )
+            sublayers.append(nn.Residual(gate, output_norm=norm(config), reads="layer_input"))
+        return nn.Block(*sublayers, nn.StreamScale(jnp.ones((), jnp.float32)))
 
     layers, inputs = jax.random.split(key)
-    ends: dict[str, Any] = {"embedding_scale": config.embed**0.5, "logit_softcap": config.logit_softcap}
-    model = decoder(config, block, kinds_of(config), **ends, key=layers)
+    model = decoder(
+        config,
+        block,
+        kinds_of(config),
+        embedding_scale=config.embed**0.5,
+        logit_softcap=config.logit_softcap,
+        key=layers,
+    )
     if not config.input_mlp:
         return model
-    sizes = {"vocab": config.input_vocab, "embed": config.embed, "depth": config.layers, "mlp": config.input_mlp}
-    return dataclasses.replace(model, layer_inputs=PerLayerInputs(**sizes, eps=config.eps, key=inputs))
+    layer_inputs = nn.PerLayerInputs(
+        vocab=config.input_vocab,
+        embed=config.embed,
+        depth=config.layers,
+        mlp=config.input_mlp,
+        eps=config.eps,
+        key=inputs,
+    )
+    return dataclasses.replace(model, layer_inputs=layer_inputs)
 
 
 GEMMA4 = Family(

@@ -29,7 +29,7 @@ def build_glm4(config: GLM4Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a GLM-4 with random weights."""
     rotary = part_rotary(config, interleaved=True)
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(config, bias=config.bias, output_bias=False, rotary=rotary, key=mixer)
         return four_norm_block(config, attended, gated_mlp(config, key=feed_forward))

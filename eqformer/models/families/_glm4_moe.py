@@ -1,7 +1,6 @@
 """GLM-4.5 to 4.7 (GLM-4.5 team 2025, arXiv:2508.06471): half of each head rotated, DeepSeek-V3's mixtures."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -13,8 +12,8 @@ from .._family import DecoderConfig, Family
 from .._predictors import NUMBERED_PREDICTOR
 from .._rotary_attributes import RotaryFraction
 from ._common import decoder_attributes, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp, head_norms, part_rotary, pre_norm_block
-from ._mixtures import BIASED_SIGMOIDS, MIXTURE, mixture_beside_shared, SELECTION_BIAS, SHARED, SHARED_ATTRIBUTES
+from ._decoder import attention, decoder, gated_mlp, norm, part_rotary, pre_norm_block
+from ._mixtures import MIXTURE, SELECTION_BIAS, SHARED, SHARED_ATTRIBUTES, sigmoid_mixture_beside_shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,17 +54,23 @@ class GLM4MoEConfig(DecoderConfig):
 def build_glm4_moe(config: GLM4MoEConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a GLM-4.5 with random weights."""
     rotary = part_rotary(config)
-    router = {"normalise": config.normalise, **BIASED_SIGMOIDS}
 
     def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        options: dict[str, Any] = {"bias": config.bias, "output_bias": False, "rotary": rotary}
-        options |= head_norms(config) if config.qk_norm else {}
-        attended = attention(config, **options, key=mixer)
-        if not is_mixture:
-            return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
-        mixed = mixture_beside_shared(config, feed_forward, balance={"normalise": True}, **router)
-        return pre_norm_block(config, attended, mixed)
+        attended = attention(
+            config,
+            bias=config.bias,
+            output_bias=False,
+            query_norm=norm(config, "head_dim") if config.qk_norm else None,
+            key_norm=norm(config, "head_dim") if config.qk_norm else None,
+            rotary=rotary,
+            key=mixer,
+        )
+        if is_mixture:
+            layer = sigmoid_mixture_beside_shared(config, feed_forward, normalise=config.normalise)
+        else:
+            layer = gated_mlp(config, key=feed_forward)
+        return pre_norm_block(config, attended, layer)
 
     return decoder(config, block, [layer >= config.first_dense for layer in range(config.layers)], key=key)
 
@@ -77,7 +82,10 @@ _PRESETS = {
     "glm-4.5-air": GLM4MoEConfig(151_552, 4096, 46, 96, 8, 10_944, expert_mlp=1408, head_dim=128, bias=True),
     "glm-4.5": GLM4MoEConfig(
         *(151_552, 5120, 92, 96, 8, 12_288),
-        **{"expert_mlp": 1536, "experts": 160, "first_dense": 3, "scale": 2.5},
+        expert_mlp=1536,
+        experts=160,
+        first_dense=3,
+        scale=2.5,
         head_dim=128,
         qk_norm=True,
         bias=True,

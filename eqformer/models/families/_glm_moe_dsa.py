@@ -11,7 +11,7 @@ from .._family import Family
 from .._layer_attributes import layers_of
 from .._predictors import NUMBERED_PREDICTOR
 from ._deepseek import latent_attributes, LatentKind, LayerMixtures
-from ._deepseek_v32 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_BYTE, DSA_WEIGHTS
+from ._deepseek_v32 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_WEIGHTS
 from ._pattern import Together
 
 
@@ -36,7 +36,7 @@ def build_glm_moe_dsa(config: GLMMoEDSAConfig, *, key: Key[Array, ""]) -> Transf
     return build_deepseek_v32(config, index_interleaved=True, kinds=_kinds(config), key=key)
 
 
-def _kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together]:
+def _kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together[LatentKind]]:
     """Return each layer with an indexer together with the layers that read its choice."""
     rows: list[list[LatentKind]] = []
     for layer, is_mixture in enumerate(config.mixtures):
@@ -80,7 +80,26 @@ class ReadingLayers(Entry):
 
 
 _PRESETS = {
-    "glm-5-byte-500k": GLMMoEDSAConfig(256, 64, layers=4, heads=4, mlp=128, **DSA_BYTE),
+    "glm-5-byte-500k": GLMMoEDSAConfig(
+        256,
+        64,
+        layers=4,
+        heads=4,
+        mlp=128,
+        expert_mlp=32,
+        q_latent=32,
+        latent=32,
+        head_dim=16,
+        rope_dim=8,
+        v_dim=16,
+        index_heads=4,
+        index_dim=16,
+        index_top_k=64,
+        experts=12,
+        top_k=4,
+        first_dense=1,
+        tied=True,
+    ),
     "glm-5": GLMMoEDSAConfig(154_880, 6144, layers=78, heads=64, mlp=12_288, expert_mlp=2048, q_latent=2048),
 }
 

@@ -2,29 +2,16 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import (
-    Attention,
-    Block,
-    Dropout,
-    Embedding,
-    LayerNorm,
-    LearnedPositions,
-    Linear,
-    MLP,
-    Residual,
-    Scores,
-    Stack,
-    Transformer,
-)
+from ... import nn
 from .._attributes import Activation, Attribute, Entry, Expect, Ignore
 from .._config_types import LayerCount, Length, NotNegative, Rate, Size
 from .._family import Family, ModelConfig
 from .._weight_rules import Rule
+from ._common import leaf_paths
 from ._decoder import activation_of
 from ._pattern import stacks_of
 
@@ -49,15 +36,15 @@ ATTRIBUTES: tuple[Entry, ...] = (
 )
 
 _LAYER, _TURNED = "transformer.h.{layer}.", "inputs outputs -> outputs inputs"
-_joined = lambda leaf: tuple(f"mixer.layer.{name}.{leaf}" for name in ("query", "key", "value"))
+_QKV = ("query", "key", "value")
 # Maps are stored with inputs first, and queries, keys and values side by side.
 WEIGHTS = (
     Rule("transformer.wte.weight", "embedding.weight"),
     Rule("lm_head.weight", "head.weight"),
     Rule("transformer.wpe.weight", "positions.weight"),
     *(Rule(f"{_LAYER}ln_1.{leaf}", f"mixer.norm.{leaf}") for leaf in ("weight", "bias")),
-    Rule(f"{_LAYER}attn.c_attn.weight", _joined("weight"), "embed (h d) -> h d embed", axis=1),
-    Rule(f"{_LAYER}attn.c_attn.bias", _joined("bias"), "(h d) -> h d"),
+    Rule(f"{_LAYER}attn.c_attn.weight", leaf_paths(_QKV, "weight"), "embed (h d) -> h d embed", axis=1),
+    Rule(f"{_LAYER}attn.c_attn.bias", leaf_paths(_QKV, "bias"), "(h d) -> h d"),
     Rule(f"{_LAYER}attn.c_proj.weight", "mixer.layer.output.weight", "(h d) embed -> embed h d"),
     Rule(f"{_LAYER}attn.c_proj.bias", "mixer.layer.output.bias"),
     *(Rule(f"{_LAYER}ln_2.{leaf}", f"feed_forward.norm.{leaf}") for leaf in ("weight", "bias")),
@@ -95,34 +82,50 @@ class GPT2Config(ModelConfig):
     """The rate of dropout on the embeddings and on both residual additions."""
 
 
-def build_gpt2(config: GPT2Config, *, key: Key[Array, ""]) -> Transformer:
+def build_gpt2(config: GPT2Config, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a GPT-2 with random weights."""
     embed, mlp = config.embed, config.mlp or 4 * config.embed
-    if embed % config.heads:
+    head_dim, remainder = divmod(embed, config.heads)
+    if remainder:
         raise ValueError(f"GPT2Config(embed={embed}, heads={config.heads}): heads must divide embed.")
     damping = (2 * config.layers) ** -0.5
-    dropout = Dropout(config.dropout) if config.dropout else None
+    dropout = nn.Dropout(config.dropout) if config.dropout else None
 
-    norm = lambda: LayerNorm("embed", embed=embed, eps=config.eps)
+    def norm() -> nn.LayerNorm:
+        return nn.LayerNorm("embed", embed=embed, eps=config.eps)
 
-    def block(number: int, key: Key[Array, ""]) -> Block:
+    def block(number: int, key: Key[Array, ""]) -> nn.Block:
         mixer_key, feed_forward_key = jax.random.split(key)
-        heads: dict[str, Any] = {"heads": config.heads, "head_dim": embed // config.heads}
-        heads |= {"scores": Scores((heads["head_dim"] ** -0.5 if config.score_scale else 1.0) / number)}
-        attention = Attention(embed=embed, **heads, bias=True, output_std=damping * embed**-0.5, key=mixer_key)
-        sizes: dict[str, Any] = {"embed": embed, "mlp": mlp, "output_std": damping * mlp**-0.5}
-        feed_forward = MLP(**sizes, activation=activation_of(config), bias=True, key=feed_forward_key)
-        return Block(Residual(attention, norm(), dropout=dropout), Residual(feed_forward, norm(), dropout=dropout))
+        attention = nn.Attention(
+            embed=embed,
+            heads=config.heads,
+            head_dim=head_dim,
+            bias=True,
+            output_std=damping * embed**-0.5,
+            scores=nn.Scores((head_dim**-0.5 if config.score_scale else 1.0) / number),
+            key=mixer_key,
+        )
+        feed_forward = nn.MLP(
+            embed=embed,
+            mlp=mlp,
+            activation=activation_of(config),
+            bias=True,
+            output_std=damping * mlp**-0.5,
+            key=feed_forward_key,
+        )
+        return nn.Block(
+            nn.Residual(attention, norm(), dropout=dropout), nn.Residual(feed_forward, norm(), dropout=dropout)
+        )
 
     embedding, positions, stack = jax.random.split(key, 3)
     if config.layer_scales:
         stacks = stacks_of(block, range(1, config.layers + 1), key=stack)
     else:
-        stacks = (Stack(functools.partial(block, 1), config.layers, key=stack),)
-    head = Linear("embed -> vocab", embed=embed, vocab=config.vocab, key=jax.random.fold_in(key, 3))
-    return Transformer(
-        embedding=Embedding(vocab=config.vocab, embed=embed, key=embedding),
-        positions=LearnedPositions(max_seq=config.max_seq, embed=embed, key=positions),
+        stacks = (nn.Stack(functools.partial(block, 1), config.layers, key=stack),)
+    head = nn.Linear("embed -> vocab", embed=embed, vocab=config.vocab, key=jax.random.fold_in(key, 3))
+    return nn.Transformer(
+        embedding=nn.Embedding(vocab=config.vocab, embed=embed, key=embedding),
+        positions=nn.LearnedPositions(max_seq=config.max_seq, embed=embed, key=positions),
         stacks=stacks,
         norm=norm(),
         head=None if config.tied else head,

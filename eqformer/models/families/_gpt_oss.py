@@ -1,7 +1,6 @@
 """gpt-oss (OpenAI 2025, arXiv:2508.10925): sinks, biases everywhere, clamped experts, windows in every second layer."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +49,7 @@ def build_gpt_oss(config: GPTOSSConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a gpt-oss with random weights."""
 
     def expert(key: Key[Array, ""]) -> GatedMLP:
-        options: dict[str, Any] = {"bias": True, "limit": config.limit, "offset": 1.0}
-        return gated_mlp(config, **options, key=key)
+        return gated_mlp(config, bias=True, limit=config.limit, offset=1.0, key=key)
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
@@ -66,12 +64,7 @@ def build_gpt_oss(config: GPTOSSConfig, *, key: Key[Array, ""]) -> Transformer:
 
 _PRESETS = {
     "gpt-oss-byte-500k": GPTOSSConfig(
-        256,
-        64,
-        4,
-        4,
-        2,
-        32,
+        *(256, 64, 4, 4, 2, 32),
         window_layers=(0, 2),
         window=64,
         experts=12,

@@ -1,7 +1,6 @@
 """Granite 3 (Granite Team, IBM, 2024): a Llama with multipliers of embeddings, scores, sublayers and logits."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -38,7 +37,7 @@ class GraniteConfig(DecoderConfig):
 def build_granite(config: GraniteConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Granite with random weights."""
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(
             config, bias=config.bias, scores=Scores(config.attention_scale), output_std=None, key=mixer
@@ -46,11 +45,10 @@ def build_granite(config: GraniteConfig, *, key: Key[Array, ""]) -> Transformer:
         gated = gated_mlp(config, bias=config.mlp_bias, output_std=None, key=feed_forward)
         return pre_norm_block(config, attended, gated, residual_scale=config.residual_scale)
 
-    ends: dict[str, Any] = {"embedding_scale": config.embedding_scale, "logit_scale": 1 / config.logit_divisor}
-    return decoder(config, block, **ends, key=key)
+    return decoder(config, block, embedding_scale=config.embedding_scale, logit_scale=1 / config.logit_divisor, key=key)
 
 
-def _granite(embed: int, heads: int, mlp: int, head_dim: int, logit_divisor: float, **more: Any) -> GraniteConfig:
+def _granite(embed: int, heads: int, mlp: int, head_dim: int, logit_divisor: float) -> GraniteConfig:
     return GraniteConfig(
         vocab=49_155,
         embed=embed,
@@ -62,10 +60,11 @@ def _granite(embed: int, heads: int, mlp: int, head_dim: int, logit_divisor: flo
         attention_scale=1 / head_dim,
         residual_scale=0.22,
         logit_divisor=logit_divisor,
-        **more,
     )
 
 
+_2B = _granite(2048, 32, 8192, 64, 8.0)
+_8B = _granite(4096, 32, 12_800, 128, 16.0)
 _PRESETS = {
     "granite-byte-500k": GraniteConfig(
         vocab=256,
@@ -80,10 +79,10 @@ _PRESETS = {
         logit_divisor=8.0,
         max_seq=512,
     ),
-    "granite-3.0-2b": _granite(2048, 32, 8192, 64, 8.0),
-    "granite-3.0-8b": _granite(4096, 32, 12_800, 128, 16.0),
-    "granite-3.1-2b": _granite(2048, 32, 8192, 64, 8.0, theta=5_000_000.0, max_seq=131_072),
-    "granite-3.1-8b": _granite(4096, 32, 12_800, 128, 16.0, theta=10_000_000.0, max_seq=131_072),
+    "granite-3.0-2b": _2B,
+    "granite-3.0-8b": _8B,
+    "granite-3.1-2b": dataclasses.replace(_2B, theta=5_000_000.0, max_seq=131_072),
+    "granite-3.1-8b": dataclasses.replace(_8B, theta=10_000_000.0, max_seq=131_072),
 }
 
 

@@ -1,18 +1,17 @@
 """Granite 4 (IBM 2025): Mamba-2 in most layers, attention without positions in a few, experts beside a dense layer."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, GatedMLP, MoE, Scores, Transformer
+from ...nn import Attention, Block, GatedMLP, GateNorm, Mamba2Mixer, MoE, Scores, Transformer
 from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Unpublished
 from .._config_types import Index, Length, NotNegative, OptionalSize, PublishedConfig, Size
 from .._family import Family
 from .._layer_attributes import every, LayerTypes
 from .._weight_rules import Rule
-from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, PRE_NORMS
+from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, leaf_paths, PRE_NORMS
 from ._decoder import activation_of, attention, decoder, gated_mlp, pre_norm_block, rotary_of
 from ._granite import GraniteConfig, SCALES
 from ._mixtures import mixture
@@ -47,38 +46,73 @@ def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) ->
         dense = gated_mlp(config, mlp=config.shared_mlp, output_std=None, key=shared)
         if not config.experts:
             return dense
-        expert = lambda key: gated_mlp(config, output_std=None, key=key)
-        return mixture(config, expert, shared=dense, normalise=True, router=router, experts=experts)
+        return mixture(
+            config,
+            lambda key: gated_mlp(config, output_std=None, key=key),
+            shared=dense,
+            normalise=True,
+            router=router,
+            experts=experts,
+        )
+
+    def mixer(is_attention: bool, key: Key[Array, ""]) -> Attention | Mamba2Mixer:
+        if is_attention:
+            scores = Scores(config.attention_scale)
+            return attention(config, bias=config.bias, rotary=rotary, scores=scores, output_std=None, key=key)
+        gate_norm = GateNorm(config.eps)
+        return mamba2(config, activation=activation_of(config), gate_norm=gate_norm, output_std=None, key=key)
 
     def block(is_attention: bool, key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        scaled: dict[str, Any] = {"scores": Scores(config.attention_scale), "output_std": None}
-        attended = lambda: attention(config, bias=config.bias, rotary=rotary, **scaled, key=mixer)
-        mixed = attended() if is_attention else mamba2(config, mixer, output_std=None, activation=activation_of(config))
-        return pre_norm_block(config, mixed, dense_or_mixture(feed_forward), residual_scale=config.residual_scale)
+        mixer_key, feed_forward = jax.random.split(key)
+        layer = dense_or_mixture(feed_forward)
+        return pre_norm_block(config, mixer(is_attention, mixer_key), layer, residual_scale=config.residual_scale)
 
-    kinds = [layer in config.attention_layers for layer in range(config.layers)]
-    ends: dict[str, Any] = {"embedding_scale": config.embedding_scale, "logit_scale": 1 / config.logit_divisor}
-    return decoder(config, block, kinds, **ends, key=key)
-
-
-def _granite4(embed: int, heads: int, head_dim: int, kv_heads: int, mlp: int, **more: Any) -> GraniteHybridConfig:
-    fields: dict[str, Any] = {"vocab": 100_352, "layers": 40, "net_heads": embed // 32, "shared_mlp": 2 * mlp}
-    fields |= {"embedding_scale": 12.0, "attention_scale": 1 / head_dim, "residual_scale": 0.22}
-    fields |= {"attention_layers": (5, 15, 25, 35), "heads": heads, "kv_heads": kv_heads}
-    return GraniteHybridConfig(embed=embed, mlp=mlp, **fields | more)
+    return decoder(
+        config,
+        block,
+        [layer in config.attention_layers for layer in range(config.layers)],
+        embedding_scale=config.embedding_scale,
+        logit_scale=1 / config.logit_divisor,
+        key=key,
+    )
 
 
-_BYTE: dict[str, Any] = {"vocab": 256, "layers": 4, "attention_layers": (2,), "net_heads": 8, "net_head_dim": 16}
-_BYTE |= {"net_v_dim": 16, "shared_mlp": 96, "logit_divisor": 8.0}
-_MICRO: dict[str, Any] = {"attention_layers": every(1, 40), "rotary": True, "theta": 10_000_000.0}
+def _granite4(
+    embed: int, heads: int, head_dim: int, kv_heads: int, mlp: int, shared_mlp: int, logit_divisor: float
+) -> GraniteHybridConfig:
+    return GraniteHybridConfig(
+        *(100_352, embed, 40, heads, kv_heads, mlp),
+        shared_mlp=shared_mlp,
+        attention_layers=(5, 15, 25, 35),
+        net_heads=embed // 32,
+        embedding_scale=12.0,
+        attention_scale=1 / head_dim,
+        residual_scale=0.22,
+        logit_divisor=logit_divisor,
+    )
+
+
+_BYTE = dataclasses.replace(
+    _granite4(64, 4, 16, 2, 32, 96, 8.0),
+    vocab=256,
+    layers=4,
+    attention_layers=(2,),
+    net_heads=8,
+    net_head_dim=16,
+    net_v_dim=16,
+)
 _PRESETS = {
-    "granite-4.0-h-byte-500k": _granite4(64, 4, 16, 2, 32, **_BYTE, experts=12, top_k=4),
-    "granite-4.0-byte-500k": _granite4(64, 4, 16, 2, 32, **_BYTE),
-    "granite-4.0-micro": _granite4(2560, 40, 64, 8, 8192, **_MICRO, shared_mlp=8192, logit_divisor=10.0),
-    "granite-4.0-h-micro": _granite4(2048, 32, 64, 8, 8192, shared_mlp=8192, logit_divisor=8.0),
-    "granite-4.0-h-tiny": _granite4(1536, 12, 128, 4, 512, experts=64, top_k=6, logit_divisor=6.0),
-    "granite-4.0-h-small": _granite4(4096, 32, 128, 8, 768, experts=72, top_k=10, logit_divisor=16.0),
+    "granite-4.0-h-byte-500k": dataclasses.replace(_BYTE, experts=12, top_k=4),
+    "granite-4.0-byte-500k": _BYTE,
+    "granite-4.0-micro": dataclasses.replace(
+        _granite4(2560, 40, 64, 8, 8192, 8192, 10.0),
+        attention_layers=every(1, 40),
+        rotary=True,
+        theta=10_000_000.0,
+    ),
+    "granite-4.0-h-micro": _granite4(2048, 32, 64, 8, 8192, 8192, 8.0),
+    "granite-4.0-h-tiny": dataclasses.replace(_granite4(1536, 12, 128, 4, 512, 1024, 6.0), experts=64, top_k=6),
+    "granite-4.0-h-small": dataclasses.replace(_granite4(4096, 32, 128, 8, 768, 1536, 16.0), experts=72, top_k=10),
 }
 
 
@@ -97,7 +131,7 @@ class _RotaryOrNone(Entry):
 
 _TYPES = ("full_attention", "linear_attention")
 _MIXED, _MOE, _DENSE = "feed_forward.layer.", f"{LAYER}block_sparse_moe.", f"{LAYER}shared_mlp."
-_ups = lambda path: (f"{path}gate.weight", f"{path}up.weight")
+_GATED = ("gate", "up")
 GRANITE_HYBRID = Family(
     "granite_hybrid",
     GraniteHybridConfig,
@@ -124,11 +158,11 @@ GRANITE_HYBRID = Family(
     (
         *(*EDGES, *beside_mamba(ATTENTION), *mamba_weights(f"{LAYER}mamba."), *PRE_NORMS),
         Rule(f"{_MOE}router.layer.weight", f"{_MIXED}router.linear.weight"),
-        Rule(f"{_MOE}input_linear.weight", _ups(f"{_MIXED}experts.mlps."), axis=1),
+        Rule(f"{_MOE}input_linear.weight", leaf_paths(_GATED, "weight", f"{_MIXED}experts.mlps."), axis=1),
         Rule(f"{_MOE}output_linear.weight", f"{_MIXED}experts.mlps.down.weight"),
-        Rule(f"{_DENSE}input_linear.weight", _ups(f"{_MIXED}shared.")),
+        Rule(f"{_DENSE}input_linear.weight", leaf_paths(_GATED, "weight", f"{_MIXED}shared.")),
         Rule(f"{_DENSE}output_linear.weight", f"{_MIXED}shared.down.weight"),
-        Rule(f"{_DENSE}input_linear.weight", _ups(_MIXED)),
+        Rule(f"{_DENSE}input_linear.weight", leaf_paths(_GATED, "weight", _MIXED)),
         Rule(f"{_DENSE}output_linear.weight", f"{_MIXED}down.weight"),
     ),
 )

@@ -28,7 +28,7 @@ class HunyuanConfig(DecoderConfig):
 def build_hunyuan(config: HunyuanConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a dense Hunyuan with random weights."""
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(config, bias=config.bias, rotary=rotary_then_norm(config), key=mixer)
         return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))

@@ -1,7 +1,6 @@
 """Hunyuan, its mixtures (Tencent 2025, Hunyuan-A13B): experts beside one that every token has, in every layer."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -44,14 +43,21 @@ class HunyuanMoEConfig(DecoderConfig):
 
 def build_hunyuan_moe(config: HunyuanMoEConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Hunyuan with experts and random weights."""
-    expert = lambda key: gated_mlp(config, key=key)
 
     def block(top_k: int, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         router, experts, shared = jax.random.split(feed_forward, 3)
         attended = attention(config, bias=config.bias, rotary=rotary_then_norm(config), key=mixer)
-        options: dict[str, Any] = {"top_k": top_k, "normalise": True, "router": router, "experts": experts}
-        return pre_norm_block(config, attended, mixture(config, expert, shared=expert(shared), **options))
+        mixed = mixture(
+            config,
+            lambda key: gated_mlp(config, key=key),
+            shared=gated_mlp(config, key=shared),
+            top_k=top_k,
+            normalise=True,
+            router=router,
+            experts=experts,
+        )
+        return pre_norm_block(config, attended, mixed)
 
     return decoder(config, block, config.top_ks, key=key)
 

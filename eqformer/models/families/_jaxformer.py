@@ -6,30 +6,13 @@ of its sum). Latent attention is the paper's (DeepSeek-V2): the program's scores
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import (
-    Block,
-    Capacity,
-    Dropout,
-    Embedding,
-    gelu_tanh,
-    LatentAttention,
-    MLP,
-    MoE,
-    Residual,
-    RMSNorm,
-    Rotary,
-    Stack,
-    SuperBlock,
-    Transformer,
-)
+from ... import nn
 from .._config_types import NotNegative, OptionalSize, Positive, Rate, Size
 from .._family import Family, ModelConfig
-from ._mixtures import mixture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,43 +49,69 @@ class JAXformerConfig(ModelConfig):
     """The weight of the balance loss."""
 
 
-def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> Transformer:
+def build_jaxformer(config: JAXformerConfig, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a JAXformer with random weights."""
     embed, mlp = config.embed, config.mlp or 4 * config.embed
     if embed % config.heads:
         raise ValueError(f"JAXformerConfig(embed={embed}, heads={config.heads}): heads must divide embed.")
     damping = (2 * config.blocks * config.layers_per_block) ** -0.5
-    dropout = Dropout(config.dropout) if config.dropout else None
-    norm = lambda: RMSNorm("embed", embed=embed, eps=config.eps, shift=True)
+    dropout = nn.Dropout(config.dropout) if config.dropout else None
 
-    def dense(key: Key[Array, ""], times: int = 1) -> MLP:
+    def norm() -> nn.RMSNorm:
+        return nn.RMSNorm("embed", embed=embed, eps=config.eps, shift=True)
+
+    def dense(key: Key[Array, ""], times: int = 1) -> nn.MLP:
         width = times * mlp
-        return MLP(embed=embed, mlp=width, activation=gelu_tanh, bias=True, output_std=damping * width**-0.5, key=key)
+        return nn.MLP(
+            embed=embed, mlp=width, activation=nn.gelu_tanh, bias=True, output_std=damping * width**-0.5, key=key
+        )
 
-    def mixed(key: Key[Array, ""]) -> MoE:
+    def mixed(count: int, key: Key[Array, ""]) -> nn.MoE:
         router, experts, shared = jax.random.split(key, 3)
-        arguments: dict[str, Any] = {"dispatch": Capacity(config.capacity), "balance": {"normalise": True}}
-        arguments |= {"shared": dense(shared, config.shared) if config.shared else None}
-        arguments |= {"score": "sigmoid", "normalise": True, "bias": True}
-        return mixture(config, dense, **arguments, router=router, experts=experts)
+        return nn.MoE(
+            nn.TopKRouter(
+                embed=embed,
+                experts=count,
+                top_k=config.top_k,
+                score="sigmoid",
+                normalise=True,
+                bias=True,
+                key=router,
+            ),
+            nn.Experts(dense, count, key=experts),
+            dispatch=nn.Capacity(config.capacity),
+            shared=dense(shared, config.shared) if config.shared else None,
+            losses=(nn.LoadBalance(config.balance, normalise=True),) if config.balance else (),
+        )
 
-    def layer(rotary: Rotary | None, key: Key[Array, ""]) -> Block:
+    def layer(rotary: nn.Rotary | None, key: Key[Array, ""]) -> nn.Block:
         attention, feed_forward = jax.random.split(key)
-        sizes: dict[str, Any] = {"embed": embed, "heads": config.heads, "head_dim": embed // config.heads}
-        sizes |= {"latent": config.latent, "q_latent": config.latent, "rotary": rotary}
-        mixer = LatentAttention(**sizes, bias=True, output_std=damping * embed**-0.5, key=attention)
-        layer_mlp = mixed(feed_forward) if rotary is None and config.experts is not None else dense(feed_forward)
-        return Block(Residual(mixer, norm(), dropout=dropout), Residual(layer_mlp, norm(), dropout=dropout))
+        mixer = nn.LatentAttention(
+            embed=embed,
+            heads=config.heads,
+            head_dim=embed // config.heads,
+            latent=config.latent,
+            q_latent=config.latent,
+            rotary=rotary,
+            bias=True,
+            output_std=damping * embed**-0.5,
+            key=attention,
+        )
+        if rotary is None and config.experts is not None:
+            layer_mlp = mixed(config.experts, feed_forward)
+        else:
+            layer_mlp = dense(feed_forward)
+        return nn.Block(nn.Residual(mixer, norm(), dropout=dropout), nn.Residual(layer_mlp, norm(), dropout=dropout))
 
-    def block(key: Key[Array, ""]) -> SuperBlock:
-        rotary = Rotary(config.rope_dim, config.theta, interleaved=True)
+    def block(key: Key[Array, ""]) -> nn.SuperBlock:
+        rotary = nn.Rotary(config.rope_dim, config.theta, interleaved=True)
         kinds = (rotary,) * (config.layers_per_block - 1) + (None,)
-        return SuperBlock(tuple(map(layer, kinds, jax.random.split(key, config.layers_per_block))))
+        return nn.SuperBlock(tuple(map(layer, kinds, jax.random.split(key, config.layers_per_block))))
 
     embedding_key, stack_key = jax.random.split(key)
-    return Transformer(
-        embedding=Embedding(vocab=config.vocab, embed=embed, key=embedding_key),
-        stacks=(Stack(block, config.blocks, key=stack_key),),
+    return nn.Transformer(
+        embedding=nn.Embedding(vocab=config.vocab, embed=embed, key=embedding_key),
+        stacks=(nn.Stack(block, config.blocks, key=stack_key),),
         norm=norm(),
     )
 

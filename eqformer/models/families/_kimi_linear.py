@@ -1,12 +1,11 @@
 """Kimi Linear (Kimi team 2025, arXiv:2510.26692): delta nets with a decay per channel, and latent attention."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, ChannelDeltaNet, ProportionalScaling, Transformer
+from ...nn import Block, ChannelDeltaNet, LatentAttention, ProportionalScaling, Transformer
 from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Nullable, Unpublished
 from .._config_types import Index, Length, NotNegative, Number, PublishedConfig, Size
 from .._family import Family
@@ -15,7 +14,7 @@ from .._weight_rules import Rule
 from ._common import gated_weights, LAYER, SIZES, WIDTH
 from ._decoder import activation_of, damping, decoder, gated_mlp, pre_norm_block
 from ._deepseek import EqualKeyHeads, latent_attention, LATENT_WEIGHTS, LayerMixtures, SigmoidLatentConfig
-from ._mixtures import BIASED_SIGMOIDS, mixture_beside_shared
+from ._mixtures import sigmoid_mixture_beside_shared
 
 
 def _of_nets(published: PublishedConfig) -> PublishedConfig:
@@ -146,36 +145,56 @@ class KimiLinearConfig(SigmoidLatentConfig):
 
 def build_kimi_linear(config: KimiLinearConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Kimi Linear with random weights."""
-    router = {"normalise": config.normalise, **BIASED_SIGMOIDS}
     # The channels of keys that all heads share are rotated in DeepSeek-V3. This scaling leaves them unrotated.
     unrotated_config = dataclasses.replace(config, scaling=ProportionalScaling(0.0))
-    sizes: dict[str, Any] = {"heads": config.net_heads, "head_dim": config.net_head_dim, "taps": config.taps}
-    sizes |= {
-        "activation": activation_of(config),
-        "eps": config.eps,
-        "output_std": damping(config) * (config.net_heads * config.net_head_dim) ** -0.5,
-    }
+
+    def mixer(is_attention: bool, key: Key[Array, ""]) -> LatentAttention | ChannelDeltaNet:
+        if is_attention:
+            return latent_attention(unrotated_config, key=key)
+        return ChannelDeltaNet(
+            embed=config.embed,
+            heads=config.net_heads,
+            head_dim=config.net_head_dim,
+            taps=config.taps,
+            activation=activation_of(config),
+            eps=config.eps,
+            output_std=damping(config) * (config.net_heads * config.net_head_dim) ** -0.5,
+            key=key,
+        )
 
     def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
-        (is_attention, is_mixture), (mixer, feed_forward) = kind, jax.random.split(key)
-        net = lambda: ChannelDeltaNet(embed=config.embed, **sizes, key=mixer)
-        mixed = latent_attention(unrotated_config, mixer) if is_attention else net()
-        if not is_mixture:
-            return pre_norm_block(config, mixed, gated_mlp(config, key=feed_forward))
-        experts = mixture_beside_shared(config, feed_forward, balance={"normalise": True}, **router)
-        return pre_norm_block(config, mixed, experts)
+        is_attention, is_mixture = kind
+        mixer_key, feed_forward = jax.random.split(key)
+        if is_mixture:
+            layer = sigmoid_mixture_beside_shared(config, feed_forward, normalise=config.normalise)
+        else:
+            layer = gated_mlp(config, key=feed_forward)
+        return pre_norm_block(config, mixer(is_attention, mixer_key), layer)
 
     kinds = [(layer in config.attention_layers, is_mixture) for layer, is_mixture in enumerate(config.mixtures)]
     return decoder(config, block, kinds, key=key)
 
 
-_BYTE: dict[str, Any] = {"latent": 32, "head_dim": 16, "rope_dim": 8, "v_dim": 16, "experts": 12, "top_k": 4}
-_BYTE |= {"net_heads": 4, "net_head_dim": 16, "expert_mlp": 32, "attention_layers": (3,)}
 _PRESETS = {
-    "kimi-linear-byte-500k": KimiLinearConfig(256, 64, layers=4, heads=4, mlp=128, **_BYTE),
+    "kimi-linear-byte-500k": KimiLinearConfig(
+        256,
+        64,
+        layers=4,
+        heads=4,
+        mlp=128,
+        expert_mlp=32,
+        attention_layers=(3,),
+        net_heads=4,
+        net_head_dim=16,
+        latent=32,
+        head_dim=16,
+        rope_dim=8,
+        v_dim=16,
+        experts=12,
+        top_k=4,
+    ),
     "kimi-linear-48b-a3b": KimiLinearConfig(
-        *(163_840, 2304),
-        **{"layers": 27, "heads": 32, "mlp": 9216, "expert_mlp": 1024, "attention_layers": (*every(4, 24), 26)},
+        163_840, 2304, layers=27, heads=32, mlp=9216, expert_mlp=1024, attention_layers=(*every(4, 24), 26)
     ),
 }
 

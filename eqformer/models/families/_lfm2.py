@@ -1,7 +1,6 @@
 """LFM2 and 2.5 (Liquid AI 2025, arXiv:2511.23404): gated short convolutions, and in some layers an attention."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -49,12 +48,12 @@ class _Width(Entry):
         return {"intermediate_size": config.mlp, "block_auto_adjust_ff_dim": False}
 
 
-_LAYERS: dict[str, Any] = {"attention_layers": (2, 5, 8, 10, 12, 14)}
+_ATTENTION_LAYERS = (2, 5, 8, 10, 12, 14)
 _PRESETS = {
     "lfm2-byte-200k": LFM2Config(256, 64, 4, 4, 2, 160, attention_layers=(2,), bias=True, theta=1e4),
-    "lfm2-350m": LFM2Config(65_536, 1024, 16, 16, 8, 4608, **_LAYERS),
-    "lfm2-700m": LFM2Config(65_536, 1536, 16, 24, 8, 6912, **_LAYERS),
-    "lfm2-1.2b": LFM2Config(65_536, 2048, 16, 32, 8, 8192, **_LAYERS),
+    "lfm2-350m": LFM2Config(65_536, 1024, 16, 16, 8, 4608, attention_layers=_ATTENTION_LAYERS),
+    "lfm2-700m": LFM2Config(65_536, 1536, 16, 24, 8, 6912, attention_layers=_ATTENTION_LAYERS),
+    "lfm2-1.2b": LFM2Config(65_536, 2048, 16, 32, 8, 8192, attention_layers=_ATTENTION_LAYERS),
 }
 
 LFM2 = Family(

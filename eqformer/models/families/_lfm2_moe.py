@@ -1,19 +1,19 @@
 """LFM2's mixtures (Liquid AI 2025, arXiv:2511.23404): the same layers, with small experts chosen as DeepSeek-V3's."""
 
 import dataclasses
-from typing import Any
+import functools
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Transformer
+from ...nn import Block, MoE, Transformer
 from .._attributes import Attribute, Count
 from .._config_types import Index, NotNegative, Number, Size
 from .._family import Family
 from .._weight_rules import Rule
 from ._common import gated_weights, LAYER, WIDTH
 from ._decoder import decoder, gated_mlp, pre_norm_block
-from ._mixtures import mixture
+from ._mixtures import mixture, small_expert
 from ._short_convs import CONV_ATTRIBUTES, conv_or_attention, CONV_WEIGHTS, ConvConfig
 
 
@@ -41,17 +41,26 @@ class LFM2MoEConfig(ConvConfig):
 
 def build_lfm2_moe(config: LFM2MoEConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return an LFM2 with experts, with random weights."""
-    chosen: dict[str, Any] = {"score": "sigmoid", "balanced": config.biased, "scale": config.scale}
-    chosen |= {"normalise": config.normalise, "normalise_eps": 1e-6}
+
+    def routed(key: Key[Array, ""]) -> MoE:
+        router, experts = jax.random.split(key)
+        return mixture(
+            config,
+            functools.partial(small_expert, config),
+            score="sigmoid",
+            normalise=config.normalise,
+            normalise_eps=1e-6,
+            scale=config.scale,
+            balanced=config.biased,
+            router=router,
+            experts=experts,
+        )
 
     def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
-        mixer, feed_forward = jax.random.split(key)
-        mixed = conv_or_attention(config, kind[0], mixer)
-        if not kind[1]:
-            return pre_norm_block(config, mixed, gated_mlp(config, key=feed_forward))
-        router, experts = jax.random.split(feed_forward)
-        expert = lambda key: gated_mlp(config, mlp=config.expert_mlp, key=key)
-        return pre_norm_block(config, mixed, mixture(config, expert, router=router, experts=experts, **chosen))
+        is_attention, is_mixture = kind
+        mixer_key, feed_forward = jax.random.split(key)
+        layer = routed(feed_forward) if is_mixture else gated_mlp(config, key=feed_forward)
+        return pre_norm_block(config, conv_or_attention(config, is_attention, mixer_key), layer)
 
     kinds = [(layer in config.attention_layers, layer >= config.first_dense) for layer in range(config.layers)]
     return decoder(config, block, kinds, key=key)
@@ -60,7 +69,11 @@ def build_lfm2_moe(config: LFM2MoEConfig, *, key: Key[Array, ""]) -> Transformer
 _PRESETS = {
     "lfm2-moe-byte-300k": LFM2MoEConfig(
         *(256, 64, 4, 4, 2, 160),
-        **{"attention_layers": (2,), "expert_mlp": 32, "experts": 12, "first_dense": 1, "bias": True},
+        expert_mlp=32,
+        attention_layers=(2,),
+        experts=12,
+        first_dense=1,
+        bias=True,
         theta=1e4,
     ),
     "lfm2-8b-a1b": LFM2MoEConfig(

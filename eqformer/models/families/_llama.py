@@ -28,7 +28,7 @@ class LlamaConfig(DecoderConfig):
 def build_llama(config: LlamaConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Llama with random weights."""
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(config, bias=config.bias, key=mixer)
         return pre_norm_block(config, attended, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))

@@ -1,22 +1,11 @@
 """Llama 4 (Meta 2025), text: chunks with rotary positions, whole rows without, sigmoids that weigh experts' inputs."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import (
-    Block,
-    Llama3Scaling,
-    LogTemperature,
-    LongRopeScaling,
-    Mask,
-    MoE,
-    Scores,
-    Transformer,
-    YarnScaling,
-)
+from ... import nn
 from .._attributes import Activation, Attribute, Count, Entry, Nullable, SwitchedAttribute
 from .._config_types import Index, Length, NotNegative, Number, Positive, Size
 from .._family import DecoderConfig, Family, MultimodalModel
@@ -86,7 +75,7 @@ class Llama4Config(DecoderConfig):
     max_seq: Length = 131_072
 
     def __post_init__(self):
-        if self.qk_norm and isinstance(self.scaling, YarnScaling | LongRopeScaling):
+        if self.qk_norm and isinstance(self.scaling, nn.YarnScaling | nn.LongRopeScaling):
             raise ValueError(
                 f"Llama4Config(qk_norm=True, scaling={self.scaling}): norms after a rotation are known of no scaling "
                 "that changes lengths."
@@ -100,45 +89,71 @@ class Llama4Config(DecoderConfig):
         )
 
 
-def build_llama4(config: Llama4Config, *, key: Key[Array, ""]) -> Transformer:
+def build_llama4(config: Llama4Config, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a Llama 4 with random weights."""
-    temperature = LogTemperature(config.temperature_every, config.temperature) if config.temperature else None
+    size = config.head_size
+    temperature = nn.LogTemperature(config.temperature_every, config.temperature) if config.temperature else None
 
-    def experts(key: Key[Array, ""]) -> MoE:
+    def experts(key: Key[Array, ""]) -> nn.MoE:
         router, experts, shared = jax.random.split(key, 3)
-        options: dict[str, Any] = {"score": "sigmoid", "balance": {"normalise": True}, "weighs_inputs": True}
-        options |= {"shared": gated_mlp(config, key=shared), "router": router, "experts": experts}
-        return mixture(config, lambda key: gated_mlp(config, key=key), **options)
+        return mixture(
+            config,
+            lambda key: gated_mlp(config, key=key),
+            shared=gated_mlp(config, key=shared),
+            balance_normalise=True,
+            weighs_inputs=True,
+            score="sigmoid",
+            router=router,
+            experts=experts,
+        )
 
-    def block(kind: tuple[bool, bool, bool], key: Key[Array, ""]) -> Block:
-        (rotated, sees_all, is_mixture), (mixer, feed_forward) = kind, jax.random.split(key)
-        options: dict[str, Any] = {"mask": Mask(chunk=None if sees_all else config.chunk), "bias": config.bias}
-        if rotated:
+    def block(kind: tuple[bool, bool, bool], key: Key[Array, ""]) -> nn.Block:
+        is_rotated, sees_all, is_mixture = kind
+        mixer, feed_forward = jax.random.split(key)
+        has_norms = is_rotated and config.qk_norm
+        attended = attention(
+            config,
+            bias=config.bias,
+            mask=nn.Mask(chunk=None if sees_all else config.chunk),
+            rotary=rotary_of(config, size, interleaved=True, scaling=config.scaling) if is_rotated else None,
+            scores=None if is_rotated else nn.Scores(temperature=temperature),
             # Transformers applies these norms after the rotation, which changes no length.
-            norms = dict.fromkeys(("query_norm", "key_norm"), norm(config, "head_dim", scale=False))
-            rotary = rotary_of(config, config.head_size, interleaved=True, scaling=config.scaling)
-            options |= {"rotary": rotary} | (norms if config.qk_norm else {})
-        else:
-            options |= {"rotary": None, "scores": Scores(temperature=temperature)}
-        dense = lambda: gated_mlp(config, mlp=config.dense_mlp, key=feed_forward)
-        layer = experts(feed_forward) if is_mixture else dense()
-        return pre_norm_block(config, attention(config, **options, key=mixer), layer)
+            query_norm=norm(config, "head_dim", scale=False) if has_norms else None,
+            key_norm=norm(config, "head_dim", scale=False) if has_norms else None,
+            key=mixer,
+        )
+        if is_mixture:
+            return pre_norm_block(config, attended, experts(feed_forward))
+        return pre_norm_block(config, attended, gated_mlp(config, mlp=config.dense_mlp, key=feed_forward))
 
     return decoder(config, block, config.kinds, key=key)
 
 
-def _llama4(moe_every: int, **more: Any) -> Llama4Config:
-    layers: dict[str, Any] = {"moe_layers": every(moe_every, 48)}
-    layers |= dict.fromkeys(("no_rotary_layers", "full_layers"), every(4, 48))
-    return Llama4Config(202_048, 5120, 48, 40, 8, 8192, dense_mlp=16_384, **layers, **more)
-
-
-_SCOUT = Llama3Scaling(16.0, low_frequency_factor=1.0, high_frequency_factor=1.0, original_length=8192)
-_BYTE: dict[str, Any] = {"moe_layers": (1, 3), "no_rotary_layers": (3,), "full_layers": (3,), "dense_mlp": 96}
+_SCOUT = Llama4Config(
+    *(202_048, 5120, 48, 40, 8, 8192),
+    dense_mlp=16_384,
+    moe_layers=every(1, 48),
+    no_rotary_layers=every(4, 48),
+    full_layers=every(4, 48),
+    scaling=nn.Llama3Scaling(16.0, low_frequency_factor=1.0, high_frequency_factor=1.0, original_length=8192),
+    max_seq=10_485_760,
+)
 _PRESETS = {
-    "llama4-byte-500k": Llama4Config(256, 64, 4, 4, 2, 32, **_BYTE, experts=12, chunk=64, head_dim=16, theta=1e4),
-    "llama4-scout": _llama4(1, scaling=_SCOUT, max_seq=10_485_760),
-    "llama4-maverick": _llama4(2, experts=128, qk_norm=False, max_seq=1_048_576),
+    "llama4-byte-500k": Llama4Config(
+        *(256, 64, 4, 4, 2, 32),
+        dense_mlp=96,
+        moe_layers=(1, 3),
+        no_rotary_layers=(3,),
+        full_layers=(3,),
+        experts=12,
+        chunk=64,
+        head_dim=16,
+        theta=1e4,
+    ),
+    "llama4-scout": _SCOUT,
+    "llama4-maverick": dataclasses.replace(
+        _SCOUT, moe_layers=every(2, 48), experts=128, qk_norm=False, scaling=None, max_seq=1_048_576
+    ),
 }
 
 LLAMA4 = Family(

@@ -1,21 +1,20 @@
 """Mamba-2 (Dao and Gu 2024): a recurrence in each layer, and nothing else."""
 
 import dataclasses
-from typing import Any
 
 from jaxtyping import Array, Key
 
-from ...nn import Block, Residual, Transformer
+from ...nn import Block, GateNorm, Residual, Transformer
 from .._attributes import Activation, Attribute, Count, Expect, Ignore
 from .._config_types import LayerCount, NotNegative
-from .._family import Family, ModelConfig
+from .._family import Family
 from .._weight_rules import Rule
-from ._decoder import activation_of, decoder, norm
+from ._decoder import activation_of, damping, decoder, norm
 from ._state_spaces import mamba2, mamba_weights, NetSizes, StepLimits, ValueChannels
 
 
 @dataclasses.dataclass(frozen=True)
-class Mamba2Config(NetSizes, ModelConfig):
+class Mamba2Config(NetSizes):
     """The config of a Mamba-2."""
 
     layers: LayerCount
@@ -32,15 +31,21 @@ class Mamba2Config(NetSizes, ModelConfig):
 def build_mamba2(config: Mamba2Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Mamba-2 with random weights."""
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
-        return Block(Residual(mamba2(config, key, activation=activation_of(config)), norm(config)))
+    def block(key: Key[Array, ""]) -> Block:
+        mixer = mamba2(
+            config,
+            activation=activation_of(config),
+            gate_norm=GateNorm(config.eps),
+            output_std=damping(config) * config.net_width**-0.5,
+            key=key,
+        )
+        return Block(Residual(mixer, norm(config)))
 
     return decoder(config, block, key=key)
 
 
-def _mamba2(embed: int, layers: int, **more: Any) -> Mamba2Config:
-    fields: dict[str, Any] = {"vocab": 50_288, "net_heads": 2 * embed // 64, "tied": True}
-    return Mamba2Config(embed=embed, layers=layers, **fields | more)
+def _mamba2(embed: int, layers: int) -> Mamba2Config:
+    return Mamba2Config(50_288, embed, layers, net_heads=2 * embed // 64, tied=True)
 
 
 _PRESETS = {
@@ -52,7 +57,7 @@ _PRESETS = {
     "mamba2-780m": _mamba2(1536, 48),
     "mamba2-1.3b": _mamba2(2048, 48),
     "mamba2-2.7b": _mamba2(2560, 64),
-    "mamba-codestral-7b": _mamba2(4096, 64, vocab=32_768, net_kv_heads=8, tied=False),
+    "mamba-codestral-7b": Mamba2Config(32_768, 4096, 64, net_heads=128, net_kv_heads=8),
 }
 
 _LAYER = "backbone.layers.{layer}."

@@ -1,7 +1,6 @@
 """MiniMax-M2 (MiniMax 2025): queries and keys normed over all heads, half of each rotated; sigmoids choose experts."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -39,14 +38,23 @@ class MiniMaxM2Config(DecoderConfig):
 def build_minimax_m2(config: MiniMaxM2Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a MiniMax-M2 with random weights."""
     rotary = part_rotary(config)
-    router = {"score": "sigmoid", "normalise": True, "balanced": True, "jitter": config.jitter}
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        chosen, experts = jax.random.split(feed_forward)
+        router, experts = jax.random.split(feed_forward)
         attended = attention(config, rotary=rotary, **head_norms(config, all_heads=True), key=mixer)
-        options: dict[str, Any] = {"balance": {"normalise": True}, **router, "router": chosen, "experts": experts}
-        return pre_norm_block(config, attended, mixture(config, lambda key: gated_mlp(config, key=key), **options))
+        mixed = mixture(
+            config,
+            lambda key: gated_mlp(config, key=key),
+            balance_normalise=True,
+            score="sigmoid",
+            normalise=True,
+            balanced=True,
+            jitter=config.jitter,
+            router=router,
+            experts=experts,
+        )
+        return pre_norm_block(config, attended, mixed)
 
     return decoder(config, block, key=key)
 

@@ -39,7 +39,7 @@ def growth_of(config: Ministral3Config) -> LogTemperature | None:
 def build_ministral3(config: Ministral3Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Ministral 3 with random weights."""
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(config, window=config.window, scores=Scores(temperature=growth_of(config)), key=mixer)
         return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))

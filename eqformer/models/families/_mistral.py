@@ -1,7 +1,6 @@
 """Mistral (Jiang et al. 2023, arXiv:2310.06825): a Llama; in its first version every layer has a sliding window."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -26,7 +25,7 @@ class MistralConfig(DecoderConfig):
 def build_mistral(config: MistralConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Mistral with random weights."""
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(config, window=config.window, key=mixer)
         return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
@@ -34,18 +33,16 @@ def build_mistral(config: MistralConfig, *, key: Key[Array, ""]) -> Transformer:
     return decoder(config, block, key=key)
 
 
-def _mistral(vocab: int, embed: int, layers: int, mlp: int, **more: Any) -> MistralConfig:
-    return MistralConfig(vocab=vocab, embed=embed, layers=layers, heads=32, kv_heads=8, head_dim=128, mlp=mlp, **more)
-
-
+_7B = MistralConfig(vocab=32_000, embed=4096, layers=32, heads=32, kv_heads=8, mlp=14_336, head_dim=128)
+_NEMO = dataclasses.replace(_7B, vocab=131_072, embed=5120, layers=40, theta=1e6, max_seq=131_072)
 _PRESETS = {
     "mistral-byte-500k": MistralConfig(
         vocab=256, embed=96, layers=4, heads=6, kv_heads=2, mlp=320, window=128, tied=True, max_seq=512
     ),
-    "mistral-7b-v0.1": _mistral(32_000, 4096, 32, 14_336, window=4096),
-    "mistral-7b-v0.3": _mistral(32_768, 4096, 32, 14_336, theta=1e6),
-    "mistral-nemo-12b": _mistral(131_072, 5120, 40, 14_336, theta=1e6, max_seq=131_072),
-    "mistral-small-24b": _mistral(131_072, 5120, 40, 32_768, theta=1e8),
+    "mistral-7b-v0.1": dataclasses.replace(_7B, window=4096),
+    "mistral-7b-v0.3": dataclasses.replace(_7B, vocab=32_768, theta=1e6),
+    "mistral-nemo-12b": _NEMO,
+    "mistral-small-24b": dataclasses.replace(_NEMO, mlp=32_768, theta=1e8, max_seq=_7B.max_seq),
 }
 
 MISTRAL = Family(

@@ -1,7 +1,7 @@
 """Mistral 4 (Mistral AI 2026): DeepSeek's latent attention with queries that grow, experts chosen by softmax."""
 
 import dataclasses
-from typing import Any
+import functools
 
 from jaxtyping import Array, Key
 
@@ -11,7 +11,7 @@ from .._config_types import Fraction, Index, Length, NotNegative, Number, Option
 from .._family import Family, MultimodalModel
 from .._rotary_attributes import RotaryPositions, RotaryWithGrowth, RotaryWithTemperature
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
-from ._mixtures import FUSED
+from ._mixtures import FUSED, mixture_beside_shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,9 @@ class Mistral4Config(LatentConfig):
 
 def build_mistral4(config: Mistral4Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Mistral 4 with random weights."""
-    options: dict[str, Any] = {"router": {"normalise": config.normalise, "group_score": "top2"}, "balance": {}}
+    mixture = functools.partial(mixture_beside_shared, config, group_score="top2", normalise=config.normalise)
     growth = LogTemperature(config.growth_every, config.growth, offset=0) if config.growth else None
-    options["options"] = lambda kind, key: {"temperature": growth}
-    return build_latent(config, interleaved=config.interleaved, **options, key=key)
+    return build_latent(config, mixture, interleaved=config.interleaved, temperature=growth, key=key)
 
 
 class _RotatedPart(Entry):
@@ -68,8 +67,6 @@ class _RotatedPart(Entry):
 _POSITIONS = RotaryWithTemperature(
     RotaryPositions(required=True, skipped=("llama_4_scaling_beta", "max_position_embeddings"))
 )
-_BYTE: dict[str, Any] = {"latent": 32, "head_dim": 16, "rope_dim": 8, "v_dim": 16, "experts": 16, "growth_every": 64}
-_BYTE |= {"scaling": None, "temperature": 0.0, "tied": True}
 _PRESETS = {
     "mistral4-byte-500k": Mistral4Config(
         256,
@@ -79,7 +76,15 @@ _PRESETS = {
         mlp=128,
         expert_mlp=32,
         q_latent=32,
-        **_BYTE,
+        latent=32,
+        head_dim=16,
+        rope_dim=8,
+        v_dim=16,
+        experts=16,
+        scaling=None,
+        temperature=0.0,
+        growth_every=64,
+        tied=True,
     ),
     "mistral4-119b": Mistral4Config(131_072, 4096, layers=36, heads=32, mlp=12_288, expert_mlp=2048, q_latent=1024),
 }

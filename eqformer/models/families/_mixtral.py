@@ -40,11 +40,18 @@ def build_mixtral(config: MixtralConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Mixtral with random weights."""
     dispatch = Dropless() if config.capacity is None else Capacity(config.capacity)
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         router, experts = jax.random.split(feed_forward)
-        expert, options = lambda key: gated_mlp(config, key=key), {"normalise": True, "jitter": config.jitter}
-        mixed = mixture(config, expert, dispatch=dispatch, **options, router=router, experts=experts)
+        mixed = mixture(
+            config,
+            lambda key: gated_mlp(config, key=key),
+            dispatch=dispatch,
+            normalise=True,
+            jitter=config.jitter,
+            router=router,
+            experts=experts,
+        )
         return pre_norm_block(config, attention(config, window=config.window, key=mixer), mixed)
 
     return decoder(config, block, key=key)

@@ -1,31 +1,20 @@
 """Builders and tables that published mixtures of experts share: attributes of configurations, names of arrays."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable, TypedDict, Unpack
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import (
-    Dispatch,
-    Dropless,
-    ExpertGroups,
-    Experts,
-    FeedForward,
-    GatedShared,
-    LinearMap,
-    LoadBalance,
-    MoE,
-    Norm,
-    TopKRouter,
-)
+from ... import nn
 from .._attributes import Attribute, Attributes, Count, Entry, Fields
 from .._config_types import Index, NotNegative, Positive, PublishedConfig, Size
 from .._family import DecoderConfig
 from .._weight_rules import Rule
 from ._common import gated_weights, LAYER
-from ._decoder import gated_mlp
+from ._decoder import gated_mlp, WithMLP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,23 +38,84 @@ class QwenMoEConfig(DecoderConfig):
     """The weight of `LoadBalance`, over the batch."""
 
 
+@runtime_checkable
+class WithMixture(Protocol):
+    """Fields of a config with mixtures of experts."""
+
+    @property
+    def embed(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def balance(self) -> float: ...
+
+
+@runtime_checkable
+class WithSmallExperts(WithMLP, WithMixture, Protocol):
+    """Fields of a config with experts that have a width of their own."""
+
+    @property
+    def expert_mlp(self) -> int: ...
+
+
+@runtime_checkable
+class WithGatedShared(WithSmallExperts, Protocol):
+    """Fields of a config with small experts beside a shared expert with a gate."""
+
+    @property
+    def shared_mlp(self) -> int: ...
+    @property
+    def normalise(self) -> bool: ...
+
+
+@runtime_checkable
+class WithShared(WithSmallExperts, Protocol):
+    """Fields of a config with small experts in groups beside shared experts."""
+
+    @property
+    def shared(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def kept_groups(self) -> int: ...
+
+
+class _RouterOptions(TypedDict, total=False):
+    """Arguments of `nn.TopKRouter` that a family may choose; `mixture` reads the others from the config."""
+
+    top_k: int
+    score: str
+    normalise: bool
+    normalise_eps: float
+    scale: float
+    balanced: bool
+    bias: bool
+    jitter: float
+    norm: nn.Norm | None
+    logit_scale: float
+    scales_experts: bool
+
+
 def mixture(
-    config: Any,
-    expert: Callable[[Key[Array, ""]], FeedForward],
+    config: WithMixture,
+    expert: Callable[[Key[Array, ""]], nn.FeedForward],
     *,
-    shared: FeedForward | GatedShared | None = None,
-    dispatch: Dispatch = Dropless(),
-    balance: Mapping[str, Any] = {},
+    shared: nn.FeedForward | nn.GatedShared | None = None,
+    dispatch: nn.Dispatch = nn.Dropless(),
+    balance_per: str = "batch",
+    balance_normalise: bool = False,
     weighs_inputs: bool = False,
-    expert_norm: Norm | None = None,
-    latent: tuple[LinearMap, LinearMap] | None = None,
-    groups: int = 1,
-    kept_groups: int = 1,
-    group_score: str = "max",
+    expert_norm: nn.Norm | None = None,
+    latent: tuple[nn.LinearMap, nn.LinearMap] | None = None,
+    groups: nn.ExpertGroups | None = None,
     router: Key[Array, ""],
     experts: Key[Array, ""],
-    **options: Any,
-) -> MoE:
+    **options: Unpack[_RouterOptions],
+) -> nn.MoE:
     """Return a mixture of experts by a config.
 
     Args:
@@ -73,25 +123,24 @@ def mixture(
         expert: A function `expert(key)` that builds an expert.
         shared: A layer that every token passes through beside its experts.
         dispatch: The way in which tokens reach experts.
-        balance: Further arguments of `LoadBalance`.
+        balance_per: `per` of `LoadBalance`: loads are counted per "batch" or per "sequence".
+        balance_normalise: `normalise` of `LoadBalance`: whether each token's scores are divided by their sum.
         weighs_inputs: Whether weights multiply the experts' inputs.
         expert_norm: A norm of the experts' inputs.
         latent: The maps into the experts' latent inputs, and out of their latent outputs.
-        groups: The groups of experts.
-        kept_groups: The groups that a token chooses before it chooses experts.
-        group_score: The score of a group, as in `nn.ExpertGroups`.
+        groups: Groups of experts, of which a token chooses the best first; None: one group.
         router: The key of the router.
         experts: The key of the experts.
         **options: Further arguments of the router, which take precedence.
     """
-    sizes: dict[str, Any] = {"embed": config.embed, "experts": config.experts, "top_k": config.top_k}
-    sizes["groups"] = ExpertGroups(groups, kept_groups, group_score)
-    return MoE(
-        TopKRouter(**(sizes | options), key=router),
-        Experts(expert, config.experts, key=experts),
+    arguments: _RouterOptions = {"top_k": config.top_k}
+    loss = nn.LoadBalance(config.balance, balance_per, balance_normalise)
+    return nn.MoE(
+        nn.TopKRouter(embed=config.embed, experts=config.experts, groups=groups, **(arguments | options), key=router),
+        nn.Experts(expert, config.experts, key=experts),
         dispatch=dispatch,
         shared=shared,
-        losses=(LoadBalance(config.balance, **balance),) if config.balance else (),
+        losses=(loss,) if config.balance else (),
         expert_norm=expert_norm,
         to_latent=None if latent is None else latent[0],
         from_latent=None if latent is None else latent[1],
@@ -99,38 +148,76 @@ def mixture(
     )
 
 
-def mixture_beside_gated_shared(config: Any, key: Key[Array, ""]) -> MoE:
+def small_expert(config: WithSmallExperts, key: Key[Array, ""]) -> nn.GatedMLP:
+    """Return an expert: a gated layer of the experts' own width."""
+    return gated_mlp(config, mlp=config.expert_mlp, key=key)
+
+
+def mixture_beside_gated_shared(config: WithGatedShared, key: Key[Array, ""]) -> nn.MoE:
     """Return small experts beside a shared expert with a gate for each token (Qwen2-MoE)."""
     router, experts, shared, gate = jax.random.split(key, 4)
     return mixture(
         config,
-        lambda key: gated_mlp(config, mlp=config.expert_mlp, key=key),
-        shared=GatedShared(gated_mlp(config, mlp=config.shared_mlp, key=shared), embed=config.embed, key=gate),
+        functools.partial(small_expert, config),
+        shared=nn.GatedShared(gated_mlp(config, mlp=config.shared_mlp, key=shared), embed=config.embed, key=gate),
         normalise=config.normalise,
         router=router,
         experts=experts,
     )
 
 
-def mixture_beside_shared(config: Any, key: Key[Array, ""], *, balance: Mapping[str, Any] = {}, **options: Any) -> MoE:
-    """Return small experts in groups beside shared experts (DeepSeek); `options` are arguments of the router."""
+def mixture_beside_shared(
+    config: WithShared,
+    key: Key[Array, ""],
+    *,
+    score: str = "softmax",
+    normalise: bool = False,
+    balanced: bool = False,
+    group_score: str = "max",
+    balance_normalise: bool = False,
+) -> nn.MoE:
+    """Return small experts in groups beside shared experts (DeepSeek-V2).
+
+    Args:
+        config: The config.
+        key: The key of the weights.
+        score: The function of the router's logits, as in `TopKRouter`.
+        normalise: Whether the weights of a token's experts add up to the config's `scale`.
+        balanced: Whether the choice of experts has a bias.
+        group_score: The score of a group, as in `ExpertGroups`.
+        balance_normalise: `normalise` of `LoadBalance`: whether each token's scores are divided by their sum.
+    """
     router, experts, shared = jax.random.split(key, 3)
     return mixture(
         config,
-        lambda key: gated_mlp(config, mlp=config.expert_mlp, key=key),
+        functools.partial(small_expert, config),
         shared=gated_mlp(config, mlp=config.shared * config.expert_mlp, key=shared),
-        balance={"per": "sequence", **balance},
+        balance_per="sequence",
+        balance_normalise=balance_normalise,
+        groups=nn.ExpertGroups(config.groups, config.kept_groups, group_score),
+        score=score,
+        normalise=normalise,
         scale=config.scale,
-        groups=config.groups,
-        kept_groups=config.kept_groups,
-        **options,
+        balanced=balanced,
         router=router,
         experts=experts,
     )
 
 
-# Arguments of the routers of DeepSeek-V3 and its successors: sigmoid scores, and a bias that affects the choice alone.
-BIASED_SIGMOIDS: Mapping[str, Any] = {"score": "sigmoid", "balanced": True, "group_score": "top2"}
+def sigmoid_mixture_beside_shared(config: WithShared, key: Key[Array, ""], *, normalise: bool) -> nn.MoE:
+    """Return small experts beside shared experts, chosen by sigmoids and a bias (DeepSeek-V3).
+
+    The bias affects the choice of experts, not their weights; with `normalise`, a token's weights add up to 1.
+    """
+    return mixture_beside_shared(
+        config,
+        key,
+        score="sigmoid",
+        normalise=normalise,
+        balanced=True,
+        group_score="top2",
+        balance_normalise=True,
+    )
 
 
 def mixture_flags(config: QwenMoEConfig) -> tuple[bool, ...]:
@@ -203,6 +290,7 @@ MIXTURE = (
 )
 # The experts of a layer as one array, gates before ups.
 _EXPERTS = "feed_forward.layer.experts.mlps"
+_TRANSPOSED = "experts inputs outputs -> experts outputs inputs"
 FUSED = (
     Rule(
         f"{LAYER}mlp.experts.gate_up_proj", (f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"), axis=1, variant=True
@@ -210,10 +298,7 @@ FUSED = (
     Rule(f"{LAYER}mlp.experts.down_proj", f"{_EXPERTS}.down.weight", variant=True),
 )
 # The experts as one array with inputs before outputs; a folder of a multimodal model may have either layout.
-TRANSPOSED = tuple(
-    dataclasses.replace(rule, pattern="experts inputs outputs -> experts outputs inputs", axis=2 * rule.axis)
-    for rule in FUSED
-)
+TRANSPOSED = tuple(dataclasses.replace(rule, pattern=_TRANSPOSED, axis=2 * rule.axis) for rule in FUSED)
 # The router's bias for the choice of experts, and the shared experts.
 SELECTION_BIAS = Rule(f"{LAYER}mlp.gate.e_score_correction_bias", "feed_forward.layer.router.selection_bias")
 SHARED = gated_weights("feed_forward.layer.shared", prefix=f"{LAYER}mlp.shared_experts.")
@@ -229,13 +314,18 @@ def stacked_mixture_weights(prefix: str = f"{LAYER}mlp.", *, interleaved: bool) 
 
     Gates and ups alternate with `interleaved`, and else are two halves.
     """
-    experts, transposed = "feed_forward.layer.experts.mlps", "experts inputs outputs -> experts outputs inputs"
-    ups = lambda leaf: (f"{experts}.gate.{leaf}", f"{experts}.up.{leaf}")
+    gate, up, down = (f"{_EXPERTS}.{name}" for name in ("gate", "up", "down"))
     return (
         Rule(f"{prefix}router.weight", "feed_forward.layer.router.linear.weight"),
         Rule(f"{prefix}router.bias", "feed_forward.layer.router.linear.bias"),
-        Rule(f"{prefix}experts.gate_up_proj", ups("weight"), transposed, axis=2, interleaved=interleaved),
-        Rule(f"{prefix}experts.gate_up_proj_bias", ups("bias"), axis=1, interleaved=interleaved),
-        Rule(f"{prefix}experts.down_proj", f"{experts}.down.weight", transposed),
-        Rule(f"{prefix}experts.down_proj_bias", f"{experts}.down.bias"),
+        Rule(
+            f"{prefix}experts.gate_up_proj",
+            (f"{gate}.weight", f"{up}.weight"),
+            _TRANSPOSED,
+            axis=2,
+            interleaved=interleaved,
+        ),
+        Rule(f"{prefix}experts.gate_up_proj_bias", (f"{gate}.bias", f"{up}.bias"), axis=1, interleaved=interleaved),
+        Rule(f"{prefix}experts.down_proj", f"{down}.weight", _TRANSPOSED),
+        Rule(f"{prefix}experts.down_proj_bias", f"{down}.bias"),
     )

@@ -1,23 +1,12 @@
 """ModernBERT (Warner et al. 2024, arXiv:2412.13663): an encoder with local and global attention, of masked tokens."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from ...nn import (
-    Attention,
-    Block,
-    LayerNorm,
-    Linear,
-    Mask,
-    PredictionHead,
-    Residual,
-    RotaryScaling,
-    Transformer,
-)
+from ... import nn
 from .._attributes import Activation, Attribute, Entry, Ignore
 from .._config_types import Index, LayerCount, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import Family, ModelConfig
@@ -25,7 +14,7 @@ from .._layer_attributes import LayerTypes
 from .._rotary_attributes import RotaryByType
 from .._rotary_scaling import FULL, SLIDING
 from .._weight_rules import Rule
-from ._common import INTO_HEADS, LAYER, OF_HEADS, OUT_OF_HEADS, SIZES, WIDTH
+from ._common import INTO_HEADS, LAYER, leaf_paths, OF_HEADS, OUT_OF_HEADS, SIZES, WIDTH
 from ._decoder import activation_of, damping, decoder, gated_mlp, rotary_of
 
 
@@ -46,11 +35,11 @@ class ModernBERTConfig(ModelConfig):
     """The number of tokens that a token sees in layers with a window, half of them on either side."""
     theta: Positive = 160_000.0
     """The base of rotary positions in layers without a window."""
-    scaling: RotaryScaling | None = None
+    scaling: nn.RotaryScaling | None = None
     """The scaling of rotary positions in layers without a window; None: none."""
     local_theta: Positive = 10_000.0
     """The base of rotary positions in layers with a window."""
-    local_scaling: RotaryScaling | None = None
+    local_scaling: nn.RotaryScaling | None = None
     """The scaling of rotary positions in layers with a window; None: none."""
     eps: NotNegative = 1e-5
     """The number that norms add to the mean square before the root."""
@@ -101,19 +90,24 @@ MODERNBERT_ATTRIBUTES: tuple[Entry, ...] = (
 )
 
 _ATTENTION, _FEED_FORWARD = f"{LAYER}attn.", f"{LAYER}mlp."
-_QKV = tuple(f"mixer.layer.{name}." for name in ("query", "key", "value"))
-_weight_and_bias = lambda name, path: tuple(Rule(f"{name}.{part}", f"{path}.{part}") for part in ("weight", "bias"))
+_QKV, _GATED = ("query", "key", "value"), ("gate", "up")
+
+
+def _weight_and_bias(published: str, path: str) -> tuple[Rule, ...]:
+    return tuple(Rule(f"{published}.{leaf}", f"{path}.{leaf}") for leaf in ("weight", "bias"))
+
+
 MODERNBERT_WEIGHTS = (
     Rule("model.embeddings.tok_embeddings.weight", "embedding.weight"),
     *_weight_and_bias("model.embeddings.norm", "embedding_norm"),
-    Rule(f"{_ATTENTION}Wqkv.weight", tuple(f"{path}weight" for path in _QKV), INTO_HEADS),
-    Rule(f"{_ATTENTION}Wqkv.bias", tuple(f"{path}bias" for path in _QKV), OF_HEADS),
+    Rule(f"{_ATTENTION}Wqkv.weight", leaf_paths(_QKV, "weight"), INTO_HEADS),
+    Rule(f"{_ATTENTION}Wqkv.bias", leaf_paths(_QKV, "bias"), OF_HEADS),
     Rule(f"{_ATTENTION}Wo.weight", "mixer.layer.output.weight", OUT_OF_HEADS),
     Rule(f"{_ATTENTION}Wo.bias", "mixer.layer.output.bias"),
     *_weight_and_bias(f"{LAYER}attn_norm", "mixer.norm"),
     *_weight_and_bias(f"{LAYER}mlp_norm", "feed_forward.norm"),
-    Rule(f"{_FEED_FORWARD}Wi.weight", ("feed_forward.layer.gate.weight", "feed_forward.layer.up.weight")),
-    Rule(f"{_FEED_FORWARD}Wi.bias", ("feed_forward.layer.gate.bias", "feed_forward.layer.up.bias")),
+    Rule(f"{_FEED_FORWARD}Wi.weight", leaf_paths(_GATED, "weight", "feed_forward.layer.")),
+    Rule(f"{_FEED_FORWARD}Wi.bias", leaf_paths(_GATED, "bias", "feed_forward.layer.")),
     *_weight_and_bias(f"{_FEED_FORWARD}Wo", "feed_forward.layer.down"),
     *_weight_and_bias("model.final_norm", "norm.norm"),
     *_weight_and_bias("head.dense", "norm.dense"),
@@ -123,27 +117,39 @@ MODERNBERT_WEIGHTS = (
 )
 
 
-def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> Transformer:
+def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a ModernBERT with random weights."""
     size, remainder = divmod(config.embed, config.heads)
     if remainder:
         raise ValueError(f"ModernBERTConfig(embed={config.embed}, heads={config.heads}): heads must divide embed.")
-    norm = lambda: LayerNorm("embed", embed=config.embed, eps=config.eps, bias=config.norm_bias)
 
-    def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
-        (is_global, is_first), (mixer, feed_forward) = kind, jax.random.split(key)
-        local = rotary_of(config, size, theta=config.local_theta, scaling=config.local_scaling)
-        rotary = rotary_of(config, size, scaling=config.scaling) if is_global else local
-        mask = Mask(is_causal=False, window=None if is_global else config.window // 2 + 1)
-        arguments: dict[str, Any] = {"bias": config.bias, "output_std": damping(config) * config.embed**-0.5}
-        arguments |= {"embed": config.embed, "heads": config.heads, "head_dim": size, "key": mixer}
-        mixed = Attention(mask=mask, rotary=rotary, **arguments)
+    def norm() -> nn.LayerNorm:
+        return nn.LayerNorm("embed", embed=config.embed, eps=config.eps, bias=config.norm_bias)
+
+    def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> nn.Block:
+        is_global, is_first = kind
+        mixer, feed_forward = jax.random.split(key)
+        if is_global:
+            window, rotary = None, rotary_of(config, size, scaling=config.scaling)
+        else:
+            window = config.window // 2 + 1
+            rotary = rotary_of(config, size, theta=config.local_theta, scaling=config.local_scaling)
+        mixed = nn.Attention(
+            embed=config.embed,
+            heads=config.heads,
+            head_dim=size,
+            bias=config.bias,
+            output_std=damping(config) * config.embed**-0.5,
+            rotary=rotary,
+            mask=nn.Mask(is_causal=False, window=window),
+            key=mixer,
+        )
         gated = gated_mlp(config, bias=config.mlp_bias, key=feed_forward)
-        return Block(Residual(mixed, None if is_first else norm()), Residual(gated, norm()))
+        return nn.Block(nn.Residual(mixed, None if is_first else norm()), nn.Residual(gated, norm()))
 
     decoder_key, dense_key, head_key = jax.random.split(key, 3)
     kinds = [(layer in config.global_layers, layer == 0) for layer in range(config.layers)]
-    dense = PredictionHead(
+    dense = nn.PredictionHead(
         norm(),
         norm(),
         embed=config.embed,
@@ -153,17 +159,16 @@ def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> Transf
     )
     model = decoder(config, block, kinds, final_norm=dense, key=decoder_key)
     if not config.tied:
-        sizes = {"embed": config.embed, "vocab": config.vocab}
-        head = Linear("embed -> vocab", bias=config.logit_bias, **sizes, key=head_key)
+        head = nn.Linear("embed -> vocab", bias=config.logit_bias, embed=config.embed, vocab=config.vocab, key=head_key)
         return dataclasses.replace(model, embedding_norm=norm(), head=head)
     bias = jnp.zeros(config.vocab, jnp.float32) if config.logit_bias else None
     return dataclasses.replace(model, embedding_norm=norm(), logit_bias=bias)
 
 
-_BIASES: dict[str, Any] = {"norm_bias": True, "bias": True, "mlp_bias": True, "dense_bias": True}
+_BYTE = ModernBERTConfig(256, 64, 4, 4, 96, global_layers=(0, 3), window=32)
 _PRESETS = {
-    "modernbert-byte-200k": ModernBERTConfig(256, 64, 4, 4, 96, global_layers=(0, 3), window=32, **_BIASES),
-    "modernbert-byte-untied-200k": ModernBERTConfig(256, 64, 4, 4, 96, global_layers=(0, 3), window=32, tied=False),
+    "modernbert-byte-200k": dataclasses.replace(_BYTE, norm_bias=True, bias=True, mlp_bias=True, dense_bias=True),
+    "modernbert-byte-untied-200k": dataclasses.replace(_BYTE, tied=False),
     "modernbert-base": ModernBERTConfig(50_368, 768, 22, 12, 1152, global_layers=tuple(range(0, 22, 3))),
     "modernbert-large": ModernBERTConfig(50_368, 1024, 28, 16, 2624, global_layers=tuple(range(0, 28, 3))),
 }

@@ -1,12 +1,11 @@
 """Muse Glimmer (Meta 2026), text: gated attention in windows with rotary positions, each fourth layer without both."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Residual, Scores, Transformer
+from ...nn import Attention, Block, GatedMLP, Residual, Scores, Transformer
 from .._attributes import Activation, Attribute, Attributes, Entry, Expect, Fields
 from .._config_types import Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family, MultimodalModel
@@ -14,7 +13,7 @@ from .._layer_attributes import all_but_every, every, layers_of, NullableWindows
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, INTO_HEADS, LAYER
-from ._decoder import attention, decoder, gated_mlp, head_norms, norm
+from ._decoder import attention, decoder, gated_mlp, head_norms, norm, rotary_of
 from ._pattern import layer_windows
 
 
@@ -43,21 +42,34 @@ class MuseGlimmerConfig(DecoderConfig):
 
 def build_muse_glimmer(config: MuseGlimmerConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Muse Glimmer with random weights."""
-    scores = Scores(config.query_scale * config.head_size**-0.5)
-    options: dict[str, Any] = {"scores": scores, "gate": True, "output_std": None}
-    options |= head_norms(config, scale=False)
-    output_norm = lambda: norm(config, offset=1.0, eps=config.output_eps)
-    sublayer = lambda layer: Residual(layer, norm(config, offset=1.0), output_norm=output_norm())
+
+    def sublayer(layer: Attention | GatedMLP) -> Residual:
+        output_norm = norm(config, offset=1.0, eps=config.output_eps)
+        return Residual(layer, norm(config, offset=1.0), output_norm=output_norm)
 
     def block(kind: tuple[bool, int | None], key: Key[Array, ""]) -> Block:
-        (rotated, window), (mixer, feed_forward) = kind, jax.random.split(key)
-        positions: dict[str, Any] = {} if rotated else {"rotary": None}
-        attended = attention(config, window=window, **options, **positions, key=mixer)
+        is_rotated, window = kind
+        mixer, feed_forward = jax.random.split(key)
+        attended = attention(
+            config,
+            window=window,
+            output_std=None,
+            **head_norms(config, scale=False),
+            rotary=rotary_of(config, config.head_size, scaling=config.scaling) if is_rotated else None,
+            gate=True,
+            scores=Scores(config.query_scale * config.head_size**-0.5),
+            key=mixer,
+        )
         return Block(sublayer(attended), sublayer(gated_mlp(config, output_std=None, key=feed_forward)))
 
-    kinds = [(layer not in config.no_rotary_layers, window) for layer, window in enumerate(layer_windows(config))]
-    ends: dict[str, Any] = {"logit_scale": config.logit_scale, "logit_softcap": config.logit_softcap}
-    model = decoder(config, block, kinds, **ends, key=key)
+    model = decoder(
+        config,
+        block,
+        [(layer not in config.no_rotary_layers, window) for layer, window in enumerate(layer_windows(config))],
+        logit_scale=config.logit_scale,
+        logit_softcap=config.logit_softcap,
+        key=key,
+    )
     return dataclasses.replace(model, embedding_norm=norm(config, scale=False))
 
 
@@ -86,15 +98,22 @@ class PositionsByLayer(Entry):
         return RotaryPositions().write(config) | {"layer_rope_theta": bases}
 
 
-def _fourths(layers: int) -> dict[str, Any]:
-    return {"window_layers": all_but_every(4, layers), "no_rotary_layers": every(4, layers)}
-
-
 _PRESETS = {
     "muse-glimmer-byte-400k": MuseGlimmerConfig(
-        256, 64, 8, 4, 2, 160, **_fourths(8), window=64, head_dim=16, logit_scale=2.0, max_seq=512
+        *(256, 64, 8, 4, 2, 160),
+        window_layers=all_but_every(4, 8),
+        no_rotary_layers=every(4, 8),
+        window=64,
+        head_dim=16,
+        logit_scale=2.0,
+        max_seq=512,
     ),
-    "muse-glimmer-30b": MuseGlimmerConfig(202_048, 6656, 52, 32, 2, 19_968, **_fourths(52), theta=500_000.0),
+    "muse-glimmer-30b": MuseGlimmerConfig(
+        *(202_048, 6656, 52, 32, 2, 19_968),
+        window_layers=all_but_every(4, 52),
+        no_rotary_layers=every(4, 52),
+        theta=500_000.0,
+    ),
 }
 _GATE = Rule(f"{LAYER}self_attn.gate_proj.weight", "mixer.layer.gate.weight", INTO_HEADS)
 

@@ -2,19 +2,18 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Layer, Linear, MLP, Residual, Transformer
+from ...nn import Block, ExpertGroups, GateNorm, Layer, Linear, Mamba2Mixer, MLP, MoE, Residual, Transformer
 from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Nullable
 from .._config_types import LayerCount, NotNegative, Number, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._weight_rules import Rule
 from ._common import attention_weights, KeyHeads
 from ._decoder import activation_of, attention, damping, decoder, norm
-from ._mixtures import BIASED_SIGMOIDS, mixture
+from ._mixtures import mixture
 from ._state_spaces import beside_mamba, mamba2, mamba_weights, NetSizes, STEP_LIMITS, StepLimits
 
 
@@ -154,8 +153,6 @@ class NemotronHConfig(NetSizes, DecoderConfig):
     """Whether feed-forward layers have biases; experts have none."""
     eps: NotNegative = 1e-5
     step_limits: STEP_LIMITS = (0.001, math.inf)
-    balance: ClassVar[float] = 0.0
-    """No loss balances experts: the bias of their choice does."""
 
     def __post_init__(self):
         if len(self.pattern) != self.layers or set(self.pattern) - {*KINDS.values()}:
@@ -163,6 +160,11 @@ class NemotronHConfig(NetSizes, DecoderConfig):
                 f"NemotronHConfig(layers={self.layers}, pattern={self.pattern!r}): the pattern has one of the letters "
                 f"M, *, - and E for each layer; this one has {len(self.pattern)} letters."
             )
+
+    @property
+    def balance(self) -> float:
+        """The weight of `LoadBalance`: 0, because the router's bias balances experts."""
+        return 0.0
 
 
 def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -175,46 +177,85 @@ def build_nemotron_h(config: NemotronHConfig, *, key: Key[Array, ""]) -> Transfo
     def latent(to: Key[Array, ""], back: Key[Array, ""]) -> tuple[Linear, Linear] | None:
         if config.expert_latent is None:
             return None
-        sizes: dict[str, Any] = {"embed": config.embed, "latent": config.expert_latent, "bias": config.mlp_bias}
-        return Linear("embed -> latent", **sizes, key=to), Linear("latent -> embed", **sizes, key=back)
+        embed, latent, bias = config.embed, config.expert_latent, config.mlp_bias
+        return (
+            Linear("embed -> latent", embed=embed, latent=latent, bias=bias, key=to),
+            Linear("latent -> embed", embed=embed, latent=latent, bias=bias, key=back),
+        )
+
+    def routed(key: Key[Array, ""]) -> MoE:
+        router, experts, shared = jax.random.split(key, 3)
+        return mixture(
+            config,
+            lambda key: mlp(config.expert_mlp, key, embed=config.expert_latent or config.embed, bias=False),
+            shared=mlp(config.shared_mlp, shared),
+            latent=latent(*jax.random.split(jax.random.fold_in(key, 3))),
+            groups=ExpertGroups(config.groups, config.kept_groups, "top2"),
+            score="sigmoid",
+            normalise=config.normalise,
+            scale=config.scale,
+            balanced=True,
+            router=router,
+            experts=experts,
+        )
+
+    def recurrent(key: Key[Array, ""]) -> Mamba2Mixer:
+        return mamba2(
+            config,
+            activation=activation_of(config, "net_activation"),
+            gate_norm=GateNorm(config.eps),
+            output_std=damping(config) * config.net_width**-0.5,
+            key=key,
+        )
 
     def layer(kind: str, key: Key[Array, ""]) -> Layer:
-        if kind == "M":
-            return Block(
-                Residual(mamba2(config, key, activation=activation_of(config, "net_activation")), norm(config))
-            )
-        if kind == "*":
-            return Block(Residual(attention(config, rotary=None, key=key), norm(config)))
-        if kind == "-":
-            return Residual(mlp(config.mlp, key), norm(config))
-        router, experts, shared = jax.random.split(key, 3)
-        arguments: dict[str, Any] = {"shared": mlp(config.shared_mlp, shared), "router": router, "experts": experts}
-        arguments |= {"latent": latent(*jax.random.split(jax.random.fold_in(key, 3)))}
-        expert = lambda key: mlp(config.expert_mlp, key, embed=config.expert_latent or config.embed, bias=False)
-        groups: dict[str, Any] = {"groups": config.groups, "kept_groups": config.kept_groups, **BIASED_SIGMOIDS}
-        choice: dict[str, Any] = {"normalise": config.normalise, "scale": config.scale, **groups}
-        return Residual(mixture(config, expert, **arguments, **choice), norm(config))
+        match kind:
+            case "M":
+                return Block(Residual(recurrent(key), norm(config)))
+            case "*":
+                return Block(Residual(attention(config, rotary=None, key=key), norm(config)))
+            case "-":
+                return Residual(mlp(config.mlp, key), norm(config))
+            case _:
+                return Residual(routed(key), norm(config))
 
     return decoder(config, layer, tuple(config.pattern), key=key)
 
 
-_BYTE: dict[str, Any] = {"net_heads": 8, "net_kv_heads": 2, "net_head_dim": 16, "net_v_dim": 16, "top_k": 4}
-_BYTE |= {"head_dim": 16, "expert_mlp": 32, "shared_mlp": 64, "experts": 12, "tied": True, "mlp_bias": True}
-
-
-def _nemotron(embed: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> NemotronHConfig:
-    fields: dict[str, Any] = {"vocab": 131_072, "layers": 52, "head_dim": 128, "net_kv_heads": 8}
-    return NemotronHConfig(embed=embed, heads=heads, kv_heads=kv_heads, mlp=mlp, **fields | more)
-
-
 _PRESETS = {
-    "nemotron-h-byte-500k": NemotronHConfig(256, 64, 6, 4, 2, 256, pattern="MEM*M-", expert_latent=32, **_BYTE),
-    "nemotron-h-8b": _nemotron(
-        *(4096, 32, 8, 21_504), net_heads=128, pattern="M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-"
+    "nemotron-h-byte-500k": NemotronHConfig(
+        *(256, 64, 6, 4, 2, 256),
+        pattern="MEM*M-",
+        head_dim=16,
+        net_heads=8,
+        net_kv_heads=2,
+        net_head_dim=16,
+        net_v_dim=16,
+        experts=12,
+        top_k=4,
+        expert_mlp=32,
+        expert_latent=32,
+        shared_mlp=64,
+        mlp_bias=True,
+        tied=True,
     ),
-    "nemotron-3-nano-30b-a3b": _nemotron(
-        *(2688, 32, 2, 1856),
-        **{"net_heads": 64, "expert_mlp": 1856, "shared_mlp": 3712, "experts": 128, "top_k": 6, "scale": 2.5},
+    "nemotron-h-8b": NemotronHConfig(
+        *(131_072, 4096, 52, 32, 8, 21_504),
+        pattern="M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
+        head_dim=128,
+        net_heads=128,
+        net_kv_heads=8,
+    ),
+    "nemotron-3-nano-30b-a3b": NemotronHConfig(
+        *(131_072, 2688, 52, 32, 2, 1856),
+        head_dim=128,
+        net_heads=64,
+        net_kv_heads=8,
+        experts=128,
+        top_k=6,
+        scale=2.5,
+        expert_mlp=1856,
+        shared_mlp=3712,
         pattern="MEMEM*" + 4 * "EMEMEM*" + "EMEMEMEM*" + "EMEMEMEME",
     ),
 }

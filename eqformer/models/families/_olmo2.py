@@ -26,7 +26,7 @@ class Olmo2Config(DecoderConfig):
 def build_olmo2(config: Olmo2Config, *, key: Key[Array, ""]) -> Transformer:
     """Return an OLMo 2 with random weights."""
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(config, bias=config.bias, output_std=None, **head_norms(config, all_heads=True), key=mixer)
         return post_norm_block(config, attended, gated_mlp(config, output_std=None, key=feed_forward))

@@ -1,7 +1,6 @@
 """OLMo 3 (OLMo team 2025): OLMo 2 with windows in three of four layers, and YaRN in the fourth."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -41,10 +40,14 @@ def build_olmo3(config: Olmo3Config, *, key: Key[Array, ""]) -> Transformer:
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
-        local = rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
-        options: dict[str, Any] = {} if window is None else {"rotary": local}
-        options |= head_norms(config, all_heads=True)
-        attended = attention(config, window=window, bias=config.bias, output_std=None, **options, key=mixer)
+        if window is None:
+            rotary = rotary_of(config, config.head_size, scaling=config.scaling)
+        else:
+            rotary = rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
+        norms = head_norms(config, all_heads=True)
+        attended = attention(
+            config, window=window, bias=config.bias, output_std=None, rotary=rotary, **norms, key=mixer
+        )
         return post_norm_block(config, attended, gated_mlp(config, output_std=None, key=feed_forward))
 
     return decoder(config, block, layer_windows(config), key=key)

@@ -1,7 +1,6 @@
 """OLMoE (Muennighoff et al. 2024, arXiv:2409.02060): 64 small experts, queries and keys normed over all heads."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -38,15 +37,29 @@ class OLMoEConfig(DecoderConfig):
 def build_olmoe(config: OLMoEConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return an OLMoE with random weights."""
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         router, experts = jax.random.split(feed_forward)
-        expert = lambda key: gated_mlp(config, key=key)
-        mixed = mixture(config, expert, normalise=config.normalise, router=router, experts=experts)
-        norms: dict[str, Any] = head_norms(config, all_heads=True)
-        if config.clip is not None:
-            norms = {name: ClippedNorm(norms.get(name), config.clip) for name in (*norms, "value_norm")}
-        return pre_norm_block(config, attention(config, bias=config.bias, **norms, key=mixer), mixed)
+        mixed = mixture(
+            config,
+            lambda key: gated_mlp(config, key=key),
+            normalise=config.normalise,
+            router=router,
+            experts=experts,
+        )
+        norms = head_norms(config, all_heads=True)
+        if config.clip is None:
+            attended = attention(config, bias=config.bias, **norms, key=mixer)
+        else:
+            attended = attention(
+                config,
+                bias=config.bias,
+                query_norm=ClippedNorm(norms["query_norm"], config.clip),
+                key_norm=ClippedNorm(norms["key_norm"], config.clip),
+                value_norm=ClippedNorm(None, config.clip),
+                key=mixer,
+            )
+        return pre_norm_block(config, attended, mixed)
 
     return decoder(config, block, key=key)
 

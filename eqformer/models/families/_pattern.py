@@ -1,8 +1,9 @@
 """Stacks for layers of several kinds in a row: a stack for each run of a repeated pattern of kinds."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Generic, Protocol, runtime_checkable, TypeVar
 
 import jax
 from jaxtyping import Array, Key
@@ -10,24 +11,27 @@ from jaxtyping import Array, Key
 from ...nn import Layer, Stack, SuperBlock
 
 
+LayerKind = TypeVar("LayerKind", bound=Hashable)
 _LONGEST_PERIOD = 128  # layers; without a bound, a thousand layers take seconds to divide into runs
 
 
-class Together(NamedTuple):
-    """Kinds of layers in a row that stay in one block, since the later layers read what the first one shares."""
+@dataclasses.dataclass(frozen=True)
+class Together(Generic[LayerKind]):
+    """Kinds of consecutive layers that stay in one block, since the later layers read what the first one shares."""
 
-    kinds: tuple[Any, ...]
+    kinds: tuple[LayerKind, ...]
 
 
-class Run(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Run(Generic[LayerKind]):
     """A run of layers from number `first` on: a pattern of kinds, repeated `periods` times."""
 
-    kinds: tuple[Any, ...]
+    kinds: tuple[LayerKind, ...]
     periods: int
     first: int
 
 
-def runs(kinds: tuple[Hashable, ...]) -> tuple[Run, ...]:
+def runs(kinds: tuple[LayerKind, ...]) -> tuple[Run[LayerKind], ...]:
     """Return the layers divided into runs that trace the fewest blocks, and among those divisions the fewest runs.
 
     26 layers of which each sixth differs are four periods of six layers and two periods of one.
@@ -56,8 +60,8 @@ def _divide(kind_numbers: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
 
 
 def stacks_of(
-    block: Callable[[Any, Key[Array, ""]], Layer],
-    kinds: Sequence[Hashable],
+    block: Callable[[LayerKind, Key[Array, ""]], Layer],
+    kinds: Sequence[LayerKind | Together[LayerKind]],
     *,
     key: Key[Array, ""],
 ) -> tuple[Stack, ...]:
@@ -70,14 +74,33 @@ def stacks_of(
     )
 
 
-def layer_windows(config: Any) -> list[int | None]:
+def _period(
+    block: Callable[[LayerKind, Key[Array, ""]], Layer],
+    kinds: tuple[LayerKind | Together[LayerKind], ...],
+    key: Key[Array, ""],
+) -> Layer:
+    """Return one period of a run: a layer, or a `SuperBlock` of several layers."""
+    layer_kinds: list[LayerKind] = []
+    for kind in kinds:
+        layer_kinds += kind.kinds if isinstance(kind, Together) else (kind,)
+    if len(layer_kinds) == 1:
+        return block(layer_kinds[0], key)
+    keys = jax.random.split(key, len(layer_kinds))
+    return SuperBlock(tuple(block(kind, key) for kind, key in zip(layer_kinds, keys, strict=True)))
+
+
+@runtime_checkable
+class Windowed(Protocol):
+    """Fields of a config of which some layers have a sliding window."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def window(self) -> int | None: ...
+    @property
+    def window_layers(self) -> tuple[int, ...]: ...
+
+
+def layer_windows(config: Windowed) -> list[int | None]:
     """Return the window of each layer: the config's for its window layers, None for others."""
     return [config.window if layer in config.window_layers else None for layer in range(config.layers)]
-
-
-def _period(block: Callable[..., Layer], kinds: tuple[Any, ...], key: Key[Array, ""]) -> Layer:
-    kinds = tuple(single for kind in kinds for single in (kind.kinds if isinstance(kind, Together) else (kind,)))
-    if len(kinds) == 1:
-        return block(kinds[0], key)
-    keys = jax.random.split(key, len(kinds))
-    return SuperBlock(tuple(block(kind, key) for kind, key in zip(kinds, keys, strict=True)))

@@ -98,7 +98,7 @@ class Phi3Config(DecoderConfig):
 def build_phi3(config: Phi3Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Phi-3 with random weights."""
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         rotary = part_rotary(config)
         attended = attention(config, window=config.window, rotary=rotary, key=mixer)

@@ -1,7 +1,6 @@
 """Qwen3.5 and 3.6, their dense text models (Qwen team 2026): gated delta nets, in each fourth layer an attention."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -44,10 +43,18 @@ QWEN35_ATTRIBUTES: tuple[Entry, ...] = (
 )
 QWEN35_WEIGHTS = (*EDGES, *GATED_ATTENTION, *head_norm_weights(), *SPLIT_NET_WEIGHTS, *PRE_NORMS)
 
-_BYTE: dict[str, Any] = {"net_heads": 4, "net_kv_heads": 2, "net_head_dim": 16, "net_v_dim": 16, "head_dim": 32}
 _PRESETS = {
     "qwen3.5-byte-500k": Qwen35Config(
-        256, 64, 4, 2, 1, 192, **_BYTE, attention_layers=every(4, 4), theta=1e4, bias=True, tied=True
+        *(256, 64, 4, 2, 1, 192),
+        attention_layers=every(4, 4),
+        net_heads=4,
+        net_kv_heads=2,
+        net_head_dim=16,
+        net_v_dim=16,
+        head_dim=32,
+        theta=1e4,
+        bias=True,
+        tied=True,
     ),
     "qwen3.5-9b": Qwen35Config(248_320, 4096, 32, 16, 4, 12_288, attention_layers=every(4, 32)),
     "qwen3.5-27b": Qwen35Config(248_320, 5120, 64, 24, 4, 17_408, net_heads=48, attention_layers=every(4, 64)),

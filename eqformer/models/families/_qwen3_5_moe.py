@@ -1,7 +1,6 @@
 """Qwen3.5 and 3.6, the text models of their mixtures (Qwen team 2026): a Qwen3-Next with experts in every layer."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -55,10 +54,21 @@ def build_qwen3_5_moe(config: Qwen35MoEConfig, *, key: Key[Array, ""]) -> Transf
     return decoder(config, block, kinds, final_norm=norm(config, offset=1.0), key=key)
 
 
-_BYTE: dict[str, Any] = {"net_heads": 4, "net_kv_heads": 2, "net_head_dim": 16, "net_v_dim": 16, "head_dim": 32}
-_BYTE |= {"shared_mlp": 32, "attention_layers": every(4, 4)}
 _PRESETS = {
-    "qwen3.5-moe-byte-500k": Qwen35MoEConfig(256, 64, 4, 2, 1, 32, **_BYTE, experts=12, top_k=4, theta=1e4, tied=True),
+    "qwen3.5-moe-byte-500k": Qwen35MoEConfig(
+        *(256, 64, 4, 2, 1, 32),
+        attention_layers=every(4, 4),
+        net_heads=4,
+        net_kv_heads=2,
+        net_head_dim=16,
+        net_v_dim=16,
+        head_dim=32,
+        shared_mlp=32,
+        experts=12,
+        top_k=4,
+        theta=1e4,
+        tied=True,
+    ),
     "qwen3.5-35b-a3b": Qwen35MoEConfig(248_320, 2048, 40, 16, 2, 512, shared_mlp=512, attention_layers=every(4, 40)),
 }
 

@@ -1,6 +1,7 @@
 """Qwen3-MoE (Qwen team 2025, arXiv:2505.09388): each head's queries and keys normed, mixtures in chosen layers."""
 
 import dataclasses
+import functools
 
 import jax
 from jaxtyping import Array, Key
@@ -12,7 +13,16 @@ from .._family import Family, MultimodalModel
 from .._layer_attributes import SwitchedWindow
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
-from ._mixtures import FUSED, MIXTURE, mixture, mixture_attributes, mixture_flags, QwenMoEConfig, TRANSPOSED
+from ._mixtures import (
+    FUSED,
+    MIXTURE,
+    mixture,
+    mixture_attributes,
+    mixture_flags,
+    QwenMoEConfig,
+    small_expert,
+    TRANSPOSED,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +48,7 @@ def build_qwen3_moe(config: Qwen3MoEConfig, *, key: Key[Array, ""]) -> Transform
         if not is_mixture:
             return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
         router, experts = jax.random.split(feed_forward)
-        expert = lambda key: gated_mlp(config, mlp=config.expert_mlp, key=key)
+        expert = functools.partial(small_expert, config)
         mixed = mixture(config, expert, normalise=config.normalise, router=router, experts=experts)
         return pre_norm_block(config, attended, mixed)
 

@@ -1,7 +1,6 @@
 """Qwen3-Next (Qwen team 2025): gated delta nets, and in each fourth layer an attention with gates; small experts."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -47,19 +46,32 @@ def build_qwen3_next(config: Qwen3NextConfig, *, key: Key[Array, ""]) -> Transfo
     """Return a Qwen3-Next with random weights."""
 
     def block(kind: tuple[bool, bool], key: Key[Array, ""]) -> Block:
+        is_attention, is_mixture = kind
         mixer, feed_forward = jax.random.split(key)
-        mixed = (gated_attention if kind[0] else delta_net)(config, mixer)
-        if kind[1]:
+        mixed = (gated_attention if is_attention else delta_net)(config, mixer)
+        if is_mixture:
             return pre_norm_block(config, mixed, mixture_beside_gated_shared(config, feed_forward), offset=1.0)
         return pre_norm_block(config, mixed, gated_mlp(config, key=feed_forward), offset=1.0)
 
     return decoder(config, block, config.kinds, final_norm=norm(config, offset=1.0), key=key)
 
 
-_BYTE: dict[str, Any] = {"net_heads": 4, "net_kv_heads": 2, "net_head_dim": 16, "net_v_dim": 16, "head_dim": 32}
-_BYTE |= {"expert_mlp": 32, "shared_mlp": 32, "attention_layers": every(4, 4)}
 _PRESETS = {
-    "qwen3-next-byte-500k": Qwen3NextConfig(256, 64, 4, 2, 1, 128, **_BYTE, experts=12, top_k=4, theta=1e4, tied=True),
+    "qwen3-next-byte-500k": Qwen3NextConfig(
+        *(256, 64, 4, 2, 1, 128),
+        attention_layers=every(4, 4),
+        net_heads=4,
+        net_kv_heads=2,
+        net_head_dim=16,
+        net_v_dim=16,
+        head_dim=32,
+        expert_mlp=32,
+        shared_mlp=32,
+        experts=12,
+        top_k=4,
+        theta=1e4,
+        tied=True,
+    ),
     "qwen3-next-80b-a3b": Qwen3NextConfig(
         151_936, 2048, 48, 16, 2, 5120, expert_mlp=512, shared_mlp=512, attention_layers=every(4, 48)
     ),

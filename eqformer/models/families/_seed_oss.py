@@ -30,7 +30,7 @@ class SeedOSSConfig(DecoderConfig):
 def build_seed_oss(config: SeedOSSConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a Seed-OSS with random weights."""
 
-    def block(_: None, key: Key[Array, ""]) -> Block:
+    def block(key: Key[Array, ""]) -> Block:
         mixer, feed_forward = jax.random.split(key)
         attended = attention(config, bias=config.bias, output_bias=config.output_bias, key=mixer)
         return pre_norm_block(config, attended, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))

@@ -1,7 +1,6 @@
 """SmolLM3 (Bakouch et al. 2025): a Llama of which each fourth layer has no rotary positions (arXiv:2501.18795)."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -13,7 +12,7 @@ from .._family import DecoderConfig, Family
 from .._layer_attributes import every, NoRotaryLayers, SwitchedWindows
 from .._rotary_attributes import RotaryPositions
 from ._common import decoder_attributes, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from ._decoder import attention, decoder, gated_mlp, pre_norm_block, rotary_of
 from ._pattern import layer_windows
 
 
@@ -40,9 +39,10 @@ def build_smollm3(config: SmolLM3Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a SmolLM3 with random weights."""
 
     def block(kind: tuple[bool, int | None], key: Key[Array, ""]) -> Block:
-        (rotated, window), (mixer, feed_forward) = kind, jax.random.split(key)
-        positions: dict[str, Any] = {} if rotated else {"rotary": None}
-        attended = attention(config, window=window, bias=config.bias, **positions, key=mixer)
+        is_rotated, window = kind
+        mixer, feed_forward = jax.random.split(key)
+        rotary = rotary_of(config, config.head_size, scaling=config.scaling) if is_rotated else None
+        attended = attention(config, window=window, bias=config.bias, rotary=rotary, key=mixer)
         return pre_norm_block(config, attended, gated_mlp(config, bias=config.mlp_bias, key=feed_forward))
 
     kinds = [(layer not in config.no_rotary_layers, window) for layer, window in enumerate(layer_windows(config))]

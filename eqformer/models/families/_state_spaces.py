@@ -2,24 +2,25 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Annotated, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Annotated
 
 from jaxtyping import Array, Key
 
-from ...nn import GateNorm, Mamba2Mixer
+from ... import nn
 from .._attributes import Attribute, Attributes, Count, Entry, Fields
 from .._config_types import fits, NotNegative, Positive, PublishedConfig, Range, Size
+from .._family import ModelConfig
 from .._weight_rules import Rule
-from ._decoder import damping
+from ._common import leaf_paths
 
 
 STEP_LIMITS = tuple[NotNegative, Annotated[float, Range(0.0, math.inf)]]  # least and greatest, which may be infinite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NetSizes:
-    """The fields of configs with a `Mamba2Mixer`."""
+class NetSizes(ModelConfig):
+    """Base class of configs with a `Mamba2Mixer`."""
 
     net_heads: Size
     """Value heads."""
@@ -38,22 +39,40 @@ class NetSizes:
     step_limits: STEP_LIMITS = (0.0, math.inf)
     """The least and the greatest step."""
 
+    @property
+    def net_width(self) -> int:
+        """Channels of all value heads."""
+        return self.net_heads * self.net_v_dim
 
-def mamba2(config: Any, key: Key[Array, ""], **options: Any) -> Mamba2Mixer:
-    """Return a `Mamba2Mixer` of the config's `NetSizes`; `options` are further arguments, which take precedence."""
-    arguments: dict[str, Any] = {
-        "heads": config.net_heads,
-        "kv_heads": config.net_kv_heads,
-        "head_dim": config.net_head_dim,
-        "v_dim": config.net_v_dim,
-        "taps": config.taps,
-        "bias": config.net_bias,
-        "conv_bias": config.conv_bias,
-        "step_limits": config.step_limits,
-        "gate_norm": GateNorm(config.eps),
-        "output_std": damping(config) * (config.net_heads * config.net_v_dim) ** -0.5,
-    }
-    return Mamba2Mixer(embed=config.embed, **arguments | options, key=key)
+
+def mamba2(
+    config: NetSizes,
+    *,
+    activation: Callable[[Array], Array],
+    gate_norm: nn.GateNorm | None,
+    output_std: float | None,
+    output_bias: bool | None = None,
+    multipliers: tuple[float, float, float, float, float] | None = None,
+    key: Key[Array, ""],
+) -> nn.Mamba2Mixer:
+    """Return a `Mamba2Mixer` of the config's sizes; the other arguments are those of `Mamba2Mixer`."""
+    return nn.Mamba2Mixer(
+        embed=config.embed,
+        heads=config.net_heads,
+        kv_heads=config.net_kv_heads,
+        head_dim=config.net_head_dim,
+        v_dim=config.net_v_dim,
+        taps=config.taps,
+        bias=config.net_bias,
+        conv_bias=config.conv_bias,
+        step_limits=config.step_limits,
+        output_bias=output_bias,
+        multipliers=multipliers,
+        gate_norm=gate_norm,
+        output_std=output_std,
+        activation=activation,
+        key=key,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,18 +95,6 @@ class StepLimits(Entry):
 
 
 _INFINITE = {"__float__": "Infinity"}
-
-
-@runtime_checkable
-class WithNets(Protocol):
-    """Fields of a config whose nets' channels are a multiple of the residual stream's."""
-
-    @property
-    def embed(self) -> int: ...
-    @property
-    def net_heads(self) -> int: ...
-    @property
-    def net_v_dim(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +124,9 @@ class ValueChannels(Entry):
             published.refuse(f"{self.channels}={value}: {heads} heads ({self.heads}) must fill {why}.")
         return {"net_v_dim": channels}
 
-    def write(self, config: WithNets) -> Attributes:
+    def write(self, config: NetSizes) -> Attributes:
         """Return both attributes."""
-        inner = config.net_heads * config.net_v_dim
+        inner = config.net_width
         if self.inner is not None:
             return {self.channels: config.net_v_dim, self.inner[0]: inner}
         expand = inner / config.embed if inner % config.embed else inner // config.embed
@@ -144,13 +151,16 @@ MAMBA_ATTRIBUTES = (*STATED_MAMBA_ATTRIBUTES[:-1], ValueChannels(*_VALUES))
 def mamba_weights(prefix: str, path: str = "mixer.layer.") -> tuple[Rule, ...]:
     """Return the rules for a `Mamba2Mixer`; its input maps are published as one array, and so are its convolutions."""
     parts = ("gate", "value", "key", "query", "step")
-    joined = lambda names, leaf: tuple(f"{path}{name}.{leaf}" for name in names)
-    convolved = tuple(f"{part}_conv" for part in parts[1:4])
+    convolutions = tuple(f"{part}_conv" for part in parts[1:4])
     rules = (
-        Rule(f"{prefix}in_proj.weight", joined(parts, "weight"), ("(heads dim) embed -> heads dim embed",) * 4 + ("",)),
-        Rule(f"{prefix}in_proj.bias", joined(parts, "bias"), (_OF_HEADS,) * 4 + ("",)),
-        Rule(f"{prefix}conv1d.weight", joined(convolved, "weight"), "(heads dim) 1 taps -> heads dim taps"),
-        Rule(f"{prefix}conv1d.bias", joined(convolved, "bias"), _OF_HEADS),
+        Rule(
+            f"{prefix}in_proj.weight",
+            leaf_paths(parts, "weight", path),
+            (_INTO_HEADS,) * 4 + ("",),
+        ),
+        Rule(f"{prefix}in_proj.bias", leaf_paths(parts, "bias", path), (_OF_HEADS,) * 4 + ("",)),
+        Rule(f"{prefix}conv1d.weight", leaf_paths(convolutions, "weight", path), _TAPS_OF_HEADS),
+        Rule(f"{prefix}conv1d.bias", leaf_paths(convolutions, "bias", path), _OF_HEADS),
         Rule(f"{prefix}A_log", f"{path}log_rate"),
         Rule(f"{prefix}dt_bias", f"{path}step_bias"),
         Rule(f"{prefix}D", f"{path}skip"),
@@ -166,4 +176,6 @@ def beside_mamba(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return tuple(dataclasses.replace(rule, lacks="mixer.layer.log_rate") for rule in rules)
 
 
+_INTO_HEADS = "(heads dim) embed -> heads dim embed"
+_TAPS_OF_HEADS = "(heads dim) 1 taps -> heads dim taps"
 _OF_HEADS = "(heads dim) -> heads dim"

@@ -6,30 +6,11 @@ Their experts are as in the papers: which layers have them, how they are chosen,
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import (
-    Attention,
-    Block,
-    Capacity,
-    Embedding,
-    Experts,
-    LoadBalance,
-    MLP,
-    MoE,
-    RandomSecondRouter,
-    relu,
-    Residual,
-    RMSNorm,
-    Router,
-    Stack,
-    SuperBlock,
-    TopKRouter,
-    Transformer,
-)
+from ... import nn
 from .._config_types import LayerCount, NotNegative, Positive, Size
 from .._family import Family, ModelConfig
 from ._decoder import rotary_of
@@ -67,43 +48,51 @@ class SwitchConfig(GShardConfig):
     """The largest relative change of the router's input while training."""
 
 
-def build_switch(config: GShardConfig, *, key: Key[Array, ""]) -> Transformer:
+def build_switch(config: GShardConfig, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a Switch or GShard decoder with random weights."""
     embed, kind = config.embed, type(config).__name__
     if config.layers % 2:
         raise ValueError(f"{kind}(layers={config.layers}): every second layer is a mixture; give an even number.")
-    if embed % config.heads:
+    head_dim, remainder = divmod(embed, config.heads)
+    if remainder:
         raise ValueError(f"{kind}(embed={embed}, heads={config.heads}): heads must divide embed.")
     damping = (2 * config.layers) ** -0.5
-    norm = lambda: RMSNorm("embed", embed=embed, eps=config.eps)
 
-    def expert(key: Key[Array, ""]) -> MLP:
-        return MLP(embed=embed, mlp=config.mlp, activation=relu, output_std=damping * config.mlp**-0.5, key=key)
+    def norm() -> nn.RMSNorm:
+        return nn.RMSNorm("embed", embed=embed, eps=config.eps)
 
-    def router(key: Key[Array, ""]) -> Router:
+    def expert(key: Key[Array, ""]) -> nn.MLP:
+        return nn.MLP(embed=embed, mlp=config.mlp, activation=nn.relu, output_std=damping * config.mlp**-0.5, key=key)
+
+    def router(key: Key[Array, ""]) -> nn.Router:
         if isinstance(config, SwitchConfig):
-            return TopKRouter(embed=embed, experts=config.experts, top_k=1, jitter=config.jitter, key=key)
-        return RandomSecondRouter(embed=embed, experts=config.experts, key=key)
+            return nn.TopKRouter(embed=embed, experts=config.experts, top_k=1, jitter=config.jitter, key=key)
+        return nn.RandomSecondRouter(embed=embed, experts=config.experts, key=key)
 
-    def mixture(key: Key[Array, ""]) -> MoE:
+    def mixture(key: Key[Array, ""]) -> nn.MoE:
         choose, experts = jax.random.split(key)
-        routed, balance = Experts(expert, config.experts, key=experts), LoadBalance(config.balance, choices=1)
-        return MoE(router(choose), routed, dispatch=Capacity(config.capacity), losses=(balance,))
+        routed, balance = nn.Experts(expert, config.experts, key=experts), nn.LoadBalance(config.balance, choices=1)
+        return nn.MoE(router(choose), routed, dispatch=nn.Capacity(config.capacity), losses=(balance,))
 
-    def layer(make: Callable[..., MLP | MoE], key: Key[Array, ""]) -> Block:
+    def layer(make: Callable[[Key[Array, ""]], nn.MLP | nn.MoE], key: Key[Array, ""]) -> nn.Block:
         attention, feed_forward = jax.random.split(key)
-        size = embed // config.heads
-        arguments: dict[str, Any] = {"heads": config.heads, "head_dim": size, "rotary": rotary_of(config, size)}
-        mixer = Attention(embed=embed, **arguments, output_std=damping * embed**-0.5, key=attention)
-        return Block(Residual(mixer, norm()), Residual(make(feed_forward), norm()))
+        mixer = nn.Attention(
+            embed=embed,
+            heads=config.heads,
+            head_dim=head_dim,
+            output_std=damping * embed**-0.5,
+            rotary=rotary_of(config, head_dim),
+            key=attention,
+        )
+        return nn.Block(nn.Residual(mixer, norm()), nn.Residual(make(feed_forward), norm()))
 
-    def pair(key: Key[Array, ""]) -> SuperBlock:
-        return SuperBlock(tuple(map(layer, (expert, mixture), jax.random.split(key))))
+    def pair(key: Key[Array, ""]) -> nn.SuperBlock:
+        return nn.SuperBlock(tuple(map(layer, (expert, mixture), jax.random.split(key))))
 
     embedding, stack = jax.random.split(key)
-    return Transformer(
-        embedding=Embedding(vocab=config.vocab, embed=embed, key=embedding),
-        stacks=(Stack(pair, config.layers // 2, key=stack),),
+    return nn.Transformer(
+        embedding=nn.Embedding(vocab=config.vocab, embed=embed, key=embedding),
+        stacks=(nn.Stack(pair, config.layers // 2, key=stack),),
         norm=norm(),
     )
 

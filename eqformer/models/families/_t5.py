@@ -7,24 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import (
-    ACTIVATIONS,
-    Attention,
-    Block,
-    causal,
-    CrossAttention,
-    Embedding,
-    Encoder,
-    full,
-    Linear,
-    MLP,
-    RelativeBias,
-    Residual,
-    RMSNorm,
-    Scores,
-    Stack,
-    Transformer,
-)
+from ... import nn
 from .._attributes import Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, published_activations
 from .._config_types import Index, LayerCount, Length, NotNegative, PublishedConfig, Size
 from .._family import Family, ModelConfig
@@ -48,7 +31,7 @@ class _Layers(Entry):
 
 
 # Whether layers are gated, and their activation, by `feed_forward_proj`. A gated GELU is its approximation.
-_NAMES = [(name, activation) for activation in ("relu", *ACTIVATIONS) for name in published_activations(activation)]
+_NAMES = [(name, activation) for activation in ("relu", *nn.ACTIVATIONS) for name in published_activations(activation)]
 _KINDS = {name: (False, activation) for name, activation in _NAMES} | {"gated-gelu": (True, "gelu_tanh")}
 _KINDS |= {f"gated-{name}": (True, activation) for name, activation in _NAMES if name != "gelu"}
 
@@ -70,11 +53,11 @@ class _FeedForward(Entry):
             if kind == (config.gated, config.activation):
                 return {"feed_forward_proj": proj} | self._copies(proj)
         raise ValueError(
-            f"save(config=T5Config(activation={config.activation!r})): published are {', '.join(ACTIVATIONS)}; give "
+            f"save(config=T5Config(activation={config.activation!r})): published are {', '.join(nn.ACTIVATIONS)}; give "
             "one of these."
         )
 
-    def _copies(self, proj: str) -> dict[str, Any]:
+    def _copies(self, proj: str) -> Attributes:
         """Return the two attributes that repeat `feed_forward_proj`."""
         name = "gelu_new" if proj == "gated-gelu" else proj.removeprefix("gated-")
         return {"is_gated_act": _KINDS[proj][0], "dense_act_fn": name}
@@ -195,40 +178,68 @@ class T5Config(ModelConfig):
     """The id with which the decoder begins."""
 
 
-def build_t5(config: T5Config, *, key: Key[Array, ""]) -> Transformer:
+def build_t5(config: T5Config, *, key: Key[Array, ""]) -> nn.Transformer:
     """Return a T5 with random weights."""
-    embed, inner = config.embed, config.heads * config.head_dim
-    sizes: dict[str, Any] = {"embed": embed, "heads": config.heads, "head_dim": config.head_dim}
-    norm = lambda: RMSNorm("embed", embed=embed, eps=config.eps)
+    embed = config.embed
+    output_std = (2 * config.layers * config.heads * config.head_dim) ** -0.5
 
-    def block(key: Key[Array, ""], *, reads: bool) -> Block:
-        attention_key, cross_key, feed_forward_key = jax.random.split(key, 3)
-        arguments = sizes | {"output_std": (2 * config.layers * inner) ** -0.5}
-        attention = Attention(
-            mask=full() if reads else causal(), scores=Scores(1.0, bias=True), **arguments, key=attention_key
+    def norm() -> nn.RMSNorm:
+        return nn.RMSNorm("embed", embed=embed, eps=config.eps)
+
+    def feed_forward(key: Key[Array, ""]) -> nn.GatedMLP | nn.MLP:
+        if config.gated:
+            return gated_mlp(config, key=key)
+        return nn.MLP(embed=embed, mlp=config.mlp, activation=activation_of(config), key=key)
+
+    def self_attention(mask: nn.Mask, key: Key[Array, ""]) -> nn.Attention:
+        return nn.Attention(
+            embed=embed,
+            heads=config.heads,
+            head_dim=config.head_dim,
+            output_std=output_std,
+            scores=nn.Scores(1.0, bias=True),
+            mask=mask,
+            key=key,
         )
-        plain = lambda: MLP(embed=embed, mlp=config.mlp, activation=activation_of(config), key=feed_forward_key)
-        layer = gated_mlp(config, key=feed_forward_key) if config.gated else plain()
-        mixer, feed_forward = Residual(attention, norm()), Residual(layer, norm())
-        if reads:
-            return Block(mixer, feed_forward)
-        cross = CrossAttention(scores=Scores(1.0), **arguments, key=cross_key)
-        return Block(mixer, Residual(cross, norm(), reads="source"), feed_forward)
 
-    def bias(key: Key[Array, ""], *, reads: bool) -> RelativeBias:
-        arguments = {"ranges": config.ranges, "heads": config.heads, "farthest": config.farthest}
-        return RelativeBias(both_ways=reads, **arguments, key=key)
+    def encoder_block(key: Key[Array, ""]) -> nn.Block:
+        attention_key, _, feed_forward_key = jax.random.split(key, 3)
+        return nn.Block(
+            nn.Residual(self_attention(nn.full(), attention_key), norm()),
+            nn.Residual(feed_forward(feed_forward_key), norm()),
+        )
+
+    def decoder_block(key: Key[Array, ""]) -> nn.Block:
+        attention_key, cross_key, feed_forward_key = jax.random.split(key, 3)
+        cross = nn.CrossAttention(
+            embed=embed,
+            heads=config.heads,
+            head_dim=config.head_dim,
+            output_std=output_std,
+            scores=nn.Scores(1.0),
+            key=cross_key,
+        )
+        return nn.Block(
+            nn.Residual(self_attention(nn.causal(), attention_key), norm()),
+            nn.Residual(cross, norm(), reads="source"),
+            nn.Residual(feed_forward(feed_forward_key), norm()),
+        )
+
+    def bias(both_ways: bool, key: Key[Array, ""]) -> nn.RelativeBias:
+        return nn.RelativeBias(
+            ranges=config.ranges, heads=config.heads, farthest=config.farthest, both_ways=both_ways, key=key
+        )
 
     table, encoder_key, decoder_key, encoder_bias_key, decoder_bias_key, head = jax.random.split(key, 6)
-    reader = Stack(lambda key: block(key, reads=True), config.encoder_layers or config.layers, key=encoder_key)
-    return Transformer(
-        embedding=Embedding(vocab=config.vocab, embed=embed, key=table),
-        stacks=(Stack(lambda key: block(key, reads=False), config.layers, key=decoder_key),),
+    encoder_stack = nn.Stack(encoder_block, config.encoder_layers or config.layers, key=encoder_key)
+    return nn.Transformer(
+        embedding=nn.Embedding(vocab=config.vocab, embed=embed, key=table),
+        stacks=(nn.Stack(decoder_block, config.layers, key=decoder_key),),
         norm=norm(),
-        head=None if config.tied else Linear("embed -> vocab", embed=embed, vocab=config.vocab, key=head),
+        head=None if config.tied else nn.Linear("embed -> vocab", embed=embed, vocab=config.vocab, key=head),
         logit_scale=embed**-0.5 if config.scaled else None,
-        encoder=Encoder((reader,), norm(), bias(encoder_bias_key, reads=True), config.start),
-        score_bias=bias(decoder_bias_key, reads=False),
+        encoder=nn.Encoder((encoder_stack,), norm(), bias(True, encoder_bias_key), config.start),
+        score_bias=bias(False, decoder_bias_key),
     )
 
 
@@ -237,13 +248,17 @@ def _as_stored(config: Any, names: Collection[str]) -> T5Config:
     return dataclasses.replace(config, tied=config.tied and "lm_head.weight" not in names)
 
 
-_FIRST: dict[str, Any] = {"gated": False, "activation": "relu", "tied": True, "scaled": True}
+def _t5(embed: int, layers: int, heads: int, mlp: int) -> T5Config:
+    """Return a config of the first T5s, whose feed-forward layers are not gated and whose head is tied."""
+    return T5Config(*(32_128, embed, layers, heads, mlp), gated=False, activation="relu", tied=True, scaled=True)
+
+
 _PRESETS = {
-    "t5-byte-200k": T5Config(384, 64, 2, 4, 128, head_dim=16, **_FIRST),
+    "t5-byte-200k": dataclasses.replace(_t5(64, 2, 4, 128), vocab=384, head_dim=16),
     "t5-byte-gated-200k": T5Config(384, 64, 2, 4, 96, head_dim=16),
-    "t5-small": T5Config(32_128, 512, 6, 8, 2048, **_FIRST),
-    "t5-base": T5Config(32_128, 768, 12, 12, 3072, **_FIRST),
-    "t5-large": T5Config(32_128, 1024, 24, 16, 4096, **_FIRST),
+    "t5-small": _t5(512, 6, 8, 2048),
+    "t5-base": _t5(768, 12, 12, 3072),
+    "t5-large": _t5(1024, 24, 16, 4096),
     "flan-t5-small": T5Config(32_128, 512, 8, 6, 1024),
     "flan-t5-base": T5Config(32_128, 768, 12, 12, 2048),
     "flan-t5-large": T5Config(32_128, 1024, 24, 16, 2816),

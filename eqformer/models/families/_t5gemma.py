@@ -1,7 +1,6 @@
 """T5Gemma (Zhang et al. 2025, arXiv:2504.06225): a Gemma 2 as an encoder, and one as a decoder that attends to it."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -12,8 +11,8 @@ from .._config_types import Index, PublishedConfig
 from .._family import Family
 from .._weight_rules import Rule
 from ._common import attention_weights
-from ._decoder import norm
-from ._gemma2 import GEMMA2, gemma2_block, gemma2_model, Gemma2Config, scores_of
+from ._decoder import causal_mask, norm
+from ._gemma2 import GEMMA2, gemma2_block, gemma2_model, GEMMA2_PRESETS, Gemma2Config, scores_of
 from ._pattern import layer_windows, stacks_of
 from ._t5gemma2 import half_weights
 
@@ -30,19 +29,19 @@ class _EncoderAndDecoder(Entry):
         """Return the decoder's fields, and `encoder` where it differs; `tied` is an attribute outside of both."""
         encoder, decoder = (_read_half(published, half) for half in ("encoder", "decoder"))
         is_same = all(value == decoder[name] for name, value in encoder.items() if name not in ("start", "tied"))
-        fields: dict[str, Any] = {name: value for name, value in encoder.items() if name != "start"} | {"tied": True}
+        fields: Fields = {name: value for name, value in encoder.items() if name != "start"} | {"tied": True}
         tied = published.flag("tie_word_embeddings", True)
         return decoder | {"tied": tied, "encoder": None if is_same else Gemma2Config(**fields)}
 
     def write(self, config: "T5GemmaConfig") -> Attributes:
         """Return the attributes of both halves, and those outside of both."""
-        shared: dict[str, Any] = {"model_type": "t5_gemma_module", "bos_token_id": config.start}
+        shared: Attributes = {"model_type": "t5_gemma_module", "bos_token_id": config.start}
         halves = {"encoder": config.encoder or config, "decoder": config}
         attributes = {name: shared | GEMMA2.write(half) for name, half in halves.items()}
         return attributes | {"vocab_size": config.vocab, "tie_word_embeddings": config.tied}
 
 
-def _read_half(published: PublishedConfig, half: str) -> dict[str, Any]:
+def _read_half(published: PublishedConfig, half: str) -> Fields:
     inner = PublishedConfig(_MISSING | published.nested(half), f"{published.source}: {half}")
     fields = read_entries((*GEMMA2.attributes, *_OF_HALVES), inner, {**field_types(Gemma2Config), "start": Index})
     inner.finish()
@@ -86,20 +85,27 @@ class T5GemmaConfig(Gemma2Config):
 
 def build_t5gemma(config: T5GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
     """Return a T5Gemma with random weights."""
-    encoder_config, make_norm = config.encoder or config, lambda: norm(config, offset=1.0)
+    encoder_config = config.encoder or config
 
     def encoder_block(window: int | None, key: Key[Array, ""]) -> Block:
         mask = full() if window is None else window_both_ways(2 * window + 1)
-        return gemma2_block(encoder_config, window, mask=mask, key=key)
+        return gemma2_block(encoder_config, mask, key)
 
     def decoder_block(window: int | None, key: Key[Array, ""]) -> Block:
         block_key, cross_key = jax.random.split(key)
-        sizes: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_size}
-        sizes |= {"embed": config.embed, "source": encoder_config.embed, "bias": config.bias}
-        sizes["scores"] = scores_of(config)
-        cross = Residual(CrossAttention(**sizes, key=cross_key), make_norm(), output_norm=make_norm(), reads="source")
-        mixer, feed_forward = gemma2_block(config, window, key=block_key).sublayers
-        return Block(mixer, cross, feed_forward)
+        cross = CrossAttention(
+            embed=config.embed,
+            heads=config.heads,
+            head_dim=config.head_size,
+            kv_heads=config.kv_heads,
+            source=encoder_config.embed,
+            bias=config.bias,
+            scores=scores_of(config),
+            key=cross_key,
+        )
+        before, after = norm(config, offset=1.0), norm(config, offset=1.0)
+        mixer, feed_forward = gemma2_block(config, causal_mask(window), block_key).sublayers
+        return Block(mixer, Residual(cross, before, output_norm=after, reads="source"), feed_forward)
 
     table_key, encoder_key, decoder_key = jax.random.split(key, 3)
     stacks = stacks_of(encoder_block, layer_windows(encoder_config), key=encoder_key)
@@ -111,16 +117,16 @@ def build_t5gemma(config: T5GemmaConfig, *, key: Key[Array, ""]) -> Transformer:
     return dataclasses.replace(gemma2_model(config, decoder_block, key=decoder_key), encoder=encoder)
 
 
-def _t5gemma(decoder: str, encoder: Any = None, **more: Any) -> T5GemmaConfig:
-    """Return a decoder of the sizes of a Gemma 2, and an encoder of those of another."""
-    return T5GemmaConfig(**vars(GEMMA2.presets[decoder]) | {"encoder": encoder} | more)
+def _t5gemma(decoder: str, encoder: Gemma2Config | None = None) -> T5GemmaConfig:
+    """Return a config whose decoder has the sizes of a Gemma 2; the encoder has the same sizes, or others."""
+    return T5GemmaConfig(**vars(GEMMA2_PRESETS[decoder]), encoder=encoder)
 
 
 _BYTE = Gemma2Config(256, 64, 2, 2, 1, 128, window_layers=(0,), window=32, head_dim=32, query_scalar=32, max_seq=512)
 _PRESETS = {
-    "t5gemma-byte-700k": _t5gemma("gemma2-byte-500k", _BYTE, bias=True),
+    "t5gemma-byte-700k": dataclasses.replace(_t5gemma("gemma2-byte-500k", _BYTE), bias=True),
     "t5gemma-2b-2b": _t5gemma("gemma2-2b"),
-    "t5gemma-9b-2b": _t5gemma("gemma2-2b", GEMMA2.presets["gemma2-9b"]),
+    "t5gemma-9b-2b": _t5gemma("gemma2-2b", GEMMA2_PRESETS["gemma2-9b"]),
     "t5gemma-9b-9b": _t5gemma("gemma2-9b"),
 }
 

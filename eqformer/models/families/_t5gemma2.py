@@ -1,7 +1,6 @@
 """T5Gemma 2 (Zhang et al. 2025): Gemma 3's blocks as an encoder, and a decoder that also reads it."""
 
 import dataclasses
-from typing import Any
 
 import jax
 from jaxtyping import Array, Key
@@ -12,8 +11,8 @@ from .._config_types import Index, PublishedConfig
 from .._family import Family, MultimodalModel
 from .._weight_rules import Rule
 from ._common import ATTENTION, gated_weights, head_norm_weights, norm_weights
-from ._decoder import norm
-from ._gemma3 import build_gemma3, GEMMA3, gemma3_block, GEMMA3_MISSING, Gemma3Config
+from ._decoder import causal_mask, norm
+from ._gemma3 import GEMMA3, gemma3_block, GEMMA3_MISSING, gemma3_model, GEMMA3_PRESETS, Gemma3Config
 from ._pattern import layer_windows, stacks_of
 
 
@@ -40,7 +39,7 @@ class _EqualHalves(Entry):
 
     def write(self, config: "T5Gemma2Config") -> Attributes:
         """Return the attributes of both halves."""
-        attributes: dict[str, Any] = {}
+        attributes: Attributes = {}
         for entry in _TABLE:
             attributes |= entry.write(config)
         text = {"model_type": "t5gemma2_encoder", "text_config": {"model_type": "t5gemma2_text"} | attributes}
@@ -48,7 +47,7 @@ class _EqualHalves(Entry):
         return {"encoder": text, "decoder": decoder, "vocab_size": config.vocab}
 
 
-def _read(attributes: dict[str, Any], source: str) -> dict[str, Any]:
+def _read(attributes: Attributes, source: str) -> Fields:
     published = PublishedConfig(GEMMA3_MISSING | attributes, source)
     fields = read_entries(_TABLE, published, {**field_types(GEMMA3.config), "start": Index})
     published.finish()
@@ -115,22 +114,30 @@ def build_t5gemma2(config: T5Gemma2Config, *, key: Key[Array, ""]) -> Transforme
     """Return a T5Gemma 2 with random weights."""
 
     def encoder_block(window: int | None, key: Key[Array, ""]) -> Block:
-        return gemma3_block(config, window, mask=full() if window is None else window_both_ways(window), key=key)
+        return gemma3_block(config, window, full() if window is None else window_both_ways(window), key=key)
+
+    def decoder_block(window: int | None, key: Key[Array, ""]) -> Block:
+        mask = causal_mask(window)
+        return gemma3_block(config, window, mask, as_mixer=MergedAttention, reads="source", key=key)
 
     encoder_key, decoder_key = jax.random.split(key)
     encoder = Encoder(
         stacks_of(encoder_block, layer_windows(config), key=encoder_key), norm(config, offset=1.0), start=config.start
     )
-    return dataclasses.replace(build_gemma3(config, MergedAttention, reads="source", key=decoder_key), encoder=encoder)
+    return dataclasses.replace(gemma3_model(config, decoder_block, key=decoder_key), encoder=encoder)
 
 
-def _t5gemma2(gemma3: str, **more: Any) -> T5Gemma2Config:
+def _t5gemma2(gemma3: str) -> T5Gemma2Config:
     """Return a config whose halves have the sizes of a Gemma 3."""
-    return T5Gemma2Config(**vars(GEMMA3.presets[gemma3]) | more)
+    return T5Gemma2Config(**vars(GEMMA3_PRESETS[gemma3]))
 
 
-_PRESETS = {"t5gemma2-byte-900k": _t5gemma2("gemma3-byte-500k", bias=True)}
-_PRESETS |= {f"t5gemma2-{size}": _t5gemma2(f"gemma3-{size}", vocab=262_144) for size in ("270m", "1b", "4b")}
+_PRESETS = {
+    "t5gemma2-byte-900k": dataclasses.replace(_t5gemma2("gemma3-byte-500k"), bias=True),
+    "t5gemma2-270m": dataclasses.replace(_t5gemma2("gemma3-270m"), vocab=262_144),
+    "t5gemma2-1b": dataclasses.replace(_t5gemma2("gemma3-1b"), vocab=262_144),
+    "t5gemma2-4b": dataclasses.replace(_t5gemma2("gemma3-4b"), vocab=262_144),
+}
 
 T5GEMMA2 = Family(
     "t5gemma2",
