@@ -40,8 +40,7 @@ from .families._cohere import CohereConfig as CohereConfig
 from .families._deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
 from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config
 from .families._deepseek_v32 import DeepSeekV32Config as DeepSeekV32Config
-from .families._ernie45 import Ernie45Config as Ernie45Config
-from .families._ernie45_moe import Ernie45MoEConfig as Ernie45MoEConfig
+from .families._ernie45 import Ernie45Config as Ernie45Config, Ernie45MoEConfig as Ernie45MoEConfig
 from .families._exaone4 import Exaone4Config as Exaone4Config
 from .families._falcon_h1 import FalconH1Config as FalconH1Config
 from .families._gemma import GemmaConfig as GemmaConfig
@@ -55,12 +54,10 @@ from .families._gpt2 import GPT2Config as GPT2Config
 from .families._gpt_oss import GPTOSSConfig as GPTOSSConfig
 from .families._granite import GraniteConfig as GraniteConfig
 from .families._granite_hybrid import GraniteHybridConfig as GraniteHybridConfig
-from .families._hunyuan import HunyuanConfig as HunyuanConfig
-from .families._hunyuan_moe import HunyuanMoEConfig as HunyuanMoEConfig
+from .families._hunyuan import HunyuanConfig as HunyuanConfig, HunyuanMoEConfig as HunyuanMoEConfig
 from .families._jaxformer import JAXformerConfig as JAXformerConfig
 from .families._kimi_linear import KimiLinearConfig as KimiLinearConfig
-from .families._lfm2 import LFM2Config as LFM2Config
-from .families._lfm2_moe import LFM2MoEConfig as LFM2MoEConfig
+from .families._lfm2 import LFM2Config as LFM2Config, LFM2MoEConfig as LFM2MoEConfig
 from .families._llama import LlamaConfig as LlamaConfig
 from .families._llama4 import Llama4Config as Llama4Config
 from .families._mamba2 import Mamba2Config as Mamba2Config
@@ -72,15 +69,13 @@ from .families._mixtral import MixtralConfig as MixtralConfig
 from .families._modernbert import ModernBERTConfig as ModernBERTConfig
 from .families._muse_glimmer import MuseGlimmerConfig as MuseGlimmerConfig
 from .families._nemotron_h import NemotronHConfig as NemotronHConfig
-from .families._olmo2 import Olmo2Config as Olmo2Config
-from .families._olmo3 import Olmo3Config as Olmo3Config
+from .families._olmo2 import Olmo2Config as Olmo2Config, Olmo3Config as Olmo3Config
 from .families._olmoe import OLMoEConfig as OLMoEConfig
 from .families._phi3 import Phi3Config as Phi3Config
 from .families._qwen2 import Qwen2Config as Qwen2Config
 from .families._qwen2_moe import Qwen2MoEConfig as Qwen2MoEConfig
 from .families._qwen3 import Qwen3Config as Qwen3Config
-from .families._qwen3_5 import Qwen35Config as Qwen35Config
-from .families._qwen3_5_moe import Qwen35MoEConfig as Qwen35MoEConfig
+from .families._qwen3_5 import Qwen35Config as Qwen35Config, Qwen35MoEConfig as Qwen35MoEConfig
 from .families._qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
 from .families._qwen3_next import Qwen3NextConfig as Qwen3NextConfig
 from .families._seed_oss import SeedOSSConfig as SeedOSSConfig

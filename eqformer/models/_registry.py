@@ -17,8 +17,7 @@ from .families._cohere import COHERE
 from .families._deepseek_v2 import DEEPSEEK_V2
 from .families._deepseek_v3 import DEEPSEEK_V3
 from .families._deepseek_v32 import DEEPSEEK_V32
-from .families._ernie45 import ERNIE45
-from .families._ernie45_moe import ERNIE45_MOE
+from .families._ernie45 import ERNIE45, ERNIE45_MOE
 from .families._exaone4 import EXAONE4
 from .families._falcon_h1 import FALCON_H1
 from .families._gemma import GEMMA
@@ -32,12 +31,10 @@ from .families._gpt2 import GPT2
 from .families._gpt_oss import GPT_OSS
 from .families._granite import GRANITE
 from .families._granite_hybrid import GRANITE_HYBRID
-from .families._hunyuan import HUNYUAN
-from .families._hunyuan_moe import HUNYUAN_MOE
+from .families._hunyuan import HUNYUAN, HUNYUAN_MOE
 from .families._jaxformer import JAXFORMER
 from .families._kimi_linear import KIMI_LINEAR
-from .families._lfm2 import LFM2
-from .families._lfm2_moe import LFM2_MOE
+from .families._lfm2 import LFM2, LFM2_MOE
 from .families._llama import LLAMA
 from .families._llama4 import LLAMA4
 from .families._mamba2 import MAMBA2
@@ -49,15 +46,13 @@ from .families._mixtral import MIXTRAL
 from .families._modernbert import MODERNBERT
 from .families._muse_glimmer import MUSE_GLIMMER
 from .families._nemotron_h import NEMOTRON_H
-from .families._olmo2 import OLMO2
-from .families._olmo3 import OLMO3
+from .families._olmo2 import OLMO2, OLMO3
 from .families._olmoe import OLMOE
 from .families._phi3 import PHI3
 from .families._qwen2 import QWEN2
 from .families._qwen2_moe import QWEN2_MOE
 from .families._qwen3 import QWEN3
-from .families._qwen3_5 import QWEN3_5
-from .families._qwen3_5_moe import QWEN3_5_MOE
+from .families._qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from .families._qwen3_moe import QWEN3_MOE
 from .families._qwen3_next import QWEN3_NEXT
 from .families._seed_oss import SEED_OSS

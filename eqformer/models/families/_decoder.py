@@ -8,6 +8,7 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .._family import DecoderConfig
+from .._rotary_attributes import WithRotaryFraction
 from ._pattern import LayerKind, stacks_of, Together
 
 
@@ -41,23 +42,19 @@ class WithMLP(Sizes, Protocol):
 
 
 @runtime_checkable
-class WithRotary(Protocol):
-    """The field of a config with rotary positions."""
+class WithTheta(Protocol):
+    """The field of a config with rotary positions of one base."""
 
     @property
     def theta(self) -> float: ...
 
 
 @runtime_checkable
-class WithPartRotary(WithRotary, Protocol):
+class WithPartRotary(WithRotaryFraction, Protocol):
     """Fields of a config with rotary positions in a part of each head's channels."""
 
     @property
     def head_size(self) -> int: ...
-    @property
-    def rotary_fraction(self) -> float: ...
-    @property
-    def scaling(self) -> nn.RotaryScaling | None: ...
 
 
 class _HeadNorms(TypedDict):
@@ -161,7 +158,7 @@ def causal_mask(window: int | None) -> nn.Mask:
 
 
 def rotary_of(
-    config: WithRotary,
+    config: WithTheta,
     channels: int,
     name: str = "head_dim",
     *,

@@ -1,16 +1,19 @@
-"""OLMo 2 (OLMo team 2024, arXiv:2501.00656): norms of what sublayers give, queries and keys normed over all heads."""
+"""OLMo 2 (arXiv:2501.00656) and 3 (OLMo team 2025): norms after sublayers, and of queries and keys over all heads."""
 
 import dataclasses
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Transformer
+from ...nn import Block, RotaryScaling, Transformer, YarnScaling
 from .._attributes import Activation, Attribute
-from .._config_types import Length, Positive
+from .._config_types import Index, Length, Positive
 from .._family import DecoderConfig, Family
+from .._layer_attributes import all_but_every, Period, Windows
+from .._rotary_attributes import RotaryByType
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, OF_HEADS, POST_NORMS
-from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block
+from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block, rotary_of
+from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ def build_olmo2(config: Olmo2Config, *, key: Key[Array, ""]) -> Transformer:
     return decoder(config, block, key=key)
 
 
-_PRESETS = {
+_OLMO2_PRESETS = {
     "olmo2-byte-500k": Olmo2Config(vocab=256, embed=96, layers=4, heads=6, kv_heads=6, mlp=256, theta=10_000.0),
     "olmo2-1b": Olmo2Config(vocab=100_352, embed=2048, layers=16, heads=16, kv_heads=16, mlp=8192),
     "olmo2-7b": Olmo2Config(vocab=100_352, embed=4096, layers=32, heads=32, kv_heads=32, mlp=11_008),
@@ -42,14 +45,76 @@ _PRESETS = {
     "olmo2-32b": Olmo2Config(vocab=100_352, embed=5120, layers=64, heads=40, kv_heads=8, mlp=27_648),
 }
 
-OLMO2_WEIGHTS = (*EDGES, *ATTENTION, *head_norm_weights(OF_HEADS), *GATED, *POST_NORMS)
+_WEIGHTS = (*EDGES, *ATTENTION, *head_norm_weights(OF_HEADS), *GATED, *POST_NORMS)
 OLMO2 = Family(
     "olmo2",
     Olmo2Config,
     build_olmo2,
-    _PRESETS,
+    _OLMO2_PRESETS,
     "Olmo2ForCausalLM",
     "olmo2",
     (*decoder_attributes(), Attribute("bias", "attention_bias", False), Activation()),
-    OLMO2_WEIGHTS,
+    _WEIGHTS,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Olmo3Config(DecoderConfig):
+    """The config of an OLMo 3."""
+
+    window_layers: tuple[Index, ...]
+    """The numbers of the layers that see a `window`; the others have the `scaling`."""
+    window: Length = 4096
+    """The number of tokens that the layers of `window_layers` see."""
+    theta: Positive = 500_000.0
+    local_theta: Positive = 500_000.0
+    """The base of rotary positions in layers with a window."""
+    local_scaling: RotaryScaling | None = None
+    """The scaling of rotary positions in layers with a window; None: none."""
+    bias: bool = False
+    """Whether the attention's four projections have biases."""
+    max_seq: Length = 65_536
+
+
+def build_olmo3(config: Olmo3Config, *, key: Key[Array, ""]) -> Transformer:
+    """Return an OLMo 3 with random weights."""
+
+    def block(window: int | None, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        if window is None:
+            rotary = rotary_of(config, config.head_size, scaling=config.scaling)
+        else:
+            rotary = rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
+        norms = head_norms(config, all_heads=True)
+        attended = attention(
+            config, window=window, bias=config.bias, output_std=None, rotary=rotary, **norms, key=mixer
+        )
+        return post_norm_block(config, attended, gated_mlp(config, output_std=None, key=feed_forward))
+
+    return decoder(config, block, layer_windows(config), key=key)
+
+
+_YARN = YarnScaling(8.0, 8192, magnitude=1.2079441541679836)
+_OLMO3_PRESETS = {
+    "olmo3-byte-500k": Olmo3Config(
+        256, 96, 4, 6, 6, 256, window_layers=all_but_every(4, 4), window=64, theta=10_000.0, local_theta=10_000.0
+    ),
+    "olmo3-7b": Olmo3Config(100_278, 4096, 32, 32, 32, 11_008, window_layers=all_but_every(4, 32), scaling=_YARN),
+    "olmo3-32b": Olmo3Config(100_278, 5120, 64, 40, 8, 27_648, window_layers=all_but_every(4, 64), scaling=_YARN),
+}
+
+OLMO3 = Family(
+    "olmo3",
+    Olmo3Config,
+    build_olmo3,
+    _OLMO3_PRESETS,
+    "Olmo3ForCausalLM",
+    "olmo3",
+    (
+        *decoder_attributes(RotaryByType(500_000.0, 500_000.0, ("rope_theta", "rope_theta"))),
+        Windows(4096, Period(4, but=True)),
+        Attribute("bias", "attention_bias", False),
+        Activation(),
+    ),
+    _WEIGHTS,
 )
