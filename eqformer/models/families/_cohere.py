@@ -24,7 +24,7 @@ class CohereConfig(DecoderConfig):
     bias: bool = False
     """Whether the attention's four projections have biases."""
     qk_norm: bool = False
-    """Whether each head has a norm of its queries and of its keys, its own scale."""
+    """Whether queries and keys have norms, with a scale for each head."""
     logit_scale: Number = 0.0625
     """A factor of the logits."""
     tied: bool = True

@@ -22,7 +22,7 @@ WIDTH = Count("mlp", "intermediate_size")
 
 @dataclasses.dataclass(frozen=True)
 class KeyHeads(Entry):
-    """The number of key heads; as many as query heads where the attribute is null or, without a `default`, missing."""
+    """The number of key heads; null, or a missing attribute without a `default`, stands for as many as query heads."""
 
     default: int | None = None
 
@@ -113,8 +113,8 @@ def attention_weights(
 ) -> tuple[Rule, ...]:
     """Return the rules for an `Attention` at this path, published as `q_proj`, `k_proj`, `v_proj` and `o_proj`.
 
-    Biases are read if the attention has some. With `gated`, the number of heads, each head's gate is published behind
-    its query.
+    Biases are read if the attention has some. `gated` is the number of heads, or the field with that number, if each
+    head's gate is published after its query; 0: there is no gate.
     """
     rules = []
     for name, published in (("query", "q"), ("key", "k"), ("value", "v"), ("output", output)):

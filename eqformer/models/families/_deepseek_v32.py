@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 (arXiv:2512.02556): DeepSeek-V3 whose queries, beyond some keys, see those that an indexer chooses."""
+"""DeepSeek-V3.2 (arXiv:2512.02556): DeepSeek-V3 with an indexer that chooses the keys which each query sees."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms of what sublayers give, rotation in local layers alone."""
+"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after sublayers, rotary positions in local layers only."""
 
 import dataclasses
 

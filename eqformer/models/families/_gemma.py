@@ -1,4 +1,4 @@
-"""Gemma (Mesnard et al. 2024, arXiv:2403.08295): scaled embeddings, norms counted from one, gated gelu, wide heads."""
+"""Gemma (Mesnard et al. 2024, arXiv:2403.08295): scaled embeddings, norm weights added to 1, gated GELU, wide heads."""
 
 import dataclasses
 

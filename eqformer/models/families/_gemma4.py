@@ -82,8 +82,9 @@ def kinds_of(config: Gemma4Config) -> list[Kind]:
     names = ["global" if window is None else "window" for window in windows]
     if missing := {*names[count:]} - {*names[:count]}:
         raise ValueError(
-            f"Gemma4Config(layers={config.layers}, reading_layers={config.reading_layers}): later layers read keys of "
-            f"{' and '.join(sorted(missing))} ones, and the first {max(count, 0)} have none; let fewer read."
+            f"Gemma4Config(layers={config.layers}, reading_layers={config.reading_layers}): later layers would read "
+            f"keys of {' and '.join(sorted(missing))} layers, and the first {max(count, 0)} layers have none; "
+            "give fewer reading_layers."
         )
     last = {name: layer for layer, name in enumerate(names[:count])} if config.reading_layers else {}
     kinds = [

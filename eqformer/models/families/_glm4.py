@@ -1,4 +1,4 @@
-"""GLM-4-0414 (GLM team 2024, arXiv:2406.12793; 2025): norms before and after, half of each head rotated."""
+"""GLM-4-0414 (GLM team 2024, arXiv:2406.12793; 2025): norms before and after sublayers, half of each head rotated."""
 
 import dataclasses
 

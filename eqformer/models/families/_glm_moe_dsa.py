@@ -1,4 +1,4 @@
-"""GLM-5 (GLM-5 team 2026): DeepSeek-V3.2 with wider heads, some of whose layers see what an earlier one has chosen."""
+"""GLM-5 (GLM-5 team 2026): DeepSeek-V3.2 with wider heads; some layers see the keys that an earlier layer chose."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ class GLMMoEDSAConfig(DeepSeekV32Config):
     v_dim: Size = 256
     index_heads: Size = 32
     reading_layers: tuple[Index, ...] = ()
-    """The numbers of the layers without an indexer, which see what the last one with an indexer has chosen."""
+    """The numbers of the layers without an indexer; they see the keys that the last layer with an indexer chose."""
     groups: Size = 1
     kept_groups: Size = 1
     theta: Positive = 1_000_000.0
@@ -32,7 +32,7 @@ class GLMMoEDSAConfig(DeepSeekV32Config):
 
 
 def build_glm_moe_dsa(config: GLMMoEDSAConfig, *, key: Key[Array, ""]) -> Transformer:
-    """Return a GLM-5 with random weights, whose indexers turn neighbouring channels."""
+    """Return a GLM-5 with random weights; its indexers rotate neighboring channels together."""
     return build_deepseek_v32(config, index_interleaved=True, kinds=_kinds(config), key=key)
 
 

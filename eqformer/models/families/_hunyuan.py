@@ -154,7 +154,7 @@ class _ForEachLayer(Entry):
     """Attributes that are stated once or layer by layer: the number of a token's experts, and others."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `top_ks`; refuse other shared experts than one as wide as the experts."""
+        """Return `top_ks`; refuse anything but one shared expert, as wide as the other experts."""
         layers, width = layers_of(published), published.read("intermediate_size", Size)
         for name, only in (("num_shared_expert", 1), ("moe_intermediate_size", width)):
             stated = published.read(name, Size | list[Size], only)

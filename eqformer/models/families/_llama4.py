@@ -1,4 +1,4 @@
-"""Llama 4 (Meta 2025), text: chunks with rotary positions, whole rows without, sigmoids that weigh experts' inputs."""
+"""Llama 4 (Meta 2025), text: chunked attention with rotary positions, full attention without, weighed expert inputs."""
 
 import dataclasses
 
@@ -77,8 +77,8 @@ class Llama4Config(DecoderConfig):
     def __post_init__(self):
         if self.qk_norm and isinstance(self.scaling, nn.YarnScaling | nn.LongRopeScaling):
             raise ValueError(
-                f"Llama4Config(qk_norm=True, scaling={self.scaling}): norms after a rotation are known of no scaling "
-                "that changes lengths."
+                f"Llama4Config(qk_norm=True, scaling={self.scaling}): queries and keys are normed after their "
+                "rotation, and this scaling changes their lengths; give qk_norm=False or another scaling."
             )
 
     @property

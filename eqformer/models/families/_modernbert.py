@@ -1,4 +1,4 @@
-"""ModernBERT (Warner et al. 2024, arXiv:2412.13663): an encoder with local and global attention, of masked tokens."""
+"""ModernBERT (Warner et al. 2024, arXiv:2412.13663): an encoder for masked tokens, with local and global attention."""
 
 import dataclasses
 

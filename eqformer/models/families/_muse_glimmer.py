@@ -1,4 +1,4 @@
-"""Muse Glimmer (Meta 2026), text: gated attention in windows with rotary positions, each fourth layer without both."""
+"""Muse Glimmer (Meta 2026), text: gated attention with windows and rotary positions, each fourth layer with neither."""
 
 import dataclasses
 

@@ -25,7 +25,7 @@ class LayerKinds(Entry):
     """The kind of each layer, as a list of names or, in most published configurations, as a pattern of letters."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `pattern` and `layers`; refuse names that are none, and another number of layers."""
+        """Return `pattern` and `layers`; refuse unknown names."""
         names, pattern = published.listed("layers_block_type", str), published.text("hybrid_override_pattern", "ME*-")
         if names is not None:
             if unknown := [name for name in names if name not in KINDS]:
@@ -46,14 +46,14 @@ class LeastStep(Entry):
     """
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `step_limits`; refuse limits that transformers and NVIDIA's own code read unlike."""
+        """Return `step_limits`; refuse limits that transformers and NVIDIA's own code read differently."""
         limits = StepLimits().read(published)["step_limits"]
         if limits != (0.0, math.inf):
             published.refuse(f"time_step_limit={limits}: transformers does not read it; say time_step_min alone.")
         return {"step_limits": (published.read("time_step_min", NotNegative, 0.001), math.inf)}
 
     def write(self, config: "NemotronHConfig") -> Attributes:
-        """Return the attribute; raises a `ValueError` for a greatest step, which no configuration says."""
+        """Return the attribute; raises a `ValueError` for a greatest step, which no configuration can state."""
         least, most = config.step_limits
         if most != math.inf:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Qwen2-MoE (Qwen team 2024, arXiv:2407.10671, section 2.2): small experts beside one shared and gated."""
+"""Qwen2-MoE (Qwen team 2024, arXiv:2407.10671, section 2.2): small experts beside a shared expert with a gate."""
 
 import dataclasses
 

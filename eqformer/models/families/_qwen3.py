@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al. 2025, arXiv:2505.09388): a Llama whose queries and keys are normalised, head by head."""
+"""Qwen3 (Yang et al. 2025, arXiv:2505.09388): a Llama with norms of each head's queries and keys."""
 
 import dataclasses
 

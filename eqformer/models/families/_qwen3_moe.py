@@ -1,4 +1,4 @@
-"""Qwen3-MoE (Qwen team 2025, arXiv:2505.09388): each head's queries and keys normed, mixtures in chosen layers."""
+"""Qwen3-MoE (Qwen team 2025, arXiv:2505.09388): norms of each head's queries and keys, mixtures in chosen layers."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""SmolLM3 (Bakouch et al. 2025): a Llama of which each fourth layer has no rotary positions (arXiv:2501.18795)."""
+"""SmolLM3 (Bakouch et al. 2025): a Llama without rotary positions in each fourth layer (arXiv:2501.18795)."""
 
 import dataclasses
 

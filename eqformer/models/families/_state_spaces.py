@@ -101,7 +101,8 @@ _INFINITE = {"__float__": "Infinity"}
 class ValueChannels(Entry):
     """Channels of a value head, which transformers counts twice: by heads, and by the width's multiple `expand`.
 
-    With `inner`, an attribute may say of all heads' channels how many there are; `expand` counts where it is null.
+    `inner` is an attribute with the channels of all heads together, and its default; where that attribute is null,
+    `expand` is read instead.
     """
 
     heads: str
@@ -133,7 +134,7 @@ class ValueChannels(Entry):
         return {self.channels: config.net_v_dim, self.expand: expand}
 
 
-# The attributes of Falcon-H1's configurations and, without the channels of all heads, of Bamba's and its successors'.
+# Falcon-H1's attributes. Bamba and its successors have the same ones without `mamba_d_ssm`, the channels of all heads.
 _VALUES = ("mamba_n_heads", "mamba_d_head", "mamba_expand", "auto")
 STATED_MAMBA_ATTRIBUTES: tuple[Entry, ...] = (
     Count("net_heads", "mamba_n_heads", 128),
@@ -149,7 +150,7 @@ MAMBA_ATTRIBUTES = (*STATED_MAMBA_ATTRIBUTES[:-1], ValueChannels(*_VALUES))
 
 
 def mamba_weights(prefix: str, path: str = "mixer.layer.") -> tuple[Rule, ...]:
-    """Return the rules for a `Mamba2Mixer`; its input maps are published as one array, and so are its convolutions."""
+    """Return the rules for a `Mamba2Mixer`: its input maps are published as one array, its convolutions as another."""
     parts = ("gate", "value", "key", "query", "step")
     convolutions = tuple(f"{part}_conv" for part in parts[1:4])
     rules = (
