@@ -1,1 +1,1 @@
-"""One file a family: its config, its constructor calls, its published names, its presets."""
+"""Published families, each in one file: config class, builder, presets, tables of attributes and of weights."""
