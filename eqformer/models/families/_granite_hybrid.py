@@ -78,7 +78,7 @@ def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) ->
 
 
 def _granite4(
-    embed: int, heads: int, head_dim: int, kv_heads: int, mlp: int, shared_mlp: int, logit_divisor: float
+    embed: int, heads: int, head_dim: int, kv_heads: int, mlp: int, *, shared_mlp: int, logit_divisor: float
 ) -> GraniteHybridConfig:
     return GraniteHybridConfig(
         *(100_352, embed, 40, heads, kv_heads, mlp),
@@ -93,7 +93,7 @@ def _granite4(
 
 
 _BYTE = dataclasses.replace(
-    _granite4(64, 4, 16, 2, 32, 96, 8.0),
+    _granite4(64, 4, 16, 2, 32, shared_mlp=96, logit_divisor=8.0),
     vocab=256,
     layers=4,
     attention_layers=(2,),
@@ -105,14 +105,18 @@ _PRESETS = {
     "granite-4.0-h-byte-500k": dataclasses.replace(_BYTE, experts=12, top_k=4),
     "granite-4.0-byte-500k": _BYTE,
     "granite-4.0-micro": dataclasses.replace(
-        _granite4(2560, 40, 64, 8, 8192, 8192, 10.0),
+        _granite4(2560, 40, 64, 8, 8192, shared_mlp=8192, logit_divisor=10.0),
         attention_layers=every(1, 40),
         rotary=True,
         theta=10_000_000.0,
     ),
-    "granite-4.0-h-micro": _granite4(2048, 32, 64, 8, 8192, 8192, 8.0),
-    "granite-4.0-h-tiny": dataclasses.replace(_granite4(1536, 12, 128, 4, 512, 1024, 6.0), experts=64, top_k=6),
-    "granite-4.0-h-small": dataclasses.replace(_granite4(4096, 32, 128, 8, 768, 1536, 16.0), experts=72, top_k=10),
+    "granite-4.0-h-micro": _granite4(2048, 32, 64, 8, 8192, shared_mlp=8192, logit_divisor=8.0),
+    "granite-4.0-h-tiny": dataclasses.replace(
+        _granite4(1536, 12, 128, 4, 512, shared_mlp=1024, logit_divisor=6.0), experts=64, top_k=6
+    ),
+    "granite-4.0-h-small": dataclasses.replace(
+        _granite4(4096, 32, 128, 8, 768, shared_mlp=1536, logit_divisor=16.0), experts=72, top_k=10
+    ),
 }
 
 
