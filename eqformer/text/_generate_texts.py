@@ -1,6 +1,6 @@
 """Generation of texts after prompts: whole, with log-probabilities, or streamed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import jax
@@ -46,16 +46,29 @@ def generate_texts(
         return [_stream(llm, prompts, settings)]
     if settings.stop and not log_probs and len(prompts.rows) == 1:  # Drawing ends at the stop string.
         return ["".join(_stream(llm, prompts, settings))]
-    result = generation.generate(
-        llm.model, prompts.rows, log_probabilities=log_probs, **_generation_options(llm, prompts, settings)
-    )
-    completions = []
-    for number, ids in enumerate(result.new_ids()):
-        start = int(result.prompt_lengths[number])
-        table = result.log_probabilities
-        scores = () if table is None else table[number, start : start + len(ids)].tolist()
-        completions.append(complete(ids, scores, _assembler(llm, prompts, number, settings)))
+    size = settings.batch_size or len(prompts.rows)
+    starts = range(0, len(prompts.rows), size)
+    completions = [text for start in starts for text in _complete_rows(llm, prompts, start, size, settings, log_probs)]
     return completions if log_probs else [completion.text for completion in completions]
+
+
+def _complete_rows(
+    llm: "LLM", prompts: Prompts, start: int, size: int, settings: Settings, log_probs: bool
+) -> Iterator[Completion]:
+    """Draw the texts of `size` prompts from number `start` on, together."""
+    numbers = range(len(prompts.rows))[start : start + size]
+    result = generation.generate(
+        llm.model,
+        [prompts.rows[number] for number in numbers],
+        examples=list(numbers),  # The draws of a row depend on its number, and not on the batch.
+        log_probabilities=log_probs,
+        **_generation_options(llm, prompts, settings),
+    )
+    table = result.log_probabilities
+    for row, (number, ids) in enumerate(zip(numbers, result.new_ids())):
+        first = int(result.prompt_lengths[row])
+        scores = () if table is None else table[row, first : first + len(ids)].tolist()
+        yield complete(ids, scores, _assembler(llm, prompts, number, settings))
 
 
 def _stream(llm: "LLM", prompts: Prompts, settings: Settings) -> StreamedText:

@@ -132,14 +132,19 @@ class LLM:
         return results[0] if is_single else results
 
     @overload
-    def log_likelihood(self, context: str, continuation: str) -> float: ...
+    def log_likelihood(self, context: str, continuation: str, *, batch_size: int | None = None) -> float: ...
     @overload
-    def log_likelihood(self, context: str | Texts, continuation: Texts) -> list[float]: ...
-    def log_likelihood(self, context: str | Texts, continuation: str | Texts) -> float | list[float]:
+    def log_likelihood(
+        self, context: str | Texts, continuation: Texts, *, batch_size: int | None = None
+    ) -> list[float]: ...
+    def log_likelihood(
+        self, context: str | Texts, continuation: str | Texts, *, batch_size: int | None = None
+    ) -> float | list[float]:
         """Return the log-probability of a continuation after a context, in nats; for lists, that of each pair.
 
         One context may have a list of continuations. Context and continuation are encoded together, and a token that
-        has characters of both counts to the continuation. Raises a `ValueError` if one of them has no token.
+        has characters of both counts to the continuation. Of a list, `batch_size` pairs are read at a time, by default
+        all. Raises a `ValueError` if a context or a continuation has no token.
         """
         continuations = [continuation] if isinstance(continuation, str) else list(continuation)
         contexts = [context] * len(continuations) if isinstance(context, str) else list(context)
@@ -149,7 +154,9 @@ class LLM:
                 "continuations make no pairs; give as many of both, or one context for all."
             )
         pairs = [self._encode_pair(*pair) for pair in zip(contexts, continuations)]
-        scores = generation.log_probabilities(self.model, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        size = max(1, batch_size or len(pairs))
+        batches = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+        scores = [score for batch in batches for score in generation.log_probabilities(self.model, *zip(*batch))]
         sums = [float(np.sum(score, dtype=np.float64)) for score in scores]
         return sums[0] if isinstance(continuation, str) else sums
 

@@ -31,6 +31,8 @@ class GenerateOptions(TypedDict, total=False):
     """Above 1: make tokens that are already in the text less likely."""
     seed: int
     """Seed of the draws, 0 by default: the same seed gives the same text."""
+    batch_size: int | None
+    """Texts of a list that are drawn together; None, the default, draws all. The texts do not depend on it."""
     cache_dtype: str | None
     """Dtype of keys and values in the cache: None computes in theirs, `"int8"` and `"fp8"` take less memory."""
     draft: "LLM | generation.Model | str | None"
@@ -58,9 +60,14 @@ class Settings:
     min_p: float | int | None = None
     repetition_penalty: float | int | None = None
     seed: int = 0
+    batch_size: int | None = None
     cache_dtype: str | None = None
     draft: "LLM | generation.Model | str | None" = None
     draft_tokens: int = 4
+
+    def __post_init__(self):
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"generate(batch_size={self.batch_size}): at least 1 text must be drawn at a time.")
 
     @property
     def transforms(self) -> generation.Chain:

@@ -49,7 +49,12 @@ def test_texts_are_those_that_ids_give(llm):
 def test_lists_are_as_single_texts_and_pieces_as_whole_texts(llm):
     together = llm.generate(PROMPTS, max_new_tokens=20)
     assert [llm.generate(prompt, max_new_tokens=20) for prompt in PROMPTS] == together
-    assert len(set(together)) == 3 and llm.generate([]) == []
+    assert len(set(together)) == 3 and llm.generate([]) == [] == llm.log_likelihood([], [])
+    drawn = llm.generate(PROMPTS, max_new_tokens=20, temperature=2.0)
+    assert llm.generate(PROMPTS, max_new_tokens=20, temperature=2.0, batch_size=2) == drawn
+    assert llm.generate(PROMPTS[2], max_new_tokens=20, temperature=2.0) != drawn[2]  # the control: another number
+    scores = llm.log_likelihood(PROMPTS, ["a", "b", "c"])
+    np.testing.assert_allclose(llm.log_likelihood(PROMPTS, ["a", "b", "c"], batch_size=2), scores, rtol=1e-6)
     for prompt, text in zip(PROMPTS, together):
         stream = llm.generate(prompt, max_new_tokens=20, stream=True)
         assert "".join(stream) == text and len(stream.ids) == 20 and stream.draft is None
@@ -147,6 +152,7 @@ def test_chats_are_answered_in_the_template(llm):
         (lambda llm: inspect.unwrap(LLM.generate)(llm, [USER]), "a prompt is a text, but one is a dict"),
         (lambda llm: llm.generate(["a", ""]), r"generate\(prompts\): prompt 1 is empty"),
         (lambda llm: llm.generate("a", max_new_tokens=0), "max_new_tokens must be at least 1"),
+        (lambda llm: llm.generate("a", batch_size=0), r"generate\(batch_size=0\): at least 1 text"),
         (lambda llm: llm.chat([USER]), r"chat\(messages\): the model was published without a chat template"),
         (lambda llm: inspect.unwrap(LLM.chat)(with_template(llm), "Hi"), "messages are a list of dicts"),
         (lambda llm: llm.log_likelihood("", "a"), "the context '' has no token"),
