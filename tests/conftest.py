@@ -14,8 +14,12 @@ from pathlib import Path
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))  # importable, as it is for a script that runs
+# Bytecode is kept, also where the environment says not to: each process would compile the package, with its checks, and
+# the tests for seconds.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-from haste import FLAGS, share_contexts
+from haste import check_quickly, FLAGS, share_contexts
 
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -32,6 +36,7 @@ import pytest
 
 
 share_contexts()
+check_quickly()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 gc.disable()
 TESTS = itertools.count(1)

@@ -1,13 +1,16 @@
-"""How the tests compile: with no care for speed, since each program runs a few times, on any XLA that is installed."""
+"""How the tests compile and check shapes: programs, which run a few times each, are compiled with no care for speed."""
 
 import importlib.util
+import inspect
 import threading
+import types
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from beartype import beartype
+from beartype import beartype, BeartypeConf
 
 
 # By its path, since eqformer is imported later, with its shapes checked.
@@ -44,6 +47,79 @@ def share_contexts(programs: int = 64) -> None:
     mlir.make_ir_context = context
 
 
+class QuickArguments(inspect.BoundArguments):
+    """Arguments of a call with the defaults of those left out already among them."""
+
+    def apply_defaults(self) -> None:
+        """Do nothing: the defaults are there."""
+
+
+class QuickSignature(inspect.Signature):
+    """A signature whose arguments Python itself binds, by a generated function: a tenth of the time of `inspect`'s."""
+
+    def bind(self, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+        """Return the arguments of a call by name; `inspect` tells what is wrong with those that do not fit."""
+        if "binder" not in vars(self):
+            self.binder = make_binder(self)
+        try:
+            return QuickArguments(self, self.binder(*args, **kwargs))
+        except TypeError:
+            return super().bind(*args, **kwargs)
+
+
+def make_binder(signature: inspect.Signature) -> Callable[..., Any]:
+    """Return a function of a signature's parameters that returns a dictionary of them."""
+    parameters = list(signature.parameters.values())
+    # The defaults stand as None in the source, and are set afterwards.
+    bare = [p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None) for p in parameters]
+    names = ", ".join(f"{p.name!r}: {p.name}" for p in parameters)
+    binder = eval(f"lambda {str(inspect.Signature(bare))[1:-1]}: {{{names}}}")
+    given = [p for p in parameters if p.default is not p.empty]
+    binder.__defaults__ = tuple(p.default for p in given if p.kind is not p.KEYWORD_ONLY)
+    binder.__kwdefaults__ = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
+    return binder
+
+
+def may_have_shapes(annotation: Any) -> bool:
+    """Return whether a type, or a part of it, is an array's with dims or a tree's; any that is a string may be one."""
+    if isinstance(annotation, list | tuple):  # the arguments of a callable
+        return any(map(may_have_shapes, annotation))
+    module = getattr(type(annotation), "__module__", "")
+    if isinstance(annotation, str | typing.ForwardRef) or module.startswith("jaxtyping"):
+        return True
+    return typing.get_origin(annotation) is not typing.Literal and any(
+        map(may_have_shapes, typing.get_args(annotation))
+    )
+
+
+def check_quickly() -> None:
+    """Have jaxtyping bind arguments by a `QuickSignature`, and leave functions without shapes to beartype alone.
+
+    Of such a function jaxtyping would check what beartype does, in a scope of dims that nothing reads, and in many
+    times the time. One inside of another function stays with `checked`, which writes its check once, and one that takes
+    and gives anything needs no check.
+    """
+    import jaxtyping
+    from jaxtyping import _decorator
+
+    quick, jaxtyped = types.ModuleType("inspect"), _decorator.jaxtyped
+    check_types = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
+    vars(quick).update(vars(inspect), signature=QuickSignature.from_callable)
+    vars(_decorator)["inspect"] = quick
+
+    def choose(*functions: Any, **options: Any) -> Any:
+        if functions and inspect.isfunction(functions[0]) and options.get("typechecker") is not None:
+            (function,) = functions
+            annotations = [*function.__annotations__.values()]
+            if all(annotation is Any for annotation in annotations):
+                return function
+            if "<locals>" not in function.__qualname__ and not may_have_shapes(annotations):
+                return check_types(function)
+        return jaxtyped(*functions, **options)
+
+    _decorator.jaxtyped = jaxtyping.jaxtyped = choose
+
+
 CHECKED: dict[tuple, Callable] = {}
 
 
@@ -51,8 +127,13 @@ def checked(function: Callable) -> Callable:
     """beartype's check, written once for a function inside of another, which is made again at every call of that.
 
     What jaxtyping has checked is a function of its own with the same signature, which does nothing but give back an
-    argument: two of one place and of the same annotations are the same, unless they have defaults.
+    argument: two of one place and of the same annotations are the same, unless they have defaults. jaxtyping has one
+    function that checks the arguments before a call, and another that checks them again beside the returned value:
+    the second checks the returned value alone.
     """
+    returned = function.__annotations__.get("return", Any)
+    if returned is not Any:
+        function.__annotations__ = {"return": returned}
     if "<locals>" not in function.__qualname__ or function.__defaults__ or function.__kwdefaults__:
         return beartype(function)
     names = function.__code__.co_varnames
