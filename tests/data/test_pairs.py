@@ -4,9 +4,9 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import put
 
 from eqformer import models, nn
 from eqformer.data import batch_pairs
@@ -26,15 +26,18 @@ def test_rows_begin_with_the_start_and_padding_counts_for_nothing():
 
 def test_the_loss_is_of_each_pair_alone():
     """The mean over target tokens, of logits of each pair in a call of its own without padding."""
-    model = eqx.filter_jit(lambda: models.build("t5-byte-200k", key=jax.random.key(0)))()
-    model = jax.tree.map(lambda x: 3 * x if eqx.is_inexact_array(x) else x, model)
-    total, count = next_token_loss(model, batch_pairs(SOURCES, TARGETS, start=0, seq=5, source_seq=6))
+    triple = lambda x: 3 * x if eqx.is_inexact_array(x) else x
+    model = eqx.filter_jit(lambda: jax.tree.map(triple, models.build("t5-byte-200k", key=jax.random.key(0))))()
+    batch = batch_pairs(SOURCES, TARGETS, start=0, seq=5, source_seq=6)
+    total, count = eqx.filter_jit(next_token_loss)(model, batch)
+
+    @eqx.filter_jit
+    def log_chances(model, ids, source):
+        read = nn.Source(source, nn.positions_like(source.shape))
+        return jax.nn.log_softmax(model(ids, nn.with_source(nn.positions_like(ids.shape), read))[0][0])
 
     def nats(source, target):
-        ids = jnp.asarray([[0, *target[:-1]]])
-        read = nn.Source(jnp.asarray([source]), nn.positions_like((1, len(source))))
-        tokens = nn.with_source(nn.positions_like(ids.shape), read)
-        chances = np.asarray(jax.nn.log_softmax(eqx.filter_jit(model)(ids, tokens)[0][0]))
+        chances = np.asarray(log_chances(model, put([[0, *target[:-1]]], np.int32), put([source], np.int32)))
         return -sum(float(chances[place, wanted]) for place, wanted in enumerate(target))
 
     each = [*map(nats, SOURCES, TARGETS)]

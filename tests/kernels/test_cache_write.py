@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import put
 
 from eqformer import nn
 from eqformer.kernels import _cache_write, CacheWriteCall, LayerFill, ScatterWrite, TileWrite, traced_for
@@ -27,11 +28,11 @@ def call_of(name: str, dtype: Any) -> CacheWriteCall:
     """Slots of which some are one tile's and one is dropped."""
     layers, heads, width, seq = CASES[name]
     rng = np.random.default_rng(0)
-    numbers = lambda *shape: jnp.asarray(rng.integers(-127, 128, size=shape), jnp.int32).astype(dtype)
+    numbers = lambda *shape: put(rng.integers(-127, 128, size=shape), jnp.dtype(dtype))
     memory = numbers(*(() if layers is None else (layers,)), ROWS, *heads, SLOTS, width)
-    slots = jnp.asarray([[5, 6, 7], [SLOTS, 0, 1], [127, SLOTS, 31], [64, 63, 32]], jnp.int32)[:, :seq]
-    layer = None if layers is None else jnp.asarray(1, jnp.int32)
-    return CacheWriteCall(memory, slots, numbers(ROWS, *heads, seq, width), layer, 1 + len(heads))
+    slots = np.asarray([[5, 6, 7], [SLOTS, 0, 1], [127, SLOTS, 31], [64, 63, 32]], np.int32)[:, :seq]
+    layer = None if layers is None else put(1, np.int32)
+    return CacheWriteCall(memory, put(slots), numbers(ROWS, *heads, seq, width), layer, 1 + len(heads))
 
 
 @pytest.mark.parametrize(
@@ -42,11 +43,11 @@ def call_of(name: str, dtype: Any) -> CacheWriteCall:
 def test_it_is_the_scatter_to_the_bit(name, dtype, monkeypatch):
     call = call_of(name, dtype)
     monkeypatch.setattr(_cache_write, "_TILE_BYTES", 2 * call.memory[..., :32, :].nbytes // ROWS)  # several programs
-    wide = lambda x: np.asarray(x, np.float32)
-    wanted = wide(ScatterWrite().run(call))
-    assert np.array_equal(wide(TileWrite(interpret=True).run(call)), wanted)
-    assert np.array_equal(wide(jax.jit(LayerFill().run)(call)), wanted)
-    assert not np.array_equal(wide(ScatterWrite().run(dataclasses.replace(call, slots=call.slots + 1))), wanted)
+    wide = lambda x: np.asarray(x).astype(np.float32)
+    scatter, kernel, fill = (jax.jit(way.run) for way in (ScatterWrite(), TileWrite(interpret=True), LayerFill()))
+    wanted = wide(scatter(call))
+    assert np.array_equal(wide(kernel(call)), wanted) and np.array_equal(wide(fill(call)), wanted)
+    assert not np.array_equal(wide(scatter(dataclasses.replace(call, slots=call.slots + 1))), wanted)
 
 
 def test_tpus_write_few_tokens_by_it():

@@ -1,11 +1,14 @@
 """The kernels by which newest tokens read a cache: their numbers as plain JAX, their gradients and their programs."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import put
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
 from eqformer import kernels, nn
@@ -52,31 +55,36 @@ def held() -> nn.Tokens:
     positions[2, :7] = -1
     positions[3] = np.where(slots <= LENGTHS[3] - SLOTS, slots + SLOTS, slots)
     segments = np.where((np.arange(len(LENGTHS)) == 2)[:, None] & (slots < 60), 0, 1)
-    return nn.Tokens(jnp.asarray(positions, jnp.int32), jnp.asarray(segments, jnp.int32))
+    return nn.Tokens(put(positions, np.int32), put(segments, np.int32))
 
 
 def given_of(case: Case) -> dict[str, Any]:
     """The arguments of a call."""
     rng = np.random.default_rng(0)
     rows = len(LENGTHS)
-    wide = lambda *shape: jnp.asarray(rng.normal(size=shape).astype(np.float32))
+    wide = lambda *shape, dtype=np.float32: put(rng.normal(size=shape).astype(np.float32), dtype)
     keys, values = (rows, SLOTS, case.kv_heads, 24), (rows, SLOTS, case.kv_heads, case.v_dim)
-    given: dict[str, Any] = {"query": wide(rows, 1, case.heads, 24).astype(case.dtype)}
+    given: dict[str, Any] = {"query": wide(rows, 1, case.heads, 24, dtype=case.dtype)}
     if case.is_scaled:
-        codes = lambda shape: jnp.asarray(rng.integers(-127, 128, size=shape), jnp.int8)
+        codes = lambda shape: put(rng.integers(-127, 128, size=shape), np.int8)
         given |= {"key": codes(keys), "value": codes(values)}
-        scales = lambda: jnp.asarray(rng.uniform(0.01, 0.02, size=keys[:3]).astype(np.float32))
+        scales = lambda: put(rng.uniform(0.01, 0.02, size=keys[:3]), np.float32)
         given |= {"key_scales": scales(), "value_scales": scales()}
     else:
-        given |= {"key": wide(*keys).astype(case.dtype), "value": wide(*values).astype(case.dtype)}
-    last = jnp.asarray(LENGTHS, jnp.int32)[:, None]
-    given |= {"tokens": nn.Tokens(last, jnp.ones_like(last)), "mask": case.mask, "scale": 0.3, "softcap": case.softcap}
+        given |= {"key": wide(*keys, dtype=case.dtype), "value": wide(*values, dtype=case.dtype)}
+    last = np.asarray(LENGTHS, np.int32)[:, None]
+    given |= {
+        "tokens": nn.Tokens(put(last), put(np.ones_like(last))),
+        "mask": case.mask,
+        "scale": 0.3,
+        "softcap": case.softcap,
+    }
     given["kv_tokens"] = held()
     given |= {"sinks": wide(case.heads) if case.has_sinks else None}
     if case.rope_dim:
         given |= {"value": None, "value_scales": None}
-        keys, asked = (*keys[:3], case.rope_dim), wide(rows, 1, case.heads, case.rope_dim).astype(case.dtype)
-        its = (codes(keys), scales()) if case.is_scaled else (wide(*keys).astype(case.dtype), None)
+        keys, asked = (*keys[:3], case.rope_dim), wide(rows, 1, case.heads, case.rope_dim, dtype=case.dtype)
+        its = (codes(keys), scales()) if case.is_scaled else (wide(*keys, dtype=case.dtype), None)
         given["rotated"] = RotatedChannels(asked, *its)
     return given
 
@@ -94,18 +102,34 @@ def by_kernel(**given) -> jax.Array:
     return kernel(interpret=True).run(decode_call(**given))
 
 
+def compiled(attend: Callable[..., jax.Array], given: dict[str, Any]) -> np.ndarray:
+    """The result of a call in one program, traced anew."""
+    return np.asarray(eqx.filter_jit(lambda given: attend(**given).astype(jnp.float32))(given))
+
+
+def without_some(seen: nn.Tokens) -> nn.Tokens:
+    """The slots' tokens, of which the first row's last are none."""
+    positions = np.array(seen.positions)
+    positions[0, 130:] = -1
+    return nn.Tokens(put(positions), seen.segments)
+
+
 def held_by(given: dict[str, Any]) -> StoredArrays:
     """The arrays of a call as those of the second layer of three, of which the others hold what would be seen."""
 
-    def stacked(x: jax.Array) -> jax.Array:
-        other = jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 127)
-        return jnp.stack([other, x, other]).swapaxes(-3, -2)
+    def stacked(x: Any) -> jax.Array:
+        other = np.full_like(x, np.nan if jnp.issubdtype(x.dtype, jnp.floating) else 127)
+        return put(np.stack([other, x, other]).swapaxes(-3, -2))
 
     rotated = stacked(given["rotated"].key) if "rotated" in given else None
     value = None if given["value"] is None else stacked(given["value"])
-    scales = lambda name: None if value is None or name not in given else stacked(given[name][..., None])[..., 0]
+    scales = lambda name: (
+        None
+        if value is None or name not in given
+        else put(np.asarray(stacked(np.asarray(given[name])[..., None]))[..., 0])
+    )
     factors = {name: scales(name) for name in ("key_scales", "value_scales")}
-    return StoredArrays(jnp.asarray(1, jnp.int32), stacked(given["key"]), value, rotated, **factors)
+    return StoredArrays(put(1, np.int32), stacked(given["key"]), value, rotated, **factors)
 
 
 def wanted(given: dict[str, Any]) -> np.ndarray:
@@ -136,10 +160,9 @@ def test_the_kernel_is_the_reference_in_chunks(name, monkeypatch):
     monkeypatch.setattr(gpu, "_BLOCK_NUMBERS", 512)
     monkeypatch.setattr(gpu, "_QUERY_NUMBERS", 512)  # 16 heads of 32 channels a program
     given = given_of(CASES[name])
-    found, right = np.asarray(by_kernel(**given), np.float32), wanted(given)
+    found, right = compiled(by_kernel, given), wanted(given)
     assert np.abs(found - right).max() < 0.01 * np.abs(right).max()
-    seen = given["kv_tokens"]
-    without = given | {"kv_tokens": nn.Tokens(seen.positions.at[0, 130:].set(-1), seen.segments)}
+    without = given | {"kv_tokens": without_some(given["kv_tokens"])}
     assert np.abs(found - wanted(without)).max() > 0.02 * np.abs(right).max()  # the comparison sees slots
 
 
@@ -157,10 +180,9 @@ def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, tile, monkey
     monkeypatch.setattr(tpu, "_BLOCK_NUMBERS", tile)
     monkeypatch.setattr(tpu, "_SUBLANES", 2)  # heads' scales are read where they lie, if a block has all slots
     given = given_of(CASES[name])
-    found, right = np.asarray(by_kernel(**given, held=held_by(given)), np.float32), wanted(given)
+    found, right = compiled(by_kernel, given | {"held": held_by(given)}), wanted(given)
     assert np.abs(found - right).max() < 0.01 * np.abs(right).max()
-    seen = given["kv_tokens"]
-    without = given | {"kv_tokens": nn.Tokens(seen.positions.at[0, 130:].set(-1), seen.segments)}
+    without = given | {"kv_tokens": without_some(given["kv_tokens"])}
     assert np.abs(found - wanted(without)).max() > 0.02 * np.abs(right).max()  # the comparison sees slots
 
 
@@ -210,7 +232,7 @@ def test_tpus_give_zeros_where_a_token_sees_nothing():
     given = given_of(Case(kv_heads=1, rope_dim=16))
     held, seen = held_by(given), given["kv_tokens"]
     given["kv_tokens"] = nn.Tokens(seen.positions.at[1].set(-1), seen.segments)
-    found = np.asarray(by_kernel(**given, held=held), np.float32)
+    found = compiled(by_kernel, given | {"held": held})
     assert not found[1].any() and found[0].any() and np.isfinite(found).all()
 
 
@@ -233,7 +255,8 @@ def test_gpus_run_it_over_devices_with_types_checked_and_gradients_are_the_refer
     def text(platform: str, arrays: dict[str, Any] = arrays) -> str:
         return run.trace(jax.eval_shape(lambda: arrays)).lower(lowering_platforms=(platform,)).as_text()
 
-    slope = lambda arrays: jax.grad(lambda arrays: jnp.sum(attend(arrays).astype(jnp.float32) ** 2))(arrays)["key"]
+    total = lambda arrays: jnp.sum(attend(arrays).astype(jnp.float32) ** 2)
+    slope = lambda arrays: jax.jit(lambda arrays: jax.grad(total)(arrays)["key"])(arrays)
     monkeypatch.setattr(_op, "compilers", lambda: ())
     plain, plain_slope = text("cuda"), slope(arrays)
     monkeypatch.setattr(_op, "compilers", lambda: ("cuda",))
@@ -290,8 +313,9 @@ def test_tpus_run_it_over_devices(case, specs, monkeypatch):
 def test_scores_may_have_a_bias_where_a_cache_is_of_8_bits(monkeypatch):
     monkeypatch.setattr(_op, "compilers", lambda: ("cuda",))
     given = given_of(Case(is_scaled=True))
-    bias = jnp.where(jnp.arange(SLOTS) == 5, 50.0, 0.0)[None, None].repeat(6, 0)  # all read slot 5
-    found = np.asarray(attend_cached(**given, bias=bias), np.float32)[0, 0]
-    slot = np.asarray(given["value"][0, 5].astype(jnp.float32) * given["value_scales"][0, 5, :, None]).repeat(3, 0)
+    bias = put(np.where(np.arange(SLOTS) == 5, 50.0, 0.0)[None, None].repeat(6, 0), np.float32)  # all read slot 5
+    found = compiled(attend_cached, given | {"bias": bias})[0, 0]
+    value, scales = np.asarray(given["value"]), np.asarray(given["value_scales"])
+    slot = (value[0, 5].astype(np.float32) * scales[0, 5, :, None]).repeat(3, 0)
     assert np.abs(found - slot).max() < 0.01 * np.abs(slot).max()
-    assert np.abs(np.asarray(attend_cached(**given), np.float32)[0, 0] - slot).max() > 0.1 * np.abs(slot).max()
+    assert np.abs(compiled(attend_cached, given)[0, 0] - slot).max() > 0.1 * np.abs(slot).max()

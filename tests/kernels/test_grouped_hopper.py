@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from compilers import devices_for
 from grouped_cases import linears, wanted
-from haste import keep_known
+from haste import keep_known, put
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from nn_reference import close, normal
 
@@ -73,7 +73,8 @@ def test_tiles_have_each_row_once_and_few_beside(name):
     """What is computed, of what the rows need: tiles times their rows."""
     rows, sizes, most = LOADS[name]
     height = choose_tile(rows, len(sizes), 1024).rows
-    tiles = jax.tree.map(np.asarray, make_row_tiles(jnp.array(sizes), max(rows, height), height))
+    make = jax.jit(lambda sizes: make_row_tiles(sizes, max(rows, height), height))
+    tiles = jax.device_get(make(put(sizes, np.int32)))
     used = int(tiles.number[0])
     ends, owner = np.cumsum(sizes), np.full(max(rows, height), -1)
     for group, begin, start, size in zip(*(column[:used] for column in tiles[:4])):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from haste import put
 
 from eqformer import kernels, models, nn
 from eqformer.kernels import _recurrent_step, RecurrentStepCall, ReferenceStep, StepTpu
@@ -35,35 +36,36 @@ def call_of(name: str) -> RecurrentStepCall:
     """Rows find their state, zeros and NaN."""
     step, layers, groups, heads, head_dim, v_dim = CASES[name]
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    many, unit = (ROWS, groups, heads), head_dim**-0.5
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    many, unit = (ROWS, groups, heads), np.float32(head_dim**-0.5)
     if step is _mamba._step:
-        few, faded = (ROWS, groups, 1), -jnp.abs(draw(*many, 1))
+        few, faded = (ROWS, groups, 1), -np.abs(draw(*many, 1))
         token = draw(*few, head_dim) * unit, draw(*few, head_dim) * unit, draw(*many, v_dim), faded
     else:
-        faded = -jnp.abs(draw(*many, head_dim if "channels" in name else 1))
+        faded = -np.abs(draw(*many, head_dim if "channels" in name else 1))
         keys = draw(*many, head_dim) * unit, draw(*many, head_dim) * unit
-        token = *keys, draw(*many, v_dim), jax.nn.sigmoid(draw(*many, 1)), faded
+        token = *keys, draw(*many, v_dim), 1 / (1 + np.exp(-draw(*many, 1))), faded
     memory = draw(*(() if layers is None else (layers,)), ROWS, groups * heads, head_dim, v_dim)
-    layer = None if layers is None else jnp.asarray(1, jnp.int32)
-    return RecurrentStepCall(token, memory, jnp.asarray([0, 1, 2], jnp.int32), layer, step)
+    layer = None if layers is None else np.asarray(1, np.int32)
+    token, memory, initial, layer = jax.device_put((token, memory, np.asarray([0, 1, 2], np.int32), layer))
+    return RecurrentStepCall(token, memory, initial, layer, step)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_plain_step(name, monkeypatch):
     call = call_of(name)
     monkeypatch.setattr(_recurrent_step, "_STATE_BYTES", 2**18)  # several programs
-    answer, memory = jax.jit(StepTpu(interpret=True).run)(call)
-    wanted, after = jax.jit(ReferenceStep().run)(call)
-    assert answer.shape == wanted.shape and bool(jnp.isnan(answer[2]).all())
+    answer, memory = jax.device_get(jax.jit(StepTpu(interpret=True).run)(call))
+    reference = jax.jit(ReferenceStep().run)
+    wanted, after = jax.device_get(reference(call))
+    assert answer.shape == wanted.shape and np.isnan(answer[2]).all()
     assert close(answer[:2], wanted[:2], 1e-5)
-    lost = jnp.isnan(after)
-    assert bool((lost == jnp.isnan(memory)).all()) and close(
-        jnp.where(lost, 0, memory), jnp.where(lost, 0, after), 1e-6
-    )
-    assert call.layer is None or bool((memory[0] == call.memory[0]).all())  # another layer's
-    begun = dataclasses.replace(call, initial=jnp.ones(ROWS, jnp.int32))  # the control: rows that find zeros
-    assert not close(ReferenceStep().run(begun)[0][0], answer[0], 1e-2)
+    lost = np.isnan(after)
+    assert np.array_equal(lost, np.isnan(memory))
+    assert close(np.where(lost, 0, memory), np.where(lost, 0, after), 1e-6)
+    assert call.layer is None or np.array_equal(memory[0], np.asarray(call.memory)[0])  # another layer's
+    begun = dataclasses.replace(call, initial=put(np.ones(ROWS), np.int32))  # the control: rows that find zeros
+    assert not close(np.asarray(reference(begun)[0][0]), answer[0], 1e-2)
 
 
 def test_tpus_step_by_it_in_a_stack():
@@ -90,7 +92,8 @@ def test_its_gradients_are_those_of_the_plain_step():
             answer, after = States(call.memory, call.initial == 1).step_token(call.step, *token)
         return jnp.sum(jnp.sin(answer)) + jnp.sum(jnp.cos(after))
 
-    own, plain = (jax.grad(functools.partial(total, platform=platform))(call.inputs) for platform in ("tpu", "cpu"))
+    gradient = lambda platform: jax.jit(jax.grad(functools.partial(total, platform=platform)))(call.inputs)
+    own, plain = jax.device_get((gradient("tpu"), gradient("cpu")))
     assert all(close(*pair, 1e-5) for pair in zip(own, plain, strict=True))
     assert not close(own[0] * 1.01, plain[0], 1e-5)
 

@@ -155,9 +155,10 @@ def test_attention_reads_its_cache_where_it_lies_unless_its_core_is_named(cache_
     x = jax.random.normal(jax.random.key(1), (2, 40, 32), jnp.bfloat16)
     empty = nn.KVCache.empty((2,), 256, (8, 16), (8, 16), "bfloat16")
     empty = empty.with_scales(cache_dtype) if cache_dtype == "int8" else empty
-    _, cache = layer(x, nn.positions_like(x.shape[:2]), empty)
-    step = lambda layer: layer(x[:, :1], nn.Tokens(jnp.full((2, 1), 40, jnp.int32)), cache)[0]
-    right = np.asarray(step(named), np.float32)
+    _, cache = eqx.filter_jit(layer)(x, nn.positions_like(x.shape[:2]), empty)
+    step = lambda layer, place=40: layer(x[:, :1], nn.Tokens(jnp.full((2, 1), place, jnp.int32)), cache)[0]
+    run = lambda layer, place=40: np.asarray(jax.jit(lambda: step(layer, place))(), np.float32)
+    right = run(named)
     monkeypatch.setattr(tpu, "_LEAST_BYTES", 0)
     monkeypatch.setattr(_op, "compilers", lambda: ("tpu",))
     monkeypatch.setattr(kernels.TileWrite, "supports", lambda *_: "only attention runs by a kernel here")
@@ -168,7 +169,5 @@ def test_attention_reads_its_cache_where_it_lies_unless_its_core_is_named(cache_
     attend = tpu._attend
     monkeypatch.setattr(tpu, "_attend", interpreted)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, tpu, default: tpu(*given))
-    found = np.asarray(step(layer), np.float32)
-    assert np.abs(found - right).max() < 0.01 * np.abs(right).max()
-    fewer = nn.Tokens(jnp.full((2, 1), 20, jnp.int32))
-    assert np.abs(np.asarray(layer(x[:, :1], fewer, cache)[0], np.float32) - right).max() > 0.02 * np.abs(right).max()
+    assert np.abs(run(layer) - right).max() < 0.01 * np.abs(right).max()
+    assert np.abs(run(layer, 20) - right).max() > 0.02 * np.abs(right).max()  # fewer keys are seen
