@@ -3,9 +3,13 @@
 import dataclasses
 import functools
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
+from jaxtyping import Array, Float
 
+from eqformer import LEGEND
 from eqformer.models import build, FAMILIES, GPT2Config, JAXformerConfig, LlamaConfig, preset, presets, Rule, shapes
 from eqformer.models._weight_rules import layer_groups
 from eqformer.nn import Attention, Block, dims, LatentAttention, Residual, Rotary, SuperBlock, YarnScaling
@@ -208,6 +212,28 @@ def test_every_large_preset_is_counted():
 def test_every_family_has_a_preset_under_one_million_parameters():
     for family in FAMILIES.values():
         assert any(parameter_count(shapes_of(name)) < 1_000_000 for name in family.presets if "-byte-" in name)
+
+
+def dims_of(model):
+    return {dim for names in jax.tree.leaves(dims(model)) if isinstance(names, str) for dim in names.split()}
+
+
+SMALL = {next(name for name in family.presets if "-byte-" in name) for family in FAMILIES.values()}
+
+
+@pytest.mark.parametrize(
+    "preset", [name if name in SMALL else pytest.param(name, marks=pytest.mark.grid) for name in presets()]
+)
+def test_every_dim_of_a_model_is_in_the_legend(preset):
+    """Of each family a small model, whose shapes are known from above."""
+    assert {"vocab", "embed", "layers"} <= dims_of(shapes_of(preset)) <= {*LEGEND, "_"}
+
+
+def test_a_dim_of_ones_own_is_not_in_it():
+    class Mine(eqx.Module):
+        table: Float[Array, "embed colours"]
+
+    assert dims_of(Mine(jnp.ones((2, 3)))) - {*LEGEND} == {"colours"}
 
 
 def test_preset_names_are_unique_and_found():
