@@ -5,6 +5,7 @@ under each field, of its own or of the class that it has the field from.
 """
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -27,13 +28,17 @@ def described_in(docstring: str | None) -> set[str]:
     return set(re.findall(r"^ {4}\*{0,2}(\w+): \S", section[1], re.MULTILINE)) if section else set()
 
 
+@functools.cache
+def body_of(cls: type) -> list[ast.stmt]:
+    """Return the statements of a class; to find its source, `inspect` parses the whole file."""
+    node = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(node, ast.ClassDef)
+    return node.body
+
+
 def bodies(cls: type) -> Iterator[list[ast.stmt]]:
     """The source of a class and of the package's classes that it is derived from."""
-    for one in cls.__mro__:
-        if one.__module__.startswith(("eqformer", __name__)):
-            node = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
-            assert isinstance(node, ast.ClassDef)
-            yield node.body
+    return (body_of(one) for one in cls.__mro__ if one.__module__.startswith(("eqformer", __name__)))
 
 
 def described_fields(cls: type) -> set[str]:
