@@ -10,9 +10,14 @@ from ._documents import (
     TextSource as TextSource,
 )
 from ._files import files as files
-from ._loader import Loader as Loader, Mixture as Mixture, shuffle_indices as shuffle_indices
+from ._loader import (
+    Loader as Loader,
+    Mixture as Mixture,
+    Prefetch as Prefetch,
+    prefetch as prefetch,
+    shuffle_indices as shuffle_indices,
+)
 from ._packing import batch_pairs as batch_pairs, DocumentPacking as DocumentPacking, WindowPacking as WindowPacking
-from ._prefetch import Prefetch as Prefetch, prefetch as prefetch
 from ._token_store import check_vocab as check_vocab, open_store as open_store, TokenStore as TokenStore
 from ._tokenizer import (
     ByteTokenizer as ByteTokenizer,

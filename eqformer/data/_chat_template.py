@@ -82,11 +82,14 @@ def _find_template(folder: Path, settings: JsonObject) -> tuple[Path, str | None
 def _default_template(templates: list[JsonValue], file: Path) -> JsonValue:
     """Return the template named default in a list of `{"name": ..., "template": ...}`, or None."""
     for entry in templates:
-        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or "template" not in entry:
-            raise ValueError(
-                f"{file}: each template of the list chat_template must have a name and a template, but one is "
-                f"{str(entry)[:100]!r}."
-            )
+        match entry:
+            case {"name": str(), "template": _}:
+                continue
+            case _:
+                raise ValueError(
+                    f"{file}: each template of the list chat_template must have a name and a template, but one is "
+                    f"{str(entry)[:100]!r}."
+                )
     return next((entry["template"] for entry in templates if entry["name"] == "default"), None)
 
 
@@ -113,8 +116,16 @@ def special_tokens(settings: JsonObject) -> dict[str, str]:
     for setting in ("extra_special_tokens", "model_specific_special_tokens"):
         if isinstance(model_tokens := settings.get(setting), dict):
             named |= model_tokens
-    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
-    return {name: content for name, content in contents.items() if isinstance(content, str)}
+    return {name: text for name, value in named.items() if (text := _token_text(value)) is not None}
+
+
+def _token_text(value: JsonValue) -> str | None:
+    """Return the text of a token, which is a text or an object with its content; None for other settings."""
+    match value:
+        case str(text) | {"content": str(text)}:
+            return text
+        case _:
+            return None
 
 
 def _read_optional(file: Path) -> JsonObject:

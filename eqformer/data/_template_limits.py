@@ -129,22 +129,18 @@ def _check_product(first: int, second: int) -> None:
         raise TemplateLimit(f"it compares {first:,} with {second:,} characters, one by one")
 
 
-def largest_number(text: str | bytes) -> int:
+def largest_number(text: str) -> int:
     """Return the largest number in a text, such as a width, rounded down to a power of ten; 0 if it is below 10,000."""
-    numbers = re.findall(rb"\d+", text) if isinstance(text, bytes) else re.findall(r"\d+", text)
+    numbers = re.findall(r"\d+", text)
     return max((10 ** min(len(number) - 1, 20) for number in numbers if len(number) > 4), default=0)
 
 
 def max_formatted_size(text: str | bytes, values: object, budget: Budget) -> int:
     """Return an upper bound of the characters of `text % values`."""
+    text = text.decode("latin-1") if isinstance(text, bytes) else text
     widths = values if isinstance(values, tuple) else (values,)
-    width = max((abs(width) for width in widths if isinstance(width, int)), default=0) if _has_star(text) else 0
-    marks = text.count(b"%") if isinstance(text, bytes) else text.count("%")
-    return len(text) + marks * (budget.size(values) + 10 * largest_number(text) + width)
-
-
-def _has_star(text: str | bytes) -> bool:
-    return b"*" in text if isinstance(text, bytes) else "*" in text
+    width = max(map(_absolute_int, widths), default=0) if "*" in text else 0
+    return len(text) + text.count("%") * (budget.size(values) + 10 * largest_number(text) + width)
 
 
 def _absolute_int(value: object) -> int:
