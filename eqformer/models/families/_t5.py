@@ -36,7 +36,7 @@ _KINDS = {name: (False, activation) for name, activation in _NAMES} | {"gated-ge
 _KINDS |= {f"gated-{name}": (True, activation) for name, activation in _NAMES if name != "gelu"}
 
 
-class _FeedForward(Entry):
+class _FeedForwardKind(Entry):
     """The kind of feed-forward layers, which transformers writes into three attributes."""
 
     def read(self, published: PublishedConfig) -> Fields:
@@ -83,7 +83,7 @@ T5_ATTRIBUTES: tuple[Entry, ...] = (
     Count("head_dim", "d_kv", 64),
     Count("mlp", "d_ff", 2048),
     Count("heads", "num_heads", 8),
-    *(_Layers(), _FeedForward(), _Head()),
+    *(_Layers(), _FeedForwardKind(), _Head()),
     Attribute("ranges", "relative_attention_num_buckets", 32),
     Attribute("farthest", "relative_attention_max_distance", 128),
     Attribute("eps", "layer_norm_epsilon", 1e-6),
