@@ -171,16 +171,16 @@ def _is_layer_cache(node: object) -> TypeGuard[LayerCache]:
 
 
 def run_layers(
-    layers: Sequence[Layer],
+    layers: Sequence[Callable[..., tuple]],
     x: Float[Array, "*batch seq embed"],
     tokens: Tokens,
     cache: PyTree,
 ) -> tuple[Float[Array, "*batch seq embed"], PyTree, tuple]:
-    """Run the layers in order; return the last output, and tuples of the layers' caches and aux.
+    """Run layers, stacks, or modules that are called like them, in order.
 
-    Each layer gets its own slice of `tokens.inputs`, and the values that earlier layers share with it. Shared values
-    that a layer behind these layers reads stay in the aux. Raises a `ValueError` if the number of per-layer inputs is
-    not the number of sublayers that read one.
+    Return the last output, and tuples of the layers' caches and aux. Each layer gets its own slice of `tokens.inputs`,
+    and the values that earlier layers share with it. Shared values that a layer behind these layers reads stay in the
+    aux. Raises a `ValueError` if the number of per-layer inputs is not the number of sublayers that read one.
     """
     count = sum(map(count_layer_inputs, layers))
     read_by_layer = [shared_names_read(layer) for layer in layers]
