@@ -65,8 +65,8 @@ class Batch(eqx.Module):
     `weights` is 1 for a target that counts and 0 for one that does not (padding, the end of a document). `examples`
     numbers the rows over the whole run, so that randomness depends on the example and not on its device. `positions`
     restart and `segments` change with each packed document; without them (`None`) each row is one text from position 0
-    on without padding, which attention then knows at compile time. Devices and microbatches never split a `group` of so
-    many rows, for a loss that compares the rows of a group.
+    on without padding, which attention then knows at compile time. Devices and microbatches never split a group of
+    `group` consecutive rows, since a loss may compare the rows of a group.
 
     `documents` is the maximum number of documents in any row of the run. It is given if documents are known to follow
     one another, each complete at positions 0, 1, 2, ..., with the padding behind them; attention kernels that need this
