@@ -247,7 +247,7 @@ class RotaryFraction(Entry):
 def _parameters_by_type(published: PublishedConfig) -> JsonObject:
     """Return `rope_parameters` by type of layer; refuse one set for all layers, which transformers does not read."""
     parameters = rotary_parameters(published, "rope_parameters")
-    if parameters and not any(isinstance(value, dict) for value in parameters.values()):
+    if parameters and not _types_in(parameters):
         types = " and of ".join(TYPES)
         published.refuse(f"rope_parameters={parameters}: this family's are by type of layer, of {types}.")
     return parameters
@@ -255,8 +255,12 @@ def _parameters_by_type(published: PublishedConfig) -> JsonObject:
 
 def _parameters_of_type(parameters: JsonObject, layer_type: str) -> JsonObject:
     """Return the parameters of a type of layer; an empty object if it has none of its own."""
-    of_type = parameters.get(layer_type)
-    return of_type if isinstance(of_type, dict) else {}
+    return parameters[layer_type] if layer_type in _types_in(parameters) else {}
+
+
+def _types_in(parameters: JsonObject) -> set[str]:
+    """Return the types of layer that have parameters of their own."""
+    return {name for name, value in parameters.items() if isinstance(value, dict)}
 
 
 def _first(*values: object) -> Any:
@@ -282,7 +286,7 @@ def read_rotary(
         skipped: Names in `rope_parameters` that are passed over.
     """
     parameters = rotary_parameters(published, "rope_parameters")
-    types = {name for name, value in parameters.items() if isinstance(value, dict)}
+    types = _types_in(parameters)
     by_type = bool(types and layer_type)
     if types and layer_type:
         parameters = _select_type(published, parameters, types, layer_type)
