@@ -105,7 +105,7 @@ def check_quickly() -> None:
     quick, jaxtyped = types.ModuleType("inspect"), _decorator.jaxtyped
     check_types = beartype(conf=BeartypeConf(violation_type=jaxtyping.TypeCheckError))
     vars(quick).update(vars(inspect), signature=QuickSignature.from_callable)
-    vars(_decorator)["inspect"] = quick
+    _decorator.__dict__["inspect"] = quick
 
     def choose(*functions: Any, **options: Any) -> Any:
         if functions and inspect.isfunction(functions[0]) and options.get("typechecker") is not None:
