@@ -97,8 +97,9 @@ def schedules(rounds: int) -> Iterator[Row]:
         seconds = {name: statistics.median(run_times) for name, run_times in times.items()}
         for name, run in runs.items():
             bubble = simulate(make_schedule(name, stages=4, microbatches=microbatches), backward=2.0).lock_step.bubble
-            temporary = run.step.program.memory_analysis().temp_size_in_bytes
-            note = f"{temporary / 2**20:.1f} MiB temporary; bubble {100 * bubble:.0f} %"
+            memory = _program(run).memory_analysis()
+            assert memory is not None
+            note = f"{memory.temp_size_in_bytes / 2**20:.1f} MiB temporary; bubble {100 * bubble:.0f} %"
             ratio = None if name == "1f1b" else seconds[name] / seconds["1f1b"]
             yield Row(f"{microbatches} microbatches", name, 1000 * seconds[name], "ms", ratio, note)
 
@@ -108,7 +109,7 @@ def communication(rounds: int) -> Iterator[Row]:
     model = nn.Execution().apply(models.shapes(NUMBERS))
     for name in LAYOUTS:
         plan = _plan(name)
-        counted = planning.counted_bytes(plan, list_transfers(read_hlo(_run(plan).step.program, mesh=plan.mesh)))
+        counted = planning.counted_bytes(plan, list_transfers(read_hlo(_program(_run(plan)), mesh=plan.mesh)))
         for cause, size in planning.sum_by_cause(planning.sent_bytes(plan, model, rows=ROWS, seq=SEQ)).items():
             sent = counted.get(cause, 0.0)
             yield Row(f"sent: {name}", cause, sent / 1e6, "MB", sent / size, f"formula {size / 1e6:.2f} MB")
@@ -153,6 +154,12 @@ def _plan(name: str) -> Plan:
 
 def _run(plan: Plan, rows: int = ROWS) -> _ours.OverMesh:
     return _ours.OverMesh(NUMBERS, plan, rows, SEQ)
+
+
+def _program(run: _ours.OverMesh) -> jax.stages.Compiled:
+    """Return the compiled program of a run's step."""
+    assert run.step.program is not None
+    return run.step.program
 
 
 def _run_with_capacity(config: Any, mesh: dict[str, Any], rows: int, seq: int) -> _ours.OverMesh:
