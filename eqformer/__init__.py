@@ -1,8 +1,9 @@
 """An Equinox-based, modular transformer zoo for JAX: one model, any mesh, the same numbers.
 
 Its rooms are `eqformer.nn`, `eqformer.kernels`, `eqformer.models`, `eqformer.data`, `eqformer.parallel`,
-`eqformer.training`, `eqformer.generation`, `eqformer.text`, `eqformer.program`, `eqformer.planning` and
-`eqformer.systems`; each is imported at its first use. `eqformer.load` and `eqformer.LLM` are those of `eqformer.text`.
+`eqformer.training`, `eqformer.generation`, `eqformer.text`, `eqformer.interpretability`, `eqformer.program`,
+`eqformer.planning` and `eqformer.systems`; each is imported at its first use. `eqformer.load` and `eqformer.LLM` are
+those of `eqformer.text`, `eqformer.capture` and `eqformer.patch` those of `eqformer.interpretability`.
 """
 
 import importlib
@@ -29,6 +30,7 @@ if typing.TYPE_CHECKING:
     from . import (
         data as data,
         generation as generation,
+        interpretability as interpretability,
         models as models,
         nn as nn,
         parallel as parallel,
@@ -37,6 +39,7 @@ if typing.TYPE_CHECKING:
         text as text,
         training as training,
     )
+    from .interpretability import capture as capture, patch as patch
     from .text import LLM as LLM, load as load
 
 
@@ -46,19 +49,19 @@ __version__ = "0.1.0"  # The build reads the version here.
 def __getattr__(name: str) -> typing.Any:
     if name in _rooms():
         return importlib.import_module(f".{name}", __name__)
-    if name in _names_of_text():
-        return getattr(importlib.import_module(".text", __name__), name)
+    if (room := _rooms_of_names().get(name)) is not None:
+        return getattr(importlib.import_module(f".{room}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_rooms(), *_names_of_text()})
+    return sorted({*globals(), *_rooms(), *_rooms_of_names()})
 
 
 def _rooms() -> set[str]:
     return {module.name for module in pkgutil.iter_modules(__path__) if module.ispkg}
 
 
-def _names_of_text() -> set[str]:
-    """Return the names of the room `text` that are names of the package too."""
-    return {"LLM", "load"}
+def _rooms_of_names() -> dict[str, str]:
+    """Return the names of rooms that are names of the package too, each with its room."""
+    return {"LLM": "text", "load": "text", "capture": "interpretability", "patch": "interpretability"}

@@ -68,11 +68,13 @@ from .attention._cudnn import CudnnAttention as CudnnAttention
 from .attention._flash import FlashAttention as FlashAttention
 from .attention._reference import (
     attend_to_sources as attend_to_sources,
+    attention_weights as attention_weights,
     DotProductAttention as DotProductAttention,
     lowest as lowest,
     ReferenceAttention as ReferenceAttention,
     RotatedChannels as RotatedChannels,
     soft_capped as soft_capped,
+    weigh_values as weigh_values,
 )
 from .attention._splash import SplashAttention as SplashAttention
 from .grouped_matmul._call import GroupedMatmul as GroupedMatmul, GroupedMatmulCall as GroupedMatmulCall

@@ -121,6 +121,8 @@ from ._model_contracts import (
     TokenEmbedding as TokenEmbedding,
 )
 from ._module import (
+    call_observer as call_observer,
+    CallObserver as CallObserver,
     dims as dims,
     dims_table as dims_table,
     ensemble as ensemble,
@@ -135,6 +137,7 @@ from ._module import (
     modules as modules,
     named_by as named_by,
     named_modules as named_modules,
+    observe_calls as observe_calls,
     path_name as path_name,
 )
 from ._norm import ClippedNorm as ClippedNorm, LayerNorm as LayerNorm, Norm as Norm, RMSNorm as RMSNorm

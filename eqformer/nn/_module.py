@@ -50,6 +50,30 @@ _CALLS = {"__call__", "encode", "embed", "unembed", "branch", "product", "normal
 # not know which module holds it in which field.
 _RUNNING: contextvars.ContextVar[eqx.Module | None] = contextvars.ContextVar("running", default=None)
 
+CallObserver = Callable[..., Any]
+"""A function `observer(name, method, module, *args, **kwargs)` that runs `method(module, *args, **kwargs)`, and returns
+the result or another one. `name` is the module's name in the calling module, empty where it has none."""
+_OBSERVER: contextvars.ContextVar[CallObserver | None] = contextvars.ContextVar("observer", default=None)
+
+
+@contextlib.contextmanager
+def observe_calls(observer: CallObserver) -> Iterator[None]:
+    """Run each named call of a module by `observer` while a program is traced; the observer may change results.
+
+    A call that is nested in another one is observed inside of the outer one. Without an observer nothing is traced
+    differently.
+    """
+    token = _OBSERVER.set(observer)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
+
+
+def call_observer() -> CallObserver | None:
+    """Return the observer of the calls that are being traced, or None."""
+    return _OBSERVER.get()
+
 
 def _with_name_and_checks(method: Callable[..., Result]) -> Callable[..., Result]:
     """Return a method that runs under the module's name and, in the outermost call, checks its arguments."""
@@ -70,6 +94,9 @@ def _with_name_and_checks(method: Callable[..., Result]) -> Callable[..., Result
         token = _RUNNING.set(self)
         try:
             with jax.named_scope(name) if name else contextlib.nullcontext():
+                observer = _OBSERVER.get()
+                if observer is not None:
+                    return observer(name, method, self, *args, **kwargs)
                 return method(self, *args, **kwargs)
         finally:
             _RUNNING.reset(token)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Num
 
 from ..._array_checks import checked
 from .._dtypes import at_least_float32
@@ -44,31 +45,75 @@ def attend_by_definition(
         value_scales: Factors of the values; probabilities are multiplied in their place.
         rotated: Further channels of queries and keys, whose products are added to the scores.
     """
-    query, key, value = call.query, call.key, call.value
-    heads, kv_heads = query.shape[-2], key.shape[-2]
-    wide = at_least_float32(query.dtype)
+    probabilities = _probabilities(call, key_scales, rotated)
+    if value_scales is not None:
+        probabilities = probabilities * _over_scores(value_scales, probabilities.dtype)
+    return _weigh_values(probabilities, call.value, call.query.dtype)
 
-    def over_scores(scales: Float[Array, "*batch kv_seq kv_heads"]) -> Float[Array, "*batch kv_heads 1 1 kv_seq"]:
-        return jnp.moveaxis(scales, -1, -2)[..., None, None, :].astype(wide)
+
+def attention_weights(call: AttentionCall) -> Float[Array, "*batch heads seq kv_seq"]:
+    """Return the softmax of the scores, in float32 at least; zeros for keys that a query does not see.
+
+    With sinks the weights of a query add up to less than 1.
+    """
+    probabilities = _probabilities(call)
+    return probabilities.reshape(*probabilities.shape[:-4], -1, *probabilities.shape[-2:])
+
+
+@checked
+def weigh_values(
+    weights: Float[Array, "*batch heads seq kv_seq"],
+    value: Num[Array, "*batch kv_seq kv_heads v_dim"],
+    dtype: DTypeLike,
+) -> Float[Array, "*batch seq heads v_dim"]:
+    """Return the output of attention for weights such as `attention_weights` returns, in a dtype."""
+    *batch, heads, seq, kv_seq = weights.shape
+    kv_heads = value.shape[-2]
+    by_kv_head = weights.reshape(*batch, kv_heads, heads // kv_heads, seq, kv_seq)
+    return _weigh_values(by_kv_head, value, jnp.dtype(dtype))
+
+
+def _probabilities(
+    call: AttentionCall,
+    key_scales: Float[Array, "*batch kv_seq kv_heads"] | None = None,
+    rotated: RotatedChannels | None = None,
+) -> Float[Array, "*batch kv_heads group seq kv_seq"]:
+    """Return the softmax of the scores; the other arguments are those of `attend_by_definition`."""
+    heads, kv_heads = call.query.shape[-2], call.key.shape[-2]
+    wide = at_least_float32(call.query.dtype)
 
     def products(query: Array, key: Array, scales: Array | None) -> Float[Array, "*batch kv_heads group seq kv_seq"]:
         by_kv_head = query.reshape(*query.shape[:-2], kv_heads, heads // kv_heads, query.shape[-1])
         dots = jnp.einsum("...qkgd,...skd->...kgqs", by_kv_head, key, preferred_element_type=wide)
-        return dots if scales is None else dots * over_scores(scales)
+        return dots if scales is None else dots * _over_scores(scales, wide)
 
-    scores = products(query, key, key_scales)
+    scores = products(call.query, call.key, key_scales)
     scores = scores if rotated is None else scores + products(*rotated)
     scores = soft_capped(scores * call.scale, call.softcap)
     if (bias := call.bias) is not None:
         scores = scores + bias.reshape(*bias.shape[:-3], kv_heads, -1, *bias.shape[-2:]).astype(wide)
     visible = call.mask(call.tokens, call.key_tokens)
     sinks = None if call.sinks is None else call.sinks.astype(wide).reshape(kv_heads, heads // kv_heads, 1, 1)
-    probabilities = softmax_of(scores, visible, sinks)
-    if value_scales is not None:
-        probabilities = probabilities * over_scores(value_scales)
+    return softmax_of(scores, visible, sinks)
+
+
+def _over_scores(
+    scales: Float[Array, "*batch kv_seq kv_heads"], dtype: jnp.dtype
+) -> Float[Array, "*batch kv_heads 1 1 kv_seq"]:
+    """Return factors of keys or values in the order of scores."""
+    return jnp.moveaxis(scales, -1, -2)[..., None, None, :].astype(dtype)
+
+
+def _weigh_values(
+    probabilities: Float[Array, "*batch kv_heads group seq kv_seq"],
+    value: Num[Array, "*batch kv_seq kv_heads v_dim"],
+    dtype: jnp.dtype,
+) -> Float[Array, "*batch seq heads v_dim"]:
+    """Return the sums of values, computed in float32 at least."""
     narrow = probabilities.astype(value.dtype)
-    output = jnp.einsum("...kgqs,...skd->...kgqd", narrow, value, preferred_element_type=wide)
-    output = jnp.moveaxis(output, -2, -4).reshape(*query.shape[:-1], value.shape[-1]).astype(query.dtype)
+    output = jnp.einsum("...kgqs,...skd->...kgqd", narrow, value, preferred_element_type=at_least_float32(dtype))
+    *batch, kv_heads, group, seq, v_dim = output.shape
+    output = jnp.moveaxis(output, -2, -4).reshape(*batch, seq, kv_heads * group, v_dim).astype(dtype)
     return checkpoint_name(output, "attended")  # for remat policies that keep it
 
 
