@@ -299,7 +299,7 @@ def _paths(table, model):
         (rule.part, rule.path)
         for rule in table
         for part, holder in (layers if "{layer}" in rule.name else [(rule.part, model)])
-        if part == rule.part and rule.leaves(holder) is not None
+        if part == rule.part and rule.leaves(holder)
     }
 
 
@@ -320,9 +320,9 @@ def test_a_rule_that_needs_or_lacks_a_part_says_nothing_of_other_layers():
     has = [hasattr(layer.mixer.layer, "log_rate") for layer in layers]
     path, part = "mixer.layer.output.weight", "mixer.layer.log_rate"
     needs, lacks = Rule("x.{layer}", path, needs=part), Rule("x.{layer}", path, lacks=part)
-    assert [needs.leaves(layer) is not None for layer in layers] == has and len(set(has)) == 2
-    assert [lacks.leaves(layer) is None for layer in layers] == has
-    assert all(Rule("x.{layer}", path).leaves(layer) is not None for layer in layers)
+    assert [bool(needs.leaves(layer)) for layer in layers] == has and len(set(has)) == 2
+    assert [not lacks.leaves(layer) for layer in layers] == has
+    assert all(Rule("x.{layer}", path).leaves(layer) for layer in layers)
 
 
 def test_norms_after_a_rotation_are_refused_with_scalings_that_change_lengths():
