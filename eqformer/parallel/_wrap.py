@@ -1,4 +1,4 @@
-"""Wrapping of a plain model's modules, by their contracts, for the device that holds their slices."""
+"""Wrapping of a plain model's modules for a device, by the `nn` interface (`Mixer`, `Norm`, ...) of each module."""
 
 import functools
 import operator
@@ -44,45 +44,46 @@ def split_over_tensor(
 ) -> nn.LanguageModel:
     """Wrap a model for a device of the axis `tensor`, with a residual stream between its layers.
 
-    `specs` and `shapes` are those of the global model. The arrays of the stacks keep their values and their paths. In
-    the mode `"train"` the final norm gathers the stream for the head. In `"serve"` the stream is replicated, and so is
-    the final norm's output; `sharers` devices have the same key head (`TensorParallelLayer`).
+    `specs` and `shapes` are those of the global model. Wrappers change neither the values of the stacks' arrays nor
+    the order of these arrays among the tree's leaves. In the mode `"train"` the final norm gathers the stream for the
+    head. In `"serve"` the stream is replicated, and so is the final norm's output. `sharers` is the number of devices
+    that hold the same key head, see `TensorParallelLayer`.
     """
     kinds = (nn.Mixer, nn.FeedForward, nn.Norm, nn.ExpertMixture, ReplicatedLayer)
     names = nn.dims(shapes)
 
-    def wrap(module: PyTree, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
+    def wrap(module: PyTree, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
         if isinstance(module, nn.Norm):
             return stream.split_norm(module)
         if isinstance(module, nn.ExpertMixture):
-            return wrap_mixture(module, spec, shape, name)
+            return wrap_mixture(module, shape, spec, name)
         if isinstance(module, ReplicatedLayer):
             return module
         if is_split(module):
             return stream.split_layer(module, shape, spec, name, sharers)
         if isinstance(module, nn.Mixer):
-            return ReplicatedMixer(slice_module(module, spec), stream)
+            return ReplicatedMixer(gather_when_called(module, spec), stream)
         return _replicate_layer(module, spec, stream)
 
-    def wrap_mixture(mixture: nn.ExpertMixture, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
-        # Experts stay as they are; the router, and maps outside of layers, are gathered where they run.
+    def wrap_mixture(mixture: nn.ExpertMixture, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
+        # Experts stay as they are; the router, and linear maps that are no part of a layer, are gathered when called.
         gathered = (nn.Router, nn.LinearMap)
 
         def is_part(node: object) -> bool:
             return node is mixture.experts or (node is not mixture and isinstance(node, (*gathered, *kinds)))
 
-        def wrap_part(part: PyTree, spec: PyTree, shape: PyTree, name: PyTree) -> PyTree:
+        def wrap_part(part: PyTree, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
             if part is mixture.experts or not is_part(part):
                 return part
-            return slice_module(part, spec) if isinstance(part, gathered) else wrap(part, spec, shape, name)
+            return gather_when_called(part, spec) if isinstance(part, gathered) else wrap(part, shape, spec, name)
 
-        return jax.tree.map(wrap_part, mixture, spec, shape, name, is_leaf=is_part)
+        return jax.tree.map(wrap_part, mixture, shape, spec, name, is_leaf=is_part)
 
     plain_model = model
     for kind, field in LAYER_FIELDS:
         replicate = functools.partial(_replicate_plain_layer, field=field, stream=stream)
         model = nn.map_modules(replicate, model, kind, specs)
-    model = nn.map_modules(wrap, model, kinds, specs, shapes, names)
+    model = nn.map_modules(wrap, model, kinds, shapes, specs, names)
     model = nn.map_modules(stream.split_dropout, model, nn.RandomMask)
     model = nn.map_modules(stream.split_positions, model, nn.PositionEmbedding)
     if mode == "train":
@@ -91,7 +92,7 @@ def split_over_tensor(
         inputs_trees = [tree.parts.layer_inputs for tree in (shapes, specs, names)]
         model = eqx.tree_at(lambda m: m.parts.layer_inputs, model, stream.split_layer(inputs, *inputs_trees))
     if (encoder := plain_model.parts.encoder) is not None:
-        encoder_trees = [tree.parts.encoder for tree in (specs, names, shapes)]
+        encoder_trees = [tree.parts.encoder for tree in (shapes, specs, names)]
         split_encoder = _split_encoder(model.parts.encoder, encoder, *encoder_trees, stream=stream)
         model = eqx.tree_at(lambda m: m.parts.encoder, model, split_encoder)
     parts = _split_vocabulary(plain_model, specs, names, stream, shapes.vocab)
@@ -99,9 +100,10 @@ def split_over_tensor(
 
 
 def split_over_context(model: PyTree, method: str, mode: Mode = "train") -> PyTree:
-    """Replace every attention's core by one for pieces of rows or, in the mode `"serve"`, for pieces of its cache.
+    """Replace every attention's core by one that sees only this device's segment of each sequence.
 
-    Raises a `ValueError` for recurrences, which need whole rows.
+    In the mode `"serve"` the cache is split into segments, and the sequence is not. Raises a `ValueError` if the model
+    has a mixer that needs whole sequences, such as a recurrence.
     """
 
     def split_mixer(mixer: nn.Mixer) -> nn.Mixer:
@@ -128,7 +130,7 @@ def split_mixtures(model: PyTree, method: str, exchange: Exchange, stream: Resid
 
 
 def _replicate_plain_layer(module: PyTree, spec: PyTree, field: str, stream: ResidualStream) -> PyTree:
-    """Wrap the layer in a module's field to run whole on every device if the layer follows no contract."""
+    """Wrap the layer in a module's field to run whole on every device if it implements no `nn` interface of layers."""
     layer = getattr(module, field)
     if not is_plain(layer):
         return module
@@ -138,26 +140,30 @@ def _replicate_plain_layer(module: PyTree, spec: PyTree, field: str, stream: Res
 
 def _replicate_layer(layer: Callable[..., PyTree], spec: PyTree, stream: ResidualStream) -> Callable[..., PyTree]:
     """Wrap a layer that needs gathered features or arrays; return it unchanged if the device holds all of them."""
-    sliced = slice_module(layer, spec)
+    sliced = gather_when_called(layer, spec)
     return ReplicatedLayer(sliced, stream) if stream.splits_features or sliced.is_split else layer
 
 
-def slice_module(module: PyTree, specs: PyTree) -> Sliced:
-    """Wrap a module whose arrays, which the axis `tensor` splits, are gathered when the module runs."""
+def gather_when_called(module: PyTree, specs: PyTree) -> Sliced:
+    """Wrap a module so that its arrays that the axis `tensor` splits are gathered when the module is called."""
     structure = jax.tree.structure(module)
     rows = zip(structure.flatten_up_to(module), structure.flatten_up_to(specs), strict=True)
     dims: list[int | None] = []
     for x, spec in rows:
         if eqx.is_array(x):
             dim = dim_over(spec, TENSOR)
+            # Counted from the end: in a stack the module runs on a layer's arrays, without the dim `layers` in front.
             dims.append(None if dim is None else dim - x.ndim)
     return Sliced(module, tuple(dims))
 
 
 def _split_encoder(
-    encoder: PyTree, plain: nn.Encoder, specs: PyTree, names: PyTree, shapes: PyTree, stream: ResidualStream
+    encoder: PyTree, plain: nn.Encoder, shapes: PyTree, specs: PyTree, names: PyTree, stream: ResidualStream
 ) -> nn.Encoder:
-    """Split an encoder's embedding, and gather its output once for all cross-attentions; its layers are wrapped."""
+    """Split an encoder's embedding, and gather its output once for all cross-attentions.
+
+    The encoder's layers are already wrapped; `plain` is the encoder before that.
+    """
     encoder = eqx.tree_at(lambda m: m.norm, encoder, SourceOutput(encoder.norm, stream))
     if plain.embedding is None:
         return encoder

@@ -35,7 +35,7 @@ CHOICES = {
         r"overlap='ring', residual='replicated'.*take residual=",
     ),
     "schedule": ({"fsdp": 2}, {"schedule": "fifo"}, r"Plan\(schedule='fifo'\): the choices are gpipe, 1f1b"),
-    "chunks of a schedule with none": ({"pipe": 2}, {"chunks": 2}, r"1f1b has one chunk a stage, but chunks=2"),
+    "chunks of a schedule with none": ({"pipe": 2}, {"chunks": 2}, r"1f1b has one chunk per device, but chunks=2"),
     "too few to loop": (
         {"pipe": 4},
         {"schedule": "looping", "microbatches": 2, "chunks": 2},

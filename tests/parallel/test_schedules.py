@@ -196,8 +196,11 @@ def test_the_two_clocks_differ_where_ticks_are_uneven():
         (dict(name="interleaved", stages=4, microbatches=6, chunks=2), "microbatches=6 .* stages=4; take 4 or 8 "),
         (dict(name="interleaved", stages=4, microbatches=3, chunks=2), "microbatches=3 .* stages=4; take 4 "),
         (dict(name="looping", stages=4, microbatches=3, chunks=2), "microbatches=3 and stages=4; take at least 4"),
-        (dict(name="zb-h1", stages=2, microbatches=4, chunks=2), "zb-h1 has one chunk a stage, but chunks=2"),
-        (dict(name="zb-v", stages=2, microbatches=4), "zb-v has 2 chunks a stage, but chunks=1 .* give chunks=2, or"),
+        (dict(name="zb-h1", stages=2, microbatches=4, chunks=2), "zb-h1 has one chunk per device, but chunks=2"),
+        (
+            dict(name="zb-v", stages=2, microbatches=4),
+            "zb-v has 2 chunks per device, but chunks=1 .* give chunks=2, or",
+        ),
         (dict(name="zb-v", stages=2, microbatches=0, chunks=2), "zero_bubble_v: .* microbatches=0; give 1 or more"),
         (dict(name="1f1b", stages=2, microbatches=0), "one_f_one_b: .* microbatches=0; give 1 or more"),
         (dict(name="looping", stages=2, microbatches=2, chunks=0), "looping: .* chunks=0; give 1 or more"),

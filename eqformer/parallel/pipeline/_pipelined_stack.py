@@ -19,15 +19,19 @@ from ._stage_layers import count_layers
 
 
 class PipelinedStack(nn.Module):
-    """This device's layers of a stack split over the axis `pipe`, run on one microbatch of the rows after the other.
+    """This device's layers of a stack that is split over the axis `pipe`; they run on one microbatch after the other.
 
-    In tick `t` of `m + p - 1`, stage `i` runs its layers on microbatch `t - i`, or is idle; `order` has the device of
-    each stage, by default device `i` for stage `i`. Its derivative is GPipe: the stages run backward in the opposite
-    order, from their inputs, of which each keeps `m + p - 1`. Rows are replicated over the axis, before and after, or
-    split over it (`splits_rows`): the microbatches then move to the next device in each tick, so that the first stage
-    has its next input and the last stage's outputs spread over all devices (as in GSPMD's pipelines and praxis).
+    With m microbatches and p stages, a pass has `m + p - 1` ticks. In tick `t`, stage `i` runs its layers on microbatch
+    `t - i`, or is idle. `order` holds the device of each stage, by default device `i` for stage `i`. The derivative is
+    GPipe: the stages run backward in the opposite order. Each stage keeps only its inputs of all ticks, and recomputes
+    its layers from them.
 
-    A cache holds this device's layers for all rows. Rows are the first dim, microbatch after microbatch.
+    Rows before and after the stack are replicated over the axis, or split over it (`splits_rows`). In each tick, a
+    device of split rows sends a microbatch to the device before it: inputs move towards the first stage, and the last
+    stage's outputs spread over all devices (as in GSPMD's pipelines and praxis).
+
+    The rows of a microbatch are consecutive. They are the first dim of `x`, and the second of a cache's arrays, behind
+    the dim of layers. A cache holds this device's layers for all rows.
     """
 
     inner: nn.LayerStack
@@ -144,6 +148,7 @@ class PipelinedStack(nn.Module):
 
     def _output(self, stream: Array, stages: int, stage: Array) -> Array:
         if self.splits_rows:
+            # Microbatch k left the last stage in tick k + stages - 1, and was written into the slot of that tick.
             return jnp.roll(stream, -(stages - 1), 0)
         outputs = jnp.where(stage == stages - 1, stream, jnp.zeros_like(stream))
         return send.psum("outputs of the last stage", outputs, PIPE)
@@ -152,8 +157,12 @@ class PipelinedStack(nn.Module):
 def pipelined_rounds(
     stacks: Sequence[nn.LayerStack], schedule: Schedule, microbatches: int
 ) -> tuple[PipelinedStack, ...]:
-    """Return this device's stacks for a forward pass: in turn, each with one round through all devices per chunk."""
+    """Return a forward pass over `stacks` as rounds; a round runs one chunk of every device, in the devices' order.
+
+    The rounds are in the order in which they run. A stack has a round for each chunk that holds any of its layers.
+    """
     counts = count_layers([stack.depth for stack in stacks], schedule.parts)
+    # A schedule's "stage" is a device. In a round it is a position, whose device `order` says.
     orders = schedule.stage_of.reshape(schedule.chunks, -1).tolist()
     rounds = []
     for stack, chunk_counts in zip(stacks, counts.reshape(len(counts), schedule.chunks, -1), strict=True):
@@ -191,9 +200,10 @@ def _gather(x: Array) -> Array:
 def _settle_axes(
     run: Callable[[Array, PyTree], tuple[Array, PyTree, PyTree]], x: Array, cache: PyTree
 ) -> tuple[Array, PyTree, PyTree]:
-    """Return `x` and a cache, marked as varying over all axes that they vary over when `run` is iterated.
+    """Mark `x` and a cache as varying over more mesh axes until another `run` adds none.
 
-    `run` returns the next `x` and cache, and an aux, of which the third result is the shapes.
+    `run` returns the next `x`, the next cache and an aux. The result is the marked `x` and cache, as a loop over `run`
+    needs them, and the shapes of the aux.
     """
     while True:
         next_x, next_cache, aux = jax.eval_shape(run, x, cache)

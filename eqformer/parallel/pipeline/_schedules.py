@@ -1,5 +1,8 @@
 """Pipeline schedules: GPipe, 1F1B, interleaved, looping, zero-bubble (ZB-H1, ZB-V) and DualPipeV.
 
+The model is cut into equal parts in a row. A device holds one or more parts, which are called its chunks:
+chunk `c` of device `i` is part `Schedule.part_of[i, c]`.
+
 Formulas use these letters: p stages (devices), m microbatches, v chunks per device, i the number of a stage, from 0. F,
 B and W are a device's times for one microbatch: forward, backward to the input, and backward to the weights. The bubble
 is the time that a device is idle. Devices in lock-step begin each tick together, so a tick takes as long as its slowest
@@ -73,7 +76,7 @@ def _as_group(entry: Work | tuple[Work, ...]) -> tuple[Work, ...]:
 
 
 def _input_work(kind: str, microbatch: int, part: int, parts: int) -> Work | None:
-    """Return the work, with the model's part in place of the chunk, whose result is the input of this work."""
+    """Return the work whose result is the input of this work; a part of the model stands in the place of a chunk."""
     if kind == "forward":
         return ("forward", microbatch, part - 1) if part > 0 else None
     if kind == "backward":
@@ -125,10 +128,10 @@ def one_f_one_b(stages: int, microbatches: int, *, fused: bool = True) -> Schedu
 def interleaved(stages: int, microbatches: int, chunks: int, *, fused: bool = True) -> Schedule:
     """Make 1F1B over several chunks per device, in groups of p microbatches (Narayanan et al. 2021, Megatron-LM).
 
-    Bubble (p-1)(F+B+W)/v; device i holds `min(mv, 2(p-1-i)+(v-1)p+1)` chunks' inputs, each 1/v of a device's.
-    If `fused`, a tick holds a forward and a backward: `mv+(v+1)p-2` ticks, and the formula is valid in lock-step for
-    any B/F. Otherwise a tick holds one entry, and the formula is valid without lock-step; devices hold the same inputs.
-    Microbatches must be a multiple of stages.
+    Bubble (p-1)(F+B+W)/v; device i holds the inputs of `min(mv, 2(p-1-i)+(v-1)p+1)` pairs of microbatch and chunk,
+    where a chunk is 1/v of the device's layers. If `fused`, a tick holds a forward and a backward: `mv+(v+1)p-2` ticks,
+    and the formula is valid in lock-step for any B/F. Otherwise a tick holds one entry, and the formula is valid
+    without lock-step; devices hold the same inputs. Microbatches must be a multiple of stages.
     """
     check_counts("interleaved", stages, microbatches, chunks)
     if microbatches % stages:
@@ -194,7 +197,7 @@ def _chunk_order(microbatches: int, chunks: int, group_size: int, *, backward: b
 def _wave_schedule(name: str, stages: int, microbatches: int, *, chunks: int, group_size: int, phases: int) -> Schedule:
     """Run forwards down the devices one tick apart and backwards up, together (one phase) or in turn (two phases).
 
-    In one phase, the first backward is in the tick of the last part's first forward.
+    In one phase, the first backward is in the tick in which the model's last part has its first forward.
     """
     length = microbatches * chunks
     first_backward = stages * chunks - 1 if phases == 1 else length + stages - 1
@@ -254,12 +257,12 @@ def zero_bubble_v(stages: int, microbatches: int) -> Schedule:
     check_counts("zero_bubble_v", stages, microbatches)
     orders = []
     for stage in range(stages):
-        device, enough = _DeviceOrder(microbatches), max(microbatches, 2 * stages - 1)
+        device, padded_microbatches = _DeviceOrder(microbatches), max(microbatches, 2 * stages - 1)
         device.append(F0, times=2 * (stages - stage) - 1)
         device.append(F1, F0, times=stage)
         device.append(F1, B1, W1, times=stages - stage)
-        while device.counts[F1] < enough:
-            device.append(*[F0] * (device.counts[F0] < enough), B0, W0, F1, B1, W1)
+        while device.counts[F1] < padded_microbatches:
+            device.append(*[F0] * (device.counts[F0] < padded_microbatches), B0, W0, F1, B1, W1)
         device.append(B0, B1, times=stage)
         device.append(B0, W0, times=stages - stage)
         for backward, weight in ((B1, W1), (B0, W0)):
@@ -272,11 +275,11 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     """Make DualPipeV, DualPipe cut in half (DeepSeek's DualPipe, 2025, after Qi et al.'s "cut-in-half").
 
     A forward of one chunk and a whole backward of the other, of different microbatches, share a tick. With m >= 2p,
-    devices in lock-step are therefore idle for a time that does not grow with m, for any F, B and W; take this schedule
-    if these times differ. The published bubble without lock-step is (p-1)(F+2B-W) / 2; here it is less, because a
-    backward's message leaves before its weight gradients are computed. A device holds inputs of `p + 1/2` microbatches,
-    and the residuals of i+1 chunks for their weight gradients, half as much as in `zero_bubble_v`. `2m+5p-2` ticks.
-    Fewer microbatches run too, with a larger bubble.
+    devices in lock-step are therefore idle for a time that does not grow with m, for any F, B and W: choose this
+    schedule if these times differ. The published bubble without lock-step is (p-1)(F+2B-W) / 2; here it is less,
+    because a backward's message leaves before its weight gradients are computed. A device holds inputs of `p + 1/2`
+    microbatches. It also holds, until their weight entries, the residuals of i+1 pairs of microbatch and chunk, half as
+    many as in `zero_bubble_v`. `2m+5p-2` ticks. Fewer microbatches run too, with a larger bubble.
     """
     check_counts("dualpipe_v", stages, microbatches)
     orders = []
@@ -285,7 +288,8 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
         device.append(F0, times=2 * later_stages)
         device.append(F0, F1, times=stage + 1)
         device.append(B1, W1, F1, times=later_stages)
-        # The last device has the same microbatch in both chunks at first, and cannot do both in one tick.
+        # The last device's first such forward and backward do not share a tick, as in DeepSeek's code: the forward then
+        # runs while the backward waits for its input. With F=B=W, p=2, m=4 the bubble in lock-step is 8 %, not 21 %.
         device.append(*((F0, (B1, W1)) if later_stages == 0 else [(F0, B1, W1)]), (F1, B0, W0))
         device.append((F0, B1, W1), (F1, B0, W0), times=max(microbatches, 2 * stages) - 2 * stages + stage)
         device.append((B1, W1), (F1, B0, W0), times=later_stages)
@@ -302,7 +306,11 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
 
 
 class _DeviceOrder:
-    """A device's work in order; `append` numbers the microbatches of each kind of work, below `microbatches`."""
+    """A device's work in order.
+
+    `append` gives each kind of work on each chunk its next microbatch number, and leaves out the work if this number is
+    not below `microbatches`.
+    """
 
     def __init__(self, microbatches: int):
         self.microbatches, self.order = microbatches, list[tuple[Work, ...]]()
@@ -360,7 +368,7 @@ def make_schedule(name: str | Maker | Schedule, *, stages: int, microbatches: in
     if chunks != kind.chunks:
         alternatives = [fitting for fitting, schedule in SCHEDULES.items() if schedule.chunks in (None, chunks)]
         raise ValueError(
-            f"make_schedule: {name} has {'one chunk' if kind.chunks == 1 else f'{kind.chunks} chunks'} a stage, but "
+            f"make_schedule: {name} has {'one chunk' if kind.chunks == 1 else f'{kind.chunks} chunks'} per device, but "
             f"chunks={chunks} was given; give chunks={kind.chunks}, or choose {' or '.join(alternatives)}."
         )
     return kind.make(stages, microbatches)
@@ -370,7 +378,7 @@ def _check_custom(schedule: Maker | Schedule, stages: int, microbatches: int, ch
     """Return a user's own schedule, made if it is a function, after checking it."""
     if chunks != 1:
         raise ValueError(
-            f"make_schedule: a schedule of one's own says itself how many chunks a stage has, but chunks={chunks} was "
+            f"make_schedule: a schedule of one's own says itself how many chunks a device has, but chunks={chunks} was "
             f"given; leave chunks at 1."
         )
     table = schedule if isinstance(schedule, Schedule) else schedule(stages, microbatches)
