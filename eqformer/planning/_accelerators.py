@@ -52,10 +52,10 @@ class Accelerator:
     """Number of devices on one switch, any two of which are neighbours; 1 in a torus."""
     clock: float = 0.0
     """Cycles of the cores, which convert a compiler's estimate to seconds; 0 if the clock rate is not published."""
-    round_trip: int = 4
+    ring_multiple: int = 4
     """A torus dim whose size is a multiple of this is a ring; any other dim is a line."""
     whole: int = 0
-    """Total bytes of a GPU's memory; 0 if programs may fill all of the memory."""
+    """Total bytes of a GPU's memory, of which `memory` is a share; 0 for a TPU, whose total has no use here."""
 
     def peak(self, dtype: str) -> float:
         """Return the operations a second in a dtype, by its name; wider dtypes than 16 bits are taken as bfloat16."""
@@ -98,7 +98,7 @@ _V5E = Accelerator(
     host=1.5e10,
     platform="tpu",
     clock=1.5e9,
-    round_trip=16,
+    ring_multiple=16,
 )
 _V5P = Accelerator(
     name="v5p",
@@ -126,7 +126,7 @@ _V6E = Accelerator(
     network=1.25e10,
     host=3.2e10,
     platform="tpu",
-    round_trip=16,
+    ring_multiple=16,
 )
 _TPU7X = Accelerator(
     name="tpu7x",
@@ -206,8 +206,9 @@ class Topology:
     def speeds(self, mesh: Mesh | AbstractMesh) -> dict[str, float]:
         """Return the bytes a second that a device sends in one direction over each axis of a mesh.
 
-        Devices along the mesh's last axes are the nearest. In a torus, each axis in turn, from the last, takes the next
-        dims: a dim that is a ring adds two links, any other dim adds one. Behind a switch, an axis inside one machine
+        Devices along the mesh's last axes are the nearest. In a torus, mesh axes are laid along torus dims, both from
+        the last to the first; an axis covers several dims, or a part of one. A dim that an axis covers in full and that
+        is a ring adds two links, any other dim or part adds one. Behind a switch, an axis inside one machine
         uses all links of a device, and an axis that reaches beyond one machine uses the slow network. Raises a
         `ValueError` for a mesh of another number of devices.
         """
@@ -241,7 +242,7 @@ class Topology:
                 taken = math.gcd(size, remaining)
                 if taken == 1:
                     break
-                links += 2 if taken == dim_size and dim_size % chip.round_trip == 0 else 1
+                links += 2 if taken == dim_size and dim_size % chip.ring_multiple == 0 else 1
                 size, remaining = size // taken, remaining // taken
             speeds[axis] = chip.link * max(links, 1)
         return speeds
@@ -286,8 +287,8 @@ def matmul_peak(
 ) -> float:
     """Measure the best FLOP/s of a `size x size` product over `seconds` of repeats on one device (`None`: JAX's first).
 
-    A product counts `2 size^3` operations; float32 is JAX's default matmul precision. `size=None` is 2048 on a CPU and
-    8192 elsewhere. Multiply by the number of devices for a machine's peak.
+    A product counts `2 size^3` operations. float32 is multiplied in JAX's default matmul precision. `size=None` is 2048
+    on a CPU and 8192 elsewhere. The peak of a machine is this figure times its number of devices.
     """
     device = jax.devices()[0] if device is None else device
     size = (2048 if device.platform == "cpu" else 8192) if size is None else size
@@ -313,7 +314,9 @@ def copy_bandwidth(*, size: int = 2**27, seconds: float = 0.5, device: Device = 
     """
     device = jax.devices()[0] if device is None else device
     if size < 4 or not seconds > 0:
-        raise ValueError(f"copy_bandwidth(size={size}, seconds={seconds}): both must be positive, of 4 bytes at least.")
+        raise ValueError(
+            f"copy_bandwidth(size={size}, seconds={seconds}): give a size of at least 4 bytes, and seconds above 0."
+        )
     x = jax.device_put(jnp.zeros(size // 4, jnp.float32), device)
     return 2 * x.nbytes / _best(jax.jit(jnp.copy), x, seconds)
 

@@ -45,7 +45,7 @@ def lowered_step(states: training.PlannedState, step: training.Step, batch: Batc
 
 
 def _lists_memories(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether the devices of a mesh list the memories that they have."""
+    """Whether the devices of a mesh list the memories that they have; True for every abstract mesh."""
     return not isinstance(mesh, Mesh) or bool(mesh.devices.flat[0].addressable_memories())
 
 
@@ -99,7 +99,7 @@ def lowered_decode(
         rows: Rows that are decoded together.
         capacity: Slots of a row's caches.
         cache_dtype: Dtype of cached keys and values; None: the compute dtype.
-        tokens: Tokens of each row that are read: the last one, or as many of a prompt.
+        tokens: Tokens of each row that the step reads: 1 to decode, or the number of tokens of a prompt.
     """
     run, shapes = _decode(plan, *decode_shapes(plan, model, rows, capacity, cache_dtype), rows, tokens)
     return jax.jit(run, donate_argnums=1).lower(*shapes)
@@ -155,12 +155,12 @@ def devices_of(topology: Topology) -> list[Device]:
         raise ValueError(
             f"devices_of(topology={topology}): its compiler makes no such topology "
             f"({str(error).splitlines()[0][:200]}); give a shape that is sold, such as v5e:4x4, v5p:4x4x4 or h100:8, "
-            "or go by formulas, which compile nothing."
+            "or take planning.forecast (plan.py --formulas), which compiles nothing."
         ) from error
     if len(devices) != topology.devices:
         raise ValueError(
             f"devices_of(topology={topology}): its compiler makes {len(devices)} devices of it, where a run has "
-            f"{topology.devices}; go by formulas, which compile nothing."
+            f"{topology.devices}; take planning.forecast (plan.py --formulas), which compiles nothing."
         )
     return devices
 
@@ -168,7 +168,7 @@ def devices_of(topology: Topology) -> list[Device]:
 def chips_per_host(shape: tuple[int, ...]) -> list[int]:
     """Return how many chips of each dim of a torus share a host: 2 x 2, or as many as a smaller shape has.
 
-    libtpu takes 2 x 2 by itself, which divides no shape of a single chip.
+    libtpu's default is 2 x 2 for every shape, which does not divide the shape of a single chip.
     """
     first, second, *_ = (*shape, 1)
     return [min(first, 2), min(second, 2), 1]
@@ -182,7 +182,7 @@ class Compilation:
     """None if the program does not fit into memory."""
     seconds: float
     """Seconds that the compilation took."""
-    is_kept: bool
+    from_cache: bool
     """Whether the costs were read from the file of an earlier compilation."""
     failure: str = ""
     """The compiler's message if the program does not fit."""
@@ -198,7 +198,7 @@ class Compilation:
             costs = {"held": program.held, **program.as_dict()}
             for row, transfer in zip(costs["transfers"], program.transfers, strict=True):
                 row["name"] = transfer.named(COLLECTIVES)
-        return {"seconds_to_compile": self.seconds, "kept": self.is_kept, "failure": self.failure, **costs}
+        return {"seconds_to_compile": self.seconds, "kept": self.from_cache, "failure": self.failure, **costs}
 
 
 def compilation_of(
@@ -214,9 +214,9 @@ def compilation_of(
     than memory.
     """
     accelerator = topology.accelerator
-    asked = [str(topology), [device.id for device in mesh.devices.flat], compiler_flags(), lowered.as_text()]
-    asked += [_target(accelerator)] if accelerator.platform == "cuda" else []
-    path = None if folder is None else folder / f"{_key(asked)}.json"
+    key_parts = [str(topology), [device.id for device in mesh.devices.flat], compiler_flags(), lowered.as_text()]
+    key_parts += [_target(accelerator)] if accelerator.platform == "cuda" else []
+    path = None if folder is None else folder / f"{_key(key_parts)}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no file, or another version's
         if path is not None:
             row = read_json(path)
@@ -235,15 +235,15 @@ def compilation_of(
     return compilation
 
 
-def _key(asked: list[JsonValue]) -> str:
-    """Return a name for a program, the versions that compile it, and the source that counts its costs."""
+def _key(key_parts: list[JsonValue]) -> str:
+    """Return a hash of a program, of the versions that compile it, and of the source that counts its costs."""
     versions = [jax.__version__, *(_version(name) for name in ("jaxlib", "libtpu", "jax_cuda13_plugin"))]
-    return hashlib.sha256(json.dumps([asked, versions, _counters()]).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps([key_parts, versions, _source_hash()]).encode()).hexdigest()[:32]
 
 
 @functools.cache
-def _counters() -> str:
-    """Return a name for the source of `program`: a program whose costs were counted by other code is counted anew."""
+def _source_hash() -> str:
+    """Return a hash of the source of `eqformer.program`: costs that other code has counted are not reused."""
     sources = sorted((Path(__file__).parents[1] / "program").glob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
@@ -275,7 +275,7 @@ def _target(gpu: Accelerator) -> str:
     return _GPU.format(gpu=gpu, major=major, cores=cores, cache=cache, clock=clock, name=f"NVIDIA {gpu.name.upper()}")
 
 
-# By compute capability, of SXM cards, as XLA describes them: cores, bytes of the second cache, gigahertz.
+# By compute capability, of SXM cards, as XLA describes them: cores, bytes of the L2 cache, gigahertz.
 _CORES = {9: (132, 52_428_800, 1.98), 10: (148, 132_644_864, 1.965)}
 
 _GPU = """gpu_device_info {{

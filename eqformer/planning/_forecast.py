@@ -184,8 +184,8 @@ def training_time(
     """
     plan, (rows, seq) = states.plan, batch.ids.shape
     host_bytes = {
-        "kept": float(kept_on_host * plan.microbatches),
-        "moments": float(optimizer_bytes_on_host(states)),
+        "kept_bytes": float(kept_on_host * plan.microbatches),
+        "moment_bytes": float(optimizer_bytes_on_host(states)),
     }
     return roofline(plan, model, sent, topology, rows=rows, seq=seq, trained=states.optimizer.trained, **host_bytes)
 

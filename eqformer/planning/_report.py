@@ -103,7 +103,7 @@ def sent_table(sent: Iterable[Sent]) -> str:
 def _time_table(time: Roofline) -> str:
     rows = [("a step, by roofline", "seconds", "")]
     notes = dict.fromkeys(time.hidden, "beside products")
-    notes |= {STATE: f"beside products, but for {time.waited:.4f}"} if time.waited else {}
+    notes |= {STATE: f"beside products, but for {time.exposed_state:.4f}"} if time.exposed_state else {}
     rows += [(cause, f"{seconds:.4f}", notes.get(cause, "")) for cause, seconds in time.by_cause.items()]
     rows += [("bubble of the pipeline", f"{time.bubble:.1%}", "")] * (time.bubble > 0)
     return format_table([*rows, ("in all", f"{time.seconds:.4f}", f"bound by {time.bound}")])
@@ -121,7 +121,7 @@ def _verdict_line(verdict: Verdict, held: int, memory: int, accelerator: Acceler
 def compilation_table(compilation: Compilation, forecast: Forecast) -> str:
     """Format what a compiler made of a step, beside formulas: what it holds, computes, moves and sends."""
     assert isinstance(forecast.target, Topology)
-    seconds = f"{compilation.seconds:.0f} s" + " (an earlier run's)" * compilation.is_kept
+    seconds = f"{compilation.seconds:.0f} s" + " (an earlier run's)" * compilation.from_cache
     if (program := compilation.program) is None:
         return f"compiled in {seconds}: does not fit: {compilation.failure}"
     on_host = f" ({gigabytes(program.on_host)} more on the host)" if program.on_host else ""

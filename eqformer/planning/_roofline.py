@@ -36,18 +36,18 @@ class Roofline:
     """Seconds of the model's own operations at the peak, without recomputation."""
     forward: float = 0.0
     """Seconds of the forward pass' products, which `products` include."""
-    kept: float = 0.0
+    offload: float = 0.0
     """Seconds to send residuals to the host during the forward pass, and again to bring them back during the backward
     pass."""
-    updated: float = 0.0
+    host_update: float = 0.0
     """Seconds to copy the optimizer's state from the host and back; the update waits for the copies."""
-    waited: float = 0.0
-    """Seconds of `state` during which nothing else runs: gradients on TPUs."""
+    exposed_state: float = 0.0
+    """Seconds of `state` messages during which nothing else runs: those of gradients on TPUs."""
 
     @property
     def by_cause(self) -> dict[str, float]:
         """Seconds of products and memory, of messages by the axis that they are sent over, and of the host's link."""
-        host = {KEPT_ON_HOST: 2 * self.kept, ON_HOST: self.updated}
+        host = {KEPT_ON_HOST: 2 * self.offload, ON_HOST: self.host_update}
         used = {cause: seconds for cause, seconds in host.items() if seconds}
         return {"products": self.products, "memory": self.memory, **self.sent, **used}
 
@@ -57,10 +57,10 @@ class Roofline:
 
         A pass takes at least as long as its copies to the host or from it.
         """
-        beside = sum(size for cause, size in self.sent.items() if cause in self.hidden) - self.waited
-        alone = sum(size for cause, size in self.sent.items() if cause not in self.hidden) + self.waited
-        waits = max(0.0, self.kept - self.forward) + max(0.0, self.kept - (self.products - self.forward))
-        return (max(self.products + waits, self.memory, beside) + alone + self.updated) / (1 - self.bubble)
+        beside = sum(size for cause, size in self.sent.items() if cause in self.hidden) - self.exposed_state
+        alone = sum(size for cause, size in self.sent.items() if cause not in self.hidden) + self.exposed_state
+        waits = max(0.0, self.offload - self.forward) + max(0.0, self.offload - (self.products - self.forward))
+        return (max(self.products + waits, self.memory, beside) + alone + self.host_update) / (1 - self.bubble)
 
     @property
     def utilization(self) -> float:
@@ -83,15 +83,15 @@ def roofline(
     rows: int,
     seq: int,
     trained: training.Trained | None = None,
-    kept: float = 0.0,
-    moments: float = 0.0,
+    kept_bytes: float = 0.0,
+    moment_bytes: float = 0.0,
 ) -> Roofline:
     """Return the seconds of a training step whose devices send the bytes of `sent`.
 
-    Products run at the peak of the compute dtype, those of 8 bits at that of fp8, each link at its data sheet's speed,
-    and memory traffic is counted by linear maps, so that the result is close to a lower bound. TPUs wait for
-    gradients, as their programs do (docs/accelerators-memory.md), and for nothing else of state. Raises a `ValueError`
-    if the mesh has another number of devices than the topology.
+    Products run at the peak of the compute dtype, those of 8 bits at that of fp8, and each link at its data sheet's
+    speed. Memory traffic is that of linear maps and of the optimizer's update alone, so the result is close to a lower
+    bound. TPUs wait for gradients, as their programs do (docs/accelerators-memory.md), and for nothing else of state.
+    Raises a `ValueError` if the mesh has another number of devices than the topology.
 
     Args:
         plan: How the model is laid out.
@@ -101,21 +101,23 @@ def roofline(
         rows: Rows of a batch.
         seq: The tokens of a row.
         trained: Picks the parameters that have gradients; None: all.
-        kept: Bytes that a device sends to its host in forward passes, and brings back in backward passes.
-        moments: Bytes of the optimizer's state that an update brings from the host, and takes back.
+        kept_bytes: Bytes of residuals that a device sends to its host in forward passes and brings back in backward
+            passes.
+        moment_bytes: Bytes of the optimizer's state that an update brings from the host, and takes back.
     """
     accelerator, speeds = topology.accelerator, topology.speeds(plan.mesh)
     tokens = rows * seq / plan.mesh.size
     peak, fp8_peak = accelerator.peak(str(jnp.dtype(model.compute_dtype))), accelerator.peak("float8_e4m3fn")
 
     def product_seconds(*, backward: bool) -> float:
-        experts = kernels.fp8_grouped_matmul(accelerator.name)
-        fp8 = fp8_flops_per_token(model, backward=backward, trained=trained, experts=experts)
+        has_fp8_experts = kernels.fp8_grouped_matmul(accelerator.name)
+        fp8 = fp8_flops_per_token(model, backward=backward, trained=trained, experts=has_fp8_experts)
         products = flops_per_token(model, seq, backward=backward, trained=trained)
         return (products - fp8) * tokens / peak + fp8 * tokens / fp8_peak
 
     of_model, forward = product_seconds(backward=True), product_seconds(backward=False)
-    again = plan.reruns_stages + (model.stacks[0].remat in ("full", "full_on_host", "dots_no_batch"))
+    # Reruns of forward products in a backward pass; the `remat` of the first stack stands for that of all stacks.
+    forward_reruns = plan.reruns_stages + (model.stacks[0].remat in ("full", "full_on_host", "dots_no_batch"))
     bubble = parallel.simulate(plan.timetable()).lock_step.bubble if plan.is_pipelined else 0.0
     sent = list(sent)
     links = {cause: size / link_speed(cause, plan, speeds) for cause, size in sum_by_cause(sent).items()}
@@ -126,16 +128,18 @@ def roofline(
         hidden.append(CONTEXT)
     if plan.overlap != "none":
         hidden.append(TENSOR)
+    # Copies of residuals to the host run beside products too; `Roofline.seconds` adds what a pass waits for them.
+    hidden.append(KEPT_ON_HOST)
     return Roofline(
-        of_model + again * forward,
+        of_model + forward_reruns * forward,
         _memory_seconds(plan, model, tokens, accelerator),
         links,
-        (*hidden, KEPT_ON_HOST),
+        tuple(hidden),
         bubble,
         of_model,
         forward,
-        kept / accelerator.host,
-        2 * moments / accelerator.host,
+        kept_bytes / accelerator.host,
+        2 * moment_bytes / accelerator.host,
         gradients / link_speed(STATE, plan, speeds) if waits else 0.0,
     )
 
@@ -143,7 +147,8 @@ def roofline(
 def link_speed(cause: str, plan: parallel.Plan, speeds: dict[str, float]) -> float:
     """Return the speed of the axis that a cause sends over.
 
-    State goes over the axis that it is split over, or over the slowest axis that holds copies of it.
+    State goes over `fsdp` if that axis has more than one device and `replica` has one. Otherwise it is taken to go over
+    the slowest of `fsdp`, the axes of the batch, `context` and `pipe`, among those with more than one device.
     """
     if cause != STATE:
         return speeds[cause]
@@ -164,10 +169,13 @@ def _memory_seconds(plan: parallel.Plan, model: nn.LanguageModel, tokens: float,
         is_expert = id(linear) in idle
         split = plan.size(TENSOR) * plan.size(PIPE) * (plan.size(EXPERT) if is_expert else 1)
         weights += math.prod(linear.shape) / split * plan.microbatches
-        copies = math.prod(linear.shape[: len(linear.shape) - len(linear.sizes)]) * (1 - idle.get(id(linear), 0.0))
+        # A token goes through the map of each layer and, if it is an expert's, of the experts that the token takes.
+        stacked_maps = math.prod(linear.shape[: len(linear.shape) - len(linear.sizes)])
+        maps_per_token = stacked_maps * (1 - idle.get(id(linear), 0.0))
         outputs = math.prod(linear.output_shape)
-        activations += copies * (outputs + math.prod(linear.sizes.values()) / outputs)
+        inputs = math.prod(linear.sizes.values()) / outputs
+        activations += maps_per_token * (outputs + inputs)
     split = plan.size(TENSOR) * plan.size(PIPE) * plan.size(EXPERT) * (plan.size(FSDP) if plan.zero else 1)
     parameters = sum(x.size for x in jax.tree.leaves(model) if nn.is_trainable(x)) / split
-    # Weights and moments are read and written, and gradients: 7 numbers of float32.
+    # The update reads and writes a weight and two moments, and reads a gradient: 7 numbers of float32.
     return (3 * width * (weights + activations * tokens) + 7 * 4 * parameters) / accelerator.bandwidth

@@ -22,16 +22,17 @@ def test_what_was_told_of_a_program_is_kept(tmp_path, monkeypatch):
     lowered, chips = jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((8, 8))), topology("v5e:2x2")
     mesh, folder = make_mesh(devices=jax.devices()[:1]), tmp_path / "plans"
     first = compilation_of(lowered, chips, mesh, folder)
-    assert not compilation_of(lowered, chips, mesh).is_kept  # where no folder is given
+    assert not compilation_of(lowered, chips, mesh).from_cache  # where no folder is given
     monkeypatch.setattr(_compile, "_compiled", lambda *_: pytest.fail("compiled again"))
     again = compilation_of(lowered, chips, mesh, folder)
-    assert again.is_kept and not first.is_kept and again.program == first.program and again.seconds == first.seconds
+    assert again.from_cache and not first.from_cache
+    assert again.program == first.program and again.seconds == first.seconds
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):  # by which programs are others
         with monkeypatch.context() as other, pytest.raises(pytest.fail.Exception, match="compiled again"):
             other.setenv(name, "a flag more")
             compilation_of(lowered, chips, mesh, folder)
     with monkeypatch.context() as other, pytest.raises(pytest.fail.Exception, match="compiled again"):
-        other.setattr(_compile, "_counters", lambda: "counted otherwise")
+        other.setattr(_compile, "_source_hash", lambda: "counted otherwise")
         compilation_of(lowered, chips, mesh, folder)
     (file,) = folder.iterdir()
     file.write_text("{}")  # another version's, or half a file

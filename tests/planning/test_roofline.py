@@ -55,11 +55,12 @@ def test_tpus_wait_for_gradients_and_gpus_for_nothing_of_state():
     on_tpus, on_gpus = time_of(plan, model), time_of(plan, model, "h100:8")
     gradients = 7 / 8 * 4 * parameter_count(model)
     own = gradients / topology("v5e:2x4").accelerator.link / 2
-    assert on_tpus.waited == pytest.approx(own, rel=0.01) and on_gpus.waited == 0  # vectors of norms have copies
+    assert on_tpus.exposed_state == pytest.approx(own, rel=0.01)  # vectors of norms have copies
+    assert on_gpus.exposed_state == 0
     for time in (on_tpus, on_gpus):
-        beside = max(time.products, time.memory, time.sent["state"] - time.waited)
-        assert time.seconds == pytest.approx(beside + time.waited)
-    assert time_of(Plan(abstract_mesh({"tensor": 4, "fsdp": 2}), zero=0), model).waited > 0
+        beside = max(time.products, time.memory, time.sent["state"] - time.exposed_state)
+        assert time.seconds == pytest.approx(beside + time.exposed_state)
+    assert time_of(Plan(abstract_mesh({"tensor": 4, "fsdp": 2}), zero=0), model).exposed_state > 0
 
 
 def test_products_of_8_bits_run_at_their_own_peak():
@@ -99,12 +100,13 @@ def test_what_is_sent_with_nothing_beside_it_and_bubbles_are_added():
     model = shapes_of()
     plan = Plan(abstract_mesh({"fsdp": 2, "tensor": 4}), zero=3)
     time = time_of(plan, model)
-    beside = max(time.products, time.memory, time.sent["state"] - time.waited)
-    assert time.seconds == pytest.approx(beside + time.waited + time.sent["tensor"])
+    beside = max(time.products, time.memory, time.sent["state"] - time.exposed_state)
+    assert time.seconds == pytest.approx(beside + time.exposed_state + time.sent["tensor"])
     rings = Plan(abstract_mesh({"fsdp": 2, "tensor": 4}), zero=3, residual="sequence", overlap="ring")
     assert "tensor" in time_of(rings, model).hidden
     piped = time_of(Plan(abstract_mesh({"pipe": 4, "fsdp": 2}), microbatches=4), model)
-    busy = max(piped.products, piped.memory, piped.sent["state"] - piped.waited) + piped.waited + piped.sent["pipe"]
+    exposed = piped.exposed_state
+    busy = max(piped.products, piped.memory, piped.sent["state"] - exposed) + exposed + piped.sent["pipe"]
     assert 0 < piped.bubble < 1 and piped.seconds == pytest.approx(busy / (1 - piped.bubble))
 
 
@@ -113,14 +115,14 @@ def test_the_link_to_the_host_is_waited_for_where_a_pass_is_shorter():
     model, plan, link = shapes_of(), Plan(abstract_mesh({"fsdp": 8}), zero=0), 1.5e10
     alone = time_of(plan, model, bytes_factor=0)
     busy, own = max(alone.products, alone.memory), alone.products
-    moved = time_of(plan, model, bytes_factor=0, moments=link)
+    moved = time_of(plan, model, bytes_factor=0, moment_bytes=link)
     assert moved.seconds == busy + 2 and moved.by_cause["optimizer state on its host"] == 2
     for share in (0.1, 0.5, 1.0):  # of all products' time: in neither pass, in the forward pass, in both
-        kept = time_of(plan, model, bytes_factor=0, kept=share * own * link)
+        kept = time_of(plan, model, bytes_factor=0, kept_bytes=share * own * link)
         products = max(share, 1 / 3) * own + max(share, 2 / 3) * own
         assert kept.seconds == pytest.approx(max(products, kept.memory))
         assert kept.by_cause["kept on its host"] == pytest.approx(2 * share * own)
-    far = time_of(plan, model, bytes_factor=0, kept=link)
+    far = time_of(plan, model, bytes_factor=0, kept_bytes=link)
     assert far.seconds == pytest.approx(2) and far.bound == "kept on its host"
     assert "kept on its host" not in alone.by_cause and alone.seconds == busy
 
