@@ -64,7 +64,8 @@ class FolderWriter:
     def close(self) -> None:
         """Close the files, complete or not."""
         for file in self._open.values():
-            # An earlier write has already reported a full disk.
+            # Closing writes what is still buffered and may fail. `finish` leaves nothing buffered; without `finish` the
+            # folder has no `meta.json`, so that it is never read.
             with contextlib.suppress(OSError):
                 file.close()
 
@@ -73,9 +74,10 @@ class FolderWriter:
 def write_atomic_folder(target: Path) -> Iterator[FolderWriter]:
     """Yield a writer whose folder becomes `target` if the block ends without an error, and is deleted otherwise.
 
-    The folder is built beside `target` under a name that starts with a dot, and renamed at the end. If another process
-    has created `target` in the meantime, that folder stays. Before, unfinished folders of killed processes of this
-    machine are deleted. Unfinished folders of other machines stay, because their locks may not be visible over a
+    The block must call the writer's `finish`, without which `read_description` refuses the folder. The folder is built
+    beside `target` under a name that starts with a dot, and renamed at the end. If another process has created `target`
+    in the meantime, that folder stays. Before the block runs, folders that killed processes of this machine left
+    unfinished are deleted. Unfinished folders of other machines stay, because their locks may not be visible over a
     network.
 
     **Raises:** `WriteFailure`.
@@ -88,13 +90,15 @@ def write_atomic_folder(target: Path) -> Iterator[FolderWriter]:
     try:
         with _locked_folder(folder):
             yield writer
-        writer.close()
+            writer.close()
+            # The folder stays locked until it is renamed: another process deletes unfinished folders without a lock.
+            with _wrap_write_errors():
+                try:
+                    folder.rename(target)
+                except OSError:
+                    if not target.is_dir():
+                        raise
         with _wrap_write_errors():
-            try:
-                folder.rename(target)
-            except OSError:
-                if not target.is_dir():
-                    raise
             (target / _LOCK).unlink(missing_ok=True)
             sync_path(target.parent)
     finally:
@@ -176,7 +180,10 @@ def _unfinished_prefix(target: Path) -> str:
 
 
 def _delete_unfinished(target: Path) -> None:
-    """Delete unfinished folders of this machine's killed processes; no folder on systems without POSIX locks."""
+    """Delete the folders that killed processes of this machine left unfinished.
+
+    Systems without POSIX locks cannot tell whether the writing process still runs: there, nothing is deleted.
+    """
     for folder in target.parent.glob(f"{_unfinished_prefix(target)}.*"):
         with contextlib.suppress(OSError, ValueError), open_regular(folder / _LOCK) as file:
             if _lock(file):

@@ -27,17 +27,19 @@ def files(
 ) -> TextSource:
     """Return the documents of a file, a folder (with its sub-folders), or several of either, as a source.
 
-    A .txt, .md or .py file in a folder is one document for each 2^20 characters. A file given by its own path is cut
-    into pieces, of at most 1,024 characters at its beginning and up to 65,536 farther on, so that a single file can be
-    split into train and validation; `piece` cuts all plain files into pieces of at most that many characters. Cuts are
-    at blank lines, line ends or spaces if possible, and do not depend on the text behind them, so text appended to a
-    file moves no earlier text to another split. Each line of a .jsonl file and each row of a .parquet file is a
-    document, with its text in `field`. Texts are UTF-8; files are sorted by name. Only one document of a plain file is
-    in memory at a time.
+    A .txt, .md or .py file in a folder is cut into documents of at most 2^20 characters. A file given by its own path
+    is cut into documents of at most 1,024 characters at its beginning and up to 65,536 farther on, so that a single
+    file can be split into train and validation; `piece` cuts all plain files into documents of at most that many
+    characters. Cuts are at blank lines, line ends or spaces if possible, and do not depend on the text after them, so
+    text appended to a file moves no earlier text to another split, except that of the file's last document. Each line
+    of a .jsonl file and each row of a .parquet file is a document, with its text in `field`. Texts are UTF-8; files are
+    sorted by name. About 2^20 characters of a plain file are in memory at a time (with `piece`: `piece` characters and
+    a block of 64 KiB).
 
     Links to folders are followed, and each folder is read once. Hidden files and folders, files of other kinds, empty
-    files and rows, broken links, and links to folders that are already read are skipped: a warning counts and names
-    them, for rows when they are first read.
+    files and rows, broken links, and links to folders that are already read are skipped. A warning gives their number
+    and the first names: for rows when the source is checked, as `open_store` does before it tokenizes, and for all
+    others at once.
 
     **Raises:** `ValueError` at once if a path does not exist, cannot be listed, or has no file of these kinds or no
     text; when the source is read, `ValueError` if a file is not UTF-8, JSON or Parquet or has no such field, and
@@ -73,6 +75,8 @@ def files(
                 yield from _read_plain(entry, piece, call)
 
     def fingerprint() -> str:
+        # `cuts` is the version of the rule by which plain files are cut. Another rule needs another number, so that
+        # tokens cached by the old rule are not used.
         parts = [f"field={field} piece={piece} cuts=2"]
         for entry in entries:
             parts += (entry.name, f"given={entry.is_given}", file_digest(entry.path))
@@ -91,7 +95,7 @@ class _FileEntry(NamedTuple):
     """File of a source."""
 
     name: str
-    """The path relative to the user's folder, so that a corpus may move."""
+    """The path relative to the user's folder, so that names and splits stay when the folder is moved."""
     path: Path
     kind: str
     """The suffix in lower case."""
@@ -210,16 +214,19 @@ def _read_blocks(entry: _FileEntry, call: str) -> Iterator[str]:
 
 
 def _read_plain(entry: _FileEntry, piece: int | None, call: str) -> Iterator[Document]:
-    """Yield the documents of a plain file; only one document and one block of text are in memory."""
+    """Yield the documents of a plain file.
+
+    Text is buffered until it has `piece` characters, or else 2^20, plus at most one block.
+    """
     done = number = 0
 
-    def split_documents(text: str, is_all: bool) -> Iterator[Document]:
-        """Yield the documents at the beginning of `text` that do not depend on the text behind it."""
+    def split_documents(text: str, is_complete: bool) -> Iterator[Document]:
+        """Yield the documents of `text`; if the file goes on, without those whose ends more text may change."""
         nonlocal done, number
         start = 0
         while start < len(text):
             size = piece or (max(1024, min(65536, done // 64)) if entry.is_given else _MAX_CHARACTERS)
-            if not is_all and len(text) - start < size:
+            if not is_complete and len(text) - start < size:
                 break
             stop = _find_cut(text, start, size)
             document = text[start:stop]
@@ -241,8 +248,9 @@ def _read_plain(entry: _FileEntry, piece: int | None, call: str) -> Iterator[Doc
 def _find_cut(text: str, start: int, size: int) -> int:
     """Return the end of the document from `start`, of at most `size` characters.
 
-    The document ends at a blank line in its second half, or else at a line end in its last quarter, or at a space in
-    its last eighth. The end does not depend on the text behind the document.
+    The document ends at the earliest of three borders: the first blank line in the second half of `size`, the first
+    line end in the last quarter, and the first space in the last eighth. A document without such a border has `size`
+    characters. The end does not depend on the text after it, except for a document that ends with the text.
     """
     stop = min(start + size, len(text))
     for border, least in (("\n\n", size / 2), ("\n", size * 3 / 4), (" ", size * 7 / 8)):

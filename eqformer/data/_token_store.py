@@ -48,9 +48,9 @@ class TokenStore:
     offsets: Int[np.ndarray, "borders"]
     """The index of each document's first token, and the number of tokens."""
     text_bytes: int
-    """The UTF-8 bytes of the texts."""
+    """The number of UTF-8 bytes of all texts."""
     largest: int
-    """The largest id that occurs."""
+    """The largest id that occurs, the end of text included."""
     vocab: int
     """The tokenizer's vocabulary size."""
     end_of_text: int
@@ -91,18 +91,19 @@ def open_store(
 
     By default only the hash of a document's name decides its split, so the split is the same on any machine and however
     the corpus grows. A source that cannot be read raises before anything is tokenized. Lone surrogates, which JSON can
-    spell although they are not characters, are replaced by U+FFFD, with a warning that counts the documents with some.
-    A damaged cache is rewritten, with a warning.
+    spell although they are not characters, are replaced by U+FFFD, with a warning that counts the affected documents. A
+    damaged cache is not used: a warning names it, and the text is tokenized again.
 
     Args:
         source: The documents.
         tokenizer: The tokenizer of the texts.
         cache_dir: One or several folders for caches; a missing folder is created. All are searched, and new tokens are
-            written to the first writable folder, with a warning about the folders before it.
+            written to the first writable folder, with a warning for each folder before it that is not writable.
         split: `"train"` or `"validation"`.
         validation: The share of the documents that is held out for validation.
-        split_by: "position" holds out the end of each document instead, for sources of few documents: about the share
-            `validation` of its characters, from the beginning of a line or word, see `find_held_out`.
+        split_by: "document" holds out whole documents. "position", for sources of few documents, holds out the end of
+            each document: about the share `validation` of its characters, from the beginning of a line or word on where
+            one is near (see `find_held_out`).
         progress: Called with the bytes done and the total bytes (0: unknown).
         verify: Whether to compare the checksums of an existing cache (about half a second per gigabyte) and not only
             the sizes.
@@ -123,7 +124,7 @@ def open_store(
         try:
             return _map_store(target, verify=verify)
         except DamagedFolder as damage:
-            messages.append(f"{call}: the cache {target} is damaged: {damage}; it is rewritten.")
+            messages.append(f"{call}: the cache {target} is damaged: {damage}; the text is tokenized again.")
     for message in messages:
         warnings.warn(message, stacklevel=2)
     source.check()
@@ -169,8 +170,8 @@ def _folder_name(source: TextSource, tokenizer: Tokenizer, split: Split, validat
 def find_held_out(text: str, share: float) -> int:
     """Return the index of the first held-out character, at or somewhat before the last `share` of a text.
 
-    The index moves back to the nearest beginning of a line or else of a word, by at most as many characters as `share`
-    is of the text.
+    The index moves towards the beginning of the text, to the nearest beginning of a line, or else of a word, by at most
+    `share` of the text's characters.
     """
     held_out = math.ceil(len(text) * share)
     start = len(text) - held_out
@@ -220,7 +221,7 @@ def _write_tokens(
     dtype = np.min_scalar_type(max(tokenizer.vocab, tokenizer.end_of_text + 1) - 1).newbyteorder("<")
     end = np.full(1, tokenizer.end_of_text, dtype)
     lengths: list[int] = []
-    done = largest = text_bytes = excluded = 0
+    done = largest_id = text_bytes = excluded = 0
     documents_with_surrogates: list[str] = []
     for group in _group_documents(source):
         done += sum(document.size for document in group)
@@ -233,8 +234,8 @@ def _write_tokens(
                 continue
             lengths.append(len(ids) + 1)
             text_bytes += len(document.text.encode())
-            largest = max(largest, int(ids.max()))
-            assert largest < tokenizer.vocab, "a tokenizer's ids must be below its vocab"
+            largest_id = max(largest_id, int(ids.max()))
+            assert largest_id < tokenizer.vocab, "a tokenizer's ids must be below its vocab"
             writer.append("tokens.bin", ids.astype(dtype))
             writer.append("tokens.bin", end)
         if progress is not None:
@@ -258,7 +259,7 @@ def _write_tokens(
             "tokens": sum(lengths),
             "documents": len(lengths),
             "text_bytes": text_bytes,
-            "largest": max(largest, tokenizer.end_of_text),
+            "largest": max(largest_id, tokenizer.end_of_text),
         }
     )
     if progress is not None:
@@ -268,14 +269,17 @@ def _write_tokens(
 def _empty_split_error(call: str, split: Split, other_documents: int) -> EmptySplitError:
     return EmptySplitError(
         f"{call}: the {split} split must have a document with text, but it has none and the other split "
-        f"{other_documents}; pass more documents, another `validation` share, split_by='position' to hold out the end "
-        f"of each document, or, of a folder of few long files, the files themselves, which are cut (as by "
-        f"files(folder, piece=...))."
+        f"{other_documents}; pass more documents, another `validation` share, or split_by='position', which holds out "
+        f"the end of each document. A folder of a few long files has few documents: pass the paths of the files, or "
+        f"files(folder, piece=...), which cuts each file into many documents."
     )
 
 
 def _warn_of_surrogates(call: str, documents: Sequence[str]) -> None:
-    """Warn the caller of `open_store`, given by `call`, of the names of documents that had lone surrogates."""
+    """Warn the caller of `open_store` of the number of documents with lone surrogates, and name the first.
+
+    `call` is the text of the call of `open_store`, with which the warning begins.
+    """
     count = len(documents)
     warnings.warn(
         f"{call}: lone surrogates, which are not characters, were replaced by U+FFFD in {count} "
@@ -341,6 +345,7 @@ def _map_store(target: Path, *, verify: bool) -> TokenStore:
         expected = (meta["tokens"], meta["documents"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedFolder(f"meta.json does not describe the files ({error})") from error
+    # A stored document has at least one id and the end of text: `_write_tokens` leaves out documents without ids.
     if counts != expected or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(np.diff(offsets) < 2):
         raise DamagedFolder(
             f"the files hold (tokens, documents) {counts}, which do not fit meta.json's {expected} and the offsets"

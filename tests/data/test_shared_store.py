@@ -5,12 +5,13 @@ import shutil
 import threading
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from eqformer.data import ByteTokenizer, open_store, texts
-from eqformer.data._atomic_folder import write_atomic_folder
+from eqformer.data._atomic_folder import _delete_unfinished, write_atomic_folder
 
 
 def _open(documents, folders, **options):
@@ -57,7 +58,7 @@ def test_a_damaged_cache_is_passed_over_where_another_folder_has_a_whole_one(cor
         warnings.simplefilter("error")
         assert _open(corpus, [shared, own]).path == whole.path
     shutil.rmtree(own)
-    with pytest.warns(UserWarning, match="is damaged: .*; it is rewritten"):
+    with pytest.warns(UserWarning, match="is damaged: .*; the text is tokenized again"):
         assert _open(corpus, [shared, own]).path == damaged.path
 
 
@@ -109,3 +110,16 @@ def test_what_another_machine_writes_stays_even_where_its_lock_cannot_be_seen(ma
     monkeypatch.setattr(platform, "node", lambda: "this")
     _open(corpus, tmp_path)
     assert unfinished.exists() == (machine == "another")
+
+
+def test_a_finished_folder_is_locked_until_it_is_renamed(tmp_path, monkeypatch):
+    rename, target = Path.rename, tmp_path / "tokens"
+
+    def rename_while_another_process_deletes(self, new):
+        _delete_unfinished(target)
+        return rename(self, new)
+
+    monkeypatch.setattr(Path, "rename", rename_while_another_process_deletes)
+    with write_atomic_folder(target) as writer:
+        writer.finish({})
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["meta.json", "tokens"]

@@ -166,7 +166,7 @@ def test_a_damaged_cache_is_reported_and_written_anew(corpus, tmp_path, damage):
     path = _open(corpus, tmp_path).path
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     DAMAGE[damage](path)
-    with pytest.warns(UserWarning, match=r"open_store\(.*is damaged: .*; it is rewritten"):
+    with pytest.warns(UserWarning, match=r"open_store\(.*is damaged: .*; the text is tokenized again"):
         store = _open(corpus, tmp_path)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert store.tokens.tobytes() == before["tokens.bin"] and not _hidden(tmp_path)
