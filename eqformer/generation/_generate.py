@@ -73,7 +73,8 @@ def generate(
             are drawn from the model's distribution.
         end_of_text: The id, or ids, that end a row; it stays in the row.
         log_probabilities: Whether to return the model's log-probabilities of the drawn ids.
-        examples: Numbers of the rows; None: 0, 1, ...
+        examples: For each row the number that its draws depend on, with `key`; None: 0, 1, ... A row with the same
+            number and the same key is drawn alike in any batch.
         prefill_chunk: Tokens of a prompt that are read at once, in equal chunks, so that activations do not grow with
             the prompt; None: at most 1,024. Results do not depend on it. An encoder reads the prompt in one piece.
         cache_dtype: The dtype of keys and values in the cache; None: the compute dtype. `"int8"` and `"fp8"` round
@@ -87,7 +88,7 @@ def generate(
     padded = pad_prompts(model, prompts, lengths, max_new_tokens, prefill_chunk, cache_dtype)
     sampling = make_sampling_state(model, len(padded.ids), transforms, end_of_text, examples, key)
     model = add_draft(model, draft, draft_tokens, padded, max_new_tokens)
-    limit = as_array(max_new_tokens)
+    limit = as_traced_int(max_new_tokens)
     rows = _generate(model, padded.ids, padded.lengths, limit, sampling, log_probabilities, padded.sizes)
     check_logits(rows.logits_are_numbers, rows.has_candidates)
     row_lengths = np.asarray(rows.lengths)
@@ -97,7 +98,7 @@ def generate(
         np.asarray(padded.initial_lengths),
         row_lengths,
         None if rows.log_probabilities is None else np.asarray(rows.log_probabilities)[:, :longest],
-        None if rows.cache is None else to_statistics(rows.cache),
+        None if rows.cache is None else to_statistics(rows.cache),  # `_generate` puts the draft's counts there
     )
 
 
@@ -111,7 +112,10 @@ def _generate(
     log_probabilities: bool,
     sizes: Sizes,
 ) -> Rows:
-    """Return the finished rows; their `cache` is replaced by the counts of the draft."""
+    """Return the finished rows, whose field `cache` holds the draft's counts: None without a draft.
+
+    The caches themselves are not returned, because nothing reads them after the last draw.
+    """
     rows = prefill(model, ids, lengths, max_new_tokens, sampling, log_probabilities=log_probabilities, sizes=sizes)
     rows = decode_until(make_step(model, sampling), rows, rows.limits)
     return dataclasses.replace(rows, cache=draft_counts(rows))
@@ -161,11 +165,11 @@ def make_sampling_state(
 
 
 _NO_ID = -1
-"""An end of text that is never drawn, so that calls with and without an end of text run the same program."""
+"""An end of text that is never drawn, so that calls with and without one end of text run the same program."""
 
 
-def as_array(number: int) -> Int[jax.Array, ""]:
-    """Return the number as an array, so that another number reuses the compiled program."""
+def as_traced_int(number: int) -> Int[jax.Array, ""]:
+    """Return the number as an array, which `jit` traces, so that another number reuses the compiled program."""
     return jnp.asarray(number, jnp.int32)
 
 
@@ -179,5 +183,5 @@ def check_logits(are_numbers: Bool[Array, ""], have_candidates: Bool[Array, ""])
     if not have_candidates:
         raise ValueError(
             "generate(transforms=...): the transforms left a row no token to draw: they made all of its logits minus "
-            "infinity, or one of them NaN; leave at least one, such as an end of text."
+            "infinity, or one of them NaN; leave at least one token a finite logit, such as an end of text."
         )

@@ -1,4 +1,4 @@
-"""Checking and padding of prompts; few padded sizes, so that compiled programs are reused."""
+"""Checking and padding of prompts. Padded sizes are multiples of `BUCKET`, so that compiled programs are reused."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from ._model import Model
 BUCKET = 64
 """Sizes are rounded up to multiples of this, so that one program serves many prompts."""
 PREFILL_CHUNK = 1024
-"""Most tokens of a prefill chunk: larger chunks are no faster per token and need more memory."""
+"""Most tokens of a prefill chunk by default: larger chunks are no faster per token and need more memory."""
 
 
 class PaddedPrompts(NamedTuple):
@@ -49,24 +49,28 @@ def pad_prompts(
                 f"generate(prompts): prompt {number} holds the id {outside[0]}, but the model's {model.vocab} ids are "
                 f"0 to {model.vocab - 1}; encode the prompt with the tokenizer that the model was trained with."
             )
+    # Only a model with an encoder has a start id; the encoder reads the prompt, and each row begins with the start id.
     longest, has_encoder = max(map(len, rows)), model.start is not None
-    total = (1 if has_encoder else longest) + max_new_tokens
+    initial = 1 if has_encoder else longest
+    total = initial + max_new_tokens
     width = round_up(total, BUCKET)
-    # With an encoder, the cache also has slots for the keys of the prompt, as many as for the keys of the text.
+    # With an encoder, a cache of as many slots also holds the prompt's keys, for the cross-attention.
     capacity = max(width, round_up(longest, BUCKET)) if has_encoder else width
     if (limit := model.max_seq) is not None:
         # The model never reads the last token that is drawn, so that token needs no position.
         if total - 1 > limit:
+            prompt = "each row begins with the start id" if has_encoder else f"the longest prompt has {longest} tokens"
             raise ValueError(
-                f"generate(max_new_tokens={max_new_tokens}): the longest prompt has {longest} tokens, and {longest} + "
-                f"{max_new_tokens} - 1 exceeds the model's {limit} learned positions; ask for at most "
-                f"{max(limit - longest + 1, 0)} new tokens or shorten the prompt."
+                f"generate(max_new_tokens={max_new_tokens}): {prompt}, and {initial} + {max_new_tokens} - 1 exceeds "
+                f"the model's {limit} learned positions; ask for at most {max(limit - initial + 1, 0)} new tokens"
+                f"{'' if has_encoder else ' or shorten the prompt'}."
             )
         capacity = min(capacity, limit)
     # Padding is never written to the cache, so the array of prompts may be wider than the cache.
     padded = round_up(longest, BUCKET)
-    chunk = _default_chunk(padded) if prefill_chunk is None else prefill_chunk
-    chunk = None if chunk >= padded or has_encoder else chunk
+    chunk_size = _default_chunk(padded) if prefill_chunk is None else prefill_chunk
+    # `Sizes.chunk` is None if the prompt is read in one piece.
+    chunk = None if chunk_size >= padded or has_encoder else chunk_size
     ids = np.zeros((len(rows), padded if chunk is None else round_up(padded, chunk)), np.int32)
     for padded_row, row in zip(ids, rows):
         padded_row[: len(row)] = row
@@ -112,8 +116,8 @@ def _split_rows(
         table = np.asarray(prompts)
         if table.ndim != 2:
             raise ValueError(
-                f"generate(prompts of shape {table.shape}): an array of prompts has one row for each; give "
-                "prompts[None] for a single one."
+                f"generate(prompts of shape {table.shape}): an array of prompts has two dims, prompts and ids; "
+                "pass prompts[None] for a single prompt."
             )
         counts = [table.shape[1]] * len(table) if lengths is None else [int(n) for n in np.asarray(lengths)]
         if len(counts) != len(table) or any(not 0 <= n <= table.shape[1] for n in counts):

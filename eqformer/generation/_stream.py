@@ -10,7 +10,7 @@ from jaxtyping import Int, Key
 from .._array_checks import checked
 from .._shapes import Array
 from ._decode import decode_until, prefill, Rows, SamplingState, Sizes
-from ._generate import add_draft, as_array, check_logits, make_sampling_state, to_statistics
+from ._generate import add_draft, as_traced_int, check_logits, make_sampling_state, to_statistics
 from ._model import Model
 from ._prompts import pad_prompts, PaddedPrompts
 from ._speculative import draft_counts, DraftStatistics, make_step, SpeculativeModel
@@ -67,7 +67,7 @@ class TokenStream(Iterator[int]):
 
     def __init__(self, model: Model, padded: PaddedPrompts, sampling: SamplingState, max_new_tokens: int, stride: int):
         """Prepare the stream; nothing runs before the first id is asked for."""
-        self._ids = self._draw(model, padded, sampling, as_array(max_new_tokens), stride)
+        self._ids = self._draw(model, padded, sampling, as_traced_int(max_new_tokens), stride)
 
     def __next__(self) -> int:
         return next(self._ids)
@@ -82,7 +82,7 @@ class TokenStream(Iterator[int]):
     ) -> Iterator[int]:
         ids, lengths, sizes, initial_lengths = padded
         yielded = int(initial_lengths[0])
-        target = as_array(yielded + stride)
+        target = as_traced_int(yielded + stride)
         rows, progress = _start(model, ids, lengths, max_new_tokens, sampling, target, stride, sizes)
         while True:
             # The host reads separate arrays, since the next call donates the rows.
@@ -93,7 +93,7 @@ class TokenStream(Iterator[int]):
             if done:
                 return
             yielded = int(length)
-            rows, progress = _continue((model, sampling, as_array(yielded + stride), stride), rows)
+            rows, progress = _continue((model, sampling, as_traced_int(yielded + stride), stride), rows)
 
 
 @eqx.filter_jit

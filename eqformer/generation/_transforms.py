@@ -1,7 +1,8 @@
-"""Transforms of the logits before a token is drawn: temperature, truncations, penalties; modules in any order.
+"""Transforms of the logits before a token is drawn: temperature, truncations and a penalty.
 
-All compute and return float32 at least. Extreme settings behave like their limit: where float32 would overflow, only
-the likeliest token stays. No setting turns finite logits into NaN.
+Each transform is a module, and `chain` joins them in any order. All compute and return float32 at least. Extreme
+settings behave like their limit: where float32 would overflow, only the likeliest token stays. No setting turns finite
+logits into NaN.
 """
 
 from collections.abc import Callable
@@ -50,7 +51,7 @@ class Temperature(eqx.Module):
 
     @checked
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
-        """Flatten the distribution above 1, sharpen it below."""
+        """Divide the logits: a temperature above 1 flattens the distribution, one below 1 sharpens it."""
         logits = _to_float32(logits)
         if self.is_greedy:
             likeliest = jnp.argmax(logits, axis=-1, keepdims=True)
@@ -78,8 +79,8 @@ class TopK(eqx.Module):
 
 
 class TopP(eqx.Module):
-    """Nucleus sampling: truncation to the fewest likeliest tokens of total probability `top_p` (Holtzman et al.
-    2020)."""
+    """Nucleus sampling (Holtzman et al. 2020): truncation to the fewest likeliest tokens of total probability at least
+    `top_p`."""
 
     top_p: Float[Array, ""]
 
@@ -94,7 +95,7 @@ class TopP(eqx.Module):
         logits = _to_float32(logits)
         falling = -jnp.sort(-logits, axis=-1)
         sums = jnp.cumsum(jax.nn.softmax(falling, axis=-1), axis=-1)
-        # Shift the sums: `sums - share` would cancel, and at a tie keep a token too many.
+        # Shift the sums: subtracting each token's own probability would round, and at a tie keep one token too many.
         sums_before = jnp.pad(sums[:, :-1], [(0, 0), (1, 0)])
         threshold = self.top_p.astype(logits.dtype) * (1 - _ROUNDING)
         # The sums may round to 1 before the last token; with `top_p` 1 all tokens must be kept all the same.
@@ -145,7 +146,7 @@ class RepetitionPenalty(eqx.Module):
         logits = _to_float32(logits)
         batch, vocab = logits.shape
         in_row = jnp.arange(history.ids.shape[1]) < history.lengths[:, None]
-        ids = jnp.where(in_row, history.ids, vocab)  # entries behind the row's last token are dropped
+        ids = jnp.where(in_row, history.ids, vocab)  # entries after the row's last token are dropped
         occurs = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], ids].set(True, mode="drop")
         penalty = self.penalty.astype(logits.dtype)
 
@@ -154,8 +155,8 @@ class RepetitionPenalty(eqx.Module):
 
         # The penalty is homogeneous: logits scaled down have scaled-down results. So where a row overflows, the scaled
         # logits still show which token is the likeliest.
-        size = jnp.max(jnp.where(jnp.isfinite(logits), jnp.abs(logits), 0), axis=-1, keepdims=True)
-        return _limit_overflow(penalize(logits), penalize(logits / jnp.clip(size, 1, 2.0**126)))
+        largest = jnp.max(jnp.where(jnp.isfinite(logits), jnp.abs(logits), 0), axis=-1, keepdims=True)
+        return _limit_overflow(penalize(logits), penalize(logits / jnp.clip(largest, 1, 2.0**126)))
 
 
 class Chain(eqx.Module):
@@ -226,7 +227,8 @@ def _limit_overflow(
 ) -> Float[Array, "batch vocab"]:
     """Return the logits; in rows whose maximum overflowed, keep only the tokens with the highest `fallback`.
 
-    This is the limit of the distribution: logits of this size differ by more than the noise of a draw, or not at all.
+    This is the limit of the distribution: logits of this size are equal, or so far apart that the smaller one's
+    probability is 0 in floating point.
     """
     highest, best = (jnp.max(x, axis=-1, keepdims=True) for x in (logits, fallback))
     limit = jnp.where(fallback == best, jnp.zeros_like(fallback), -jnp.inf)

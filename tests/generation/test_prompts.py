@@ -1,6 +1,7 @@
 """Bad prompts and settings: one message each, with the rule and both values, before anything is compiled."""
 
 import inspect
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,13 @@ def test_bad_input_is_refused(model, prompts, given, message):
         generation.generate(model, prompts, **given, key=KEY)
 
 
+def test_new_tokens_are_counted_from_the_start_id_if_an_encoder_reads_the_prompt():
+    model = SimpleNamespace(vocab=61, start=0, max_seq=20)
+    message = r"begins with the start id, and 1 \+ 21 - 1 exceeds .* ask for at most 20 new tokens\.$"
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(_prompts.pad_prompts)(model, [[1] * 5], None, 21, None)
+
+
 @pytest.mark.parametrize("length, read, written", [(16, 16, 5), (30, 20, 1), (1, 1, 20)])
 def test_samples_stay_within_learned_positions(model, length, read, written):
     prompt = list(range(length))
@@ -61,7 +69,7 @@ def test_an_array_of_one_prompt_is_refused():
     """Where no shapes are checked, as they are in tests."""
     rows = inspect.unwrap(_prompts._split_rows)
     assert len(rows(np.ones((1, 3), int), None)) == 1
-    with pytest.raises(ValueError, match=r"prompts of shape \(3,\)\): .* give prompts\[None\] for a single one"):
+    with pytest.raises(ValueError, match=r"prompts of shape \(3,\)\): .* pass prompts\[None\] for a single prompt"):
         rows(np.ones(3, int), None)
 
 
