@@ -1,4 +1,7 @@
-"""The observer of a model's calls, which records and replaces values, and the wrappers that bring them out of loops."""
+"""The observer of a model's calls, which records and replaces values, and the wrappers that bring them out of loops.
+
+A key is the path of a value in all layers of a stack, such as `stacks[0].blocks.sublayers[0].input` (see `Point`).
+"""
 
 import contextlib
 import dataclasses
@@ -13,7 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
 from ..kernels import attention_weights, AttentionCall, Operation, weigh_values
-from ._points import CORE_VALUES, find_nodes, get_at, join_path, Node, Point
+from ._points import CORE_HEADS, find_nodes, get_at, join_path, Node, Point
 
 
 Patch = tuple[Point, Callable[..., Any]]
@@ -31,8 +34,12 @@ class Frame:
     """Values that are computed at one level of a traced program, such as the body of the loop over layers."""
 
     layer: Int[Array, ""] | None = None
+    """The number of the layer that the frame is of; None outside of the loop over layers."""
     values: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+    """Recorded values by their keys."""
+    # JAX ignores `convention`; "nnx" is what Flax, for which the function was made, passes.
     trace: Any = dataclasses.field(default_factory=lambda: get_opaque_trace_state(convention="nnx"))
+    """The level of tracing at which the frame began; values of other levels cannot be brought out."""
 
 
 class Observer:
@@ -43,6 +50,7 @@ class Observer:
         self.patches: dict[str, list[Patch]] = {}
         for point, function in patches:
             self.patches.setdefault(point.key, []).append((point, function))
+        # The path of the module whose call runs: empty for the outermost module, None before its call.
         self.path: str | None = None
         self.frame = Frame()
         self.applied: set[Point] = set()
@@ -95,7 +103,7 @@ class Observer:
             self.path, self.frame = outer
 
     def check_applied(self) -> None:
-        """Raise a `ValueError` for a patch inside a model's layers that was not applied, though all layers ran."""
+        """Raise a `ValueError` for a patch inside `stacks` that was not applied; to be called after all layers ran."""
         points = [point for patches in self.patches.values() for point, _ in patches]
         if idle := [p.path for p in points if p.key.startswith("stacks[") and p not in self.applied]:
             raise ValueError(
@@ -112,11 +120,14 @@ class Observer:
         return x, cache, aux
 
     def _check_level(self, key: str, value: PyTree) -> None:
-        """Raise a `ValueError` for a value that cannot be brought out of a loop or a derivative rule."""
+        """Raise a `ValueError` for a value inside a vmap, a loop, a derivative rule or a shard_map of its own.
+
+        A value cannot be brought out of the first three, and in a shard_map each device has only a part of the value.
+        """
         if get_opaque_trace_state(convention="nnx") != self.frame.trace:
             raise ValueError(
                 f"the value {key!r} is computed inside a vmap, a loop or a custom derivative of its layer, from which "
-                "no value can be brought out; name the module around it, such as the mixture of its experts."
+                "no value can be brought out; name the module around it, such as the mixture that holds an expert."
             )
         if any(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(value) if eqx.is_array(x)):
             raise ValueError(
@@ -125,12 +136,12 @@ class Observer:
             )
 
 
-# `product` is called in place of a linear map's call where a plan or a head sums in another dtype.
+# Callers that sum in another dtype call a linear map's `product` in place of its `__call__`; blocks call `branch`.
 _OBSERVED_METHODS = {"__call__", "branch", "product"}
 
 
 def _apply_patch(point: Point, function: Callable[..., Any], value: PyTree, layer: Int[Array, ""] | None) -> PyTree:
-    """Return what a patch makes of a value; in the other layers of its stack, the value itself."""
+    """Return the value that a patch's function returns; a patch of one layer leaves the values of other layers."""
 
     def replace(value: PyTree) -> PyTree:
         return _check_like(point, function(value, layer) if point.is_of_all_layers else function(value), value)
@@ -187,13 +198,14 @@ class NumberedLayer(nn.Layer):
 class ObservedAttention(Operation):
     """An attention's core whose heads, weights and output are observed.
 
-    Recorded weights are computed beside the output, by the definition of attention; replaced weights give the output.
+    Kernels do not return weights. Recorded weights are therefore computed apart, by the definition of attention, and
+    the output comes from the inner core. If weights are patched, the output is the sum of values by the new weights.
     """
 
     inner: Operation
 
     def supports(self, call: AttentionCall) -> str | None:
-        """Return the core's reason, or None."""
+        """Return the reason why the inner core cannot compute the call, or None."""
         return self.inner.supports(call)
 
     def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
@@ -202,7 +214,7 @@ class ObservedAttention(Operation):
         if not isinstance(observer, Observer):
             return self.inner(call)
         path = join_path(observer.path or "", "core")
-        heads = {name: observer.observe(join_path(path, name), getattr(call, name)) for name in CORE_VALUES[:3]}
+        heads = {name: observer.observe(join_path(path, name), getattr(call, name)) for name in CORE_HEADS}
         call = dataclasses.replace(call, **heads)
         weights, key = None, join_path(path, "weights")
         if observer.sees(key):
@@ -220,7 +232,7 @@ def insert_wrappers(model: nn.Module, keys: Sequence[str]) -> nn.Module:
     observed = [core.module for core in cores]
     wrapped = [core if isinstance(core, ObservedAttention) else ObservedAttention(core) for core in observed]
     model = _replace_nodes(model, cores, wrapped)
-    stacks = [node for node in find_nodes(model) if any(node.holds_layers_of(key) for key in keys)]
+    stacks = [node for node in find_nodes(model) if any(node.is_stack_of(key) for key in keys)]
     stacks = [node for node in stacks if not isinstance(node.module.blocks, NumberedLayer)]
     return _replace_nodes(
         model, stacks, [_number_layers(stack.module, join_path(stack.path, "blocks")) for stack in stacks]

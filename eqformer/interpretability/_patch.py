@@ -1,4 +1,4 @@
-"""`patch`: a model in whose pass functions edit or replace named values."""
+"""`patch`: a model whose calls pass some of their values through functions, which edit or replace them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ class PatchedModel(nn.LanguageModel):
         """The values that are replaced, each with its function."""
         return tuple(zip(self.points, self.functions, strict=True))
 
-    # `equinox.tree_at` reads these parts with placeholders in the place of modules.
+    # These properties return any pytree: `equinox.tree_at` reads them while placeholders stand in place of the modules.
     @property
     def embedding(self) -> PyTree:
         """The model's table of token embeddings."""
@@ -88,12 +88,12 @@ class PatchedModel(nn.LanguageModel):
     def init_cache(
         self, batch: int | Sequence[int], capacity: int, dtype: str | None = None, *, rollback: int = 0
     ) -> PyTree:
-        """Return an empty cache of the model."""
+        """Return an empty cache of the model; up to `rollback` last tokens of a row may be replaced later."""
         return self.inner.init_cache(batch, capacity, dtype, rollback=rollback)
 
 
 def patch(model: nn.LanguageModel, functions: Mapping[str, Callable[..., Any]]) -> PatchedModel:
-    """Return a model like this one, in whose calls functions replace values of the pass.
+    """Return a model like this one, whose calls replace some of their values by functions of the values.
 
     ```python
     patched = eqformer.patch(model, {"stacks[0][3].sublayers[1].layer": jnp.zeros_like})  # without the MLP of layer 3
@@ -102,6 +102,9 @@ def patch(model: nn.LanguageModel, functions: Mapping[str, Callable[..., Any]]) 
 
     The patched model is a model: it generates, may be captured, jitted and differentiated, with respect to its weights
     and to arrays that a function holds as a pytree (`jax.tree_util.Partial`, an `equinox.Module`).
+
+    A patch inside `stacks` that the model's `encode` does not run raises an error. Any other patch of a module that a
+    call does not run, such as one of an encoder or of the head, changes nothing in this call and gives no error.
 
     Args:
         model: A language model, or a patched one, whose patches come first.

@@ -15,16 +15,19 @@ from ..kernels import Operation
 Accessor = tuple[str | int, ...]
 """Fields and indices that lead from a model to one of its modules."""
 
-CORE_VALUES = ("query", "key", "value", "weights")
-"""Values inside an attention's `core`, beside its output: heads as the softmax reads them, and its weights."""
+CORE_HEADS = ("query", "key", "value")
+"""Inputs of an attention's `core`: heads as the softmax reads them."""
+CORE_VALUES = (*CORE_HEADS, "weights")
+"""Values of an attention's `core`, besides its output: the heads, and the weights of the softmax."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A value that a model computes: the output of the module at a path, or a value beside it.
+    """A value that a model computes, by the path that the user gave: a module's output, its input, or a core's value.
 
-    `key` names the value in all layers of a stack; `layer` is the layer that a path such as `stacks[0][3].sublayers[0]`
-    asks for, or None.
+    `key` is the path of the value in all layers of a stack: `stacks[0].blocks.sublayers[0]` for the path
+    `stacks[0][3].sublayers[0]`, whose `layer` is 3. Without a layer in the path, `layer` is None.
+    `is_of_all_layers` is whether the value is inside a stack and the path names no layer.
     """
 
     path: str
@@ -49,8 +52,8 @@ class Node:
         names = CORE_VALUES if self.is_core else ("input",)
         return (self.path, *(f"{self.path}.{name}" for name in names))
 
-    def holds_layers_of(self, key: str) -> bool:
-        """Return whether the module is a stack, and a key is of its layers."""
+    def is_stack_of(self, key: str) -> bool:
+        """Return whether the module is a stack, and the key's value is in its layers."""
         is_stack = isinstance(self.module, nn.LayerStack)
         return is_stack and f"{key}.".startswith(join_path(self.path, "blocks") + ".")
 
@@ -63,10 +66,10 @@ def join_path(path: str, name: str) -> str:
 def value_paths(model: nn.Module) -> list[str]:
     """Return the paths of all values that `capture` and `patch` know in a model.
 
-    A path names the output of a module; `.input` behind it is the module's first argument. Behind the `core` of an
-    attention, `.query`, `.key` and `.value` are what the softmax reads, and `.weights` are its weights. A path through
-    `stacks[0].blocks` is the value in all layers of the stack, with a `layers` dim in front; `stacks[0][3]` in its
-    place is layer 3.
+    A path names the output of a module; followed by `.input`, it names the module's first argument. The path of an
+    attention's `core`, followed by `.query`, `.key` or `.value`, names the heads that the attention reads, and followed
+    by `.weights` the weights of the softmax. A path through `stacks[0].blocks` is the value in all layers of the stack,
+    with a `layers` dim in front; with `stacks[0][3]` in place of `stacks[0].blocks` it is the value in layer 3.
     """
     return [key for node in find_nodes(model) for key in node.value_keys()]
 
@@ -108,7 +111,7 @@ def parse_path(model: nn.Module, path: str, call: str) -> Point:
     key, stack, layer = _split_layer(path, nodes, call)
     if key not in keys:
         raise ValueError(f"{call}: {path!r} {_explain_unknown(key, nodes)}; {_list_nearest(key, keys, stack, layer)}.")
-    return Point(path, key, layer, layer is None and any(node.holds_layers_of(key) for node in nodes.values()))
+    return Point(path, key, layer, layer is None and any(node.is_stack_of(key) for node in nodes.values()))
 
 
 def _split_layer(path: str, nodes: dict[str, Node], call: str) -> tuple[str, str, int | None]:
@@ -137,7 +140,7 @@ def _explain_unknown(key: str, nodes: dict[str, Node]) -> str:
 
 
 def _list_nearest(key: str, keys: list[str], stack: str, layer: int | None) -> str:
-    """Return a list of the keys that are most like this one, with the number of a layer as it was given."""
+    """Return the paths most like `key`, as text; a layer is counted from 0, also if it was given from the end."""
     matches = difflib.get_close_matches(key, keys, n=4, cutoff=0.4) or keys[:4]
     with_layer = lambda match: (
         match if layer is None else match.replace(join_path(stack, "blocks"), f"{stack}[{layer}]", 1)
