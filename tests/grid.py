@@ -27,6 +27,8 @@ PARTS = {
             "tests/planning",
             "tests/program",
             "tests/systems",
+            "tests/interpretability",
+            "tests/text",
         ),
         *("tests/test_docs.py", "tests/test_modules_of_ones_own.py", "tests/test_reference.py", "tests/test_calls.py"),
     ),
