@@ -4,6 +4,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import plan
 import pytest
@@ -88,11 +89,12 @@ def test_what_is_added_to_a_model_is_counted():
     count = planning.parameter_count
     mixed, mapped, twice = (eqx.filter_eval_shape(make) for make in (hybrid, of_eight_bits, macaron))
     fading = 2 * (32 * 4 * 6 + 4 * 6 + 32 * 4 + 4 * 6 * 32 + 32) + 2 * 32
-    plain = eqx.tree_at(lambda m: [s.blocks.blocks[0].mixer for s in m.stacks], mixed, [nn.Residual(abs)])
+    plain = eqx.tree_at(lambda m: [s.blocks.blocks[0].mixer for s in m.stacks], mixed, [nn.Residual(jnp.abs)])
     assert count(mixed) - count(plain) == fading
     llama: Any = eqx.filter_eval_shape(lambda: models.build(LLAMA, key=KEY))
     outputs = 2 * (32 + 16 + 16 + 32 + 48 + 48 + 32) + VOCAB
-    weights = sum(linear.weight.size for linear in nn.linear_maps(llama))
+    linears: list[Any] = list(nn.linear_maps(llama))
+    weights = sum(linear.weight.size for linear in linears)
     assert count(mapped) == count(llama) - weights + outputs  # what is rounded is not trained
     is_own = lambda node: isinstance(node, beside("rezero").ReZero)
     bare = lambda model: jax.tree.map(lambda node: node.sublayer if is_own(node) else node, model, is_leaf=is_own)

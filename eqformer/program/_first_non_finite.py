@@ -36,7 +36,10 @@ class NonFiniteOrigin(NamedTuple):
     """Whether the equation is in a backward pass."""
 
 
-def find_non_finite(program: core.ClosedJaxpr, inputs: Sequence[Array]) -> list[NonFiniteOrigin | None]:
+def find_non_finite(
+    program: core.ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    inputs: Sequence[Array],
+) -> list[NonFiniteOrigin | None]:
     """Run a program (a closed jaxpr), and return where each result's NaN or infinity comes from; None if it is finite.
 
     If the result of a loop or a call is not finite, it is computed again, part by part. Numbers that are meant to be

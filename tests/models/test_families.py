@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -316,7 +317,7 @@ def test_every_rule_of_weights_is_of_some_model():
 
 def test_a_rule_that_needs_or_lacks_a_part_says_nothing_of_other_layers():
     model = shapes_of("qwen3-next-byte-500k")
-    layers = [where(model) for _, where, _ in layer_groups(model)]
+    layers: list[Any] = [where(model) for _, where, _ in layer_groups(model)]
     has = [hasattr(layer.mixer.layer, "log_rate") for layer in layers]
     path, part = "mixer.layer.output.weight", "mixer.layer.log_rate"
     needs, lacks = Rule("x.{layer}", path, needs=part), Rule("x.{layer}", path, lacks=part)

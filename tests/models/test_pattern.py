@@ -41,7 +41,7 @@ def test_every_layer_has_one_place_of_its_kind():
     windows = tuple(layer for layer, kind in enumerate(kinds) if kind == "local")
     config = models.Gemma3Config(9, 8, 26, heads=2, kv_heads=1, mlp=8, head_dim=4, window_layers=windows)
     model = eqx.filter_eval_shape(lambda: models.build(config, key=jax.random.key(0)))
-    blocks = {layer: where(model) for _, where, layers in layer_groups(model) for layer in layers}
+    blocks: dict[int, Any] = {layer: where(model) for _, where, layers in layer_groups(model) for layer in layers}
     assert sorted(blocks) == list(range(26))
     assert all((blocks[n].mixer.layer.mask.window is None) == (kind == "full") for n, kind in enumerate(kinds))
 

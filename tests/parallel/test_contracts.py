@@ -1,6 +1,7 @@
 """Somebody's own maps, mixers and arrangements run over every axis like ours, since no room asks for a class."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -47,7 +48,7 @@ ROUNDED = [FEATURE]
 def test_maps_of_eight_bits_are_split_like_any(case):
     """Those of feed-forward layers in four, where the name says so."""
     want = of_one_device(case)
-    maps = nn.linear_maps(want.gradients)
+    maps: list[Any] = list(nn.linear_maps(want.gradients))
     assert all(jnp.any(one.scales if isinstance(one, nn.QuantizedLinear) else one.scale) for one in maps)
     kinds = {Int8Map, nn.QuantizedLinear} if "int4" in case.name else {Int8Map}
     assert kinds <= {type(one) for one in maps}

@@ -1,5 +1,7 @@
 """The small models that tests lay out over meshes."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import pytest
@@ -16,6 +18,7 @@ def test_each_block_has_arrays_of_today(name: str):
 
 def test_a_renamed_argument_is_seen(monkeypatch):
     """The negative control: a block that passes an unknown argument."""
-    monkeypatch.setitem(BLOCKS, "renamed", (lambda key: BLOCKS["fading"][0](key, norm_first=True),))
+    make: Any = BLOCKS["fading"][0]
+    monkeypatch.setitem(BLOCKS, "renamed", (lambda key: make(key, norm_first=True),))
     with pytest.raises(TypeError, match="norm_first"):
         test_each_block_has_arrays_of_today("renamed")

@@ -1,6 +1,7 @@
 """Tables of tokens that are looked up part by part: the numbers of a whole table, which is nowhere."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -131,8 +132,8 @@ def test_no_table_is_whole_and_sums_are_wide(family, parameters, meant, monkeypa
 def shapes_in(program):
     """What a device makes, without what nothing asks for: the whole table, of which a loss does not."""
     per_device = traced._without_dead_code(traced._device_jaxprs(program.jaxpr)[0][0])
-    made = (each.aval for equation in equations(per_device) for each in equation.outvars)
-    return {one.shape for one in made if hasattr(one, "shape")}
+    avals: list[Any] = [each.aval for equation in equations(per_device) for each in equation.outvars]
+    return {aval.shape for aval in avals if hasattr(aval, "shape")}
 
 
 @pytest.mark.grid

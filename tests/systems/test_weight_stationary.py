@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -229,7 +231,8 @@ def test_maps_with_factors_and_maps_of_eight_bits(models):
 @eqx.filter_jit
 def with_factors_and_eight_bits(model):
     model = nn.with_lora(model, [nn.Attention, "up", "head"], rank=2, key=jax.random.key(2))
-    drawn = lambda m: [linear.weight for linear in nn.linear_maps(m) if linear.inputs == ("rank",)]
+    linears: Callable[[nn.Transformer], list[Any]] = lambda m: list(nn.linear_maps(m))
+    drawn = lambda m: [linear.weight for linear in linears(m) if linear.inputs == ("rank",)]
     model = eqx.tree_at(drawn, model, [0.2 + x for x in drawn(model)])
     return eqx.tree_at(lambda m: m.stacks[0].blocks.feed_forward, model, replace_fn=lambda m: nn.map_linears(of_8, m))
 

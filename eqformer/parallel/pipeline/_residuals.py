@@ -22,7 +22,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal, Var
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
