@@ -267,7 +267,8 @@ def reduce_scatter_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq em
 def up_projections(mlp: nn.FeedForward) -> dict[str, nn.LinearMap]:
     """Return the projections of a feed-forward layer to its hidden features, by name."""
     fields = {field.name: getattr(mlp, field.name) for field in dataclasses.fields(mlp)}
-    return {name: value for name, value in fields.items() if nn.is_map(value) and value.inputs == ("embed",)}
+    linears = {name: value for name, value in fields.items() if isinstance(value, nn.LinearMap)}
+    return {name: linear for name, linear in linears.items() if linear.inputs == ("embed",)}
 
 
 def _add_own_bias(y: Float[Array, "..."], bias: Float[Array, "..."] | None, axis: str, dim: int) -> Float[Array, "..."]:

@@ -115,7 +115,7 @@ class WeightStationary(DistributedModel):
         model = vary(model, STREAM)
         split_channels = functools.partial(jax.tree.map, functools.partial(own_part, axis=TENSOR, dim=-1))
 
-        def split(norm: PyTree) -> SplitNorm:
+        def split(norm: PyTree) -> nn.Module:
             return SplitNorm(split_channels(norm), STREAM)
 
         def wrap_block(inner: nn.Block | nn.ParallelResidual) -> TwoDimBlock:
