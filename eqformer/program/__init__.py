@@ -1,4 +1,4 @@
-"""Costs of a traced or compiled program: operations, memory traffic, communication and memory."""
+"""Programs read from jaxprs and HLO, and their costs: operations, memory traffic, communication, peak memory, time."""
 
 from ._buffers import Buffer as Buffer, largest_buffers as largest_buffers
 from ._costs import (

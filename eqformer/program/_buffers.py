@@ -1,4 +1,4 @@
-"""The largest buffers of a compiled program at its peak, from its text, which is in the order of a run."""
+"""The largest buffers of a compiled program at its peak, read from its HLO text in the order of execution."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -24,14 +24,15 @@ class Buffer(NamedTuple):
     """A buffer of a program."""
 
     type: str
+    """Dtype and shape, such as `f32[8,4]`."""
     size: int
-    """Its bytes."""
+    """Bytes of the buffer."""
     scopes: tuple[str, ...]
-    """The scopes of the instruction that writes it."""
+    """Scopes of the instruction that writes the buffer."""
 
 
 class _Peak(NamedTuple):
-    """The most bytes of buffers that a computation makes, and the numbers of these buffers."""
+    """Most bytes that the buffers of a computation take at once, and the numbers of the buffers that exist then."""
 
     size: int
     buffers: list[int]
@@ -40,13 +41,16 @@ class _Peak(NamedTuple):
 def largest_buffers(text: str) -> tuple[int, list[Buffer]]:
     """Return the bytes of all temporary buffers at the peak, and these buffers, the largest first.
 
-    Arguments, results in the place of donated arguments, and buffers that are not in the device's main memory are left
-    out. A value takes the place of another where the program says so, in an update of a slice, and in a loop. The
-    compiler may find more such places, or leave gaps: its own figure is the true one.
+    The program's arguments and results do not count (results are taken to be written over donated arguments), nor do
+    buffers outside of the device's main memory. A value is written over an existing buffer in four cases: the
+    instruction states that an output aliases an operand; the instruction writes into a part of an operand; a loop's
+    body returns its next carry; a fused loop is the last reader of an operand of the result's size. The compiler may
+    reuse more buffers, or leave gaps between buffers: its own figure is the true one.
     """
     computations, entry = parse_hlo(text)
     first, (result, _) = _walk(computations, entry, set())
-    # Numbers are the same each time. The program's result is in the place of a donated argument.
+    # Both walks give a buffer the same number. The second leaves out the program's result, which is in the place of a
+    # donated argument, and all buffers in the place of that result.
     free, size = set(_flatten(result)), 0
     while len(free) > size:
         size = len(free)
@@ -56,28 +60,33 @@ def largest_buffers(text: str) -> tuple[int, list[Buffer]]:
 
 
 def _walk(computations: Computations, entry: str, free: set[int]) -> tuple["_Walk", tuple[Value, _Peak]]:
+    """Walk through a program; return the walk, the program's result and its peak."""
     walk = _Walk(computations, free)
     arguments = [walk.new_value(line.result, line, is_free=True) for line in walk.parameters(entry)]
     return walk, walk.run(entry, arguments)
 
 
 class _Walk:
-    """Runs through computations; a buffer lives from the instruction that makes it to the last that reads it."""
+    """A walk through a program in the order of execution, which numbers the buffers and finds the peak.
+
+    A buffer lives from the instruction that makes it to the last instruction that reads it.
+    """
 
     def __init__(self, computations: Computations, free: set[int]):
-        """`free` are the numbers of buffers that have no size of their own."""
+        """`free` are the numbers of buffers that do not count because they are written over other buffers."""
         self.computations, self.free = computations, free
         self.buffers: list[Buffer] = []
-        # Buffers in one place: the results of a conditional's branches, and a value with its last copy.
+        # Groups of buffers in one place: the results of a conditional's branches, and a value whose last reader is a
+        # copy, with that copy.
         self.shared: list[tuple[int, ...]] = []
 
     def parameters(self, name: str) -> list[Instruction]:
-        """Return the parameters of a computation, in order."""
+        """Return the parameters of the computation with this name, in order."""
         lines = [line for line in self.computations[name] if line.opcode == "parameter"]
         return sorted(lines, key=lambda line: int(line.literal))
 
     def new_value(self, result: str, line: Instruction, is_free: bool = False) -> Value:
-        """Return new buffers of a type; `is_free` ones have no size."""
+        """Return new buffers for a type, nested as its tuples are; buffers that are `is_free` count 0 bytes."""
         return self._new_buffers(_nest_types(result), line, is_free)
 
     def _new_buffers(self, types: str | list, line: Instruction, is_free: bool) -> Value:
@@ -89,14 +98,15 @@ class _Walk:
         return len(self.buffers) - 1
 
     def run(self, name: str, arguments: list[Value], is_loop: bool = False) -> tuple[Value, _Peak]:
-        """Return a computation's result, and the peak of the buffers that it makes.
+        """Return the result of the computation with this name, and the peak of the buffers that it makes.
 
-        The result of a loop's body takes the place of the body's argument, where that is no longer read.
+        `is_loop` marks a loop's body: its result, the next carry, is written over its argument, the carry, wherever
+        nothing reads the carry after the next carry is made.
         """
         lines, values = self.computations[name], {}
         for line, value in zip(self.parameters(name), arguments):
             values[line.name] = value
-        first_own = len(self.buffers)
+        first_new = len(self.buffers)
         inner: list[_Peak] = []
         for line in lines:
             peak = _Peak(0, [])
@@ -106,15 +116,16 @@ class _Walk:
         births, last_reads = self._lifetimes(lines, values)
         for index, line in enumerate(lines):
             if line.opcode == "copy" and isinstance(source := values[line.operands[0]], int):
-                is_last = last_reads[source] == index and source >= first_own
+                is_last = last_reads[source] == index and source >= first_new
                 self.shared += [(values[line.name], source)] if is_last else []
         result = values[next(line.name for line in lines if line.is_root)]
-        old, new = _flatten(arguments), _flatten(result)
+        carries, next_carries = _flatten(arguments), _flatten(result)
         in_place: set[int] = set()
-        if is_loop and len(old) == len(new):
-            in_place = {carry for freed, carry in zip(old, new) if last_reads.get(freed, -1) <= births[carry]}
-        last_reads |= dict.fromkeys(new, len(lines))
-        counted = [x for x in births if x >= first_own and x not in in_place and self.buffers[x].size]
+        if is_loop and len(carries) == len(next_carries):
+            pairs = zip(carries, next_carries)
+            in_place = {next_carry for carry, next_carry in pairs if last_reads.get(carry, -1) <= births[next_carry]}
+        last_reads |= dict.fromkeys(next_carries, len(lines))
+        counted = [x for x in births if x >= first_new and x not in in_place and self.buffers[x].size]
         return result, self._find_peak(counted, births, last_reads, inner)
 
     def _lifetimes(
@@ -130,7 +141,8 @@ class _Walk:
             if line.opcode not in _NAMING:
                 for operand in line.operands:
                     last_reads |= dict.fromkeys(_flatten(values.get(operand, [])), index)
-        for index, line in enumerate(lines):  # a result in the place of an operand that nothing else reads any more
+        # A fused loop writes its result over an operand of the same size that no later instruction reads.
+        for index, line in enumerate(lines):
             if "kind=kLoop" in line.attributes and isinstance(new := values[line.name], int) and births[new] == index:
                 for buffer in _flatten([values.get(name, []) for name in line.operands]):
                     if last_reads[buffer] == index and self.buffers[buffer].size == self.buffers[new].size:
@@ -162,21 +174,22 @@ class _Walk:
         return self._value_of(line, operands), _Peak(0, [])
 
     def _run_called(self, line: Instruction, operands: list[Value]) -> tuple[Value, _Peak]:
+        """Return the value of an instruction that runs other computations, and the peak of these computations."""
         names = [name for name in called_computations(line) if name in self.computations]
         if line.opcode == "while":
             body = re.search(r"body=%?([\w.-]+)", line.attributes)
             assert body is not None
             return operands[0], self.run(body.group(1), [operands[0]], is_loop=True)[1]
-        none = _Peak(0, [])
+        no_peak = _Peak(0, [])
         if line.opcode == "conditional":
             branches = [self.run(name, [operand]) for name, operand in zip(names, operands[1:])]
             self.shared += zip(*(_flatten(result) for result, _ in branches))
-            return max(branches, key=lambda run: run[1].size, default=(self.new_value(line.result, line), none))
-        result, peak = self.run(names[0], operands) if names else (self.new_value(line.result, line), none)
+            return max(branches, key=lambda run: run[1].size, default=(self.new_value(line.result, line), no_peak))
+        result, peak = self.run(names[0], operands) if names else (self.new_value(line.result, line), no_peak)
         return ([operands, result] if line.opcode == "async-start" else result), peak
 
     def _value_of(self, line: Instruction, operands: list[Value]) -> Value:
-        """Return the value of an instruction that calls nothing."""
+        """Return the value of an instruction that runs no other computation."""
         opcode = line.opcode
         if opcode == "tuple":
             return operands
@@ -199,12 +212,15 @@ class _Walk:
         return self._written_value(line, operands)
 
     def _start_value(self, line: Instruction, operands: list[Value]) -> Value:
-        """Return the value of an asynchronous start: its result first, and its operands among the others."""
+        """Return the value of the start of an asynchronous operation: its result, then its operands and other buffers.
+
+        The value of the start of an all-reduce is the result alone.
+        """
         new = self.new_value(line.result, line)
         if not isinstance(new, list) or line.opcode == "all-reduce-start":
             return new
         result, source = (0, 1) if line.opcode == "copy-start" else (1, 0)
-        if line.opcode.startswith("ragged-all-to-all"):  # it writes into its second operand
+        if line.opcode.startswith("ragged-all-to-all"):  # writes into its second operand
             new[result] = operands[1]
         new[source] = operands[0] if len(operands) == 1 else operands
         return [new[result], *new[:result], *new[result + 1 :]]
@@ -212,6 +228,7 @@ class _Walk:
     def _written_value(self, line: Instruction, operands: list[Value]) -> Value:
         """Return the value that an instruction writes: new buffers, or an operand that it writes over."""
         new = self.new_value(line.result, line)
+        # `output_to_operand_aliasing={{1}: (0, {})}` writes output 1 over operand 0, `{{}: (0, {})}` the only output.
         for index, number in re.findall(r"\{(\d*)\}: \((\d+), \{\}", line.attributes):
             if index and isinstance(new, list):
                 new[int(index)] = operands[int(number)]
@@ -226,7 +243,7 @@ class _Walk:
         return new
 
     def _fusion_value(self, line: Instruction, operands: list[Value], new: Value) -> Value:
-        """Return the value of a fusion, which updates slices of its operands in their place."""
+        """Return the value of a fusion; an output that updates a slice of an operand is that operand's buffer."""
         body = fusion_body(line, self.computations)
         outputs = fusion_outputs(body)
         values: list[Value] = list(new) if isinstance(new, list) else [new]
@@ -240,10 +257,12 @@ class _Walk:
         return values if isinstance(new, list) else values[0]
 
 
-_NAMING = ("tuple", "get-tuple-element", "bitcast", "optimization-barrier", "parameter")  # these read no buffer
+# Opcodes that only give a value another name, and read no buffer.
+_NAMING = ("tuple", "get-tuple-element", "bitcast", "optimization-barrier", "parameter")
 
 
 def _flatten(value: Value) -> list[int]:
+    """Return the numbers of all buffers of a value."""
     return [number for part in value for number in _flatten(part)] if isinstance(value, list) else [value]
 
 
@@ -253,10 +272,10 @@ def _nest_types(result: str) -> str | list:
     if not result.startswith("("):
         return result
     parts, depth, start = [], 0, 1
-    for index, letter in enumerate(result):
-        depth += letter in "([{"
-        depth -= letter in ")]}"
-        if (letter == "," and depth == 1) or (depth == 0 and index == len(result) - 1):
+    for index, character in enumerate(result):
+        depth += character in "([{"
+        depth -= character in ")]}"
+        if (character == "," and depth == 1) or (depth == 0 and index == len(result) - 1):
             parts.append(result[start:index])
             start = index + 1
     return [_nest_types(part) for part in parts if part.strip()]

@@ -26,7 +26,7 @@ _CONTROL_FLOW = {"scan", "while", "call", "async-start", *CONDITIONALS}
 def count_flops(program: Program) -> float:
     """Return the floating-point operations of all matrix products; a multiplication and an addition are two.
 
-    Kernels (Mosaic, Triton) and calls of libraries other than cuBLAS (cuDNN) are not seen.
+    Products in kernels (Mosaic, Triton) and in libraries other than cuBLAS, such as cuDNN, are not counted.
     """
     return _sum_costs(program, "flops", fusion_bodies="all")
 
@@ -75,14 +75,15 @@ def list_transfers(program: Program) -> tuple[Transfer, ...]:
     backend, for example, sums 16-bit numbers as float32. A traced program lacks the collectives that the partitioner
     adds, and counts all ticks of a pipeline, although a device is idle in some of them.
     """
-    return tuple(transfer for transfer in _transfers(program) if transfer.times != 0)
+    return tuple(transfer for transfer in _multiply_out(program) if transfer.times != 0)
 
 
-def _transfers(program: Program) -> Iterator[Transfer]:
+def _multiply_out(program: Program) -> Iterator[Transfer]:
+    """Yield a program's transfers, with those of loops and conditionals, and how often each runs in all."""
     for operation in program.operations:
         if operation.transfer is not None:
             yield operation.transfer
-        parts = [tuple(_transfers(body)) for body in operation.bodies]
+        parts = [tuple(_multiply_out(body)) for body in operation.bodies]
         if operation.kind in CONDITIONALS:
             parts = [max(parts, key=_total_bytes, default=())]
         for transfer in (transfer for part in parts for transfer in part):
@@ -91,20 +92,21 @@ def _transfers(program: Program) -> Iterator[Transfer]:
 
 
 def _total_bytes(transfers: Iterable[Transfer]) -> float:
+    """Return the bytes of all transfers; infinity if one is in a loop of unknown length."""
     return float(sum(math.inf if transfer.total is None else transfer.total for transfer in transfers))
 
 
 def bytes_sent(transfers: Iterable[Transfer], *, axes: tuple[str, ...] | None = None) -> float:
-    """Return the bytes that each device sends in all; with `axes`, over exactly those mesh axes.
+    """Return the bytes that each device sends in all; with `axes`, only those sent over exactly these mesh axes.
 
-    Raises a `ValueError` where a loop's length is unknown.
+    Raises a `ValueError` if one of these transfers is in a loop of unknown length.
     """
     chosen = [transfer for transfer in transfers if axes is None or set(transfer.axes or ()) == set(axes)]
     unknown = [transfer.kind for transfer in chosen if transfer.times is None]
     if unknown:
         raise ValueError(
-            f"bytes_sent: {', '.join(unknown)} stand in a loop of unknown length; give the loop a fixed length, or "
-            f"leave them out."
+            f"bytes_sent(transfers): the length of every loop must be known, but these collectives are in a loop of "
+            f"unknown length: {', '.join(unknown)}; give the loop a fixed length, or leave these transfers out."
         )
     return float(sum(transfer.total or 0 for transfer in chosen))
 
@@ -118,13 +120,13 @@ class CompiledCosts:
     """
 
     argument: int
-    """Bytes of its arguments on a device."""
+    """Bytes of the program's arguments on a device."""
     temporary: int
-    """Bytes of its temporaries."""
+    """Bytes of temporary buffers on a device."""
     peak: int
-    """Most bytes at once by the compiler; arguments and temporaries if the compiler does not report it."""
+    """Most bytes at once; the sum of `argument` and `temporary` if the compiler reports no peak."""
     buffers: tuple[Buffer, ...] = ()
-    """Largest temporary buffers of those that exist at the peak, as far as the text tells."""
+    """The largest temporary buffers that exist at the peak, by `largest_buffers`."""
     operations: float = 0.0
     """Floating-point operations of matrix products, by `count_flops`."""
     moved: float = 0.0
@@ -132,31 +134,34 @@ class CompiledCosts:
     cycles: int = 0
     """Cycles by the estimate of a TPU's compiler (`count_cycles`); 0 if there is none."""
     transfers: tuple[Transfer, ...] = ()
-    """Its collectives, by `list_transfers`."""
+    """The program's collectives, by `list_transfers`."""
     unread: str = ""
-    """Reason why its text, and the figures that are read from the text, are not available; empty if they are."""
+    """Reason why the program's text, and with it the figures read from it, is not available; empty if it is."""
     on_host: int = 0
     """Bytes of arguments and temporaries in the memory of the device's host, beside those on the device."""
     platform: str = ""
-    """Platform of the devices that the program was compiled for, as JAX names it; empty where it has no arguments."""
+    """JAX's name of the platform that the program was compiled for; empty if the program has no arguments."""
 
     @property
     def held(self) -> int:
         """Bytes that a device must have to run the program.
 
-        A TPU's compiler places every array and refuses a program whose peak is above the memory, so its peak counts;
-        its temporaries also count room that is free while the most is held. Other platforms allocate all temporaries
-        as one block.
+        On TPUs they are the peak: the compiler places every array and refuses a program whose peak exceeds the memory,
+        and its figure of temporaries includes space that is unused at the peak. On other platforms they are the
+        arguments and the temporaries, which are allocated as one block.
         """
         return self.peak if self.platform == "tpu" else self.argument + self.temporary
 
     def fits(self, memory: int) -> bool:
-        """Return whether a device of so many bytes can run the program; one that compiled for TPUs always fits."""
+        """Return whether a device with `memory` bytes can run the program.
+
+        A program for TPUs always fits, since their compiler refuses any that does not.
+        """
         return self.platform == "tpu" or self.held <= memory
 
     @property
     def sent(self) -> float:
-        """Bytes sent by a device; those in loops of unknown length count once."""
+        """Bytes that a device sends; a loop of unknown length counts as one iteration."""
         return float(sum(transfer.least for transfer in self.transfers))
 
     @property
@@ -170,7 +175,7 @@ class CompiledCosts:
 
     @classmethod
     def from_dict(cls, data: JsonObject) -> "CompiledCosts":
-        """Restore what `as_dict` returned, also after it was written as JSON."""
+        """Return the costs whose `as_dict` is `data`, which may have been written as JSON and read again."""
         buffers = tuple(Buffer(**row | {"scopes": tuple(row["scopes"])}) for row in data["buffers"])
         transfers = []
         for row in data["transfers"]:
@@ -180,12 +185,16 @@ class CompiledCosts:
 
 
 def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | None = None) -> CompiledCosts:
-    """Return the costs of a compiled program; with the `mesh` it was compiled for, also the axes that it sends over."""
+    """Return the costs of a compiled program.
+
+    With the `mesh` that the program was compiled for, each transfer has the mesh axes that it runs over.
+    """
     memory = compiled.memory_analysis()
     assert memory is not None
     argument, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     argument_on_host = memory.host_argument_size_in_bytes
-    # The compiler's peak counts the host's arrays too; it does not say how many temporaries of the host are among them.
+    # The compiler's peak includes arrays in the host's memory. The compiler does not state how many of the host's
+    # temporaries exist at the peak, so only the host's arguments are subtracted.
     peak = getattr(memory, "peak_memory_in_bytes", 0) or argument + temporary + argument_on_host
     memory_only = CompiledCosts(
         argument,
@@ -210,6 +219,6 @@ def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | Non
 
 
 def _platform(compiled: jax.stages.Compiled) -> str:
-    """Return the platform that a program was compiled for; empty where it has no arguments to read it from."""
+    """Return the platform that a program was compiled for; empty if the program has no arguments to read it from."""
     shardings = jax.tree.leaves(compiled.input_shardings)
     return next((device.platform for sharding in shardings for device in sharding.device_set), "")

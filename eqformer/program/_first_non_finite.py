@@ -1,4 +1,4 @@
-"""The origin of numbers that are not finite in a traced program, which is run again equation by equation."""
+"""Search for the origin of a NaN or infinity in a traced program, which is run equation by equation."""
 
 import functools
 import itertools
@@ -14,18 +14,18 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ._ir import in_backward_pass
-from ._jaxpr import callee_of, count_carry, open_jaxpr
+from ._jaxpr import callee_of, count_consts_and_carry, open_jaxpr
 
 
 class NonFiniteOrigin(NamedTuple):
-    """The equation, or the input of the program, that a number which is not finite comes from."""
+    """The equation, or the input of the program, that a NaN or an infinity comes from."""
 
     number: int
     """Place among all origins, in order of execution."""
     kind: str
     """`NaN` or `infinity`."""
     input: int | None = None
-    """Index of the program's input that holds the number; None where an equation makes it."""
+    """Index of the program's input that has the NaN or infinity; None if an equation computes it."""
     scopes: tuple[str | int, ...] = ()
     """Name scopes of the equation, as JAX writes them, and iterations of the loops between them."""
     operation: str = ""
@@ -40,10 +40,10 @@ def find_non_finite(
     program: core.ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     inputs: Sequence[Array],
 ) -> list[NonFiniteOrigin | None]:
-    """Run a program (a closed jaxpr), and return where each result's NaN or infinity comes from; None if it is finite.
+    """Run a closed jaxpr, and return the origin of the NaN or infinity in each result; None for a finite result.
 
-    If the result of a loop or a call is not finite, it is computed again, part by part. Numbers that are meant to be
-    infinite, such as those of a mask, are the origin of nothing as long as the results that use them are finite.
+    A loop or a call with a result that is not finite is run again, equation by equation. An infinity that is meant,
+    such as one of a mask, is not reported as long as the results that are computed from it are finite.
     """
     interpreter = _Interpreter()
     values = [interpreter.check_input(index, x) for index, x in enumerate(inputs)]
@@ -51,9 +51,12 @@ def find_non_finite(
 
 
 class _Value(NamedTuple):
+    """A value of the program, with its origin if it is not finite."""
+
     value: Any
-    kind: int = 0  # an index of _KINDS
-    origin: NonFiniteOrigin | None = None  # of a value that is not finite
+    kind: int = 0
+    """Index of the value's kind in `_KINDS`."""
+    origin: NonFiniteOrigin | None = None
 
 
 _KINDS = ("finite", "infinity", "NaN")
@@ -61,13 +64,13 @@ _Scopes = tuple[str | int, ...]
 
 
 class _Interpreter:
-    """Runs a program equation by equation, and tracks the origin of values that are not finite."""
+    """Interpreter that runs a program equation by equation, and tracks the origins of values that are not finite."""
 
     def __init__(self):
         self._numbers = itertools.count()
 
     def check_input(self, index: int, x: Array) -> _Value:
-        """Return an input of the program, which is the origin of its own NaN or infinity."""
+        """Return an input of the program as a value; if it is not finite, the input is its own origin."""
         kind = _kind_of(x)
         return _Value(x, kind, NonFiniteOrigin(next(self._numbers), _KINDS[kind], index)) if kind else _Value(x)
 
@@ -145,13 +148,14 @@ class _Interpreter:
     def _program_origins(
         self, program: core.Jaxpr, consts: Sequence[object], inputs: Sequence[_Value], scopes: _Scopes
     ) -> list[NonFiniteOrigin | None]:
+        """Run a program equation by equation, and return the origins of its results."""
         return [value.origin for value in self.run_program(program, consts, inputs, scopes)]
 
     def _scan_origins(self, eqn: core.JaxprEqn, inputs: list[_Value], scopes: _Scopes) -> list[NonFiniteOrigin | None]:
         """Return the origins of a scan's results; only iterations whose results are not finite are run in parts."""
         program, length = eqn.params["jaxpr"], eqn.params["length"]
         compute = jax.jit(core.jaxpr_as_fun(program))
-        consts, carried = count_carry(eqn.params)
+        consts, carried = count_consts_and_carry(eqn.params)
         constants, carry, stacked = inputs[:consts], inputs[consts : consts + carried], inputs[consts + carried :]
         origins: list[NonFiniteOrigin | None] = [None] * (len(eqn.outvars) - carried)
         for iteration in reversed(range(length)) if eqn.params["reverse"] else range(length):
@@ -165,6 +169,7 @@ class _Interpreter:
         return [value.origin for value in carry] + origins
 
     def _origin_at(self, kind: int, scopes: _Scopes, eqn: core.JaxprEqn) -> NonFiniteOrigin:
+        """Return an equation as an origin, with its line of code shortened to the last folder and the file."""
         is_backward = any(in_backward_pass(scope) for scope in scopes if isinstance(scope, str))
         source = re.sub(r"^.*?([^/]+/[^/]+?:\d+)(?::\d+)?", r"\1", sources.summarize(eqn.source_info))
         name = eqn.primitive.name
@@ -172,7 +177,7 @@ class _Interpreter:
 
 
 def _first_origin(values: Iterable[_Value], kind: str) -> NonFiniteOrigin | None:
-    """Return the first origin of values of a kind, `NaN` or `infinity`."""
+    """Return the earliest origin among the values of one kind, `NaN` or `infinity`; None if there is none."""
     origins = (value.origin for value in values if value.kind == _KINDS.index(kind) and value.origin)
     return min(origins, default=None)
 
@@ -185,6 +190,7 @@ def _slice(stacked: _Value, iteration: int) -> _Value:
 
 
 def _kind_of(x: object) -> int:
+    """Return the index in `_KINDS` of an array's kind; 0 for integers and for objects that are no arrays."""
     is_inexact = isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
     return int(_index_of_kind(x)) if is_inexact else 0
 

@@ -1,4 +1,4 @@
-"""Compiled programs (HLO) as `Program`s whose operations have their costs: products, memory traffic, what is sent."""
+"""Reader of compiled programs (HLO) as `Program`s, with each operation's flops, memory traffic and transfer."""
 
 import dataclasses
 import functools
@@ -41,8 +41,8 @@ Neighbors = Mapping[str, Instruction]  # the instructions of a computation by na
 def read_hlo(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None = None) -> Program:
     """Read a compiled program (`jax.jit(f).lower(...).compile()`, or its text), which runs on each device.
 
-    With the `mesh` that the program was compiled for, collectives know their axes. Raises a `ValueError` where the
-    program's text cannot be had, as of some TPU programs.
+    With the `mesh` that the program was compiled for, transfers have the mesh axes that they run over. Raises a
+    `ValueError` if the compiler cannot write the program's text, as for some programs for TPUs.
     """
     text = compiled if isinstance(compiled, str) else text_of(compiled)
     computations, entry = parse_hlo(text)
@@ -51,24 +51,24 @@ def read_hlo(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None = None
     if mesh is not None and mesh.size != devices:
         raise ValueError(
             f"read_hlo(mesh={dict(mesh.shape)}): the mesh has {mesh.size} devices, but the program was "
-            f"compiled for {devices}; pass the mesh it runs on."
+            f"compiled for {devices}; pass the mesh that the program runs on."
         )
     return _Reader(computations, devices, mesh).read(entry)
 
 
 def text_of(compiled: jax.stages.Compiled) -> str:
-    """Return the text of a compiled program; raises a `ValueError` where its compiler cannot write it."""
+    """Return the text of a compiled program; raise a `ValueError` if the compiler cannot write the text."""
     try:
         return compiled.as_text() or ""
     except Exception as error:  # jaxlib's own kind of error, which JAX does not name
         raise ValueError(
-            "read_hlo: the text of this program cannot be had, so that its collectives cannot be counted: "
+            "read_hlo: the compiler cannot write the text of this program, so its costs cannot be counted: "
             f"{str(error).splitlines()[0][:200]}"
         ) from error
 
 
 class _Reader:
-    """Reads the computations of a program, each once."""
+    """Reader of the computations of a program, each of which is read once."""
 
     def __init__(self, computations: Computations, devices: int, mesh: AnyMesh | None):
         self._computations, self._devices, self._mesh = computations, devices, mesh
@@ -76,7 +76,7 @@ class _Reader:
         self.read = functools.cache(self._read)
 
     def _read(self, name: str) -> Program:
-        """Read a computation; its values are its instructions' results, in their order."""
+        """Read the computation with this name; its values are the results of its instructions, in order."""
         lines = self._computations.get(name, [])
         neighbors = {line.name: line for line in lines}
         numbers = {line.name: number for number, line in enumerate(lines)}
@@ -95,7 +95,7 @@ class _Reader:
     ) -> Operation:
         kind = line.opcode.removesuffix("-start")
         transfer, bodies = None, ()
-        if kind in COLLECTIVES:  # the computation that it calls adds two numbers
+        if kind in COLLECTIVES:  # The computation that a collective calls only combines two numbers: it is left out.
             transfer = self._transfer(kind, line, neighbors, is_hidden=line.name in hidden)
         else:
             bodies = tuple(self._body(name, line, is_hidden=line.name in hidden) for name in called_computations(line))
@@ -114,7 +114,7 @@ class _Reader:
         )
 
     def _body(self, name: str, line: Instruction, is_hidden: bool) -> Program:
-        """Read a computation that an instruction runs, with its collectives as the instruction runs them."""
+        """Read a computation that an instruction runs, with its transfers as they are when this instruction runs it."""
         if async_role(name, self._computations.get(name, [])) in (AsyncRole.OVERLAPS, AsyncRole.ENDS):
             return _map_transfers(self.read(name), lambda _: None)  # the collective was started elsewhere
         program = self.read(name)
@@ -124,7 +124,7 @@ class _Reader:
         return _map_transfers(program, _hide) if is_hidden else program
 
     def _transfer(self, kind: str, line: Instruction, neighbors: Neighbors, is_hidden: bool) -> Transfer | None:
-        """Return what a collective sends; None for one that sends nothing."""
+        """Return the transfer of a collective; None if the collective sends nothing."""
         sizes = [size_of(neighbors[name].result) for name in line.operands]
         size = count_ragged_bytes(*sizes) if kind == "ragged-all-to-all" else sum(sizes)
         scopes = _collective_scopes(line, neighbors)
@@ -141,7 +141,7 @@ class _Reader:
 
 
 def _map_transfers(program: Program, change: Callable[[Transfer], Transfer | None]) -> Program:
-    """Return the program with each transfer changed, those of the programs that it runs too."""
+    """Return a program with each transfer replaced by `change` of it, also in the bodies of operations."""
     operations = tuple(
         dataclasses.replace(
             operation,
@@ -158,6 +158,7 @@ def _hide(transfer: Transfer) -> Transfer:
 
 
 def _as_reduce_scatter(transfer: Transfer) -> Transfer:
+    """Return an all-reduce as a reduce-scatter, which sends half of its bytes; other transfers stay."""
     is_sum = transfer.kind == "all-reduce"
     return dataclasses.replace(transfer, kind="reduce-scatter", sent=transfer.sent / 2) if is_sum else transfer
 
@@ -165,7 +166,7 @@ def _as_reduce_scatter(transfer: Transfer) -> Transfer:
 def _collective_scopes(line: Instruction, neighbors: Neighbors) -> tuple[str, ...]:
     """Return the scopes of a collective.
 
-    XLA for GPUs drops those of a ragged all-to-all, whose scopes are those of the array that it writes over.
+    XLA for GPUs drops the scopes of a ragged all-to-all; the array that it writes over has the same scopes.
     """
     scopes = scopes_of(line.attributes)
     if scopes or not line.opcode.startswith("ragged-all-to-all"):
@@ -177,7 +178,7 @@ def _collective_scopes(line: Instruction, neighbors: Neighbors) -> tuple[str, ..
 def _axes_of(
     groups: Int[np.ndarray, "groups devices"], mesh: AnyMesh | None, is_permute: bool = False
 ) -> tuple[str, ...] | None:
-    """Return the mesh axes along which the devices of a group differ; None where they do not fill these axes."""
+    """Return the mesh axes along which the devices of a group differ; None if a group is not all devices along them."""
     if mesh is None:
         return None
     positions = np.stack(np.unravel_index(groups, mesh.axis_sizes), axis=-1)
@@ -187,17 +188,17 @@ def _axes_of(
     return names if is_permute or size == groups.shape[1] else None
 
 
-# Operations of matrix products, and a compiler's estimate of cycles.
+# Floating-point operations of matrix products, and a compiler's estimate of cycles.
 
 
 def _read_cycles(line: Instruction) -> float:
-    """Return the cycles that a TPU's compiler estimates; 0 where it says none."""
+    """Return the cycles that a TPU's compiler estimates; 0 if the instruction states none."""
     match = re.search(r'"estimated_cycles":"(\d+)"', line.attributes)
     cycles = float(match.group(1)) if match else 0.0
     return cycles if cycles < _UNKNOWN_CYCLES else 0.0
 
 
-_UNKNOWN_CYCLES = 2.0**50  # a TPU's compiler gives more for kernels that it cannot estimate
+_UNKNOWN_CYCLES = 2.0**50  # A TPU's compiler states a larger number for kernels that it cannot estimate.
 
 
 def _count_flops(line: Instruction, neighbors: Neighbors) -> float:
@@ -219,9 +220,9 @@ def _count_dot_flops(line: Instruction, neighbors: Neighbors) -> float:
 
 
 def _count_convolution_flops(line: Instruction, inputs: list[int], kernel: list[int]) -> float:
-    """Return the operations of a convolution, which is how programs for TPUs write every product.
+    """Return the floating-point operations of a convolution; programs for TPUs write every matrix product as one.
 
-    The batch dims of matrices become spatial dims of the convolution, and most taps of the kernel fall into its
+    The batch dims of the matrices are spatial dims of the convolution, and most taps of the kernel fall into the
     padding. Only taps that fall inside the input count.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.attributes)
@@ -244,7 +245,7 @@ def _count_convolution_flops(line: Instruction, inputs: list[int], kernel: list[
 
 
 def _window_of(attributes: str) -> dict[str, list[str]]:
-    """Return a convolution's window: for each property a text for each dim."""
+    """Return the properties of a convolution's window, such as `pad` and `stride`, as one text per spatial dim."""
     match = re.search(r"window=\{([^}]*)\}", attributes)
     parts = dict(part.split("=") for part in match.group(1).split()) if match else {}
     return {name: value.split("x") for name, value in parts.items()}
@@ -260,18 +261,18 @@ def _dims_of(result: str) -> list[int]:
 
 
 class _Traffic:
-    """Counts the bytes that instructions read and write in main memory.
+    """Count of the bytes that instructions read and write in main memory.
 
-    Each instruction reads its operands once and writes its result; a fusion is one instruction. Where an instruction
-    reads or updates a slice of an array, the slice counts. A kernel in Pallas counts the bytes that it says, if it says
-    any (`pl.CostEstimate`). A TPU's vector memory does not count.
+    Each instruction reads its operands once and writes its result; a fusion is one instruction. If an instruction reads
+    or updates a slice of an array, only the slice counts. If a Pallas kernel states the bytes that it accesses
+    (`pl.CostEstimate`), they count instead. A TPU's vector memory does not count.
     """
 
     def __init__(self, computations: Computations):
         self._computations = computations
 
     def count(self, line: Instruction, neighbors: Neighbors) -> float:
-        """Count the bytes of an instruction."""
+        """Return the bytes that an instruction reads and writes; `neighbors` contains its operands."""
         opcode = line.opcode
         if opcode in _FREE or opcode in _RUNS or opcode.endswith(("-done", "-update")):
             return 0.0
@@ -298,6 +299,7 @@ class _Traffic:
         return float(sum(sizes) + main_memory_size(output))
 
     def _count_fusion(self, line: Instruction, neighbors: Neighbors) -> float:
+        """Return the bytes that a fusion reads of its operands, and those that it writes."""
         body = fusion_body(line, self._computations)
         parameters = _parameters(body)
         bytes_read = 0.0
@@ -310,9 +312,9 @@ class _Traffic:
         return bytes_read + _count_written(line, body)
 
     def _reads(self, name: str, body: Neighbors, *, is_computed: bool = False) -> Iterator[float]:
-        """Yield the bytes that a fusion's instructions read of one of its values; infinity for all of it.
+        """Yield the bytes that each instruction of a fusion reads of the value `name`; infinity if it reads all of it.
 
-        `is_computed` says that the fusion computes the value.
+        `is_computed` tells that the fusion computes the value, rather than reads it from memory.
         """
         for line in body.values():
             for index, operand in enumerate(line.operands):
@@ -320,14 +322,14 @@ class _Traffic:
                     yield from self._operand_reads(line, index, body, is_computed)
 
     def _operand_reads(self, line: Instruction, index: int, body: Neighbors, is_computed: bool) -> Iterator[float]:
-        """Yield the bytes that an instruction of a fusion, and what uses its result, read of an operand.
+        """Yield the bytes that an instruction of a fusion, and the readers of its result, read of operand `index`.
 
         An in-place update reads nothing of the old value, unless the fusion computes that value.
         """
         if line.opcode in _VIEWS:
             yield from self._reads(line.name, body, is_computed=is_computed)
         elif line.opcode in _ELEMENTWISE and index == 0 and not line.is_root and line.result[0] != "(":
-            # If only a slice of the result is used, only the inputs of this slice are read.
+            # If the readers use only a slice of the result, the fusion reads only the operand's part for this slice.
             ratio = size_of(body[line.operands[0]].result) / size_of(line.result)
             yield from (ratio * size for size in self._reads(line.name, body, is_computed=True))
         elif line.opcode in _SLICES and index == 0:
@@ -340,10 +342,10 @@ class _Traffic:
             yield float("inf")
 
     def _inner_fusion_reads(self, line: Instruction, index: int, body: Neighbors, is_computed: bool) -> Iterator[float]:
-        """Yield the bytes that a fusion within a fusion, and what uses its result as a view, read of an operand."""
+        """Yield the bytes that a fusion inside a fusion, and the readers of a view it returns, read of an operand."""
         inner = fusion_body(line, self._computations)
         parameter = _parameters(inner)[index]
-        # Compilers for TPUs emit such an aliasing fusion to view an array in another tiling.
+        # Compilers for TPUs write the view of an array in another tiling as a fusion whose output aliases its operand.
         is_view = "output_to_operand_aliasing" in line.attributes and not line.is_root
         if not is_view:
             yield from self._reads(parameter, inner, is_computed=is_computed)
@@ -352,12 +354,12 @@ class _Traffic:
 
 
 def _parameters(body: Neighbors) -> dict[int, str]:
-    """Return the names of a computation's parameters by their number."""
+    """Return the name of each parameter of a computation by the parameter's number."""
     return {int(line.literal): line.name for line in body.values() if line.opcode == "parameter"}
 
 
 def _returns_view(body: Neighbors, name: str) -> bool:
-    """Whether the result of a fusion is one of its values in another shape."""
+    """Return whether the result of a fusion is only a view (`bitcast`) of the value `name`."""
     for line in body.values():
         if name in line.operands and line.opcode == "bitcast":
             return line.is_root or _returns_view(body, line.name)
@@ -367,7 +369,7 @@ def _returns_view(body: Neighbors, name: str) -> bool:
 def _count_written(line: Instruction, body: Neighbors) -> float:
     """Return the bytes that a fusion writes; an in-place update writes only the update."""
     results, outputs = split_arrays(line.result), fusion_outputs(body)
-    if line.opcode == "fusion-start":  # its operands, results, and a number that its end waits for
+    if line.opcode == "fusion-start":  # The type lists operands, results, and a number that the end waits for.
         results = results[len(line.operands) : -1]
     if len(outputs) != len(results):
         return float(main_memory_size(line.result))
@@ -382,10 +384,10 @@ def _count_written(line: Instruction, body: Neighbors) -> float:
 
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "optimization-barrier"}
 _FREE |= {"add-dependency", "partition-id", "replica-id"}
-_RUNS = {"while", "call", "conditional", "async-start"}  # the instructions that they run count by themselves
-_ALLOCATES = 'custom_call_target="AllocateBuffer"'  # memory that nothing has written
+_RUNS = {"while", "call", "conditional", "async-start"}  # The instructions of their computations count instead.
+_ALLOCATES = 'custom_call_target="AllocateBuffer"'  # This call only allocates memory.
 _VIEWS = {"bitcast", "reshape"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
-_ELEMENTWISE = {"convert", "reduce"}  # a fusion computes these for the elements that it needs
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is the update
-_COPIES = {"copy-start": 0, "all-gather-start": 1, "collective-permute-start": 1}  # the part that is the result
+_ELEMENTWISE = {"convert", "reduce"}  # A fusion computes these only for the elements of the result that it needs.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # opcode -> index of the operand that is the update
+_COPIES = {"copy-start": 0, "all-gather-start": 1, "collective-permute-start": 1}  # -> index of the result

@@ -1,4 +1,4 @@
-"""The text of a compiled program (HLO) as computations of instructions."""
+"""Parser of the text of a compiled program (HLO), and questions about its instructions."""
 
 import enum
 import math
@@ -13,7 +13,7 @@ from ._ir import FURTHER_ROUNDS, in_backward_pass, split_scopes
 
 
 class Instruction(NamedTuple):
-    """A line of a computation."""
+    """One instruction of a computation: `name = result opcode(operands), attributes`."""
 
     name: str
     result: str
@@ -22,18 +22,18 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]
     """Names of the instructions that it reads."""
     attributes: str
-    """The text behind the operands."""
+    """The text after the closing bracket of the operands."""
     literal: str = ""
     """The text in the brackets: the value of a constant, the number of a parameter."""
     is_root: bool = False
-    """Whether its result is the computation's."""
+    """Whether the instruction's result is the computation's result."""
 
 
 Computations = Mapping[str, Sequence[Instruction]]
 
 
 def parse_hlo(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """Return the instructions of each computation by its name, and the name of the computation that is run."""
+    """Return the instructions of each computation by its name, and the name of the entry computation."""
     computations: dict[str, list[Instruction]] = {}
     entry = current = ""
     for line in text.splitlines():
@@ -52,10 +52,10 @@ def parse_hlo(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def _split_operands(tail: str) -> tuple[str, str]:
-    """Split the text behind an opening bracket at the bracket that closes it."""
+    """Split the text after an opening bracket into the text inside the brackets and the text after them."""
     depth = 1
-    for index, letter in enumerate(tail):
-        depth += (letter == "(") - (letter == ")")
+    for index, character in enumerate(tail):
+        depth += (character == "(") - (character == ")")
         if not depth:
             return tail[:index], tail[index + 1 :]
     return "", tail
@@ -65,23 +65,26 @@ def _split_operands(tail: str) -> tuple[str, str]:
 
 
 def called_computations(instruction: Instruction) -> list[str]:
-    """Return the computations that an instruction runs; none for the end of an asynchronous one, which names them
-    again."""
+    """Return the names of the computations that an instruction runs.
+
+    The end of an asynchronous instruction also names the computations of its start, and runs none.
+    """
     if instruction.opcode.endswith(("-done", "-update")):
         return []
     keys = "calls|to_apply|body|condition|true_computation|false_computation"
     names = re.findall(rf"\b(?:{keys})=%?([\w.-]+)", instruction.attributes)
-    for several in re.findall(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}", instruction.attributes):
-        names += re.findall(r"[\w.-]+", several)
+    for listed in re.findall(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}", instruction.attributes):
+        names += re.findall(r"[\w.-]+", listed)
     return names
 
 
 def count_trips(loop: Instruction, computations: Computations, neighbors: Mapping[str, Instruction]) -> int | None:
-    """Return how often a `while` runs; None where that is unknown.
+    """Return the number of iterations of a `while`; None if it is unknown.
 
-    The compiler says it, or the loop's condition compares a counter, which goes up by one as in JAX's loops, with a
-    constant. `neighbors` are the instructions of the computation that the loop stands in, by name: they have the
-    counter's first value. Loops under the scope `FURTHER_ROUNDS` run 0 times.
+    The compiler may state the number. Otherwise it is read from a condition that compares a counter with a constant;
+    the counter is assumed to go up by one, as in JAX's loops. `neighbors` are the instructions of the computation that
+    contains the loop, by name: the counter's first value is one of them. Loops under the scope `FURTHER_ROUNDS` count 0
+    iterations.
     """
     if FURTHER_ROUNDS in scopes_of(loop.attributes):
         return 0
@@ -104,7 +107,7 @@ def count_trips(loop: Instruction, computations: Computations, neighbors: Mappin
 
 
 def _integer_constant(line: Instruction, neighbors: Mapping[str, Instruction]) -> int | None:
-    """Return the value of an integer constant, or of a copy of one."""
+    """Return the value of an integer constant, or of a copy of one; None for any other instruction."""
     line = source_of(line, {"copy", "bitcast", "copy-done", "copy-start"}, neighbors)
     return int(line.literal) if line.opcode == "constant" and re.fullmatch(r"-?\d+", line.literal) else None
 
@@ -113,7 +116,7 @@ def _integer_constant(line: Instruction, neighbors: Mapping[str, Instruction]) -
 
 
 def source_of(line: Instruction, opcodes: Container[str], neighbors: Mapping[str, Instruction]) -> Instruction:
-    """Follow an instruction's first operand back for as long as the opcode is one of `opcodes`."""
+    """Follow first operands back from an instruction, as long as the opcode is one of `opcodes`."""
     while line.opcode in opcodes and line.operands and line.operands[0] in neighbors:
         line = neighbors[line.operands[0]]
     return line
@@ -125,7 +128,7 @@ def fusion_body(fusion: Instruction, computations: Computations) -> dict[str, In
 
 
 def fusion_outputs(body: Mapping[str, Instruction]) -> list[Instruction]:
-    """Return the instructions that compute the results of a fusion, which it may then copy or view."""
+    """Return the instructions that compute the results of a fusion, before copies and views of these results."""
     root = next((line for line in body.values() if line.is_root), None)
     if root is None:
         return []
@@ -133,11 +136,11 @@ def fusion_outputs(body: Mapping[str, Instruction]) -> list[Instruction]:
     return [source_of(output, {"bitcast", "copy"}, body) for output in outputs]
 
 
-# Collectives that run beside other work.
+# Collectives that run while other work runs.
 
 
 class AsyncRole(enum.Enum):
-    """The role of a computation in an asynchronous collective, which a TPU program overlaps with other work."""
+    """Role of a computation in an asynchronous collective of a TPU program."""
 
     STARTS = "AsyncCollectiveStart"
     ENDS = "AsyncCollectiveDone"
@@ -145,7 +148,7 @@ class AsyncRole(enum.Enum):
 
 
 def async_role(name: str, lines: Iterable[Instruction]) -> AsyncRole | None:
-    """Return whether a computation starts a collective, waits for it, or computes beside it.
+    """Return whether a computation starts a collective, waits for its end, or works meanwhile; None for any other.
 
     Computations of all three roles contain the collective.
     """
@@ -164,10 +167,10 @@ _FORWARDING = {"get-tuple-element", "bitcast", "tuple", "copy", "copy-start", "c
 
 
 def find_hidden_starts(lines: Sequence[Instruction], computations: Computations) -> set[str]:
-    """Return the names of instructions that start a collective which is waited for after a product or a kernel.
+    """Return the names of instructions that start a collective, before whose end a product or a kernel runs.
 
-    Elementwise work does not count: it does not take long enough to hide a collective. The first gather of a layer
-    often has only casts of the next gathers beside it.
+    Elementwise work does not count, since it takes too little time to hide a collective: during the first gather of a
+    layer often only the parameters of the next gathers are cast.
     """
     roles = {
         line.name: next(
@@ -193,7 +196,7 @@ def find_hidden_starts(lines: Sequence[Instruction], computations: Computations)
 
 
 def _multiplies(line: Instruction, computations: Computations) -> bool:
-    """Whether an instruction is, or runs, a matrix product or a kernel."""
+    """Return whether an instruction is, or runs, a matrix product or a kernel."""
     if line.opcode in ("convolution", "dot"):
         return True
     if line.opcode == "custom-call" and _KERNEL.search(line.attributes):
@@ -222,7 +225,7 @@ def split_arrays(result: str) -> list[str]:
 
 
 def main_memory_size(result: str) -> int:
-    """Return the bytes of a type in main memory; a TPU's other memories are marked as `S(1)` and the like."""
+    """Return the bytes of a type in main memory; `S(1)` and the like mark arrays in a TPU's other memories."""
     return sum(size_of(array) for array in split_arrays(result) if not re.search(r"S\([1-9]", array))
 
 
@@ -242,16 +245,16 @@ def _op_name(attributes: str) -> str:
 
 
 def module_of(scopes: tuple[str, ...]) -> str:
-    """Return the path of the module that an operation stands in: its scopes without those of loops and of JAX."""
-    is_added = lambda scope: scope in _NOT_MODULES or scope.startswith("branch_") or "->" in scope
-    return ".".join(scope for scope in scopes if not is_added(scope))
+    """Return the path of the module that an operation belongs to: its scopes without those of loops and of JAX."""
+    is_module = lambda scope: not (scope in _NOT_MODULES or scope.startswith("branch_") or "->" in scope)
+    return ".".join(filter(is_module, scopes))
 
 
 def groups_of(attributes: str, devices: int) -> Int[np.ndarray, "groups devices"]:
-    """Return the groups of devices that a collective runs over, a row a group.
+    """Return the groups of devices that a collective runs over, one row per group.
 
-    XLA's spellings are `{{0,1},{2,3}}`, `[2,2]<=[2,2]T(1,0)`, `mesh['a'=2,'b'=2] {'b'}` (with an order of the devices
-    or in their own), and `{}` for one group of all.
+    XLA writes them as `{{0,1},{2,3}}`, as `[2,2]<=[2,2]T(1,0)`, as `mesh['a'=2,'b'=2] {'b'}`, which may also state an
+    order of the devices, or as `{}` for one group of all devices.
     """
     if listed := re.search(r"replica_groups=\{\{(.*?)\}\}", attributes):
         return np.array([[int(i) for i in group.split(",")] for group in listed.group(1).split("},{")])
@@ -260,8 +263,8 @@ def groups_of(attributes: str, devices: int) -> Int[np.ndarray, "groups devices"
         assert shape and dims
         numbers = np.arange(math.prod(dims)).reshape(dims)
         return (numbers.transpose(order) if order else numbers).reshape(shape)
-    order = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
-    if named := re.search(rf"replica_groups=mesh\[([^\]]*)\]{order} \{{([^}}]*)\}}", attributes):
+    device_ids = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    if named := re.search(rf"replica_groups=mesh\[([^\]]*)\]{device_ids} \{{([^}}]*)\}}", attributes):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
         axes = re.findall(r"'(\w+)'", named.group(4))
         numbers = np.arange(math.prod(sizes.values()))
@@ -274,7 +277,10 @@ def groups_of(attributes: str, devices: int) -> Int[np.ndarray, "groups devices"
         return grid.reshape(-1, math.prod(sizes[name] for name in axes))
     if re.search(r"replica_groups=\{\}", attributes) or "replica_groups" not in attributes:
         return np.arange(devices)[None]
-    raise ValueError(f"read_hlo: unknown form of groups in {attributes[:200]!r}.")
+    raise ValueError(
+        "read_hlo: replica_groups must have one of the forms of jaxlib 0.10, such as {{0,1},{2,3}} or [2,2]<=[4]; "
+        f"this one is unknown: {attributes[:200]!r}. Install a jaxlib that eqformer is tested with."
+    )
 
 
 _NOT_MODULES = {"jit", "run", "step", "shard_map", "while", "body", "cond", "closed_call", "checkpoint"}

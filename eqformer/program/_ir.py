@@ -6,8 +6,8 @@ from collections.abc import Container
 
 
 FURTHER_ROUNDS = "further rounds of choices"
-"""Named scope of loops that only an uneven load of experts enters, such as rounds of an exchange behind the first: the
-costs of a program leave them out."""
+"""Named scope of loops that run only if the load of experts is uneven, such as the rounds of an exchange after the
+first. The costs of a program leave them out."""
 
 # Operations that run one of their bodies, in jaxprs and in HLO.
 CONDITIONALS = ("cond", "conditional")
@@ -26,7 +26,7 @@ COLLECTIVES = (
 def sent_share(kind: str, devices: int) -> float:
     """Return the bytes that each device of a group sends for each byte of its operands.
 
-    The figures are those of rings (Patarasuk and Yuan 2009).
+    The figures are those of ring algorithms (Patarasuk and Yuan 2009).
     """
     match kind:
         case "all-reduce":
@@ -40,21 +40,21 @@ def sent_share(kind: str, devices: int) -> float:
 
 
 def count_ragged_bytes(operand: int, output: int, *_: int) -> int:
-    """Return the bytes of the rows of a ragged all-to-all with an even load: one array may have more room than that."""
+    """Return the bytes that a ragged all-to-all exchanges with an even load: the larger array has unused rows."""
     return min(operand, output)
 
 
 def split_scopes(name: str) -> tuple[str, ...]:
     """Return the scopes of a name such as `while/body/transpose(jvp(maps))/psum`, without JAX's transformations.
 
-    An operation of a backward pass has the scopes of the operation that it is the backward pass of. Where XLA has made
-    several operations one (`a/(b/psum:c/psum)`), all scopes are there.
+    An operation of a backward pass has the scopes of the forward operation that it differentiates. For an operation
+    into which XLA merged several (`a/(b/psum:c/psum)`), the result has the scopes of all of them.
     """
     return tuple(filter(None, (re.sub(r"^(?:[\w<>]*\()*|\)*$", "", scope) for scope in re.split("[/:]", name))))
 
 
 def in_backward_pass(name: str) -> bool:
-    """Return whether an operation with a name such as that of `split_scopes` belongs to a backward pass."""
+    """Return whether an operation belongs to a backward pass, by its name in the form that `split_scopes` takes."""
     return "transpose(" in name
 
 
@@ -65,7 +65,7 @@ class Transfer:
     kind: str
     """Name of the collective in HLO."""
     axes: tuple[str, ...] | None
-    """Mesh axes that it runs over; None if no mesh was given or its groups follow no axes."""
+    """Mesh axes that the collective runs over; None if no mesh was given or the groups follow no axes."""
     devices: int
     """Size of a group; for a permute the number of devices that send."""
     sent: float
@@ -73,18 +73,18 @@ class Transfer:
     times: int | None
     """Number of runs; None inside a loop of unknown length."""
     scopes: tuple[str, ...] = ()
-    """The names (of `jax.named_scope`, loops and functions) that it stands in, the innermost last."""
+    """Names of the scopes around the collective (`jax.named_scope`, loops, functions), the innermost last."""
     hidden: bool = False
-    """Whether other work runs between its start and its end."""
+    """Whether a matrix product or a kernel runs between the collective's start and its end."""
 
     @property
     def total(self) -> float | None:
-        """Bytes sent by a device over a run of the program; `None` where the number of times is unknown."""
+        """Bytes that a device sends in a run of the program; None if the number of runs is unknown."""
         return None if self.times is None else self.sent * self.times
 
     @property
     def least(self) -> float:
-        """Bytes sent by a device over a run of the program, at least: a loop of unknown length counts once."""
+        """Least bytes that a device sends in a run of the program: a loop of unknown length counts as one iteration."""
         return self.sent if self.times is None else self.sent * self.times
 
     def named(self, names: Container[str]) -> str | None:
@@ -94,35 +94,35 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation of a program. Its costs are those of one run, without those of the programs that it runs."""
+    """One operation of a program. The costs are those of one run of the operation, without its `bodies`."""
 
     kind: str
     """The primitive of a jaxpr, or the opcode of HLO."""
     reads: tuple[int | None, ...]
-    """Numbers of the values that it reads; None for a constant."""
+    """Numbers of the values that the operation reads; None for a constant."""
     writes: tuple[int, ...]
-    """Numbers of the values that it writes."""
+    """Numbers of the values that the operation writes."""
     scopes: tuple[str, ...] = ()
-    """The names that it stands in, the innermost last, without JAX's transformations."""
+    """Names of the scopes around the operation, the innermost last, without JAX's transformations."""
     is_backward: bool = False
-    """Whether it belongs to a backward pass."""
+    """Whether the operation belongs to a backward pass."""
     bodies: tuple["Program", ...] = ()
-    """Programs that it runs: the body of a loop, the branches of a conditional."""
+    """Programs that the operation runs: the body of a loop, the branches of a conditional."""
     trips: int | None = 1
-    """How often it runs its bodies; None for a loop of unknown length."""
+    """Number of iterations of a loop; None if it is unknown."""
     consts: int = 0
-    """How many of the values that a loop reads are the same in each iteration; they come first."""
+    """Number of values that a loop reads unchanged in each iteration; they are the first of `reads`."""
     carry: int = 0
-    """How many values a loop hands from iteration to iteration: they come behind the constants among the values that it
-    reads, and first among those that it writes."""
+    """Number of values that a loop passes from iteration to iteration; they follow the constants in `reads`, and come
+    first in `writes`."""
     flops: float = 0.0
-    """Floating-point operations of a matrix product; those in kernels (Mosaic, Triton, cuDNN) are not known."""
+    """Floating-point operations of a matrix product; 0 for kernels (Mosaic, Triton, cuDNN), whose text is not read."""
     cycles: float = 0.0
-    """Cycles as a TPU's compiler estimates them, those of a fusion's own program included; 0 where it says none."""
+    """Cycles by the estimate of a TPU's compiler, for a fusion with those of its body; 0 if there is no estimate."""
     moved: float = 0.0
-    """Bytes read from the device's main memory and written there; 0 in a jaxpr, whose results may never be written."""
+    """Bytes read from the device's main memory and written there; 0 for a jaxpr, since a compiler fuses operations."""
     transfer: Transfer | None = None
-    """What it sends."""
+    """The transfer of a collective; None for any other operation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +135,6 @@ class Program:
     host_sizes: tuple[int, ...]
     """Bytes of each value in the memory of the device's host."""
     inputs: tuple[int, ...]
-    """Numbers of the values that the program is given."""
+    """Numbers of the program's input values."""
     results: tuple[int | None, ...]
-    """Numbers of the values that it returns; None for a constant."""
+    """Numbers of the values that the program returns; None for a constant."""

@@ -1,4 +1,4 @@
-"""Traced programs (jaxprs) as `Program`s, with calls inlined and dead code removed."""
+"""Reader of traced programs (jaxprs) as `Program`s, with calls inlined and dead code removed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from ._ir import (
 
 
 Aval = Any
-"""An abstract value: an array's shape and dtype, for which JAX's annotations have only a type without these fields."""
+"""An abstract value: an array's shape and dtype. `Any`, because JAX's annotated type lacks these fields."""
 
 
 def read_traced(jaxpr: Jaxpr, platform: str | None = None) -> tuple[Program, ...]:
@@ -37,13 +37,13 @@ def read_traced(jaxpr: Jaxpr, platform: str | None = None) -> tuple[Program, ...
 
 
 def read_jaxpr(jaxpr: Jaxpr, platform: str | None = None, axis_sizes: Mapping[str, int] | None = None) -> Program:
-    """Read a jaxpr; `axis_sizes` are the sizes of the mesh axes of its collectives; an axis not given has size 1."""
+    """Read a jaxpr; `axis_sizes` are the sizes of the mesh axes that collectives run over, 1 for an axis left out."""
     chosen = jaxpr if platform is None else _choose_platform(jaxpr, platform)
     return _Reader(axis_sizes or {}).read(_without_dead_code(chosen))
 
 
 class _Reader:
-    """Reads one jaxpr; the programs that its operations run are read by readers of their own."""
+    """Reader of one jaxpr; another reader reads each body of a loop or a conditional."""
 
     def __init__(self, axis_sizes: Mapping[str, int]):
         self._axis_sizes = axis_sizes
@@ -53,16 +53,17 @@ class _Reader:
         self._narrower: dict[int, int] = {}  # value that is an exact, wider cast -> the value that was cast
 
     def read(self, jaxpr: Jaxpr) -> Program:
-        """Read the jaxpr."""
+        """Return the jaxpr as a program."""
         inputs = self._new_values(jaxpr.invars)
         results = self._inline(jaxpr, self._new_values(jaxpr.constvars), inputs, "")
-        is_far = [getattr(aval, "memory_space", None) == jax.memory.Space.Host for aval in self._avals]
+        is_on_host = [getattr(aval, "memory_space", None) == jax.memory.Space.Host for aval in self._avals]
         sizes = [_byte_size(aval) for aval in self._avals]
-        on_device = tuple(0 if far else size for far, size in zip(is_far, sizes, strict=True))
-        on_host = tuple(size if far else 0 for far, size in zip(is_far, sizes, strict=True))
+        on_device = tuple(0 if host else size for host, size in zip(is_on_host, sizes, strict=True))
+        on_host = tuple(size if host else 0 for host, size in zip(is_on_host, sizes, strict=True))
         return Program(tuple(self._operations), on_device, on_host, tuple(inputs), tuple(results))
 
     def _new_values(self, variables: Sequence[Var]) -> list[int]:
+        """Return numbers of new values, one for each variable."""
         start = len(self._avals)
         self._avals += [variable.aval for variable in variables]
         return list(range(start, len(self._avals)))
@@ -70,7 +71,7 @@ class _Reader:
     def _inline(
         self, jaxpr: Jaxpr, consts: Sequence[int | None], inputs: Sequence[int | None], scopes: str
     ) -> list[int | None]:
-        """Append a jaxpr's operations, with calls inlined, and return the jaxpr's results."""
+        """Append a jaxpr's operations, with calls inlined, and return the numbers of the jaxpr's results."""
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
 
         def number_of(atom: Var | Literal) -> int | None:
@@ -96,7 +97,7 @@ class _Reader:
         return [number_of(atom) for atom in jaxpr.outvars]
 
     def _known_cast(self, eqn: JaxprEqn, value: int | None) -> int | None:
-        """Return an earlier value that equals this cast, or None.
+        """Return an earlier value that equals the result of this cast; None if there is none.
 
         Compilers merge equal casts, and remove a cast to a wider dtype that is cast back.
         """
@@ -109,17 +110,19 @@ class _Reader:
     def _operation(
         self, eqn: JaxprEqn, reads: tuple[int | None, ...], writes: tuple[int, ...], scopes: str
     ) -> Operation:
-        name, params, names = eqn.primitive.name, eqn.params, split_scopes(scopes)
-        transfer = self._transfer(eqn, names) if name in _COLLECTIVES else None
+        name, params, scope_names = eqn.primitive.name, eqn.params, split_scopes(scopes)
+        transfer = self._transfer(eqn, scope_names) if name in _COLLECTIVES else None
         is_backward, flops = in_backward_pass(scopes), _count_product_flops(eqn)
-        operation = Operation(name, reads, writes, names, is_backward, flops=flops, transfer=transfer)
+        operation = Operation(name, reads, writes, scope_names, is_backward, flops=flops, transfer=transfer)
         if name == "scan":
-            body, (consts, carry) = self._read_body(params["jaxpr"].jaxpr), count_carry(params)
+            body, (consts, carry) = self._read_body(params["jaxpr"].jaxpr), count_consts_and_carry(params)
             return replace(operation, bodies=(body,), trips=params["length"], consts=consts, carry=carry)
         if name == "while":
-            consts, tested = params["body_nconsts"], params["cond_nconsts"]
+            consts, cond_consts = params["body_nconsts"], params["cond_nconsts"]
             bodies = (self._read_body(_without_dead_code(params["body_jaxpr"].jaxpr)),)
-            reads, trips = (*reads[tested:], *reads[:tested]), 0 if FURTHER_ROUNDS in names else None
+            reads = (*reads[cond_consts:], *reads[:cond_consts])
+            # Costs leave out the loops that only an uneven load enters; other loops have an unknown length.
+            trips = 0 if FURTHER_ROUNDS in scope_names else None
             return replace(operation, reads=reads, bodies=bodies, trips=trips, consts=consts, carry=len(writes))
         if name == "cond":
             return replace(operation, bodies=tuple(self._read_body(branch.jaxpr) for branch in params["branches"]))
@@ -129,7 +132,7 @@ class _Reader:
         return _Reader(self._axis_sizes).read(jaxpr)
 
     def _transfer(self, eqn: JaxprEqn, scopes: tuple[str, ...]) -> Transfer | None:
-        """Return what a collective sends; None for one that sends nothing."""
+        """Return the transfer of a collective; None if the collective sends nothing."""
         kind, params = _COLLECTIVES[eqn.primitive.name], eqn.params
         operands = [_byte_size(atom.aval) for atom in eqn.invars if not isinstance(atom, Literal)]
         size = count_ragged_bytes(*operands) if kind == "ragged-all-to-all" else sum(operands)
@@ -142,11 +145,11 @@ class _Reader:
         else:
             members = len(groups[0]) if groups else devices
             sent = float(sent_share(kind, members) * size)
-        return Transfer(kind, axes, members, sent, 1, scopes) if sent else None
+        return Transfer(kind, axes, members, sent, times=1, scopes=scopes) if sent else None
 
 
 def _device_jaxprs(jaxpr: Jaxpr) -> list[tuple[Jaxpr, Mapping[str, int]]]:
-    """Return the bodies of all `shard_map`s, each with the sizes of its mesh's axes."""
+    """Return the body of each `shard_map` in a jaxpr, with the sizes of the mesh's axes."""
     bodies = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "shard_map":
@@ -163,9 +166,9 @@ def _without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _choose_platform(jaxpr: Jaxpr, platform: str) -> Jaxpr:
-    """Replace each choice between platforms by a call of the branch for this platform."""
+    """Replace each `platform_dependent` by a call of the branch for this platform."""
 
-    def inside(value: Any) -> Any:
+    def choose_in_param(value: Any) -> Any:
         inner = getattr(value, "jaxpr", value)
         if not hasattr(inner, "eqns"):
             return value
@@ -178,34 +181,35 @@ def _choose_platform(jaxpr: Jaxpr, platform: str) -> Jaxpr:
         if branch_platforms:
             matches = [index for index, names in enumerate(branch_platforms) if names is not None and platform in names]
             default = [index for index, names in enumerate(branch_platforms) if names is None]
-            call = {"call_jaxpr": inside(eqn.params["branches"][(matches or default)[0]])}
+            call = {"call_jaxpr": choose_in_param(eqn.params["branches"][(matches or default)[0]])}
             eqns.append(eqn.replace(primitive=closed_call_p, params=call, invars=eqn.invars[1:]))
         elif eqn.primitive.name == "cond":
-            eqns.append(eqn.replace(params=eqn.params | {"branches": tuple(map(inside, eqn.params["branches"]))}))
+            branches = tuple(map(choose_in_param, eqn.params["branches"]))
+            eqns.append(eqn.replace(params=eqn.params | {"branches": branches}))
         elif eqn.primitive.name in (*_CALLS, "scan", "while"):
-            eqns.append(eqn.replace(params={key: inside(value) for key, value in eqn.params.items()}))
+            eqns.append(eqn.replace(params={key: choose_in_param(value) for key, value in eqn.params.items()}))
         else:
             eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)
 
 
 def callee_of(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
-    """Return the jaxpr that an equation calls, closed or not; None for one that calls none."""
+    """Return the jaxpr, closed or not, that an equation calls; None if the equation calls none."""
     return next((eqn.params[key] for key in _CALLEES if key in eqn.params), None)
 
 
 def open_jaxpr(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    """Return a jaxpr without its constants, of which some primitives hold none."""
+    """Return a closed jaxpr without its constants; return a jaxpr that is not closed as it is."""
     return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the jaxprs among an equation's parameters, such as a loop's body, without branches of a conditional."""
+    """Return the jaxprs that are parameters of an equation, such as a loop's body; no branches of a conditional."""
     values = (getattr(value, "jaxpr", value) for value in eqn.params.values())
     return [value for value in values if hasattr(value, "eqns")]
 
 
-def count_carry(params: Mapping[str, Any]) -> tuple[int, int]:
+def count_consts_and_carry(params: Mapping[str, Any]) -> tuple[int, int]:
     """Return how many constants a `scan` has, and how many values it carries."""
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
@@ -232,14 +236,14 @@ def _aval_of(atom: Var | Literal) -> Aval:
 
 
 def _byte_size(aval: Aval) -> int:
-    """Return the bytes of a value; none for random keys and tokens."""
+    """Return the bytes of a value; 0 for random keys, and for tokens, which only order operations."""
     if not hasattr(aval, "shape") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return 0
     return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
 
 
 def _is_exact_cast(source: Aval, target: Aval) -> bool:
-    """Whether a dtype of more bits holds all floating-point numbers of the source's."""
+    """Whether the target has another floating-point dtype, which holds every number of the source's dtype."""
     if source.dtype == target.dtype or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in (source, target)):
         return False
     narrow, wide = jnp.finfo(source.dtype), jnp.finfo(target.dtype)

@@ -1,7 +1,7 @@
-"""The most bytes that a traced program holds at once, by a liveness walk that follows no single compiler's rules.
+"""Estimate of the most bytes that a traced program holds at once, from the lifetimes of its values.
 
-Compilers may order, fuse and place differently, so the figure is an estimate. Its errors beside compiled steps are in
-docs/accelerators-planning.md.
+The rules are those that all compilers share. A compiler may order, fuse and place operations differently:
+docs/accelerators-planning.md compares the estimate with compiled steps.
 """
 
 import functools
@@ -11,12 +11,13 @@ from typing import NamedTuple
 from ._ir import Operation, Program
 
 
+# Purposes of a value.
 GATHERED, GRADIENTS, KEPT, WORK = "gathered parameters", "gradients", "kept for the backward pass", "worked on"
 IN_FLIGHT = "sent beside a layer's work"
 
 
 class PeakMemory(NamedTuple):
-    """Most bytes that a program holds at once, besides its inputs."""
+    """Most bytes that a program holds at once, without its inputs."""
 
     size: int
     """Total bytes."""
@@ -25,13 +26,13 @@ class PeakMemory(NamedTuple):
 
 
 def estimate_peak(program: Program) -> PeakMemory:
-    """Estimate the most bytes that a traced program holds at once, besides its inputs.
+    """Estimate the most bytes that a traced program holds at once, without its inputs.
 
     A value lives from the operation that writes it to the last operation that reads it. All compilers share these
     rules:
 
-    - Elementwise results that only elementwise operations and sums read are never written, except for the result of a
-      convolution that several operations read.
+    - Elementwise results that only elementwise operations and sums read are never written, except for a sum of
+      overlapping slices of one array (a convolution) that several operations read.
     - If an operation can work in place, its result replaces an operand of the same size that is not read any more.
     - A product that is only added to an array is added in place.
     - A loop's carry stays in place, and a branch's results are written to the results of the conditional.
@@ -45,7 +46,7 @@ def estimate_peak(program: Program) -> PeakMemory:
 
 
 def count_host_bytes(program: Program) -> int:
-    """Return the bytes that a program's loops leave in the memory of the device's host for later operations."""
+    """Return the bytes that a program's loops write to the memory of the device's host, for later operations."""
     loops = [operation for operation in program.operations if operation.kind == "scan"]
     stored = sum(program.host_sizes[value] for loop in loops for value in loop.writes)
     bodies = [body for operation in program.operations for body in operation.bodies]
@@ -61,22 +62,22 @@ def _walk(program: Program, loop: Operation | None = None, placed: Collection[in
     `loop` is the loop whose body the program is. `placed` are the indices of a branch's results that are allocated
     before the branch runs.
     """
-    lives = _Lifetimes(program)
-    unwritten = {*lives.views, *lives.fused, *_added_in_place(lives), *_results_in_place(lives, placed)}
-    unwritten |= set() if loop is None else _carried_in_place(lives, loop)
+    lifetimes = _Lifetimes(program)
+    unwritten = {*lifetimes.views, *lifetimes.fused, *_added_in_place(lifetimes), *_results_in_place(lifetimes, placed)}
+    unwritten |= set() if loop is None else _carried_in_place(lifetimes, loop)
     alive: dict[int, int] = {}
     most, parts = 0, []
     for index, operation in enumerate(program.operations):
-        operands = map(lives.root, operation.reads)
-        free = {operand for operand in operands if operand in alive and lives.last_use(operand) == index}
+        operands = map(lifetimes.root, operation.reads)
+        free = {operand for operand in operands if operand in alive and lifetimes.last_use(operand) == index}
         new, made_in_branch = [], []
         for number, value in enumerate(operation.writes):
             if value in unwritten:
                 continue
-            if (operand := _find_overwritten(lives, operation, number, free)) is not None:
+            if (operand := _find_overwritten(lifetimes, operation, number, free)) is not None:
                 free.discard(operand)
                 del alive[operand]
-            elif operation.kind == "cond":  # made within the branch, which may need more before
+            elif operation.kind == "cond":  # The branch allocates this result itself, perhaps after its own peak.
                 made_in_branch.append(value)
                 continue
             new.append(value)
@@ -86,13 +87,13 @@ def _walk(program: Program, loop: Operation | None = None, placed: Collection[in
             size = sum(alive.values()) + inner_size
             if size > most:
                 most = size
-                parts = [(_cause_of(lives, value), size) for value, size in alive.items()] + inner_parts
-        alive = {value: size for value, size in alive.items() if lives.last_use(value) > index}
+                parts = [(_cause_of(lifetimes, value), size) for value, size in alive.items()] + inner_parts
+        alive = {value: size for value, size in alive.items() if lifetimes.last_use(value) > index}
     return most, parts
 
 
 def _walk_bodies(operation: Operation, placed: Collection[int]) -> tuple[int, Parts]:
-    """Return the most bytes that the bodies of a loop or a conditional allocate at once."""
+    """Return the most bytes that the bodies of an operation allocate at once, and their purposes."""
     if operation.kind == "scan":
         size, parts = _walk(operation.bodies[0], operation)
         in_flight = _count_in_flight(operation)
@@ -105,10 +106,10 @@ def _walk_bodies(operation: Operation, placed: Collection[int]) -> tuple[int, Pa
 
 
 def _count_in_flight(loop: Operation) -> int:
-    """Return the bytes that a loop sends and receives beside an iteration's operations.
+    """Return the bytes of arrays that a loop sends and receives while an iteration runs.
 
-    The next iteration's slices are gathered while an iteration runs, and the last array that an iteration has scattered
-    is still being sent, of which the largest counts.
+    They are the parameters of the next iteration, which are being gathered, and a gradient of the previous iteration,
+    which is still being scattered: the largest one counts.
     """
     body, from_slices = loop.bodies[0], set(loop.bodies[0].inputs[loop.consts + loop.carry :])
     gathered = scattered = 0
@@ -123,15 +124,15 @@ def _count_in_flight(loop: Operation) -> int:
     return gathered + scattered if loop.trips is not None and loop.trips > 1 else 0
 
 
-# Operations that give their operand in another shape.
+# Operations whose result takes no memory of its own: compilers remove them, or only change the operand's shape.
 VIEWS = {"reshape", "squeeze", "expand_dims", "transpose", "pcast", "pvary", "copy", "stop_gradient", "name"}
 VIEWS |= {"optimization_barrier", "sharding_constraint"}
 SUMS = {"reduce_sum", "reduce_max", "reduce_min", "argmax", "reduce_and", "reduce_or"}
-# Operations that may write over an operand.
+# Operations that are not fused and may write over an operand; elementwise operations may, too (`_find_overwritten`).
 IN_PLACE = {"scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "psum", "psum_invariant", "while", "cond"}
 # Operations that change an operand, so that it must be in memory even if it is a constant.
 UPDATES = {"scan", "while", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "ragged_all_to_all"}
-# Operations that compilers fuse with nothing behind them, so that their operands and results are in memory.
+# Operations that compilers fuse with no reader: their results are in memory, and so are the operands of all but `SUMS`.
 UNFUSED = SUMS | IN_PLACE | UPDATES | {"dot_general", "cond", "shard_map", "gather", "sort", "cumsum", "cumlogsumexp"}
 UNFUSED |= {"cummax", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "pallas_call", "concatenate", "pad"}
 UNFUSED |= {"all_gather", "all_gather_invariant", "psum_scatter", "reduce_scatter", "all_to_all", "ppermute", "top_k"}
@@ -139,12 +140,12 @@ UNFUSED |= {"random_bits", "threefry2x32", "custom_vjp_call", "custom_vmap_call"
 
 
 class _Lifetimes:
-    """Which operation makes each value of a program, which read it, and which values are never in memory."""
+    """The writer, the readers and the last use of each value of a program, and the values that are never in memory."""
 
     def __init__(self, program: Program):
         self.program, self.operations = program, program.operations
         self.writers = {value: index for index, operation in enumerate(self.operations) for value in operation.writes}
-        self.views: dict[int, int] = {}  # a view, and the value that it is a view of
+        self.views: dict[int, int] = {}  # view -> the value that it is a view of
         for operation in self.operations:
             if self._is_view(operation):
                 for operand, value in zip(operation.reads, operation.writes):
@@ -162,7 +163,7 @@ class _Lifetimes:
         self.last_use: Callable[[int], int] = functools.cache(self._find_last_use)
 
     def root(self, value: int | None) -> int:
-        """Return the value that another is a view of; -1 for a constant."""
+        """Return the value of which `value` is a view, or `value` itself if it is no view; -1 for a constant."""
         while value in self.views:
             value = self.views[value]
         return -1 if value is None else value
@@ -173,27 +174,27 @@ class _Lifetimes:
         return None if index is None else self.operations[index]
 
     def _is_view(self, operation: Operation) -> bool:
-        """Whether an operation gives its operand in another shape, as a sum over dims of one entry does."""
+        """Return whether an operation is one of `VIEWS`, or a sum over dims of size 1, which only changes the shape."""
         summed = operation.reads[0] if operation.kind == "reduce_sum" else None
         sizes = self.program.sizes
         return operation.kind in VIEWS or (summed is not None and sizes[summed] == sizes[operation.writes[0]])
 
     def _is_fused(self, value: int) -> bool:
-        """Whether a value is computed where it is read, and never written."""
+        """Return whether a value is computed inside the operations that read it, and never written."""
         operation = self.operations[self.writers[value]]
         if value in self.views or value in self.results or operation.kind in UNFUSED or self._is_convolution(value):
             return False
         kinds = {self.operations[index].kind for index in self.readers.get(value, [])}
         if operation.kind in ("broadcast_in_dim", "iota"):
             return kinds.isdisjoint(UPDATES)
-        if operation.kind == "convert_element_type":  # a lookup casts the rows that it reads
+        if operation.kind == "convert_element_type":  # A gather casts only the rows that it reads.
             kinds -= {"gather"}
         return kinds.isdisjoint(UNFUSED - SUMS)
 
     def _is_convolution(self, value: int) -> bool:
-        """Whether a sum reads an array more than once, as a convolution does, and several operations read the sum.
+        """Return whether a sum with several readers reads an array more than once, as a convolution does.
 
-        Such a sum is written, since reading it takes less time than computing it again and again.
+        Compilers write such a sum, since reading it takes less time than computing it for each reader.
         """
         if self.operations[self.writers[value]].kind != "add" or len(set(self.readers.get(value, []))) < 2:
             return False
@@ -203,7 +204,7 @@ class _Lifetimes:
         return any(size > self.program.sizes[source] for source, size in bytes_read.items())
 
     def _find_slices(self, value: int) -> frozenset[tuple[int, int]]:
-        """Return the slices that an elementwise value is computed from, each behind its source."""
+        """Return the slices that an elementwise value is computed from, as pairs of the sliced array and the slice."""
         operation, slices = self.operations[self.writers[value]], set[tuple[int, int]]()
         if operation.kind in UNFUSED:
             return frozenset()
@@ -215,7 +216,7 @@ class _Lifetimes:
         return frozenset(slices)
 
     def _find_last_use(self, value: int) -> int:
-        """Return the index of the last operation that reads a value, also through values that are never written."""
+        """Return the index of the last operation that reads a value, or a fused value computed from it."""
         if value in self.results:
             return len(self.operations)
         last = self.writers.get(value, -1)
@@ -225,76 +226,85 @@ class _Lifetimes:
         return last
 
 
-def _find_overwritten(lives: _Lifetimes, operation: Operation, number: int, free: Collection[int]) -> int | None:
-    """Return the operand that an operation's result of a `number` is written over, of the `free` ones.
+def _find_overwritten(lifetimes: _Lifetimes, operation: Operation, number: int, free: Collection[int]) -> int | None:
+    """Return the operand that an operation's result number `number` is written over; None if there is none.
 
-    Nothing reads these any more.
+    Only `free` operands may be written over, which no later operation reads.
     """
     if operation.kind == "scan":
-        operand = lives.root(operation.reads[operation.consts + number]) if number < operation.carry else -1
+        operand = lifetimes.root(operation.reads[operation.consts + number]) if number < operation.carry else -1
         return operand if operand in free else None
-    if operation.kind == "ragged_all_to_all":  # its second operand is the array to write to
-        operand = lives.root(operation.reads[1])
+    if operation.kind == "ragged_all_to_all":  # The second operand is the array to write to.
+        operand = lifetimes.root(operation.reads[1])
         return operand if operand in free else None
     if operation.kind in UNFUSED - IN_PLACE:
         return None
-    sizes = lives.program.sizes
+    sizes = lifetimes.program.sizes
     return next((value for value in free if sizes[value] == sizes[operation.writes[number]]), None)
 
 
-def _results_in_place(lives: _Lifetimes, placed: Collection[int]) -> set[int]:
-    """Return a branch's results that have a place before it runs, and the values that they are written over."""
+def _results_in_place(lifetimes: _Lifetimes, placed: Collection[int]) -> set[int]:
+    """Return the results of a branch that are allocated before it runs, and the values that they are written over."""
     values: set[int] = set()
-    for value in {lives.root(lives.program.results[index]) for index in placed}:
-        while value in lives.writers and value not in values:
+    for value in {lifetimes.root(lifetimes.program.results[index]) for index in placed}:
+        while value in lifetimes.writers and value not in values:
             values.add(value)
-            index = lives.writers[value]
-            operation = lives.operations[index]
-            operands = (operand for operand in map(lives.root, operation.reads) if operand in lives.writers)
-            free = {operand for operand in operands if lives.last_use(operand) == index} - values
-            operand = _find_overwritten(lives, operation, operation.writes.index(value), free)
+            index = lifetimes.writers[value]
+            operation = lifetimes.operations[index]
+            operands = (operand for operand in map(lifetimes.root, operation.reads) if operand in lifetimes.writers)
+            free = {operand for operand in operands if lifetimes.last_use(operand) == index} - values
+            operand = _find_overwritten(lifetimes, operation, operation.writes.index(value), free)
             value = -1 if operand is None else operand
     return values
 
 
-def _carried_in_place(lives: _Lifetimes, loop: Operation) -> set[int]:
-    """Return a loop's next carries that take the place of carries that nothing reads any more."""
-    program, values = lives.program, set()
+def _carried_in_place(lifetimes: _Lifetimes, loop: Operation) -> set[int]:
+    """Return a loop's next carries that are written over carries which no later operation reads."""
+    program, values = lifetimes.program, set()
     for old, result in zip(program.inputs[loop.consts : loop.consts + loop.carry], program.results):
-        new = lives.root(result)
-        if new in lives.writers and lives.last_use(old) <= lives.writers[new]:
+        new = lifetimes.root(result)
+        if new in lifetimes.writers and lifetimes.last_use(old) <= lifetimes.writers[new]:
             values.add(new)
     return values
 
 
-def _added_in_place(lives: _Lifetimes) -> set[int]:
-    """Return products that are only added to an array, and zeros that are scattered into only to be added to one."""
+def _added_in_place(lifetimes: _Lifetimes) -> set[int]:
+    """Return the values that are never allocated because an addition accumulates them in its other term.
+
+    They are products that only the addition reads, if nothing else reads the other term. They are also scatters into
+    zeros that only the addition reads, and these zeros.
+    """
     values = set()
-    for value, index in lives.writers.items():
-        operation, readers = lives.operations[index], lives.readers.get(value, [])
-        is_added = len(readers) == 1 and lives.operations[readers[0]].kind in ("add", "add_any")
-        if not is_added or value in lives.results:
+    for value, index in lifetimes.writers.items():
+        operation, readers = lifetimes.operations[index], lifetimes.readers.get(value, [])
+        is_added = len(readers) == 1 and lifetimes.operations[readers[0]].kind in ("add", "add_any")
+        if not is_added or value in lifetimes.results:
             continue
         if operation.kind == "dot_general":
-            terms = [term for term in map(lives.root, lives.operations[readers[0]].reads) if term not in (value, -1)]
-            if terms and len(lives.readers.get(terms[0], [])) == 1:
+            addends = map(lifetimes.root, lifetimes.operations[readers[0]].reads)
+            terms = [addend for addend in addends if addend not in (value, -1)]
+            if terms and len(lifetimes.readers.get(terms[0], [])) == 1:
                 values.add(value)
         elif operation.kind in ("scatter-add", "scatter_add"):
-            target = lives.writer(operation.reads[0])
+            target = lifetimes.writer(operation.reads[0])
             if target is not None and target.kind == "broadcast_in_dim":
-                values |= {value, lives.root(operation.reads[0])}
+                values |= {value, lifetimes.root(operation.reads[0])}
     return values
 
 
-def _cause_of(lives: _Lifetimes, value: int) -> str:
-    """Return the purpose of a value."""
-    operation = lives.operations[lives.writers[value]]
+def _cause_of(lifetimes: _Lifetimes, value: int) -> str:
+    """Guess the purpose of a value from the operation that makes it.
+
+    A loop's carry of more than 1 MiB is taken for summed gradients, and so is a `broadcast_in_dim`, which makes the
+    zeros that gradients are added to.
+    """
+    operation = lifetimes.operations[lifetimes.writers[value]]
     is_cast = operation.kind == "convert_element_type"
-    source = lives.writer(operation.reads[0]) if is_cast else operation
+    source = lifetimes.writer(operation.reads[0]) if is_cast else operation
     if (source or operation).kind.startswith("all_gather"):
         return GATHERED
     is_carry = operation.kind == "scan" and value in operation.writes[: operation.carry]
-    is_large_carry = is_carry and lives.program.sizes[value] > 2**20
+    is_large_carry = is_carry and lifetimes.program.sizes[value] > 2**20
     if operation.is_backward or operation.kind == "broadcast_in_dim" or is_large_carry:
         return GRADIENTS
     return KEPT if operation.kind == "scan" else WORK

@@ -22,7 +22,7 @@ _PRODUCTS = {"dot", "convolution", "custom-call"}
 _SOURCES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 _FILLS = _SOURCES | {"broadcast", "iota"}
 _COPIES = _FILLS | set("copy transpose reshape slice dynamic-slice dynamic-update-slice concatenate pad".split())
-_COPIES |= set("convert compare select and or not add clamp gather".split())  # these choose elements, and round
+_COPIES |= set("convert compare select and or not add clamp gather".split())  # index arithmetic, casts, choices
 
 
 class Span(NamedTuple):
@@ -38,10 +38,10 @@ class Work(NamedTuple):
     """Seconds that a program spent on one kind of work in one module."""
 
     kind: str
-    """One of `KINDS`. `nothing`: no operation ran. `loops`: only loops ran, without an operation of their bodies.
-    `messages`: only collectives ran, so that the device waited for others."""
+    """One of `KINDS`. `nothing`: no operation ran. `loops`: a loop ran, but no operation of its body. `messages`: only
+    collectives ran, so the device waited for others."""
     module: str
-    """Its path; empty for operations outside of modules."""
+    """Path of the module; empty for operations outside of modules."""
     is_backward: bool
     seconds: float
 
@@ -49,14 +49,14 @@ class Work(NamedTuple):
 def time_account(text: str, spans: Iterable[Span]) -> tuple[Work, ...]:
     """Return the seconds from the first operation's start to the last one's end, by kind and module, longest first.
 
-    `text` is that of the compiled program (HLO), whose operations the spans are named for; other spans are left out. At
-    each instant the threads that work share it, so that all adds up to the time that passed. An operation inside of
-    another on the same thread (of a loop's body) counts for itself; a loop or a message counts only where nothing else
-    works.
+    `text` is the text of the compiled program (HLO); spans that are not named for one of its operations are left out.
+    Threads that are busy at the same time share that time equally, so the seconds add up to the time that passed. If an
+    operation runs inside another on the same thread, as in a loop's body, only the inner one counts. A collective
+    counts only while no other kind of work runs, and a loop only while nothing else runs.
     """
     work_of = _classify_operations(text)
     spans = [span for span in spans if span.name in work_of and span.end > span.start]
-    # Ends come before starts, and of two spans that start together the longer one is outside.
+    # At the same time, ends come before starts, and the longer of two spans that start together is the outer one.
     points = [(span.start, 1, -span.end, number) for number, span in enumerate(spans)]
     points = sorted(points + [(span.end, 0, 0.0, number) for number, span in enumerate(spans)])
     open_spans: dict[str, list[int]] = defaultdict(list)  # of each thread, the innermost last
@@ -76,12 +76,12 @@ def time_account(text: str, spans: Iterable[Span]) -> tuple[Work, ...]:
 
 
 def _classify_operations(text: str) -> dict[str, tuple[str, str, bool]]:
-    """Return each operation's kind, its module and whether it is of a backward pass."""
+    """Return the kind and the module of each operation, and whether it belongs to a backward pass."""
     computations, _ = parse_hlo(text)
     work_of = {}
     for lines in computations.values():
         for line in lines:
-            scopes = scopes_of(line.attributes)[:-1]  # the last is the operation's own
+            scopes = scopes_of(line.attributes)[:-1]  # The last scope is the operation's name.
             work_of[line.name] = _kind_of(line, computations), module_of(scopes), is_backward_pass(line.attributes)
     return work_of
 

@@ -81,7 +81,7 @@ def test_loops_are_multiplied_out_and_the_dearest_branch_is_counted():
     }
     known = [t for t in transfers if t.times]
     assert bytes_sent(known) == (5 * 1.5 + 18 + 3) * SIZE
-    with pytest.raises(ValueError, match="all-to-all stand in a loop of unknown length"):
+    with pytest.raises(ValueError, match="these collectives are in a loop of unknown length: .*all-to-all"):
         bytes_sent(transfers)
     table = communication_table(transfers)
     assert [line.split()[0] for line in table.splitlines()][2:] == [
@@ -198,7 +198,7 @@ def test_what_cannot_be_read_is_refused():
         list_transfers(read_hlo(TEXT, mesh=other))
     with pytest.raises(ValueError, match="has no ENTRY"):
         list_transfers(read_hlo("module @jit_f {}"))
-    with pytest.raises(ValueError, match="unknown form of groups"):
+    with pytest.raises(ValueError, match="replica_groups must have one of the forms"):
         list_transfers(read_hlo(TEXT.replace("[2,4]<=[4,2]T(1,0)", "@mesh")))
 
 
@@ -254,5 +254,5 @@ def test_casts_hide_no_gather_and_products_do():
 def test_a_program_whose_text_cannot_be_had():
     program = mock.Mock(spec=jax.stages.Compiled)
     program.as_text.side_effect = RuntimeError("INTERNAL: RET_CHECK failure async-update\nmore")
-    with pytest.raises(ValueError, match="text of this program cannot be had.*async-update$"):
+    with pytest.raises(ValueError, match="compiler cannot write the text of this program.*async-update$"):
         list_transfers(read_hlo(program))
