@@ -1,4 +1,4 @@
-"""Tokenizer and chat template of a published folder or of a GGUF file."""
+"""Tokenizer and chat template beside a model's weights, in a published folder or in a GGUF file."""
 
 import datetime
 import warnings
@@ -18,7 +18,8 @@ def load_tokenizer(source: str | Path, *, end_of_text: str | None = None) -> dat
 
     Args:
         source: The folder, or the file.
-        end_of_text: The token that ends a text; None: the model's own.
+        end_of_text: The token that ends a text; None: the first end id that the model's configs name or,
+            if they name none, the token that `data.FileTokenizer` takes.
     """
     folder = models.companion_folder(source)
     file, ends = folder / TOKENIZER, models.read_eos_token_ids(folder)
@@ -28,7 +29,9 @@ def load_tokenizer(source: str | Path, *, end_of_text: str | None = None) -> dat
     if models.read_config(source).vocab != data.ByteTokenizer.vocab:
         raise ValueError(f"{call}: the folder has no {TOKENIZER}; put the model's own there.")
     if end_of_text is not None:
-        raise ValueError(f"{call}: end_of_text={end_of_text!r}: bytes end a text with 0; leave it out.")
+        raise ValueError(
+            f"{call}: end_of_text={end_of_text!r}: the byte tokenizer ends a text with id 0; leave it out."
+        )
     return data.ByteTokenizer()
 
 

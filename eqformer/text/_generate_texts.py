@@ -21,7 +21,7 @@ class Prompts(NamedTuple):
     texts: Sequence[str]
     rows: Sequence[list[int]]
     continued: Sequence[list[int]] | None
-    """Ids of the texts that the new texts continue; None if they begin anew, as an answer does."""
+    """Ids of the texts that the new texts continue; None if each new text is separate, such as an answer."""
 
 
 def generate_texts(
@@ -34,8 +34,8 @@ def generate_texts(
         prompts: The prompts.
         call: The name of the call, for errors.
         settings: The settings of the call.
-        stream: Whether the text is streamed.
-        log_probs: Whether log-probabilities are returned.
+        stream: Whether to return an iterator over the text while it is drawn.
+        log_probs: Whether to return the texts with their ids and log-probabilities.
     """
     if stream and (log_probs or len(prompts.rows) != 1):
         fault = "log_probs=True" if log_probs else f"{len(prompts.rows)} prompts"
@@ -105,7 +105,8 @@ def _draft_model(llm: "LLM", prompts: Prompts, settings: Settings) -> generation
         ids, draft_ids = (tokenizer.encode(text).tolist() for tokenizer in (llm.tokenizer, draft.tokenizer))
         if ids != draft_ids:
             raise ValueError(
-                f"generate(draft=...): its tokenizer gives the prompt {len(draft_ids)} ids, not the {len(ids)} of the "
-                "model's tokenizer; give a model of the same tokenizer."
+                f"generate(draft=...): both models must read the same ids, but the model's tokenizer gives the prompt "
+                f"{len(ids)} ids and the draft's gives it {len(draft_ids)}, and not all are equal; give a model of the "
+                "same tokenizer."
             )
     return draft.model

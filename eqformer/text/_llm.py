@@ -1,4 +1,4 @@
-"""A language model with its tokenizer: it continues texts, answers chats, and says how likely texts are."""
+"""A language model with its tokenizer, which continues texts, answers chats and computes probabilities of texts."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 class LLM:
     """A language model with its tokenizer, its chat template and the ids that end a text.
 
-    `load` makes one of a published model. To generate with other weights or another template, take
-    `dataclasses.replace(llm, model=...)`.
+    `load` returns the `LLM` of a published model. `dataclasses.replace(llm, model=...)` generates with other weights or
+    another template.
     """
 
     model: generation.Model
-    """The model as it decodes: an `nn.Transformer`, or a `parallel.ShardedModel` of it under a plan."""
+    """The model that decodes: an `nn.Transformer`, or a `parallel.ShardedModel` of one under a plan."""
     tokenizer: data.PromptTokenizer
     """The tokenizer of prompts and texts."""
     chat_template: data.ChatTemplate | None = None
@@ -86,8 +86,8 @@ class LLM:
                 "there is no token after which to draw; give at least one character."
             )
         # The text that an encoder reads is not continued.
-        read, settings = Prompts(texts, rows, rows if self.model.start is None else None), Settings(**options)
-        results = generate_texts(self, read, "generate", settings, stream=stream, log_probs=log_probs)
+        encoded, settings = Prompts(texts, rows, rows if self.model.start is None else None), Settings(**options)
+        results = generate_texts(self, encoded, "generate", settings, stream=stream, log_probs=log_probs)
         return results[0] if isinstance(prompts, str) else results
 
     @overload
@@ -127,8 +127,8 @@ class LLM:
         conversations = [messages] if is_single else messages
         texts = [self._render(conversation, template_options) for conversation in conversations]
         rows = [self.tokenizer.encode_prompt(text, add_special_tokens=False).tolist() for text in texts]
-        read, settings = Prompts(texts, rows, None), Settings(**options)
-        results = generate_texts(self, read, "chat", settings, stream=stream, log_probs=log_probs)
+        encoded, settings = Prompts(texts, rows, None), Settings(**options)
+        results = generate_texts(self, encoded, "chat", settings, stream=stream, log_probs=log_probs)
         return results[0] if is_single else results
 
     @overload
@@ -142,9 +142,10 @@ class LLM:
     ) -> float | list[float]:
         """Return the log-probability of a continuation after a context, in nats; for lists, that of each pair.
 
-        One context may have a list of continuations. Context and continuation are encoded together, and a token that
-        has characters of both counts to the continuation. Of a list, `batch_size` pairs are read at a time, by default
-        all. Raises a `ValueError` if a context or a continuation has no token.
+        One context may have a list of continuations. Context and continuation are encoded as one text, and a token that
+        has characters of both belongs to the continuation; a model with an encoder reads them as two texts. The model
+        reads `batch_size` pairs of a list at a time, by default all. Raises a `ValueError` if a context or a
+        continuation has no token.
         """
         continuations = [continuation] if isinstance(continuation, str) else list(continuation)
         contexts = [context] * len(continuations) if isinstance(context, str) else list(context)
@@ -181,10 +182,10 @@ class LLM:
         """Return the ids of a context and of its continuation."""
         prompt = self._encode(context)
         if self.model.start is None:
-            joined = self._encode(context + continuation)
-            pairs = zip(prompt, joined)
-            shared = next((number for number, (first, second) in enumerate(pairs) if first != second), len(prompt))
-            prompt, new = joined[:shared], joined[shared:]
+            all_ids = self._encode(context + continuation)
+            pairs = enumerate(zip(prompt, all_ids))
+            num_shared = next((index for index, (alone, together) in pairs if alone != together), len(prompt))
+            prompt, new = all_ids[:num_shared], all_ids[num_shared:]
         else:
             new = self.tokenizer.encode(continuation).tolist()
         for name, text, ids in (("context", context, prompt), ("continuation", continuation, new)):

@@ -33,7 +33,7 @@ def load(
         dtype: The dtype of all weights; None: each has its published dtype.
         weights: `"quantized"` keeps quantized weights as they are stored, in less memory; `"decoded"` decodes them.
         predictor: Whether to read the module that predicts a further token too, for `generate(draft="mtp")`.
-        progress: A function that is called with the bytes read so far, and in all.
+        progress: A function that is called with the number of bytes read so far, and of all bytes.
     """
     path = models.local_path(source)
     if not path.exists():
@@ -44,8 +44,8 @@ def load(
     if is_run(path):
         if dtype is not None or weights != "decoded" or predictor:
             raise ValueError(
-                f"load({str(source)!r}): a run's model is computed in what its recipe says, with the weights of its "
-                "checkpoint; leave out dtype, weights and predictor."
+                f"load({str(source)!r}): a run's model has the dtypes of its recipe and the weights of its checkpoint; "
+                "leave out dtype, weights and predictor."
             )
         return _load_run(path, plan)
     if plan is not None:  # The model is compared with the plan before its arrays are read.
@@ -56,7 +56,10 @@ def load(
 
 
 def _load_run(path: Path, plan: parallel.Plan | None) -> LLM:
-    """Load the model of a run's latest checkpoint; its prompts begin as those of the model that the run began from."""
+    """Load the model of a run's latest checkpoint.
+
+    Prompts get special tokens only if the run began from a published model.
+    """
     recipe, published = read_run_recipe(path), published_copy(path)
     if plan is not None:
         parallel.ShardedModel(recipe.shapes(), plan)
@@ -77,11 +80,11 @@ def _join(
 
 
 def prepare_to_decode(model: nn.LanguageModel, plan: parallel.Plan | None) -> generation.Model:
-    """Return the model as it decodes fastest on the devices where it is, under the plan if there is one."""
+    """Return the model in the form that decodes fastest on JAX's default devices; with a plan, sharded by it."""
     platform, chip = jax.default_backend(), jax.devices()[0].device_kind
     if plan is None:
         return generation.unstack_for_platform(model, platform, chip)
     if not plan.is_pipelined:
-        split = plan.size(parallel.TENSOR) * plan.size(parallel.FSDP)
-        model = plan.shard(generation.unstack_for_platform(model, platform, chip, devices=split))
+        num_shards = plan.size(parallel.TENSOR) * plan.size(parallel.FSDP)
+        model = plan.shard(generation.unstack_for_platform(model, platform, chip, devices=num_shards))
     return parallel.ShardedModel(model, plan)

@@ -17,8 +17,8 @@ class GenerateOptions(TypedDict, total=False):
     max_new_tokens: int
     """Most tokens to draw for a text; 256 by default. A text that ends by itself is shorter."""
     stop: str | Sequence[str]
-    """Strings that end a text, which does not contain them; none by default. Rows of a list are drawn until all have
-    an end, and cut then."""
+    """Strings that end a text, which does not contain them; none by default. Drawing stops at such a string only for a
+    single text without `log_probs`; other texts are drawn to an end id or to `max_new_tokens`, and then cut."""
     temperature: float | int
     """0, the default, takes the likeliest token each time; 1 draws from the model's own distribution."""
     top_k: int | None
@@ -34,9 +34,11 @@ class GenerateOptions(TypedDict, total=False):
     batch_size: int | None
     """Texts of a list that are drawn together; None, the default, draws all. The texts do not depend on it."""
     cache_dtype: str | None
-    """Dtype of keys and values in the cache: None computes in theirs, `"int8"` and `"fp8"` take less memory."""
+    """Dtype of keys and values in the cache: None, the default, is the dtype in which they are computed; `"int8"` and
+    `"fp8"` take less memory."""
     draft: "LLM | generation.Model | str | None"
-    """A smaller model that proposes tokens, or `"mtp"`, the model's own predictor: faster, and as likely a text."""
+    """A smaller model that proposes tokens, or `"mtp"`, the model's own predictor. Drawing is faster, and the texts
+    have the same distribution."""
     draft_tokens: int
     """Tokens that the draft proposes at a time; 4 by default."""
 
@@ -50,7 +52,7 @@ class ChatOptions(GenerateOptions, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The values of `GenerateOptions` in a call, with the defaults in the place of options that are left out."""
+    """The `GenerateOptions` of a call, with a default for each option that is left out."""
 
     max_new_tokens: int = 256
     stop: str | Sequence[str] = ()
@@ -67,11 +69,13 @@ class Settings:
 
     def __post_init__(self):
         if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"generate(batch_size={self.batch_size}): at least 1 text must be drawn at a time.")
+            raise ValueError(
+                f"generate(batch_size={self.batch_size}): at least 1 text must be drawn at a time; None draws all."
+            )
 
     @property
     def transforms(self) -> generation.Chain:
-        """The transforms of logits that the settings stand for."""
+        """The transforms of logits that these settings describe."""
         return generation.sampling(
             temperature=self.temperature,
             top_k=self.top_k,

@@ -15,7 +15,7 @@ class Completion:
     text: str
     """The text, without the end of text and without a stop string."""
     ids: tuple[int, ...]
-    """Ids that were drawn, with the id that ended the text, and with those of the stop string."""
+    """Ids that were drawn, including the id or the ids of the stop string that ended the text."""
     log_probs: tuple[float, ...]
     """Log-probability of each id by the model's logits, before temperature and truncations, in nats."""
     finish_reason: Literal["stop", "length"]
@@ -23,7 +23,7 @@ class Completion:
 
 
 class TextAssembler:
-    """Assembly of a text from ids that come one by one, up to an id or a string that ends the text."""
+    """Assembler of a text from ids that come one by one, up to an id or a string that ends the text."""
 
     def __init__(self, text: data.TextStream, end_ids: Sequence[int], stops: StopStrings):
         self._text, self._end_ids, self._stops = text, frozenset(end_ids), stops
@@ -40,7 +40,7 @@ class TextAssembler:
         return piece
 
     def finish(self) -> str:
-        """Return the end of the text that was held back: incomplete characters, and what may begin a stop string."""
+        """Return the text that was held back: an incomplete character, or characters that may begin a stop string."""
         if self.is_complete:
             return ""
         piece = self._stops.push(self._text.finish())
@@ -49,9 +49,9 @@ class TextAssembler:
 
 
 class StreamedText(Iterator[str]):
-    """Iterator over a text while it is drawn: the text that each id completes, which is often empty.
+    """Iterator over the pieces of a text while it is drawn.
 
-    The pieces together are the text. Drawing ends when the iterator is no longer asked for pieces.
+    A piece is the text that one new id completes, and is often empty. Drawing goes on only while pieces are requested.
     """
 
     ids: list[int]

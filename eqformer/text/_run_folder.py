@@ -33,7 +33,7 @@ class RunRecipe(NamedTuple):
     """The identifier that the run's checkpoints have too."""
 
     def shapes(self) -> nn.Transformer:
-        """Return the shapes of the trained model, as it computes outside of training: it multiplies in no fp8."""
+        """Return the shapes of the trained model, without the fp8 products that only training uses."""
         return nn.without_fp8(eqx.filter_eval_shape(self._build))
 
     def _build(self) -> nn.Transformer:
@@ -49,9 +49,9 @@ def is_run(path: Path) -> bool:
 def load_run_model(path: str | Path, plan: parallel.Plan | None = None) -> nn.Transformer:
     """Load the model of a run's latest checkpoint, on one device or sharded by a plan.
 
-    It multiplies in no fp8. The recipe is data, and no code of the folder is run. Raises a `ValueError` for a run
-    without a checkpoint, and for a recipe with classes that this process does not know: import the code that registers
-    a family of your own first.
+    The model has no fp8 products. The recipe is read as data: no code of the folder runs. Raises a `ValueError` for a
+    run without a checkpoint, and for a recipe with classes that this process does not know: first import the code that
+    registers a family of your own.
     """
     path, recipe = Path(path), read_run_recipe(path)
     with training.Checkpointer(path / "checkpoints", run=recipe.run) as checkpointer:
@@ -61,7 +61,7 @@ def load_run_model(path: str | Path, plan: parallel.Plan | None = None) -> nn.Tr
 
 
 def load_run_tokenizer(path: Path, recipe: RunRecipe) -> data.ByteTokenizer | data.FileTokenizer:
-    """Load the tokenizer of a run: the run's copy of the file that it was given, its published model's, or bytes."""
+    """Load the tokenizer of a run: from the run's tokenizer file, from its published model, or bytes without both."""
     if recipe.tokenizer is not None:
         copy = path / TOKENIZER
         return data.FileTokenizer(copy if copy.exists() else recipe.tokenizer, end_of_text=recipe.end_of_text)
@@ -72,7 +72,7 @@ def load_run_tokenizer(path: Path, recipe: RunRecipe) -> data.ByteTokenizer | da
 
 
 def published_copy(path: Path) -> Path:
-    """Return the folder with the run's copies of what its published model has beside weights; it may not exist."""
+    """Return the folder of the run's copies of its published model's files other than weights; it may not exist."""
     return path / "published"
 
 
@@ -105,13 +105,13 @@ def _parse_recipe(file: Path, recipe: Mapping[str, Any], run: str | None) -> Run
 
 
 def _read_part(file: Path, recipe: Mapping[str, Any], name: str) -> Any:
-    """Return a part of a recipe, None if it has none; raise a `ValueError` for a class that is not known."""
+    """Return one part of a recipe, None if the recipe lacks it; raise a `ValueError` for an unknown class."""
     kinds = [nn.Precision, nn.Execution, training.Lora, *nn.RotaryScaling.__subclasses__()]
     kinds += [family.config for family in models.FAMILIES.values()]
     try:
         return dataclass_from_json(recipe.get(name), {kind.__name__: kind for kind in kinds}, str(file))
     except UnknownKindError as error:
         raise ValueError(
-            f"{file}: the class {error.kind} of this recipe is of code of your own; import that code, which registers "
-            "its family by models.register, and load the run again."
+            f"{file}: the recipe names the class {error.kind}, which eqformer does not define; import your code that "
+            "defines the class and registers its family by models.register, and load the run again."
         ) from error

@@ -1,4 +1,4 @@
-"""Stop strings: a text that comes in pieces ends before the first of them."""
+"""Stop strings: a text that comes in pieces ends before the first stop string in it."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ class StopStrings:
         """Whether a stop string has ended the text."""
 
     def push(self, piece: str) -> str:
-        """Return the part of the text that this piece completes; it is empty once a stop string has come."""
+        """Return the further text that is certain to precede any stop string; empty after a stop string."""
         if self.is_complete:
             return ""
         text = self._pending + piece
@@ -32,17 +32,19 @@ class StopStrings:
         return text[: len(text) - pending]
 
     def finish(self) -> str:
-        """Return the end of the text that was held back."""
+        """Return the text that was held back, which began no stop string in the end."""
         pending, self._pending = self._pending, ""
         return pending
 
     def _find(self, text: str) -> int | None:
         """Return where the first stop string begins in the text; None without one."""
+        # A match is (its end, minus its length), whose sum is its start: the least match ends first or, of several that
+        # end there, is the longest.
         matches = [(text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
         return sum(min(matches)) if matches else None
 
     def _pending_length(self, text: str) -> int:
-        """Return the length of the longest end of the text that begins a stop string."""
+        """Return the length of the longest end of the text that is the beginning of a stop string."""
         longest = min(max(map(len, self._stops), default=1) - 1, len(text))
         return max((length for length in range(1, longest + 1) if self._is_beginning(text[-length:])), default=0)
 

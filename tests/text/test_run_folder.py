@@ -31,7 +31,7 @@ def test_a_run_writes_what_its_model_writes_on_any_mesh(tmp_path):
     assert (llm.end_ids, llm.chat_template, llm.special_tokens) == ((0,), None, False)
     plan = parallel.Plan(parallel.make_mesh(pipe=1, fsdp=4, tensor=2), zero=3)
     assert eqformer.load(folder, plan=plan).generate("def ", max_new_tokens=8) == expected
-    with pytest.raises(ValueError, match="computed in what its recipe says, .* leave out dtype, weights and predictor"):
+    with pytest.raises(ValueError, match="has the dtypes of its recipe .* leave out dtype, weights and predictor"):
         eqformer.load(folder, dtype="bfloat16")
 
 
@@ -57,7 +57,7 @@ def test_bad_runs_have_one_clear_error(tmp_path):
     file = make_run(tmp_path / "mine", checkpoint=False) / "recipe.json"
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content).replace('"LlamaConfig"', '"MineConfig"'))
-    with pytest.raises(ValueError, match="the class MineConfig of this recipe is of code of your own"):
+    with pytest.raises(ValueError, match="names the class MineConfig, which eqformer does not define"):
         load_run_model(file.parent)
     recipes = [None, [], {}, {"model": 5}, content["recipe"] | {"text": [5]}, content["recipe"] | {"published": 5}]
     for recipe in recipes:
