@@ -35,7 +35,7 @@ from ._train_state import fetch_from_host, return_to_host, state_shardings, Trai
 from .losses._loss_aux import (
     check_not_split,
     check_takes_tokens,
-    Count,
+    CountOrAux,
     loss_cotangent,
     loss_count,
     LossAux,
@@ -150,13 +150,13 @@ class ShardedExecution(SingleDevice):
         A pipeline without a schedule of gradients cuts the rows itself, within the wrapped model.
         """
 
-        def loss(parameters: PyTree, rows: PyTree, key: None) -> tuple[Array, Count]:
+        def loss(parameters: PyTree, rows: PyTree, key: None) -> tuple[Array, CountOrAux]:
             return self._loss(device, device.wrap(parameters, model), rows)
 
         microbatches = 1 if self.plan.is_pipelined else self.microbatches
         return accumulate_gradients(loss, microbatches, self.trained, parameters, rows, None, scale)
 
-    def _loss(self, device: OnDevice, model: PyTree, rows: PyTree) -> tuple[Array, Count]:
+    def _loss(self, device: OnDevice, model: PyTree, rows: PyTree) -> tuple[Array, CountOrAux]:
         batch, tokens = rows
         result = self.loss_fn(model, batch, None, tokens=tokens, vocabulary=device.vocabulary)
         total, loss_aux = sum_and_count(result, self.loss_fn)
@@ -190,7 +190,7 @@ class PipelinedExecution(ShardedExecution):
                 stage_aux.append(aux)
             return hidden, tuple(stage_aux)
 
-        def last(edges: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, Count]:
+        def last(edges: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, CountOrAux]:
             return self._loss(device, _with_stacks(edges, (_ReturnHidden(hidden, microbatch[1]),)), microbatch)
 
         microbatches = split_microbatches(rows, self.microbatches)
@@ -256,7 +256,7 @@ def accumulate_gradients(
     def add(sums: tuple, piece: PyTree) -> tuple[tuple, None]:
         return jax.tree.map(jnp.add, sums, with_gradients(proxies, piece)), None
 
-    def sum_piece(piece: PyTree) -> tuple[Array, Count]:
+    def sum_piece(piece: PyTree) -> tuple[Array, CountOrAux]:
         return sum_and_count(loss_fn(model, piece, key), loss_fn)
 
     shapes = eqx.filter_eval_shape(sum_piece, jax.tree.map(operator.itemgetter(0), pieces))

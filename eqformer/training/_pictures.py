@@ -31,6 +31,7 @@ def plot_losses(metrics: str | Path, path: str | Path) -> None:
     if validated:
         axes.plot(*zip(*validated), color="#c8552b", marker="o", markersize=4, label="validation")
     ordered = sorted(loss for _, loss in trained)
+    # The top is above 97 % of the losses, so that the high losses of the first steps do not flatten the rest.
     axes.set_ylim(0.9 * ordered[0], 1.05 * max(ordered[int(0.97 * (len(ordered) - 1))], ordered[0] * 1.2))
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.grid(alpha=0.25)
@@ -67,7 +68,7 @@ def plot_expert_loads(metrics: str | Path, path: str | Path) -> None:
 
 
 def _points(rows: list[JsonObject], name: str) -> list[tuple[int | float, float]]:
-    """Return the step and the value of each row with a finite number of this name."""
+    """Return the step and the value of each row that has a float of this name; `JsonLines` writes NaN as null."""
     return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), float)]
 
 

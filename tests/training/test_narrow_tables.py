@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from eqformer import nn, training
 from eqformer.training.losses import _cross_entropy
-from eqformer.training.losses._cross_entropy import read_dtypes
+from eqformer.training.losses._cross_entropy import find_narrower_dtypes
 
 
 VOCAB, EMBED, TOKENS = 50, 16, 24
@@ -43,7 +43,7 @@ def nats(tables: dict[str, Any], hidden: Any, targets: Any) -> Any:
 
 def dtypes(call: Any, hidden: Any, tables: list[Any]) -> list[Any]:
     program = jax.make_jaxpr(call)(hidden, *tables).jaxpr
-    return read_dtypes(program, program.invars[1:])
+    return find_narrower_dtypes(program, program.invars[1:])
 
 
 def test_what_is_read_in_16_bits_everywhere_is_known():
@@ -64,10 +64,12 @@ def test_loss_and_gradients_are_the_same_to_the_bit(monkeypatch):
     graded = jax.value_and_grad(loss, (0, 1))
     run = lambda: jax.jit(lambda *given: (graded(*given), nats(*given)))(tables, hidden, targets)
     found = jax.tree.leaves((run(), loss(tables, hidden, targets)))
-    monkeypatch.setattr(_cross_entropy, "read_dtypes", lambda program, tables: [None] * len(tables))
+    monkeypatch.setattr(_cross_entropy, "find_narrower_dtypes", lambda program, tables: [None] * len(tables))
     right = jax.tree.leaves((run(), loss(tables, hidden, targets)))
     assert all(np.array_equal(one, other) and one.dtype == other.dtype for one, other in zip(found, right, strict=True))
-    monkeypatch.setattr(_cross_entropy, "read_dtypes", lambda program, tables: [np.dtype(jnp.bfloat16)] * len(tables))
+    monkeypatch.setattr(
+        _cross_entropy, "find_narrower_dtypes", lambda program, tables: [np.dtype(jnp.bfloat16)] * len(tables)
+    )
     assert not all(map(np.array_equal, jax.tree.leaves(run()), right))  # the control: what is read wide is not cast
 
 
@@ -88,5 +90,5 @@ def test_gpus_carry_no_wide_table_through_the_loop(monkeypatch):
         return loop.partition(" while(")[0].count("f32[512,64]")
 
     assert (carried(), carried(nats)) == (1, 0)  # the sum of gradients
-    monkeypatch.setattr(_cross_entropy, "read_dtypes", lambda program, tables: [None] * len(tables))
+    monkeypatch.setattr(_cross_entropy, "find_narrower_dtypes", lambda program, tables: [None] * len(tables))
     assert (carried(), carried(nats)) == (2, 1)

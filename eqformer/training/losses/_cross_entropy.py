@@ -1,7 +1,8 @@
 """Cross-entropy over chunks of tokens: the logits of all tokens never exist at once, in either pass.
 
-A table that is stored, or has its gradient, in float32 may be multiplied in bfloat16. Such tables are cast once, before
-the loop over chunks: in the loop, XLA for GPUs carries the wide table along and casts all of it in each iteration.
+A table that is multiplied in bfloat16 may be stored, or have its gradient, in float32. Such a table is cast once,
+before the loop over chunks: in the loop, XLA for GPUs carries the wide table along and casts all of it in each
+iteration.
 """
 
 import functools
@@ -52,9 +53,9 @@ def sum_over_chunks(
 ) -> tuple:
     """Sum the first result of `chunk_fn` over chunks, and concatenate the second, which has one entry per token.
 
-    `token_arrays` holds the hidden states, targets and weights of all tokens; zeros pad the last chunk. `sizes` is the
-    result of `split_into_chunks`. The sums start from zeros that depend on `tables`, which `chunk_fn` reads: no buffer
-    for the sums exists while the tables are cast.
+    `token_arrays` holds arrays of all tokens: hidden states, targets and perhaps more. Zeros pad the last chunk.
+    `sizes` is the result of `split_into_chunks`. The sums start from zeros that depend on `tables`, which `chunk_fn`
+    reads: no buffer for the sums exists while the tables are cast.
     """
     (num_chunks, size), num_tokens = sizes, token_arrays[1].shape[0]
     if num_chunks == 1:
@@ -91,7 +92,7 @@ def _zeros_after(arrays: Sequence[Array], like: jax.ShapeDtypeStruct) -> Array:
 # Chunks of the vocabulary.
 
 MAX_LOGITS = 2**25
-"""Logits of a chunk of the vocabulary and a chunk of tokens that exist at once."""
+"""Most logits that exist at once: tokens of a token chunk times ids of a vocabulary chunk."""
 
 
 def has_chunked_vocabulary(unembed: PyTree) -> bool:
@@ -246,29 +247,29 @@ def cross_entropy(
     unembed, tables = _extract_tables(unembed, flat[0][: sizes[1]])
 
     def chunk_loss(
-        values: list[Array | None], tables: list[ReadTable], hidden: Array, targets: Array, weights: Array
+        casts: list[Array | None], tables: list[ReadTable], hidden: Array, targets: Array, weights: Array
     ) -> Array:
-        logits = in_float32(unembed(hidden, *_with_values(values, tables)))
+        logits = in_float32(unembed(hidden, *_with_casts(casts, tables)))
         losses, log_normalizer = nats(logits, targets)
         if z_loss:
             losses = losses + z_loss * jnp.square(log_normalizer)
         return jnp.sum(apply_weights(losses, weights))
 
     def total_loss(tables: list[ReadTable], flat: tuple) -> Array:
-        values = [table.cast() for table in tables]
-        return sum_over_chunks(lambda arrays: (chunk_loss(values, tables, *arrays), None), flat, sizes)[0]
+        casts = [table.cast() for table in tables]
+        return sum_over_chunks(lambda arrays: (chunk_loss(casts, tables, *arrays), None), flat, sizes)[0]
 
     def forward(tables: list[ReadTable], flat: tuple) -> tuple[Array, tuple[list[ReadTable], Array]]:
-        values = [table.cast() for table in tables]
+        casts = [table.cast() for table in tables]
 
         def with_gradients(arrays: tuple) -> tuple[tuple[Array, list[ReadTable]], Array]:
             hidden, targets, weights = arrays
-            loss = functools.partial(chunk_loss, values, targets=targets, weights=weights)
+            loss = functools.partial(chunk_loss, casts, targets=targets, weights=weights)
             total, pull_back = jax.vjp(loss, tables, hidden)
             table_grads, hidden_grad = pull_back(vary(jnp.ones_like(total), varying_axes(total)))
             return (total, in_float32(table_grads)), hidden_grad
 
-        (total, table_grads), hidden_grad = sum_over_chunks(with_gradients, flat, sizes, values)
+        (total, table_grads), hidden_grad = sum_over_chunks(with_gradients, flat, sizes, casts)
         return total, (table_grads, hidden_grad)
 
     def backward(residuals: tuple[list[ReadTable], Array], cotangent: Array) -> tuple[list[ReadTable], tuple]:
@@ -315,7 +316,7 @@ def split_tokens(unembed: Unembed, hidden: Float[Array, "tokens embed"], chunk: 
 
 
 class ReadTable(eqx.Module):
-    """An array that `unembed` reads, with the narrower dtype to which every read casts it; None if there is none."""
+    """An array that `unembed` reads; `read_dtype` is the narrower dtype to which every read casts it, or None."""
 
     array: Shaped[Array, "..."]
     read_dtype: np.dtype | None = eqx.field(static=True)
@@ -330,10 +331,10 @@ def cast_tables_once(unembed: Unembed, chunk: Array) -> Unembed:
     if has_chunked_vocabulary(unembed):  # its tables are gathered chunk by chunk, where they are read
         return unembed
     unembed_tables, tables = _extract_tables(unembed, chunk)
-    values = [table.cast() for table in tables]
+    casts = [table.cast() for table in tables]
 
     def unembed_values(hidden: Array) -> Array:
-        return unembed_tables(hidden, *_with_values(values, tables))
+        return unembed_tables(hidden, *_with_casts(casts, tables))
 
     return unembed_values
 
@@ -352,7 +353,7 @@ def _extract_tables(unembed: Unembed, chunk: Array) -> tuple[Unembed, list[ReadT
     read_ids = {id(variable) for equation in program.eqns for variable in equation.invars}
     variables = program.jaxpr.invars[: len(leaves)]
     read_indices = [index for index, variable in enumerate(variables) if id(variable) in read_ids]
-    dtypes = read_dtypes(program.jaxpr, [variables[index] for index in read_indices])
+    dtypes = find_narrower_dtypes(program.jaxpr, [variables[index] for index in read_indices])
     # Inside `shard_map` a replicated table is multiplied with hidden states that vary over devices. `pcast` to varying
     # here, outside of the custom rule: the table's gradient is then reduced once, after all chunks, not once a chunk.
     arrays = [vary(leaves[index], varying_axes(chunk)) for index in read_indices]
@@ -374,25 +375,28 @@ def _extract_tables(unembed: Unembed, chunk: Array) -> tuple[Unembed, list[ReadT
     return converted, tables + [ReadTable(array, None) for array in closed_over]
 
 
-def read_dtypes(program: core.Jaxpr, tables: Sequence[core.Var]) -> list[np.dtype | None]:
+def find_narrower_dtypes(program: core.Jaxpr, tables: Sequence[core.Var]) -> list[np.dtype | None]:
     """Return for each variable of a jaxpr the narrower dtype to which every read casts it; None if some read does not.
 
     Narrower means a floating-point dtype of fewer bits.
     """
-    return [_narrower_dtype(_read_dtypes(program, table), _dtype_of(table)) for table in tables]
+    return [_narrower_dtype(_collect_read_dtypes(program, table), _dtype_of(table)) for table in tables]
 
 
-def _with_values(values: Sequence[Array | None], tables: Sequence[ReadTable]) -> list[Array]:
-    """Return the tables' arrays, with the values of those that were cast; all gradients keep the arrays' dtypes."""
+def _with_casts(casts: Sequence[Array | None], tables: Sequence[ReadTable]) -> list[Array]:
+    """Return the tables' arrays, with the casts of those that were cast; all gradients keep the arrays' dtypes."""
     return [
-        table.array if value is None else _replace_value(value, table.array)
-        for value, table in zip(values, tables, strict=True)
+        table.array if cast_array is None else _replace_value(cast_array, table.array)
+        for cast_array, table in zip(casts, tables, strict=True)
     ]
 
 
 @jax.custom_vjp
 def _replace_value(value: Shaped[Array, "..."], table: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Return `value` in the table's dtype; the gradient goes to the table."""
+    """Return `value` in the table's dtype; the gradient goes to the table.
+
+    `unembed` reads an array of the table's dtype and casts it: its cast and the one here cancel each other exactly.
+    """
     return value.astype(table.dtype)
 
 
@@ -407,7 +411,7 @@ def _replace_value_backward(_: None, gradient: Array) -> tuple[None, Array]:
 _replace_value.defvjp(_replace_value_forward, _replace_value_backward)
 
 
-def _read_dtypes(program: core.Jaxpr, variable: core.Var) -> set[np.dtype]:
+def _collect_read_dtypes(program: core.Jaxpr, variable: core.Var) -> set[np.dtype]:
     """Return the dtypes to which a variable of a jaxpr is cast, with its own dtype if it is read without a cast."""
     dtypes = {_dtype_of(variable) for atom in program.outvars if atom is variable}
     for equation in program.eqns:
@@ -418,7 +422,7 @@ def _read_dtypes(program: core.Jaxpr, variable: core.Var) -> set[np.dtype]:
             if equation.primitive.name == "convert_element_type":
                 dtypes.add(np.dtype(equation.params["new_dtype"]))
             elif len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
-                dtypes |= _read_dtypes(inner[0], inner[0].invars[position])
+                dtypes |= _collect_read_dtypes(inner[0], inner[0].invars[position])
             else:
                 dtypes.add(_dtype_of(variable))
     return dtypes

@@ -26,10 +26,12 @@ class LossAux(eqx.Module):
     """The tree of `Aux` that the model's layers returned."""
 
 
-Count = Float[Array, ""] | LossAux
+CountOrAux = Float[Array, ""] | LossAux
 
 
-def add_aux_losses(total: Float[Array, ""], count: Float[Array, ""], aux: PyTree) -> tuple[Float[Array, ""], Count]:
+def add_aux_losses(
+    total: Float[Array, ""], count: Float[Array, ""], aux: PyTree
+) -> tuple[Float[Array, ""], CountOrAux]:
     """Add the losses of routed layers to a loss's sum, and return the count with their aux, as a `LossAux`.
 
     The sum and the count of a model without routed layers are returned as they are.
@@ -39,17 +41,17 @@ def add_aux_losses(total: Float[Array, ""], count: Float[Array, ""], aux: PyTree
     return total + aux_loss(aux).astype(total.dtype), LossAux(count, aux)
 
 
-def loss_count(count: Count) -> Float[Array, ""]:
+def loss_count(loss_aux: CountOrAux) -> Float[Array, ""]:
     """Return the weight of the tokens, which a loss returns alone or in a `LossAux`."""
-    return count.count if isinstance(count, LossAux) else count
+    return loss_aux.count if isinstance(loss_aux, LossAux) else loss_aux
 
 
-def routing_aux(count: Count) -> PyTree:
+def routing_aux(loss_aux: CountOrAux) -> PyTree:
     """Return the aux of routed layers in a `LossAux`; None for a loss that returned the weight of its tokens alone."""
-    return count.aux if isinstance(count, LossAux) else None
+    return loss_aux.aux if isinstance(loss_aux, LossAux) else None
 
 
-def routing_metrics(loss_aux: Count) -> dict[str, Array]:
+def routing_metrics(loss_aux: CountOrAux) -> dict[str, Array]:
     """Return metrics of the routed layers in a step; an empty dict for a model without such layers.
 
     `balance_loss`: the layers' part of the loss per token. `dropped_share`: the share of all choices that were dropped
@@ -77,7 +79,7 @@ def routing_metrics(loss_aux: Count) -> dict[str, Array]:
     }
 
 
-def sum_and_count(result: PyTree, loss_fn: LossFn) -> tuple[Float[Array, ""], Count]:
+def sum_and_count(result: PyTree, loss_fn: LossFn) -> tuple[Float[Array, ""], CountOrAux]:
     """Return the sum and the count that a loss returned, as arrays; raise a `ValueError` for any other result."""
     total, loss_aux = result if isinstance(result, tuple | list) and len(result) == 2 else (None, None)
     count = loss_aux.count if isinstance(loss_aux, LossAux) else loss_aux

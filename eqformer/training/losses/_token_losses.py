@@ -23,7 +23,7 @@ from ._cross_entropy import (
     token_nats,
     Vocabulary,
 )
-from ._loss_aux import add_aux_losses, Count, LossFn
+from ._loss_aux import add_aux_losses, CountOrAux, LossFn
 
 
 @checked
@@ -36,7 +36,7 @@ def next_token_loss(
     z_loss: float = 0.0,
     tokens: Tokens | None = None,
     vocabulary: Vocabulary | None = None,
-) -> tuple[Float[Array, ""], Count]:
+) -> tuple[Float[Array, ""], CountOrAux]:
     """Return the sum over a batch of the nats of each target, and the weight of those tokens.
 
     The targets are the next tokens, as the loaders give them, or masked tokens, see `mask_tokens`.
@@ -268,7 +268,7 @@ def row_loss(function: RowFunction) -> LossFn:
         chunk: int | None = None,
         tokens: Tokens | None = None,
         vocabulary: Vocabulary | None = None,
-    ) -> tuple[Float[Array, ""], Count]:
+    ) -> tuple[Float[Array, ""], CountOrAux]:
         tokens = batch_tokens(batch, key) if tokens is None else tokens
         hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
         nats, devices = _sum_row_nats(model, hidden, batch, chunk, vocabulary)
