@@ -158,7 +158,10 @@ def test_chats_are_answered_in_the_template(llm):
         (lambda llm: llm.log_likelihood("", "a"), "the context '' has no token"),
         (lambda llm: llm.log_likelihood("a", ""), "the continuation '' has no token"),
         (lambda llm: llm.log_likelihood(["a"], ["b", "c"]), "1 contexts and 2 continuations make no pairs"),
-        (lambda llm: llm.generate("a", draft=dataclasses.replace(llm, tokenizer=Shouting())), "1 ids, not the 1 of"),
+        (
+            lambda llm: llm.generate("a", draft=dataclasses.replace(llm, tokenizer=Shouting())),
+            "gives the prompt 1 ids and the draft's gives it 1, and not all are equal",
+        ),
     ],
 )
 def test_bad_input_is_refused(llm, call, words):
