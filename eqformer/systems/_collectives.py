@@ -1,4 +1,4 @@
-"""Collectives as executable specifications in numpy, and two collectives as rings of neighbour messages.
+"""Reference collectives in numpy, and two collectives built from messages around a ring of neighbors.
 
 A `reference_*` function takes the inputs of all devices of an axis, stacked along a new first dim, and returns their
 outputs stacked in the same way.
@@ -19,7 +19,7 @@ Pieces = Shaped[np.ndarray, "devices ..."]
 
 
 def reference_psum(pieces: Pieces) -> Pieces:
-    """Return the sum, on every device."""
+    """Return the sum of all pieces on every device."""
     return np.broadcast_to(pieces.sum(axis=0), pieces.shape)
 
 
@@ -64,7 +64,7 @@ def ring_psum_scatter(x: Float[Array, "..."], axis: str, *, tiled: bool = False)
     """
     devices = jax.lax.axis_size(axis)
     if x.shape[0] % devices or not (tiled or x.shape[0] == devices):
-        fix = f"a multiple of {devices}" if tiled else f"{devices}, or say tiled=True"
+        fix = f"a multiple of {devices}" if tiled else f"{devices}, or pass tiled=True"
         raise ValueError(
             f"ring_psum_scatter(tiled={tiled}): the first dim of x is {x.shape[0]} and {axis!r} has {devices} devices; "
             f"make the dim {fix}."

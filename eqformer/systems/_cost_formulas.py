@@ -1,7 +1,8 @@
 """Cost formulas of the source documents: inference layouts (Pope et al. 2022), feed-forward layers, GPipe.
 
-Traffic is in bytes sent by one device; divide by the number of tokens for bytes per token. The paper on inference
-layouts (arXiv:2211.05102, section 3.2 and appendix A) leaves out the factor `f(n) = (n-1)/n`; these formulas keep it.
+Traffic is in bytes that one device sends for all tokens of a call. Over `n` devices a gather or a reduce-scatter of `S`
+bytes sends `f(n) S`, where `f(n) = (n-1)/n`. The paper on inference layouts (arXiv:2211.05102, section 3.2 and appendix
+A) leaves out the factor `f(n)`; these formulas keep it.
 """
 
 import math
@@ -22,13 +23,14 @@ def weight_stationary_bytes(
     feature_devices: int = 1,
     activation_bytes: Number = 2,
 ) -> Number:
-    """Return the bytes a weight-stationary layer sends, `embed` split over X and features over Y: `2 T (E/X + F/Y) a`.
+    """Return the bytes that a weight-stationary layer sends, with `embed` split over X devices and features over Y.
 
-    With the factors kept: `T a (2 f(Y) E/X + f(X) (F_in + F_out)/Y)`. The input is all-gathered over Y and the output
-    reduce-scattered over Y; `widened` features are reduce-scattered over X and `narrowed` features all-gathered over X.
-    A parallel block widens to its queries and to each up projection of its feed-forward layer (two if gated), and
-    narrows from the attention output and the hidden features. `embed_devices=1` is the 1-D layout, `2 T E a`, whatever
-    the number of devices.
+    In the paper: `2 T (E/X + F/Y) a`. With the factors `f`: `T a (2 f(Y) E/X + f(X) (W + N)/Y)`, where `T` is `tokens`,
+    `E` is `embed`, `W` is `widened`, `N` is `narrowed` and `a` is `activation_bytes`. The layer's input is all-gathered
+    over Y and its output reduce-scattered over Y; the widened features are reduce-scattered over X and the narrowed
+    features all-gathered over X. The widened features of a parallel block are its queries and the outputs of each up
+    projection (two if gated); the narrowed features are the attention's outputs and the hidden features.
+    `embed_devices=1` is the 1-D layout, `2 T E a` for any number of devices.
 
     Args:
         tokens: Tokens of the call.
@@ -39,9 +41,9 @@ def weight_stationary_bytes(
         feature_devices: Y, devices that split features.
         activation_bytes: Bytes of one activation.
     """
-    of_stream = 2 * gather_bytes(tokens * embed / embed_devices, feature_devices)
-    of_features = gather_bytes(tokens * (widened + narrowed) / feature_devices, embed_devices)
-    return (of_stream + of_features) * activation_bytes
+    stream_numbers = 2 * gather_bytes(tokens * embed / embed_devices, feature_devices)
+    feature_numbers = gather_bytes(tokens * (widened + narrowed) / feature_devices, embed_devices)
+    return (stream_numbers + feature_numbers) * activation_bytes
 
 
 def attention_exchange_bytes(
@@ -54,11 +56,11 @@ def attention_exchange_bytes(
     feature_devices: int = 1,
     activation_bytes: Number = 2,
 ) -> Number:
-    """Return the bytes a weight-stationary layer sends to split attention over rows or heads.
+    """Return the bytes that a weight-stationary layer sends to split attention over rows or heads.
 
-    `"rows"`: an all-to-all of queries and one of results, `2 f(n) T A/n a`, and a reduce-scatter of each device's keys
+    `"rows"`: an all-to-all of queries and one of results, `2 f(n) T Q/n a`, and a reduce-scatter of each device's keys
     and values, `f(X) T/Y 2 K a`. `"heads"`: an all-reduce of the keys and values of all rows, `2 f(X) T 2 K a`. Here
-    `A` is `query_embed`, `K` is `kv_embed` and `n = X Y`.
+    `T` is `tokens`, `Q` is `query_embed`, `K` is `kv_embed`, `a` is `activation_bytes` and `n = X Y`.
 
     Args:
         tokens: Tokens of the call.
@@ -71,11 +73,11 @@ def attention_exchange_bytes(
     """
     if over not in ("rows", "heads"):
         raise ValueError(f"attention_exchange_bytes(over={over!r}): choose 'rows' or 'heads'.")
-    devices, keys = embed_devices * feature_devices, 2 * kv_embed * activation_bytes
+    devices, kv_bytes = embed_devices * feature_devices, 2 * kv_embed * activation_bytes
     if over == "heads":
-        return 2 * gather_bytes(tokens * keys, embed_devices)
+        return 2 * gather_bytes(tokens * kv_bytes, embed_devices)
     exchanged = 2 * gather_bytes(tokens * query_embed / devices * activation_bytes, devices)
-    return exchanged + gather_bytes(tokens / feature_devices * keys, embed_devices)
+    return exchanged + gather_bytes(tokens / feature_devices * kv_bytes, embed_devices)
 
 
 def weight_gathered_bytes(
@@ -90,15 +92,17 @@ def weight_gathered_bytes(
     weight_bytes: Number = 2,
     activation_bytes: Number = 2,
 ) -> Number:
-    """Return the bytes a weight-gathered layer sends, with rows split over N devices: `P N/n b + 2 T/N E a`.
+    """Return the bytes that a weight-gathered layer sends on `n` devices, with rows split over `N` of them.
 
-    With the factors kept: `f(N) P/M b + 2 f(M) T/N E a`, where `M = n/N` devices (`stationary`) split the features.
+    In the paper: `P N/n b + 2 T/N E a`. With the factors `f`: `f(N) P/M b + 2 f(M) T/N E a`, where the other `M = n/N`
+    devices split the features, `P` is `parameters`, `T` is `tokens`, `E` is `embed`, `b` is `weight_bytes` and `a` is
+    `activation_bytes`.
 
     Args:
         parameters: Parameters of a layer.
         tokens: Tokens of the call.
         embed: Channels of a token.
-        gathered: N, devices over which weights are all-gathered.
+        gathered: N, devices that split rows, and over which weights are all-gathered.
         stationary: M, devices that split features.
         whole: Parameters that are replicated over the M devices (a single key head, norms).
         sums: All-reduces of a layer's output over the M devices: 1 for a parallel block, 2 for a sequential one.
@@ -139,8 +143,7 @@ def best_gathered(
 
 
 def transfer_seconds(sent: Number, gigabits: Number, *, gigabit: int = 10**9) -> Number:
-    """Return the seconds that `sent` bytes take on a link of `gigabits` per second; a gigabit has 10^9 bits by
-    default."""
+    """Return the seconds that `sent` bytes take on a link of `gigabits` per second, of `gigabit` bits each."""
     return 8 * sent / (gigabits * gigabit)
 
 

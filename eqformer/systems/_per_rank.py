@@ -1,4 +1,4 @@
-"""One instance of a module per device of a mesh axis."""
+"""A module for each device of a mesh axis, all of one structure."""
 
 from collections.abc import Callable
 
@@ -36,7 +36,8 @@ class PerRank(eqx.Module):
         """
         if ranks < 1 or (only is not None and not 0 <= only < ranks):
             raise ValueError(
-                f"PerRank(ranks={ranks}, only={only}): give at least 1 rank, and one of 0 to ranks - 1 as only."
+                f"PerRank(ranks={ranks}, only={only}): there must be at least 1 rank, and only must be None or one "
+                "of 0 to ranks - 1."
             )
         modules = eqx.filter_vmap(make)(jax.random.split(key, ranks))
 
@@ -49,9 +50,9 @@ class PerRank(eqx.Module):
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Call the module of this device."""
-        return self.own()(*args, **kwargs)
+        return self.local_module()(*args, **kwargs)
 
-    def own(self) -> PyTree:
+    def local_module(self) -> PyTree:
         """Return the module of this device; call inside `shard_map`, over an axis with as many devices as ranks."""
 
         def take_rank(x: PyTree) -> PyTree:

@@ -1,8 +1,8 @@
 """Blocks and vocabulary of the 2-D weight-stationary inference layout (Pope et al. 2022, arXiv:2211.05102).
 
 `embed` is split over the axis `fsdp` (X in the paper), heads and hidden features over `tensor` (YZ), and the residual
-stream over both. Weights never move. Each device sends less as the mesh grows, because whatever is gathered or reduced
-over one axis is split over the other.
+stream over both. Weights never move. Each device sends less as the mesh grows, because an array that is gathered or
+reduced over one axis is split over the other.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ HEADS = (TENSOR, FSDP)
 """Axes of heads and hidden features after their sums, of cache rows and of logits: `tensor` is the major axis."""
 
 Pairs = list[tuple[Float[Array, "batch seq _"], Float[Array, "full_embed _"]]]
+"""Inputs and weights of output projections."""
 
 
 class TwoDimBlock(nn.Layer):
@@ -76,9 +77,9 @@ class TwoDimBlock(nn.Layer):
         tokens: nn.Tokens,
         cache: PyTree,
     ) -> tuple[Float[Array, "batch seq embed"], PyTree]:
-        """Return the summand of attention, of a feed-forward layer, or of both for the stream, and the cache.
+        """Return what attention, a feed-forward layer or both add to the residual stream, and the cache.
 
-        A layer of None is left out.
+        `x` is their normalized input. A layer that is None is left out.
         """
         ups = {} if mlp is None else up_projections(mlp)
         queries, keys = ([], []) if attention is None else ([attention.query], [attention.key, attention.value])
@@ -90,8 +91,8 @@ class TwoDimBlock(nn.Layer):
             pairs.append((attended, attention.output.flat_matrix(x.dtype)))
             outputs.append(attention.output)
         if mlp is not None:
-            stand_ins = *map(_Constant, wide), _Flatten()
-            activated = eqx.tree_at(lambda m: [*(getattr(m, name) for name in ups), m.down], mlp, stand_ins)(wide[0])
+            placeholders = *map(_Constant, wide), _Flatten()
+            activated = eqx.tree_at(lambda m: [*(getattr(m, name) for name in ups), m.down], mlp, placeholders)(wide[0])
             pairs.append((activated, mlp.down.flat_matrix(x.dtype)))
             outputs.append(mlp.down)
         y = reduce_scatter_sum(pairs, self.overlap)
@@ -135,8 +136,8 @@ class TwoDimBlock(nn.Layer):
         if by_rows:
             query = send.all_to_all("heads to rows", query, HEADS, 0, 2)
             tokens = jax.tree.map(functools.partial(own_part, axis=HEADS, dim=0), tokens)
-        stand_ins = _Constant(query), _Constant(key), _Constant(value), _Flatten()
-        without_projections = eqx.tree_at(lambda m: (m.query, m.key, m.value, m.output), attention, stand_ins)
+        placeholders = _Constant(query), _Constant(key), _Constant(value), _Flatten()
+        without_projections = eqx.tree_at(lambda m: (m.query, m.key, m.value, m.output), attention, placeholders)
         y, cache = without_projections(_Flatten()(query), tokens, cache)
         if by_rows:
             y = send.all_to_all("rows to heads", y, HEADS, 2, 0)
@@ -166,13 +167,13 @@ class TwoDimVocabulary(eqx.Module):
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Return this device's logits."""
         gathered = send.all_gather("logits input", x, TENSOR, -1)
-        logits = _product(gathered, self.rows.astype(x.dtype))
+        logits = _multiply(gathered, self.rows.astype(x.dtype))
         logits = send.psum_scatter("partial logits", logits, FSDP, -1)
         return _add_own_bias(logits, self.bias, FSDP, 0)
 
 
 class _Constant(eqx.Module):
-    """Stand-in for a projection whose result has already been computed."""
+    """Placeholder for a projection that has already run: returns the projection's result."""
 
     value: Float[Array, "..."]
 
@@ -181,7 +182,7 @@ class _Constant(eqx.Module):
 
 
 class _Flatten(eqx.Module):
-    """Stand-in for an output projection that is applied later: flattens all dims behind `seq`."""
+    """Placeholder for an output projection that runs later: only flattens all dims after `seq`."""
 
     def __call__(self, x: Float[Array, "batch seq *features"]) -> Float[Array, "batch seq flat"]:
         return x.reshape(*x.shape[:2], -1)
@@ -191,7 +192,7 @@ Norm = nn.Norm | Callable[[Array], Array]
 
 
 class BlockParts(NamedTuple):
-    """The sublayers of a block; and the norms of a parallel block around both, None for a sequential block."""
+    """The sublayers of a block, and a parallel block's norms around all of them, None for a sequential block."""
 
     is_parallel: bool
     sublayers: tuple[PyTree, ...]
@@ -201,7 +202,7 @@ class BlockParts(NamedTuple):
 
 
 def read_block(block: nn.Block | nn.ParallelResidual) -> BlockParts:
-    """Return the parts of a block whose sublayers run one after another, or read one input."""
+    """Return the parts of a block whose sublayers run one after another (`Block`) or read one input."""
     if isinstance(block, nn.ParallelResidual):
         return BlockParts(True, block.branches, block.norm, block.output_norm, block.sum_norm)
     return BlockParts(False, block.sublayers)
@@ -216,12 +217,12 @@ def gather_and_project(
 ) -> tuple[list[Float[Array, "batch seq _"]], list[Float[Array, "_ seq _"]]]:
     """Return `all_gather(x) @ weight.T` for each weight, reduce-scattered over `fsdp`, and partial sums for `narrow`.
 
-    `x` is all-gathered over `tensor` along the features that the products contract. With `by_rows`, narrow products are
-    computed for this device's rows (over `tensor`) only. `overlap` hides the reduce-scatters behind products or, where
-    `fsdp` has one device, the all-gather.
+    `x` is all-gathered over `tensor` along the features that the products contract. With `by_rows`, the products with
+    `narrow` are computed only for this device's rows (over `tensor`). `overlap` hides the reduce-scatters behind
+    products or, if `fsdp` has one device, the all-gather.
     """
 
-    def own_rows(y: Array) -> Array:
+    def take_own_rows(y: Array) -> Array:
         return own_part(y, TENSOR, 0) if by_rows else y
 
     if overlap == "none" or jax.lax.axis_size(FSDP) > 1:
@@ -232,16 +233,16 @@ def gather_and_project(
             )
             for weight in weights
         ]
-        return products, [_product(own_rows(full), w).astype(x.dtype) for w in narrow]
+        return products, [_multiply(take_own_rows(full), w).astype(x.dtype) for w in narrow]
 
     def accumulate(sums: Sequence[Array], piece: Array, start: Array) -> Sequence[Array]:
-        parts = [piece] * len(weights) + [own_rows(piece)] * len(narrow)
-        columns = (_columns(w, start, piece.shape[2]) for w in (*weights, *narrow))
-        return [total + _product(*pair) for total, *pair in zip(sums, parts, columns)]
+        parts = [piece] * len(weights) + [take_own_rows(piece)] * len(narrow)
+        columns = (_slice_columns(w, start, piece.shape[2]) for w in (*weights, *narrow))
+        return [total + _multiply(*pair) for total, *pair in zip(sums, parts, columns)]
 
     sum_dtype = nn.at_least_float32(x.dtype)
     zeros = [jnp.zeros((*x.shape[:2], len(w)), sum_dtype) for w in weights]
-    zeros += [jnp.zeros((*own_rows(x).shape[:2], len(w)), sum_dtype) for w in narrow]
+    zeros += [jnp.zeros((*take_own_rows(x).shape[:2], len(w)), sum_dtype) for w in narrow]
     sums = circulate(
         Ring("column-parallel input over tensor", TENSOR, overlap == "bidirectional"), x, 2, accumulate, zeros
     )
@@ -250,18 +251,19 @@ def gather_and_project(
 
 
 def reduce_scatter_sum(pairs: Pairs, overlap: str) -> Float[Array, "batch seq embed"]:
-    """Sum `all_gather(y) @ weight.T` over pairs, gathering over `fsdp`, and reduce-scatter the sum over `tensor`."""
+    """Return the sum of `all_gather(y) @ weight.T` over pairs: gather over `fsdp`, reduce-scatter over `tensor`."""
     gathered = [(send.all_gather("row-parallel input over fsdp", y, FSDP, -1), weight) for y, weight in pairs]
     (y, weight), dim = pairs[0], pairs[0][0].ndim - 1
 
-    def share(start: int | Array, length: int) -> Array:
-        return sum(_product(y, jax.lax.dynamic_slice_in_dim(weight, start, length, 0)) for y, weight in gathered)  # type: ignore[return-value]
+    def partial_output(start: int | Array, length: int) -> Array:
+        """Return `length` features of the output, summed over this device's inputs."""
+        return sum(_multiply(y, jax.lax.dynamic_slice_in_dim(weight, start, length, 0)) for y, weight in gathered)  # type: ignore[return-value]
 
     if overlap == "none":
-        total = share(0, len(weight)).astype(y.dtype)
+        total = partial_output(0, len(weight)).astype(y.dtype)
         return send.psum_scatter("row-parallel output", total, TENSOR, dim)
     ring = Ring("row-parallel output", TENSOR, overlap == "bidirectional")
-    return collect(ring, len(weight) // ring.devices, dim, share, y.dtype)
+    return collect(ring, len(weight) // ring.devices, dim, partial_output, y.dtype)
 
 
 def up_projections(mlp: nn.FeedForward) -> dict[str, nn.LinearMap]:
@@ -272,14 +274,15 @@ def up_projections(mlp: nn.FeedForward) -> dict[str, nn.LinearMap]:
 
 
 def _add_own_bias(y: Float[Array, "..."], bias: Float[Array, "..."] | None, axis: str, dim: int) -> Float[Array, "..."]:
+    """Add this device's part of a bias, which is split along `dim` over `axis`."""
     return nn.add_float32(y, None if bias is None else own_part(bias, axis, dim))
 
 
-def _columns(weight: Float[Array, "outputs inputs"], start: Array, length: int) -> Float[Array, "outputs _"]:
+def _slice_columns(weight: Float[Array, "outputs inputs"], start: Array, length: int) -> Float[Array, "outputs _"]:
     return jax.lax.dynamic_slice_in_dim(weight, start, length, 1)
 
 
-def _product(
+def _multiply(
     x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"]
 ) -> Float[Array, "*batch outputs"]:
     return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=nn.at_least_float32(x.dtype))

@@ -32,9 +32,9 @@ class WeightStationary(DistributedModel):
 
     `embed` is sharded over `fsdp`, heads, hidden features and vocabulary over `tensor` (X and YZ in the paper; `fsdp=1`
     is the 1-D layout), and the residual stream over both. Inputs and outputs are global arrays. `attention="rows"`
-    splits attention and its caches over rows, which are padded to a multiple of the devices; `"heads"`, for fewer rows,
-    splits attention over heads and replicates the single key head. `overlap` is that of `all_gather_matmul`. A model
-    that does not fit the mesh raises a `ValueError`.
+    splits attention and its caches over rows, which are padded to a multiple of the number of devices; `"heads"`, for
+    fewer rows, splits attention over heads and replicates the single key head. `overlap` has the values of
+    `all_gather_matmul`'s. Raises a `ValueError` for a model that does not fit the mesh.
     """
 
     model: nn.Transformer
@@ -60,7 +60,7 @@ class WeightStationary(DistributedModel):
     ) -> tuple[Float[Array, "batch seq embed"], PyTree, None]:
         """Return the output of the final norm, and the cache with these tokens stored."""
         nn.check_cached(tokens, cache)
-        rows = self._rows(ids.shape[0])
+        rows = self._padded_rows(ids.shape[0])
 
         def per_device(model: nn.Transformer, ids: Array, tokens: nn.Tokens, cache: PyTree) -> tuple[Array, PyTree]:
             x, cache, _ = self._wrapped(model).encode(ids, tokens, cache)
@@ -84,7 +84,7 @@ class WeightStationary(DistributedModel):
 
     def init_cache(self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0) -> PyTree:
         """Return an empty cache for `batch` rows of up to `capacity` tokens, sharded by rows or replicated."""
-        empty_cache = lambda: self.model.init_cache(self._rows(batch), capacity, dtype, rollback=rollback)
+        empty_cache = lambda: self.model.init_cache(self._padded_rows(batch), capacity, dtype, rollback=rollback)
         shapes = eqx.filter_eval_shape(empty_cache)
 
         def allocate(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> Array:
@@ -99,19 +99,22 @@ class WeightStationary(DistributedModel):
     def _specs(self) -> PyTree:
         return self.parameter_specs(self.model, self.mesh)
 
-    def _rows(self, batch: int) -> int:
+    def _padded_rows(self, batch: int) -> int:
+        """Return the number of rows after padding, which only attention over rows needs."""
         return round_to_multiple(batch, self.mesh.size) if self.attention == "rows" else batch
 
     def _cache_specs(self, cache: PyTree) -> PyTree:
-        """Return specs for dims `layers rows slots`; a replicated cache is stored as one copy per device along the
-        rows."""
+        """Return the partition specs of cache arrays, whose first dims are `layers rows slots`.
+
+        A replicated cache is stored as one copy per device along the dim of rows.
+        """
         split, replicated = PartitionSpec(None, HEADS), PartitionSpec()
         by_rows = self.attention == "rows"
         return jax.tree.map(lambda x: replicated if nn.is_position_array(x) and not by_rows else split, cache)
 
     def _wrapped(self, model: nn.Transformer) -> nn.Transformer:
-        """Return the model of one device, with its layers wrapped."""
-        # Over an axis of one device no gather or slice would mark the arrays as varying.
+        """Return the model as one device runs it, with each module replaced by its wrapper for the layout."""
+        # Gathers and slices mark arrays as varying over an axis, but an axis of one device has neither.
         model = vary(model, STREAM)
         split_channels = functools.partial(jax.tree.map, functools.partial(own_part, axis=TENSOR, dim=-1))
 
@@ -141,7 +144,7 @@ def _check(layout: WeightStationary) -> None:
     if other_axes := {axis: size for axis, size in sizes.items() if axis not in STREAM and size > 1}:
         raise ValueError(f"{call}: weights are split over these two axes alone; make {other_axes} of size 1.")
     count = layout.mesh.size
-    _divides(call, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
+    _check_divides(call, count, "the model", vocab=model.vocab, embed=model.embedding.weight.shape[1])
     if any(linear.products.operand_bits is not None for linear in nn.linear_maps(model)):
         raise ValueError(f"{call}: the model multiplies in 8 bits; take nn.without_fp8(model), of the same weights.")
     for name in ("embedding_norm", "logit_bias", "encoder", "score_bias"):
@@ -151,11 +154,11 @@ def _check(layout: WeightStationary) -> None:
         block = stack.blocks
         if not isinstance(block, BLOCKS):
             raise ValueError(
-                f"{call}: a stack repeats {type(block).__name__}; it is made for stacks of nn.Block or "
-                "nn.ParallelResidual."
+                f"{call}: the layout is made for stacks of nn.Block or nn.ParallelResidual, but a stack repeats "
+                f"{type(block).__name__}; use ShardedModel."
             )
         attention, mlp = _check_block(call, block)
-        _divides(call, count, "each layer", heads=attention.query.sizes["heads"], mlp=mlp.up.sizes["mlp"])
+        _check_divides(call, count, "each layer", heads=attention.query.sizes["heads"], mlp=mlp.up.sizes["mlp"])
         if layout.attention == "heads" and (kv_heads := attention.key.sizes["kv_heads"]) != 1:
             raise ValueError(
                 f"{call}, attention='heads': each device keeps the one key head whole, but there are {kv_heads}; take "
@@ -171,17 +174,21 @@ def _stream_norms(block: nn.Block | nn.ParallelResidual) -> list[Norm]:
 
 
 def _check_block(call: str, block: nn.Block | nn.ParallelResidual) -> tuple[nn.Attention, nn.MLP | nn.GatedMLP]:
+    """Return the attention and the feed-forward layer of a block; raise a `ValueError` for any other block."""
     parts = read_block(block)
     if len(parts.sublayers) != 2 or not all(isinstance(sublayer, nn.Residual) for sublayer in parts.sublayers):
         kinds = ", ".join(type(sublayer).__name__ for sublayer in parts.sublayers)
         raise ValueError(
-            f"{call}: a block has the sublayers {kinds}; it is made for two, Residual(Attention) and a Residual of a "
-            "feed-forward layer. Use ShardedModel."
+            f"{call}: a block has the sublayers {kinds}; the layout is made for two, a Residual of attention and one "
+            "of a feed-forward layer; use ShardedModel."
         )
     attention, mlp = (residual.layer for residual in parts.sublayers)
     if not isinstance(attention, nn.Attention) or not isinstance(mlp, nn.MLP | nn.GatedMLP):
         kinds = f"{type(attention).__name__} and {type(mlp).__name__}"
-        raise ValueError(f"{call}: a block holds {kinds}; it is made for Attention beside or before MLP or GatedMLP.")
+        raise ValueError(
+            f"{call}: a block's layers are {kinds}; the layout is made for Attention beside or before MLP or "
+            "GatedMLP; use ShardedModel."
+        )
     _check_attention(call, attention)
     if len(_stream_norms(block)) != (2 if parts.norm is None else 1) or not all(
         isinstance(norm, nn.Norm) for norm in _stream_norms(block)
@@ -198,16 +205,16 @@ def _check_attention(call: str, attention: nn.Attention) -> None:
     if attention.value is None or attention.value_norm is not None:
         raise ValueError(f"{call}: an attention's values are its keys, or have a norm; use ShardedModel.")
     for norm in nn.modules(attention, nn.Norm):
-        # An array has a dim of layers in front.
+        # The arrays of a norm have dims `layers head_dim`, since the stack holds all its layers.
         if norm.reduced != ("head_dim",) or any(x.ndim != 2 for x in jax.tree.leaves(norm)):
             raise ValueError(
-                f"{call}: a norm of queries or keys is over {' '.join(norm.reduced)}, or scales each head by itself; "
-                "take a norm over head_dim whose scale all heads share."
+                f"{call}: a norm of queries or keys must be over head_dim, with one scale for all heads; this norm is "
+                f"over {' '.join(norm.reduced)}, or scales each head by itself."
             )
 
 
 def _check_outputs(call: str, parts: BlockParts) -> None:
-    """Raise a `ValueError` for norms of outputs, and for factors that the sum of all sublayers cannot have."""
+    """Raise a `ValueError` for norms of outputs, and for scales of sublayers whose outputs the layout adds first."""
     mixer, feed_forward = parts.sublayers
     sublayers = {"mixer": mixer, "feed_forward": feed_forward}
     output_norms = [
@@ -219,7 +226,8 @@ def _check_outputs(call: str, parts: BlockParts) -> None:
     output_norms += [name for name in _OUTPUT_NORMS if getattr(parts, name) is not None]
     if output_norms:
         raise ValueError(
-            f"{call}: a block has {output_norms[0]}; it is made for blocks that normalise before their layers."
+            f"{call}: a block has {output_norms[0]}; the layout is made for blocks that normalize only the inputs of "
+            "their layers; use ShardedModel."
         )
     if scaled := [name for name, sublayer in sublayers.items() if sublayer.input_scale is not None]:
         raise ValueError(
@@ -227,15 +235,16 @@ def _check_outputs(call: str, parts: BlockParts) -> None:
         )
     if parts.norm is not None and mixer.scale != feed_forward.scale:
         raise ValueError(
-            f"{call}: a parallel block's layers are scaled by {mixer.scale} and {feed_forward.scale}, but "
-            "what they add is summed before it is scaled; take one scale."
+            f"{call}: a parallel block's layers are scaled by {mixer.scale} and {feed_forward.scale}, but the layout "
+            "sums their outputs before it scales the sum; take one scale for both."
         )
 
 
-def _divides(call: str, count: int, what: str, **sizes: int) -> None:
+def _check_divides(call: str, count: int, owner: str, **sizes: int) -> None:
+    """Raise a `ValueError` for a size of `owner` that `count` devices do not divide."""
     for name, size in sizes.items():
         if size % count:
             raise ValueError(
-                f"{call}: {what} has {name}={size}, which {count} devices do not split evenly; take sizes that do, or "
+                f"{call}: {owner} has {name}={size}, which {count} devices do not split evenly; take sizes that do, or "
                 "fewer devices."
             )

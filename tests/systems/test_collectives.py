@@ -94,7 +94,7 @@ def test_the_rings_are_rolled_and_refuse_parts_that_are_not_equal():
         compiled = text(lambda x, fn=fn: fn(x, "axis", tiled=True))
         assert compiled.count(" collective-permute(") == 1
         assert f'"known_trip_count":{{"n":"{DEVICES - 1}"}}' in compiled
-    for tiled, message in ((True, "multiple of 4"), (False, "say tiled=True")):
+    for tiled, message in ((True, "multiple of 4"), (False, "pass tiled=True")):
         with pytest.raises(ValueError, match=message):
             text(lambda x, tiled=tiled: ring_psum_scatter(x[:7], "axis", tiled=tiled))
 

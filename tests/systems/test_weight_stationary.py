@@ -127,7 +127,7 @@ def test_each_device_keeps_its_share(models):
 def test_controls(models, monkeypatch, what):
     """Without any one of these the comparison fails."""
     if what == "sum over fsdp":
-        unsummed = lambda x, weight, axis, **_: _two_dim.own_part(_two_dim._product(x, weight), axis, -1)
+        unsummed = lambda x, weight, axis, **_: _two_dim.own_part(_two_dim._multiply(x, weight), axis, -1)
         monkeypatch.setattr(_two_dim, "matmul_reduce_scatter", unsummed)
     elif what == "norm over fsdp":
         monkeypatch.setattr(_weight_stationary, "SplitNorm", lambda norm, axes: SplitNorm(norm, "tensor"))
@@ -169,7 +169,7 @@ def test_controls(models, monkeypatch, what):
         ),
         (
             lambda m: stationary(of_block(m, lambda b: nn.Block(b.mixer)), 2, 4),
-            "a block has the sublayers Residual; it is made for two",
+            "a block has the sublayers Residual; the layout is made for two",
         ),
         (
             lambda m: stationary(of_block(m, lambda b: nn.SuperBlock((b,))), 2, 4),
@@ -179,7 +179,7 @@ def test_controls(models, monkeypatch, what):
             lambda m: stationary(
                 of_block(m, lambda b: nn.Block(nn.ParallelResidual((b.mixer,)), b.feed_forward)), 2, 4
             ),
-            "a block has the sublayers ParallelResidual, Residual; it is made for two",
+            "a block has the sublayers ParallelResidual, Residual; the layout is made for two",
         ),
         (
             lambda m: stationary(of_block(m, scaled_input), 2, 4),
@@ -187,15 +187,15 @@ def test_controls(models, monkeypatch, what):
         ),
         (
             lambda m: stationary(of_block(m, unlike_scales), 2, 4),
-            "layers are scaled by 0.5 and None, but what they add",
+            "layers are scaled by 0.5 and None, but the layout sums their outputs",
         ),
         (
             lambda m: stationary(of_block(m, lambda b: dataclasses.replace(b, sum_norm=b.norm)), 2, 4),
-            "a block has sum_norm; it is made for blocks that normalise before their layers",
+            "a block has sum_norm; the layout is made for blocks that normalize only the inputs",
         ),
         (
             lambda m: stationary(of_block(m, lambda b: nn.Block(normed(b.mixer, b), normed(b.feed_forward, b))), 2, 4),
-            "a block has mixer.output_norm; it is made for blocks that normalise before their layers",
+            "a block has mixer.output_norm; the layout is made for blocks that normalize only the inputs",
         ),
     ],
 )
