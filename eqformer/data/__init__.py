@@ -1,6 +1,16 @@
 """Documents to batches: sources, tokenizers, a token cache on disk, packing, resumable order, mixtures, prefetch."""
 
 from ._chat_template import ChatTemplate as ChatTemplate, has_chat_template as has_chat_template
+from ._conversations import (
+    Completion as Completion,
+    Conversation as Conversation,
+    ConversationEncoder as ConversationEncoder,
+    conversations as conversations,
+    detect_form as detect_form,
+    EncodedExample as EncodedExample,
+    find_replies as find_replies,
+    read_example as read_example,
+)
 from ._corpus import Corpus as Corpus, open_corpus as open_corpus, ValidationMeans as ValidationMeans
 from ._documents import (
     Document as Document,

@@ -4,9 +4,15 @@ import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .._failures import foreign_call, load_extra
 from .._files import is_there, JsonObject, JsonValue, read_json, read_utf8
+from ._documents import digest
+
+
+if TYPE_CHECKING:
+    from ._template_sandbox import Piece
 
 
 class ChatTemplate:
@@ -18,6 +24,8 @@ class ChatTemplate:
 
     A template is untrusted code: one rendering takes at most 2^20 steps and a second of processor time, and creates
     values of at most 2^22 characters; all three limits grow with a long conversation.
+
+    `fingerprint` is a text that changes when the template or its tokens change.
 
     **Raises:** `ValueError` if there is no template or it cannot be parsed; `ImportError` if `jinja2` is not installed.
     """
@@ -37,8 +45,9 @@ class ChatTemplate:
         self._description = f"{call}: the template in {file.name}"
         environment = BoundedEnvironment(now)
         with foreign_call(lambda reason: f"{self._description} cannot be read ({reason}); fetch it again."):
-            self._render = environment.compile_template(source)
+            self._compiled = environment.compile_template(source)
         self._tokens = special_tokens(settings)
+        self.fingerprint = digest([source, repr(sorted(self._tokens.items()))])
 
     def render(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **options: object
@@ -50,12 +59,36 @@ class ChatTemplate:
         (`enable_thinking=False`). The text names special tokens; `FileTokenizer.encode_prompt` encodes the names as the
         tokens. Raises a `ValueError` if the template refuses the conversation, or exceeds a limit.
         """
+        pieces = self._render_pieces(messages, add_generation_prompt=add_generation_prompt, **options)
+        return "".join(piece.text for piece in pieces)
+
+    def render_by_message(
+        self, messages: Sequence[Mapping[str, object]], **options: object
+    ) -> tuple[str, list[tuple[int, int] | None]]:
+        """Return the conversation as one text, and where each message's text starts and stops in it, headers included.
+
+        The text is that of `render(messages, add_generation_prompt=False, **options)`. A message's text is what the
+        template's loops over the messages write in the iteration of this message. It is None for a message for which
+        no iteration writes text, and for all messages of a template that has no loop over the messages themselves.
+        """
+        spans: list[tuple[int, int] | None] = [None] * len(messages)
+        text = ""
+        for piece in self._render_pieces(messages, add_generation_prompt=False, **options):
+            if piece.message is not None and piece.text:
+                known = spans[piece.message]
+                spans[piece.message] = (len(text) if known is None else known[0], len(text) + len(piece.text))
+            text += piece.text
+        return text, spans
+
+    def _render_pieces(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool, **options: object
+    ) -> "list[Piece]":
         without_nulls = [{name: value for name, value in message.items() if value is not None} for message in messages]
         variables = {**self._tokens, "tools": None, "documents": None}
         roles = ", ".join(str(message.get("role")) for message in messages[:20])
         with foreign_call(lambda reason: f"{self._description} refuses messages of {roles} ({reason})."):
             conversation = {"messages": without_nulls, "add_generation_prompt": add_generation_prompt}
-            return self._render(variables | conversation | options)
+            return self._compiled(variables | conversation | options)
 
 
 def has_chat_template(folder: str | os.PathLike[str]) -> bool:

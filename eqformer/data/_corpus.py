@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, SupportsFloat
 
 from .._files import list_paths
 from .._shapes import Batch
+from ._conversations import ConversationEncoder
 from ._documents import TextSource
 from ._loader import Loader, Mixture
 from ._token_store import check_vocab, EmptySplitError, is_stored, open_store, Split, SplitBy, TokenStore
@@ -89,7 +90,7 @@ class Corpus:
 
 def open_corpus(
     sources: Mapping[str, TextSource],
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | ConversationEncoder,
     cache_dir: str | PathLike[str] | Sequence[str | PathLike[str]],
     *,
     seq: int,
@@ -105,7 +106,7 @@ def open_corpus(
 
     Args:
         sources: The sources, by a name for messages and metrics.
-        tokenizer: The tokenizer of all sources.
+        tokenizer: The tokenizer of all sources, or the encoder of chat data, which needs `packing="documents"`.
         cache_dir: One or several cache folders, as in `open_store`; after a failed write to a folder, only those that
             follow it are tried.
         seq: The tokens of a row.
@@ -145,7 +146,7 @@ _SPLITS: tuple[Split, Split] = ("validation", "train")
 def _open_splits(
     name: str,
     source: TextSource,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | ConversationEncoder,
     folders: Sequence[Path],
     *,
     seq: int,
@@ -168,6 +169,8 @@ def _open_splits(
             folders = folders[folders.index(stores[split].path.parent) :]
         return stores
 
+    if isinstance(tokenizer, ConversationEncoder):
+        return open_both("document", validation)  # The end of a conversation cannot be held out.
     # Tokens by position exist only if an earlier run tried the splits by document, and one of the two was empty.
     if not is_stored(source, tokenizer, folders, "validation", validation=validation, split_by="position"):
         with suppress(EmptySplitError):

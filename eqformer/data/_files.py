@@ -2,6 +2,7 @@
 
 import codecs
 import functools
+import json
 import math
 import os
 import warnings
@@ -23,7 +24,10 @@ _BLOCK_BYTES = 1 << 16  # bytes of a plain file that are read at once
 
 
 def files(
-    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, field: str = "text", piece: int | None = None
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    field: str | None = "text",
+    piece: int | None = None,
 ) -> TextSource:
     """Return the documents of a file, a folder (with its sub-folders), or several of either, as a source.
 
@@ -32,9 +36,10 @@ def files(
     file can be split into train and validation; `piece` cuts all plain files into documents of at most that many
     characters. Cuts are at blank lines, line ends or spaces if possible, and do not depend on the text after them, so
     text appended to a file moves no earlier text to another split, except that of the file's last document. Each line
-    of a .jsonl file and each row of a .parquet file is a document, with its text in `field`. Texts are UTF-8; files are
-    sorted by name. About 2^20 characters of a plain file are in memory at a time (with `piece`: `piece` characters and
-    a block of 64 KiB).
+    of a .jsonl file and each row of a .parquet file is a document, with its text in `field`; with `field=None` its text
+    is the whole row as JSON, as `ConversationEncoder` reads rows, and plain files are refused. Texts are UTF-8; files
+    are sorted by name. About 2^20 characters of a plain file are in memory at a time (with `piece`: `piece` characters
+    and a block of 64 KiB).
 
     Links to folders are followed, and each folder is read once. Hidden files and folders, files of other kinds, empty
     files and rows, broken links, and links to folders that are already read are skipped. A warning gives their number
@@ -53,6 +58,10 @@ def files(
         )
     skipped: dict[str, list[str]] = {}
     entries = [entry for root in roots for entry in _list_entries(root, call, skipped)]
+    if field is None and (plain := [entry.name for entry in entries if entry.kind in _PLAIN_KINDS]):
+        raise ValueError(
+            f"{call}: rows are read from {' and '.join(_ROW_KINDS)} files, but {plain[0]} is plain text; leave it out."
+        )
     skipped["empty files"] = [entry.name for entry in entries if not entry.path.stat().st_size]
     size = sum(entry.path.stat().st_size for entry in entries)
     if not size:
@@ -259,7 +268,7 @@ def _find_cut(text: str, start: int, size: int) -> int:
     return stop
 
 
-def _read_lines(entry: _FileEntry, field: str, call: str) -> Iterator[Document]:
+def _read_lines(entry: _FileEntry, field: str | None, call: str) -> Iterator[Document]:
     """Yield a document for each line of JSON; its text is empty if the line has no text."""
     with open_regular(entry.path) as file:
         for number, line in enumerate(file):
@@ -276,30 +285,35 @@ def _read_lines(entry: _FileEntry, field: str, call: str) -> Iterator[Document]:
                 raise ValueError(
                     f"{call}: {location} must be JSON, but {error}; correct the line or delete it."
                 ) from error
-            yield Document(f"{entry.name}#{number}", read_field(row, field, call=call, location=location), len(line))
+            content = text if field is None else read_field(row, field, call=call, location=location)
+            yield Document(f"{entry.name}#{number}", content, len(line))
 
 
-def _read_parquet(entry: _FileEntry, field: str, call: str) -> Iterator[Document]:
+def _read_parquet(entry: _FileEntry, field: str | None, call: str) -> Iterator[Document]:
     """Yield a document for each row; its text is empty if the row has no text."""
     parquet = load_extra("pyarrow.parquet", extra="data", call=call)
     number = 0
     with open_regular(entry.path) as opened:
         file = _call_parquet(functools.partial(parquet.ParquetFile, opened), entry, call)
         names = file.schema_arrow.names
-        if field not in names:
+        if field is not None and field not in names:
             raise ValueError(
                 f"{call}: {entry.location} has no field {field!r}; its fields are {sorted(names)}: "
                 f"pass one of them as `field`."
             )
         # Sizes are only for progress: each row counts as an equal share of the (compressed) file.
         share = entry.path.stat().st_size // max(1, file.metadata.num_rows)
-        batches = file.iter_batches(batch_size=1024, columns=[field])
+        batches = file.iter_batches(batch_size=1024, columns=None if field is None else [field])
         while True:
             batch = _call_parquet(functools.partial(next, batches, None), entry, call)
             if batch is None:
                 return
-            for text in batch.column(0).to_pylist():
-                content = read_field({field: text}, field, call=call, location=f"row {number} of {entry.location}")
+            for row in batch.to_pylist():
+                location = f"row {number} of {entry.location}"
+                if field is None:
+                    content = json.dumps(row, ensure_ascii=False, default=str)
+                else:
+                    content = read_field(row, field, call=call, location=location)
                 yield Document(f"{entry.name}#{number}", content, share)
                 number += 1
 

@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 
 from .._shapes import Batch
 from ._token_store import TokenStore
@@ -24,6 +24,11 @@ class WindowPacking:
         self.rows = (len(store.tokens) - 1) // seq if seq > 0 else 0
         self.table_bytes = 0
         self._tokens = store.tokens
+        if store.weights is not None:
+            raise ValueError(
+                f"WindowPacking(store, seq={seq}): conversations are not cut into windows, which would mix them; use "
+                "packing='documents'."
+            )
         if self.rows < 1:
             raise ValueError(
                 f"WindowPacking(store, seq={seq}): a row takes seq + 1 tokens and seq is at least 1, but "
@@ -53,6 +58,10 @@ class DocumentPacking:
     of a document has no target, so its weight is 0. The free space of a row is padding: id 0, target 0, weight 0,
     position -1, segment -1.
 
+    A conversation is not continued in another row: if it is longer than `seq`, it is cut at the end of the last reply
+    that fits. `cut` counts such conversations, and `skipped` those whose first trained reply does not fit, which are
+    left out. The weights of targets are those of the store.
+
     The index takes 13 bytes for each piece and 8 bytes for each row.
     """
 
@@ -63,19 +72,25 @@ class DocumentPacking:
                 f"of text; pass a longer seq."
             )
         self.seq = seq
-        self._tokens = store.tokens
-        lengths = np.diff(store.offsets)
-        # A remainder of only the end of text would have no target; `lengths - 1` excludes it.
-        pieces = -(-(lengths - 1) // seq)
-        document = np.repeat(np.arange(len(lengths)), pieces)
-        number = _concatenate_ranges(pieces)
-        starts = store.offsets[document] + number * seq
-        sizes = np.minimum(store.offsets[document + 1] - starts, seq)
+        self._tokens, self._weights = store.tokens, store.weights
+        self.cut = self.skipped = 0
+        if store.weights is None or store.cuts is None:
+            starts, sizes, is_end = _split_documents(store.offsets, seq)
+        else:
+            starts, sizes = _cut_conversations(store.offsets, store.weights, store.cuts, seq)
+            is_end = np.ones(len(starts), bool)
+            self.cut = int(np.sum(sizes < np.diff(store.offsets)[np.isin(store.offsets[:-1], starts)]))
+            self.skipped = store.documents - len(starts)
+            if not len(starts):
+                raise ValueError(
+                    f"DocumentPacking(store, seq={seq}): no conversation of {store.path.name} has a reply that ends "
+                    "within a row; pass a longer seq."
+                )
         row = pack_best_fit(sizes, seq)
         order = np.argsort(row, kind="stable")
         self._starts = starts[order]
         self._sizes = sizes[order].astype(np.int32)
-        self._ends = (starts + sizes == store.offsets[document + 1])[order]
+        self._ends = is_end[order]
         self._first = np.searchsorted(row[order], np.arange(row.max() + 2))
         self.rows = len(self._first) - 1
         self.documents = int(np.diff(self._first).max())  # the maximum number of any row
@@ -93,7 +108,8 @@ class DocumentPacking:
         row = np.repeat(np.repeat(np.arange(len(rows)), counts), sizes)
         column = _concatenate_ranges(_sum_groups(sizes, counts))
         is_last = np.repeat(self._ends[piece], sizes) & (position == np.repeat(sizes, sizes) - 1)
-        target = self._tokens[np.minimum(source + 1, len(self._tokens) - 1)]
+        next_token = np.minimum(source + 1, len(self._tokens) - 1)
+        weights = ~is_last if self._weights is None else np.where(is_last, 0, self._weights[next_token])
 
         def fill_rows(values: np.ndarray, padding: int, dtype: type) -> np.ndarray:
             array = np.full((len(rows), self.seq), padding, dtype)
@@ -102,13 +118,46 @@ class DocumentPacking:
 
         return Batch(
             ids=fill_rows(self._tokens[source], 0, np.int32),
-            targets=fill_rows(np.where(is_last, 0, target), 0, np.int32),
-            weights=fill_rows(~is_last, 0, np.float32),
+            targets=fill_rows(np.where(is_last, 0, self._tokens[next_token]), 0, np.int32),
+            weights=fill_rows(weights, 0, np.float32),
             positions=fill_rows(position, -1, np.int32),
             segments=fill_rows(np.repeat(segment, sizes), -1, np.int32),
             examples=as_examples(rows),
             documents=self.documents,
         )
+
+
+def _split_documents(
+    offsets: Int[np.ndarray, "borders"], seq: int
+) -> tuple[Int[np.ndarray, "pieces"], Int[np.ndarray, "pieces"], Bool[np.ndarray, "pieces"]]:
+    """Return the first token and the size of each piece of at most `seq` tokens, and whether it ends its document."""
+    lengths = np.diff(offsets)
+    # A remainder of only the end of text would have no target; `lengths - 1` excludes it.
+    pieces = -(-(lengths - 1) // seq)
+    document = np.repeat(np.arange(len(lengths)), pieces)
+    starts = offsets[document] + _concatenate_ranges(pieces) * seq
+    sizes = np.minimum(offsets[document + 1] - starts, seq)
+    return starts, sizes, starts + sizes == offsets[document + 1]
+
+
+def _cut_conversations(
+    offsets: Int[np.ndarray, "borders"],
+    weights: Float[np.ndarray, "tokens"],
+    cuts: Int[np.ndarray, "cuts"],
+    seq: int,
+) -> tuple[Int[np.ndarray, "pieces"], Int[np.ndarray, "pieces"]]:
+    """Return the first token and the size of each conversation, cut to `seq` tokens at the end of a reply.
+
+    Conversations without a trained token in this part are left out.
+    """
+    starts, stops = offsets[:-1], offsets[1:]
+    last_cut = np.searchsorted(cuts, np.minimum(stops, starts + seq), "right") - 1
+    cut_stops = np.where(last_cut >= 0, cuts[last_cut], 0)
+    stops = np.where(stops - starts <= seq, stops, cut_stops)
+    trained = np.concatenate([[0], np.cumsum(weights > 0)])
+    # The first token of a row is no target.
+    is_trained = (stops > starts + 1) & (trained[stops] > trained[np.minimum(starts + 1, stops)])
+    return starts[is_trained], (stops - starts)[is_trained]
 
 
 def as_examples(numbers: Int[np.ndarray, "batch"]) -> Int[np.ndarray, "batch"]:

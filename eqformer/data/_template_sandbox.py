@@ -10,7 +10,7 @@ import json
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
@@ -36,6 +36,37 @@ from ._template_limits import (
     TemplateLimit,
     text_size,
 )
+
+
+class Piece(NamedTuple):
+    """Piece of a rendered conversation, and the index of the message whose loop iteration wrote the piece, or None."""
+
+    text: str
+    message: int | None
+
+
+RenderPieces = Callable[[Mapping[str, object]], list[Piece]]
+
+
+class LoopTracker:
+    """Record of the loops of a rendering: `message` is the index of the message that the current iteration handles."""
+
+    def __init__(self, messages: Sequence[object]):
+        self._indices = {id(message): index for index, message in enumerate(messages)}
+        self._outer: list[int | None] = []
+        self.message: int | None = None
+
+    def begin(self) -> None:
+        """Enter a loop, which may be one over parts of the current message."""
+        self._outer.append(self.message)
+
+    def visit(self, item: object) -> None:
+        """Begin an iteration; an item that is no message of the conversation belongs to the current message."""
+        self.message = self._indices.get(id(item), self.message)
+
+    def end(self) -> None:
+        """Leave the loop: the message of the loop around it is the current one again."""
+        self.message = self._outer.pop()
 
 
 class CountedIterator(Iterator[object]):
@@ -85,7 +116,22 @@ class CountingCodeGenerator(CodeGenerator):
         if node.test is not None:
             node.test = nodes.And(count, node.test)
         node.body = [nodes.ExprStmt(count), *node.body]
+        if isinstance(node.target, nodes.Name):
+            begin = nodes.ExprStmt(nodes.Name(node.target.name, "load"))
+            begin.begins_iteration = True  # type: ignore[attr-defined]  # jinja2 allows no node classes of our own.
+            node.body = [begin, *node.body]
+        self.writeline("environment.begin_loop()")
         super().visit_For(node, frame)
+        self.writeline("environment.end_loop()")
+
+    def visit_ExprStmt(self, node: nodes.ExprStmt, frame: Frame) -> None:
+        if getattr(node, "begins_iteration", False):
+            self.newline(node)
+            self.write("environment.begin_iteration(")
+            self.visit(node.node, frame)
+            self.write(")")
+        else:
+            super().visit_ExprStmt(node, frame)
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
         with self._checked():
@@ -159,20 +205,40 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateLimit("a template is evaluated when it is rendered, and not before")
         return budget
 
-    def compile_template(self, source: str) -> Callable[[Mapping[str, object]], str]:
+    def compile_template(self, source: str) -> "RenderPieces":
         """Return the function that renders a template; raises an error of jinja2 if the template cannot be parsed."""
         if len(source) > MAX_SOURCE:
             raise TemplateLimit(f"it has {len(source):,} characters, and at most {MAX_SOURCE:,} are read")
         template = self.from_string(source)
 
-        def render(variables: Mapping[str, object]) -> str:
-            self._thread_state.budget = Budget(variables)
+        def render(variables: Mapping[str, object]) -> list[Piece]:
+            messages = variables.get("messages")
+            budget = Budget(variables)
+            loops = LoopTracker(messages if isinstance(messages, Sequence) else ())
+            self._thread_state.budget, self._thread_state.loops = budget, loops
             try:
-                return template.render(variables)
+                pieces = template.root_render_func(template.new_context(dict(variables)))
+                # The generator runs up to its next piece, so the tracker knows which message the piece is written for.
+                return [Piece(text, loops.message) for text in self._check_output(pieces)]
             finally:
-                self._thread_state.budget = None
+                self._thread_state.budget = self._thread_state.loops = None
 
         return render
+
+    def begin_loop(self) -> None:
+        """Note that a loop of the template begins."""
+        if (loops := getattr(self._thread_state, "loops", None)) is not None:
+            loops.begin()
+
+    def begin_iteration(self, item: object) -> None:
+        """Note the item of a loop's iteration that begins."""
+        if (loops := getattr(self._thread_state, "loops", None)) is not None:
+            loops.visit(item)
+
+    def end_loop(self) -> None:
+        """Note that a loop of the template has ended."""
+        if (loops := getattr(self._thread_state, "loops", None)) is not None:
+            loops.end()
 
     def count(self) -> bool:
         """Count a loop's iteration; always true, so that it may stand in a condition."""
@@ -255,14 +321,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return text
 
     def _join_output(self, pieces: Iterable[str]) -> str:
-        """Join pieces of the output; the size is checked before each piece, since the pieces may be endless."""
-        budget, size, read_pieces = self.budget, 0, []
+        """Join pieces of the output to one text."""
+        return "".join(self._check_output(pieces))
+
+    def _check_output(self, pieces: Iterable[str]) -> Iterator[str]:
+        """Yield pieces of the output; the size is checked before each piece, since the pieces may be endless."""
+        budget, size = self.budget, 0
         for piece in pieces:
             size += len(piece)
             budget.allow(size)
-            read_pieces.append(piece)
+            yield piece
         budget.make(size)
-        return "".join(read_pieces)
 
     def _bound_filter(self, name: str, call: Callable[..., object]) -> Callable[..., object]:
         """Return a filter that checks its arguments by `FILTERS` and counts its result."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Int, UInt
+from jaxtyping import Float, Int, UInt
 
 from .._failures import explain_error, explain_write_error
 from .._files import list_paths
@@ -24,6 +24,7 @@ from ._atomic_folder import (
     write_atomic_folder,
     WriteFailure,
 )
+from ._conversations import ConversationEncoder, EncodedExample
 from ._documents import digest, Document, TextSource, to_bytes
 from ._tokenizer import Tokenizer
 
@@ -57,6 +58,10 @@ class TokenStore:
     """The id after each document."""
     fingerprint: str
     """The tokenizer's fingerprint."""
+    weights: Float[np.ndarray, "tokens"] | None = None
+    """The loss weight of each token of chat data; None: all tokens are trained on."""
+    cuts: Int[np.ndarray, "cuts"] | None = None
+    """The ends of the replies of chat data, as indices of tokens, at which a long conversation may be cut."""
 
     @property
     def documents(self) -> int:
@@ -78,7 +83,7 @@ class EmptySplitError(ValueError):
 
 def open_store(
     source: TextSource,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | ConversationEncoder,
     cache_dir: str | PathLike[str] | Sequence[str | PathLike[str]],
     split: Split = "train",
     *,
@@ -96,7 +101,7 @@ def open_store(
 
     Args:
         source: The documents.
-        tokenizer: The tokenizer of the texts.
+        tokenizer: The tokenizer of the texts, or the encoder of conversations and completions.
         cache_dir: One or several folders for caches; a missing folder is created. All are searched, and new tokens are
             written to the first writable folder, with a warning for each folder before it that is not writable.
         split: `"train"` or `"validation"`.
@@ -147,7 +152,7 @@ def open_store(
 
 def is_stored(
     source: TextSource,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | ConversationEncoder,
     folders: Sequence[Path],
     split: Split,
     *,
@@ -159,7 +164,13 @@ def is_stored(
     return any(os.path.exists(folder / name) for folder in folders)
 
 
-def _folder_name(source: TextSource, tokenizer: Tokenizer, split: Split, validation: float, split_by: SplitBy) -> str:
+def _folder_name(
+    source: TextSource,
+    tokenizer: Tokenizer | ConversationEncoder,
+    split: Split,
+    validation: float,
+    split_by: SplitBy,
+) -> str:
     """Return the name of a split's folder in a cache, which depends on texts, tokenizer, share and way to split."""
     parts = [source.fingerprint(), tokenizer.fingerprint, split, repr(float(validation)), str(_FORMAT)]
     key = digest(parts if split_by == "document" else [*parts, split_by])
@@ -210,7 +221,7 @@ def check_vocab(store: TokenStore, vocab: int) -> None:
 def _write_tokens(
     writer: FolderWriter,
     source: TextSource,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | ConversationEncoder,
     split: Split,
     validation: float,
     split_by: SplitBy,
@@ -218,10 +229,11 @@ def _write_tokens(
     call: str,
 ) -> None:
     """Tokenize one split of a source into the files of a folder."""
-    dtype = np.min_scalar_type(max(tokenizer.vocab, tokenizer.end_of_text + 1) - 1).newbyteorder("<")
-    end = np.full(1, tokenizer.end_of_text, dtype)
+    vocab = max(tokenizer.vocab, tokenizer.end_of_text + 1)  # The end of text may be an id beyond the vocabulary.
+    dtype = np.min_scalar_type(vocab - 1).newbyteorder("<")
     lengths: list[int] = []
-    done = largest_id = text_bytes = excluded = 0
+    done = largest_id = text_bytes = excluded = cuts = tokens = 0
+    is_weighted = isinstance(tokenizer, ConversationEncoder)
     documents_with_surrogates: list[str] = []
     for group in _group_documents(source):
         done += sum(document.size for document in group)
@@ -229,15 +241,17 @@ def _write_tokens(
         selected = [part for part in parts if part is not None]
         excluded += len(group) - len(selected)
         selected = [_replace_surrogates(document, documents_with_surrogates) for document in selected if document.text]
-        for document, ids in zip(selected, _encode_documents(tokenizer, selected, call), strict=True):
-            if not len(ids):
-                continue
-            lengths.append(len(ids) + 1)
-            text_bytes += len(document.text.encode())
-            largest_id = max(largest_id, int(ids.max()))
-            assert largest_id < tokenizer.vocab, "a tokenizer's ids must be below its vocab"
-            writer.append("tokens.bin", ids.astype(dtype))
-            writer.append("tokens.bin", end)
+        for example in _encode_documents(tokenizer, selected, call):
+            text_bytes += example.text_bytes
+            largest_id = max(largest_id, int(example.ids.max()))
+            assert largest_id < vocab, "a tokenizer's ids must be below its vocab"
+            writer.append("tokens.bin", example.ids.astype(dtype))
+            if is_weighted:
+                writer.append("weights.bin", example.weights.astype("<f4"))
+                writer.append("cuts.bin", (tokens + example.reply_ends).astype("<i8"))
+                cuts += len(example.reply_ends)
+            lengths.append(len(example.ids))
+            tokens += len(example.ids)
         if progress is not None:
             progress(min(done, source.size) if source.size else done, source.size)
     if not lengths:
@@ -260,6 +274,7 @@ def _write_tokens(
             "documents": len(lengths),
             "text_bytes": text_bytes,
             "largest": max(largest_id, tokenizer.end_of_text),
+            **({"cuts": cuts} if is_weighted else {}),
         }
     )
     if progress is not None:
@@ -311,7 +326,26 @@ def _group_documents(source: TextSource) -> Iterator[list[Document]]:
     yield group
 
 
-def _encode_documents(tokenizer: Tokenizer, documents: list[Document], call: str) -> list[np.ndarray]:
+def _encode_documents(
+    tokenizer: Tokenizer | ConversationEncoder, documents: list[Document], call: str
+) -> list[EncodedExample]:
+    """Encode documents with their ends of text; documents without ids are left out."""
+    if isinstance(tokenizer, ConversationEncoder):
+        try:
+            return tokenizer.encode_documents(documents)
+        except ValueError as error:
+            raise ValueError(f"{call}: {error}") from error
+    encoded = zip(documents, _encode_texts(tokenizer, documents, call), strict=True)
+    return [_end_text(ids, tokenizer.end_of_text, document.text) for document, ids in encoded if len(ids)]
+
+
+def _end_text(ids: UInt[np.ndarray, "seq"], end_of_text: int, text: str) -> EncodedExample:
+    """Return the ids of a text with the end of text, all trained on."""
+    ended = np.append(ids, np.uint32(end_of_text))
+    return EncodedExample(ended, np.ones(len(ended), np.float32), np.array([len(ended)]), len(text.encode()))
+
+
+def _encode_texts(tokenizer: Tokenizer, documents: list[Document], call: str) -> list[np.ndarray]:
     try:
         return tokenizer.encode_batch([document.text for document in documents])
     except ValueError:
@@ -340,15 +374,20 @@ def _map_store(target: Path, *, verify: bool) -> TokenStore:
             vocab=meta["vocab"],
             end_of_text=meta["end_of_text"],
             fingerprint=meta["tokenizer"],
+            weights=np.memmap(target / "weights.bin", "<f4", "r").view(np.ndarray) if "cuts" in meta else None,
+            cuts=np.fromfile(target / "cuts.bin", "<i8") if "cuts" in meta else None,
         )
         counts = (len(tokens), len(offsets) - 1)
         expected = (meta["tokens"], meta["documents"])
+        if store.weights is not None and store.cuts is not None:
+            counts += (len(store.weights), len(store.cuts))
+            expected += (meta["tokens"], meta["cuts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedFolder(f"meta.json does not describe the files ({error})") from error
     # A stored document has at least one id and the end of text: `_write_tokens` leaves out documents without ids.
     if counts != expected or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(np.diff(offsets) < 2):
         raise DamagedFolder(
-            f"the files hold (tokens, documents) {counts}, which do not fit meta.json's {expected} and the offsets"
+            f"the files hold (tokens, documents, ...) {counts}, which do not fit meta.json's {expected} and the offsets"
         )
     return store
 

@@ -1,5 +1,6 @@
 """Text to token ids and back: bytes, or a `tokenizer.json`."""
 
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Integer, UInt
+from jaxtyping import Int, Integer, UInt
 
 from .._failures import foreign_call, load_extra, quiet_panics
 from .._files import is_there, parse_json, read_bytes, read_utf8
@@ -235,6 +236,29 @@ class FileTokenizer:
         finally:
             self._tokenizer.encode_special_tokens = True
         return np.asarray(ids, dtype=np.uint32)
+
+    def encode_with_offsets(
+        self, text: str
+    ) -> tuple[UInt[np.ndarray, "seq"], Int[np.ndarray, "seq"], Int[np.ndarray, "seq"]]:
+        """Return the ids of a rendered conversation, and the indices of each token's first and last + 1 character.
+
+        Names of special tokens become these tokens, and no special tokens are added. The tokens of one character have
+        the same indices.
+        """
+        self._tokenizer.encode_special_tokens = False
+        try:
+            with self._describe_failure("encode_with_offsets(text)", "the text"):
+                encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+        return np.asarray(encoding.ids, np.uint32), offsets[:, 0], offsets[:, 1]
+
+    @functools.cached_property
+    def special_ids(self) -> tuple[int, ...]:
+        """The ids of the special tokens."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return tuple(number for number, token in sorted(added.items()) if token.special)
 
     def encode_batch(self, texts: Sequence[str]) -> list[UInt[np.ndarray, "_"]]:
         """Encode every text, on all cores. Raises `ValueError` for a text that the tokenizer cannot encode."""

@@ -207,7 +207,7 @@ def plain_text(source: str) -> str:
 
 
 def bounded_text(source: str) -> str:
-    return BOUNDED.compile_template(source)({"messages": TALK})
+    return "".join(piece.text for piece in BOUNDED.compile_template(source)({"messages": TALK}))
 
 
 def test_templates_render_as_in_the_plain_sandbox():
