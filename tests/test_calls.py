@@ -173,7 +173,9 @@ def test_trees_that_do_not_fit_are_told():
         "Optimizer(trained=...): it picks stacks[0].numbers, int32 of shape (2,), which has no gradient": lambda: (
             trained(lambda m: eqx.filter(m, eqx.is_array))
         ),
-        "Optimizer(trained=...): for a Transformer it returns a tree like the model": lambda: trained(jax.tree.leaves),
+        "Optimizer(trained=...): for a Transformer it must return a tree like the model": lambda: trained(
+            jax.tree.leaves
+        ),
         "generate(lengths=[1.5, 2]): it holds float64; give integers": lambda: generation.generate(
             whole, ids, lengths=typing.cast(list, [1.5, 2]), max_new_tokens=2, key=jax.random.key(0)
         ),

@@ -1,4 +1,4 @@
-"""The origin of a loss or gradient that is not finite: a search for it, and a callback that runs the search.
+"""Search for the origin of a loss or gradient that is not finite, and a callback that runs the search.
 
 The search computes a step's loss and gradients again, equation by equation.
 """
@@ -27,10 +27,10 @@ from .optimizer._optimizer import trainable, Trained
 class DebugNans(Callback):
     """A callback that ends a run at the first step whose loss or gradient norm is not finite, and names the module.
 
-    Such a step has changed neither the model nor the optimizer, so `first_non_finite` computes its loss again from the
-    state. A run under a plan does so on one device, which must hold the model and a microbatch (every process of the
-    run does the same). In float16, gradients that are not finite are no error as long as the loss scale can be halved.
-    The callback waits for each step, and raises a `DivergedError`.
+    Such a step has changed neither the model nor the optimizer, so `first_non_finite` computes the loss again from the
+    state. Under a plan it runs on one device of each process, which must have memory for the whole model and a
+    microbatch. In float16, gradients that are not finite are no error as long as the loss scale can be halved. The
+    callback waits for each step, and raises a `DivergedError`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DebugNans(Callback):
         self._states = states
 
     def after_step(self, run: Progress) -> None:
-        """Trace the step's numbers if they are not finite."""
+        """Raise a `DivergedError` with the origin if the step's loss or gradient norm is not finite."""
         if not float(run.metrics["count"]):  # a batch without any weight has no loss
             return
         loss, norm = (float(run.metrics[name]) for name in ("loss", "grad_norm"))
@@ -60,6 +60,7 @@ class DebugNans(Callback):
         )
 
     def _explain(self, run: Progress, scale: Array | None) -> str:
+        """Return a sentence that names the origin."""
         state, model, batch = run.state, run.state.model, run.batch
         if self._states is not None:
             model = self._states.copy_model_to_one_device(model)
@@ -90,7 +91,7 @@ def _explain_unknown_id(batch: PyTree, model: PyTree) -> str:
             row, index = unknown[0]
             return (
                 f"The batch's {name} hold {values[row, index]} in row {row} at index {index}, and the model's "
-                f"{model.vocab} ids are 0 to {model.vocab - 1}; give targets that do not count a weight of 0"
+                f"{model.vocab} ids are 0 to {model.vocab - 1}; give a weight of 0 to targets that do not count"
             )
     return ""
 
@@ -184,7 +185,7 @@ def _describe(origin: NonFiniteOrigin, model: PyTree, arrays: PyTree) -> NonFini
 
 
 def _find_module(model: PyTree, scopes: tuple[str | int, ...]) -> tuple[str, int | None]:
-    """Return the path of the module that scopes lead to, without names of operations, and the layer of its stack."""
+    """Return the path of the innermost module that scopes name, and the index of its layer if it is in a stack."""
     node, path, layer = model, "", None
     for scope in scopes:
         if isinstance(scope, int):
@@ -200,6 +201,7 @@ def _find_module(model: PyTree, scopes: tuple[str | int, ...]) -> tuple[str, int
 
 
 def _child(node: object, field: str, indices: str) -> eqx.Module | None:
+    """Return the module in a field, such as `layers` with the indices `[0]`, of a module or of what it wraps."""
     while isinstance(node, eqx.Module):
         fields = vars(node)
         if field in fields:

@@ -16,7 +16,7 @@ from .losses._token_losses import batch_tokens, evaluation_sums, row_nats
 
 
 def make_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Array, ""]]]:
-    """Return `evaluation_sums` under a plan, jitted."""
+    """Return a jitted function `(model, batch)` that computes `evaluation_sums` under a plan."""
 
     def sum_over_devices(device: OnDevice, *args: PyTree, **views: PyTree) -> dict[str, Array]:
         return {name: device.total(value) for name, value in evaluation_sums(*args, **views).items()}
@@ -25,7 +25,7 @@ def make_evaluation(plan: Plan) -> Callable[[PyTree, Batch], dict[str, Float[Arr
 
 
 def make_row_nats(plan: Plan) -> Callable[[PyTree, Batch], Float[Array, "batch"]]:
-    """Return `row_nats` under a plan, jitted."""
+    """Return a jitted function `(model, batch)` that computes `row_nats` under a plan."""
 
     def device_row_nats(device: OnDevice, *args: PyTree, **views: PyTree) -> Float[Array, "batch"]:
         return row_nats(*args, **views)
@@ -59,7 +59,7 @@ def _make_forward(
 
 
 class Means(Protocol):
-    """The means over held-out text, such as `data.ValidationMeans`."""
+    """Interface of means over held-out text, such as `data.ValidationMeans`."""
 
     @property
     def loss(self) -> float:

@@ -58,7 +58,7 @@ def make_gradient_function(
 ) -> GradientFunction:
     """Return `(model, batch, key, scale=None) -> (sum, count, gradients of the sum)`, which `make_step` runs.
 
-    There are gradients of the parameters that `trained` picks, and None in the place of all else. Gradients and their
+    The gradients are a tree like the model, with None for every leaf that `trained` does not pick. Gradients and their
     sums are float32 at least, whatever the parameters' dtype. `scale` is a `LossScale`'s value.
 
     The batch is cut into `microbatches` or, under a plan, `plan.microbatches`, whose gradients are summed. Microbatch
@@ -77,7 +77,7 @@ def make_gradient_function(
 
 
 class SingleDevice:
-    """A loss on one device, and the parts of a step that a plan changes."""
+    """A loss that runs on one device, with a method for each part of a step that a plan changes."""
 
     def __init__(self, loss_fn: LossFn, trained: Trained, microbatches: int):
         self.loss_fn, self.trained, self.microbatches = loss_fn, trained, microbatches
@@ -89,7 +89,7 @@ class SingleDevice:
     def fetch_optimizer_state(
         self, optimizer: Optimizer, optimizer_state: PyTree, gradients: PyTree
     ) -> tuple[PyTree, PyTree]:
-        """Bring the optimizer's state to the devices once the gradients exist; returns both."""
+        """Copy the optimizer's state from host memory to the devices after the gradients exist; return both."""
         return optimizer_state, gradients
 
     def place_state(self, optimizer: Optimizer, state: TrainState) -> TrainState:
@@ -97,7 +97,7 @@ class SingleDevice:
         return state
 
     def order_aux(self, aux: PyTree, model: PyTree) -> PyTree:
-        """Bring the aux of routed layers into the order in which the model reads its layers, for metrics."""
+        """Return the aux of routed layers in the order of the model's layers, for metrics."""
         return aux
 
 
@@ -147,7 +147,7 @@ class ShardedExecution(SingleDevice):
     ) -> LossGradients:
         """Run one microbatch after another and sum their gradients.
 
-        A pipeline without a schedule of gradients cuts the rows itself, within the wrapped model.
+        In a pipeline that runs no schedule of backward passes, the wrapped model splits the rows into microbatches.
         """
 
         def loss(parameters: PyTree, rows: PyTree, key: None) -> tuple[Array, CountOrAux]:
@@ -276,7 +276,7 @@ def _read_through_proxy(x: PyTree, proxy: PyTree) -> PyTree:
 def split_microbatches(batch: PyTree, number: int) -> PyTree:
     """Return the batch with a leading dim of microbatches: microbatch `i` holds rows `i`, `i + number`, and so on.
 
-    Of a `Batch` with groups of rows, it holds groups `i`, `i + number`, and so on.
+    The groups of a `Batch` with groups of rows stay whole: microbatch `i` holds groups `i`, `i + number`, and so on.
     """
     group = math.lcm(*(node.group for node in nn.modules(batch, Batch)))
 
@@ -302,7 +302,7 @@ class _ReturnHidden(eqx.Module):
     def __call__(
         self, x: PyTree, tokens: nn.Tokens, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], None, None]:
-        is_default = not varying_axes(tokens.positions)  # positions from the batch vary over the mesh; default ones not
+        is_default = not varying_axes(tokens.positions)  # Default positions do not vary.
         if is_default and (self.tokens.segments is not None or self.tokens.keys is not None):
             raise ValueError(
                 "a loss under Plan over pipe calls its model without tokens, but the stages have run with the "
@@ -312,11 +312,11 @@ class _ReturnHidden(eqx.Module):
 
 
 def _unwrap_gradients(device: OnDevice, parameters: PyTree, model: PyTree, gradients: PyTree) -> PyTree:
-    """Return the gradients of `parameters`, given those of the model that `device.wrap` returned for them.
+    """Return the gradients of `parameters` from the gradients of the model that `device.wrap` made of them.
 
-    The derivative of `wrap` sums gradients over devices. It is that of float32 parameters, gathered in float32, because
-    the gradients are sums over microbatches: they are not rounded before they are reduced. The compiler removes the
-    wrapped model, of which nothing is read.
+    The derivative of `wrap` sums gradients over devices. Parameters are taken and gathered as float32, so that the
+    gradients, which are sums over microbatches, are not rounded before they are reduced. Nothing reads the model that
+    `wrap` returns here, so the compiler removes it.
     """
     float32_model = _in_float32(model)
     float32_device = dataclasses.replace(device, leaves=_gather_in_float32(device.leaves))
@@ -329,12 +329,13 @@ def _unwrap_gradients(device: OnDevice, parameters: PyTree, model: PyTree, gradi
 
 
 def _in_float32(model: PyTree) -> PyTree:
+    """Return the model with its floating-point arrays in float32 at least."""
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
     return eqx.combine(nn.in_float32(arrays), static)
 
 
 def _gather_in_float32(leaves: PyTree) -> PyTree:
-    """Change the plan's leaves so that arrays outside of the stacks are gathered in float32 at least."""
+    """Return the plan's leaves with arrays outside of the stacks gathered in float32 at least."""
 
     def widen(leaf: PyTree) -> PyTree:
         if not leaf.dtype or not jnp.issubdtype(leaf.dtype, jnp.inexact):  # no array, or one that has no gradient

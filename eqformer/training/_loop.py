@@ -109,7 +109,7 @@ def train(
     if batch is None:
         raise ValueError(f"train(start={start}, steps={steps}): there is no batch; give one for each step.")
     shapes = _list_shapes(batch)
-    step = step.compiled(run.state, batch, key)
+    step = step.compile(run.state, batch, key)
     with contextlib.ExitStack() as ends:
         for callback in callbacks:
             ends.callback(callback.end, run)
@@ -140,7 +140,7 @@ class Every(Callback):
 
     def __init__(self, every: int, function: Callable[[Progress], object]):
         if every < 1:
-            raise ValueError(f"{type(self).__name__}({every}, ...): it counts steps, so give at least 1.")
+            raise ValueError(f"{type(self).__name__}({every}, ...): the first number counts steps; give at least 1.")
         self.every, self.function = every, function
 
     def after_step(self, run: Progress) -> None:
@@ -158,7 +158,7 @@ class Log(Every):
         write: Callable[[dict[str, object]], object],
         more: Callable[[Progress], Mapping[str, object]] | None = None,
     ):
-        """`more(run)` returns further columns, once the metrics are computed: the speed, measured by a clock."""
+        """`more(run)` returns further columns, such as the speed; it is called after the step has been computed."""
         super().__init__(every, self._write_row)
         self._write, self._more = write, more
 

@@ -1,4 +1,4 @@
-"""Spikes of the loss: return to the last checkpoint, and continue without the batches since."""
+"""Spikes of the loss: the run returns to its last checkpoint and continues without the batches since."""
 
 import statistics
 from collections import deque
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class LossSpikeError(DivergedError):
-    """An error for a loss far above those of the steps before; `step` is the number of its step."""
+    """An error for a loss far above the losses before; `step` is the number of the step with this loss."""
 
     def __init__(self, message: str, step: int):
         super().__init__(message)
@@ -40,7 +40,7 @@ class LossSpikes(Callback):
         if factor is not None and not factor > 1:
             raise ValueError(f"LossSpikes(factor={factor}): a spike is above the losses before it; give more than 1.")
         if window < 1 or most < 1:
-            raise ValueError(f"LossSpikes(window={window}, most={most}): both count, so give at least 1.")
+            raise ValueError(f"LossSpikes(window={window}, most={most}): give at least 1 for each of the two.")
         self._factor, self._most = factor, most
         self._losses: deque[float] = deque(maxlen=window)
         self._skipped: list[tuple[int, int]] = []

@@ -76,7 +76,7 @@ class JsonLines:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
-            self._keep_before(from_step)
+            self._drop_rows(from_step)
         self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
@@ -86,10 +86,11 @@ class JsonLines:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file; it may be opened again to continue."""
+        """Close the file; another `JsonLines` may continue it."""
         self._file.close()
 
-    def _keep_before(self, from_step: int | None) -> None:
+    def _drop_rows(self, from_step: int | None) -> None:
+        """Drop the rows from `from_step` on, and the incomplete last line of a process that was killed."""
         with open_regular(self._path) as file:
             lines = file.readlines()
         kept_lines = []
@@ -98,14 +99,13 @@ class JsonLines:
                 row = parse_row(line, f"JsonLines({str(self._path)!r}): line {number}")
             except ValueError:
                 if number == len(lines) and not line.endswith(b"\n"):
-                    continue  # the process was killed while it wrote this line
+                    continue
                 raise
             if from_step is None or row["step"] < from_step:
                 kept_lines.append(line if line.endswith(b"\n") else line + b"\n")
         if kept_lines != lines:
-            write_atomic(
-                self._path, b"".join(kept_lines).decode("utf-8")
-            )  # atomic: a process that is killed here loses no rows
+            # Written atomically: a process that is killed here loses no rows.
+            write_atomic(self._path, b"".join(kept_lines).decode("utf-8"))
 
 
 def parse_row(line: bytes, label: str) -> JsonObject:
@@ -246,6 +246,7 @@ def _step(row: Row) -> int:
 
 
 def _numbers(row: Row) -> dict[str, int | float]:
+    """Return the numbers of a row, without its step, texts and lists."""
     plain = {name: plain_number(value) for name, value in row.items() if name != "step"}
     return {name: value for name, value in plain.items() if isinstance(value, int | float)}
 

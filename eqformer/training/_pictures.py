@@ -17,11 +17,11 @@ from ._metrics import parse_row
 def plot_losses(metrics: str | Path, path: str | Path) -> None:
     """Plot `loss` and `validation_loss` of the rows of the file `metrics`, in nats a token, as a PNG.
 
-    If rows have `validation_bits_per_byte`, an axis on the right shows bits per byte of the validation text. Rows
-    without losses draw nothing. The file is written atomically. Needs matplotlib.
+    If rows have `validation_bits_per_byte`, an axis on the right shows bits per byte of the validation text. If no row
+    has a loss, no file is written. The file is written atomically. Needs matplotlib.
     """
     rows = _read_rows(metrics)
-    trained, validated = _points(rows, "loss"), _points(rows, "validation_loss")
+    trained, validated = _list_points(rows, "loss"), _list_points(rows, "validation_loss")
     if not trained:
         return
     figure = make_figure("plot_losses(metrics, path)", (8, 4.5))
@@ -31,12 +31,13 @@ def plot_losses(metrics: str | Path, path: str | Path) -> None:
     if validated:
         axes.plot(*zip(*validated), color="#c8552b", marker="o", markersize=4, label="validation")
     ordered = sorted(loss for _, loss in trained)
-    # The top is above 97 % of the losses, so that the high losses of the first steps do not flatten the rest.
+    # The highest 3 % of the losses may be cut off, so that the high losses of the first steps do not flatten the rest.
     axes.set_ylim(0.9 * ordered[0], 1.05 * max(ordered[int(0.97 * (len(ordered) - 1))], ordered[0] * 1.2))
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     pairs = [(row.get("validation_loss"), row.get("validation_bits_per_byte")) for row in rows]
+    # A loss in nats a token, over its bits per byte, is `ln 2` times the bytes a token: the same ratio in each row.
     ratios = [loss / bits for loss, bits in pairs if isinstance(loss, float) and isinstance(bits, float) and bits]
     if ratios:
         nats_per_bit = ratios[-1]
@@ -49,7 +50,7 @@ def plot_losses(metrics: str | Path, path: str | Path) -> None:
 def plot_expert_loads(metrics: str | Path, path: str | Path) -> None:
     """Plot `expert_load` of the rows of the file `metrics` over the steps, as a PNG with a panel for each layer.
 
-    Rows without loads draw nothing. The file is written atomically. Needs matplotlib.
+    If no row has loads, no file is written. The file is written atomically. Needs matplotlib.
     """
     rows = [row for row in _read_rows(metrics) if "expert_load" in row]
     if not rows:
@@ -67,7 +68,7 @@ def plot_expert_loads(metrics: str | Path, path: str | Path) -> None:
     write_atomic(path, figure.savefig)
 
 
-def _points(rows: list[JsonObject], name: str) -> list[tuple[int | float, float]]:
+def _list_points(rows: list[JsonObject], name: str) -> list[tuple[int | float, float]]:
     """Return the step and the value of each row that has a float of this name; `JsonLines` writes NaN as null."""
     return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), float)]
 
@@ -98,9 +99,9 @@ def make_figure(call: str, size: tuple[int | float, int | float]) -> Figure:
 
 def _smooth(points: list[tuple[int | float, float]]) -> list[tuple[int | float, float]]:
     """Average over a window centered on each point, narrower at the ends, so that the line does not lag."""
-    reach = max(1, len(points) // 40)
+    half_width = max(1, len(points) // 40)
     losses = [loss for _, loss in points]
-    windows = [losses[max(0, i - reach) : i + reach + 1] for i in range(len(points))]
+    windows = [losses[max(0, i - half_width) : i + half_width + 1] for i in range(len(points))]
     return [(step, sum(window) / len(window)) for (step, _), window in zip(points, windows)]
 
 
@@ -113,7 +114,7 @@ def plot_experts(
     a row, and `pieces` the text of each of its ids, as `data.TextStream(tokenizer).pieces(ids)` returns them. The file
     is written atomically. A PNG needs matplotlib.
     """
-    colors = _colors(int(chosen.max()) + 1)
+    colors = _make_colors(int(chosen.max()) + 1)
     if Path(path).suffix == ".html":
         write_atomic(path, _make_page(chosen, pieces, colors, title))
         return
@@ -138,13 +139,14 @@ _FONT = "DejaVu Sans Mono"  # matplotlib includes this font
 _WIDTH = 96  # characters in a line of the picture
 
 
-def _colors(experts: int) -> list[tuple[float, float, float]]:
+def _make_colors(experts: int) -> list[tuple[float, float, float]]:
     """Return a light color for each expert; neighboring experts are far apart on the color wheel."""
     golden = (math.sqrt(5) - 1) / 2
     return [colorsys.hls_to_rgb(number * golden % 1, 0.76, 0.65) for number in range(experts)]
 
 
 def _make_page(chosen: np.ndarray, pieces: Sequence[str], colors: list[tuple[float, float, float]], title: str) -> str:
+    """Return the web page of `plot_experts`."""
     hex_colors = ["#" + bytes(round(255 * channel) for channel in color).hex() for color in colors]
     styles = "".join(f".e{number}{{background:{color}}}" for number, color in enumerate(hex_colors))
     legend = " ".join(f'<span class="e{number}"> {number} </span>' for number in range(len(colors)))

@@ -1,4 +1,4 @@
-"""Training state and batches under a plan: made, restored and saved without an unsharded copy anywhere."""
+"""Training state and batches under a plan, which are never on one device as a whole."""
 
 import functools
 import operator
@@ -22,14 +22,14 @@ from .optimizer._optimizer import Optimizer
 class PlannedState:
     """A factory that makes, restores and saves the `TrainState` of a model under a plan, without an unsharded copy.
 
-    In training, a state is sharded: a plan's devices hold the layers in an order of their own. A checkpoint has them in
-    the order of the model, so that it can be restored under any other plan.
+    During training the state is sharded, with the layers in the order of the plan's pipeline stages. A checkpoint has
+    the layers in the order of the model, so that it can be restored under any other plan.
     """
 
     def __init__(
         self, build: Callable[[], PyTree], optimizer: Optimizer, plan: Plan, *, model_shapes: PyTree | None = None
     ):
-        """`build` makes the model with its first weights; `model_shapes` are its shapes, if they are already traced."""
+        """`build` makes the model with initial weights; `model_shapes` are its shapes if they were traced before."""
         self.build, self.optimizer, self.plan = build, optimizer, plan
         self._model_shapes = eqx.filter_eval_shape(build) if model_shapes is None else model_shapes
         self._mover = _LayerMover(plan)
@@ -56,14 +56,14 @@ class PlannedState:
     def restore(
         self, checkpointer: Checkpointer, step: int | None = None, *, reset_counters: bool = False
     ) -> tuple[TrainState, JsonObject]:
-        """Return the state of a checkpoint (the latest, or of `step`), saved under any plan, and its metadata.
+        """Return the state of a checkpoint (the latest, or that of `step`), saved under any plan, and its metadata.
 
-        With `reset_counters` the state counts no steps, for a new run that starts from it.
+        With `reset_counters` the counters are 0, for a new run that starts from this state.
         """
         like, empty_batches = self.shapes(), operator.attrgetter("empty_batches")
         if "empty_batches" in checkpointer.leaves(step):
             state, metadata = checkpointer.restore(like, step)
-        else:  # older versions did not count empty batches
+        else:  # Checkpoints of older versions have no count of empty batches.
             state, metadata = checkpointer.restore(eqx.tree_at(empty_batches, like, None), step)
             state = eqx.tree_at(empty_batches, state, state.skipped * 0, is_leaf=lambda leaf: leaf is None)
         if reset_counters:
@@ -74,7 +74,7 @@ class PlannedState:
     def save(
         self, checkpointer: Checkpointer, state: TrainState, step: int, metadata: Mapping[str, object]
     ) -> TrainState:
-        """Start to save a state, which is donated; returns the state with which training continues."""
+        """Start to save a state, which is donated; return the state with which training continues."""
         state = self.unshard(state)
         checkpointer.save(state, step, metadata)
         return self.shard(state)
@@ -98,7 +98,7 @@ class PlannedState:
         return self.sharded_shapes(), batch_shapes, key
 
     def with_plan(self, plan: Plan) -> "PlannedState":
-        """Return the same state under another plan; it shares the shapes, since tracing them takes long."""
+        """Return the `PlannedState` of the same model and optimizer under another plan; no shapes are traced again."""
         states = PlannedState(self.build, self.optimizer, plan, model_shapes=self._model_shapes)
         states._plain_shapes = self._plain_shapes
         return states
@@ -112,11 +112,11 @@ class PlannedState:
         return eqx.filter_eval_shape(self.plan.shard, self._plain_shapes)
 
     def shard(self, state: TrainState) -> TrainState:
-        """Bring the state of a plain model, which is donated, into the layout of a step's state."""
+        """Convert the state of a plain model, which is donated, to the layout of a step's state."""
         return self._mover.shard(state, self._shardings)
 
     def unshard(self, state: TrainState) -> TrainState:
-        """Bring a step's state, which is donated, into the layout of a plain model's, with layers in model order."""
+        """Convert a step's state, which is donated, to the layout of a plain model's, with layers in model order."""
         return self._mover.unshard(state, self._shardings)
 
     def replicate(self, key: Key[Array, ""]) -> Key[Array, ""]:
@@ -135,6 +135,7 @@ class PlannedState:
         return self._copy(tree, lambda arrays: arrays)
 
     def _copy(self, tree: PyTree, convert: Callable[[PyTree], PyTree]) -> PyTree:
+        """Copy `convert` of a tree's arrays to this process's first device."""
         arrays, static = eqx.partition(tree, eqx.is_array)
         if jax.process_count() == 1:
             return eqx.combine(jax.device_put(convert(arrays), jax.local_devices()[0]), static)
@@ -149,10 +150,10 @@ class PlannedState:
 def restore_model(
     checkpointer: Checkpointer, shapes: PyTree, plan: Plan | None = None, *, step: int | None = None
 ) -> PyTree:
-    """Return the plain model of a checkpoint (the latest, or of `step`), on one device or under a plan.
+    """Return the plain model of a checkpoint (the latest, or that of `step`), on one device or under a plan.
 
-    `shapes` are the model's, from `eqx.filter_eval_shape`. Raises a `CheckpointError` for a checkpoint of another
-    model.
+    `shapes` are the model's shapes, from `eqx.filter_eval_shape`. Raises a `CheckpointError` for a checkpoint of
+    another model.
     """
     if plan is not None:
         shapes = _with_shardings(shapes, shardings(plan.parameter_specs(shapes), plan.mesh))
@@ -189,7 +190,7 @@ class ProcessRows:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self._rows, *x.shape[1:]), x.dtype), batch)
 
     def place(self, batch: Batch) -> Batch:
-        """Return the whole batch on the mesh; `batch` has this process's rows as numpy arrays, others give theirs."""
+        """Return the whole batch on the mesh; each process passes its own rows, as numpy arrays."""
 
         def put(x: np.ndarray) -> jax.Array:
             def shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -202,7 +203,7 @@ class ProcessRows:
         return jax.tree.map(put, batch)
 
 
-# Layers move between the order of the model and the rows of a pipeline's stages.
+# Layers move between the order of the model and the order of a pipeline's stages.
 
 ShardingsOf = Callable[[PyTree], PyTree]
 """A function from the shapes of a tree's arrays to their shardings."""
@@ -211,8 +212,8 @@ ShardingsOf = Callable[[PyTree], PyTree]
 class _LayerMover:
     """`Plan.shard` and `unshard` for large trees on the devices, such as a training state.
 
-    The trees are donated, and one array is moved at a time, so that no more than one array exists twice. Each program
-    is compiled once, for all arrays of one sharding.
+    The trees are donated, and one array is moved at a time, so that at most one array exists twice. One program is
+    compiled for all arrays of a sharding whose length changes, and one for those whose length stays.
     """
 
     def __init__(self, plan: Plan):
@@ -230,7 +231,7 @@ class _LayerMover:
 
     def _move(self, tree: PyTree, move: Callable[..., PyTree], shardings_of: ShardingsOf) -> PyTree:
         arrays, static = eqx.partition(tree, eqx.is_array)
-        orders = move(arrays, lambda x, order: order)  # An array that stays as it is stands for itself.
+        orders = move(arrays, lambda x, order: order)  # The order of layers, or the array itself if it does not move.
         if all(x is order for x, order in zip(jax.tree.leaves(arrays), jax.tree.leaves(orders), strict=True)):
             return tree
         moved_shapes = move(arrays, lambda x, order: jax.ShapeDtypeStruct((len(order), *x.shape[1:]), x.dtype))
@@ -241,12 +242,13 @@ class _LayerMover:
         return eqx.combine(jax.tree.map(move_array, arrays, orders, shardings_of(moved_shapes)), static)
 
     def _take(self, x: jax.Array, order: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        """Return the rows of an array in an order, and donate the array; zeros for numbers beyond its last row."""
+        """Return the rows of an array, which is donated, in an order; numbers beyond the last row give zeros."""
         keeps_length = len(order) == x.shape[0]
         if (key := (keeps_length, sharding)) not in self._programs:
-            donated = (0,) if keeps_length else ()  # The memory of an array of another shape has no use.
+            donated = (0,) if keeps_length else ()  # A result of another shape cannot use the array's memory.
             self._programs[key] = jax.jit(_take_rows, donate_argnums=donated, out_shardings=sharding)
-        # Waiting keeps a single copy at a time; and simulated devices may run out of threads, see `take_layer_rows`.
+        # Wait, so that at most one array exists twice, and that simulated devices do not run out of threads (see
+        # `take_layer_rows`).
         taken = jax.block_until_ready(self._programs[key](x, order))
         if not keeps_length:
             x.delete()
@@ -254,5 +256,5 @@ class _LayerMover:
 
 
 def _take_rows(x: jax.Array, order: jax.Array) -> jax.Array:
-    """Return rows in the memory of the devices; zeros for numbers beyond the last row."""
+    """Return rows, in the memory of the devices; numbers beyond the last row give zeros."""
     return jax.device_put(x, jax.memory.Space.Device).at[order].get(mode="fill", fill_value=0)

@@ -1,4 +1,4 @@
-"""One training step: gradients, exact clipping, the update, and steps skipped where numbers are not finite."""
+"""One training step: gradients, clipping by the global norm, and an update that is skipped if they are not finite."""
 
 import functools
 from collections.abc import Callable
@@ -24,13 +24,15 @@ from .optimizer._optimizer import check_optimizer, global_norm, Optimizer, parti
 class Step(eqx.Module):
     """A jitted step, `(state, batch, key) -> (state, metrics)`; made by `make_step`.
 
-    The numbers of its learning rates are arguments of the compiled program, so that runs of any length share it.
+    The numbers in `rate` are arguments of the compiled program, so runs of any length share one program.
     """
 
     run: Callable[..., tuple[TrainState, dict[str, Array]]]
+    """The jitted function `((batch, key, rate), state) -> (state, metrics)`."""
     rate: Rates
+    """The learning rate as a function of the step."""
     program: jax.stages.Compiled | None = eqx.field(static=True, default=None)
-    """JAX's compiled program, of a step that `compiled` made; else None."""
+    """The compiled program of a step that `compile` returned; None for any other step."""
 
     @checked
     def __call__(
@@ -54,7 +56,7 @@ class Step(eqx.Module):
     def lower(
         self, state: PyTree, batch: PyTree, key: PyTree = None, *, keep_unused: bool = False
     ) -> jax.stages.Lowered:
-        """Lower the step for arguments like these, or for their shapes; its first argument is the state's arrays."""
+        """Lower the step for arguments like these, or their shapes; the program's argument 0 is the state's arrays."""
         state, static_state = eqx.partition(state, _is_traced)
         data, static_data = eqx.partition((batch, key, self.rate), _is_traced)
 
@@ -64,8 +66,8 @@ class Step(eqx.Module):
 
         return jax.jit(run, donate_argnums=0, keep_unused=keep_unused).lower(state, data)
 
-    def compiled(self, state: PyTree, batch: PyTree, key: PyTree = None) -> "Step":
-        """Compile the step for arguments like these, or for their shapes, and no others; a compiled step is kept."""
+    def compile(self, state: PyTree, batch: PyTree, key: PyTree = None) -> "Step":
+        """Return the step compiled for arguments like these, or for their shapes; a compiled step returns itself."""
         return self if self.program else Step(self.run, self.rate, self.lower(state, batch, key).compile())
 
 
@@ -81,11 +83,11 @@ def make_step(
 ) -> Step:
     """Make a jitted step that minimizes `sum / count` of `loss_fn(model, batch, key) -> (sum, count)`.
 
-    It trains the parameters that `optimizer.trained` picks, and computes no other gradients. The gradient is that of
-    the sum over all microbatches, divided by the count over all of them, and scaled by `min(1, clip / norm)`.
+    The step trains the parameters that `optimizer.trained` picks, and computes no other gradients. The gradient is that
+    of the sum over all microbatches, divided by the count over all of them, and scaled by `min(1, clip / norm)`.
     If the loss or the norm is not finite, the step is skipped: the model and the optimizer's state are returned
-    unchanged, bit for bit. A batch whose weights are all 0 changes nothing either; it is counted by itself and ends no
-    run.
+    unchanged, bit for bit. A batch whose weights are all 0 changes nothing either; `empty_batches` counts it instead of
+    `skipped`, so it ends no run.
 
     Under a plan the step gives the numbers of one device. `PlannedState` makes its state, which is sharded as
     `state_shardings` says, and the loss is called as `make_gradient_function` says.
@@ -96,13 +98,13 @@ def make_step(
 
     Args:
         loss_fn: `loss_fn(model, batch, key) -> (sum, count)`, whose quotient is minimized.
-        optimizer: What the gradients do to the model, and which parameters are trained.
+        optimizer: Picks the parameters that are trained, and updates them.
         plan: The mesh, how the model runs over it, and in how many microbatches; None: one device.
-        microbatches: How many microbatches a batch is cut into on one device, one after another; their gradients are
-            summed. A plan has its own number.
-        clip: The norm to which gradients are clipped; None: they are not.
+        microbatches: The number of microbatches into which a batch is split on one device; they run one after another,
+            and their gradients are summed. A plan has its own number.
+        clip: The largest global norm of the gradients, to which a larger one is scaled down; None: no clipping.
         balance_rate: The step size of the routers' selection biases, see `rebalance_routers`.
-        gradient_norms: Whether metrics have the norm of each module's gradient too, see `module_gradient_norms`.
+        gradient_norms: Whether the metrics include the norm of each module's gradient, see `module_gradient_norms`.
     """
     check_optimizer(optimizer, "make_step(loss_fn, optimizer)")
     if clip is not None and not clip > 0:
@@ -135,7 +137,7 @@ def make_step(
 
         with jax.named_scope("optimizer"):
             model, optimizer_state = _update_if(is_finite, update, state.model, optimizer_state, optimizer)
-        is_empty = count == 0  # loss and norm are then 0 / 0
+        is_empty = count == 0  # The loss and the norm are then 0 / 0, which is not finite.
         state = _count_step(state, model, optimizer_state, is_finite, is_empty, norm)
         state = execution.place_state(optimizer, state)
 
@@ -158,7 +160,7 @@ def _update_if(
     optimizer_state: PyTree,
     optimizer: Optimizer,
 ) -> tuple[PyTree, PyTree]:
-    """Update the trained parameters and the optimizer's state where the gradients are finite."""
+    """Return the model and the optimizer's state, updated if the loss and the gradients are finite."""
     parameters, untrained = partition_trained(model, optimizer.trained)
     arrays, static = eqx.partition(optimizer_state, eqx.is_array)
 
@@ -212,17 +214,17 @@ def update_where(condition: Bool[Array, ""], update: Callable[..., tuple], *stat
     def branch(condition: Array, *state: PyTree) -> tuple:
         return jax.lax.cond(condition, update, lambda *state: state, *state)
 
-    def choices(condition: Array, *state: PyTree) -> tuple:
+    def select(condition: Array, *state: PyTree) -> tuple:
         return jax.tree.map(functools.partial(jnp.where, condition), update(*state), state)
 
-    return cpu_or(branch, choices, condition, *state)
+    return cpu_or(branch, select, condition, *state)
 
 
 def rebalance_routers(model: PyTree, aux: PyTree, rate: float) -> PyTree:
-    """Return the model with each routed layer rebalanced by `rate`: a router's `selection_bias`, where it has one.
+    """Return the model with each routed layer moved by `rate` towards an even load; routers without a rule stay.
 
-    `aux` is what the model's layers returned for the whole batch. This is DeepSeek-V3's load balancing without an
-    auxiliary loss (arXiv:2408.15664): the routers' selection biases follow the load, after each step.
+    `aux` is the tree of `Aux` that the model's layers returned for the whole batch. For the `selection_bias` of
+    a `TopKRouter` this is DeepSeek-V3's load balancing without an auxiliary loss (arXiv:2408.15664).
     """
     layer_aux = dict(zip(map(id, nn.modules(model, nn.Routed)), nn.aux_of(aux), strict=True))
 
@@ -236,8 +238,8 @@ def module_gradient_norms(gradients: PyTree) -> dict[str, Float[Array, ""]]:
     """Return the norm of each module's gradient, over all its layers, by the module's path.
 
     Modules are the residual sublayers, such as `stacks[0].blocks.sublayers[0]` with its norms, and the parts beside the
-    stacks: `embedding`, `norm`, `head`. The squares add up to that of the whole gradient. Under a plan arrays are
-    global, so that each number counts once, on whichever device it is.
+    stacks: `embedding`, `norm`, `head`. The squares of the norms add up to the square of the whole gradient's norm.
+    Under a plan the arrays are global, so each number counts once.
     """
     sublayers = [path for path, _ in nn.named_modules(gradients, nn.Residual)]
     leaves_by_module: dict[str, list[Array]] = {}

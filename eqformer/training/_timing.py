@@ -27,7 +27,7 @@ class Clock:
         flops_per_token: float | None = None,
         peak_flops: Callable[[], float] | None = None,
     ):
-        """`flops_per_token` is that of `throughput`; `peak_flops()` returns its `peak_flops` for the first `rate`."""
+        """`flops_per_token` is that of `throughput`; the first `rate` calls `peak_flops()` for its `peak_flops`."""
         self._tokens_per_step, self._flops_per_token = tokens_per_step, flops_per_token
         self._find_peak = peak_flops
         self._steps, self._seconds = 0, 0.0
@@ -38,7 +38,7 @@ class Clock:
         return [_StopClock(self), *callbacks, Every(1, lambda run: self._start())]
 
     def rate(self, run: Progress) -> dict[str, int | float]:
-        """Return the columns that `Log` writes beside the metrics, for the steps since the last call; ends the step.
+        """Return the columns that `Log` writes beside the metrics, for the steps since the last call; stop the clock.
 
         The columns are `tokens` so far, `step_seconds`, `peak_bytes` (the most memory that a device of this process has
         used or, on a CPU, the process) and those of `throughput`.
@@ -65,6 +65,8 @@ class Clock:
 
 
 class _StopClock(Callback):
+    """A callback that starts the clock before the first step, and stops it after each step."""
+
     def __init__(self, clock: Clock):
         self._clock = clock
 
@@ -109,7 +111,7 @@ class Profile(Callback):
             self.end(run)
 
     def end(self, run: Progress) -> None:
-        """Write the trace of a run that ends among its steps, also by an error: no trace outlives its run."""
+        """Write the trace if the run ends, also by an error, before the trace's last step."""
         if not self._is_tracing:
             return
         self._is_tracing = False

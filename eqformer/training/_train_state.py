@@ -1,4 +1,4 @@
-"""The training state: the model, the optimizer's state and the counters; its sharding and its memory under a plan."""
+"""The training state (model, optimizer state and counters), and the sharding and memory of its arrays under a plan."""
 
 import equinox as eqx
 import jax
@@ -87,7 +87,7 @@ def _optimizer_spec(moment: PyTree, spec: PartitionSpec, parameter: ArrayOrShape
     if moment.shape != parameter.shape:
         raise ValueError(
             f"state_shardings: the optimizer holds an array of shape {moment.shape} for a parameter of shape "
-            f"{parameter.shape}, but under a plan it is laid out like the parameter; hold it in the parameter's shape."
+            f"{parameter.shape}, but under a plan it is sharded like the parameter; hold it in the parameter's shape."
         )
     return spec
 
@@ -135,6 +135,7 @@ def return_to_host(plan: Plan, optimizer: Optimizer, optimizer_state: PyTree) ->
 
 
 def _move(plan: Plan, optimizer: Optimizer, arrays: PyTree, *, to_host: bool) -> PyTree:
+    """Move the arrays that a plan keeps in host memory to the host or to the devices; others stay."""
     space = jax.memory.Space.Host if to_host else jax.memory.Space.Device
 
     def move(x: Array, on_host: bool) -> Array:

@@ -69,7 +69,7 @@ class OverMesh:
         self.batch = jax.device_put(batch, shardings(plan.batch_specs(batch), plan.mesh))
         step = training.make_step(training.next_token_loss, optimizer, plan, balance_rate=0.001)
         start = time.perf_counter()
-        self.step = step.compiled(self.state, self.batch, self.key)
+        self.step = step.compile(self.state, self.batch, self.key)
         self.seconds_to_compile = time.perf_counter() - start
         self.loss = math.nan
 

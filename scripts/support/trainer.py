@@ -133,7 +133,7 @@ class Trainer:
         """The step, compiled from shapes."""
         first = self.texts.train.rows(0, self.rows.start, self.rows.stop)
         shapes = self.states.step_shapes(self.rows.shapes(first))
-        return make_train_step(self.recipe, self.plan, self.optimizer).compiled(*shapes)
+        return make_train_step(self.recipe, self.plan, self.optimizer).compile(*shapes)
 
     def _callbacks(
         self, writers: training.MetricWriters, show: Show, checkpointer: training.Checkpointer

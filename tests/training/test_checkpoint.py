@@ -241,9 +241,11 @@ def test_an_error_of_the_commit_surfaces_in_close(tmp_path, monkeypatch):
     with pytest.raises(training.CheckpointError, match="No space left.*no checkpoint exists. Free some space, or"):
         checkpointer.close()
     assert tree_of(tmp_path) == []
-    with pytest.raises(ValueError, match=r"metadata\['losses'\]\[1\] is nan, which is no number of JSON"):
+    with pytest.raises(ValueError, match=r"metadata\['losses'\]\[1\] is nan, but JSON has only finite numbers"):
         checkpointer.save(make(), 2, {"losses": [1.0, float("nan")]})
-    with pytest.raises(ValueError, match=r"metadata\['loss'\] is of float32, which JSON does not have.*float\(x\)"):
+    with pytest.raises(
+        ValueError, match=r"metadata\['loss'\] has the type float32, which JSON does not have.*float\(x\)"
+    ):
         checkpointer.save(make(), 2, {"loss": np.float32(1)})
     with pytest.raises(ValueError, match="save.step=-1.: steps count from 0"):
         checkpointer.save(make(), -1, {})

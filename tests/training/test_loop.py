@@ -107,7 +107,7 @@ def test_what_is_no_callback_is_named(line):
     ):
         bare: list = [training.Callback(), lambda run: None]
         training.train.__wrapped__(step, first(), batches, jax.random.key(0), steps=3, callbacks=bare)
-    with pytest.raises(ValueError, match=r"Log\(0, ...\): it counts steps, so give at least 1"):
+    with pytest.raises(ValueError, match=r"Log\(0, ...\): the first number counts steps; give at least 1"):
         training.Log(0, print)
     assert training.Log(1, print).every == 1
 

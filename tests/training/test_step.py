@@ -167,8 +167,8 @@ def test_runs_of_any_length_share_a_program_compiled_from_shapes(quadratic):
     assert len({*made.values()}) == len(made)  # the control: programs of other rates differ
     shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x, tree)
     step = step_of("warmup-cosine", 9)
-    ready = step.compiled(shapes(first), shapes(batch(1.0)))
-    assert ready.compiled(first, batch(1.0)) is ready
+    ready = step.compile(shapes(first), shapes(batch(1.0)))
+    assert ready.compile(first, batch(1.0)) is ready
     again = training.init_state(make(), training.optimizer("adamw", make(), rate=0.1))
     (ours, metrics), (state, expected) = ready(first, batch(1.0)), step(again, batch(1.0))
     assert_same_bits((ours, metrics), (state, expected))

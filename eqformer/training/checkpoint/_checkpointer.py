@@ -48,22 +48,22 @@ class Checkpointer:
     that ends without such a call waits for the save, and shows its error. `restore` checks every file against the
     manifest and every leaf's shape and dtype before it reads arrays, and never falls back to an older step by itself.
 
-    A step may be moved elsewhere and a symbolic link left in its place: it is restored through the link; when it is too
-    old, the link is deleted and the moved folder stays. A broken link (a disk that is not mounted) is a
-    `CheckpointError`.
+    The folder of a step may be moved elsewhere if a symbolic link is left in its place: the step is restored through
+    the link, and when the step is too old, the link is deleted and the moved folder stays. A broken link (a disk that
+    is not mounted) is a `CheckpointError`.
 
-    One run writes to a folder; any number may read from it. Nothing is created or deleted before the first `save`. In a
-    run of several processes, all of them call `save`, `restore`, `wait` and `close` at the same steps with the same
-    tree of global arrays and a folder that all of them share: each writes its shards, the first process commits, and a
-    failure in one is raised in all.
+    Only one run may write to a folder, and any number of runs may read it. Nothing is created or deleted before the
+    first `save`. In a run of several processes, all of them call `save`, `restore`, `wait` and `close` at the same
+    steps with the same tree of global arrays and a shared folder: each writes its shards, the first process commits,
+    and a failure in one is raised in all.
     """
 
     def __init__(self, directory: str | Path, *, keep: int | None = 3, run: str | None = None):
         """`keep=None` keeps every checkpoint.
 
-        `run` is the run's identifier, any text: the metadata of each saved checkpoint holds it as `"run"`, and a
-        checkpoint with another identifier cannot be read. Checkpoints without an identifier can be read, and if `run`
-        is None, all of them.
+        `run` is the run's identifier, any text: it is saved in the metadata of each checkpoint as `"run"`, and a
+        checkpoint with another identifier cannot be read. Checkpoints without an identifier can always be read; with
+        `run=None`, all checkpoints can.
         """
         if keep is not None and keep < 1:
             raise ValueError(f"Checkpointer(keep={keep}): at least one checkpoint is kept; pass None to keep all.")
@@ -86,6 +86,7 @@ class Checkpointer:
         return self._committed()
 
     def _committed(self) -> list[int]:
+        """Return the steps with a committed checkpoint that exists, in ascending order."""
         return sorted(int(path.name) for path in self._entries() if path.name.isdecimal() and path.is_dir())
 
     def _entries(self) -> list[Path]:
@@ -149,7 +150,7 @@ class Checkpointer:
         step, folder, manifest, saved_names = self._check_leaves(like, step, partial)
         arrays, static = eqx.partition(like, nn.has_shape)
         wanted = named_arrays(arrays)
-        # The first process alone computes the checksums, so that files are read for them once.
+        # Only the first process computes checksums, so that each file is read for them once.
         faults = check_files(folder, manifest["files"]) if jax.process_index() == 0 else []
         if not _all_agree(not faults):
             _refuse(
@@ -201,7 +202,7 @@ class Checkpointer:
             self._thread.join()
             self._thread = None
             has_succeeded = self._failure is None
-            # This tells the other processes whether the first has committed.
+            # All processes learn here whether one has failed.
             if not _all_agree(has_succeeded) and has_succeeded:
                 raise CheckpointError(
                     f"{self._directory}: another process of the run could not save; its error gives the reason."
@@ -227,7 +228,7 @@ class Checkpointer:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None and self._thread is not None and jax.process_count() > 1:
-            self._thread.join()  # only this process failed: the others would not take part in a collective
+            self._thread.join()  # Other processes may not have failed, and would not take part in the collective.
             self._thread = None
         self.close()
 
@@ -239,12 +240,13 @@ class Checkpointer:
             raise self._could_not_save(*self._failure)
 
     def _commit(self, step: int, folder: Path, inode: int | None, metadata: str, leaves: dict) -> None:
+        """Wait until the arrays are written, and commit the checkpoint; runs in the background."""
         assert self._writer is not None
         try:
             self._writer.wait_until_finished()
             if jax.process_index() != 0:
                 return
-            if _inode_of(folder) != inode:  # orbax made a deleted folder again, for the arrays not yet written
+            if _inode_of(folder) != inode:  # Orbax makes a folder that was deleted again, for its remaining arrays.
                 raise FileNotFoundError(folder)
             manifest = {"step": step, "metadata": parse_json(metadata), "leaves": leaves}
             manifest["files"] = describe_files(folder)
@@ -264,12 +266,13 @@ class Checkpointer:
             self._prune()
 
     def _prune(self) -> None:
+        """Delete the checkpoints that are older than the last `keep`."""
         for step in self._committed()[: -self._keep] if self._keep else []:
             path = self._directory / str(step)
             with self._warn_later(path):
                 if path.is_symlink():
                     self._warnings.append(f"{path}: this link is deleted, and not the checkpoint in {path.readlink()}.")
-                # Renamed first, so that an incompletely deleted checkpoint never looks like a complete one.
+                # The rename comes first, so that an incompletely deleted checkpoint never looks like a complete one.
                 remove(path.rename(self._directory / f"{step}.discarded"))
 
     def _clean(self) -> None:
@@ -282,24 +285,28 @@ class Checkpointer:
 
     @contextmanager
     def _warn_later(self, path: Path) -> Iterator[None]:
-        """Turn a failed deletion into a warning of the next call: it costs disk space, and harms no checkpoint."""
+        """Turn the error of a failed deletion into a warning of the next call, since it only costs disk space."""
         try:
             yield
         except OSError as error:
             reason, fix = explain_error(error)
-            self._warnings.append(f"{path} could not be deleted: {reason}; {fix or 'see why'}, or delete it by hand.")
+            fix = fix or "find the cause"
+            self._warnings.append(f"{path} could not be deleted: {reason}; {fix}, or delete it by hand.")
 
     def _could_not_save(self, step: int, error: BaseException) -> CheckpointError:
+        """Return the error of a failed save, with the reason, the state of the folder and the fix."""
         steps = self._committed()
         latest = f"the checkpoint of step {steps[-1]} is whole" if steps else "no checkpoint exists"
-        outcome = "It is there, but a power cut may take it" if step in steps else "Nothing of it was kept"
+        is_there = step in steps
+        outcome = "It was written, but not synced: a power cut may lose it" if is_there else "Nothing of it was kept"
         reason, fix = explain_error(error)
         return CheckpointError(
             f"Checkpointer.save(step={step}) to {self._directory} failed: {reason.rstrip('.')}. {outcome}; {latest}. "
-            f"{fix[0].upper() + fix[1:] if fix else 'See why'}, or choose another folder."
+            f"{fix[0].upper() + fix[1:] if fix else 'Find the cause'}, or choose another folder."
         )
 
     def _read_manifest(self, step: int | None) -> tuple[int, Path, JsonObject]:
+        """Return a step, its folder and its manifest; raise a `CheckpointError` without one of this step and run."""
         chosen = self.latest_step if step is None else step
         if chosen is None or chosen not in self.steps:
             steps = ", ".join(map(str, self.steps)) or "none"
@@ -319,7 +326,8 @@ class Checkpointer:
         return chosen, folder, manifest
 
 
-# Seconds. Orbax's default of twenty minutes is too short for large states on slow disks; a save that hangs still ends.
+# Seconds after which a save that hangs fails. Orbax's default of twenty minutes is too short for large states on slow
+# disks.
 _LONGEST_SAVE = 24 * 60 * 60
 
 
@@ -343,6 +351,7 @@ def _all_agree(condition: bool) -> bool:
 def _refuse(
     folder: Path, faults: list[str], fix: str = "Restore another step by its number, or delete this one."
 ) -> NoReturn:
+    """Raise a `CheckpointError` that lists the first eight faults of a checkpoint."""
     listed = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
     raise CheckpointError(f"{folder}: the checkpoint exists but cannot be restored: {listed}. {fix}")
 

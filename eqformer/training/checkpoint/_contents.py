@@ -1,4 +1,4 @@
-"""Contents of a checkpoint: the arrays of a state by name, and the metadata of a run, with which it resumes exactly."""
+"""Contents of a checkpoint: the arrays of a state by name, and the metadata from which a run resumes exactly."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def from_stored(leaf: jax.Array, like: ArrayOrShape) -> jax.Array:
     if not _is_key(like):
         return leaf
     implementations: list[str] = []
-    # Only a traced key tells its implementation, and its shape does not.
+    # A traced key has an implementation; a key's shape has none.
     jax.eval_shape(lambda key: implementations.append(str(jax.random.key_impl(key))), like)
     return jax.random.wrap_key_data(leaf, impl=implementations[0])
 
@@ -55,7 +55,7 @@ def _is_key(leaf: ArrayOrShape) -> bool:
 
 
 def leaf_faults(saved: Mapping[str, list], wanted: Mapping[str, ArrayOrShape]) -> list[str]:
-    """Return a sentence for each saved leaf (name -> `[dtype, shape]`) that differs from the wanted array."""
+    """Return a sentence for each difference between saved leaves (name -> `[dtype, shape]`) and the wanted arrays."""
     faults = [f"leaf {name} is in the checkpoint and not in the model" for name in saved if name not in wanted]
     for name, leaf in wanted.items():
         if name not in saved:
@@ -104,12 +104,12 @@ def _check_json(path: str, value: object) -> None:
             _check_json(f"{path}[{index}]", element)
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(
-            f"Checkpointer.save(metadata): {path} is {value}, which is no number of JSON; save None or text."
+            f"Checkpointer.save(metadata): {path} is {value}, but JSON has only finite numbers; save None or text."
         )
     elif not isinstance(value, str | int | float | None):
         raise ValueError(
-            f"Checkpointer.save(metadata): {path} is of {type(value).__name__}, which JSON does not have; save a "
-            "number of Python's (`float(x)`, `x.tolist()`), or text."
+            f"Checkpointer.save(metadata): {path} has the type {type(value).__name__}, which JSON does not have; "
+            "save a Python number (`float(x)`, `x.tolist()`), or text."
         )
 
 

@@ -1,4 +1,4 @@
-"""Files of a checkpoint, which survive a power cut (by fsync): folders, manifest, and names of older revisions."""
+"""Files of a checkpoint: folders that survive a power cut (by fsync), the manifest, and former names of arrays."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder if it exists; of a symbolic link only the link, since the user moved the folder elsewhere."""
+    """Delete a folder if it exists; of a symbolic link, only the link, since the user moved the folder elsewhere."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -104,17 +104,17 @@ def _describe(path: Path) -> list[int]:
 
 # Names that arrays of a state had in checkpoints of older revisions.
 
-# Fields that a block had for its sublayers, in the order in which it ran them. Each is now an element of its tuple.
+# Fields that a block had for its sublayers, in the order in which they ran. Each is now an element of `sublayers`.
 _FIELDS = ("mixer", "cross", "feed_forward", "gated_input", "scalar")
-# Patterns in former names, from the field of a block on, and the text that takes their place. `{mixer}` and the like
-# stand for the index of the sublayer that was in this field.
+# Patterns of former names, from the field of a block on, and the text that replaces them. `{mixer}` and the like stand
+# for the index of the sublayer that was in this field.
 _RENAMED = (
     (r"mixer\.mixers\.(?P<branch>\d+)", r"sublayers.{mixer}.branches.\g<branch>"),
     (r"feed_forward\.layer\.dense", r"sublayers.{feed_forward}.branches.0"),
     (r"feed_forward\.layer\.routed", r"sublayers.{feed_forward}.branches.1"),
     (r"scalar", r"sublayers.{scalar}.factor"),
     *((field, f"sublayers.{{{field}}}") for field in _FIELDS[:-1]),
-    (r"mixer", r"branches.0"),  # A parallel block had two fields of the same names.
+    (r"mixer", r"branches.0"),  # A parallel block also had the fields `mixer` and `feed_forward`.
     (r"feed_forward", r"branches.1"),
 )
 # Arrays of an attention that moved into one of its parts: sinks, and norms that follow the rotation.
@@ -124,7 +124,8 @@ _MOVED = (("sinks", "scores.sinks"), ("query_norm", "rotary.query_norm"), ("key_
 def match_saved_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]:
     """Return a dict from the current name of each saved array to its saved name.
 
-    A saved name that is not among the `wanted` names is a former name if its current name is among them; else it stays.
+    The current name is the saved name itself, unless the saved name is unknown and one of the names that its array may
+    have today is among the `wanted` names.
     """
     indices = _sublayer_indices(saved)
     return {name if name in wanted else _current_name(name, wanted, indices): name for name in saved}
@@ -140,7 +141,7 @@ def _names_in_blocks(name: str, indices: Mapping[str, Mapping[str, int]]) -> Ite
     """Yield the names that an array of a block may have among the block's sublayers."""
     for former, current in _RENAMED:
         match = re.fullmatch(rf"(?P<block>(?:.*?\.)??){former}(?P<end>(?:\..+)?)", name)
-        if match and match["block"] in indices:  # else a field of a mixer, say, has the name of a block's
+        if match and match["block"] in indices:  # If not, a module other than a block has a field of this name.
             yield match["block"] + match.expand(current.format(**indices[match["block"]])) + match["end"]
 
 
@@ -154,7 +155,7 @@ def _names_in_parts(name: str) -> Iterator[str]:
 def _sublayer_indices(names: Iterable[str]) -> dict[str, dict[str, int]]:
     """Return for each block, by the beginning of its arrays' names, the index of the sublayer of each field.
 
-    A block always had a mixer, even if it is one without arrays.
+    A block always had a mixer, perhaps one without arrays.
     """
     fields_by_block: dict[str, set[str]] = {}
     for name in names:

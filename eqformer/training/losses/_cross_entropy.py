@@ -106,7 +106,7 @@ def vocabulary_chunk_nats(
     targets: Int[Array, "tokens"],
     chunk: int | None = None,
 ) -> tuple[Float[Array, "tokens"], Float[Array, "tokens"]]:
-    """Return what `token_nats` returns for all logits, from the logits of one vocabulary chunk after another.
+    """Compute `token_nats` from the logits of one vocabulary chunk after another.
 
     No device needs the whole table. The backward pass recomputes a chunk's logits. The gradients of `hidden` are summed
     over vocabulary chunks, and those of a chunk's table over tokens, in float32 at least. `unembed` must read no
@@ -144,7 +144,7 @@ def vocabulary_chunk_nats(
             lambda part: chunk_log_sums(part[0], part[1], hidden), (static, trained)
         )
         log_normalizer = jax.nn.logsumexp(log_normalizers, axis=0)
-        # Only the chunk that holds the target has a finite logit for it; a target that is no id has none.
+        # The target's logit is -inf in all chunks but its own, and in all chunks for a target that is no id.
         target_logit = jnp.max(target_logits, axis=0)
         nats = jnp.where(target_logit > -jnp.inf, log_normalizer - target_logit, jnp.nan)
         return (nats, log_normalizer), (trained, hidden, log_normalizers - log_normalizer)
@@ -238,7 +238,7 @@ def cross_entropy(
     """
     flat = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), jax.lax.stop_gradient(weights.reshape(-1)))
     if chunk is None and hidden.dtype == jnp.float16:
-        chunk = 1024  # so that a chunk's gradient of the table, computed before any scaling, fits in float16
+        chunk = 1024  # A chunk's gradient of the table is computed before any scaling, and must fit in float16.
     if nats is token_nats and has_chunked_vocabulary(unembed):
         losses, log_normalizer = vocabulary_chunk_nats(unembed, *flat[:2], chunk)
         losses = losses + z_loss * jnp.square(log_normalizer) if z_loss else losses
@@ -327,16 +327,16 @@ class ReadTable(eqx.Module):
 
 
 def cast_tables_once(unembed: Unembed, chunk: Array) -> Unembed:
-    """Return `unembed` for chunks like this one, with its tables cast now if `unembed` casts them wherever it reads."""
-    if has_chunked_vocabulary(unembed):  # its tables are gathered chunk by chunk, where they are read
+    """Return `unembed` for chunks like this one, with a table cast now if every read of the table casts it."""
+    if has_chunked_vocabulary(unembed):  # Its tables are gathered chunk by chunk, where they are read.
         return unembed
     unembed_tables, tables = _extract_tables(unembed, chunk)
     casts = [table.cast() for table in tables]
 
-    def unembed_values(hidden: Array) -> Array:
+    def unembed_casts(hidden: Array) -> Array:
         return unembed_tables(hidden, *_with_casts(casts, tables))
 
-    return unembed_values
+    return unembed_casts
 
 
 def _extract_tables(unembed: Unembed, chunk: Array) -> tuple[Unembed, list[ReadTable]]:
@@ -384,7 +384,7 @@ def find_narrower_dtypes(program: core.Jaxpr, tables: Sequence[core.Var]) -> lis
 
 
 def _with_casts(casts: Sequence[Array | None], tables: Sequence[ReadTable]) -> list[Array]:
-    """Return the tables' arrays, with the casts of those that were cast; all gradients keep the arrays' dtypes."""
+    """Return the tables' arrays, with the values of the casts in their place; gradients keep the arrays' dtypes."""
     return [
         table.array if cast_array is None else _replace_value(cast_array, table.array)
         for cast_array, table in zip(casts, tables, strict=True)

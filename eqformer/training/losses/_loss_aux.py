@@ -1,4 +1,4 @@
-"""The results of a loss: its sum, the weight of its tokens, and the aux of routed layers; checks and loss scaling."""
+"""Results of a loss (its sum, the weight of its tokens, the aux of routed layers), their checks, and loss scaling."""
 
 import inspect
 from collections.abc import Callable
@@ -27,6 +27,7 @@ class LossAux(eqx.Module):
 
 
 CountOrAux = Float[Array, ""] | LossAux
+"""The second result of a loss: the weight of the tokens alone or, for a model with routed layers, a `LossAux`."""
 
 
 def add_aux_losses(
@@ -124,6 +125,7 @@ def check_not_split(total: Float[Array, ""], loss_fn: LossFn, size: int) -> None
 
 
 def _describe(result: PyTree) -> str:
+    """Return the number of values of a result, and the shapes of two."""
     if not isinstance(result, tuple | list):
         return "one value"
     if len(result) != 2:
@@ -136,7 +138,7 @@ def _name(loss_fn: LossFn) -> str:
     return getattr(loss_fn, "__name__", type(loss_fn).__name__)
 
 
-# Dynamic loss scaling: keeps the gradients within float16's range, 6e-8 to 65,504, while they are computed.
+# Dynamic loss scaling keeps gradients within float16's range, 6e-8 to 65,504, while they are computed.
 
 MAX_SCALE = 2.0**24
 Scale = Float[Array, ""] | None  # a `LossScale`'s value

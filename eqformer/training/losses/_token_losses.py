@@ -1,4 +1,4 @@
-"""Losses of tokens and of whole rows: next-token prediction, masked-language modeling, and sums of an evaluation."""
+"""Losses of tokens (next-token prediction, masked-language modeling), losses of whole rows, and evaluation sums."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -45,13 +45,13 @@ def next_token_loss(
     then comes in a `LossAux`, which also holds the layers' `Aux`.
 
     Args:
-        model: Has `encode(ids, tokens) -> (hidden, cache, aux)` and `unembed(hidden) -> logits`.
+        model: An object with `encode(ids, tokens) -> (hidden, cache, aux)` and `unembed(hidden) -> logits`.
         batch: Ids, targets and weights.
-        key: For dropout and routers; None is inference: no dropout, no router noise, no dropped choices of experts.
+        key: The key of dropout and router noise; None: neither of them, and no dropped choices of experts.
         chunk: The number of tokens whose logits exist at once; None: see `chunk_size`.
         z_loss: As in `cross_entropy`.
-        tokens: Replaces the result of `batch_tokens`; a mesh that splits rows passes its own.
-        vocabulary: Reads logits that a mesh splits.
+        tokens: The tokens of the batch; None: `batch_tokens(batch, key)`. A mesh that splits rows passes its own.
+        vocabulary: The reader of logits that a mesh splits.
     """
     tokens = batch_tokens(batch, key) if tokens is None else tokens
     hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
@@ -201,8 +201,8 @@ def mask_tokens(
 def check_next_token(model: nn.LanguageModel, *, seq: int) -> None:
     """Raise a `ValueError` for a model (or its shapes) that cannot learn from predicting the next of `seq` tokens.
 
-    Refused are models with an encoder, which reads a second text, models whose tokens attend to later tokens, and
-    models with fewer than `seq` learned positions. Recurrent mixers read in order and are never refused.
+    It refuses models with an encoder, which reads a second text, models whose tokens attend to later tokens, and models
+    with fewer than `seq` learned positions. Recurrent mixers read in order and are never refused.
     """
     if model.start is not None:
         raise ValueError(

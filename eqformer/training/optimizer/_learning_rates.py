@@ -1,7 +1,7 @@
-"""Learning rates: functions of the step, made by name, with their arguments checked; and runs of several phases.
+"""Learning-rate schedules: functions of the step, made by name, and runs of several phases.
 
-They are called rates here, since "schedule" is a pipeline's word in this package. Their numbers are arrays, which a
-compiled step takes as arguments.
+They are called rates, since a schedule is an order of pipeline passes in this package. Their numbers are arrays, which
+a compiled step takes as arguments.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ def _to_int32(value: int) -> np.ndarray:
 
 
 class _Warmup(eqx.Module):
-    """A linear warmup to `peak`, then `peak * share(step)`, with a function of the run's step."""
+    """A linear warmup to `peak`, then `peak * share(step)`."""
 
     peak: Number = eqx.field(converter=_to_float32)
     warmup: Number = eqx.field(converter=_to_float32)
@@ -125,6 +125,8 @@ def _ones(step: Float[Array, ""]) -> Float[Array, ""]:
 
 
 class _Cosine(eqx.Module):
+    """Half a cosine from 1 at step `start` to `final`, `steps` steps later."""
+
     start: Number = eqx.field(converter=_to_float32)
     steps: Number = eqx.field(converter=_to_float32)
     final: Number = eqx.field(converter=_to_float32)
@@ -135,6 +137,8 @@ class _Cosine(eqx.Module):
 
 
 class _LinearDecay(eqx.Module):
+    """1 until step `start`, then a line to `final`, `steps` steps later."""
+
     start: Number = eqx.field(converter=_to_float32)
     steps: Number = eqx.field(converter=_to_float32)
     final: Number = eqx.field(converter=_to_float32)
@@ -144,6 +148,8 @@ class _LinearDecay(eqx.Module):
 
 
 class _Switch(eqx.Module):
+    """The rates of `switch_rates`."""
+
     first: Rates
     second: Rates
     at: Number = eqx.field(converter=_to_float32)
@@ -153,6 +159,8 @@ class _Switch(eqx.Module):
 
 
 class _Shift(eqx.Module):
+    """The rates of `shift_rates`."""
+
     rates: Rates
     by: Int[np.ndarray, ""] = eqx.field(converter=_to_int32)
 
@@ -168,7 +176,7 @@ def _check(
     if steps is not None and steps < 1:
         raise ValueError(f"{name}(steps={steps}): a run has at least one step.")
     if warmup < 0 or decay < 0:
-        raise ValueError(f"{name}(warmup={warmup}, decay={decay}): both count steps and are at least 0.")
+        raise ValueError(f"{name}(warmup={warmup}, decay={decay}): numbers of steps must be at least 0.")
     if steps is not None and warmup >= steps:
         raise ValueError(
             f"{name}(warmup={warmup}, steps={steps}): warmup must be shorter than the run; lower warmup or raise steps."
@@ -182,7 +190,7 @@ def _check(
         raise ValueError(f"{name}(final={final}): the last rate is a share of the peak, from 0 to 1.")
 
 
-# Runs whose number of steps changes on the way.
+# Runs of several phases, whose number of steps changes during the run.
 
 TRANSITIONS: tuple[Literal["hold", "rewarm", "reshape"], ...] = ("hold", "rewarm", "reshape")
 MAX_DEFAULT_WARMUP = 50  # steps
@@ -190,10 +198,10 @@ MAX_DEFAULT_WARMUP = 50  # steps
 
 @dataclasses.dataclass(frozen=True)
 class SchedulePhase:
-    """The steps of a run from `start` on, and how their learning rates are made.
+    """The steps of a run from `start` on, and the learning rates of these steps.
 
-    `reshape`: the rates of a run of `steps` steps, as if that had been the number from the beginning. `rewarm`: the
-    rates of a new run of the remaining steps, with its own warmup (arXiv 2403.08763). `hold`: the last rate.
+    `how="reshape"`: the rates of a run that had `steps` steps from its beginning. `"rewarm"`: the rates of a new run of
+    the remaining steps, with its own warmup (arXiv 2403.08763). `"hold"`: the last rate of the phase before.
     """
 
     start: int
@@ -201,7 +209,7 @@ class SchedulePhase:
     steps: int
     """The number of steps of the run, this phase included."""
     warmup: int
-    """The steps of warmup."""
+    """The number of steps of linear warmup."""
     how: Literal["reshape", "rewarm", "hold"] = "reshape"
     """How the rates continue those of the phases before."""
 
@@ -228,9 +236,9 @@ class Continuation:
     extended: list[SchedulePhase]
     """The phases of a run whose last phase had the new number of steps from its beginning."""
     options: dict[str, list[SchedulePhase]]
-    """The phases by the name of each transition for which there are rates: the remaining steps must exceed a warmup."""
+    """The phases for each possible transition; one with too few remaining steps for its warmup is left out."""
     is_smooth: Callable[[int], bool]
-    """Whether the rate of a step is the same in the run so far and in the extended one."""
+    """A function of a step: whether its rate is the same in the run so far and in the extended run."""
 
 
 def continue_phases(
@@ -239,7 +247,7 @@ def continue_phases(
     """Return the ways in which a run may continue to another number of steps.
 
     Args:
-        name: The name of its rates in `RATES`.
+        name: The name of the run's rates in `RATES`.
         so_far: The phases of the run so far.
         peak: The largest rate.
         start: The number of steps that the run has taken.
@@ -260,6 +268,7 @@ def continue_phases(
 
 
 def _rates_or_none(name: str, phases: Sequence[SchedulePhase], peak: float) -> Rates | None:
+    """Return the rates of phases; None if the phases are impossible."""
     with suppress(ValueError):
         return phase_rates(name, phases, peak=peak)
     return None

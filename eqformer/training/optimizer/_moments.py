@@ -14,22 +14,22 @@ from ...nn import at_least_float32
 
 MOMENTS = ("float32", "bfloat16", "8bit")
 MIN_ROW = 32
-"""Arrays with shorter rows stay as they are: a scale per row would not pay."""
+"""Least length of the rows that are coded: with shorter rows, the scales would take too much memory."""
 _LEVELS_PER_OCTAVE = 8  # neighboring levels are 9 % apart
-_SIGNED_LEVELS, _UNSIGNED_LEVELS = 127, 255  # in a row with negative numbers, and in one without
+_SIGNED_LEVELS, _UNSIGNED_LEVELS = 127, 255  # The highest level in a row with negative numbers, and in one without.
 
 
 class MomentCodes(eqx.Module):
     """An array in 8 bits a number: signs, and logarithms in eighths of an octave below the largest number of the row.
 
-    A row lies along the last dim, whatever a mesh splits, so the codes do not depend on the mesh: the largest number of
-    a row is the same in whichever order it is found. A level `l` of a row with negative numbers stands for
-    `scale * 2 ** ((l - 127) / 8)`, and reaches 16 octaves down. In a row without negative numbers, such as a mean of
-    squares, it stands for `-scale * 2 ** ((l - 255) / 8)`, and reaches 32 octaves down. Level 0 is zero.
+    A row lies along the last dim, also if a mesh splits that dim: the codes do not depend on the mesh. In a row with
+    negative numbers, the level `l` stands for the magnitude `scale * 2 ** ((l - 127) / 8)`, and levels reach 16 octaves
+    down. In a row without negative numbers, such as a mean of squares, it stands for `-scale * 2 ** ((l - 255) / 8)`,
+    and levels reach 32 octaves down. Level 0 is zero.
     """
 
     levels: UInt8[Array, "*dims row"]
-    """Levels; in rows with negative numbers, 128 is added to those of negative numbers."""
+    """Level of each number; 128 is added for a negative number."""
     scale: Float[Array, "*dims 1"]
     """The largest magnitude of each row, negated for a row that has no negative numbers."""
 
@@ -38,7 +38,7 @@ class CodedState(eqx.Module):
     """An optimizer's state with `MomentCodes` in the place of arrays, and the number of times that it was encoded."""
 
     inner: PyTree
-    """The state."""
+    """The optimizer's state."""
     coded: Int[Array, ""]
     """The number of times that the state was encoded; the rounding depends on it."""
 
@@ -49,28 +49,28 @@ def is_codes(node: object) -> TypeGuard[MomentCodes]:
 
 
 def is_masked(node: object) -> TypeGuard[optax.MaskedNode]:
-    """Return whether a node is the mark by which `optax.partition` replaces leaves of another transformation."""
+    """Return whether a node is the mark with which `optax.partition` masks leaves of another transformation."""
     return isinstance(node, optax.MaskedNode)
 
 
 def compress_moments(
     moments: str, transform: optax.GradientTransformation, state: PyTree, previous: PyTree = None
 ) -> PyTree:
-    """Convert an optimizer's state in float32 to what is stored between steps; `previous` is the last stored state."""
+    """Return an optimizer's float32 state as it is stored; `previous` is the stored state before the step."""
     if moments == "float32":
         return state
     if moments == "bfloat16":
         return map_moments(transform, _round_to_bfloat16, state)
-    number = jnp.zeros((), jnp.int32) if previous is None else previous.coded + 1
+    count = jnp.zeros((), jnp.int32) if previous is None else previous.coded + 1
 
     def encode_rows(x: Array) -> Array | MomentCodes:
-        return encode_moment(x, number) if _has_rows(x) else x
+        return encode_moment(x, count) if _has_rows(x) else x
 
-    return CodedState(map_moments(transform, encode_rows, state), number)
+    return CodedState(map_moments(transform, encode_rows, state), count)
 
 
 def decompress_moments(moments: str, transform: optax.GradientTransformation, state: PyTree) -> PyTree:
-    """Convert a stored state back to float32 at least; this inverts `compress_moments` but for its rounding."""
+    """Return a stored state in float32 at least; this inverts `compress_moments` except for its rounding."""
     if moments == "float32":
         return state
     if isinstance(state, CodedState):
@@ -97,9 +97,9 @@ def map_moments(
     *likes: PyTree,
     other: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:
-    """Apply `function(x, *likes)` to what a state holds for each parameter, an array or `MomentCodes`.
+    """Apply `function(moment, *likes)` to each moment of a state: an array, or `MomentCodes`, of a parameter.
 
-    Counters become `other(counter)`, or stay as they are.
+    `likes` are trees like the parameters. Counters become `other(counter)`; without `other` they stay.
     """
 
     def map_leaf(leaf: PyTree, *likes: PyTree) -> PyTree:
@@ -114,18 +114,18 @@ def map_moments(
 
 
 def _has_rows(x: Array) -> bool:
-    # A vector may hold one number per layer, and pipelines hold the layers in another order.
+    # Vectors are no rows: a vector may have one number per layer, and the order of layers depends on the pipeline.
     return x.ndim > 1 and x.shape[-1] >= MIN_ROW
 
 
-def encode_moment(x: Float[Array, "*dims row"], number: Int[Array, ""]) -> MomentCodes:
-    """Round an array to 8 bits, up or down, so that a number stays the same on average over many `number`s.
+def encode_moment(x: Float[Array, "*dims row"], count: Int[Array, ""]) -> MomentCodes:
+    """Round an array to 8 bits, up or down, so that the mean over many encodings is the array itself.
 
     A number between two levels goes to the upper one if it is above a threshold in `[0, 1)` of their distance. The
-    threshold moves from `number` to `number`, and from column to column, by the fractional parts of multiples of
-    irrational numbers: it covers the interval evenly, sooner than random numbers do. (Rounded to the nearest level, a
-    mean that loses less than half of the distance in a step would never fall.) Positive numbers of a row without
-    negative ones are never rounded to zero.
+    threshold is the fractional part of a sum of irrational steps, one for each earlier encoding (there are `count`) and
+    one for each column: such thresholds cover the interval more evenly than random numbers. (With rounding to the
+    nearest level, a mean that loses less than half of the distance in a step would never fall.) Positive numbers of a
+    row without negative numbers are never rounded to zero.
     """
     size = jnp.abs(x)
     largest = jnp.max(size, axis=-1, keepdims=True)
@@ -133,7 +133,7 @@ def encode_moment(x: Float[Array, "*dims row"], number: Int[Array, ""]) -> Momen
     share = size / jnp.where(largest > 0, largest, 1)
     exact = _LEVELS_PER_OCTAVE * jnp.log2(jnp.where(share > 0, share, 1))
     lower = jnp.floor(exact)
-    threshold = _rounding_threshold(number, x.shape[-1]).astype(x.dtype)
+    threshold = _rounding_threshold(count, x.shape[-1]).astype(x.dtype)
     rounds_up = jnp.exp2((exact - lower) / _LEVELS_PER_OCTAVE) - 1 > threshold * (2 ** (1 / _LEVELS_PER_OCTAVE) - 1)
     top = jnp.where(is_signed, _SIGNED_LEVELS, _UNSIGNED_LEVELS)
     level = lower.astype(jnp.int32) + rounds_up.astype(jnp.int32) + top
@@ -154,8 +154,8 @@ def decode_moment(codes: MomentCodes) -> Float[Array, "*dims row"]:
     return jnp.where(is_negative, -size, size)
 
 
-def _rounding_threshold(number: Int[Array, ""], row: int) -> Float[Array, "row"]:
-    """Return the fractional parts of `number * golden ratio + column / plastic ratio`, in 24 bits."""
+def _rounding_threshold(count: Int[Array, ""], row: int) -> Float[Array, "row"]:
+    """Return the fractional parts of `count * golden ratio + column / plastic ratio`, in 24 bits."""
     golden, plastic = (round(2**32 * step) for step in ((math.sqrt(5) - 1) / 2, 0.7548776662466927))
-    phase = number.astype(jnp.uint32) * jnp.uint32(golden) + jnp.arange(row, dtype=jnp.uint32) * jnp.uint32(plastic)
+    phase = count.astype(jnp.uint32) * jnp.uint32(golden) + jnp.arange(row, dtype=jnp.uint32) * jnp.uint32(plastic)
     return (phase >> 8).astype(jnp.float32) / 2**24

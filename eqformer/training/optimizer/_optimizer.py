@@ -1,4 +1,4 @@
-"""Optimizers by name: AdamW, Muon and SGD, with decay on matrices alone and state in float32 or in fewer bits."""
+"""Optimizers by name: AdamW, Muon and SGD, with decay only on matrices, and state in float32 or in fewer bits."""
 
 import dataclasses
 import math
@@ -35,17 +35,17 @@ def partition_trained(model: PyTree, trained: Trained) -> tuple[PyTree, PyTree]:
 def trained_parameters(model: PyTree, trained: Trained) -> PyTree:
     """Return the parameters that `trained` picks; raise a `ValueError` for other trees and arrays without gradients."""
     parameters = trained(model)
-    rule = "it returns a tree like the model, with None in the place of all that is not trained, as eqx.filter does"
+    rule = "it must return a tree like the model, with None for all that is not trained, as eqx.filter does"
     try:
         jax.tree.map(lambda parameter, x: None, parameters, model, is_leaf=_is_none)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"Optimizer(trained=...): for a {type(model).__name__} {rule}; this one differs.") from error
+        raise ValueError(f"Optimizer(trained=...): for a {type(model).__name__} {rule}; return such a tree.") from error
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
         if not nn.is_trainable(leaf):
             kind = f"{leaf.dtype} of shape {leaf.shape}" if nn.has_shape(leaf) else f"a {type(leaf).__name__}"
             raise ValueError(
-                f"Optimizer(trained=...): it picks {nn.path_name(path)}, {kind}, which has no gradient; pick arrays "
-                "of floats alone, as training.trainable does."
+                f"Optimizer(trained=...): it picks {nn.path_name(path)}, {kind}, which has no gradient; pick only "
+                "floating-point arrays, as training.trainable does."
             )
     return parameters
 
@@ -88,7 +88,7 @@ class Optimizer(eqx.Module):
     ) -> tuple[PyTree, PyTree]:
         """Return `parameters + learning_rate * transform(gradients)`, in float32 at least, and the new state."""
         wide, wide_state = nn.in_float32(parameters), decompress_moments(self.moments, self.transform, state)
-        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of integer counts
+        with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to the power of integer counts.
             updates, wide_state = self.transform.update(nn.in_float32(gradients), wide_state, wide)
 
         def apply_update(parameter: Array, value: Array, update: Array) -> Array:
@@ -100,7 +100,7 @@ class Optimizer(eqx.Module):
     def map_state(
         self, function: Callable[..., PyTree], state: PyTree, *like_parameters: PyTree, other: PyTree
     ) -> PyTree:
-        """Apply `function` to what `state` holds for each parameter, an array or its `MomentCodes`.
+        """Apply `function` to each moment of `state`: an array, or its `MomentCodes`, that belongs to a parameter.
 
         `function` also takes that parameter's leaves of `like_parameters` (trees like the trained parameters, such as
         partition specs). Counters become `other`.
@@ -138,7 +138,7 @@ def adamw(
         matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
-    decays = _decay_mask(_marks(model, matrices, trained), decay_tables)
+    decays = _decay_mask(_mark_matrices(model, matrices, trained), decay_tables)
     rule = optax.adamw(1.0, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays)
     return Optimizer(rule, rate, trained)
 
@@ -178,7 +178,7 @@ def muon(
         matrices: A tree like the model that marks the weights that decay; None: `nn.matrices(model)`.
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
-    marks = _marks(model, matrices, trained)
+    marks = _mark_matrices(model, matrices, trained)
 
     def label_of(mark: nn.Matrix | Literal[False] | None) -> str:
         return "muon" if mark and not mark.table else "adam"
@@ -225,7 +225,9 @@ def sgd(
         trained: Picks the parameters that are trained, such as `nn.lora_factors`.
     """
     step = optax.sgd(1.0, momentum=momentum, nesterov=nesterov)
-    decay = optax.add_decayed_weights(-weight_decay, _decay_mask(_marks(model, matrices, trained), decay_tables))
+    decay = optax.add_decayed_weights(
+        -weight_decay, _decay_mask(_mark_matrices(model, matrices, trained), decay_tables)
+    )
     return Optimizer(optax.chain(step, decay), rate, trained)
 
 
@@ -237,9 +239,9 @@ OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = MappingProxyType({"adamw": 
 def optimizer(name: str, model: PyTree, *, rate: Rates | float, **options: PyTree) -> Optimizer:
     """Return the optimizer of a name in `OPTIMIZERS` for a model's structure; `rate` is a number or a function.
 
-    `options` are the named optimizer's, and `moments`, the dtype of its state between steps (float32, bfloat16, 8bit).
-    Raises a `ValueError` for an unknown name, and for bfloat16 moments whose change in a step is so small that rounding
-    undoes it (`b2` above 0.98).
+    `options` are those of the named optimizer, and `moments`, the dtype of its state between steps (float32, bfloat16,
+    8bit). Raises a `ValueError` for an unknown name, and for bfloat16 moments whose change in a step is so small that
+    rounding undoes it (`b2` above 0.98).
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer({name!r}): the optimizers are {', '.join(OPTIMIZERS)}; pass one of these.")
@@ -258,8 +260,9 @@ def check_optimizer(optimizer: object, call: str) -> None:
     """Raise a `ValueError` for anything but an `Optimizer`, such as an optax transformation alone."""
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
-            f"{call}: the optimizer is a {type(optimizer).__name__}; an optax transformation is built for a learning "
-            "rate of 1 and given with its rate, as training.Optimizer(optax.adam(1.0), training.constant(1e-3))."
+            f"{call}: the optimizer must be a training.Optimizer, and this is a {type(optimizer).__name__}; build an "
+            "optax transformation for a learning rate of 1 and pass it with the rate, as "
+            "training.Optimizer(optax.adam(1.0), training.constant(1e-3))."
         )
 
 
@@ -271,8 +274,8 @@ def global_norm(tree: PyTree) -> Float[Array, ""]:
     return jnp.sqrt(sum(squares, start=jnp.zeros((), widest)))
 
 
-def _marks(model: PyTree, matrices: PyTree, trained: Trained) -> PyTree:
-    """Return a tree like the trained parameters with a `Matrix` or False for each parameter; it holds no arrays."""
+def _mark_matrices(model: PyTree, matrices: PyTree, trained: Trained) -> PyTree:
+    """Return a tree like the trained parameters, with an `nn.Matrix` for each matrix and False for other parameters."""
     marks = nn.matrices(model) if matrices is None else matrices
 
     def mark(parameter: PyTree, mark: nn.Matrix | None) -> nn.Matrix | bool | None:
@@ -282,16 +285,18 @@ def _marks(model: PyTree, matrices: PyTree, trained: Trained) -> PyTree:
 
 
 def _decay_mask(marks: PyTree, decay_tables: bool) -> Callable[[PyTree], PyTree]:
-    """Return a function that returns which parameters decay."""
+    """Return a function for optax whose result is a tree that tells which parameters decay."""
 
     def decays(mark: nn.Matrix | Literal[False] | None) -> bool:
         return bool(mark and (decay_tables or not mark.table))
 
     mask = jax.tree.map(decays, marks, is_leaf=_is_none)
-    return lambda _: mask  # a function, since optax would call a tree that is a callable module
+    return lambda _: mask  # Optax calls a mask that is callable, as a tree of modules is.
 
 
 def _map_marked(function: Callable[[Array, nn.Matrix], PyTree], updates: PyTree, marks: PyTree) -> PyTree:
+    """Apply `function` to each update and its mark, except for updates of another optimizer, which optax masks."""
+
     def map_update(x: PyTree, mark: PyTree) -> PyTree:
         return x if is_masked(x) else function(x, mark)
 
@@ -299,6 +304,7 @@ def _map_marked(function: Callable[[Array, nn.Matrix], PyTree], updates: PyTree,
 
 
 def _muon_axes(mark: nn.Matrix) -> optax.contrib.MuonDimensionNumbers:
+    """Return the input and output dims of a matrix; all others are ensemble dims."""
     first, last = mark.ensemble + mark.outputs, mark.ensemble + mark.outputs + mark.inputs
     return optax.contrib.MuonDimensionNumbers(
         reduction_axis=tuple(range(first, last)), output_axis=tuple(range(mark.ensemble, first))
@@ -306,6 +312,7 @@ def _muon_axes(mark: nn.Matrix) -> optax.contrib.MuonDimensionNumbers:
 
 
 def _rms_scale(x: Array, mark: nn.Matrix, rms: float) -> float:
+    """Return the factor by which an orthogonalized matrix has about the root mean square `rms`."""
     outputs = math.prod(x.shape[mark.ensemble : mark.ensemble + mark.outputs])
     inputs = math.prod(x.shape[mark.ensemble + mark.outputs :])
     return rms * math.sqrt(max(outputs, inputs))
