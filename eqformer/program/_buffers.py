@@ -51,18 +51,18 @@ def largest_buffers(text: str) -> tuple[int, list[Buffer]]:
     first, (result, _) = _walk(computations, entry, set())
     # Both walks give a buffer the same number. The second leaves out the program's result, which is in the place of a
     # donated argument, and all buffers in the place of that result.
-    free, size = set(_flatten(result)), 0
-    while len(free) > size:
-        size = len(free)
-        free |= {buffer for group in first.shared if not free.isdisjoint(group) for buffer in group}
-    walk, (_, peak) = _walk(computations, entry, free)
+    uncounted, size = set(_flatten(result)), 0
+    while len(uncounted) > size:
+        size = len(uncounted)
+        uncounted |= {buffer for group in first.shared if not uncounted.isdisjoint(group) for buffer in group}
+    walk, (_, peak) = _walk(computations, entry, uncounted)
     return peak.size, sorted((walk.buffers[number] for number in peak.buffers), key=lambda buffer: -buffer.size)
 
 
-def _walk(computations: Computations, entry: str, free: set[int]) -> tuple["_Walk", tuple[Value, _Peak]]:
+def _walk(computations: Computations, entry: str, uncounted: set[int]) -> tuple["_Walk", tuple[Value, _Peak]]:
     """Walk through a program; return the walk, the program's result and its peak."""
-    walk = _Walk(computations, free)
-    arguments = [walk.new_value(line.result, line, is_free=True) for line in walk.parameters(entry)]
+    walk = _Walk(computations, uncounted)
+    arguments = [walk.new_value(line.result, line, is_uncounted=True) for line in walk.parameters(entry)]
     return walk, walk.run(entry, arguments)
 
 
@@ -72,9 +72,9 @@ class _Walk:
     A buffer lives from the instruction that makes it to the last instruction that reads it.
     """
 
-    def __init__(self, computations: Computations, free: set[int]):
-        """`free` are the numbers of buffers that do not count because they are written over other buffers."""
-        self.computations, self.free = computations, free
+    def __init__(self, computations: Computations, uncounted: set[int]):
+        """`uncounted` are the numbers of buffers that do not count because they are written over other buffers."""
+        self.computations, self.uncounted = computations, uncounted
         self.buffers: list[Buffer] = []
         # Groups of buffers in one place: the results of a conditional's branches, and a value whose last reader is a
         # copy, with that copy.
@@ -85,15 +85,15 @@ class _Walk:
         lines = [line for line in self.computations[name] if line.opcode == "parameter"]
         return sorted(lines, key=lambda line: int(line.literal))
 
-    def new_value(self, result: str, line: Instruction, is_free: bool = False) -> Value:
-        """Return new buffers for a type, nested as its tuples are; buffers that are `is_free` count 0 bytes."""
-        return self._new_buffers(_nest_types(result), line, is_free)
+    def new_value(self, result: str, line: Instruction, is_uncounted: bool = False) -> Value:
+        """Return new buffers for a type, nested as its tuples are; buffers that are `is_uncounted` count 0 bytes."""
+        return self._new_buffers(_nest_types(result), line, is_uncounted)
 
-    def _new_buffers(self, types: str | list, line: Instruction, is_free: bool) -> Value:
+    def _new_buffers(self, types: str | list, line: Instruction, is_uncounted: bool) -> Value:
         if isinstance(types, list):
-            return [self._new_buffers(part, line, is_free) for part in types]
-        is_free |= len(self.buffers) in self.free
-        size = 0 if is_free else main_memory_size(types)
+            return [self._new_buffers(part, line, is_uncounted) for part in types]
+        is_uncounted |= len(self.buffers) in self.uncounted
+        size = 0 if is_uncounted else main_memory_size(types)
         self.buffers.append(Buffer(types.partition("{")[0], size, scopes_of(line.attributes)))
         return len(self.buffers) - 1
 
@@ -203,7 +203,7 @@ class _Walk:
         if opcode in ("bitcast", "optimization-barrier", "after-all", "add-dependency"):
             return operands[0] if operands else []
         if opcode == "constant":
-            return self.new_value(line.result, line, is_free=True)
+            return self.new_value(line.result, line, is_uncounted=True)
         if opcode.endswith("-start"):
             return self._start_value(line, operands)
         if opcode.endswith("-done"):
