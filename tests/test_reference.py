@@ -44,7 +44,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     text = html.unescape(re.sub(r"<[^>]+>", "", shown["nn"]))
     assert 'Float[Array, "*batch seq embed"]' in text  # a signature's shapes are read as they are written
     assert "Dropout(rate: float)" in text  # what builds a module without an `__init__` are its fields
-    assert (tmp_path / "source" / "eqformer" / "nn" / "_linear.py" / "index.html").exists()  # which the README links to
+    assert (tmp_path / "source" / "eqformer" / "nn" / "_linear.py" / "index.html").exists()  # which a page links to
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="the extra `docs` is not installed")
