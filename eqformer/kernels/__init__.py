@@ -4,7 +4,7 @@ from ._cache_write import (
     CACHE_WRITE as CACHE_WRITE,
     CacheWriteCall as CacheWriteCall,
     LayerFill as LayerFill,
-    rounded_slots as rounded_slots,
+    round_up_slots as round_up_slots,
     ScatterWrite as ScatterWrite,
     TileWrite as TileWrite,
 )
@@ -84,7 +84,7 @@ from .grouped_matmul._grouped_matmul import (
 )
 from .grouped_matmul._hopper import HopperGroupedMatmul as HopperGroupedMatmul
 from .grouped_matmul._hopper_fp8 import (
-    fp8_grouped_matmul as fp8_grouped_matmul,
+    has_fp8_grouped_matmul as has_fp8_grouped_matmul,
     HopperFp8GroupedMatmul as HopperFp8GroupedMatmul,
 )
 from .grouped_matmul._tpu import TpuGroupedMatmul as TpuGroupedMatmul

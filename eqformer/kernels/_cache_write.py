@@ -1,10 +1,12 @@
-"""Writes of new tokens into the slots of a cache, in place: by a scatter, and on TPUs by a kernel or layer by layer.
+"""Writes of new tokens into the slots of a cache, in place: by a scatter, and on TPUs by a kernel or a whole-layer
+pass.
 
-On TPUs XLA scatters into memories of 8 bits, and into memories whose channels fill no whole vectors, in a layout of its
-own: the whole stack's array was copied into that layout, and back, in each layer. The kernel (Pallas by Mosaic) writes
-few tokens of each row: it fetches the tiles that hold the slots from main memory (HBM), all at once, and sends them
-back. For many tokens, arrays of single layers that fit into vector memory (VMEM) are brought there for a scatter, and
-back.
+The array of a cache is called its memory here. On TPUs, XLA's scatter needs a layout of its own for memories in 8 bits,
+and for memories whose channels are no multiple of 128. For a scatter, XLA copied the memory of the whole stack into
+that layout, and back, in each layer. Two implementations avoid these copies. `TileWrite` (Pallas by Mosaic) writes up
+to 8 tokens of each row: it fetches the tiles that hold their slots from main memory (HBM), all at once, and sends them
+back. `LayerFill` writes more tokens by one pass over the layer's memory, in which each slot takes its new token or
+keeps its numbers.
 """
 
 import functools
@@ -24,15 +26,16 @@ class CacheWriteCall(Call):
     """The arguments of `memory[layer, row, ..., slot, :] = new[row]` for each token of each row."""
 
     memory: Num[Array, "..."]
-    """A cache's array, with a dim of layers in front where there is a `layer`; of each row alone, or of its heads."""
+    """The cache's array: batch dims, heads or none, slots, and channels or none. If `layer` is given, a dim of layers
+    comes first."""
     slots: Int[Array, "*batch seq"]
-    """The slot of each token; a token is dropped whose slot is the number of slots."""
+    """The slot of each token. A token whose slot is the number of slots is dropped."""
     new: Num[Array, "..."]
-    """The new tokens, in the dtype of the memory."""
+    """The keys or values of the new tokens, in the dtype of the memory."""
     layer: Int[Array, ""] | None
-    """The layer of a stack that is written; None: the memory is of one layer."""
+    """The layer of the stack to write; None: the memory has no dim of layers."""
     dim: int = eqx.field(static=True)
-    """The dim of the slots in `new`, and in a layer's memory."""
+    """The index of the dim of tokens in `new`, and of the dim of slots in the memory of one layer."""
 
     operation = "cache write"
 
@@ -42,7 +45,7 @@ class CacheWriteCall(Call):
 
 
 class ScatterWrite(Implementation[CacheWriteCall, Array]):
-    """One scatter, of any number of tokens."""
+    """Writes of any number of tokens by one scatter."""
 
     def supports(self, call: CacheWriteCall) -> str | None:
         """Return None: it computes every call."""
@@ -53,37 +56,38 @@ class ScatterWrite(Implementation[CacheWriteCall, Array]):
         slots, dim = call.slots, call.dim
         shape = *call.new.shape[:dim], slots.shape[-1]
         slot_of_head = jnp.broadcast_to(jax.lax.expand_dims(slots, range(slots.ndim - 1, dim)), shape)
-        # All dims up to that of the slots are indexed, which is in place everywhere: for a reshaped memory XLA would
-        # copy the memory of one head.
+        # All dims up to the dim of slots are indexed, so that XLA scatters in place on every platform. With fewer
+        # indices into a reshaped memory, XLA copied the memory of one head.
         indices = [jax.lax.broadcasted_iota(jnp.int32, shape, number) for number in range(dim)]
         layers = () if call.layer is None else (jnp.broadcast_to(call.layer, shape),)
         return call.memory.at[(*layers, *indices, slot_of_head)].set(call.new, mode="drop")
 
 
 LANES = 128
-"""Numbers of a vector: the last dim of an array fills whole vectors."""
-_FEW_TOKENS = 8  # of a row, which are written one after another
-_TILE_BYTES = 2**21  # of tiles that are fetched at once, with the tokens that are written into them
+"""Numbers along the last dim of a TPU's vector: dims that are multiples of it fill whole vectors."""
+_FEW_TOKENS = 8  # The kernel writes the tokens of a row one after another, so it takes at most this many.
+_TILE_BYTES = 2**21  # The most bytes of tiles that are fetched at once, with the tokens to write into the tiles.
 
 
 def stores_channels_first(kv_seq: int, width: int) -> bool:
     """Return whether TPU compilers store the channels of a memory before its slots.
 
-    They do where channels fill no whole vectors and slots do.
+    They do if the number of slots is a multiple of 128 and the number of channels is not.
     """
     return kv_seq % LANES == 0 and width % LANES != 0
 
 
-def rounded_slots(tokens: int) -> int:
-    """Return the slots for so many tokens: beyond one vector, whole vectors of slots, which TPUs read in place."""
+def round_up_slots(tokens: int) -> int:
+    """Return the number of slots for so many tokens: above 128, the next multiple of 128, which TPUs read in place."""
     return tokens + -tokens % LANES if tokens > LANES else tokens
 
 
 class TileWrite(Implementation[CacheWriteCall, Array]):
     """Writes of up to 8 tokens of each row, by a kernel that fetches the tiles of their slots and sends them back.
 
-    A tile has 128 slots where channels are stored first, and 32 bytes of slots otherwise; a program has up to 2 MB of
-    tiles in VMEM. `interpret` runs the kernel as plain JAX on any platform, for tests.
+    A tile has 128 slots if channels are stored first, and otherwise 8 slots of 32-bit numbers, 16 of 16-bit or 32 of
+    8-bit numbers. A program has up to 2 MB of tiles in vector memory (VMEM). `interpret` runs the kernel as plain JAX
+    on any platform, for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)
@@ -107,8 +111,7 @@ class TileWrite(Implementation[CacheWriteCall, Array]):
 
 
 class LayerFill(Implementation[CacheWriteCall, Array]):
-    """Writes of many tokens by one pass over a layer's memory, where XLA's scatter would copy the memory for a
-    layout."""
+    """Writes of many tokens by one pass over the layer's memory, which XLA's scatter would copy to another layout."""
 
     def supports(self, call: CacheWriteCall) -> str | None:
         """Return the reason why the pass is not taken, or None."""
@@ -117,7 +120,7 @@ class LayerFill(Implementation[CacheWriteCall, Array]):
         if call.slots.shape[-1] <= _FEW_TOKENS:
             return f"it writes more than {_FEW_TOKENS} tokens a row, not {call.slots.shape[-1]}"
         if call.memory.dtype.itemsize > 1 and not stores_channels_first(*call.memory.shape[-2:]):
-            return "XLA's scatter has the memory's own layout"
+            return "XLA's scatter works in the memory's own layout"
         return None
 
     def run(self, call: CacheWriteCall) -> Num[Array, "..."]:
@@ -127,7 +130,7 @@ class LayerFill(Implementation[CacheWriteCall, Array]):
 
 def _missing_channels(call: CacheWriteCall) -> str | None:
     has_channels = call.memory.ndim == call.dim + (2 if call.layer is None else 3)
-    return None if has_channels else "it writes arrays with channels behind the slots"
+    return None if has_channels else "it writes arrays with a dim of channels after the slots"
 
 
 def fill_layer(
@@ -136,7 +139,7 @@ def fill_layer(
     new: Num[Array, "*batch_heads seq width"],
     layer: Int[Array, ""] | None,
 ) -> Num[Array, "*layers_rows_heads kv_seq width"]:
-    """Return the memory with all slots of the layer written: each takes its new token or keeps its numbers."""
+    """Return the memory after a pass over all slots of the layer: a slot takes its new token or keeps its numbers."""
     old = _read_layer(memory, layer)
     *batch, seq = slots.shape
     indices = [jax.lax.broadcasted_iota(jnp.int32, slots.shape, dim) for dim in range(slots.ndim)]
@@ -154,7 +157,8 @@ def fill_layer(
     *leading, last, channels = range(memory.ndim)
     channels_first = stores_channels_first(*memory.shape[-2:])
     order = (*leading, channels, last) if channels_first else (*leading, last, channels)
-    return with_layout_constraint(updated, Layout(order))  # for 8 bits XLA chose another layout, and copied all layers
+    # Without the constraint, XLA chose another layout for 8-bit memories, and copied all layers.
+    return with_layout_constraint(updated, Layout(order))
 
 
 def _read_layer(memory: Array, layer: Int[Array, ""] | None) -> Array:
@@ -169,7 +173,7 @@ def write_by_kernel(
     *,
     interpret: bool = False,
 ) -> Num[Array, "*layers_rows_heads kv_seq width"]:
-    """Return the memory with `memory[layer, row, :, slot] = new[row]`; slots at the capacity are dropped."""
+    """Return the memory with `memory[layer, row, :, slot] = new[row]`; a token whose slot is `kv_seq` is dropped."""
     (kv_seq, width), (rows, seq) = memory.shape[-2:], (slots[..., 0].size, slots.shape[-1])
     stack = memory.reshape(1 if layer is None else len(memory), rows, -1, kv_seq, width)
     vector_dtype = jnp.int32 if jnp.issubdtype(memory.dtype, jnp.integer) else jnp.float32
@@ -182,7 +186,7 @@ def write_by_kernel(
 
 
 def _call_kernel(stack: Array, new: Array, slots: Array, layer: Array, channels_first: bool, interpret: bool) -> Array:
-    """Call the kernel; its grid is chunks of rows. The stack is updated in place in HBM."""
+    """Call the kernel, whose grid is chunks of rows. It updates the stack in place in HBM."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu
 
@@ -225,7 +229,7 @@ def _kernel(
     tiles: Ref,
     arrived: Ref,
 ) -> None:
-    """Write the tokens of some rows, whose tiles are copied concurrently; `memory` is updated in place."""
+    """Write the tokens of a chunk of rows, whose tiles are copied concurrently. `memory` is updated in place."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu
 
@@ -262,14 +266,14 @@ def _kernel(
         for step in (start_fetch, write_token, wait_for_store):
             jax.lax.fori_loop(0, chunk, step, None)
 
-    for token in range(seq):  # two tokens of a row may be in one tile, so they are written one after another
+    for token in range(seq):  # Two tokens of a row may be in one tile, so tokens are written one after another.
         write(token)
 
 
 def _tile_slots(memory: Array, kv_seq: int, width: int) -> int:
-    """Return the slots of a tile, the smallest part of main memory that can be copied."""
+    """Return the number of slots of a tile, the smallest part of main memory that can be copied."""
     return LANES if stores_channels_first(kv_seq, width) else 32 // memory.dtype.itemsize
 
 
 CACHE_WRITE = Op(ScatterWrite(), (("tpu", TileWrite()), ("tpu", LayerFill())))
-"""Writes into a cache, in place on every platform."""
+"""Writes of new tokens into a cache, in place on every platform."""

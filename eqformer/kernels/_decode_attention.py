@@ -1,10 +1,11 @@
 """Attention of each row's newest token to a cache: the definition, and kernels for NVIDIA GPUs and TPUs.
 
 The kernels read the cache once. In plain XLA the scores of all slots are in main memory in float32, and a softmax reads
-them three times: where many heads share a key head, as the eight of Llama 3 70B on each of eight devices, that is a
-sixth of the bytes that a decode step reads and writes. The GPU's kernel (`FlashDecodingGpu`) keeps scores in registers.
-On TPUs latents, which are keys and values, were read twice, and products of few queries took longer than the memory
-traffic: the TPU's kernel (`FlashDecodingTpu`) reads the cache where it is stored.
+them three times. If many heads share a key head, these scores are much of a decode step's memory traffic: a sixth for
+Llama 3 70B on eight devices, where eight heads share one key head on each device. The GPU's kernel (`FlashDecodingGpu`)
+keeps scores in registers. On TPUs, XLA read latents twice, because they are both keys and values, and its products of
+few queries took longer than reading the cache. The TPU's kernel (`FlashDecodingTpu`) reads the cache where it is
+stored.
 """
 
 import jax.numpy as jnp
@@ -29,7 +30,8 @@ class ReferenceDecoding(Implementation[DecodeCall, Array]):
         key, value, value_scales, rotated = call.key, call.value, call.value_scales, call.rotated
         if value is None:
             value, value_scales = key, call.key_scales
-        no_positions = jnp.zeros((*call.query.shape[:-3], call.query.shape[-3]), jnp.int32)  # the mask is a matrix
+        # The mask is a matrix, so the positions of the tokens do not matter.
+        no_positions = jnp.zeros((*call.query.shape[:-3], call.query.shape[-3]), jnp.int32)
         attention = AttentionCall(
             call.query,
             key.astype(call.query.dtype),
@@ -46,4 +48,4 @@ class ReferenceDecoding(Implementation[DecodeCall, Array]):
 
 
 DECODE_ATTENTION = Op(ReferenceDecoding(), (("cuda", FlashDecodingGpu()), ("tpu", FlashDecodingTpu())))
-"""Attention to a cache: by flash-decoding for one query a row in 16 bits, and else by the definition."""
+"""Attention to a cache: by flash-decoding for one query a row in 16 bits, and otherwise by the definition."""

@@ -1,4 +1,4 @@
-"""Attention of newest tokens to a cache on NVIDIA GPUs: flash-decoding, a kernel in Pallas by Triton.
+"""Attention of one new token a row to a cache on NVIDIA GPUs: flash-decoding, a kernel in Pallas by Triton.
 
 The slots of a row are cut into chunks, as many as fill a GPU. Each chunk is read once, with a running softmax in
 registers, and the chunks' results are combined by their sums (https://pytorch.org/blog/flash-decoding). If many wide
@@ -24,19 +24,19 @@ from .attention._call import DecodeCall, if_given, ScoreSettings
 from .attention._reference import lowest, soft_capped
 
 
-_TRITON = "jax.experimental.pallas.triton"  # JAX means to remove it: from then on all GPUs run the definition
-_PROGRAMS = 264  # that fill a GPU: two for each of the 132 multiprocessors of an H100
-_BLOCK_NUMBERS = 8192  # of keys in a block: 32 KB with its values, and as much is in flight
-_SMALLEST_DIM = 16  # of a product on tensor cores
-_QUERY_NUMBERS = 16384  # of a program's queries at most, which stay in registers beside the running softmax
+_TRITON = "jax.experimental.pallas.triton"  # JAX plans to remove it; GPUs then run the reference implementation
+_PROGRAMS = 264  # programs that fill a GPU: two for each of the 132 multiprocessors of an H100
+_BLOCK_NUMBERS = 8192  # numbers of keys in a block: 32 KB with the block's values, and as much is in flight
+_SMALLEST_DIM = 16  # smallest dim of a product on tensor cores
+_QUERY_NUMBERS = 16384  # most numbers of a program's queries, which stay in registers beside the running softmax
 
 
 class FlashDecodingGpu(Implementation[DecodeCall, Array]):
-    """Flash-decoding in Triton: products in 16 bits, of 8-bit keys and values too.
+    """Flash-decoding in Triton: products in 16 bits, to which 8-bit keys and values are converted.
 
-    A program's block is 8,192 numbers of keys, at least 16 slots, in registers; its chunk is as many blocks as leave
-    264 programs. The constants are those of an H100 (compute capability 9.0). `interpret` runs the kernel as plain JAX
-    on any platform, for tests.
+    A program reads its chunk of slots in blocks of 8,192 numbers of keys, or of 16 slots if these have more. A chunk
+    has as many blocks as still leave 264 programs for the GPU. The constants are those of an H100 (compute capability
+    9.0). `interpret` runs the kernel as plain JAX on any platform, for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)
@@ -71,7 +71,10 @@ def _pallas() -> tuple[ModuleType, ModuleType]:
 
 
 class _ChannelPart(NamedTuple):
-    """Some channels of queries and keys: the keys' own, or the rotated channels that are stored apart."""
+    """A part of the channels of queries and keys; scores are sums over the parts.
+
+    The parts are the call's `query` and `key`, and its `rotated` channels if it has them.
+    """
 
     query: Float[Array, "rows kv_heads group head_dim"]
     key: Num[Array, "rows kv_heads kv_seq head_dim"]
@@ -79,17 +82,19 @@ class _ChannelPart(NamedTuple):
 
 
 class _ProgramArrays(NamedTuple):
-    """Arrays that a program of the kernel reads; in the kernel, references to blocks of them."""
+    """Arrays that the kernel reads. In the kernel, the fields are references to a program's blocks of the arrays."""
 
     visible: Bool[Array, "rows kv_seq"]
-    filled: Int[Array, "rows 2"]
+    visible_blocks: Int[Array, "rows 2"]
+    """The first block with a visible slot, and the block after the last such block."""
     parts: list[_ChannelPart]
     value: Num[Array, "rows kv_heads kv_seq v_dim"] | None
+    """The values; None: the keys of the first part are the values, too, with the same scales."""
     value_scales: Float[Array, "rows kv_heads kv_seq"] | None
 
 
 class _ChunkSoftmax(NamedTuple):
-    """The softmax of each chunk of slots: weighted sums of values, peaks of scores, sums of exponentials."""
+    """The softmax of each chunk of slots: weighted sums of values, largest scores, sums of exponentials."""
 
     values: Float[Array, "chunks rows kv_heads group v_dim"]
     peaks: Float[Array, "chunks rows kv_heads group"]
@@ -97,12 +102,12 @@ class _ChunkSoftmax(NamedTuple):
 
 
 class _GridSizes(NamedTuple):
-    """Static sizes of a call."""
+    """The static sizes of a call to the kernel."""
 
     group: int
     """Heads that share a key head."""
-    heads: int
-    """Heads of a program."""
+    program_heads: int
+    """Heads of a program, padded to a power of two."""
     block: int
     """Slots of a block."""
     chunk_blocks: int
@@ -145,10 +150,10 @@ def _combine_chunks(
     peak = jnp.max(chunks.peaks, axis=0)
     sink = None if sinks is None else sinks.astype(peak.dtype).reshape(peak.shape[1], -1)
     peak = peak if sink is None else jnp.maximum(peak, sink)
-    share = jnp.exp(chunks.peaks - peak)
-    total = jnp.sum(chunks.totals * share, axis=0)
+    factor = jnp.exp(chunks.peaks - peak)
+    total = jnp.sum(chunks.totals * factor, axis=0)
     total = total if sink is None else total + jnp.exp(sink - peak)
-    return jnp.sum(chunks.values * share[..., None], axis=0) / jnp.where(total > 0, total, 1)[..., None]
+    return jnp.sum(chunks.values * factor[..., None], axis=0) / jnp.where(total > 0, total, 1)[..., None]
 
 
 def _attend_to_chunks(
@@ -158,25 +163,26 @@ def _attend_to_chunks(
     value_scales: Float[Array, "rows kv_heads kv_seq"] | None,
     visible: Bool[Array, "rows kv_seq"],
 ) -> _ChunkSoftmax:
-    """Call the kernel; its grid is key heads (and shares of their heads), rows, chunks."""
+    """Call the kernel; its grid is key heads and shares of their query heads, rows, chunks."""
     pl, triton = _pallas()
 
     rows, kv_heads, kv_seq, v_dim = (parts[0].key if value is None else value).shape
     group, widest = parts[0].query.shape[2], _next_power_of_2(max(v_dim, *(part.key.shape[-1] for part in parts)))
-    heads = min(_padded_dim(group), _QUERY_NUMBERS // widest)
-    shares = -(-group // heads)
+    program_heads = min(_padded_dim(group), _QUERY_NUMBERS // widest)
+    shares = -(-group // program_heads)
     block = max(_SMALLEST_DIM, min(_BLOCK_NUMBERS // widest, _next_power_of_2(kv_seq)))
     blocks = -(-kv_seq // block)
     chunk_blocks = -(-blocks // min(blocks, -(-_PROGRAMS // (rows * kv_heads * shares))))
     chunks = -(-blocks // chunk_blocks)
-    sizes = _GridSizes(group, heads, block, chunk_blocks, [part.key.shape[-1] for part in parts], v_dim)
-    arrays = _ProgramArrays(visible, _filled_blocks(visible, block), parts, value, value_scales)
+    sizes = _GridSizes(group, program_heads, block, chunk_blocks, [part.key.shape[-1] for part in parts], v_dim)
+    arrays = _ProgramArrays(visible, _visible_blocks(visible, block), parts, value, value_scales)
     varying = varying_of(arrays)
+    num_warps = 4 if program_heads * widest < _QUERY_NUMBERS else 8
 
     # Programs that read the same slots begin next to each other: the first number of the grid counts fastest.
     def chunk_spec(*channels: int) -> object:
         index = lambda share, row, chunk: (chunk, row, share // shares, share % shares, 0)[: 4 + len(channels)]
-        return pl.BlockSpec((None, None, None, heads, *channels), index)
+        return pl.BlockSpec((None, None, None, program_heads, *channels), index)
 
     def result(*channels: int) -> jax.ShapeDtypeStruct:
         shape = chunks, rows, kv_heads, group, *channels
@@ -188,23 +194,23 @@ def _attend_to_chunks(
         in_specs=[_block_specs(sizes, arrays)],
         out_specs=_ChunkSoftmax._make((chunk_spec(_padded_dim(v_dim)), chunk_spec(), chunk_spec())),
         out_shape=_ChunkSoftmax._make((result(v_dim), result(), result())),
-        compiler_params=triton.CompilerParams(num_warps=4 if heads * widest < _QUERY_NUMBERS else 8, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=2),
         interpret=settings.interpret,
         name="cached_attention",
     )(arrays)
 
 
 def _block_specs(sizes: _GridSizes, arrays: _ProgramArrays) -> _ProgramArrays:
-    """Return, in the place of each array, the block of it that a program reads."""
+    """Return the `BlockSpec` of each array, which says what block of the array a program reads."""
     pl, _ = _pallas()
-    shares, kv_seq = -(-sizes.group // sizes.heads), arrays.visible.shape[1]
+    shares, kv_seq = -(-sizes.group // sizes.program_heads), arrays.visible.shape[1]
 
     def row_spec(x: Array) -> object:
         return pl.BlockSpec((None, x.shape[1]), lambda share, row, chunk: (row, 0))
 
     def query_spec(x: Array) -> object:
         index = lambda share, row, chunk: (row, share // shares, share % shares, 0)
-        return pl.BlockSpec((None, None, sizes.heads, _padded_dim(x.shape[-1])), index)
+        return pl.BlockSpec((None, None, sizes.program_heads, _padded_dim(x.shape[-1])), index)
 
     def slots_spec(x: Array) -> object:
         index = lambda share, row, chunk: (row, share // shares, 0, 0)[: x.ndim]
@@ -214,12 +220,12 @@ def _block_specs(sizes: _GridSizes, arrays: _ProgramArrays) -> _ProgramArrays:
         specs = query_spec(part.query), slots_spec(part.key), if_given(slots_spec, part.scales)
         return _ChannelPart._make(specs)
 
-    row_specs = row_spec(arrays.visible), row_spec(arrays.filled)
+    row_specs = row_spec(arrays.visible), row_spec(arrays.visible_blocks)
     value_specs = if_given(slots_spec, arrays.value), if_given(slots_spec, arrays.value_scales)
     return _ProgramArrays._make((*row_specs, list(map(part_specs, arrays.parts)), *value_specs))
 
 
-def _filled_blocks(visible: Bool[Array, "rows kv_seq"], block: int) -> Int[Array, "rows 2"]:
+def _visible_blocks(visible: Bool[Array, "rows kv_seq"], block: int) -> Int[Array, "rows 2"]:
     """Return for each row the first block with a visible slot, and the block after the last such block."""
     slots = jnp.arange(visible.shape[1], dtype=jnp.int32)
     first = jnp.min(jnp.where(visible, slots, visible.shape[1]), axis=1)
@@ -228,12 +234,12 @@ def _filled_blocks(visible: Bool[Array, "rows kv_seq"], block: int) -> Int[Array
 
 
 def _kernel(settings: ScoreSettings, sizes: _GridSizes, arrays: _ProgramArrays, *results: Ref) -> None:
-    """Attend with some heads of a key head to a chunk of its slots, block by block with a running softmax."""
+    """Compute the attention of some query heads to a chunk of their key head's slots, with a running softmax."""
     pl, triton = _pallas()
 
     kv_seq, chunk = arrays.visible.shape[0], pl.program_id(2)
-    shares = -(-sizes.group // sizes.heads)
-    heads = _PaddedSpan(0, sizes.heads, sizes.group - pl.program_id(0) % shares * sizes.heads)
+    shares = -(-sizes.group // sizes.program_heads)
+    heads = _PaddedSpan(0, sizes.program_heads, sizes.group - pl.program_id(0) % shares * sizes.program_heads)
     spans, columns = [_full_span(size) for size in sizes.key_channels], _full_span(sizes.v_dim)
     queries = [_load(part.query, heads, span) for part, span in zip(arrays.parts, spans)]
 
@@ -259,8 +265,8 @@ def _kernel(settings: ScoreSettings, sizes: _GridSizes, arrays: _ProgramArrays, 
 
     zeros = jnp.zeros((heads.size, columns.size), jnp.float32)
     empty = zeros, jnp.full(heads.size, lowest(zeros.dtype)), jnp.zeros(heads.size, jnp.float32)
-    first = jnp.maximum(chunk * sizes.chunk_blocks, arrays.filled[0])
-    stop = jnp.minimum((chunk + 1) * sizes.chunk_blocks, arrays.filled[1])
+    first = jnp.maximum(chunk * sizes.chunk_blocks, arrays.visible_blocks[0])
+    stop = jnp.minimum((chunk + 1) * sizes.chunk_blocks, arrays.visible_blocks[1])
     carry = jax.lax.fori_loop(first, jnp.maximum(first, stop), add_block, empty)
     for result, value, spans in zip(results, carry, ((heads, columns), (heads,), (heads,))):
         triton.store(_select(result, *spans), value, mask=_is_inside(*spans))
@@ -290,7 +296,7 @@ def _select(ref: Array | Ref, *spans: _PaddedSpan) -> Ref:
 
 
 def _is_inside(*spans: _PaddedSpan) -> Bool[Array, "..."]:
-    """Return whether each index of a part is no padding."""
+    """Return a mask of a part of an array that is false for padding."""
     are_inside = [span.begin + jnp.arange(span.size, dtype=jnp.int32) < span.end for span in spans]
     return are_inside[0] if len(are_inside) == 1 else are_inside[0][:, None] & are_inside[1][None]
 

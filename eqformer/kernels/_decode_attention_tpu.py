@@ -1,9 +1,10 @@
-"""Attention of newest tokens to a cache on TPUs: flash-decoding where the cache is stored, in Pallas by Mosaic.
+"""Attention of one new token a row to a cache on TPUs: flash-decoding where the cache is stored, in Pallas by Mosaic.
 
 A program reads a block of a row's slots once, for scores and for values, and leaves a running softmax in vector memory
 (VMEM) for the row's next program. The kernel gets the arrays of the whole stack in main memory (HBM) and the number of
-the layer, because an array that is sliced for a kernel is copied. Blocks before the first slot that a token sees, and
-after the last, are not fetched: their index is that of the nearest visible block, which is there already.
+the layer, because XLA copies an array that is sliced for a kernel. Blocks before the first slot that the token sees,
+and after the last, are not fetched: for these blocks the program gets the nearest visible block, which is in VMEM
+already, and skips it.
 """
 
 import functools
@@ -24,14 +25,14 @@ from .attention._call import DecodeCall, if_given, ScoreSettings, StoredArrays
 from .attention._reference import lowest, soft_capped
 
 
-_BLOCK_NUMBERS = 2**20  # of keys in a block: 2 MB in bfloat16, and as much is in flight
-_SCORES = 2**19  # of a block: 2 MB, and as much for their exponentials
-_SUBLANES = 8  # heads whose numbers in float32 fill vectors
-_LEAST_BYTES = 2**18  # of a row's slots of a head: reading them takes as long as the start of a program
+_BLOCK_NUMBERS = 2**20  # most numbers of keys in a block: 2 MB in bfloat16, and as much is in flight
+_SCORES = 2**19  # most scores of a block: 2 MB, and as much for their exponentials
+_SUBLANES = 8  # rows of a vector of float32 numbers
+_LEAST_BYTES = 2**18  # bytes of a head's slots in a row: reading so many takes as long as the start of a program
 
 
 class FlashDecodingTpu(Implementation[DecodeCall, Array]):
-    """Flash-decoding in Mosaic: products in bfloat16, of 8-bit keys and values too, from arrays where they are stored.
+    """Flash-decoding in Mosaic: products in bfloat16, to which 8-bit keys and values are converted.
 
     A block in VMEM has up to 2^20 numbers of keys and 2^19 scores, a multiple of 128 slots. `interpret` runs the kernel
     as plain JAX on any platform, for tests.
@@ -47,7 +48,7 @@ class FlashDecodingTpu(Implementation[DecodeCall, Array]):
         if call.bias is not None:
             return "it has no bias of scores"
         if stored is None:
-            return "it reads keys and values where a cache stores them, and the call has none"
+            return "it reads keys and values where a cache stores them, and the call has no stored arrays"
         arrays = (stored.key, stored.value, stored.rotated, call.rotated and call.rotated.key)
         keys = [x for x in arrays if x is not None]
         if (group := query.shape[-2] // call.key.shape[-2]) > _SCORES // LANES:
@@ -67,18 +68,21 @@ class FlashDecodingTpu(Implementation[DecodeCall, Array]):
 
 
 class Part(NamedTuple):
-    """Some channels of queries and keys: the keys' own, or the rotated channels that are stored apart."""
+    """A part of the channels of queries and keys; scores are sums over the parts.
+
+    The parts are the call's `query` and `key`, and its `rotated` channels if it has them.
+    """
 
     query: Float[Array, "rows group head_dim"]
     key: Num[Array, "layers rows kv_seq head_dim"]
     scales: Float[Array, "rows 1 kv_seq"] | Float[Array, "layers batch kv_heads kv_seq"] | None
-    """The scales of the keys: those of a row, or those of all its heads in the stack's array."""
+    """The scales of the keys: the call's scales by row, or the stack's array with all heads."""
 
 
 class KernelArrays(NamedTuple):
-    """Arrays that the kernel reads; a row is one of the batch and one key head.
+    """Arrays that the kernel reads; `rows` are pairs of a batch row and a key head.
 
-    In the kernel it holds references to their blocks.
+    In the kernel, the fields are references to a program's blocks of the arrays.
     """
 
     visible: Bool[Array, "batch 1 kv_seq"] | Int[Array, "batch 1 kv_seq"]
@@ -90,37 +94,37 @@ class KernelArrays(NamedTuple):
 
 
 class PrefetchedScalars(NamedTuple):
-    """Scalars that are known before blocks are fetched."""
+    """Scalars that choose which blocks are fetched."""
 
     layer: Int[Array, "1"]
     first: Int[Array, "batch"]
-    """The first block with a visible slot, of each row of the batch."""
+    """The first block with a visible slot, for each batch row."""
     last: Int[Array, "batch"]
-    """The last block with a visible slot."""
+    """The last block with a visible slot, for each batch row."""
 
 
 class Sizes(NamedTuple):
-    """Static sizes of a call."""
+    """The static sizes of a call to the kernel."""
 
     block: int
     """Slots of a block."""
     kv_seq: int
-    """Slots of a row."""
+    """Slots of the cache."""
     kv_heads: int
-    """Key heads."""
+    """Key heads of a batch row."""
     v_dim: int
     """Channels of a value."""
 
 
 class _RunningSoftmax(NamedTuple):
-    """The softmax of a row: weighted sums of values, peaks of scores, sums of exponentials."""
+    """The softmax over a row's blocks so far, in VMEM."""
 
     values: Ref
-    """Of `group v_dim`."""
+    """Sums of values weighted by exponentials, `group v_dim`."""
     peaks: Ref
-    """Of `group 1`."""
+    """Largest scores, `group 1`."""
     totals: Ref
-    """Of `group 1`."""
+    """Sums of exponentials, `group 1`."""
 
 
 def _attend(settings: ScoreSettings, call: DecodeCall, stored: StoredArrays) -> Float[Array, "*batch 1 heads _"]:
@@ -139,8 +143,9 @@ def _attend(settings: ScoreSettings, call: DecodeCall, stored: StoredArrays) -> 
         return x.swapaxes(-2, -1).reshape(rows, 1, kv_seq).astype(jnp.float32)
 
     def select_scales(scales: Array | None, stored_scales: Array | None) -> Array | None:
-        # The stored scales of all heads are read where one block holds a whole row, so that each head does not fetch
-        # those of all heads, and where heads fill vectors: compilers store other arrays in another order.
+        # The stored scales of a batch row are one block of all heads and all slots, which is fetched once for the row's
+        # heads. So a block of keys must hold all slots too. If the heads do not fill vectors, compilers store scales in
+        # another order. In both other cases the kernel gets the call's scales.
         if stored_scales is None or block < kv_seq or kv_heads % _SUBLANES:
             return if_given(to_row_scales, scales)
         return stored_scales.reshape(1 if stored.layer is None else len(stored_scales), batch, kv_heads, kv_seq)
@@ -169,7 +174,7 @@ def _attend(settings: ScoreSettings, call: DecodeCall, stored: StoredArrays) -> 
 
 
 def _choose_block(call: DecodeCall, kv_seq: int) -> int:
-    """Return the slots that a program reads at once."""
+    """Return the number of slots that a program reads."""
     widest = max(x.shape[-1] for x in (call.query, call.value, call.rotated and call.rotated.key) if x is not None)
     group = call.query.shape[-2] // call.key.shape[-2]
     slots = min(_BLOCK_NUMBERS // max(LANES, widest), _SCORES // group)
@@ -179,7 +184,7 @@ def _choose_block(call: DecodeCall, kv_seq: int) -> int:
 def _call_kernel(
     settings: ScoreSettings, arrays: KernelArrays, layer: Int[Array, ""], block: int
 ) -> Float[Array, "rows group v_dim"]:
-    """Call the kernel; its grid is rows, blocks of slots."""
+    """Call the kernel, whose grid is rows, blocks of slots."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu
 
@@ -222,25 +227,25 @@ def find_visible_blocks(visible: Bool[Array, "batch kv_seq"], layer: Int[Array, 
 
 
 def to_stored_order(x: Num[Array, "layers rows kv_seq width"]) -> Num[Array, "layers rows _ _"]:
-    """Return memories in the order in which TPU compilers store them, so that nothing is copied."""
+    """Return a memory in the order of dims in which TPU compilers store it, so that nothing is copied."""
     return x.swapaxes(-2, -1) if stores_channels_first(*x.shape[-2:]) else x
 
 
 def _nearest_visible_block(kv_heads: int, row: int | Array, number: int | Array, scalars: PrefetchedScalars) -> Array:
-    """Return the number of the block itself, or of the nearest block with slots that the row's query sees."""
+    """Return the block's own number, or that of the nearest block between the row's first and last visible block."""
     row = jax.lax.div(row, kv_heads)
     return jnp.minimum(jnp.maximum(number, scalars.first[row]), scalars.last[row])
 
 
 def _layer_of(x: Array, scalars: PrefetchedScalars) -> Array:
-    """Return the layer to read of an array; arrays outside a stack have one layer."""
+    """Return the index of the layer to read, or 0 for an array of one layer."""
     return jnp.minimum(scalars.layer[0], x.shape[0] - 1)
 
 
 def block_specs(sizes: Sizes, arrays: KernelArrays) -> KernelArrays:
-    """Return, in the place of each array, the block of it that a program reads.
+    """Return the `BlockSpec` of each array, which says what block of the array a program reads.
 
-    Memories are in the order of `to_stored_order`.
+    The arrays of the cache are in the order of `to_stored_order`.
     """
     from jax.experimental import pallas as pl
 
@@ -291,8 +296,8 @@ def estimate_cost(
 ) -> dict[str, int]:
     """Return the costs of a call whose queries see all slots.
 
-    Each array of the layer is read once, the mask once for each head. XLA schedules by this estimate, and analyses of
-    compiled programs count it.
+    Each array of the layer is read once. The mask is read once, or once for each key head if it has several blocks. XLA
+    schedules by this estimate, and analyses of compiled programs count it.
     """
     rows, group, v_dim = result.shape
     scales = [arrays.value_scales, *(part.scales for part in arrays.parts)]
@@ -319,7 +324,7 @@ def _kernel(
     result: Ref,
     *scratch: Ref,
 ) -> None:
-    """Add a block of a row's slots to the row's running softmax; the last program of the row writes the result."""
+    """Add a block of a row's slots to the row's running softmax. The last program of the row writes the result."""
     from jax.experimental import pallas as pl
 
     softmax, number = _RunningSoftmax(*scratch), pl.program_id(1)
@@ -377,14 +382,14 @@ def _add_block(
     weights = weights if scales is None else jnp.where(visible, scale(weights, scales), 0)
     is_transposed = stores_channels_first(sizes.kv_seq, sizes.v_dim)
     values = keys[0] if arrays.value is None else arrays.value[...].astype(dtype)
-    if sizes.kv_seq % sizes.block:  # a block may extend behind the last slot, where memory may hold NaN
+    if sizes.kv_seq % sizes.block:  # The last block extends beyond the last slot, where memory may hold NaN.
         is_inside = slot_index(values.shape, int(is_transposed)) < sizes.kv_seq
         values = jnp.where(is_inside, values, jnp.zeros_like(values))
     softmax.values[...] = softmax.values[...] * shrink + _multiply(weights.astype(dtype), values, is_transposed)
 
 
 def _select_head(scales: Array | Ref, head: Array) -> Float[Array, "1 _"]:
-    """Return the scales of a head from a block of scales; a block of one head is that of any head."""
+    """Return a head's scales from a block with the scales of all heads, or of this head alone."""
     from jax.experimental import pallas as pl
 
     return scales[pl.ds(head if scales.shape[0] > 1 else 0, 1), :]

@@ -38,7 +38,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Operation(eqx.Module, Generic[CallT, ResultT]):
-    """A function of one call, such as attention, that a module holds and calls."""
+    """A function of one `Call`, such as attention; modules have operations as fields."""
 
     @abc.abstractmethod
     def supports(self, call: CallT) -> str | None:
@@ -55,9 +55,9 @@ class Operation(eqx.Module, Generic[CallT, ResultT]):
 class Implementation(Operation[CallT, ResultT]):
     """One way to compute a call: plain JAX, or a kernel for one platform.
 
-    A subclass defines `supports` and `run`, which needs no derivative: an `Op` takes the derivative of the
-    implementation that it has for all platforms. A kernel of attention with a backward pass of its own is a
-    `FlashAttention`.
+    A subclass defines `supports` and `run`. `run` needs no derivative, because an `Op` differentiates its fallback
+    instead: the first implementation for all platforms that supports the call. A kernel of attention with a backward
+    pass of its own is a `FlashAttention`.
     """
 
     @abc.abstractmethod
@@ -79,7 +79,8 @@ class Implementation(Operation[CallT, ResultT]):
 class Choice(NamedTuple):
     """The implementations that an op takes for a call.
 
-    `refusals` are the implementations that do not support the call, each with its platform and its reason.
+    `fallback` runs on all platforms that `by_platform` does not name. `refusals` are the implementations that do not
+    support the call, each with its platform and its reason.
     """
 
     operation: str
@@ -124,8 +125,8 @@ class Op(Operation[CallT, ResultT]):
         Args:
             reference: The definition in plain JAX, which supports every call.
             implementations: Platforms and the implementations for them, the preferred ones first.
-            run_choice: The function that runs a `Choice` and defines its derivative; None: the chosen implementations'
-                derivative is that of the fallback.
+            run_choice: A function that runs a `Choice` and defines the derivative; None: the derivative is that of the
+                fallback, whichever implementation runs.
         """
         for platform, _ in implementations:
             if platform not in PLATFORMS:
@@ -139,9 +140,9 @@ class Op(Operation[CallT, ResultT]):
     def with_implementation(
         self, platform: str, implementation: Implementation[CallT, ResultT]
     ) -> "Op[CallT, ResultT]":
-        """Return the same op with an implementation that is preferred to all that it has.
+        """Return the op with one more implementation, which is preferred to all others.
 
-        It replaces an implementation of the same class for the same platform.
+        The new implementation replaces one of the same class for the same platform.
         """
         pairs = zip(self.platforms, self.implementations)
         remaining = [pair for pair in pairs if (pair[0], type(pair[1])) != (platform, type(implementation))]
@@ -155,7 +156,8 @@ class Op(Operation[CallT, ResultT]):
         return next(supported, self.reference)
 
     def choose(self, call: CallT) -> Choice:
-        """Return the first implementation that supports the call, for each platform that can be compiled for here."""
+        """Return, for each platform that this installation can compile for, the first implementation that supports the
+        call."""
         supported: list[tuple[str, Implementation]] = []
         refusals: list[tuple[str, Implementation, str]] = []
         for platform, implementation in zip(self.platforms, self.implementations):
@@ -182,7 +184,7 @@ class Op(Operation[CallT, ResultT]):
 
 
 def scope_name(call: Call) -> str:
-    """Return the name under which programs and profiles show what computes a call: that of its operation."""
+    """Return the name that a call has in programs and profiles: its operation's, with underscores."""
     return call.operation.replace(" ", "_")
 
 
@@ -195,7 +197,10 @@ def run_with_fallback_derivative(choice: Choice, call: Call) -> PyTree:
 def dispatch_with_derivative(
     branches: Mapping[str, Callable[[CallT], ResultT]], default: Callable[[CallT], ResultT], call: CallT
 ) -> ResultT:
-    """Return a platform's branch of the call, or the default's on all others; the derivative is the default's."""
+    """Run the branch of the platform that the program is compiled for, and `default` on all other platforms.
+
+    The derivative is that of `default`, whichever of them runs.
+    """
     return _dispatch((tuple(branches.items()), default), call) if branches else default(call)
 
 
@@ -203,27 +208,27 @@ Run = Callable[[PyTree], PyTree]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _dispatch(ways: tuple[tuple[tuple[str, Run], ...], Run], call: PyTree) -> PyTree:
-    branches, default = ways
+def _dispatch(branches_and_default: tuple[tuple[tuple[str, Run], ...], Run], call: PyTree) -> PyTree:
+    branches, default = branches_and_default
     return jax.lax.platform_dependent(call, **dict(branches), default=default)
 
 
-# A kernel has no derivative of its own.
+# The branches are kernels, which have no derivative of their own.
 @_dispatch.defjvp
 def _dispatch_jvp(
-    ways: tuple[tuple[tuple[str, Run], ...], Run], primals: tuple, tangents: tuple
+    branches_and_default: tuple[tuple[tuple[str, Run], ...], Run], primals: tuple, tangents: tuple
 ) -> tuple[PyTree, PyTree]:
-    return jax.jvp(ways[1], primals, tangents)
+    _, default = branches_and_default
+    return jax.jvp(default, primals, tangents)
 
 
-# The choices of the program that `explain` is tracing. The variable is set during that call alone, as JAX's own
-# contexts are.
+# The list to which ops append their choices while `explain` traces a program; None at all other times.
 _RECORDED: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar("recorded", default=None)
 
 
 @contextlib.contextmanager
 def recorded_choices() -> Iterator[list[Choice]]:
-    """Collect the choices of all ops that are called within."""
+    """Yield a list to which every op that is called in the context appends its choice."""
     choices: list[Choice] = []
     token = _RECORDED.set(choices)
     try:
@@ -233,18 +238,18 @@ def recorded_choices() -> Iterator[list[Choice]]:
 
 
 def record_choice(choice: Choice) -> None:
-    """Note a choice where `recorded_choices` collects them."""
+    """Append a choice to the list of `recorded_choices`, if the program is traced in such a context."""
     if (choices := _RECORDED.get()) is not None:
         choices.append(choice)
 
 
 class Explanation(NamedTuple):
-    """An operation's chosen implementation, and the reasons why the platform's other implementations were refused."""
+    """The implementation of an operation on a platform, and the reasons why preferred ones do not support the call."""
 
     operation: str
     implementation: str
     refusals: tuple[tuple[str, str], ...]
-    """Names of implementations and their reasons, the preferred ones first."""
+    """Names of the platform's implementations that do not support the call, each with its reason."""
     calls: int
     """Calls in the traced program; a scan over layers traces one layer."""
 
@@ -254,9 +259,9 @@ class Explanation(NamedTuple):
 
 
 def explain(function: Callable[..., object], *arguments: PyTree, platform: str) -> tuple[Explanation, ...]:
-    """Return what runs each operation of `function(*arguments)` on a platform, and why not another implementation.
+    """Return the implementation of each operation of `function(*arguments)` on a platform, and why others are not used.
 
-    Print an `Explanation` for one line. The program is traced as for one device of the platform, `"cuda"`, `"tpu"` or
+    An `Explanation` prints as one line. The program is traced as for one device of the platform, `"cuda"`, `"tpu"` or
     `"cpu"`, and nothing is computed: arguments may be shapes instead of arrays, and the platform's compiler need not be
     installed. Equal explanations are counted, not repeated.
 

@@ -1,4 +1,4 @@
-"""Platforms that a program is traced for, their capabilities, and the types of kernels under `shard_map`."""
+"""Platforms that a program is traced for, their capabilities, and the types of kernels' results under `shard_map`."""
 
 import contextlib
 import importlib.util
@@ -40,14 +40,15 @@ else:
     # JAX has two classes of references, one of them private, so nothing is checked while programs run.
     Ref = object
 Result = TypeVar("Result")
-_TRACED_FOR = jax.make_user_context(None)  # a JAX context is part of the key of cached traces
+# A context of JAX is part of the key of cached traces, so that a trace for one platform is not reused for another.
+_TRACED_FOR = jax.make_user_context(None)
 
 
 def compilers() -> tuple[str, ...]:
     """Return the accelerators that this installation can compile for, as `jax.lax.platform_dependent` names them.
 
-    Kernels for other platforms need not be traced: on a machine without accelerators no kernel is in a program. Inside
-    `traced_for` the platform given there is the only one.
+    Kernels for other platforms need not be traced: without an installed compiler for an accelerator, programs contain
+    no kernel. Inside `traced_for(platform)` the platform is the only accelerator; for `"cpu"` there is none.
     """
     if _TRACED_FOR.value is not None:
         return _TRACED_FOR.value
@@ -56,7 +57,7 @@ def compilers() -> tuple[str, ...]:
 
 
 def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
-    """Trace programs for a platform, `"tpu"`, `"cuda"` or `"cpu"`, whatever is installed here: a context manager.
+    """Return a context in which programs are traced for `"tpu"`, `"cuda"` or `"cpu"`, whatever is installed.
 
     A program that is only analyzed is then the same on every machine. Compiling it needs the platform's compiler.
     """
@@ -75,7 +76,7 @@ def type_kernel_results(function: Callable[..., Result], like: Shaped[Array, "..
     """Wrap one of JAX's own kernel functions so that its results vary over the same mesh axes as `like`.
 
     Under `shard_map(check_vma=True)` each result of `pallas_call` must be typed with the axes that it varies over.
-    JAX's own kernels lack this, so the function runs with a `pallas_call` that adds it.
+    JAX's own kernels lack these types, so the function runs with a `pallas_call` that adds them.
     """
     function = getattr(function, "__wrapped__", function)
     pallas, varying = function.__globals__["pl"], jax.typeof(like).manual_axis_type
@@ -103,7 +104,10 @@ def varying_of(arrays: PyTree) -> Any:
 
 
 def varying_as(array: Shaped[Array, "..."], like: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Return a kernel's result, typed as varying over the axes of `like`; Mosaic's GPU kernels do not type results."""
+    """Return a kernel's result, typed as varying over the mesh axes of `like`.
+
+    Pallas does not type the results of Mosaic's GPU kernels.
+    """
     missing = jax.typeof(like).manual_axis_type.varying - jax.typeof(array).manual_axis_type.varying
     return jax.lax.pcast(array, tuple(missing), to="varying") if missing else array
 
@@ -111,18 +115,19 @@ def varying_as(array: Shaped[Array, "..."], like: Shaped[Array, "..."]) -> Shape
 def gpu_capability() -> float:
     """Return the compute capability of the GPUs that a program is traced for, 9.0 for Hopper.
 
-    The GPUs of the mesh decide, or without a mesh the GPU of this machine. The capability of GPUs that this machine
-    lacks follows from their name. A program that is traced without any GPU is taken to be for Hopper.
+    These are the GPUs of the mesh, or without a mesh the GPU of this machine. If the mesh has GPUs of another kind than
+    this machine, their name determines the capability. A program that is traced without any GPU counts as one for
+    Hopper.
     """
     gpu, mesh = _local_gpu(), jax.sharding.get_abstract_mesh().abstract_device
     if gpu is not None:
         return float(gpu.compute_capability)
     name = "" if mesh is None else str(mesh.device_kind)
-    return capability_of(name) if "NVIDIA" in name else 9.0  # the mesh of a test, or none
+    return capability_of(name) if "NVIDIA" in name else 9.0
 
 
 def capability_of(gpu: str) -> float:
-    """Return the compute capability of GPUs of a name, such as `NVIDIA H100` or `h100`; 8.0 if it is not known."""
+    """Return the compute capability of GPUs with a name such as `NVIDIA H100` or `h100`; 8.0 for unknown names."""
     return next((capability for kinds, capability in _KINDS.items() if re.search(kinds, gpu, re.IGNORECASE)), 8.0)
 
 
@@ -133,7 +138,10 @@ _KINDS = {
 
 
 def gpu_cores() -> int:
-    """Return the multiprocessors of the GPUs of `gpu_capability`, by default 132, an H100's."""
+    """Return the number of multiprocessors of the GPU that a program is traced for, or an H100's 132.
+
+    An H100 is assumed if this machine has no such GPU.
+    """
     gpu = _local_gpu()
     return 132 if gpu is None else int(gpu.core_count)
 
@@ -151,7 +159,7 @@ class _Gpu(Protocol):
 
 
 def _local_gpu() -> _Gpu | None:
-    """Return this machine's GPU if a program is traced for it, without a mesh or with one of its kind; else None."""
+    """Return this machine's GPU if there is no mesh or the mesh has GPUs of the same kind; otherwise None."""
     if jax.default_backend() != "gpu":
         return None
     mesh, (gpu, *_) = jax.sharding.get_abstract_mesh().abstract_device, jax.devices()
@@ -159,7 +167,10 @@ def _local_gpu() -> _Gpu | None:
 
 
 def fail_lowering(query: Float[Array, "..."], required_by: str, platforms: tuple[str, ...]) -> Float[Array, "..."]:
-    """Return the same queries, in a program that cannot be lowered: a `ValueError` then names the required kernel."""
+    """Return the queries unchanged, by a primitive that cannot be lowered.
+
+    Lowering the program raises a `ValueError` that names the required kernel.
+    """
     return _fail_p.bind(query, required_by=required_by, platforms=platforms)
 
 

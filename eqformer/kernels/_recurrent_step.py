@@ -2,6 +2,8 @@
 
 On TPUs a kernel (Pallas by Mosaic) reads and writes the states once, in main memory (HBM). XLA makes two passes over
 the states: one writes the new states, and the other reads the old ones for the outputs.
+
+In shapes, `kv_heads` are the groups of heads that share an input such as a key, and `copies` the heads of a group.
 """
 
 import functools
@@ -22,22 +24,23 @@ from ._platform import cpu_or, Ref, varying_of
 class StateLayout(NamedTuple):
     """Order of a state's dims, and the way in which a step reads the state."""
 
-    by_products: bool = False
-    """Whether states are read by matrix products, as on CPUs; elsewhere a sum is fused with other passes."""
+    by_matmul: bool = False
+    """Whether states are read by matrix products, as on CPUs; elsewhere they are multiplied and summed elementwise,
+    which XLA fuses with other passes over the states."""
     values_first: bool = False
     """Whether values' channels come before keys'."""
 
     def expand_key(self, x: Float[Array, "*heads head_dim"]) -> Float[Array, "*heads _ _"]:
-        """Return numbers of keys' channels with a dim for values' channels, to be multiplied with states."""
+        """Add a dim for values' channels to an array over keys' channels, so that it multiplies states."""
         return x[..., None, :] if self.values_first else x[..., :, None]
 
     def expand_value(self, x: Float[Array, "*heads v_dim"]) -> Float[Array, "*heads _ _"]:
-        """Return numbers of values' channels with a dim for keys' channels, to be multiplied with states."""
+        """Add a dim for keys' channels to an array over values' channels, so that it multiplies states."""
         return x[..., :, None] if self.values_first else x[..., None, :]
 
     def read(self, query: Float[Array, "..."], state: Float[Array, "*heads _ _"]) -> Float[Array, "*heads v_dim"]:
         """Return `query^T state` for queries of each head, or of all heads of a group."""
-        if self.by_products:
+        if self.by_matmul:
             return jnp.einsum("...d,...dv->...v", query, state, preferred_element_type=query.dtype)
         return jnp.sum(self.expand_key(query) * state, axis=-1 if self.values_first else -2)
 
@@ -53,11 +56,12 @@ class RecurrentStepCall(Call):
     """The arguments of one token's step for each row."""
 
     inputs: tuple[Float[Array, "*batch kv_heads _ _"], ...]
-    """The numbers of the token that the step reads."""
+    """The token's vectors that the step reads, such as its query, key, value and decay."""
     memory: Float[Array, "*layers_batch heads head_dim v_dim"]
     """The states, of all layers where there is a `layer`."""
     initial: Int[Array, "*batch"]
-    """The state before the token, by a code: that of the memory (0), zeros (1) or NaN (2)."""
+    """A code of the state before the token: the state in the memory (0), zeros (1), or NaN (2) for a row whose token
+    does not follow the tokens that its state has read, so that the error shows."""
     layer: Int[Array, ""] | None
     """The layer of a stack whose states are read and written; None: the memory is of one layer."""
     step: Step = eqx.field(static=True)
@@ -91,20 +95,20 @@ class ReferenceStep(Implementation[RecurrentStepCall, StepResult]):
         state = memory if layer is None else jax.lax.dynamic_index_in_dim(memory, layer, 0, keepdims=False)
         grouped = state.reshape(*inputs[0].shape[:-2], -1, *state.shape[-2:]).astype(inputs[0].dtype)
         grouped = initial_state(jax.lax.expand_dims(call.initial, range(call.initial.ndim, grouped.ndim)), grouped)
-        on_cpus, elsewhere = (functools.partial(call.step, StateLayout(by_products)) for by_products in (True, False))
+        on_cpus, elsewhere = (functools.partial(call.step, StateLayout(by_matmul)) for by_matmul in (True, False))
         output, new_state = cpu_or(on_cpus, elsewhere, *inputs, grouped)
         new_state = new_state.reshape(state.shape).astype(state.dtype)
         return output, new_state if layer is None else jax.lax.dynamic_update_index_in_dim(memory, new_state, layer, 0)
 
 
-_STATE_BYTES = 2**20  # of a program's states
+_STATE_BYTES = 2**20  # bytes of the states of one program of the kernel
 
 
 class StepTpu(Implementation[RecurrentStepCall, StepResult]):
     """The step in Mosaic, of float32 states whose channels fill whole vectors.
 
-    A program has up to 1 MB of states in vector memory (VMEM): whole groups, or eights of a group's heads. `interpret`
-    runs the kernel as plain JAX on any platform, for tests.
+    A program has about 1 MB of states in vector memory (VMEM): those of whole groups, or of a multiple of 8 heads of
+    one group. `interpret` runs the kernel as plain JAX on any platform, for tests.
     """
 
     interpret: bool = eqx.field(static=True, default=False)
@@ -112,8 +116,8 @@ class StepTpu(Implementation[RecurrentStepCall, StepResult]):
     def supports(self, call: RecurrentStepCall) -> str | None:
         """Return the reason why the kernel cannot compute the call, or None."""
         dims = call.memory.shape[-2:]
-        smaller, larger = sorted(dims) if stores_channels_first(*dims) else dims
-        if smaller % 8 or larger % LANES:
+        rows, lanes = sorted(dims) if stores_channels_first(*dims) else dims
+        if rows % 8 or lanes % LANES:
             return f"it takes states whose channels fill vectors of 8 x {LANES}, not {list(dims)}"
         if any(x.dtype != jnp.float32 for x in (call.memory, *call.inputs)):
             return f"it computes in float32, not {[str(x.dtype) for x in (call.memory, *call.inputs)]}"
@@ -122,6 +126,7 @@ class StepTpu(Implementation[RecurrentStepCall, StepResult]):
     def run(self, call: RecurrentStepCall) -> StepResult:
         """Return the outputs and the memory after the token; `call.step` runs on blocks of heads."""
         memory, initial, layer = call.memory, call.initial, call.layer
+        # The kernel takes the states in the order in which the TPU stores them, so that no copy is made.
         values_first = stores_channels_first(*memory.shape[-2:])
         inputs = tuple(x.reshape(initial.size, *x.shape[-3:]) for x in call.inputs)
         states = memory.reshape(1 if layer is None else len(memory), *inputs[0].shape[:2], -1, *memory.shape[-2:])
@@ -136,7 +141,7 @@ class StepTpu(Implementation[RecurrentStepCall, StepResult]):
 def _call_kernel(
     step: Step, scalars: tuple[Array, Array], inputs: tuple[Array, ...], states: Array, v_dim: int, interpret: bool
 ) -> tuple[Array, Array]:
-    """Call the kernel; its grid is rows, blocks of groups, blocks of heads. States are updated in place."""
+    """Call the kernel, whose grid is rows, blocks of groups, blocks of heads. It updates the states in place."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu
 
@@ -148,7 +153,9 @@ def _call_kernel(
         index = lambda row, group, head, *_: (row, group, 0 if is_shared else head, 0)
         return pl.BlockSpec((1, block_groups, 1 if is_shared else block_heads, x.shape[3]), index)
 
-    states_spec = pl.BlockSpec((1, 1, block_groups, block_heads, *dims), lambda *index: (index[3][0], *index[:3], 0, 0))
+    # The last two arguments are the prefetched scalars: `layer` holds the number of the layer.
+    states_index = lambda row, group, head, layer, _: (layer[0], row, group, head, 0, 0)
+    states_spec = pl.BlockSpec((1, 1, block_groups, block_heads, *dims), states_index)
     output = jax.ShapeDtypeStruct((rows, groups, heads, v_dim), states.dtype)
     varying = varying_of((*scalars, *inputs, states))
     output_bytes = math.prod(output.shape) * states.dtype.itemsize
@@ -173,7 +180,7 @@ def _call_kernel(
 
 
 def _kernel(step: Step, _: Ref, initial: Ref, *refs: Ref) -> None:
-    """Step some heads of a row."""
+    """Compute the step of a block of a row's heads."""
     from jax.experimental import pallas as pl
 
     *inputs, memory, output, new_state = refs
@@ -182,16 +189,17 @@ def _kernel(step: Step, _: Ref, initial: Ref, *refs: Ref) -> None:
 
 
 def _choose_block(groups: int, heads: int, size: int) -> tuple[int, int]:
-    """Return the groups and the heads of a program: whole groups, or eights of the heads of one group.
+    """Return the groups and the heads of a group of one program: whole groups, or a multiple of 8 heads of one group.
 
-    They are as many as have no more than `_STATE_BYTES`.
+    They are as many as fit `_STATE_BYTES`. If not even the fewest fit, they are the fewest: 8 heads or the next larger
+    divisor of `heads` that is a multiple of 8, or else the whole group.
     """
     most = _STATE_BYTES // size
     if heads <= most:
         return next(number for number in range(groups, 0, -1) if groups % number == 0 and number * heads <= most), heads
-    eights = [number for number in range(8, heads, 8) if heads % number == 0]
-    return 1, max((number for number in eights if number <= most), default=min([*eights, heads]))
+    multiples_of_8 = [number for number in range(8, heads, 8) if heads % number == 0]
+    return 1, max((number for number in multiples_of_8 if number <= most), default=min([*multiples_of_8, heads]))
 
 
 RECURRENT_STEP = Op(ReferenceStep(), (("tpu", StepTpu()),))
-"""One token of each row, whose states are read and written where they are stored."""
+"""The step of one token of each row. States are read and written where they are stored."""

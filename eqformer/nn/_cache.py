@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Num, PyTree
 
 from .._array_checks import checked, checked_fields
 from .._shapes import ArrayOrShape
-from ..kernels import CACHE_WRITE, CacheWriteCall, rounded_slots
+from ..kernels import CACHE_WRITE, CacheWriteCall, round_up_slots
 from ._dtype import dequantize_rows, float_dtype, quantize_rows
 from ._module import dims, map_modules
 from ._tokens import Tokens
@@ -78,7 +78,7 @@ def empty_slots(batch: Sequence[int], capacity: int) -> Int[Array, "*batch kv_se
 
 def slots_for(reach: int, capacity: int) -> int:
     """Return the number of slots for a window of `reach` tokens, at most `capacity`."""
-    return min(capacity, rounded_slots(reach))
+    return min(capacity, round_up_slots(reach))
 
 
 def is_position_array(x: ArrayOrShape) -> bool:
@@ -124,7 +124,7 @@ def map_slot_caches(change: Callable[["SlotCache"], PyTree], cache: PyTree) -> P
 
 def _add_slots(cache: SlotCache, slots: int) -> SlotCache:
     size = cache.positions.shape[-1]
-    added = rounded_slots(size + slots) - size
+    added = round_up_slots(size + slots) - size
 
     def pad_slots(names: str, x: Array) -> Array:
         padding = [(0, added if name == "kv_seq" else 0) for name in names.split()]

@@ -81,7 +81,7 @@ def fp8_flops_per_token(
     """Return the part of `flops_per_token` that multiplies numbers of 8 bits, which some chips do twice as fast.
 
     Without `experts`, the products of experts are not counted, since some of these chips compute them in 16 bits: see
-    `kernels.fp8_grouped_matmul`.
+    `kernels.has_fp8_grouped_matmul`.
     """
     left_out = {} if experts else idle_shares(model)
     maps = [m for m in linear_maps(model) if m.products.operand_bits == 8 and id(m) not in left_out]

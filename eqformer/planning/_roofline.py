@@ -110,7 +110,7 @@ def roofline(
     peak, fp8_peak = accelerator.peak(str(jnp.dtype(model.compute_dtype))), accelerator.peak("float8_e4m3fn")
 
     def product_seconds(*, backward: bool) -> float:
-        has_fp8_experts = kernels.fp8_grouped_matmul(accelerator.name)
+        has_fp8_experts = kernels.has_fp8_grouped_matmul(accelerator.name)
         fp8 = fp8_flops_per_token(model, backward=backward, trained=trained, experts=has_fp8_experts)
         products = flops_per_token(model, seq, backward=backward, trained=trained)
         return (products - fp8) * tokens / peak + fp8 * tokens / fp8_peak

@@ -86,6 +86,6 @@ def _fp8_lines(recipe: Recipe, model: nn.LanguageModel, chip: str) -> list[str]:
         return [f"products: of numbers of 8 bits, multiplied in a wider dtype here: slower than {compute}'s"]
     experts = nn.modules(model, nn.Experts)
     has_fp8_experts = any(isinstance(linear, nn.Fp8Linear) for linear in nn.linear_maps(experts))
-    if not has_fp8_experts or kernels.fp8_grouped_matmul(chip):
+    if not has_fp8_experts or kernels.has_fp8_grouped_matmul(chip):
         return [f"products: in 8 bits{', those of experts too' * has_fp8_experts}"]
     return [f"products: in 8 bits, but those of experts in {compute} where they have kernels on {chip}"]

@@ -136,8 +136,8 @@ def test_where_no_other_compiler_is_installed_blocks_are_all_that_is_traced(monk
     [
         (CUDNN, Case(nn.causal()), {"dtype": np.float32}, "float16, not float32.*kernels.ATTENTION"),
         (CUDNN, Case(nn.causal(), softcap=0.5), {}, "no softcap"),
-        (CUDNN, Case(nn.causal(), v_dim=260), {}, "up to 256 channels in eights, not 8 and 260"),
-        (CUDNN, Case(nn.Mask(False, 9)), {}, "windows under a causal mask alone"),
+        (CUDNN, Case(nn.causal(), v_dim=260), {}, "up to 256 channels, in multiples of 8, not 8 and 260"),
+        (CUDNN, Case(nn.Mask(False, 9)), {}, "windows only under a causal mask"),
         (SPLASH, Case(nn.chunked(64)), {}, "no chunks"),
         (SPLASH, Case(nn.causal()), {"dtype": np.float16}, "not float16"),
         (SPLASH, Case(nn.causal()), {}, r"SplashAttention\(\)\): its kernel runs on tpu.*compiled for 'cpu'"),

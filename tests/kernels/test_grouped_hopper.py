@@ -179,7 +179,7 @@ def test_each_refusal_has_its_reason():
     assert reason() is None and reason(rows=0) == "there are no rows"
     assert reason(dtype=jnp.float32) == "it computes in bfloat16 or float16, not float32"
     assert reason(width=96) == "it takes a multiple of 64 channels, not [64, 96]"
-    assert "cheaper group by group" in str(reason(is_stored=False))
+    assert "cheaper one group at a time" in str(reason(is_stored=False))
 
 
 def test_the_compiler_for_h100_takes_the_kernels_and_copies_no_weights():

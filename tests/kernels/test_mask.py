@@ -79,7 +79,7 @@ def test_a_window_both_ways_is_of_so_many_tokens(window):
 
 def test_the_other_side_of_a_window_needs_one():
     for is_causal, window in ((False, None), (True, 2)):
-        with pytest.raises(ValueError, match=r"Mask\(is_causal=.*ahead=2\): ahead is the other side of a window"):
+        with pytest.raises(ValueError, match=r"Mask\(is_causal=.*ahead=2\): ahead limits the later tokens of a window"):
             nn.Mask(is_causal, window, ahead=2)
 
 

@@ -24,5 +24,5 @@ def test_packed_rows_of_an_encoder_are_as_each_alone_and_no_cache_is_made(tmp_pa
     assert close(logits[0, :10], np.asarray(logits[1, :10])) and close(logits[0, 10:], np.asarray(logits[2, :14]))
     together = run(jnp.ones((3, 24), jnp.int32))  # one document
     assert not close(together[0, :10], np.asarray(logits[1, :10]), 1e-2)
-    with pytest.raises(ValueError, match=r"Attention.init_cache: with Mask\(is_causal=False.* a token sees later ones"):
+    with pytest.raises(ValueError, match=r"Attention.init_cache: with Mask\(is_causal=False.* token sees later tokens"):
         model.init_cache(1, 24)

@@ -1,4 +1,4 @@
-"""The attention op: the implementations that there are, how a chosen one runs, and a kernel that must run by name."""
+"""The attention op: its implementations, how a chosen implementation runs, and kernels that are required by name."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from ._splash import SplashAttention
 
 
 def run_attention(choice: Choice, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
-    """Run the chosen implementation; kernels with a backward pass keep the sums that it reads.
+    """Run the chosen implementation; kernels with a backward pass save the softmax sums that the backward pass reads.
 
     The derivative of an implementation without a backward pass is that of the fallback.
     """
@@ -33,7 +33,11 @@ def run_attention(choice: Choice, call: AttentionCall) -> Float[Array, "*batch s
 
 
 def flash_choice(choice: Choice) -> FlashChoice | None:
-    """Return the chosen kernels that have a backward pass, and the passes of the fallback; None if there are none."""
+    """Return the chosen kernels that have a backward pass, with a fallback whose passes fit theirs.
+
+    None without such kernels, and also with them if the fallback is neither a kernel nor `BlockwiseAttention`: the call
+    is then differentiated through the fallback.
+    """
     kernels = tuple((platform, kernel) for platform, kernel in choice.by_platform if isinstance(kernel, FlashAttention))
     if isinstance(choice.fallback, FlashAttention) or (kernels and isinstance(choice.fallback, BlockwiseAttention)):
         return FlashChoice(kernels, choice.fallback)
@@ -45,21 +49,24 @@ ATTENTION = Op(
     (("cuda", CudnnAttention()), ("tpu", SplashAttention()), ("any", BlockwiseAttention())),
     run_attention,
 )
-"""Attention by what the platform has: cuDNN on NVIDIA GPUs, splash on TPUs, and elsewhere a loop over blocks."""
+"""Attention by cuDNN on NVIDIA GPUs, by splash attention on TPUs, and by a loop over blocks on other platforms.
+
+Calls that these do not support are computed by the loop over blocks, or else by the definition.
+"""
 
 
 class RequiredKernel(Operation[AttentionCall, Array]):
-    """Attention by one kernel on one platform, and by nothing else; with a cache by `BlockwiseAttention`.
+    """Attention by one kernel on one platform. Calls with a cache are computed by `BlockwiseAttention` instead.
 
-    Raises a `ValueError` while a call is traced that the kernel cannot compute, and while a program with such a call is
-    lowered for another platform. The platform `any` runs the kernel on all platforms.
+    A call that the kernel cannot compute raises a `ValueError` when it is traced, and a call without a cache raises one
+    when it is lowered for another platform. The platform `any` runs the kernel on all platforms.
     """
 
     platform: str = eqx.field(static=True)
     kernel: FlashAttention
 
     def supports(self, call: AttentionCall) -> str | None:
-        """Return the kernel's reason; calls with a cache are supported."""
+        """Return the reason why the kernel cannot compute the call, or None; calls with a cache are supported."""
         return None if call.kv_tokens is not None else self.kernel.supports(call)
 
     def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
@@ -82,9 +89,10 @@ class RequiredKernel(Operation[AttentionCall, Array]):
 
 
 def blockwise_of(core: Operation) -> BlockwiseAttention | None:
-    """Return the loop over blocks that computes the same as `core`; None if `core` is of no implementation here.
+    """Return the loop over blocks that computes the same as `core`; None if `core` is an operation of another class.
 
-    A ring combines partial results of this loop, and attention to caches is computed by it or in its place.
+    Ring attention combines partial results of this loop. Attention to a cache is computed by this loop, or by a kernel
+    for decoding in its place.
     """
     if isinstance(core, BlockwiseAttention):
         return core
@@ -100,14 +108,17 @@ def decodes_by_kernels(core: Operation) -> bool:
 
 
 def unsupported_options(core: Operation, options: Sequence[str]) -> tuple[str, ...]:
-    """Return those of `softcap`, `sinks` and `bias` that `core` cannot compute, by asking it about small calls."""
+    """Return those of `softcap`, `sinks` and `bias` that `core` cannot compute, by asking it about small calls.
+
+    If `core` refuses even the small call without options, nothing can be learned, and the result is empty.
+    """
     values = {"softcap": 1.0, "sinks": jnp.zeros(1), "bias": jnp.zeros((1, 128, 128))}
 
     array = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
     tokens = TokenPositions(jnp.arange(128, dtype=jnp.int32)[None], whole_rows=128)
     call = AttentionCall(array, array, array, mask=Mask(), tokens=tokens, scale=1.0)
     known = [name for name in options if name in values]
-    if core.supports(call) is not None:  # it takes no such call at all
+    if core.supports(call) is not None:
         return ()
     return tuple(name for name in known if core.supports(dataclasses.replace(call, **{name: values[name]})) is not None)
 
@@ -122,4 +133,4 @@ ATTENTIONS: Mapping[str, Operation] = MappingProxyType(
         "splash": RequiredKernel("tpu", SplashAttention()),
     }
 )
-"""Attentions by the names that flags and recipes have for them."""
+"""The attention operations by their names in flags and recipes."""

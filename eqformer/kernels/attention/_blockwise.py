@@ -1,7 +1,7 @@
 """Attention that never builds the whole matrix of probabilities, in the forward or the backward pass.
 
-Online softmax over blocks of keys, after FlashAttention-2 (arXiv:2307.08691): the output and the logarithm of each
-row's sum are saved, and the backward pass makes the probabilities again, block by block.
+The softmax runs online over blocks of keys, after FlashAttention-2 (arXiv:2307.08691). The output and the logarithm of
+each row's sum of exponentials are saved, and the backward pass recomputes the probabilities, block by block.
 """
 
 import functools
@@ -27,18 +27,19 @@ Block = int | Literal["platform"]
 """The number of tokens of a block; "platform": the number that is fastest on the platform."""
 FEW = 8
 """The most queries whose scores for all keys are computed at once, without blocks."""
-_WIDEST = 16  # the most tokens of a block of keys, in blocks of queries
-_BLOCK, _TPU_BLOCK = 128, 512  # tokens of a block: see `docs/accelerators-kernels.md`
+_WIDEST = 16  # For few queries, blocks of keys are longer than `block`, up to so many times.
+_BLOCK, _TPU_BLOCK = 128, 512  # The tokens of a block; docs/accelerators-kernels.md has the measurements.
 
 
 class BlockwiseAttention(Implementation[AttentionCall, Array]):
     """Attention in memory linear in the sequence: a loop over blocks of queries and, in it, over blocks of keys.
 
-    The program is of one size for any length. Pairs of blocks that the mask, the segments or padding leave empty are
-    not computed. `block` is the tokens of a block, by default 512 on TPUs and 128 elsewhere; the scores of a pair of
-    blocks take `4 * batch * heads * block**2` bytes, and on a CPU the loop is fastest where they fit its cache (about 1
-    MB). Few queries of cached keys, as in decoding, are computed by `decode`, which reads the cache in place.
-    Differentiable in reverse mode, once; `DotProductAttention` has all derivatives.
+    The size of the program does not depend on the sequence. Pairs of blocks that the mask, the segments or padding
+    leave empty are skipped. `block` is the number of tokens of a block, by default 512 on TPUs and 128 elsewhere. The
+    scores of a pair of blocks take `4 * batch * heads * block**2` bytes; on a CPU the loop is fastest if they fit the
+    cache (about 1 MB). Attention of up to 8 queries to cached keys, as in decoding, is computed by `decode`, which
+    reads the cache in place. The loop is differentiable in reverse mode, once; `DotProductAttention` has all
+    derivatives.
     """
 
     block: Block = eqx.field(static=True, default="platform")
@@ -68,7 +69,7 @@ class BlockwiseAttention(Implementation[AttentionCall, Array]):
         return BlockwiseSettings(cast(Mask, call.mask), call.scale, call.softcap, self.block)
 
     def forward(self, call: AttentionCall) -> tuple[Output, LogSum]:
-        """Return the output and the sums, as `FlashAttention.forward` does."""
+        """Return the output and the logarithms of sums, as `FlashAttention.forward` does."""
         output, logsum = attend_forward(self.settings(call), *_grouped_arrays(call))
         return _tokens_first(output), logsum.reshape(logsum.shape[0], -1, logsum.shape[-1])
 
@@ -85,7 +86,7 @@ class BlockwiseAttention(Implementation[AttentionCall, Array]):
 
 
 def decode_call(call: AttentionCall) -> DecodeCall:
-    """Return the same call as one of few queries that read a cache."""
+    """Return the same call as a `DecodeCall`, with its mask as a matrix."""
     visible = call.mask(call.tokens, call.key_tokens)
     return DecodeCall(
         call.query,
@@ -112,7 +113,7 @@ def with_sinks(
     logsum: Float[Array, "*batch seq heads"],
     sinks: Float[Array, "heads"],
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """Return the output of the softmax with sinks: the output without them, times the scores' share of the sum."""
+    """Return the output of the softmax with sinks: the output without sinks, times the share of the keys in the sum."""
     return scale_output(output, jax.nn.sigmoid(logsum - sinks.astype(logsum.dtype))[..., None])
 
 
@@ -133,12 +134,13 @@ def attend(
     tokens: TokenPositions,
     kv_tokens: TokenPositions | None,
 ) -> tuple[Float[Array, "*batch seq heads v_dim"], Float[Array, "*batch seq heads"]]:
-    """Return the output and the logarithm of each row's sum of exponentials, a very low number for an empty row.
+    """Return the output and the logarithm of each row's sum of exponentials.
 
-    Two calls over different keys combine by their logarithms. Gradients flow through both results.
+    The logarithm is a very low number for a row whose query sees no key. Results of calls over different keys can be
+    combined by their logarithms, as ring attention does. Gradients flow through both results.
 
     Args:
-        settings: The mask, scale and cap, and the tokens of a block.
+        settings: The mask, scale, softcap and block size.
         query: The queries.
         key: The keys.
         value: The values.
@@ -163,10 +165,10 @@ def attend_forward(
     tokens: TokenPositions,
     kv_tokens: TokenPositions,
 ) -> tuple[Float[Array, "batch kv_heads _ seq v_dim"], Float[Array, "batch kv_heads _ seq"]]:
-    """Return the output and sums for arrays of `group_heads` that vary over the same mesh axes, without a gradient.
+    """Return the results of `attend` for arrays of `group_heads` that vary over the same mesh axes, without a gradient.
 
     Args:
-        settings: The mask, scale and cap, and the tokens of a block.
+        settings: The mask, scale, softcap and block size.
         query: The queries, grouped by the key head that they read.
         key: The keys.
         value: The values.
@@ -177,10 +179,10 @@ def attend_forward(
 
 
 def _by_block(attend: Callable[..., Result], settings: BlockwiseSettings, *arrays: PyTree) -> Result:
-    """Return `attend(block, settings, *arrays)` with the block of the settings or that of the platform."""
+    """Return `attend(block, settings, *arrays)` with the block size of the settings or of the platform."""
     if settings.block != "platform":
         return attend(settings.block, settings, *arrays)
-    if "tpu" not in compilers() or arrays[1].shape[2] <= _BLOCK:  # keys of one block
+    if "tpu" not in compilers() or arrays[1].shape[2] <= _BLOCK:  # all keys are one block
         return attend(_BLOCK, settings, *arrays)
     on_tpus, elsewhere = (functools.partial(attend, block, settings) for block in (_TPU_BLOCK, _BLOCK))
     return jax.lax.platform_dependent(*arrays, tpu=on_tpus, default=elsewhere)
@@ -244,7 +246,7 @@ def _attend_forward(
     kv_tokens: TokenPositions,
 ):
     results = _attend(settings, query, key, value, tokens, kv_tokens)
-    output, logsum = (checkpoint_name(x, "attended") for x in results)  # for remat policies that keep it
+    output, logsum = (checkpoint_name(x, "attended") for x in results)  # for remat policies that keep both
     return (output, logsum), (query, key, value, tokens, kv_tokens, output, logsum)
 
 
@@ -257,8 +259,8 @@ def attend_backward(
 ]:
     """Return the gradients of query, key and value from those of output and logsum.
 
-    `residuals` holds the array arguments of `attend_forward`, then output and logsum. If these belong to a softmax over
-    more keys than those of the call (ring attention), the gradients are the part of these keys.
+    `residuals` are the array arguments of `attend_forward`, then output and logsum. In ring attention, output and
+    logsum belong to a softmax over more keys than `key`; the gradients are then the summands of these keys.
     """
     return _by_block(_backward_in_blocks, settings, *residuals, *gradients)
 
@@ -281,7 +283,8 @@ def _backward_in_blocks(
 
     def differentiate_key_block(query_grad, xs):
         (key_block, value_block), key_tokens, first, stop = xs
-        # A barrier: otherwise XLA transposes keys within the product on CPUs, and has no such product in bfloat16.
+        # Without the barrier, XLA merges the transposition into the product on CPUs, and has no such product in
+        # bfloat16.
         columns = key_block, jax.lax.optimization_barrier(key_block.swapaxes(-1, -2)), value_block
 
         def add_query_block(number: Array, carry: tuple[Array, Array, Array]):
@@ -322,20 +325,20 @@ def _block_gradients(
     columns: tuple[Array, Array, Array],
     visible: Bool[Array, "batch 1 kv_seq 1 seq"],
 ) -> tuple[Array, Array, Array]:
-    """Return the summands of a pair of blocks for the gradients of queries (channels before tokens), keys and values.
+    """Return a pair of blocks' summands of the gradients of queries (channels before tokens), keys and values.
 
-    Scores have keys before queries, and keys come with a transposed copy, so that each product sums over the last dim
-    of its left factor, which is fastest on CPUs, and no array of the scores' size is transposed.
+    The scores have keys before queries, and `columns` has a transposed copy of the keys. So each product sums over the
+    last dim of its left factor, which is fastest on CPUs, and no array of the scores' size is transposed.
     """
     (query, output_grad, logsum, row_sums), (key, key_transposed, value) = rows, columns
     wide, (group, seq) = logsum.dtype, logsum.shape[-2:]
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
 
-    def merged(x: Array) -> Array:
+    def merge_group(x: Array) -> Array:
         return x.reshape(*x.shape[:2], group * seq, -1)
 
     def by_key(keys: Array, rows: Array) -> Array:
-        return product("bksd,bkrd->bksr", keys, merged(rows)).reshape(*keys.shape[:3], group, seq)
+        return product("bksd,bkrd->bksr", keys, merge_group(rows)).reshape(*keys.shape[:3], group, seq)
 
     scores = soft_capped(by_key(key, query) * settings.scale, settings.softcap)
     weights = jnp.where(visible, jnp.exp(scores - logsum[:, :, None]), 0)
@@ -346,8 +349,8 @@ def _block_gradients(
         x.astype(like.dtype).reshape(*x.shape[:3], group * seq) for x, like in ((weights, value), (scores_grad, query))
     )
     query_grad = product("bkds,bksr->bkdr", key_transposed, scores_grad).reshape(*key_transposed.shape[:3], group, seq)
-    key_grad = product("bksr,bkrd->bksd", scores_grad, merged(query))
-    value_grad = product("bksr,bkrd->bksd", weights, merged(output_grad))
+    key_grad = product("bksr,bkrd->bksd", scores_grad, merge_group(query))
+    value_grad = product("bksr,bkrd->bksd", weights, merge_group(output_grad))
     return query_grad * settings.scale, key_grad * settings.scale, value_grad
 
 
@@ -371,7 +374,7 @@ def group_heads(
 def ungroup_heads(
     output: Float[Array, "_ kv_heads group seq v_dim"], batch: tuple[int, ...]
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """Return rows of queries in the order that they had before `group_heads`."""
+    """Return an array over queries with the dims that queries have before `group_heads`."""
     _, kv_heads, group, seq, v_dim = output.shape
     return output.transpose(0, 3, 1, 2, 4).reshape(*batch, seq, kv_heads * group, v_dim)
 
@@ -388,10 +391,10 @@ def _merge_batch(tokens: TokenPositions, batch: tuple[int, ...], seq: int) -> To
 def split_into_blocks(
     most: int, query_arrays: PyTree, key_arrays: PyTree, tokens: TokenPositions, kv_tokens: TokenPositions
 ) -> tuple[PyTree, PyTree, TokenPositions, TokenPositions, Float[Array, ""]]:
-    """Return all arrays in blocks of up to `most` tokens, and a zero of the type that carries have.
+    """Return all arrays in blocks of up to `most` tokens, and a zero with the type of the loops' carries.
 
-    For few queries, as in decoding, blocks of keys are larger (up to `_WIDEST` times), so that a pair of blocks has as
-    many scores.
+    For few queries, as in decoding, blocks of keys are up to `_WIDEST` times larger, so that a pair of blocks has about
+    as many scores.
     """
     block = min(most, tokens.positions.shape[-1])
     kv_block = min(most * min(most // max(block, 1), _WIDEST), kv_tokens.positions.shape[-1])
@@ -407,7 +410,7 @@ def split_into_blocks(
 
 
 def _split(array: Array, dim: int, block: int, fill: int = 0) -> Array:
-    """Return `array` in blocks along `dim`, counted by a new first dim; the last block is filled up with `fill`."""
+    """Return `array` in blocks along `dim`, counted by a new first dim; the last block is padded with `fill`."""
     count = -(-array.shape[dim] // block)
     widths = [(0, 0)] * array.ndim
     widths[dim] = (0, count * block - array.shape[dim])
@@ -416,7 +419,7 @@ def _split(array: Array, dim: int, block: int, fill: int = 0) -> Array:
 
 
 def join_blocks(array: Array, dim: int, length: int) -> Array:
-    """Return blocks, which the first dim counts, joined along `dim`, without what filled up the last block."""
+    """Join blocks, which the first dim counts, along `dim` to `length` tokens, without the last block's padding."""
     array = jnp.moveaxis(array, 0, dim)
     padded = array.shape[dim] * array.shape[dim + 1]  # not -1, which is ambiguous for an array without rows
     array = array.reshape(*array.shape[:dim], padded, *array.shape[dim + 2 :])

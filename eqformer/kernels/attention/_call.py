@@ -1,7 +1,7 @@
 """The arguments of attention: positions and masks of tokens, and the records of a call.
 
-`AttentionCall` is softmax(scale * query key^T + bias) value under a mask; `DecodeCall` is that of few queries to a
-cache.
+An `AttentionCall` is softmax(scale * query key^T + bias) value under a mask. A `DecodeCall` is the same for few queries
+to the keys and values of a cache.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class HasPositions(Protocol):
 
 
 class TokenPositions(eqx.Module):
-    """Positions and documents of tokens, and what is known at trace time about their order.
+    """Positions and documents of tokens, and facts about their order that are known at trace time.
 
     `whole_rows`, `documents` and `pieces` are those of `nn.Tokens`.
     """
@@ -61,7 +61,7 @@ class TokenPositions(eqx.Module):
 
 
 def token_positions(tokens: HasPositions) -> TokenPositions:
-    """Return the positions, the documents and the known order of any tokens."""
+    """Return the `TokenPositions` of any tokens, with the known order if the tokens have it."""
     if isinstance(tokens, TokenPositions):
         return tokens
     known = (getattr(tokens, name, None) for name in ("whole_rows", "documents", "pieces"))
@@ -69,12 +69,12 @@ def token_positions(tokens: HasPositions) -> TokenPositions:
 
 
 def optional_token_positions(tokens: HasPositions | None) -> TokenPositions | None:
-    """Return the positions of tokens, or None for None."""
+    """Return the `TokenPositions` of tokens, or None for None."""
     return None if tokens is None else token_positions(tokens)
 
 
 OF_SOURCE = -2
-"""The position of keys of another sequence, which a query sees beside keys of its own sequence."""
+"""The position that marks keys of another sequence, which a query sees beside the keys of its own sequence."""
 
 
 class Mask(eqx.Module):
@@ -100,20 +100,20 @@ class Mask(eqx.Module):
                 )
         if self.ahead is not None and (self.is_causal or self.window is None):
             raise ValueError(
-                f"Mask(is_causal={self.is_causal}, window={self.window}, ahead={self.ahead}): ahead is the other side "
-                "of a window that is seen both ways; pass it with a window and is_causal=False."
+                f"Mask(is_causal={self.is_causal}, window={self.window}, ahead={self.ahead}): ahead limits the later "
+                "tokens of a window over both sides; pass it with a window and is_causal=False."
             )
 
     def reach(self, seq: int) -> int:
-        """Return how many of the last `seq` tokens a query can see at most, which a cache has to keep."""
+        """Return how many of the last `seq` tokens a query can see at most; a cache must keep so many."""
         return min(n for n in (seq, self.window, self.chunk) if n is not None)
 
     def check_cached(self, mixer: str) -> None:
-        """Raise a `ValueError` if tokens see later tokens, so that keys and values change and cannot be cached."""
+        """Raise a `ValueError` if tokens see later tokens: then keys and values change, and cannot be cached."""
         if not self.is_causal:
             raise ValueError(
-                f"{mixer}.init_cache: with {self} a token sees later ones, and changes with each; call the model on "
-                "whole rows, without a cache, or take a causal mask."
+                f"{mixer}.init_cache: with {self} a token sees later tokens, so keys and values change with each new "
+                "token; call the model on whole rows, without a cache, or take a causal mask."
             )
 
     def __call__(self, queries: HasPositions, keys: HasPositions) -> Bool[Array, "*batch seq kv_seq"]:
@@ -134,12 +134,12 @@ class Mask(eqx.Module):
 
 
 class ChosenKeys(eqx.Module):
-    """A mask as a matrix: the keys that each query of one call sees."""
+    """An attention mask as a matrix: the keys that each query of a call sees."""
 
     visible: Bool[Array, "*batch seq kv_seq"]
 
     def __call__(self, queries: HasPositions, keys: HasPositions) -> Bool[Array, "*batch seq kv_seq"]:
-        """Return the matrix."""
+        """Return the matrix; the tokens are not read."""
         return self.visible
 
 
@@ -185,7 +185,8 @@ class AttentionCall(Call):
     value: Num[Array, "*batch kv_seq kv_heads v_dim"]
     """The values."""
     mask: Mask | ChosenKeys = eqx.field(kw_only=True)
-    """The keys that a query sees, by positions and segments, wherever tokens stand in the arrays."""
+    """The keys that a query sees. The mask reads positions and segments, so tokens may be in any order in the
+    arrays."""
     tokens: TokenPositions = eqx.field(kw_only=True, converter=token_positions)
     """Positions and segments of the queries."""
     kv_tokens: TokenPositions | None = eqx.field(kw_only=True, default=None, converter=optional_token_positions)
@@ -219,14 +220,14 @@ class AttentionCall(Call):
 
     @property
     def documents(self) -> int | None:
-        """The most documents that a row is known to hold, one after another; None for rows of one document."""
+        """The most documents that a packed row holds, if known; None for rows of one document."""
         return None if self.tokens.segments is None else self.tokens.documents
 
     @property
     def unknown_rows(self) -> str | None:
         """The reason why the mask is not known to follow from the tokens' order in the arrays, or None if it is."""
         if self.kv_tokens is not None and self.piece is None:
-            return "it has no keys of a cache or of another sequence"
+            return "it takes no keys of a cache or of another sequence"
         is_known = self.piece is not None or self.tokens.are_packed_in_order or self.tokens.are_whole_rows
         if not is_known or isinstance(self.mask, ChosenKeys) or self.mask.chunk is not None:
             return (
@@ -243,7 +244,7 @@ class AttentionCall(Call):
 
 
 def with_one_batch_dim(call: AttentionCall) -> AttentionCall:
-    """Return the call with all dims of the batch merged into one, and positions of every row."""
+    """Return the call with all batch dims merged into one, and with positions and segments of every row."""
     batch = call.query.shape[:-3]
 
     def merge_rows(x: Int[Array, "*#batch seq"]) -> Int[Array, "_ seq"]:
@@ -255,12 +256,12 @@ def with_one_batch_dim(call: AttentionCall) -> AttentionCall:
 
 
 def possible_pairs(mask: Mask, queries: TokenPositions, keys: TokenPositions) -> Bool[Array, "_ _"]:
-    """Return whether each pair of a query block and a key block may hold a visible pair of tokens, by their ranges.
+    """Return whether each pair of a query block and a key block may hold a visible pair of tokens.
 
-    The ranges are those of positions and segments, row by row, so that packed and shuffled rows are handled alike. A
-    query sees keys of its own segment only, so the mask's rule for positions also holds for the order by (segment,
-    position), which is the order of the tokens in a packed row. So blocks after the query's, or further back than the
-    window, are excluded, though positions restart in each document.
+    The blocks' ranges of positions and segments decide, row by row, so that packed and shuffled rows are handled alike.
+    A query sees only keys of its own segment. The mask's rules for positions therefore also hold for pairs (segment,
+    position), whose order is the order of the tokens in a packed row. These pairs exclude key blocks after the query
+    block, and blocks further back than the window, although positions restart in each document.
     """
     is_packed = queries.segments is not None and keys.segments is not None
     (low, high), (kv_low, kv_high) = (_range(part.positions, part.positions) for part in (queries, keys))
@@ -284,7 +285,7 @@ def possible_pairs(mask: Mask, queries: TokenPositions, keys: TokenPositions) ->
 
 
 def _ends(tokens: TokenPositions, is_packed: bool) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Return segment and position of the first and the last token of each block and row, by segment, then position."""
+    """Return the least and the greatest (segment, position) of the tokens of each block and row."""
     positions = tokens.positions
     if not is_packed or tokens.segments is None:
         low, high = _range(positions, positions)
@@ -315,7 +316,7 @@ def spans(possible: Bool[Array, "_ _"]) -> tuple[Int[Array, "_"], Int[Array, "_"
 
 
 class RotatedChannels(NamedTuple):
-    """Channels of queries and keys in arrays of their own, such as the rotated ones of latent attention."""
+    """Channels of queries and keys in arrays of their own, such as the rotated channels of latent attention."""
 
     query: Float[Array, "*batch seq heads rope_dim"]
     key: Num[Array, "*batch kv_seq kv_heads rope_dim"]
@@ -327,7 +328,7 @@ class StoredArrays(NamedTuple):
     """The keys and values of a call as the cache stores them: heads before slots; latents have no dim of heads."""
 
     layer: Int[Array, ""] | None
-    """The layer to read, if the arrays have a dim of layers in front; None: they are one layer's."""
+    """The layer to read, if the arrays have a dim of layers in front; None: the arrays are those of one layer."""
     key: Num[Array, "*layers_batch kv_seq head_dim"]
     """The keys."""
     value: Num[Array, "*layers_batch kv_seq v_dim"] | None = None
@@ -342,7 +343,7 @@ class StoredArrays(NamedTuple):
 
 @checked_fields
 class DecodeCall(Call):
-    """The arguments of an attention of few queries to a cache; kernels take one query a row."""
+    """The arguments of attention of few queries to a cache; kernels take one query a row."""
 
     query: Float[Array, "*batch seq heads head_dim"]
     """The queries."""
@@ -378,7 +379,7 @@ class DecodeCall(Call):
 
 
 class ScoreSettings(NamedTuple):
-    """The static settings of a kernel."""
+    """The static settings of a kernel for decoding."""
 
     scale: float
     softcap: float | None

@@ -1,7 +1,8 @@
 """Attention on NVIDIA GPUs: cuDNN's fused kernels, as JAX calls them in `jax.nn.dot_product_attention`.
 
-That function keeps no statistics for remat policies, asks the machine that traces a program for its GPU, and has no
-argument for packed documents. So its two primitives are bound here.
+JAX's function has three gaps: it does not expose the logarithms of the softmax's sums to remat policies, it asks the
+machine that traces a program for its GPU, and it has no argument for packed documents. So this file calls its two
+primitives directly.
 """
 
 import inspect
@@ -46,13 +47,16 @@ class CudnnAttention(FlashAttention):
         if query.dtype not in (jnp.bfloat16, jnp.float16):
             return f"it computes in bfloat16 or float16, not {query.dtype}"
         if max(widths) > widest or any(width % 8 for width in widths):
-            return f"it takes heads of up to {widest} channels in eights, not {query.shape[-1]} and {value.shape[-1]}"
+            return (
+                f"it takes heads of up to {widest} channels, in multiples of 8, not {query.shape[-1]} and "
+                f"{value.shape[-1]}"
+            )
         if len(widths) > 1 and not is_hopper:
-            return "values as wide as the keys alone run on GPUs before Hopper"
+            return "on GPUs before Hopper it takes only values as wide as the keys"
         if call.softcap is not None:
             return "it has no softcap"
         if mask.window is not None and not mask.is_causal:
-            return "it has windows under a causal mask alone"
+            return "it takes windows only under a causal mask"
         if call.piece is not None and (mask.window, documents) != (None, None):
             return "it has no windows and no packed documents over pieces of rows"
         if documents is not None and not is_hopper:
@@ -71,7 +75,7 @@ class CudnnAttention(FlashAttention):
             settings = _settings(call, "wrapper") | {"is_training": True}
             arrays = query, key, value, *_lengths(call)
             return tuple(cudnn._dot_product_attention_fwd_p_wrapper.bind(*arrays, **settings))
-        packed = _packed(call.documents, call.tokens)
+        packed = _pack_documents(call.documents, call.tokens)
         settings = _settings(call, "inner") | {"is_training": True}
         arrays = query, key, value, *packed.arguments(query, key)
         output, statistics = cudnn._dot_product_attention_fwd_p.bind(*arrays, **settings)
@@ -86,10 +90,10 @@ class CudnnAttention(FlashAttention):
             settings = _settings(call, "wrapper")
             arrays = query, key, value, *_lengths(call), logsum, *results
             return tuple(cudnn._dot_product_attention_bwd_p_wrapper.bind(*arrays, **settings))
-        packed = _packed(call.documents, call.tokens)
+        packed = _pack_documents(call.documents, call.tokens)
         batch, seq, heads, _ = query.shape
         rows = batch * call.documents
-        slots = jnp.where(packed.is_real, packed.documents, rows)  # padding has none
+        slots = jnp.where(packed.is_real, packed.documents, rows)  # an index out of bounds, so that padding is dropped
         statistics = jnp.zeros_like(logsum, shape=(rows, heads, seq))
         positions = jnp.maximum(call.tokens.positions, 0)
         statistics = statistics.at[slots, :, positions].set(logsum.swapaxes(1, 2), mode="drop")
@@ -99,8 +103,8 @@ class CudnnAttention(FlashAttention):
         return query_grad, key_grad, value_grad
 
 
-class _Packed(NamedTuple):
-    """Packed rows as cuDNN reads them: the documents of all rows one after another, then empty documents."""
+class _PackedDocuments(NamedTuple):
+    """Packed rows as cuDNN reads them: the documents of all rows, one after another, then empty documents."""
 
     is_real: Array
     """Of `batch seq`: whether a token is no padding."""
@@ -112,17 +116,17 @@ class _Packed(NamedTuple):
     """Of `batch documents+1`: the index of each document's first token, counted over all rows."""
 
     def arguments(self, query: Array, key: Array) -> tuple[Array, ...]:
-        """Return the arguments between the arrays and the statistics: no bias, sizes and offsets, no pages."""
+        """Return the primitives' arguments between the arrays and the sums: no bias, sizes, offsets, no page tables."""
         empty = jnp.zeros_like(query, shape=(0,))
         offsets = (self.starts * (x.shape[-2] * x.shape[-1]) for x in (query, key))
         return empty, self.sizes, self.sizes, *offsets, empty, empty
 
     def without_padding(self, x: Float[Array, "batch seq heads head_dim"]) -> Float[Array, "batch seq heads head_dim"]:
-        """Return the array with zeros for padding, to which the kernel writes nothing."""
+        """Return the array with zeros for padding, where the kernel writes nothing."""
         return jnp.where(self.is_real[..., None, None], x, jnp.zeros_like(x))
 
 
-def _packed(documents: int, tokens: TokenPositions) -> _Packed:
+def _pack_documents(documents: int, tokens: TokenPositions) -> _PackedDocuments:
     positions = tokens.positions
     rows, seq = positions.shape
     is_real, is_first = (positions >= 0).reshape(-1), (positions == 0).reshape(-1)
@@ -132,11 +136,14 @@ def _packed(documents: int, tokens: TokenPositions) -> _Packed:
     sizes = real_before[ends] - real_before[starts]
     filled = jnp.concatenate([starts, jnp.full_like(starts, rows * seq, shape=(rows,))])
     number = jnp.maximum(jnp.cumsum(is_first, dtype=jnp.int32) - 1, 0)
-    return _Packed(*(x.reshape(rows, -1) for x in (is_real, number, sizes, filled)))
+    return _PackedDocuments(*(x.reshape(rows, -1) for x in (is_real, number, sizes, filled)))
 
 
 def _lengths(call: AttentionCall) -> tuple[Array, ...]:
-    """Return the lengths of rows of one document, where no causal order hides the padding."""
+    """Return the primitives' arguments after the arrays for rows of one document.
+
+    They include the lengths of the rows unless the mask is causal, which hides padding at the end from the tokens.
+    """
     empty = jnp.zeros_like(call.query, shape=(0,))
     if _is_causal(call):
         return (empty,) * 7
@@ -149,7 +156,10 @@ def _is_causal(call: AttentionCall) -> bool:
 
 
 def _settings(call: AttentionCall, primitive: str) -> dict[str, object]:
-    """Return the parameters of JAX's primitives, of which newer ones have more."""
+    """Return the parameters of the forward or backward primitive of this version of JAX.
+
+    `primitive` is "wrapper" or "inner"; newer versions name their further parameters differently in the two.
+    """
     cudnn = _cudnn()
     kinds = cudnn.MaskType
     if call.piece == "past":

@@ -47,8 +47,8 @@ class TwoPasses(Protocol):
 class FlashAttention(Implementation[AttentionCall, Array]):
     """A kernel of attention with a backward pass of its own.
 
-    Both passes get a call with one dim for the batch, without sinks and without a bias: sinks are added to the sums
-    afterwards. Under `jax.vmap` the kernel is called once, with a larger batch.
+    Both passes get a call with one batch dim, without sinks and without a bias. Sinks are added to the sums after the
+    forward pass (`add_sinks`). Under `jax.vmap` the kernel is called once, with a larger batch.
     """
 
     @abc.abstractmethod
@@ -61,7 +61,7 @@ class FlashAttention(Implementation[AttentionCall, Array]):
 
         Args:
             call: The call.
-            output: The output of the softmax over all keys; more keys than those of the call in ring attention.
+            output: The output of the softmax over all keys. In ring attention these are more keys than the call's.
             logsum: The logarithm of each row's sum over all keys and sinks.
             output_grad: The gradient of the output.
         """
@@ -74,7 +74,7 @@ class FlashAttention(Implementation[AttentionCall, Array]):
 class FlashChoice(NamedTuple):
     """Kernels by platform, and the passes that run on all other platforms.
 
-    With `required_by`, the name of an op, the program cannot be compiled for other platforms.
+    With `required_by`, the name of an operation, compiling the program for any other platform raises a `ValueError`.
     """
 
     by_platform: tuple[tuple[str, FlashAttention], ...]
@@ -129,9 +129,10 @@ def call_gradient(call: AttentionCall, *gradients: Array | None) -> AttentionCal
 
 
 def add_sinks(output: Output, logsum: LogSum, sinks: Float[Array, "heads"] | None) -> tuple[Output, LogSum]:
-    """Return the output and the sums of the softmax with sinks, from those without.
+    """Return the output and the logarithms of sums of the softmax with sinks, from those of the softmax without sinks.
 
-    Sinks join each row's sum and no value. With the whole sum in their place, the kernels' gradients are right too.
+    A sink adds to each row's sum of exponentials and has no value. Backward passes that get the sums with sinks return
+    the right gradients without further changes.
     """
     if sinks is None:
         return output, logsum
@@ -140,7 +141,7 @@ def add_sinks(output: Output, logsum: LogSum, sinks: Float[Array, "heads"] | Non
 
 
 def scale_output(output: Float[Array, "..."], factor: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return the product, which is computed in float32 at least, in the dtype of the output."""
+    """Return `output * factor`, computed in float32 at least, in the dtype of the output."""
     wide = at_least_float32(output.dtype)
     return (output.astype(wide) * factor.astype(wide)).astype(output.dtype)
 
@@ -148,7 +149,7 @@ def scale_output(output: Float[Array, "..."], factor: Float[Array, "..."]) -> Fl
 def sinks_grad(
     sinks: Float[Array, "heads"] | None, output: Output, logsum: LogSum, output_grad: Output
 ) -> Float[Array, "heads"] | None:
-    """Return the gradient of the sinks, from the output and the sums that `add_sinks` gave."""
+    """Return the gradient of the sinks, from the output and the logarithms of sums that `add_sinks` returned."""
     if sinks is None:
         return None
     row_sums = jnp.sum(output_grad.astype(logsum.dtype) * output.astype(logsum.dtype), axis=-1).swapaxes(1, 2)
@@ -157,7 +158,7 @@ def sinks_grad(
 
 
 def forward(choice: FlashChoice, call: AttentionCall) -> tuple[Output, LogSum]:
-    """Return the output and the sums by the platform's kernel, without a derivative."""
+    """Return the output and the logarithms of sums by the platform's kernel, without a derivative."""
     branches = {platform: kernel.forward for platform, kernel in choice.by_platform}
     return _by_platform(choice, branches, choice.fallback.forward, call)
 
@@ -195,7 +196,7 @@ def _by_platform(
 
 
 def _over_batch(kernel: Callable[..., PassResult]) -> Callable[..., PassResult]:
-    """Return the kernel, which under `vmap` is called once with a larger batch: all arrays begin with that dim."""
+    """Wrap a kernel so that `vmap` calls it once with a larger batch; all its arrays begin with the batch dim."""
     call = jax.custom_batching.custom_vmap(lambda *arrays: tuple(kernel(*arrays)))
 
     @call.def_vmap

@@ -41,8 +41,8 @@ def attend_by_definition(
 
     Args:
         call: The call.
-        key_scales: Factors of the keys; scores are multiplied in their place, so that keys are read as they are.
-        value_scales: Factors of the values; probabilities are multiplied in their place.
+        key_scales: Factors of the keys. The scores are multiplied by them, so that 8-bit keys are read as they are.
+        value_scales: Factors of the values. The probabilities are multiplied by them.
         rotated: Further channels of queries and keys, whose products are added to the scores.
     """
     probabilities = _probabilities(call, key_scales, rotated)
@@ -100,7 +100,7 @@ def _probabilities(
 def _over_scores(
     scales: Float[Array, "*batch kv_seq kv_heads"], dtype: jnp.dtype
 ) -> Float[Array, "*batch kv_heads 1 1 kv_seq"]:
-    """Return factors of keys or values in the order of scores."""
+    """Return factors of keys or values with the dims of scores."""
     return jnp.moveaxis(scales, -1, -2)[..., None, None, :].astype(dtype)
 
 
@@ -109,12 +109,12 @@ def _weigh_values(
     value: Num[Array, "*batch kv_seq kv_heads v_dim"],
     dtype: jnp.dtype,
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """Return the sums of values, computed in float32 at least."""
+    """Return sums of values weighted by probabilities, computed in float32 at least and returned in a dtype."""
     narrow = probabilities.astype(value.dtype)
     output = jnp.einsum("...kgqs,...skd->...kgqd", narrow, value, preferred_element_type=at_least_float32(dtype))
     *batch, kv_heads, group, seq, v_dim = output.shape
     output = jnp.moveaxis(output, -2, -4).reshape(*batch, seq, kv_heads * group, v_dim).astype(dtype)
-    return checkpoint_name(output, "attended")  # for remat policies that keep it
+    return checkpoint_name(output, "attended")  # for remat policies that keep the output
 
 
 def softmax_of(
@@ -122,7 +122,7 @@ def softmax_of(
     visible: Bool[Array, "*#batch seq kv_seq"],
     sink: Float[Array, "kv_heads group 1 1"] | None = None,
 ) -> Float[Array, "*batch kv_heads group seq kv_seq"]:
-    """Return the probabilities of visible keys, beside a `sink` where there is one; zeros if no key is visible."""
+    """Return the probabilities of visible keys, zeros if no key is visible; a `sink` takes a share of the softmax."""
     visible = visible[..., None, None, :, :]
     scores = jnp.where(visible, scores, lowest(scores.dtype))
     peak = jnp.max(scores, axis=-1, keepdims=True)
@@ -134,7 +134,7 @@ def softmax_of(
 
 
 def lowest(dtype: jnp.dtype) -> float:
-    """Return the score of a masked key: finite, so that the difference of two of them is not NaN."""
+    """Return the score of a masked key, which is finite so that the difference of two such scores is not NaN."""
     return float(jnp.finfo(dtype).min) / 4
 
 
@@ -155,10 +155,11 @@ def attend_to_sources(
     scale: float,
     softcap: float | None,
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """Return what `ReferenceAttention` returns for the concatenated sources; scores are concatenated instead.
+    """Return the attention of queries to several sources of keys and values under one softmax.
 
-    `sources` are pairs of keys and values; the last dim of `visible` counts the keys of all sources, one source after
-    another.
+    The result is that of `ReferenceAttention` for concatenated sources, but the scores are concatenated instead, which
+    copies no keys or values. `sources` are pairs of keys and values. The last dim of `visible` counts the keys of all
+    sources, one source after another.
     """
     heads, kv_heads = query.shape[-2], sources[0][0].shape[-2]
     wide = at_least_float32(query.dtype)
@@ -175,11 +176,12 @@ def attend_to_sources(
 
 
 class DotProductAttention(Implementation[AttentionCall, Array]):
-    """Attention by `jax.nn.dot_product_attention` as XLA computes it, with all derivatives; its memory is quadratic.
+    """Attention by `jax.nn.dot_product_attention` in plain XLA, with all derivatives and memory quadratic in `seq`.
 
-    For whole rows (`nn.Tokens.are_whole_rows`) it gets its causal flag and a window or, without a mask, the rows'
-    lengths, and else a mask of `batch 1 seq kv_seq`. If `head_dim` and `v_dim` differ, the smaller is padded with
-    zeros. For 16-bit arrays jax's own code needs its standard dtype promotion, while tracing and lowering.
+    For whole rows (`nn.Tokens.are_whole_rows`), JAX's function gets its causal flag and the window, or the rows'
+    lengths if the mask is that of an encoder. Otherwise it gets a mask of `batch 1 seq kv_seq`. If `head_dim` and
+    `v_dim` differ, the smaller is padded with zeros. JAX's own code for 16-bit arrays mixes dtypes, so it can be traced
+    and lowered only under standard dtype promotion.
     """
 
     def supports(self, call: AttentionCall) -> str | None:
@@ -212,7 +214,7 @@ class DotProductAttention(Implementation[AttentionCall, Array]):
             attend = functools.partial(attend, mask=visible)
             sees_any_key = jnp.any(visible[:, 0], axis=-1)[..., None, None]
         output = _widen_float16(attend, *arrays)
-        if sees_any_key is not None:  # the kernel gives the mean of all values to a query that sees no key
+        if sees_any_key is not None:  # JAX's function returns the mean of all values for a query that sees no key.
             output = jnp.where(sees_any_key, output, jnp.zeros_like(output))
         return output[..., :v_dim].reshape(*query.shape[:-1], v_dim)
 
@@ -236,8 +238,8 @@ def _widen_float16(
 
     if query.dtype != jnp.float16:
         return attend(query, key, value)
-    # jax requests float16 products with float32 sums by an algorithm that only GPUs have. The platform is known at
-    # lowering only, so the choice is made there.
+    # JAX requests float16 products with float32 sums by an algorithm that only GPUs have. The platform is known only
+    # when the program is lowered.
     return jax.lax.platform_dependent(query, key, value, cpu=in_float32, tpu=in_float32, default=attend)
 
 

@@ -1,7 +1,7 @@
 """Attention on TPUs: the kernels of `jax.experimental.pallas.ops.tpu.splash_attention`, typed for `shard_map`.
 
 The forward kernel and the two backward kernels, one for the gradients of queries and one for those of keys and values,
-are called one by one, so that remat policies can keep the output and the sums.
+are called one by one, so that remat policies can keep the output and the logarithms of the softmax's sums.
 """
 
 import functools
@@ -21,11 +21,11 @@ from ._flash import FlashAttention, Gradients, LogSum, Output
 
 
 LANES = 128
-"""Numbers of a TPU's vector: the kernel takes rows of a multiple of so many tokens."""
+"""Numbers along the last dim of a TPU's vector; the kernel takes rows of a multiple of so many tokens."""
 
 
 class SplashAttention(FlashAttention):
-    """Splash attention, with windows, packed documents and softcaps.
+    """Splash attention on TPUs, with windows, packed documents and softcaps.
 
     A block has 512 queries and 512 keys in vector memory, or 256 or 128 where these divide the rows. `interpret` runs
     the kernel as plain JAX on any platform, which is slow: for tests.
@@ -67,7 +67,7 @@ class SplashAttention(FlashAttention):
             return output, logsum
 
         segments = _segments(call)
-        arrays: tuple[PyTree, ...] = _scaled(call, query), _heads_first(key), _heads_first(value), segments
+        arrays: tuple[PyTree, ...] = _scale_queries(call, query), _heads_first(key), _heads_first(value), segments
         output, logsum = jax.vmap(run_row)(*arrays)
         return _heads_first(output), logsum
 
@@ -102,7 +102,7 @@ class SplashAttention(FlashAttention):
         wide = at_least_float32(query.dtype)
         row_sums = jnp.sum(output.astype(wide) * output_grad.astype(wide), axis=-1).swapaxes(1, 2)
         segments = _segments(call)
-        arrays: tuple[PyTree, ...] = _scaled(call, query), _heads_first(key), _heads_first(value), segments
+        arrays: tuple[PyTree, ...] = _scale_queries(call, query), _heads_first(key), _heads_first(value), segments
         arrays = *arrays, logsum, _heads_first(output_grad), row_sums
         query_grad, key_grad, value_grad = jax.vmap(run_row)(*arrays)
         query_grad = (query_grad.astype(wide) * call.scale).astype(query.dtype)
@@ -110,13 +110,16 @@ class SplashAttention(FlashAttention):
 
 
 class _BlockMask(NamedTuple):
+    """A mask as splash attention takes it: arrays about blocks, and the mask within a block as a function of
+    indices."""
+
     info: object
     function: Callable[..., Array] | None
 
 
 @functools.lru_cache(maxsize=64)
 def _block_mask(rule: Mask, piece: str | None, seq: int, kv_seq: int, kernel: str) -> _BlockMask:
-    """Return the blocks that a kernel visits and masks, in numpy arrays of one head: all heads have the same."""
+    """Return which blocks a kernel visits and masks, in numpy arrays for one head, which serve all heads."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_mask as masks,
         splash_attention_mask_info as infos,
@@ -136,7 +139,7 @@ def _block_mask(rule: Mask, piece: str | None, seq: int, kv_seq: int, kernel: st
 
 
 def _kernels() -> ModuleType:
-    # Imported where it is used: what a CPU or a GPU runs needs none of it.
+    # Imported only for programs with this kernel, because programs for CPUs and GPUs do not need it.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     return splash_attention_kernel
@@ -154,7 +157,11 @@ def _mask_rule(call: AttentionCall) -> Mask:
 
 
 def _segments(call: AttentionCall) -> tuple[Int[Array, "batch seq"], Int[Array, "batch kv_seq"]] | None:
-    """Return what separates documents; in rows of one document without a causal order, padding from the document."""
+    """Return segments of queries and keys; tokens see only their own segment.
+
+    They are the documents of packed rows. In other rows they separate padding from the document, or are None if the
+    causal mask hides padding or all keys are in the past.
+    """
     tokens, kv_tokens = call.tokens, call.key_tokens
     if call.documents is not None and tokens.segments is not None and kv_tokens.segments is not None:
         return tokens.segments, kv_tokens.segments
@@ -163,7 +170,7 @@ def _segments(call: AttentionCall) -> tuple[Int[Array, "batch seq"], Int[Array, 
     return (tokens.positions >= 0).astype(jnp.int32), (kv_tokens.positions >= 0).astype(jnp.int32)
 
 
-def _scaled(call: AttentionCall, query: Array) -> Array:
+def _scale_queries(call: AttentionCall, query: Array) -> Array:
     """Return queries times the scale, for which the kernel has no argument, heads first."""
     exact = at_least_float32(query.dtype)
     return _heads_first((query.astype(exact) * call.scale).astype(query.dtype))

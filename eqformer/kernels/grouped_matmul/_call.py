@@ -1,4 +1,7 @@
-"""The record of one grouped product, and the contract of kernels that compute such products and their gradients."""
+"""The arguments of a grouped product, and the contract of kernels that compute such products and their gradients.
+
+A grouped product multiplies each row by the matrix of the row's group, such as each token by the weight of an expert.
+"""
 
 import abc
 
@@ -22,11 +25,11 @@ class GroupedMatmulCall(Call):
     sizes: Int[Array, "groups"]
     """The number of rows of each group."""
     in_fp8: bool = eqx.field(static=True, default=False)
-    """Whether factors are rounded to 8 bits where there is a kernel for them."""
+    """Whether both factors are rounded to 8-bit floats, if the platform has a kernel for them."""
     most: int | None = eqx.field(static=True, default=None)
     """A bound on the rows of a group; None: no bound is known."""
     is_stored: bool = eqx.field(static=True, default=True)
-    """Whether the matrices are parameters; False: they are decoded, or put together of parts, for the call."""
+    """Whether the matrices are parameters; False: they are decoded or assembled from several arrays for the call."""
 
     operation = "grouped matmul"
 
@@ -38,7 +41,7 @@ class GroupedMatmulCall(Call):
 class GroupedMatmul(Implementation[GroupedMatmulCall, Array]):
     """A kernel of grouped products, for the forward pass and for both gradients; sums are in float32.
 
-    A kernel defines two products: rows by the matrices of their groups, and sums of outer products of rows.
+    A subclass defines two products, `multiply_rows` and `sum_outer_products`. The passes follow from these.
     """
 
     @abc.abstractmethod

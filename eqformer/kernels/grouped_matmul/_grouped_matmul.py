@@ -12,10 +12,10 @@ from ._tpu import TpuGroupedMatmul
 
 
 class XlaGroupedMatmul(Implementation[GroupedMatmulCall, Array]):
-    """The definition by XLA's `jax.lax.ragged_dot`, without a kernel.
+    """The definition of a grouped product, by `jax.lax.ragged_dot`, without a kernel.
 
-    On CPUs and GPUs XLA computes `ragged_dot` for every group and every row. So where no kernel supports its maps,
-    `nn.Experts` does not use this definition, but computes whole modules for slots and blocks of rows.
+    On CPUs and GPUs, XLA multiplies every row by the matrix of every group for a `ragged_dot`. So `nn.Experts` does not
+    use this definition if no kernel supports its linear maps; it then runs whole experts on slots or blocks of rows.
     """
 
     def supports(self, call: GroupedMatmulCall) -> str | None:
@@ -34,4 +34,4 @@ GROUPED_MATMUL = Op(
     XlaGroupedMatmul(),
     (("cuda", HopperFp8GroupedMatmul()), ("cuda", HopperGroupedMatmul()), ("tpu", TpuGroupedMatmul())),
 )
-"""Products of sorted rows with their groups' matrices."""
+"""Products of rows, sorted by group, with the matrices of their groups."""

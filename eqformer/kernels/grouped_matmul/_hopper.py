@@ -1,15 +1,17 @@
 """Grouped products on NVIDIA's Hopper GPUs (compute capability 9.0): kernels in Pallas by Mosaic.
 
-They follow the kernels that come with JAX, `ragged_dot_mgpu` and `transposed_ragged_dot_mgpu` in
-`jax.experimental.pallas.ops.gpu`, which are not called for these reasons: they load JAX's test tools; they ask this
-machine for its GPU; they look for each tile's group by a loop that is unrolled over all groups; they compute tiles that
-no group has; they leave rows after the last group unwritten; they return weights' gradients in the rows' dtype alone;
-and they begin to overwrite the operands of a product without waiting for it. Here the rows of each tile are counted
-before the kernel, and tiles begin where groups begin, or up to seven rows before, because copies begin at multiples of
-eight.
-
 A program copies blocks of both factors from main memory (GMEM) to shared memory (SMEM), multiplies them on tensor cores
-with sums in registers, and copies the tile of the result back through SMEM.
+with sums in registers, and copies the tile of the result back through SMEM. Which rows belong to a tile is computed
+before the kernel starts. The first tile of a group begins at the group's first row, or up to seven rows before it,
+because copies begin at multiples of eight rows.
+
+The kernels follow JAX's own, `ragged_dot_mgpu` and `transposed_ragged_dot_mgpu` in `jax.experimental.pallas.ops.gpu`,
+which are not called for these reasons:
+
+- They load JAX's test tools, and ask the machine that traces a program for its GPU.
+- They search for each tile's group in a loop that is unrolled over all groups, and compute tiles that no group has.
+- They leave rows after the last group unwritten, and return the weights' gradients only in the dtype of the rows.
+- They begin to overwrite the operands of a product before the product has finished.
 """
 
 import functools
@@ -30,15 +32,15 @@ from ._call import GroupedMatmul, GroupedMatmulCall
 
 
 BLOCK = 64
-"""Channels or rows that one product sums over: 128 bytes in 16 bits, the width of a swizzle in shared memory."""
+"""Channels or rows that one product sums over: 128 bytes of 16-bit numbers, the width of a swizzle in SMEM."""
 ALIGNMENT = 8
-"""Rows at whose multiples copies of tiles begin."""
-_SHARED_BYTES = 98304  # of a program's blocks in flight, so that a multiprocessor has room for two programs
+"""Copies of tiles begin at multiples of so many rows."""
+_SHARED_BYTES = 98304  # SMEM for a program's blocks in flight, so that a multiprocessor has room for two programs
 _MOSAIC = "jax.experimental.pallas.mosaic_gpu"
 
 
 class HopperGroupedMatmul(GroupedMatmul):
-    """Grouped products in Mosaic on Hopper GPUs: in 16 bits, of matrices that are parameters.
+    """Grouped products in Mosaic on Hopper GPUs: in 16 bits, with matrices that are parameters.
 
     Tiles of the result are 64 or 128 rows by 64 or 128 columns. `interpret` runs the kernels as plain JAX on any
     platform, for tests.
@@ -92,7 +94,7 @@ def hopper_reason(call: GroupedMatmulCall) -> str | None:
     if not len(call.x):
         return "there are no rows"
     if not call.is_stored:
-        return "matrices that are decoded or put together of parts are cheaper group by group"
+        return "matrices that are decoded or assembled for the call are cheaper one group at a time"
     if any(size % BLOCK for size in call.weight.shape[1:]):
         return f"it takes a multiple of {BLOCK} channels, not {list(call.weight.shape[1:])}"
     if (capability := gpu_capability()) != 9.0:
@@ -105,40 +107,44 @@ def hopper_reason(call: GroupedMatmulCall) -> str | None:
 
 
 class Tile(NamedTuple):
-    """The sizes of a piece of the result that one program computes."""
+    """The sizes of a part of the result that one program computes at a time."""
 
     rows: int
     columns: int
 
     @property
     def steps(self) -> int:
-        """Return how many blocks of both factors are in shared memory at once."""
+        """Return how many pairs of blocks, one of each factor, are in shared memory at once."""
         return _SHARED_BYTES // ((self.rows + self.columns) * BLOCK * 2)
 
 
 def choose_tile(rows: int, groups: int, columns: int) -> Tile:
-    """Return the largest tile that leaves few rows of groups' last tiles empty, and gives all multiprocessors work."""
+    """Return the largest tile with little padding in the groups' last tiles and with work for all multiprocessors."""
     height = 128 if rows >= 640 * groups else 64
     tiles = max(rows // height, min(rows, groups))
     return Tile(height, 128 if columns % 128 == 0 and tiles * (columns // 128) >= gpu_cores() else 64)
 
 
 class RowTiles(NamedTuple):
-    """The rows of the tiles; tiles of the last group are followed by tiles of no group, which are zeros.
+    """The rows of each tile, in the order of the groups.
 
-    A tile begins at row `begin`; `size` of its rows, from `start` on, are its group's. The other rows are those of
-    neighbouring groups.
+    The rows after the last group are in tiles whose `group` is the number of groups; these are filled with zeros.
     """
 
     group: Int[Array, "tiles"]
+    """The group of the tile."""
     begin: Int[Array, "tiles"]
+    """The first row of the tile, a multiple of `ALIGNMENT`."""
     start: Int[Array, "tiles"]
+    """The first row of the tile that is its group's; the rows before it are the previous group's."""
     size: Int[Array, "tiles"]
+    """The number of rows of the tile, from `start` on, that are its group's."""
     number: Int[Array, "1"]
+    """The number of tiles that are used; the arrays are long enough for any sizes of groups."""
 
 
 def make_row_tiles(sizes: Int[Array, "groups"], rows: int, tile: int) -> RowTiles:
-    """Return the tiles of so many rows; `number` of them are used."""
+    """Return tiles of height `tile` that cover `rows` rows, sorted by group, of which `sizes[i]` are of group `i`."""
     limit = (rows + min(len(sizes) + 1, rows) * (tile + ALIGNMENT - 2)) // tile
     ends = jnp.concatenate([jnp.cumsum(sizes, dtype=jnp.int32), jnp.full(1, rows, jnp.int32)])
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
@@ -154,9 +160,9 @@ def make_row_tiles(sizes: Int[Array, "groups"], rows: int, tile: int) -> RowTile
 
 
 def make_kernel(body: Callable[..., None], result: jax.ShapeDtypeStruct, interpret: bool) -> Callable[..., Array]:
-    """Return a kernel of two programs on each multiprocessor: one computes while the other writes its result.
+    """Return a kernel with two programs on each multiprocessor: one computes while the other writes its result.
 
-    The programs take turns at the tiles.
+    The tiles are dealt out to the programs in turn.
     """
     plgpu = mosaic_gpu()[1]
     interpreter: object = None
@@ -182,7 +188,7 @@ def make_kernel(body: Callable[..., None], result: jax.ShapeDtypeStruct, interpr
 
 
 def pad_rows_to(rows: Array, number: int) -> Array:
-    """Return `number` rows, with zeros after the last row."""
+    """Return the rows with zeros after the last row, `number` rows in all."""
     return rows if len(rows) == number else jnp.pad(rows, [(0, number - len(rows)), (0, 0)])
 
 
@@ -197,11 +203,11 @@ def mosaic_gpu() -> tuple[ModuleType, ModuleType]:
 
 @runtime_checkable
 class LoopStep(Protocol):
-    """A step of `nd_loop`, whose indices count the tiles of all programs."""
+    """A step of `plgpu.nd_loop`, which deals out the steps of a loop to all programs."""
 
     @property
     def index(self) -> tuple[Array, ...]:
-        """The indices."""
+        """The indices of the step in the loop's grid."""
         ...
 
 
@@ -217,7 +223,10 @@ def multiply_tiles(
     weight: Ref,
     y: Ref,
 ) -> None:
-    """Multiply the rows of each tile by their group's matrix; the arrays before `x` are those of `RowTiles`."""
+    """Multiply the rows of each tile by their group's matrix.
+
+    The references before `x` are the arrays of `RowTiles`.
+    """
     pl, plgpu = mosaic_gpu()
     columns, inputs = y.shape[1] // tile.columns, x.shape[1]
 
@@ -230,7 +239,7 @@ def multiply_tiles(
 
         def multiply_blocks(_: object, rows: Ref, matrix: Ref, *, total: Ref) -> None:
             plgpu.wgmma(total, rows, matrix.transpose((1, 0)) if transpose else matrix)
-            plgpu.wgmma_wait(1)  # the operands of the product before this product are overwritten next
+            plgpu.wgmma_wait(1)  # Wait for the previous product, whose operands are overwritten next.
 
         def sum_products(total: Ref) -> Array:
             @pl.when(group < weight.shape[0])
@@ -261,7 +270,10 @@ def sum_tiles(
     x: Ref,
     y: Ref,
 ) -> None:
-    """Sum tiles of each group's matrix over the `blocks` of rows, from `first_rows` on, that hold rows of the group."""
+    """Compute the tiles of each group's matrix as sums over the group's rows.
+
+    The rows of a group are in `blocks` blocks, of which the first begins at `first_rows`.
+    """
     pl, plgpu = mosaic_gpu()
     swizzle, (groups, *tiles) = swizzled_layout(output_grad.dtype), number
 
@@ -274,7 +286,7 @@ def sum_tiles(
             begin = first + indices[0] * BLOCK
             low, high = starts[group] - begin, ends[group] - begin
 
-            @pl.when((low > 0) | (high < BLOCK))  # the block has rows of other groups, which are set to zero
+            @pl.when((low > 0) | (high < BLOCK))  # Rows of other groups in the block are set to zero.
             def _() -> None:
                 block_row = jax.lax.broadcasted_iota(jnp.int32, left.shape, 0)
                 block_row = plgpu.layout_cast(block_row, plgpu.Layout.WGMMA)
@@ -288,7 +300,7 @@ def sum_tiles(
         def sum_blocks(total: Ref) -> Array:
             @pl.when(blocks[group] > 0)
             def _() -> None:
-                part = pl.ds(first, x.shape[0])  # nothing is read after the last row
+                part = pl.ds(first, x.shape[0])  # The slice is too long, but no block after the last row is read.
                 specs = [(tile.rows, lambda step: (step, row)), (tile.columns, lambda step: (step, column))]
                 plgpu.emit_pipeline(
                     functools.partial(add_block, total=total),
@@ -305,7 +317,10 @@ def sum_tiles(
 
 
 def store_rows(tile: Array, y: Ref, first: Array, begin: Array, size: Array, column: Array) -> None:
-    """Store the rows of a tile's group, `size` from `first` on, in the result: by way of shared memory."""
+    """Store `size` rows of a tile, from its row `first` on, in the result, by way of shared memory.
+
+    Row 0 of the tile is row `begin` of the result.
+    """
     pl, plgpu = mosaic_gpu()
 
     def store(shared: Ref) -> None:
@@ -318,7 +333,7 @@ def store_rows(tile: Array, y: Ref, first: Array, begin: Array, size: Array, col
 
 
 def store_tile(tile: Array, y: Ref, group: Array, row: Array, column: Array) -> None:
-    """Store a tile of a group's matrix in the result: by way of shared memory."""
+    """Store a tile of a group's matrix in the result, by way of shared memory."""
     pl, plgpu = mosaic_gpu()
 
     def store(shared: Ref) -> None:
@@ -332,10 +347,10 @@ def store_tile(tile: Array, y: Ref, group: Array, row: Array, column: Array) -> 
 
 
 def _copy_rows(tile: Ref, y: Ref, first: Array, begin: Array, size: Array, column: Array) -> None:
-    """Copy `size` rows of a tile in shared memory to the result.
+    """Copy `size` rows of a tile from shared memory to the result.
 
-    The number of rows of a copy is fixed when the kernel is compiled, so there is a copy for each power of two in
-    `size`.
+    The number of rows of one copy is fixed when the kernel is compiled, so the kernel has a copy for each power of two,
+    and runs those whose sum is `size`.
     """
     pl, plgpu = mosaic_gpu()
     rows, columns = tile.shape
@@ -350,9 +365,9 @@ def _copy_rows(tile: Ref, y: Ref, first: Array, begin: Array, size: Array, colum
 
 
 def order_in_panels(index: Array, rows: Array, columns: int) -> tuple[Array, Array]:
-    """Return the row and the column of a tile, in the order of panels of up to 16 columns.
+    """Return the row and the column of the tile with an index, in panels of up to 16 columns.
 
-    So programs that run at the same time read the same blocks.
+    In this order, programs that run at the same time read the same blocks.
     """
     width = max(width for width in range(1, 17) if columns % width == 0)
     index_in_panel, panel = jax.lax.rem(index, rows * width), jax.lax.div(index, rows * width)

@@ -1,8 +1,8 @@
 """Grouped products in 8 bits on NVIDIA's Hopper GPUs (compute capability 9.0): kernels in Pallas by Mosaic.
 
-Tensor cores take 8-bit factors only with the dim that is summed over last in memory. So weights are rounded into the
-order of their use, forward and backward. For weights' gradients both factors are transposed, and each group's rows
-begin at a multiple of `DEPTH`, with zeros between the groups.
+Tensor cores take 8-bit factors only if the dim that is summed over is the last in memory. So the rounded weights are
+transposed for the gradients of the rows. For the gradients of the weights both factors are transposed, and the rows of
+each group begin at a multiple of `DEPTH`, with zeros between the groups.
 """
 
 import functools
@@ -34,7 +34,7 @@ from ._hopper import (
 
 
 DEPTH = 128
-"""Numbers that one product sums over: 128 bytes, as the `BLOCK` of the kernels in 16 bits."""
+"""Numbers that one product sums over: 128 bytes, as many as the `BLOCK` of the kernels in 16 bits has."""
 
 
 class HopperFp8GroupedMatmul(GroupedMatmul):
@@ -46,11 +46,11 @@ class HopperFp8GroupedMatmul(GroupedMatmul):
     interpret: bool = eqx.field(static=True, default=False)
 
     def supports(self, call: GroupedMatmulCall) -> str | None:
-        """Return the reason why the kernels cannot compute the call, or are not to, or None."""
+        """Return the reason why the kernels cannot compute the call, or should not, or None."""
         if not call.in_fp8:
-            return "8 bits are not asked for"
+            return "the call does not ask for 8 bits"
         if not has_mixed_formats():
-            return "JAX before 0.12 has no products of two 8-bit formats on tensor cores"
+            return "JAX before 0.12 cannot multiply two different 8-bit formats on tensor cores"
         return hopper_reason(call)
 
     def multiply_rows(
@@ -61,14 +61,15 @@ class HopperFp8GroupedMatmul(GroupedMatmul):
         *,
         transpose: bool,
     ) -> Float[Array, "rows _"]:
-        """Return each row times its group's matrix; rows are rounded to E4M3 and, where they are gradients, to E5M2."""
+        """Return each row times its group's matrix; rows are rounded to E4M3, or to E5M2 if they are gradients."""
         codes, row_scale = round_to_fp8(rows, E4M3 if transpose else E5M2, -1)
         matrices, group_scale = round_to_fp8(weight.astype(rows.dtype), E4M3, (1, 2))
         group_scale = group_scale[:, 0, 0]
         matrices = matrices if transpose else matrices.swapaxes(1, 2)
-        is_exact = not transpose  # sums of gradients
+        is_exact = not transpose  # Gradients are summed in float32.
         count, columns = len(codes), matrices.shape[1]
-        tile = choose_tile(count, len(sizes), 64 if is_exact else columns)  # an exact sum has two tiles of registers
+        # An exact sum needs registers for two tiles, so its tiles are narrower.
+        tile = choose_tile(count, len(sizes), 64 if is_exact else columns)
         padded_count = max(tile.rows, -(-count // ALIGNMENT) * ALIGNMENT)
         codes, row_scale = pad_rows_to(codes, padded_count), pad_rows_to(row_scale, padded_count)[:, 0]
         matrices = _pad_depth(matrices)
@@ -100,11 +101,11 @@ class HopperFp8GroupedMatmul(GroupedMatmul):
         return varying_as(y(first_columns, blocks, grad_columns, columns, group_scale), codes)
 
 
-def fp8_grouped_matmul(chip: str) -> bool:
-    """Return whether grouped products in 8 bits run as such on chips of a name, such as `NVIDIA H100` or `h100`.
+def has_fp8_grouped_matmul(chip: str) -> bool:
+    """Return whether grouped products of 8-bit factors run at the speed of 8 bits on a chip such as `NVIDIA H100`.
 
-    TPUs, and Hopper GPUs before JAX 0.12, have kernels of 16 bits; on a CPU and older GPUs a wider product multiplies
-    numbers of 8 bits.
+    TPUs, and Hopper GPUs with JAX before 0.12, compute them by kernels in 16 bits. CPUs and older GPUs round the
+    factors to 8 bits and multiply them in a wider format.
     """
     capability = capability_of(chip)
     return capability >= 10 or (capability == 9 and has_mixed_formats())
@@ -118,9 +119,10 @@ def has_mixed_formats() -> bool:
 def _scale_groups(
     output_grad: Float[Array, "rows outputs"], row_scale: Float[Array, "rows 1"], sizes: Int[Array, "groups"]
 ) -> tuple[Float[Array, "groups"], Float[Array, "rows 1"]]:
-    """Return the scale of each group's gradient times `row_scale`, and its inverse per row: 0 after the last group.
+    """Return the scale of each group's rows of `output_grad * row_scale`, and the inverse of each row's group's scale.
 
-    The largest magnitude of a row also gives the row's scale, so that the gradient is read once for both.
+    The inverse is 0 for rows after the last group. The row maxima of `output_grad` also give the rows' scales for the
+    gradient of the rows, so XLA reads `output_grad` once for both.
     """
     largest = jnp.max(jnp.abs(output_grad), -1, keepdims=True).astype(row_scale.dtype) * row_scale
     ends, row = jnp.cumsum(sizes, dtype=jnp.int32), jnp.arange(len(output_grad), dtype=jnp.int32)[:, None]
@@ -130,13 +132,13 @@ def _scale_groups(
 
 
 def _pad_depth(x: Array) -> Array:
-    """Return the array with zeros after its last dim, up to a multiple of `DEPTH`."""
+    """Return the array with its last dim padded with zeros to a multiple of `DEPTH`."""
     missing = -x.shape[-1] % DEPTH
     return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, missing)]) if missing else x
 
 
 def _transpose_groups(x: Array, sizes: Array, first_columns: Array) -> Array:
-    """Return the rows as columns, each group's from `first_columns` on, with zeros between the groups."""
+    """Transpose rows to columns, so that each group's columns begin at `first_columns`, with zeros between groups."""
     number = (-(-len(x) // DEPTH) + len(sizes)) * DEPTH
     column = jnp.arange(number, dtype=jnp.int32)
     group = jnp.sum(column[:, None] >= first_columns, axis=1, dtype=jnp.int32) - 1
@@ -163,7 +165,10 @@ def multiply_fp8_kernel(
     group_scale: Ref,
     y: Ref,
 ) -> None:
-    """Multiply the rows of each tile by their group's matrix, and by both scales."""
+    """Multiply the rows of each tile by their group's matrix and by both scales.
+
+    The references before `codes` are the arrays of `RowTiles`.
+    """
     pl, plgpu = mosaic_gpu()
     columns, groups = y.shape[1] // tile.columns, matrices.shape[0]
 
@@ -192,14 +197,18 @@ def outer_product_fp8_kernel(
     group_scale: Ref,
     y: Ref,
 ) -> None:
-    """Sum tiles of each group's matrix over the `blocks` of the group's columns, from `first_columns` on."""
+    """Compute the tiles of each group's matrix as sums over the group's columns.
+
+    The columns of a group are in `blocks` blocks of `DEPTH`, of which the first begins at `first_columns`.
+    """
     pl, plgpu = mosaic_gpu()
     groups, *tiles = number
 
     @plgpu.nd_loop((groups, tiles[0] * tiles[1]), collective_axes="program")
     def _(info: LoopStep) -> None:
         group, (row, column) = info.index[0], order_in_panels(info.index[1], jnp.int32(tiles[0]), tiles[1])
-        part = pl.ds(pl.multiple_of(first_columns[group], DEPTH), columns.shape[1])  # nothing is read after the end
+        # The slice is too long, but no block after the last column is read.
+        part = pl.ds(pl.multiple_of(first_columns[group], DEPTH), columns.shape[1])
         specs = [((tile.rows, DEPTH), lambda step: (row, step)), ((tile.columns, DEPTH), lambda step: (column, step))]
         factors = grad_columns.at[:, part], columns.at[:, part]
         product = _multiply_tiles(tile, blocks[group] > 0, blocks[group], specs, factors, True) * group_scale[group]
@@ -215,10 +224,10 @@ def _multiply_tiles(
     factors: tuple[Ref, Ref],
     is_exact: bool,
 ) -> Array:
-    """Return a tile of the product of two matrices, both with the dim that is summed over last; zeros unless `is_any`.
+    """Return a tile of the product of two matrices, which are summed over the last dims of both.
 
-    Tensor cores add products of 8-bit numbers up in fewer digits than float32 has. An exact sum adds the result of each
-    step in float32.
+    The tile is zero unless `is_any`. Tensor cores sum products of 8-bit numbers with fewer digits than float32 has. If
+    `is_exact`, the result of each step is therefore added to the sum in float32 instead.
     """
     pl, plgpu = mosaic_gpu()
     block_specs = [plgpu.BlockSpec(*spec, delay_release=0 if is_exact else 1) for spec in specs]
@@ -235,7 +244,7 @@ def _multiply_tiles(
         def _() -> None:
             def step(_: object, left: Ref, right: Ref) -> None:
                 multiply(total, left, right)
-                plgpu.wgmma_wait(1)  # the operands of the product before this product are overwritten next
+                plgpu.wgmma_wait(1)  # Wait for the previous product, whose operands are overwritten next.
 
             pipeline(step)(*factors)
 

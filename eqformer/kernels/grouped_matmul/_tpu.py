@@ -2,13 +2,13 @@
 
 XLA's own ragged products copy the weights when they contract the weights' last dim. For weight gradients they multiply
 every row once per group, so the work is multiplied by the number of groups. JAX's megablox kernels, on which these
-kernels are based, avoid both, but compute a whole tile for each group that has rows in the tile. These kernels compute
-only a group's own rows, in pieces that may begin and end inside a tile.
+kernels are based, avoid both, but compute a whole tile for each group that has rows in the tile. The kernels of this
+file compute only the rows of the group, in pieces that may begin and end inside a tile.
 
-Rows lie in tiles of equal height in vector memory (VMEM), and a tile is visited once for each group that has rows in
-the tile. A visit multiplies the group's rows in pieces. A piece has one of a few heights, and the kernel contains one
+Rows are in tiles of equal height in vector memory (VMEM). A tile is visited once for each group that has rows in the
+tile. A visit multiplies the group's rows in pieces. A piece has one of a few heights, and the kernel contains one
 matrix product per height. A visit computes few extra rows: at most fifteen before the group's first row, for alignment,
-and those that fill the last piece up to the next height.
+and as many as the last piece needs to reach the next height.
 """
 
 import functools
@@ -28,10 +28,10 @@ from ._call import GroupedMatmul, GroupedMatmulCall
 
 
 ALIGNMENT = 16
-"""Rows of a register of bfloat16: pieces begin at multiples of it."""
+"""Rows of a vector register of bfloat16; pieces begin at multiples of it."""
 HEIGHTS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Rows that a piece may have, beside a whole tile."""
-_COLUMNS = 256  # Columns of one product in a piece: keeps the program short, and 256 is the width of wide matrix units.
+"""Numbers of rows that a piece may have, if it is not a whole tile."""
+_COLUMNS = 256  # Columns of one product of a piece. It keeps the program short, and the widest matrix units have 256.
 
 
 class TpuGroupedMatmul(GroupedMatmul):
@@ -45,9 +45,9 @@ class TpuGroupedMatmul(GroupedMatmul):
     interpret: bool = eqx.field(static=True, default=False)
 
     def supports(self, call: GroupedMatmulCall) -> str | None:
-        """Return the reason why the kernels are not used for a call, or None."""
+        """Return the reason why the kernels are not used for the call, or None."""
         if call.most is not None:
-            return f"groups of up to {call.most} rows each are computed in as many slots at once"
+            return f"groups of at most {call.most} rows are computed without kernels, in {call.most} slots each"
         return None
 
     def multiply_rows(
@@ -121,7 +121,7 @@ class TpuGroupedMatmul(GroupedMatmul):
 
 
 class Visits(NamedTuple):
-    """The visits of tiles: each computes the rows of one group in one tile, `low` to `high` of the tile's rows."""
+    """Visits of tiles: a visit computes rows `low` to `high` of a tile, which are of one group."""
 
     group: Int[Array, "visits"]
     tile: Int[Array, "visits"]
@@ -143,7 +143,7 @@ def visit_tiles(
 ) -> tuple[Visits, Int[Array, ""]]:
     """Return the visits in the order of the rows, and the number of visits that are used.
 
-    With `visit_empty` a group without rows has one visit too.
+    With `visit_empty`, a group without rows also has one visit, in which its result is set to zero.
     """
     tiles, groups = rows // tile, len(sizes)
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
@@ -161,7 +161,7 @@ def visit_tiles(
 
 
 class _Grid(NamedTuple):
-    """The grid of a kernel: its sizes, the blocks of arrays that a program reads and writes, and its memory in VMEM."""
+    """The grid of a kernel: its sizes, the blocks that a program reads and writes, and its scratch memory in VMEM."""
 
     sizes: tuple[int | Array, ...]
     in_specs: Sequence[object]
@@ -178,9 +178,9 @@ def _call_kernel(
     visits: Visits,
     *arrays: Array,
 ) -> Array:
-    """Call a kernel whose last two dims of the grid run in order.
+    """Call a kernel whose grid runs in order along its last two dims.
 
-    Sums, and results that are written by several visits, need this order.
+    Sums need this order, and so do results that several visits write.
     """
     pl, plt = mosaic_tpu()
     call = pl.pallas_call(
@@ -217,7 +217,7 @@ def _pad_rows(x: Array, tile: int) -> Array:
 
 
 def _tile_height(rows: int) -> int:
-    """Return the height of a tile, which must fit in VMEM; a group's matrix is read again for each of its tiles."""
+    """Return the number of rows of a tile: many, because each tile reads its groups' matrices, but limited by VMEM."""
     return min(512, -(-rows // ALIGNMENT) * ALIGNMENT)
 
 
@@ -236,7 +236,7 @@ def _block_channels(size: int, limit: int) -> int:
 
 @runtime_checkable
 class RowSlice(Protocol):
-    """Rows of a block, as `pallas.ds` gives them."""
+    """A range of rows of a block, as `pallas.ds` returns it."""
 
     @property
     def start(self) -> int | Array:
@@ -250,7 +250,7 @@ class RowSlice(Protocol):
 
 
 def multiply_kernel(transpose: bool, inputs: int, *refs: Ref) -> None:
-    """Multiply the rows of a visit by their group's matrix; the grid is columns, visits, blocks of the `inputs`."""
+    """Multiply the rows of a visit by their group's matrix. The grid is columns, visits, blocks of the `inputs`."""
     pl, _ = mosaic_tpu()
     visits, (x, weight, y, *sums) = Visits._make(refs[:6]), refs[6:]
     step, (tile, columns), block_inputs = pl.program_id(2), y.shape, x.shape[1]
@@ -259,7 +259,7 @@ def multiply_kernel(transpose: bool, inputs: int, *refs: Ref) -> None:
     def multiply_columns(rows: RowSlice, width: int, start: int | Array, low: Array, high: Array) -> None:
         part = pl.ds(start, width)
         row_block, weight_block = x[rows, :], weight[part, :] if transpose else weight[:, part]
-        if inputs % block_inputs:  # the last block extends behind the last channel
+        if inputs % block_inputs:  # The last block extends beyond the last channel.
             factors = (row_block, 1), (weight_block, int(transpose))
             row_block, weight_block = (_zero_from(inputs - step * block_inputs, *factor) for factor in factors)
         dims = (((1,), (int(transpose),)), ((), ()))
@@ -287,7 +287,7 @@ def multiply_kernel(transpose: bool, inputs: int, *refs: Ref) -> None:
 
 
 def outer_product_kernel(*refs: Ref) -> None:
-    """Sum a tile of each group's matrix over the group's visits; the grid is rows, columns, visits."""
+    """Sum a block of each group's matrix over the group's visits. The grid is rows, columns, visits."""
     pl, _ = mosaic_tpu()
     visits, (output_grad, x, y, total) = Visits._make(refs[:6]), refs[6:]
     visit = pl.program_id(2)
@@ -310,14 +310,14 @@ def outer_product_kernel(*refs: Ref) -> None:
 
 
 def piece_heights(tile: int) -> tuple[int, ...]:
-    """Return the heights that pieces of a tile may have, beside the whole tile."""
+    """Return the heights of pieces of a tile, without that of the whole tile unless there is no other."""
     return tuple(height for height in HEIGHTS if height < tile) or (tile,)
 
 
 def _loop_over_pieces(tile: int, low: Array, high: Array, piece: Callable[[RowSlice, Array, Array], None]) -> None:
-    """Call `piece(rows, low, high)` for the rows of a visit: for a whole tile at once, or in pieces.
+    """Call `piece(rows, low, high)` for the rows of a visit: once for a whole tile, and otherwise for each piece.
 
-    All pieces but the last have the largest height; the last has the lowest height that suffices.
+    All pieces but the last have the largest height. The last piece has the smallest height that suffices.
     """
     pl, _ = mosaic_tpu()
     heights, is_whole = piece_heights(tile), (low == 0) & (high == tile)
@@ -342,7 +342,7 @@ def _loop_over_pieces(tile: int, low: Array, high: Array, piece: Callable[[RowSl
 
 
 def _rows_between(rows: RowSlice, shape: tuple[int, ...], low: Array, high: Array) -> Bool[Array, "..."]:
-    """Return whether `low <= row < high` for each row of a piece, counted in its tile."""
+    """Return a mask of a piece: whether `low <= row < high`, with rows counted from the start of the tile."""
     row = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + rows.start
     return (row >= low) & (row < high)
 

@@ -245,7 +245,7 @@ def _step(
     """Compute one token: queries and keys have one row a group, values and decays one row a head."""
     decayed = state * jnp.exp(log_decay)[..., None]
     new_state = decayed + layout.expand_key(key) * layout.expand_value(value)
-    if layout.by_products:
+    if layout.by_matmul:
         return layout.read(query, new_state), new_state
     # Read the decayed state and add the token's own part: accelerators then read and write the state once.
     return layout.read(query, decayed) + jnp.sum(query * key, axis=-1, keepdims=True) * value, new_state
