@@ -177,8 +177,8 @@ def _list_files(root: Path, call: str, skipped: dict[str, list[str]]) -> list[Pa
         except OSError as error:
             reason, fix = explain_error(error)
             raise ValueError(
-                f"{call}: every folder must be readable, but {folder} is not ({reason}); {fix or 'see why'}, or leave "
-                "it out."
+                f"{call}: every folder must be readable, but {folder} is not ({reason}); {fix or 'find the cause'}, or "
+                "leave it out."
             ) from error
         for entry in entries:
             path = Path(entry.path)

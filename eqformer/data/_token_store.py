@@ -399,5 +399,5 @@ def _describe_write_failure(call: str, target: Path, failure: WriteFailure | Dam
     reason, fix = explain_write_error(target.parent, failure.error)
     return ValueError(
         f"{call}: the tokens must be written to {target.parent}, but the system says {reason}; no part of the "
-        f"cache was left behind; {fix or 'see why'}, or pass another `cache_dir`."
+        f"cache was left behind; {fix or 'find the cause'}, or pass another `cache_dir`."
     )

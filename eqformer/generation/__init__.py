@@ -1,4 +1,4 @@
-"""Sampling: from a model's distributions over the next token to text."""
+"""Generation of ids from a model's distributions over the next token: sampling, drafts, streams, log-probabilities."""
 
 from ._generate import generate as generate, Generation as Generation
 from ._log_probabilities import log_probabilities as log_probabilities

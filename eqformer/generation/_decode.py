@@ -19,6 +19,7 @@ class SamplingState(eqx.Module):
     transforms: Chain
     key: Key[Array, ""]
     examples: Int[Array, "batch"]
+    """For each row the number on which its random draws depend."""
     end_of_text: Int[Array, "ends"]
 
 

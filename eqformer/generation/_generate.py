@@ -23,7 +23,9 @@ class Generation(eqx.Module):
 
     ids: Int[np.ndarray, "batch seq"]
     prompt_lengths: Int[np.ndarray, "batch"]
+    """Ids in each row before the first draw."""
     lengths: Int[np.ndarray, "batch"]
+    """Ids in each row, with those that were drawn."""
     log_probabilities: Float[np.ndarray, "batch seq"] | None
     """Log-probabilities of the drawn ids by the model's logits before any transform, in nats; 0 at prompt and padding,
     so that the sum of a row is the log-probability of its continuation."""
@@ -83,7 +85,7 @@ def generate(
             rule of Leviathan et al. (2023): greedy text stays the same, and draws keep their distribution. `"mtp"` is
             the model's own multi-token predictor.
         draft_tokens: Tokens that the draft proposes at a time.
-        key: For all draws.
+        key: The key of all random draws.
     """
     padded = pad_prompts(model, prompts, lengths, max_new_tokens, prefill_chunk, cache_dtype)
     sampling = make_sampling_state(model, len(padded.ids), transforms, end_of_text, examples, key)
@@ -98,7 +100,7 @@ def generate(
         np.asarray(padded.initial_lengths),
         row_lengths,
         None if rows.log_probabilities is None else np.asarray(rows.log_probabilities)[:, :longest],
-        None if rows.cache is None else to_statistics(rows.cache),  # `_generate` puts the draft's counts there
+        None if rows.cache is None else to_statistics(rows.cache),  # `_generate` returns the draft's counts here.
     )
 
 

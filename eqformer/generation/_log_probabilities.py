@@ -1,4 +1,4 @@
-"""`log_probabilities`: how probable a model finds continuations that are known already."""
+"""`log_probabilities`: the log-probabilities that a model gives to known continuations."""
 
 from collections.abc import Sequence
 
@@ -82,6 +82,7 @@ def _pad(rows: Sequence[Sequence[int]], limit: int | None) -> tuple[Int[Array, "
 
 
 def _check_rows(model: Model, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> None:
+    """Raise a `ValueError` for prompts and continuations that the model cannot read."""
     call = "log_probabilities(model, prompts, continuations)"
     if len(prompts) != len(continuations):
         raise ValueError(
@@ -100,6 +101,6 @@ def _check_rows(model: Model, prompts: Sequence[Sequence[int]], continuations: S
         total = len(continuation) + (len(prompt) if model.start is None else 1)
         if model.max_seq is not None and total - 1 > model.max_seq:
             raise ValueError(
-                f"{call}: row {number} has {total} ids, of which the model reads {total - 1}, and it has "
+                f"{call}: row {number} has {total} ids, of which the model reads {total - 1}, but it has "
                 f"{model.max_seq} learned positions; shorten the prompt."
             )

@@ -11,7 +11,7 @@ from ..nn import LanguageModel, modules, Predictor, Routed, Tokens
 
 @runtime_checkable
 class Model(Protocol):
-    """A model that generates: `nn.LanguageModel`, or any class with these of its methods."""
+    """Interface of a model that generates: an `nn.LanguageModel`, or any class with these methods."""
 
     @property
     def vocab(self) -> int: ...
@@ -37,7 +37,7 @@ class Model(Protocol):
 
 @runtime_checkable
 class PredictingModel(Model, Protocol):
-    """A model that may have a multi-token predictor, with `Transformer.predict` and a cache for the predictor."""
+    """Interface of a model that may have a multi-token predictor, with methods such as `Transformer.predict`."""
 
     @property
     def predictor(self) -> Predictor | None: ...
@@ -51,7 +51,7 @@ class PredictingModel(Model, Protocol):
     ) -> PyTree: ...
 
 
-# Models without a scan over layers, which decode faster where a scan copies what it reads.
+# Models without a scan over layers, which decode faster on platforms where a scan copies the weights it reads.
 
 
 def unstack_layers(model: LanguageModel) -> LanguageModel:
@@ -78,7 +78,7 @@ def unstack_for_platform(model: LanguageModel, platform: str, chip: str = "", de
         model: The model, or its shapes.
         platform: `"gpu"`, `"tpu"` or `"cpu"`.
         chip: The device kind by JAX, `jax.devices()[0].device_kind`.
-        devices: Over how many devices a projection is split.
+        devices: The number of devices over which a projection is split.
     """
     scan_copies = platform in _COPYING_PLATFORMS or "7x" in chip.lower()
     scan_copies |= platform == "tpu" and _largest_head_projection(model) >= devices * _VECTOR_MEMORY

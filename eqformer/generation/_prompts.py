@@ -1,4 +1,4 @@
-"""Checking and padding of prompts. Padded sizes are multiples of `BUCKET`, so that compiled programs are reused."""
+"""Checks and padding of prompts. Padded sizes are multiples of `BUCKET`, so that compiled programs are reused."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

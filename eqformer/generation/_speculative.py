@@ -24,7 +24,7 @@ from ._transforms import History
 class Draft(eqx.Module):
     """A proposer of `tokens` tokens at a time.
 
-    A draft reads a row's tokens, and for each token the model's hidden vector of the token before.
+    A draft reads the tokens of a row and, with each token, the model's hidden vector of the token before.
     """
 
     tokens: eqx.AbstractVar[int]
@@ -131,6 +131,7 @@ def make_draft(model: Model, draft: Model | str, tokens: int, total: int) -> Dra
 
 
 def _check_draft_model(model: Model, draft: Model, total: int) -> None:
+    """Raise a `ValueError` for a smaller model of another vocabulary, or with too few learned positions."""
     if draft.vocab != model.vocab:
         raise ValueError(
             f"generate(draft): the draft has {draft.vocab} ids and the model {model.vocab}; a draft proposes ids of "
@@ -144,7 +145,7 @@ def _check_draft_model(model: Model, draft: Model, total: int) -> None:
 
 
 def _check_frequencies(models: PyTree, total: int) -> None:
-    """Refuse rotary frequencies that change from token to token, since several tokens are checked at once."""
+    """Raise a `ValueError` for rotary frequencies that change from token to token: several tokens are read at once."""
     for rotary in nn.modules(models, nn.Rotary):
         if rotary.changes_within(total):
             raise ValueError(
@@ -259,7 +260,7 @@ def draft_counts(rows: Rows) -> DraftCounts | None:
 def speculative_step(pair: SpeculativeModel, rows: Rows, sampling: SamplingState) -> Rows:
     """Propose tokens, check them, and append the accepted ones and one token of the model.
 
-    The caches are before and after the step as `SpeculativeCache` says.
+    `SpeculativeCache` describes the caches before and after the step.
     By the rule of Leviathan et al. (2023, arXiv:2211.17192) the tokens have the distribution of the model alone; greedy
     tokens are exactly those of the model alone.
     """
@@ -279,8 +280,8 @@ def speculative_step(pair: SpeculativeModel, rows: Rows, sampling: SamplingState
     logits, probabilities = (x.reshape(*checked_ids.shape, -1) for x in (logits, probabilities))
     uniforms = _draw_uniforms(rows, count, sampling)
     accepted, residual = accept_proposals(probabilities, draft_probabilities, proposals, uniforms)
-    own_token = sample_ids(jnp.log(residual), rows.lengths + accepted, sampling)
-    new_ids = jnp.where(order < accepted[:, None], jnp.pad(proposals, [(0, 0), (0, 1)]), own_token[:, None])
+    model_token = sample_ids(jnp.log(residual), rows.lengths + accepted, sampling)
+    new_ids = jnp.where(order < accepted[:, None], jnp.pad(proposals, [(0, 0), (0, 1)]), model_token[:, None])
     active = ~rows.done
     new_rows = append_tokens(rows, new_ids, logits, jnp.where(active, accepted + 1, 0), None, sampling)
     added = new_rows.lengths - rows.lengths
@@ -296,7 +297,7 @@ def speculative_step(pair: SpeculativeModel, rows: Rows, sampling: SamplingState
         counts.accepted + jnp.where(active, jnp.minimum(accepted, added), 0),
         counts.added + added,
     )
-    # `_propose` has read all tokens of the old rows with the draft, and `hidden` begins at the last of them.
+    # The draft has read all tokens of the rows before this step, and `hidden` begins at the last of these tokens.
     cache = SpeculativeCache(model_cache, draft_cache, rows.lengths, hidden, counts)
     return dataclasses.replace(new_rows, cache=cache)
 
@@ -334,7 +335,7 @@ def _propose(
 ) -> tuple[Int[Array, "batch proposed"], Float[Array, "batch proposed vocab"], PyTree]:
     """Draw tokens from the draft; return these tokens, their distributions, and the draft's cache.
 
-    The cache is that after the rows' tokens, without the drawn ones, as the model may reject them.
+    The returned cache has read the rows' tokens, but not the drawn ones, since the model may reject them.
     """
     draft_sampling = dataclasses.replace(sampling, key=jax.random.fold_in(sampling.key, _PROPOSAL_STREAM))
     positions = rows.cache.draft_length[:, None] + jnp.arange(draft.tokens + 1, dtype=jnp.int32)
@@ -375,6 +376,7 @@ def _probabilities(
     lengths: Int[Array, "batch"],
     sampling: SamplingState,
 ) -> Float[Array, "batch vocab"]:
+    """Return the transformed distribution of the token after the first `lengths` ids of each row."""
     return jax.nn.softmax(sampling.transforms(logits, History(ids, lengths)), axis=-1)
 
 

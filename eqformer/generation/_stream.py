@@ -35,7 +35,8 @@ def stream(
 ) -> "TokenStream":
     """Yield the ids that `generate` draws for one prompt, while they are drawn.
 
-    Raises what `generate` raises, at this call; only NaN logits are found later, while the text is drawn.
+    Raises the errors of `generate` at this call; only those for NaN logits and for transforms that leave no token come
+    later, while the text is drawn.
 
     Args:
         model: The model, which must have a cache.
@@ -49,7 +50,7 @@ def stream(
         draft: A smaller model that proposes tokens for `model` to check; `"mtp"` is the model's own predictor.
         draft_tokens: Tokens that the draft proposes at a time.
         stride: Ids that the host reads from the device at a time: a small stride yields evenly, a large one is faster.
-        key: For all draws.
+        key: The key of all random draws.
     """
     padded = pad_prompts(model, [prompt], None, max_new_tokens, prefill_chunk, cache_dtype)
     if stride < 1:
@@ -66,7 +67,7 @@ class TokenStream(Iterator[int]):
     """Counts of the draft's proposals so far; None without a draft."""
 
     def __init__(self, model: Model, padded: PaddedPrompts, sampling: SamplingState, max_new_tokens: int, stride: int):
-        """Prepare the stream; nothing runs before the first id is asked for."""
+        """Prepare the stream; nothing runs before the first id is requested."""
         self._ids = self._draw(model, padded, sampling, as_traced_int(max_new_tokens), stride)
 
     def __next__(self) -> int:
@@ -107,6 +108,7 @@ def _start(
     stride: int,
     sizes: Sizes,
 ) -> tuple[Rows, tuple]:
+    """Read the prompt and draw ids until row 0 has `target` ids or is done."""
     rows = prefill(model, ids, lengths, max_new_tokens, sampling, log_probabilities=False, sizes=sizes)
     rows = decode_until(make_step(model, sampling), rows, target[None])
     return _with_progress(rows, target - stride, stride, model)
@@ -114,13 +116,14 @@ def _start(
 
 @eqx.filter_jit(donate="all-except-first")
 def _continue(fixed: tuple[Model, SamplingState, Int[jax.Array, ""], int], rows: Rows) -> tuple[Rows, tuple]:
+    """Draw ids until row 0 has `target` ids or is done; the rows are donated."""
     model, sampling, target, stride = fixed
     start = rows.lengths[0]
     return _with_progress(decode_until(make_step(model, sampling), rows, target[None]), start, stride, model)
 
 
 def _with_progress(rows: Rows, start: Int[jax.Array, ""], stride: int, model: Model) -> tuple[Rows, tuple]:
-    """Return the rows and what the host reads of row 0: length, flags, new ids from `start` on, counts of the draft."""
+    """Return the rows, and for the host row 0's length, flags, new ids from `start` on, and counts of the draft."""
     most = stride + (model.draft.tokens if isinstance(model, SpeculativeModel) else 0)
     padded = jnp.pad(rows.ids[0], (0, most))
     new_ids = jax.lax.dynamic_slice_in_dim(padded, start, most)

@@ -16,14 +16,14 @@ from .._array_checks import checked, checked_fields
 from ..nn import at_least_float32
 
 
-# The relative error below which a computed number counts as equal to a threshold: settings are rounded to float32, and
-# sums over a vocabulary are off by a few units in the last place. An exact comparison would decide a tie by chance.
+# Relative difference up to which a computed number counts as equal to a threshold. Settings are rounded to float32, and
+# sums over a vocabulary are off by a few units in the last place: an exact comparison would decide a tie by chance.
 _ROUNDING = 8 * 2.0**-23
 
 
 @checked_fields
 class History(eqx.Module):
-    """The ids of each row before the draw, prompt included; entries from a row's length on are unused."""
+    """The ids of each row before the draw, with its prompt; entries from a row's length on are unused."""
 
     ids: Int[Array, "batch seq"]
     lengths: Int[Array, "batch"]
@@ -79,8 +79,7 @@ class TopK(eqx.Module):
 
 
 class TopP(eqx.Module):
-    """Nucleus sampling (Holtzman et al. 2020): truncation to the fewest likeliest tokens of total probability at least
-    `top_p`."""
+    """Nucleus sampling (Holtzman et al. 2020): truncation to the likeliest tokens of total probability `top_p`."""
 
     top_p: Float[Array, ""]
 

@@ -106,7 +106,8 @@ class RunDirectory:
         except OSError as error:
             reason, fix = explain_write_error(self.path, error)
             raise ValueError(
-                f"--run-dir {self.path}: the folder cannot be written ({reason}); {fix or 'see why'}, or give another."
+                f"--run-dir {self.path}: the folder cannot be written ({reason}); {fix or 'find the cause'}, or give "
+                "another."
             ) from error
 
     def _leftovers(self) -> set[Path]:

@@ -43,7 +43,7 @@ def test_each_id_has_the_log_probability_of_the_uncached_pass(model):
         ([[1]], [[]], "continuation 0 has 0 ids"),
         ([[1]], [[2, VOCAB]], "continuation 0 holds the id 61, but the model's 61 ids are 0 to 60"),
         ([[-1]], [[2]], "prompt 0 holds the id -1"),
-        ([[1] * 15], [[2] * 7], "row 0 has 22 ids, of which the model reads 21, and it has 20 learned positions"),
+        ([[1] * 15], [[2] * 7], "row 0 has 22 ids, of which the model reads 21, but it has 20 learned positions"),
     ],
 )
 def test_bad_input_is_refused(model, prompts, new, message):
