@@ -21,11 +21,11 @@ _LOCK = "lock"
 
 
 class DamagedFolder(Exception):
-    """Error of a folder that exists but cannot be used, with the reason; raised and caught inside `eqformer.data`."""
+    """Error for a folder that exists but cannot be used, with the reason; raised and caught inside `eqformer.data`."""
 
 
 class WriteFailure(Exception):
-    """The `OSError` of a write (a full disk, no permission), told apart from errors of reading a source."""
+    """Error that holds the `OSError` of a write (a full disk, no permission), unlike errors of reading a source."""
 
     def __init__(self, error: OSError):
         self.error = error
@@ -152,6 +152,7 @@ def _sync_and_close(file: BinaryIO) -> None:
 
 @contextlib.contextmanager
 def _wrap_write_errors() -> Iterator[None]:
+    """Raise an `OSError` of the block as a `WriteFailure`."""
     try:
         yield
     except OSError as error:

@@ -111,7 +111,7 @@ def open_corpus(
             follow it are tried.
         seq: The tokens of a row.
         batch: The rows of a batch.
-        seed: Decides the order.
+        seed: The seed of the shuffled order, and of the choice of texts in a mixture.
         packing: As in `Loader`.
         weights: The share of each source in the rows of a `Mixture`; None: there is one source, and no mixture.
         validation: The share of the documents that is held out, by a hash of their names. If a source has too few
@@ -139,7 +139,7 @@ def open_corpus(
     return Corpus(mixed, loaders["validation"])
 
 
-# The smaller split is first: if it is empty, the other has not been tokenized in vain.
+# The smaller split comes first: if it is empty, the larger one has not been tokenized in vain.
 _SPLITS: tuple[Split, Split] = ("validation", "train")
 
 

@@ -1,6 +1,6 @@
-"""Batches at a step, which depend on the seed and the step alone, in shuffled order, of one text or several.
+"""Batches of one text or several, in shuffled order; a batch depends only on the seed and the step.
 
-A background thread computes them ahead of use.
+A background thread computes batches ahead of use.
 """
 
 import functools
@@ -178,17 +178,17 @@ _BLOCK = 1024  # examples
 class Mixture:
     """Batches whose rows come from several loaders, from each loader with a probability proportional to its weight.
 
-    The n-th example of the mixture that comes from a loader is the n-th example of that loader's run, so each text has
-    its epochs and its order, and no row is left out. The loader of an example depends on the example's number and the
-    seed alone: each block of 1,024 examples has as many examples of every loader as its weight says, in a random order,
-    rounded such that over any number of blocks a loader has its share to within half as many examples as there are
-    loaders. So the batch at any step can be computed at once, and the rows that the hosts compute form the batch, as
-    with a `Loader`.
+    The n-th example that the mixture takes from a loader is the n-th example of that loader's run, so each text has its
+    own epochs and order, and no row is left out. The loader of an example depends only on the example's number and the
+    seed, so the batch of any step can be computed directly, and each host can compute its own rows, as with a `Loader`.
+    Each block of 1,024 examples contains examples of all loaders in proportion to the weights, in a random order.
+    Counts are rounded so that, over any number of blocks, a loader's count differs from its exact share by at most half
+    the number of loaders.
 
     Args:
         loaders: The texts by name, as loaders with the same `seq`, `batch` and packing.
         weights: The same names with numbers above 0; only their ratios matter.
-        seed: Decides the text of each example.
+        seed: The seed of the choice of a text for each example.
 
     **Raises:** `ValueError` if names or shapes differ or a weight is not a positive number.
     """
@@ -248,7 +248,7 @@ class Mixture:
         return owner, number
 
     def epochs(self, steps: int) -> dict[str, float]:
-        """Return about how many epochs of each text a run of so many steps takes."""
+        """Return the approximate number of epochs of each text in a run of this many steps."""
         counts = self._count_examples(steps * self.batch_size)
         return {name: count / loader.rows_per_epoch for count, (name, loader) in zip(counts, self.loaders.items())}
 
@@ -383,6 +383,7 @@ class Prefetch(Generic[Result]):
         self.close()
 
     def _fill(self) -> None:
+        """Start to compute results until `depth` of them are ready or being computed."""
         while len(self._waiting) < self._depth and (self._stop is None or self._next < self._stop):
             self._waiting.append(self._executor.submit(self._make, self._next))
             self._next += 1

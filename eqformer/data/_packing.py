@@ -236,7 +236,7 @@ def batch_pairs(
     """Return a batch for encoder-decoder models, whose rows read `sources` and predict `targets`.
 
     A row's ids are `start` and its target without the last id; its targets are the target's ids, with the end of text
-    if the model shall learn to end. Padding has weight 0, and position -1 in the source. Raises a `ValueError` for a
+    if the model is to learn to end. Padding has weight 0, and position -1 in the source. Raises a `ValueError` for a
     text that is empty or too long.
 
     Args:

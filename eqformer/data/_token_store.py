@@ -209,7 +209,7 @@ def is_validation(name: str, share: float) -> bool:
 
 
 def check_vocab(store: TokenStore, vocab: int) -> None:
-    """Raise a `ValueError` if the store has a token id that a model of `vocab` token ids has not."""
+    """Raise a `ValueError` if the store has a token id that a model of `vocab` token ids does not have."""
     if store.largest >= vocab:
         raise ValueError(
             f"check_vocab(store, vocab={vocab}): the vocabulary must be larger than every token id, but "
@@ -283,7 +283,7 @@ def _write_tokens(
 
 def _empty_split_error(call: str, split: Split, other_documents: int) -> EmptySplitError:
     return EmptySplitError(
-        f"{call}: the {split} split must have a document with text, but it has none and the other split "
+        f"{call}: the {split} split must have a document with text, but it has none, and the other split has "
         f"{other_documents}; pass more documents, another `validation` share, or split_by='position', which holds out "
         f"the end of each document. A folder of a few long files has few documents: pass the paths of the files, or "
         f"files(folder, piece=...), which cuts each file into many documents."
@@ -393,6 +393,7 @@ def _map_store(target: Path, *, verify: bool) -> TokenStore:
 
 
 def _describe_write_failure(call: str, target: Path, failure: WriteFailure | DamagedFolder) -> ValueError:
+    """Return the error of a cache that cannot be written, with the reason and the fix."""
     if isinstance(failure, DamagedFolder):
         # Another process has deleted or created the folder at the same time, or the disk is faulty.
         return ValueError(f"{call}: the cache {target} is damaged just after it was written: {failure}; delete it.")

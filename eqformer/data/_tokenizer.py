@@ -55,7 +55,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Ids = ()):
         self._decode, self._vocab = tokenizer.decode, tokenizer.vocab
-        # The ids that were decoded last come first again: some decoders treat the first token of a text specially.
+        # Ids of the prompt, and then those whose text was returned last. They are decoded again before new ids, since
+        # some decoders treat the first token of a text specially.
         self._context = [int(token) for token in prompt if token < self._vocab]
         self._pending: list[int] = []
 
@@ -240,7 +241,7 @@ class FileTokenizer:
     def encode_with_offsets(
         self, text: str
     ) -> tuple[UInt[np.ndarray, "seq"], Int[np.ndarray, "seq"], Int[np.ndarray, "seq"]]:
-        """Return the ids of a rendered conversation, and the indices of each token's first and last + 1 character.
+        """Return the ids of a rendered conversation, and the indices of the characters where tokens start and stop.
 
         Names of special tokens become these tokens, and no special tokens are added. The tokens of one character have
         the same indices.

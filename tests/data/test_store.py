@@ -274,11 +274,12 @@ def test_bad_input_is_reported_in_one_message(tmp_path):
     two = {"a": "one", "b": "two"}
     with pytest.raises(
         ValueError,
-        match=r"the validation split must have a document with text, but it has none and the other split 2; .*piece=",
+        match=r"the validation split must have a document with text, but it has none, and the other split has 2; "
+        r".*piece=",
     ):
         _open(two, tmp_path, split="validation")
     with pytest.raises(
-        ValueError, match=r"the train split must have a document with text, but it has none and the other split 0"
+        ValueError, match=r"the train split must have a document with text, but it has none, and the other split has 0"
     ):
         _open({"a": ""}, tmp_path)
     with pytest.raises(ValueError, match=r"validation is a share of the documents.*below 1"):
