@@ -69,6 +69,7 @@ def _walk(program: Program, loop: Operation | None = None, placed: Collection[in
     most, parts = 0, []
     for index, operation in enumerate(program.operations):
         operands = map(lifetimes.root, operation.reads)
+        # Operands that no later operation reads, so that a result may be written over them.
         free = {operand for operand in operands if operand in alive and lifetimes.last_use(operand) == index}
         new, made_in_branch = [], []
         for number, value in enumerate(operation.writes):
@@ -82,6 +83,7 @@ def _walk(program: Program, loop: Operation | None = None, placed: Collection[in
                 continue
             new.append(value)
         inside = _walk_bodies(operation, [n for n, value in enumerate(operation.writes) if value not in made_in_branch])
+        # While the bodies run, the results that branches allocate do not exist yet; later the bodies take no memory.
         for values, (inner_size, inner_parts) in ((new, inside), (made_in_branch, (0, []))):
             alive |= {value: program.sizes[value] for value in values if value not in alive}
             size = sum(alive.values()) + inner_size

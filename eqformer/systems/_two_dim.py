@@ -44,8 +44,11 @@ class TwoDimBlock(nn.Layer):
     """
 
     inner: nn.Block | nn.ParallelResidual
+    """The block with this device's slices of the weights."""
     attention: str = eqx.field(static=True)
+    """`"rows"` or `"heads"`."""
     overlap: str = eqx.field(static=True)
+    """The `overlap` of `matmul_reduce_scatter`."""
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: nn.Tokens | None = None, cache: PyTree = None
@@ -56,19 +59,19 @@ class TwoDimBlock(nn.Layer):
         parts = read_block(block)
         mixer, feed_forward = parts.sublayers
         if parts.norm is not None:
-            y, cache = self._sublayers(parts.norm(x), mixer.scale, mixer.layer, feed_forward.layer, tokens, cache)
+            y, cache = self._run_sublayers(parts.norm(x), mixer.scale, mixer.layer, feed_forward.layer, tokens, cache)
             return x + y, cache, None
         assert mixer.norm is not None and feed_forward.norm is not None
-        y, cache = self._sublayers(mixer.norm(x), mixer.scale, mixer.layer, None, tokens, cache)
+        y, cache = self._run_sublayers(mixer.norm(x), mixer.scale, mixer.layer, None, tokens, cache)
         normalized = feed_forward.norm(x if parts.is_parallel else x + y)
-        y = y + self._sublayers(normalized, feed_forward.scale, None, feed_forward.layer, tokens, None)[0]
+        y = y + self._run_sublayers(normalized, feed_forward.scale, None, feed_forward.layer, tokens, None)[0]
         return x + y, cache, None
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """Return the empty cache of the block."""
         return self.inner.init_cache(batch, capacity, dtype)
 
-    def _sublayers(
+    def _run_sublayers(
         self,
         x: Float[Array, "batch seq embed"],
         scale: float | None,

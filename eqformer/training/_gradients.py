@@ -176,30 +176,31 @@ class PipelinedExecution(ShardedExecution):
         once, after it.
         """
         wrapped = device.wrap(parameters, model)
+        # Edges are the parameters outside of the stacks, such as the embedding, the last norm and the head.
         edges = eqx.tree_at(lambda m: m.stacks, wrapped, None)
 
-        def first(edges: PyTree, microbatch: PyTree) -> Array:
+        def embed_ids(edges: PyTree, microbatch: PyTree) -> Array:
             batch, tokens = microbatch
             return edges.embed(batch.ids, tokens)
 
-        def stage(stacks: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, PyTree]:
+        def run_stage(stacks: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, PyTree]:
             stage_aux = []
             for number, stack in enumerate(stacks):
-                with jax.named_scope(f"stacks[{number}]"):  # `nn.Transformer` sets this scope, but is not called here
+                with jax.named_scope(f"stacks[{number}]"):  # `nn.Transformer`, which sets this scope, is not called.
                     hidden, _, aux = stack(hidden, microbatch[1].fold_in(number))
                 stage_aux.append(aux)
             return hidden, tuple(stage_aux)
 
-        def last(edges: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, CountOrAux]:
+        def compute_loss(edges: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, CountOrAux]:
             return self._loss(device, _with_stacks(edges, (_ReturnHidden(hidden, microbatch[1]),)), microbatch)
 
         microbatches = split_microbatches(rows, self.microbatches)
         cotangent = loss_cotangent(scale, jax.tree.map(operator.itemgetter(0), microbatches))
         total, count, aux, (edge_gradients, stack_gradients) = pipeline_gradients(
             self.plan.timetable(),
-            first,
-            stage,
-            last,
+            embed_ids,
+            run_stage,
+            compute_loss,
             (edges, wrapped.stacks),
             microbatches,
             has_aux=True,

@@ -29,18 +29,18 @@ class MomentCodes(eqx.Module):
     """
 
     levels: UInt8[Array, "*dims row"]
-    """Level of each number; 128 is added for a negative number."""
+    """The level of each number, plus 128 for a negative number."""
     scale: Float[Array, "*dims 1"]
     """The largest magnitude of each row, negated for a row that has no negative numbers."""
 
 
 class CodedState(eqx.Module):
-    """An optimizer's state with `MomentCodes` in the place of arrays, and the number of times that it was encoded."""
+    """An optimizer's state with `MomentCodes` in the place of arrays, and the number of its earlier encodings."""
 
     inner: PyTree
     """The optimizer's state."""
     coded: Int[Array, ""]
-    """The number of times that the state was encoded; the rounding depends on it."""
+    """The number of earlier encodings of the state, on which the rounding depends."""
 
 
 def is_codes(node: object) -> TypeGuard[MomentCodes]:
@@ -114,6 +114,7 @@ def map_moments(
 
 
 def _has_rows(x: Array) -> bool:
+    """Return whether an array has rows that are long enough to be coded."""
     # Vectors are no rows: a vector may have one number per layer, and the order of layers depends on the pipeline.
     return x.ndim > 1 and x.shape[-1] >= MIN_ROW
 
