@@ -96,6 +96,27 @@ def test_names_from_elsewhere_are_of_flags_that_exist():
     assert {flag for flags in WORDS.values() for flag in flags} <= known | flags_of(plan.Command).keys()
 
 
+def unknown_flags(page):
+    """Return the flags in a page's tables and commands, of our column alone, that pretrain.py and plan.py lack."""
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| `") or line.startswith("| |")]
+    cells = [cell for row in rows for cell in (row[2:3] if len(row) > 2 else row[1:])]
+    commands = re.findall(r"^python scripts/(?:pretrain|plan)\.py (?:.*\\\n)*.*", page, re.MULTILINE)
+    known = {
+        flag
+        for name in ("default", "moe")
+        for kind in (pretrain.Command, plan.Command)
+        for flag in of_recipe(kind, name)
+    }
+    return {flag for text in [*cells, *commands] for flag in re.findall(r"--[a-z][a-z.-]*", text)} - known
+
+
+@pytest.mark.parametrize("name", ["from_transformers.md", "from_maxtext_or_megatron.md"])
+def test_flags_on_pages_for_users_of_other_programs_exist(name):
+    page = (SCRIPTS.parent / "docs" / name).read_text()
+    assert unknown_flags(page) == set()
+    assert unknown_flags(page.replace("--mesh.fsdp", "--mesh.dp")) == {"--mesh.dp"}  # the comparison can fail
+
+
 @pytest.mark.parametrize(
     "given,ours",
     [
