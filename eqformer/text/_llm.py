@@ -155,10 +155,9 @@ class LLM:
                 "continuations make no pairs; give as many of both, or one context for all."
             )
         pairs = [self._encode_pair(*pair) for pair in zip(contexts, continuations)]
-        size = max(1, batch_size or len(pairs))
-        batches = [pairs[start : start + size] for start in range(0, len(pairs), size)]
-        scores = [score for batch in batches for score in generation.log_probabilities(self.model, *zip(*batch))]
-        sums = [float(np.sum(score, dtype=np.float64)) for score in scores]
+        prompts, new = [prompt for prompt, _ in pairs], [new for _, new in pairs]
+        scores = generation.score_tokens(self.model, prompts, new, batch_size=batch_size)
+        sums = [float(np.sum(score.log_probabilities, dtype=np.float64)) for score in scores]
         return sums[0] if isinstance(continuation, str) else sums
 
     def _encode(self, text: str) -> list[int]:

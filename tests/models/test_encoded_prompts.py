@@ -37,10 +37,11 @@ def test_the_likeliest_text_is_that_of_transformers(name, tmp_path):
     assert found.ids.tolist() == want and found.new_ids() == [row[1:] for row in want]
     assert found.prompt_lengths.tolist() == [1, 1] and not found.log_probabilities[:, 0].any()
     assert want[0] != want[1] and found.ids[0, 0] == models.read_config(tmp_path).start  # type: ignore[attr-defined]
-    scores = generation.log_probabilities(model, prompts, found.new_ids())  # of texts that are known already
+    # These texts are known already.
+    scores = [row.log_probabilities for row in generation.score_tokens(model, prompts, found.new_ids())]
     for row, score in zip(found.log_probabilities, scores):
         np.testing.assert_allclose(score, row[1 : 1 + len(score)], rtol=1e-4, atol=1e-5)
-    swapped = generation.log_probabilities(model, prompts[::-1], found.new_ids())
+    swapped = [row.log_probabilities for row in generation.score_tokens(model, prompts[::-1], found.new_ids())]
     assert not np.allclose(swapped[0], scores[0], rtol=1e-2)  # the control: the encoder reads other prompts
     assert generation.generate(model, [prompts[1], prompts[0][:-1]], **GREEDY).ids[0].tolist() == want[1]
     assert generation.generate(model, [prompts[1][:-1]], **GREEDY).ids[0].tolist() != want[1]

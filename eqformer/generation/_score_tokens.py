@@ -1,0 +1,276 @@
+"""`score_tokens`: the probabilities that a model gives to known continuations."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from ..nn import dims, modules, PositionEncoding, right_padded, Source, Tokens, with_source
+from ._model import Model
+from ._prompts import BUCKET, round_up
+
+
+CHUNK = 64
+"""Tokens of each row whose logits are in memory at once."""
+SHARING = 1.5
+"""Prompts are read once for several continuations if this saves a third of the tokens that a batch reads."""
+Ids = Sequence[int]
+Item = TypeVar("Item")
+
+
+class TokenScores(NamedTuple):
+    """Scores of each id of a continuation, given the prompt and the ids before it."""
+
+    log_probabilities: Float[np.ndarray, "tokens"]
+    """The log-probability of each id, in nats."""
+    is_greedy: Bool[np.ndarray, "tokens"]
+    """Whether the id has the largest logit, so that greedy decoding would draw it."""
+
+
+def score_tokens(
+    model: Model,
+    prompts: Sequence[Ids],
+    continuations: Sequence[Ids],
+    *,
+    batch_size: int | None = None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> list[TokenScores]:
+    """Return the scores of each id of each continuation, after the prompt and the ids before it.
+
+    Rows of like lengths are read together. A prompt that several continuations share is read once, where that saves a
+    third of the tokens, and copies of its cache are continued. Sizes are rounded up to multiples of 64, so that other
+    rows mostly reuse the compiled programs. A model with an encoder reads the prompts with its encoder. Raises a
+    `ValueError` for prompts and continuations that are empty or hold unknown ids, and for more tokens than learned
+    positions.
+
+    Args:
+        model: The model, which must have a cache.
+        prompts: The ids before each continuation.
+        continuations: The ids to score.
+        batch_size: Most rows that are read at once; None: all.
+        progress: A function that is called with the number of rows that are scored, and of all rows.
+    """
+    _check_rows(model, prompts, continuations)
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"score_tokens(batch_size={batch_size}): a batch must have at least 1 row.")
+    groups = _group_by_prompt(model, prompts, continuations)
+    score_batch = _score_rows if len(groups) == len(prompts) else _score_groups
+    scores: dict[int, TokenScores] = {}
+    longest_first = sorted(groups, key=lambda rows: -_row_length(rows, prompts, continuations))
+    batches = _split_batches(longest_first, batch_size or len(prompts))
+    full_size = batch_size if len(batches) > 1 else None
+    for batch in batches:
+        prompt_ids = [prompts[rows[0]] for rows in batch]
+        scored = score_batch(model, prompt_ids, [[continuations[row] for row in rows] for rows in batch], full_size)
+        scores |= dict(zip((row for rows in batch for row in rows), scored, strict=True))
+        progress(len(scores), len(prompts))
+    return [scores[number] for number in range(len(prompts))]
+
+
+def _group_by_prompt(model: Model, prompts: Sequence[Ids], continuations: Sequence[Ids]) -> list[list[int]]:
+    """Return the numbers of rows with the same prompt, in groups; each row by itself if sharing is no gain or inexact.
+
+    Sharing is inexact where rotary frequencies depend on a row's whole length.
+    """
+    apart = [[number] for number in range(len(prompts))]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        groups.setdefault(tuple(prompt), []).append(number)
+    new_tokens = sum(map(len, continuations))
+    total, shared_total = sum(map(len, prompts)) + new_tokens, sum(map(len, groups)) + new_tokens
+    if model.start is not None or total < SHARING * shared_total:
+        return apart
+    longest = max((_row_length(rows, prompts, continuations) for rows in groups.values()), default=0)
+    if any(encoding.changes_within(longest) for encoding in modules(model, PositionEncoding)):
+        return apart
+    return list(groups.values())
+
+
+def _row_length(rows: Sequence[int], prompts: Sequence[Ids], continuations: Sequence[Ids]) -> int:
+    return len(prompts[rows[0]]) + max(len(continuations[row]) for row in rows)
+
+
+def _split_batches(groups: Sequence[Sequence[int]], batch_size: int) -> list[list[Sequence[int]]]:
+    """Split groups of rows into batches of at most `batch_size` rows; a larger group is split too."""
+    batches: list[list[Sequence[int]]] = []
+    free = 0
+    for group in groups:
+        for start in range(0, len(group), batch_size):
+            rows = group[start : start + batch_size]
+            if len(rows) > free:
+                batches.append([])
+                free = batch_size
+            batches[-1].append(rows)
+            free -= len(rows)
+    return batches
+
+
+def _score_rows(
+    model: Model, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]], full_size: int | None
+) -> list[TokenScores]:
+    """Score one continuation of each prompt in one pass over both; the batch is padded to `full_size` rows."""
+    count = len(prompts)
+    prompts = _repeat_last(prompts, full_size)
+    new = _repeat_last([rows[0] for rows in continuations], full_size)
+    starts: Sequence[Ids] = prompts if model.start is None else [[model.start]] * len(prompts)
+    # The model does not read the last id, since nothing is predicted after it.
+    ids, lengths = _pad([[*start, *row[:-1]] for start, row in zip(starts, new)], model.max_seq)
+    source = None if model.start is None else _pad(prompts, None)
+    targets, counts = _pad(new, None)
+    first = jnp.asarray([len(start) - 1 for start in starts], jnp.int32)
+    return _split_scores(_score_pass(model, ids, lengths, source, first, targets), counts)[:count]
+
+
+def _score_groups(
+    model: Model, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]], full_size: int | None
+) -> list[TokenScores]:
+    """Score several continuations of each prompt: the prompts are read first, and then the rows after their caches.
+
+    With `full_size`, rows are padded to as many, and prompts to a power of two, so that few programs are compiled.
+    """
+    new = [row for rows in continuations for row in rows]
+    owner = np.repeat(np.arange(len(prompts)), [len(rows) for rows in continuations]).tolist()
+    count = len(new)
+    new, owner = _repeat_last(new, full_size), _repeat_last(owner, full_size)
+    prompts = _repeat_last(prompts, None if full_size is None else 1 << (len(prompts) - 1).bit_length())
+    ids, lengths = _pad(prompts, model.max_seq)
+    targets, counts = _pad(new, None)
+    # The model does not read the last id. If each row has one id, the model reads nothing after the prompts.
+    inputs, input_lengths = _pad([row[:-1] for row in new], model.max_seq)
+    capacity = ids.shape[1] + inputs.shape[1]
+    capacity = capacity if model.max_seq is None else min(capacity, model.max_seq)
+    scored = _score_after_caches(
+        model, ids, lengths, jnp.asarray(owner, jnp.int32), inputs, input_lengths, targets, capacity
+    )
+    return _split_scores(scored, counts)[:count]
+
+
+def _repeat_last(rows: Sequence[Item], size: int | None) -> list[Item]:
+    """Return the rows, and the last one again until there are `size`."""
+    return [*rows, *[rows[-1]] * ((size or 0) - len(rows))]
+
+
+def _split_scores(tables: tuple[Array, Array], counts: Int[Array, "rows"]) -> list[TokenScores]:
+    log_probabilities, is_greedy = map(np.asarray, tables)
+    return [
+        TokenScores(row[:count], greedy[:count])
+        for row, greedy, count in zip(log_probabilities, is_greedy, np.asarray(counts))
+    ]
+
+
+@eqx.filter_jit
+def _score_pass(
+    model: Model,
+    ids: Int[Array, "batch seq"],
+    lengths: Int[Array, "batch"],
+    source: tuple[Int[Array, "batch kv_seq"], Int[Array, "batch"]] | None,
+    first: Int[Array, "batch"],
+    targets: Int[Array, "batch new"],
+) -> tuple[Float[Array, "batch new"], Bool[Array, "batch new"]]:
+    """Return the log-probabilities of the targets, and which are greedy.
+
+    The model predicts a row's first target at its token `first`.
+    """
+    batch, seq = ids.shape
+    tokens, capacity = right_padded(lengths, seq), seq
+    if source is not None:
+        source_ids, source_lengths = source
+        tokens = with_source(tokens, Source(source_ids, right_padded(source_lengths, source_ids.shape[1])))
+        capacity = max(seq, source_ids.shape[1])
+    hidden, _, _ = model.encode(ids, tokens, model.init_cache(batch, capacity))
+    # Positions beyond a row's last token give numbers that the caller leaves out.
+    positions = jnp.minimum(first[:, None] + jnp.arange(targets.shape[1], dtype=jnp.int32), seq - 1)
+    return _score_hidden(model, jnp.take_along_axis(hidden, positions[..., None], axis=1), targets)
+
+
+@eqx.filter_jit
+def _score_after_caches(
+    model: Model,
+    ids: Int[Array, "prompts seq"],
+    lengths: Int[Array, "prompts"],
+    owner: Int[Array, "batch"],
+    inputs: Int[Array, "batch new_seq"],
+    input_lengths: Int[Array, "batch"],
+    targets: Int[Array, "batch new"],
+    capacity: int,
+) -> tuple[Float[Array, "batch new"], Bool[Array, "batch new"]]:
+    """Return the log-probabilities of the targets, and which are greedy; row `i` continues the prompt `owner[i]`.
+
+    The row reads `input_lengths[i]` ids after the prompt; its first target is predicted by the prompt's last token.
+    """
+    hidden, cache, _ = model.encode(ids, right_padded(lengths, ids.shape[1]), model.init_cache(len(ids), capacity))
+    last_hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[owner]
+    if not inputs.shape[1]:
+        return _score_hidden(model, jnp.pad(last_hidden, ((0, 0), (0, targets.shape[1] - 1), (0, 0))), targets)
+    order = jnp.arange(inputs.shape[1], dtype=jnp.int32)
+    positions = jnp.where(order < input_lengths[:, None], lengths[owner][:, None] + order, -1)
+    hidden, _, _ = model.encode(inputs, Tokens(positions), take_rows_of_cache(cache, owner))
+    hidden = jnp.concatenate([last_hidden, hidden], axis=1)[:, : targets.shape[1]]
+    missing = targets.shape[1] - hidden.shape[1]
+    return _score_hidden(model, jnp.pad(hidden, ((0, 0), (0, missing), (0, 0))), targets)
+
+
+def take_rows_of_cache(cache: PyTree, rows: Int[Array, "rows"]) -> PyTree:
+    """Return a cache whose rows are copies of the given rows of this one."""
+
+    def take(names: str, x: Array) -> Array:
+        return jnp.take(x, rows, axis=names.split().index("batch"))
+
+    return jax.tree.map(take, dims(cache), cache)
+
+
+def _score_hidden(
+    model: Model, hidden: Float[Array, "batch new embed"], targets: Int[Array, "batch new"]
+) -> tuple[Float[Array, "batch new"], Bool[Array, "batch new"]]:
+    """Return the log-probabilities of the targets, and which are greedy, by the hidden vectors that predict them."""
+    batch = len(targets)
+
+    def score_chunk(chunk: tuple[Float[Array, "batch chunk embed"], Int[Array, "batch chunk"]]) -> tuple[Array, Array]:
+        hidden, targets = chunk
+        logits = model.unembed(hidden.reshape(-1, hidden.shape[-1]))
+        log_probs = jax.nn.log_softmax(logits, axis=-1)
+        scores = jnp.take_along_axis(log_probs, targets.reshape(-1, 1), axis=-1).reshape(targets.shape)
+        return scores, jnp.argmax(logits, axis=-1).reshape(targets.shape) == targets
+
+    split = lambda x: jnp.moveaxis(x.reshape(batch, -1, CHUNK, *x.shape[2:]), 1, 0)
+    scores, is_greedy = jax.lax.map(score_chunk, (split(hidden), split(targets)))
+    return jnp.moveaxis(scores, 0, 1).reshape(targets.shape), jnp.moveaxis(is_greedy, 0, 1).reshape(targets.shape)
+
+
+def _pad(rows: Sequence[Ids], limit: int | None) -> tuple[Int[Array, "batch seq"], Int[Array, "batch"]]:
+    """Return rows of ids as one array, padded to a multiple of `BUCKET` or to the `limit`, and their lengths."""
+    lengths = [len(row) for row in rows]
+    width = round_up(max(lengths), BUCKET)
+    ids = np.zeros((len(rows), width if limit is None else min(width, limit)), np.int32)
+    for padded, row in zip(ids, rows):
+        padded[: len(row)] = row
+    return jnp.asarray(ids), jnp.asarray(lengths, jnp.int32)
+
+
+def _check_rows(model: Model, prompts: Sequence[Ids], continuations: Sequence[Ids]) -> None:
+    """Raise a `ValueError` for prompts and continuations that the model cannot read."""
+    call = "score_tokens(model, prompts, continuations)"
+    if len(prompts) != len(continuations):
+        raise ValueError(
+            f"{call}: each prompt has one continuation, but there are {len(prompts)} prompts and {len(continuations)} "
+            "continuations; give as many of both."
+        )
+    for number, (prompt, continuation) in enumerate(zip(prompts, continuations)):
+        for name, row in (("prompt", prompt), ("continuation", continuation)):
+            if not len(row):
+                raise ValueError(f"{call}: {name} {number} has 0 ids; give at least 1.")
+            if outside := [token for token in row if not 0 <= token < model.vocab]:
+                raise ValueError(
+                    f"{call}: {name} {number} holds the id {outside[0]}, but the model's {model.vocab} ids are 0 to "
+                    f"{model.vocab - 1}; encode the text with the tokenizer that the model was trained with."
+                )
+        total = len(continuation) + (len(prompt) if model.start is None else 1)
+        if model.max_seq is not None and total - 1 > model.max_seq:
+            raise ValueError(
+                f"{call}: row {number} has {total} ids, of which the model reads {total - 1}, but it has "
+                f"{model.max_seq} learned positions; shorten the prompt."
+            )
