@@ -1,9 +1,10 @@
 """An Equinox-based, modular transformer zoo for JAX: one model, any mesh, the same numbers.
 
 Its rooms are `eqformer.nn`, `eqformer.kernels`, `eqformer.models`, `eqformer.data`, `eqformer.parallel`,
-`eqformer.training`, `eqformer.generation`, `eqformer.text`, `eqformer.interpretability`, `eqformer.program`,
-`eqformer.planning` and `eqformer.systems`; each is imported at its first use. `eqformer.load` and `eqformer.LLM` are
-those of `eqformer.text`, `eqformer.capture` and `eqformer.patch` those of `eqformer.interpretability`.
+`eqformer.training`, `eqformer.generation`, `eqformer.text`, `eqformer.evaluation`, `eqformer.interpretability`,
+`eqformer.program`, `eqformer.planning` and `eqformer.systems`; each is imported at its first use. `eqformer.load` and
+`eqformer.LLM` are those of `eqformer.text`, `eqformer.capture` and `eqformer.patch` those of
+`eqformer.interpretability`.
 """
 
 import importlib
@@ -29,6 +30,7 @@ from ._shapes import Batch as Batch, LEGEND as LEGEND
 if typing.TYPE_CHECKING:
     from . import (
         data as data,
+        evaluation as evaluation,
         generation as generation,
         interpretability as interpretability,
         models as models,

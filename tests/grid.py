@@ -29,6 +29,7 @@ PARTS = {
             "tests/systems",
             "tests/interpretability",
             "tests/text",
+            "tests/evaluation",
         ),
         *("tests/test_docs.py", "tests/test_modules_of_ones_own.py", "tests/test_reference.py", "tests/test_calls.py"),
     ),

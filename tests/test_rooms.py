@@ -23,6 +23,7 @@ ROOMS = {
     "parallel": {"nn", "kernels", "program"},
     "generation": {"nn"},
     "text": {"nn", "data", "models", "parallel", "training", "generation"},
+    "evaluation": {"generation", "text"},
     "interpretability": {"nn", "kernels"},
     "training": {"nn", "kernels", "program", "parallel"},
     "planning": {"nn", "kernels", "program", "parallel", "training"},
@@ -284,6 +285,7 @@ def test_rooms_ask_for_contracts_and_not_for_classes():
 PLAIN = (
     ".",
     "data",
+    "evaluation",
     "generation",
     "interpretability",
     "kernels",

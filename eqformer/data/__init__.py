@@ -1,6 +1,10 @@
 """Documents to batches: sources, tokenizers, a token cache on disk, packing, resumable order, mixtures, prefetch."""
 
-from ._chat_template import ChatTemplate as ChatTemplate, has_chat_template as has_chat_template
+from ._chat_template import (
+    ChatTemplate as ChatTemplate,
+    has_chat_template as has_chat_template,
+    read_special_tokens as read_special_tokens,
+)
 from ._conversations import (
     Completion as Completion,
     Conversation as Conversation,

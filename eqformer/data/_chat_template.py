@@ -91,6 +91,11 @@ class ChatTemplate:
             return self._compiled(variables | conversation | options)
 
 
+def read_special_tokens(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the named special tokens of a published tokenizer, such as `{"bos_token": "<s>"}`."""
+    return special_tokens(read_tokenizer_config(Path(folder)))
+
+
 def has_chat_template(folder: str | os.PathLike[str]) -> bool:
     """Return whether a published tokenizer has a chat template."""
     return _find_template(Path(folder), read_tokenizer_config(Path(folder)))[1] is not None

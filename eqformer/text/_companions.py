@@ -35,6 +35,15 @@ def load_tokenizer(source: str | Path, *, end_of_text: str | None = None) -> dat
     return data.ByteTokenizer()
 
 
+def read_begin_id(folder: Path, tokenizer: data.ByteTokenizer | data.FileTokenizer) -> int | None:
+    """Return the id of the `bos_token` that a published folder names; None without one."""
+    name = data.read_special_tokens(folder).get("bos_token")
+    if name is None or isinstance(tokenizer, data.ByteTokenizer):
+        return None
+    ids = tokenizer.encode_prompt(name, add_special_tokens=False)
+    return int(ids[0]) if len(ids) == 1 else None
+
+
 def read_chat_template(folder: Path) -> data.ChatTemplate | None:
     """Read the chat template of a published folder; None without one, and after a warning if it cannot be read."""
     if not data.has_chat_template(folder):

@@ -38,6 +38,10 @@ class LLM:
     special_tokens: bool = True
     """Whether prompts get the special tokens that the tokenizer adds, such as a beginning of text, and may name special
     tokens. False for a model that was trained on plain text."""
+    max_length: int | None = None
+    """Tokens of the longest text that the model was published for or trained on; None: unknown."""
+    begin_id: int | None = None
+    """The id that begins a text, whether or not prompts get it; None: none is named."""
 
     @overload
     def tokens(self, text: str) -> list[int]: ...

@@ -7,7 +7,7 @@ import jax
 from jax.typing import DTypeLike
 
 from .. import data, generation, models, nn, parallel
-from ._companions import load_tokenizer, read_chat_template
+from ._companions import load_tokenizer, read_begin_id, read_chat_template
 from ._llm import LLM
 from ._run_folder import is_run, load_run_model, load_run_tokenizer, published_copy, read_run_recipe
 
@@ -52,7 +52,8 @@ def load(
         parallel.ShardedModel(models.shapes(models.read_config(path)), plan)
     tokenizer, folder = load_tokenizer(path), models.companion_folder(path)
     model = models.load(path, plan=plan, dtype=dtype, weights=weights, predictor=predictor, progress=progress)
-    return _join(prepare_to_decode(model, plan), tokenizer, folder, special_tokens=True)
+    max_length = getattr(models.read_config(path), "max_seq", None)
+    return _join(prepare_to_decode(model, plan), tokenizer, folder, max_length, special_tokens=True)
 
 
 def _load_run(path: Path, plan: parallel.Plan | None) -> LLM:
@@ -64,19 +65,22 @@ def _load_run(path: Path, plan: parallel.Plan | None) -> LLM:
     if plan is not None:
         parallel.ShardedModel(recipe.shapes(), plan)
     tokenizer, model = load_run_tokenizer(path, recipe), load_run_model(path, plan)
-    return _join(prepare_to_decode(model, plan), tokenizer, published, special_tokens=published.is_dir())
+    is_published = published.is_dir()
+    return _join(prepare_to_decode(model, plan), tokenizer, published, recipe.seq, special_tokens=is_published)
 
 
 def _join(
     model: generation.Model,
     tokenizer: data.ByteTokenizer | data.FileTokenizer,
     folder: Path,
+    max_length: int | None,
     *,
     special_tokens: bool,
 ) -> LLM:
-    """Join a model and its tokenizer with the chat template and the end ids of a published folder."""
+    """Join a model and its tokenizer with the chat template and the special ids of a published folder."""
     ends = sorted({tokenizer.end_of_text, *models.read_eos_token_ids(folder)})
-    return LLM(model, tokenizer, read_chat_template(folder), tuple(ends), special_tokens)
+    begin_id = read_begin_id(folder, tokenizer)
+    return LLM(model, tokenizer, read_chat_template(folder), tuple(ends), special_tokens, max_length, begin_id)
 
 
 def prepare_to_decode(model: nn.LanguageModel, plan: parallel.Plan | None) -> generation.Model:

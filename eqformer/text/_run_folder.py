@@ -31,6 +31,8 @@ class RunRecipe(NamedTuple):
     """The published model that the run began from."""
     run: str | None
     """The identifier that the run's checkpoints have too."""
+    seq: int | None
+    """The tokens of a row that the run trained on."""
 
     def shapes(self) -> nn.Transformer:
         """Return the shapes of the trained model, without the fp8 products that only training uses."""
@@ -101,6 +103,7 @@ def _parse_recipe(file: Path, recipe: Mapping[str, Any], run: str | None) -> Run
         end_of_text=text.get("end_of_text"),
         published=Path(recipe["published"]) if recipe.get("published") else None,
         run=run,
+        seq=recipe.get("seq"),
     )
 
 

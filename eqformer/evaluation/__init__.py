@@ -1,0 +1,4 @@
+"""Evaluation of language models: perplexity of texts, and tasks of lm-evaluation-harness."""
+
+from ._tasks import evaluate_tasks as evaluate_tasks, harness_model as harness_model, TaskResults as TaskResults
+from ._texts import evaluate_texts as evaluate_texts, TextScores as TextScores

@@ -1,0 +1,164 @@
+"""Adapter of an `LLM` to lm-evaluation-harness.
+
+This file imports `lm_eval`, which is optional, so other files import this one inside functions.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
+    get_rolling_token_windows,
+    make_disjoint_window,
+)
+
+from ..generation import generate, sampling, score_tokens
+from ..text import LLM
+
+
+_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+_IGNORED = {"do_sample", "until", "max_gen_toks"}
+ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]
+Progress = Callable[[str, int, int], object]
+
+
+class HarnessModel(TemplateLM):
+    """An `LLM` as a model of lm-evaluation-harness; `lm_eval.simple_evaluate(model=...)` takes it."""
+
+    def __init__(self, llm: LLM, *, batch_size: int, max_length: int, progress: Progress):
+        super().__init__()
+        self.llm, self.batch_size, self.max_length, self.progress = llm, batch_size, max_length, progress
+        self.backend = "causal" if llm.model.start is None else "seq2seq"
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a text."""
+        return self.llm.tokenizer.end_of_text
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id that stands for an empty context."""
+        return self.eot_token_id if self.llm.begin_id is None else self.llm.begin_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name by which the harness tells cached requests apart."""
+        template = self.llm.chat_template
+        return f"{self.llm.tokenizer.fingerprint} {'' if template is None else template.fingerprint}"
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return the ids of a text; by default with special tokens, unless the text begins with one already."""
+        encode = self.llm.tokenizer.encode_prompt
+        if not self.llm.special_tokens:
+            return self.llm.tokenizer.encode(string).tolist()
+        if add_special_tokens is not None:
+            return encode(string, add_special_tokens=add_special_tokens).tolist()
+        bare = encode(string, add_special_tokens=False).tolist()
+        return bare if bare[:1] == [self.llm.begin_id] else encode(string).tolist()
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Render a conversation by the model's template; without the prompt, its last message is left open."""
+        template = self.llm.chat_template
+        if template is None:
+            raise ValueError("evaluate_tasks(apply_chat_template=True): the model has no chat template; leave it out.")
+        if add_generation_prompt:
+            return template.render(chat_history)
+        text = template.render(chat_history, add_generation_prompt=False)
+        last = chat_history[-1]["content"].strip()
+        return text[: text.rindex(last) + len(last)]
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Return a name of the template for the harness' records."""
+        template = self.llm.chat_template
+        return template.fingerprint if chat_template and template is not None else ""
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[ScoredPair], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the log-probability of each continuation, and whether greedy decoding would write it."""
+        prompts, continuations = [], []
+        for _, context, continuation in requests:
+            # The model does not read the last id, so one more id fits.
+            ids = (context + continuation)[-(self.max_length + 1) :]
+            start = max(1, len(ids) - len(continuation))
+            prompts.append(ids[:start])
+            continuations.append(ids[start:])
+        scores = score_tokens(
+            self.llm.model,
+            prompts,
+            continuations,
+            batch_size=self.batch_size,
+            progress=lambda done, total: self.progress("scoring", done, total),
+        )
+        return [(float(score.log_probabilities.sum(dtype="f8")), bool(score.is_greedy.all())) for score in scores]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability of each text, in windows of the model's length that overlap by one token."""
+        owners, windows = [], []
+        for number, request in enumerate(requests):
+            (text,) = request.args
+            for window in get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                owners.append(number)
+                windows.append((None, *make_disjoint_window(window)))
+        sums = [0.0] * len(requests)
+        for number, (log_probability, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            sums[number] += log_probability
+        return sums
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continue each context until one of its stop strings or an end id."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        texts: dict[int, str] = {}
+        for numbers in groups.values():
+            contexts = [requests[number].args[0] for number in numbers]
+            options = normalize_gen_kwargs(requests[numbers[0]].args[1], 256)
+            texts |= dict(zip(numbers, self._continue(contexts, dict(options), len(texts), len(requests)), strict=True))
+        return [texts[number] for number in range(len(requests))]
+
+    def _continue(self, contexts: list[str], options: dict[str, Any], done: int, total: int) -> list[str]:
+        """Continue contexts with the same options, the longest first."""
+        max_new_tokens = options["max_gen_toks"]
+        if unknown := {*options} - _SAMPLING - _IGNORED:
+            raise ValueError(f"generation options {sorted(unknown)} of a task are not known; known are {_SAMPLING}.")
+        room = self.max_length - max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f"a task asks for {max_new_tokens} new tokens, but the model has {self.max_length} tokens in all; give "
+                "a larger max_length, or lower max_gen_toks of the task."
+            )
+        transforms = sampling(**{name: value for name, value in options.items() if name in _SAMPLING})
+        rows = [self.tok_encode(context)[-room:] for context in contexts]
+        order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
+        texts = [""] * len(rows)
+        for start in range(0, len(order), self.batch_size):
+            batch = order[start : start + self.batch_size]
+            drawn = generate(
+                self.llm.model,
+                [rows[number] for number in batch],
+                max_new_tokens=max_new_tokens,
+                transforms=transforms,
+                end_of_text=self.llm.end_ids,
+                examples=batch,
+                key=jax.random.key(0),
+            )
+            for number, ids in zip(batch, drawn.new_ids(), strict=True):
+                texts[number] = postprocess_generated_text(self._decode(ids), options["until"], None)
+            self.progress("generating", done + min(start + self.batch_size, len(rows)), total)
+        return texts
+
+    def _decode(self, ids: list[int]) -> str:
+        ended = bool(ids) and ids[-1] in self.llm.end_ids
+        return self.llm.tokenizer.decode(ids[:-1] if ended else ids)

@@ -1,0 +1,121 @@
+"""Perplexity and accuracy of texts by a sliding window, in which each token is scored once."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ..generation import score_tokens
+from ..text import LLM
+
+
+DEFAULT_WINDOW = 1024
+
+
+class TextScores(NamedTuple):
+    """Sums over the scored tokens of texts, and the means that are usually quoted."""
+
+    nats: float
+    """The sum of the negative log-probabilities, in nats."""
+    correct: int
+    """The number of tokens to which the model gives the largest probability."""
+    tokens: int
+    """The number of scored tokens."""
+    text_bytes: int
+    """The number of UTF-8 bytes of the texts."""
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean negative log-probability of a token."""
+        return math.exp(self.nats / self.tokens)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits that the model needs for a byte of text; comparable between tokenizers."""
+        return self.nats / math.log(2) / self.text_bytes
+
+    @property
+    def accuracy(self) -> float:
+        """The share of tokens to which the model gives the largest probability."""
+        return self.correct / self.tokens
+
+
+class _Window(NamedTuple):
+    """Ids that the model reads together, of which those from `first` on are scored."""
+
+    ids: list[int]
+    first: int
+
+
+def evaluate_texts(
+    llm: LLM,
+    texts: Iterable[str],
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> TextScores:
+    """Score each token of each text once, given at most `window - 1` tokens before it, and sum up.
+
+    A text is read in windows of `window` tokens that begin `stride` tokens apart. In each window after the first, only
+    tokens that no earlier window has scored are scored, so every token but those of the first window has at least
+    `window - stride` tokens of context. The figure is that of the sliding window in transformers' documentation. The
+    first token of a text has nothing before it and is not scored; where the tokenizer puts a beginning of text there,
+    all tokens of the text are scored.
+
+    Args:
+        llm: The model with its tokenizer.
+        texts: The texts; each is scored by itself.
+        window: Tokens that the model reads at once; None: the length that the model was published for, at most 1,024.
+        stride: Tokens between the beginnings of two windows; None: half of a window.
+        batch_size: Windows that are read together.
+        progress: A function that is called with the number of windows that are scored, and of all windows.
+
+    **Raises:** `ValueError` for texts that together have no token to score, a window that is longer than the model's
+    learned positions, or a stride that is not from 1 to `window - 1`.
+    """
+    window = _default_window(llm) if window is None else window
+    stride = max(1, window // 2) if stride is None else stride
+    call = f"evaluate_texts(window={window}, stride={stride})"
+    if llm.model.start is not None:
+        raise ValueError(f"{call}: the model has an encoder, which gives texts no probability; score pairs of texts.")
+    limit = llm.model.max_seq
+    if window < 2 or (limit is not None and window > limit):
+        raise ValueError(f"{call}: a window must have 2 to {limit or 'any number of'} tokens; pass another.")
+    if not 1 <= stride < window:
+        raise ValueError(f"{call}: the stride must be from 1 to {window - 1}, so that windows overlap; pass another.")
+    windows: list[_Window] = []
+    text_bytes = 0
+    for text in texts:
+        text_bytes += len(text.encode("utf-8", errors="surrogatepass"))
+        windows += _slide(llm.tokens(text), window, stride)
+    if not windows:
+        raise ValueError(f"{call}: the texts have no token to score; give a text of at least two tokens.")
+    scores = score_tokens(
+        llm.model,
+        [window.ids[: window.first] for window in windows],
+        [window.ids[window.first :] for window in windows],
+        batch_size=batch_size,
+        progress=progress,
+    )
+    nats = -sum(float(np.sum(score.log_probabilities, dtype=np.float64)) for score in scores)
+    correct = sum(int(score.is_greedy.sum()) for score in scores)
+    return TextScores(nats, correct, sum(len(score.is_greedy) for score in scores), text_bytes)
+
+
+def _default_window(llm: LLM) -> int:
+    return min(llm.max_length or DEFAULT_WINDOW, llm.model.max_seq or DEFAULT_WINDOW, DEFAULT_WINDOW)
+
+
+def _slide(ids: list[int], window: int, stride: int) -> Iterator[_Window]:
+    """Yield the windows of a text; nothing for a text of less than two tokens."""
+    scored = 1  # The first token has nothing before it.
+    for start in range(0, len(ids), stride):
+        stop = min(start + window, len(ids))
+        if scored < stop:
+            yield _Window(ids[start:stop], scored - start)
+            scored = stop
+        if stop == len(ids):
+            return

@@ -1,0 +1,106 @@
+"""Tasks of lm-evaluation-harness, against its own backend of transformers on the same folder."""
+
+import importlib.util
+import json
+import sys
+from typing import Any
+
+import pytest
+from text_cases import published_folder, scripted
+
+import eqformer
+from eqformer import evaluation
+
+
+HARNESS = importlib.util.find_spec("lm_eval") is not None
+WORDS = ["salt", "ocean", "lantern", "paper", "wing", "glass", "stone", "rope"]
+CHAT = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_without_the_harness_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ImportError, match=r'pip install "eqformer\[eval\]"'):
+        evaluation.harness_model(scripted("a"))
+
+
+def make_tasks(folder) -> list[dict[str, Any]]:
+    """A task of each kind, on documents of words."""
+    rows = [
+        {
+            "question": f"{WORDS[number]} {WORDS[number - 1]} and",
+            "choices": [WORDS[number - 2], f"{WORDS[number - 3]} too", "x"],
+            "label": number % 3,
+            "text": " ".join(WORDS[number:] + WORDS[:number]) * 4,
+        }
+        for number in range(len(WORDS))
+    ]
+    path = folder / "rows.json"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}, "test_split": "test"}
+    texts = {"doc_to_text": "{{question}}", "doc_to_target": "{{choices[label]}}"}
+    return [
+        common
+        | {"task": "choose", "output_type": "multiple_choice", "doc_to_text": "{{question}}"}
+        | {"doc_to_choice": "{{choices}}", "doc_to_target": "label", "metric_list": [{"metric": "acc"}]},
+        common | texts | {"task": "last", "output_type": "loglikelihood", "metric_list": [{"metric": "perplexity"}]},
+        common
+        | {"task": "roll", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+        | {"metric_list": [{"metric": "word_perplexity"}]},
+        common
+        | texts
+        | {"task": "write", "output_type": "generate_until", "metric_list": [{"metric": "exact_match"}]}
+        | {"generation_kwargs": {"until": ["e", "\n"], "max_gen_toks": 12, "do_sample": False}},
+    ]
+
+
+def answers(samples) -> dict[tuple[str, int], Any]:
+    """The responses of each task's documents, without the lists around them."""
+    return {
+        (name, row["doc_id"]): [response for responses in row["filtered_resps"] for response in [responses]]
+        for name, rows in samples.items()
+        for row in rows
+    }
+
+
+def numbers(value: Any) -> list[float]:
+    """The log-probabilities in a response, in order."""
+    match value:
+        case bool() | str():
+            return []
+        case int() | float():
+            return [float(value)]
+        case _:
+            return [number for item in value for number in numbers(item)]
+
+
+@pytest.mark.hf
+@pytest.mark.skipif(not HARNESS, reason="the extra `eval` is not installed")
+@pytest.mark.filterwarnings("default")
+def test_each_kind_of_task_as_its_own_backend_of_transformers(tmp_path):
+    import lm_eval  # type: ignore[import-not-found]
+    from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
+
+    folder = published_folder(tmp_path / "model", chat_template__jinja=CHAT)
+    tasks = make_tasks(tmp_path)
+    llm = eqformer.load(folder)
+    theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=2, max_length=64)
+    for template in (False, True):
+        expected = lm_eval.simple_evaluate(
+            model=theirs, tasks=[dict(task) for task in tasks], apply_chat_template=template, bootstrap_iters=10
+        )
+        found = evaluation.evaluate_tasks(llm, tasks, apply_chat_template=template, batch_size=4, max_length=64)
+        ours, reference = answers(found.samples), answers(expected["samples"])
+        assert ours.keys() == reference.keys() and len(ours) == 4 * len(WORDS)
+        for key, response in ours.items():
+            assert numbers(response) == pytest.approx(numbers(reference[key]), rel=1e-6, abs=1e-4), key
+            if key[0] == "write":
+                assert response == reference[key] and any(response)
+        assert found.metrics["choose"]["acc"] == expected["results"]["choose"]["acc,none"]
+        # The control: another template gives other numbers.
+        bare = answers(evaluation.evaluate_tasks(llm, tasks[:1], apply_chat_template=not template).samples)
+        assert numbers(bare["choose", 0]) != pytest.approx(numbers(ours["choose", 0]), abs=1e-2)
+    with pytest.raises(ValueError, match="has no task 'hellaswagg'; near names are hellaswag"):
+        evaluation.evaluate_tasks(llm, "hellaswagg")
