@@ -23,7 +23,7 @@ class SamplingState(eqx.Module):
     end_of_text: Int[Array, "ends"]
 
 
-class Sizes(NamedTuple):
+class ProgramSizes(NamedTuple):
     """Sizes that are compiled into the program."""
 
     width: int
@@ -59,7 +59,7 @@ def prefill(
     max_new_tokens: Int[Array, ""],
     sampling: SamplingState,
     *,
-    sizes: Sizes,
+    sizes: ProgramSizes,
     log_probabilities: bool,
 ) -> Rows:
     """Read right-padded prompts and draw the first new token of each row.

@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float, Int, Key
 
 from .._array_checks import checked
 from .._shapes import Array
-from ._decode import decode_until, prefill, Rows, SamplingState, Sizes
+from ._decode import decode_until, prefill, ProgramSizes, Rows, SamplingState
 from ._model import Model
 from ._prompts import pad_prompts, PaddedPrompts
-from ._speculative import draft_counts, DraftCounts, DraftStatistics, make_draft, make_step, SpeculativeModel
+from ._speculative import draft_counts, DraftCounts, DraftStatistics, make_decode_step, make_draft, SpeculativeModel
 from ._transforms import chain, Transform
 
 
@@ -112,14 +112,14 @@ def _generate(
     max_new_tokens: Int[jax.Array, ""],
     sampling: SamplingState,
     log_probabilities: bool,
-    sizes: Sizes,
+    sizes: ProgramSizes,
 ) -> Rows:
     """Return the finished rows, whose field `cache` holds the draft's counts: None without a draft.
 
     The caches themselves are not returned, because nothing reads them after the last draw.
     """
     rows = prefill(model, ids, lengths, max_new_tokens, sampling, log_probabilities=log_probabilities, sizes=sizes)
-    rows = decode_until(make_step(model, sampling), rows, rows.limits)
+    rows = decode_until(make_decode_step(model, sampling), rows, rows.limits)
     return dataclasses.replace(rows, cache=draft_counts(rows))
 
 

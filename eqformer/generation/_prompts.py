@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from .._shapes import Array
-from ._decode import Sizes
+from ._decode import ProgramSizes
 from ._model import Model
 
 
@@ -24,7 +24,7 @@ class PaddedPrompts(NamedTuple):
 
     ids: Int[jax.Array, "batch prompt"]
     lengths: Int[jax.Array, "batch"]
-    sizes: Sizes
+    sizes: ProgramSizes
     initial_lengths: Int[jax.Array, "batch"]
     """Ids in each row before the first draw: the prompt, or the one start id if an encoder reads the prompt."""
 
@@ -69,12 +69,12 @@ def pad_prompts(
     # Padding is never written to the cache, so the array of prompts may be wider than the cache.
     padded = round_up(longest, BUCKET)
     chunk_size = _default_chunk(padded) if prefill_chunk is None else prefill_chunk
-    # `Sizes.chunk` is None if the prompt is read in one piece.
+    # `ProgramSizes.chunk` is None if the prompt is read in one piece.
     chunk = None if chunk_size >= padded or has_encoder else chunk_size
     ids = np.zeros((len(rows), padded if chunk is None else round_up(padded, chunk)), np.int32)
     for padded_row, row in zip(ids, rows):
         padded_row[: len(row)] = row
-    sizes = Sizes(width, capacity, chunk, cache_dtype)
+    sizes = ProgramSizes(width, capacity, chunk, cache_dtype)
     counts = jnp.asarray([len(row) for row in rows], jnp.int32)
     return PaddedPrompts(jnp.asarray(ids), counts, sizes, jnp.ones_like(counts) if has_encoder else counts)
 

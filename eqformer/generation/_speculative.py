@@ -245,7 +245,7 @@ class SpeculativeModel(eqx.Module):
         return self.unembed(hidden[:, -1]), cache
 
 
-def make_step(model: Model, sampling: SamplingState) -> Callable[[Rows], Rows]:
+def make_decode_step(model: Model, sampling: SamplingState) -> Callable[[Rows], Rows]:
     """Return the function of one decoding step: plain, or speculative for a model with a draft."""
     if isinstance(model, SpeculativeModel):
         return functools.partial(speculative_step, model, sampling=sampling)

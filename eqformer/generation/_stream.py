@@ -9,11 +9,11 @@ from jaxtyping import Int, Key
 
 from .._array_checks import checked
 from .._shapes import Array
-from ._decode import decode_until, prefill, Rows, SamplingState, Sizes
+from ._decode import decode_until, prefill, ProgramSizes, Rows, SamplingState
 from ._generate import add_draft, as_traced_int, check_logits, make_sampling_state, to_statistics
 from ._model import Model
 from ._prompts import pad_prompts, PaddedPrompts
-from ._speculative import draft_counts, DraftStatistics, make_step, SpeculativeModel
+from ._speculative import draft_counts, DraftStatistics, make_decode_step, SpeculativeModel
 from ._transforms import Transform
 
 
@@ -106,11 +106,11 @@ def _start(
     sampling: SamplingState,
     target: Int[jax.Array, ""],
     stride: int,
-    sizes: Sizes,
+    sizes: ProgramSizes,
 ) -> tuple[Rows, tuple]:
     """Read the prompt and draw ids until row 0 has `target` ids or is done."""
     rows = prefill(model, ids, lengths, max_new_tokens, sampling, log_probabilities=False, sizes=sizes)
-    rows = decode_until(make_step(model, sampling), rows, target[None])
+    rows = decode_until(make_decode_step(model, sampling), rows, target[None])
     return _with_progress(rows, target - stride, stride, model)
 
 
@@ -119,7 +119,7 @@ def _continue(fixed: tuple[Model, SamplingState, Int[jax.Array, ""], int], rows:
     """Draw ids until row 0 has `target` ids or is done; the rows are donated."""
     model, sampling, target, stride = fixed
     start = rows.lengths[0]
-    return _with_progress(decode_until(make_step(model, sampling), rows, target[None]), start, stride, model)
+    return _with_progress(decode_until(make_decode_step(model, sampling), rows, target[None]), start, stride, model)
 
 
 def _with_progress(rows: Rows, start: Int[jax.Array, ""], stride: int, model: Model) -> tuple[Rows, tuple]:

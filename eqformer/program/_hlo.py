@@ -53,7 +53,7 @@ def read_hlo(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None = None
             f"read_hlo(mesh={dict(mesh.shape)}): the mesh has {mesh.size} devices, but the program was "
             f"compiled for {devices}; pass the mesh that the program runs on."
         )
-    return _Reader(computations, devices, mesh).read(entry)
+    return _HloReader(computations, devices, mesh).read(entry)
 
 
 def text_of(compiled: jax.stages.Compiled) -> str:
@@ -67,7 +67,7 @@ def text_of(compiled: jax.stages.Compiled) -> str:
         ) from error
 
 
-class _Reader:
+class _HloReader:
     """Reader of the computations of a program, each of which is read once."""
 
     def __init__(self, computations: Computations, devices: int, mesh: AnyMesh | None):

@@ -39,10 +39,10 @@ def read_traced(jaxpr: Jaxpr, platform: str | None = None) -> tuple[Program, ...
 def read_jaxpr(jaxpr: Jaxpr, platform: str | None = None, axis_sizes: Mapping[str, int] | None = None) -> Program:
     """Read a jaxpr; `axis_sizes` are the sizes of the mesh axes that collectives run over, 1 for an axis left out."""
     chosen = jaxpr if platform is None else _choose_platform(jaxpr, platform)
-    return _Reader(axis_sizes or {}).read(_without_dead_code(chosen))
+    return _JaxprReader(axis_sizes or {}).read(_without_dead_code(chosen))
 
 
-class _Reader:
+class _JaxprReader:
     """Reader of one jaxpr; another reader reads each body of a loop or a conditional."""
 
     def __init__(self, axis_sizes: Mapping[str, int]):
@@ -129,7 +129,7 @@ class _Reader:
         return operation
 
     def _read_body(self, jaxpr: Jaxpr) -> Program:
-        return _Reader(self._axis_sizes).read(jaxpr)
+        return _JaxprReader(self._axis_sizes).read(jaxpr)
 
     def _transfer(self, eqn: JaxprEqn, scopes: tuple[str, ...]) -> Transfer | None:
         """Return the transfer of a collective; None if the collective sends nothing."""
