@@ -200,12 +200,12 @@ def test_one_program_serves_other_prompts_counts_temperatures_and_keys(plain):
 
 def test_weights_are_arguments_and_logits_are_of_last_tokens_alone(model):
     """In the compiled text: no constant as large as a weight, no logits of every token of the prompt."""
-    from eqformer.generation._decode import Sizes
+    from eqformer.generation._decode import ProgramSizes
     from eqformer.generation._generate import _generate, make_sampling_state
 
     ids, lengths = jnp.ones((3, 64), jnp.int32), jnp.array([5, 1, 9], jnp.int32)
     draws = make_sampling_state(model, 3, (), None, None, KEY)
-    lowered = _generate.lower(model, ids, lengths, jnp.asarray(4, jnp.int32), draws, False, Sizes(64, 64, None))
+    lowered = _generate.lower(model, ids, lengths, jnp.asarray(4, jnp.int32), draws, False, ProgramSizes(64, 64, None))
     text = lowered.as_text()
     assert "tensor<3x64x32xf32>" in text and "tensor<3x61xf32>" in text
     assert "tensor<3x64x61xf32>" not in text
