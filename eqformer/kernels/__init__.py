@@ -67,13 +67,13 @@ from .attention._call import (
 from .attention._cudnn import CudnnAttention as CudnnAttention
 from .attention._flash import FlashAttention as FlashAttention
 from .attention._reference import (
+    apply_softcap as apply_softcap,
     attend_to_sources as attend_to_sources,
     attention_weights as attention_weights,
     DotProductAttention as DotProductAttention,
     lowest as lowest,
     ReferenceAttention as ReferenceAttention,
     RotatedChannels as RotatedChannels,
-    soft_capped as soft_capped,
     weigh_values as weigh_values,
 )
 from .attention._splash import SplashAttention as SplashAttention

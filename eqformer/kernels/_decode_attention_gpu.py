@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from ._op import Implementation
 from ._platform import Ref, varying_of
 from .attention._call import DecodeCall, if_given, ScoreSettings
-from .attention._reference import lowest, soft_capped
+from .attention._reference import apply_softcap, lowest
 
 
 _TRITON = "jax.experimental.pallas.triton"  # JAX plans to remove it; GPUs then run the reference implementation
@@ -251,7 +251,7 @@ def _kernel(settings: ScoreSettings, sizes: _GridSizes, arrays: _ProgramArrays, 
         load_scales = lambda ref: None if ref is None else _load(ref, slots)[None]
         key_scales = [load_scales(part.scales) for part in arrays.parts]
         scores = cast(Array, sum(dot if scale is None else dot * scale for dot, scale in zip(dots, key_scales)))
-        scores = soft_capped(scores * settings.scale, settings.softcap)
+        scores = apply_softcap(scores * settings.scale, settings.softcap)
         visible = _load(arrays.visible, slots)[None]
         scores = jnp.where(visible, scores, lowest(scores.dtype))
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))

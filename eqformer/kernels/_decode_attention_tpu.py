@@ -22,7 +22,7 @@ from ._cache_write import LANES, stores_channels_first
 from ._op import Implementation
 from ._platform import Ref, varying_of
 from .attention._call import DecodeCall, if_given, ScoreSettings, StoredArrays
-from .attention._reference import lowest, soft_capped
+from .attention._reference import apply_softcap, lowest
 
 
 _BLOCK_NUMBERS = 2**20  # most numbers of keys in a block: 2 MB in bfloat16, and as much is in flight
@@ -371,7 +371,7 @@ def _add_block(
         for part, key in zip(parts, keys)
     ]
     scores = cast(Array, sum(scale(dot, part.scales) for part, dot in zip(parts, dots)))
-    scores = jnp.where(visible, soft_capped(scores * settings.scale, settings.softcap), lowest(scores.dtype))
+    scores = jnp.where(visible, apply_softcap(scores * settings.scale, settings.softcap), lowest(scores.dtype))
     old_peak = softmax.peaks[...]
     peak = jnp.maximum(old_peak, jnp.max(scores, axis=1, keepdims=True))
     weights = jnp.where(visible, jnp.exp(scores - peak), 0)

@@ -227,7 +227,7 @@ _RECORDED: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def recorded_choices() -> Iterator[list[Choice]]:
+def collect_choices() -> Iterator[list[Choice]]:
     """Yield a list to which every op that is called in the context appends its choice."""
     choices: list[Choice] = []
     token = _RECORDED.set(choices)
@@ -238,7 +238,7 @@ def recorded_choices() -> Iterator[list[Choice]]:
 
 
 def record_choice(choice: Choice) -> None:
-    """Append a choice to the list of `recorded_choices`, if the program is traced in such a context."""
+    """Append a choice to the list of `collect_choices`, if the program is traced in such a context."""
     if (choices := _RECORDED.get()) is not None:
         choices.append(choice)
 
@@ -268,7 +268,7 @@ def explain(function: Callable[..., object], *arguments: PyTree, platform: str) 
         for line in kernels.explain(model.encode, ids, tokens, platform="cuda"):
             print(line)
     """
-    with traced_for(platform), recorded_choices() as choices:
+    with traced_for(platform), collect_choices() as choices:
         eqx.filter_eval_shape(function, *arguments)
     counts: dict[Explanation, int] = {}
     for choice in choices:

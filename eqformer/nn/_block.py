@@ -1,4 +1,4 @@
-"""Transformer blocks and their residual sublayers: one layer or several on one input, with norms and dropout."""
+"""Transformer blocks and their residual sublayers: one or several layers of one input, with norms and dropout."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -58,8 +58,8 @@ class Dropout(RandomMask):
 class Residual(Sublayer):
     """A residual sublayer: `sum_norm(x + scale * output_norm(layer(input_scale * norm(x))))`.
 
-    The norms that are given decide the arrangement: pre-norm, post-norm, or both. A layer that reads one more input
-    asks for it by name (`reads`).
+    Each norm may be left out, for pre-norm, post-norm or both. A layer that reads one more input names that input in
+    `reads`.
     """
 
     layer: Mixer | Routed | Callable[..., Array]
@@ -121,7 +121,7 @@ class Residual(Sublayer):
         *,
         index: int | None = None,
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """Return the summand for `x`, a mixer's new cache, and a routed layer's `Aux` or a mixer's shared value."""
+        """Return the branch's output, a mixer's new cache, and a routed layer's `Aux` or a mixer's shared value."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         normed, aux = apply_norm(self.norm, x), None
         normed = normed if self.input_scale is None else normed * self.input_scale
@@ -144,7 +144,7 @@ class Residual(Sublayer):
         if self.shares is None and self.reads is None:
             return *mixer(x, tokens.bare, cache), None
         if self.reads == SOURCE:
-            return *mixer(x, tokens.bare.replaced(source=tokens.source), cache), None
+            return *mixer(x, tokens.bare.replace(source=tokens.source), cache), None
         if self.reads is None:
             wrapped_cache = ShareRequest(cache)
         else:
@@ -163,7 +163,7 @@ class Residual(Sublayer):
         return y, shared.wrapped, dataclasses.replace(shared, name=self.shares, wrapped=None)
 
     def _find_input(self, tokens: Tokens) -> PyTree:
-        """Return the input of the name `reads`; raise a `ValueError` if the model or the earlier layers have none."""
+        """Return the input that `reads` names; raise a `ValueError` if neither the model nor a layer provides it."""
         if self.reads not in (SOURCE, LAYER_INPUT):
             return find_shared(tokens.shared, self.reads or "")
         value: Source | Array | None = tokens.source
@@ -172,22 +172,22 @@ class Residual(Sublayer):
         if value is None:
             field = "Tokens(source=...)" if self.reads == SOURCE else "Transformer(layer_inputs=PerLayerInputs(...))"
             raise ValueError(
-                f"Residual({type(self.layer).__name__}, reads={self.reads!r}): the model gives no such input; give it "
-                f"by {field}."
+                f"Residual({type(self.layer).__name__}, reads={self.reads!r}): the model provides no such input; pass "
+                f"{field}."
             )
         return value
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """Return a mixer's empty cache, None for other layers."""
+        """Return the mixer's empty cache, or None for other layers."""
         return self.layer.init_cache(batch, capacity, dtype) if isinstance(self.layer, Mixer) else None
 
 
 class ParallelResidual(Sublayer):
-    """Residual branches of one input that add to one sum: `sum_norm(x + output_norm(sum of branch(norm(x))))`.
+    """Residual branches that read one input and add to one sum: `sum_norm(x + output_norm(sum of branch(norm(x))))`.
 
     The branches share `norm`, or each has its own. They may be a mixer and a feed-forward layer (GPT-J, PaLM), mixers
-    of any kinds and numbers of heads (Falcon-H1), or a dense layer and a mixture of experts (Gemma 4). It is a sublayer
-    of a `Block`, or by itself a layer that a stack repeats.
+    of any kinds and numbers of heads (Falcon-H1), or a dense layer and a mixture of experts (Gemma 4). The whole is a
+    sublayer of a `Block`, or by itself a layer that a stack repeats.
     """
 
     branches: tuple[Residual, ...]
@@ -213,7 +213,7 @@ class ParallelResidual(Sublayer):
 
     @property
     def feed_forward(self) -> Sublayer | None:
-        """The first branch that maps each token alone."""
+        """The first branch that maps each token by itself."""
         return find_feed_forward(self.branches)
 
     def __call__(
@@ -226,13 +226,14 @@ class ParallelResidual(Sublayer):
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
         """Add the branches to `x`.
 
-        In a block, random keys are folded with `index`; dropout keys are folded with the branch's number too.
+        In a block, `index` is folded into the tokens' random keys; each branch also folds its own number into the keys
+        of its dropout.
         """
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         tokens = tokens if index is None else tokens.fold_in(index)
         normed, outputs, new_caches, auxes = apply_norm(self.norm, x), [], [], []
         per_branch = zip(
-            self.branches, with_inputs_of_each(self.branches, tokens), split_cache(self.branches, cache), strict=True
+            self.branches, split_layer_inputs(self.branches, tokens), split_cache(self.branches, cache), strict=True
         )
         for number, (branch, branch_tokens, branch_cache) in enumerate(per_branch):
             y, new_cache, aux = branch.branch(normed, branch_tokens, branch_cache, index=number)
@@ -242,7 +243,7 @@ class ParallelResidual(Sublayer):
         # Without an `output_norm`, the branches are added to the input one after another.
         added = outputs if self.output_norm is None else [self.output_norm(sum_in_order(outputs))]
         x = apply_norm(self.sum_norm, sum_in_order([x, *added]))
-        return x, None if cache is None else join_caches(self.branches, new_caches), join(auxes)
+        return x, None if cache is None else join_caches(self.branches, new_caches), join_auxes(auxes)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """Return the empty cache of the branch with a mixer; a tuple of caches if several branches have a mixer."""
@@ -266,7 +267,7 @@ class StreamScale(Sublayer):
         return multiply_float32(x, self.factor), cache, None
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """Return None: it has no cache."""
+        """Return None: the layer has no cache."""
         return None
 
 
@@ -275,8 +276,8 @@ class Block(Layer):
 
     Most decoders have `Block(Residual(attention, norm), Residual(mlp, norm))`. Here attention is the mixer: the layer
     in which tokens read one another, and which has a cache. A block of Mamba has one sublayer, its mixer. A block of
-    T5's decoder has `Residual(cross_attention, norm, reads="source")` as a third, between the two. The cache is that of
-    the sublayer with a mixer, or a tuple of caches if several have one.
+    T5's decoder has a third sublayer between the two, `Residual(cross_attention, norm, reads="source")`. The block's
+    cache is the cache of its only sublayer with a mixer, or a tuple of caches if several sublayers have mixers.
 
     A block is one layer of a model: `Block(a, b)` has the residual sublayers `a` and `b`. `SuperBlock((a, b))` holds
     two layers, `a` and `b`, that a stack repeats together.
@@ -294,34 +295,34 @@ class Block(Layer):
 
     @property
     def feed_forward(self) -> Sublayer | None:
-        """The first sublayer that maps each token alone and reads nothing but the stream."""
+        """The first sublayer that maps each token by itself and reads nothing but the stream."""
         return find_feed_forward(self.sublayers)
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], tokens: Tokens | None = None, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
-        """Run the sublayers; return the stream, the new cache, and what routed and sharing layers return (`aux`)."""
+        """Run the sublayers; return the stream, the new cache, and the aux: `Aux` of routed layers, shared values."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         new_caches, auxes = [], []
         per_sublayer = zip(
-            self.sublayers, with_inputs_of_each(self.sublayers, tokens), split_cache(self.sublayers, cache)
+            self.sublayers, split_layer_inputs(self.sublayers, tokens), split_cache(self.sublayers, cache)
         )
         for index, (sublayer, sublayer_tokens, sublayer_cache) in enumerate(per_sublayer):
-            sublayer_tokens = sublayer_tokens.replaced(shared=(*tokens.shared, *collect_shared(auxes)))
+            sublayer_tokens = sublayer_tokens.replace(shared=(*tokens.shared, *collect_shared(auxes)))
             x, new_cache, aux = sublayer(x, sublayer_tokens, sublayer_cache, index=index)
             new_caches.append(new_cache)
             auxes.append(aux)
-        return x, None if cache is None else join_caches(self.sublayers, new_caches), join(auxes)
+        return x, None if cache is None else join_caches(self.sublayers, new_caches), join_auxes(auxes)
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """Return the empty cache of the sublayer with a mixer; of several, a tuple of theirs."""
+        """Return the empty cache of the sublayer with a mixer; a tuple of caches if several sublayers have mixers."""
         return join_caches(self.sublayers, [layer.init_cache(batch, capacity, dtype) for layer in self.sublayers])
 
 
 def apply_norm(
     norm: Norm | Callable[[Array], Array] | None, x: Float[Array, "*batch embed"]
 ) -> Float[Array, "*batch embed"]:
-    """Return the normed array, or the array itself if there is no norm."""
+    """Return the normalized array, or the array itself if there is no norm."""
     return x if norm is None else norm(x)
 
 
@@ -344,7 +345,7 @@ def find_mixer(sublayers: Sequence[Sublayer]) -> Sublayer | None:
 
 
 def find_feed_forward(sublayers: Sequence[Sublayer]) -> Sublayer | None:
-    """Return the first sublayer that maps each token alone and reads nothing else."""
+    """Return the first sublayer that maps each token by itself and reads nothing but the stream."""
     for sublayer in sublayers:
         residuals = modules(sublayer, Residual)
         if residuals and not has_mixer(sublayer) and all(residual.reads is None for residual in residuals):
@@ -352,15 +353,15 @@ def find_feed_forward(sublayers: Sequence[Sublayer]) -> Sublayer | None:
     return None
 
 
-def with_inputs_of_each(layers: Sequence[PyTree], tokens: Tokens) -> Iterator[Tokens]:
-    """Yield the tokens for each layer, with only that layer's slice of `tokens.inputs`."""
+def split_layer_inputs(layers: Sequence[PyTree], tokens: Tokens) -> Iterator[Tokens]:
+    """Yield for each layer the tokens with only that layer's slice of `tokens.inputs`."""
     start = 0
     for count in map(count_layer_inputs, layers):
         if tokens.inputs is None or count == tokens.inputs.shape[-2]:
             yield tokens
         else:
             layer_inputs = tokens.inputs[..., start : start + count, :] if count else None
-            yield tokens.replaced(inputs=layer_inputs)
+            yield tokens.replace(inputs=layer_inputs)
         start += count
 
 
@@ -397,7 +398,7 @@ def join_caches(sublayers: Sequence[Sublayer], caches: Sequence[PyTree]) -> PyTr
     return tuple(mixer_caches) if len(mixer_caches) > 1 else next(iter(mixer_caches), None)
 
 
-def join(auxes: Sequence[PyTree]) -> PyTree:
+def join_auxes(auxes: Sequence[PyTree]) -> PyTree:
     """Return the only aux that is not None; a tuple if there are several, None if there is none."""
     present = [aux for aux in auxes if aux is not None]
     return tuple(present) if len(present) > 1 else next(iter(present), None)

@@ -22,9 +22,10 @@ from ._tokens import Tokens
 
 
 class LayerCache(eqx.Module):
-    """A cache that a stack passes to each of its layers with all layers' arrays, and the layer's index as `layer`.
+    """A cache whose arrays have all layers of a stack, and which the stack passes to each layer with its index,
+    `layer`.
 
-    The layer reads and writes its part in place: a slice would be copied out and back in each step.
+    The layer reads and writes its part in place. A slice for each layer would be copied out and back in each step.
     """
 
     if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
@@ -34,12 +35,12 @@ class LayerCache(eqx.Module):
 
 
 def index_layer(memory: Array, layer: Int[Array, ""] | None) -> Array:
-    """Return a layer's part of a stack's cache array; with `layer` None, the array, which has no dim of layers."""
+    """Return one layer's part of a stack's cache array, or the array itself if `layer` is None."""
     return memory if layer is None else jax.lax.dynamic_index_in_dim(memory, layer, 0, keepdims=False)
 
 
 def update_layer(memory: Array, part: Array, layer: Int[Array, ""] | None) -> Array:
-    """Return a stack's cache array with a layer's part replaced; with `layer` None, the part alone."""
+    """Return a stack's cache array with one layer's part replaced, or the new part itself if `layer` is None."""
     return part if layer is None else jax.lax.dynamic_update_index_in_dim(memory, part, layer, 0)
 
 
@@ -51,8 +52,8 @@ class SlotCache(LayerCache):
     capacity, and `mask_overflow` makes the output of attention NaN for them. A shard of a cache holds the slots from
     `first` on, of `capacity` slots in all.
 
-    An 8-bit cache (`with_scales`) has a scale for each token, and head. Values are rounded when they are stored, and
-    attention reads the rounded values, those of the new tokens too.
+    An 8-bit cache (`with_scales`) has a scale for each token and head. Numbers are rounded when they are stored, and
+    attention reads the rounded numbers, also those of the new tokens.
     """
 
     if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
@@ -113,7 +114,7 @@ def restore_states(previous: PyTree, current: PyTree) -> PyTree:
 
 
 def can_roll_back(cache: PyTree) -> bool:
-    """Return whether the cache consists of slots only, which tokens that are read again overwrite."""
+    """Return whether the cache consists of slots only, since a token that is read again overwrites its slot."""
     return all(_has_slots(node) for node in jax.tree.leaves(cache, is_leaf=_has_slots))
 
 
@@ -157,7 +158,7 @@ def check_cached(tokens: Tokens, cache: PyTree) -> None:
     if capacities and last >= min(capacities):
         raise ValueError(
             f"a call on tokens up to position {last} has a cache of capacity {min(capacities)}, which holds the "
-            f"positions 0 to {min(capacities) - 1}; make it by init_cache(..., capacity) with a capacity of at "
+            f"positions 0 to {min(capacities) - 1}; make the cache by init_cache(..., capacity) with a capacity of at "
             f"least {last + 1}."
         )
 
@@ -184,10 +185,11 @@ def capacity_of(cache: SlotCache) -> int:
 def store_tokens(
     cache: SlotCache, memories: tuple, scales: tuple, new: tuple, tokens: Tokens, heads: int = 0
 ) -> tuple[tuple, tuple]:
-    """Store new tokens in two arrays, which may have scales; return the stored arrays and those that queries see.
+    """Store new tokens in two arrays, which may have scales; return the stored arrays and the arrays for queries.
 
-    The stored arrays are the two arrays, their scales if they have any, and positions; those that queries see are the
-    two arrays, dequantized, and positions.
+    The stored arrays are the two arrays, their scales if they have any, and the positions. The arrays for queries are
+    the two arrays, dequantized, and the positions, for all tokens that the new tokens may see. The two arrays have
+    `heads` dims of heads between the dims of rows and of slots.
     """
     if scales[0] is None:
         return _store(memories, cache, new, tokens, heads)
@@ -230,7 +232,7 @@ def _store(old: tuple, cache: SlotCache, new: tuple, tokens: Tokens, heads: int 
         # After a rollback, the old cache holds other tokens at the new positions; those are hidden.
         begin = jnp.min(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max), axis=-1, keepdims=True)
         old_positions = jnp.where(old_positions < begin, old_positions, -1)
-        # If the cache is split over devices, one device alone has the new tokens visible, so that they count once.
+        # If the cache is split over devices, the new tokens are visible on only one device, so that they count once.
         if first is not None:
             positions = jnp.where(first[..., None] == 0, positions, -1)
         new_arrays = (*new, positions)
@@ -246,7 +248,7 @@ def _expand_to(flags: Array, x: Array) -> Array:
 
 @checked_fields
 class KVCache(SlotCache):
-    """Keys and values of past tokens; those of a head are contiguous, so that its products read them in place."""
+    """Keys and values of past tokens, with each head's tokens contiguous, so that products read them in place."""
 
     keys: Num[Array, "*batch kv_heads kv_seq head_dim"]
     """The keys, rotated."""
@@ -285,10 +287,11 @@ class KVCache(SlotCache):
         Args:
             batch: Sizes of the batch dims.
             capacity: The longest row, in tokens.
-            keys: Heads of keys, and channels of each.
-            values: Heads of values, and channels of each.
+            keys: Heads of keys, and channels of a head.
+            values: Heads of values, and channels of a head.
             dtype: Float dtype of keys and values.
-            reach: Tokens in the window, or a few more; a window shorter than `capacity` rolls.
+            reach: Tokens that the mask lets a query see, or a few more; if they are fewer than `capacity`, the cache
+                rolls. None: all.
         """
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         size = capacity if reach is None else slots_for(reach, capacity)
@@ -305,7 +308,7 @@ class KVCache(SlotCache):
         (keys, key_scales), (values, value_scales) = (_zeros_with_scales(x, dtype) for x in (self.keys, self.values))
         return dataclasses.replace(self, keys=keys, values=values, key_scales=key_scales, value_scales=value_scales)
 
-    def scaled(self) -> tuple[Array, Array, Array, Array]:
+    def read_quantized(self) -> tuple[Array, Array, Array, Array]:
         """Return the 8-bit keys and values of all slots as stored, then their scales, all with tokens before heads."""
         assert self.key_scales is not None and self.value_scales is not None
         return (
@@ -315,7 +318,7 @@ class KVCache(SlotCache):
             index_layer(self.value_scales, self.layer).swapaxes(-2, -1),
         )
 
-    def stored(
+    def read(
         self, dtype: jnp.dtype
     ) -> tuple[Float[Array, "*batch all kv_heads head_dim"], Float[Array, "*batch all kv_heads v_dim"], Tokens]:
         """Return all keys and values in the cache, in `dtype`, and their tokens."""
@@ -336,7 +339,8 @@ class KVCache(SlotCache):
     ) -> tuple[
         "KVCache", Float[Array, "*batch all kv_heads head_dim"], Float[Array, "*batch all kv_heads v_dim"], Tokens
     ]:
-        """Store new tokens; return the cache and all keys and values, with their tokens, that the new ones may see."""
+        """Store new tokens; return the cache, and all keys and values that the new tokens may see, with their
+        tokens."""
         new, scales = (
             (_swap_heads_and_tokens(keys), _swap_heads_and_tokens(values)),
             (self.key_scales, self.value_scales),
@@ -373,7 +377,8 @@ def store_keys(
 
 @checked_fields
 class LatentCache(SlotCache):
-    """Compressed keys and values of past tokens and their rotated keys (MLA's two caches)."""
+    """Latents and rotated keys of past tokens, for multi-head latent attention; the latents are compressed keys and
+    values."""
 
     latents: Num[Array, "*batch kv_seq latent"]
     """The latents of keys and values."""
@@ -407,8 +412,9 @@ class LatentCache(SlotCache):
             rotary_scales=rotary_scales,
         )
 
-    def scaled(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """Return the 8-bit latents of all slots as stored with their scales, and the rotated keys with theirs."""
+    def read_quantized(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Return the 8-bit latents of all slots with their scales, and the 8-bit rotated keys with theirs, as
+        stored."""
         assert self.latent_scales is not None and self.rotary_scales is not None
         select_layer = functools.partial(index_layer, layer=self.layer)
         return (select_layer(self.latents), select_layer(self.latent_scales)), (

@@ -1,6 +1,6 @@
 """Contracts of linear maps and of the modules that a block or a stack holds, and the `Aux` of routed layers.
 
-Contracts are abstract modules, which anybody's own modules may follow.
+A contract is an abstract module. Modules of other packages may subclass it.
 """
 
 import abc
@@ -22,12 +22,12 @@ from ._tokens import Tokens
 
 
 class LinearMap(Module):
-    """A linear map `y = W x + b` between named dims, whatever form W is stored in: the contract of `Linear` and `LoRA`.
+    """A linear map `y = W x + b` between named dims, with W stored in any form: the contract of `Linear` and `LoRA`.
 
-    A module that follows this contract may stand wherever a `Linear` does. Its arrays name their dims
-    (`nn.named_by`), so that a layout can split them; all sizes are those of the slice that a device holds. An array
-    with only output dims, such as the scales of an 8-bit weight's outputs, is applied before the sum over devices; the
-    bias is added after the sum.
+    A module that follows this contract may take the place of any `Linear`. Its arrays name their dims (`nn.named_by`),
+    so that a layout can shard them; all sizes are those of the slice that a device holds. If devices split the inputs,
+    their results are summed: an array with only output dims, such as the scales of an 8-bit weight's outputs, is
+    applied before the sum, and the bias is added after it.
     """
 
     if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
@@ -42,7 +42,7 @@ class LinearMap(Module):
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Sizes of W's dims, outputs then inputs; in front the dims of the ensembles that contain the map."""
+        """Sizes of W's dims: the dims of the ensembles that contain the map, then outputs, then inputs."""
 
     @abc.abstractmethod
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
@@ -57,7 +57,7 @@ class LinearMap(Module):
         return add_float32(self.product(x), self.bias)
 
     def of_other(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Map vectors of another sequence than the layer's input, such as the source of a cross-attention."""
+        """Map vectors that are not the layer's own input, such as the source of a cross-attention."""
         return self(x)
 
     @property
@@ -94,8 +94,8 @@ class LinearMap(Module):
 class DenseMap(LinearMap):
     """A linear map whose W is a parameter, `weight`.
 
-    The gradient of W is then the product of the output's gradient and the input. `product` is `products.forward` with
-    the weight cast to the dtype of `x`, and nothing more.
+    So the gradient of `weight` is the product of the output's gradient and the input. `product` must be
+    `products.forward` with the weight cast to the dtype of `x`, and nothing more.
     """
 
     if TYPE_CHECKING:
@@ -126,9 +126,9 @@ Channels = tuple[tuple[int, ...], ...]  # Pairs (heads, channels of a head) of o
 
 
 class Attends(NamedTuple):
-    """Arguments that a mixer passes to its attention core, its field `core`.
+    """The mask and the shapes of the call that a mixer makes to its attention core, the field `core`.
 
-    A mixer that states these lets a plan exchange the core, so that rows can be split over devices.
+    If a mixer returns this record in its `facts`, a plan may replace the core, so that rows can be split over devices.
     """
 
     mask: Mask
@@ -156,9 +156,9 @@ class MixerFacts:
       and norms, the mixer may apply only elementwise functions to its input; a projection may read the result of such
       a function, except in a `sequence` stream. Every device runs the whole mixer if `splits_heads` is false, or if an
       array that belongs to no map has both the dim `embed` and one of the dims above.
-    - `attends`: None for a mixer that needs whole rows, because it reads tokens in sequence, chooses among all tokens,
-      or combines neighbouring tokens outside of its core.
-    - `operations`: operations a token, beyond those of linear maps and core; a multiply-add is two.
+    - `attends`: the attention that the mixer's core computes. None for a mixer that needs whole rows, because it reads
+      tokens in sequence, chooses among all tokens, or combines neighbouring tokens outside of its core.
+    - `operations`: operations for each token, without those of linear maps and the core; a multiply-add is two.
     - `shares_kv_heads`: whether devices may share a key head, each with some of the query heads that it serves.
     - `attends_by_rows`: whether, in serving, devices that share a key head may each attend for some of the rows, with
       only the caches and tokens of these rows. Such a mixer reads its input only through projections, whose results
@@ -202,19 +202,19 @@ class ScoreBias(Module):
 
 
 class FeedForward(Module):
-    """A layer that maps each token alone and runs on a slice of its `mlp` hidden features.
+    """A layer that maps each token by itself and also runs on a slice of its `mlp` hidden features.
 
     Its projections from `embed` to `mlp` return such a slice on each device, and the results of its projections from
     `mlp` to `embed` are summed over the slices. Any other projection of the input, such as a gate of one number a
     token, returns the whole result on every device. Besides projections and norms, the layer may apply only elementwise
     functions to its input. Arrays that belong to no map name their dims: arrays with `embed` act on the stream, arrays
     with `mlp` act on slices, and an array with both makes every device run the whole layer. A layer that does not
-    follow these rules is written as a plain function, which every device runs whole.
+    follow these rules must be a plain function instead, which every device runs whole.
     """
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
-        """Map each token alone."""
+        """Map each token by itself."""
 
 
 class Routed(Module):
@@ -226,9 +226,11 @@ class Routed(Module):
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
         """Return the layer's output and an `Aux`."""
 
-    def rebalanced(self, aux: PyTree, rate: float | Float[Array, ""]) -> "Routed":
-        """Return the layer, adjusted by `rate` towards equal expert loads after a step with this `Aux`; by default
-        unchanged."""
+    def rebalance(self, aux: PyTree, rate: float | Float[Array, ""]) -> "Routed":
+        """Return the layer after a step with this `Aux`, adjusted by `rate` towards equal loads of experts.
+
+        By default the layer is unchanged.
+        """
         return self
 
 
@@ -270,18 +272,21 @@ class Sublayer(Layer):
 
 
 class ChunkedUnembedding(Module):
-    """A module that gives logits of the whole vocabulary, or of one part of it at a time.
+    """A module that computes the logits of the whole vocabulary, or of one part of the vocabulary at a time.
 
-    Parts are for a vocabulary table that no device holds whole.
+    Parts serve a vocabulary table of which no device holds all.
     """
 
     @abc.abstractmethod
     def parts(self) -> tuple[PyTree, PyTree]:
-        """Return two trees, arrays with gradients and other arrays; each array has a dim of parts in front."""
+        """Return two trees: the arrays with gradients, and the other arrays. Each array has a dim of parts in front."""
 
     @abc.abstractmethod
     def of_part(self, moving: PyTree, rest: PyTree) -> tuple[Module, Int[Array, "part"]]:
-        """Return a module that gives the logits of one part, and the part's ids; id -1 marks padding."""
+        """Return a module that computes the logits of one part, and the part's ids; id -1 marks padding.
+
+        The arguments are one part of each tree of `parts`.
+        """
 
 
 class Aux(eqx.Module):
@@ -299,7 +304,7 @@ class Aux(eqx.Module):
 
 
 def aux_of(aux: PyTree) -> list[Aux]:
-    """Return every `Aux` in the aux of a model or of a part of one, in the order of the layers."""
+    """Return every `Aux` in the `aux` that a model, a stack or a layer returned, in the order of the layers."""
     return modules(aux, Aux)
 
 

@@ -1,5 +1,7 @@
-"""Values that a layer shares with later layers: keys and values (Brandon et al. 2024, arXiv:2405.12981), or the keys
-that an indexer selected."""
+"""Values that a layer shares with later layers.
+
+They are keys and values (Brandon et al. 2024, arXiv:2405.12981), or an indexer's selection of keys.
+"""
 
 import functools
 from collections.abc import Iterable
@@ -12,14 +14,14 @@ from ._module import map_modules, modules, take_members
 
 
 class SharedKV(eqx.Module):
-    """Keys and values that a mixer shares with mixers of later layers, which compute none of their own."""
+    """Keys and values that a mixer shares with mixers of later layers, which have no keys and values of their own."""
 
     keys: Float[Array, "*batch kv_seq kv_heads head_dim"]
     """The keys, rotated."""
     values: Float[Array, "*batch kv_seq kv_heads v_dim"]
     """The values."""
     positions: Int[Array, "*batch kv_seq"] | None = None
-    """Positions of keys that come from a cache; None: the keys are of the call's own tokens."""
+    """Positions of the keys, if they come from a cache; None: the keys are those of the call's own tokens."""
 
 
 class SharedValue(eqx.Module):
@@ -28,7 +30,7 @@ class SharedValue(eqx.Module):
     value: PyTree
     """A `SharedKV`, a `KeySelection`, or anything else that the later mixer understands."""
     wrapped: PyTree = None
-    """The mixer's own cache, while the value is passed to or returned by a mixer; None in a layer's aux."""
+    """The mixer's own cache, while a mixer is called with the value or returns it; None in a layer's aux."""
     name: str = eqx.field(static=True, default="")
     """The name by which later layers ask for the value."""
 
@@ -43,7 +45,7 @@ Cache = TypeVar("Cache")
 
 
 def unwrap_request(cache: Cache | ShareRequest) -> tuple[bool, Cache]:
-    """Return whether a mixer is asked for a `SharedValue`, and the cache that it is called with."""
+    """Return whether a mixer's cache argument asks for a `SharedValue`, and the cache itself."""
     return (True, cache.cache) if isinstance(cache, ShareRequest) else (False, cache)
 
 
@@ -70,7 +72,7 @@ def collect_shared(aux: PyTree) -> list[SharedValue]:
 
 
 def keep_shared(aux: PyTree, names: Iterable[str]) -> PyTree:
-    """Return the aux with the shared values of these names only; None takes the place of the others."""
+    """Return the aux with only the shared values of these names; other shared values become None."""
     return map_modules(lambda shared: shared if shared.name in names else None, aux, SharedValue)
 
 

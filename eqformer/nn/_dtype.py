@@ -1,4 +1,4 @@
-"""Dtypes: names, casts, float32 sums over tokens in the forward and the backward pass, and caches of 8 bits.
+"""Dtypes: names, casts, sums over tokens in float32 in forward and backward passes, and 8-bit caches.
 
 An array that is broadcast over tokens (a bias, a scale, a gate) has a gradient that is a sum over tokens, and JAX takes
 that sum in the dtype of the broadcast. A sum of thousands of bfloat16 numbers stops growing once the addends are less
@@ -138,8 +138,8 @@ def _einsum(pattern: str, x: Array, other: Array, dtype: np.dtype) -> Array:
 def lookup_rows(table: Float[Array, "rows embed"], ids: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
     """Return `table[ids]`; NaN for an id outside the table, negative or too large.
 
-    The gradient of a token that occurs a thousand times in a batch has a thousand addends. The gradient is summed in
-    float32, without a float32 copy of the table.
+    A row's gradient has an addend for each occurrence of its token in the batch, possibly thousands. So the gradient is
+    summed in float32, without a float32 copy of the table.
     """
     return _take_rows(table, ids)
 
@@ -175,7 +175,7 @@ def parse_cache_dtype(dtype: object, call: str) -> tuple[str, bool]:
 
 
 def quantize_rows(x: Float[Array, "*dims row"], dtype: str) -> tuple[Num[Array, "*dims row"], Float[Array, "*dims"]]:
-    """Divide each row by its scale and round it; return the rounded rows and the scales.
+    """Divide each row by its scale and round it to an 8-bit dtype; return the rounded rows and the scales.
 
     A scale maps the row's largest magnitude to the largest number of the dtype. The error is at most `scale / 2` in
     int8, and a sixteenth of each number in float8_e4m3fn (less than the smallest step for tiny numbers). A row with a

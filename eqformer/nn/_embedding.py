@@ -65,15 +65,16 @@ class LearnedPositions(PositionEmbedding):
 
 @checked
 def unembed(x: Float[Array, "*batch embed"], weight: Float[Array, "vocab embed"]) -> Float[Array, "*batch vocab"]:
-    """Return `x W^T`: products in the dtype of `x`, sums and logits in float32 at least; the same for gradients."""
+    """Return `x W^T`: products in the dtype of `x`, sums and logits in float32 at least, also for gradients."""
     return matmul_float32(x, weight)
 
 
 class PerLayerEmbedding(EmbeddingTable):
     """A table with a vector for each token id and each of `depth` layers; looked-up vectors are multiplied by `scale`.
 
-    A row holds the numbers of one channel for all layers side by side. A table with a dim for layers would be stored by
-    columns on some platforms, and copied as a whole to look up a token.
+    The row of a token id holds its vectors for all layers: `depth` numbers of the first channel, then `depth` numbers
+    of the second, and so on. So `mlp`, the dim of a row, counts the channels of all layers. If layers had a dim of
+    their own, some platforms would store the table by columns, and copy the whole table to look up a token.
     """
 
     weight: Float[Array, "vocab mlp"]
@@ -104,7 +105,7 @@ class PerLayerEmbedding(EmbeddingTable):
         self.depth, self.scale = depth, scale
 
     def transform(self, x: Float[Array, "*batch seq mlp"]) -> Float[Array, "*batch seq depth _"]:
-        """Return the vectors of all layers, from the rows of the table."""
+        """Split looked-up rows into the vectors of all layers, and scale them."""
         x = x.reshape(*x.shape[:-1], -1, self.depth).swapaxes(-2, -1)
         return x if self.scale is None else x * jnp.asarray(self.scale, x.dtype)
 
@@ -117,8 +118,8 @@ class PerLayerEmbedding(EmbeddingTable):
 class PerLayerInputs(Module):
     """Vectors for `depth` layers: `(norm(W x / sqrt(embed)) + sqrt(mlp) table[id]) / sqrt(2)` (Gemma 4).
 
-    `x` is the input of the first layer. Each sublayer `Residual(reads="layer_input")` reads the vectors of one layer,
-    in the order of the layers.
+    `x` is the input of the first layer. The first sublayer `Residual(reads="layer_input")` of the model reads each
+    token's first vector, the second such sublayer the second vector, and so on.
     """
 
     embedding: PerLayerEmbedding
@@ -153,7 +154,7 @@ class PerLayerInputs(Module):
 class PerLayerGate(FeedForward):
     """A gated map of a token's vector for this layer, `W_down (act(W_gate x) * layer_input)` (Gemma 4).
 
-    It stands in `Residual(reads="layer_input")`; `PerLayerInputs` makes the vectors.
+    Use it in `Residual(reads="layer_input")`. `PerLayerInputs` computes the vectors.
     """
 
     gate: LinearMap
@@ -175,7 +176,7 @@ class PerLayerGate(FeedForward):
             embed: Channels of the stream.
             mlp: Channels of the vector.
             activation: Applied to the output of the gate.
-            output_std: Standard deviation of the second map's weights; None: the usual one.
+            output_std: Standard deviation of the second map's weights; None: the default of `Linear`.
             key: For the weights.
         """
         gate_key, down_key = jax.random.split(key)
@@ -189,8 +190,8 @@ class PerLayerGate(FeedForward):
         """Map each token by itself, with its vector for this layer."""
         if layer_input is None:
             raise ValueError(
-                "PerLayerGate(x): the layer is given no vector of each token; let it stand in "
-                "Residual(reads='layer_input'), of a Transformer with layer_inputs."
+                "PerLayerGate(x): the layer needs a second argument, a vector of each token; use it in "
+                "Residual(reads='layer_input') of a Transformer with layer_inputs."
             )
         multiply = recompute_in_backward(lambda gate, layer_input: self.activation(gate) * layer_input)
         return self.down(multiply(self.gate(x), layer_input))

@@ -54,9 +54,9 @@ class LinearWrapper(LinearMap):
     def weight(self) -> Array:
         """Raise an `AttributeError`: a wrapper has no weight."""
         raise AttributeError(
-            f"LinearMap.weight: a {type(self).__name__} stands for the map '{' '.join(self.inputs)} -> "
-            f"{' '.join(self.outputs)}' here, which devices may hold a slice of; call the map in place of reading its "
-            "weight."
+            f"LinearMap.weight: a {type(self).__name__} takes the place of the map '{' '.join(self.inputs)} -> "
+            f"{' '.join(self.outputs)}' here, and a device may hold only a slice of the weight; call the map instead "
+            "of reading its weight."
         )
 
 
@@ -106,8 +106,8 @@ class Linear(DenseMap):
     def __init__(self, spec: str, *, bias: bool = False, std: float | None = None, key: Key[Array, ""], **sizes: int):
         """Draw the weight from a normal distribution of deviation `std`, by default 1/sqrt(product of the input sizes).
 
-        `spec` is `"inputs -> outputs"`; every dim it names gets its size by keyword. Raises a `ValueError` where
-        `spec` and the sizes do not fit.
+        `spec` is `"inputs -> outputs"`, and the size of every dim in it is passed by keyword. Raises a `ValueError` if
+        the dims of `spec` and the sizes differ.
         """
         self.inputs, self.outputs = _parse(spec, sizes)
         fan_in = math.prod(sizes[dim] for dim in self.inputs)
@@ -120,17 +120,19 @@ class Linear(DenseMap):
         return apply_weight(self, self.weight, x, dtype)
 
 
-# On CPUs a weight of three dims is copied in transposed order at each call, which costs more than the product for few
-# vectors, as in decoding. So few vectors are multiplied by it as a matrix; for many, accelerators would copy more in
-# the backward pass.
+# On CPUs a weight of three dims is copied in transposed order at each call. For few vectors, as in decoding, the copy
+# costs more than the product, so up to this many vectors are multiplied by the weight as a matrix. For more vectors the
+# weight keeps its dims, because accelerators would copy more for a matrix in the backward pass.
 _FEW = 512
 
 
 def apply_weight(
     linear: LinearMap, weight: Float[Array, "..."], x: Float[Array, "..."], dtype: DTypeLike | None
 ) -> Float[Array, "..."]:
-    """Return the product of `linear` and `x` with `weight` as its matrix; raise a `ValueError` for an `x` of other
-    dims."""
+    """Return the product of `weight`, as the matrix of `linear`, and `x`, in the precision of `linear.products`.
+
+    Raises a `ValueError` if the last dims of `x` are not the inputs of the map.
+    """
     input_shape = tuple(linear.sizes[name] for name in linear.inputs)
     if x.shape[-len(input_shape) :] != input_shape:
         spec = f"{' '.join(linear.inputs)} -> {' '.join(linear.outputs)}"
@@ -164,7 +166,7 @@ def dense(linear: LinearMap) -> DenseMap:
 
 
 def plain(linear: LinearMap, weight: Float[Array, "..."]) -> Linear:
-    """Return a `Linear` of the map's dims and bias with another weight."""
+    """Return a `Linear` with the map's dims and bias and another weight."""
     sizes = dict.fromkeys((*linear.outputs, *linear.inputs), 1)
     spec = f"{' '.join(linear.inputs)} -> {' '.join(linear.outputs)}"
     shapes = eqx.filter_eval_shape(Linear, spec, bias=linear.bias is not None, key=jax.random.key(0), **sizes)

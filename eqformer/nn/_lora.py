@@ -15,10 +15,10 @@ from ._module import is_trainable, map_modules, modules, named_modules, path_nam
 
 
 class LoRA(ComposedMap):
-    """`W x + b + scale * B A x` (Hu et al. 2021): a linear map, and beside it the maps A (`down`) and B (`up`).
+    """`W x + b + scale * B A x` (Hu et al. 2021): a fixed linear map with two trained factors, A (`down`) and B (`up`).
 
-    It may stand wherever a `LinearMap` does, in a stack or among experts too; `with_lora` puts it there. There is no
-    dropout before A, because a map gets no tokens' keys.
+    `with_lora` puts it in the place of any `LinearMap`, also in a stack or among experts. There is no dropout before A,
+    because a linear map does not get the random keys of tokens.
     """
 
     linear: LinearMap
@@ -28,36 +28,36 @@ class LoRA(ComposedMap):
 
     @property
     def weight(self) -> Any:  # an array, or its replacement in a tree of the model's structure
-        """Return the fixed weight, if the map has one; `matrix` returns the sum."""
+        """The fixed weight, if the map has one; `matrix` returns the sum of the weight and the factors' product."""
         return self.linear.weight  # type: ignore[attr-defined]
 
     @property
     def base(self) -> LinearMap:
-        """The map that the factors are added to."""
+        """The fixed map."""
         return self.linear
 
     @property
     def bias(self) -> Any:
-        """Return the map's bias, which is fixed too."""
+        """The map's bias, which is fixed too."""
         return self.linear.bias
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Return the names of the input dims."""
+        """Names of the input dims."""
         return self.linear.inputs
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Return the names of the output dims."""
+        """Names of the output dims."""
         return self.linear.outputs
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the fixed map."""
+        """Shape of the fixed map's matrix."""
         return self.linear.shape
 
     def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """Return the sum of the products of the fixed map and of the factors."""
+        """Return `W x + scale * B A x`."""
         return self.linear.product(x, dtype) + self.scale * self.up.product(self.down.product(x), dtype)
 
     def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
@@ -82,27 +82,28 @@ def with_lora(
     rank_stabilised: bool = False,
     key: Key[Array, ""],
 ) -> PyTree:
-    """Return the model with a `LoRA` in the place of each chosen map; its outputs are unchanged, since B is zero.
+    """Return the model with a `LoRA` in the place of each chosen map; outputs are unchanged, because B is zero.
 
-    Each layer and expert has factors of its own, in float32; A is drawn with standard deviation `1 / sqrt(inputs)`.
-    Raises a `ValueError` if no map, or a `LoRA`, is chosen.
+    Each layer and expert has factors of its own, in float32. A is drawn with standard deviation `1 / sqrt(inputs)`.
+    Raises a `ValueError` if `where` chooses no map, or a map that is a `LoRA` already.
 
     Args:
         model: A tree of modules.
-        where: The chosen maps: names (`"query"`, `"sublayers[1].layer.up"`: ends of paths) and types (every map in an
-            `nn.Attention`), or a function of path and `LinearMap`.
+        where: The chosen maps, as a list of names and types, or as a function of a path and a `LinearMap`. A name, such
+            as `"query"` or `"sublayers[1].layer.up"`, chooses all maps whose path ends in it. A type, such as
+            `nn.Attention`, chooses all maps inside of its modules.
         rank: The channels between the two factors.
         alpha: The scale is `alpha / rank`; None makes it 1.
         rank_stabilised: Whether the scale is `alpha / sqrt(rank)` instead (arXiv:2312.03732).
         key: For A.
     """
     if rank < 1:
-        raise ValueError(f"with_lora(rank={rank}): the rank counts, so give at least 1.")
-    chosen = chosen_maps(model, where, f"with_lora(where={where!r})")
-    if twice := [name for name, linear in chosen.items() if isinstance(linear, LoRA)]:
+        raise ValueError(f"with_lora(rank={rank}): the rank counts channels; give at least 1.")
+    chosen = choose_maps(model, where, f"with_lora(where={where!r})")
+    if adapted := [name for name, linear in chosen.items() if isinstance(linear, LoRA)]:
         raise ValueError(
-            f"with_lora(where={where!r}): {', '.join(twice)} {'has' if len(twice) == 1 else 'have'} a LoRA already; "
-            "merge_lora first, or choose others."
+            f"with_lora(where={where!r}): {', '.join(adapted)} {'has' if len(adapted) == 1 else 'have'} a LoRA "
+            "already; merge_lora first, or choose others."
         )
     scale = 1.0 if alpha is None else alpha / (rank**0.5 if rank_stabilised else rank)
     keys = dict(zip(chosen, jax.random.split(key, len(chosen))))
@@ -114,9 +115,10 @@ def with_lora(
 
 
 def merge_lora(model: PyTree) -> PyTree:
-    """Return a model of equal outputs with a map of `W + scale * B A`, added in float32 at least, for each `LoRA`.
+    """Replace each `LoRA` by one linear map with the weight `W + scale * B A`, which gives the same outputs.
 
-    The map is a plain `Linear` if the fixed map has no weight to change, such as a quantized map.
+    The sum is computed in float32 at least. If the fixed map holds no weight, as a quantized map, the new map is a
+    `Linear`.
     """
 
     def merge(lora: LoRA) -> LinearMap:
@@ -126,9 +128,9 @@ def merge_lora(model: PyTree) -> PyTree:
 
 
 def lora_factors(model: PyTree) -> PyTree:
-    """Return the factors of a model's `LoRA`s, and None for all other arrays, which stay fixed in training.
+    """Return a tree like the model with the factors of its `LoRA`s, and None for all other arrays.
 
-    Raises a `ValueError` for a model without any.
+    The other arrays stay fixed in training. Raises a `ValueError` for a model without a `LoRA`.
     """
     if not modules(model, LoRA):
         raise ValueError("lora_factors(model): the model has no LoRA; give it some by with_lora.")
@@ -144,25 +146,26 @@ def lora_factors(model: PyTree) -> PyTree:
 
 
 def add_lora(linear: LinearMap, rank: int, scale: float, *, key: Key[Array, ""]) -> LoRA:
-    """Return a map with new factors, whose leading dims are those of the ensembles that contain the map."""
-    outer = linear.shape[: len(linear.shape) - len(linear.sizes)]
-    into: dict[str, Any] = {name: linear.sizes[name] for name in linear.inputs}
-    out: dict[str, Any] = {name: linear.sizes[name] for name in linear.outputs}
+    """Return a `LoRA` of the map with new factors, which have the map's ensemble dims in front."""
+    ensemble_sizes = linear.shape[: len(linear.shape) - len(linear.sizes)]
+    input_sizes: dict[str, Any] = {name: linear.sizes[name] for name in linear.inputs}
+    output_sizes: dict[str, Any] = {name: linear.sizes[name] for name in linear.outputs}
     inputs, outputs = " ".join(linear.inputs), " ".join(linear.outputs)
 
-    def make(key: Key[Array, ""]) -> tuple[Linear, Linear]:
-        down = Linear(f"{inputs} -> rank", rank=rank, key=key, **into)
-        return down, Linear(f"rank -> {outputs}", rank=rank, std=0.0, key=key, **out)
+    def draw_factors(key: Key[Array, ""]) -> tuple[Linear, Linear]:
+        down = Linear(f"{inputs} -> rank", rank=rank, key=key, **input_sizes)
+        return down, Linear(f"rank -> {outputs}", rank=rank, std=0.0, key=key, **output_sizes)
 
-    for _ in outer:
-        make = eqx.filter_vmap(make)
-    return LoRA(linear, *make(jax.random.split(key, outer) if outer else key), scale)
+    for _ in ensemble_sizes:
+        draw_factors = eqx.filter_vmap(draw_factors)
+    keys = jax.random.split(key, ensemble_sizes) if ensemble_sizes else key
+    return LoRA(linear, *draw_factors(keys), scale)
 
 
-def chosen_maps(model: PyTree, where: Where, call: str) -> dict[str, LinearMap]:
-    """Return the maps that `where` chooses, as in `with_lora`, by path.
+def choose_maps(model: PyTree, where: Where, call: str) -> dict[str, LinearMap]:
+    """Return the maps that `where` chooses, as in `with_lora`, by their paths.
 
-    Raises a `ValueError` that begins with `call` if it chooses none.
+    Raises a `ValueError` that begins with `call` if no map is chosen.
     """
     is_chosen, maps = _choice_function(model, where, call), named_modules(model, LinearMap)
     chosen = {name: linear for name, linear in maps if is_chosen(name, linear)}
@@ -173,7 +176,7 @@ def chosen_maps(model: PyTree, where: Where, call: str) -> dict[str, LinearMap]:
 
 
 def replace_maps(model: PyTree, names: Container[str], change: Callable[[str, LinearMap], PyTree]) -> PyTree:
-    """Return the model with `change(name, map)` in the place of each linear map whose path is one of `names`."""
+    """Return the model with each linear map whose path is one of `names` replaced by `change(path, map)`."""
 
     def change_if_named(path: tuple, node: PyTree) -> PyTree:
         name = path_name(path)

@@ -19,18 +19,19 @@ from ._dtype import at_least_float32
 class MatmulPrecision(abc.ABC):
     """The three products of a map `y = W x`: the output, and the gradients of the input and of the weight.
 
-    Each product gets complete vectors and a matrix of outputs by inputs, which may be the slices of one device, and may
-    round them in any way; it sums in float32 at least, and returns `dtype`. A call returns `forward`, with gradients by
-    the other two (in reverse mode).
+    Each product gets whole vectors and a matrix of outputs by inputs; on a mesh they may be the slices of one device.
+    It may round both in any way, sums in float32 at least, and returns `dtype`. A call computes `forward`, and its
+    gradients by the other two products (in reverse mode).
     """
 
     operand_bits: ClassVar[int | None]
-    """Bits of the operands after rounding; None where they stay as they are."""
+    """Bits of the operands after rounding; None if they are not rounded."""
 
     def __call__(
         self, x: Float[Array, "*batch inputs"], weight: Float[Array, "outputs inputs"], dtype: DTypeLike
     ) -> Float[Array, "*batch outputs"]:
-        """Return `W x`; gradients are summed over mesh axes over which only one of the two factors varies."""
+        """Return `W x`. Under `shard_map`, gradients are summed over mesh axes over which only the other factor
+        varies."""
         x_zero, weight_zero = (jnp.zeros_like(array, shape=()) for array in (x, weight))
         # With the zeros both factors vary over the same axes, and the transposes of these additions sum the gradients.
         factors = x + weight_zero.astype(x.dtype), weight + x_zero.astype(weight.dtype)
@@ -55,13 +56,13 @@ class MatmulPrecision(abc.ABC):
         """Return the weight's gradient, `sum g x^T` over all vectors."""
 
 
-# On CPUs a matrix is multiplied by one vector where it is stored. For more vectors it is reordered first, which costs
-# as much as products with three or four vectors.
+# On CPUs, a product with one vector reads the matrix where it is stored. For more vectors the matrix is reordered
+# first, which costs as much as products with three or four vectors.
 _FEW_VECTORS = 3
 
 
 class ComputeDtypeMatmul(MatmulPrecision):
-    """Products of the arrays as they are, in their own dtype."""
+    """Products of arrays without rounding, in their own dtype."""
 
     operand_bits: ClassVar[int | None] = None
 
@@ -130,7 +131,7 @@ class Fp8Matmul(MatmulPrecision):
         """Return the input's gradient."""
         codes, vector_scale = round_to_fp8(gradient, self.E5M2, -1)
         matrix, matrix_scale = round_to_fp8(weight, self.E4M3, None)
-        # Some accelerators add 8-bit products up in fewer digits than float32's unless a higher precision is asked for.
+        # Some accelerators sum 8-bit products with fewer digits than float32 unless a higher precision is requested.
         y = _dot(codes, matrix, (codes.ndim - 1,), (0,), dtype, "highest")
         return _apply_scales(y, dtype, vector_scale, matrix_scale)
 
@@ -178,6 +179,6 @@ def _dot(
 def _apply_scales(y: Array, dtype: DTypeLike, *scales: Array) -> Array:
     wide = at_least_float32(jnp.dtype(dtype))
     product = y.astype(wide)
-    for scale in scales:  # one by one, since the product of two small scales may underflow
+    for scale in scales:  # One by one, because the product of two small scales may underflow.
         product = product * scale.astype(wide)
     return product.astype(dtype)

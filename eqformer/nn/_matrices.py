@@ -14,10 +14,11 @@ from ._module import has_shape
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """The dims of a matrix parameter, counted: `ensemble` dims in front, then `outputs`, then `inputs`.
+    """The numbers of dims of a weight matrix: `ensemble` dims in front, then `outputs`, then `inputs`.
 
-    `table` marks matrices with one side of the vocabulary or the positions: embeddings and heads, which optimizers
-    treat differently from hidden matrices.
+    A weight `layers heads head_dim embed` has one ensemble dim, two output dims and one input dim. `table` marks
+    embeddings, tables of positions and heads: one of their sides is the vocabulary or the positions. Optimizers treat
+    them differently from hidden matrices.
     """
 
     ensemble: int
@@ -29,16 +30,16 @@ class Matrix:
 def matrices(model: PyTree) -> PyTree:
     """Return a tree like `model` with a `Matrix` for each weight matrix, and None for biases, norms and all else."""
 
-    def is_module(node: object) -> bool:
+    def has_matrix(node: object) -> bool:
         tables = EmbeddingTable | LearnedPositions | eqx.nn.Embedding
         return isinstance(node, DenseMap | tables | eqx.nn.Linear)
 
-    def mark(node: PyTree) -> PyTree:
+    def mark_weight(node: PyTree) -> PyTree:
         unmarked = jax.tree.map(lambda _: None, node)
         if isinstance(node, DenseMap):
             outputs, inputs = len(node.outputs), len(node.inputs)
             table = "vocab" in node.outputs
-        elif is_module(node):
+        elif has_matrix(node):
             outputs, inputs = 1, 1
             table = not isinstance(node, eqx.nn.Linear)
         else:
@@ -48,4 +49,4 @@ def matrices(model: PyTree) -> PyTree:
         matrix = Matrix(node.weight.ndim - outputs - inputs, outputs, inputs, table)
         return eqx.tree_at(lambda n: n.weight, unmarked, matrix, is_leaf=lambda x: x is None)
 
-    return jax.tree.map(mark, model, is_leaf=is_module)
+    return jax.tree.map(mark_weight, model, is_leaf=has_matrix)

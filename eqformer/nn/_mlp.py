@@ -1,6 +1,6 @@
 """Dense and gated feed-forward layers, and activation functions by name.
 
-Activations are functions of this module, so that static fields of equal modules compare equal.
+Activations are functions of this file rather than lambdas, so that static fields of equal modules compare equal.
 """
 
 import dataclasses
@@ -205,9 +205,9 @@ class GatedMLP(FeedForward):
             mlp: Hidden features.
             activation: An elementwise function.
             bias: Whether the maps have biases.
-            limit: A bound on the gate from above and on the other factor on both sides, against runaway activations
-                (gpt-oss).
-            offset: Added to the other factor (gpt-oss: 1).
+            limit: A bound that keeps activations from growing without limit (gpt-oss): the gate is at most `limit`, and
+                the result of `up` is between `-limit` and `limit`.
+            offset: Added to the result of `up` (gpt-oss: 1).
             output_std: Standard deviation of the last map's weights; None: as for the other maps.
             key: For the weights.
         """

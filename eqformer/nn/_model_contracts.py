@@ -1,6 +1,7 @@
 """Contracts of a whole model and of its parts outside of layers: stacks, dropout, embeddings.
 
-Contracts are abstract modules, which anybody's own modules may follow; those of layers are in `_contracts`.
+A contract is an abstract module. Modules of other packages may subclass it. The contracts of layers are in
+`_contracts`.
 """
 
 import abc
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 class LayerStack(Layer):
     """Layers of one kind that run one after another; each of their arrays has a `layers` dim in front.
 
-    A device may hold a slice of the layers, in any order of its rows; its call runs the layers that it holds. Nothing
-    may depend on how many these are, nor on a layer's place among them: a layer's own number is in `numbers`.
+    In a pipeline, a device holds some of the layers, and a call runs the layers that the device holds. Results must not
+    depend on their number, nor on the index of a layer among them: `numbers` has each layer's number in the whole
+    stack.
     """
 
     if TYPE_CHECKING:  # Type checkers take an abstract variable for an argument of each constructor.
         numbers: Array = eqx.field(init=False)
-        """Each layer's number in the whole stack, folded into random keys."""
+        """Each layer's number in the whole stack, which is folded into random keys."""
         depth: int = eqx.field(init=False)
         """The number of layers of the whole stack."""
         remat: str = eqx.field(init=False)
@@ -71,14 +73,14 @@ class LayerStack(Layer):
 class RandomMask(Module):
     """A random mask of a token's channels, drawn from the token's own key: the contract of `Dropout`.
 
-    Its mask is the same in any batch and on any mesh. A device that holds some of the channels draws the mask of all of
-    them and applies its slice.
+    The mask is the same in any batch and on any mesh. A device that holds some of the channels draws the mask of all
+    channels and applies its slice.
     """
 
     @property
     @abc.abstractmethod
     def is_active(self) -> bool:
-        """Whether a mask changes anything."""
+        """Whether the mask changes any number."""
 
     @abc.abstractmethod
     def draw_mask(self, keys: Key[Array, "*batch seq"], channels: int) -> Shaped[Array, "*batch seq embed"]:
@@ -88,12 +90,12 @@ class RandomMask(Module):
     def apply_mask(
         self, x: Float[Array, "*batch seq embed"], mask: Shaped[Array, "*batch seq embed"]
     ) -> Float[Array, "*batch seq embed"]:
-        """Apply a mask to the channels that it was drawn for, each by itself."""
+        """Apply a mask to its channels, elementwise."""
 
     def __call__(
         self, x: Float[Array, "*batch seq embed"], keys: Key[Array, "*batch seq"] | None
     ) -> Float[Array, "*batch seq embed"]:
-        """Mask the channels of each token by its key; without keys nothing is masked."""
+        """Mask the channels of each token by its key; without keys return `x`."""
         if keys is None or not self.is_active:
             return x
         return self.apply_mask(x, self.draw_mask(keys, x.shape[-1]))
@@ -102,8 +104,8 @@ class RandomMask(Module):
 class EmbeddingTable(Module):
     """A table of vectors that are looked up by id: the contract of `Embedding` and `PerLayerEmbedding`.
 
-    A mesh may split the table by ids or by features, or gather it in chunks. So a call is a lookup in `weight`, and
-    then `transform` of the vectors. An id outside the table gives NaN, never a neighbour.
+    A mesh may split the table by ids or by features, or gather it in chunks. So a call must be a lookup in `weight`,
+    followed by `transform` of the vectors. The vector of an id outside the table is NaN.
     """
 
     if TYPE_CHECKING:
@@ -113,11 +115,12 @@ class EmbeddingTable(Module):
 
     @property
     def has_transform(self) -> bool:
-        """Whether `transform` computes anything: then devices send the table in its own dtype, and none narrower."""
+        """Whether `transform` changes the vectors; if so, devices send the table in its own dtype, not a narrower
+        one."""
         return True
 
     def transform(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Return what a lookup's vectors become, each number by itself; a device may hold some of the features."""
+        """Transform looked-up vectors, each number by itself, because a device may hold only some of the features."""
         return x
 
     def __call__(self, ids: Int[Array, "*batch seq"]) -> Float[Array, "..."]:
@@ -126,7 +129,7 @@ class EmbeddingTable(Module):
 
 
 class TokenEmbedding(EmbeddingTable):
-    """A table of the token ids' vectors, from which logits may be computed too: the contract of `Embedding`."""
+    """A table with a vector for each token id, which may also compute logits: the contract of `Embedding`."""
 
     def unembed(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Return logits by the same table (Press and Wolf 2017), accumulated in float32 at least."""
@@ -136,7 +139,7 @@ class TokenEmbedding(EmbeddingTable):
 class PositionEmbedding(Module):
     """Vectors of positions, which a model adds to its token embeddings: the contract of `LearnedPositions`.
 
-    A device may hold some of the tokens, or some of the features by the names of the arrays' dims.
+    A device may call it for some of the tokens, or hold some of the features if its arrays name them `embed`.
     """
 
     @property
@@ -150,7 +153,7 @@ class PositionEmbedding(Module):
 
 
 class ModelParts(NamedTuple):
-    """Parts that a `LanguageModel` may have beside its embedding, stacks, norm and head; None for one it has not."""
+    """Parts that a `LanguageModel` may have beside its embedding, stacks, norm and head; None for missing parts."""
 
     logit_bias: Float[Array, "vocab"] | None = None
     """A bias of the logits, beside a head's own bias."""
@@ -163,13 +166,13 @@ class ModelParts(NamedTuple):
 
 
 class LanguageModel(Module):
-    """A model of token ids that plans lay out, steps train and engines sample: the contract of `Transformer`.
+    """A language model that plans shard, training steps train and engines sample from: the contract of `Transformer`.
 
-    `encode` looks tokens up by `embed`, runs all of `stacks`, and applies `norm`, whose output `unembed` reads. Over
-    an axis that splits tokens, features or the vocabulary, a device's `embedding`, `stacks`, `norm` and `head` are
-    replaced by wrappers that are called alike, so a model calls these parts, and reads none of their arrays itself.
-    Arrays that a model has beside its parts are whole on every device, and act on the stream; `residual="feature"`
-    refuses those with a dim `embed`.
+    `encode` looks tokens up by `embed`, runs all of `stacks`, and applies `norm`; `unembed` reads the output of `norm`.
+    If a mesh splits tokens, features or the vocabulary, wrappers with the same calls replace `embedding`, `stacks`,
+    `norm` and `head`. So the model must call these parts, and must not read their arrays itself. Any further arrays of
+    the model are replicated, and act on the stream; a plan with `residual="feature"` refuses further arrays with a dim
+    `embed`.
     """
 
     if TYPE_CHECKING:
@@ -197,7 +200,7 @@ class LanguageModel(Module):
 
     @abc.abstractmethod
     def unembed(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """Return the logits, in float32 at least, of what `encode` returned."""
+        """Return the logits, in float32 at least, for the output of `encode`."""
 
     @abc.abstractmethod
     def init_cache(
@@ -227,7 +230,7 @@ class LanguageModel(Module):
 
     @property
     def start(self) -> int | None:
-        """The id that each text begins with where an encoder reads the prompt; None without an encoder."""
+        """The id with which the decoder begins each text, if an encoder reads the prompt; None without an encoder."""
         return None
 
     @property

@@ -1,7 +1,7 @@
 """The base class of modules, and the names of the dims of their parameters.
 
-Calls have the module's path as their name in programs and profiles, and check their arguments. The names of dims are
-read from the annotations that check the parameters' shapes.
+The calls of modules check their arguments, and are named by the modules' paths in programs and profiles. The names of
+dims are read from the fields' annotations, which also check the shapes of the parameters.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ Result = TypeVar("Result")
 class Module(eqx.Module):
     """An `equinox.Module` whose calls have its name in compiled programs, profiles and `first_non_finite`.
 
-    The name is the field in which the calling module holds it, so that names make up a path, as in
+    The name is the field in which the calling module holds the module. The names of nested calls make up a path, as in
     `stacks[0]/blocks/sublayers[0]/layer/query`. A module that a wrapper holds as `inner` has the wrapper's name, and
-    the outermost module has no name. Names are a `jax.named_scope`, which changes nothing that is computed.
+    the outermost module has no name. A name is a `jax.named_scope`, which does not change what is computed.
 
     The outermost call checks its arrays by their annotations: kind of dtype, rank, and the sizes of named dims.
     """
@@ -44,24 +44,24 @@ class Module(eqx.Module):
             setattr(cls, name, _with_name_and_checks(cls.__dict__[name]))
 
 
-# Methods that modules call of each other.
+# Methods by which modules call one another; their calls get names and checks.
 _CALLS = {"__call__", "encode", "embed", "unembed", "branch", "product", "normalize", "slots", "sorted_rows"}
-# The module whose call is being traced. It is set during the call alone, like JAX's own scopes, because a module does
-# not know which module holds it in which field.
+# The module whose call is being traced; None outside of calls. A module does not know which other module holds it, and
+# in which field, so its name is found through the caller.
 _RUNNING: contextvars.ContextVar[eqx.Module | None] = contextvars.ContextVar("running", default=None)
 
 CallObserver = Callable[..., Any]
 """A function `observer(name, method, module, *args, **kwargs)` that runs `method(module, *args, **kwargs)`, and returns
-the result or another one. `name` is the module's name in the calling module, empty where it has none."""
+the result or a replacement. `name` is the module's name in the calling module, empty for a module without a name."""
 _OBSERVER: contextvars.ContextVar[CallObserver | None] = contextvars.ContextVar("observer", default=None)
 
 
 @contextlib.contextmanager
 def observe_calls(observer: CallObserver) -> Iterator[None]:
-    """Run each named call of a module by `observer` while a program is traced; the observer may change results.
+    """Return a context in which `observer` runs each call of a module; the observer may replace results.
 
-    A call that is nested in another one is observed inside of the outer one. Without an observer nothing is traced
-    differently.
+    Calls are observed while a program is traced. A nested call is observed inside of the call that makes it. A program
+    that is traced without an observer contains nothing of this.
     """
     token = _OBSERVER.set(observer)
     try:
@@ -105,7 +105,7 @@ def _with_name_and_checks(method: Callable[..., Result]) -> Callable[..., Result
 
 
 def _input_sizes(module: eqx.Module, rules: dict[str, ArgumentRule]) -> Sizes:
-    """Return the sizes of the last dims of a module's arguments, for dims of which all its linear maps agree."""
+    """Return the sizes of the last dims of a module's arguments, for dims on which all linear maps inside agree."""
     last_dims = {array.dims[-1] for rule in rules.values() for array in rule.arrays if len(array.dims) > 1}
     if not last_dims - {"seq", "kv_seq", "..."}:
         return {}
@@ -124,8 +124,9 @@ def _input_sizes(module: eqx.Module, rules: dict[str, ArgumentRule]) -> Sizes:
 def _name_in(caller: eqx.Module, module: eqx.Module) -> str:
     """Return the name of the caller's field that holds the module.
 
-    A module that was rebuilt for the call is in no field: the name is that of the caller's only field of its class, or
-    else the name of the class. A wrapper calls parts of its `inner` module by the names that they have there.
+    A module that was rebuilt for the call is in no field. Its name is then that of the caller's only field with a
+    module of the same class, or else the name of its class. A wrapper calls parts of its `inner` module by the names
+    that they have there.
     """
     holder: Any = caller
     while isinstance(holder, eqx.Module):
@@ -169,7 +170,10 @@ def take_members(modules: PyTree, index: int | slice) -> PyTree:
 
 
 def float32_at_least() -> Any:
-    """Return a field whose array stays float32 at least when a model is cast: rounding it would change decisions."""
+    """Return a field whose array stays float32 at least when a model is cast.
+
+    It is for arrays whose rounding would change decisions, such as the choice of experts.
+    """
     return eqx.field(metadata={"float32_at_least": True})
 
 
@@ -185,7 +189,7 @@ def dims(model: PyTree) -> PyTree:
 
 
 def field_dim_names(tree: PyTree) -> PyTree:
-    """Return a tree like this one with the set of dim names of each array's field, without dims of ensembles."""
+    """Return a tree of the same structure with the set of dim names of each array's field, without ensemble dims."""
 
     def names(path: tuple, leaf: object) -> frozenset[str]:
         nodes = list(_nodes_on_path(tree, path)) if has_shape(leaf) else []
@@ -206,9 +210,9 @@ def float32_flags(model: PyTree) -> PyTree:
 
 
 def map_modules(change: Callable[..., PyTree], tree: PyTree, kinds: type | tuple[type, ...], *trees: PyTree) -> PyTree:
-    """Return the tree with `change(module, *subtrees)` in the place of each outermost module of these classes.
+    """Return the tree with each outermost module of these classes replaced by `change(module, *subtrees)`.
 
-    `subtrees` are the parts of `trees` in the place of the module, as in `jax.tree.map`.
+    `subtrees` are the parts of the other `trees` at the module's path, as in `jax.tree.map`.
     """
     is_kind = _class_check(kinds)
 
@@ -224,7 +228,7 @@ def modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[Any]:
 
 
 def named_modules(tree: PyTree, kinds: type | tuple[type, ...]) -> list[tuple[str, Any]]:
-    """Return the modules of `modules`, each with its path as `path_name` writes it."""
+    """Return the outermost modules of these classes in a tree, each with its path as `path_name` writes it."""
     is_kind = _class_check(kinds)
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kind)
     return [(path_name(path), node) for path, node in nodes if is_kind(node)]
@@ -334,7 +338,11 @@ def _annotated_dims(node: object, field: dataclasses.Field) -> list[str] | None:
 
 
 def _expand_batch(names: list[str] | None, ndim: int) -> list[str]:
-    """Return one name a dim: `*batch` stands for all dims that no other name covers, of which the last is the batch."""
+    """Return one name for each dim.
+
+    A starred name such as `*batch` covers all dims that no other name covers: the last of these is `batch`, the others
+    are `_`.
+    """
     if names is None:
         return ["_"] * ndim
     stars = [name for name in names if name.startswith("*")]

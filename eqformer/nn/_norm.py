@@ -16,12 +16,13 @@ AVERAGED = ("means", "squares")
 Mean = Callable[[Array, str], Array]
 """`mean(y, what)` returns the mean of `y` over a norm's dims, which stay as dims of size 1.
 
-`what` says what is averaged, one of `AVERAGED`: devices with slices of the dims name their sums after it.
+`what` names the quantity, "means" or "squares" (`AVERAGED`). If devices hold slices of the dims, they sum `y` over the
+devices, and programs show these sums under that name.
 """
 
 
 class Norm(Module):
-    """A normalization of trailing dims by averages over them, which may be taken over the slices of many devices."""
+    """A normalization of trailing dims by averages over these dims, which may be split over devices."""
 
     @property
     @abc.abstractmethod
@@ -30,21 +31,21 @@ class Norm(Module):
 
     @abc.abstractmethod
     def normalize(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:
-        """Return `x`, or this device's slice of it, normalized by averages that `mean` takes of arrays of its shape.
+        """Return `x` normalized, where `x` may be a device's slice. All averages must be taken by `mean`.
 
-        `mean` gets arrays in float32 at least.
+        The arrays passed to `mean` have the shape of `x` and are in float32 at least.
         """
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Normalise the trailing dims of `x`; the result has the dtype of `x`."""
+        """Normalize the trailing dims of `x`; the result has the dtype of `x`."""
         return self.normalize(x, self.mean)
 
     def mean(self, y: Float[Array, "..."], what: str) -> Float[Array, "..."]:
         """Return the mean over the norm's dims; raise a `ValueError` unless `what` is one of `AVERAGED`."""
         if what not in AVERAGED:
             raise ValueError(
-                f"{type(self).__name__}.normalize: mean(y, {what!r}) names what is averaged, which is one of "
-                f"{' and '.join(map(repr, AVERAGED))}; take the nearer one, 'squares' for any power."
+                f"{type(self).__name__}.normalize: mean(y, {what!r}) must name the averaged quantity by one of "
+                f"{' and '.join(map(repr, AVERAGED))}; pass the nearer name, such as 'squares' for any power."
             )
         return jnp.mean(y, tuple(range(-len(self.reduced), 0)), keepdims=True)
 
@@ -53,8 +54,8 @@ class RMSNorm(Norm):
     """`x / sqrt(mean(x^2) + eps) * (offset + weight) + shift` over named dims (Zhang and Sennrich 2019).
 
     `RMSNorm("embed", embed=512)` normalizes a residual stream, `RMSNorm("head_dim", head_dim=64)` each head by itself,
-    `RMSNorm("heads head_dim", heads=8, head_dim=64)` all heads together. `offset=1` counts the scale from one, so that
-    weight decay pulls it there (Gemma). `scale=False` leaves the weight out.
+    `RMSNorm("heads head_dim", heads=8, head_dim=64)` all heads together. With `offset=1`, weight decay pulls the factor
+    `offset + weight` towards 1 instead of 0 (Gemma). `scale=False` leaves the weight out.
     """
 
     dims: tuple[str, ...] = eqx.field(static=True)
@@ -73,12 +74,12 @@ class RMSNorm(Norm):
         shift: bool = False,
         **sizes: int,
     ):
-        """Begin with weights that leave the normalized input as it is.
+        """Initialize the weights so that they leave the normalized input as it is.
 
         Args:
             dims: The names of the last dims of the input.
             eps: Added to the mean of squares.
-            offset: Added to the weights: 1 counts them from one.
+            offset: Added to the weights.
             scale: Whether there are weights.
             shift: Whether there is a shift.
             **sizes: The size of each dim by its name.
@@ -108,7 +109,7 @@ class RMSNorm(Norm):
 class LayerNorm(Norm):
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over named dims (Ba, Kiros and Hinton 2016).
 
-    With `over`, the last of the dims, mean and variance are over these alone: `LayerNorm("heads head_dim",
+    `over` names the last of the dims, over which alone mean and variance are taken: `LayerNorm("heads head_dim",
     over="head_dim", ...)` normalizes each head by itself and scales it by its own weights (Command R+).
     """
 
@@ -128,7 +129,7 @@ class LayerNorm(Norm):
         over: str | None = None,
         **sizes: int,
     ):
-        """Begin with weights of 1 and biases of 0.
+        """Initialize weights of 1 and biases of 0.
 
         Args:
             dims: The names of the last dims of the input.
@@ -141,7 +142,7 @@ class LayerNorm(Norm):
         self.dims, shape = _named_shape("LayerNorm", dims, sizes)
         reduced = self.dims if over is None else tuple(over.split())
         if not reduced or self.dims[-len(reduced) :] != reduced:
-            raise ValueError(f"LayerNorm({dims!r}, over={over!r}): over names the last of the dims.")
+            raise ValueError(f"LayerNorm({dims!r}, over={over!r}): over must name the last of the dims.")
         self.over = len(reduced)
         self.eps = eps
         self.weight = jnp.ones(shape, jnp.float32) if scale else None
@@ -180,7 +181,7 @@ class ClippedNorm(Norm):
 
     @property
     def weight(self) -> PyTree:
-        """Return the norm's scale, or its shape, under the name that it has in a norm that is not clipped."""
+        """The norm's weight, so that it has the same path as in a norm that is not clipped."""
         return getattr(self.norm, "weight", None)
 
     def normalize(self, x: Float[Array, "..."], mean: Mean) -> Float[Array, "..."]:

@@ -1,4 +1,4 @@
-"""Dtypes of parameters and computation, and linear maps that multiply in 8 bits."""
+"""The precision of a model: dtypes of parameters and computation, and linear maps that multiply in 8 bits."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 
 from ._dtype import at_least_float32, float_dtype
 from ._linear import apply_weight, DenseMap, Linear, LinearMap, plain
-from ._lora import chosen_maps, replace_maps, Where
+from ._lora import choose_maps, replace_maps, Where
 from ._matmul_precision import Fp8Matmul, MatmulPrecision
 from ._module import float32_flags, map_modules, named_by, named_modules
 from ._transformer import Transformer
@@ -19,12 +19,12 @@ from .experts._routing import Router
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """A policy: the dtype of parameters, the dtype of the residual stream, and the precision of products.
+    """A precision policy: the dtype of parameters, the dtype of the residual stream, and the precision of products.
 
-    `products="fp8"` computes the products of linear maps in 8 bits (`with_fp8`); by default they are in the compute
-    dtype. Reductions (norms, softmax, logits, losses) are in float32 at least whatever the policy. `Precision()` is
-    float32 throughout, `Precision(compute="bfloat16")` mixed precision, `Precision("bfloat16", "bfloat16")` is meant
-    for inference. Short names of dtypes (`bf16`) become the full ones.
+    `Precision()` is float32 throughout, `Precision(compute="bfloat16")` is mixed precision, and
+    `Precision("bfloat16", "bfloat16")` is meant for inference. `products="fp8"` computes the products of linear maps in
+    8 bits (`with_fp8`); by default they are in the compute dtype. Reductions (norms, softmax, logits, losses) are in
+    float32 at least in any case. Short names of dtypes (`bf16`) become the full names.
     """
 
     parameters: str = "float32"
@@ -36,12 +36,14 @@ class Precision:
 
     def __post_init__(self):
         if self.products not in ("compute", "fp8"):
-            raise ValueError(f"Precision(products={self.products!r}): products are in 'compute' (its dtype) or 'fp8'.")
+            raise ValueError(
+                f"Precision(products={self.products!r}): products are in 'compute' (the compute dtype) or 'fp8'."
+            )
         for name, dtype in (("parameters", self.parameters), ("compute", self.compute)):
             object.__setattr__(self, name, float_dtype(dtype, f"Precision({name}={dtype!r})"))
 
     def apply(self, model: Transformer) -> Transformer:
-        """Return the model with its parameters cast, its compute dtype set and the precision of its products chosen."""
+        """Return the model with its parameters cast, and with the policy's compute dtype and precision of products."""
         model = dataclasses.replace(cast(without_fp8(model), self.parameters), compute_dtype=self.compute)
         return with_fp8(model) if self.products == "fp8" else model
 
@@ -82,10 +84,11 @@ class Fp8Linear(DenseMap):
 
 
 def with_fp8(model: PyTree, where: Where | None = None) -> PyTree:
-    """Return the model with an `Fp8Linear`, of the same arrays, in the place of each chosen `Linear`.
+    """Return the model with each chosen `Linear` replaced by an `Fp8Linear` with the same arrays.
 
-    In a `LoRA` the fixed map is replaced; the factors' products stay in the compute dtype. Raises a `ValueError` if no
-    map is chosen, if a chosen map is no `Linear`, and for routers' maps, whose products stay in the compute dtype too.
+    In a `LoRA`, the fixed map is replaced, and the factors' products stay in the compute dtype. Raises a `ValueError`
+    if no map is chosen, if a chosen map is not a `Linear`, and for maps of routers, whose products must stay in the
+    compute dtype.
 
     Args:
         model: A tree of modules.
@@ -99,11 +102,11 @@ def with_fp8(model: PyTree, where: Where | None = None) -> PyTree:
     def is_chosen_by_default(name: str, linear: LinearMap) -> bool:
         return fits(name, linear) and "vocab" not in (*linear.outputs, *linear.inputs)
 
-    chosen = chosen_maps(model, is_chosen_by_default if where is None else where, "with_fp8(model)")
+    chosen = choose_maps(model, is_chosen_by_default if where is None else where, "with_fp8(model)")
     if wrong := [name for name, linear in chosen.items() if not fits(name, linear)]:
         raise ValueError(
             f"with_fp8(where={where!r}): {', '.join(wrong)} cannot multiply in 8 bits: a map must be a Linear, with or "
-            "without a LoRA, and no router's; choose others."
+            "without a LoRA, and not part of a router; choose other maps."
         )
 
     def multiply_in_fp8(_: str, linear: LinearMap) -> LinearMap:
@@ -116,7 +119,7 @@ def with_fp8(model: PyTree, where: Where | None = None) -> PyTree:
 
 
 def without_fp8(model: PyTree) -> PyTree:
-    """Return the model with a `Linear`, of the same arrays, in the place of each `Fp8Linear`."""
+    """Return the model with each `Fp8Linear` replaced by a `Linear` with the same arrays."""
 
     def to_plain(linear: Fp8Linear) -> Linear:
         return plain(linear, linear.weight)

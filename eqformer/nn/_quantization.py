@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits: formats of codes, the linear map that decodes its weight, and the rounding of a model."""
+"""Weights in 8 or 4 bits: number formats, the linear map that decodes its weight, and the quantization of a model."""
 
 import functools
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32, PyTree, UInt8
 
 from ._dtype import float_dtype
 from ._linear import apply_weight, dense, DenseMap, LinearMap
-from ._lora import chosen_maps, replace_maps, Where
+from ._lora import choose_maps, replace_maps, Where
 from ._module import map_modules, named_by, named_modules
 from .experts._routing import Router
 
@@ -31,9 +31,9 @@ def decode_codes(
 ) -> Float32[Array, "*dims all_columns"]:
     """Decode codes to unscaled numbers.
 
-    Two codes of 4 bits share a byte; the low bits come first. `int8` and `int4` are unsigned integers minus a zero
-    point: `zeros`, one for each group of columns, or half of the range. `fp8` is E4M3 without infinities; `fp4` is E2M1
-    (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives).
+    Two codes of 4 bits share a byte; the low bits come first. Codes of `int8` and `int4` are unsigned integers, from
+    which a zero point is subtracted: `zeros`, one for each group of columns, or half of the range if it is None. `fp8`
+    is E4M3 without infinities; `fp4` is E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives).
     """
     if codes_in_a_byte(form) == 2:
         pairs = codes[..., None] >> jnp.array([0, 4], jnp.uint8)
@@ -123,8 +123,8 @@ class QuantizedLinear(LinearMap):
             outputs: Names of the output dims.
             form: The number format: int8, int4, fp8 or fp4.
             codes: Codes with the weight's dims, outputs first; two codes of 4 bits share a byte of the last dim.
-            scales: Floats, or exponents of 8 bits, with the weight's dims; an input dim has size 1 where one scale
-                serves the whole dim, and the last dim has one entry per group.
+            scales: Floats, or 8-bit exponents, with the weight's dims. An input dim has size 1 if one scale serves the
+                whole dim. The last dim has one entry per group.
             zeros: Zero points, one for each scale; None: half of the range.
             bias: Added to the product, with the output dims.
         """
@@ -158,7 +158,7 @@ def _product(dtype: DTypeLike | None, linear: QuantizedLinear, x: Float[Array, "
 
 
 def quantize(model: PyTree, form: str, *, group: int | None = None, where: Where | None = None) -> PyTree:
-    """Return the model with the weights of its linear maps rounded to the nearest code of 8 or 4 bits.
+    """Return the model with the weights of its linear maps rounded to codes of 8 or 4 bits.
 
     A scale maps the largest magnitude of its group to the largest code: 127 for `"int8"`, 7 for `"int4"`, 448 for
     `"fp8"` (E4M3). Activations, biases, norms and embedding tables stay as they are. Raises a `ValueError` for an
@@ -176,8 +176,8 @@ def quantize(model: PyTree, form: str, *, group: int | None = None, where: Where
     if form not in _FORMS:
         raise ValueError(f"{call}: unknown number format; give one of {', '.join(_FORMS)}.")
     if group is not None and group < 1:
-        raise ValueError(f"{call}: a group has at least one input; give None for a scale for each output.")
-    chosen = chosen_maps(model, _default_maps(model) if where is None else where, call)
+        raise ValueError(f"{call}: a group has at least one input; give None for one scale per output.")
+    chosen = choose_maps(model, _default_maps(model) if where is None else where, call)
 
     def quantize_map(name: str, linear: LinearMap) -> QuantizedLinear:
         return _quantize_map(linear, form, group, f"{call}: {name or 'the map'}")

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from ._block import check_caches, count_layer_inputs, LAYER_INPUT, Residual, SOURCE, with_inputs_of_each
+from ._block import check_caches, count_layer_inputs, LAYER_INPUT, Residual, SOURCE, split_layer_inputs
 from ._cache import index_layer, LayerCache, quantize_caches, update_layer, with_rollback
 from ._contracts import Layer
 from ._cross_layer import collect_shared, keep_shared, take_last_layer
@@ -24,13 +24,13 @@ from ._tokens import Tokens, tokens_or_default
 class Stack(LayerStack):
     """`layers` blocks of one kind, each array with a `layers` dim in front, run by `lax.scan`.
 
-    The blocks are built in one trace and run in one trace, so neither start-up nor compilation grows with depth. A
-    slice of layers is plain indexing: `stack[2]` is a block, `stack[2:4]` a stack. Unlike blocks that repeat go into
-    one `SuperBlock`; kinds that do not repeat go into stacks of their own.
+    The blocks are built in one trace and run in one trace, so neither start-up nor compilation grows with depth.
+    Indexing returns layers: `stack[2]` is a block, `stack[2:4]` a stack. Blocks of several kinds in a repeating pattern
+    go into one `SuperBlock`; kinds that do not repeat go into stacks of their own.
 
-    `with_execution` sets `remat`, what the backward pass recomputes (see `REMAT`), and `unroll`, how many layers an
-    iteration of the scan runs. `depth` is the number of layers of the whole stack, of which a device may hold a few; in
-    a pipeline of unequal stages a device holds rows of padding too.
+    `with_execution` sets `remat`, the policy for what the backward pass recomputes (see `REMAT`), and `unroll`, the
+    number of layers that an iteration of the scan runs. `depth` is the number of layers of the whole stack, of which a
+    device of a pipeline holds some; if stages are unequal, a device also holds padding layers.
     """
 
     numbers: Int[Array, "layers"]
@@ -55,16 +55,16 @@ class Stack(LayerStack):
         _check_layers(self, "x")
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
-        layer_inputs, tokens = _split_by_layer(tokens.inputs, len(self)), tokens.replaced(inputs=None)
-        # All layers read these arrays, such as a cross-attention's source. The scan sums their gradients over layers in
-        # the arrays' dtype, so they enter the scan in float32.
+        layer_inputs, tokens = _split_by_layer(tokens.inputs, len(self)), tokens.replace(inputs=None)
+        # All layers read the arrays of the tokens, such as a cross-attention's source. The scan sums their gradients
+        # over layers in the arrays' dtype, so the arrays enter the scan in float32.
         float32_tokens = in_float32(tokens) if cache is None else tokens
 
         def run_layer(carry: tuple, scanned: tuple) -> tuple[tuple, PyTree]:
             # The cache is part of the carry and updated in place; as a scanned input it would be copied by every call.
             (x, caches), (weights, number, index, inputs) = carry, scanned
             x = checkpoint_name(x, "layer input")  # A name for rematerialisation policies that offload layer inputs.
-            layer_tokens = in_dtypes_of(float32_tokens, tokens).replaced(inputs=inputs).fold_in(number)
+            layer_tokens = in_dtypes_of(float32_tokens, tokens).replace(inputs=inputs).fold_in(number)
             x, new_cache, aux = eqx.combine(weights, static)(x, layer_tokens, _select_cache(caches, index))
             return (x, _store_cache(caches, new_cache, index)), keep_shared(aux, tokens.names_read)
 
@@ -118,7 +118,7 @@ def empty_caches(
     compute_dtype: str,
     rollback: int,
 ) -> tuple[PyTree, ...]:
-    """Return the empty cache of each stack; a `dtype` of None is the compute dtype, one of 8 bits adds scales."""
+    """Return the empty cache of each stack; `dtype=None` means the compute dtype, and an 8-bit dtype adds scales."""
     dtype, is_small = parse_cache_dtype(dtype or compute_dtype, f"init_cache(dtype={dtype!r})")
     caches = tuple(stack.init_cache(batch, capacity, compute_dtype if is_small else dtype) for stack in stacks)
     caches = quantize_caches(caches, dtype) if is_small else caches
@@ -179,24 +179,24 @@ def run_layers(
     """Run layers, stacks, or modules that are called like them, in order.
 
     Return the last output, and tuples of the layers' caches and aux. Each layer gets its own slice of `tokens.inputs`,
-    and the values that earlier layers share with it. Shared values that a layer behind these layers reads stay in the
+    and the values that earlier layers share with it. Shared values that a layer after all of `layers` reads stay in the
     aux. Raises a `ValueError` if the number of per-layer inputs is not the number of sublayers that read one.
     """
     count = sum(map(count_layer_inputs, layers))
     read_by_layer = [shared_names_read(layer) for layer in layers]
     if tokens.inputs is not None and tokens.inputs.shape[-2] != count:
         raise ValueError(
-            f"PerLayerInputs(depth={tokens.inputs.shape[-2]}): the model has {count} sublayers that read one, "
+            f"PerLayerInputs(depth={tokens.inputs.shape[-2]}): the model has {count} sublayers that read a vector, "
             f"Residual(reads={LAYER_INPUT!r}); give one vector for each."
         )
     caches = (None,) * len(layers) if cache is None else cache
     check_caches(caches, len(layers), "layers or stacks")
     new_caches, auxes = [], []
-    per_layer = zip(layers, with_inputs_of_each(layers, tokens), caches, strict=True)
+    per_layer = zip(layers, split_layer_inputs(layers, tokens), caches, strict=True)
     for number, (layer, layer_tokens, layer_cache) in enumerate(per_layer):
         names_read = tokens.names_read.union(*read_by_layer[number + 1 :])
         shared = (*tokens.shared, *collect_shared(auxes))
-        layer_tokens = layer_tokens.replaced(shared=shared, names_read=names_read).fold_in(number)
+        layer_tokens = layer_tokens.replace(shared=shared, names_read=names_read).fold_in(number)
         x, new_cache, aux = layer(x, layer_tokens, layer_cache)
         new_caches.append(new_cache)
         auxes.append(aux)
@@ -214,18 +214,16 @@ def shared_names_read(layer: PyTree) -> frozenset[str]:
 
 # Rematerialisation policies: each names what the forward pass keeps; the backward pass recomputes all else.
 #
-# - `none` keeps everything.
-# - `full` keeps the layers' inputs, and arrays named "own tokens": the results of a layer's maps for each device's
-#   tokens, where devices split a row's tokens (they would be sent again), and the tokens gathered for experts (they
-#   would be computed twice).
-# - `dots` keeps the results of all matrix products, `dots_no_batch` of those without a batch dim.
-# - `products` keeps the results of linear maps, and arrays that are named by `checkpoint_name`: "attended", the output
-#   of attention (with the sums of its softmax where the backward pass reads them, so that no kernel runs twice
-#   forward), in every core but `DotProductAttention`; "product", results of linear maps that are put together from
-#   devices or are those of experts; "dropout", dropout's masks, a byte a channel. Products of several experts at once
-#   have a batch dim, and are not kept where experts choose their tokens or are made of more than maps.
-# - `products_on_host` keeps the same except masks, and the layers' inputs, in the memory of the devices' hosts.
-# - `full_on_host` keeps the layers' inputs in the hosts' memory, and "own tokens" on the devices.
+# - `none` keeps everything. - `full` keeps the layers' inputs, and arrays named "own tokens". If devices split a row's
+# tokens, these are the results of a layer's maps for the device's tokens, which would be sent again otherwise; and the
+# tokens gathered for experts, which would be computed twice. - `dots` keeps the results of all matrix products,
+# `dots_no_batch` of those without a batch dim. - `products` keeps the results of linear maps, and arrays that are named
+# by `checkpoint_name`. "attended" is the output of attention, of every core but `DotProductAttention`, with the sums of
+# its softmax if the backward pass reads them, so that no kernel runs twice forward. "product" is a result of a linear
+# map that is gathered from devices, or that experts computed. "dropout" is a mask of dropout, a byte for each channel.
+# Products of several experts at once have a batch dim, and are not kept if experts choose their tokens or contain more
+# than linear maps. - `products_on_host` keeps the same arrays except masks, and the layers' inputs, in the memory of
+# the devices' hosts. - `full_on_host` keeps the layers' inputs in the hosts' memory, and "own tokens" on the devices.
 #
 # A device that is its own host runs the last two as `products` and `full`.
 _POLICIES = jax.checkpoint_policies

@@ -14,12 +14,12 @@ from ._cross_layer import SharedValue
 
 
 def _unknown() -> None:
-    """Return None, the default of what only eqformer's own functions set."""
+    """Return None, the default of fields that only eqformer's own functions set."""
 
 
 @checked_fields
 class Tokens(eqx.Module):
-    """Position, document and random key of each token, all of one shape and so split over a mesh like the tokens.
+    """Position, document and random key of each token, in arrays of one shape, which a mesh splits like the tokens.
 
     `whole_rows` is the number of tokens in each row, if it is known at trace time that each row is one document, at
     positions 0, 1, 2, ... with any padding at its end. Attention kernels then get a causal flag or a window, instead of
@@ -75,9 +75,9 @@ class Tokens(eqx.Module):
     @property
     def bare(self) -> "Tokens":
         """These tokens without the inputs that a sublayer asks for by name."""
-        return self.replaced(inputs=None, shared=(), names_read=frozenset(), source=None)
+        return self.replace(inputs=None, shared=(), names_read=frozenset(), source=None)
 
-    def replaced(self, **fields: PyTree) -> "Tokens":
+    def replace(self, **fields: PyTree) -> "Tokens":
         """Return these tokens, in the same order and row layout, with other fields."""
         return with_row_layout_of(dataclasses.replace(self, **fields), self)
 
@@ -85,7 +85,7 @@ class Tokens(eqx.Module):
         """Return these tokens with `number` folded into every key; each layer and sublayer folds in its number."""
         if self.keys is None:
             return self
-        return self.replaced(keys=fold_in_each(self.keys, jnp.uint32(number)))
+        return self.replace(keys=fold_in_each(self.keys, jnp.uint32(number)))
 
 
 @checked_fields
@@ -112,7 +112,7 @@ class Source(eqx.Module):
 
 def with_source(tokens: Tokens, source: Source | None) -> Tokens:
     """Return the tokens with a source for cross-attention."""
-    return tokens.replaced(source=source)
+    return tokens.replace(source=source)
 
 
 def mark_whole_rows(tokens: Tokens, number: int | None, documents: int | None = None) -> Tokens:
@@ -127,7 +127,10 @@ def mark_whole_rows(tokens: Tokens, number: int | None, documents: int | None = 
 
 
 def with_row_layout_of(tokens: Tokens, other: Tokens, pieces: int | None = None) -> Tokens:
-    """Copy the row layout of `other`, whose order the tokens have, or of which they are one of `pieces`."""
+    """Return the tokens with the row layout of `other`.
+
+    They must be in the order of `other` or, with `pieces`, be one of so many pieces into which devices cut its rows.
+    """
     marked = mark_whole_rows(tokens, other.whole_rows, other.documents)
     object.__setattr__(marked, "pieces", other.pieces if pieces is None else pieces)
     return marked
@@ -160,8 +163,10 @@ def packed_in_order(
 
 
 def tokens_or_default(tokens: Tokens | None, shape: Sequence[int], cache: PyTree) -> Tokens:
-    """Return the tokens of a call, by default those of `positions_like`; raise a `ValueError` for a cache without
-    tokens."""
+    """Return the tokens of a call, by default those of `positions_like`.
+
+    Raises a `ValueError` for a cache without tokens.
+    """
     if tokens is not None:
         return tokens
     if cache is not None:
@@ -208,7 +213,7 @@ def fold_in_each(keys: Key[Array, "*shape"], number: UInt[Array, ""]) -> Key[Arr
 def token_keys(
     key: Key[Array, ""], examples: Int[Array, "batch"], positions: Int[Array, "batch seq"]
 ) -> Key[Array, "batch seq"]:
-    """Return one key a token, which depends on the example's number and the token's position, and on no device.
+    """Return one key a token, which depends on the example's number and the token's position, but on no device.
 
     `examples` numbers the rows over the whole run; `positions` are any numbers that are distinct within a row.
     """
@@ -218,7 +223,7 @@ def token_keys(
 
 
 def documents_of(tokens: Tokens, shape: tuple[int, ...]) -> Int[Array, "*batch seq"]:
-    """Return the number of each token's document, in the row's order; document 0 continues the one in the cache.
+    """Return the number of each token's document, in the row's order; document 0 continues the document in the cache.
 
     A document begins at position 0, and where the segment differs from the previous token's. Padding belongs to the
     document before it.
@@ -238,6 +243,6 @@ def continues(positions: Int[Array, "*batch seq"], lengths: Int[Array, "*batch"]
 
 
 def lengths_after(positions: Int[Array, "*batch seq"], lengths: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
-    """Return the positions of the rows' next tokens after these; rows with padding only keep their length."""
+    """Return the position of each row's next token after these tokens; a row of padding alone keeps its length."""
     last = jnp.max(positions, axis=-1).astype(jnp.int32)
     return jnp.where(last >= 0, last + 1, lengths)

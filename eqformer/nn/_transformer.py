@@ -1,4 +1,4 @@
-"""Language models: embed, run the stacks, normalise, unembed; with encoders, predictors and prediction heads."""
+"""Language models: embedding, stacks, norm and logits; with encoders, predictors and prediction heads."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from .._array_checks import checked
-from ..kernels import soft_capped
+from ..kernels import apply_softcap
 from ._cache import check_cached
 from ._contracts import Routed, ScoreBias
 from ._dtype import add_float32, at_least_float32, float_dtype
@@ -44,14 +44,15 @@ class Encoder(Module):
 
     def __call__(self, x: Float[Array, "*batch kv_seq embed"], tokens: Tokens) -> Source:
         """Encode embedded tokens."""
-        x, _, _ = run_layers(self.stacks, x, tokens.replaced(score_bias=self.score_bias), None)
+        x, _, _ = run_layers(self.stacks, x, tokens.replace(score_bias=self.score_bias), None)
         return Source(self.norm(x), tokens)
 
 
 class PredictionHead(Module):
-    """Head of a masked language model (BERT), `output_norm(act(W norm(x)))`; it stands as a `Transformer`'s `norm`.
+    """Head of a masked language model (BERT), `output_norm(act(W norm(x)))`, which takes the place of a model's `norm`.
 
-    The output of its `norm` alone is the encoder's vector of each token: replace the head by its `norm` to get those.
+    The output of `norm` alone is the encoder's vector of each token. To get these vectors, replace the head by its
+    `norm`.
     """
 
     norm: Norm
@@ -88,11 +89,12 @@ class PredictionHead(Module):
 
 
 class Predictor(Module):
-    """Multi-token prediction's module for one more token (DeepSeek-V3, arXiv:2412.19437, eq. 21 to 23).
+    """The module of multi-token prediction that predicts one more token (DeepSeek-V3, arXiv:2412.19437, eq. 21 to 23).
 
-    With `h` what the model's final norm gave of token `i`, `x_i = merge [embedding_norm(Emb(t_(i+1))); hidden_norm(h)]`
-    goes through the layers and `norm`, and the model's head turns the output into logits of token `i + 2`. The paper
-    concatenates the two in the other order, which permutes columns of `merge`; published weights have this order.
+    Let `h` be the output of the model's final norm for token `i`. The layers and `norm` map
+    `x_i = merge [embedding_norm(Emb(t_(i+1))); hidden_norm(h)]`, and the model's head turns the result into logits of
+    token `i + 2`. The paper concatenates the two vectors in the other order, which permutes columns of `merge`;
+    published weights have the order used here.
     """
 
     embedding_norm: Norm | Callable[[Array], Array]
@@ -115,7 +117,8 @@ class Predictor(Module):
     ) -> tuple[Float[Array, "*batch seq embed"], PyTree]:
         """Return the input of the model's head, and the new cache.
 
-        Each hidden vector of the model is merged with the next token's embedding; `tokens` are those of the vectors.
+        Each hidden vector of the model is merged with the next token's embedding. `tokens` has the positions of the
+        hidden vectors.
         """
         x = self.merge(jnp.stack([self.embedding_norm(embedded), self.hidden_norm(hidden)], axis=-2))
         x, cache, _ = run_layers(self.stacks, x, tokens, cache)
@@ -133,10 +136,10 @@ def _compute_dtype(dtype: str) -> str:
 
 
 class Transformer(LanguageModel):
-    """A language model, assembled from built parts; without a `head`, the embedding's table gives the logits.
+    """A language model, assembled from built parts; without a `head`, the embedding's table computes the logits.
 
-    Parameters keep their own dtype and are cast where they are used; norms, softmax and logits are computed in float32
-    at least.
+    Parameters keep their own dtype and are cast to the compute dtype when they are used. Norms, softmax and logits are
+    computed in float32 at least.
     """
 
     embedding: TokenEmbedding
@@ -172,7 +175,7 @@ class Transformer(LanguageModel):
 
     @property
     def start(self) -> int | None:
-        """The id that each text begins with where an encoder reads the prompt; None without an encoder."""
+        """The id with which the decoder begins each text; None without an encoder."""
         return None if self.encoder is None else self.encoder.start
 
     @property
@@ -197,16 +200,17 @@ class Transformer(LanguageModel):
         layers.
 
         The aux has, for each stack, a tree of `Aux` with a `layers` dim in front, None for other layers. With a cache,
-        `tokens` must be given, since their positions tell the length of each row so far. A source of ids
-        (`tokens.source`) is encoded here; with a cache it is given once, and kept.
+        `tokens` must be passed, because their positions tell the length of each row so far. A source of ids
+        (`tokens.source`) is encoded here. With a cache, pass the source in one call; later calls read it from the
+        cache.
         """
         tokens = tokens_or_default(tokens, ids.shape, cache)
         if cache is not None:
             check_cached(tokens, cache)
         x = self.embed(ids, tokens)
-        tokens = self._encode_source(tokens).replaced(score_bias=self.score_bias)
+        tokens = self._encode_source(tokens).replace(score_bias=self.score_bias)
         if self.layer_inputs is not None:
-            tokens = tokens.replaced(inputs=self.layer_inputs(x, ids))
+            tokens = tokens.replace(inputs=self.layer_inputs(x, ids))
         x, cache, aux = run_layers(self.stacks, x, tokens, cache)
         return self.norm(x), cache, aux
 
@@ -240,7 +244,7 @@ class Transformer(LanguageModel):
         else:
             logits = add_float32(self.head.product(hidden, at_least_float32(hidden.dtype)), self.head.bias)
         logits = add_float32(logits, self.logit_bias)
-        return soft_capped(logits if self.logit_scale is None else logits * self.logit_scale, self.logit_softcap)
+        return apply_softcap(logits if self.logit_scale is None else logits * self.logit_scale, self.logit_softcap)
 
     @checked
     def predict(
@@ -272,8 +276,8 @@ class Transformer(LanguageModel):
         shape = (batch,) if isinstance(batch, int) else tuple(batch)
         if self.max_seq is not None and capacity > self.max_seq:
             raise ValueError(
-                f"init_cache(capacity={capacity}): the model has {self.max_seq} learned positions; ask for at most as "
-                "many."
+                f"init_cache(capacity={capacity}): the model has {self.max_seq} learned positions; pass at most this "
+                "number."
             )
         return empty_caches(self.stacks, shape, capacity, dtype, compute_dtype=self.compute_dtype, rollback=rollback)
 
@@ -289,6 +293,6 @@ class Transformer(LanguageModel):
         return self.predictor.init_cache(shape, capacity, dtype, compute_dtype=self.compute_dtype, rollback=rollback)
 
 
-# Numbers that are folded into keys, as layers fold in their own: for the source, and for the embedding's dropout.
+# Numbers that are folded into random keys for the source and for the embedding's dropout; layers fold in theirs.
 _SOURCE = 2**31 - 2
 _EMBEDDING = 2**31 - 1

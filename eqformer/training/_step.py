@@ -229,7 +229,7 @@ def rebalance_routers(model: PyTree, aux: PyTree, rate: float) -> PyTree:
     layer_aux = dict(zip(map(id, nn.modules(model, nn.Routed)), nn.aux_of(aux), strict=True))
 
     def rebalance(layer: nn.Routed) -> nn.Routed:
-        return layer.rebalanced(layer_aux[id(layer)], rate)
+        return layer.rebalance(layer_aux[id(layer)], rate)
 
     return nn.map_modules(rebalance, model, nn.Routed)
 

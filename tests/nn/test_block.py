@@ -260,7 +260,7 @@ def test_each_branch_reads_its_own_layer_input():
     """Branches side by side read one vector each, in order, as the sublayers of a block do."""
     x, vectors = normal(1, 2, 3, EMBED), normal(4, 2, 3, 2, EMBED)
     module = nn.ParallelResidual(tuple(nn.Residual(with_vector, norm(place), reads="layer_input") for place in (0, 1)))
-    y = run(module, x, nn.positions_like((2, 3)).replaced(inputs=vectors))[0]
+    y = run(module, x, nn.positions_like((2, 3)).replace(inputs=vectors))[0]
 
     @jax.jit
     def by_hand(x, vectors):
@@ -285,7 +285,7 @@ def test_a_sublayer_reads_one_more_input_by_its_name():
         second,
         nn.StreamScale(jnp.array(0.5)),
     )
-    x, tokens = normal(1, 2, 3, EMBED), nn.positions_like((2, 3)).replaced(inputs=vectors, source=source)
+    x, tokens = normal(1, 2, 3, EMBED), nn.positions_like((2, 3)).replace(inputs=vectors, source=source)
     assert module.mixer is module.sublayers[0] and module.feed_forward is None
 
     @eqx.filter_jit
@@ -307,7 +307,9 @@ def test_a_sublayer_reads_one_more_input_by_its_name():
     assert close(decoded, y, 1e-5) and cache[0].positions[:, :3].tolist() == [[0, 1, 2]] * 2 and cache[2] is None
     with pytest.raises(ValueError, match=r"a call of 3 sublayers with mixers .* and cache is 2 of them"):
         module(x, tokens, empty[:2])
-    with pytest.raises(ValueError, match=r"Residual\(function, reads='layer_input'\): the model gives no such input"):
+    with pytest.raises(
+        ValueError, match=r"Residual\(function, reads='layer_input'\): the model provides no such input"
+    ):
         first(x)
     with pytest.raises(ValueError, match=r"CrossAttention: neither a source nor a cache"):
         nn.Residual(cross)(x, tokens)  # it has not asked for the source

@@ -86,7 +86,9 @@ def test_a_cache_keeps_the_source_for_calls_without_it(dtype):
     rounding = 2e-5 if dtype == "float32" else 5e-2
     assert close(written(source), whole, rounding)
     assert not close(written(nn.Source(read[::-1], source.tokens)), whole, 4 * rounding)
-    with pytest.raises(ValueError, match="a source of 9 tokens and a cache of capacity 8, which keeps its keys too"):
+    with pytest.raises(
+        ValueError, match="a source of 9 tokens and a cache of capacity 8, which must hold the source's keys"
+    ):
         run(model, ids, nn.with_source(nn.positions_like((2, 6)), source), model.init_cache(2, 8))
 
 
@@ -109,7 +111,7 @@ def test_packed_pairs_are_as_each_alone_and_vectors_are_read_as_they_are():
     assert close(run(bare, ids, tokens)[0], together)
     with pytest.raises(ValueError, match="CrossAttention: the source is of ids, and the model has no encoder"):
         bare(ids, nn.with_source(tokens, source))
-    with pytest.raises(ValueError, match="CrossAttention: neither a source nor a cache that holds one; pass"):
+    with pytest.raises(ValueError, match="CrossAttention: neither a source nor a cache that holds a source; pass"):
         model(ids)
 
 

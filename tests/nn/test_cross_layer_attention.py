@@ -130,11 +130,11 @@ def test_what_does_not_fit_is_refused():
     model, ids = model_of(), jnp.zeros((1, SEQ), jnp.int32)
     with pytest.raises(ValueError, match=r"Residual\(reads='window'\): layers before it share .* under no name"):
         dataclasses.replace(model, stacks=model.stacks[1:], layer_inputs=None)(ids)
-    with pytest.raises(ValueError, match=r"PerLayerInputs\(depth=6\): the model has 2 sublayers that read one"):
+    with pytest.raises(ValueError, match=r"PerLayerInputs\(depth=6\): the model has 2 sublayers that read a vector"):
         dataclasses.replace(model, stacks=model.stacks[:1])(ids)
     with pytest.raises(ValueError, match=r"Residual\(PerLayerGate, reads='layer_input'\): .* no such input"):
         dataclasses.replace(model, layer_inputs=None)(ids)
-    with pytest.raises(ValueError, match=r"CrossLayerAttention\(x\): it reads keys of an earlier layer"):
+    with pytest.raises(ValueError, match=r"CrossLayerAttention\(x\): the layer reads keys of an earlier layer"):
         reading()(normal(1, 1, SEQ, EMBED))
     with pytest.raises(ValueError, match=r"CrossLayerAttention\(heads=4, kv_heads=3\)"):
         nn.CrossLayerAttention(embed=EMBED, heads=4, head_dim=3, kv_heads=3, key=KEY)
@@ -162,5 +162,5 @@ def test_what_does_not_fit_is_refused():
         ValueError, match=r"Residual\(Forgets, reads='a'\): given a SharedValue, the mixer returns NoneType"
     ):
         nn.Residual(Forgets(), reads="a")(normal(1, 1, SEQ, EMBED), left)
-    with pytest.raises(ValueError, match=r"CrossLayerAttention\(x\): it reads keys of an earlier layer"):
+    with pytest.raises(ValueError, match=r"CrossLayerAttention\(x\): the layer reads keys of an earlier layer"):
         nn.Residual(reading(), reads="a")(normal(1, 1, SEQ, EMBED), left)

@@ -46,7 +46,7 @@ def test_layer_norm_over_fewer_dims_than_it_scales():
     centred = wide(x) - wide(x).mean(-1, keepdims=True)
     expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 0.1)
     assert close(module(x), expected * wide(module.weight) + wide(module.bias))
-    with pytest.raises(ValueError, match="over names the last of the dims"):
+    with pytest.raises(ValueError, match="over must name the last of the dims"):
         nn.LayerNorm("heads head_dim", over="heads", heads=3, head_dim=4)
 
 

@@ -191,7 +191,7 @@ def test_dims_and_public_shape():
         (dict(groups=nn.ExpertGroups(4, 5)), r"top_k=5, score='max'\).*of 4 groups"),
         (dict(groups=nn.ExpertGroups(4, 0)), r"top_k=0, score='max'\).*of 4 groups"),
         (dict(groups=nn.ExpertGroups(1, 2)), r"top_k=2, score='max'\).*of 1 groups"),
-        (dict(groups=nn.ExpertGroups(4), top_k=3), r"1 groups of 2 experts leave 2 to choose 3 from"),
+        (dict(groups=nn.ExpertGroups(4), top_k=3), r"1 groups of 2 experts have 2 experts to choose 3 from"),
         (dict(groups=nn.ExpertGroups(8, 4, "top2")), r"'top2'.*a group has 1"),
         (dict(groups=nn.ExpertGroups(1, score="mean")), r"score='mean'\).*max, top2"),
         (dict(score="tanh"), r"score='tanh'\).*softmax, sigmoid, sqrt_softplus"),

@@ -171,7 +171,7 @@ def test_arrays_that_act_on_the_stream_are_no_slices(by_token, monkeypatch):
 def test_a_weight_that_is_not_there_is_named():
     linear = maps(jax.random.key(0))[0]
     given = nn.PrecomputedLinear(linear, jnp.sin)
-    with pytest.raises(AttributeError, match="stands for the map 'embed -> mlp' here.*call the map"):
+    with pytest.raises(AttributeError, match="takes the place of the map 'embed -> mlp' here.*call the map"):
         _ = given.weight
     assert linear.weight.shape == (MLP, EMBED)
 

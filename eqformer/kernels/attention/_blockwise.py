@@ -20,7 +20,7 @@ from .._op import Implementation, Op
 from .._platform import compilers, Result
 from ._call import AttentionCall, ChosenKeys, DecodeCall, Mask, possible_pairs, spans, TokenPositions
 from ._flash import Gradients, LogSum, Output, scale_output
-from ._reference import lowest, soft_capped
+from ._reference import apply_softcap, lowest
 
 
 Block = int | Literal["platform"]
@@ -316,7 +316,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 def _scores(settings: BlockwiseSettings, query: Array, key: Array) -> Array:
     scores = jnp.einsum("bkgqd,bksd->bkgqs", query, key, preferred_element_type=at_least_float32(query.dtype))
-    return soft_capped(scores * settings.scale, settings.softcap)
+    return apply_softcap(scores * settings.scale, settings.softcap)
 
 
 def _block_gradients(
@@ -340,7 +340,7 @@ def _block_gradients(
     def by_key(keys: Array, rows: Array) -> Array:
         return product("bksd,bkrd->bksr", keys, merge_group(rows)).reshape(*keys.shape[:3], group, seq)
 
-    scores = soft_capped(by_key(key, query) * settings.scale, settings.softcap)
+    scores = apply_softcap(by_key(key, query) * settings.scale, settings.softcap)
     weights = jnp.where(visible, jnp.exp(scores - logsum[:, :, None]), 0)
     scores_grad = weights * (by_key(value, output_grad) - row_sums[:, :, None])
     if settings.softcap is not None:

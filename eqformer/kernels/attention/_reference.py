@@ -89,7 +89,7 @@ def _probabilities(
 
     scores = products(call.query, call.key, key_scales)
     scores = scores if rotated is None else scores + products(*rotated)
-    scores = soft_capped(scores * call.scale, call.softcap)
+    scores = apply_softcap(scores * call.scale, call.softcap)
     if (bias := call.bias) is not None:
         scores = scores + bias.reshape(*bias.shape[:-3], kv_heads, -1, *bias.shape[-2:]).astype(wide)
     visible = call.mask(call.tokens, call.key_tokens)
@@ -138,7 +138,7 @@ def lowest(dtype: jnp.dtype) -> float:
     return float(jnp.finfo(dtype).min) / 4
 
 
-def soft_capped(scores: Array, softcap: float | None) -> Array:
+def apply_softcap(scores: Array, softcap: float | None) -> Array:
     """Return `softcap * tanh(scores / softcap)`, or the scores themselves."""
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
@@ -165,7 +165,7 @@ def attend_to_sources(
     wide = at_least_float32(query.dtype)
     grouped = query.reshape(*query.shape[:-2], kv_heads, heads // kv_heads, query.shape[-1])
     dots = [jnp.einsum("...qkgd,...skd->...kgqs", grouped, key, preferred_element_type=wide) for key, _ in sources]
-    scores = soft_capped(jnp.concatenate(dots, axis=-1) * scale, softcap)
+    scores = apply_softcap(jnp.concatenate(dots, axis=-1) * scale, softcap)
     probabilities = softmax_of(scores, visible).astype(sources[0][1].dtype)
     output, start = jnp.zeros((), wide), 0
     for _, value in sources:

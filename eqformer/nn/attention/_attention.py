@@ -77,11 +77,12 @@ class Attention(Mixer):
             value_norm: The norm of the values.
             rotary: The position encoding of queries and keys: `Rotary`, or `RotaryThenNorm`.
             gate: Whether each head's output is multiplied by a sigmoid of the input.
-            scores: The scale, temperature, bound, bias and sinks of the scores; None: the scale `head_dim^-0.5` alone.
+            scores: The scale, temperature, softcap, bias and sinks of the scores; None: the scale `head_dim^-0.5`
+                alone.
             mask: The keys that a query may see; None: `causal()`.
-            core: The computation of the softmax; None: `kernels.ATTENTION`, the platform's own kernel or a loop over
-                blocks, in memory linear in the sequence, with one derivative, in reverse mode. For other derivatives
-                (`jax.jvp`, Hessians) pass `kernels.DotProductAttention()`.
+            core: The operation that computes the softmax; None: `kernels.ATTENTION`, the platform's own kernel or a
+                loop over blocks. Its memory is linear in the sequence, and it has a first derivative in reverse mode;
+                for other derivatives (`jax.jvp`, Hessians) pass `kernels.DotProductAttention()`.
             key: For the weights.
         """
         kv_heads = heads if kv_heads is None else kv_heads
@@ -111,8 +112,8 @@ class Attention(Mixer):
         tokens: Tokens | None = None,
         cache: KVCache | ShareRequest | None = None,
     ) -> tuple[Float[Array, "*batch seq embed"], KVCache | SharedValue | None]:
-        """Attend among the tokens of `x` and, with a cache, to those stored in it; the new tokens are stored too."""
-        # A later layer may attend to this layer's keys and values too: `Residual(shares=)` then asks for them.
+        """Attend among the tokens of `x` and, with a cache, to its tokens; the new tokens are stored in the cache."""
+        # `Residual(shares=)` asks for the keys and values, so that a later layer can attend to them too.
         is_shared, cache = unwrap_request(cache)
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         query, key, value = self._project(x)
@@ -139,7 +140,7 @@ class Attention(Mixer):
         Float[Array, "*rows seq kv_heads head_dim"],
         Float[Array, "*rows seq kv_heads head_dim"],
     ]:
-        """Return queries, keys and values; maps of a plan may gather tokens, or exchange rows for heads."""
+        """Return queries, keys and values. Under a plan, the maps may gather tokens, or exchange rows for heads."""
         query, key = self.query(x), self.key(x)
         return query, key, key if self.value is None else self.value(x)
 
@@ -153,14 +154,16 @@ class Attention(Mixer):
         Float[Array, "*batch seq kv_heads head_dim"],
         Float[Array, "*batch seq kv_heads head_dim"],
     ]:
-        """Apply the norms of queries, keys and values, where there are any."""
+        """Apply the norms of queries, keys and values, if there are any."""
         value = value if self.value_norm is None else self.value_norm(value)
         query = query if self.query_norm is None else self.query_norm(query)
         return query, key if self.key_norm is None else self.key_norm(key), value
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> KVCache:
-        """Return an empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it holds fewer, and
-        rolls."""
+        """Return an empty cache for rows of up to `capacity` tokens.
+
+        If the mask reaches back fewer tokens, the cache holds only so many, in a rolling buffer.
+        """
         self.mask.check_cached("Attention")
         reach = self.mask.reach(capacity)
         cache = KVCache.empty(batch, capacity, self.key.output_shape, self._value_shape, dtype, reach=reach)
@@ -170,11 +173,11 @@ class Attention(Mixer):
 
     @property
     def _value_shape(self) -> tuple[int, ...]:
-        """Heads of values, and channels of each."""
+        """Heads of values, and channels of a head."""
         return self.key.output_shape if self.value is None else self.value.output_shape
 
     def facts(self) -> MixerFacts:
-        """Return that it runs on a slice of its heads, and that its core attends for pieces of rows."""
+        """State that the layer runs on a slice of its heads, and that its core may attend for pieces of rows."""
         query, key, value = self.query.output_shape, self.key.output_shape, self._value_shape
         output = (query[0], value[1])
         attends = Attends(self.mask, (query,), (key,), (value,), (output,), self.scores.options)

@@ -1,4 +1,4 @@
-"""Attention to another sequence: to it alone, or to it and the row itself at once."""
+"""Attention to another sequence, the source: to the source alone, or to the source and the row itself at once."""
 
 import dataclasses
 import math
@@ -23,8 +23,8 @@ class CrossAttention(Mixer):
     """Attention of a sequence's queries to the keys and values of another, `tokens.source` (Vaswani et al. 2017).
 
     Each token sees every token of the source, or in packed rows those of its own segment. A call with a cache and a
-    source stores the source's keys and values; later calls, without a source, read them, so that they are computed once
-    for a text. Head counts are read off the weights, so the module runs on a slice of its heads.
+    source stores the source's keys and values. Later calls without a source read them from the cache, so they are
+    computed once for a text. Head counts are read off the weights, so the module runs on a slice of its heads.
     """
 
     query: LinearMap
@@ -59,8 +59,8 @@ class CrossAttention(Mixer):
             source: Channels of the source's vectors; None: as many as `embed`.
             bias: Whether the four maps have biases.
             output_std: The standard deviation of the output's weights; None: as for the other weights.
-            scores: The scale, bound and other options of the scores; None: the scale `head_dim^-0.5` alone.
-            core: The computation of the softmax; None: `kernels.ATTENTION`.
+            scores: The scale, softcap and other options of the scores; None: the scale `head_dim^-0.5` alone.
+            core: The operation that computes the softmax; None: `kernels.ATTENTION`.
             key: For the weights.
         """
         kv_heads = heads if kv_heads is None else kv_heads
@@ -97,13 +97,13 @@ class CrossAttention(Mixer):
         return KVCache.empty(batch, capacity, self.key.output_shape, self.value.output_shape, dtype)
 
     def facts(self) -> MixerFacts:
-        """Return that it runs on a slice of its heads."""
+        """State that the layer runs on a slice of its heads, and that its core reads another sequence."""
         shapes = ((linear.output_shape,) for linear in (self.query, self.key, self.value, self.query))
         return MixerFacts(True, Attends(self.mask, *shapes, needs=("source", *self.scores.options)))
 
 
 class MergedAttention(Mixer):
-    """Attention whose one softmax runs over a row's own keys and those of `tokens.source` (T5Gemma 2).
+    """Attention whose softmax runs over the row's own keys and the keys of `tokens.source` together (T5Gemma 2).
 
     The same maps and norms compute the keys and values of the row and of the source. The source's keys are not rotated.
     Each token sees all of the source's keys, or in packed rows those of its own segment; `mask` limits only the row's
@@ -124,7 +124,7 @@ class MergedAttention(Mixer):
     core: Operation
 
     def __init__(self, attention: Attention):
-        """Take over the parts of an `Attention`; raise a `ValueError` for parts that are not supported here."""
+        """Take the parts of an `Attention`; raise a `ValueError` for parts that are not supported here."""
         rotary, scores = attention.rotary, attention.scores
         has_other_encoding = rotary is not None and (not isinstance(rotary, Rotary) or rotary.depends_on_length)
         unsupported = {
@@ -152,7 +152,7 @@ class MergedAttention(Mixer):
         tokens: Tokens | None = None,
         cache: tuple[KVCache, KVCache] | None = None,
     ) -> tuple[Float[Array, "*batch seq embed"], tuple[KVCache, KVCache] | None]:
-        """Attend to the tokens of `x`, with a cache to those stored in it, and to the source."""
+        """Attend to the source and to the tokens of `x` or, with a cache, to all tokens of the row."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         row_cache, source_cache = (None, None) if cache is None else cache
         query, key, value = self.query(x), self._normalize_keys(self.key(x)), self.value(x)
@@ -198,8 +198,10 @@ class MergedAttention(Mixer):
         return row_cache, KVCache.empty(batch, capacity, *shapes, dtype)
 
     def facts(self) -> MixerFacts:
-        """Return that it runs on a slice of its heads, and the operations for keys and values of a source as long as
-        the row."""
+        """State that the layer runs on a slice of its heads, and that its core reads another sequence.
+
+        The operations are those of the keys and values of a source that is as long as the row.
+        """
         shapes = ((linear.output_shape,) for linear in (self.query, self.key, self.value, self.query))
         operations = sum(2 * math.prod(linear.sizes.values()) for linear in (self.key, self.value))
         return MixerFacts(True, Attends(self.mask, *shapes, needs=("source", *self.scores.options)), operations)
@@ -231,18 +233,18 @@ def read_source(
     if tokens.source is None:
         if cache is None:
             raise ValueError(
-                f"{call}: neither a source nor a cache that holds one; pass nn.Tokens(positions, "
+                f"{call}: neither a source nor a cache that holds a source; pass nn.Tokens(positions, "
                 "source=nn.Source(...)), or nn.with_source(tokens, source)."
             )
-        key, value, source_tokens = cache.stored(dtype)
+        key, value, source_tokens = cache.read(dtype)
         return key.astype(dtype), value.astype(dtype), source_tokens, cache
     vectors, source_tokens = tokens.source.vectors(call), tokens.source.tokens
     key, value = project(vectors)
     if cache is not None:
         if vectors.shape[-2] > (slots := cache.positions.shape[-1]):
             raise ValueError(
-                f"{call}: a source of {vectors.shape[-2]} tokens and a cache of capacity {slots}, which keeps its keys "
-                "too; make it by init_cache(..., capacity) with as many."
+                f"{call}: a source of {vectors.shape[-2]} tokens and a cache of capacity {slots}, which must hold the "
+                "source's keys; make the cache by init_cache(..., capacity) with at least as many."
             )
         cache, key, value, source_tokens = cache.update(key, value, source_tokens)
     return key.astype(dtype), value.astype(dtype), source_tokens, cache

@@ -19,9 +19,10 @@ from ._scores import Scores
 class CrossLayerAttention(Mixer):
     """Attention whose keys and values an earlier layer shares (Brandon et al. 2024, arXiv:2405.12981).
 
-    It has queries and an output of its own, stands in `Residual(reads=name)`, and is called with the `SharedValue` of
-    that name in place of a cache; it has no cache. Masks and rotary positions are as for the `Attention` whose keys it
-    reads. The keys come with their heads, so `kv_heads`, of the whole layer, is only used for costs.
+    The layer has queries and an output of its own, and no cache. Use it in `Residual(reads=name)`, which calls it with
+    the `SharedValue` of that name in place of a cache. Give it the mask and the rotary positions of the `Attention`
+    whose keys it reads. `kv_heads` is the number of the whole layer and is used only for costs, because calls read the
+    number of heads from the shared keys.
     """
 
     query: LinearMap
@@ -60,9 +61,9 @@ class CrossLayerAttention(Mixer):
             output_std: The standard deviation of the output's weights; None: as for the queries'.
             query_norm: The norm of the queries.
             rotary: The rotary positions of queries; shared keys are rotated already.
-            scores: The scale, bound and other options of the scores; None: the scale `head_dim^-0.5` alone.
+            scores: The scale, softcap and other options of the scores; None: the scale `head_dim^-0.5` alone.
             mask: The keys that a query may see; None: `causal()`.
-            core: The computation of the softmax; None: `kernels.ATTENTION`.
+            core: The operation that computes the softmax; None: `kernels.ATTENTION`.
             key: For the weights.
         """
         if heads % kv_heads:
@@ -87,7 +88,7 @@ class CrossLayerAttention(Mixer):
         shared = None if cache is None else cache.value
         if cache is None or not isinstance(shared, SharedKV):
             raise ValueError(
-                "CrossLayerAttention(x): it reads keys of an earlier layer; let it stand in Residual(reads=), behind "
+                "CrossLayerAttention(x): the layer reads keys of an earlier layer; use it in Residual(reads=), after "
                 "an Attention in Residual(shares=)."
             )
         tokens = tokens_or_default(tokens, x.shape[:-1], None)
@@ -101,11 +102,11 @@ class CrossLayerAttention(Mixer):
         return self.output(self.core(call)), cache
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
-        """Return None: the keys that it reads are in another layer's cache."""
+        """Return None: another layer's cache has the keys."""
         return None
 
     def facts(self) -> MixerFacts:
-        """Return that it runs on a slice of its heads, and that its core attends for pieces of rows."""
+        """State that the layer runs on a slice of its heads, and that its core may attend for pieces of rows."""
         query, output_sizes = self.query.output_shape, self.output.sizes
         key, output = (self.kv_heads, query[1]), (output_sizes["heads"], output_sizes["head_dim"])
         return MixerFacts(True, Attends(self.mask, (query,), (key,), (key,), (output,), self.scores.options))

@@ -27,9 +27,9 @@ class IndexQueries(NamedTuple):
 class Indexer(Module):
     """The lightning indexer of DeepSeek-V3.2 (DeepSeek-AI 2025, eq. 1): each query sees only its `top_k` best keys.
 
-    A key at `s` has for a query at `t` the score `sum_h w_th relu(q_th . k_s)`, of small queries from the queries'
-    latent, and small keys and weights from the input. No gradient passes through it: it is trained by a loss of its
-    own. If scores are equal, the first key is taken.
+    The score of the key at `s` for the query at `t` is `sum_h w_th relu(q_th . k_s)`. The small queries `q` are
+    computed from the queries' latent, the small keys `k` and the weights `w` from the input. If scores are equal, the
+    first key is taken. No gradient passes through the indexer, so it would need a loss of its own in training.
     """
 
     query: LinearMap
@@ -99,7 +99,7 @@ class Indexer(Module):
         tokens: Tokens,
         kv_tokens: Tokens,
     ) -> "KeySelection | None":
-        """Return which of the keys that its mask shows each query sees; None if there are at most `top_k` keys.
+        """Return the `top_k` best keys of each query, among those that `mask` shows; None if there are no more keys.
 
         The scores of `chunk` queries are in memory at a time.
 
@@ -125,8 +125,10 @@ class Indexer(Module):
 
 
 class KeySelection(eqx.Module):
-    """The keys that each query sees, of those that its mask shows: selected by an indexer, for its layer and for later
-    layers."""
+    """The keys that an indexer selected for each query, to be used by its layer and by later layers.
+
+    A query sees a selected key only if the mask shows it too.
+    """
 
     indices: Int[Array, "*batch seq top_k"]
     """The indices of the keys in their array."""
@@ -163,7 +165,7 @@ Arrays = TypeVar("Arrays", bound=tuple[Array, ...])
 def _map_query_chunks(
     function: Callable[[Tokens, Arrays], Array], tokens: Tokens, shape: tuple[int, ...], arrays: Arrays, size: int
 ) -> Shaped[Array, "..."]:
-    """Apply a function to `size` tokens at a time, and to the same tokens of arrays whose first dims are `shape`."""
+    """Apply `function(tokens, arrays)` to `size` tokens at a time; the first dims of all arrays are `shape`."""
     axis, seq = len(shape) - 1, shape[-1]
     positions = jax.tree.map(lambda x: jnp.broadcast_to(x, shape), (tokens.positions, tokens.segments))
     if seq <= size:
@@ -174,7 +176,7 @@ def _map_query_chunks(
         return jnp.moveaxis(padded.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
 
     chunks = jax.tree.map(split_chunks, (positions, arrays))
-    # Recomputed in the backward pass: the scores of all chunks would be a matrix of the whole row.
+    # The backward pass recomputes each chunk, because the scores of all chunks would be a matrix of the whole row.
     results = jax.lax.map(jax.checkpoint(lambda chunk: function(Tokens(*chunk[0]), chunk[1])), chunks)
     results = jnp.moveaxis(results, 0, axis)
     joined = results.reshape(*results.shape[:axis], -1, *results.shape[axis + 2 :])

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values are computed from one small latent of each token."""
+"""Multi-head latent attention (MLA): keys and values are computed from one small latent of each token."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -32,7 +32,7 @@ from ._scores import Scores
 
 
 class LatentKeys(NamedTuple):
-    """The arrays from which all heads' keys and values are computed, of new tokens or of all that a cache holds."""
+    """The arrays from which keys and values of all heads are computed, for new tokens or for all tokens of a cache."""
 
     latents: Float[Array, "*batch kv_seq latent"]
     """The latents of keys and values."""
@@ -102,12 +102,12 @@ class LatentAttention(Mixer):
             query_latent_norm: The norm of the queries' latent.
             rotary: Rotary positions; None: there is no decoupled key.
             indexer: Selects the keys that a query sees, from the queries' latent.
-            bias: Whether the maps have biases; "latents": only the output and the maps from the input to latents and
-                to the rotary key have (DeepSeek).
+            bias: Whether the maps have biases. With "latents", only the output and the maps from the input to latents
+                and to the rotary key have biases (DeepSeek).
             output_std: The standard deviation of the output's weights; None: as for the other weights.
             scores: The scale and temperature of the scores; None: the scale `(head_dim + rope_dim)^-0.5` alone.
             mask: The keys that a query may see; None: `causal()`.
-            core: The computation of the softmax; None: `kernels.ATTENTION`, in memory linear in the sequence.
+            core: The operation that computes the softmax; None: `kernels.ATTENTION`, in memory linear in the sequence.
             key: For the weights.
         """
         if indexer is not None and q_latent is None:
@@ -117,7 +117,7 @@ class LatentAttention(Mixer):
         scores = Scores() if scores is None else scores
         if scores.options:
             raise ValueError(
-                f"LatentAttention(scores={scores}): its scores have a scale and a temperature, and no "
+                f"LatentAttention(scores={scores}): its scores may have a scale and a temperature, and no "
                 f"{' and no '.join(scores.options)}; leave it out of the scores."
             )
         keys = jax.random.split(key, 8)
@@ -153,7 +153,7 @@ class LatentAttention(Mixer):
         tokens: Tokens | None = None,
         cache: LatentCache | ShareRequest | SharedValue | None = None,
     ) -> tuple[Float[Array, "*batch seq embed"], LatentCache | SharedValue | None]:
-        """Attend among the tokens of `x` and, with a cache, to those stored in it; the new tokens are stored too."""
+        """Attend among the tokens of `x` and, with a cache, to its tokens; the new tokens are stored in the cache."""
         shared = self._read_selection(cache)
         is_sharing, cache = _unwrap_cache(cache)
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
@@ -164,7 +164,10 @@ class LatentAttention(Mixer):
         # A single token with a cache attends to the latents themselves, with key_up and value_up absorbed.
         is_absorbed = cache is not None and x.shape[-2] == 1
         query = self._absorb_key_up(query) if is_absorbed else query
-        query, rotated = self.scores.sharpen(query, tokens), self._rotate_query(query_rope, keys.rope, tokens, lengths)
+        query, rotated = (
+            self.scores.apply_temperature(query, tokens),
+            self._rotate_query(query_rope, keys.rope, tokens, lengths),
+        )
         selection = self._select_keys(x, source, keys, tokens, kv_tokens, shared)
         # The loop over blocks and the kernels for decoding read the latents where the cache stores them.
         loop = blockwise_of(self.core) if is_absorbed and selection is None else None
@@ -178,8 +181,9 @@ class LatentAttention(Mixer):
         return self.output(attended), answer_request(is_sharing, selection, cache)
 
     def _absorb_key_up(self, query: Float[Array, "*batch _ heads head_dim"]) -> Float[Array, "*batch _ heads latent"]:
-        """Return queries of the latents, whose scores are those of the queries and of the keys that `key_up` makes."""
-        # The bias of key_up adds the same number to all scores of a query, which does not change the softmax.
+        """Return queries whose products with latents equal those of `query` with the keys that `key_up` computes."""
+        # The bias of key_up is left out: it adds one number to all scores of a query, which does not change the
+        # softmax.
         return einops.einsum(query, self.key_up.matrix(query.dtype), "... h d, h d latent -> ... h latent")
 
     def _apply_value_up(self, latents: Float[Array, "*batch _ heads latent"]) -> Float[Array, "*batch _ heads v_dim"]:
@@ -195,10 +199,12 @@ class LatentAttention(Mixer):
         tokens: Tokens,
         lengths: Int[Array, "*batch #seq"] | None,
     ) -> RotatedChannels | None:
-        """Return the rotated channels of queries, with those of keys, which are rotated already; None without any."""
+        """Return the rotated channels of queries and keys, or None without rotary positions; the keys are rotated
+        already.
+        """
         if self.rotary is None or query is None:
             return None
-        query = self.scores.sharpen(self.rotary(query, tokens.positions, lengths), tokens)
+        query = self.scores.apply_temperature(self.rotary(query, tokens.positions, lengths), tokens)
         return RotatedChannels(query, key[..., None, :])
 
     def _attention_call(
@@ -228,11 +234,11 @@ class LatentAttention(Mixer):
 
     @property
     def _rotates_on_read(self) -> bool:
-        """Whether keys are cached without positions and rotated when they are read: later tokens change frequencies."""
+        """Whether keys are cached without positions and rotated when they are read, because frequencies may change."""
         return self.rotary is not None and self.rotary.depends_on_length
 
     def _compress(self, x: Float[Array, "*batch _ embed"], tokens: Tokens) -> LatentKeys:
-        """Return what is cached of the tokens of `x`."""
+        """Return the latents, rotary keys and index keys of the tokens of `x`, as they are cached."""
         latents = self.latent_down(x)
         latents = latents if self.latent_norm is None else self.latent_norm(latents)
         rope = jnp.zeros((*x.shape[:-1], 0), x.dtype) if self.key_rope is None else self.key_rope(x)
@@ -242,16 +248,16 @@ class LatentAttention(Mixer):
     def _store_keys(
         self, keys: LatentKeys, tokens: Tokens, cache: LatentCache | None
     ) -> tuple[LatentCache | None, LatentKeys, Tokens | None, Int[Array, "*batch #seq"] | None]:
-        """Store new tokens; return the cache, all keys that the new tokens may see, these keys' tokens, and the lengths
-        of the documents.
+        """Store new tokens in the cache.
 
-        Without a cache the keys are the new ones, with None for their tokens. Lengths are None unless frequencies
+        Return the cache, all keys that the new tokens may see, the tokens of these keys, and the lengths of documents.
+        Without a cache the keys are the new keys, with None for their tokens. Lengths are None unless frequencies
         depend on them.
         """
         latents, rope, kv_tokens, lengths = keys.latents, keys.rope, None, None
         rope_dim, dtype = rope.shape[-1], latents.dtype
         if keys.index is not None:
-            # The cache holds the indexer's keys beside the rotary ones.
+            # The cache stores the indexer's keys in one array with the rotary keys.
             rope = jnp.concatenate([rope, keys.index], -1)
         if cache is not None:
             cache, latents, rope, kv_tokens = cache.update(latents, rope, tokens)
@@ -276,7 +282,7 @@ class LatentAttention(Mixer):
         kv_tokens: Tokens | None,
         shared: KeySelection | None,
     ) -> KeySelection | None:
-        """Return the keys that the indexer selects or, without an indexer, those of an earlier layer; None: all."""
+        """Return the keys that the indexer selects or, without an indexer, `shared`, an earlier layer's; None: all."""
         if self.indexer is None or keys.index is None:
             return shared
         queries = self.indexer.index_queries(x, source, tokens)
@@ -289,9 +295,9 @@ class LatentAttention(Mixer):
             return None
         if self.indexer is not None or not isinstance(argument.value, KeySelection | None):
             raise ValueError(
-                f"LatentAttention(x): it was given {type(argument.value).__name__} of an earlier layer, and reads only "
-                "an indexer's selection, and only without an indexer of its own; let it stand in Residual(reads=), "
-                "behind a layer with an indexer in Residual(shares=)."
+                f"LatentAttention(x): it was given {type(argument.value).__name__} of an earlier layer, but it reads "
+                "only an indexer's selection, and only without an indexer of its own; use it in Residual(reads=) "
+                "after a layer with an indexer in Residual(shares=)."
             )
         return argument.value
 
@@ -305,14 +311,18 @@ class LatentAttention(Mixer):
         kv_tokens: Tokens,
         scale: float,
     ) -> DecodeCall:
-        """Return the call that reads latents and rotary keys where the cache stores them; joined, they would be written
-        and read again."""
+        """Return the call that reads latents and rotary keys where the cache stores them.
+
+        As one array of keys they would be written and read once more.
+        """
         key, key_scales = latents[..., None, :], None
         is_stored = rotated is not None and not self._rotates_on_read
         is_whole = rotated is not None and rotated.key.shape[-1] == cache.rotary_keys.shape[-1]
         stored = StoredArrays(cache.layer, cache.latents, rotated=cache.rotary_keys if is_stored and is_whole else None)
         if cache.latent_scales is not None:
-            (key, key_scales), (rope, rope_scales) = ((x[..., None, :], y[..., None]) for x, y in cache.scaled())
+            (key, key_scales), (rope, rope_scales) = (
+                (x[..., None, :], y[..., None]) for x, y in cache.read_quantized()
+            )
             if rotated is not None and is_stored:
                 rotated = RotatedChannels(rotated.query, rope[..., : rotated.key.shape[-1]], rope_scales)
         return DecodeCall(
@@ -327,8 +337,10 @@ class LatentAttention(Mixer):
         )
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> LatentCache:
-        """Return an empty cache for rows of up to `capacity` tokens; if the mask sees fewer, it holds fewer, and
-        rolls."""
+        """Return an empty cache for rows of up to `capacity` tokens.
+
+        If the mask reaches back fewer tokens, the cache holds only so many, in a rolling buffer.
+        """
         dtype = float_dtype(dtype, f"init_cache(dtype={dtype!r})")
         self.mask.check_cached("LatentAttention")
         size = slots_for(self.mask.reach(capacity), capacity)
@@ -340,8 +352,7 @@ class LatentAttention(Mixer):
         return LatentCache(latents=latents, rotary_keys=rotary_keys, positions=positions, rolling=size < capacity)
 
     def facts(self) -> MixerFacts:
-        """Return that it runs on a slice of its heads, which share the rotary key, and that its core attends for pieces
-        of rows."""
+        """State that the layer runs on a slice of its heads, and without an indexer attends for pieces of rows."""
         rotated = () if self.query_rope is None else (self.query_rope.output_shape,)
         query, key = (self.query.output_shape, *rotated), (self.key_up.output_shape, *rotated)
         value = (self.value_up.output_shape,)
@@ -351,5 +362,5 @@ class LatentAttention(Mixer):
 
 
 def _unwrap_cache(argument: LatentCache | ShareRequest | SharedValue | None) -> tuple[bool, LatentCache | None]:
-    """Return whether the mixer returns a `SharedValue`, and the cache in its argument."""
+    """Return whether the mixer must return a `SharedValue`, and the cache in its argument."""
     return (True, argument.wrapped) if isinstance(argument, SharedValue) else unwrap_request(argument)

@@ -1,4 +1,4 @@
-"""Rotary position embedding, and the scalings of its frequencies for contexts longer than those of training."""
+"""Rotary position embedding, and scalings of its frequencies for longer contexts than in training."""
 
 import abc
 import math
@@ -107,7 +107,8 @@ class Rotary(PositionEncoding):
         positions: Int[Array, "*batch seq"],
         lengths: Int[Array, "*batch #seq"] | None = None,
     ) -> Float[Array, "*batch seq heads head_dim"]:
-        """Rotate `x` to `positions`; `lengths` are the documents', by default one more than a row's last position."""
+        """Rotate `x` to its positions; `lengths` are those of the tokens' documents, by default of one document a
+        row."""
         if x.shape[-1] < self.dim:
             raise ValueError(f"Rotary(dim={self.dim})(x): x has only {x.shape[-1]} channels; dim must not exceed them.")
         if lengths is None:
@@ -121,7 +122,7 @@ class Rotary(PositionEncoding):
         old_lengths: Int[Array, "*batch #seq"],
         new_lengths: Int[Array, "*batch #seq"],
     ) -> Float[Array, "*batch seq heads head_dim"]:
-        """Replace a rotation by the frequencies of the old lengths with one by those of the new lengths."""
+        """Rotate `x`, which is rotated by the frequencies of the old lengths, to the frequencies of the new lengths."""
         dtype = at_least_float32(x.dtype)
         old_cosine, old_sine = self._cosines_and_sines(positions, old_lengths, dtype)
         cosine, sine = self._cosines_and_sines(positions, new_lengths, dtype)
@@ -164,9 +165,9 @@ class Rotary(PositionEncoding):
 
 
 class RotaryThenNorm(PositionEncoding):
-    """Rotary positions, then norms of the rotated queries and keys (Hunyuan); most models normalise before they rotate.
+    """Rotary positions, then norms of the rotated queries and keys (Hunyuan); most models normalize before they rotate.
 
-    Cached keys cannot be rotated again: a norm with weights does not commute with a rotation.
+    Cached keys cannot be rotated again, because a norm with weights does not commute with a rotation.
     """
 
     query_norm: Norm
@@ -190,7 +191,7 @@ class RotaryThenNorm(PositionEncoding):
         kv_positions: Int[Array, "*batch kv_seq"],
         lengths: Int[Array, "*batch #seq"] | None,
     ) -> tuple[Float[Array, "*batch seq heads head_dim"], Float[Array, "*batch kv_seq kv_heads head_dim"]]:
-        """Rotate queries and keys to their positions, then normalise them."""
+        """Rotate queries and keys to their positions, then normalize them."""
         query, key = self.rotary.encode(query, key, positions, kv_positions, lengths)
         return self.query_norm(query), self.key_norm(key)
 
@@ -208,9 +209,9 @@ class RotaryScaling(eqx.Module):
 
     depends_on_length: ClassVar[bool]
     has_frequency_sets: ClassVar[bool] = False
-    """Whether lengths share a few sets of frequencies; `representative_length` then tells which."""
+    """Whether lengths share a few sets of frequencies; `representative_length` then returns a length for each set."""
     least_dim: ClassVar[int] = 2
-    """The fewest channels that can be rotated."""
+    """The smallest `Rotary.dim` for which the scaling is defined."""
 
     @abc.abstractmethod
     def frequencies(
@@ -229,7 +230,7 @@ class RotaryScaling(eqx.Module):
         return self.depends_on_length and longest > getattr(self, "original_length", 0)
 
     def representative_length(self, length: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """Return a length that stands for all lengths with the same frequencies: 0 for those of the shortest."""
+        """Return a length that stands for all lengths with the same frequencies; 0 for the shortest lengths."""
         return length
 
 
@@ -249,8 +250,8 @@ class LinearScaling(RotaryScaling):
 class ProportionalScaling(RotaryScaling):
     """Rotation of the first `part` of all pairs; the other pairs pass unchanged (Gemma 4).
 
-    Rotated pairs have the frequencies that they have where all pairs are rotated. `Rotary(dim)` of as many channels
-    differs: it spreads the whole range of frequencies over its few pairs, and pairs other channels.
+    Rotated pairs have the same frequencies as if all pairs were rotated. A `Rotary` with a smaller `dim` differs: it
+    spreads the whole range of frequencies over its fewer pairs, and pairs other channels.
     """
 
     depends_on_length: ClassVar[bool] = False
@@ -290,14 +291,14 @@ class DynamicScaling(RotaryScaling):
     def frequencies(
         self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
     ) -> tuple[Frequencies, float | Float[Array, ""]]:
-        """Take `theta * (factor * length / original_length - factor + 1)^(dim / (dim - 2))` of each document."""
+        """Return frequencies of `theta * (factor * length / original_length - factor + 1)^(dim / (dim - 2))`."""
         stretch = jnp.maximum(length, self.original_length).astype(jnp.float32) / self.original_length
         stretched = theta * (self.factor * stretch - (self.factor - 1)) ** (dim / (dim - 2))
         return stretched ** jnp.asarray(-np.arange(0, dim, 2) / dim, jnp.float32), 1.0
 
 
 class Llama3Scaling(RotaryScaling):
-    """Low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1; Dubey et al. 2024)."""
+    """Low frequencies divided by `factor`, high frequencies kept, and a ramp between (Llama 3.1; Dubey et al. 2024)."""
 
     depends_on_length: ClassVar[bool] = False
     factor: float = eqx.field(static=True)
@@ -380,7 +381,7 @@ class LongRopeScaling(RotaryScaling):
     def frequencies(
         self, dim: int, theta: float, length: Int[Array, "*batch seq 1"]
     ) -> tuple[Frequencies, float | Float[Array, ""]]:
-        """Take the short or the long set by the length of each document."""
+        """Return frequencies divided by the short or the long divisors, by the length of each document."""
         for name, divisors in (("short", self.short_divisors), ("long", self.long_divisors)):
             if len(divisors) != dim // 2:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Rotary positions of cached keys: rotated once, again when a row's frequencies change, or whenever they are read."""
+"""Rotary positions of cached keys: keys are rotated once, again when frequencies change, or whenever they are read."""
 
 import dataclasses
 import functools
@@ -16,10 +16,10 @@ from ._rotary import PositionEncoding, Rotary
 
 
 class Rotation(eqx.Module):
-    """The position encoding of one call: of new queries and keys before keys are cached or, if `on_read`, after."""
+    """The position encoding of one call, applied before keys are cached or, if `on_read`, after they are read."""
 
     encoding: PositionEncoding | None
-    """The encoding; None: queries and keys stay as they are."""
+    """The encoding; None: queries and keys are not encoded."""
     tokens: Tokens
     """The tokens of the queries and of the new keys."""
     lengths: Int[Array, "*batch #seq"] | None = None
@@ -52,13 +52,14 @@ class Rotation(eqx.Module):
 def start_rotation(
     encoding: PositionEncoding | None, tokens: Tokens, cache: KVCache | None
 ) -> tuple[Rotation, KVCache | None]:
-    """Return the rotation of a call, and the cache with keys in the frequencies that rows have after the call.
+    """Return the rotation of a call, and the cache with its keys rotated by the frequencies that rows have after the
+    call.
 
-    - Frequencies that do not depend on the length, or are the same for all lengths that fit in the cache: keys are
+    - If frequencies do not depend on the length, or are the same for all lengths that fit in the cache, keys are
       rotated once, before they are cached.
-    - A few sets of frequencies (`Rotary.can_rerotate`): cached keys of a row are rotated again in the call in which the
-      row's length takes it to another set.
-    - Otherwise, where further tokens may change the frequencies of earlier keys: keys are cached without positions, and
+    - If lengths share a few sets of frequencies (`Rotary.can_rerotate`), a row's cached keys are rotated again in the
+      call whose tokens take the row to another set.
+    - Otherwise further tokens may change the frequencies of earlier keys. So keys are cached without positions, and
       rotated when they are read.
     """
     if encoding is None or not encoding.depends_on_length:
@@ -82,14 +83,15 @@ class CachedKeys(NamedTuple):
     scales: Float[Array, "*batch kv_heads kv_seq"] | None
 
 
-_BLOCK = 1024  # Slots that are rotated again at once.
+_BLOCK = 1024  # The most slots that are rotated again at once.
 
 
 def rerotate_cache(rotary: Rotary, cache: KVCache, tokens: Tokens) -> tuple[KVCache, Int[Array, "*batch 1"]]:
-    """Rotate the cached keys of rows that these tokens take to another set of frequencies; return the rows' lengths.
+    """Rotate the cached keys of rows that these tokens take to another set of frequencies.
 
-    Each length stands for its set (`RotaryScaling.representative_length`). Rows with padding only stay as they are.
-    Keys are rotated where the cache stores them, in few steps: every other step reads them as they are.
+    Return the new cache and the rows' lengths. Each length stands for its set of frequencies
+    (`RotaryScaling.representative_length`). Rows of padding alone do not change. Few calls rotate keys, in place; all
+    other calls only read them.
     """
     assert cache.rotary_lengths is not None and rotary.scaling is not None
     layer, old_lengths = cache.layer, index_layer(cache.rotary_lengths, cache.layer)
@@ -111,7 +113,7 @@ def _rerotate_by_blocks(
     lengths: tuple[Int[Array, "*batch"], Int[Array, "*batch"]],
     layer: Int[Array, ""] | None,
 ) -> CachedKeys:
-    """Loop over the blocks of slots of those rows whose old and new lengths differ: in most calls there are none."""
+    """Rotate the keys of rows whose old and new lengths differ, block by block; most calls have no such rows."""
     (*_, heads, kv_seq, _), layers = cached.keys.shape, 1 if layer is None else len(cached.keys)
     flat = jax.tree.map(lambda x: x.reshape(layers, -1, heads, kv_seq, *x.shape[cached.keys.ndim - 1 :]), cached)
     flat_positions = positions.reshape(-1, kv_seq)
@@ -141,7 +143,7 @@ def _rerotate_by_blocks(
 
 @_rerotate_by_blocks.defjvp
 def _rerotate_jvp(rotary: Rotary, primals: tuple, tangents: tuple) -> tuple[CachedKeys, CachedKeys]:
-    """Differentiate a rotation of all rows at once: a loop of unknown length has no derivative in reverse mode."""
+    """Differentiate a rotation of all rows at once, because a loop of unknown length has no reverse-mode derivative."""
 
     def rerotate_rows(
         cached: CachedKeys,

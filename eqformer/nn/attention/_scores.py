@@ -1,4 +1,4 @@
-"""Attention scores: their scale, temperature, bound, bias and sinks, and the call that weighs values by them."""
+"""Attention scores: their scale, temperature, softcap, bias and sinks, and the call that weighs values by them."""
 
 import equinox as eqx
 import jax
@@ -25,11 +25,11 @@ from .._tokens import Tokens
 
 
 class LogTemperature(Module):
-    """`1 + strength * log(1 + floor((position + offset) / every))`, which multiplies a query.
+    """A factor of queries that grows with their position, `1 + strength * log(1 + floor((position + offset) / every))`.
 
-    Over longer rows a softmax spreads its weight over more keys; scores that grow with the logarithm of the number of
-    keys keep the weight where it was (Nakanishi 2025, arXiv:2501.19399). Below position `every - offset` the factor is
-    1. Llama 4 counts tokens (`offset=1`), Ministral 3 positions (`offset=0`).
+    Over longer rows, a softmax spreads its weight over more keys. Scores that grow with the logarithm of the number of
+    keys keep the weight on the same keys (Nakanishi 2025, arXiv:2501.19399). Below position `every - offset` the factor
+    is 1. Llama 4 has `offset=1`, Ministral 3 `offset=0`.
     """
 
     every: int = eqx.field(static=True)
@@ -43,7 +43,7 @@ class LogTemperature(Module):
     def __call__(
         self, positions: Int[Array, "*batch seq"], dtype: DTypeLike = jnp.float32
     ) -> Float[Array, "*batch seq"]:
-        """Return the factor of each token's query, in this dtype but in float32 at least."""
+        """Return the factor of each token's query, in `dtype` but in float32 at least."""
         steps = (positions + self.offset) // self.every
         return 1 + self.strength * jnp.log1p(steps.astype(at_least_float32(jnp.dtype(dtype))))
 
@@ -72,10 +72,10 @@ class Scores(Module):
         """Return the factor of scores of queries with so many channels."""
         return channels**-0.5 if self.scale is None else self.scale
 
-    def sharpen(
+    def apply_temperature(
         self, query: Float[Array, "*batch seq heads head_dim"], tokens: Tokens
     ) -> Float[Array, "*batch seq heads head_dim"]:
-        """Multiply queries by their temperature."""
+        """Multiply queries by their temperature, if there is one."""
         if self.temperature is None:
             return query
         return multiply_float32(query, self.temperature(tokens.positions, query.dtype)[..., None, None])
@@ -90,7 +90,7 @@ class Scores(Module):
         tokens: Tokens,
         kv_tokens: Tokens | None = None,
     ) -> AttentionCall:
-        """Return the call of a core that computes the attention.
+        """Return the `AttentionCall` of these queries, keys and values with the options of the scores.
 
         Args:
             query: The queries, before their temperature.
@@ -101,7 +101,7 @@ class Scores(Module):
             kv_tokens: The tokens of the keys; None: those of the queries.
         """
         return AttentionCall(
-            self.sharpen(query, tokens),
+            self.apply_temperature(query, tokens),
             key,
             value,
             mask=mask,
@@ -129,8 +129,8 @@ def compute_attention(
     """Compute the call by `core`, or by a kernel for decoding if one query a row reads all keys of a cache.
 
     `cache` stores all keys and values of the call; None: they are in no cache. A kernel for decoding reads them as they
-    are stored: with 8 bits, scores are multiplied by scales instead of keys and values. A core that is none of
-    eqformer's own always computes the call itself.
+    are stored; if they have 8 bits, it multiplies scores and probabilities by the scales, instead of keys and values. A
+    core of another package always computes the call itself.
     """
     if cache is None or call.query.shape[-3] > 1:
         return core(call)
@@ -139,7 +139,7 @@ def compute_attention(
     decode = (blockwise_of(core) or BlockwiseAttention()).decode
     key, value, key_scales, value_scales = call.key, call.value, None, None
     if cache.key_scales is not None:
-        key, value, key_scales, value_scales = cache.scaled()
+        key, value, key_scales, value_scales = cache.read_quantized()
     return decode(
         DecodeCall(
             call.query,
@@ -162,10 +162,10 @@ def compute_attention(
 class RelativeBias(ScoreBias):
     """A learned bias for each head and range of distances (T5: Raffel et al. 2020, arXiv:1910.10683).
 
-    Half of the ranges of one direction hold one distance each; the others grow by a constant factor, so that the last
-    range begins at the distance `farthest` or before it, and holds all longer distances. With `both_ways` half of the
-    ranges are for keys up to the query's own token, and half for later keys; otherwise all ranges are for keys up to
-    the query's own token, and later keys count as the query's own token.
+    Half of the ranges of one direction hold one distance each. The other ranges grow by a constant factor; the last one
+    begins at the distance `farthest` or before it, and holds all longer distances. With `both_ways`, half of all ranges
+    are for keys up to the query's own token, and half are for later keys. Otherwise all ranges are for keys up to the
+    query's own token, and later keys have the range of distance 0.
     """
 
     weight: Float[Array, "ranges heads"]

@@ -1,4 +1,4 @@
-"""Auxiliary losses, and an update rule of selection biases, that balance the load of experts."""
+"""Auxiliary losses that balance the load of experts, and the update of selection biases, which balances it too."""
 
 import abc
 from collections.abc import Callable
@@ -24,10 +24,11 @@ def sum_on_one_device(x: Array) -> Array:
 class BalanceLoss(eqx.Module):
     """An auxiliary loss of a routing: `coefficient` times a sum over the tokens of this call.
 
-    The losses of devices add up. The model's loss is divided by the weights of its tokens in the end, so if few tokens
-    have a weight, the coefficient must be smaller in proportion. "Batch" means the rows of a call: those of a
-    microbatch, if there are several. `total` sums an array over all devices that share the batch, `row_total` over
-    those that hold parts of the same rows (context parallelism). On one device both are the identity.
+    The losses of devices add up. In the end, the model's whole loss is divided by the sum of its tokens' weights. So if
+    only few tokens have a weight, the coefficient must be smaller in proportion. "Batch" means the rows of a call:
+    those of a microbatch, if there are several. `total` sums an array over all devices that share the batch, and
+    `row_total` over the devices that hold parts of the same rows (context parallelism). On one device both are the
+    identity.
     """
 
     coefficient: eqx.AbstractVar[float]
@@ -44,11 +45,12 @@ class BalanceLoss(eqx.Module):
 
 
 class LoadBalance(BalanceLoss):
-    """`experts * sum_i f_i P_i`: `f_i` the share of assignments that expert `i` gets, `P_i` its mean score.
+    """`experts * sum_i f_i P_i`, where `f_i` is the share of choices that expert `i` gets, and `P_i` its mean score.
 
-    Both sum to one (scores of a softmax, or with `normalise`), so even loads cost 1 a token. `f` has no gradient and
-    is taken over the batch or over each row (`per="sequence"`, rows weighted by their length); `choices` counts only
-    the first choices. The loss is a sum over tokens that is linear in their scores, so only `f` is summed over devices.
+    Both sum to one (if scores are a softmax, or with `normalise`), so even loads cost 1 for each token. `f` has no
+    gradient. It is taken over the batch or, with `per="sequence"`, over each row, and rows are weighted by their
+    length. With `choices`, it counts only so many first choices of each token. The loss is a sum over tokens that is
+    linear in their scores, so only `f` is summed over devices.
 
     - `per="batch"`, `top_k` 1: Switch (Fedus et al. 2021, eq. 4-6), coefficient 0.01. With more choices, transformers'
       Mixtral has `top_k` times this.
@@ -83,7 +85,7 @@ class LoadBalance(BalanceLoss):
         else:
             counts, size = row_total(counts), row_total(size)
         scores = normalise_scores(routing.scores) if self.normalise else routing.scores
-        # The product is one of floats: the choices of a batch over all devices may exceed 32-bit integers.
+        # The factors are floats, because the choices of a batch over all devices may exceed 32-bit integers.
         assignments = jnp.maximum(size, 1).astype(scores.dtype) * routing.experts[..., : self.choices].shape[-1]
         share = counts.astype(scores.dtype) / assignments[..., None]
         costs = jnp.sum(share[..., None, :] * scores, axis=-1)
@@ -110,8 +112,8 @@ class RouterZ(BalanceLoss):
 class Importance(BalanceLoss):
     """`CV(sum over tokens of G(x))^2`, `G` the weights of all experts (Shazeer et al. 2017, eq. 6-7).
 
-    The squared coefficient of variation is the variance over the squared mean. It is that of the whole batch, and
-    counts once for every token of this call. `total` must be differentiable.
+    CV^2, the squared coefficient of variation, is the variance divided by the squared mean. It is computed over the
+    whole batch, and multiplied by the number of tokens of this call. `total` must be differentiable.
     """
 
     coefficient: float = eqx.field(static=True)
@@ -130,7 +132,7 @@ class Importance(BalanceLoss):
 class NoisyLoad(BalanceLoss):
     """`CV(sum over tokens of P(x, i))^2`, `P` the routing's `load` (Shazeer et al. 2017, eq. 10-11).
 
-    In all else it is `Importance`.
+    Everything else is as in `Importance`.
     """
 
     coefficient: float = eqx.field(static=True)
@@ -154,7 +156,8 @@ class NoisyLoad(BalanceLoss):
 def update_selection_bias(
     bias: Float[Array, "*layers experts"], load: Num[Array, "*layers experts"], rate: float | Float[Array, ""]
 ) -> Float[Array, "*layers experts"]:
-    """Return the selection bias after a step: up by `rate` for experts below the mean load, down for those above.
+    """Return the selection bias after a step: larger by `rate` for experts below the mean load, smaller for those
+    above.
 
     `load` counts the tokens of the whole batch that chose each expert, in a row for each layer. The rule is that of
     arXiv:2408.15664.

@@ -36,9 +36,9 @@ class Dispatch(Module):
 
     @abc.abstractmethod
     def among(self, facts: RouterFacts) -> str:
-        """Return the tokens on which it depends whether a choice is kept, as in `RouterFacts.among`.
+        """Return the group of tokens that decides whether a choice is kept, as in `RouterFacts.among`.
 
-        "token" if every choice is kept.
+        It is "token" if every choice is kept.
         """
 
 
@@ -84,11 +84,12 @@ class Capacity(Dispatch):
 
     Padding chooses no expert and is not counted, so that rows may be padded to any length.
 
-    Groups are rows (`per="sequence"`, so that neither the batch nor a mesh that splits it changes which choices are
-    dropped) or all rows of a call (`"batch"`). First choices go before second ones, and earlier tokens before later
-    ones (GShard, arXiv:2006.16668, algorithm 1; Switch, arXiv:2101.03961, section 2.2). A dropped choice adds nothing:
-    if all its choices are dropped, a token passes through the residual stream. Any module may be an expert; experts
-    that are made of linear maps have one derivative, in reverse mode, as with `Dropless`.
+    With `per="sequence"` each row is a group, so that neither the batch nor a mesh that splits the batch changes which
+    choices are dropped. With `per="batch"` all rows of a call are one group. First choices get slots before second
+    choices, and earlier tokens before later tokens (GShard, arXiv:2006.16668, algorithm 1; Switch, arXiv:2101.03961,
+    section 2.2). A dropped choice adds nothing, so a token whose choices are all dropped passes through the residual
+    stream. Any module may be an expert. Experts that are made of linear maps have a first derivative in reverse mode
+    only, as with `Dropless`.
 
     Choices are dropped in training only. In inference, layers use `without_drops`, because the dropped choices depend
     on later tokens (whose first choices go before earlier tokens' second ones) and on the length of the call.
@@ -119,7 +120,7 @@ class Capacity(Dispatch):
         groups, has_slot = chosen.shape[0], slot >= 0
         dropped = jnp.sum((chosen >= 0) & ~has_slot, dtype=jnp.int32)
         if experts.only_call_maps():
-            # Grouped products compute no empty slot on CPUs, and rematerialisation can keep their results.
+            # Grouped products do not compute empty slots on CPUs, and rematerialisation can keep their results.
             with_slot = jnp.where(has_slot, chosen, -1)
             flat = (array.reshape(-1, array.shape[-1]) for array in (x, with_slot, routing.weights))
             y = sum_experts(experts, *flat, weighs_inputs=weighs_inputs, most=groups * capacity)
@@ -239,7 +240,7 @@ def take_rows(
 ) -> Float[Array, "taken embed"]:
     """Return `x[index]`, with a gradient that is a gather and a sum instead of a scatter.
 
-    `users` lists for each row of `x` the indices in the result that are copies of it.
+    `users` lists for each row of `x` the indices of its copies in the result.
     """
     return x[index]
 

@@ -43,48 +43,55 @@ def run_grouped(
     """Return `modules[g](x[i])` for each row `i` of group `g`: the first `sizes[0]` rows are of group 0, and so on.
 
     `modules` is an ensemble over groups whose parameters all belong to linear maps from one dim to one; it maps rows
-    one by one. Rows after the last group give zeros. On a platform whose kernels (`kernels.GROUPED_MATMUL`) support all
-    of its maps, each map is computed by these kernels. Otherwise each group has slots for as many rows as with an even
-    load, which are computed together, and the other rows are computed in blocks of one group each, as in MegaBlocks
-    (arXiv:2211.15841). On CPUs, where nothing is kept for gradients, there are slots only in float32 and only for few
-    rows or large weights, and blocks for all else. Maps that hold no weight, such as quantized ones, are decoded for
-    groups that have rows, and again in the backward pass. The outputs of the maps are kept for the backward pass, which
-    recomputes the rest; there are no second derivatives and no forward mode. Weights are cast to the dtype of `x`; sums
-    are float32 at least.
+    one by one. Rows after the last group give zeros.
+
+    On a platform whose kernels (`kernels.GROUPED_MATMUL`) support all of its maps, each map is computed by these
+    kernels. Otherwise each group has slots for as many rows as with an even load, which are computed together, and the
+    other rows are computed in blocks of one group each, as in MegaBlocks (arXiv:2211.15841). On CPUs, if no gradient is
+    taken, slots are used only in float32 or float64, and only for few rows or large weights; all other rows are
+    computed in blocks.
+
+    Maps that hold no weight, such as quantized maps, are decoded for groups that have rows, and again in the backward
+    pass. The outputs of the maps are kept for the backward pass, which recomputes the rest; there are no second
+    derivatives and no forward mode. Weights are cast to the dtype of `x`; sums are float32 at least.
 
     Args:
         modules: An ensemble over groups.
         x: The rows, sorted by group.
         sizes: The number of rows of each group.
-        even: The number of rows of a group with an even load; None: an equal share of all rows, though some of
-            these may be of no group.
-        most: A bound on the rows of a group; accelerators without kernels for such calls have so many slots for each
+        even: The number of rows of a group with an even load; None: an equal share of all rows, including rows of no
+            group.
+        most: A bound on the rows of a group. Accelerators without kernels for such calls have so many slots for each
             group, and no blocks.
     """
     arrays, static = eqx.partition(modules, eqx.is_array)
     leaves, structure = jax.tree.flatten(static)
-    # Within a shard_map of the caller's, the transpose of these additions sums gradients over the mesh axes over which
-    # an array does not vary.
+    # Inside `shard_map`, the transpose of these additions sums gradients over the mesh axes over which an array does
+    # not vary.
     zero = varying_zero(arrays, x, sizes)
     arrays, x = jax.tree.map(functools.partial(_vary_as, zero), (arrays, x))
     return _grouped_function(structure, tuple(leaves), even, most, compilers())(arrays, x, sizes.astype(jnp.int32))
 
 
 class _Passes(NamedTuple):
-    """The ways of one platform to compute an ensemble on sorted rows."""
+    """The functions by which one platform computes an ensemble on sorted rows."""
 
     run: Callable[..., Array]
-    """The outputs alone, of a program without gradients."""
+    """Returns the outputs, for programs without gradients."""
     forward: Callable[..., tuple[Array, list[Array]]]
-    """The outputs, and what the backward pass reads."""
+    """Returns the outputs, and the maps' outputs, which the backward pass reads."""
     backward: Callable[..., tuple[PyTree, Array]]
+    """Returns the gradients of the parameters and of the rows."""
 
 
 @functools.lru_cache(maxsize=256)
 def _grouped_function(
     structure: Hashable, leaves: tuple, even: int | None, most: int | None, platforms: tuple[str, ...]
 ) -> Callable[[PyTree, Array, Array], Array]:
-    """Return the function with its gradient; equal modules give the same function, so eager calls compile once."""
+    """Return the function `run(arrays, x, sizes)` with its gradient.
+
+    Equal modules get the same function, so that eager calls compile only once.
+    """
     static = jax.tree.unflatten(structure, leaves)
     partial = functools.partial
     default = _Passes(
@@ -127,7 +134,7 @@ def _grouped_function(
 
 
 def _kernel_platforms(static: PyTree, arrays: PyTree, x: Array, sizes: Array, most: int | None) -> tuple[str, ...]:
-    """Return the platforms whose kernels support all maps of an ensemble, of those that can be compiled for here."""
+    """Return the accelerators of this installation whose kernels support all maps of an ensemble."""
     if not compilers():
         return ()
     choices: list[Choice] = []
@@ -166,9 +173,10 @@ def _kernel_passes(platform: str, most: int | None) -> _Passes:
 
 
 def _differentiate_parts(backward: Callable[..., tuple[PyTree, Array]]) -> Callable[..., tuple[PyTree, Array]]:
-    """Return the backward pass with gradients of the arrays that maps are made of, instead of those of the weights.
+    """Return a backward pass that also differentiates maps without a weight, such as quantized maps.
 
-    The weights are decoded for this, and their gradients are passed on to the arrays.
+    It decodes the weights, calls `backward` for their gradients, and turns these into gradients of the arrays from
+    which the weights are decoded.
     """
 
     def run(static: PyTree, arrays: PyTree, *residuals: PyTree) -> tuple[PyTree, Array]:
@@ -187,10 +195,10 @@ def _vary_as(zero: Array, array: Array) -> Array:
     return array if axes >= zero_axes else array + zero.astype(array.dtype)
 
 
-# By kernels: all rows at once, a grouped product for each linear map.
+# The passes by kernels: a grouped product for each linear map, for all rows at once.
 
 KernelFor = Callable[[GroupedMatmulCall], GroupedMatmul]
-"""The kernel that computes a call."""
+"""A function that returns the kernel for a call."""
 
 
 def run_by_kernels(
@@ -202,7 +210,7 @@ def run_by_kernels(
     kernel_for: KernelFor,
     most: int | None = None,
 ) -> Array:
-    """Return the rows' outputs; each map is computed by the kernel of `kernel_for`."""
+    """Return the rows' outputs, with each map computed by the kernel that `kernel_for` returns."""
     return kernels_forward(static, arrays, x, sizes, kernel_for=kernel_for, most=most)[0]
 
 
@@ -223,7 +231,7 @@ def kernels_forward(
         return map_outputs[-1]
 
     y, outputs = record_linears(eqx.combine(arrays, static), x, passes._replace(forward=forward))
-    # The output of a map is zero after the last group; that of an activation need not be.
+    # The output of a map is zero after the last group, but that of an activation may not be.
     is_map_output = any(y is output for output in map_outputs)
     return (y if is_map_output else jnp.where(_is_in_group(x, sizes), y, 0)), outputs
 
@@ -247,7 +255,7 @@ def kernels_backward(
 
 
 def _kernel_linear_passes(sizes: Array, rows: int, kernel_for: KernelFor, most: int | None) -> LinearPasses:
-    """Return the passes of one linear map by its kernel, for all groups at once."""
+    """Return the passes of a linear map by its kernel, for all groups at once."""
     group_of_row = jnp.repeat(jnp.arange(len(sizes), dtype=jnp.int32), sizes, total_repeat_length=rows)
 
     def select_kernel(products: MatmulPrecision, x: Array, weight: Array) -> GroupedMatmul:

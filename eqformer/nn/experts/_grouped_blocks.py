@@ -1,4 +1,4 @@
-"""Ensembles on rows sorted by group without kernels: first in slots of all groups at once, the other rows in blocks.
+"""Ensembles on rows sorted by group, without kernels: the first rows of all groups in slots, the other rows in blocks.
 
 Each group has as many slots as rows with an even load, and the slots of all groups are one batched product. The rows
 beyond the slots are computed block by block, each block with the weights of its group. The backward pass keeps the
@@ -20,22 +20,21 @@ from .._matmul_precision import ComputeDtypeMatmul, MatmulPrecision
 
 
 Parameters = tuple[Array, Array | None]
-"""A weight and, where there is one, a bias."""
+"""A weight, and a bias or None."""
 
 
 class LinearPasses(NamedTuple):
-    """A forward and a backward pass of a linear map; both may be those of a kernel.
-
-    The backward pass takes the precision of the map's products, its parameters, its input and the gradient of its
-    output, and returns the gradients of the parameters and of the input.
-    """
+    """A forward and a backward pass of a linear map, which a kernel may compute."""
 
     forward: Callable[[LinearMap, Array], Array]
+    """Returns the output for a map and its input."""
     backward: Callable[[MatmulPrecision, Parameters, Array, Array], tuple[Parameters, Array]]
+    """Returns the gradients of the parameters and of the input, for the precision of the map's products, the
+    parameters, the input and the gradient of the output."""
 
 
 def call_in_place_of_linears(module: PyTree, call: Callable[[Any, Array], Array]) -> PyTree:
-    """Return the module with `call(linear, x)` in the place of each call of a linear map."""
+    """Return the module in which `call(linear, x)` replaces each call of a linear map."""
 
     def replace(linear: LinearMap) -> PrecomputedLinear:
         return PrecomputedLinear(linear, functools.partial(call, linear))
@@ -46,7 +45,7 @@ def call_in_place_of_linears(module: PyTree, call: Callable[[Any, Array], Array]
 def record_linears(module: PyTree, x: Array, passes: LinearPasses) -> tuple[Array, list[Array]]:
     """Return the module's output, and the outputs of its linear maps in the order of their calls.
 
-    A linear map's output that is the module's output too is left out.
+    If the module's output is itself the output of a linear map, it is left out of these.
     """
     outputs: list[Array] = []
 
@@ -59,7 +58,7 @@ def record_linears(module: PyTree, x: Array, passes: LinearPasses) -> tuple[Arra
 
 
 def replay_linears(module: PyTree, x: Array, passes: LinearPasses, outputs: Sequence[Array]) -> Array:
-    """Return the module's output, given the outputs of its linear maps; gradients are those of `passes`."""
+    """Compute the module's output from the recorded `outputs` of its linear maps; their gradients are by `passes`."""
     remaining = list(outputs)
 
     def backward(
@@ -85,7 +84,7 @@ def replay_linears(module: PyTree, x: Array, passes: LinearPasses, outputs: Sequ
 
 
 def varying_zero(tree: PyTree, first: Array, *others: Array) -> Array:
-    """Return a zero of the dtype of `first` that varies over the mesh axes over which any of these arrays varies."""
+    """Return a zero of the dtype of `first` that varies over all mesh axes over which one of these arrays varies."""
     zero = jnp.zeros_like(first, shape=())
     for array in (*others, *jax.tree.leaves(tree)):
         zero += jnp.zeros_like(array, zero.dtype, shape=())
@@ -94,7 +93,7 @@ def varying_zero(tree: PyTree, first: Array, *others: Array) -> Array:
 
 Carry = TypeVar("Carry")
 FEWEST_SLOTS = 16
-"""The fewest rows of an even load for which groups have slots."""
+"""Groups have slots if an even load has at least so many rows."""
 
 
 def run_in_blocks(
@@ -108,7 +107,7 @@ def run_in_blocks(
 ) -> Array:
     """Return the rows' outputs, without residuals for gradients.
 
-    The memory of the residuals leaves room for a quarter more slots, which few loads exceed.
+    Residuals would need memory, so there is room for a quarter more slots, which few loads exceed.
     """
     even = even_load(sizes, len(x), even)
     number = even * 5 // 4 if even >= FEWEST_SLOTS else 0
@@ -118,7 +117,9 @@ def run_in_blocks(
 def blocks_forward(
     static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, even: int | None = None, most: int | None = None
 ) -> tuple[Array, list[Array]]:
-    """Return the rows' outputs, and the outputs of linear maps for the rows in slots, as `GroupSlots.flatten` does."""
+    """Return the rows' outputs, and the linear maps' outputs for the rows in slots, in the form of
+    `GroupSlots.flatten`.
+    """
     return compute_in_slots(static, arrays, x, sizes, GroupSlots(sizes, len(x), even=even, most=most))
 
 
@@ -130,7 +131,7 @@ def compute_in_slots(
     slots: "GroupSlots",
     passes: LinearPasses | None = None,
 ) -> tuple[Array, list[Array]]:
-    """Return the results of `blocks_forward` for these slots, in which linear maps are computed by `passes`."""
+    """Return the results of `blocks_forward` for these slots; linear maps in slots are computed by `passes`."""
     passes = PLAIN_PASSES if passes is None else passes
     run_module = lambda arrays, x: record_linears(eqx.combine(arrays, static), x, passes)
     shapes = jax.eval_shape(run_module, jax.tree.map(lambda a: a[0], arrays), x[:1])
@@ -211,10 +212,10 @@ def even_load(sizes: Int[Array, "groups"], rows: int, even: int | None) -> int:
 class GroupSlots:
     """Slots for the first rows of each group, which are computed for all groups in one batched product.
 
-    The product copies no parameters; the other rows are computed afterwards. There are as many slots for a group as
-    rows with an `even` load (by default an equal share of all rows), and none if these are few. Slots are not used if
-    loads are so uneven that a quarter of the rows would find no slot. If no group has more than `most` rows, there are
-    so many slots for each group, and no other rows.
+    The product copies no parameters. The other rows are computed afterwards. A group has as many slots as it has rows
+    with an `even` load (by default an equal share of all rows), and none if these are few. Slots are not used if loads
+    are so uneven that a quarter of the rows would have no slot. With `most`, a bound on the rows of a group, each group
+    has so many slots, and there are no other rows.
     """
 
     number: int
@@ -259,9 +260,9 @@ class GroupSlots:
         return jnp.where(has_slot[:, None], flat[jnp.where(has_slot, in_range * self.number + slot, 0)], 0)
 
     def flatten(self, slots: Array) -> Array:
-        """Return the slots one after another as `count` rows: padded with zeros or, of more slots than rows, cut.
+        """Return the slots of all groups one after another, padded with zeros or cut to `count` rows.
 
-        If every row has a slot because of `most`, the rows themselves: then there may be more slots than rows.
+        With `most`, there may be more slots than rows, and every row has a slot; then return the rows in their order.
         """
         if self.hold_all:
             return self.to_rows(slots)
@@ -269,7 +270,7 @@ class GroupSlots:
         return jnp.pad(flat, [(0, self.count - len(flat)), (0, 0)])
 
     def unflatten(self, flat: Array) -> Array:
-        """Return the slots of `flatten`, by group."""
+        """Return the slots by group, from the result of `flatten`."""
         if self.hold_all:
             return self.fill(flat)
         return flat[: self.groups * self.number].reshape(self.groups, self.number, -1)
@@ -281,11 +282,11 @@ class GroupSlots:
         return jax.lax.cond(self.are_used, run_slots, lambda: unused) if self.number else unused
 
     def remaining_rows(self, group: Array) -> tuple[Array, Array]:
-        """Return the first row of a group that has no slot, and the end of the group."""
+        """Return the first row of a group that has no slot, and the row after the group's last row."""
         return self._first_remaining[group], self.ends[group]
 
     def loop_over_groups(self, step: Callable[[Array, Carry], Carry], carry: Carry) -> Carry:
-        """Apply `step(group, carry)` for each group with rows that have no slot: in decoding few groups have rows."""
+        """Apply `step(group, carry)` for each group with rows that have no slot; in decoding these are few groups."""
         if self.hold_all:
             return carry
 
@@ -307,7 +308,7 @@ def _plain_backward(
 
 
 PLAIN_PASSES = LinearPasses(lambda linear, x: linear(x), _plain_backward)
-"""The passes of a linear map of one group, as the map itself computes them."""
+"""The passes of a linear map of one group without a kernel."""
 
 
 def _loop_over_blocks(
@@ -320,8 +321,8 @@ def _loop_over_blocks(
 ) -> Carry:
     """Apply `step(start, size, is_owned, carry)` to each block of the rows from `start` to `end`.
 
-    `is_owned` marks these rows if a block has others too, and is None otherwise. Blocks are as large as even loads
-    fill: from 16 rows, for a token of each row in decoding, to 256.
+    If a block contains other rows too, `is_owned` marks the rows between `start` and `end`; otherwise it is None.
+    Blocks have 16 to 256 rows: the larger an even load, the larger the blocks.
     """
     even = 2 ** max(0, even.bit_length() - 1)
     sizes = (max(64, min(256, even)), 64 if even >= 256 else 32) if even >= FEWEST_SLOTS else (32, 16)
@@ -332,7 +333,7 @@ def _loop_over_blocks(
 
     def step_small(n: Array, carry: Carry) -> Carry:
         first = small_start + n * small
-        begin = jnp.minimum(first, rows - small)  # the last block may overlap the block before it
+        begin = jnp.minimum(first, rows - small)  # The last block may overlap the block before it.
         row = begin + jnp.arange(small, dtype=jnp.int32)
         return step(begin, small, ((row >= first) & (row < end))[:, None], carry)
 
@@ -359,23 +360,23 @@ def _write_block(rows: Array, block: Array, start: Array, is_owned: Array | None
     return jax.lax.dynamic_update_slice_in_dim(rows, block, start, 0)
 
 
-# Forward passes, prompts and decoding on CPUs, where nothing is kept for gradients.
+# Passes without gradients on CPUs, such as prompts and decoding.
 
 LARGE_GROUP = 2**23
-"""The fewest bytes of a group's weights whose copy, which each block makes, does not fit in a processor's cache."""
+"""A group's weights are large if they have so many bytes: the copy that each block makes does not fit in the cache."""
 
 
 def run_in_blocks_without_residuals(
     static: PyTree, arrays: PyTree, x: Array, sizes: Array, *, even: int | None = None
 ) -> Array:
-    """Return the rows' outputs on CPUs: in slots where a copy of a group's weights would cost more than empty slots.
+    """Return the rows' outputs on CPUs, in slots if copies of the groups' weights would cost more than empty slots.
 
-    A block of rows copies its group's weights out of the ensemble; one batched product for the slots of all groups
-    copies none. Blocks are faster if few groups have rows, and for many rows of groups with small weights.
+    A block of rows copies its group's weights out of the ensemble. One batched product for the slots of all groups
+    copies no weights. Blocks are faster if few groups have rows, and for many rows of groups with small weights.
     """
     even = even_load(sizes, len(x), even)
-    # Only 32 bits and more: in 16 bits fused operations round less often, so that quantized maps, which are always
-    # computed in blocks, would give other results.
+    # Slots are used only for 32 bits and more. In 16 bits, fused operations round less often, so that quantized maps,
+    # which are always computed in blocks, would give other results.
     is_wide = jnp.finfo(x.dtype).bits >= 32
     use_slots = is_wide and even >= 2 and _are_slots_cheaper(static, arrays, even)
     number = max(FEWEST_SLOTS, even * 5 // 4) if use_slots else 0
@@ -385,13 +386,13 @@ def run_in_blocks_without_residuals(
 
 def _are_slots_cheaper(static: PyTree, arrays: PyTree, even: int) -> bool:
     if not all(isinstance(linear, DenseMap) for linear in linear_maps(static)):
-        return False  # quantized maps would be decoded for all groups at once
+        return False  # Quantized maps would be decoded for all groups at once.
     is_large = sum(array[0].nbytes for array in jax.tree.leaves(arrays)) >= LARGE_GROUP
     return is_large or even < FEWEST_SLOTS
 
 
 def _multiply_weight_left(linear: LinearMap, x: Array) -> Array:
-    """Return `linear(x)` of few rows, with the weight on the left, so that it is multiplied in the order it is stored.
+    """Return `linear(x)` for few rows, with the weight as the left factor, which is read in the order it is stored.
 
     For eight weights of 2048 x 2048 with 16 rows each, this takes 0.6 times as long.
     """

@@ -23,7 +23,8 @@ from ._routing import is_real, Router, Routing, Slots
 
 
 ROUTER = 2
-"""The number that a mixture folds into tokens' keys for its router; dropouts of a block fold their sublayer's index."""
+"""The number that a mixture folds into tokens' keys for its router; a block's dropouts fold in their sublayer's
+index."""
 
 
 class ExpertMixture(Routed):
@@ -52,15 +53,15 @@ class ExpertMixture(Routed):
         weighs_inputs: eqx.AbstractVar[bool]
 
     def normalize_inputs(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
-        """Return the stream as the experts read it, but not the router; by default unchanged."""
+        """Return the normalized input of the experts; the router reads `x` itself. By default return `x`."""
         return x
 
     def project_inputs(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq _"]:
-        """Return the channels that experts read; by default all features."""
+        """Return the channels that experts read; by default all features of `x`."""
         return x
 
     def project_outputs(self, y: Float[Array, "*batch seq _"]) -> Float[Array, "*batch seq embed"]:
-        """Return the stream's features for the sum of a token's experts; by default the sum itself."""
+        """Map the sum of a token's experts to the features of the stream; by default return the sum itself."""
         return y
 
     def combine(
@@ -110,9 +111,9 @@ class ExpertMixture(Routed):
         load = jnp.sum(counts, axis=tuple(range(counts.ndim - 1)), dtype=jnp.int32)
         return Aux(loss, load, dropped, jnp.sum(entropy), jnp.sum(real, dtype=jnp.int32))
 
-    def rebalanced(self, aux: Aux, rate: float | Float[Array, ""]) -> "ExpertMixture":
+    def rebalance(self, aux: Aux, rate: float | Float[Array, ""]) -> "ExpertMixture":
         """Return the mixture with its router rebalanced by the load."""
-        return eqx.tree_at(lambda m: m.router, self, self.router.rebalanced(aux.load, rate))
+        return eqx.tree_at(lambda m: m.router, self, self.router.rebalance(aux.load, rate))
 
 
 class MoE(ExpertMixture):
@@ -152,7 +153,7 @@ class MoE(ExpertMixture):
         from_latent: LinearMap | None = None,
         weighs_inputs: bool = False,
     ):
-        """Put the parts together. Raises a `ValueError` where they do not fit, or `losses` have nothing to read.
+        """Put the parts together. Raises a `ValueError` for parts that do not fit together.
 
         Args:
             router: Chooses the experts of a token, and their weights.
@@ -209,7 +210,7 @@ class MoE(ExpertMixture):
 
 
 class GatedShared(FeedForward):
-    """`sigmoid(w . x) layer(x)`: a shared expert with a gate for each token (Qwen2-MoE)."""
+    """`sigmoid(w . x) layer(x)`: a shared expert with one gate for each token (Qwen2-MoE)."""
 
     layer: Callable[[Array], Array]
     gate: LinearMap
@@ -248,7 +249,7 @@ def first_experts(
 
 
 class _FirstExpert(Routed):
-    """A mixture that returns each token's first expert in the place of its `Aux`."""
+    """A mixture that returns each token's first expert instead of its `Aux`."""
 
     inner: ExpertMixture
 

@@ -1,4 +1,4 @@
-"""Routers: the best experts of each token, choices with noise, and experts that choose their tokens."""
+"""Routers: the best experts of each token, choices with noise, and experts that choose their tokens themselves."""
 
 import dataclasses
 import functools
@@ -34,9 +34,9 @@ from ._routing import (
 
 @dataclasses.dataclass(frozen=True)
 class ExpertGroups:
-    """Groups of neighbouring experts, of which a token chooses the best before it chooses experts from these.
+    """Groups of neighbouring experts. A token first chooses its best groups, and then experts from these groups.
 
-    Published configurations call the two counts `n_group` and `topk_group` (DeepSeek).
+    Published configurations call `count` and `top_k` `n_group` and `topk_group` (DeepSeek).
     """
 
     count: int
@@ -58,13 +58,13 @@ class ExpertGroups:
         size = experts // self.count
         if not 1 <= self.top_k <= self.count:
             raise ValueError(
-                f"{call}: of {self.count} groups a token chooses at least one and at most all; change the top_k of the "
+                f"{call}: a token chooses at least one and at most all of {self.count} groups; change the top_k of the "
                 "groups."
             )
         if self.top_k * size < top_k:
             raise ValueError(
-                f"{call}: {self.top_k} groups of {size} experts leave {self.top_k * size} to choose {top_k} from; "
-                "choose more groups or lower top_k."
+                f"{call}: {self.top_k} groups of {size} experts have {self.top_k * size} experts to choose {top_k} "
+                "from; choose more groups or lower top_k."
             )
         if self.count > 1 and size < _SUMMED_EXPERTS[self.score]:
             raise ValueError(
@@ -74,16 +74,15 @@ class ExpertGroups:
 
 
 class TopKRouter(Router):
-    """The `top_k` experts of the highest scores for each token; equal scores: the lowest number.
+    """A router that chooses for each token the `top_k` experts with the highest scores; of equals, the lowest number.
 
     Scores are `s = score(W x + b)` with softmax, sigmoid or sqrt_softplus. The weights are the scores of the chosen
-    experts times `scale`; with `normalise` they are divided by their sum (for a softmax: the softmax of the chosen
-    logits). `balanced` adds a `selection_bias` to the scores for the choice alone, without a gradient;
-    `update_selection_bias` changes it. With `groups` a token chooses experts from its best groups, which are compared
-    with the selection bias included. While training, `jitter` multiplies each channel of the router's input by a number
-    from U(1 - jitter, 1 + jitter); the logits are then those of the multiplied input. With a `norm` the map reads the
-    norm's output, and logits are multiplied by `logit_scale`; `expert_scale` is a learned factor on the weights of each
-    expert (Gemma 4).
+    experts times `scale`. With `normalise` they are first divided by their sum (for a softmax: the softmax of the
+    chosen logits). `balanced` adds a `selection_bias` to the scores, only for the choice and without a gradient;
+    `update_selection_bias` changes the bias. With `groups` a token chooses experts from its best groups; the scores of
+    groups include the selection bias. In training, `jitter` multiplies each channel of the router's input by a number
+    from U(1 - jitter, 1 + jitter), so the logits have this noise too. With a `norm` the map reads the norm's output.
+    `logit_scale` is a factor of the logits, and `expert_scale` a learned factor of each expert's weight (Gemma 4).
 
     - all experts: `top_k=experts`.
     - Switch (Fedus et al. 2021, eq. 1-2): `top_k=1, jitter=0.01`; not normalised, or the router would learn nothing.
@@ -152,7 +151,9 @@ class TopKRouter(Router):
         if score not in SCORES:
             raise ValueError(f"TopKRouter(score={score!r}): the scores are {', '.join(SCORES)}.")
         if not 0 <= jitter < 1:
-            raise ValueError(f"TopKRouter(jitter={jitter}): factors lie in 1 -+ jitter; give a number in [0, 1).")
+            raise ValueError(
+                f"TopKRouter(jitter={jitter}): factors are between 1 - jitter and 1 + jitter; give a number in [0, 1)."
+            )
         self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, bias=bias, std=std, key=key)
         self.selection_bias = jnp.zeros(experts, jnp.float32) if balanced else None
         self.norm, self.logit_scale = norm, logit_scale
@@ -171,7 +172,7 @@ class TopKRouter(Router):
         x = x if self.norm is None else self.norm(x)
         logits = self.logit_scale * router_logits(self.linear, x)
         scores = SCORES[self.score](logits)
-        # Logits are compared where possible: rounding makes sigmoids of 17 and more equal.
+        # Logits are compared instead of scores if possible, because rounding makes sigmoids of 17 and more equal.
         experts = self._choose_experts(logits if self.selection_bias is None and self.groups is None else scores)
         if self.normalise and self.score == "softmax":
             weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1))
@@ -186,7 +187,7 @@ class TopKRouter(Router):
         """State that each token chooses `top_k` experts by itself."""
         return RouterFacts(self.linear.sizes["candidates"], self.top_k, "token")
 
-    def rebalanced(self, load: Num[Array, "*layers experts"], rate: float | Float[Array, ""]) -> "TopKRouter":
+    def rebalance(self, load: Num[Array, "*layers experts"], rate: float | Float[Array, ""]) -> "TopKRouter":
         """Return the router with its selection bias, if it has one, moved towards an even load."""
         if self.selection_bias is None:
             return self
@@ -242,7 +243,7 @@ class NoisyTopKRouter(Router):
     def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Routing:
         """Choose the `top_k` experts that are best under this token's noise."""
         logits = router_logits(self.linear, x)
-        # The floor keeps the quotient's slope finite where softplus underflows.
+        # The floor keeps the slope of the quotient finite if softplus underflows.
         deviation = jnp.maximum(jax.nn.softplus(router_logits(self.noise, x)), 1e-6)
         noisy = logits
         if tokens.keys is not None:
@@ -265,19 +266,19 @@ class NoisyTopKRouter(Router):
     ) -> Float[Array, "*batch seq experts"]:
         if self.top_k == noisy.shape[-1]:
             return jnp.ones_like(noisy)
-        # An expert must beat the `top_k`-th highest of the other experts, which is one rank lower in the order of all
-        # experts for those that are among the `top_k` themselves.
+        # An expert must beat the `top_k`-th highest of the other experts. For an expert that is among the `top_k`
+        # itself, this is rank `top_k + 1` of all experts, for any other expert rank `top_k`.
         best = jax.lax.top_k(noisy, self.top_k + 1)[0]
         last, following = best[..., self.top_k - 1 : self.top_k], best[..., self.top_k :]
         return jax.scipy.special.ndtr((logits - jnp.where(noisy >= last, following, last)) / deviation)
 
 
 class RandomSecondRouter(Router):
-    """The two likeliest experts, the second only at times (GShard, Lepikhin et al. 2020, algorithm 1).
+    """The two likeliest experts, of which the second is taken at random (GShard, Lepikhin et al. 2020, algorithm 1).
 
-    Weights are `g1 / (g1 + g2)` and `g2 / (g1 + g2)` of the softmax. While training, the second expert is taken with
-    probability `2 g2 / (g1 + g2)`, which is at most 1; the first keeps its weight either way. Without keys a token
-    takes both.
+    Weights are `g1 / (g1 + g2)` and `g2 / (g1 + g2)` of the softmax. In training, the second expert is taken with
+    probability `2 g2 / (g1 + g2)`, which is at most 1; the weight of the first expert is the same in both cases.
+    Without keys a token takes both experts.
     """
 
     linear: LinearMap
@@ -305,13 +306,14 @@ class RandomSecondRouter(Router):
 
 
 class ExpertChoiceRouter(Router):
-    """Expert-choice routing: each expert takes the `ceil(factor * n / experts)` tokens that score it highest.
+    """Expert-choice routing: each expert takes the `ceil(factor * n / experts)` tokens with its highest scores.
 
-    The method is that of Zhou et al. (2022, eq. 1-2). Scores are the softmax over experts, and are the weights; equal
-    scores: the earlier token. `n` counts the real tokens of a group: of a row (`per="sequence"`) or of the whole call
-    (`per="batch"`), so that padding changes nothing. A token is taken by `factor` experts on average, and possibly by
-    none or by all. The load is balanced by construction. Which tokens are taken depends on later ones: the future leaks
-    into a causal model, and a prompt alone is routed differently from the prompt with its continuation.
+    The method is that of Zhou et al. (2022, eq. 1-2). Scores are the softmax over experts, and they are the weights. If
+    scores are equal, the earlier token is taken. `n` is the number of real tokens of a group: of a row
+    (`per="sequence"`) or of the whole call (`per="batch"`), so that padding changes nothing. On average, a token is
+    taken by `factor` experts, and possibly by none or by all. The load is balanced by construction. Which tokens are
+    taken depends on later tokens: the future leaks into a causal model, and a prompt alone is routed differently from
+    the prompt with its continuation.
     """
 
     linear: LinearMap

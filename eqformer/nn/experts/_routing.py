@@ -20,10 +20,10 @@ from .._tokens import Tokens
 class Routing(eqx.Module):
     """The experts of each token, best first, and their weights, in float32 at least.
 
-    The experts of a token are distinct; -1 stands for no expert (padding, a second choice that was not drawn) and has
-    weight 0. `scores` are the probabilities or affinities of all experts, which balance losses read; `logits` are the
-    router's logits before noise. `load` is the smooth probability that a token chooses an expert, from routers whose
-    choice is noisy (`NoisyTopKRouter`). Scores and logits of padding are finite and meaningless.
+    The experts of a token are distinct. The number -1 means no expert (for padding, or a second choice that was not
+    drawn), with weight 0. `scores` are the probabilities or affinities of all experts, which balance losses read;
+    `logits` are the router's logits before noise. `load` is the smooth probability that a token chooses an expert, from
+    routers whose choice is noisy (`NoisyTopKRouter`). Scores and logits of padding are finite and meaningless.
     """
 
     experts: Int[Array, "*batch seq top_k"]
@@ -51,7 +51,7 @@ class Routing(eqx.Module):
 
 
 class Slots(eqx.Module):
-    """The tokens that each expert chose from each group, and the weights of the expert's outputs for them.
+    """The tokens that each expert chose from each group, and the weights of the expert's outputs for these tokens.
 
     `token` is an index into the group (a row, or all rows one after another); -1 marks an empty slot, of weight 0.
     """
@@ -66,8 +66,8 @@ class RouterFacts:
 
     - `experts`: the number of experts to choose from.
     - `choices`: the most experts a token takes; the average where experts choose their tokens.
-    - `among`: the tokens that a choice depends on, which one device must hold: the "token" alone, all of its row
-      ("sequence") or all of the call ("batch").
+    - `among`: the tokens that a choice depends on, all of which one device must hold: "token" for the token alone,
+      "sequence" for its row, or "batch" for all tokens of the call.
     - `gives_slots`: whether experts choose their tokens, so that the router returns `Slots`.
     """
 
@@ -92,11 +92,11 @@ class Router(Module):
     def facts(self) -> RouterFacts:
         """Return the properties that mixtures, parallel transforms and costs read."""
 
-    def rebalanced(self, load: Num[Array, "*layers experts"], rate: float | Float[Array, ""]) -> "Router":
+    def rebalance(self, load: Num[Array, "*layers experts"], rate: float | Float[Array, ""]) -> "Router":
         """Return the router after a step in which experts had this load, moved by `rate`.
 
-        By default a router has no such rule and stays as it is. In a stack, its arrays have a dim of `layers` in front,
-        as `load` has.
+        By default the router is unchanged. In a stack, the router's arrays have a dim of `layers` in front, as `load`
+        has.
         """
         return self
 
@@ -147,7 +147,7 @@ def draw_per_token(draw: Callable[[Key[Array, ""]], Array], keys: Key[Array, "*b
 
 
 def top_indices(scores: Float[Array, "*lead options"], count: int) -> Int[Array, "*lead count"]:
-    """Return the indices of the `count` highest scores, in descending order; equal scores: the lowest index first.
+    """Return the indices of the `count` highest scores, in descending order; of equal scores, the lowest index first.
 
     No gradient flows into the scores.
     """

@@ -107,7 +107,7 @@ class CausalConv(Module):
 class GatedShortConv(Mixer):
     """Gated short convolution of LFM2: `output(output_gate(x) * conv(input_gate(x) * value(x)))`.
 
-    It has the interface of an attention layer. The convolution (`CausalConv`) reads the last `taps` tokens of a
+    The convolution (`CausalConv`) reads the last `taps` tokens of a
     document, so a cache holds `taps - 1` tokens, however long the rows are. There are no positions: tokens must be in
     reading order, with padding at the end of a row, and a document starts at position 0 or at a new segment (Liquid AI
     2025, arXiv:2511.23404).
@@ -151,7 +151,8 @@ class GatedShortConv(Mixer):
         """Mix tokens in order; a cache supplies the tokens before `x`, and the returned cache includes `x`."""
         tokens = tokens_or_default(tokens, x.shape[:-1], cache)
         gated = self.input_gate(x) * self.value(x)
-        shape = gated.shape[:-1]  # not x.shape: a parallel layout may give a slice of the tokens and gather in the maps
+        # The shape of `x` may differ: a parallel layout may give a slice of the tokens, and gather rows in the maps.
+        shape = gated.shape[:-1]
         positions, documents = jnp.broadcast_to(tokens.positions, shape), documents_of(tokens, shape)
         gated = jnp.where(positions[..., None] >= 0, gated, 0)
         previous = None
@@ -172,6 +173,6 @@ class GatedShortConv(Mixer):
         return ConvCache(jnp.zeros((*batch, taps - 1, channels), dtype), jnp.zeros(tuple(batch), jnp.int32))
 
     def facts(self) -> MixerFacts:
-        """State that a slice of the channels runs alone; each channel costs its taps and two gates."""
+        """State that the mixer runs on a slice of its channels; each channel costs its taps and two gates."""
         channels, taps = self.conv.weight.shape[-2:]
         return MixerFacts(True, operations=(2 * taps + 2) * channels)

@@ -23,11 +23,11 @@ from ._recurrent_inputs import check_sizes, draw_step_bias, init_recurrent_cache
 class GatedDeltaNet(Mixer):
     """Gated delta net of Yang, Kautz and Hatamizadeh (2024, arXiv:2412.06464), as in Qwen3-Next.
 
-    It has the interface of an attention layer. Queries, keys and values pass through short convolutions and silu (or
-    another `activation`); queries and keys are normalized to length 1. Each of `heads` has a matrix state that follows
-    the `delta_rule`: it decays by `exp(-exp(log_rate) softplus(decay(x) + decay_bias))` and is corrected at the rate
-    `sigmoid(rate(x))`. The output is normalized within each head and multiplied by `silu(gate(x))`. `kv_heads` counts
-    the heads of queries and of keys; each serves `heads / kv_heads` heads of values. There are no positions: tokens
+    Queries, keys and values pass through short convolutions and silu (or another `activation`); queries and keys are
+    normalized to length 1. Each of `heads` has a matrix state that follows the `delta_rule`: the state decays by
+    `exp(-exp(log_rate) softplus(decay(x) + decay_bias))` and is corrected at the rate `sigmoid(rate(x))`. The output is
+    normalized within each head and multiplied by `silu(gate(x))`. `kv_heads` counts the heads of queries and of keys;
+    each serves `heads / kv_heads` heads of values. There are no positions: tokens
     must be in reading order, with padding at the end of a row, and a document starts at position 0 or at a new segment.
     Head counts are read off the weights.
     """
@@ -126,7 +126,7 @@ class GatedDeltaNet(Mixer):
         return init_recurrent_cache(batch, dtype, self.key, self.value, self.key_conv)
 
     def facts(self) -> MixerFacts:
-        """State that a slice of the heads runs alone; each token reads the state twice and updates it once."""
+        """State that the mixer runs on a slice of its heads; each token reads the state twice and updates it once."""
         heads, v_dim = self.value.output_shape
         return MixerFacts(True, operations=3 * 2 * heads * v_dim * self.query.sizes["head_dim"])
 
@@ -181,7 +181,7 @@ class ChannelDeltaNet(Mixer):
             v_dim: Channels of a value; None: `head_dim`.
             rank: Channels between the two projections of the decay, and of the gate; None: `head_dim`.
             taps: Tokens that the short convolutions read.
-            chunk: Tokens that are computed together; a multiple of 8 takes the fewest operations.
+            chunk: Tokens that are computed together; multiples of 8 need the fewest operations.
             eps: Added to the mean square in the norm of the output.
             output_std: Standard deviation of the output projection's weights; None: as for the other projections.
             activation: Applied after the convolutions.
@@ -236,6 +236,6 @@ class ChannelDeltaNet(Mixer):
         return init_recurrent_cache(batch, dtype, self.key, self.value, self.key_conv)
 
     def facts(self) -> MixerFacts:
-        """State that a slice of the heads runs alone; each token reads the state twice and updates it once."""
+        """State that the mixer runs on a slice of its heads; each token reads the state twice and updates it once."""
         heads, v_dim = self.value.output_shape
         return MixerFacts(True, operations=3 * 2 * heads * v_dim * self.key.sizes["head_dim"])

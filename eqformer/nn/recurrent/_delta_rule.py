@@ -1,4 +1,5 @@
-"""The gated delta rule: per head a matrix state that decays, corrects the value of a key, and is read by queries."""
+"""The gated delta rule: each head has a matrix state, which decays, and in which each token corrects its key's
+value."""
 
 import math
 from collections.abc import Callable
@@ -134,7 +135,7 @@ def _invert_unit_lower(system: Float[Array, "*n chunk chunk"]) -> Float[Array, "
 
 
 def _below_diagonal_blocks(system: Float[Array, "*n chunk chunk"], rows: int) -> Float[Array, "*n chunk chunk"]:
-    """Keep, of each pair of neighbouring diagonal blocks of `rows` rows, the block below the first; zero the others."""
+    """Keep the block below the first of each pair of neighbouring diagonal blocks of `rows` rows; zero all else."""
     block = jnp.arange(system.shape[-1]) // rows
     return mask_in_layer((block[:, None] % 2 == 1) & (block[:, None] - 1 == block), system, system)
 
@@ -308,5 +309,5 @@ _scan_chunks.defvjp(_scan_chunks_forward, _scan_chunks_backward)
 
 
 def _sum_to_decay(x: Array, decay: Array) -> Array:
-    """Sum over values and, where the decay is per head, over channels."""
+    """Sum over values and, if the decay is per head, over the keys' channels."""
     return jnp.sum(x, axis=(-2, -1), keepdims=True)[..., 0] if decay.shape[-1] == 1 else jnp.sum(x, axis=-1)

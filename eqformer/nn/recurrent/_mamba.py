@@ -1,4 +1,4 @@
-"""Mamba-2: a recurrent mixer whose matrix state decays and takes up each token, and its recurrence in chunks."""
+"""Mamba-2: a recurrent mixer whose matrix state decays and adds an outer product for each token, and its recurrence."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ class GateNorm:
 class Mamba2Mixer(Mixer):
     """Mamba-2 mixer of Dao and Gu (2024, arXiv:2405.21060); the paper's letters stand in brackets.
 
-    It has the interface of an attention layer. Values (`x`), keys (`B`) and queries (`C`) pass through short
+    Values (`x`), keys (`B`) and queries (`C`) pass through short
     convolutions and silu (or another `activation`). Each of `heads` has a matrix state that decays by
     `exp(-exp(log_rate) dt)` and adds the outer product of the key and `dt` times the value, with
     `dt = softplus(step(x) + step_bias)` clipped to `step_limits`. The query reads the state (see `state_space`), and
@@ -181,7 +181,7 @@ class Mamba2Mixer(Mixer):
         return init_recurrent_cache(batch, dtype, self.key, self.value, self.key_conv)
 
     def facts(self) -> MixerFacts:
-        """State that a slice of the heads runs alone, or a slice of whole groups where each group has its own norm."""
+        """State that the mixer runs on a slice of its heads, or of whole groups if each group has its own norm."""
         heads, v_dim = self.value.output_shape
         norm_per_group = self.norm is not None and "group" in self.norm.reduced
         operations = 2 * 2 * heads * v_dim * self.key.sizes["head_dim"]
@@ -242,7 +242,7 @@ def state_space(
 def _step(
     layout: StateLayout, query: Array, key: Array, value: Array, log_decay: Array, state: Array
 ) -> tuple[Array, Array]:
-    """Compute one token: queries and keys have one row a group, values and decays one row a head."""
+    """Compute the step of one token. Queries and keys have one row per group, values and decays one row per head."""
     decayed = state * jnp.exp(log_decay)[..., None]
     new_state = decayed + layout.expand_key(key) * layout.expand_value(value)
     if layout.by_matmul:

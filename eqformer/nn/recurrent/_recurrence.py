@@ -1,4 +1,4 @@
-"""Shared parts of recurrences: the array that stores their states, chunks of rows, and decay factors within a chunk."""
+"""Shared parts of recurrences: the array that stores states, chunks of rows, and decay factors within a chunk."""
 
 from collections.abc import Sequence
 
@@ -13,26 +13,29 @@ from .._cache import index_layer, update_layer
 
 
 class States(eqx.Module):
-    """A matrix for each head of each row, in the array that stores them: of all layers where there is a `layer`."""
+    """The states of a recurrence, a matrix for each head of each row, in the array that stores them."""
 
     memory: Float[Array, "*layers_batch heads head_dim v_dim"]
+    """The states. If `layer` is given, a dim of layers comes first."""
     begins: Bool[Array, "*batch"]
     """Whether a row's first token begins a document: its initial state is zero."""
     layer: Int[Array, ""] | None = None
+    """The layer of the stack whose states are read and written; None: the memory has no dim of layers."""
     follows_cache: Bool[Array, "*batch"] | None = None
-    """Whether a row's first token follows the tokens that the state has read; the initial state of other rows is NaN.
-    None: all do."""
+    """Whether a row's first token follows the tokens that its state has read; the initial state of other rows is NaN.
+    None: the first tokens of all rows do."""
 
     @property
     def initial_code(self) -> Int[Array, "*batch"]:
-        """The initial state of each row, by a code: the stored state (0), zeros (1) or NaN (2)."""
+        """A code for the initial state of each row: the stored state (0), zeros (1) or NaN (2)."""
         stored_or_nan = 0 if self.follows_cache is None else jnp.where(self.follows_cache, 0, 2)
         return jnp.where(self.begins, 1, stored_or_nan).astype(jnp.int32)
 
     def initial(self, dtype: DTypeLike) -> Float[Array, "*batch heads head_dim v_dim"]:
-        """Return the initial states, for rules that handle the start of documents themselves.
+        """Return the initial states, for rules that mask the state at the start of a document themselves.
 
-        So rows that begin a document have the stored state here; rows that do not follow their cache have NaN.
+        With `follows_cache`, rows that begin a document have zeros, and rows that do not follow their cache have NaN.
+        Without it, all rows have the stored states.
         """
         state = index_layer(self.memory, self.layer).astype(dtype)
         return state if self.follows_cache is None else initial_state(self.initial_code[..., None, None, None], state)
@@ -48,8 +51,8 @@ class States(eqx.Module):
     ) -> tuple[Float[Array, "*batch kv_heads copies v_dim"], Float[Array, "*layers_batch heads head_dim v_dim"]]:
         """Return the outputs of one token of each row, and the memory after it.
 
-        `step(layout, *inputs, state)` returns both, for states with dims of groups and of their heads. Each input has a
-        row of channels for each head of a group, or one for all of them.
+        `step(layout, *inputs, state)` returns the outputs and new states. States have a dim of groups and a dim of the
+        heads of a group. Each input has a row of channels for each head of a group, or one row for the whole group.
         """
         return RECURRENT_STEP(RecurrentStepCall(inputs, self.memory, self.initial_code, self.layer, step))
 
@@ -63,7 +66,7 @@ def split_chunks(x: Array, size: int, mode: str = "constant") -> Array:
 def join_chunks(
     x: Float[Array, "n rows heads chunk v_dim"], batch: Sequence[int], seq: int
 ) -> Float[Array, "*batch seq heads v_dim"]:
-    """Join chunks to whole rows and drop the padding behind `seq`."""
+    """Join chunks to whole rows, and drop the padding after `seq` tokens."""
     rows = jnp.moveaxis(jnp.swapaxes(x, 2, 3), 0, 1).reshape(*batch, -1, x.shape[2], x.shape[-1])
     return jax.lax.slice_in_dim(rows, 0, seq, axis=len(batch))
 
@@ -92,7 +95,12 @@ def decay_factors(
 def same_document(
     documents: Int[Array, "n batch chunk"],
 ) -> tuple[Bool[Array, "n batch 1 chunk chunk"], Bool[Array, "n batch 1 chunk"]]:
-    """Return which earlier tokens of the chunk share a token's document, and whether the document began before it."""
+    """Return two masks of a chunk: which earlier tokens share a token's document, and whether it began before the
+    chunk.
+
+    The last token of the previous chunk tells whether a document began before the chunk; document 0 began before the
+    row.
+    """
     earlier = jnp.tril(jnp.ones((documents.shape[-1],) * 2, bool))
     visible = (earlier & (documents[..., :, None] == documents[..., None, :]))[:, :, None]
     last_before = jnp.concatenate([jnp.zeros_like(documents[:1, :, -1]), documents[:-1, :, -1]])
@@ -109,10 +117,9 @@ def mask_in_layer(
 ) -> Float[Array, "..."]:
     """Return `x` where the mask holds and `fill` elsewhere; the mask may broadcast to the shape of `x`.
 
-    JAX hoists loop-invariant values out of a scan over layers, so it would broadcast the mask and `fill` to the shape
-    of `x` once and hand both to every iteration. A barrier ties them to `layer_array`, any small array that differs
-    from layer to layer, and the backward pass keeps the mask in its own shape. Only reverse mode is defined (no
-    `jax.jvp`).
+    JAX hoists loop-invariant values out of a scan over layers: it would broadcast the mask and `fill` to the shape of
+    `x` once, and pass both to every iteration. A barrier ties them to `layer_array`, any small array that differs from
+    layer to layer, and the backward pass keeps the mask in its own shape. Only reverse mode is defined (no `jax.jvp`).
     """
     barrier = jax.lax.optimization_barrier
     mask, filler, _ = barrier((mask, jnp.asarray(fill, x.dtype), jax.lax.stop_gradient(layer_array)))
@@ -136,5 +143,5 @@ _where.defvjp(_where_forward, _where_backward)
 
 
 def read_before_write(state: Array, *overwritten: Array) -> list[Array]:
-    """Return the arrays unchanged, and make the compiler read `overwritten` before the loop writes to their buffers."""
+    """Return the arrays unchanged, but make the compiler read `overwritten` before the loop writes to their buffers."""
     return list(jax.lax.optimization_barrier((state, *overwritten)))

@@ -1,5 +1,5 @@
-"""Parts that all recurrent mixers share: convolved inputs of one call, padding, documents, the cache, initial
-values."""
+"""Parts that all recurrent mixers share: convolutions of a call's inputs, padding, documents, caches, initial
+weights."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -38,9 +38,9 @@ class RecurrentInputs(eqx.Module):
         cache: RecurrentCache | None,
         activation: Callable[[Array], Array],
     ):
-        """Broadcast positions and documents to the `*batch seq` of the projections.
+        """Broadcast positions and documents to the dims `*batch seq` of the projections.
 
-        This is not the shape of the mixer's input: a parallel layout may give a mixer a slice of the tokens and gather
+        The mixer's input may have another shape: a parallel layout may give a mixer a slice of the tokens, and gather
         whole rows in the projections.
 
         Args:
@@ -70,7 +70,7 @@ class RecurrentInputs(eqx.Module):
     def initial_states(
         self, key: Float[Array, "*batch seq kv_heads head_dim"], value: Float[Array, "*batch seq heads v_dim"]
     ) -> States:
-        """Return zero states, or those of the cache; NaN for a row whose first token does not follow its cache."""
+        """Return the states of the cache, or zero states without a cache."""
         begins = self.documents[..., 0] > 0
         if self.cache is None:
             heads, v_dim = value.shape[-2:]
@@ -80,7 +80,7 @@ class RecurrentInputs(eqx.Module):
         return States(self.cache.state, begins, self.cache.layer, follows_cache)
 
     def update_cache(self, states: Float[Array, "*layers_batch heads head_dim v_dim"]) -> RecurrentCache | None:
-        """Return the cache after these tokens, with these states, or None without a cache."""
+        """Return the cache after the call's tokens, with these states, or None without a cache."""
         cache = self.cache
         if cache is None:
             return None
