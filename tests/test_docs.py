@@ -48,3 +48,26 @@ def test_links_inside_the_project_lead_somewhere(page):
     targets = [target for target in LINK.findall(page.read_text()) if "://" not in target]
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert missing == []
+
+
+def lines_of_tasks(page: str) -> dict[str, list[int]]:
+    """Return the lines of each task's program and, if the page has it, of the program by hand, as the table counts."""
+    programs = [(match.start(), match.group(1)) for match in BLOCK.finditer(page) if not FILE.match(match.group(1))]
+    lines: dict[str, list[int]] = {}
+    for start, program in programs:
+        heading = re.findall(r"^##+ (.*)$", page[:start], re.MULTILINE)[-1].removesuffix(" by hand").lower()
+        counted = [line for line in program.splitlines() if line and "from small import" not in line]
+        lines.setdefault(heading, []).append(len(counted))
+    return lines
+
+
+@pytest.mark.quick
+def test_the_table_of_ten_tasks_counts_the_lines_of_the_programs():
+    page = (ROOT / "docs" / "ten_tasks.md").read_text()
+    table = re.findall(r"^\| \[(.*)\]\(.*\) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    lines = lines_of_tasks(page)
+    assert len(table) == 10 and {name.lower() for name, _, _ in table} == {*lines}
+    for name, now, before in table:
+        counts = lines[name.lower()]
+        assert counts == [int(now), int(before)][: len(counts)] and (len(counts) == 2 or now == before), name
+    assert lines_of_tasks(page.replace("import eqformer\n", "")) != lines  # the comparison can fail
