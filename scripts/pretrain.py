@@ -15,6 +15,7 @@ from typing import Annotated
 import tyro
 from jax.errors import JaxRuntimeError
 from recipes import Recipe
+from support.chats import show_example
 from support.check import check
 from support.command import entry
 from support.from_run import check_from_run
@@ -41,6 +42,8 @@ class Command:
     machine: Annotated[Machine, tyro.conf.arg(name="")] = Machine()
     run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/<recipe>)")] = None
     """The folder of the run; everything is written there, except for tokens, which runs share (docs/data.md)."""
+    show_example: bool = False
+    """Of chats, print the first conversation, with what is learned marked, and end."""
     trust_recipe: bool = False
     """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
@@ -56,6 +59,9 @@ def train(command: Command) -> None:
     folder = command.run_dir or Path("runs") / short_name(command.recipe)
     check_published(recipe, RunDirectory(folder))
     check_from_run(recipe, shapes, RunDirectory(folder))
+    if command.show_example:
+        show_example(recipe, RunDirectory(folder), Screen(silent=not is_first_process()))
+        return
     plan = make_plan(recipe, run_devices(machine))
     check_plan(recipe, plan, shapes)
     with RunDirectory(folder) as directory:

@@ -6,13 +6,13 @@ from ._chat_template import (
     read_special_tokens as read_special_tokens,
 )
 from ._conversations import (
-    Completion as Completion,
     Conversation as Conversation,
     ConversationEncoder as ConversationEncoder,
     conversations as conversations,
     detect_form as detect_form,
     EncodedExample as EncodedExample,
     find_replies as find_replies,
+    PromptCompletion as PromptCompletion,
     read_example as read_example,
 )
 from ._corpus import Corpus as Corpus, open_corpus as open_corpus, ValidationMeans as ValidationMeans

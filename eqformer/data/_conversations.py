@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -13,7 +14,7 @@ from .._files import parse_json
 from ._chat_template import ChatTemplate
 from ._documents import digest, Document, TextSource
 from ._files import files
-from ._tokenizer import FileTokenizer
+from ._tokenizer import ByteTokenizer, FileTokenizer
 
 
 LossOn = Literal["assistant", "completion", "all"]
@@ -38,14 +39,14 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Completion:
+class PromptCompletion:
     """Plain text to learn, after a prompt of plain text."""
 
     prompt: str
     completion: str
 
 
-Example = Conversation | Completion | str
+Example = Conversation | PromptCompletion | str
 Form = Literal["messages", "prompt and completion", "text"]
 
 
@@ -60,7 +61,7 @@ def read_example(row: object, *, location: str) -> tuple[Form, Example]:
         case {"messages": list(messages), **fields}:
             return "messages", _make_conversation(messages, None, fields, location)
         case {"prompt": str(prompt), "completion": str(completion)}:
-            return "prompt and completion", Completion(prompt, completion)
+            return "prompt and completion", PromptCompletion(prompt, completion)
         case {"prompt": list(prompt), "completion": list(completion), **fields}:
             messages = [*prompt, *completion]
             return "prompt and completion", _make_conversation(messages, len(prompt), fields, location)
@@ -239,7 +240,7 @@ class ConversationEncoder:
 
     def __init__(
         self,
-        tokenizer: FileTokenizer,
+        tokenizer: ByteTokenizer | FileTokenizer,
         template: ChatTemplate | None,
         *,
         loss_on: LossOn = "assistant",
@@ -268,7 +269,7 @@ class ConversationEncoder:
         match example:
             case Conversation():
                 encoded = self._encode_conversation(example, location)
-            case Completion(prompt, completion):
+            case PromptCompletion(prompt, completion):
                 encoded = self._encode_completion(prompt, completion)
             case _:
                 encoded = self._encode_completion("", example)
@@ -373,8 +374,10 @@ def conversations(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
 
 def detect_form(path: str | os.PathLike[str]) -> Form:
     """Return the form of the first row of a file or folder; "text" for plain files and rows of other fields."""
-    try:
-        name, text, _ = next(iter(files(path, field=None)))
-        return read_example(parse_json(text), location=name)[0]
-    except (ValueError, StopIteration):
-        return "text"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # Those of skipped files come when the files are read.
+        try:
+            name, text, _ = next(iter(files(path, field=None)))
+            return read_example(parse_json(text), location=name)[0]
+        except (ValueError, StopIteration):
+            return "text"

@@ -115,6 +115,15 @@ class ByteTokenizer:
         """Encode a prompt by `encode`: bytes have no special tokens around a prompt."""
         return self.encode(text)
 
+    def encode_with_offsets(
+        self, text: str
+    ) -> tuple[UInt[np.ndarray, "seq"], Int[np.ndarray, "seq"], Int[np.ndarray, "seq"]]:
+        """Return the bytes of a text, and the indices of each byte's character and of the character after it."""
+        characters = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
+        return self.encode(text), characters, characters + 1
+
+    special_ids: tuple[int, ...] = ()
+
     def decode(self, ids: Ids) -> str:
         """Return the text of these bytes. Raises `ValueError` if an id is not a byte."""
         array = np.asarray(ids, dtype=np.int64)
@@ -124,6 +133,10 @@ class ByteTokenizer:
                 f"{array.max()}; use the tokenizer that the model was trained with."
             )
         return array[array != self.end_of_text].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def decode_prompt(self, ids: Ids) -> str:
+        """Return the text by `decode`: bytes have no names of special tokens."""
+        return self.decode(ids)
 
     def to_json(self) -> str:
         """Return this tokenizer as the text of a `tokenizer.json`, where the end of text is called `<|endoftext|>`."""
@@ -269,6 +282,13 @@ class FileTokenizer:
 
     def decode(self, ids: Ids) -> str:
         """Return the text of these ids without special tokens. Raises `ValueError` if an id is negative."""
+        return self._decode(ids, skip_special_tokens=True)
+
+    def decode_prompt(self, ids: Ids) -> str:
+        """Return the text of these ids with the names of special tokens, as `encode_prompt` reads them."""
+        return self._decode(ids, skip_special_tokens=False)
+
+    def _decode(self, ids: Ids, *, skip_special_tokens: bool) -> str:
         array = np.asarray(ids, dtype=np.int64)
         if array.size and array.min() < 0:
             raise ValueError(
@@ -276,7 +296,7 @@ class FileTokenizer:
                 f"remove the padding."
             )
         with self._describe_failure("decode(ids)", "these ids"):
-            return self._tokenizer.decode(array.tolist(), skip_special_tokens=True)
+            return self._tokenizer.decode(array.tolist(), skip_special_tokens=skip_special_tokens)
 
     def to_json(self) -> str:
         """Return the text of the file."""

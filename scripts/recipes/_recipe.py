@@ -97,7 +97,9 @@ class Recipe:
     seed: int = 0
     """Decides weights, order, dropout and samples."""
     data: Path | None = None
-    """A file or folder of text; .txt, .md, .py, .jsonl or .parquet. Python's own standard library by default."""
+    """A file or folder of text or chats; .txt, .md, .py, .jsonl or .parquet. Python's standard library by default."""
+    loss_on: Literal["assistant", "completion", "all"] = "assistant"
+    """Of chats, what is learned: the assistant's replies, those after the user's last message, or all tokens."""
     seq: int = 256
     """Tokens a row."""
     batch: int = 16

@@ -18,6 +18,7 @@ import tyro
 from recipes import LARGE, Recipe, RECIPES
 
 from eqformer import models, nn
+from support.chats import for_chats, reads_chats
 from support.flags import check_names, fields_of, flags_of, name_flags_in_errors, parse_words
 from support.published import published_recipe, recipe_tokenizer
 from support.recipe_file import load_user_recipe, short_name, source_beside, trust_recipe, user_file
@@ -99,6 +100,8 @@ def parse(kind: type[Command], arguments: Sequence[str], hidden_groups: Sequence
         recipe = dataclasses.replace(recipe, published=models.local_path(recipe.published).absolute())
     elif recipe.text.tokenizer is not None:
         recipe = _with_vocabulary(recipe, "--model.vocab" in parse_words(arguments))
+    if reads_chats(recipe):
+        recipe = for_chats(recipe)
     return dataclasses.replace(command, run=recipe)
 
 
@@ -176,7 +179,7 @@ def find_recipe(name: str, folder: Path | None = None, run: RunDirectory | None 
 # Flags of the short help by heading, with what they take; a command shows those that it has.
 GROUPS = {
     "model": "--recipe, --model FOLDER, --from-run FOLDER, --model.embed, --model.layers, --model.heads, --lora.rank",
-    "text": "--data PATH, --text.mix PATH=WEIGHT, --text.tokenizer FILE, --seq",
+    "text": "--data PATH, --loss-on, --show-example, --text.mix PATH=WEIGHT, --text.tokenizer FILE, --seq",
     "training": "--steps, --batch, --microbatches, --optimizer.name, --optimizer.learning-rate, --precision.compute, "
     "--seed",
     "the run": "--run-dir FOLDER, --checkpoint-every, --validate-every, --sample-every, --prompt",

@@ -40,6 +40,11 @@ class Screen:
         """
         self.console: Console = _Console(highlight=False, soft_wrap=True, quiet=silent, stderr=errors)
 
+    @property
+    def has_colors(self) -> bool:
+        """Whether colours are shown."""
+        return self.console.color_system is not None and self.console.is_terminal
+
     def note(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
         self.console.print(text, markup=False)

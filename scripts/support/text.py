@@ -62,13 +62,15 @@ def _open_source(path: str | Path | None, field: str) -> data.TextSource:
         return data.standard_library()
     if str(path).startswith(_HUB):
         return data.hub(str(path).removeprefix(_HUB), field=field)
+    if data.detect_form(path) != "text":
+        return data.conversations(path)
     return data.files(path, field=field)
 
 
 def open_texts(
     recipe: Recipe,
     sources: Mapping[str, tuple[data.TextSource, float]],
-    tokenizer: data.Tokenizer,
+    tokenizer: data.Tokenizer | data.ConversationEncoder,
     directory: RunDirectory,
     screen: Screen,
 ) -> data.Corpus:
@@ -89,6 +91,12 @@ def open_texts(
             vocab=recipe.model.vocab,
             progress=lambda what, done, total: progress(f"reading {what}", done, total),
         )
+    for name, loader in corpus.loaders.items():
+        if isinstance(packing := loader.packing, data.DocumentPacking) and packing.cut + packing.skipped:
+            screen.note(
+                f"--seq {recipe.seq}: of {name}, {packing.cut} conversations are cut at the end of a reply, and "
+                f"{packing.skipped} are left out, since none of their replies ends within a row"
+            )
     if (size := _token_bytes(folders[0])) > old_size and folders[0] != directory.data:
         screen.note(f"the tokens are in {folders[0]}, which all runs share ({size / 1e6:,.1f} MB; it may be deleted)")
     return corpus

@@ -13,6 +13,7 @@ from recipes import Recipe
 
 from eqformer import data, dataclass_to_json, generation, parallel, planning, training
 from eqformer.parallel import check_alike, on_all_processes, on_first_process
+from support.chats import chat_encoder, sample_prompt
 from support.check import parse_steps
 from support.from_run import init_from_run
 from support.kernel_report import local_platform, training_lines
@@ -55,7 +56,8 @@ class Trainer:
         sources, self.tokenizer = on_all_processes(lambda: (open_sources(recipe), recipe_tokenizer(recipe, directory)))
         on_first_process(lambda: directory.claim(name, recipe))
         check_alike({f"--run-dir {directory.path}": directory.token()})
-        open_corpus = lambda: open_texts(recipe, sources, self.tokenizer, directory, screen)
+        self.encoder = on_all_processes(lambda: chat_encoder(recipe, self.tokenizer, directory))
+        open_corpus = lambda: open_texts(recipe, sources, self.encoder or self.tokenizer, directory, screen)
         texts = on_first_process(open_corpus)  # The first process writes the tokens, which the others then read.
         self.texts = on_all_processes(lambda: texts or open_corpus())
         check_alike(
@@ -239,14 +241,14 @@ class Trainer:
         on_first_process(lambda: self._write_sample(model, run.step))
 
     def _write_sample(self, model: Any, step: int) -> None:
-        prompt = self.tokenizer.encode(self.recipe.prompt).tolist() or [self.tokenizer.end_of_text]
+        prompt, ends = sample_prompt(self.recipe.prompt, self.tokenizer, self.encoder)
         prompt, max_new_tokens = generation.fit_to_positions(model, prompt, 160)
         output = generation.generate(
             model,
             [prompt],
             max_new_tokens=max_new_tokens,
             transforms=generation.sampling(temperature=0.8),
-            end_of_text=self.tokenizer.end_of_text,
+            end_of_text=ends,
             key=jax.random.fold_in(self.keys.samples, step),
         )
         ids = prompt + output.new_ids()[0]

@@ -112,10 +112,7 @@ def template_of(folder: Path, source: str) -> ChatTemplate:
 def trained_parts(tokenizer: FileTokenizer, ids: np.ndarray, weights: np.ndarray) -> list[str]:
     """The text of each run of tokens with a weight, with names of special tokens."""
     borders = np.flatnonzero(np.diff(np.concatenate([[0], weights > 0, [0]]).astype(int)))
-    return [
-        tokenizer._tokenizer.decode(ids[start:stop].tolist(), skip_special_tokens=False)
-        for start, stop in borders.reshape(-1, 2)
-    ]
+    return [tokenizer.decode_prompt(ids[start:stop]) for start, stop in borders.reshape(-1, 2)]
 
 
 def row_of(messages, **fields) -> Mapping[str, object]:
