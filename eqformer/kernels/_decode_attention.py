@@ -1,16 +1,17 @@
-"""Attention of each row's newest token to a cache: the definition, and kernels for NVIDIA GPUs and TPUs.
+"""Attention of each row's newest token to a cache: the definition, and what runs on NVIDIA GPUs, TPUs and CPUs.
 
 The kernels read the cache once. In plain XLA the scores of all slots are in main memory in float32, and a softmax reads
 them three times. If many heads share a key head, these scores are much of a decode step's memory traffic: a sixth for
 Llama 3 70B on eight devices, where eight heads share one key head on each device. The GPU's kernel (`FlashDecodingGpu`)
 keeps scores in registers. On TPUs, XLA read latents twice, because they are both keys and values, and its products of
 few queries took longer than reading the cache. The TPU's kernel (`FlashDecodingTpu`) reads the cache where it is
-stored.
+stored. On CPUs (`FilledSlotsDecoding`) the empty slots of a large cache are not read.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ._decode_attention_cpu import FilledSlotsDecoding
 from ._decode_attention_gpu import FlashDecodingGpu
 from ._decode_attention_tpu import FlashDecodingTpu
 from ._op import Implementation, Op
@@ -47,5 +48,13 @@ class ReferenceDecoding(Implementation[DecodeCall, Array]):
         return attend_by_definition(attention, key_scales=call.key_scales, value_scales=value_scales, rotated=rotated)
 
 
-DECODE_ATTENTION = Op(ReferenceDecoding(), (("cuda", FlashDecodingGpu()), ("tpu", FlashDecodingTpu())))
-"""Attention to a cache: by flash-decoding for one query a row in 16 bits, and otherwise by the definition."""
+DECODE_ATTENTION = Op(
+    ReferenceDecoding(),
+    (
+        ("cuda", FlashDecodingGpu()),
+        ("tpu", FlashDecodingTpu()),
+        ("cpu", FilledSlotsDecoding(ReferenceDecoding())),
+    ),
+)
+"""Attention to a cache: on GPUs and TPUs by flash-decoding for one query a row in 16 bits, on CPUs by the definition of
+the filled slots of a large cache, and otherwise by the definition."""
