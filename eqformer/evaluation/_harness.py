@@ -152,6 +152,7 @@ class HarnessModel(TemplateLM):
                 transforms=transforms,
                 end_of_text=self.llm.end_ids,
                 examples=batch,
+                ends_row=lambda row, ids: any(stop and stop in self._decode(ids) for stop in options["until"]),
                 key=jax.random.key(0),
             )
             for number, ids in zip(batch, drawn.new_ids(), strict=True):

@@ -1,7 +1,8 @@
 """`generate`: continue a batch of prompts."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
@@ -16,6 +17,10 @@ from ._model import Model
 from ._prompts import pad_prompts, PaddedPrompts
 from ._speculative import draft_counts, DraftCounts, DraftStatistics, make_decode_step, make_draft, SpeculativeModel
 from ._transforms import chain, Transform
+
+
+ROUND = 16
+"""Tokens of each row that are drawn before the host is asked whether a row has ended."""
 
 
 class Generation(eqx.Module):
@@ -53,6 +58,7 @@ def generate(
     cache_dtype: str | None = None,
     draft: Model | str | None = None,
     draft_tokens: int = 4,
+    ends_row: Callable[[int, list[int]], bool] | None = None,
     key: Key[jax.Array, ""],
 ) -> Generation:
     """Continue each prompt by up to `max_new_tokens` tokens, drawn from the model's transformed distribution.
@@ -85,13 +91,20 @@ def generate(
             rule of Leviathan et al. (2023): greedy text stays the same, and draws keep their distribution. `"mtp"` is
             the model's own multi-token predictor.
         draft_tokens: Tokens that the draft proposes at a time.
+        ends_row: A function of a row's number and its new ids so far that says whether the row has ended, for example
+            at a string. It is called after every 16 tokens, so a row may have up to 15 ids after its end; None: rows
+            end at `end_of_text` only, and the host is asked nothing before all have ended.
         key: The key of all random draws.
     """
     padded = pad_prompts(model, prompts, lengths, max_new_tokens, prefill_chunk, cache_dtype)
     sampling = make_sampling_state(model, len(padded.ids), transforms, end_of_text, examples, key)
     model = add_draft(model, draft, draft_tokens, padded, max_new_tokens)
     limit = as_traced_int(max_new_tokens)
-    rows = _generate(model, padded.ids, padded.lengths, limit, sampling, log_probabilities, padded.sizes)
+    start = functools.partial(_start_rows, model, padded.ids, padded.lengths, limit, sampling, log_probabilities)
+    if ends_row is None:
+        rows = start(padded.sizes, None)
+    else:
+        rows = _draw_until(ends_row, start(padded.sizes, ROUND), padded.initial_lengths, model, sampling)
     check_logits(rows.logits_are_numbers, rows.has_candidates)
     row_lengths = np.asarray(rows.lengths)
     longest = int(np.max(row_lengths))
@@ -100,12 +113,12 @@ def generate(
         np.asarray(padded.initial_lengths),
         row_lengths,
         None if rows.log_probabilities is None else np.asarray(rows.log_probabilities)[:, :longest],
-        None if rows.cache is None else to_statistics(rows.cache),  # `_generate` returns the draft's counts here.
+        None if rows.cache is None else to_statistics(rows.cache),  # The field holds the draft's counts here.
     )
 
 
 @eqx.filter_jit
-def _generate(
+def _start_rows(
     model: Model,
     ids: Int[jax.Array, "batch prompt"],
     lengths: Int[jax.Array, "batch"],
@@ -113,14 +126,53 @@ def _generate(
     sampling: SamplingState,
     log_probabilities: bool,
     sizes: ProgramSizes,
+    new_tokens: int | None,
 ) -> Rows:
-    """Return the finished rows, whose field `cache` holds the draft's counts: None without a draft.
+    """Read the prompts and draw tokens until each row has ended, or has `new_tokens` new ones.
 
-    The caches themselves are not returned, because nothing reads them after the last draw.
+    The field `cache` of rows that have all ended holds the draft's counts: None without a draft. The caches themselves
+    are not returned then, because nothing reads them after the last draw.
     """
     rows = prefill(model, ids, lengths, max_new_tokens, sampling, log_probabilities=log_probabilities, sizes=sizes)
-    rows = decode_until(make_decode_step(model, sampling), rows, rows.limits)
+    step = make_decode_step(model, sampling)
+    if new_tokens is None:
+        return _without_caches(decode_until(step, rows, rows.limits))
+    return decode_until(step, rows, rows.limits - max_new_tokens + new_tokens)
+
+
+def _without_caches(rows: Rows) -> Rows:
+    """Return rows that have ended with the draft's counts in place of the caches."""
     return dataclasses.replace(rows, cache=draft_counts(rows))
+
+
+def _draw_until(
+    ends_row: Callable[[int, list[int]], bool],
+    rows: Rows,
+    initial_lengths: Int[jax.Array, "batch"],
+    model: Model,
+    sampling: SamplingState,
+) -> Rows:
+    """Draw `ROUND` tokens at a time until each row has ended, by itself or by `ends_row`."""
+    starts = np.asarray(initial_lengths)
+    while True:
+        ids, row_lengths, done = jax.device_get((rows.ids, rows.lengths, rows.done))
+        ended = np.array(
+            [
+                bool(is_done) or ends_row(number, ids[number, start:length].tolist())
+                for number, (start, length, is_done) in enumerate(zip(starts, row_lengths, done))
+            ]
+        )
+        if ended.all():
+            return _without_caches(rows)
+        rows = _continue_rows((model, sampling, jnp.asarray(ended)), rows)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _continue_rows(fixed: tuple[Model, SamplingState, Bool[jax.Array, "batch"]], rows: Rows) -> Rows:
+    """Draw up to `ROUND` more tokens for each row that has not ended; the rows are donated."""
+    model, sampling, ended = fixed
+    rows = dataclasses.replace(rows, done=rows.done | ended)
+    return decode_until(make_decode_step(model, sampling), rows, rows.lengths + ROUND)
 
 
 def add_draft(

@@ -57,11 +57,22 @@ def _complete_rows(
 ) -> Iterator[Completion]:
     """Draw the texts of `size` prompts from number `start` on, together."""
     numbers = range(len(prompts.rows))[start : start + size]
+    assemblers = [_assembler(llm, prompts, number, settings) for number in numbers]
+    counts = [0] * len(numbers)
+
+    def contains_stop(row: int, ids: list[int]) -> bool:
+        """Return whether a row's text has reached a stop string; the ids since the last call are read."""
+        for token in ids[counts[row] :]:
+            assemblers[row].push(token)
+        counts[row] = len(ids)
+        return assemblers[row].is_complete
+
     result = generation.generate(
         llm.model,
         [prompts.rows[number] for number in numbers],
         examples=list(numbers),  # The draws of a row depend on its number, and not on the batch.
         log_probabilities=log_probs,
+        ends_row=contains_stop if settings.stop else None,
         **_generation_options(llm, prompts, settings),
     )
     table = result.log_probabilities

@@ -17,8 +17,7 @@ class GenerateOptions(TypedDict, total=False):
     max_new_tokens: int
     """Most tokens to draw for a text; 256 by default. A text that ends by itself is shorter."""
     stop: str | Sequence[str]
-    """Strings that end a text, which does not contain them; none by default. Drawing stops at such a string only for a
-    single text without `log_probs`; other texts are drawn to an end id or to `max_new_tokens`, and then cut."""
+    """Strings that end a text, which does not contain them; none by default."""
     temperature: float | int
     """0, the default, takes the likeliest token each time; 1 draws from the model's own distribution."""
     top_k: int | None

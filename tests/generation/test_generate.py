@@ -150,6 +150,32 @@ def test_the_loop_stops_when_every_row_has_ended(plain):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("draft", [None, pytest.param("draft", marks=pytest.mark.grid)])
+def test_a_row_ends_where_the_caller_says(plain, draft):
+    options: dict[str, Any] = dict(max_new_tokens=50, log_probabilities=True, key=KEY)
+    options |= {"draft": make_model(seed=1, sharpness=2.0) if draft else None}
+    whole = generation.generate(plain, PROMPTS, **options)
+    asked: list[tuple[int, int]] = []
+
+    def ends_row(row, ids):
+        asked.append((row, len(ids)))
+        assert ids == whole.new_ids()[row][: len(ids)]
+        return len(ids) >= (3, 20, 99)[row]
+
+    cut = generation.generate(plain, PROMPTS, ends_row=ends_row, **options)
+    lengths = [len(ids) for ids in cut.new_ids()]
+    spare = 5 if draft else 0  # A draft's last proposals may go beyond a round.
+    assert 3 <= lengths[0] <= 16 + spare and 20 <= lengths[1] <= 32 + spare and lengths[2] == 50
+    for row, (some, all_ids) in enumerate(zip(cut.new_ids(), whole.new_ids())):
+        assert some == all_ids[: len(some)]
+        stop = int(cut.lengths[row])
+        assert cut.log_probabilities is not None and whole.log_probabilities is not None
+        np.testing.assert_allclose(
+            cut.log_probabilities[row, :stop], whole.log_probabilities[row, :stop], rtol=1e-4, atol=1e-5
+        )
+    assert (0, 32) not in asked and asked[0][0] == 0
+
+
 @pytest.mark.grid
 def test_prompts_read_in_chunks_give_the_same_text(model, drawn):
     transforms = generation.sampling(**SETTINGS)
@@ -201,11 +227,12 @@ def test_one_program_serves_other_prompts_counts_temperatures_and_keys(plain):
 def test_weights_are_arguments_and_logits_are_of_last_tokens_alone(model):
     """In the compiled text: no constant as large as a weight, no logits of every token of the prompt."""
     from eqformer.generation._decode import ProgramSizes
-    from eqformer.generation._generate import _generate, make_sampling_state
+    from eqformer.generation._generate import _start_rows, make_sampling_state
 
     ids, lengths = jnp.ones((3, 64), jnp.int32), jnp.array([5, 1, 9], jnp.int32)
     draws = make_sampling_state(model, 3, (), None, None, KEY)
-    lowered = _generate.lower(model, ids, lengths, jnp.asarray(4, jnp.int32), draws, False, ProgramSizes(64, 64, None))
+    limit, sizes = jnp.asarray(4, jnp.int32), ProgramSizes(64, 64, None)
+    lowered = _start_rows.lower(model, ids, lengths, limit, draws, False, sizes, None)
     text = lowered.as_text()
     assert "tensor<3x64x32xf32>" in text and "tensor<3x61xf32>" in text
     assert "tensor<3x64x61xf32>" not in text

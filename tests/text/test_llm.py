@@ -73,6 +73,8 @@ def test_stop_strings_cut_across_tokens_and_end_the_drawing():
     llm = scripted("one two three four")
     assert llm.generate("one", stop="three") == " two "
     assert llm.generate(["one", "one two"], stop=["two", "four"]) == [" ", " three "]
+    drawn = llm.generate(["one", "one two"], stop=["two", "four"], log_probs=True)
+    assert [completion.text for completion in drawn] == [" ", " three "]
     stream = llm.generate("one", stop=["ee f"], stream=True)
     assert "".join(stream) == " two thr" and len(stream.ids) == len(" two three f")
     assert llm.generate("one", stop="five") == " two three four" and llm.generate("one", max_new_tokens=2) == " t"
