@@ -9,6 +9,7 @@ from ._cache_write import (
     TileWrite as TileWrite,
 )
 from ._decode_attention import DECODE_ATTENTION as DECODE_ATTENTION
+from ._decode_attention_cpu import FilledSlotsDecoding as FilledSlotsDecoding
 from ._decode_attention_gpu import FlashDecodingGpu as FlashDecodingGpu
 from ._decode_attention_tpu import FlashDecodingTpu as FlashDecodingTpu
 from ._dtypes import at_least_float32 as at_least_float32, E4M3 as E4M3, E5M2 as E5M2, round_to_fp8 as round_to_fp8
