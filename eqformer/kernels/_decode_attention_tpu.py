@@ -103,7 +103,7 @@ class PrefetchedScalars(NamedTuple):
     """The last block with a visible slot, for each batch row."""
 
 
-class Sizes(NamedTuple):
+class BlockSizes(NamedTuple):
     """The static sizes of a call to the kernel."""
 
     block: int
@@ -191,7 +191,7 @@ def _call_kernel(
     (rows, group, _), (batch, _, kv_seq) = arrays.parts[0].query.shape, arrays.visible.shape
     keys = [part.key for part in arrays.parts]
     v_dim = (keys[0] if arrays.value is None else arrays.value).shape[-1]
-    sizes = Sizes(block, kv_seq, rows // batch, v_dim)
+    sizes = BlockSizes(block, kv_seq, rows // batch, v_dim)
     result = jax.ShapeDtypeStruct(
         (rows, group, v_dim), arrays.parts[0].query.dtype, manual_axis_type=varying_of((arrays, layer))
     )
@@ -242,7 +242,7 @@ def _layer_of(x: Array, scalars: PrefetchedScalars) -> Array:
     return jnp.minimum(scalars.layer[0], x.shape[0] - 1)
 
 
-def block_specs(sizes: Sizes, arrays: KernelArrays) -> KernelArrays:
+def block_specs(sizes: BlockSizes, arrays: KernelArrays) -> KernelArrays:
     """Return the `BlockSpec` of each array, which says what block of the array a program reads.
 
     The arrays of the cache are in the order of `to_stored_order`.
@@ -292,7 +292,7 @@ def block_specs(sizes: Sizes, arrays: KernelArrays) -> KernelArrays:
 
 
 def estimate_cost(
-    sizes: Sizes, scalars: PrefetchedScalars, arrays: KernelArrays, result: jax.ShapeDtypeStruct
+    sizes: BlockSizes, scalars: PrefetchedScalars, arrays: KernelArrays, result: jax.ShapeDtypeStruct
 ) -> dict[str, int]:
     """Return the costs of a call whose queries see all slots.
 
@@ -316,7 +316,7 @@ def estimate_cost(
 
 def _kernel(
     settings: ScoreSettings,
-    sizes: Sizes,
+    sizes: BlockSizes,
     _: Ref,
     first: Ref,
     last: Ref,
@@ -350,7 +350,7 @@ def _kernel(
 
 def _add_block(
     settings: ScoreSettings,
-    sizes: Sizes,
+    sizes: BlockSizes,
     arrays: KernelArrays,
     softmax: _RunningSoftmax,
     number: Array,

@@ -159,7 +159,7 @@ def configuration_of(file: GGUF) -> JsonObject:
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         published.refuse("it has no token_embd.weight, the table of embeddings.")
-    architecture, size = _architecture(file), _Sizes(published, file, kind)
+    architecture, size = _architecture(file), _SizeReader(published, file, kind)
     heads, embed = size.read("attention.head_count"), size.read("embedding_length")
     config = {
         "model_type": architecture.model_type,
@@ -184,7 +184,7 @@ def configuration_of(file: GGUF) -> JsonObject:
     return config
 
 
-class _Sizes:
+class _SizeReader:
     """Sizes of a model's arrays, none of which may exceed the number of elements of the file's largest array."""
 
     def __init__(self, published: PublishedConfig, file: GGUF, kind: str):
@@ -238,7 +238,7 @@ def _is_without_effect(name: str, value: object) -> bool:
     return _UNREAD.fullmatch(name) is not None or value in _NEUTRAL.get(name, ())
 
 
-def _head(published: PublishedConfig, size: _Sizes, kind: str, default: int) -> JsonObject:
+def _head(published: PublishedConfig, size: _SizeReader, kind: str, default: int) -> JsonObject:
     """Return the channels of a head and the rotated part of these; refuse keys and values of different widths."""
     key, value = (size.read(f"attention.{name}_length", default) for name in ("key", "value"))
     if key != value:

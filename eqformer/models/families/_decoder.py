@@ -16,7 +16,7 @@ FeedForwardLayer = nn.FeedForward | nn.Routed
 
 
 @runtime_checkable
-class Sizes(Protocol):
+class DecoderSizes(Protocol):
     """Fields of a config that all builders here read; `DecoderConfig` has them, and other classes may."""
 
     @property
@@ -32,7 +32,7 @@ class Sizes(Protocol):
 
 
 @runtime_checkable
-class WithMLP(Sizes, Protocol):
+class WithMLP(DecoderSizes, Protocol):
     """Fields of a config with feed-forward layers."""
 
     @property
@@ -100,7 +100,7 @@ class _DecoderEnds(TypedDict, total=False):
     logit_softcap: float | None
 
 
-def damping(config: Sizes) -> float:
+def damping(config: DecoderSizes) -> float:
     """Return the factor of the standard deviation with which maps into the residual stream are initialized.
 
     Each of the `2 * layers` additions to the stream starts smaller, so that their sum does not grow with depth.
@@ -109,7 +109,7 @@ def damping(config: Sizes) -> float:
 
 
 def norm(
-    config: Sizes,
+    config: DecoderSizes,
     dims: str = "embed",
     *,
     eps: float | None = None,
@@ -223,7 +223,7 @@ def gated_mlp(
 
 
 def pre_norm_block(
-    config: Sizes,
+    config: DecoderSizes,
     mixer: nn.Mixer,
     feed_forward: FeedForwardLayer,
     *,
@@ -237,7 +237,7 @@ def pre_norm_block(
     )
 
 
-def post_norm_block(config: Sizes, mixer: nn.Mixer, feed_forward: FeedForwardLayer) -> nn.Block:
+def post_norm_block(config: DecoderSizes, mixer: nn.Mixer, feed_forward: FeedForwardLayer) -> nn.Block:
     """Return a block with a norm after each sublayer (OLMo 2)."""
     return nn.Block(
         nn.Residual(mixer, output_norm=norm(config)),
@@ -246,7 +246,7 @@ def post_norm_block(config: Sizes, mixer: nn.Mixer, feed_forward: FeedForwardLay
 
 
 def four_norm_block(
-    config: Sizes,
+    config: DecoderSizes,
     mixer: nn.Mixer,
     feed_forward: FeedForwardLayer,
     *,
@@ -267,7 +267,7 @@ def four_norm_block(
 
 @overload
 def decoder(
-    config: Sizes,
+    config: DecoderSizes,
     block: Callable[[Key[Array, ""]], nn.Layer],
     *,
     key: Key[Array, ""],
@@ -279,7 +279,7 @@ def decoder(
 
 @overload
 def decoder(
-    config: Sizes,
+    config: DecoderSizes,
     block: Callable[[LayerKind, Key[Array, ""]], nn.Layer],
     kinds: Sequence[LayerKind | Together[LayerKind]],
     *,
@@ -291,7 +291,7 @@ def decoder(
 
 
 def decoder(
-    config: Sizes,
+    config: DecoderSizes,
     block: Callable[..., nn.Layer],
     kinds: Sequence[LayerKind | Together[LayerKind]] | None = None,
     *,
