@@ -6,7 +6,7 @@ import numpy as np
 from nn_reference import normal, wide
 
 from eqformer import nn
-from eqformer.nn.experts._grouped import run_grouped
+from eqformer.nn.experts._experts import run_grouped
 from eqformer.nn.experts._grouped_blocks import run_in_blocks
 
 

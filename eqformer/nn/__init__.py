@@ -47,7 +47,6 @@ from ._contracts import (
     ScoreBias as ScoreBias,
     Sublayer as Sublayer,
 )
-from ._cross_layer import SharedKV as SharedKV, SharedValue as SharedValue, ShareRequest as ShareRequest
 from ._dtype import (
     add_float32 as add_float32,
     at_least_float32 as at_least_float32,
@@ -167,6 +166,9 @@ from ._tokens import (
     packed_in_order as packed_in_order,
     positions_like as positions_like,
     right_padded as right_padded,
+    SharedKV as SharedKV,
+    SharedValue as SharedValue,
+    ShareRequest as ShareRequest,
     Source as Source,
     token_keys as token_keys,
     Tokens as Tokens,

@@ -10,12 +10,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Key, PyTree
 
 from ._contracts import Layer, Mixer, Routed, Sublayer
-from ._cross_layer import collect_shared, find_shared, SharedValue, ShareRequest
 from ._dtype import multiply_float32
 from ._model_contracts import LayerStack, RandomMask
 from ._module import modules
 from ._norm import Norm
-from ._tokens import Source, Tokens, tokens_or_default
+from ._tokens import collect_shared, find_shared, SharedValue, ShareRequest, Source, Tokens, tokens_or_default
 
 
 SOURCE = "source"

@@ -14,11 +14,10 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from ._block import check_caches, count_layer_inputs, LAYER_INPUT, Residual, SOURCE, split_layer_inputs
 from ._cache import index_layer, LayerCache, quantize_caches, update_layer, with_rollback
 from ._contracts import Layer
-from ._cross_layer import collect_shared, keep_shared, take_last_layer
 from ._dtype import in_dtypes_of, in_float32, parse_cache_dtype
 from ._model_contracts import LayerStack
 from ._module import ensemble, modules, path_name
-from ._tokens import Tokens, tokens_or_default
+from ._tokens import collect_shared, keep_shared, take_last_layer, Tokens, tokens_or_default
 
 
 class Stack(LayerStack):

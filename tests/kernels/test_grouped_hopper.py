@@ -17,7 +17,7 @@ from nn_reference import close, normal
 from eqformer import nn
 from eqformer.kernels import _op, GroupedMatmulCall, HopperGroupedMatmul
 from eqformer.kernels.grouped_matmul._hopper import choose_tile, make_row_tiles
-from eqformer.nn.experts import _grouped
+from eqformer.nn.experts import _experts as _grouped
 
 
 CASES = {

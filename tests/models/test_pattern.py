@@ -9,7 +9,7 @@ import jax
 from eqformer import models, nn
 from eqformer.models._layer_attributes import all_but_every, every
 from eqformer.models._weight_rules import layer_groups
-from eqformer.models.families._pattern import Run, runs, Together
+from eqformer.models.families._decoder import Run, runs, Together
 
 
 def pattern(period, layers):

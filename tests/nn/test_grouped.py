@@ -24,7 +24,7 @@ from nn_reference import close, drawn, normal, wide
 
 from eqformer import nn
 from eqformer.kernels import TpuGroupedMatmul
-from eqformer.nn.experts import _grouped, _grouped_blocks
+from eqformer.nn.experts import _experts as _grouped, _grouped_blocks
 
 
 run = jax.jit(with_gradients)

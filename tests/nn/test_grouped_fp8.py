@@ -16,8 +16,8 @@ from nn_reference import close, drawn, normal, wide
 
 from eqformer import kernels, nn
 from eqformer.kernels import _op
-from eqformer.nn.experts import _grouped, _grouped_blocks
-from eqformer.nn.experts._grouped import run_grouped
+from eqformer.nn.experts import _experts as _grouped, _grouped_blocks
+from eqformer.nn.experts._experts import run_grouped
 
 
 ROWS, INPUTS, OUTPUTS, GROUPS = 160, 12, 6, 4

@@ -9,7 +9,7 @@ from grouped_cases import given, grouped_product, GROUPS, INPUTS, linears, produ
 from nn_reference import close, drawn, normal, wide
 
 from eqformer import nn
-from eqformer.nn.experts._grouped import run_grouped
+from eqformer.nn.experts._experts import run_grouped
 
 
 run = jax.jit(grouped_product)

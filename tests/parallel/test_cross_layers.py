@@ -13,7 +13,7 @@ from plan_parity import Case, differences, of_one_device
 from test_sharded_model import built, planned, same, written
 
 from eqformer import models, nn
-from eqformer.nn import _block, _cross_layer
+from eqformer.nn import _block, _tokens as _cross_layer
 from eqformer.parallel.tensor import _residual_stream as _norms
 
 

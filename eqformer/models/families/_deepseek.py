@@ -25,9 +25,8 @@ from .._layer_attributes import layers_of
 from .._rotary_attributes import RotaryWithTemperature
 from .._weight_rules import Rule
 from ._common import EDGES, GATED, KeyHeads, LAYER, PRE_NORMS, SIZES, WIDTH
-from ._decoder import damping, decoder, gated_mlp, norm, rotary_of
+from ._decoder import damping, decoder, gated_mlp, norm, rotary_of, Together
 from ._mixtures import MIXTURE, SHARED, SHARED_ATTRIBUTES
-from ._pattern import Together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

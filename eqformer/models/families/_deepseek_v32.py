@@ -14,7 +14,7 @@ from .._layer_attributes import AllLayers
 from .._predictors import NUMBERED_PREDICTOR
 from .._weight_rules import Rule
 from ._common import LAYER
-from ._decoder import rotary_of
+from ._decoder import rotary_of, Together
 from ._deepseek import (
     build_latent,
     latent_attributes,
@@ -24,7 +24,6 @@ from ._deepseek import (
     SigmoidLatentConfig,
 )
 from ._mixtures import SELECTION_BIAS, sigmoid_mixture_beside_shared
-from ._pattern import Together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

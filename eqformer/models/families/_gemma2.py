@@ -12,8 +12,7 @@ from .._config_types import Index, Length, Positive, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED
-from ._decoder import attention, causal_mask, decoder, four_norm_block, gated_mlp, norm
-from ._pattern import layer_windows
+from ._decoder import attention, causal_mask, decoder, four_norm_block, gated_mlp, layer_windows, norm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,17 @@ from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryByType
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, head_norm_weights
-from ._decoder import attention, causal_mask, decoder, four_norm_block, gated_mlp, head_norms, norm, rotary_of
-from ._pattern import layer_windows
+from ._decoder import (
+    attention,
+    causal_mask,
+    decoder,
+    four_norm_block,
+    gated_mlp,
+    head_norms,
+    layer_windows,
+    norm,
+    rotary_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

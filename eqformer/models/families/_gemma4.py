@@ -17,9 +17,8 @@ from .._layer_attributes import all_but_every, layers_of, Windows
 from .._rotary_attributes import ProportionalRotaryByType
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, gated_weights, head_norm_weights, LAYER
-from ._decoder import activation_of, attention, causal_mask, decoder, gated_mlp, norm, rotary_of
+from ._decoder import activation_of, attention, causal_mask, decoder, gated_mlp, layer_windows, norm, rotary_of
 from ._mixtures import mixture
-from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

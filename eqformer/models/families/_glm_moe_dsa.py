@@ -10,9 +10,9 @@ from .._config_types import Index, Length, NotNegative, Positive, PublishedConfi
 from .._family import Family
 from .._layer_attributes import layers_of
 from .._predictors import NUMBERED_PREDICTOR
+from ._decoder import Together
 from ._deepseek import latent_attributes, LatentKind, LayerMixtures
 from ._deepseek_v32 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_WEIGHTS
-from ._pattern import Together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,7 @@ from .._config_types import LayerCount, Length, NotNegative, Rate, Size
 from .._family import Family, ModelConfig
 from .._weight_rules import Rule
 from ._common import leaf_paths
-from ._decoder import activation_of
-from ._pattern import stacks_of
+from ._decoder import activation_of, stacks_of
 
 
 _SUMMARY = tuple(f"summary_{x}" for x in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"))

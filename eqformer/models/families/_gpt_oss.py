@@ -14,9 +14,8 @@ from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, PRE_NORMS
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from ._decoder import attention, decoder, gated_mlp, layer_windows, pre_norm_block
 from ._mixtures import mixture, stacked_mixture_weights
-from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,7 @@ from .._layer_attributes import all_but_every, every, layers_of, NullableWindows
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, INTO_HEADS, LAYER
-from ._decoder import attention, decoder, gated_mlp, head_norms, norm, rotary_of
-from ._pattern import layer_windows
+from ._decoder import attention, decoder, gated_mlp, head_norms, layer_windows, norm, rotary_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

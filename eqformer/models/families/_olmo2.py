@@ -12,8 +12,7 @@ from .._family import DecoderConfig, Family
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryByType
 from ._common import ATTENTION, decoder_attributes, EDGES, GATED, head_norm_weights, OF_HEADS, POST_NORMS
-from ._decoder import attention, decoder, gated_mlp, head_norms, post_norm_block, rotary_of
-from ._pattern import layer_windows
+from ._decoder import attention, decoder, gated_mlp, head_norms, layer_windows, post_norm_block, rotary_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

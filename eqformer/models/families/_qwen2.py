@@ -11,8 +11,7 @@ from .._config_types import Index, Length, Positive
 from .._family import DecoderConfig, Family
 from .._layer_attributes import LateWindows
 from ._common import decoder_attributes, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block
-from ._pattern import layer_windows
+from ._decoder import attention, decoder, gated_mlp, layer_windows, pre_norm_block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from .._config_types import Index, Length, PublishedConfig, Size
 from .._family import Family
 from .._layer_attributes import SwitchedWindows
 from ._common import decoder_attributes, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from ._decoder import attention, decoder, gated_mlp, layer_windows, pre_norm_block
 from ._mixtures import (
     GATED_SHARED,
     MIXTURE,
@@ -20,7 +20,6 @@ from ._mixtures import (
     mixture_flags,
     QwenMoEConfig,
 )
-from ._pattern import layer_windows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ from .._config_types import Index, Length, Positive, Size
 from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import LateWindows
 from ._common import decoder_attributes, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
-from ._pattern import layer_windows
+from ._decoder import attention, decoder, gated_mlp, head_norms, layer_windows, pre_norm_block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

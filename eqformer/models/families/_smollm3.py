@@ -12,8 +12,7 @@ from .._family import DecoderConfig, Family
 from .._layer_attributes import every, NoRotaryLayers, SwitchedWindows
 from .._rotary_attributes import RotaryPositions
 from ._common import decoder_attributes, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block, rotary_of
-from ._pattern import layer_windows
+from ._decoder import attention, decoder, gated_mlp, layer_windows, pre_norm_block, rotary_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ from .._config_types import Index, PublishedConfig
 from .._family import Family
 from .._weight_rules import Rule
 from ._common import attention_weights
-from ._decoder import causal_mask, norm
+from ._decoder import causal_mask, layer_windows, norm, stacks_of
 from ._gemma2 import GEMMA2, gemma2_block, gemma2_model, GEMMA2_PRESETS, Gemma2Config, scores_of
-from ._pattern import layer_windows, stacks_of
 from ._t5gemma2 import half_weights
 
 

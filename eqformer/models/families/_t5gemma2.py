@@ -11,9 +11,8 @@ from .._config_types import Index, PublishedConfig
 from .._family import Family, MultimodalModel
 from .._weight_rules import Rule
 from ._common import ATTENTION, gated_weights, head_norm_weights, norm_weights
-from ._decoder import causal_mask, norm
+from ._decoder import causal_mask, layer_windows, norm, stacks_of
 from ._gemma3 import GEMMA3, gemma3_block, GEMMA3_MISSING, gemma3_model, GEMMA3_PRESETS, Gemma3Config
-from ._pattern import layer_windows, stacks_of
 
 
 _TABLE = (*GEMMA3.attributes, Attribute("start", "bos_token_id", 2), Ignore("dropout_rate"))

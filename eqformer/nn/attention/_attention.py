@@ -10,10 +10,9 @@ from jaxtyping import Array, Float, Key
 from ...kernels import ATTENTION, causal, Mask, Operation
 from .._cache import KVCache, mask_overflow, store_keys
 from .._contracts import Attends, Mixer, MixerFacts
-from .._cross_layer import answer_request, SharedKV, SharedValue, ShareRequest, unwrap_request
 from .._linear import Linear, LinearMap
 from .._norm import Norm
-from .._tokens import Tokens, tokens_or_default
+from .._tokens import answer_request, SharedKV, SharedValue, ShareRequest, Tokens, tokens_or_default, unwrap_request
 from ._rotary import PositionEncoding
 from ._rotary_cache import start_rotation
 from ._scores import compute_attention, Scores

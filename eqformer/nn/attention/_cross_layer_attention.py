@@ -8,10 +8,9 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from ...kernels import ATTENTION, causal, Mask, Operation
 from .._contracts import Attends, Mixer, MixerFacts
-from .._cross_layer import SharedKV, SharedValue
 from .._linear import Linear, LinearMap
 from .._norm import Norm
-from .._tokens import document_lengths, Tokens, tokens_or_default
+from .._tokens import document_lengths, SharedKV, SharedValue, Tokens, tokens_or_default
 from ._rotary import Rotary
 from ._scores import Scores
 

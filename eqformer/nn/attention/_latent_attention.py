@@ -21,11 +21,18 @@ from ...kernels import (
 )
 from .._cache import empty_slots, LatentCache, mask_overflow, slots_for
 from .._contracts import Attends, Mixer, MixerFacts
-from .._cross_layer import answer_request, SharedValue, ShareRequest, unwrap_request
 from .._dtype import add_float32, broadcast_float32, float_dtype
 from .._linear import Linear, LinearMap
 from .._norm import Norm
-from .._tokens import document_lengths, Tokens, tokens_or_default
+from .._tokens import (
+    answer_request,
+    document_lengths,
+    SharedValue,
+    ShareRequest,
+    Tokens,
+    tokens_or_default,
+    unwrap_request,
+)
 from ._indexer import Indexer, KeySelection
 from ._rotary import Rotary
 from ._scores import Scores

@@ -1,15 +1,37 @@
-"""Experts: feed-forward layers of one kind as a vmapped ensemble, which run on slots or on rows sorted by expert."""
+"""Experts: feed-forward layers of one kind as a vmapped ensemble, which run on slots or on rows sorted by expert.
 
-from collections.abc import Callable
+Rows are sorted by the expert that their tokens chose. If the kernels of grouped products (`kernels.GROUPED_MATMUL`)
+support all linear maps of the experts, a kernel computes each map for all rows at once. Otherwise rows are computed in
+slots and blocks (`_grouped_blocks.py`).
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from .._linear import LinearMap, map_linears
+from ...kernels import Choice, compilers, GROUPED_MATMUL, GroupedMatmul, GroupedMatmulCall, record_choice
+from .._dtype import add_float32, at_least_float32
+from .._linear import dense, DenseMap, LinearMap, map_linears
+from .._matmul_precision import Fp8Matmul, MatmulPrecision
 from .._module import ensemble, map_modules, Module, path_name, take_members
-from ._grouped import run_grouped
+from ._grouped_blocks import (
+    blocks_backward,
+    blocks_forward,
+    LinearPasses,
+    Parameters,
+    PLAIN_PASSES,
+    record_linears,
+    replay_linears,
+    run_in_blocks,
+    run_in_blocks_without_residuals,
+    varying_zero,
+)
 
 
 class Experts(Module):
@@ -90,3 +112,256 @@ class _CallOnly(eqx.Module):
 
     def __call__(self, x: Float[Array, "*rows inputs"]) -> Float[Array, "*rows inputs"]:
         return x
+
+
+def run_grouped(
+    modules: PyTree,
+    x: Float[Array, "rows inputs"],
+    sizes: Int[Array, "groups"],
+    *,
+    even: int | None = None,
+    most: int | None = None,
+) -> Float[Array, "rows outputs"]:
+    """Return `modules[g](x[i])` for each row `i` of group `g`: the first `sizes[0]` rows are of group 0, and so on.
+
+    `modules` is an ensemble over groups whose parameters all belong to linear maps from one dim to one; it maps rows
+    one by one. Rows after the last group give zeros.
+
+    On a platform whose kernels (`kernels.GROUPED_MATMUL`) support all of its maps, each map is computed by these
+    kernels. Otherwise each group has slots for as many rows as with an even load, which are computed together, and the
+    other rows are computed in blocks of one group each, as in MegaBlocks (arXiv:2211.15841). On CPUs, if no gradient is
+    taken, slots are used only in float32 or float64, and only for few rows or large weights; all other rows are
+    computed in blocks.
+
+    Maps that hold no weight, such as quantized maps, are decoded for groups that have rows, and again in the backward
+    pass. The outputs of the maps are kept for the backward pass, which recomputes the rest; there are no second
+    derivatives and no forward mode. Weights are cast to the dtype of `x`; sums are float32 at least.
+
+    Args:
+        modules: An ensemble over groups.
+        x: The rows, sorted by group.
+        sizes: The number of rows of each group.
+        even: The number of rows of a group with an even load; None: an equal share of all rows, including rows of no
+            group.
+        most: A bound on the rows of a group. Accelerators without kernels for such calls have so many slots for each
+            group, and no blocks.
+    """
+    arrays, static = eqx.partition(modules, eqx.is_array)
+    leaves, structure = jax.tree.flatten(static)
+    # Inside `shard_map`, the transpose of these additions sums gradients over the mesh axes over which an array does
+    # not vary.
+    zero = varying_zero(arrays, x, sizes)
+    arrays, x = jax.tree.map(functools.partial(_vary_as, zero), (arrays, x))
+    return _grouped_function(structure, tuple(leaves), even, most, compilers())(arrays, x, sizes.astype(jnp.int32))
+
+
+class _Passes(NamedTuple):
+    """The functions by which one platform computes an ensemble on sorted rows."""
+
+    run: Callable[..., Array]
+    """Returns the outputs, for programs without gradients."""
+    forward: Callable[..., tuple[Array, list[Array]]]
+    """Returns the outputs, and the maps' outputs, which the backward pass reads."""
+    backward: Callable[..., tuple[PyTree, Array]]
+    """Returns the gradients of the parameters and of the rows."""
+
+
+@functools.lru_cache(maxsize=256)
+def _grouped_function(
+    structure: Hashable, leaves: tuple, even: int | None, most: int | None, platforms: tuple[str, ...]
+) -> Callable[[PyTree, Array, Array], Array]:
+    """Return the function `run(arrays, x, sizes)` with its gradient.
+
+    Equal modules get the same function, so that eager calls compile only once.
+    """
+    static = jax.tree.unflatten(structure, leaves)
+    partial = functools.partial
+    default = _Passes(
+        partial(run_in_blocks_without_residuals, even=even),
+        partial(blocks_forward, even=even),
+        partial(blocks_backward, even=even),
+    )
+    in_slots = _Passes(
+        partial(run_in_blocks, even=even, most=most),
+        partial(blocks_forward, even=even, most=most),
+        partial(blocks_backward, even=even, most=most),
+    )
+    without_kernels = {"default": default} | dict.fromkeys(platforms, in_slots)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run_on_platform(
+        name: Literal["run", "forward", "backward"], arrays: PyTree, x: Array, sizes: Array, *residuals: PyTree
+    ) -> PyTree:
+        supported, args = _kernel_platforms(static, arrays, x, sizes, most), (arrays, x, sizes, *residuals)
+        passes = without_kernels | {platform: _kernel_passes(platform, most) for platform in supported}
+        chosen = {platform: getattr(passes[platform], name) for platform in passes}
+        if name == "backward":
+            chosen = {platform: _differentiate_parts(backward) for platform, backward in chosen.items()}
+        return jax.lax.platform_dependent(*args, **{platform: partial(f, static) for platform, f in chosen.items()})
+
+    @jax.custom_vjp
+    def run(arrays: PyTree, x: Array, sizes: Array) -> Array:
+        return run_on_platform("run", arrays, x, sizes)
+
+    def forward(arrays: PyTree, x: Array, sizes: Array) -> tuple[Array, tuple]:
+        results = run_on_platform("forward", arrays, x, sizes)
+        y, outputs = jax.tree.map(functools.partial(checkpoint_name, name="product"), results)
+        return y, (arrays, x, sizes, (*outputs, y))
+
+    def backward(residuals: tuple, gradient: Array) -> tuple[PyTree, Array, None]:
+        return *run_on_platform("backward", *residuals, gradient), None
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _kernel_platforms(static: PyTree, arrays: PyTree, x: Array, sizes: Array, most: int | None) -> tuple[str, ...]:
+    """Return the accelerators of this installation whose kernels support all maps of an ensemble."""
+    if not compilers():
+        return ()
+    choices: list[Choice] = []
+
+    def note_choice(linear: LinearMap, x: Array) -> Array:
+        weight = dense(linear).weight
+        matrices, rows = jnp.zeros((len(sizes), *weight.shape), weight.dtype), jnp.zeros((count, x.shape[-1]), x.dtype)
+        is_stored = isinstance(linear, DenseMap)
+        call = GroupedMatmulCall(rows, matrices, sizes, isinstance(linear.products, Fp8Matmul), most, is_stored)
+        choices.append(GROUPED_MATMUL.choose(call))
+        return linear(x)
+
+    count, passes = len(x), PLAIN_PASSES._replace(forward=note_choice)
+    run = lambda arrays, x: record_linears(eqx.combine(arrays, static), x, passes)
+    jax.eval_shape(run, jax.tree.map(lambda a: a[0], arrays), x[:1])
+    supported = [{name for name, _ in choice.by_platform} for choice in choices]
+    common = set.intersection(*supported) if supported else set()
+    for choice in choices:
+        record_choice(choice._replace(by_platform=tuple(pair for pair in choice.by_platform if pair[0] in common)))
+    return tuple(name for name in compilers() if name in common)
+
+
+def _kernel_passes(platform: str, most: int | None) -> _Passes:
+    """Return the passes by a platform's kernels."""
+
+    def kernel_for(call: GroupedMatmulCall) -> GroupedMatmul:
+        kernel = GROUPED_MATMUL.implementation_for(call, platform)
+        assert isinstance(kernel, GroupedMatmul), kernel
+        return kernel
+
+    return _Passes(
+        functools.partial(run_by_kernels, kernel_for=kernel_for, most=most),
+        functools.partial(kernels_forward, kernel_for=kernel_for, most=most),
+        functools.partial(kernels_backward, kernel_for=kernel_for, most=most),
+    )
+
+
+def _differentiate_parts(backward: Callable[..., tuple[PyTree, Array]]) -> Callable[..., tuple[PyTree, Array]]:
+    """Return a backward pass that also differentiates maps without a weight, such as quantized maps.
+
+    It decodes the weights, calls `backward` for their gradients, and turns these into gradients of the arrays from
+    which the weights are decoded.
+    """
+
+    def run(static: PyTree, arrays: PyTree, *residuals: PyTree) -> tuple[PyTree, Array]:
+        differentiable, codes = eqx.partition(arrays, eqx.is_inexact_array)
+        split = lambda arrays: eqx.partition(map_linears(dense, eqx.combine(arrays, codes, static)), eqx.is_array)
+        weights, pull_back = jax.vjp(lambda arrays: split(arrays)[0], differentiable)
+        weight_grads, x_grad = backward(split(differentiable)[1], weights, *residuals)
+        return *pull_back(weight_grads), x_grad
+
+    return run
+
+
+def _vary_as(zero: Array, array: Array) -> Array:
+    """Return the array, varying over at least the mesh axes over which `zero` varies."""
+    axes, zero_axes = (jax.typeof(x).manual_axis_type.varying for x in (array, zero))
+    return array if axes >= zero_axes else array + zero.astype(array.dtype)
+
+
+# The passes by kernels: a grouped product for each linear map, for all rows at once.
+
+KernelFor = Callable[[GroupedMatmulCall], GroupedMatmul]
+"""A function that returns the kernel for a call."""
+
+
+def run_by_kernels(
+    static: PyTree,
+    arrays: PyTree,
+    x: Array,
+    sizes: Array,
+    *,
+    kernel_for: KernelFor,
+    most: int | None = None,
+) -> Array:
+    """Return the rows' outputs, with each map computed by the kernel that `kernel_for` returns."""
+    return kernels_forward(static, arrays, x, sizes, kernel_for=kernel_for, most=most)[0]
+
+
+def kernels_forward(
+    static: PyTree,
+    arrays: PyTree,
+    x: Array,
+    sizes: Array,
+    *,
+    kernel_for: KernelFor,
+    most: int | None = None,
+) -> tuple[Array, list[Array]]:
+    """Return the rows' outputs, and the outputs of the modules' linear maps."""
+    passes, map_outputs = _kernel_linear_passes(sizes, len(x), kernel_for, most), []
+
+    def forward(linear: LinearMap, x: Array) -> Array:
+        map_outputs.append(passes.forward(linear, x))
+        return map_outputs[-1]
+
+    y, outputs = record_linears(eqx.combine(arrays, static), x, passes._replace(forward=forward))
+    # The output of a map is zero after the last group, but that of an activation may not be.
+    is_map_output = any(y is output for output in map_outputs)
+    return (y if is_map_output else jnp.where(_is_in_group(x, sizes), y, 0)), outputs
+
+
+def kernels_backward(
+    static: PyTree,
+    arrays: PyTree,
+    x: Array,
+    sizes: Array,
+    outputs: Sequence[Array],
+    gradient: Array,
+    *,
+    kernel_for: KernelFor,
+    most: int | None = None,
+) -> tuple[PyTree, Array]:
+    """Return the gradients of the parameters and of the rows; the last of `outputs` is the modules' output."""
+    passes = _kernel_linear_passes(sizes, len(x), kernel_for, most)
+    replay = lambda arrays, x: replay_linears(eqx.combine(arrays, static), x, passes, outputs)
+    array_grads, x_grad = jax.vjp(replay, arrays, x)[1](gradient)
+    return array_grads, jnp.where(_is_in_group(x, sizes), x_grad, 0)
+
+
+def _kernel_linear_passes(sizes: Array, rows: int, kernel_for: KernelFor, most: int | None) -> LinearPasses:
+    """Return the passes of a linear map by its kernel, for all groups at once."""
+    group_of_row = jnp.repeat(jnp.arange(len(sizes), dtype=jnp.int32), sizes, total_repeat_length=rows)
+
+    def select_kernel(products: MatmulPrecision, x: Array, weight: Array) -> GroupedMatmul:
+        return kernel_for(GroupedMatmulCall(x, weight, sizes, isinstance(products, Fp8Matmul), most))
+
+    def forward(linear: LinearMap, x: Array) -> Array:
+        weight = dense(linear).weight
+        y = select_kernel(linear.products, x, weight).forward(x, weight, sizes)
+        bias = None if linear.bias is None else jnp.where(_is_in_group(x, sizes), linear.bias[group_of_row], 0)
+        return add_float32(y, bias)
+
+    def backward(
+        products: MatmulPrecision, parameters: Parameters, x: Array, output_grad: Array
+    ) -> tuple[Parameters, Array]:
+        (weight, bias), wide = parameters, at_least_float32(x.dtype)
+        kernel, bias_grad = select_kernel(products, x, weight), None
+        weight_grad = kernel.weight_grad(output_grad, x, sizes, weight.dtype)
+        if bias is not None:
+            row_grads = jnp.where(_is_in_group(x, sizes), output_grad, 0)
+            bias_grad = jax.ops.segment_sum(row_grads.astype(wide), group_of_row, len(sizes)).astype(bias.dtype)
+        return (weight_grad, bias_grad), kernel.input_grad(output_grad, weight, sizes)
+
+    return LinearPasses(forward, backward)
+
+
+def _is_in_group(x: Array, sizes: Array) -> Bool[Array, "rows 1"]:
+    return (jnp.arange(len(x), dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32))[:, None]
