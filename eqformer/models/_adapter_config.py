@@ -1,4 +1,4 @@
-"""The `adapter_config.json` of peft: which modules of a published model have factors, of what rank and scale."""
+"""The `adapter_config.json` of peft: the modules of a published model that have factors, and their ranks and scales."""
 
 import dataclasses
 import re
@@ -23,8 +23,8 @@ _INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 class _ByPattern(Generic[T]):
     """Numbers by patterns for the ends of modules' names; the first pattern that matches a name applies.
 
-    A configuration may have thousands of patterns, most of them plain names whose dots are escaped or not. Names are
-    found by look-up. An unescaped dot matches any character, so the look-up writes a dot at its position into the
+    A configuration may have thousands of patterns, most of them plain names, in which dots may be escaped. Plain names
+    are found by look-up. An unescaped dot matches any character, so the look-up puts a dot at its position in the
     module's name. All other patterns are matched one by one.
     """
 
@@ -43,7 +43,7 @@ class _ByPattern(Generic[T]):
                 self._patterns.append((order, value, re.compile(rf"(.*\.)?({pattern})$")))
 
     def get(self, module: str, default: T) -> T:
-        """Return the module's number."""
+        """Return the number of the first pattern that matches the module's name, or the default."""
         looked_up = [
             by_name.get(_put_dots(suffix, dots))
             for suffix in _suffixes(module)
@@ -54,7 +54,7 @@ class _ByPattern(Generic[T]):
         return min(matches, key=lambda match: match[0])[1] if matches else default
 
 
-# One character of a plain name: itself, escaped, or an unescaped dot. Escaped letters are classes of characters.
+# One character of a plain name, which may be escaped. Escaped letters are classes of characters, so they are excluded.
 _CHARACTER = re.compile(r"\\[^a-zA-Z0-9]|[\w.-]")
 _NAME = re.compile(rf"(?:{_CHARACTER.pattern})+")
 
@@ -96,7 +96,7 @@ class AdapterConfig:
 
 
 class _Options:
-    """The options of a configuration, taken one by one; null stands for the default."""
+    """The options of a configuration, read one by one; null stands for the default."""
 
     def __init__(self, values: Mapping[str, object], source: str):
         self._values, self._source, self._taken = values, source, set[str]()
@@ -139,7 +139,7 @@ class _Options:
         raise ValueError(f"{self._source}: {name}={value!r} is not supported; it must be {rule}.")
 
     def finish(self) -> None:
-        """Raise a `ValueError` that lists options that were not taken and may have an effect."""
+        """Raise a `ValueError` that lists options that were not read and may have an effect."""
         known = self._taken | _WITHOUT_EFFECT
         unknown = {name: value for name, value in sorted(self._values.items()) if name not in known and value}
         if unknown:
@@ -150,7 +150,7 @@ class _Options:
 
 
 def read_adapter_config(values: Mapping[str, object], source: str) -> AdapterConfig:
-    """Return the configuration; raises a `ValueError` for a kind of adapter, or an option, that is not known."""
+    """Return the configuration; raises a `ValueError` for an unknown kind of adapter or an unknown option."""
     options = _Options(values, source)
     options.expect("peft_type", "LORA")
     options.expect("bias", "none")
@@ -189,7 +189,7 @@ def write_adapter_config(
     alphas = {module: _to_whole(scale * rank) for module, (rank, scale) in settings.items()}
     (common_rank, _), *_ = Counter(rank for rank, _ in settings.values()).most_common(1)
     (common_alpha, _), *_ = Counter(alphas.values()).most_common(1)
-    # The settings of all modules that a short name matches; None for a module without factors.
+    # The settings of all modules that a short name matches, with None for modules without factors.
     settings_of = {short_names[module]: set[tuple[int, int | float] | None]() for module in settings}
     for module in short_names:
         for name in settings_of.keys() & _suffixes(module):

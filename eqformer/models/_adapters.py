@@ -1,4 +1,4 @@
-"""LoRA adapters in the files of peft: read into a model's `LoRA`s, and written from them.
+"""LoRA adapters in the files of peft, which are read into a model's `LoRA`s and written from them.
 
 The family's rule for a weight also describes how its factors are published, because A has the weight's input dims and
 B its output dims. The rule orders, merges and concatenates the dims of factors like those of the weight.
@@ -44,10 +44,10 @@ def load_adapter(
     """Return the model with the `LoRA`s of a folder that peft wrote.
 
     Give `like`, the published folder that the model came from, or `config`, from which it was built. Each factor has
-    its dtype in the file (wide enough for all layers), or `dtype`. Maps that are published as one module share A,
-    and each takes its rows of B. Layers without factors get zeros, which add nothing and learn nothing. `lora_dropout`
-    is ignored. Raises a `ValueError` for options of other variants than plain LoRA, for arrays that are no factors of a
-    Linear, and for modules that the configuration names and the file lacks.
+    its dtype in the file (a dtype wide enough for all layers), or `dtype`. Maps that are published as one module share
+    A, and each map takes its rows of B. Layers without factors get zeros, which add nothing and learn nothing.
+    `lora_dropout` is ignored. Raises a `ValueError` for options of other variants than plain LoRA, for arrays that are
+    not factors of a linear map, and for modules that the configuration names but the file lacks.
     """
     folder = Folder(path, ADAPTER, "load_adapter")
     call = folder.call
@@ -62,7 +62,8 @@ def load_adapter(
     modules = _adapted_modules(plain, family, config, call)
     prefix = family.base_prefix
     if prefix and not any(name.startswith(f"base_model.model.{prefix}") for name in folder.names):
-        modules = [module.without_prefix(prefix) for module in modules]  # the base model without its head's class
+        # The adapter is for the base model, whose names lack the prefix that the model with a head has.
+        modules = [module.without_prefix(prefix) for module in modules]
 
     def read_factors(name: str) -> tuple[Factor, Factor] | None:
         a, b = _factor_names(name)
@@ -93,16 +94,16 @@ def save_adapter(
     config: ModelConfig | None = None,
     base: str | None = None,
 ) -> None:
-    """Write a model's `LoRA`s as a folder that peft loads; the folder is written atomically and replaces nothing.
+    """Write a model's `LoRA`s as a new folder that peft loads; the folder is written atomically.
 
-    `like` or `config` as for `load_adapter`; `base` is the published model's name, by default `like`. Maps that are
-    published as one module are written with one A if they share it. Otherwise their factors become blocks of one wider
-    pair, whose rank is the sum of theirs and which computes the same. Raises a `ValueError` for a model without a
-    `LoRA`, and for a `LoRA` on a map that is not published as a module.
+    Give `like` or `config` as for `load_adapter`. `base` is the published model's name, by default `like`. Maps that
+    are published as one module are written with one A if they share it. Otherwise their factors become blocks of one
+    wider pair of factors, whose rank is the sum of theirs and which computes the same. Raises a `ValueError` for a
+    model without a `LoRA`, for a `LoRA` on a map that is not published as a module, and if the path exists.
     """
     call, target = f"save_adapter({str(path)!r})", Path(path)
     if target.exists():
-        raise ValueError(f"{call}: something is there already; give a new folder.")
+        raise ValueError(f"{call}: this path exists already; give the path of a new folder.")
     family, config = format_of(call, like, config, model)
     plain = plain_shapes(model)
     modules = _adapted_modules(plain, family, config, call)
@@ -112,7 +113,7 @@ def save_adapter(
     maps = published_maps(plain)
     if unpublished := [path for path in _loras(maps) if path not in written]:
         raise ValueError(
-            f"{call}: {', '.join(unpublished)} are published as no module of their own; merge_lora before."
+            f"{call}: {', '.join(unpublished)} are not published as modules of their own; merge_lora before saving."
         )
     if not adapted:
         raise ValueError(f"{call}: the model has no LoRA; give it some by nn.with_lora.")
@@ -163,14 +164,14 @@ class AdaptedModule:
         settings: Callable[[str], Settings],
         dtype: str | None = None,
     ) -> dict[str, LoRA]:
-        """Return the `LoRA` of each map by the map's path; none where no module has factors.
+        """Return the `LoRA` of each map by the map's path, or nothing if no layer has factors.
 
         All layers get the largest rank, padded with zeros. Each factor gets the widest dtype of its layers, or `dtype`.
 
         Args:
-            read_factors: Gives A and B by a module's name; None where it has no factors.
-            settings: Gives a module's rank and scale by its name.
-            dtype: The dtype of all factors; None: the files'.
+            read_factors: A function from a module's name to its A and B, or None for a module without factors.
+            settings: A function from a module's name to its rank and scale.
+            dtype: The dtype of all factors; None: their dtypes in the file.
         """
         read = [(index, name, read_factors(name)) for index, name in self.names()]
         factors = [(index, name, pair) for index, name, pair in read if pair is not None]
@@ -204,7 +205,8 @@ class AdaptedModule:
     def write(self) -> Iterator[tuple[str, Factor, Factor, Settings]]:
         """Yield each module's name, its A and B, and its rank and scale.
 
-        Maps with equal A share it. Otherwise each map gets a block of a wider pair, whose rank is the sum of theirs.
+        Maps with equal A share it. Otherwise each map gets a block of a wider pair of factors, whose rank is the sum of
+        the maps' ranks.
         """
         loras = list(self.loras.values())
         scale = loras[0].scale
@@ -245,7 +247,7 @@ def find_modules(rules: Sequence[ResolvedRule], model: Transformer) -> list[Adap
 
 
 def published_maps(model: PyTree) -> dict[str, DenseMap | LoRA]:
-    """Return every map of a model that has a weight to publish by its path, with its factors if it has some."""
+    """Return every map of a model that has a weight to publish, with or without factors, by its path."""
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_published)
     return {path_name(path): node for path, node in nodes if is_published(node)}
 
@@ -263,7 +265,7 @@ def _loras(maps: Mapping[str, DenseMap | LoRA]) -> dict[str, LoRA]:
 def _factor_patterns(rule: ResolvedRule, linears: Sequence[LinearMap]) -> list[tuple[str, ...]]:
     """Return the pattern of A, which all maps share, and those of each map's B.
 
-    Return an empty list where the published array is no matrix of inputs and outputs.
+    Return an empty list if the published array is not a matrix of inputs and outputs.
     """
     patterns = [_map_patterns(rule, linear, number, len(linears)) for number, linear in enumerate(linears)]
     pairs = [pair for pair in patterns if pair is not None]
@@ -271,7 +273,7 @@ def _factor_patterns(rule: ResolvedRule, linears: Sequence[LinearMap]) -> list[t
 
 
 def _map_patterns(rule: ResolvedRule, linear: LinearMap, number: int, maps: int) -> tuple[str, str] | None:
-    """Return the patterns of A and B of map `number` of `maps`; None where the weight's dims do not separate."""
+    """Return the patterns of A and B of map `number` of `maps`; None if a published dim mixes inputs and outputs."""
     count, pattern = len(linear.outputs), rule.patterns[number]
     if pattern:
         published, leaf_dims = pattern.split(" -> ")
@@ -282,7 +284,7 @@ def _map_patterns(rule: ResolvedRule, linear: LinearMap, number: int, maps: int)
         groups = [[name] for name in names]
     outputs, inputs = names[:count], names[count:]
     sides = ["B" if set(group) <= set(outputs) else "A" if set(group) <= set(inputs) else "" for group in groups]
-    # Maps side by side along the inputs would share B, and not A.
+    # Maps that are concatenated along their inputs would share B instead of A.
     if sorted(sides) != ["A", "B"] or (maps > 1 and sides[rule.axis] != "B"):
         return None
     published_a, published_b = " ".join(groups[sides.index("A")]), " ".join(groups[sides.index("B")])
@@ -305,7 +307,7 @@ def _make_lora(linear: LinearMap, down: np.ndarray, up: np.ndarray, scale: float
 
 
 def _in_one_dtype(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the arrays in one dtype, in which none of them loses anything."""
+    """Return the arrays in one dtype, in which no number is rounded."""
     dtype = lossless_dtype(*(array.dtype for array in arrays))
     return [array.astype(dtype, copy=False) for array in arrays]
 

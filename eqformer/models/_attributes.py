@@ -1,4 +1,5 @@
-"""Entries of a family's attribute table: each reads and writes some fields of a config in a `config.json`."""
+"""Entries of a family's attribute table; an entry reads some fields of a config from a `config.json`, and writes
+them."""
 
 import abc
 import dataclasses
@@ -28,7 +29,7 @@ class Entry(abc.ABC):
 
     @abc.abstractmethod
     def read(self, published: PublishedConfig) -> Fields:
-        """Return fields of the config from the configuration; raises a `ValueError` for what is not supported."""
+        """Return fields of the config; raises a `ValueError` for values that are not supported."""
 
     @abc.abstractmethod
     def write(self, config: Any) -> Attributes:
@@ -76,7 +77,7 @@ class Attribute(Entry):
     published: str | tuple[str, ...]
     """The attribute of the configuration, or several alternatives."""
     default: object = REQUIRED
-    """The field's value where the attribute is missing or null."""
+    """The field's value if the attribute is missing or null."""
     written: tuple[str, ...] = ()
     """The attributes that are written; empty: the first of `published`."""
 
@@ -89,7 +90,7 @@ class Attribute(Entry):
 
     @property
     def defaults(self) -> Mapping[str, object]:
-        """The attribute's default; none where the attribute is required or has several names."""
+        """The attribute's default; none if the attribute is required or has several names."""
         is_known = self.default is not REQUIRED and len(self.published_names) == 1
         return {self.published_names[0]: self.default} if is_known else {}
 
@@ -119,7 +120,7 @@ class Count(Attribute):
 
 
 class Nullable(Attribute):
-    """One field whose attribute may be null; null is read as None, and not as the `default`."""
+    """One field whose attribute may be null; null is read as None instead of the `default`."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value, or None."""
@@ -137,7 +138,7 @@ class Expect(Entry):
         self.published, self.allowed, self.written = published, allowed, written
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return no field; refuse any other value."""
+        """Return no field; refuse any value that is not allowed."""
         published.expect(self.published, *self.allowed)
         return {}
 
@@ -161,7 +162,7 @@ def published_activations(activation: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Activation(Entry):
-    """The activation of a feed-forward layer's features, or of its gate; `default` where the attribute is missing."""
+    """The activation of a feed-forward layer's features, or of its gate; `default` if the attribute is missing."""
 
     default: str = "silu"
     published: str = "hidden_act"
@@ -179,15 +180,15 @@ class Activation(Entry):
             if _ACTIVATIONS[name] == value:
                 return {self.published: name}
         raise ValueError(
-            f"save(config={type(config).__name__}({self.name}={value!r})): no published configuration says it; "
+            f"save(config={type(config).__name__}({self.name}={value!r})): published configurations cannot express it; "
             f"leave it at {_ACTIVATIONS[self.default]!r}."
         )
 
 
 class Ignore(Entry):
-    """Attributes that change nothing in this family, whatever their values.
+    """Attributes that do not change models of this family, whatever their values.
 
-    Attributes that are passed as keywords are written, with the value passed.
+    Attributes that are passed as keywords are also written, with the value passed.
     """
 
     def __init__(self, *published: str, **written: object):
@@ -206,7 +207,7 @@ class Ignore(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class SwitchedAttribute(Entry):
-    """A field that another attribute switches on and off; the field is 0 when it is off."""
+    """A field that another attribute, `switch`, switches on and off; the field is 0 if it is off."""
 
     number: Attribute
     switch: str
@@ -223,11 +224,14 @@ class SwitchedAttribute(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class Unpublished(Entry):
-    """A field that no configuration has; in all published models it has this value."""
+    """A field that published configurations do not have, and that has this value in all published models."""
 
     name: str
+    """The field of the config."""
     value: object
+    """The field's value in all published models."""
     why: str
+    """The reason why no other value can be published, for the error."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the value."""
@@ -237,7 +241,7 @@ class Unpublished(Entry):
         """Return no attribute; raises a `ValueError` for another value."""
         if (value := getattr(config, self.name)) != self.value:
             raise ValueError(
-                f"save(config={type(config).__name__}({self.name}={value})): no published configuration says it, and "
-                f"{self.why}; say that this is meant by {self.name}={self.value}."
+                f"save(config={type(config).__name__}({self.name}={value})): published configurations cannot express "
+                f"it, and {self.why}; to publish the model so, set {self.name}={self.value}."
             )
         return {}

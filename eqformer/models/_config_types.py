@@ -25,7 +25,7 @@ class Range:
     most: int | float
     exclusive: bool = False
     counts: str = ""
-    """The size that the number is, if it is compared with a folder's arrays: `"entries"` of a dim, or `"layers"`."""
+    """What the number counts, if it is compared with a folder's arrays: `"entries"` of a dim, or `"layers"`."""
 
     def __contains__(self, value: int | float) -> bool:
         return (self.least < value if self.exclusive else self.least <= value) and value <= self.most
@@ -64,7 +64,7 @@ def ranges_in(field_type: FieldType) -> list[Range]:
 
 
 def fits(value: object, field_type: FieldType) -> bool:
-    """Return whether a value is of a type. A whole number fits where a float is meant; True is no number."""
+    """Return whether a value is of a type. A whole number is also a float; True and False are not numbers."""
     origin, args = typing.get_origin(field_type), typing.get_args(field_type)
     if origin is Annotated:
         return fits(value, args[0]) and value in args[1]
@@ -81,7 +81,7 @@ def fits(value: object, field_type: FieldType) -> bool:
 
 
 def convert(value: Any, field_type: FieldType) -> Any:
-    """Return a value that fits its type, with floats in the place of whole numbers where the type asks for floats."""
+    """Return a value that fits its type, with whole numbers converted to floats if the type has floats."""
     origin, args = typing.get_origin(field_type), typing.get_args(field_type)
     if origin is Annotated:
         return convert(value, args[0])
@@ -106,7 +106,7 @@ _NAMES: dict[object, str] = {
 
 
 def describe_type(field_type: FieldType, value: object) -> str:
-    """Return in words the rule of a type that `value` breaks: "a whole number of at least 1"."""
+    """Return the rule of a type that `value` breaks in words, such as "a whole number of at least 1"."""
     origin, args = typing.get_origin(field_type), typing.get_args(field_type)
     if origin is Annotated:
         return _describe_range(args[0], args[1], value)
@@ -114,7 +114,7 @@ def describe_type(field_type: FieldType, value: object) -> str:
         return " or ".join(describe_type(option, value) for option in args)
     if origin is list or (origin is tuple and args[1:] == (...,)):
         wrong = [item for item in value if not fits(item, args[0])] if isinstance(value, list | tuple) else []
-        return f"a list, each of it {describe_type(args[0], wrong[0] if wrong else value)}"
+        return f"a list, each item {describe_type(args[0], wrong[0] if wrong else value)}"
     if origin is tuple:
         return f"a list of {len(args)}: {', '.join(describe_type(item, value) for item in args)}"
     return _NAMES.get(field_type, str(field_type))
@@ -137,7 +137,7 @@ def _is_finite(value: int | float) -> bool:
 
 
 def format_value(value: object) -> str:
-    """Return a value as an error shows it: in full unless it is long."""
+    """Return a value as errors show it: in full, unless it is long."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print whole numbers of thousands of digits.
@@ -183,7 +183,7 @@ _OF_GENERATION = (
     "target_lookbehind temperature token_healing top_h top_k top_p typical_p use_mtp watermarking_config"
 )
 _CAUSAL = "is_causal"  # transformers reads it in every configuration, and its default is True
-_EMPTY: tuple[object, ...] = (None, False, 0, "", [], {})  # values of an attribute that asks for nothing
+_EMPTY: tuple[object, ...] = (None, False, 0, "", [], {})  # values of an attribute without effect
 _WITHOUT_EFFECT = frozenset(f"{_OF_MODELS} {_OF_EVERY_CONFIGURATION} {_OF_GENERATION}".split())
 
 
@@ -213,8 +213,8 @@ class PublishedConfig:
     def take(self, name: str, default: object = REQUIRED) -> object:
         """Return the attribute's value, or the default if it is null; null without a default is None.
 
-        Raises a `ValueError` where the attribute is required and missing, and for a null where the default is True,
-        since transformers reads that null as False.
+        Raises a `ValueError` if a required attribute is missing, and for a null if the default is True, because
+        transformers reads that null as False.
         """
         self._names_read.append(name)
         default = self._defaults.get(name, REQUIRED) if default is REQUIRED else default
@@ -235,7 +235,7 @@ class PublishedConfig:
             self._names_read = earlier + self._names_read
 
     def names_with_value(self, names: Iterable[str], value: object) -> list[str]:
-        """Return those of some attributes that have this very value, each once."""
+        """Return the names of the attributes among `names` whose value is this very object, each once."""
         return [name for name in dict.fromkeys(names) if self._values.get(name) is value]
 
     def add(self, name: str, value: object) -> None:
@@ -247,7 +247,7 @@ class PublishedConfig:
         raise ValueError(f"{self.source}: {text}")
 
     def read(self, name: str, field_type: FieldType, default: object = REQUIRED) -> Any:
-        """Return the attribute's value, which must be of `field_type`, or the default where it is null."""
+        """Return the attribute's value, which must be of `field_type`, or the default if it is missing or null."""
         value = self.take(name, default)
         has_default = default is not REQUIRED or name in self._defaults
         return value if has_default and self._values.get(name) is None else self.checked(name, value, field_type)
@@ -275,11 +275,11 @@ class PublishedConfig:
         return self.read(name, str, default)
 
     def nested(self, name: str) -> JsonObject:
-        """Return an attribute that is an object; an empty object where it is missing or null."""
+        """Return an attribute that is an object; an empty object if it is missing or null."""
         return self.read(name, dict, None) or {}
 
     def listed(self, name: str, item_type: FieldType = object, *, empty: bool = False) -> list[Any] | None:
-        """Return an attribute that is a list whose items are of a type; None where it is missing or null.
+        """Return an attribute that is a list whose items are of a type; None if it is missing or null.
 
         With `empty`, an empty list counts as missing.
         """
@@ -289,14 +289,14 @@ class PublishedConfig:
         return list(self.checked(name, list(value) if isinstance(value, tuple) else value, list[item_type]))
 
     def nullable(self, name: str, missing: object) -> object:
-        """Return the attribute's value: None where it is null, and `missing` where the attribute is missing."""
+        """Return the attribute's value: None if it is null, and `missing` if the attribute is missing."""
         self._names_read.append(name)
         return self._values.get(name, missing)
 
     def expect(self, name: str, *allowed: object) -> None:
         """Refuse any value but these; the first is the default."""
         value = self.take(name, allowed[0])
-        is_flag = isinstance(value, bool)  # True equals 1, but does not mean it
+        is_flag = isinstance(value, bool)  # True equals 1 in Python, but not in a configuration.
         if not any(value == option and isinstance(option, bool) == is_flag for option in allowed):
             known = ", ".join(map(repr, allowed))
             self.refuse(f"{name}={format_value(value)} is not supported for {self._reader}, which has {known}.")

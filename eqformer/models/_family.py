@@ -63,7 +63,7 @@ class DecoderConfig(ModelConfig):
     tied: bool = False
     """Whether the embedding's table is the head too."""
     max_seq: Length = 32_768
-    """The length of the longest rows that the model was trained on, in tokens; it changes nothing."""
+    """The length of the longest rows that the model was trained on, in tokens; it does not change the model."""
 
     @property
     def head_size(self) -> int:
@@ -88,13 +88,13 @@ def check_config(call: str, config: ModelConfig) -> None:
 
 
 TEXT, TIED = "text_config", "tie_word_embeddings"
-# The first words of names of arrays that are not read: those of parts without text, and of predictors.
+# Prefixes of the names of arrays that are not read: arrays of the parts for images and sound, and of predictors.
 _PARTS = (
     "visual vision_tower vision_model vision_encoder vision_embed_tokens embed_vision vision_adapter vision_projection "
     "multi_modal_projector patch_merger audio_tower audio_model embed_audio audio_projector mtp"
 )
 _UNREAD = re.compile(rf"(?:model\.)?(?:{'|'.join(_PARTS.split())})\.")
-# Attributes of the multimodal model that concern these parts alone.
+# Attributes of a multimodal model that concern only these parts.
 _OTHER_PARTS = re.compile(
     r"image|video|vision|audio|multi_?modal|projector|^mm_|^spatial_|^out_hidden|^(boi|eoi|boa|eoa)_"
 )
@@ -102,10 +102,10 @@ _OTHER_PARTS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class MultimodalModel:
-    """A published model of several kinds of data whose text model is of a family.
+    """A published model of text and images or sound, whose text model is of a family.
 
-    Its `config.json` has the text model's attributes in `text_config`. Where the multimodal model states
-    `tie_word_embeddings` too, that value counts, as in transformers.
+    Its `config.json` has the text model's attributes in `text_config`. If the multimodal model states
+    `tie_word_embeddings` too, its value takes precedence, as in transformers.
     """
 
     model_type: str
@@ -115,30 +115,31 @@ class MultimodalModel:
     defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """The values that transformers takes for attributes that `text_config` leaves out."""
     fixed: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Attributes of the family that have one value here, whether or not `text_config` states it."""
+    """The family's attributes that have one fixed value in this model, whether or not `text_config` states it."""
     weights: tuple[Rule, ...] = ()
-    """Further rules for the text model's arrays, which apply in folders of the multimodal model alone."""
+    """Further rules for the text model's arrays, which apply only in folders of the multimodal model."""
     prefixes: tuple[tuple[str, str], ...] = (("model.language_model.", "model."), ("language_model.", ""))
-    """Pairs of prefixes: of the text model's arrays in a folder, and of the same arrays in the family's table."""
+    """Pairs of prefixes: that of the text model's arrays in a folder, and that of the same arrays in the family's
+    table."""
 
     def text_attributes(self, published: PublishedConfig) -> JsonObject:
-        """Return the text model's attributes; raises a `ValueError` for attributes of no known part."""
+        """Return the text model's attributes; raises a `ValueError` for an attribute that is not known."""
         attributes = {**self.defaults, **self.fixed, **published.nested(TEXT)}
         for name, value in self.fixed.items():
             if attributes[name] not in (value, None):
                 stated = attributes[name]
-                published.refuse(f"{TEXT}: {name}={stated!r}: of {self.model_type!r} it is always {value!r}.")
+                published.refuse(f"{TEXT}: {name}={stated!r}: in {self.model_type!r} it must be {value!r}.")
         attributes |= self.fixed
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(rotary := attributes.get(name), dict):
-                attributes[name] = _of_text(rotary)
+                attributes[name] = _drop_mrope(rotary)
         if (tied := published.take(TIED, None)) is not None:
             attributes[TIED] = tied
         published.finish(_OTHER_PARTS.search)
         return attributes
 
     def table_name(self, name: str) -> str | None:
-        """Return the name in the family's table of an array of the folder; None for one that is left unread."""
+        """Return the name in the family's table of an array of the folder; None for an array that is not read."""
         if _UNREAD.match(name):
             return None
         for prefix, table_prefix in self.prefixes:
@@ -147,8 +148,8 @@ class MultimodalModel:
         return name
 
 
-def _of_text(rotary: Mapping[str, object]) -> JsonObject:
-    """Return rotary parameters without sections for time, height and width, whose positions are equal for text."""
+def _drop_mrope(rotary: Mapping[str, object]) -> JsonObject:
+    """Return rotary parameters without the sections for time, height and width, which have equal positions for text."""
     parameters = {name: value for name, value in rotary.items() if name not in ("mrope_section", "mrope_interleaved")}
     return parameters | {name: "default" for name in ("type", "rope_type") if parameters.get(name) == "mrope"}
 
@@ -166,9 +167,9 @@ class Family:
     presets: Mapping[str, ModelConfig]
     """Configs by name."""
     architecture: str = ""
-    """The name of its class in transformers."""
+    """The name of the class of its models in transformers."""
     model_type: str | None = None
-    """The `model_type` in `config.json`; None: it is published in no common format."""
+    """The `model_type` in `config.json`; None: its models have no common published format."""
     attributes: tuple[Entry, ...] = ()
     """The table between a `config.json` and a config, read in both directions."""
     weights: tuple[Rule, ...] = ()
@@ -178,20 +179,21 @@ class Family:
     ignored_prefixes: tuple[str, ...] = ()
     """Prefixes of the names of arrays of parts that eqformer does not have."""
     unread: Callable[..., tuple[str, ...]] = lambda config: ()
-    """Returns, for a config, the prefixes of the names of arrays that its models do not read."""
+    """A function from a config to the prefixes of the names of arrays that models of this config do not read."""
     is_bare: bool = False
-    """Whether some published folders lack the base model's prefix, so that reading one gives no warning."""
+    """Whether published folders commonly lack the base model's prefix, so that reading one gives no warning."""
     aliases: tuple[str, ...] = ()
     """Further `model_type`s of its models."""
     predictor: PredictorTable | None = None
-    """How its models publish the module that predicts a further token; None: models are read without it."""
+    """How its models publish the module that predicts one token further; None: models are read without this module."""
     multimodal: tuple[MultimodalModel, ...] = ()
     """Published multimodal models whose text model is of this family."""
     as_stored: Callable[[ModelConfig, Collection[str]], ModelConfig] | None = None
-    """Corrects a config by the names of a folder's arrays; None: `config.json` states everything."""
+    """A function that corrects a config by the names of a folder's arrays; None: `config.json` states everything."""
 
     def read(self, published: PublishedConfig) -> ModelConfig:
-        """Return the config of a model with this configuration; raises a `ValueError` for what is not supported."""
+        """Return the config of a model with this configuration; raises a `ValueError` for attributes that are not
+        supported."""
         fields = read_entries(self.attributes, published, field_types(self.config))
         try:
             config = self.config(**fields)
@@ -201,7 +203,7 @@ class Family:
         return config
 
     def write(self, config: ModelConfig) -> Attributes:
-        """Return the configuration to publish; raises a `ValueError` for a config that none can express."""
+        """Return the configuration to publish; raises a `ValueError` for a config that it cannot express."""
         attributes = Attributes()
         for entry in self.attributes:
             attributes |= entry.write(config)
@@ -216,7 +218,8 @@ class Family:
     ) -> list[ResolvedRule]:
         """Return the rules between published arrays and the leaves of a model of this config.
 
-        `stored` are the shapes of a folder's arrays, and `multimodal` is the model whose text model this is.
+        `stored` are the shapes of a folder's arrays. `multimodal` is the multimodal model that contains this one, or
+        None.
         """
         table = self.weights if multimodal is None else (*self.weights, *multimodal.weights)
         rules = resolve_rules(table, config, model, stored)
@@ -226,7 +229,7 @@ class Family:
 
     @property
     def base_prefix(self) -> str:
-        """The prefix of the base model's arrays, which folders of the base model alone lack; empty if it has none."""
+        """The prefix of the base model's arrays, or an empty text; folders of a base model without a head lack it."""
         prefix = f"{self.table_name.partition('.')[0]}."
         has_layers = any(rule.name.startswith(prefix) and "{layer}" in rule.name for rule in self.weights)
         return prefix if has_layers else ""
@@ -248,11 +251,11 @@ class Family:
         return is_outside or all(path.startswith("head.") for path in rule.paths)
 
     def is_unread(self, name: str, config: ModelConfig) -> bool:
-        """Return whether an array, by its name in the table, is not read."""
+        """Return whether the array with this name in the table is not read."""
         return name.startswith((*self.ignored_prefixes, *self.unread(config)))
 
     def copied_leaves(self, config: ModelConfig, model: Transformer) -> dict[str, str]:
-        """Return the path of the model's leaf for each array that is published a second time, with the predictor."""
+        """Return, for each array that is published a second time with the predictor, the path of the model's leaf."""
         if self.predictor is None or model.predictor is None:
             return {}
         return self.predictor.copied_leaves(config, model)

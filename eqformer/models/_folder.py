@@ -59,10 +59,10 @@ class _File(NamedTuple):
 class Folder:
     """The arrays of a published folder by name, memory-mapped.
 
-    `single` is the name of the file that holds all arrays where there are no shards; shards have an index beside them.
-    Raises a `ValueError` for a folder that contradicts itself: an index that names files elsewhere or arrays that its
-    files do not hold, arrays that are in two files, files whose headers do not fit them, a single file beside shards
-    that hold other arrays.
+    `single` is the name of the file that holds all arrays if there are no shards; shards come with an index. Raises a
+    `ValueError` for a folder that contradicts itself: for an index that names files elsewhere or arrays that its files
+    do not hold, for arrays that are in two files, for files that do not fit their headers, and for a single file beside
+    shards that hold other arrays.
     """
 
     def __init__(self, path: str | Path, single: str = SINGLE, caller: str = "load"):
@@ -72,7 +72,7 @@ class Folder:
             if is_there(self.path):
                 check_regular(self.path)
             raise ValueError(
-                f"{self.call}: there is no such folder, and this is no name of a model of the hub (OWNER/NAME); "
+                f"{self.call}: there is no such folder, and this is not the name of a model of the hub (OWNER/NAME); "
                 "correct it."
             )
         self._single, self._index = single, self.path / f"{single}.index.json"
@@ -89,11 +89,11 @@ class Folder:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Warnings about files of the folder that are not read, a line each."""
+        """Warnings about files of the folder that are not read, one line each."""
         return tuple(self._notes)
 
     def dtype(self, name: str) -> str:
-        """Return an array's dtype as JAX calls it; raises a `ValueError` for one that is no float."""
+        """Return an array's dtype by its JAX name; raises a `ValueError` for a dtype that is not a float."""
         dtype = self._entry(name).dtype
         if dtype not in FLOATS:
             raise ValueError(
@@ -102,7 +102,7 @@ class Folder:
         return FLOATS[dtype]
 
     def read(self, name: str) -> np.ndarray:
-        """Return an array of floats, mapped into memory: nothing is read before it is used."""
+        """Return an array of floats, mapped into memory, so that nothing is read from disk before it is used."""
         return self._bytes(name).view(self.dtype(name)).reshape(self.shape(name))
 
     def dtype_in_file(self, name: str) -> str:
@@ -113,7 +113,7 @@ class Folder:
         """Return an array's shape."""
         return tuple(self._entry(name).shape)
 
-    def stored(self, name: str) -> np.ndarray:
+    def read_any(self, name: str) -> np.ndarray:
         """Return an array of any dtype, mapped into memory; raises a `ValueError` for an unknown dtype."""
         dtype = self._entry(name).dtype
         if (known := (FLOATS | OTHERS).get(dtype)) is None:
@@ -138,8 +138,8 @@ class Folder:
             unread = f", and what it has is not read ({few_names(files)})" if (files := self._weight_files()) else ""
             raise ValueError(
                 f"{self.call}: the folder has no {self._single} and no {self._index.name}{unread}. Pickled weights "
-                "(.bin, .pt) are never read, since they can run programs; convert them to safetensors where you trust "
-                "them."
+                "(.bin, .pt) are never read, since they can run programs; convert them to safetensors on a machine "
+                "where you trust them."
             )
         file_of = self._read_index()
         shards = set(file_of.values())
@@ -157,7 +157,7 @@ class Folder:
                 f"({few_names(differing)}), and either may be out of date; move {self._single} away, or "
                 f"{self._index.name} with {few_names(shards)}."
             )
-        return self._read_single()  # the shards beside it hold the same arrays
+        return self._read_single()  # The shards beside it hold the same arrays.
 
     def _read_single(self) -> dict[str, str]:
         return dict.fromkeys(self._open(self._single).entries, self._single)
@@ -186,7 +186,8 @@ class Folder:
     def _differing(self, file_of: Mapping[str, str]) -> set[str]:
         """Return the names of arrays that differ between the single file and the shards.
 
-        Names are compared first, then dtypes and shapes; of arrays whose values differ, only the first is returned.
+        Names are compared first, then dtypes and shapes, then values. Of arrays whose values differ, only the first is
+        returned.
         """
         single, shards = self._open(self._single), {name: self._open(file) for name, file in file_of.items()}
         if differing := single.entries.keys() ^ file_of.keys():
@@ -219,7 +220,7 @@ class Folder:
         safetensors = load_extra("safetensors", extra="train", call=self.call)
         with (
             foreign_call(lambda reason: f"{path}: it is no whole safetensors file ({reason})."),
-            safetensors.safe_open(path, framework="np"),  # it compares header and size, byte by byte
+            safetensors.safe_open(path, framework="np"),  # It checks the header and the size of the file.
         ):
             content = map_bytes(path)
             data = 8 + int.from_bytes(content[:8].tobytes(), "little")
@@ -234,7 +235,7 @@ class Folder:
 
 
 def _are_equal(first: UInt8[np.ndarray, "octets"], second: UInt8[np.ndarray, "octets"], step: int = 1 << 24) -> bool:
-    """Return whether bytes of one length are equal; they are compared in pieces, in little memory."""
+    """Return whether two byte arrays of one length are equal; they are compared in pieces, which need little memory."""
     return all(
         np.array_equal(first[start : start + step], second[start : start + step])
         for start in range(0, first.size, step)
@@ -272,7 +273,8 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], call: str) -> Non
 def write_folder(
     path: Path, arrays: Iterator[tuple[str, np.ndarray]], config: Mapping[str, object], shard_bytes: int
 ) -> None:
-    """Write `config.json` and the arrays, in as many files as need be; one file's arrays are in memory at a time."""
+    """Write `config.json` and the arrays, in files of up to `shard_bytes`; one file's arrays are in memory at a
+    time."""
     call = "save(model, path, config)"
     file_of: dict[str, int] = {}
     part: dict[str, np.ndarray] = {}  # the arrays of the next file
@@ -302,7 +304,7 @@ def write_folder(
 def read_eos_token_ids(folder: str | Path) -> list[int]:
     """Return the ids that end a text of a published model, the main one first; empty if the folder names none.
 
-    They are `eos_token_id` of `generation_config.json` or, where that file has none, of `config.json`.
+    They are `eos_token_id` of `generation_config.json` or, if that file does not have it, of `config.json`.
     """
     for name in ("generation_config.json", CONFIG):
         file = Path(folder) / name

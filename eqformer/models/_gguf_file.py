@@ -17,7 +17,7 @@ from .formats import BLOCKS, Blocks, ORDER, Parts, ROWS
 # The types of values, by their numbers in files.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
-# Arrays with divisors of rotary frequencies, which are no weights: for all rows, for long rows, for short rows.
+# Arrays with divisors of rotary frequencies, which are not weights: for all rows, for long rows, for short rows.
 DIVISORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # The dtype that every array is decoded to. A file mixes quantized blocks with F16 and BF16, and llama.cpp and
 # transformers compute with all of them in float32.
@@ -75,7 +75,7 @@ class GGUF:
         self._check_count(arrays, _ENTRY_BYTES, "arrays")
         self._check_count(values, _VALUE_BYTES, "values")
         self.values: JsonObject = {}
-        self._lists: dict[str, int] = {}  # where each list begins
+        self._lists: dict[str, int] = {}  # the byte at which each list begins
         for _ in range(values):
             self._read_value()
         infos = [self._info() for _ in range(arrays)]
@@ -112,18 +112,18 @@ class GGUF:
         return self.tensors[name].shape
 
     def read(self, name: str) -> Shaped[np.ndarray, "*dims"]:
-        """Return a small array, decoded."""
+        """Return an array, decoded; for small arrays, because all of it is decoded at once."""
         tensor = self.tensors[name]
         decoded = np.empty((len(tensor.rows), tensor.shape[-1]), np.float32)
         tensor.form.decode(tensor.parts(None), slice(0, None), decoded)
         return decoded.reshape(tensor.shape)
 
     def divisors(self, name: str) -> Shaped[np.ndarray, "*dims"] | None:
-        """Return the divisor of each frequency; None where the file has no array of this name."""
+        """Return the divisor of each frequency; None if the file has no array of this name."""
         return self.read(name) if name in self.tensors else None
 
     def listed(self, name: str) -> list[Any]:
-        """Return a list of numbers or texts; an empty one where the file has none of this name."""
+        """Return a list of numbers or texts; an empty list if the file has no list of this name."""
         if name not in self._lists:
             return []
         self._at = self._lists[name]
@@ -133,10 +133,10 @@ class GGUF:
         return self._take(count * struct.calcsize(_NUMBERS[kind])).view(f"<{_NUMBERS[kind]}").tolist()
 
     def _refuse(self, text: str) -> NoReturn:
-        raise ValueError(f"{self.path}: it is no GGUF file that can be read: {text}.")
+        raise ValueError(f"{self.path}: it cannot be read as a GGUF file: {text}.")
 
     def _check_count(self, count: int, least_bytes: int, things: str) -> None:
-        """Refuse a count of things of at least `least_bytes` each, where fewer bytes remain."""
+        """Refuse a count of things of at least `least_bytes` each, if fewer bytes remain in the file."""
         if count * least_bytes > len(self._bytes) - self._at:
             self._refuse(f"it ends within its header, after {len(self._bytes)} bytes: it says {count} {things}")
 
@@ -174,7 +174,7 @@ class GGUF:
             self._refuse(f"it has {name} twice")
         if kind in _NUMBERS:
             number = self._number(_NUMBERS[kind])
-            # A float32 is read as the shortest decimal that rounds to it: 1e-5, and not 9.99999974e-06.
+            # A float32 is read as the shortest decimal that rounds to it: as 1e-5 instead of 9.99999974e-06.
             self.values[name] = float(str(np.float32(number))) if _NUMBERS[kind] == "f" else number
         elif kind == _TEXT:
             self.values[name] = self._text()
@@ -219,7 +219,7 @@ class GGUF:
         return _TensorEntry(name, form, shape, start, stop)
 
     def _check_overlaps(self, entries: list[_TensorEntry]) -> None:
-        """Refuse arrays that share bytes: they would be decoded to many times the file's size."""
+        """Refuse arrays that share bytes, because they could be decoded to many times the file's size."""
         ordered = sorted(entries, key=lambda entry: entry.start)
         for entry, following in zip(ordered, ordered[1:]):
             if entry.stop > following.start:

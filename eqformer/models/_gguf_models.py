@@ -29,7 +29,7 @@ LAYER: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A `general.architecture` of GGUF files: its family, and how its files differ from published folders."""
+    """An architecture of GGUF files: the family of its models, and how its files differ from published folders."""
 
     model_type: str
     """The family's `model_type`."""
@@ -38,9 +38,9 @@ class Architecture:
     numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Published names of numbers that not all architectures have; a file may lack them."""
     implied: Callable[[JsonObject], JsonObject] = lambda config: {}
-    """Computes the attributes that files leave out, from the attributes that files have."""
+    """A function that computes attributes that files leave out, from the attributes that files have."""
     interleaved: bool = False
-    """Whether the two channels of queries and keys that are rotated together are neighbors."""
+    """Whether channels of queries and keys that are rotated together are neighbors."""
     adds_one: bool = False
     """Whether files store norms' scales with 1 added."""
 
@@ -51,7 +51,10 @@ def _experts(prefix: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _gemma_scores(config: JsonObject) -> JsonObject:
-    """Return the divisor of attention scores; like llama.cpp, know the two 27B models by their numbers of layers."""
+    """Return the attribute for the divisor of attention scores, whose square root divides the scores.
+
+    Like llama.cpp, this recognizes the two 27B models by their numbers of layers.
+    """
     is_largest = config["num_hidden_layers"] in (46, 62)
     width = config["hidden_size"] // config["num_attention_heads"]
     return {"query_pre_attn_scalar": width if is_largest else config["head_dim"]}
@@ -122,7 +125,7 @@ def _architecture(file: GGUF) -> Architecture:
 
 
 def order_of(file: GGUF, name: str) -> Int[np.ndarray, "rows"] | None:
-    """Return the rows of an array in the order of published folders; None where the order is the same."""
+    """Return the indices of an array's rows in the order of published folders; None if the order is the same."""
     kind = file.values["general.architecture"]
     match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.weight", name)
     if not _architecture(file).interleaved or match is None:
@@ -131,12 +134,12 @@ def order_of(file: GGUF, name: str) -> Int[np.ndarray, "rows"] | None:
     heads = heads if match[1] == "q" else file.values.get(f"{kind}.attention.head_count_kv", heads)
     rows = file.tensors[name].shape[0]
     if rows % (2 * heads):
-        raise ValueError(f"{file.call}: {name} has {rows} rows, and {heads} heads have another number.")
+        raise ValueError(f"{file.call}: {name} has {rows} rows, which {heads} heads of pairs of channels cannot have.")
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 def coded_of(file: GGUF, name: str) -> Coded | None:
-    """Return an array of two dims, which is decoded when it is read; None for other arrays."""
+    """Return an array of two dims as codes, which are decoded when the array is read; None for other arrays."""
     tensor = file.tensors[name]
     if len(tensor.shape) != 2:
         return None
@@ -150,7 +153,7 @@ def plain_of(file: GGUF, name: str) -> Shaped[np.ndarray, "*dims"]:
 
 
 def configuration_of(file: GGUF) -> JsonObject:
-    """Return the configuration as a `config.json` has it; raises a `ValueError` for numbers that are not known."""
+    """Return the configuration that a `config.json` would have; raises a `ValueError` for values that are not known."""
     published = PublishedConfig(file.values, str(file.path), "this architecture")
     if (kind := published.text("general.architecture")) not in ARCHITECTURES:
         published.refuse(f"general.architecture={kind!r} is not known; there are {', '.join(ARCHITECTURES)}.")
@@ -192,22 +195,22 @@ class _SizeReader:
         self._most = max(math.prod(tensor.shape) for tensor in file.tensors.values())
 
     def read(self, name: str, *default: int) -> int:
-        """Return a size; refuse one that no array of the file can have."""
+        """Return a size; refuse a size that no array of the file can have."""
         value = self._published.count(f"{self._kind}.{name}", *default)
         if value > self._most:
             self._published.refuse(
-                f"{self._kind}.{name}={value}, and the largest array of the file has {self._most} numbers."
+                f"{self._kind}.{name}={value}, but the largest array of the file has {self._most} numbers."
             )
         return value
 
 
-# Keys that nothing here reads: who made the file, how it was rounded, its tokenizer (see `gguf_companion_files`), the
+# Keys that are not read here: who made the file, how it was rounded, its tokenizer (see `gguf_companion_files`), the
 # order of the parts of a file that was split, whether a scaling was trained, and old converters' order of arrays.
 _UNREAD = re.compile(
     r"(general|tokenizer|quantize|imatrix)\..+|split\.(no|tensors\.count)|rope\.scaling\.finetuned|tensor_data_layout"
 )
-# Keys that llama.cpp reads for other architectures. The architectures that are read here support these values alone,
-# which change nothing.
+# Keys that llama.cpp reads for other architectures. For the architectures that are read here, only these values are
+# supported, which have no effect.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "expert_gating_func": (0, 1),  # 1 is the softmax
@@ -234,18 +237,18 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 def _is_without_effect(name: str, value: object) -> bool:
-    """Return whether a key has no effect: nothing reads it, or it has the value of a model without it."""
+    """Return whether a key has no effect: it is not read, or its value is that of a model without the key."""
     return _UNREAD.fullmatch(name) is not None or value in _NEUTRAL.get(name, ())
 
 
 def _head(published: PublishedConfig, size: _SizeReader, kind: str, default: int) -> JsonObject:
-    """Return the channels of a head and the rotated part of these; refuse keys and values of different widths."""
+    """Return the attributes for a head's channels and the rotated part; refuse keys and values of different widths."""
     key, value = (size.read(f"attention.{name}_length", default) for name in ("key", "value"))
     if key != value:
         published.refuse(f"attention.key_length, value_length are [{key}, {value}]; keys and values must be as wide.")
     rotated = size.read("rope.dimension_count", key)
     if rotated > key:
-        published.refuse(f"{kind}.rope.dimension_count={rotated}, and a head has {key} channels.")
+        published.refuse(f"{kind}.rope.dimension_count={rotated}, but a head has only {key} channels.")
     if rotated == key:
         return {"head_dim": key}
     return {"partial_rotary_factor": rotated / key, "head_dim": None if key == default else key}
@@ -279,7 +282,7 @@ def _scaling(published: PublishedConfig, kind: str, file: GGUF) -> JsonObject:
         scaling |= {} if magnitude == 1 else {"attention_factor": magnitude * (1 + 0.1 * math.log(factor))}
         return {"rope_scaling": scaling}
     if magnitude != 1:
-        published.refuse(f"{key}attn_factor={magnitude}: of rotary positions that are no YaRN or LongRoPE, it is 1.")
+        published.refuse(f"{key}attn_factor={magnitude}: without YaRN or LongRoPE it must be 1.")
     if for_all is not None:
         return _llama3(published, kind, for_all)
     is_linear = scaling_type == "linear" and factor != 1
@@ -294,7 +297,7 @@ def _longrope(
     original: int,
     magnitude: float,
 ) -> JsonObject:
-    """Return LongRoPE's scaling, with the attention's factor where it differs from the default for these lengths.
+    """Return LongRoPE's scaling, with the attention's factor if it differs from the default for these lengths.
 
     Args:
         published: The values of the header.
@@ -314,14 +317,14 @@ def _longrope(
 
 
 def _decimals(numbers: Shaped[np.ndarray, "pairs"]) -> list[float]:
-    """Return the shortest decimals that round to these float32s: 1.1, and not 1.10000002."""
+    """Return the shortest decimals that round to these float32s: 1.1 instead of 1.10000002."""
     return [float(str(number)) for number in numbers]
 
 
 def _llama3(published: PublishedConfig, kind: str, divisors: Shaped[np.ndarray, "pairs"]) -> JsonObject:
     """Return Llama 3's published scaling that has these divisors of frequencies; refuse other divisors."""
     theta = published.number(f"{kind}.rope.freq_base", 10_000.0)
-    with np.errstate(all="ignore"):  # a base that is no number gives no divisors, and is refused below
+    with np.errstate(all="ignore"):  # A base that is not finite gives no such divisors, and is refused below.
         lengths = 2 * np.pi * np.float64(theta) ** (np.arange(divisors.size) / divisors.size)
         part = np.clip((8192 / lengths - 1.0) / (4.0 - 1.0), 0.0, 1.0)
     for factor in (8.0, 32.0):
@@ -329,4 +332,4 @@ def _llama3(published: PublishedConfig, kind: str, divisors: Shaped[np.ndarray, 
             scaling: JsonObject = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
             scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
             return {"rope_scaling": scaling}
-    published.refuse(f"{DIVISORS[0]} are not those of Llama 3.1 to 3.3, and no others are known.")
+    published.refuse(f"{DIVISORS[0]} are not the divisors of Llama 3.1 to 3.3, and others are not known.")

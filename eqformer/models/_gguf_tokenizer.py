@@ -1,7 +1,7 @@
 """Tokenizers of GGUF files, translated to the `tokenizer.json` and settings of published folders.
 
-The names of ways to split texts into words, and the order of their splits, are llama.cpp's. Where llama.cpp rewrites a
-published regular expression for its own engine, the published expression is used here.
+The names of pre-tokenizers, and the order of their patterns, are llama.cpp's. If llama.cpp rewrites a published regular
+expression for its own engine, the published expression is used here.
 """
 
 import atexit
@@ -28,18 +28,19 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 
 @dataclasses.dataclass(frozen=True)
 class PreTokenizer:
-    """The way to split texts into words, before bytes are merged, that one `tokenizer.ggml.pre` stands for."""
+    """A pre-tokenizer, which splits a text into words before bytes are merged; `tokenizer.ggml.pre` names it."""
 
     patterns: tuple[str, ...] = (GPT2_PATTERN,)
-    """Regular expressions; each splits the pieces of the previous one, at both ends of every match."""
+    """Regular expressions; each splits the pieces that the previous one left, at both ends of every match."""
     composed: bool = False
-    """Whether a text is normalized to NFC first, as by the published tokenizer; llama.cpp never normalizes."""
+    """Whether a text is first normalized to NFC, as the published tokenizer does; llama.cpp never normalizes."""
     whole_words: bool = False
     """Whether a word that is a token is used as it is, even if no merges produce it."""
     adds_bos: bool = False
-    """Whether a text begins with the BOS token where the file does not state it."""
+    """Whether a text begins with the BOS token, if the file does not state it."""
     raw: bool = False
-    """Whether characters are merged instead of bytes: a space is `▁`, and a character without a token is its bytes."""
+    """Whether characters are merged instead of bytes. A space is then `▁`, and a character that is no token is split
+    into bytes."""
 
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -51,7 +52,7 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 def _words(
     letters: str, digits: str, marks: str, spaces: str = _SPACES, contractions: str = f"{_CONTRACTIONS}|"
 ) -> str:
-    """Return the alternatives that most patterns since GPT-4 share."""
+    """Return a pattern of the form that most tokenizers since GPT-4 have, with these alternatives."""
     return rf"{contractions}{letters}|{digits}| ?{marks}|{spaces}"
 
 
@@ -81,13 +82,13 @@ _MINICPM5 = _words(_LETTERS, r"\p{N}+", rf"{_MARKS}[\r\n]*")
 _BLOOM = r" ?[^(\s|.,!?" + "\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _LINES = r"[^\n]+|[\n]+"
 _DIGIT = r"\p{N}"
-# A number is cut before each three digits that end it: 1 234 567.
+# The digits of a number are grouped by three, from its end: 1 234 567.
 _THREES_FROM_THE_END = (r"\p{N}+", r"(?=(\p{N}{3})+(?!\p{N}))")
 
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _HAN_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _DEEPSEEK_MARKS = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
-# The cased letters as DeepSeek lists them, some of Unicode's newer ones left out.
+# The letters with upper and lower case, as DeepSeek lists them, without some that Unicode added later.
 _DEEPSEEK_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
     "\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
@@ -117,58 +118,58 @@ _YOUTU_SCRIPTS = (
 )
 
 
-def _named(pre_tokenizer: PreTokenizer, names: str) -> dict[str, PreTokenizer]:
+def _assign_names(pre_tokenizer: PreTokenizer, names: str) -> dict[str, PreTokenizer]:
     return dict.fromkeys(names.split(), pre_tokenizer)
 
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
     {
-        **_named(PreTokenizer((r"[\p{P}$+<=>^~|]+", GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")), "default"),
-        **_named(
+        **_assign_names(PreTokenizer((r"[\p{P}$+<=>^~|]+", GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")), "default"),
+        **_assign_names(
             PreTokenizer(),
             "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert jais trillion "
             "granite-docling exaone4",
         ),
-        **_named(PreTokenizer(composed=True), "mpt olmo"),
-        **_named(
+        **_assign_names(PreTokenizer(composed=True), "mpt olmo"),
+        **_assign_names(
             PreTokenizer((_DIGIT, GPT2_PATTERN)),
             "smollm starcoder refact codeshell exaone minerva-7b mellum2",
         ),
-        **_named(PreTokenizer((_DIGIT, GPT2_PATTERN), composed=True), "command-r"),
-        **_named(PreTokenizer((r"[\p{P}$+<=>^~|`]+", GPT2_PATTERN, "[0-9][0-9][0-9]")), "falcon"),
-        **_named(
+        **_assign_names(PreTokenizer((_DIGIT, GPT2_PATTERN), composed=True), "command-r"),
+        **_assign_names(PreTokenizer((r"[\p{P}$+<=>^~|`]+", GPT2_PATTERN, "[0-9][0-9][0-9]")), "falcon"),
+        **_assign_names(
             PreTokenizer((_LLAMA3,), whole_words=True, adds_bos=True),
             "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
         ),
-        **_named(PreTokenizer((_LLAMA3,)), "dbrx smaug-bpe chatglm-bpe glm4"),
-        **_named(PreTokenizer((_QWEN2,), composed=True), "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez"),
-        **_named(PreTokenizer((_QWEN35,), composed=True), "qwen35"),
-        **_named(PreTokenizer((_QWEN2,)), "stablelm2 hunyuan solar-open grok-2"),
-        **_named(PreTokenizer((_TEKKEN,), whole_words=True, adds_bos=True), "tekken"),
-        **_named(PreTokenizer((_GPT4O,)), "gpt-4o llama4 kanana2 talkie minimax-m2"),
-        **_named(PreTokenizer((_GPT4O,), whole_words=True), "granite-embed-multi-97m"),
-        **_named(PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)), "tiny_aya cohere2moe"),
-        **_named(PreTokenizer((_KIMI_K2,)), "kimi-k2"),
-        **_named(
+        **_assign_names(PreTokenizer((_LLAMA3,)), "dbrx smaug-bpe chatglm-bpe glm4"),
+        **_assign_names(PreTokenizer((_QWEN2,), composed=True), "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez"),
+        **_assign_names(PreTokenizer((_QWEN35,), composed=True), "qwen35"),
+        **_assign_names(PreTokenizer((_QWEN2,)), "stablelm2 hunyuan solar-open grok-2"),
+        **_assign_names(PreTokenizer((_TEKKEN,), whole_words=True, adds_bos=True), "tekken"),
+        **_assign_names(PreTokenizer((_GPT4O,)), "gpt-4o llama4 kanana2 talkie minimax-m2"),
+        **_assign_names(PreTokenizer((_GPT4O,), whole_words=True), "granite-embed-multi-97m"),
+        **_assign_names(PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)), "tiny_aya cohere2moe"),
+        **_assign_names(PreTokenizer((_KIMI_K2,)), "kimi-k2"),
+        **_assign_names(
             PreTokenizer(
                 (r"[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", _DEEPSEEK_MARKS, r"\s+$", _CJK, r"\p{N}+"),
             ),
             "deepseek-llm",
         ),
-        **_named(PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT)), "deepseek-coder"),
-        **_named(PreTokenizer(_DEEPSEEK_V3), "deepseek-v3 hunyuan-dense joyai-llm"),
-        **_named(PreTokenizer((_YOUTU_SCRIPTS, _YOUTU), whole_words=True), "youtu"),
-        **_named(PreTokenizer((*_THREES_FROM_THE_END, _AFMOE_SCRIPTS, _WORDS_AND_SIGNS)), "afmoe"),
-        **_named(PreTokenizer(_THREES_FROM_THE_END), "superbpe"),
-        **_named(PreTokenizer((_BAILING,)), "bailingmoe bailingmoe2 llada-moe"),
-        **_named(PreTokenizer((_SEED_CODER,)), "seed-coder"),
-        **_named(PreTokenizer((_EXAONE_MOE,)), "exaone-moe"),
-        **_named(PreTokenizer((_JAIS2,)), "jais-2"),
-        **_named(PreTokenizer((r"\p{N}{1,3}", _MINICPM5), whole_words=True), "minicpm5"),
-        **_named(PreTokenizer((_LINES, _QWEN2)), "laguna"),
-        **_named(PreTokenizer((_BLOOM,)), "poro-chat bloom gpt3-finnish"),
-        **_named(PreTokenizer((_BLOOM, _DIGIT)), "viking"),
-        **_named(
+        **_assign_names(PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT)), "deepseek-coder"),
+        **_assign_names(PreTokenizer(_DEEPSEEK_V3), "deepseek-v3 hunyuan-dense joyai-llm"),
+        **_assign_names(PreTokenizer((_YOUTU_SCRIPTS, _YOUTU), whole_words=True), "youtu"),
+        **_assign_names(PreTokenizer((*_THREES_FROM_THE_END, _AFMOE_SCRIPTS, _WORDS_AND_SIGNS)), "afmoe"),
+        **_assign_names(PreTokenizer(_THREES_FROM_THE_END), "superbpe"),
+        **_assign_names(PreTokenizer((_BAILING,)), "bailingmoe bailingmoe2 llada-moe"),
+        **_assign_names(PreTokenizer((_SEED_CODER,)), "seed-coder"),
+        **_assign_names(PreTokenizer((_EXAONE_MOE,)), "exaone-moe"),
+        **_assign_names(PreTokenizer((_JAIS2,)), "jais-2"),
+        **_assign_names(PreTokenizer((r"\p{N}{1,3}", _MINICPM5), whole_words=True), "minicpm5"),
+        **_assign_names(PreTokenizer((_LINES, _QWEN2)), "laguna"),
+        **_assign_names(PreTokenizer((_BLOOM,)), "poro-chat bloom gpt3-finnish"),
+        **_assign_names(PreTokenizer((_BLOOM, _DIGIT)), "viking"),
+        **_assign_names(
             PreTokenizer(
                 (
                     "<sentinel:[0-9]+>",
@@ -182,8 +183,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
             ),
             "chameleon",
         ),
-        **_named(PreTokenizer((_LINES,), raw=True, adds_bos=True), "gemma4"),
-        **_named(PreTokenizer((_LINES,), raw=True), "granite-embed-multi-311m sarvam-moe"),
+        **_assign_names(PreTokenizer((_LINES,), raw=True, adds_bos=True), "gemma4"),
+        **_assign_names(PreTokenizer((_LINES,), raw=True), "granite-embed-multi-311m sarvam-moe"),
     }
 )
 
@@ -193,23 +194,23 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _LONGEST_PIECE = 512  # each piece is cut at every character, in a time that grows with the square of its length
 _MODELS = ("gpt2", "llama", "gemma4")
-# Keys that nothing here reads: the rest of the file, the lists that `listed` reads, further special tokens (for
-# infilling, masks, separators), templates by other names, another program's tokenizer, and a space before the text,
-# which llama.cpp passes over too where merges are listed.
+# Keys that `PublishedConfig` does not read here: the rest of the file, the lists that `GGUF.listed` reads, further
+# special tokens (for infilling, masks, separators), templates with other names, another program's tokenizer, and a
+# space before the text, which llama.cpp ignores too if the file lists merges.
 _UNREAD = re.compile(
     r"(?!tokenizer\.).+|tokenizer\.ggml\.(tokens|token_type|scores|merges|token_type_count|\w+_token_ids?"
     r"|add_space_prefix)|tokenizer\.chat_template\..+|tokenizer\.(chat_templates|huggingface\.json)"
 )
-# Keys of other kinds of tokenizers, with the value that changes nothing in the kinds that are read.
+# Keys of tokenizers that are not supported, with the value that has no effect on those that are.
 _NEUTRAL = {"tokenizer.ggml.add_sep_token": False, "tokenizer.ggml.remove_extra_whitespaces": False}
 
 
 def gguf_companion_files(path: str | Path) -> dict[str, str]:
-    """Return the files that a published folder has beside a model's weights, by name, made from one GGUF file.
+    """Return the texts of the files that a published folder has beside a model's weights, computed from one GGUF file.
 
-    They are `tokenizer.json`, `tokenizer_config.json` with the chat template, and `generation_config.json` with the ids
-    that end a text: for `save(..., files=)`, or to be written anywhere. Raises a `ValueError` for a tokenizer of a kind
-    that is not known, or that contradicts itself.
+    The files, by name, are `tokenizer.json`, `tokenizer_config.json` with the chat template, and
+    `generation_config.json` with the ids that end a text. Pass them to `save(..., files=)`, or write them anywhere.
+    Raises a `ValueError` for a tokenizer of an unknown kind, or one that contradicts itself.
     """
     file = GGUF(Path(path))
     published = PublishedConfig(file.values, str(path), "a tokenizer")
@@ -221,14 +222,19 @@ def gguf_companion_files(path: str | Path) -> dict[str, str]:
     ids = {name: token_id for name, token_id in stated_ids.items() if _is_id(token_id, len(tokens))}
     wrong_ids = {name: token_id for name, token_id in stated_ids.items() if name not in ids}
     if wrong_ids:
-        published.refuse(f"there are {len(tokens)} tokens, and of special tokens these ids: {wrong_ids}.")
+        published.refuse(f"there are {len(tokens)} tokens, but special tokens have other ids: {wrong_ids}.")
     names = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
     pre_tokenizer = _pre_tokenizer(published, model)
     if model == "llama":
         parts = _piece_tokenizer(file, published, tokens, types)
     else:
         parts = _merge_tokenizer(file, published, tokens, pre_tokenizer)
-    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": _added(tokens, types)} | parts
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _list_added_tokens(tokens, types),
+    } | parts
     if "unknown" in names:
         tokenizer["model"] |= {"unk_token": names["unknown"]}
     template = published.read("tokenizer.chat_template", str, None)
@@ -248,10 +254,10 @@ def gguf_companion_files(path: str | Path) -> dict[str, str]:
 
 
 def companion_folder(path: str | Path) -> Path:
-    """Return the folder of a published model's tokenizer, chat template and generation settings.
+    """Return the folder with a published model's tokenizer, chat template and generation settings.
 
-    It is the model's own folder. For a GGUF file, it is a temporary folder that holds the file's
-    `gguf_companion_files`, and is removed when the process ends.
+    This is the model's own folder. For a GGUF file, it is a temporary folder with the file's `gguf_companion_files`,
+    which is removed when the process ends.
     """
     path = local_path(path)
     return _write_gguf_companions(path) if path.is_file() else path
@@ -267,15 +273,16 @@ def _write_gguf_companions(file: Path) -> Path:
 
 
 def _tokens(file: GGUF, published: PublishedConfig, model: str) -> tuple[list[str], list[int]]:
-    """Return the tokens and their types; refuse a token that comes twice, and more or fewer types than tokens."""
+    """Return the tokens and their types; refuse repeated tokens, and a number of types other than that of tokens."""
     tokens, types = file.listed("tokenizer.ggml.tokens"), file.listed("tokenizer.ggml.token_type")
     if not fits(tokens, list[str]) or not fits(types, list[int]):
         published.refuse("tokenizer.ggml.tokens must be texts, and tokenizer.ggml.token_type whole numbers.")
-    if model == "llama":  # Gemma's runs of spaces are written as they are, and not with ▁.
+    if model == "llama":  # Files of Gemma have tokens of several spaces with spaces instead of ▁.
         tokens = ["▁" * len(token) if token and not token.strip(" ") else token for token in tokens]
     if not tokens or len(types) not in (0, len(tokens)) or len(set(tokens)) < len(tokens):
         published.refuse(
-            f"it has {len(tokens)} tokens, {len(set(tokens))} of which differ, and {len(types)} types of them."
+            f"it has {len(tokens)} tokens, {len(set(tokens))} of them distinct, and {len(types)} types of tokens; each "
+            "token must be distinct and have one type."
         )
     return tokens, types or [1] * len(tokens)
 
@@ -286,7 +293,7 @@ def _is_id(token_id: object, vocab: int) -> TypeGuard[int | None]:
 
 
 def _pre_tokenizer(published: PublishedConfig, model: str) -> PreTokenizer:
-    """Return the way to split texts that `tokenizer.ggml.pre` names; refuse a name that is not known."""
+    """Return the pre-tokenizer that `tokenizer.ggml.pre` names; refuse an unknown name."""
     if model == "llama":
         published.take("tokenizer.ggml.pre", None)
         return PreTokenizer((), raw=True, adds_bos=True)
@@ -296,8 +303,8 @@ def _pre_tokenizer(published: PublishedConfig, model: str) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _added(tokens: Sequence[str], types: Sequence[int]) -> list[JsonObject]:
-    """Return the tokens that a text contains as they are; special ones are left out of decoded text."""
+def _list_added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[JsonObject]:
+    """Return the tokens that are found in a text before it is split; special tokens are left out of decoded text."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return [
         {"id": number, "content": token, "special": kind != _USER_DEFINED, **flags}
@@ -309,7 +316,7 @@ def _added(tokens: Sequence[str], types: Sequence[int]) -> list[JsonObject]:
 def _merge_tokenizer(
     file: GGUF, published: PublishedConfig, tokens: Sequence[str], pre_tokenizer: PreTokenizer
 ) -> JsonObject:
-    """Return the parts of a tokenizer whose merges the file lists, in words that regular expressions find."""
+    """Return the parts of a tokenizer whose merges the file lists, and whose words regular expressions find."""
     texts = file.listed("tokenizer.ggml.merges")
     merges = [str(text).split(" ") for text in texts]
     if wrong := next((text for text, merge in zip(texts, merges) if len(merge) != 2), None):
@@ -320,7 +327,7 @@ def _merge_tokenizer(
         model = _model(tokens, merges, fuse_unk=True, byte_fallback=True)
         return parts | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": splits}, "model": model}
     to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    # The last pattern of most lists is built into `ByteLevel`.
+    # `ByteLevel` has the last pattern of most pre-tokenizers built in.
     ends_in_built_in = pre_tokenizer.patterns[-1] == GPT2_PATTERN
     words = [*(splits[:-1] if ends_in_built_in else splits), to_bytes | {"use_regex": ends_in_built_in}]
     return {
@@ -338,10 +345,10 @@ def _split(pattern: str) -> JsonObject:
 def _piece_tokenizer(file: GGUF, published: PublishedConfig, tokens: Sequence[str], types: Sequence[int]) -> JsonObject:
     """Return the parts of a SentencePiece tokenizer, whose merges are reconstructed from the scores of pieces."""
     if (longest := max(map(len, tokens))) > _LONGEST_PIECE:
-        published.refuse(f"tokenizer.ggml.tokens: one has {longest} characters, and a piece at most {_LONGEST_PIECE}.")
+        published.refuse(f"tokenizer.ggml.tokens: a token has {longest} characters, more than {_LONGEST_PIECE}.")
     number_of = {token: number for number, token in enumerate(tokens)}
     scores = file.listed("tokenizer.ggml.scores")
-    # Gemma's scores are in another order than its merges.
+    # Gemma's scores do not have the order of its merges, but its tokens do.
     if published.text("general.architecture", "").startswith("gemma") or len(scores) != len(tokens):
         scores = [0] * len(tokens)
     if not fits(scores, list[float]) or any(math.isnan(score) for score in scores):
@@ -359,7 +366,7 @@ def _piece_tokenizer(file: GGUF, published: PublishedConfig, tokens: Sequence[st
 
 
 def _parts_with_spaces(prefix: bool) -> JsonObject:
-    """Return the normalizer that writes spaces as `▁`, one of them before the text with a `prefix`, and its decoder."""
+    """Return the normalizer that writes spaces as `▁`, with `prefix` also one before the text, and its decoder."""
     prepend: list[JsonObject] = [{"type": "Prepend", "prepend": "▁"}] * prefix
     normalizers = [*prepend, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     decoders: list[JsonObject] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
@@ -377,7 +384,7 @@ def _model(tokens: Sequence[str], merges: list[list[str]], **options: bool) -> J
 
 
 def _post_processor(sides: Sequence[str], names: Mapping[str, str], ids: Mapping[str, int | None]) -> JsonObject | None:
-    """Return the part that adds tokens before a text (`bos`) and after it (`eos`)."""
+    """Return the part that adds the `sides`, tokens before a text (`bos`) and after it (`eos`)."""
     if not sides:
         return None
 

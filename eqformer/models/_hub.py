@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub by name: their files are downloaded into the hub's own cache."""
+"""Models of the Hugging Face hub, by name; their files are downloaded into the hub's own cache."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -41,12 +41,12 @@ def hub_name(path: str | Path) -> str | None:
 
 
 def local_path(source: str | Path) -> Path:
-    """Return the path of a model on this machine: a path that exists as it is, and a model of the hub downloaded.
+    """Return the path of a model on this machine; a model of the hub is downloaded if it is not in the cache.
 
-    A model of the hub is `OWNER/NAME`, `OWNER/NAME@REVISION` (a branch, a tag or a commit) or, for one file of GGUF,
-    `OWNER/NAME/FILE.gguf`. Only the files that loading and saving need are downloaded, into the hub's own cache, with
-    the token of the hub's own login (`hf auth login`, or `HF_TOKEN`). Without a network, or with `HF_HUB_OFFLINE=1`,
-    the cache alone is read.
+    An existing path is returned as it is. A model of the hub is `OWNER/NAME`, `OWNER/NAME@REVISION` (a branch, a tag or
+    a commit) or, for one file of GGUF, `OWNER/NAME/FILE.gguf`. Only the files that loading and saving need are
+    downloaded, into the hub's own cache, with the token of the hub's own login (`hf auth login`, or `HF_TOKEN`).
+    Without a network, or with `HF_HUB_OFFLINE=1`, only the cache is read.
 
     Raises a `ValueError` for a model that the hub does not have or that asks for a login, for a repository without
     safetensors, and if files are not in the cache and the hub cannot be reached. A text that is neither a path that
@@ -83,7 +83,7 @@ def _download(hub: ModuleType, model: _HubModel, call: str) -> Path:
 
 @contextmanager
 def _explain_hub_errors(model: _HubModel, call: str) -> Iterator[None]:
-    """Raise a `ValueError` that says what is wrong for the errors of the hub's client."""
+    """Turn the errors of the hub's client into a `ValueError` that states the reason and the fix."""
     errors = load_extra("huggingface_hub.errors", extra="hub", call=call)
     revision = model.revision or "main"
     # Subclasses come before their bases.

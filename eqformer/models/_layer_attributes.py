@@ -48,7 +48,7 @@ class WithoutRotary(WithLayers, Protocol):
 
 
 def layers_of(published: PublishedConfig) -> int:
-    """Return the number of layers, which is checked before a list with an item for each layer is made."""
+    """Return the number of layers; it is checked, so that no list with an item for each layer becomes too long."""
     return published.read(LAYERS, LayerCount)
 
 
@@ -66,7 +66,7 @@ def all_but_every(period: int, layers: int) -> tuple[int, ...]:
 class Period:
     """A choice of every `period`-th layer or, with `but`, of all other layers, for configurations without a list.
 
-    The last attribute of `published` that the configuration has replaces `period`.
+    If the configuration has attributes of `published`, the last of them replaces `period`.
     """
 
     period: int
@@ -74,7 +74,7 @@ class Period:
     but: bool = False
 
     def __call__(self, published: PublishedConfig, layers: int) -> tuple[int, ...]:
-        """Return the numbers of these layers; raises a `ValueError` for an attribute that is no count."""
+        """Return the numbers of these layers; raises a `ValueError` for an attribute that is not a count."""
         period = self.period
         for name in self.published:
             period = published.count(name, period)
@@ -85,8 +85,8 @@ class Period:
 class LayerTypes(Entry):
     """`layer_types`: the layers of the first type are in the config's field `name`, the others are of the second type.
 
-    `default` chooses the layers of the first type where there is no list or, with `empty`, an empty one. `published`
-    are other names of the two types, which are read too, and written.
+    `default` chooses the layers of the first type if there is no list or, with `empty`, an empty list. `published` are
+    other names of the two types, which are read too, and which are written.
     """
 
     name: str
@@ -119,7 +119,7 @@ _WINDOW = "sliding_window"
 
 
 def _check_window(published: PublishedConfig, window: object) -> int | None:
-    """Return a window; refuse one that is no number of tokens."""
+    """Return a window or None; refuse a window that is not a number of tokens."""
     return None if window is None else published.checked(_WINDOW, window, Length)
 
 
@@ -128,7 +128,7 @@ def _read_nullable_window(published: PublishedConfig, missing: int | None) -> in
 
 
 def _read_switched_window(published: PublishedConfig, missing: int | None) -> int | None:
-    """Return the window; None where windows are switched off, whatever `sliding_window` is."""
+    """Return the window; None if windows are switched off, whatever `sliding_window` is."""
     is_on, window = published.flag("use_sliding_window", False), published.nullable(_WINDOW, missing)
     return _check_window(published, window) if is_on else None
 
@@ -144,7 +144,7 @@ class Windows(Entry):
     default: LayerChoice
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return both fields; refuse layers with a window where no window is in use."""
+        """Return both fields; refuse layers with a window if there is no window."""
         return self._read(published, _check_window(published, published.take(_WINDOW, self.window)))
 
     def write(self, config: WithWindows) -> Attributes:
@@ -155,11 +155,11 @@ class Windows(Entry):
         fields = self._types(self.default if window is not None else self._no_layers).read(published)
         if fields["window_layers"] and window is None:
             types = published.take("layer_types", None)
-            published.refuse(f"layer_types={types} has sliding layers, and no window is in use.")
+            published.refuse(f"layer_types={types} has sliding layers, but no window is in use.")
         return {"window": window} | fields
 
     def _no_layers(self, published: PublishedConfig, layers: int) -> tuple[int, ...]:
-        self.default(published, layers)  # takes its attributes, so that they are not refused as unknown
+        self.default(published, layers)  # This reads its attributes, so that they are not refused as unknown.
         return ()
 
     def _types(self, default: LayerChoice) -> LayerTypes:
@@ -175,7 +175,7 @@ class NullableWindows(Windows):
 
 
 class SwitchedWindows(Windows):
-    """`Windows` that `use_sliding_window` switches on; `window` is None where no layer has one."""
+    """`Windows` that `use_sliding_window` switches on; `window` is None if no layer has a window."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return both fields."""
@@ -189,7 +189,7 @@ class SwitchedWindows(Windows):
 
 @dataclasses.dataclass(frozen=True)
 class _LaterLayers:
-    """A choice of all layers but the first `max_window_layers`, by default the first `count`."""
+    """A choice of all layers but the first `max_window_layers`; `count` is the default of the attribute."""
 
     count: int
 
@@ -211,7 +211,7 @@ class LateWindows(SwitchedWindows):
 
 @dataclasses.dataclass(frozen=True)
 class SwitchedWindow(Entry):
-    """The `window` of all layers, which `use_sliding_window` switches on; None where it is off."""
+    """The `window` of all layers, which `use_sliding_window` switches on; None if it is off."""
 
     window: int
 
@@ -226,7 +226,7 @@ class SwitchedWindow(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class NoRotaryLayers(Entry):
-    """The layers without rotary positions; every fourth where there is no list or, with `empty`, an empty one."""
+    """The layers without rotary positions; every fourth if there is no list or, with `empty`, an empty list."""
 
     empty: bool = False
 
@@ -239,19 +239,19 @@ class NoRotaryLayers(Entry):
         return {"no_rope_layers": [int(layer not in config.no_rotary_layers) for layer in range(config.layers)]}
 
     def __call__(self, published: PublishedConfig, layers: int) -> tuple[int, ...]:
-        """Return the layers' numbers; other entries use this as their default."""
+        """Return the layers' numbers; this is a `LayerChoice` for other entries too."""
         by_default = Period(4, ("no_rope_layer_interval",))(published, layers)
         rotated = published.listed("no_rope_layers", _FLAG, empty=self.empty)
         if rotated is None:
             return by_default
         if len(rotated) != layers:
-            published.refuse(f"no_rope_layers={rotated} must say of {layers} layers, the model's, whether they turn.")
+            published.refuse(f"no_rope_layers={rotated} must have a flag for each of the model's {layers} layers.")
         return tuple(layer for layer in range(layers) if not rotated[layer])
 
 
 @dataclasses.dataclass(frozen=True)
 class ListedLayers(Entry):
-    """A list of layers' numbers; `default` where the attribute is missing."""
+    """A list of layers' numbers; `default` if the attribute is missing."""
 
     name: str
     published: str
@@ -269,7 +269,7 @@ class ListedLayers(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class AllLayers(Entry):
-    """A list with the kind of each layer; all layers must be of one `kind`."""
+    """A list with the kind of each layer, all of which must be `kind`."""
 
     published: str
     kind: str

@@ -25,7 +25,7 @@ _ALIGNMENT, _THREADS = 64, 4
 
 
 class LeafGroup(NamedTuple):
-    """The leaves that one rule fills: those that it names, or the codes and scales of the maps that hold them."""
+    """The leaves that one rule fills: the leaves that it names, or the codes and scales of quantized maps."""
 
     rule: ResolvedRule
     leaves: dict[str, jax.ShapeDtypeStruct]
@@ -59,7 +59,7 @@ class LeafGroup(NamedTuple):
             name: The array's name in the family's table.
             index: The index of the array's first dim; None: all of it.
             rule: The rule for the array or for this index.
-            map_function: Runs the decoder on parts of the array.
+            map_function: A function like `map`, which runs the decoder on parts of the array.
             buffer: Memory for a decoded array.
         """
         if self.maps:
@@ -98,7 +98,7 @@ class _Shard(NamedTuple):
         source = np.atleast_1d(array[tuple(slice(*bound) for bound in self.bounds[len(index) :])])
         step = max(1, -(-len(target) // _THREADS))
 
-        def copy(start: int) -> None:  # by several threads, since the first access to memory is slow
+        def copy(start: int) -> None:  # Several threads copy, because the first access to memory is slow.
             target[start : start + step] = source[start : start + step]
 
         for _ in map_function(copy, range(0, len(target), step)):
@@ -146,10 +146,10 @@ def _copy_array(
 
     Args:
         arrays: The published arrays.
-        group: The leaves that the array is of.
+        group: The leaves that the array fills.
         shards: The distinct shards of each leaf.
-        buffer: Memory for a decoded array, used again for the next one.
-        map_function: Runs copies and the decoder on parts of the array.
+        buffer: Memory for a decoded array, which the next array uses again.
+        map_function: A function like `map`, which runs copies and the decoder on parts of the array.
         task: The index of the leaves' outer dims that the array stands for, and the array's name.
     """
     (outer_index, name), rule = task, group.rule

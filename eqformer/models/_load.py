@@ -1,4 +1,4 @@
-"""Loads published models: a folder into a model, on one device or straight into the shards of a plan.
+"""Loading of published models: from a folder into a model, on one device or directly into the shards of a plan.
 
 A model is flattened once into `{path: leaf}`. Each rule of its family fills some of these leaves, and one loop reads,
 converts and places the leaves of one rule after another.
@@ -55,27 +55,28 @@ def load(
 
     Each array of the folder is memory-mapped, read once, and copied into the shards that this process's devices hold.
     Only the shards of one leaf (one array of all layers, or arrays that are published as one) are in host memory at a
-    time. The model computes in the dtype of its embedding table; `nn.with_execution` sets how it runs. The text model
-    of a multimodal model is read. A warning lists the arrays that no rule reads on purpose: those of other parts, and
-    of predictors of further tokens that are not asked for.
+    time. The model computes in the dtype of its embedding table; `nn.with_execution` sets how it runs. Of a multimodal
+    model, the text model is read. A warning lists the arrays that are left unread on purpose: those of other parts, and
+    those of a predictor unless `predictor` is True.
 
     Args:
         path: The folder, the file, or the name of a model of the hub (see `local_path`).
-        mesh: A mesh alone stands for `Plan(mesh, zero=3)`, which splits everything it can.
+        mesh: A mesh without a plan stands for `Plan(mesh, zero=3)`, which shards every array that it can.
         plan: The plan that places the arrays.
-        dtype: The dtype of all leaves (names such as `bf16` too); None: each has its published dtype (one wide enough
-            for all layers). Fields marked `nn.float32_at_least` are no narrower than that.
-        weights: `"decoded"`: quantized weights are decoded, those of GGUF to float32 without a `dtype`, others to the
-            dtype of the configuration. `"quantized"`: linear maps hold codes and scales (`nn.QuantizedLinear`), with
-            the same logits.
-        predictor: Whether the module that predicts a further token is read too.
-        progress: A function that is called with the bytes read so far, and in all.
+        dtype: The dtype of all leaves, also a short name such as `bf16`; None: each leaf has its published dtype, or
+            one that is wide enough for all layers. Fields marked `nn.float32_at_least` have at least float32.
+        weights: `"decoded"`: quantized weights are decoded to `dtype`, which by default is float32 for GGUF and the
+            dtype of the configuration otherwise. `"quantized"`: linear maps hold codes and scales
+            (`nn.QuantizedLinear`), with the same logits.
+        predictor: Whether the module that predicts one token further is read too.
+        progress: A function that is called with the number of bytes read so far and the number of all bytes.
 
-    Raises a `ValueError` for a folder that does not agree with its own headers and configuration, and one that lists
-    what does not match: arrays of the folder that no rule reads (except a head that is stored beside its equal, the
-    table to which it is tied), leaves that no array fills (except a head's, which a base model lacks: a warning says
-    that they are initialized by a fixed key), attributes of `config.json` that the family does not know. With
-    `weights="quantized"` it also raises one that names an array that no map can hold as it is stored.
+    Raises:
+        ValueError: For a folder that does not agree with its own headers and configuration. The error lists arrays of
+            the folder that no rule reads, leaves that no array fills, and attributes of `config.json` that the family
+            does not know. A head may be stored beside the equal table to which it is tied. A base model may lack a
+            head, which is then initialized by a fixed key, with a warning. With `weights="quantized"`, the error names
+            an array that no map can hold as it is stored.
     """
     plan = _choose_plan(path, mesh, plan)
     source = _open_model(path, dtype, weights, predictor)
@@ -93,9 +94,9 @@ def load(
 
 
 def load_shapes(path: str | Path, *, dtype: DTypeLike | None = None, weights: str = "decoded") -> nn.Transformer:
-    """Return the shapes and dtypes of what `load` returns, for a model of any size: no array of the folder is read.
+    """Return the shapes and dtypes of the model that `load` returns, without reading an array of the folder.
 
-    Raises what `load` raises.
+    Raises the errors of `load`.
     """
     source = _open_model(path, dtype, weights, predictor=False)
     leaves = flatten_model(source.shapes)
@@ -112,7 +113,7 @@ class _ModelSource(NamedTuple):
 
     arrays: PublishedArrays
     shapes: nn.Transformer
-    """The model with shapes in the place of arrays."""
+    """The model with shapes instead of arrays."""
     groups: list[LeafGroup]
     """The leaves that each rule fills."""
     absent: list[str]
@@ -122,7 +123,7 @@ class _ModelSource(NamedTuple):
 
 
 def _open_model(path: str | Path, dtype: DTypeLike | None, weights: str, predictor: bool) -> _ModelSource:
-    """Compare a folder with its configuration and with the family's rules, and find which leaves each rule fills."""
+    """Compare a folder with its configuration and with the family's rules, and find the leaves that each rule fills."""
     path = local_path(path)
     source = GGUF(path) if path.is_file() else Folder(path)
     leaf_dtype = None if dtype is None else float_dtype(dtype, f"{source.call}: dtype={dtype!r}")
@@ -143,7 +144,7 @@ def _open_model(path: str | Path, dtype: DTypeLike | None, weights: str, predict
             warnings.warn(note, stacklevel=3)
     dtypes = _dtypes(arrays, rules, shapes, leaf_dtype)
     if weights not in ("decoded", "quantized"):
-        raise ValueError(f"{arrays.call}: weights={weights!r}: they are 'decoded' or 'quantized'.")
+        raise ValueError(f"{arrays.call}: weights={weights!r}: weights must be 'decoded' or 'quantized'.")
     quantized = find_quantized_maps(arrays, rules, shapes) if weights == "quantized" else {}
     groups = [group_leaves(rule, rule_dtype, quantized) for rule, rule_dtype in zip(rules, dtypes, strict=True)]
     absent_leaves = [leaf for rule in absent for leaf in rule.paths]
@@ -157,18 +158,18 @@ def _is_absent_head(arrays: PublishedArrays, published: PublishedModel, rule: Re
 
 
 def _note_on_head(absent: Sequence[ResolvedRule], arrays: PublishedArrays) -> str:
-    """Return the warning about a head's arrays that the folder lacks; empty where it lacks none."""
+    """Return the warning about a head's arrays that the folder lacks; empty if it lacks none."""
     if not absent:
         return ""
     names = ", ".join(rule.name for rule in absent)
     return (
-        f"{arrays.call}: the folder has no {names}, as of a base model, so that these arrays of the head are "
-        "initialized by a fixed key: the logits mean nothing before they are trained."
+        f"{arrays.call}: the folder has no {names}, like the folder of a base model, so these arrays of the head are "
+        "initialized by a fixed key: the logits mean nothing before the head is trained."
     )
 
 
 def _initialize_head(source: _ModelSource, predictor: bool, sharding_of: Mapping[str, Sharding]) -> dict[str, Array]:
-    """Return the leaves of a head that the folder lacks, initialized as by `build` with a fixed key."""
+    """Return the leaves of a head that the folder lacks, as `build` initializes them with a fixed key."""
     if not source.absent:
         return {}
 
@@ -180,7 +181,7 @@ def _initialize_head(source: _ModelSource, predictor: bool, sharding_of: Mapping
 
 
 def _layer_numbers(shapes: nn.Transformer, sharding_of: Mapping[str, Sharding]) -> dict[str, Array]:
-    """Return the leaves that are no parameters: the numbers of each stack's layers."""
+    """Return the leaves that are not parameters: the numbers of each stack's layers."""
     stacks = nn.named_modules(shapes, nn.Stack)
     leaves = {f"{path}.numbers": stack.numbers for path, stack in stacks}
     return {
@@ -188,12 +189,13 @@ def _layer_numbers(shapes: nn.Transformer, sharding_of: Mapping[str, Sharding]) 
     }
 
 
-# Sizes up to these are never compared with the folder, since a model of them is traced quickly.
+# Sizes up to these are not compared with the folder, because a model of such sizes is traced quickly.
 _ALWAYS_TRACED = {"entries": 2**24, "layers": 512}
 
 
 def _check_sizes(arrays: PublishedArrays, config: ModelConfig) -> None:
-    """Raise a `ValueError` for sizes far beyond those of the folder's arrays, before a model of them is traced."""
+    """Raise a `ValueError` for sizes far beyond those of the folder's arrays, before a model of such sizes is
+    traced."""
     sizes = {name: math.prod(shape) for name, shape in arrays.shapes.items()}
     largest = max(sizes, key=sizes.__getitem__, default="")
     limits = {
@@ -210,8 +212,8 @@ def _check_sizes(arrays: PublishedArrays, config: ModelConfig) -> None:
             limit, why = limits[counts]
             if value > max(limit, _ALWAYS_TRACED[counts]):
                 raise ValueError(
-                    f"{arrays.call}: the configuration says {_attribute_of(config, name)}={value}, and the folder "
-                    f"holds no such model: {why}; take the config.json that was published with the arrays."
+                    f"{arrays.call}: the configuration has {_attribute_of(config, name)}={value}, but the folder does "
+                    f"not hold such a model: {why}; take the config.json that was published with the arrays."
                 )
 
 
@@ -228,7 +230,9 @@ def _choose_plan(path: str | Path, mesh: Mesh | None, plan: Plan | None) -> Plan
     if mesh is None or plan is None:
         return plan if mesh is None else Plan(mesh, zero=3)
     if plan.mesh != mesh:
-        raise ValueError(f"load({str(path)!r}, mesh, plan): the plan is for another mesh, {plan.mesh}; give the plan.")
+        raise ValueError(
+            f"load({str(path)!r}, mesh, plan): the plan is for another mesh, {plan.mesh}; give only the plan."
+        )
     return plan
 
 
@@ -270,8 +274,8 @@ def _check_names(
     unexpected -= copies.keys()
     if codes := arrays.unexplained((expected & arrays.names) | (unexpected if missing else set())):
         raise ValueError(
-            f"{arrays.call}: {codes} holds codes, and config.json has no quantization_config that says how they are "
-            "meant; take the config.json that was published with them."
+            f"{arrays.call}: {codes} holds codes, but config.json has no quantization_config that states their format; "
+            "take the config.json that was published with them."
         )
     _refuse_mismatches(arrays, missing, unexpected, unfilled)
     for name, path in copies.items():
@@ -290,18 +294,20 @@ def _refuse_mismatches(
 
 
 def _check_copy(arrays: PublishedArrays, copy: str, name: str, head: str) -> None:
-    """Raise a `ValueError` unless an array that is published twice is the same both times."""
+    """Raise a `ValueError` unless both copies of an array that is published twice are equal."""
     original, copied = np.asarray(arrays.read(name)), np.asarray(arrays.read(copy))
-    if original.shape == copied.shape and all(map(np.array_equal, original, copied)):  # row by row, in little memory
+    if original.shape == copied.shape and all(
+        map(np.array_equal, original, copied)
+    ):  # row by row, to need little memory
         return
     if copy == head:
         raise ValueError(
-            f"{arrays.call}: the configuration ties the head to the table, and {head} is another array than {name}; "
-            "with tie_word_embeddings=false it would be read."
+            f"{arrays.call}: the configuration ties the head to the table, but {head} differs from {name}; with "
+            "tie_word_embeddings=false it would be read."
         )
     raise ValueError(
-        f"{arrays.call}: a predictor shares the model's table and head, and {copy} is another array than {name}; leave "
-        "out predictor=True, and the model is read without it."
+        f"{arrays.call}: a predictor shares the model's table and head, but {copy} differs from {name}; without "
+        "predictor=True, the model is read without the predictor."
     )
 
 
@@ -310,8 +316,8 @@ def _dtypes(
 ) -> list[str]:
     """Return the dtype of the leaves that each rule fills.
 
-    It is `dtype` or else the narrowest in which no array of the rule loses anything, and float32 at least for fields
-    that ask for it.
+    It is `dtype` or, if that is None, the narrowest dtype in which no array of the rule is rounded. Fields that ask for
+    it have float32 at least.
     """
     flags = jax.tree_util.tree_leaves_with_path(nn.float32_flags(shapes))
     float32_paths = {nn.path_name(path) for path, is_float32 in flags if is_float32}

@@ -22,25 +22,28 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 @dataclasses.dataclass(frozen=True)
 class PredictorTable:
-    """Table of how a family's models publish a predictor."""
+    """Table of the published predictors of a family's models."""
 
     one_layer_config: Callable[..., object]
-    """Returns, from a model's config, the config of a one-layer model whose layer is like the predictor's."""
+    """A function from a model's config to the config of a one-layer model whose layer is like the predictor's."""
     prefix: str
-    """Prefix of the names of the predictor's arrays; `{depth}` stands for the number of the model's layers."""
+    """Prefix of the published names of the predictor's arrays; `{depth}` stands for the number of the model's
+    layers."""
     weights: tuple[Rule, ...]
-    """Rules for arrays outside its layer, with names without the prefix; the layer's rules are the family's."""
+    """Rules for the predictor's arrays outside of its layer, whose names lack the prefix. The layer has the family's
+    rules."""
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Arrays that repeat a part of the model, by name without the prefix; the part is `"embedding"` or `"head"`."""
+    """Arrays that are published once more with the predictor: for each name without the prefix, the part of the model
+    that has the array, `"embedding"` or `"head"`."""
     attributes: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """The further attributes in the `config.json` of a model with a predictor."""
+    """Attributes that the `config.json` of a model with a predictor has beside the family's."""
 
     def prefix_of(self, config: Any) -> str:
         """Return the prefix of the names of the predictor's arrays, for a model of this config."""
         return self.prefix.format(depth=config.layers)
 
     def build(self, make: Callable[..., Transformer], config: Any, *, key: Key[Array, ""]) -> Predictor:
-        """Return a predictor with random weights; its layer and norms are those of a one-layer model by `make`."""
+        """Return a predictor with random weights; a one-layer model, built by `make`, provides its layer and norms."""
         layer_key, merge_key = jax.random.split(key)
         model, embed = make(self.one_layer_config(config), key=layer_key), config.embed
         return Predictor(
@@ -58,7 +61,7 @@ class PredictorTable:
         predictor: Predictor,
         stored: StoredShapes = NOTHING_STORED,
     ) -> list[ResolvedRule]:
-        """Return the rules for the predictor of a model of this config; `weights` are the family's."""
+        """Return the rules for the predictor of a model of this config; `weights` are the family's rules."""
         prefix, depth = self.prefix_of(config), config.layers if "{depth}" in self.prefix else 0
         layer = _LAYER if depth else f"{prefix}layers.{{layer}}."
         table = [dataclasses.replace(rule, name=prefix + rule.name) for rule in self.weights]
@@ -71,16 +74,16 @@ class PredictorTable:
         return [dataclasses.replace(rule, layers=[number + depth for number in rule.layers]) for rule in rules]
 
     def copied_leaves(self, config: Any, model: Transformer) -> dict[str, str]:
-        """Return the path of the model's leaf that each array repeats, by the array's name."""
+        """Return, for the name of each array of `copies`, the path of the model's leaf that it repeats."""
         head = "embedding.weight" if model.head is None else "head.weight"
         path_of = {"embedding": "embedding.weight", "head": head}
-        # A quantized head has no weight, and its copy stays as it is stored.
+        # A quantized head has no weight among the leaves, so its copy is left out and stays as it is stored.
         leaves, prefix = flatten_model(model), self.prefix_of(config)
         return {prefix + name: path_of[part] for name, part in self.copies.items() if path_of[part] in leaves}
 
 
 def _copy_arrays(norm: Tree) -> Tree:
-    """Return a norm with arrays of its own."""
+    """Return the module with copies of its arrays, so that no two norms share an array."""
     return jax.tree.map(lambda x: jnp.array(x) if eqx.is_array(x) else x, norm)
 
 

@@ -1,4 +1,4 @@
-"""The arrays of a published model by the names of its family's table, decoded where they are quantized."""
+"""The arrays of a published model by the names of its family's table; quantized arrays are decoded."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -30,7 +30,7 @@ class PublishedArrays:
     """
 
     def __init__(self, source: Folder | GGUF, published: PublishedModel):
-        """Find out which array of the table each array of the folder, or of the one file, is."""
+        """Map each array of the folder or file to its array in the family's table."""
         self.call, self._source = source.call, source
         self._stored: dict[str, str] = {}  # the name in the folder, by the name in the family's table
         self._coded: dict[str, Coded] = {}
@@ -61,19 +61,20 @@ class PublishedArrays:
 
     @property
     def unread(self) -> str:
-        """One line on the arrays that no rule reads on purpose; empty where there are none."""
+        """One line about the arrays that are left unread on purpose; empty if there are none."""
         if not self._unread:
             return ""
         counts = Counter(_model_part(name) for name in self._unread)
         listed = ", ".join(f"{part}. ({count})" for part, count in sorted(counts.items()))
-        return f"{self.call}: arrays that are no part of the text model are left unread: {listed}."
+        return f"{self.call}: arrays that are not part of the text model are left unread: {listed}."
 
     def stored_name(self, name: str) -> str:
         """Return an array's name in the folder."""
         return self._stored[name]
 
     def dtype(self, name: str) -> str:
-        """Return an array's dtype as JAX calls it; of a quantized array, the dtype that it is decoded to by default."""
+        """Return an array's dtype by its JAX name; for a quantized array, the dtype to which it is decoded by
+        default."""
         return self._coded[name].dtype if name in self._coded else self._source.dtype(self._stored[name])
 
     def shape(self, name: str) -> Shape:
@@ -97,13 +98,13 @@ class PublishedArrays:
         map_function: MapFunction = map,
         buffer: Shaped[np.ndarray, "numbers"] | None = None,
     ) -> Shaped[np.ndarray, "..."]:
-        """Return an array: mapped into memory where it is stored as it is, or else decoded.
+        """Return an array, mapped into memory or, if it is quantized, decoded.
 
         Args:
             name: The array's name in the family's table.
             dtype: The dtype of a decoded array; None: the array's own.
             index: The index of the first dim that is read alone; None: all.
-            map_function: Runs the decoder on parts of the array.
+            map_function: A function like `map`, which runs the decoder on parts of the array.
             buffer: Memory of `dtype` for a decoded array, as long as two dims of the array or longer.
         """
         if name not in self._coded:
@@ -117,7 +118,8 @@ class PublishedArrays:
         decoded = buffer[: rows * columns].reshape(rows, columns)
 
         def decode(some_rows: slice) -> None:
-            with np.errstate(over="ignore", invalid="ignore"):  # too large a number is infinite, as in the references
+            # Numbers that are too large become infinite, as in the reference implementations.
+            with np.errstate(over="ignore", invalid="ignore"):
                 coded.form.decode(coded.parts, some_rows, decoded[some_rows])
 
         step = _ROWS * max(1, _NUMBERS_AT_ONCE // (_ROWS * columns))
@@ -126,7 +128,8 @@ class PublishedArrays:
         return decoded.T if coded.form.transposed else decoded
 
     def unexplained(self, names: Iterable[str]) -> str:
-        """Return the first of these arrays whose dtype is one of codes, if no format is stated; empty for none."""
+        """Return the first of these arrays that has a dtype of codes although no format is stated; empty if none
+        has."""
         if isinstance(self._source, GGUF) or self._states_format:
             return ""
         dtypes = {name: self._source.dtype_in_file(self._stored[name]) for name in sorted(names)}
@@ -164,7 +167,7 @@ class PublishedArrays:
         return Coded(coded.form, parts, coded.shape[1:], coded.dtype)
 
     def _find_coded(self, folder: Folder, form: Format, dtype: str) -> None:
-        """Replace the names of codes and scales by the name of the array that they stand for."""
+        """Replace the names of codes and scales by the name of the array that they encode."""
         codes = [name for name in self._stored if name.endswith(form.codes) and name not in self._coded]
         if form.dtypes:
             codes = [name for name in codes if folder.dtype_in_file(self._stored[name]) in form.dtypes]
@@ -177,7 +180,7 @@ class PublishedArrays:
                 )
             optional = [suffix for suffix in form.optional if stem + suffix in self._stored]
             suffixes = dict.fromkeys((form.codes, *form.required, *optional))
-            parts = {suffix: folder.stored(self._stored.pop(stem + suffix)) for suffix in suffixes}
+            parts = {suffix: folder.read_any(self._stored.pop(stem + suffix)) for suffix in suffixes}
             for suffix in form.ignored:
                 self._stored.pop(stem + suffix, None)
             if (decoded := stem + form.decoded) in self._stored:

@@ -1,4 +1,4 @@
-"""Published models: which family a folder or GGUF file holds, and which array of the family's table each array is."""
+"""Published models: the family of a folder or GGUF file, and the name of each array in the family's table."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -31,21 +31,21 @@ class PublishedModel:
     family: Family
     config: ModelConfig
     multimodal: MultimodalModel | None
-    """The multimodal model whose text model this is; None where it stands alone."""
+    """The multimodal model that contains this text model; None for a text model of its own."""
     attributes: JsonObject
     """The attributes of `config.json`."""
     format: Format | None = None
     """The format of quantized arrays."""
     table_name_of: Mapping[str, str] | None = None
-    """The name in the family's table of each array, for a file with names of its own; None: as folders name them."""
+    """The name in the family's table of each array, for GGUF files; None: arrays are named as in published folders."""
     predictor: bool = False
-    """Whether the module that predicts a further token is read too."""
+    """Whether the module that predicts one token further is read too."""
     notes: tuple[str, ...] = ()
     """Warnings about the configuration, a line each."""
 
     @property
     def dtype(self) -> str:
-        """The dtype of decoded arrays, as JAX calls it: the configuration's, bfloat16 where it has none."""
+        """The dtype of decoded arrays by its JAX name: the configuration's, or bfloat16 if it states none."""
         holders = (self.attributes, self.attributes.get(TEXT) or {})
         dtypes = [holder.get(name) for holder in holders for name in DTYPE_KEYS]
         return next((str(dtype) for dtype in dtypes if dtype in FLOATS.values()), "bfloat16")
@@ -75,7 +75,8 @@ class PublishedModel:
         }
 
     def lacks_prefix(self, names: Collection[str]) -> bool:
-        """Return whether a folder's arrays are named as the base model's own, without the prefix of its class."""
+        """Return whether a folder's names lack the base model's prefix, as in folders of a base model without a
+        head."""
         prefix = self.family.base_prefix
         text_names = [self._text_name(_unwrap_name(name)) for name in names]
         return bool(prefix) and not any(name is not None and name.startswith(prefix) for name in text_names)
@@ -113,7 +114,7 @@ class PublishedModel:
 
 
 def _unwrap_name(name: str) -> str:
-    """Return an array's name without what wrappers of torch put into it."""
+    """Return an array's name without the words that wrappers of torch put into it."""
     words = [word for word in name.split(".") if word not in _WRAPPERS]
     while words[0] == _DATA_PARALLEL and len(words) > 1:
         words = words[1:]
@@ -183,10 +184,10 @@ def _untie_different_head(model: PublishedModel, folder: Folder) -> PublishedMod
     try:
         config = dataclasses.replace(model.config, tied=False)  # type: ignore[call-arg]
     except ValueError:
-        return model  # the family has no other head than the table
+        return model  # The family supports no other head than the table.
     note = (
-        f"{folder.call}: config.json ties the head to the table, and {head_name} is another array than {table_name}; "
-        "both are read, as by transformers, and the model is not tied."
+        f"{folder.call}: config.json ties the head to the table, but {head_name} differs from {table_name}; both are "
+        "read, as transformers does, and the model is not tied."
     )
     return dataclasses.replace(model, config=config, notes=(*model.notes, note))
 
@@ -197,7 +198,7 @@ def _read_format(values: Sequence[object], source: str) -> Format | None:
     if not stated:
         return None
     if not isinstance(stated[0], dict) or any(value != stated[0] for value in stated):
-        raise ValueError(f"{source}: {QUANTIZATION_KEYS[0]}: it must be one object, and is {stated}.")
+        raise ValueError(f"{source}: {QUANTIZATION_KEYS[0]}={stated}: it must be one object.")
     return read_format(PublishedConfig(stated[0], f"{source}: {QUANTIZATION_KEYS[0]}", "this format"))
 
 
@@ -234,7 +235,7 @@ def format_of(
 ) -> tuple[Family, ModelConfig]:
     """Return the family and the config of a model that came from a folder, or was built from a config.
 
-    The `config.json` of a folder without weights may wrongly tie the head (see `describe_model`); the model decides.
+    The `config.json` of a folder without weights may wrongly tie the head; then the model decides whether it is tied.
     """
     if like is not None and config is None:
         published = describe_model(Path(like))
@@ -244,19 +245,21 @@ def format_of(
     if config is not None and like is None:
         family = family_of(call, config)
         if family.model_type is None:
-            raise ValueError(f"{call}: {type(config).__name__} is a family that is published in no common format.")
+            raise ValueError(f"{call}: the family of {type(config).__name__} has no common published format.")
         return family, config
-    raise ValueError(f"{call}: give either the folder that the model is like=, or the config= it was built from.")
+    raise ValueError(
+        f"{call}: give either like=, the folder that the model came from, or the config= it was built from."
+    )
 
 
 def check_shapes(call: str, model: Transformer, config: ModelConfig) -> None:
-    """Raise a `ValueError` that names arrays where a model is not one of this config."""
+    """Raise a `ValueError` that names arrays of other shapes than a model of this config has."""
     expected_model = model_shapes(config, predictor=model.predictor is not None)
     shapes, expected_shapes = _shapes(model), _shapes(expected_model)
     names = sorted(shapes.keys() | expected_shapes.keys())
     if differing := [name for name in names if shapes.get(name) != expected_shapes.get(name)]:
         changes = "; ".join(f"{name}: {shapes.get(name)}, not {expected_shapes.get(name)}" for name in differing[:4])
-        raise ValueError(f"{call}: the model is not one of {config} ({changes}); give the one it was built from.")
+        raise ValueError(f"{call}: the model is not one of {config} ({changes}); give the config it was built from.")
 
 
 def _shapes(model: Transformer) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Uploading of published folders to the Hugging Face hub, each with a model card."""
+"""Uploads of published folders to the Hugging Face hub, with a model card."""
 
 import dataclasses
 import json
@@ -11,14 +11,14 @@ from ._hub import is_hub_name
 
 @dataclasses.dataclass(frozen=True)
 class ModelCard:
-    """The model card of an uploaded model: what it was made of, and under which license it may be used."""
+    """The model card of an uploaded model: its license, its base model, its training data and its recipe."""
 
     license: str
     """The license by its name on the hub, such as `apache-2.0`, or `other`."""
     base_model: str | None = None
     """The model of the hub whose weights the training began with; None for a model trained from the start."""
     datasets: tuple[str, ...] = ()
-    """The texts that the model was trained on: names of the hub, or words."""
+    """The texts that the model was trained on: names of data sets of the hub, or descriptions."""
     recipe: str | None = None
     """The command or the settings of the training."""
 
@@ -27,7 +27,7 @@ class ModelCard:
         hub_datasets = [dataset for dataset in self.datasets if is_hub_name(dataset)]
         fields = {"license": self.license, "base_model": self.base_model, "datasets": hub_datasets or None}
         fields |= {"pipeline_tag": "text-generation", "tags": ["eqformer", "jax"]}
-        # JSON is YAML too, so that no value needs other quotes.
+        # JSON values are also YAML values, so each is quoted correctly.
         header = [f"{field}: {json.dumps(value)}" for field, value in fields.items() if value is not None]
         lines = ["---", *header, "---", f"# {name.partition('/')[2]}", "", f"- License: {self.license}"]
         lines.append(f"- Base model: {self.base_model or 'none, trained from the start'}")
@@ -42,7 +42,7 @@ def push(folder: str | Path, name: str, card: ModelCard, *, private: bool = True
 
     The repository is created if it does not exist, and all files are uploaded in one commit, with the token of the
     hub's own login. Raises a `ValueError` before anything is uploaded for a folder without `config.json` and for a name
-    that is not `OWNER/NAME`, and for what the hub refuses.
+    that is not `OWNER/NAME`, and also if the hub refuses the upload.
 
     Args:
         folder: The folder.

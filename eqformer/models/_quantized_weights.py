@@ -1,4 +1,4 @@
-"""Published weights that stay quantized: which maps hold them, and their codes and scales in the maps' layout."""
+"""Published weights that stay quantized: the maps that hold them, and their codes and scales in the maps' layout."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,8 @@ from .formats import Grouped
 
 
 def maps_by_weight(model: PyTree) -> dict[str, nn.LinearMap]:
-    """Return every linear map of a model by the path that its weight has, or would have if it were not quantized."""
+    """Return every linear map of a model by the path of its weight; for a quantized map, the path before
+    quantization."""
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=nn.is_map)
     return {f"{nn.path_name(path)}.weight": node for path, node in nodes if nn.is_map(node)}
 
@@ -56,16 +57,17 @@ def find_quantized_maps(
             quantized[path] = _quantized_shapes(arrays, coded[0], form, axis, plain[path], dtype)
     if not quantized:
         raise ValueError(
-            f"{arrays.call}: weights='quantized': no linear map of it is stored in fewer bits; load it without, and "
-            "nn.quantize the model."
+            f"{arrays.call}: weights='quantized': none of its linear maps is stored in fewer bits; load it with "
+            "weights='decoded', and nn.quantize the model."
         )
     return quantized
 
 
 def with_quantized_maps(shapes: nn.Transformer, quantized: Mapping[str, nn.QuantizedLinear]) -> nn.Transformer:
-    """Return the model's shapes with quantized maps in the place of plain ones, by the path of the plain weight.
+    """Return the model's shapes with plain maps replaced by quantized maps, which are given by the plain weights'
+    paths.
 
-    Each map has the bias of the plain one.
+    A quantized map has the bias of the plain map.
     """
 
     def replace(path: tuple, node: object) -> object:
@@ -75,7 +77,7 @@ def with_quantized_maps(shapes: nn.Transformer, quantized: Mapping[str, nn.Quant
 
 
 def plain_shapes(model: nn.Transformer) -> nn.Transformer:
-    """Return the model with a plain map in the place of each quantized one, with the shape of its weight alone."""
+    """Return the model with each quantized map replaced by a plain map that has only the shape of its weight."""
 
     def to_plain(linear: nn.LinearMap) -> nn.LinearMap:
         if not isinstance(linear, nn.QuantizedLinear):
@@ -90,7 +92,7 @@ def names_as_stored(
 ) -> set[str]:
     """Return the names of the quantized arrays whose codes and scales the model holds.
 
-    Raises a `ValueError` where the model holds other codes, or the decoded array. The rules are those of the model's
+    Raises a `ValueError` if the model holds other codes, or the decoded array. The rules are those of the model's
     `plain_shapes`.
     """
     maps, stored_names = maps_by_weight(model), set[str]()
@@ -104,7 +106,7 @@ def names_as_stored(
             if len(quantized) < len(linears):
                 raise ValueError(
                     f"{call}: {stored} is stored in fewer bits, and whole=True would mix it with the model's decoded "
-                    "arrays; save the model by itself, or load it with weights='quantized'."
+                    "arrays; save the model without whole=True, or load it with weights='quantized'."
                 )
             leaves = [leaf for linear in quantized for leaf in code_leaves(linear).values()]
             own_codes = [np.asarray(leaf[index] if index else leaf) for leaf in leaves]
@@ -112,14 +114,14 @@ def names_as_stored(
             if len(codes) != len(own_codes) or not all(map(np.array_equal, codes, own_codes)):
                 raise ValueError(
                     f"{call}: the model's codes and scales are not those of {stored}; nn.dequantize the model and save "
-                    "it by itself."
+                    "it without whole=True."
                 )
             stored_names.add(name)
     return stored_names
 
 
 def code_leaves(linear: nn.QuantizedLinear) -> dict[str, Any]:
-    """Return the codes, scales and zeros of a map, or their shapes, by field; without zeros where it has none."""
+    """Return the codes, scales and zeros of a map, or their shapes, by field; without `zeros` if the map has none."""
     leaves = {"codes": linear.codes, "scales": linear.scales, "zeros": linear.zeros}
     return {field: leaf for field, leaf in leaves.items() if leaf is not None}
 
@@ -150,7 +152,7 @@ def read_map_codes(
 def _quantized_shapes(
     arrays: PublishedArrays, name: str, form: Grouped, axis: int | None, linear: nn.DenseMap, dtype: str
 ) -> nn.QuantizedLinear:
-    """Return the shapes of the map that holds an array's codes in the place of a plain one.
+    """Return the shapes of the map that holds an array's codes, to replace a plain map.
 
     Args:
         arrays: The published arrays.

@@ -77,8 +77,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(_REGISTERED)
 def register(family: Family) -> None:
     """Make a family known to `build`, `load`, `save` and `presets` in this process.
 
-    Raises a `ValueError` where another family has its name, `model_type`, architecture, class of configs or a preset's
-    name.
+    Raises a `ValueError` if another family has the same name, `model_type`, architecture, class of configs or a preset
+    of the same name.
     """
     identity = _identity(family)
     for registered in FAMILIES.values():
@@ -92,7 +92,7 @@ def register(family: Family) -> None:
 
 
 def _identity(family: Family) -> dict[str, set]:
-    """Return the names that must be a family's own, by what they name."""
+    """Return the names that no two families may share, by their kind."""
     return {
         "name": {family.name},
         "model_type": {family.model_type, *family.aliases} - {None},
@@ -126,8 +126,8 @@ def preset(name: str) -> ModelConfig:
 def build(model: str | ModelConfig, *, predictor: bool = False, key: Key[Array, ""]) -> Transformer:
     """Build a model with random weights, from the name of a preset or from a family's config.
 
-    `shapes` gives its shapes alone; `nn.with_execution` chooses how it runs. With `predictor` it has the module that
-    predicts a further token, if its family publishes one.
+    `shapes` returns only its shapes, and `nn.with_execution` sets how it runs. With `predictor`, the model has the
+    module that predicts one token further; raises a `ValueError` if its family does not publish such a module.
     """
     config = preset(model) if isinstance(model, str) else model
     family = family_of(call := f"build({model!r})", config)
@@ -141,12 +141,12 @@ def build(model: str | ModelConfig, *, predictor: bool = False, key: Key[Array, 
 
 
 def shapes(model: str | ModelConfig, *, predictor: bool = False) -> Transformer:
-    """Return what `build` returns with `ShapeDtypeStruct`s in the place of arrays, for a model of any size."""
+    """Return the model that `build` returns, with `ShapeDtypeStruct`s instead of arrays, for a model of any size."""
     return eqx.filter_eval_shape(build, model, predictor=predictor, key=jax.random.key(0))
 
 
 def predictor_of(call: str, family: Family) -> PredictorTable:
-    """Return how a family publishes the module that predicts a further token; raises a `ValueError` if it has none."""
+    """Return how a family publishes its predictor; raises a `ValueError` if the family has none."""
     if family.predictor is None:
         known = ", ".join(known.name for known in FAMILIES.values() if known.predictor is not None)
         raise ValueError(f"{call}: the family {family.name} has no predictor of a further token; {known} have one.")
@@ -154,7 +154,7 @@ def predictor_of(call: str, family: Family) -> PredictorTable:
 
 
 def family_of(call: str, config: ModelConfig) -> Family:
-    """Return the family whose config this is; raises a `ValueError` for an object that is no family's config."""
+    """Return the family of a config; raises a `ValueError` for an object that is not the config of a family."""
     for family in FAMILIES.values():
         if type(config) is family.config:
             return family

@@ -1,4 +1,4 @@
-"""Entries for rotary positions: base, scaling, and the part of a head's channels that is rotated."""
+"""Entries for rotary positions: their base, their scaling, and the part of a head's channels that is rotated."""
 
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
@@ -63,13 +63,13 @@ class RotaryPositions(Entry):
     """Base and scaling of rotary positions."""
 
     theta: float = 10_000.0
-    """The base where the attribute is missing."""
+    """The base if the attribute is missing."""
     layer_type: str | None = None
     """The type of layer whose parameters are read, in families whose `rope_parameters` may be by type of layer."""
     required: bool = False
-    """Whether `rope_type` must be stated, as `"default"` for no scaling, since transformers scales by default."""
+    """Whether `rope_type` must be stated (`"default"` for no scaling), because transformers' default is a scaling."""
     skipped: tuple[str, ...] = ()
-    """Names in `rope_parameters` that other entries read, or that change nothing."""
+    """Names in `rope_parameters` that other entries read, or that have no effect."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta` and `scaling`."""
@@ -86,16 +86,16 @@ class RotaryPositions(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class RotaryByType(Entry):
-    """Base and scaling of layers with full attention, and those of layers with sliding windows."""
+    """Base and scaling of rotary positions, for layers with full attention and for layers with sliding windows."""
 
     theta: float
-    """The base of layers without a window where the attribute is missing."""
+    """The base of layers without a window if the attribute is missing."""
     local_theta: float
-    """The base of layers with a window where the attribute is missing."""
+    """The base of layers with a window if the attribute is missing."""
     older: tuple[str, str] = ("rope_theta", "rope_local_base_freq")
     """The attributes of older configurations for both bases."""
     scaled: bool = True
-    """Whether older configurations may have a `rope_scaling`, which is for layers without a window."""
+    """Whether older configurations may have a `rope_scaling`, which applies to layers without a window."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta`, `scaling`, `local_theta` and `local_scaling`.
@@ -110,19 +110,19 @@ class RotaryByType(Entry):
     def _check(self, published: PublishedConfig, by_type: JsonObject) -> None:
         older = rotary_parameters(published, "rope_scaling") if self.scaled else {}
         if older and not by_type and "rope_type" not in older:
-            published.refuse(f"rope_scaling={older}: newer transformers reads no such type here; say its rope_type.")
+            published.refuse(f"rope_scaling={older}: newer transformers does not read `type` here; state rope_type.")
         has_theta = [_parameters_of_type(by_type, layer_type).get("rope_theta") is not None for layer_type in TYPES]
         shares_name, name = self.older[0] == self.older[1], self.older[0]
         if not shares_name or all(has_theta):
             return
         if (theta := published.read(name, Positive, self.theta)) != self.theta:
             published.refuse(
-                f"{name}={theta}: newer transformers takes {self.theta} for layers with a window; say both in "
+                f"{name}={theta}: newer transformers takes {self.theta} for layers with a window; state both bases in "
                 "rope_parameters, by type of layer."
             )
 
     def write(self, config: WithLocalRotary) -> Attributes:
-        """Return the older attributes and, by type of layer, the newer one, which alone can have a local scaling."""
+        """Return the older attributes and, by type of layer, the newer one; only the newer one has a local scaling."""
         attributes = {self.older[1]: config.local_theta} | {self.older[0]: config.theta}  # both may have one name
         attributes |= scaling_attributes(config) if self.scaled else {}
         return attributes | _write_by_type(config, _write_parameters(config))
@@ -143,16 +143,18 @@ class RotaryWithTemperature(Entry):
         return fields | {"temperature": temperature}
 
     def write(self, config: WithTemperature) -> Attributes:
-        """Return the older attributes, with the temperature; raise a `ValueError` for one without a scaling."""
+        """Return the older attributes with the temperature; raise a `ValueError` for a temperature without a
+        scaling."""
         attributes, temperature = self.positions.write(config), config.temperature
         if not temperature:
             return attributes
         if config.scaling is None:
             raise ValueError(
                 f"save(config={type(config).__name__}(scaling=None, temperature={temperature})): the temperature is "
-                "published within the scaling, and changes nothing without one; give a scaling, or temperature=0."
+                "published within the scaling, and has no effect without one; give a scaling, or temperature=0."
             )
-        # YaRN's magnitude is the quotient of both, unless it is stated: so `mscale` needs a stated magnitude.
+        # Unless YaRN's magnitude is stated, it is computed from `mscale` and `mscale_all_dim`. So `mscale` is written
+        # only beside a stated magnitude.
         names = ["mscale_all_dim", *(["mscale"] if "attention_factor" in attributes["rope_scaling"] else [])]
         return attributes | {"rope_scaling": attributes["rope_scaling"] | dict.fromkeys(names, temperature)}
 
@@ -162,7 +164,7 @@ _GROWTH = ("llama_4_scaling_beta", "max_position_embeddings")
 
 @dataclasses.dataclass(frozen=True)
 class RotaryWithGrowth(Entry):
-    """Rotary positions, and how attention scores grow with their query's position (Ministral 3)."""
+    """Rotary positions, and the growth of attention scores with the query's position (Ministral 3)."""
 
     positions: Entry = RotaryPositions(required=True, skipped=_GROWTH)
     """The entry for base and scaling."""
@@ -172,18 +174,19 @@ class RotaryWithGrowth(Entry):
         parameters = either_rotary_parameters(published)
         growth, every = parameters.get("llama_4_scaling_beta"), parameters.get(ORIGINAL)
         if growth and every is None:
-            published.refuse(f"llama_4_scaling_beta={growth}: no original_max_position_embeddings says after what.")
+            published.refuse(f"llama_4_scaling_beta={growth}: it needs original_max_position_embeddings.")
         growth, every = 0.0 if growth is None else growth, 1 if every is None else every
         return self.positions.read(published) | {"growth": growth, "growth_every": every}
 
     def write(self, config: WithGrowth) -> Attributes:
-        """Return the newer attribute; raises a `ValueError` for two lengths, since the attribute has one."""
+        """Return the newer attribute; raises a `ValueError` for two different lengths, because the attribute has
+        one."""
         attributes = self.positions.write(config)
         parameters, every = dict(attributes.pop("rope_scaling", {})), config.growth_every
         if parameters.get(ORIGINAL, every) != every:
             raise ValueError(
                 f"save(config={type(config).__name__}(growth_every={every})): published configurations have one length "
-                f"for this and {config.scaling}; give the scaling's."
+                f"for this and {config.scaling}; give the length of the scaling."
             )
         parameters |= {"rope_theta": config.theta, "llama_4_scaling_beta": config.growth}
         return {"rope_parameters": {"rope_type": "default"} | parameters | {ORIGINAL: every}}
@@ -200,7 +203,7 @@ class ProportionalRotaryByType(Entry):
         by_type = _parameters_by_type(published)
         missing = [layer_type for layer_type in TYPES if not _parameters_of_type(by_type, layer_type)]
         if by_type and missing:
-            published.refuse(f"rope_parameters say nothing of {missing[0]}; say both types of layer.")
+            published.refuse(f"rope_parameters do not state {missing[0]}; state both types of layer.")
         local = read_local_rotary(published, 10_000.0, "rope_local_base_freq")
         parameters = dict(_parameters_of_type(by_type, FULL) if by_type else _PROPORTIONAL)
         if parameters.pop("rope_type", "default") != "proportional":
@@ -227,12 +230,12 @@ class RotaryFraction(Entry):
     """The part of a head's channels that is rotated; families without this entry rotate all channels."""
 
     default: float = 1.0
-    """The part where the attribute is missing."""
+    """The part if the attribute is missing."""
     inside: bool = False
-    """Whether the part is written into `rope_parameters` too: transformers has its own default for it."""
+    """Whether the part is also written into `rope_parameters`, because transformers has a default of its own there."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `rotary_fraction`, an attribute of its own or within `rope_parameters`."""
+        """Return `rotary_fraction`, which is an attribute of its own or within `rope_parameters`."""
         outside = published.read("partial_rotary_factor", Fraction, self.default)
         return {"rotary_fraction": _first(either_rotary_parameters(published).get("partial_rotary_factor"), outside)}
 
@@ -245,16 +248,16 @@ class RotaryFraction(Entry):
 
 
 def _parameters_by_type(published: PublishedConfig) -> JsonObject:
-    """Return `rope_parameters` by type of layer; refuse one set for all layers, which transformers does not read."""
+    """Return `rope_parameters` by type of layer; refuse parameters without types, which transformers does not read."""
     parameters = rotary_parameters(published, "rope_parameters")
     if parameters and not _types_in(parameters):
         types = " and of ".join(TYPES)
-        published.refuse(f"rope_parameters={parameters}: this family's are by type of layer, of {types}.")
+        published.refuse(f"rope_parameters={parameters}: in this family they are by type of layer, of {types}.")
     return parameters
 
 
 def _parameters_of_type(parameters: JsonObject, layer_type: str) -> JsonObject:
-    """Return the parameters of a type of layer; an empty object if it has none of its own."""
+    """Return the parameters of a type of layer; an empty object if the type has none of its own."""
     return parameters[layer_type] if layer_type in _types_in(parameters) else {}
 
 
@@ -279,11 +282,11 @@ def read_rotary(
 
     Args:
         published: The configuration.
-        default_theta: The base where the attribute is missing.
-        layer_type: The type of layer whose parameters are read, where `rope_parameters` are by type.
-        older: The older attributes for base and scaling. If the second is None, a scaling is refused,
-            except one that is stated by type of layer.
-        skipped: Names in `rope_parameters` that are passed over.
+        default_theta: The base if the attribute is missing.
+        layer_type: The type of layer whose parameters are read, if `rope_parameters` are by type.
+        older: The older attributes for base and scaling. If the second is None, a scaling is refused unless it is
+            stated by type of layer.
+        skipped: Names in `rope_parameters` that are ignored.
     """
     parameters = rotary_parameters(published, "rope_parameters")
     types = _types_in(parameters)
@@ -293,7 +296,7 @@ def read_rotary(
     theta = published.read(older[0], Positive, None)
     older_scaling = rotary_parameters(published, older[1]) if older[1] else {}
     if parameters and older_scaling and _differs(older_scaling, parameters, bool(types)):
-        published.refuse(f"{older[1]}={older_scaling}, and rope_parameters have {parameters}; give one of them.")
+        published.refuse(f"{older[1]}={older_scaling}, but rope_parameters have {parameters}; give one of them.")
     parameters = {name: value for name, value in (parameters or older_scaling).items() if name not in skipped}
     if (part := parameters.pop("partial_rotary_factor", None)) is not None:
         published.add("partial_rotary_factor", part)
@@ -306,30 +309,30 @@ def read_rotary(
     has_original = rope_type in ("yarn", "llama3", "longrope", "su")
     if has_original and {_first(outer, original), _first(inner, original)} != {original}:
         published.refuse(
-            f"{ORIGINAL}={outer}, and {_first(inner, longest)} beside rope_type={rope_type!r}; give them alike."
+            f"{ORIGINAL}={outer}, and {_first(inner, longest)} beside rope_type={rope_type!r}; give one value."
         )
     scaling = make_scaling(published.refuse, rope_type, parameters, original, longest)
     if scaling is not None and older[1] is None and not types:
-        published.refuse(f"rope_parameters: {layer_type} has {rope_type!r}, and this family no scaling.")
+        published.refuse(f"rope_parameters: {layer_type} has {rope_type!r}, but this family has no scaling.")
     return theta, scaling
 
 
 def _select_type(published: PublishedConfig, parameters: JsonObject, types: set[str], layer_type: str) -> JsonObject:
-    """Return the parameters of one type of layer; refuse types that are not known."""
+    """Return the parameters of one type of layer; refuse unknown types."""
     if unknown := types - {*TYPES}:
-        published.refuse(f"rope_parameters are by type of layer, and {sorted(unknown)} are no types.")
-    # Transformers keeps a scaling that stands beside the types, and rotates by the types alone.
+        published.refuse(f"rope_parameters are by type of layer, but {sorted(unknown)} are not types of layer.")
+    # Transformers keeps a scaling beside the types without using it, so only its name is checked here.
     if (rope_type := parameters.get("rope_type", "default")) not in ROPE_TYPES:
         published.refuse(f"rope_type={rope_type!r} is not known.")
     of_type = dict(_parameters_of_type(parameters, layer_type))
     if of_type.get("rope_type") == "yarn":
-        # Transformers reads whether YaRN's ramp is truncated beside the types, and never within them.
+        # Transformers reads `truncate` of YaRN beside the types, never within them.
         of_type["truncate"] = _first(parameters.get("truncate"), True)
     return of_type
 
 
 def _differs(older: JsonObject, newer: JsonObject, is_added: bool) -> bool:
-    """Return whether two attributes contradict each other; with `is_added`, the newer one may state more."""
+    """Return whether two attributes contradict each other; with `is_added`, the newer attribute may state more."""
     older, newer = ({"rope_type": x.get("type")} | dict(x) | {"type": None} for x in (older, newer))
     return any(newer.get(name) != value for name, value in older.items()) if is_added else older != newer
 
@@ -341,13 +344,13 @@ def read_local_rotary(published: PublishedConfig, theta: float, older: str) -> J
 
 
 def _write_by_type(config: WithLocalRotary, full: JsonObject) -> JsonObject:
-    """Return `rope_parameters` by type of layer, with what all types share; layers without a window have `full`."""
+    """Return `rope_parameters` by type of layer, with `truncate` for all types; layers without a window have `full`."""
     by_type = {SLIDING: _write_parameters(config, "local_theta", "local_scaling"), FULL: full}
     truncates = {parameters["truncate"] for parameters in by_type.values() if "truncate" in parameters}
     if len(truncates) == 2:
         raise ValueError(
             f"save(config={type(config).__name__}(scaling={config.scaling}, local_scaling={config.local_scaling})): "
-            "published configurations have one truncate for both; give both the same."
+            "published configurations have one `truncate` for both; give both the same."
         )
     return {"rope_parameters": by_type if False not in truncates else by_type | {"truncate": False}}
 

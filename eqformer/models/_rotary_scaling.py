@@ -79,7 +79,8 @@ def _check_parameters(parameters: JsonObject, source: str) -> JsonObject:
 
 
 def either_rotary_parameters(published: PublishedConfig) -> JsonObject:
-    """Return `rope_parameters` or, where these are empty, `rope_scaling`, their older name; check the types of both."""
+    """Return `rope_parameters` or, if it is missing or empty, `rope_scaling`, its older name; check the types of
+    both."""
     older = rotary_parameters(published, "rope_scaling")
     return rotary_parameters(published, "rope_parameters") or older
 
@@ -94,7 +95,7 @@ def check_scaling(config: object, refuse: Callable[[str], NoReturn]) -> None:
 
 def _check_yarn(scaling: YarnScaling, config: object, theta: str, refuse: Callable[[str], NoReturn]) -> None:
     if getattr(config, theta) == 1:
-        refuse("rope_theta=1 with rope_type='yarn': its ramp is counted by logarithms of the base; give another.")
+        refuse("rope_theta=1 with rope_type='yarn': YaRN divides by the logarithm of rope_theta; give another base.")
 
 
 def _check_llama3(scaling: Llama3Scaling, config: object, theta: str, refuse: Callable[[str], NoReturn]) -> None:
@@ -113,7 +114,10 @@ def _check_longrope(scaling: LongRopeScaling, config: object, theta: str, refuse
 
 
 _CHECKS = {YarnScaling: _check_yarn, Llama3Scaling: _check_llama3, LongRopeScaling: _check_longrope}
-"""Functions that refuse numbers of a scaling that do not fit the config, by its class; `theta` names the base."""
+"""Functions that refuse a scaling that does not fit the config's other fields, by the class of the scaling.
+
+Their argument `theta` is the name of the config's field that holds the base.
+"""
 
 
 def _rotated_channels(config: Any) -> int:
@@ -126,12 +130,12 @@ def _rotated_channels(config: Any) -> int:
 def make_scaling(
     refuse: Callable[[str], NoReturn], rope_type: str | None, parameters: JsonObject, original: int, longest: int
 ) -> RotaryScaling | None:
-    """Return the scaling of a `rope_type`; its parameters are removed from `parameters`.
+    """Return the scaling of a `rope_type`, and remove its parameters from `parameters`.
 
-    Parameters of other scalings are passed over, as in transformers. If `rope_type` is None, any parameter is refused.
+    Parameters of other scalings are ignored, as in transformers. If `rope_type` is None, any parameter is refused.
 
     Args:
-        refuse: Raises an error with a text.
+        refuse: A function that raises an error with a text.
         rope_type: The name of the scaling; None or `"default"`: no scaling.
         parameters: The scaling's parameters.
         original: The length of rows before the scaling, in tokens.
@@ -141,14 +145,14 @@ def make_scaling(
         make, fields = None, {}
     elif (name := "longrope" if rope_type == "su" else rope_type) in _SCALINGS:
         make, fields = _SCALINGS[name]
-        _complete(name, parameters, original, longest)
+        _add_implied_parameters(name, parameters, original, longest)
     else:
         refuse(f"rope_type={rope_type!r} is not known.")
     arguments: JsonObject = {}
     for field, published in fields.items():
         value = parameters.pop(published, None)
         if value is None and field not in _OPTIONAL_FIELDS:
-            refuse(f"rope_type={rope_type!r} needs {published!r}, which is not said.")
+            refuse(f"rope_type={rope_type!r} needs {published!r}, which is missing.")
         arguments[field] = tuple(value) if isinstance(value, list) else value
     if unknown := parameters if rope_type is None else unknown_parameters(parameters):
         refuse(f"rope_type={rope_type!r} has attributes that are not known: {unknown}.")
@@ -156,28 +160,28 @@ def make_scaling(
 
 
 def unknown_parameters(parameters: JsonObject) -> JsonObject:
-    """Return the parameters that no scaling has."""
+    """Return the parameters that belong to no known scaling."""
     return {name: value for name, value in parameters.items() if name not in _KNOWN_PARAMETERS}
 
 
-def _complete(name: str, parameters: JsonObject, original: int, longest: int) -> None:
-    """Add a scaling's parameters that are left out, or that other parameters imply."""
+def _add_implied_parameters(name: str, parameters: JsonObject, original: int, longest: int) -> None:
+    """Add a scaling's parameters that the configuration leaves out, or that other parameters imply."""
     if "original_length" in _SCALINGS[name][1]:
-        # The original length of a `dynamic` scaling is the longest, whatever is stated; transformers reads no other.
+        # For a `dynamic` scaling, transformers takes the longest length as the original one and reads no other.
         parameters[ORIGINAL] = longest if name == "dynamic" else original
     if name == "longrope":
         parameters["factor"] = longest / original if parameters.get("factor") is None else parameters["factor"]
     if name == "yarn":
-        above, below = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
+        mscale, mscale_all_dim = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
         factor = parameters.get("factor")
-        if parameters.get("attention_factor") is None and factor and above and below:
-            parameters["attention_factor"] = yarn_magnitude(factor, above) / yarn_magnitude(factor, below)
+        if parameters.get("attention_factor") is None and factor and mscale and mscale_all_dim:
+            parameters["attention_factor"] = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
         for parameter, default in (("beta_fast", 32.0), ("beta_slow", 1.0), ("truncate", True)):
             parameters[parameter] = default if parameters.get(parameter) is None else parameters[parameter]
 
 
 def scaling_attributes(config: WithRotary, name: str = "scaling") -> JsonObject:
-    """Return `rope_scaling` for the config's field `name`; empty without a scaling.
+    """Return the attribute `rope_scaling` for the config's field `name`, or no attribute without a scaling.
 
     Raises a `ValueError` for a scaling that `rope_scaling` cannot express.
     """
@@ -190,9 +194,9 @@ def scaling_attributes(config: WithRotary, name: str = "scaling") -> JsonObject:
             if rope_type == "dynamic" and parameters.pop(ORIGINAL) != config.max_seq:
                 raise ValueError(
                     f"save(config={type(config).__name__}({name}={scaling}, max_seq={config.max_seq})): published "
-                    "configurations have one length for both; give the scaling's."
+                    "configurations have one length for both; set max_seq to the scaling's original_length."
                 )
             parameters = {key: list(value) if isinstance(value, tuple) else value for key, value in parameters.items()}
             parameters = {key: value for key, value in parameters.items() if value is not None}
             return {"rope_scaling": {"rope_type": rope_type} | parameters}
-    raise ValueError(f"{type(scaling).__name__}: no configuration has a name for this scaling.")
+    raise ValueError(f"{type(scaling).__name__}: published configurations have no name for this scaling.")

@@ -1,4 +1,4 @@
-"""Saves models in the published format, for transformers and other programs that read such folders."""
+"""Saving of models in the published format, for transformers and other programs that read such folders."""
 
 import dataclasses
 import itertools
@@ -51,23 +51,25 @@ def save(
     Args:
         model: The model.
         path: The folder, which must not exist yet.
-        like: The published folder that the model came from: its configuration, tokenizer, chat template and sampling
-            settings are copied; its weights may be gone. The text model of a multimodal model is written by itself.
-        whole: Write the folder `like` again with this model's arrays in the place of its own, and all else as it is
-            there: other parts of the model, the configuration, every other file. Codes and scales that the model has
-            kept stay as they are stored.
-        config: The config from which a model was built here.
+        like: The published folder that the model came from. Its configuration, tokenizer, chat template and sampling
+            settings are copied; it need not have weights any more. The text model of a multimodal model is written as a
+            model of its own.
+        whole: Whether to write the whole folder `like` again: with this model's arrays, and with all other parts of the
+            model, the configuration and all other files of the folder. Codes and scales that the model still has are
+            copied from the folder.
+        config: The config from which the model was built, if it did not come from a folder.
         attributes: Attributes that are added to the configuration (`eos_token_id`).
         files: Files that are added to the folder, by name.
         shard_bytes: The size above which weights are written as several files.
 
-    Raises a `ValueError` before anything is written: if `path` exists, if the model has `LoRA`s or is not of this
-    config, if the format cannot express a field of its config, if with `whole` the folder lacks arrays of the model,
-    and if the model holds codes that the folder does not.
+    Raises:
+        ValueError: Before anything is written: if `path` exists, if the model has `LoRA`s or is not of this config, if
+            the format cannot express a field of its config, if with `whole` the folder lacks arrays of the model, and
+            if the model holds codes that the folder does not have.
     """
     target, call = Path(path), f"save(model, {str(path)!r})"
     if target.exists():
-        raise ValueError(f"{call}: something is there already; give a new folder.")
+        raise ValueError(f"{call}: this path exists already; give the path of a new folder.")
     if modules(model, LoRA):
         raise ValueError(f"{call}: the model has LoRAs; nn.merge_lora it, or save_adapter.")
     if like is not None and Path(like).is_file():
@@ -91,7 +93,7 @@ def save(
         arrays = _arrays_of_whole_folder(Folder(str(like), caller="save"), published, plain, model, call)
     elif quantized := [name for name, _ in named_modules(model, QuantizedLinear)]:
         raise ValueError(
-            f"{call}: the model holds codes of 8 or 4 bits ({quantized[0]}); nn.dequantize it or, where it was loaded "
+            f"{call}: the model holds codes of 8 or 4 bits ({quantized[0]}); nn.dequantize it or, if it was loaded "
             "with weights='quantized', write its folder again with like= and whole=True."
         )
     else:
@@ -99,7 +101,7 @@ def save(
         rules = family.rules(config, model, stored)
         arrays = itertools.chain(published_arrays(rules, model), _copied_arrays(family, config, model))
         dtype = str(flatten_model(model)[rules[0].paths[0]].dtype)
-        configuration = configuration | {"torch_dtype": dtype}  # every release of transformers reads the older name
+        configuration = configuration | {"torch_dtype": dtype}  # Every release of transformers reads this older name.
     with new_folder(target) as part:
         write_folder(part, arrays, configuration | dict(attributes), shard_bytes)
         for name, content in files.items():
@@ -107,12 +109,12 @@ def save(
 
 
 def _configuration(family: Family, config: ModelConfig) -> JsonObject:
-    """Return the configuration of a model that stands alone."""
+    """Return the configuration of a text model of its own."""
     return {"architectures": [family.architecture], "model_type": family.model_type} | family.write(config)
 
 
 def _text_configuration(published: PublishedModel) -> JsonObject:
-    """Return the configuration of a folder's text model, as if it stood alone."""
+    """Return the configuration of a folder's text model as a model of its own."""
     attributes = published.attributes
     if published.multimodal is None:
         return {name: value for name, value in attributes.items() if name not in (*DTYPE_KEYS, *QUANTIZATION_KEYS)}
@@ -129,7 +131,7 @@ def _copied_files(path: Path, whole: bool) -> dict[str, bytes]:
 
 
 def _stored_shapes(published: PublishedModel, path: Path) -> StoredShapes:
-    """Return the shapes of a folder's arrays; none where its weights are gone, as in a run's copy of a folder."""
+    """Return the shapes of a folder's arrays; none for a folder without weights, such as a run's copy of a folder."""
     if not has_weights(path):
         return NOTHING_STORED
     return PublishedArrays(Folder(str(path), caller="save"), published).shapes
@@ -138,9 +140,9 @@ def _stored_shapes(published: PublishedModel, path: Path) -> StoredShapes:
 def _arrays_of_whole_folder(
     folder: Folder, published: PublishedModel, plain: Transformer, model: Transformer, call: str
 ) -> Iterator[tuple[str, Shaped[np.ndarray, "..."]]]:
-    """Yield each array of a folder by name: the model's own from the model, all others from the folder.
+    """Yield each array of a folder by name: arrays of the model from the model, all other arrays from the folder.
 
-    Codes and scales are compared with the model's, and read from the folder.
+    Codes and scales are read from the folder, after they are compared with the model's.
 
     Args:
         folder: The folder that the model came from.
@@ -168,7 +170,7 @@ def _arrays_of_whole_folder(
         ((arrays.stored_name(name), array) for name, array in published_arrays(rules, model)),
         [] if head is None else [(head, np.asarray(model.embedding.weight))],
         _copied_arrays(published.family, published.config, model),
-        ((name, folder.stored(name)) for name in other_names),
+        ((name, folder.read_any(name)) for name in other_names),
     )
 
 
@@ -183,7 +185,7 @@ def _copied_arrays(
 def published_arrays(
     rules: Sequence[ResolvedRule], model: Transformer
 ) -> Iterator[tuple[str, Shaped[np.ndarray, "..."]]]:
-    """Yield each array that is published of a model, by its published name."""
+    """Yield each published array of a model, with its published name."""
     leaves = flatten_model(model)
     for rule in rules:
         for index, name in rule.arrays():
@@ -191,7 +193,8 @@ def published_arrays(
 
 
 def _slice(leaf: Array | Shaped[np.ndarray, "..."], index: tuple[int, ...]) -> Shaped[np.ndarray, "..."]:
-    """Return a part of an array: sliced on its device by a program, unless it is in this process's own memory."""
+    """Return a part of an array; an array on an accelerator or on several devices is sliced there before it is
+    copied."""
     if isinstance(leaf, jax.Array) and (len(leaf.devices()) > 1 or next(iter(leaf.devices())).platform != "cpu"):
         return np.asarray(leaf[index] if index else leaf)
     return np.asarray(np.asarray(leaf)[index])

@@ -37,12 +37,12 @@ def split_dims(dims: str) -> list[list[str]]:
 
 
 def flatten_model(model: PyTree) -> dict[str, Any]:
-    """Return every array of a model, or every shape of one, by its path."""
+    """Return every array of a model, or every shape if it has shapes instead, by its path."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model) if has_shape(leaf)}
 
 
 def unflatten_model(model: Tree, leaves: Mapping[str, object]) -> Tree:
-    """Return the model with these leaves in the place of its arrays; raises a `KeyError` for an array without one."""
+    """Return the model with its arrays replaced by these leaves; raises a `KeyError` for an array without a leaf."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaves[path_name(path)] if has_shape(leaf) else leaf, model
     )
@@ -52,14 +52,13 @@ def unflatten_model(model: Tree, leaves: Mapping[str, object]) -> Tree:
 class ResolvedRule:
     """A rule for one model: which leaves of the model a published array fills, and how the array is rearranged.
 
-    `name` may hold `{layer}` and `{expert}`, which count the first dims of the leaves: layer `i` of a leaf is published
-    as number `layers[i]`. A pattern is einops', from the published dims to the leaf's own (those behind layers and
-    experts); without a pattern they are equal.
+    `name` may contain `{layer}` and `{expert}`, which count the first dims of the leaves: layer `i` of a leaf is
+    published with number `layers[i]`. A pattern is einops', from the dims of the published array to the leaf's dims
+    after layers and experts; without a pattern these are equal.
 
     Several leaves may be published as one array. They are concatenated along its dim `axis`: once or, with several
-    `groups` (say, heads), group by group. If `interleaved`, they alternate there number by number. A dim of a leaf may
-    merge two dims, one of them the groups:
-    `"ids (groups mlp) -> ids (mlp groups)"`.
+    `groups` such as heads, group by group. If `interleaved`, they alternate along this dim, number by number. A dim of
+    a leaf may merge two dims, one of them the groups: `"ids (groups mlp) -> ids (mlp groups)"`.
     """
 
     name: str
@@ -87,7 +86,7 @@ class ResolvedRule:
         return ("{layer}" in self.name) + ("{expert}" in self.name) + self.sliced_dims
 
     def slice_rule(self) -> "ResolvedRule | None":
-        """Return the rule for one index of the published array's first dim; None where leaves mix several indices."""
+        """Return the rule for one index of the published array's first dim; None if leaves mix several indices."""
         if len({*self.patterns}) > 1:
             return None
         published, leaf = self.patterns[0].split(" -> ") if self.patterns[0] else ("", "")
@@ -198,11 +197,12 @@ class Rule:
     """
 
     name: str
-    """The published name; with `{layer}` it stands for every layer's array."""
+    """The published name; with `{layer}` it stands for the arrays of all layers."""
     path: str | tuple[str, ...]
-    """The path of the leaf, from a layer where the name has `{layer}`; several leaves are published as one array."""
+    """The path of the leaf in the model, or in a layer if the name has `{layer}`. Several paths are leaves that are
+    published as one array."""
     pattern: str | tuple[str, ...] = ""
-    """How einops rearranges the published array into a leaf, or the part of each leaf into that leaf."""
+    """The einops pattern from the published array to the leaf, or from each leaf's part of the array to the leaf."""
     axis: int = 0
     """The dim along which several leaves are concatenated."""
     interleaved: bool = False
@@ -211,16 +211,16 @@ class Rule:
     """The number of pieces of each leaf that alternate, or the size of the pattern's dim `groups`; a text is the field
     of the config that holds the number."""
     needs: str = ""
-    """The rule applies only where there is something at this path."""
+    """The rule applies only to a model or layer that has something at this path."""
     lacks: str = ""
-    """The rule applies only where there is nothing at this path."""
+    """The rule applies only to a model or layer that has nothing at this path."""
     variant: bool = False
     """Whether the rule replaces the other rules for its leaves, if a folder has its arrays."""
     part: str = ""
     """The part of the model whose layers `{layer}` counts: `"encoder"`, or empty for the model itself."""
 
     def leaves(self, holder: Stacked | Layer) -> tuple[Any, ...]:
-        """Return the leaves of a model or a layer that the rule names; empty where the rule does not apply."""
+        """Return the leaves of a model or a layer that the rule names; an empty tuple if the rule does not apply."""
         if (self.needs and _get(holder, self.needs) is None) or (self.lacks and _get(holder, self.lacks) is not None):
             return ()
         paths = (self.path,) if isinstance(self.path, str) else self.path
@@ -237,12 +237,12 @@ def resolve_rules(
         table: A family's rules.
         config: The model's config.
         model: The model, or the shapes of one.
-        stored: The shapes of a folder's arrays. Variants apply where the folder has their arrays; of several variants
+        stored: The shapes of a folder's arrays. A variant applies if the folder has its arrays; of several variants
             with one name, the first that fits.
         root: The prefix of all paths, for a model that is a part of another.
     """
-    # `named` has each leaf's path in the place of the leaf. A rule's path may lead through properties, and finds the
-    # leaf's own path in this tree.
+    # `named` has each leaf's path instead of the leaf. A rule's path may lead through properties; followed in this
+    # tree, it leads to the leaf's own path.
     named = jax.tree_util.tree_map_with_path(lambda path, _: root + path_name(path), model)
     shape_of = {root + path: leaf.shape for path, leaf in flatten_model(model).items()}
     rules = [_resolve(rule, config, rule.leaves(named), (), shape_of) for rule in table if _applies(rule, model, False)]
@@ -256,7 +256,7 @@ def resolve_rules(
 
 
 def _variants(rules: Sequence[ResolvedRule], stored: StoredShapes) -> list[ResolvedRule]:
-    """Return the variants whose arrays a folder has; of several variants of one name, the first whose shape fits."""
+    """Return the variants whose arrays a folder has; of several variants with one name, the first whose shape fits."""
     chosen: dict[str, ResolvedRule] = {}
     for rule in rules:
         name = next(rule.arrays())[1]

@@ -69,8 +69,12 @@ def test_t5_has_every_activation_with_a_gate_and_without(gated):
         ),
         ("glm4-byte-500k", {"rotary_fraction": 0.01}, r"\(head_dim=16, rotary_fraction=0.01, .*\): 0 channels"),
         ("glm4-byte-500k", {"rotary_fraction": 1.0, "head_dim": 7}, r"\(head_dim=7, .*\): 7 channels"),
-        ("llama-byte-1m", {"head_dim": 7}, r"LlamaConfig\(head_dim=7\): channels turn in pairs; take an even head_dim"),
-        ("kimi-linear-byte-500k", {"rope_dim": 7}, r"KimiLinearConfig\(rope_dim=7\): channels turn in pairs"),
+        (
+            "llama-byte-1m",
+            {"head_dim": 7},
+            r"LlamaConfig\(head_dim=7\): channels are rotated in pairs; take an even head_dim",
+        ),
+        ("kimi-linear-byte-500k", {"rope_dim": 7}, r"KimiLinearConfig\(rope_dim=7\): channels are rotated in pairs"),
     ],
 )
 def test_what_cannot_be_built_says_what_to_change(preset, changes, message):

@@ -267,16 +267,16 @@ def test_what_cannot_be_is_refused(tmp_path):
         models.load_adapter(model, tmp_path / "out", config=numbers)
     (tmp_path / "out" / "adapter_model.bin").unlink()
     for call in (models.save_adapter, models.load_adapter):
-        with pytest.raises(ValueError, match="something is there already|has LoRAs already"):
+        with pytest.raises(ValueError, match="this path exists already|has LoRAs already"):
             call(adapted, tmp_path / "out", config=numbers)
-        with pytest.raises(ValueError, match="give either the folder that the model is like=, or the config="):
+        with pytest.raises(ValueError, match="give either like=, the folder that the model came from, or the config="):
             call(adapted, tmp_path / "out" / "side") if call is models.save_adapter else call(model, tmp_path / "out")
     with pytest.raises(ValueError, match="the model is not one of"):
         models.load_adapter(model, tmp_path / "out", config=models.preset("llama-byte-1m"))
     with pytest.raises(ValueError, match="the model has no LoRA"):
         models.save_adapter(model, tmp_path / "none", config=numbers)
     experts, of_experts, _ = based("gpt_oss plain")
-    with pytest.raises(ValueError, match=r"mlps.up are published as no module of their own"):
+    with pytest.raises(ValueError, match=r"mlps.up are not published as modules of their own"):
         models.save_adapter(with_factors(experts, ["mlps.up"], rank=2), tmp_path / "none", config=of_experts)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [CONFIG, ARRAYS]
     assert not (tmp_path / "none").exists()

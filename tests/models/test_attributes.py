@@ -197,7 +197,7 @@ def test_presets_say_all_their_numbers(family):
 
 def test_rotary_positions_of_an_unknown_type_of_layer_are_refused():
     config = RECORDED["gemma3_text linear"]["config"]
-    with pytest.raises(ValueError, match=r"by type of layer, and \['chunked_attention'\] are no types"):
+    with pytest.raises(ValueError, match=r"by type of layer, but \['chunked_attention'\] are not types"):
         numbers_of(config | {"rope_parameters": config["rope_parameters"] | {"chunked_attention": {"factor": 2.0}}})
 
 
@@ -323,7 +323,9 @@ def test_what_no_configuration_says_is_not_written():
     entry = Unpublished("capacity", None, "without one no token is dropped")
     config = models.preset("mixtral-byte-500k")
     assert entry.write(config) == {} and entry.read(PublishedConfig({}, "config.json")) == {"capacity": None}
-    with pytest.raises(ValueError, match=r"MixtralConfig\(capacity=2.0\)\): no published configuration says it"):
+    with pytest.raises(
+        ValueError, match=r"MixtralConfig\(capacity=2.0\)\): published configurations cannot express it"
+    ):
         entry.write(dataclasses.replace(config, capacity=2.0))  # pyright: ignore[reportCallIssue]
 
 

@@ -78,7 +78,7 @@ def test_only_a_heads_arrays_may_be_missing(tmp_path):
     arrays = write(tmp_path, "llama plain")
     rewrite(tmp_path, arrays, lambda key: "" if key == "lm_head.weight" else key)
     model, (told,) = load_and_list(tmp_path)
-    assert told.startswith("the folder has no lm_head.weight, as of a base model")
+    assert told.startswith("the folder has no lm_head.weight, like the folder of a base model")
     with pytest.warns(UserWarning, match="initialized by a fixed key"):
         shapes = models.load_shapes(tmp_path)
     kinds = lambda tree: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]

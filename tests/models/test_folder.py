@@ -106,7 +106,7 @@ def test_masks_of_older_folders_are_passed_over_whatever_their_dtype(tmp_path):
     name = "transformer.wpe.weight"
     save_file(arrays | {name: arrays[name].astype(np.int32)}, tmp_path / SINGLE)
     for dtype in (None, "float32"):
-        with pytest.raises(ValueError, match=rf"{name} \(I32\) holds codes, and config.json has no quantiz"):
+        with pytest.raises(ValueError, match=rf"{name} \(I32\) holds codes, but config.json has no quantiz"):
             models.load(tmp_path, dtype=dtype)
 
 
@@ -182,7 +182,7 @@ def test_a_single_file_beside_shards(single, tmp_path):
     arrays = indexed(tmp_path, single)
     shards = sorted(tmp_path.glob("*-of-2.safetensors"))
     folder = Folder(tmp_path, single)
-    assert folder.names == arrays.keys() and folder.stored("c").base is not None
+    assert folder.names == arrays.keys() and folder.read_any("c").base is not None
     unread = () if single == ADAPTER else ("weight files that are not read: model-1-of-2.safetensors, model-2-of-2",)
     assert [note.split(": ", 1)[1][: len(words)] for note, words in zip(folder.notes, unread, strict=True)] == [*unread]
     indexed(tmp_path, single, add=2.0**-20)

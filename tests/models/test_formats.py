@@ -193,7 +193,7 @@ def test_scales_that_are_powers_of_two_are_decoded_exactly(name, codes, scales, 
     as_bytes[stems[0] + scales].flat[-1] = 255
     change(tmp_path, as_bytes, scale_fmt="ue8m0")
     for weights in ("decoded", "quantized"):
-        with pytest.raises(ValueError, match="a scale of it is not finite"):
+        with pytest.raises(ValueError, match="one of its scales is not finite"):
             models.load(tmp_path, weights=weights)
 
 

@@ -197,7 +197,10 @@ WRONG = {
         r"are \[4, 6\]; keys and values must",
     ),
     "another scaling": (made({"llama.rope.scaling.type": "longrope"}), "type='longrope' is not known"),
-    "other divisors": (made(arrays={"rope_freqs.weight": np.full(2, 3, np.float32)}), "not those of Llama 3.1 to 3.3"),
+    "other divisors": (
+        made(arrays={"rope_freqs.weight": np.full(2, 3, np.float32)}),
+        "not the divisors of Llama 3.1 to 3.3",
+    ),
     "one of several": (made({"split.count": 2}), "one of several files; join them"),
     "no table": (
         made(arrays={"token_embd.weight": np.ones(3, np.float32)}).replace(b"token_embd", b"token_abcd"),
@@ -215,7 +218,7 @@ WRONG = {
     ),
     "heads that do not divide": (
         made({"llama.attention.head_count": 3, "llama.rope.dimension_count": None}),
-        "has 8 rows, and 3 heads have another number",
+        "has 8 rows, which 3 heads of pairs of channels cannot have",
     ),
     "a type that is not known": (
         made(kinds={"output_norm.weight": 99}),
@@ -254,17 +257,17 @@ WRONG_TOKENIZERS = {
     "other words": ({"tokenizer.ggml.pre": "doom"}, "pre='doom' is not known; there are a.x-4.0, afmoe"),
     "tokens that are no texts": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens must be texts"),
     "no tokens": ({"tokenizer.ggml.tokens": None}, "it has 0 tokens"),
-    "a token twice": ({"tokenizer.ggml.tokens": ["a", "a"]}, "2 tokens, 1 of which differ"),
-    "other types": ({"tokenizer.ggml.token_type": [1, 1]}, "3 tokens, 3 of which differ, and 2 types"),
+    "a token twice": ({"tokenizer.ggml.tokens": ["a", "a"]}, "2 tokens, 1 of them distinct"),
+    "other types": ({"tokenizer.ggml.token_type": [1, 1]}, "3 tokens, 3 of them distinct, and 2 types"),
     "no pair": ({"tokenizer.ggml.merges": ["a b", "ab"]}, "merges: 'ab' is no pair"),
     "a setting that nobody knows": ({"tokenizer.ggml.doom": False}, "does not know: tokenizer.ggml.doom=False"),
     "a separator": ({"tokenizer.ggml.add_sep_token": True}, "does not know: tokenizer.ggml.add_sep_token=True"),
     "a template that is no text": ({"tokenizer.chat_template": 3}, "tokenizer.chat_template=3: it must be a text"),
     "a piece without end": (
         {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b" * 513]},
-        "tokens: one has 513 characters, and a piece at most 512",
+        "tokens: a token has 513 characters, more than 512",
     ),
-    "an id beyond": ({"tokenizer.ggml.eos_token_id": 3}, "3 tokens, and of special tokens these ids: {'eos': 3}"),
+    "an id beyond": ({"tokenizer.ggml.eos_token_id": 3}, "3 tokens, but special tokens have other ids: {'eos': 3}"),
 }
 
 
@@ -282,7 +285,7 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path):
     whole, path = FILES["qwen3"], tmp_path / "a.gguf"
     for length in [*range(0, 3000, 61), len(whole) - 1]:
         path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"a.gguf: it (is no GGUF file that can be read|cannot be read)"):
+        with pytest.raises(ValueError, match=r"a.gguf: it cannot be read"):
             GGUF(path)
     path.write_bytes(whole)
     assert len(GGUF(path).names) == 13
@@ -294,7 +297,7 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path):
     row = np.asarray(tensor.rows[7]).tobytes()
     assert tensor.form.name == "Q8_0" and FILES["qwen3"].count(row) == 1
     path.write_bytes(FILES["qwen3"].replace(row, struct.pack("<e", np.inf) + row[2:]))
-    with pytest.raises(ValueError, match=r"blk.0.attn_q.weight: a scale of it is not finite"):
+    with pytest.raises(ValueError, match=r"blk.0.attn_q.weight: one of its scales is not finite"):
         models.load(path)
 
 
@@ -315,7 +318,7 @@ def test_a_scale_of_each_type_of_block_that_is_no_number_is_refused():
             for wrong in (np.inf, -np.inf, np.nan):
                 spoilt = octets.copy()
                 spoilt[1, form.octets + place :][:2] = np.frombuffer(struct.pack("<e", wrong), np.uint8)
-                with pytest.raises(ValueError, match="a scale of it is not finite"):
+                with pytest.raises(ValueError, match="one of its scales is not finite"):
                     form.decode({"": spoilt}, slice(0, 2), out)
 
 

@@ -47,7 +47,7 @@ def test_a_scaling_is_what_llama_cpp_takes_it_for(tmp_path):
     assert scaling(**yarn, **{"scaling.yarn_beta_fast": 32.0, "scaling.yarn_beta_slow": 1.0}) == plain
     for beside in ({"scaling.type": "linear", "scaling.factor": 4.0}, {}):
         named = {f"llama.rope.{name}": its for name, its in beside.items()}
-        refused(tmp_path, named | {"llama.rope.scaling.attn_factor": 1.5}, "attn_factor=1.5: .* it is 1")
+        refused(tmp_path, named | {"llama.rope.scaling.attn_factor": 1.5}, "attn_factor=1.5: .* it must be 1")
 
 
 def test_what_asks_for_another_model_is_refused(tmp_path):
@@ -119,7 +119,7 @@ def test_counts_are_bounded_by_the_bytes_that_are_left(tmp_path):
     with pytest.raises(ValueError, match="1048576 arrays, those of experts counted apart, and at most 131072"):
         GGUF(path)
     for size in ("block_count", "embedding_length", "feed_forward_length", "attention.head_count"):
-        refused(tmp_path, {f"llama.{size}": 10**9}, f"llama.{size}=1000000000, and the largest array of the file")
+        refused(tmp_path, {f"llama.{size}": 10**9}, f"llama.{size}=1000000000, but the largest array of the file")
     assert tracemalloc.get_traced_memory()[1] < 16 << 20
     tracemalloc.stop()
 

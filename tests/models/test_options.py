@@ -107,7 +107,7 @@ def test_whether_yarn_is_rounded_is_read_beside_the_types_of_layers(rounds):
     assert numbers.scaling.truncate is numbers.local_scaling.truncate is rounds
     assert back("gemma3_text", numbers) == numbers
     other = dataclasses.replace(numbers, local_scaling=dataclasses.replace(numbers.scaling, truncate=not rounds))
-    with pytest.raises(ValueError, match="published configurations have one truncate for both"):
+    with pytest.raises(ValueError, match="published configurations have one `truncate` for both"):
         PUBLISHED["gemma3_text"].write(other)
 
 
@@ -133,7 +133,7 @@ def test_heads_without_rotary_positions_may_have_an_odd_number_of_channels():
 )
 def test_an_odd_number_of_channels_that_turn_is_refused_by_its_name(name, field):
     config = dataclasses.replace(models.preset(name), **{field: 7})
-    with pytest.raises(ValueError, match=rf"Config\({field}=7\): channels turn in pairs; take an even {field}"):
+    with pytest.raises(ValueError, match=rf"Config\({field}=7\): channels are rotated in pairs; take an even {field}"):
         models.shapes(config)
 
 

@@ -128,7 +128,7 @@ def test_predictors_that_are_not_there_or_not_the_models_own(tmp_path):
     arrays, into = folder_of(tmp_path / "in", "deepseek_v3 plain"), tmp_path / "in"
     store(into, arrays | {"model.layers.3.embed_tokens.weight": arrays["lm_head.weight"]})
     with pytest.raises(
-        ValueError, match=r"shares the model's table and head, and model.layers.3.embed_tokens.weight is"
+        ValueError, match=r"shares the model's table and head, but model.layers.3.embed_tokens.weight differs"
     ):
         models.load(into, predictor=True)
     without = {name: its for name, its in arrays.items() if "hnorm" not in name}

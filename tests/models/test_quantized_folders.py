@@ -119,7 +119,7 @@ def test_logits_are_those_of_the_decoded_model(name, dtype, tmp_path):
 def test_folders_that_cannot_stay_quantized_are_refused_by_name(tmp_path):
     stored, _ = write(tmp_path / "order", "gptq in another order")
     fix = r"load with weights='decoded'"
-    with pytest.raises(ValueError, match=rf"proj.qweight: its scales are not of neighboring .* g_idx .*; {fix}"):
+    with pytest.raises(ValueError, match=rf"proj.qweight: its groups are not of neighboring .*g_idx .*; {fix}"):
         models.load(tmp_path / "order", weights="quantized")
     stored, decoded = write(tmp_path / "some", "fp8 blocks")
     stored = {key: array for key, array in stored.items() if key != f"{GATE}.weight_scale_inv"}
@@ -132,11 +132,11 @@ def test_folders_that_cannot_stay_quantized_are_refused_by_name(tmp_path):
     write(tmp_path / "groups", "int4")  # three in 48 inputs
     with pytest.raises(ValueError, match=r"splits dim 'mlp' over axis 'tensor', but .*down.scales has 3 of it"):
         models.load(tmp_path / "groups", plan=plan, weights="quantized")
-    with pytest.raises(ValueError, match=r"weights='codes': they are 'decoded' or 'quantized'"):
+    with pytest.raises(ValueError, match=r"weights='codes': weights must be 'decoded' or 'quantized'"):
         models.load(tmp_path / "some", weights="codes")
     models.save(models.load(tmp_path / "order"), tmp_path / "plain", like=tmp_path / "order")
     with pytest.raises(
-        ValueError, match=r"weights='quantized': no linear map of it is stored in fewer bits; .* nn.quantize"
+        ValueError, match=r"weights='quantized': none of its linear maps is stored in fewer bits; .* nn.quantize"
     ):
         models.load(tmp_path / "plain", weights="quantized")
 
@@ -154,7 +154,7 @@ def test_quantized_weights_are_saved_as_they_came(name, tmp_path):
     assert same(models.load(tmp_path / "again", weights="quantized"), with_other_table)
     with pytest.raises(ValueError, match=r"the model's codes and scales are not those of model\..*nn.dequantize"):
         models.save(spoiled(quantized), tmp_path / "other", like=tmp_path / "folder", whole=True)
-    with pytest.raises(ValueError, match=r"the model holds codes of 8 or 4 bits \(stacks.*nn.dequantize it or, where"):
+    with pytest.raises(ValueError, match=r"the model holds codes of 8 or 4 bits \(stacks.*nn.dequantize it or, if"):
         models.save(quantized, tmp_path / "other", like=tmp_path / "folder")
 
 

@@ -191,7 +191,7 @@ def test_divisors_are_counted_when_a_configuration_is_read():
     for name in ("short_factor", "long_factor"):
         with pytest.raises(ValueError, match=rf"^config.json: {name} has 2 numbers for 3 pairs of channels; give one"):
             numbers_of(config | {"rope_parameters": said | {name: said[name][:2]}})
-        with pytest.raises(ValueError, match=rf"^config.json: .*{name}=.*: it must be a list, each of it a number abo"):
+        with pytest.raises(ValueError, match=rf"^config.json: .*{name}=.*: it must be a list, each item a number abo"):
             numbers_of(config | {"rope_parameters": said | {name: [0.0, *said[name][1:]]}})
 
 

@@ -24,7 +24,7 @@ def test_a_scaling_beside_rope_parameters_is_refused_unless_it_is_theirs():
     config = without("qwen3") | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     assert numbers_of(config).scaling is None
     with pytest.raises(
-        ValueError, match=r"^config.json: rope_scaling=\{.*yarn.*and rope_parameters have .*give one of"
+        ValueError, match=r"^config.json: rope_scaling=\{.*yarn.*but rope_parameters have .*give one of"
     ):
         numbers_of(config | {"rope_scaling": YARN})
     both = YARN | {"rope_theta": 1e6}
@@ -48,12 +48,14 @@ def test_rope_parameters_of_all_layers_are_refused_where_types_have_their_own(fa
     """Transformers looks the types up in them, finds none, and takes its defaults."""
     config, by_type = without(family), {"rope_type": "default", "rope_theta": 77.0}
     assert numbers_of(config | {"rope_parameters": {FULL: by_type, SLIDING: by_type}}).theta == 77.0
-    with pytest.raises(ValueError, match=r"rope_parameters=.*: this family's are by type of layer, of full_attention"):
+    with pytest.raises(
+        ValueError, match=r"rope_parameters=.*: in this family they are by type of layer, of full_attention"
+    ):
         numbers_of(config | {"rope_parameters": said})
 
 
 def test_a_type_of_layers_without_rotary_positions_is_refused():
-    with pytest.raises(ValueError, match=r"^config.json: rope_parameters say nothing of full_attention; say both"):
+    with pytest.raises(ValueError, match=r"^config.json: rope_parameters do not state full_attention; state both"):
         numbers_of(without("gemma4_text") | {"rope_parameters": {SLIDING: {"rope_theta": 77.0}}})
 
 
@@ -61,7 +63,7 @@ def test_the_older_name_of_a_type_is_refused_where_newer_transformers_does_not_r
     config = without("gemma3_text")
     assert numbers_of(config | {"rope_scaling": LINEAR}).scaling == nn.LinearScaling(4.0)
     with pytest.raises(
-        ValueError, match=r"^config.json: rope_scaling=\{'type': .*reads no such type here; say its rope_"
+        ValueError, match=r"^config.json: rope_scaling=\{'type': .*does not read `type` here; state rope_"
     ):
         numbers_of(config | {"rope_scaling": {"type": "linear", "factor": 4.0}})
     assert numbers_of(without("llama") | {"rope_scaling": {"type": "linear", "factor": 4.0}}).scaling is not None
@@ -83,7 +85,7 @@ def test_two_original_lengths_are_refused(family):
     inner = numbers_of(config | {"rope_scaling": YARN}).scaling
     outer = numbers_of(config | {name: 16, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}).scaling
     assert inner == outer == numbers_of(config | {name: 16, "rope_scaling": YARN}).scaling
-    with pytest.raises(ValueError, match=rf"^config.json: {name}=32, and 16 beside rope_type='yarn'; give them alike"):
+    with pytest.raises(ValueError, match=rf"^config.json: {name}=32, and 16 beside rope_type='yarn'; give one value"):
         numbers_of(config | {name: 32, "rope_scaling": YARN})
     assert numbers_of(config | {name: 32, "rope_scaling": LINEAR}).scaling == nn.LinearScaling(4.0)
 

@@ -42,14 +42,14 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path):
     write(tmp_path, NAME)
     model, numbers, out = models.load(tmp_path), models.read_config(tmp_path), tmp_path / "out"
     (tmp_path / "taken").mkdir()
-    with pytest.raises(ValueError, match="something is there already"):
+    with pytest.raises(ValueError, match="this path exists already"):
         models.save(model, tmp_path / "taken", config=numbers)
     for given in ({}, {"like": tmp_path, "config": numbers}):
-        with pytest.raises(ValueError, match="give either the folder that the model is like=, or the config="):
+        with pytest.raises(ValueError, match="give either like=, the folder that the model came from, or the config="):
             models.save(model, out, **given)
     with pytest.raises(ValueError, match=r"the model is not one of LlamaConfig\(.*: \(.*\), not \(.*was built from"):
         models.save(model, out, config=models.preset("llama-byte-1m"))
-    with pytest.raises(ValueError, match="in no common format"):
+    with pytest.raises(ValueError, match="no common published format"):
         models.save(model, out, config=models.preset("jaxformer-byte-1m"))
     adapted = nn.with_lora(model, ["query"], rank=2, key=jax.random.key(0))
     with pytest.raises(ValueError, match="the model has LoRAs; nn.merge_lora it, or save_adapter"):
@@ -58,7 +58,7 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path):
     for limited, words in (
         (
             dataclasses.replace(mixtral, capacity=1.25),
-            r"MixtralConfig\(capacity=1.25\)\): no published configuration says it, and without one no token",
+            r"MixtralConfig\(capacity=1.25\)\): published configurations cannot express it, and without one no token",
         ),
         (mixtral, "is not one of"),
     ):

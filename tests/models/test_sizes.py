@@ -43,9 +43,9 @@ def test_absurd_sizes_are_refused_at_once(name, tmp_path, monkeypatch):
 
 def test_a_size_is_compared_with_the_folders_arrays(tmp_path):
     folder = folder_with(tmp_path, "llama plain", intermediate_size=2**30)
-    with pytest.raises(ValueError, match=r"^load\(.*: the configuration says intermediate_size=1073741824, and "):
+    with pytest.raises(ValueError, match=r"^load\(.*: the configuration has intermediate_size=1073741824, but "):
         models.load(folder)
-    with pytest.raises(ValueError, match=r"intermediate_size=1073741824, and the folder holds no such"):
+    with pytest.raises(ValueError, match=r"intermediate_size=1073741824, but the folder does not hold such a"):
         models.load_shapes(folder)
     # The negative control: a length is no size of an array, and a plausible size is left to the arrays' own check.
     assert models.load_shapes(folder_with(tmp_path, "llama plain", max_position_embeddings=2**31 - 1)).head is not None

@@ -22,7 +22,7 @@ WIDTH = Count("mlp", "intermediate_size")
 
 @dataclasses.dataclass(frozen=True)
 class KeyHeads(Entry):
-    """The number of key heads; null, or a missing attribute without a `default`, stands for as many as query heads."""
+    """The number of key heads; null, or a missing attribute without a `default`, means as many as query heads."""
 
     default: int | None = None
 
@@ -39,7 +39,7 @@ class KeyHeads(Entry):
 
 @dataclasses.dataclass(frozen=True)
 class HeadSize(Entry):
-    """The channels of a head; None, for `embed / heads`, is not written unless transformers has another `default`."""
+    """The channels of a head. None means `embed / heads`, and is not written unless transformers has a `default`."""
 
     default: int | None = None
 
@@ -53,7 +53,7 @@ class HeadSize(Entry):
 
 
 class StatedHeadSize(HeadSize):
-    """The channels of a head, always written; null is `embed / heads` too."""
+    """The channels of a head, which are always written; null means `embed / heads` too."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `head_dim`."""
@@ -96,7 +96,7 @@ def decoder_attributes(
     )
 
 
-# The embedding, the last norm and, where it is not tied, the head.
+# The embedding, the last norm and, if it is not tied, the head.
 EDGES = (
     Rule("model.embed_tokens.weight", "embedding.weight"),
     Rule("model.norm.weight", "norm.weight"),
@@ -113,8 +113,8 @@ def attention_weights(
 ) -> tuple[Rule, ...]:
     """Return the rules for an `Attention` at this path, published as `q_proj`, `k_proj`, `v_proj` and `o_proj`.
 
-    Biases are read if the attention has some. `gated` is the number of heads, or the field with that number, if each
-    head's gate is published after its query; 0: there is no gate.
+    Biases are read if the attention has them. If each head's gate is published after its query, `gated` is the number
+    of heads, or the config's field with that number; 0: there is no gate.
     """
     rules = []
     for name, published in (("query", "q"), ("key", "k"), ("value", "v"), ("output", output)):

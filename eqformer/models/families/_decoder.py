@@ -21,7 +21,7 @@ FeedForwardLayer = nn.FeedForward | nn.Routed
 
 @runtime_checkable
 class DecoderSizes(Protocol):
-    """Fields of a config that all builders here read; `DecoderConfig` has them, and other classes may."""
+    """Fields of a config that all builders here read; `DecoderConfig` has them, and other classes may have them."""
 
     @property
     def vocab(self) -> int: ...
@@ -125,11 +125,12 @@ class Run(Generic[LayerKind]):
 
 
 def runs(kinds: tuple[LayerKind, ...]) -> tuple[Run[LayerKind], ...]:
-    """Return the layers divided into runs that trace the fewest blocks, and among those divisions the fewest runs.
+    """Divide the layers into runs so that the fewest blocks are traced; of such divisions, return the one of fewest
+    runs.
 
-    26 layers of which each sixth differs are four periods of six layers and two periods of one.
+    For example, 26 layers of which every sixth differs are four periods of six layers and two periods of one.
     """
-    # The cache is keyed by which layers are alike: keyed by kinds, it would give layers of kind True those of kind 1.
+    # Kinds are replaced by numbers before the cached call, because a cache treats the kinds True and 1 as equal.
     numbers: dict[Hashable, int] = {}
     divisions = _divide(tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds))
     return tuple(Run(kinds[first : first + size], periods, first) for first, size, periods in divisions)
@@ -142,7 +143,7 @@ def _divide(kind_numbers: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     for first in reversed(range(len(kind_numbers))):
         divisions = []
         longest = min(len(kind_numbers) - first, _LONGEST_PERIOD)
-        for size in reversed(range(1, longest + 1)):  # of equally good divisions, one that starts with a period
+        for size in reversed(range(1, longest + 1)):  # Of equally good divisions, the longest first period is taken.
             period, end, periods = kind_numbers[first : first + size], first, 0
             while kind_numbers[end : end + size] == period:
                 end, periods = end + size, periods + 1
@@ -158,7 +159,7 @@ def stacks_of(
     *,
     key: Key[Array, ""],
 ) -> tuple[nn.Stack, ...]:
-    """Return stacks of `block(kind, key)` for these kinds of layers, of which some may stand `Together`."""
+    """Return stacks of `block(kind, key)` for these kinds of layers; kinds that are `Together` stay in one block."""
     layer_runs = runs(tuple(kinds))
     keys = jax.random.split(key, len(layer_runs))
     return tuple(
@@ -277,8 +278,7 @@ def rotary_of(
     """
     if channels % 2:
         raise ValueError(
-            f"{type(config).__name__}({name}={channels}): channels turn in pairs; take an even {name}, and a "
-            "configuration that says one."
+            f"{type(config).__name__}({name}={channels}): channels are rotated in pairs; take an even {name}."
         )
     return nn.Rotary(channels, config.theta if theta is None else theta, interleaved, scaling)
 
@@ -302,7 +302,7 @@ def part_rotary(config: WithPartRotary, *, interleaved: bool = False) -> nn.Rota
 
 
 def activation_of(config: object, name: str = "activation") -> Callable[[Array], Array]:
-    """Return the activation that a config names; raises a `ValueError` that lists the known names for another one."""
+    """Return the activation that a config names; raises a `ValueError` with the known names for an unknown name."""
     if (activation := getattr(config, name)) not in nn.ACTIVATIONS:
         known = ", ".join(map(repr, nn.ACTIVATIONS))
         raise ValueError(f"{type(config).__name__}({name}={activation!r}): no such activation; take one of {known}.")
@@ -329,7 +329,7 @@ def pre_norm_block(
     residual_scale: float | None = None,
     offset: float = 0.0,
 ) -> nn.Block:
-    """Return a block with a norm before each sublayer (Llama); `offset` is the norms'."""
+    """Return a block with a norm before each sublayer (Llama); `offset` is an argument of the norms."""
     return nn.Block(
         nn.Residual(mixer, norm(config, offset=offset), scale=residual_scale),
         nn.Residual(feed_forward, norm(config, offset=offset), scale=residual_scale),
@@ -354,7 +354,7 @@ def four_norm_block(
 ) -> nn.Block:
     """Return a block with norms before and after each sublayer (Gemma 2).
 
-    `reads` names one more input of the mixer, as in `Residual`; `offset` is the norms'.
+    `reads` names one more input of the mixer, as in `Residual`; `offset` is an argument of the norms.
     """
 
     def sublayer(layer: nn.Mixer | FeedForwardLayer, reads: str | None = None) -> nn.Residual:

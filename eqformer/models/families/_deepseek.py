@@ -84,7 +84,7 @@ class LatentConfig(ModelConfig):
     tied: bool = False
     """Whether the embedding's table is the head too."""
     max_seq: Length = 163_840
-    """The length of the longest rows that the model was trained on, in tokens; it changes nothing."""
+    """The length of the longest rows that the model was trained on, in tokens; it does not change the model."""
 
     @property
     def mixtures(self) -> tuple[bool, ...]:
@@ -135,7 +135,7 @@ def build_latent(
         temperature: The growth of scores with positions; None: scores do not grow.
         indexer: A function `indexer(key)` that builds the indexer of a layer, unless the layer reads a choice of keys;
             None: no layer has an indexer.
-        kinds: The kinds of the layers; None: the config's, which share nothing.
+        kinds: The kinds of the layers; None: dense layers and mixtures by the config, which share no choice of keys.
         key: The key of the weights.
     """
 
@@ -229,7 +229,9 @@ class EqualKeyHeads(Entry):
         """Return no field; refuse another number."""
         heads, kv_heads = published.count("num_attention_heads"), KeyHeads().read(published)["kv_heads"]
         if kv_heads != heads:
-            published.refuse(f"num_key_value_heads={kv_heads}: latent attention has as many as heads, {heads}.")
+            published.refuse(
+                f"num_key_value_heads={kv_heads}: latent attention has as many key heads as heads, {heads}."
+            )
         return {}
 
     def write(self, config: LatentConfig) -> Attributes:

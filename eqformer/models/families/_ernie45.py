@@ -66,7 +66,7 @@ ERNIE45 = Family(
 
 
 class _LastMixture(Entry):
-    """The last layer that may have experts; -1, or a missing attribute, stands for the model's last layer."""
+    """The last layer that may have experts; -1, or a missing attribute, means the model's last layer."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `moe_last`."""

@@ -44,7 +44,7 @@ def _local(published: PublishedConfig, layers: int) -> tuple[int, ...]:
     """Return all layers but the last of each period, a number or a text such as `LLLG`; none without a period."""
     name = "sliding_window_pattern"
     pattern = published.checked(name, published.nullable(name, 4), str | Index | None)
-    if not pattern:  # 0 too, which transformers writes where there is no window
+    if not pattern:  # It may be 0, which transformers writes if there is no window.
         return ()
     if not isinstance(pattern, str):
         return Period(4, (name,), but=True)(published, layers)

@@ -17,14 +17,14 @@ from ._state_spaces import mamba2, mamba_weights, NetSizes, STATED_MAMBA_ATTRIBU
 
 @dataclasses.dataclass(frozen=True)
 class Scales(Entry):
-    """A list of factors; all are 1 where the attribute is missing or null."""
+    """A list of factors; all are 1 if the attribute is missing or null."""
 
     name: str
     published: str
     count: int
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return the factors; refuse a list of another length, and items that are no numbers."""
+        """Return the factors; refuse a list of another length, and items that are not numbers."""
         stated = published.listed(self.published, Number)
         scales = [1.0] * self.count if stated is None else stated
         if len(scales) != self.count:

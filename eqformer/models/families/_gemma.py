@@ -40,15 +40,15 @@ class EitherActivation(Activation):
     """An activation in two attributes, since older readers use `hidden_activation` alone, and newer ones ignore it."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return the name in `nn.ACTIVATIONS`; refuse two that differ."""
+        """Return the name in `nn.ACTIVATIONS`; refuse two attributes that differ."""
         activation = super().read(published)[self.name]
         if published.text(self.published, self.default) == "gelu":
-            activation = "gelu_tanh"  # early checkpoints say gelu and mean its approximation
+            activation = "gelu_tanh"  # Early checkpoints state gelu, but mean its approximation.
         published.expect("hidden_activation", *published_activations(activation))
         return {self.name: activation}
 
     def write(self, config: object) -> Attributes:
-        """Return both attributes, or one where the other is the default of older readers."""
+        """Return both attributes, or only one if the other has the default of older readers."""
         (name,) = super().write(config).values()
         name = "gelu_python" if name == "gelu" else name
         return {self.published: name} | ({} if name == self.default else {"hidden_activation": name})

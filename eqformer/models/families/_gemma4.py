@@ -76,7 +76,7 @@ class Kind(NamedTuple):
 
 
 def kinds_of(config: Gemma4Config) -> list[Kind]:
-    """Return the kind of each layer; raises a `ValueError` where layers would read keys that no earlier layer has."""
+    """Return the kind of each layer; raises a `ValueError` if layers would read keys that no earlier layer has."""
     windows, count = layer_windows(config), config.layers - config.reading_layers
     names = ["global" if window is None else "window" for window in windows]
     if missing := {*names[count:]} - {*names[:count]}:
@@ -94,7 +94,8 @@ def kinds_of(config: Gemma4Config) -> list[Kind]:
 
 
 def unread(config: Any) -> tuple[str, ...]:
-    """Return prefixes of published arrays that nothing reads: key and value maps of layers that read others' keys."""
+    """Return prefixes of published arrays that are not read: key and value maps of layers that read earlier layers'
+    keys."""
     layers = range(config.layers - config.reading_layers, config.layers)
     return tuple(f"model.layers.{layer}.self_attn.{part}_" for layer in layers for part in "kv")
 
@@ -136,7 +137,7 @@ class GlobalHeads(Entry):
         return {"global_head_dim": size, "global_kv_heads": heads, "keys_as_values": shared}
 
     def write(self, config: Gemma4Config) -> Attributes:
-        """Return the attributes for all layers at once, as they are published, where transformers reads them so."""
+        """Return one set of attributes for all layers, as published, if possible, and otherwise some layer by layer."""
         attributes = {"global_head_dim": config.global_head_dim, "attention_k_eq_v": config.keys_as_values}
         if config.keys_as_values:
             return attributes | {"num_global_key_value_heads": config.global_kv_heads}
@@ -146,15 +147,15 @@ class GlobalHeads(Entry):
 
 
 class LayerVectors(Entry):
-    """A vector of each token for each layer (E2B, E4B); 0 channels stand for no vectors."""
+    """A vector of each token for each layer (E2B, E4B); 0 channels mean no vectors."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return `input_mlp` and, where there are vectors, `input_vocab`."""
+        """Return `input_mlp` and, if there are vectors, `input_vocab`."""
         channels, ids = published.read(*_CHANNELS), published.read(*_IDS)
         return {"input_mlp": channels, "input_vocab": ids} if channels else {}
 
     def write(self, config: Gemma4Config) -> Attributes:
-        """Return the channels and, where there are vectors, the number of ids."""
+        """Return the channels and, if there are vectors, the number of ids."""
         return {_CHANNELS[0]: config.input_mlp} | ({_IDS[0]: config.input_vocab} if config.input_mlp else {})
 
 
@@ -190,7 +191,7 @@ _DENSE, _MIXED = "feed_forward.branches.0", "feed_forward.branches.1"
 _ROUTER, _EXPERTS = f"{_MIXED}.layer.router", f"{_MIXED}.layer.experts.mlps"
 GEMMA4_WEIGHTS = (
     *(*EDGES, *ATTENTION, *head_norm_weights(), *FOUR_NORMS, *gated_weights()),
-    # The last sublayer, behind a per-layer gate or without one.
+    # The factor is the last sublayer, which is number 3 if there is a per-layer gate, and otherwise number 2.
     Rule(f"{LAYER}layer_scalar", "sublayers.2.factor", "1 -> "),
     Rule(f"{LAYER}layer_scalar", "sublayers.3.factor", "1 -> "),
     Rule(f"{LAYER}pre_feedforward_layernorm.weight", f"{_DENSE}.norm.weight"),

@@ -53,7 +53,7 @@ def _kinds(config: GLMMoEDSAConfig) -> list[LatentKind | Together[LatentKind]]:
 
 
 class ReadingLayers(Entry):
-    """`indexer_types` or, where there is no list, a pattern of letters or a period from which one is made."""
+    """`indexer_types` or, without a list, a pattern of letters or a period from which the list is made."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `reading_layers`; refuse other kinds, lists of another length, and a first layer that reads."""

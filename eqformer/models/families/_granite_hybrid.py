@@ -20,7 +20,7 @@ from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraniteHybridConfig(NetSizes, GraniteConfig):
-    """The config of a Granite 4; `mlp` is an expert's width, and without experts it changes nothing."""
+    """The config of a Granite 4; `mlp` is an expert's width, which has no effect without experts."""
 
     attention_layers: tuple[Index, ...]
     """The numbers of the layers with attention."""

@@ -45,7 +45,7 @@ def _rotary_then_norm(config: DecoderConfig) -> RotaryThenNorm:
 
 
 class AlphaRotaryPositions(RotaryPositions):
-    """Rotary positions whose `dynamic` scaling with an `alpha` stands for a larger base at any length."""
+    """Rotary positions whose `dynamic` scaling with an `alpha` means a larger base at any length."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta` and `scaling`."""

@@ -25,7 +25,7 @@ class Mamba2Config(NetSizes):
     tied: bool = False
     """Whether the embedding's table is the head too."""
     activation: str = "silu"
-    """The activation behind the convolutions: a name of `nn.ACTIVATIONS`."""
+    """The activation after the convolutions: a name of `nn.ACTIVATIONS`."""
 
 
 def build_mamba2(config: Mamba2Config, *, key: Key[Array, ""]) -> Transformer:

@@ -128,7 +128,7 @@ def mixture(
         weighs_inputs: Whether weights multiply the experts' inputs.
         expert_norm: A norm of the experts' inputs.
         latent: The maps into the experts' latent inputs, and out of their latent outputs.
-        groups: Groups of experts, of which a token chooses the best first; None: one group.
+        groups: Groups of experts; a token first chooses its best groups. None: one group.
         router: The key of the router.
         experts: The key of the experts.
         **options: Further arguments of the router, which take precedence.
@@ -229,7 +229,7 @@ def mixture_flags(config: QwenMoEConfig) -> tuple[bool, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class DenseLayers(Entry):
-    """The numbers of the layers without experts; none where the attribute is missing."""
+    """The numbers of the layers without experts; none if the attribute is missing."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `dense_layers`."""
@@ -241,7 +241,7 @@ class DenseLayers(Entry):
 
 
 class ExpertGroupCount(Count):
-    """A number of groups of experts; null stands for one group."""
+    """A number of groups of experts; null means one group."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the field's value."""
@@ -288,7 +288,7 @@ MIXTURE = (
     Rule(f"{LAYER}mlp.gate.weight", "feed_forward.layer.router.linear.weight"),
     *gated_weights("feed_forward.layer.experts.mlps", prefix=f"{LAYER}mlp.experts.{{expert}}."),
 )
-# The experts of a layer as one array, gates before ups.
+# The experts of a layer as one array, in which the weights of `gate` come before those of `up`.
 _EXPERTS = "feed_forward.layer.experts.mlps"
 _TRANSPOSED = "experts inputs outputs -> experts outputs inputs"
 FUSED = (
@@ -312,7 +312,7 @@ GATED_SHARED = (
 def stacked_mixture_weights(prefix: str = f"{LAYER}mlp.", *, interleaved: bool) -> tuple[Rule, ...]:
     """Return the rules for experts that are published as one array with inputs first.
 
-    Gates and ups alternate with `interleaved`, and else are two halves.
+    The outputs of `gate` and `up` alternate if `interleaved`, and otherwise are two halves.
     """
     gate, up, down = (f"{_EXPERTS}.{name}" for name in ("gate", "up", "down"))
     return (

@@ -32,7 +32,7 @@ class ModernBERTConfig(ModelConfig):
     global_layers: tuple[Index, ...]
     """The numbers of the layers in which each token sees all other tokens."""
     window: Length = 128
-    """The number of tokens that a token sees in layers with a window, half of them on either side."""
+    """The number of neighbors that a token sees in layers with a window, half of them on either side."""
     theta: Positive = 160_000.0
     """The base of rotary positions in layers without a window."""
     scaling: nn.RotaryScaling | None = None
@@ -46,7 +46,7 @@ class ModernBERTConfig(ModelConfig):
     activation: str = "gelu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     dense_activation: str = "gelu"
-    """The activation behind the map before the logits: a name of `nn.ACTIVATIONS`."""
+    """The activation of the prediction head: a name of `nn.ACTIVATIONS`."""
     norm_bias: bool = False
     """Whether norms have biases."""
     bias: bool = False
@@ -54,23 +54,23 @@ class ModernBERTConfig(ModelConfig):
     mlp_bias: bool = False
     """Whether feed-forward layers have biases."""
     dense_bias: bool = False
-    """Whether the map before the logits has a bias."""
+    """Whether the prediction head's dense layer has a bias."""
     logit_bias: bool = True
     """Whether logits have a bias."""
     tied: bool = True
     """Whether the embedding's table is the head too."""
     max_seq: Length = 8192
-    """The length of the longest rows that the model was trained on, in tokens; it changes nothing."""
+    """The length of the longest rows that the model was trained on, in tokens; it does not change the model."""
 
 
-def _every_third(published: PublishedConfig, layers: int) -> range:
+def _every_nth(published: PublishedConfig, layers: int) -> range:
     return range(0, layers, published.count("global_attn_every_n_layers", 3))
 
 
 _POSITIONS = RotaryByType(160_000.0, 10_000.0, ("global_rope_theta", "local_rope_theta"), scaled=False)
 MODERNBERT_ATTRIBUTES: tuple[Entry, ...] = (
     *(*SIZES, WIDTH, _POSITIONS),
-    LayerTypes("global_layers", (FULL, SLIDING), _every_third),
+    LayerTypes("global_layers", (FULL, SLIDING), _every_nth),
     Attribute("window", "local_attention", 128),
     Attribute("eps", "norm_eps", 1e-5),
     Attribute("norm_bias", "norm_bias", False),
@@ -86,7 +86,7 @@ MODERNBERT_ATTRIBUTES: tuple[Entry, ...] = (
     Ignore("classifier_pooling", "classifier_dropout", "embedding_dropout", "mlp_dropout", "cls_token_id"),
     Ignore("initializer_cutoff_factor", "layer_norm_eps", "position_embedding_type", "deterministic_flash_attn"),
     Ignore("reference_compile", "repad_logits_with_grad", "sparse_prediction", "sparse_pred_ignore_index"),
-    Ignore("is_causal"),  # the model is an encoder whatever the value
+    Ignore("is_causal"),  # The model is an encoder, whatever the value is.
 )
 
 _ATTENTION, _FEED_FORWARD = f"{LAYER}attn.", f"{LAYER}mlp."

@@ -148,7 +148,7 @@ class NemotronHConfig(NetSizes, DecoderConfig):
     """Whether the weights of a token's experts are normalized to add up to 1."""
     activation: str = "relu_squared"
     net_activation: str = "silu"
-    """The activation behind the convolutions of a Mamba-2: a name of `nn.ACTIVATIONS`."""
+    """The activation after the convolutions of a Mamba-2: a name of `nn.ACTIVATIONS`."""
     mlp_bias: bool = False
     """Whether feed-forward layers have biases; experts have none."""
     eps: NotNegative = 1e-5

@@ -77,7 +77,7 @@ def mamba2(
 
 @dataclasses.dataclass(frozen=True)
 class StepLimits(Entry):
-    """`time_step_limit`, the least and the greatest step; without a bound where it is missing or null."""
+    """`time_step_limit`, the least and the greatest step; steps have no bounds if it is missing or null."""
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `step_limits`; refuse anything but two numbers, the second of which may be infinite."""
@@ -88,7 +88,7 @@ class StepLimits(Entry):
         return {"step_limits": limits}
 
     def write(self, config: NetSizes) -> Attributes:
-        """Return the pair as transformers writes it, where there is a bound."""
+        """Return the pair as transformers writes it, or nothing if steps have no bounds."""
         least, most = config.step_limits
         bound = {"time_step_limit": [least, _INFINITE if math.isinf(most) else most]}
         return {} if (least, most) == (0.0, math.inf) else bound

@@ -1,7 +1,7 @@
 """Decoders in the manner of GShard (Lepikhin et al. 2020) and Switch (Fedus et al. 2021): every other layer a mixture.
 
 Both papers' models are encoders and decoders with relative positions; these are decoders alone, with rotary positions.
-Their experts are as in the papers: which layers have them, how they are chosen, how many slots they have, the losses.
+The layers that have experts, the choice of experts, the numbers of slots and the losses are those of the papers.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ from ._decoder import rotary_of
 
 @dataclasses.dataclass(frozen=True)
 class GShardConfig(ModelConfig):
-    """The config of a decoder in GShard's manner: top-2, the second by chance, `f p` loss of first choices."""
+    """The config of a decoder like GShard: two experts a token, the second at random, a balance loss of first
+    choices."""
 
     layers: LayerCount
     """Layers: every second one a mixture, so an even number."""
@@ -40,7 +41,7 @@ class GShardConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class SwitchConfig(GShardConfig):
-    """The config of a decoder in Switch's manner: top-1, jitter, capacity factor, load-balance loss."""
+    """The config of a decoder like Switch: one expert a token, jitter, a capacity factor, a balance loss."""
 
     capacity: Positive = 1.25
     """The experts' slots, as a multiple of the slots that even loads need."""

@@ -244,7 +244,7 @@ def build_t5(config: T5Config, *, key: Key[Array, ""]) -> nn.Transformer:
 
 
 def _as_stored(config: Any, names: Collection[str]) -> T5Config:
-    """Give the config a head where the folder has one: transformers writes that the head is tied in either case."""
+    """Untie the head if the folder has a head: transformers writes that the head is tied in either case."""
     return dataclasses.replace(config, tied=config.tied and "lm_head.weight" not in names)
 
 

@@ -25,7 +25,7 @@ class _EncoderAndDecoder(Entry):
     """The attributes of the encoder and of the decoder, each like a Gemma 2's."""
 
     def read(self, published: PublishedConfig) -> Fields:
-        """Return the decoder's fields, and `encoder` where it differs; `tied` is an attribute outside of both."""
+        """Return the decoder's fields, and `encoder` if it differs; `tied` is an attribute outside of both."""
         encoder, decoder = (_read_half(published, half) for half in ("encoder", "decoder"))
         is_same = all(value == decoder[name] for name, value in encoder.items() if name not in ("start", "tied"))
         fields: Fields = {name: value for name, value in encoder.items() if name != "start"} | {"tied": True}

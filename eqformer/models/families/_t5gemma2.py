@@ -89,7 +89,7 @@ T5GEMMA2_WEIGHTS = (
     *(dataclasses.replace(rule, variant=True) for rule in _encoder(_NEWER)),
     *half_weights("model.decoder.", ""),
 )
-# The parts that images go through, and the vector of the id behind an image, which text does not use.
+# The parts that images go through, and the vector of the end-of-image id, which text does not use.
 UNREAD = tuple(
     f"{prefix}{part}"
     for prefix in (_ENCODER, _NEWER, "model.decoder.")

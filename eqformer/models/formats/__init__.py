@@ -1,4 +1,4 @@
-"""Formats of quantized weights in published folders and files: a file for each, and the list of them."""
+"""Formats of quantized weights in published folders and files, one file for each, and their registry."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -24,9 +24,9 @@ FORMATS: Mapping[str, Callable[[PublishedConfig], Format]] = MappingProxyType(
 )
 
 
-# The attributes that nothing reads, by `quant_method`: which modules are quantized (their arrays' names and dtypes show
+# The attributes that are not read, by `quant_method`: which modules are quantized (the arrays' names and dtypes show
 # it), how activations and caches are rounded (here they are not), how codes and scales were computed, and how the
-# program that wrote the folder is to load or to run it.
+# program that wrote the folder should load or run it.
 UNREAD: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "awq": frozenset("modules_to_not_convert backend do_fuse exllama_config fuse_max_seq_len".split()),

@@ -55,15 +55,15 @@ class PackedWeights(PackedIntegers):
         return scales, unpack(words.T, self.bits).T[: len(scales)]
 
 
-# How scales were computed, which nothing reads: their arrays state their dtype.
+# Attributes for how scales were computed, which are not read; the scales' arrays state their dtype.
 UNREAD_OF_WEIGHTS = frozenset("observer observer_kwargs dynamic scale_dtype zp_dtype zero_point_dtype".split())
-# Attributes of a group with weights that nothing reads: which modules it is for (the arrays' names show it), and how
+# Attributes of a group with weights that are not read: the modules of the group (the arrays' names show them), and how
 # activations are rounded (here they are not).
 UNREAD_OF_GROUPS = frozenset(("targets", "input_activations", "output_activations"))
 
 
 def compressed_tensors(published: PublishedConfig) -> Format:
-    """Return the format of a `quantization_config`; raises a `ValueError` for another than packed or scaled numbers."""
+    """Return the format of a `quantization_config`; raises a `ValueError` unless it has packed or scaled numbers."""
     if (sparse := published.nested("sparsity_config").get("format", "dense")) != "dense":
         published.refuse(f"sparsity_config: format={sparse!r} is not known; there is 'dense'.")
     groups = {name: group for name, group in published.nested("config_groups").items() if isinstance(group, dict)}
@@ -75,7 +75,7 @@ def compressed_tensors(published: PublishedConfig) -> Format:
         published.refuse(f"config_groups: attributes that this format does not know: {', '.join(unknown)}.")
     form = published.text("format")
     if any(group.get("format") not in (None, form) for group in groups.values()):
-        published.refuse(f"format={form!r}, and config_groups={groups} say another.")
+        published.refuse(f"format={form!r}, but config_groups={groups} state another format.")
     return _format_of(published, form, PublishedConfig(weights[0], f"{published.source}: weights", "this format"))
 
 

@@ -1,4 +1,4 @@
-"""The interface of a format of quantized weights: which stored arrays stand for a weight, and how they are decoded."""
+"""The interface of a format of quantized weights: the stored arrays of a weight, and how they are decoded."""
 
 import abc
 import dataclasses
@@ -31,11 +31,11 @@ class Format(abc.ABC):
     codes: str
     """The suffix of the names of arrays of codes."""
     required: tuple[str, ...]
-    """The suffixes of the arrays that must stand beside the codes."""
+    """The suffixes of the arrays that must be stored with the codes."""
     decoded: str = ".weight"
     """The suffix of the decoded array's name."""
     optional: tuple[str, ...] = ()
-    """The suffixes of arrays that may stand beside the codes."""
+    """The suffixes of arrays that may be stored with the codes."""
     ignored: tuple[str, ...] = ()
     """The suffixes of scales of activations, which are not rounded here."""
     dtypes: tuple[str, ...] = ()
@@ -51,10 +51,10 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "rows columns"]) -> None:
-        """Fill `out` with some rows of an array of two dims; raises a `ValueError` for bad scales.
+        """Fill `out` with some decoded rows of an array of two dims; raises a `ValueError` for bad scales.
 
-        The first row is a multiple of 32. Rows are columns where arrays are `transposed`. For an array of three dims,
-        `parts` are those of one index of the first dim.
+        The first row is a multiple of 32. If arrays are `transposed`, `rows` are columns of the decoded array. For an
+        array of three dims, `parts` are the parts of one index of the first dim.
         """
 
 
@@ -107,7 +107,7 @@ class Coded:
     shape: tuple[int, ...]
     """The shape of the decoded array."""
     dtype: str
-    """The dtype that it is decoded to by default."""
+    """The dtype to which the array is decoded by default."""
 
 
 def check_part(parts: Parts, suffix: str, dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
@@ -131,14 +131,14 @@ def check_codes(parts: Parts, suffix: str, dtype: str, dims: int) -> tuple[int, 
 def check_nonnegative_scales(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
     """Return the scales; raises a `ValueError` if one is not finite or below 0."""
     if (check_finite_scales(scales) < 0).any():
-        raise ValueError("a scale of it is below 0")
+        raise ValueError("one of its scales is below 0")
     return scales
 
 
 def check_finite_scales(scales: Shaped[np.ndarray, "*dims"]) -> Shaped[np.ndarray, "*dims"]:
     """Return the scales; raises a `ValueError` if one is not finite."""
     if not np.isfinite(scales.astype(np.float32)).all():
-        raise ValueError("a scale of it is not finite")
+        raise ValueError("one of its scales is not finite")
     return scales
 
 

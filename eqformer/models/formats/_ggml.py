@@ -13,19 +13,20 @@ from ._format import check_finite_scales, Format, Parts
 
 
 ROWS, ORDER = "", "order"
-"""The parts of an array: the bytes of each row and, where rows are stored in another order, the index of each row."""
+"""The parts of an array: the bytes of each row and, if rows are stored in another order, the index of each row."""
 _Values = Callable[[UInt8[np.ndarray, "blocks octets"]], Float32[np.ndarray, "blocks numbers"]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks(Format):
-    """Blocks of a number of values in a number of bytes."""
+    """A type of quantized block, which has a fixed number of values in a fixed number of bytes."""
 
     numbers: int = 1
     """The values of a block."""
     octets: int = 4
     """The bytes of a block."""
     values: _Values = lambda octets: octets.view(np.float32)
+    """A function that decodes the bytes of blocks."""
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """Return the decoded array's shape: (rows, columns)."""
@@ -46,9 +47,10 @@ def _scale(octets: UInt8[np.ndarray, "blocks 2"]) -> Float32[np.ndarray, "blocks
 
 
 def _low_bits(bits: int, lowest: bool) -> _Values:
-    """Return the decoder of blocks of 32 codes, which have a scale, and perhaps a minimum and fifth bits.
+    """Return the decoder of blocks of 32 codes of 4 or 5 bits, with a scale and, if `lowest`, a minimum.
 
-    The last 16 bytes have the other four bits: of codes 0 to 15 in their low bits, of codes 16 to 31 in the high bits.
+    The last 16 bytes hold the low four bits of each code: codes 0 to 15 are in the low halves of the bytes, codes 16 to
+    31 in the high halves. Codes of 5 bits have their highest bits in the four bytes before.
     """
 
     def values(octets: UInt8[np.ndarray, "blocks octets"]) -> Float32[np.ndarray, "blocks 32"]:
@@ -67,10 +69,13 @@ def _q8_0(octets: UInt8[np.ndarray, "blocks 34"]) -> Float32[np.ndarray, "blocks
 
 
 def _k_pairs(octets: UInt8[np.ndarray, "blocks octets"], codes: UInt8[np.ndarray, "blocks 8 32"]) -> np.ndarray:
-    """Decode 8 groups of 32 codes: two scales, then for each group a factor and a minimum of 6 bits each.
+    """Decode 8 groups of 32 codes; each group has a factor and a minimum of 6 bits, and the block a scale for each of
+    them.
 
-    Of the 12 bytes of pairs the first four hold factors and the next four minimums: of groups 0 to 3 in the low six
-    bits, and in the upper two bits the upper bits of groups 4 to 7, whose low bits are in the last four bytes.
+    After the two scales, 12 bytes hold the factors and minimums. The low six bits of bytes 0 to 3 are the factors of
+    groups 0 to 3, those of bytes 4 to 7 their minimums. Groups 4 to 7 have their low four bits in bytes 8 to 11
+    (factors in the low halves, minimums in the high halves), and their upper two bits in the upper bits of bytes 0 to
+    7.
     """
     low, least, shared = (octets[:, start : start + 4] for start in (4, 8, 12))
     factors = np.concatenate([low & 63, shared & 15 | low >> 2 & 48], axis=1)
@@ -87,21 +92,22 @@ def _nibbles(octets: UInt8[np.ndarray, "blocks 128"]) -> UInt8[np.ndarray, "bloc
 
 
 def _q4_k(octets: UInt8[np.ndarray, "blocks 144"]) -> Float32[np.ndarray, "blocks 256"]:
-    """Decode blocks of pairs and codes of four bits."""
+    """Decode blocks of 256 codes of four bits, in groups with a factor and a minimum (`_k_pairs`)."""
     return _k_pairs(octets, _nibbles(octets[:, 16:]))
 
 
 def _q5_k(octets: UInt8[np.ndarray, "blocks 176"]) -> Float32[np.ndarray, "blocks 256"]:
-    """Decode blocks like Q4_K's with a fifth bit: each of 32 bytes has a bit for each group."""
+    """Decode blocks like those of Q4_K, whose codes have a fifth bit: bit `g` of 32 bytes is that of group `g`."""
     high = np.stack([octets[:, 16:48] >> group & 1 for group in range(8)], axis=1)
     return _k_pairs(octets, _nibbles(octets[:, 48:]) | high << 4)
 
 
 def _q6_k(octets: UInt8[np.ndarray, "blocks 210"]) -> Float32[np.ndarray, "blocks 256"]:
-    """Decode blocks of the low four bits of each number, the upper two, a factor for each 16, and a scale.
+    """Decode blocks of 256 codes of six bits, with a factor for each 16 numbers and a scale.
 
-    For each half of 128 numbers, 64 bytes hold the low bits: of the first 64 in their low bits, of the last 64 in their
-    high bits. 32 bytes hold the upper bits, two for each quarter.
+    For each half of 128 numbers, 64 bytes hold the low four bits of the codes: those of the first 64 numbers in their
+    low halves, those of the last 64 in their high halves. 32 bytes hold the upper two bits, for each quarter of the
+    half in other bits.
     """
     low, high = octets[:, :128].reshape(-1, 2, 1, 64), octets[:, 128:192].reshape(-1, 2, 1, 32)
     low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)

@@ -1,4 +1,5 @@
-"""MXFP4 as in gpt-oss (OCP Microscaling Formats 1.0): blocks of 32 numbers of 4 bits with a power of two each."""
+"""MXFP4 as in gpt-oss (OCP Microscaling Formats 1.0): blocks of 32 numbers of 4 bits, each block with a power of
+two."""
 
 import functools
 
@@ -15,7 +16,7 @@ _VALUES = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], np.float32)
 
 
 class MXFP4(Grouped):
-    """`values[code] * 2**(scale - 127)`; in each expert blocks lie along inputs, and outputs are the first dim."""
+    """`values[code] * 2**(scale - 127)`; in each expert, outputs are the first dim, and blocks are along the inputs."""
 
     def shape(self, parts: Parts) -> tuple[int, ...]:
         """Return the decoded array's shape: (experts, inputs, outputs)."""
@@ -45,7 +46,10 @@ class MXFP4(Grouped):
 
 @functools.cache
 def _products(dtype: str) -> Shaped[np.ndarray, "scales_and_codes 2"]:
-    """Return two numbers, the low bits' first, for each index of a scale (upper byte) and two codes (lower byte)."""
+    """Return a table of pairs of numbers, by an index with a scale in its upper byte and two codes in its lower byte.
+
+    The code in the low bits is that of the first number.
+    """
     pairs = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=-1)
     with np.errstate(over="ignore"):
         return np.ldexp(pairs, np.arange(-127, 129)[:, None, None]).reshape(-1, 2).astype(dtype)

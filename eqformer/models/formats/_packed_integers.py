@@ -29,7 +29,7 @@ _CODES, _SCALES, _ZEROS, _GROUP_INDICES = ".qweight", ".scales", ".qzeros", ".g_
 
 @dataclasses.dataclass(frozen=True)
 class PackedIntegers(Grouped):
-    """`(code - zero) * scale` for each output and group of inputs; `zero` is half of the range where none is stored."""
+    """`(code - zero) * scale` for each output and group of inputs; `zero` is half of the range if none is stored."""
 
     bits: int = 4
     group: int | None = None
@@ -101,25 +101,26 @@ def bytes_of_words(words: Int32[np.ndarray, "rows words"]) -> UInt8[np.ndarray, 
 def _group_of_units(indices: Shaped[np.ndarray, "columns"], groups: int, unit: int) -> Shaped[np.ndarray, "units"]:
     """Return the group of each unit of columns, from the group of each column."""
     if indices.min() < 0 or indices.max() >= groups:
-        raise ValueError(f"a column of it is of group {indices.max()} or {indices.min()}, and it has {groups}")
+        raise ValueError(f"its columns are of groups {indices.min()} to {indices.max()}, but it has {groups} groups")
     units = indices.reshape(-1, unit)
     if (units != units[:, :1]).any():
         raise ValueError(
-            "its scales are not of neighboring inputs, as where g_idx says another order, so that it cannot be kept; "
-            "load with weights='decoded'"
+            "its groups are not of neighboring inputs (g_idx has another order), so its codes cannot be kept; load "
+            "with weights='decoded'"
         )
     return units[:, 0]
 
 
 def _table(bits: int, zero: int) -> Shaped[np.ndarray, "256"]:
-    """Return the float32 of each byte, or two float32s of 4 bits each as one word of 64, for one look-up of both."""
+    """Return a table with the float32 of each byte; for 4 bits, two float32s as one word of 64 bits, for one
+    look-up."""
     codes = np.arange(256, dtype=np.float32)[:, None]
     if bits == 8:
         return (codes - zero)[:, 0]
     return (np.concatenate([codes % 16, codes // 16], axis=1) - zero).view(np.uint64)[:, 0]
 
 
-# Tables by the bits of a number: codes as they are, and codes less half of the range.
+# Tables by the bits of a number: of codes as they are, and of codes minus half of the range.
 _UNSIGNED = {bits: _table(bits, 0) for bits in (4, 8)}
 _SIGNED = {bits: _table(bits, 2 ** (bits - 1)) for bits in (4, 8)}
 

@@ -1,6 +1,6 @@
-"""8-bit numbers times a scale for each block, as in DeepSeek-V3 (arXiv:2412.19437), for each row, or for the array.
+"""8-bit numbers with a scale for each block, as in DeepSeek-V3 (arXiv:2412.19437), for each row, or for the array.
 
-Scales are floats, or powers of two of 8 bits (E8M0), which decode exactly.
+Scales are floats, or powers of two in 8 bits (E8M0), which decode exactly.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _VALUES = {  # of all codes, by their number format
 
 @dataclasses.dataclass(frozen=True)
 class Scaled(Grouped):
-    """`code * scale` (which multiplies even where it is called `weight_scale_inv`).
+    """`code * scale`; the scale is a factor, even if its array is called `weight_scale_inv`.
 
     There is a scale for each `block` of rows and columns; None stands for all of them.
     """
@@ -98,7 +98,7 @@ class Scaled(Grouped):
 
 
 def block_of(published: PublishedConfig, name: str) -> tuple[int, int] | None:
-    """Return the rows and columns of a block; None where the attribute is missing or null."""
+    """Return the rows and columns of a block; None if the attribute is missing or null."""
     if (block := published.listed(name)) is None:
         return None
     if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
@@ -110,8 +110,7 @@ def fp8(published: PublishedConfig) -> Format:
     """Return the format of a `quantization_config`, with a scale for each block or, without them, for each array.
 
     `scale_fmt` states how scales were rounded when the folder was made: DeepSeek-V3.1 has powers of two as floats. The
-    dtype in the file states how they are stored; bytes are exponents where `scale_fmt` is "ue8m0", as in
-    transformers.
+    dtype in the file states how they are stored; bytes are exponents if `scale_fmt` is "ue8m0", as in transformers.
     """
     published.expect("fmt", "e4m3", "float8_e4m3fn")
     published.expect("scale_fmt", "float", "ue8m0")
