@@ -54,7 +54,7 @@ def test_it_is_chosen_on_its_platform_alone_and_computes_the_definition():
     [
         ({"seq": 65}, "it takes rows of up to 64 tokens, not 65"),
         ({"softcap": 2.0}, "it has no softcap, no sinks and no bias"),
-        ({"mask": nn.full()}, "it has a causal mask over rows of one document alone"),
+        ({"mask": nn.full()}, "it takes only a causal mask over rows of one document"),
     ],
 )
 def test_another_implementation_computes_what_it_refuses_and_its_reason_is_told(options, reason):
