@@ -9,22 +9,20 @@ if __name__ == "__main__":
     environment.prepare(sys.argv, gradients=False)
 
 import dataclasses
-import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from recipes import Mesh, Recipe, RECIPES
+from recipes import Mesh
 from support.command import entry
 from support.kernel_report import DECODING, has_kernels, local_platform
-from support.processes import Machine, run_devices
+from support.load import choose_source, load_llm, make_mesh_plan
 from support.run_directory import RunDirectory
 from support.screen import Screen
-from support.setup import make_plan
 
-from eqformer import nn, parallel, text
+from eqformer import text
 
 
 PREDICTOR = Path("mtp")  # The draft of this name is the model's own predictor.
@@ -80,27 +78,9 @@ class Command:
     """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
-def load_llm(command: Command) -> text.LLM:
+def load_model(command: Command) -> text.LLM:
     """Load the model that the command names, over its mesh; the text is the same on any mesh."""
-    if command.model is not None and command.run_dir is not None:
-        raise ValueError(
-            f"--model {command.model} --run-dir {command.run_dir}: one model writes; leave one of them out."
-        )
-    source = command.model or command.run_dir or Path("runs/default")
-    is_run = command.model is None or RunDirectory(source).recipe.exists()
-    if is_run and command.dtype is not None:
-        raise ValueError(
-            f"--dtype {command.dtype}: a run's model is computed in what its recipe says; leave it out, or write "
-            "the model out (scripts/convert.py) and give --model."
-        )
-    if is_run and command.weights != "decoded":
-        raise ValueError(f"--weights {command.weights}: a run's weights are in no fewer bits; leave it out.")
-    if command.weights == "quantized" and source.is_file():
-        raise ValueError(
-            f"--weights quantized --model {source}: the blocks of a GGUF file are decoded; leave out --weights, and "
-            "give --dtype bfloat16 for half the memory of float32."
-        )
-    return load(command, source, is_run=is_run)
+    return _load(command, *choose_source(command.model, command.run_dir), command.weights)
 
 
 def load_draft(command: Command) -> text.LLM | str | None:
@@ -108,32 +88,13 @@ def load_draft(command: Command) -> text.LLM | str | None:
     if command.draft is None or command.draft == PREDICTOR:
         return None if command.draft is None else str(PREDICTOR)
     is_run = RunDirectory(command.draft).recipe.exists()
-    return load(dataclasses.replace(command, weights="decoded"), command.draft, is_run=is_run)  # Drafts are small.
+    # A run has the dtype of its recipe, whatever the model has. Drafts are small, so their weights are decoded.
+    return _load(dataclasses.replace(command, dtype=None) if is_run else command, command.draft, is_run, "decoded")
 
 
-def load(command: Command, source: Path, *, is_run: bool) -> text.LLM:
-    """Load a run's latest model or a published one, over the command's mesh."""
-    if is_run:
-        RunDirectory(source).read()  # Its errors name flags.
-        return text.load(source, plan=make_command_plan(command))
-    dtype = None if command.dtype is None else nn.float_dtype(command.dtype, f"--dtype {command.dtype}")
-    with Screen(errors=True).bar() as progress:
-        return text.load(
-            source,
-            plan=make_command_plan(command),
-            dtype=dtype,
-            weights=command.weights,
-            predictor=command.draft == PREDICTOR,
-            progress=functools.partial(progress, f"reading {source}"),
-        )
-
-
-def make_command_plan(command: Command) -> parallel.Plan | None:
-    """Return the plan of the command's mesh; None for one device."""
-    if command.mesh == Mesh() and command.simulate is None:
-        return None
-    with_mesh = Recipe(RECIPES["default"]().model, mesh=command.mesh, plan=parallel.ParallelConfig(zero=command.zero))
-    return make_plan(with_mesh, run_devices(Machine(simulate=command.simulate)))
+def _load(command: Command, source: Path, is_run: bool, weights: str) -> text.LLM:
+    plan, predictor = make_mesh_plan(command.mesh, command.zero, command.simulate), command.draft == PREDICTOR
+    return load_llm(source, plan, is_run=is_run, dtype=command.dtype, weights=weights, predictor=predictor)
 
 
 def is_chat(command: Command, llm: text.LLM) -> bool:
@@ -175,7 +136,7 @@ def start_text(command: Command, llm: text.LLM, prompt: str) -> text.StreamedTex
 
 def write(command: Command) -> None:
     """Stream the text to standard output."""
-    llm, screen = load_llm(command), Screen(errors=True)
+    llm, screen = load_model(command), Screen(errors=True)
     prompt = command.prompt
     if prompt is None:
         prompt = default_prompt(command, llm)

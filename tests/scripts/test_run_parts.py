@@ -145,7 +145,7 @@ def test_a_broken_configuration_is_named(text, folder):
 @pytest.mark.parametrize(
     "flags,words",
     [
-        ("--model {folder} --run-dir runs/a", "--model {folder} --run-dir runs/a: one model writes"),
+        ("--model {folder} --run-dir runs/a", "--model {folder} --run-dir runs/a: one model is read"),
         ("--run-dir runs/a --dtype bfloat16", "--dtype bfloat16: a run's model"),
         ("--run-dir runs/a --weights quantized", "--weights quantized: a run's weights are in no fewer bits"),
         ("--model {folder} --dtype int8", "error: --dtype int8: 'int8' is no floating-point dtype"),
@@ -230,7 +230,7 @@ def test_samples_stay_within_learned_positions_and_colours_are_of_their_ids(prom
     monkeypatch.setattr(training, "plot_experts", lambda chosen, pieces, *_, **__: coloured.append((chosen, pieces)))
     run = recipe(model=numbers, prompt=prompt)
     parts = {"recipe": run, "keys": make_keys(run), "tokenizer": data.ByteTokenizer(), "screen": Screen(silent=True)}
-    trainer: Any = SimpleNamespace(**parts, directory=RunDirectory(tmp_path))
+    trainer: Any = SimpleNamespace(**parts, encoder=None, directory=RunDirectory(tmp_path))
     _trainer.Trainer._write_sample(trainer, eqx.filter_eval_shape(build_model, run), 1)
     assert asked == [(read, 21 - read)]
     ids = (list(prompt.encode()) or [0])[:read] + [255] * (21 - read)

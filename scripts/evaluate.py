@@ -1,0 +1,130 @@
+"""Score a model: `python scripts/evaluate.py --model M --text FILES` or `--tasks NAMES`."""
+
+import sys
+
+from support import environment
+
+
+if __name__ == "__main__":
+    environment.prepare(sys.argv, gradients=False)
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from recipes import Mesh
+from support.command import entry
+from support.load import choose_source, load_llm, make_mesh_plan
+from support.screen import Screen
+
+from eqformer import data, evaluation, write_atomic
+from eqformer.text import LLM
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Compute the perplexity of texts, or run tasks of lm-evaluation-harness, with a run's or a published model."""
+
+    run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/default)")] = None
+    """The folder of the run."""
+    model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """A folder as published (safetensors, config.json, tokenizer.json), a file of GGUF, a name of the hub, or a run."""
+    text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...")] = ()
+    """Files or folders of text, of which each token is scored once; each document is scored by itself."""
+    field: str = "text"
+    """The field of .jsonl and .parquet rows that holds the text."""
+    window: int | None = None
+    """How many tokens the model reads at once; by default as many as it was published for, at most 1,024."""
+    stride: int | None = None
+    """Tokens between the beginnings of two windows; half a window by default."""
+    tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
+    """Tasks of lm-evaluation-harness (extra `eval`)."""
+    include_path: Path | None = None
+    """A folder with configurations of further tasks."""
+    num_fewshot: int | None = None
+    """Examples before each question; the task's own number by default."""
+    limit: int | None = None
+    """How many documents of each task are asked; all by default."""
+    chat: bool = False
+    """Ask by the model's chat template."""
+    batch: int = 8
+    """Rows that are read together."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
+    """Write the figures to this file, too."""
+    dtype: str | None = None
+    """A published model's dtype: float32 (fp32), bfloat16 (bf16), float16 (fp16); as it is published by default."""
+    weights: Literal["decoded", "quantized"] = "decoded"
+    """Whether a published model's quantized weights are decoded, or stay quantized in less memory."""
+    mesh: Mesh = Mesh()
+    zero: Literal[0, 3] = 0
+    """Split over --mesh.fsdp nothing (0), or all weights (3), which are gathered when their layer runs."""
+    simulate: int | None = None
+    """Have the CPU act as so many devices."""
+    trust_recipe: bool = False
+    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
+
+
+def evaluate(command: Command) -> None:
+    """Score the model as the command says, and print a line for each figure."""
+    if not command.text and not command.tasks:
+        raise ValueError("evaluate.py: there is nothing to score; give --text FILES or --tasks NAMES.")
+    if command.batch < 1:
+        raise ValueError(f"--batch {command.batch}: it counts rows, so give at least 1.")
+    source = data.files(list(command.text), field=command.field, piece=sys.maxsize) if command.text else None
+    plan = make_mesh_plan(command.mesh, command.zero, command.simulate)
+    model, is_run = choose_source(command.model, command.run_dir)
+    llm = load_llm(model, plan, is_run=is_run, dtype=command.dtype, weights=command.weights)
+    figures: dict[str, dict[str, float]] = {}
+    if source is not None:
+        figures["text"] = score_texts(command, llm, source)
+    if command.tasks:
+        figures |= score_tasks(command, llm)
+    for name, values in figures.items():
+        shown = "  ".join(f"{metric} {value:.6g}" for metric, value in values.items())
+        print(f"{name:<20} {shown}")
+    if command.out is not None:
+        text = json.dumps(figures, indent=2) + "\n"
+        write_atomic(command.out, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def score_texts(command: Command, llm: LLM, source: data.TextSource) -> dict[str, float]:
+    """Return the figures of the texts."""
+    with Screen(errors=True).bar() as progress:
+        scores = evaluation.evaluate_texts(
+            llm,
+            (document.text for document in source),
+            window=command.window,
+            stride=command.stride,
+            batch_size=command.batch,
+            progress=lambda done, total: progress("windows", done, total),
+        )
+    return {
+        "perplexity": scores.perplexity,
+        "bits_per_byte": scores.bits_per_byte,
+        "accuracy": scores.accuracy,
+        "tokens": scores.tokens,
+    }
+
+
+def score_tasks(command: Command, llm: LLM) -> dict[str, dict[str, float]]:
+    """Return the metrics of each task."""
+    with Screen(errors=True).bar() as progress:
+        results = evaluation.evaluate_tasks(
+            llm,
+            command.tasks,
+            num_fewshot=command.num_fewshot,
+            limit=command.limit,
+            apply_chat_template=command.chat,
+            batch_size=command.batch,
+            include_path=None if command.include_path is None else str(command.include_path),
+            progress=progress,
+        )
+    return {name: dict(values) for name, values in results.metrics.items()}
+
+
+main = entry(Command, evaluate)
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
