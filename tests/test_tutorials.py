@@ -71,7 +71,7 @@ def test_a_tutorial_prints_what_its_notebook_stores(name, execute):
         if not execute.has_tag(cell, "varies"):
             assert is_same(stored, printed), f"{''.join(cell['source'])}\n\nstored:\n{stored}\nprinted:\n{printed}"
             compared += bool(stored)
-    assert compared > 2
+    assert compared > 0
 
 
 def test_the_comparison_of_outputs_can_fail():
