@@ -34,7 +34,7 @@ class Command:
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """A run's folder, of which the latest checkpoint is read, a published folder, or a name of the hub."""
+    """A run's folder, of which the latest checkpoint is read, a published folder, a GGUF file, or a name of the hub."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """The folder to make; there must be nothing yet."""
     adapter: bool = False
@@ -54,7 +54,7 @@ def convert(command: Command) -> None:
         raise ValueError(f"TARGET {command.target}: it exists already; give a new folder.")
     if source.recipe.exists():
         _write_published(source, command, screen)
-    elif ((path := models.local_path(command.source)) / "config.json").exists():
+    elif ((path := models.local_path(command.source)) / "config.json").exists() or path.is_file():
         if command.adapter:
             raise ValueError("--adapter: only a run has low-rank changes to write; leave it out.")
         if command.push is not None:
@@ -62,7 +62,8 @@ def convert(command: Command) -> None:
         _write_run(command.source.absolute().name, published_recipe(path), RunDirectory(command.target), screen)
     else:
         raise ValueError(
-            f"SOURCE {command.source}: it is neither a run (recipe.json) nor a published model (config.json); give one."
+            f"SOURCE {command.source}: it is neither a run (recipe.json) nor a published model (config.json, or a file "
+            "of GGUF); give one."
         )
 
 

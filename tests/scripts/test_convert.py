@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import equinox as eqx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -67,6 +68,16 @@ def test_one_file_writes_in_its_own_tokens_and_chat_template():
     file = Path(__file__).parents[1] / "fixtures" / "qwen3moe.gguf"
     asked, continued = text("--model", file), text("--model", file, "--chat", "no")
     assert continued.startswith("line 3") and not asked.startswith("line 3") and len(asked) > 20
+
+
+@pytest.mark.grid
+def test_a_gguf_file_becomes_a_run_and_a_folder(tmp_path):
+    file = Path(__file__).parents[1] / "fixtures" / "qwen3moe.gguf"
+    for source, target in ((file, "run"), (tmp_path / "run", "folder")):
+        done = run("convert.py", source, tmp_path / target)
+        assert done.returncode == 0, done.stderr
+    assert eqx.tree_equal(models.load(tmp_path / "folder"), models.load(file))
+    assert run("convert.py", __file__, tmp_path / "other").returncode == 2  # the control: another kind of file
 
 
 @pytest.mark.grid
