@@ -123,7 +123,7 @@ def test_low_rank_changes_are_trained_alone(place):
     "script,flags,words",
     [
         ("convert.py", "{first} {published}", "it exists already"),
-        ("convert.py", "{corpus} {new}", "neither a run (recipe.json) nor a published model (config.json)"),
+        ("convert.py", "{corpus} {new}", "nor a published model (config.json, or a file of GGUF); give one"),
         ("sample.py", "--model {published} --chat yes --simulate 3 --mesh.tensor 3", "take an axis that divides"),
         ("pretrain.py", "--model {published} --run-dir {new} --model.layers 3", "layers: 2 -> 3"),
         ("convert.py", "{first} {new} --adapter", "the model has no LoRA"),
