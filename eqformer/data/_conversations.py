@@ -36,6 +36,8 @@ class Conversation:
     """The index of the first message of the completion: the messages before it are the prompt."""
     options: Mapping[str, Any]
     """Variables of the template, such as `tools`."""
+    has_prompt: bool = False
+    """Whether the row gives the prompt by itself, so that only the completion is learned."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def _make_conversation(
             raise ValueError(
                 f"{location}: the weight of message {number} must be a number from 0 on, but is {weight!r}."
             )
+    has_prompt = completion_start is not None
     if completion_start is None:
         users = [number for number, message in enumerate(checked) if message["role"] == "user"]
         completion_start = users[-1] + 1 if users else 0
@@ -103,7 +106,7 @@ def _make_conversation(
     if not isinstance(options, Mapping):
         raise ValueError(f"{location}: `chat_template_kwargs` must be an object, but is {type(options).__name__}.")
     tools = {"tools": fields["tools"]} if fields.get("tools") else {}
-    return Conversation(checked, completion_start, {**tools, **options})
+    return Conversation(checked, completion_start, {**tools, **options}, has_prompt)
 
 
 # A text is compared with a generation prompt token by token, where a token is a name such as <think>, a word, or one
@@ -139,7 +142,8 @@ def find_replies(
             continue
         if not header or not text.startswith(header, span[0]):
             header = _find_header(template, text, messages[:number], span, options)
-        shared = _shared_length(header, text[slice(*span)])
+        starts_whole = text.startswith(header, span[0])
+        shared = len(header) if starts_whole else _shared_length(header, text[slice(*span)])
         replies[number] = span, (span[0] + shared, span[1])
     return text, replies
 
@@ -312,7 +316,8 @@ class ConversationEncoder:
             if end > len(ids):
                 ids, weights = np.append(ids, np.uint32(self.end_of_text)), np.append(weights, np.float32(0))
             reply_ends.append(end)
-            if self.loss_on == "assistant" or number >= conversation.completion_start:
+            learns_all = self.loss_on == "assistant" and not conversation.has_prompt
+            if learns_all or number >= conversation.completion_start:
                 weights[first:end] = _message_weight(messages[number])
         if self.loss_on == "all":
             weights[:] = 1
@@ -331,7 +336,7 @@ class ConversationEncoder:
 
         The reply's tokens are `first` to `last - 1`, and its last character is `text[stop - 1]`.
         """
-        special = np.flatnonzero(np.isin(ids[first:last], self.tokenizer.special_ids))
+        special = np.flatnonzero(np.isin(ids[first:last], (*self.tokenizer.special_ids, *self.end_ids)))
         if len(special):
             end = first + int(special[-1]) + 1
             if end == last or not text[int(starts[end]) : stop].strip():

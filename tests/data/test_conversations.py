@@ -165,7 +165,7 @@ def test_what_the_loss_is_on(tokenizer, tmp_path):
     assert parts("all", row_of(TALK)) == [template.render(TALK, add_generation_prompt=False)]
     split = {"prompt": TALK[:1], "completion": TALK[1:]}
     assert parts("completion", split) == both
-    assert parts("assistant", {"prompt": TALK[:3], "completion": TALK[3:]}) == both
+    assert parts("assistant", {"prompt": TALK[:3], "completion": TALK[3:]}) == both[1:]
     assert parts("completion", {"prompt": TALK[:3], "completion": TALK[3:]}) == both[1:]
     plain = {"prompt": "<|u|> 1 + 1", "completion": " = 2"}
     assert parts("assistant", plain) == parts("completion", plain) == [" = 2<|end|>"]

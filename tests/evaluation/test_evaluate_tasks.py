@@ -52,7 +52,7 @@ def make_tasks(folder) -> list[dict[str, Any]]:
         common
         | texts
         | {"task": "write", "output_type": "generate_until", "metric_list": [{"metric": "exact_match"}]}
-        | {"generation_kwargs": {"until": ["e", "\n"], "max_gen_toks": 12, "do_sample": False}},
+        | {"generation_kwargs": {"until": ["e", "\n"], "max_gen_toks": 12}},
     ]
 
 
