@@ -139,7 +139,8 @@ class HarnessModel(TemplateLM):
                 f"a task asks for {max_new_tokens} new tokens, but the model has {self.max_length} tokens in all; give "
                 "a larger max_length, or lower max_gen_toks of the task."
             )
-        greedy: dict[str, Any] = {} if options["do_sample"] else {"temperature": 0.0}  # A task that names neither is greedy.
+        # A task that names neither a temperature nor do_sample is greedy.
+        greedy: dict[str, Any] = {} if options["do_sample"] else {"temperature": 0.0}
         transforms = sampling(**{name: value for name, value in options.items() if name in _SAMPLING} | greedy)
         rows = [self.tok_encode(context)[-room:] for context in contexts]
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
