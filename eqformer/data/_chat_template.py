@@ -72,13 +72,15 @@ class ChatTemplate:
         no iteration writes text, and for all messages of a template that has no loop over the messages themselves.
         """
         spans: list[tuple[int, int] | None] = [None] * len(messages)
-        text = ""
-        for piece in self._render_pieces(messages, add_generation_prompt=False, **options):
-            if piece.message is not None and piece.text:
-                known = spans[piece.message]
-                spans[piece.message] = (len(text) if known is None else known[0], len(text) + len(piece.text))
-            text += piece.text
-        return text, spans
+        pieces = self._render_pieces(messages, add_generation_prompt=False, **options)
+        start = 0
+        for text, message in pieces:
+            stop = start + len(text)
+            if message is not None and text:
+                span = spans[message]
+                spans[message] = (start if span is None else span[0], stop)
+            start = stop
+        return "".join(piece.text for piece in pieces), spans
 
     def _render_pieces(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool, **options: object

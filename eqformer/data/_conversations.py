@@ -363,7 +363,7 @@ def conversations(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
     source = files(path, field=None)
 
     def check() -> None:
-        source.check()
+        # Reading the rows raises what `source.check` would raise.
         first: tuple[Form, str] | None = None
         for name, text, _ in source:
             form, _ = read_example(parse_json(text), location=name)

@@ -154,9 +154,10 @@ def _cut_conversations(
     last_cut = np.searchsorted(cuts, np.minimum(stops, starts + seq), "right") - 1
     cut_stops = np.where(last_cut >= 0, cuts[last_cut], 0)
     stops = np.where(stops - starts <= seq, stops, cut_stops)
-    trained = np.concatenate([[0], np.cumsum(weights > 0)])
-    # The first token of a row is no target.
-    is_trained = (stops > starts + 1) & (trained[stops] > trained[np.minimum(starts + 1, stops)])
+    # The first token of a row is no target. A token is appended, since a conversation may stop after the last one.
+    bounds = np.stack([starts + 1, stops], axis=1).ravel()
+    has_weight = np.logical_or.reduceat(np.append(weights > 0, False), bounds)[::2]
+    is_trained = (stops > starts + 1) & has_weight
     return starts[is_trained], (stops - starts)[is_trained]
 
 

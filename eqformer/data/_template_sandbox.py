@@ -227,18 +227,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def begin_loop(self) -> None:
         """Note that a loop of the template begins."""
-        if (loops := getattr(self._thread_state, "loops", None)) is not None:
-            loops.begin()
+        self._thread_state.loops.begin()
 
     def begin_iteration(self, item: object) -> None:
         """Note the item of a loop's iteration that begins."""
-        if (loops := getattr(self._thread_state, "loops", None)) is not None:
-            loops.visit(item)
+        self._thread_state.loops.visit(item)
 
     def end_loop(self) -> None:
         """Note that a loop of the template has ended."""
-        if (loops := getattr(self._thread_state, "loops", None)) is not None:
-            loops.end()
+        self._thread_state.loops.end()
 
     def count(self) -> bool:
         """Count a loop's iteration; always true, so that it may stand in a condition."""

@@ -270,7 +270,7 @@ def _write_tokens(
             "vocab": tokenizer.vocab,
             "end_of_text": tokenizer.end_of_text,
             "dtype": dtype.name,
-            "tokens": sum(lengths),
+            "tokens": tokens,
             "documents": len(lengths),
             "text_bytes": text_bytes,
             "largest": max(largest_id, tokenizer.end_of_text),

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Integer, UInt
@@ -243,13 +243,7 @@ class FileTokenizer:
         tokens are added: `add_bos_token` and `add_eos_token` of a `tokenizer_config.json` are ignored, as in
         transformers 5 for folders with a `tokenizer.json`.
         """
-        self._tokenizer.encode_special_tokens = False
-        try:
-            with self._describe_failure("encode_prompt(text)", "the text"):
-                ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        finally:
-            self._tokenizer.encode_special_tokens = True
-        return np.asarray(ids, dtype=np.uint32)
+        return np.asarray(self._encode_names("encode_prompt(text)", text, add_special_tokens).ids, np.uint32)
 
     def encode_with_offsets(
         self, text: str
@@ -259,14 +253,18 @@ class FileTokenizer:
         Names of special tokens become these tokens, and no special tokens are added. The tokens of one character have
         the same indices.
         """
-        self._tokenizer.encode_special_tokens = False
-        try:
-            with self._describe_failure("encode_with_offsets(text)", "the text"):
-                encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        finally:
-            self._tokenizer.encode_special_tokens = True
+        encoding = self._encode_names("encode_with_offsets(text)", text, False)
         offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
         return np.asarray(encoding.ids, np.uint32), offsets[:, 0], offsets[:, 1]
+
+    def _encode_names(self, method: str, text: str, add_special_tokens: bool) -> Any:
+        """Return the package's encoding of a text in which names of special tokens mean these tokens."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            with self._describe_failure(method, "the text"):
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        finally:
+            self._tokenizer.encode_special_tokens = True
 
     @functools.cached_property
     def special_ids(self) -> tuple[int, ...]:

@@ -44,8 +44,6 @@ def generate_texts(
         return []
     if stream:
         return [_stream(llm, prompts, settings)]
-    if settings.stop and not log_probs and len(prompts.rows) == 1:  # Drawing ends at the stop string.
-        return ["".join(_stream(llm, prompts, settings))]
     size = settings.batch_size or len(prompts.rows)
     starts = range(0, len(prompts.rows), size)
     completions = [text for start in starts for text in _complete_rows(llm, prompts, start, size, settings, log_probs)]

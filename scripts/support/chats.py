@@ -1,6 +1,7 @@
 """Runs on conversations: their encoder, their samples, and a look at what is learned of one."""
 
 import dataclasses
+import functools
 from itertools import groupby
 from pathlib import Path
 
@@ -18,6 +19,12 @@ from support.screen import Screen
 _PROMPT = "Why is the sky blue?"
 
 
+@functools.cache
+def detect_form(path: Path) -> str:
+    """Return `data.detect_form` of a path, whose files are listed once in a command."""
+    return data.detect_form(path)
+
+
 def chat_paths(recipe: Recipe) -> list[Path]:
     """Return the recipe's files and folders of conversations, or of prompts and completions.
 
@@ -25,7 +32,7 @@ def chat_paths(recipe: Recipe) -> list[Path]:
     """
     paths = [Path(part.rpartition("=")[0]) for part in recipe.text.mix if not part.startswith("hub:")]
     paths += [] if recipe.data is None else [recipe.data]
-    chats = [path for path in paths if data.detect_form(path) != "text"]
+    chats = [path for path in paths if detect_form(path) != "text"]
     if chats and len(chats) < max(len(paths), len(recipe.text.mix)):
         raise ValueError(
             f"--text.mix {' '.join(recipe.text.mix)}: {chats[0]} has conversations, and others have text; give texts "
@@ -57,7 +64,7 @@ def chat_encoder(
         folder = directory.published
     companions = None if folder is None else models.companion_folder(folder)
     template = None if companions is None else read_chat_template(companions)
-    if template is None and data.detect_form(paths[0]) == "messages":
+    if template is None and detect_form(paths[0]) == "messages":
         reason = "the model was published without one" if companions else "there is no published model"
         raise ValueError(
             f"--data {paths[0]}: conversations are written by a model's chat template, but {reason}; give --model of a "

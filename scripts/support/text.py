@@ -11,6 +11,7 @@ from recipes import Recipe
 
 from eqformer import data
 from eqformer.parallel import is_first_process
+from support.chats import detect_form
 from support.environment import user_folder
 from support.run_directory import RunDirectory
 from support.screen import Screen, warn
@@ -62,7 +63,7 @@ def _open_source(path: str | Path | None, field: str) -> data.TextSource:
         return data.standard_library()
     if str(path).startswith(_HUB):
         return data.hub(str(path).removeprefix(_HUB), field=field)
-    if data.detect_form(path) != "text":
+    if detect_form(Path(path)) != "text":
         return data.conversations(path)
     return data.files(path, field=field)
 
