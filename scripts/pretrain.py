@@ -43,7 +43,7 @@ class Command:
     run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/<recipe>)")] = None
     """The folder of the run; everything is written there, except for tokens, which runs share (docs/data.md)."""
     show_example: bool = False
-    """Of chats, print the first conversation, with what is learned marked, and end."""
+    """Print the first conversation of chat data with the learned tokens marked, and end."""
     trust_recipe: bool = False
     """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 

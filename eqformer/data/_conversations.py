@@ -85,7 +85,10 @@ def _describe_field(item: tuple[object, object]) -> str:
 def _make_conversation(
     messages: Sequence[object], completion_start: int | None, fields: Mapping[str, object], location: str
 ) -> Conversation:
-    """Check messages and the other fields of their row; without a completion of its own it follows the last user."""
+    """Check messages and the other fields of their row.
+
+    If `completion_start` is None, the completion begins after the user's last message.
+    """
     checked: list[Message] = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -96,7 +99,8 @@ def _make_conversation(
         weight = message.get("weight")
         if isinstance(weight, bool) or not (weight is None or (isinstance(weight, int | float) and 0 <= weight < 1e6)):
             raise ValueError(
-                f"{location}: the weight of message {number} must be a number from 0 on, but is {weight!r}."
+                f"{location}: the weight of message {number} must be a number of at least 0 and below 1e6, "
+                f"but is {weight!r}."
             )
     has_prompt = completion_start is not None
     if completion_start is None:
@@ -149,7 +153,7 @@ def find_replies(
 
 
 def _includes_results(messages: Sequence[Message], spans: Sequence[Span | None], number: int) -> bool:
-    """Return whether a call's message may include the tools' results: no loop iteration of their own wrote these."""
+    """Return whether the span of a call may contain the tools' results, because these have no span of their own."""
     following = number + 1
     return following < len(messages) and messages[following]["role"] == "tool" and spans[following] is None
 
@@ -162,7 +166,7 @@ def _cut_results(
     number: int,
     options: Mapping[str, Any],
 ) -> Span | None:
-    """Return the span of a message without the tools' results, which are what only the later messages add to it."""
+    """Return the span of a call without the tools' results: what it shares with the rendering that ends at the call."""
     shorter, shorter_spans = template.render_by_message(messages[: number + 1], **options)
     span, shorter_span = spans[number], shorter_spans[number]
     if span is None or shorter_span is None:
@@ -357,8 +361,8 @@ def _message_weight(message: Message) -> float:
 def conversations(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> TextSource:
     """Return the rows of .jsonl and .parquet files or folders as a source of chat data, for a `ConversationEncoder`.
 
-    Raises a `ValueError` as `files` does, and when the source is read for a row in no form of `read_example` and for
-    the first row in another form than the first.
+    Raises a `ValueError` as `files` does. The source's `check`, which `open_store` calls, raises one for a row in no
+    form of `read_example`, and for a row in another form than the first.
     """
     source = files(path, field=None)
 

@@ -64,10 +64,11 @@ def generate(
     """Continue each prompt by up to `max_new_tokens` tokens, drawn from the model's transformed distribution.
 
     A row ends with the first id of `end_of_text` that it draws; decoding ends when all rows have ended. The draws of a
-    row depend on `key`, on its number in `examples` and on positions, not on other rows. Prefill and decoding are one
-    compiled program. Sizes are rounded up to multiples of 64, so other prompts, other counts of new tokens and other
-    temperatures mostly reuse the program; another number of rows does not. A model with an encoder (T5) reads the
-    prompts with its encoder; its rows begin with the model's start id, which counts as the prompt.
+    row depend on `key`, on its number in `examples` and on positions, not on other rows. Without `ends_row`, prefill
+    and decoding are one compiled program. Sizes are rounded up to multiples of 64, so other prompts, other counts of
+    new tokens and other temperatures mostly reuse the program; another number of rows does not. A model with an
+    encoder (T5) reads the prompts with its encoder; its rows begin with the model's start id, which counts as the
+    prompt.
 
     Raises a `ValueError` for prompts that are empty or hold unknown ids, for more tokens than learned positions, for a
     draft of another vocabulary, for transforms that leave a row no token, and for NaN logits.
@@ -92,8 +93,8 @@ def generate(
             the model's own multi-token predictor.
         draft_tokens: Tokens that the draft proposes at a time.
         ends_row: A function of a row's number and its new ids so far that says whether the row has ended, for example
-            at a string. It is called after every 16 tokens, so a row may have up to 15 ids after its end; None: rows
-            end at `end_of_text` only, and the host is asked nothing before all have ended.
+            at a string. It is called after every 16 tokens, so a row may have up to 15 ids after its end, and more
+            with a draft; None: rows end at `end_of_text` only, and the host is asked nothing before all have ended.
         key: The key of all random draws.
     """
     padded = pad_prompts(model, prompts, lengths, max_new_tokens, prefill_chunk, cache_dtype)
@@ -130,8 +131,8 @@ def _start_rows(
 ) -> Rows:
     """Read the prompts and draw tokens until each row has ended, or has `new_tokens` new ones.
 
-    The field `cache` of rows that have all ended holds the draft's counts: None without a draft. The caches themselves
-    are not returned then, because nothing reads them after the last draw.
+    Without `new_tokens`, the field `cache` of the rows holds the draft's counts: None without a draft. The caches
+    themselves are not returned then, because nothing reads them after the last draw.
     """
     rows = prefill(model, ids, lengths, max_new_tokens, sampling, log_probabilities=log_probabilities, sizes=sizes)
     step = make_decode_step(model, sampling)

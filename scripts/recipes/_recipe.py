@@ -99,7 +99,7 @@ class Recipe:
     data: Path | None = None
     """A file or folder of text or chats; .txt, .md, .py, .jsonl or .parquet. Python's standard library by default."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
-    """Of chats, what is learned: the assistant's replies, those after the user's last message, or all tokens."""
+    """The learned tokens of chats: the assistant's replies, those after the user's last message, or all."""
     seq: int = 256
     """Tokens a row."""
     batch: int = 16

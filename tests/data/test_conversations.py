@@ -141,7 +141,7 @@ def runs(weights: np.ndarray) -> list[list[int]]:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("thinking", "joined", "headed", "first")])
 def test_replies_follow_the_prompts_that_the_model_reads(case, tmp_path):
-    # Where a template only appends, a reply begins where the prompt of the messages before it ends.
+    # A reply begins where the prompt of the messages before it ends, if the template only appends.
     source, messages, _ = CASES[case]
     template = template_of(tmp_path, source)
     text, replies = find_replies(template, messages)

@@ -59,7 +59,7 @@ def test_shared_prompts_are_read_once_with_the_same_scores(kind, monkeypatch):
 
     monkeypatch.setattr(type(model), "encode", encode_and_note)
     together = generation.score_tokens(model, SHARED, ANSWERS)
-    # Where frequencies depend on a row's length, each row is read by itself.
+    # Rows are read one by one if frequencies depend on a row's length.
     assert read == ([9] if "scaling" in kind else [2, 9])
     apart = [generation.score_tokens(model, [prompt], [new])[0] for prompt, new in zip(SHARED, ANSWERS)]
     for shared, alone in zip(together, apart, strict=True):
