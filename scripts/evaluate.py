@@ -11,12 +11,11 @@ if __name__ == "__main__":
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
-from recipes import Mesh
 from support.command import entry
-from support.load import choose_source, load_llm, make_mesh_plan
+from support.load import load_llm, ModelFlags
 from support.screen import Screen
 
 from eqformer import data, evaluation, write_atomic
@@ -24,13 +23,9 @@ from eqformer.text import LLM
 
 
 @dataclasses.dataclass(frozen=True)
-class Command:
+class Command(ModelFlags):
     """Compute the perplexity of texts, or run tasks of lm-evaluation-harness, with a run's or a published model."""
 
-    run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/default)")] = None
-    """The folder of the run."""
-    model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """A folder as published (safetensors, config.json, tokenizer.json), a file of GGUF, a name of the hub, or a run."""
     text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...")] = ()
     """Files or folders of text, of which each token is scored once; each document is scored by itself."""
     field: str = "text"
@@ -53,17 +48,6 @@ class Command:
     """Rows that are read together."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
     """Write the figures to this file, too."""
-    dtype: str | None = None
-    """A published model's dtype: float32 (fp32), bfloat16 (bf16), float16 (fp16); as it is published by default."""
-    weights: Literal["decoded", "quantized"] = "decoded"
-    """Whether a published model's quantized weights are decoded, or stay quantized in less memory."""
-    mesh: Mesh = Mesh()
-    zero: Literal[0, 3] = 0
-    """Split over --mesh.fsdp nothing (0), or all weights (3), which are gathered when their layer runs."""
-    simulate: int | None = None
-    """Have the CPU act as so many devices."""
-    trust_recipe: bool = False
-    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
 def evaluate(command: Command) -> None:
@@ -73,9 +57,7 @@ def evaluate(command: Command) -> None:
     if command.batch < 1:
         raise ValueError(f"--batch {command.batch}: it counts rows, so give at least 1.")
     source = data.files(list(command.text), field=command.field, piece=sys.maxsize) if command.text else None
-    plan = make_mesh_plan(command.mesh, command.zero, command.simulate)
-    model, is_run = choose_source(command.model, command.run_dir)
-    llm = load_llm(model, plan, is_run=is_run, dtype=command.dtype, weights=command.weights)
+    llm = load_llm(command)
     figures: dict[str, dict[str, float]] = {}
     if source is not None:
         figures["text"] = score_texts(command, llm, source)

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from recipes import Mesh
 from support.command import entry
 from support.kernel_report import DECODING, has_kernels, local_platform
-from support.load import choose_source, load_llm, make_mesh_plan
-from support.run_directory import RunDirectory
+from support.load import load_llm, ModelFlags
 from support.screen import Screen
 
 from eqformer import text
@@ -30,13 +28,9 @@ COMPILED = 16  # Tokens after which nothing is compiled any more: `generation.st
 
 
 @dataclasses.dataclass(frozen=True)
-class Command:
+class Command(ModelFlags):
     """Write on from a prompt, or answer it, with the latest checkpoint of a run or with a published model."""
 
-    run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/default)")] = None
-    """The folder of the run."""
-    model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """A folder as published (safetensors, config.json, tokenizer.json), a file of GGUF, a name of the hub, or a run."""
     prompt: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: one that fits the model)")] = None
     """What the text begins with; a question, where the model has a chat template."""
     chat: Literal["auto", "yes", "no"] = "auto"
@@ -59,42 +53,21 @@ class Command:
     """Above 1: make tokens that are already in the text less likely."""
     seed: int = 0
     """The same seed writes the same text."""
-    dtype: str | None = None
-    """A published model's dtype: float32 (fp32), bfloat16 (bf16), float16 (fp16); as it is published by default."""
-    weights: Literal["decoded", "quantized"] = "decoded"
-    """Whether a published model's quantized weights are decoded, or stay quantized in less memory."""
     cache_dtype: str | None = None
     """Dtype of cached keys and values: bfloat16, int8 or fp8, with scales, for long texts; as computed by default."""
     draft: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """A run or a published folder with a smaller model, which proposes tokens, or mtp, the model's own predictor."""
     draft_tokens: int = 4
     """How many tokens the draft proposes at a time."""
-    mesh: Mesh = Mesh()
-    zero: Literal[0, 3] = 0
-    """Split over --mesh.fsdp nothing (0), or all weights (3), which are gathered when their layer runs."""
-    simulate: int | None = None
-    """Have the CPU act as so many devices."""
-    trust_recipe: bool = False
-    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
-
-
-def load_model(command: Command) -> text.LLM:
-    """Load the model that the command names, over its mesh; the text is the same on any mesh."""
-    return _load(command, *choose_source(command.model, command.run_dir), command.weights)
 
 
 def load_draft(command: Command) -> text.LLM | str | None:
     """Load the model that proposes tokens."""
     if command.draft is None or command.draft == PREDICTOR:
         return None if command.draft is None else str(PREDICTOR)
-    is_run = RunDirectory(command.draft).recipe.exists()
     # A run has the dtype of its recipe, whatever the model has. Drafts are small, so their weights are decoded.
-    return _load(dataclasses.replace(command, dtype=None) if is_run else command, command.draft, is_run, "decoded")
-
-
-def _load(command: Command, source: Path, is_run: bool, weights: str) -> text.LLM:
-    plan, predictor = make_mesh_plan(command.mesh, command.zero, command.simulate), command.draft == PREDICTOR
-    return load_llm(source, plan, is_run=is_run, dtype=command.dtype, weights=weights, predictor=predictor)
+    dtype = None if text.is_run(command.draft) else command.dtype
+    return load_llm(dataclasses.replace(command, model=command.draft, run_dir=None, dtype=dtype, weights="decoded"))
 
 
 def is_chat(command: Command, llm: text.LLM) -> bool:
@@ -136,7 +109,7 @@ def start_text(command: Command, llm: text.LLM, prompt: str) -> text.StreamedTex
 
 def write(command: Command) -> None:
     """Stream the text to standard output."""
-    llm, screen = load_model(command), Screen(errors=True)
+    llm, screen = load_llm(command, predictor=command.draft == PREDICTOR), Screen(errors=True)
     prompt = command.prompt
     if prompt is None:
         prompt = default_prompt(command, llm)

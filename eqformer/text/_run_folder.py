@@ -43,9 +43,9 @@ class RunRecipe(NamedTuple):
         return self.lora.apply(self.precision.apply(self.execution.apply(model)), key=jax.random.key(0))
 
 
-def is_run(path: Path) -> bool:
+def is_run(path: str | Path) -> bool:
     """Return whether a path is the folder of a run."""
-    return (path / _RECIPE).is_file()
+    return (Path(path) / _RECIPE).is_file()
 
 
 def load_run_model(path: str | Path, plan: parallel.Plan | None = None) -> nn.Transformer:

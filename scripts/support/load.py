@@ -1,9 +1,11 @@
-"""Load a run's latest model or a published one with its tokenizer, over the mesh of a command's flags."""
+"""Flags of a command that loads a model, a run's latest or a published one, and the model with its tokenizer."""
 
+import dataclasses
 import functools
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import tyro
 from recipes import Mesh, Recipe, RECIPES
 
 from eqformer import nn, parallel, text
@@ -13,35 +15,46 @@ from support.screen import Screen
 from support.setup import make_plan
 
 
-def choose_source(model: Path | None, run_dir: Path | None) -> tuple[Path, bool]:
-    """Return what --model or --run-dir names, or the default run, and whether it is a run; a `ValueError` for both."""
-    if model is not None and run_dir is not None:
-        raise ValueError(f"--model {model} --run-dir {run_dir}: one model is read; leave one of them out.")
-    source = model or run_dir or Path("runs/default")
-    return source, model is None or RunDirectory(source).recipe.exists()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Flags that name a model and the mesh that it is loaded over."""
+
+    run_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: runs/default)")] = None
+    """The folder of the run."""
+    model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """A folder as published (safetensors, config.json, tokenizer.json), a file of GGUF, a name of the hub, or a run."""
+    dtype: str | None = None
+    """A published model's dtype: float32 (fp32), bfloat16 (bf16), float16 (fp16); as it is published by default."""
+    weights: Literal["decoded", "quantized"] = "decoded"
+    """Whether a published model's quantized weights are decoded, or stay quantized in less memory."""
+    mesh: Mesh = Mesh()
+    zero: Literal[0, 3] = 0
+    """Split over --mesh.fsdp nothing (0), or all weights (3), which are gathered when their layer runs."""
+    simulate: int | None = None
+    """Have the CPU act as so many devices."""
+    trust_recipe: bool = False
+    """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
-def load_llm(
-    source: Path,
-    plan: parallel.Plan | None,
-    *,
-    is_run: bool,
-    dtype: str | None,
-    weights: str,
-    predictor: bool = False,
-) -> text.LLM:
-    """Load the model of a run or a published one; a `ValueError` names flags that a run does not have."""
-    if is_run:
-        if dtype is not None:
+def load_llm(flags: ModelFlags, *, predictor: bool = False) -> text.LLM:
+    """Load the model of the flags; a `ValueError` names flags that contradict each other or that a run does not have.
+
+    With `predictor` the module that predicts a further token is read too, if the model has one.
+    """
+    if flags.model is not None and flags.run_dir is not None:
+        raise ValueError(f"--model {flags.model} --run-dir {flags.run_dir}: one model is read; leave one of them out.")
+    source, plan = flags.model or flags.run_dir or Path("runs/default"), _make_mesh_plan(flags)
+    if flags.model is None or text.is_run(source):
+        if flags.dtype is not None:
             raise ValueError(
-                f"--dtype {dtype}: a run's model is computed in what its recipe says; leave it out, or write the model "
-                "out (scripts/convert.py) and give --model."
+                f"--dtype {flags.dtype}: a run's model is computed in what its recipe says; leave it out, or write the "
+                "model out (scripts/convert.py) and give --model."
             )
-        if weights != "decoded":
-            raise ValueError(f"--weights {weights}: a run's weights are in no fewer bits; leave it out.")
+        if flags.weights != "decoded":
+            raise ValueError(f"--weights {flags.weights}: a run's weights are in no fewer bits; leave it out.")
         RunDirectory(source).read()  # Its errors name flags.
         return text.load(source, plan=plan)
-    if weights == "quantized" and source.is_file():
+    if flags.weights == "quantized" and source.is_file():
         raise ValueError(
             f"--weights quantized --model {source}: the blocks of a GGUF file are decoded; leave out --weights, and "
             "give --dtype bfloat16 for half the memory of float32."
@@ -50,16 +63,16 @@ def load_llm(
         return text.load(
             source,
             plan=plan,
-            dtype=None if dtype is None else nn.float_dtype(dtype, f"--dtype {dtype}"),
-            weights=weights,
+            dtype=None if flags.dtype is None else nn.float_dtype(flags.dtype, f"--dtype {flags.dtype}"),
+            weights=flags.weights,
             predictor=predictor,
             progress=functools.partial(progress, f"reading {source}"),
         )
 
 
-def make_mesh_plan(mesh: Mesh, zero: Literal[0, 3], simulate: int | None) -> parallel.Plan | None:
-    """Return the plan of a command's mesh; None for one device."""
-    if mesh == Mesh() and simulate is None:
+def _make_mesh_plan(flags: ModelFlags) -> parallel.Plan | None:
+    """Return the plan of the mesh; None for one device."""
+    if flags.mesh == Mesh() and flags.simulate is None:
         return None
-    with_mesh = Recipe(RECIPES["default"]().model, mesh=mesh, plan=parallel.ParallelConfig(zero=zero))
-    return make_plan(with_mesh, run_devices(Machine(simulate=simulate)))
+    with_mesh = Recipe(RECIPES["default"]().model, mesh=flags.mesh, plan=parallel.ParallelConfig(zero=flags.zero))
+    return make_plan(with_mesh, run_devices(Machine(simulate=flags.simulate)))

@@ -10,7 +10,7 @@ from extending import BLOCK, PAGE
 from recipes import Recipe, Text
 from script_helpers import losses, run, run_here, start_until, write_corpus
 from support import recipe_file
-from support.load import load_llm
+from support.load import load_llm, ModelFlags
 from support.published import copy_companions
 from support.run_directory import RunDirectory
 from support.setup import build_model
@@ -151,7 +151,7 @@ def test_code_in_a_run_folder_runs_only_where_a_class_needs_it_and_the_user_says
         checkpointer.save({"model": build_model(recipe)}, 3, {})
     (tmp_path / "mine.py").unlink()
     tokenizer.unlink()  # the run has a copy
-    llm = load_llm(its.path, None, is_run=True, dtype=None, weights="decoded")  # of data alone
+    llm = load_llm(ModelFlags(run_dir=its.path))  # of data alone
     assert llm.tokenizer.vocab == 256 and its.read() == (f"{tmp_path}/mine.py:make", recipe)
     assert (its.path / "recipe.py").exists() and not marker.exists()
     its.recipe.write_text(its.recipe.read_text().replace('"kind": "Optimization"', '"kind": "Mine"'))
