@@ -27,7 +27,7 @@ class Command(ModelFlags):
     """Compute the perplexity of texts, or run tasks of lm-evaluation-harness, with a run's or a published model."""
 
     text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...")] = ()
-    """Files or folders of text, of which each token is scored once; each document is scored by itself."""
+    """Files, folders or datasets of the hub, of which each token is scored once; each document is scored by itself."""
     field: str = "text"
     """The field of .jsonl and .parquet rows that holds the text."""
     window: int | None = None

@@ -361,8 +361,9 @@ def _message_weight(message: Message) -> float:
 def conversations(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> TextSource:
     """Return the rows of .jsonl and .parquet files or folders as a source of chat data, for a `ConversationEncoder`.
 
-    Raises a `ValueError` as `files` does. The source's `check`, which `open_store` calls, raises one for a row in no
-    form of `read_example`, and for a row in another form than the first.
+    A path may be the name of a dataset of the hub, as in `files`. Raises a `ValueError` as `files` does. The source's
+    `check`, which `open_store` calls, raises one for a row in no form of `read_example`, and for a row in another form
+    than the first.
     """
     source = files(path, field=None)
 
@@ -382,7 +383,7 @@ def conversations(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
 
 
 def detect_form(path: str | os.PathLike[str]) -> Form:
-    """Return the form of the first row of a file or folder; "text" for plain files and rows of other fields."""
+    """Return the form of the first row of a path of `conversations`; "text" for plain files and other rows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # Those of skipped files come when the files are read.
         try:

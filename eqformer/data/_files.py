@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from .._failures import explain_error, foreign_call, load_extra
-from .._files import check_regular, is_there, list_paths, open_regular, parse_json
+from .._files import check_regular, few_names, is_there, list_paths, open_regular, parse_json
+from .._hub import find_repository, Repository
 from ._documents import digest, Document, file_digest, read_field, TextSource
 
 
 Result = TypeVar("Result")
 _PLAIN_KINDS = (".txt", ".md", ".py")
 _ROW_KINDS = (".jsonl", ".parquet")
+_KINDS = _PLAIN_KINDS + _ROW_KINDS
+_CARD = "README.md"  # describes a dataset of the hub, and is none of its texts
 _MAX_CHARACTERS = 1 << 20  # characters of one document of a plain file in a folder
 _MAX_NAMES = 3  # names in a warning of skipped files
 _BLOCK_BYTES = 1 << 16  # bytes of a plain file that are read at once
@@ -46,9 +49,14 @@ def files(
     and the first names: for rows when the source is checked, as `open_store` does before it tokenizes, and for all
     others at once.
 
+    A path of the form `OWNER/NAME`, `OWNER/NAME@REVISION` (a branch, a tag or a commit) or `OWNER/NAME/FILE` names a
+    dataset of the hub if nothing exists there. The dataset's files of these kinds, except for its card `README.md`, are
+    downloaded into the hub's own cache; without a network, only the cache is read.
+
     **Raises:** `ValueError` at once if a path does not exist, cannot be listed, or has no file of these kinds or no
-    text; when the source is read, `ValueError` if a file is not UTF-8, JSON or Parquet or has no such field, and
-    `ImportError` if .parquet needs the package `pyarrow`, which is not installed.
+    text, and if the hub has no such dataset, asks for a login or cannot be reached; when the source is read,
+    `ValueError` if a file is not UTF-8, JSON or Parquet or has no such field. `ImportError` if the hub needs the
+    package `huggingface_hub`, or .parquet the package `pyarrow`, which is not installed.
     """
     roots = list_paths(path)
     call = f"files({', '.join(repr(str(root)) for root in roots)}, field={field!r})"
@@ -97,7 +105,12 @@ def files(
             pass
         _warn_skipped(call, {"rows without text": empty_rows})
 
-    return TextSource(_escape_path(roots[0].resolve().stem), size, fingerprint, documents, check)
+    return TextSource(_source_name(roots[0]), size, fingerprint, documents, check)
+
+
+def _source_name(root: Path) -> str:
+    """Return the name of a source whose first path is `root`: of a file or folder, or of a dataset of the hub."""
+    return _escape_path(root.resolve().stem if root.exists() else Path(str(root).partition("@")[0]).name)
 
 
 class _FileEntry(NamedTuple):
@@ -133,12 +146,38 @@ def _warn_skipped(call: str, skipped: Mapping[str, Sequence[str]]) -> None:
         warnings.warn(f"{call}: skipped {'; '.join(counts)}", stacklevel=3)
 
 
+def _find_dataset(path: Path, call: str) -> Repository | None:
+    """Return the dataset of the hub that a path names; None for a path that exists, or that must be a path."""
+    repository = find_repository(path, "dataset", _KINDS, call)
+    # `notes/a.txt` is a missing file, and no dataset of the owner `notes`.
+    is_file_name = repository is not None and repository.file is None and repository.name.endswith(_KINDS)
+    return None if is_file_name else repository
+
+
+def _list_dataset(repository: Repository, call: str, skipped: dict[str, list[str]]) -> list[_FileEntry]:
+    """Download the files of a dataset that are read and list them; add the paths of its other files to `skipped`."""
+    if repository.file is not None:
+        return _list_entries(repository.download_file(), call, skipped)
+    folder = repository.download([f"*{kind}" for kind in _KINDS], exclude=[_CARD])
+    # The cache may hold further files, which other programs have downloaded; a dataset without a file has no folder.
+    paths = _list_files(folder, call, {}) if folder.exists() else []
+    entries = _make_entries(folder, [path for path in paths if path != folder / _CARD])
+    unread = {*repository.list_files()} - {entry.name for entry in entries}
+    if not entries:
+        raise ValueError(
+            f"{call}: a dataset must contain files of {', '.join(_KINDS)}, but {repository.name} has only "
+            f"{few_names(unread)}; name another dataset, or stream this one (data.hub, --text.hub)."
+        )
+    skipped.setdefault("files of other kinds", []).extend(sorted(unread))
+    return entries
+
+
 def _list_entries(root: Path, call: str, skipped: dict[str, list[str]]) -> list[_FileEntry]:
     """List the files of a path that are read; add the paths that are not read to `skipped`, by kind."""
-    kinds = ", ".join(_PLAIN_KINDS + _ROW_KINDS)
+    kinds = ", ".join(_KINDS)
     if root.is_file():
         kind = root.suffix.lower()
-        if kind not in _PLAIN_KINDS + _ROW_KINDS:
+        if kind not in _KINDS:
             raise ValueError(
                 f"{call}: a file must be one of {kinds}, but {root} ends in {kind!r}; convert or rename it."
             )
@@ -146,12 +185,19 @@ def _list_entries(root: Path, call: str, skipped: dict[str, list[str]]) -> list[
     if not root.is_dir():
         if is_there(root):
             check_regular(root)
+        if (dataset := _find_dataset(root, call)) is not None:
+            return _list_dataset(dataset, call, skipped)
         raise ValueError(f"{call}: the path must exist, but there is no file or folder {root}; correct it.")
     paths = _list_files(root, call, skipped)
     if not paths:
         raise ValueError(
             f"{call}: a folder must contain files of {kinds}, but there is none in {root}; pass another folder."
         )
+    return _make_entries(root, paths)
+
+
+def _make_entries(root: Path, paths: Sequence[Path]) -> list[_FileEntry]:
+    """Return the entries of files in a folder, sorted by name."""
     named = [(_escape_path(path.relative_to(root).as_posix()), path) for path in paths]
     return sorted(_FileEntry(name, path, path.suffix.lower(), False) for name, path in named)
 
@@ -188,7 +234,7 @@ def _list_files(root: Path, call: str, skipped: dict[str, list[str]]) -> list[Pa
                 (links if entry.is_symlink() else folders).append(path)
             elif not path.is_file():
                 skip("broken links" if entry.is_symlink() else "special files", path)
-            elif path.suffix.lower() not in _PLAIN_KINDS + _ROW_KINDS:
+            elif path.suffix.lower() not in _KINDS:
                 skip("files of other kinds", path)
             else:
                 paths.append(path)

@@ -1,5 +1,6 @@
 """Families of models: configs, builders, presets, and published formats. Each family has one file."""
 
+from .._hub import hub_name as hub_name
 from . import _config_types, _layer_attributes, _rotary_attributes, _rotary_scaling
 from ._adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from ._attributes import (
@@ -21,9 +22,13 @@ from ._family import (
 )
 from ._folder import read_eos_token_ids as read_eos_token_ids
 from ._gguf_tokenizer import companion_folder as companion_folder, gguf_companion_files as gguf_companion_files
-from ._hub import COMPANION_FILES as COMPANION_FILES, hub_name as hub_name, local_path as local_path
+from ._hub import (
+    COMPANION_FILES as COMPANION_FILES,
+    local_path as local_path,
+    ModelCard as ModelCard,
+    push as push,
+)
 from ._load import load as load, load_shapes as load_shapes, read_config as read_config
-from ._push import ModelCard as ModelCard, push as push
 from ._registry import (
     build as build,
     FAMILIES as FAMILIES,

@@ -1,14 +1,12 @@
-"""Models of the Hugging Face hub, by name; their files are downloaded into the hub's own cache."""
+"""Models of the Hugging Face hub: downloads by name, and uploads of published folders with a model card."""
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import dataclasses
+import json
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
 
-from .._failures import load_extra
+from .._failures import explain_error, load_extra
 from .._files import read_json
+from .._hub import find_repository, is_hub_name
 from ._folder import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, SINGLE
 
 
@@ -17,27 +15,6 @@ COMPANION_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-_HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>[\w./-]+))?")
-
-
-class _HubModel(NamedTuple):
-    """A model of the hub: `OWNER/NAME`, `OWNER/NAME@REVISION` or `OWNER/NAME/FILE.gguf`."""
-
-    name: str
-    file: str | None
-    revision: str | None
-
-
-def is_hub_name(name: str) -> bool:
-    """Return whether a text may be the name of a model or a data set of the hub, `OWNER/NAME`."""
-    match = _HUB_NAME.fullmatch(name)
-    return match is not None and match["name"] == name
-
-
-def hub_name(path: str | Path) -> str | None:
-    """Return the name of the model of the hub whose files are at a path in the hub's cache; None for another path."""
-    folders = [part.split("--") for part in Path(path).parts]
-    return next(("/".join(parts[1:]) for parts in folders if parts[0] == "models" and len(parts) == 3), None)
 
 
 def local_path(source: str | Path) -> Path:
@@ -49,27 +26,16 @@ def local_path(source: str | Path) -> Path:
     Without a network, or with `HF_HUB_OFFLINE=1`, only the cache is read.
 
     Raises a `ValueError` for a model that the hub does not have or that asks for a login, for a repository without
-    safetensors, and if files are not in the cache and the hub cannot be reached. A text that is neither a path that
-    exists nor the name of a model is returned as a path.
+    safetensors, if files are not in the cache and the hub cannot be reached, and if the download breaks off. A text
+    that is neither a path that exists nor the name of a model is returned as a path.
     """
-    path, match = Path(source), _HUB_NAME.fullmatch(str(source))
-    if path.exists() or match is None:
-        return path
-    model, call = _HubModel(**match.groupdict()), f"load({str(source)!r})"
-    hub = load_extra("huggingface_hub", extra="hub", call=f"{call}: there is no such folder here, and the hub")
-    with _explain_hub_errors(model, call):
-        return _download(hub, model, call)
-
-
-def _download(hub: ModuleType, model: _HubModel, call: str) -> Path:
-    """Download the files of a model that are not in the cache yet."""
-    if model.file is not None:
-        return Path(hub.hf_hub_download(model.name, model.file, revision=model.revision))
-
-    def fetch(files: Sequence[str]) -> Path:
-        return Path(hub.snapshot_download(model.name, revision=model.revision, allow_patterns=list(files)))
-
-    folder = fetch([CONFIG, SINGLE, INDEX, ADAPTER_CONFIG, ADAPTER, *COMPANION_FILES])
+    call = f"load({str(source)!r})"
+    repository = find_repository(source, "model", (".gguf",), call)
+    if repository is None:
+        return Path(source)
+    if repository.file is not None:
+        return repository.download_file()
+    folder = repository.download([CONFIG, SINGLE, INDEX, ADAPTER_CONFIG, ADAPTER, *COMPANION_FILES])
     if any((folder / weights).exists() for weights in (SINGLE, ADAPTER)):
         return folder
     if not (folder / INDEX).exists():
@@ -78,32 +44,67 @@ def _download(hub: ModuleType, model: _HubModel, call: str) -> Path:
             "take a repository of safetensors, or name a file of GGUF as OWNER/NAME/FILE.gguf."
         )
     shards = read_json(folder / INDEX).get("weight_map")
-    return fetch(sorted(set(shards.values()))) if isinstance(shards, dict) else folder
+    return repository.download(sorted(set(shards.values()))) if isinstance(shards, dict) else folder
 
 
-@contextmanager
-def _explain_hub_errors(model: _HubModel, call: str) -> Iterator[None]:
-    """Turn the errors of the hub's client into a `ValueError` that states the reason and the fix."""
+@dataclasses.dataclass(frozen=True)
+class ModelCard:
+    """The model card of an uploaded model: its license, its base model, its training data and its recipe."""
+
+    license: str
+    """The license by its name on the hub, such as `apache-2.0`, or `other`."""
+    base_model: str | None = None
+    """The model of the hub whose weights the training began with; None for a model trained from the start."""
+    datasets: tuple[str, ...] = ()
+    """The texts that the model was trained on: names of data sets of the hub, or descriptions."""
+    recipe: str | None = None
+    """The command or the settings of the training."""
+
+    def to_markdown(self, name: str) -> str:
+        """Return the text of the card's `README.md`, for a model of this name."""
+        hub_datasets = [dataset for dataset in self.datasets if is_hub_name(dataset)]
+        fields = {"license": self.license, "base_model": self.base_model, "datasets": hub_datasets or None}
+        fields |= {"pipeline_tag": "text-generation", "tags": ["eqformer", "jax"]}
+        # JSON values are also YAML values, so each is quoted correctly.
+        header = [f"{field}: {json.dumps(value)}" for field, value in fields.items() if value is not None]
+        lines = ["---", *header, "---", f"# {name.partition('/')[2]}", "", f"- License: {self.license}"]
+        lines.append(f"- Base model: {self.base_model or 'none, trained from the start'}")
+        lines.append(f"- Data: {', '.join(self.datasets) or 'not stated'}")
+        load = ["```python", "import eqformer", "", f"llm = eqformer.load({name!r})", "```"]
+        recipe = [] if self.recipe is None else ["", "## Training", "", "```text", self.recipe.strip(), "```"]
+        return "\n".join([*lines, "", *load, *recipe, ""])
+
+
+def push(folder: str | Path, name: str, card: ModelCard, *, private: bool = True) -> str:
+    """Upload a published folder, as `save` writes it, to the hub with a model card; return the address of the commit.
+
+    The repository is created if it does not exist, and all files are uploaded in one commit, with the token of the
+    hub's own login. Raises a `ValueError` before anything is uploaded for a folder without `config.json` and for a name
+    that is not `OWNER/NAME`, and also if the hub refuses the upload.
+
+    Args:
+        folder: The folder.
+        name: The model's name on the hub, `OWNER/NAME`.
+        card: The model card.
+        private: Whether a repository that is created is private.
+    """
+    folder, call = Path(folder), f"push({str(folder)!r}, {name!r})"
+    if not is_hub_name(name):
+        raise ValueError(f"{call}: the name of a model of the hub is OWNER/NAME; correct it.")
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{call}: there is no published folder (no {CONFIG}); save the model first.")
+    hub = load_extra("huggingface_hub", extra="hub", call=call)
     errors = load_extra("huggingface_hub.errors", extra="hub", call=call)
-    revision = model.revision or "main"
-    # Subclasses come before their bases.
-    reasons = {
-        errors.GatedRepoError: f"{model.name} is gated; accept its terms on its page and log in (hf auth login)",
-        errors.RepositoryNotFoundError: (
-            f"there is no such folder here, and the hub has no model {model.name}, or it is private; correct the name, "
-            "or log in (hf auth login)"
-        ),
-        errors.RevisionNotFoundError: f"{model.name} has no revision {revision!r}; give a branch, a tag or a commit",
-        errors.LocalEntryNotFoundError: (
-            f"there is no such folder here, the hub cannot be reached, and its cache does not hold {model.name}; check "
-            "the network, and that HF_HUB_OFFLINE is not set"
-        ),
-        errors.EntryNotFoundError: f"{model.name} has no file {model.file}; correct it",
-        errors.HFValidationError: "the hub has no models of such a name; correct it",
-        errors.HfHubHTTPError: "the hub refuses the download",
-    }
+    add = hub.CommitOperationAdd
+    files = [add(file.name, str(file)) for file in sorted(folder.iterdir()) if file.is_file()]
+    readme = add("README.md", card.to_markdown(name).encode())
+    operations = [readme, *(file for file in files if file.path_in_repo != readme.path_in_repo)]
+    api = hub.HfApi()
     try:
-        yield
-    except tuple(reasons) as error:
-        reason = next(text for kind, text in reasons.items() if isinstance(error, kind))
-        raise ValueError(f"{call}: {reason}.") from error
+        api.create_repo(name, private=private, exist_ok=True)
+        return api.create_commit(name, operations, commit_message="Upload the model").commit_url
+    except errors.HfHubHTTPError as error:
+        raise ValueError(
+            f"{call}: the hub refuses the upload ({explain_error(error)[0]}); log in with a token that may write "
+            "(hf auth login)."
+        ) from error

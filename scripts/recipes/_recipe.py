@@ -97,7 +97,7 @@ class Recipe:
     seed: int = 0
     """Decides weights, order, dropout and samples."""
     data: Path | None = None
-    """A file or folder of text or chats; .txt, .md, .py, .jsonl or .parquet. Python's standard library by default."""
+    """Text or chats (docs/data.md): a file, a folder or a dataset of the hub. Python's standard library by default."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
     """The learned tokens of chats: the assistant's replies, those after the user's last message, or all."""
     seq: int = 256

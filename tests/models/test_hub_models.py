@@ -1,94 +1,18 @@
 """Models of the hub by name, by the hub's own client, against a small server that speaks the hub's interface."""
 
-import base64
 import dataclasses
-import hashlib
-import http.server
-import json
 import sys
-import threading
 from pathlib import Path
 
 import equinox as eqx
 import jax
 import pytest
+from hub_server import COMMIT, Hub, restart_client, serve_hub
 
 from eqformer import models
 
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=1, heads=4, kv_heads=2, mlp=64)
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The parts of the hub's interface by which a repository is described, listed and downloaded."""
-
-    repositories: dict[str, dict[str, bytes]] = {}
-    gated: set[str] = set()
-    token = "hf_test"
-    requests: list[str] = []
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        path = self.path.partition("?")[0].removeprefix("/api/models").strip("/")
-        name, _, rest = path.partition("/")
-        name, (word, _, rest) = f"{name}/{rest.partition('/')[0]}", rest.partition("/")[2].partition("/")
-        revision, _, file = rest.partition("/")
-        self.requests.append(f"{self.command} {word} {file}".strip())
-        files = self.repositories.get(name)
-        if files is None:
-            return self.answer(404, error="RepoNotFound")
-        if name in self.gated and self.headers.get("Authorization") != f"Bearer {self.token}":
-            return self.answer(403, error="GatedRepo")
-        if revision not in ("", "main", "v1", COMMIT):
-            return self.answer(404, error="RevisionNotFound")
-        if word in ("", "revision"):
-            return self.answer(200, json.dumps({"id": name, "sha": COMMIT, "siblings": []}).encode())
-        if word == "tree":
-            listed = [{"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                      for path, content in files.items()]  # fmt: skip
-            return self.answer(200, json.dumps(listed).encode())
-        if file not in files:
-            return self.answer(404, error="EntryNotFound")
-        return self.answer(200, files[file])
-
-    def do_POST(self):
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        path = self.path.removeprefix("/api/").split("/")
-        if self.headers.get("Authorization") != f"Bearer {self.token}":
-            return self.answer(401)
-        self.requests.append(f"POST {path[0]} {path[-2] if len(path) > 2 else path[-1]}")
-        answers: dict[str, dict[str, object]] = {"create": {"url": f"{self.address}/owner/new"}}
-        answers["validate-yaml"] = {"errors": [], "warnings": []}
-        if path[-2:-1] == ["preupload"]:
-            files = json.loads(content)["files"]
-            answers["main"] = {"files": [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                                         for file in files]}  # fmt: skip
-        elif path[-2:-1] == ["commit"]:
-            lines = [json.loads(line) for line in content.splitlines()]
-            files = [line["value"] for line in lines if line["key"] == "file"]
-            self.repositories["/".join(path[1:3])] = {file["path"]: base64.b64decode(file["content"]) for file in files}
-            answers["main"] = {"commitUrl": f"{self.address}/owner/new/commit/{COMMIT}", "commitOid": COMMIT}
-        return self.answer(200, json.dumps(answers[path[-1]]).encode())
-
-    @property
-    def address(self) -> str:
-        return f"http://{self.headers['Host']}"
-
-    def answer(self, code: int, content: bytes = b"", error: str | None = None) -> None:
-        self.send_response(code)
-        headers = {"Content-Length": str(len(content)), "X-Repo-Commit": COMMIT, "Content-Type": "application/json"}
-        headers |= {"ETag": f'"{hashlib.sha1(content).hexdigest()}"'} | ({"X-Error-Code": error} if error else {})
-        for header in headers.items():
-            self.send_header(*header)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -104,34 +28,10 @@ def hub(published, tmp_path, monkeypatch):
     """A server with repositories, and the client as it starts in a process that is to use it."""
     files = {file.name: file.read_bytes() for file in published.iterdir()}
     extra = {"pytorch_model.bin": b"x", "original/model.safetensors": b"x", "README.md": b"x", "onnx/model.onnx": b"x"}
-    monkeypatch.setattr(Hub, "requests", [])
-    monkeypatch.setattr(Hub, "gated", {"owner/gated"})
-    monkeypatch.setattr(
-        Hub,
-        "repositories",
-        {"owner/name": files | extra, "owner/gated": files, "owner/pickled": {"config.json": b"{}", "model.bin": b"x"}},
-    )
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
-        monkeypatch.delitem(sys.modules, name)
-    settings = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home")}
-    settings |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_ETAG_TIMEOUT": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    for setting in settings.items():
-        monkeypatch.setenv(*setting)
-    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def restart_client(monkeypatch, **settings):
-    """The client reads its settings once, when it is imported."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
-        monkeypatch.delitem(sys.modules, name)
-    for setting in settings.items():
-        monkeypatch.setenv(*setting)
+    repositories = {"owner/name": files | extra, "owner/gated": files}
+    repositories["owner/pickled"] = {"config.json": b"{}", "model.bin": b"x"}
+    with serve_hub(repositories, {"owner/gated"}, tmp_path / "home", monkeypatch) as server:
+        yield server
 
 
 def test_a_name_is_loaded_with_the_needed_files_only_and_once(hub, published, monkeypatch):
@@ -211,3 +111,23 @@ def test_without_the_extra_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"no such folder here.*huggingface_hub.*pip install \"eqformer\[hub\]\""):
         models.load("owner/name")
+
+
+def test_a_download_that_breaks_off_is_not_taken_for_a_model(hub, published, monkeypatch):
+    shard = max(file.name for file in published.glob("*.safetensors"))
+    monkeypatch.setattr(Hub, "broken", {shard})
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(
+        ValueError, match=r"load\('owner/name'\): the download of owner/name broke off .*; call it again"
+    ):
+        models.load("owner/name")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    restart_client(monkeypatch)
+    with pytest.raises(ValueError, match="its cache holds only some files of owner/name, since a download was interr"):
+        models.load("owner/name")
+    monkeypatch.setattr(Hub, "broken", set())
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    restart_client(monkeypatch)
+    assert eqx.tree_equal(models.load("owner/name"), models.load(published))
+    restart_client(monkeypatch, HF_HUB_OFFLINE="1")
+    assert eqx.tree_equal(models.load("owner/name"), models.load(published))  # the control: all files are there

@@ -90,8 +90,8 @@ def refused(capsys):
         ("--text.mix docs=1 hub:=1", ["--text.mix hub:=1", "or hub:NAME=WEIGHT"]),
         ("--text.mix docs=1 docs=2", ["--text.mix docs=1 docs=2", "named twice"]),
         (
-            "--text.mix docs=1 no/such=1",
-            ["--text.mix docs=1 no/such=1 ", "files('no/such'", "no file or folder no/such"],
+            "--text.mix docs=1 no/such/one=1",
+            ["--text.mix docs=1 no/such/one=1 ", "files('no/such/one'", "no file or folder no/such/one"],
         ),
         ("--text.mix docs=1 {empty}=1", ["--text.mix docs=1 ", "all 1 files are empty"]),
     ],

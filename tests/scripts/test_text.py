@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pretrain
 import pytest
+from hub_server import serve_hub
 from recipes import Recipe, Text
 from script_helpers import PLAIN, write_corpus
 from support.command import parse
@@ -152,3 +153,11 @@ def test_validation_is_the_mean_of_the_sources_by_their_weights(corpus, shared, 
     assert mean.loss != pytest.approx(np.concatenate(ids).mean(), rel=1e-4)  # the control: not the mean of all rows
     alone, of_one = texts_of(tmp_path / "run", data=other).validate(sums, 10**6)
     assert alone == of_one["other"] == each["other"]
+
+
+def test_data_may_be_the_name_of_a_dataset_of_the_hub(tmp_path, monkeypatch):
+    files = {"a.txt": b"a story", "README.md": b"# The card"}
+    with serve_hub({"datasets/owner/texts": files}, set(), tmp_path / "home", monkeypatch):
+        command = parse(pretrain.Command, ["--data", "owner/texts"])
+        ((name, (source, _)),) = open_sources(command.run).items()
+    assert name == "texts" and [document.text for document in source] == ["a story"]
