@@ -41,6 +41,8 @@ class Capture(eqx.Module):
         observer = Observer([point.key for point in self.points], self.patches)
         with nn.observe_calls(observer):
             output = self.model(*args, **kwargs)
+        tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, nn.Tokens)), None)
+        observer.check_applied("the model", [point for point, _ in self.patches], tokens)
         values = observer.frame.values
         if missing := [point.path for point in self.points if point.key not in values]:
             raise ValueError(

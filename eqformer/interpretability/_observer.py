@@ -5,7 +5,7 @@ A key is the path of a value in all layers of a stack, such as `stacks[0].blocks
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -54,12 +54,16 @@ class Observer:
         self.path: str | None = None
         self.frame = Frame()
         self.applied: set[Point] = set()
+        self.parts: list[str] = []
+        """Names of the parts of the outermost module that the call has run."""
 
     def __call__(self, name: str, method: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> PyTree:
         """Run a call; record or replace its input and its output."""
         outer = self.path
         is_named = outer is not None and bool(name)
         self.path = path = join_path(outer, name) if outer is not None else ""
+        if outer == "" and name and name not in self.parts:
+            self.parts.append(name)
         # A layer is observed by its `NumberedLayer`, inside of the loop over layers.
         is_observed = is_named and method.__name__ in _OBSERVED_METHODS and not isinstance(module, NumberedLayer)
         try:
@@ -102,13 +106,18 @@ class Observer:
         finally:
             self.path, self.frame = outer
 
-    def check_applied(self) -> None:
-        """Raise a `ValueError` for a patch inside `stacks` that was not applied; to be called after all layers ran."""
-        points = [point for patches in self.patches.values() for point, _ in patches]
-        if idle := [p.path for p in points if p.key.startswith("stacks[") and p not in self.applied]:
+    def check_applied(self, call: str, points: Iterable[Point], tokens: nn.Tokens | None) -> None:
+        """Raise a `ValueError` unless the patches of some points were applied; to be called after the call has run.
+
+        Tokens without a source have their source in the cache, where an earlier, patched call may have stored it. So
+        values of the source are not checked in such a call.
+        """
+        has_cached_source = tokens is not None and tokens.source is None
+        required = [point for point in points if not (has_cached_source and point.is_of_source)]
+        if idle := [point.path for point in required if point not in self.applied]:
             raise ValueError(
                 f"patch: this call does not run {', '.join(map(repr, idle))}, so that the functions change nothing; "
-                "name modules that the call runs."
+                f"{call} runs {', '.join(map(repr, self.parts)) or 'no module'}; name modules that the call runs."
             )
 
     def _take_layer_values(self, result: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:

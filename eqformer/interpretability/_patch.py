@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
 from ._observer import insert_wrappers, Observer, Patch
-from ._points import parse_path, Point
+from ._points import is_of_predictor, parse_path, Point
 
 
 class PatchedModel(nn.LanguageModel):
@@ -77,19 +77,27 @@ class PatchedModel(nn.LanguageModel):
         observer = Observer((), self.patches)
         with nn.observe_calls(observer):
             result = self.inner.encode(ids, tokens, cache)
-        observer.check_applied()
+        observer.check_applied("encode", [point for point in self.points if not _is_of_head(point)], tokens)
         return result
 
     def unembed(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Return the logits of what `encode` returned."""
-        with nn.observe_calls(Observer((), self.patches)):
-            return self.inner.unembed(hidden)
+        observer = Observer((), self.patches)
+        with nn.observe_calls(observer):
+            logits = self.inner.unembed(hidden)
+        observer.check_applied("unembed", filter(_is_of_head, self.points), None)
+        return logits
 
     def init_cache(
         self, batch: int | Sequence[int], capacity: int, dtype: str | None = None, *, rollback: int = 0
     ) -> PyTree:
         """Return an empty cache of the model; up to `rollback` last tokens of a row may be replaced later."""
         return self.inner.init_cache(batch, capacity, dtype, rollback=rollback)
+
+
+def _is_of_head(point: Point) -> bool:
+    """Return whether `unembed` computes a value, and not `encode`."""
+    return f"{point.key}.".startswith("head.")
 
 
 def patch(model: nn.LanguageModel, functions: Mapping[str, Callable[..., Any]]) -> PatchedModel:
@@ -103,8 +111,9 @@ def patch(model: nn.LanguageModel, functions: Mapping[str, Callable[..., Any]]) 
     The patched model is a model: it generates, may be captured, jitted and differentiated, with respect to its weights
     and to arrays that a function holds as a pytree (`jax.tree_util.Partial`, an `equinox.Module`).
 
-    A patch inside `stacks` that the model's `encode` does not run raises an error. Any other patch of a module that a
-    call does not run, such as one of an encoder or of the head, changes nothing in this call and gives no error.
+    A call that does not run a patched module raises an error: `unembed` for the head, `encode` for all other modules.
+    One case is not checked, because the call cannot tell whether an earlier call was patched: with a cache and without
+    a source, values of the encoder and of layers that attend to the encoder's output may come from the cache.
 
     Args:
         model: A language model, or a patched one, whose patches come first.
@@ -113,13 +122,19 @@ def patch(model: nn.LanguageModel, functions: Mapping[str, Callable[..., Any]]) 
             in each layer as `function(value, layer)`, with the layer's number as a traced integer.
 
     Raises:
-        ValueError: For a path that names no value, with the nearest paths; from a call, for a function that returns
-            another shape or dtype.
+        ValueError: For a path that names no value, with the nearest paths, or a value of the predictor, which a patched
+            model does not run; from a call, for a function that returns another shape or dtype, and for a module that
+            the call does not run.
     """
     earlier: tuple[Patch, ...] = ()
     if isinstance(model, PatchedModel):
         model, earlier = model.inner, model.patches
     points = tuple(parse_path(model, path, "patch(model, functions)") for path in functions)
+    if predicted := [point.path for point in points if is_of_predictor(model, point)]:
+        raise ValueError(
+            f"patch(model, functions): {', '.join(map(repr, predicted))} belongs to the predictor, and a patched model "
+            "has no predict; name modules that encode or unembed run."
+        )
     # A plain function is part of the tree's structure, so that all leaves of a patched model are arrays.
     is_plain = lambda function: jax.tree.leaves(function) == [function]
     wrapped = [jax.tree_util.Partial(f) if is_plain(f) else f for f in functions.values()]

@@ -27,13 +27,15 @@ class Point:
 
     `key` is the path of the value in all layers of a stack: `stacks[0].blocks.sublayers[0]` for the path
     `stacks[0][3].sublayers[0]`, whose `layer` is 3. Without a layer in the path, `layer` is None.
-    `is_of_all_layers` is whether the value is inside a stack and the path names no layer.
+    `is_of_all_layers` is whether the value is inside a stack and the path names no layer. `is_of_source` is whether the
+    value belongs to an encoder or to a layer that attends to its output; a later call may read it from a cache.
     """
 
     path: str
     key: str
     layer: int | None = None
     is_of_all_layers: bool = False
+    is_of_source: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +113,27 @@ def parse_path(model: nn.Module, path: str, call: str) -> Point:
     key, stack, layer = _split_layer(path, nodes, call)
     if key not in keys:
         raise ValueError(f"{call}: {path!r} {_explain_unknown(key, nodes)}; {_list_nearest(key, keys, stack, layer)}.")
-    return Point(path, key, layer, layer is None and any(node.is_stack_of(key) for node in nodes.values()))
+    is_of_all_layers = layer is None and any(node.is_stack_of(key) for node in nodes.values())
+    return Point(path, key, layer, is_of_all_layers, any(_reads_source(node, model) for node in _holders(key, nodes)))
+
+
+def is_of_predictor(model: nn.LanguageModel, point: Point) -> bool:
+    """Return whether a value belongs to the model's predictor of a further token."""
+    nodes = {node.path: node for node in find_nodes(model)}
+    return any(node.module is model.parts.predictor for node in _holders(point.key, nodes))
+
+
+def _holders(key: str, nodes: dict[str, Node]) -> list[Node]:
+    """Return the modules below the model that hold the value of a key."""
+    return [node for path, node in nodes.items() if path and f"{key}.".startswith((f"{path}.", f"{path}["))]
+
+
+def _reads_source(node: Node, model: nn.Module) -> bool:
+    """Return whether a module is the model's encoder, or a layer that attends to the output of an encoder."""
+    if isinstance(node.module, nn.Mixer):
+        attends = node.module.facts().attends
+        return attends is not None and "source" in attends.needs
+    return isinstance(model, nn.LanguageModel) and node.module is model.parts.encoder
 
 
 def _split_layer(path: str, nodes: dict[str, Node], call: str) -> tuple[str, str, int | None]:

@@ -28,6 +28,18 @@ def make_model(layers=(3, 1), make=make_block, remat="none"):
     return nn.with_execution(model, remat=remat)
 
 
+def make_model_with_encoder():
+    """A model of one layer, cross-attention and an MLP, that reads an encoder's output."""
+    norm, cross = nn.RMSNorm("embed", embed=4), {"embed": 4, "heads": 2, "kv_heads": 1, "head_dim": 2}
+    make_layer = lambda key: nn.Block(
+        nn.Residual(nn.CrossAttention(**cross, key=key), norm, reads="source"),
+        nn.Residual(nn.MLP(embed=4, mlp=6, key=key), norm),
+    )
+    encoder = nn.Encoder((nn.Stack(make_block, 1, key=KEY),), norm)
+    stacks = (nn.Stack(make_layer, 1, key=KEY),)
+    return nn.Transformer(nn.Embedding(vocab=7, embed=4, key=KEY), stacks, norm, encoder=encoder)
+
+
 def streams_of(model, ids=IDS):
     """The residual stream after each layer of the first stack, by calls of single layers."""
     x, streams = model.embed(ids, nn.positions_like(ids.shape)), []

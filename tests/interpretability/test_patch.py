@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from inside_cases import IDS, LAYER, make_model, MLP
+from inside_cases import IDS, LAYER, make_model, make_model_with_encoder, MLP
 
 from eqformer import generation, nn
 from eqformer.interpretability import capture, patch
@@ -108,3 +108,56 @@ def test_a_function_must_return_a_value_of_the_same_kind(model):
             patch(model, {"norm": function})(IDS)
     with pytest.raises(ValueError, match=r"patch\(model, functions\): 'norms' is no module .* 'norm'"):
         patch(model, {"norms": jnp.zeros_like})
+
+
+class WithIdle(nn.LinearWrapper):
+    """A map that holds a module which it never calls."""
+
+    idle: nn.RMSNorm
+
+    def product(self, x, dtype=None):
+        return self.inner.product(x, dtype)
+
+
+def test_a_patch_that_a_call_does_not_run_is_refused(model):
+    linear, norm = nn.Linear("embed -> vocab", embed=4, vocab=7, key=jax.random.key(1)), nn.RMSNorm("embed", embed=4)
+    with_head = eqx.tree_at(lambda m: m.head, model, WithIdle(linear, norm), is_leaf=lambda x: x is None)
+    doubled = patch(with_head, {"head": lambda x: 2 * x})
+    # `encode` does not run the head, and does not ask for it.
+    hidden, logits, plain = jax.jit(lambda: (doubled.encode(IDS)[0], doubled(IDS)[0], with_head(IDS)[0]))()
+    np.testing.assert_allclose(logits, 2 * plain, rtol=1e-6)
+    idle = patch(with_head, {"head.idle": lambda x: 2 * x})
+    with pytest.raises(ValueError, match=r"does not run 'head\.idle'.* unembed runs 'head'; name"):
+        idle.unembed(hidden)
+    with pytest.raises(ValueError, match=r"does not run 'head\.idle'.* the model runs 'embedding', 'stacks\[0\]'"):
+        jax.eval_shape(lambda: capture(idle, ["norm"])(IDS).values)
+    with_norm = eqx.tree_at(lambda m: m.norm, model, WithIdle(linear, norm))
+    with pytest.raises(ValueError, match=r"does not run 'norm\.idle'.* encode runs .*'norm'; name modules"):
+        jax.eval_shape(lambda: patch(with_norm, {"norm.idle": lambda x: 2 * x}).encode(IDS)[0])
+
+
+def test_a_predictor_is_not_patched(model):
+    norm, merge = model.norm, nn.Linear("sides embed -> merged", sides=2, embed=4, merged=4, key=jax.random.key(1))
+    predictor = nn.Predictor(norm, norm, merge, model.stacks[1:], norm)
+    predicting = eqx.tree_at(lambda m: m.predictor, model, predictor, is_leaf=lambda x: x is None)
+    with pytest.raises(ValueError, match="'predictor.merge' belongs to the predictor"):
+        patch(predicting, {"predictor.merge": lambda x: 2 * x})
+
+
+def test_a_patched_encoder_is_read_from_the_cache():
+    model = make_model_with_encoder()
+    double = lambda x, layer: 2 * x
+    patched = patch(model, {"encoder.norm": lambda x: 2 * x, "stacks[0].blocks.sublayers[0].layer.key": double})
+    tokens = nn.positions_like(IDS.shape)
+    source = nn.Source(IDS, tokens)
+
+    @jax.jit
+    def logits_by_pass():
+        at_once, plain = (m(IDS, nn.with_source(tokens, source))[0] for m in (patched, model))
+        early, late = (jax.tree.map(lambda x: x[:, :3], tokens), jax.tree.map(lambda x: x[:, 3:], tokens))
+        _, cache = patched(IDS[:, :3], nn.with_source(early, source), patched.init_cache(2, 8))
+        return at_once[:, 3:], plain[:, 3:], patched(IDS[:, 3:], late, cache)[0]
+
+    expected, plain, logits = logits_by_pass()
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
+    assert not np.allclose(expected, plain, atol=1e-3)
