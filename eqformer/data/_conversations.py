@@ -49,7 +49,7 @@ class PromptCompletion:
 
 
 Example = Conversation | PromptCompletion | str
-Form = Literal["messages", "prompt and completion", "text"]
+Form = Literal["messages", "prompt and completion of messages", "prompt and completion", "text"]
 
 
 def read_example(row: object, *, location: str) -> tuple[Form, Example]:
@@ -66,7 +66,7 @@ def read_example(row: object, *, location: str) -> tuple[Form, Example]:
             return "prompt and completion", PromptCompletion(prompt, completion)
         case {"prompt": list(prompt), "completion": list(completion), **fields}:
             messages = [*prompt, *completion]
-            return "prompt and completion", _make_conversation(messages, len(prompt), fields, location)
+            return "prompt and completion of messages", _make_conversation(messages, len(prompt), fields, location)
         case {"text": str(text)}:
             return "text", text
         case dict():
@@ -166,13 +166,30 @@ def _cut_results(
     number: int,
     options: Mapping[str, Any],
 ) -> Span | None:
-    """Return the span of a call without the tools' results: what it shares with the rendering that ends at the call."""
-    shorter, shorter_spans = template.render_by_message(messages[: number + 1], **options)
-    span, shorter_span = spans[number], shorter_spans[number]
-    if span is None or shorter_span is None:
-        return span
+    """Return the span of a call without the tools' results: what it shares with a rendering without the results.
+
+    The rendering without the results alone keeps the later messages, because templates drop reasoning before the
+    user's last message. The rendering that ends at the call is for templates that refuse two replies in a row.
+    """
+    span = spans[number]
+    if span is None:
+        return None
+    last_result = number
+    while last_result + 1 < len(messages) and messages[last_result + 1]["role"] == "tool":
+        last_result += 1
     start, stop = span
-    return start, start + _shared_length(text[start:stop], shorter[slice(*shorter_span)])
+    shared, refusals = [], []
+    for later in (messages[last_result + 1 :], ()):
+        try:
+            shorter, shorter_spans = template.render_by_message([*messages[: number + 1], *later], **options)
+        except ValueError as error:
+            refusals.append(error)
+            continue
+        if (shorter_span := shorter_spans[number]) is not None:
+            shared.append(_shared_length(text[start:stop], shorter[slice(*shorter_span)]))
+    if len(refusals) == 2:
+        raise refusals[0]
+    return (start, start + max(shared)) if shared else span
 
 
 def _find_header(
@@ -181,11 +198,19 @@ def _find_header(
     """Return the text after the previous messages that asks the model for its reply.
 
     The message begins with this text, unless the template drops earlier reasoning: then the conversation does not begin
-    with the model's prompt, and the message may begin with a part of the text, without a name such as <think>.
+    with the model's prompt, and the message may begin with a part of the text, without a name such as <think>. The
+    text is that after a question for templates that refuse messages without one.
     """
     start, stop = span
-    previous = previous or [{"role": "user", "content": ""}]
-    prompt = template.render(previous, **options)
+    question = {"role": "user", "content": "?"}
+    try:
+        previous = previous or [question]
+        prompt = template.render(previous, **options)
+    except ValueError:
+        if any(message["role"] == "user" for message in previous):
+            raise
+        previous = [*previous, question]
+        prompt = template.render(previous, **options)
     if text.startswith(prompt) and start <= len(prompt) <= stop:
         return text[start : len(prompt)]
     without_header = template.render(previous, add_generation_prompt=False, **options)
@@ -261,7 +286,7 @@ class ConversationEncoder:
         self.tokenizer, self.template, self.loss_on = tokenizer, template, loss_on
         self.end_ids = tuple(end_ids) or (tokenizer.end_of_text,)
         self.vocab, self.end_of_text = tokenizer.vocab, self.end_ids[0]
-        parts = ["conversations 1", tokenizer.fingerprint, loss_on, repr(self.end_ids)]
+        parts = ["conversations 2", tokenizer.fingerprint, loss_on, repr(self.end_ids)]
         self.fingerprint = digest([*parts, "" if template is None else template.fingerprint])
 
     def encode_documents(self, documents: Sequence[Document]) -> list[EncodedExample]:
@@ -383,11 +408,19 @@ def conversations(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
 
 
 def detect_form(path: str | os.PathLike[str]) -> Form:
-    """Return the form of the first row of a path of `conversations`; "text" for plain files and other rows."""
+    """Return the form of the first row of a path of `conversations`; "text" for plain files and rows of other fields.
+
+    Raises a `ValueError` as `read_example` does if the row has the fields of a chat, but not as a chat has them.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # Those of skipped files come when the files are read.
         try:
             name, text, _ = next(iter(files(path, field=None)))
-            return read_example(parse_json(text), location=name)[0]
+            row = parse_json(text)
         except (ValueError, StopIteration):
+            return "text"
+    match row:
+        case {"messages": _} | {"prompt": _, "completion": _} | {"text": str()}:
+            return read_example(row, location=name)[0]
+        case _:
             return "text"

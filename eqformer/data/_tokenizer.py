@@ -44,6 +44,8 @@ class PromptTokenizer(Tokenizer, Protocol):
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> UInt[np.ndarray, "seq"]: ...
 
+    def decode_prompt(self, ids: Ids) -> str: ...
+
 
 class TextStream:
     """Decoder of ids one by one, which returns complete characters only.

@@ -64,7 +64,7 @@ def chat_encoder(
         folder = directory.published
     companions = None if folder is None else models.companion_folder(folder)
     template = None if companions is None else read_chat_template(companions)
-    if template is None and detect_form(paths[0]) == "messages":
+    if template is None and "messages" in detect_form(paths[0]):
         reason = "the model was published without one" if companions else "there is no published model"
         raise ValueError(
             f"--data {paths[0]}: conversations are written by a model's chat template, but {reason}; give --model of a "
@@ -75,12 +75,14 @@ def chat_encoder(
 
 
 def sample_prompt(
-    prompt: str, tokenizer: Tokenizer, encoder: data.ConversationEncoder | None
+    recipe: Recipe, tokenizer: Tokenizer, encoder: data.ConversationEncoder | None
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return the ids that a sample continues, and those that end it: of a run on chats, the question as it is asked."""
-    if encoder is None or encoder.template is None:
-        return tokenizer.encode(prompt).tolist() or [tokenizer.end_of_text], (tokenizer.end_of_text,)
-    text = encoder.template.render([{"role": "user", "content": prompt}])
+    """Return the ids that a sample continues, and those that end it: the recipe's prompt as its data has prompts."""
+    if encoder is None:
+        return tokenizer.encode(recipe.prompt).tolist() or [tokenizer.end_of_text], (tokenizer.end_of_text,)
+    if encoder.template is None or "messages" not in detect_form(chat_paths(recipe)[0]):
+        return tokenizer.encode_prompt(recipe.prompt).tolist() or [tokenizer.end_of_text], encoder.end_ids
+    text = encoder.template.render([{"role": "user", "content": recipe.prompt}])
     return tokenizer.encode_prompt(text, add_special_tokens=False).tolist(), encoder.end_ids
 
 

@@ -241,7 +241,7 @@ class Trainer:
         on_first_process(lambda: self._write_sample(model, run.step))
 
     def _write_sample(self, model: Any, step: int) -> None:
-        prompt, ends = sample_prompt(self.recipe.prompt, self.tokenizer, self.encoder)
+        prompt, ends = sample_prompt(self.recipe, self.tokenizer, self.encoder)
         prompt, max_new_tokens = generation.fit_to_positions(model, prompt, 160)
         output = generation.generate(
             model,

@@ -56,6 +56,18 @@ JOINED = (
     "{% else %}<|end|>\n{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|a|>\n{% endif %}"
 )
+# Both: reasoning of earlier turns is dropped, and results are written by the iteration of the call.
+THINKING_JOINED = (
+    THINKING[: THINKING.index("{% for m in messages %}<|")]
+    + JOINED[: JOINED.index("{{ m.content }}")]
+    + "{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    + JOINED[JOINED.index("{{ m.content }}") :]
+)
+# A conversation without a question is refused.
+DEMANDING = (
+    "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('ask') }}{% endif %}"
+    + CHATML
+)
 # The next message's header ends a turn.
 HEADED = "{% for m in messages %}<|{{ m.role[0] }}|>\n{{ m.content }}{% endfor %}" + ASK
 # The header stands in the user's turn, and a turn begins with a space.
@@ -73,6 +85,8 @@ INDEXED = (
     "{% for i in range(messages | length) %}<|{{ messages[i].role[0] }}|>\n{{ messages[i].content }}<|end|>\n"
     "{% endfor %}" + ASK
 )
+SYSTEM = {"role": "system", "content": "Be brief."}
+REASONED_CALL = [USER, CALL | {"reasoning_content": "hm"}, RESULT, LAST, AGAIN, LAST | {"reasoning_content": "well"}]
 REASONED = [USER, REPLY | {"reasoning_content": "hm"}, AGAIN, LAST | {"reasoning_content": "well"}]
 # Template, messages, and what the model writes in each reply.
 CASES: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
@@ -81,6 +95,12 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
     "thinking": (THINKING, REASONED, [" <b>日 <|end|>", "well</think>ok\n<|end|>"]),
     "trimmed": (TRIMMED, TALK, ["<b>日<|end|>", "ok<|end|>"]),
     "joined": (JOINED, TOOLS, ["[add]<|call|>", "ok\n<|end|>"]),
+    "thinking and joined": (
+        THINKING_JOINED,
+        REASONED_CALL,
+        ["[add]<|call|>", "ok\n<|end|>", "<think>well</think>ok\n<|end|>"],
+    ),
+    "demanding": (DEMANDING, [SYSTEM, REPLY, AGAIN, LAST], [" <b>日 <|end|>", "ok\n<|end|>"]),
     "headed": (HEADED, TALK, [" <b>日 <|u|>", "ok\n<|end|>"]),
     "instruct": (INSTRUCT, TALK, ["  <b>日 <|end|>", " ok\n<|end|>"]),
     "inside": (INSIDE, TALK, [" <b>日 <|end|>", "ok\n<|end|>"]),
@@ -139,7 +159,11 @@ def runs(weights: np.ndarray) -> list[list[int]]:
     return borders.reshape(-1, 2).tolist()
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("thinking", "joined", "headed", "first")])
+# Templates that do not append each message to a prompt, and conversations of which a beginning is no prompt.
+NOT_APPENDING = ("thinking", "joined", "thinking and joined", "demanding", "headed", "first")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_APPENDING])
 def test_replies_follow_the_prompts_that_the_model_reads(case, tmp_path):
     # A reply begins where the prompt of the messages before it ends, if the template only appends.
     source, messages, _ = CASES[case]
@@ -198,7 +222,7 @@ def test_rows_that_cannot_be_trained_on(tokenizer, tmp_path):
 
     assert "no token is trained on" in refused(row_of([USER]))
     assert "no token is trained on" in refused(row_of([USER, REPLY | {"weight": 0}]))
-    assert "from 0 on, but is -1" in refused(row_of([USER, REPLY | {"weight": -1}]))
+    assert "of at least 0 and below 1e6, but is -1" in refused(row_of([USER, REPLY | {"weight": -1}]))
     assert "must be an object with a `role`" in refused(row_of([USER, {"content": "x"}]))
     assert "fields are conversations (list); rename them" in refused({"conversations": []})
     assert "must be an object with fields" in refused([USER])
@@ -224,6 +248,15 @@ def test_files_of_one_form(tmp_path):
     conversations(chats).check()
     assert detect_form(write_rows(tmp_path / "text.jsonl", [{"text": "a"}])) == "text"
     assert detect_form(write_rows(tmp_path / "other.jsonl", [{"body": "a"}])) == "text"
+    told = write_rows(tmp_path / "told.jsonl", [{"prompt": TALK[:1], "completion": TALK[1:]}])
+    assert detect_form(told) == "prompt and completion of messages"
+    for row, words in (
+        ({"messages": [{"content": "x"}]}, "message 0 must be an object with a `role`"),
+        ({"messages": "Hi"}, r"its fields are messages \(str\); rename them"),
+        ({"prompt": "a", "completion": None}, "its fields are prompt"),
+    ):
+        with pytest.raises(ValueError, match=rf"wrong.jsonl#0.*{words}"):
+            detect_form(write_rows(tmp_path / "wrong.jsonl", [row]))
     (tmp_path / "plain.txt").write_text("a")
     assert detect_form(tmp_path / "plain.txt") == "text"
     with pytest.raises(ValueError, match="plain.txt is plain text"):

@@ -1,10 +1,12 @@
 """Runs on conversations: the loss is that of the replies alone, and samples ask by the model's template."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recipes import RECIPES
 from script_helpers import losses, rows, run_here
 from text_cases import CONFIG, published_folder, small_model, TEMPLATE
 
@@ -65,6 +67,18 @@ def test_a_run_is_continued_and_writes_samples(folder, tmp_path):
     assert again.returncode == 0 and len(losses(tmp_path / "run")) == 3, again.stderr
     other = run_here("pretrain.py", *more, "--prolong", "hold", "--loss-on", "all")
     assert other.returncode == 2 and "loss_on: 'assistant' -> 'all'" in other.stderr
+
+
+def test_a_sample_has_the_form_of_the_data(folder):
+    from support.chats import sample_prompt
+
+    tokenizer = data.ByteTokenizer()
+    encoder = data.ConversationEncoder(tokenizer, data.ChatTemplate(folder / "model"), end_ids=(10, 0))
+    recipe = dataclasses.replace(RECIPES["default"](), data=folder / "pairs.jsonl", prompt="1 + 1")
+    assert sample_prompt(recipe, tokenizer, encoder) == ([*b"1 + 1"], (10, 0))
+    chats = dataclasses.replace(recipe, data=folder / "chats.jsonl")
+    assert sample_prompt(chats, tokenizer, encoder) == ([*b"<user>1 + 1<assistant>"], (10, 0))
+    assert sample_prompt(recipe, tokenizer, None) == ([*b"1 + 1"], (0,))
 
 
 @pytest.mark.grid
