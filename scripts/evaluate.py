@@ -42,6 +42,8 @@ class Command(ModelFlags):
     """Examples before each question; the task's own number by default."""
     limit: int | None = None
     """How many documents of each task are asked; all by default."""
+    max_length: int | None = None
+    """Tokens that the model reads at most for a task; by default as many as it was published for, or 2,048."""
     chat: bool = False
     """Ask by the model's chat template."""
     batch: int = 8
@@ -100,6 +102,7 @@ def score_tasks(command: Command, llm: LLM) -> dict[str, dict[str, float]]:
             limit=command.limit,
             apply_chat_template=command.chat,
             batch_size=command.batch,
+            max_length=command.max_length,
             include_path=None if command.include_path is None else str(command.include_path),
             progress=progress,
         )

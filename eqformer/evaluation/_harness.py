@@ -3,6 +3,7 @@
 This file imports `lm_eval`, which is optional, so other files import this one inside functions.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,7 +72,13 @@ class HarnessModel(TemplateLM):
             return template.render(chat_history)
         text = template.render(chat_history, add_generation_prompt=False)
         last = chat_history[-1]["content"].strip()
-        return text[: text.rindex(last) + len(last)]
+        before, last_found, _ = text.rpartition(last) if last else (text, "", "")
+        if last_found != last:
+            raise ValueError(
+                f"evaluate_tasks(apply_chat_template=True): the task continues its last message, {last!r:.80}, but the "
+                "chat template writes that message in another way; leave apply_chat_template out for this task."
+            )
+        return before + last
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Return a name of the template for the harness' records."""
@@ -83,7 +90,13 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and whether greedy decoding would write it."""
         prompts, continuations = [], []
-        for _, context, continuation in requests:
+        for texts, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                answer = "" if texts is None else f" {texts[1]!r:.80}"
+                raise ValueError(
+                    f"a task asks for the probability of an answer{answer} of {len(continuation)} tokens, but the "
+                    f"model has {self.max_length} tokens in all; give a larger max_length, or leave the task out."
+                )
             # The model does not read the last id, so one more id fits.
             ids = (context + continuation)[-(self.max_length + 1) :]
             start = max(1, len(ids) - len(continuation))
@@ -143,6 +156,8 @@ class HarnessModel(TemplateLM):
         greedy: dict[str, Any] = {} if options["do_sample"] else {"temperature": 0.0}
         transforms = sampling(**{name: value for name, value in options.items() if name in _SAMPLING} | greedy)
         rows = [self.tok_encode(context)[-room:] for context in contexts]
+        named = [stop for stop in options["until"] if self._names_special_token(stop)]
+        stops = [stop for stop in options["until"] if stop and stop not in named], named
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
         texts = [""] * len(rows)
         for start in range(0, len(order), self.batch_size):
@@ -154,14 +169,32 @@ class HarnessModel(TemplateLM):
                 transforms=transforms,
                 end_of_text=self.llm.end_ids,
                 examples=batch,
-                ends_row=lambda row, ids: any(stop and stop in self._decode(ids) for stop in options["until"]),
+                ends_row=lambda row, ids: self._text_before_stop(ids, *stops)[1],
                 key=jax.random.key(0),
             )
             for number, ids in zip(batch, drawn.new_ids(), strict=True):
-                texts[number] = postprocess_generated_text(self._decode(ids), options["until"], None)
+                ended = bool(ids) and ids[-1] in self.llm.end_ids
+                texts[number], _ = self._text_before_stop(ids[:-1] if ended else ids, *stops)
             self.progress("generating", done + min(start + self.batch_size, len(rows)), total)
         return texts
 
-    def _decode(self, ids: list[int]) -> str:
-        ended = bool(ids) and ids[-1] in self.llm.end_ids
-        return self.llm.tokenizer.decode(ids[:-1] if ended else ids)
+    def _text_before_stop(self, ids: list[int], stops: Sequence[str], named_stops: Sequence[str]) -> tuple[str, bool]:
+        """Return the text before the first stop string, without special tokens, and whether there is a stop string.
+
+        `named_stops` contain names of special tokens, and the other `stops` are plain text.
+        """
+        tokenizer = self.llm.tokenizer
+        text, named_text = tokenizer.decode(ids), tokenizer.decode_prompt(ids)
+        starts = [named_text.index(stop) for stop in named_stops if stop in named_text]
+        if starts:
+            ends = range(1, len(ids) + 1)
+            count = bisect_right(ends, min(starts), key=lambda end: len(tokenizer.decode_prompt(ids[:end])))
+            # The next token may begin with text before the stop string.
+            length = min(starts) - len(tokenizer.decode_prompt(ids[:count]))
+            before = tokenizer.decode(ids[:count])
+            text = before + tokenizer.decode(ids[: count + 1])[len(before) :][:length]
+        return postprocess_generated_text(text, [*stops], None), bool(starts) or any(stop in text for stop in stops)
+
+    def _names_special_token(self, text: str) -> bool:
+        ids = self.llm.tokenizer.encode_prompt(text, add_special_tokens=False)
+        return self.llm.tokenizer.decode(ids) != self.llm.tokenizer.decode_prompt(ids)

@@ -23,7 +23,8 @@ class TextScores(NamedTuple):
     tokens: int
     """The number of scored tokens."""
     text_bytes: int
-    """The number of UTF-8 bytes of the texts."""
+    """The number of UTF-8 bytes of the scored tokens: those of the texts, without those of first tokens that are not
+    scored. Where a first token ends inside a character, it has an even share of the character's bytes."""
 
     @property
     def perplexity(self) -> float:
@@ -89,8 +90,9 @@ def evaluate_texts(
     windows: list[_Window] = []
     text_bytes = 0
     for text in texts:
-        text_bytes += len(text.encode("utf-8", errors="surrogatepass"))
-        windows += _slide(llm.tokens(text), window, stride)
+        ids = llm.tokens(text)
+        text_bytes += len(text.encode("utf-8", errors="surrogatepass")) - _first_token_bytes(llm, ids)
+        windows += _slide(ids, window, stride)
     if not windows:
         raise ValueError(f"{call}: the texts have no token to score; give a text of at least two tokens.")
     scores = score_tokens(
@@ -107,6 +109,22 @@ def evaluate_texts(
 
 def _default_window(llm: LLM) -> int:
     return min(llm.max_length or DEFAULT_WINDOW, llm.model.max_seq or DEFAULT_WINDOW, DEFAULT_WINDOW)
+
+
+def _first_token_bytes(llm: LLM, ids: list[int]) -> int:
+    """Return the bytes of the text of the first token, which is not scored; 0 for a beginning of text.
+
+    A character of several tokens is decoded as U+FFFD until it is complete; its bytes are shared evenly.
+    """
+    first = llm.tokenizer.decode(ids[:1])
+    complete = first.rstrip("\ufffd")
+    if complete == first:
+        return len(first.encode())
+    for count in range(2, 5):
+        character = llm.tokenizer.decode(ids[:count])[len(complete) :][:1]
+        if character != "\ufffd":
+            return len(complete.encode()) + len(character.encode()) // count
+    return len(first.encode())
 
 
 def _slide(ids: list[int], window: int, stride: int) -> Iterator[_Window]:

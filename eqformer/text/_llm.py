@@ -34,7 +34,7 @@ class LLM:
     chat_template: data.ChatTemplate | None = None
     """The template of the model's chats; None for a model without chats."""
     end_ids: tuple[int, ...] = ()
-    """Ids that end a text."""
+    """Ids that end a text, the main one first: it is appended to a text that is to end."""
     special_tokens: bool = True
     """Whether prompts get the special tokens that the tokenizer adds, such as a beginning of text, and may name special
     tokens. False for a model that was trained on plain text."""

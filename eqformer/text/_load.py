@@ -77,8 +77,11 @@ def _join(
     *,
     special_tokens: bool,
 ) -> LLM:
-    """Join a model and its tokenizer with the chat template and the special ids of a published folder."""
-    ends = sorted({tokenizer.end_of_text, *models.read_eos_token_ids(folder)})
+    """Join a model and its tokenizer with the chat template and the special ids of a published folder.
+
+    The tokenizer's end of text, by default the first end id that the model's configs name, is the first end id.
+    """
+    ends = dict.fromkeys([tokenizer.end_of_text, *models.read_eos_token_ids(folder)])
     begin_id = read_begin_id(folder, tokenizer)
     return LLM(model, tokenizer, read_chat_template(folder), tuple(ends), special_tokens, max_length, begin_id)
 

@@ -1,15 +1,18 @@
 """Tasks of lm-evaluation-harness, against its own backend of transformers on the same folder."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
-from text_cases import published_folder, scripted
+from text_cases import published_folder, Scripted, scripted
 
 import eqformer
-from eqformer import evaluation
+from eqformer import data, evaluation
 
 
 HARNESS = importlib.util.find_spec("lm_eval") is not None
@@ -104,3 +107,41 @@ def test_each_kind_of_task_as_its_own_backend_of_transformers(tmp_path):
         assert numbers(bare["choose", 0]) != pytest.approx(numbers(ours["choose", 0]), abs=1e-2)
     with pytest.raises(ValueError, match="has no task 'hellaswagg'; near names are hellaswag"):
         evaluation.evaluate_tasks(llm, "hellaswagg")
+
+
+@pytest.mark.skipif(not HARNESS, reason="the extra `eval` is not installed")
+def test_a_stop_string_may_name_a_special_token(tmp_path):
+    content = json.loads(data.ByteTokenizer().to_json())
+    content["added_tokens"] += [content["added_tokens"][0] | {"id": 256, "content": "<|im_end|>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = data.FileTokenizer(tmp_path / "tokenizer.json", end_of_text="<|endoftext|>")
+    written = [*"Q: né".encode(), 256, *b"\nQ: and more, and more", 0]
+    llm = dataclasses.replace(
+        scripted(""), model=Scripted(jnp.asarray(written, jnp.int32), vocab=257), tokenizer=tokenizer
+    )
+    model = evaluation.harness_model(llm)
+
+    def written_until(*stops: str) -> str:
+        (text,) = model.generate_until([SimpleNamespace(args=("Q", {"until": [*stops], "max_gen_toks": 20}))])
+        return text
+
+    assert written_until("<|im_end|>") == ": né" == written_until("<|im_end|>\nQ")
+    assert written_until("or") == ": né\nQ: and m"
+    assert written_until("d m") == ": né\nQ: an" and written_until(": ", "<|im_end|>") == ""
+    # The control: strings that are not written, one of which is in the name of a special token.
+    assert written_until("<|other|>") == written_until("im_") == ": né\nQ: and more, "
+
+
+@pytest.mark.skipif(not HARNESS, reason="the extra `eval` is not installed")
+def test_what_the_model_cannot_answer(tmp_path):
+    model = evaluation.harness_model(scripted("abc"), max_length=4)
+    ask = lambda answer: [SimpleNamespace(args=("Q", answer))]
+    assert len(model.loglikelihood(ask("abcd"))) == 1
+    with pytest.raises(ValueError, match="an answer 'abcde' of 5 tokens, but the model has 4 tokens.*max_length"):
+        model.loglikelihood(ask("abcde"))
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    chat = dataclasses.replace(scripted("abc"), chat_template=data.ChatTemplate(tmp_path))
+    model = evaluation.harness_model(chat)
+    assert model.apply_chat_template([{"role": "user", "content": "A"}], add_generation_prompt=False) == "A"
+    with pytest.raises(ValueError, match="continues its last message, 'a', but the chat template writes"):
+        model.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=False)

@@ -57,12 +57,31 @@ def test_each_token_is_scored_once_in_its_window(llm, window, stride):
     assert scores.correct == sum(value for _, values in loops for value in values)
     assert scores.perplexity == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-5)
     bits = sum(nats) / math.log(2)
-    assert scores.bits_per_byte == pytest.approx(bits / sum(len(text.encode()) for text in TEXTS), rel=1e-5)
+    # A token is a byte, so the bytes are the scored tokens: not "x", and no first byte.
+    assert scores.text_bytes == scores.tokens and scores.bits_per_byte == pytest.approx(bits / scores.tokens, rel=1e-5)
     assert scores.accuracy == scores.correct / scores.tokens
     assert done[-1][0] == done[-1][1]
     # The control: with another stride, tokens have another context.
     other = sum(value for text in TEXTS for value in sliding_loop(llm, text, window, max(1, stride // 2))[0])
     assert window > 100 or other != pytest.approx(scores.nats, rel=1e-4)
+
+
+def test_the_bytes_are_those_of_the_scored_tokens(llm):
+    def count(*texts: str) -> int:
+        return evaluation.evaluate_texts(llm, texts).text_bytes
+
+    assert count("日本") == 5 and count("éa") == 2 and count("ab", "x", "") == 1
+    # All of a text is scored after a beginning of text, which has no bytes.
+    begun = dataclasses.replace(llm, tokenizer=Begun())
+    scores = evaluation.evaluate_texts(begun, ["日本"])
+    assert (scores.text_bytes, scores.tokens) == (6, 6)
+
+
+class Begun(data.ByteTokenizer):
+    """Bytes after a beginning of text."""
+
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> np.ndarray:
+        return np.concatenate([[0], self.encode(text)]).astype(np.uint8)
 
 
 def test_accuracy_of_a_model_that_knows_the_text():

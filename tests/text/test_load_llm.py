@@ -39,6 +39,12 @@ def test_a_folder_is_loaded_whole(folder):
     assert half.compute_dtype == "bfloat16"
 
 
+def test_the_first_end_is_the_main_one(tmp_path):
+    settings = json.dumps({"eos_token_id": [10, 0]})
+    folder = published_folder(tmp_path / "published", generation_config__json=settings)
+    assert eqformer.load(folder).end_ids == (10, 0)  # in the order of the config, and not by size
+
+
 def test_prompts_of_a_published_model_begin_with_its_special_tokens(folder, tmp_path):
     file = json.loads((folder / "tokenizer.json").read_text())
     first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
