@@ -12,6 +12,8 @@ from ._conversations import (
     detect_form as detect_form,
     EncodedExample as EncodedExample,
     find_replies as find_replies,
+    LossOn as LossOn,
+    MarkedSpan as MarkedSpan,
     PromptCompletion as PromptCompletion,
     read_example as read_example,
 )

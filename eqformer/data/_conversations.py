@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -251,6 +252,16 @@ class EncodedExample(NamedTuple):
     text_bytes: int
 
 
+class MarkedSpan(NamedTuple):
+    """Consecutive tokens of an example that are all trained on, or all not."""
+
+    text: str
+    tokens: int
+    """The number of tokens."""
+    is_learned: bool
+    """Whether the loss of these tokens has a weight above 0."""
+
+
 class ConversationEncoder:
     """Encoder of chat data to token ids and loss weights; `open_store` takes it in place of a tokenizer.
 
@@ -292,6 +303,15 @@ class ConversationEncoder:
     def encode_documents(self, documents: Sequence[Document]) -> list[EncodedExample]:
         """Encode documents, each a row as JSON. Raises a `ValueError` that names the row."""
         return [self.encode(read_example(parse_json(text), location=name)[1], name) for name, text, _ in documents]
+
+    def mark_learned(self, document: Document) -> list[MarkedSpan]:
+        """Return the text of a document, a row as JSON, in spans that tell which tokens are trained on."""
+        (example,) = self.encode_documents([document])
+        spans = []
+        for is_learned, group in groupby(range(len(example.ids)), key=lambda index: bool(example.weights[index] > 0)):
+            indices = [*group]
+            spans.append(MarkedSpan(self.tokenizer.decode_prompt(example.ids[indices]), len(indices), is_learned))
+        return spans
 
     def encode(self, example: Example, location: str = "the example") -> EncodedExample:
         """Encode an example.

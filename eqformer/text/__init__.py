@@ -1,6 +1,10 @@
 """Text in, text out: a model together with its tokenizer, its chat template and the ids that end a text."""
 
-from ._companions import load_tokenizer as load_tokenizer, read_chat_template as read_chat_template
+from ._companions import (
+    load_conversation_encoder as load_conversation_encoder,
+    load_tokenizer as load_tokenizer,
+    read_chat_template as read_chat_template,
+)
 from ._llm import LLM as LLM
 from ._load import load as load, prepare_to_decode as prepare_to_decode
 from ._options import ChatOptions as ChatOptions, GenerateOptions as GenerateOptions

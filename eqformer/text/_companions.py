@@ -35,6 +35,25 @@ def load_tokenizer(source: str | Path, *, end_of_text: str | None = None) -> dat
     return data.ByteTokenizer()
 
 
+def load_conversation_encoder(
+    source: str | Path,
+    tokenizer: data.ByteTokenizer | data.FileTokenizer | None = None,
+    *,
+    loss_on: data.LossOn = "assistant",
+) -> data.ConversationEncoder:
+    """Load the encoder of conversations that a published chat model is trained on.
+
+    Args:
+        source: The published folder or the GGUF file, whose chat template and end ids the encoder has.
+        tokenizer: The tokenizer; None: that of the source, see `load_tokenizer`.
+        loss_on: The tokens that are trained on, as in `data.ConversationEncoder`.
+    """
+    folder = models.companion_folder(source)
+    tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
+    template, end_ids = read_chat_template(folder), models.read_eos_token_ids(folder)
+    return data.ConversationEncoder(tokenizer, template, loss_on=loss_on, end_ids=end_ids)
+
+
 def read_begin_id(folder: Path, tokenizer: data.ByteTokenizer | data.FileTokenizer) -> int | None:
     """Return the id of the `bos_token` that a published folder names; None without one."""
     name = data.read_special_tokens(folder).get("bos_token")

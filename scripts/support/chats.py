@@ -2,16 +2,14 @@
 
 import dataclasses
 import functools
-from itertools import groupby
 from pathlib import Path
 
-import numpy as np
 from recipes import Recipe
 from rich.text import Text as StyledText
 
-from eqformer import data, models
-from eqformer.text import read_chat_template
-from support.published import recipe_tokenizer, Tokenizer
+from eqformer import data
+from eqformer.text import load_conversation_encoder
+from support.published import published_files, recipe_tokenizer, Tokenizer
 from support.run_directory import RunDirectory
 from support.screen import Screen
 
@@ -59,19 +57,19 @@ def chat_encoder(
     paths = chat_paths(recipe)
     if not paths:
         return None
-    folder = recipe.published
-    if folder is not None and directory is not None and directory.published.exists():
-        folder = directory.published
-    companions = None if folder is None else models.companion_folder(folder)
-    template = None if companions is None else read_chat_template(companions)
-    if template is None and "messages" in detect_form(paths[0]):
-        reason = "the model was published without one" if companions else "there is no published model"
+    folder = published_files(recipe, directory)
+    if folder is None:
+        reason = "there is no published model"
+        encoder = data.ConversationEncoder(tokenizer, None, loss_on=recipe.loss_on)
+    else:
+        reason = "the model was published without one"
+        encoder = load_conversation_encoder(folder, tokenizer, loss_on=recipe.loss_on)
+    if encoder.template is None and "messages" in detect_form(paths[0]):
         raise ValueError(
             f"--data {paths[0]}: conversations are written by a model's chat template, but {reason}; give --model of a "
             "chat model, or texts as prompt and completion."
         )
-    ends = [] if companions is None else models.read_eos_token_ids(companions)
-    return data.ConversationEncoder(tokenizer, template, loss_on=recipe.loss_on, end_ids=ends)
+    return encoder
 
 
 def sample_prompt(
@@ -92,16 +90,13 @@ def show_example(recipe: Recipe, directory: RunDirectory, screen: Screen) -> Non
     encoder = chat_encoder(recipe, tokenizer, directory)
     if encoder is None:
         raise ValueError("--show-example: the text is no conversations, so all of it is learned; leave the flag out.")
-    source = data.conversations(chat_paths(recipe)[0])
-    document = next(iter(source))
-    (example,) = encoder.encode_documents([document])
-    learned, shown = example.weights > 0, StyledText()
-    for is_learned, indices in groupby(range(len(example.ids)), key=lambda index: bool(learned[index])):
-        piece = tokenizer.decode_prompt(example.ids[[*indices]])
-        if is_learned:
-            piece = piece if screen.has_colors else f"[[{piece}]]"
-        shown.append(piece, style="bold green" if is_learned else "dim")
-    count = int(np.sum(learned))
+    document, shown = next(iter(data.conversations(chat_paths(recipe)[0]))), StyledText()
+    spans = encoder.mark_learned(document)
+    for span in spans:
+        piece = f"[[{span.text}]]" if span.is_learned and not screen.has_colors else span.text
+        shown.append(piece, style="bold green" if span.is_learned else "dim")
+    total = sum(span.tokens for span in spans)
+    learned = sum(span.tokens for span in spans if span.is_learned)
     mark = "in colour" if screen.has_colors else "in [[brackets]]"
-    screen.note(f"{document.name}: {len(learned)} tokens, of which {count} are learned ({mark})")
+    screen.note(f"{document.name}: {total} tokens, of which {learned} are learned ({mark})")
     screen.console.print(shown)

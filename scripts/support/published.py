@@ -57,15 +57,20 @@ def recipe_tokenizer(recipe: Recipe, directory: RunDirectory | None = None) -> T
         if directory is not None and directory.tokenizer.exists() and directory.checkpointer().steps:
             file = directory.tokenizer
         return data.FileTokenizer(file, end_of_text=end_of_text)
-    folder = recipe.published
-    if folder is not None and directory is not None and directory.published.exists():
-        folder = directory.published
+    folder = published_files(recipe, directory)
     has_file = folder is not None and (models.companion_folder(folder) / "tokenizer.json").exists()
     if end_of_text is not None and not has_file:
         raise ValueError(
             f"--text.end-of-text {end_of_text}: bytes end a text with 0; leave it out, or give --text.tokenizer."
         )
     return data.ByteTokenizer() if folder is None else load_tokenizer(folder, end_of_text=end_of_text)
+
+
+def published_files(recipe: Recipe, directory: RunDirectory | None = None) -> Path | None:
+    """Return the published model that the recipe trains, or the run's copy of its files; None without one."""
+    if recipe.published is not None and directory is not None and directory.published.exists():
+        return directory.published
+    return recipe.published
 
 
 def copy_companions(recipe: Recipe, directory: RunDirectory) -> None:

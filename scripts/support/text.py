@@ -92,12 +92,8 @@ def open_texts(
             vocab=recipe.model.vocab,
             progress=lambda what, done, total: progress(f"reading {what}", done, total),
         )
-    for name, loader in corpus.loaders.items():
-        if isinstance(packing := loader.packing, data.DocumentPacking) and packing.cut + packing.skipped:
-            screen.note(
-                f"--seq {recipe.seq}: of {name}, {packing.cut} conversations are cut at the end of a reply, and "
-                f"{packing.skipped} are left out, since none of their replies ends within a row"
-            )
+    for line in corpus.describe_cuts():
+        screen.note(f"--seq {recipe.seq}: {line}")
     if (size := _token_bytes(folders[0])) > old_size and folders[0] != directory.data:
         screen.note(f"the tokens are in {folders[0]}, which all runs share ({size / 1e6:,.1f} MB; it may be deleted)")
     return corpus

@@ -197,6 +197,15 @@ def test_what_the_loss_is_on(tokenizer, tmp_path):
     assert parts("assistant", {"text": "once"}) == ["once<|end|>"]
 
 
+def test_spans_tell_which_tokens_are_learned(tokenizer, tmp_path):
+    encoder = ConversationEncoder(tokenizer, template_of(tmp_path, CHATML))
+    (document,) = conversations(write_rows(tmp_path / "chats.jsonl", [row_of(TALK)]))
+    spans, (example,) = encoder.mark_learned(document), encoder.encode_documents([document])
+    assert [span.text for span in spans if span.is_learned] == [" <b>日 <|end|>", "ok\n<|end|>"]
+    assert "".join(span.text for span in spans) == tokenizer.decode_prompt(example.ids)
+    assert sum(span.tokens for span in spans if span.is_learned) == np.count_nonzero(example.weights)
+
+
 def test_turns_have_weights_of_their_own(tokenizer, tmp_path):
     encoder = ConversationEncoder(tokenizer, template_of(tmp_path, CHATML.replace("<|end|>", "{{ m.weight }}<|end|>")))
     plain, weighted = (
@@ -307,6 +316,10 @@ def test_a_corpus_of_conversations(tokenizer, tmp_path):
     source = conversations(write_rows(tmp_path / "chats.jsonl", [row_of(TALK)] * 40))
     corpus = open_corpus({"chats": source}, encoder, tmp_path / "c", seq=64, batch=2, seed=0, packing="documents")
     train, held_out = corpus.tokens
+    assert corpus.describe_cuts() == []
+    short = open_corpus({"chats": source}, encoder, tmp_path / "c", seq=24, batch=2, seed=0, packing="documents")
+    (line,) = short.describe_cuts()
+    assert line.startswith("of chats, ") and line.endswith("since none of their replies ends within a row")
     assert train + held_out == 40 * len(encoder.encode(read_example(row_of(TALK), location="")[1]).ids) and held_out
     few = conversations(write_rows(tmp_path / "few.jsonl", [row_of(TALK)]))
     with pytest.raises(ValueError, match="split must have a document"):

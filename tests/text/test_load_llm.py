@@ -13,7 +13,7 @@ from text_cases import published_folder, small_model, smollm2, TEMPLATE, USER
 
 import eqformer
 from eqformer import data, parallel
-from eqformer.text import LLM, load_tokenizer
+from eqformer.text import LLM, load_conversation_encoder, load_tokenizer
 
 
 TESTS = Path(__file__).parents[1]
@@ -35,6 +35,8 @@ def test_a_folder_is_loaded_whole(folder):
     expected = LLM(small_model(), data.ByteTokenizer(), end_ids=(0, 10))
     assert llm.generate("def ", max_new_tokens=12) == expected.generate("def ", max_new_tokens=12)
     assert llm.chat([USER], max_new_tokens=9) == expected.generate("<user>Hi<assistant>", max_new_tokens=9)
+    encoder = load_conversation_encoder(folder, loss_on="all")
+    assert encoder.end_ids == (0, 10) and encoder.loss_on == "all" and encoder.template is not None
     half: Any = eqformer.load(folder, dtype="bfloat16").model
     assert half.compute_dtype == "bfloat16"
 
