@@ -27,7 +27,8 @@ if __name__ == "__main__":
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,7 +41,6 @@ from support.check import check
 from support.command import entry
 from support.environment import delete_oldest, user_folder
 from support.kernel_report import decode_lines, training_lines
-from support.out_of_memory import find_smaller_runs, show_search
 from support.processes import check_machine, Machine
 from support.screen import Screen
 from support.setup import (
@@ -52,7 +52,9 @@ from support.setup import (
     make_plan,
     make_train_state,
     make_train_step,
+    make_training_setup,
     plan_flags,
+    setting_flags,
     with_candidate,
     with_plan_flags,
 )
@@ -206,9 +208,12 @@ def training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Targ
         search = planning.search_plans(states, model, batch, target, progress=progress)
         assert forecast.memory is not None
         limit = 3 - len(search.proposals)
-        smaller_runs = find_smaller_runs(recipe, model, forecast.memory, forecast.platform, limit)
+        setup = make_training_setup(recipe, model)
+        smaller_setups = planning.find_smaller_setups(setup, forecast.memory, forecast.platform, limit=limit)
         lines = [planning.format_search(search, functools.partial(candidate_flags, recipe))]
-        return "\n".join([*lines, *["on the same mesh by"] * bool(smaller_runs), *map(str, smaller_runs)])
+        lines += ["on the same mesh by"] * bool(smaller_setups)
+        lines += [f"  {setting_flags(smaller.settings)}: {gigabytes(smaller.held)}" for smaller in smaller_setups]
+        return "\n".join(lines)
 
     return PlannedStep(forecast, functools.partial(lower_step, recipe, states), find_alternatives)
 
@@ -348,6 +353,15 @@ def _draw(path: Path, recipe: Recipe, model: nn.LanguageModel, forecast: plannin
         timeline = path.with_name(f"{path.stem}-timeline.png")
         parallel.plot_timeline(plan.timetable(), timeline)
         print(f"drawn: {timeline}", file=sys.stderr)
+
+
+@contextmanager
+def show_search() -> Iterator[planning.Progress]:
+    """Say on standard error that plans are searched, and how far the search is."""
+    screen = Screen(errors=True)
+    screen.note("looking for plans that fit; tracing each takes seconds")
+    with screen.counting() as show:
+        yield show
 
 
 def search(command: Command, model: nn.LanguageModel, topology: Topology) -> None:

@@ -9,6 +9,7 @@ if __name__ == "__main__":
     environment.prepare(sys.argv)
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Annotated
 
@@ -19,16 +20,15 @@ from support.chats import show_example
 from support.check import check
 from support.command import entry
 from support.from_run import check_from_run
-from support.out_of_memory import out_of_memory_report
 from support.processes import connect, Machine, run_devices
 from support.published import check_published
 from support.recipe_file import short_name
 from support.run_directory import RunDirectory
 from support.screen import Screen
-from support.setup import check_plan, make_plan
+from support.setup import candidate_flags, check_plan, make_plan, make_training_setup, setting_flags
 from support.trainer import Trainer
 
-from eqformer import dataclass_to_json
+from eqformer import dataclass_to_json, planning
 from eqformer.parallel import check_alike, is_first_process
 
 
@@ -69,7 +69,11 @@ def train(command: Command) -> None:
         try:
             trainer.run()
         except JaxRuntimeError as error:
-            if (message := out_of_memory_report(error, recipe, shapes)) is None:
+            setup, format_plan = make_training_setup(recipe, shapes), functools.partial(candidate_flags, recipe)
+            message = planning.out_of_memory_report(
+                error, setup, format_plan=format_plan, format_settings=setting_flags
+            )
+            if message is None:
                 raise
             raise ValueError(message) from error
 

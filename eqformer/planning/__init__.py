@@ -51,6 +51,12 @@ from ._held_bytes import (
     temporary_bytes as temporary_bytes,
     Verdict as Verdict,
 )
+from ._out_of_memory import (
+    find_smaller_setups as find_smaller_setups,
+    out_of_memory_report as out_of_memory_report,
+    SmallerSetup as SmallerSetup,
+    TrainingSetup as TrainingSetup,
+)
 from ._report import (
     communication_table as communication_table,
     compilation_table as compilation_table,

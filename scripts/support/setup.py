@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -124,6 +124,23 @@ def candidate_flags(recipe: Recipe, candidate: planning.Candidate) -> str:
     """Return the flags that give the recipe a plan that a search found."""
     remat = [f"--execution.remat {candidate.remat}"] * (candidate.remat != recipe.execution.remat)
     return " ".join(filter(None, [plan_flags(with_candidate(recipe, candidate)), *remat])) or "one device"
+
+
+def make_training_setup(recipe: Recipe, model: nn.LanguageModel) -> planning.TrainingSetup:
+    """Return what decides the bytes of the recipe's step, with the model or its shapes."""
+    plan, trained = make_abstract_plan(recipe), recipe.lora.trained
+    parts = recipe.optimizer, recipe.precision, recipe.execution
+    return planning.TrainingSetup(model, plan, batch_shapes(recipe), *parts, trained)
+
+
+def setting_flags(settings: Mapping[str, object]) -> str:
+    """Return settings of a `planning.TrainingSetup` as flags."""
+    prefixes = {"optimization.": "--optimizer.", "plan.": "--"}
+    flags = []
+    for path, value in settings.items():
+        prefix = next((prefix for prefix in prefixes if path.startswith(prefix)), "")
+        flags.append(format_flag(prefixes.get(prefix, "--") + path.removeprefix(prefix).replace("_", "-"), value))
+    return " ".join(flags)
 
 
 def make_train_step(recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer) -> training.Step:

@@ -8,8 +8,16 @@ import pytest
 from script_helpers import run_here, TINY, write_corpus
 from support.command import parse
 from support.flags import format_flag
-from support.out_of_memory import find_smaller_runs, out_of_memory_report
-from support.setup import batch_shapes, make_abstract_plan, make_optimizer, make_train_state, model_shapes, plan_flags
+from support.setup import (
+    batch_shapes,
+    make_abstract_plan,
+    make_optimizer,
+    make_train_state,
+    make_training_setup,
+    model_shapes,
+    plan_flags,
+    setting_flags,
+)
 
 from eqformer import planning
 
@@ -31,24 +39,18 @@ def held(words: str) -> int:
 
 
 @pytest.mark.grid
-def test_what_is_offered_fits_and_is_what_its_flags_hold():
-    recipe, all_bytes = recipe_of(LARGE), held(LARGE)
-    memory = all_bytes * 9 // 10
-    offered = find_smaller_runs(recipe, model_shapes(recipe), memory, "cuda")
-    assert 2 <= len(offered) <= 3 and all(smaller_run.held <= memory < all_bytes for smaller_run in offered)
-    assert offered[0].held == held(f"{LARGE} {offered[0].flags}")
-    assert find_smaller_runs(recipe, model_shapes(recipe), 10**6, "cuda") == []  # the state alone is larger
-    in_stages = f"{LARGE} --mesh.pipe 2 --microbatches 4 --execution.remat full"
-    staged = recipe_of(in_stages)
-    (first, *_) = find_smaller_runs(staged, model_shapes(staged), held(in_stages) - 1, "cuda")
-    assert first.flags == "--stage-remat" and first.held == held(f"{in_stages} --stage-remat")
-    recomputing = f"{LARGE} --execution.remat full"
-    recipe, memory = recipe_of(recomputing), held(recomputing) - 1
-    of_a_gpu, of_a_cpu = (
-        find_smaller_runs(recipe, model_shapes(recipe), memory, platform)[0] for platform in ("cuda", "cpu")
-    )
-    assert of_a_gpu.flags == "--execution.remat full_on_host" and of_a_gpu.held == held(f"{LARGE} {of_a_gpu.flags}")
-    assert "host" not in of_a_cpu.flags  # whose memory is its own
+@pytest.mark.parametrize("words", [LARGE, f"{LARGE} --mesh.pipe 2 --microbatches 4 --execution.remat full"])
+def test_settings_of_smaller_setups_are_flags(words):
+    recipe, memory = recipe_of(words), held(words) - 1
+    smaller_setups = planning.find_smaller_setups(make_training_setup(recipe, model_shapes(recipe)), memory, "cuda")
+    flags = setting_flags(smaller_setups[0].settings)
+    assert flags == ("--stage-remat" if "pipe" in words else "--execution.remat full")
+    assert smaller_setups[0].held == held(f"{words} {flags}") <= memory
+
+
+def test_settings_are_typed_with_the_prefixes_of_their_parts():
+    settings = {"optimization.moments": "bfloat16", "precision.compute": "bfloat16", "plan.stage_remat": True}
+    assert setting_flags(settings) == "--optimizer.moments bfloat16 --precision.compute bfloat16 --stage-remat"
 
 
 def test_choices_of_two_are_said_as_they_are_typed():
@@ -56,19 +58,6 @@ def test_choices_of_two_are_said_as_they_are_typed():
     assert plan_flags(recipe_of(said)) == said
     assert format_flag("--stage-remat", False) == "--no-stage-remat"
     assert not recipe_of(f"{said} --no-stage-remat").plan.stage_remat
-
-
-@pytest.mark.grid
-def test_an_error_of_a_full_memory_is_told_with_plans():
-    recipe = recipe_of(f"{LARGE} --mesh.fsdp 2")
-    report = out_of_memory_report(jax.errors.JaxRuntimeError(ASKED), recipe, model_shapes(recipe))
-    assert report is not None
-    first, holds, heading, *plans = report.splitlines()
-    assert first == "a device (cpu) is out of memory: 2.684 GB were asked for at once"
-    assert f"holds {planning.gigabytes(held(f'{LARGE} --mesh.fsdp 2'))} on each: parameters" in holds
-    assert heading.startswith("by formulas it would hold no more than") and 1 <= len(plans) <= 3
-    assert plans[0].startswith("  --mesh.fsdp 2") and all(line.endswith(" GB") for line in plans)
-    assert out_of_memory_report(jax.errors.JaxRuntimeError("INTERNAL: a bug"), recipe, model_shapes(recipe)) is None
 
 
 @pytest.mark.parametrize(

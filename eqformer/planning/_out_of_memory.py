@@ -1,0 +1,205 @@
+"""Ways to train in less memory, for a step that is out of memory and for a plan that does not fit."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+
+from .. import nn, parallel, training
+from .._failures import requested_bytes
+from .._shapes import Batch
+from ..parallel import FSDP, PIPE
+from ._forecast import DeviceMemory
+from ._held_bytes import state_bytes, step_bytes
+from ._report import FormatPlan, gigabytes
+from ._search import Candidate, search_plans
+
+
+_MAX_TRACED = 6  # Other meshes that are traced, a second or two each.
+_PHASES = [training.SchedulePhase(0, 2, 1)]  # Any learning rates: they do not change how much a step holds.
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSetup:
+    """A training step, with the settings that decide how many bytes it holds."""
+
+    model: nn.LanguageModel
+    """The model with these settings, or its shapes."""
+    plan: parallel.Plan
+    """The plan, whose mesh may be abstract."""
+    batch: Batch
+    """The shapes of a step's batch, as by `batch_shapes`."""
+    optimization: training.Optimization = training.Optimization()
+    """The settings of the optimizer."""
+    precision: nn.Precision = nn.Precision()
+    """The precision that the model has."""
+    execution: nn.Execution = nn.Execution()
+    """The execution settings that the model has."""
+    trained: training.Trained = training.trainable
+    """Which parameters are trained, as in `training.optimizer`."""
+
+    def states(self) -> training.PlannedState:
+        """Describe the training state under the plan; its optimizer's learning rates are of no run."""
+        optimizer = self.optimization.optimizer(self.model, _PHASES, trained=self.trained)
+        return training.PlannedState(lambda: self.model, optimizer, self.plan, model_shapes=self.model)
+
+    def with_settings(self, settings: Mapping[str, object]) -> "TrainingSetup":
+        """Return the setup with other settings: `{"plan.zero": 3, "execution.remat": "full"}`.
+
+        The model then has shapes instead of arrays. Raises a `ValueError` for settings that contradict each other.
+        """
+        parts: dict[str, Any] = {}
+        for path, value in settings.items():
+            part, _, field = path.partition(".")
+            parts[part] = dataclasses.replace(parts.get(part, getattr(self, part)), **{field: value})
+        model = eqx.filter_eval_shape(lambda: self.model)
+        if "precision" in parts:
+            model = eqx.filter_eval_shape(parts["precision"].apply, model)
+        if "execution" in parts:
+            model = parts["execution"].apply(model)
+        return dataclasses.replace(self, model=model, **parts)
+
+
+class SmallerSetup(NamedTuple):
+    """A setup that fits into a memory, and how it differs."""
+
+    settings: dict[str, object]
+    """The settings that differ, by their paths in a `TrainingSetup`, such as `{"plan.zero": 3}`."""
+    setup: TrainingSetup
+    held: int
+    """The bytes that a device holds, by formulas."""
+
+
+FormatSettings = Callable[[Mapping[str, object]], str]
+"""A function that returns settings, such as `{"plan.zero": 3}`, as text."""
+
+
+def find_smaller_setups(setup: TrainingSetup, memory: int, platform: str, *, limit: int = 3) -> list[SmallerSetup]:
+    """Return up to `limit` ways to train on the same mesh in so much memory, of each kind the one that changes least.
+
+    More is computed again, and stored on hosts; the batch is divided into smaller pieces; the state takes fewer bits,
+    which changes the numbers.
+
+    Args:
+        setup: The setup that does not fit.
+        memory: The bytes of a device.
+        platform: The compiler's platform, `cuda`, `tpu` or `cpu`.
+        limit: The most setups.
+    """
+    smaller_setups: list[SmallerSetup] = []
+    for variants in _variants_by_kind(setup, platform):
+        if len(smaller_setups) >= limit:
+            break
+        fitting = (_fit(setup, settings, memory, platform) for settings in variants)
+        smaller_setups += itertools.islice(filter(None, fitting), 1)
+    return smaller_setups
+
+
+def _variants_by_kind(setup: TrainingSetup, platform: str) -> Iterator[list[dict[str, object]]]:
+    """Yield settings with which less and less is held, by kind."""
+    plan, remat = setup.plan, setup.execution.remat
+    pieces = (setup.batch.ids.shape[0] // plan.microbatches).bit_length()
+    doublings = [{"plan.microbatches": plan.microbatches << doubling} for doubling in range(1, pieces)]
+
+    def with_more_microbatches(settings: dict[str, object]) -> list[dict[str, object]]:
+        return [settings | doubling for doubling in doublings]
+
+    full: dict[str, object] = {"execution.remat": "full"}
+    if plan.size(FSDP) > 1 and plan.zero < 3:
+        yield [{"plan.zero": 3}]
+    if remat != "full":
+        yield [full]
+    if platform != "cpu" and plan.size(PIPE) == 1 and remat != "full_on_host":
+        yield [{"execution.remat": "full_on_host"}]
+    if plan.size(PIPE) > 1 and not plan.stage_remat:
+        full = full | {"plan.stage_remat": True}
+        yield [full]
+    if remat != "full":
+        yield with_more_microbatches({})
+    yield with_more_microbatches(full)
+    moments = full | {"optimization.moments": "bfloat16"}
+    state = moments | {"precision.parameters": "bfloat16", "precision.compute": "bfloat16"}
+    yield [moments, *with_more_microbatches(moments), state, *with_more_microbatches(state)]
+
+
+def _fit(setup: TrainingSetup, settings: dict[str, object], memory: int, platform: str) -> SmallerSetup | None:
+    """Return the setup with these settings; None if it exceeds the memory or its plan is impossible."""
+    try:
+        variant = setup.with_settings(settings)
+        rows, seq = variant.batch.ids.shape
+        variant.plan.check(variant.model, rows=rows, seq=seq)
+    except ValueError:
+        return None
+    states = variant.states()
+    if sum(local for local, _ in state_bytes(states).values()) > memory:
+        return None  # Nothing needs to be traced.
+    size = step_bytes(states, variant.model, variant.batch, platform).total
+    return SmallerSetup(_changed_settings(setup, variant), variant, size) if size <= memory else None
+
+
+def _changed_settings(old: TrainingSetup, new: TrainingSetup) -> dict[str, object]:
+    """Return the settings that differ, by their paths."""
+    changed: dict[str, object] = {}
+    fields = {part: dataclasses.fields(getattr(old, part)) for part in ("optimization", "precision", "execution")}
+    fields["plan"] = dataclasses.fields(parallel.ParallelConfig)
+    for part, part_fields in fields.items():
+        for name in (field.name for field in part_fields):
+            if (value := getattr(getattr(new, part), name)) != getattr(getattr(old, part), name):
+                changed[f"{part}.{name}"] = value
+    return changed
+
+
+def _format_settings(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"{path}={value!r}" for path, value in settings.items())
+
+
+def _format_candidate(candidate: Candidate) -> str:
+    sizes = {axis: size for axis, size in parallel.axis_sizes(candidate.plan.mesh).items() if size > 1}
+    return f"mesh {sizes}, " + _format_settings({"plan.zero": candidate.plan.zero, "execution.remat": candidate.remat})
+
+
+def out_of_memory_report(
+    error: BaseException,
+    setup: TrainingSetup,
+    *,
+    format_plan: FormatPlan = _format_candidate,
+    format_settings: FormatSettings = _format_settings,
+) -> str | None:
+    """Explain an error of a device that is out of memory while it trains; None for an error of another kind.
+
+    The report says how many bytes were requested and what the device has, what the setup holds by formulas, and up to
+    three setups that would fit.
+
+    Args:
+        error: The error, such as the `JaxRuntimeError` of a step.
+        setup: The setup that was trained.
+        format_plan: Returns a plan with another mesh as text.
+        format_settings: Returns settings that differ, for the same mesh, as text.
+    """
+    if (requested := requested_bytes(error)) is None:
+        return None
+    device, states = jax.local_devices()[0], setup.states()
+    available = (device.memory_stats() or {}).get("bytes_limit")
+    platform = "tpu" if device.platform == "tpu" else "cuda"  # The one for CPUs too, which have no formulas.
+    step = step_bytes(states, setup.model, setup.batch, platform)
+    causes = ", ".join(f"{name} {gigabytes(size)}" for name, size in step.held.items() if size)
+    heading = f"a device ({device.device_kind}) is out of memory"
+    heading += f": {gigabytes(requested)} were asked for at once" if requested else ""
+    heading += f", and programs get {gigabytes(available)} in all" if available else ""
+    lines = [heading, f"by formulas this run holds {gigabytes(step.total)} on each: {causes}"]
+    # If the step should have fitted by formulas, setups are proposed that hold a tenth less.
+    memory = min(available or step.total, step.total * 9 // 10)
+    proposals = []
+    if setup.plan.mesh.size > 1:
+        target = DeviceMemory(memory, platform)
+        search = search_plans(states, setup.model, setup.batch, target, limit=1, max_traced=_MAX_TRACED)
+        proposals = [f"  {format_plan(plan.candidate)}: {gigabytes(plan.held)}" for plan in search.proposals]
+    for smaller in find_smaller_setups(setup, memory, platform, limit=3 - len(proposals)):
+        proposals.append(f"  {format_settings(smaller.settings)}: {gigabytes(smaller.held)}")
+    if proposals:
+        return "\n".join([*lines, f"by formulas it would hold no more than {gigabytes(memory)} with", *proposals])
+    advice = "take more devices, a model of fewer layers, or a batch of fewer rows or tokens"
+    return "\n".join([*lines, f"nothing was found that holds no more than {gigabytes(memory)} by formulas: {advice}"])
