@@ -1,12 +1,13 @@
-"""Draws the pictures of the page on looking inside a model: `python docs/pictures/draw_inside.py MODEL`.
+"""Draws the pictures of the page on looking inside a model: `python docs/pictures/draw_inside.py MODEL FOLDER`.
 
-MODEL is a file of GGUF or a folder as published, such as SmolLM2-135M-Instruct; or a folder that `scripts/convert.py`
-wrote of a run with the default recipe. Needs matplotlib, and tokenizers for models with a tokenizer of their own.
+MODEL is a file of GGUF or a folder as published, such as SmolLM2-135M-Instruct; or the folder of a run, such as one of
+`scripts/pretrain.py --run-dir runs/default`. FOLDER receives `logit_lens.png`, `patching.png` and `induction.png`.
+Needs matplotlib, and tokenizers for models with a tokenizer of their own.
 """
 
+import argparse
+import dataclasses
 import pathlib
-import sys
-import tempfile
 
 import equinox as eqx
 import jax
@@ -16,29 +17,40 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import eqformer
-from eqformer import data, models, nn
+from eqformer import data, models, nn, text
 
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 
-FOLDER = pathlib.Path(__file__).parent
 STREAM, WEIGHTS = "stacks[0].blocks", "stacks[0].blocks.sublayers[0].layer.core.weights"
-CLEAN, CORRUPTED, ANSWERS = "The capital of France is", "The capital of Poland is", (" Paris", " Warsaw")
 REPEATED = 20
 Tokenizer = data.ByteTokenizer | data.FileTokenizer
 
 
-def load_tokenizer(model: pathlib.Path) -> Tokenizer:
-    """Return the tokenizer of a published model; bytes for a model without one."""
-    if not model.is_file():
-        file = model / "tokenizer.json"
-        return data.FileTokenizer(file) if file.exists() else data.ByteTokenizer()
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder) / "tokenizer.json"
-        file.write_text(models.gguf_companion_files(model)["tokenizer.json"], encoding="utf-8")
-        return data.FileTokenizer(file)
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """Two prompts of equally many tokens, and the answer to each, which differ in their first tokens."""
+
+    clean: str
+    corrupted: str
+    answers: tuple[str, str]
+
+
+ENGLISH = Prompts("The capital of France is", "The capital of Poland is", (" Paris", " Warsaw"))
+# The default recipe's model knows Python's sources, and its tokens are bytes.
+PYTHON = Prompts("return [value", "return (value", ("]", ")"))
+
+
+def load_model(path: pathlib.Path) -> tuple[nn.Transformer, Tokenizer]:
+    """Load the model and the tokenizer of a run, of a published folder or of a GGUF file."""
+    if text.is_run(path):
+        tokenizer = eqformer.load(path).tokenizer
+        assert isinstance(tokenizer, Tokenizer)
+        return text.load_run_model(path), tokenizer
+    return models.load(path), text.load_tokenizer(path)
 
 
 def logit_lens(model: nn.Transformer, ids: Int[Array, "batch seq"]) -> Float[Array, "layers batch seq vocab"]:
@@ -86,26 +98,31 @@ def induction_scores(
     return jnp.mean(weights[..., queries, queries - half + 1], axis=(1, 3)), weights
 
 
-def draw_lens(model: nn.Transformer, tokenizer: Tokenizer) -> None:
+def draw_lens(folder: pathlib.Path, model: nn.Transformer, tokenizer: Tokenizer, prompt: str) -> None:
     """Draw the likeliest next token after each layer, coloured by its probability."""
-    ids = tokenizer.encode(CLEAN)
+    ids = tokenizer.encode(prompt)
     probabilities = np.asarray(logit_lens(model, jnp.asarray([ids], jnp.int32)))[:, 0]
     best, rows = np.argmax(probabilities, -1), range(len(probabilities))
-    figure, axes = plt.subplots(figsize=(7.5, 0.24 * len(rows) + 0.8), dpi=130, layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.5, max(2.6, 0.24 * len(rows) + 0.8)), dpi=130, layout="constrained")
     image = axes.imshow(np.max(probabilities, -1), aspect="auto", cmap="Blues", origin="lower", vmin=0, vmax=1)
     for layer, token in np.ndindex(best.shape):
         shade = "white" if probabilities[layer, token, best[layer, token]] > 0.6 else "#1d2733"
-        text = tokenizer.decode([int(best[layer, token])])
-        axes.text(token, layer, repr(text)[1:-1], ha="center", va="center", fontsize=6, color=shade)
+        label = repr(tokenizer.decode([int(best[layer, token])]))[1:-1]
+        axes.text(token, layer, label, ha="center", va="center", fontsize=6, color=shade)
     axes.set(ylabel="layers read", xticks=range(len(ids)), xticklabels=[repr(tokenizer.decode([id])) for id in ids])
     figure.colorbar(image, label="probability of the likeliest token")
-    figure.savefig(FOLDER / "logit_lens.png")
+    figure.savefig(folder / "logit_lens.png")
 
 
-def draw_patching(model: nn.Transformer, tokenizer: Tokenizer) -> None:
+def draw_patching(folder: pathlib.Path, model: nn.Transformer, tokenizer: Tokenizer, prompts: Prompts) -> None:
     """Draw how much of the clean answer each layer's stream restores at each token."""
-    clean, corrupted = (tokenizer.encode(text) for text in (CLEAN, CORRUPTED))
-    first, second = (tokenizer.encode(text)[0] for text in ANSWERS)
+    clean, corrupted = (tokenizer.encode(prompt) for prompt in (prompts.clean, prompts.corrupted))
+    first, second = (int(tokenizer.encode(answer)[0]) for answer in prompts.answers)
+    if len(clean) != len(corrupted) or first == second:
+        raise ValueError(
+            f"draw_patching({prompts}): the prompts have {len(clean)} and {len(corrupted)} tokens, and the answers "
+            f"begin with the ids {first} and {second}; give prompts of equal length, and answers that begin otherwise."
+        )
     as_batch = lambda ids: jnp.asarray([ids], jnp.int32)
     effects = np.asarray(patch_effects(model, as_batch(clean), as_batch(corrupted), (first, second)))
     figure, axes = plt.subplots(figsize=(6, 3.6), dpi=130, layout="constrained")
@@ -115,11 +132,12 @@ def draw_patching(model: nn.Transformer, tokenizer: Tokenizer) -> None:
         for a, b in zip(clean, corrupted, strict=True)
     ]
     axes.set(ylabel="layer whose output is replaced", xticks=range(len(clean)), xticklabels=labels)
+    axes.yaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     figure.colorbar(image, label="share of the difference restored")
-    figure.savefig(FOLDER / "patching.png")
+    figure.savefig(folder / "patching.png")
 
 
-def draw_induction(model: nn.Transformer) -> None:
+def draw_induction(folder: pathlib.Path, model: nn.Transformer) -> None:
     """Draw the induction scores of all heads, and the attention of the best one."""
     known = jnp.arange(model.vocab // 8, model.vocab // 2, dtype=jnp.int32)
     half = jax.random.choice(jax.random.key(0), known, (REPEATED,), replace=False)
@@ -128,15 +146,26 @@ def draw_induction(model: nn.Transformer) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(8, 3.8), dpi=130, layout="constrained")
     image = panels[0].imshow(scores, aspect="auto", cmap="Blues", origin="lower", vmin=0, vmax=1)
     panels[0].set(xlabel="head", ylabel="layer", title="induction score")
+    panels[0].yaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
     figure.colorbar(image, ax=panels[0])
     panels[1].imshow(weights[layer, 0, head], cmap="Blues", vmin=0, vmax=1)
     panels[1].set(xlabel="key", ylabel="query", title=f"layer {layer}, head {head}: {scores[layer, head]:.2f}")
-    figure.savefig(FOLDER / "induction.png")
+    figure.savefig(folder / "induction.png")
+
+
+def main() -> None:
+    """Draw the three pictures of a model into a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", type=pathlib.Path)
+    parser.add_argument("folder", metavar="FOLDER", type=pathlib.Path)
+    arguments = parser.parse_args()
+    model, tokenizer = load_model(arguments.model)
+    prompts = PYTHON if isinstance(tokenizer, data.ByteTokenizer) else ENGLISH
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    draw_lens(arguments.folder, model, tokenizer, prompts.clean)
+    draw_patching(arguments.folder, model, tokenizer, prompts)
+    draw_induction(arguments.folder, model)
 
 
 if __name__ == "__main__":
-    path = pathlib.Path(sys.argv[1])
-    loaded, loaded_tokenizer = models.load(path), load_tokenizer(path)
-    draw_lens(loaded, loaded_tokenizer)
-    draw_patching(loaded, loaded_tokenizer)
-    draw_induction(loaded)
+    main()
