@@ -21,21 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
 from markupsafe import EscapeFormatter, Markup
 
-from ._template_limits import (
-    Budget,
-    check_bits,
-    FILTERS,
-    largest_number,
-    MAX_FORMAT,
-    max_formatted_size,
-    MAX_SMALL,
-    MAX_SOURCE,
-    METHODS,
-    NOT_LINEAR,
-    TemplateCall,
-    TemplateLimit,
-    text_size,
-)
+from . import _template_limits as template_limits
 
 
 class Piece(NamedTuple):
@@ -72,9 +58,9 @@ class LoopTracker:
 class CountedIterator(Iterator[object]):
     """Iterator that counts every item as a step. Iterators over iterators may nest 64 levels deep."""
 
-    def __init__(self, items: Iterator[object], budget: Budget, depth: int):
+    def __init__(self, items: Iterator[object], budget: template_limits.Budget, depth: int):
         if depth > 64:
-            raise TemplateLimit("it nests filters over iterators more than 64 levels deep")
+            raise template_limits.TemplateLimit("it nests filters over iterators more than 64 levels deep")
         self.items, self.budget, self.depth = items, budget, depth
 
     def __next__(self) -> object:
@@ -97,7 +83,7 @@ class BoundedFormatter(SandboxedFormatter):
         self._budget = environment.budget
 
     def format_field(self, value: object, format_spec: str) -> str:
-        self._budget.allow(largest_number(format_spec))
+        self._budget.allow(template_limits.largest_number(format_spec))
         text = super().format_field(value, format_spec)
         self._budget.make(len(text))
         return text
@@ -190,30 +176,32 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.concat = self._join_output  # type: ignore[assignment]
         self.globals |= {"namespace": BoundedNamespace, "raise_exception": _raise_exception}
         if now is not None:
-            self.globals["strftime_now"] = lambda format: now().strftime(format[:MAX_FORMAT])
+            self.globals["strftime_now"] = lambda format: now().strftime(format[: template_limits.MAX_FORMAT])
         del self.globals["lipsum"]
         self.filters["tojson"] = to_json
         self.filters = {name: self._bound_filter(name, call) for name, call in self.filters.items()}
         self.tests = {name: self._count_test(call) for name, call in self.tests.items()}
 
     @property
-    def budget(self) -> Budget:
+    def budget(self) -> template_limits.Budget:
         """The budget of this thread's rendering; raises a `TemplateLimit` if no rendering runs."""
         budget = getattr(self._thread_state, "budget", None)
         if budget is None:
             # jinja2 computes constants when it compiles; if that raises, the rendering computes them.
-            raise TemplateLimit("a template is evaluated when it is rendered, and not before")
+            raise template_limits.TemplateLimit("a template is evaluated when it is rendered, and not before")
         return budget
 
     def compile_template(self, source: str) -> "RenderPieces":
         """Return the function that renders a template; raises an error of jinja2 if the template cannot be parsed."""
-        if len(source) > MAX_SOURCE:
-            raise TemplateLimit(f"it has {len(source):,} characters, and at most {MAX_SOURCE:,} are read")
+        if len(source) > template_limits.MAX_SOURCE:
+            raise template_limits.TemplateLimit(
+                f"it has {len(source):,} characters, and at most {template_limits.MAX_SOURCE:,} are read"
+            )
         template = self.from_string(source)
 
         def render(variables: Mapping[str, object]) -> list[Piece]:
             messages = variables.get("messages")
-            budget = Budget(variables)
+            budget = template_limits.Budget(variables)
             loops = LoopTracker(messages if isinstance(messages, Sequence) else ())
             self._thread_state.budget, self._thread_state.loops = budget, loops
             try:
@@ -247,11 +235,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         budget = self.budget
         match value:
             case str():
-                budget.make(text_size(value))
+                budget.make(template_limits.text_size(value))
             case bool() | float() | None:
                 budget.step()
             case int():
-                check_bits(value.bit_length())
+                template_limits.check_bits(value.bit_length())
                 budget.step()
             case Iterator() if not isinstance(value, LoopContext):
                 return CountedIterator(value, budget, depth)
@@ -269,13 +257,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         budget = self.budget
         match operator, left, right:
             case "**", int(), int():
-                check_bits(left.bit_length() * max(right, 0))
+                template_limits.check_bits(left.bit_length() * max(right, 0))
             case "*", int(), int():
-                check_bits(left.bit_length() + right.bit_length())
+                template_limits.check_bits(left.bit_length() + right.bit_length())
             case ("*", int(times), value) | ("*", value, int(times)):
                 budget.allow(max(times, 0) * budget.size(value))
             case "%", str() | bytes(), _:
-                budget.allow(max_formatted_size(left, right, budget))
+                budget.allow(template_limits.max_formatted_size(left, right, budget))
         return self.check_value(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: object, **kwargs: object) -> object:
@@ -287,9 +275,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         budget.step()
         owner = getattr(__obj, "__self__", None)
         is_method = isinstance(__obj, types.BuiltinMethodType | types.MethodType)
-        if is_method and isinstance(owner, str | bytes | int) and __obj.__name__ in METHODS:
-            method = TemplateCall(budget, __self, owner, args, kwargs)
-            METHODS[__obj.__name__](method)
+        if is_method and isinstance(owner, str | bytes | int) and __obj.__name__ in template_limits.METHODS:
+            method = template_limits.TemplateCall(budget, __self, owner, args, kwargs)
+            template_limits.METHODS[__obj.__name__](method)
             args = tuple(method.args)
         return __self.check_value(super().call(__context, __obj, *args, **kwargs))
 
@@ -338,10 +326,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         @functools.wraps(call)
         def bounded(*args: object, **kwargs: object) -> object:
             self.budget.step()
-            checked = TemplateCall(self.budget, self, args[first], args[first + 1 :], kwargs)
-            if name in NOT_LINEAR and self.budget.size(checked.value) > MAX_SMALL:
-                raise TemplateLimit(f"its filter {name} takes at most {MAX_SMALL:,} characters or elements")
-            if (check := FILTERS.get(name)) is not None:
+            checked = template_limits.TemplateCall(self.budget, self, args[first], args[first + 1 :], kwargs)
+            if name in template_limits.NOT_LINEAR and self.budget.size(checked.value) > template_limits.MAX_SMALL:
+                raise template_limits.TemplateLimit(
+                    f"its filter {name} takes at most {template_limits.MAX_SMALL:,} characters or elements"
+                )
+            if (check := template_limits.FILTERS.get(name)) is not None:
                 check(checked)
             depth = 1 + checked.value.depth if isinstance(checked.value, CountedIterator) else 1
             result = call(*args[:first], checked.value, *checked.args, **checked.kwargs)
@@ -371,7 +361,7 @@ class GenerationTag(Extension):
 
 
 def _raise_exception(message: str) -> None:
-    raise ValueError(str(message)[:MAX_SMALL])
+    raise ValueError(str(message)[: template_limits.MAX_SMALL])
 
 
 def to_json(

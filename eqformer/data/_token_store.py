@@ -16,14 +16,7 @@ from jaxtyping import Float, Int, UInt
 
 from .._failures import explain_error, explain_write_error
 from .._files import list_paths
-from ._atomic_folder import (
-    DamagedFolder,
-    delete_folder,
-    FolderWriter,
-    read_description,
-    write_atomic_folder,
-    WriteFailure,
-)
+from . import _atomic_folder as atomic_folder
 from ._conversations import ConversationEncoder, EncodedExample
 from ._documents import digest, Document, TextSource, to_bytes
 from ._tokenizer import Tokenizer
@@ -128,7 +121,7 @@ def open_store(
     for target in filter(os.path.exists, targets):
         try:
             return _map_store(target, verify=verify)
-        except DamagedFolder as damage:
+        except atomic_folder.DamagedFolder as damage:
             messages.append(f"{call}: the cache {target} is damaged: {damage}; the text is tokenized again.")
     for message in messages:
         warnings.warn(message, stacklevel=2)
@@ -137,14 +130,14 @@ def open_store(
         try:
             # `os.path.exists`, because `Path.exists` raises for a folder without permission.
             if os.path.exists(target):
-                delete_folder(target)
-            with write_atomic_folder(target) as writer:
+                atomic_folder.delete_folder(target)
+            with atomic_folder.write_atomic_folder(target) as writer:
                 _write_tokens(writer, source, tokenizer, split, validation, split_by, progress, call)
             return _map_store(target, verify=False)
-        except (WriteFailure, DamagedFolder) as failure:
+        except (atomic_folder.WriteFailure, atomic_folder.DamagedFolder) as failure:
             if following is None:
                 raise _describe_write_failure(call, target, failure) from failure
-            reason = failure if isinstance(failure, DamagedFolder) else explain_error(failure.error)[0]
+            reason = failure if isinstance(failure, atomic_folder.DamagedFolder) else explain_error(failure.error)[0]
             message = f"the tokens cannot be written to {target.parent} ({reason}), but to {following.parent}"
             warnings.warn(f"{call}: {message}.", stacklevel=2)
     raise ValueError(f"{call}: cache_dir must name a folder, but is {cache_dir!r}; pass one or several.")
@@ -219,7 +212,7 @@ def check_vocab(store: TokenStore, vocab: int) -> None:
 
 
 def _write_tokens(
-    writer: FolderWriter,
+    writer: atomic_folder.FolderWriter,
     source: TextSource,
     tokenizer: Tokenizer | ConversationEncoder,
     split: Split,
@@ -360,7 +353,7 @@ def _encode_texts(tokenizer: Tokenizer, documents: list[Document], call: str) ->
 
 def _map_store(target: Path, *, verify: bool) -> TokenStore:
     """Map the files of a finished folder into memory. Raises `DamagedFolder`."""
-    meta = read_description(target, verify=verify)
+    meta = atomic_folder.read_description(target, verify=verify)
     try:
         dtype = np.dtype(meta["dtype"]).newbyteorder("<")
         tokens = np.memmap(target / "tokens.bin", dtype, "r").view(np.ndarray)
@@ -383,18 +376,20 @@ def _map_store(target: Path, *, verify: bool) -> TokenStore:
             counts += (len(store.weights), len(store.cuts))
             expected += (meta["tokens"], meta["cuts"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedFolder(f"meta.json does not describe the files ({error})") from error
+        raise atomic_folder.DamagedFolder(f"meta.json does not describe the files ({error})") from error
     # A stored document has at least one id and the end of text: `_write_tokens` leaves out documents without ids.
     if counts != expected or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(np.diff(offsets) < 2):
-        raise DamagedFolder(
+        raise atomic_folder.DamagedFolder(
             f"the files hold (tokens, documents, ...) {counts}, which do not fit meta.json's {expected} and the offsets"
         )
     return store
 
 
-def _describe_write_failure(call: str, target: Path, failure: WriteFailure | DamagedFolder) -> ValueError:
+def _describe_write_failure(
+    call: str, target: Path, failure: atomic_folder.WriteFailure | atomic_folder.DamagedFolder
+) -> ValueError:
     """Return the error of a cache that cannot be written, with the reason and the fix."""
-    if isinstance(failure, DamagedFolder):
+    if isinstance(failure, atomic_folder.DamagedFolder):
         # Another process has deleted or created the folder at the same time, or the disk is faulty.
         return ValueError(f"{call}: the cache {target} is damaged just after it was written: {failure}; delete it.")
     reason, fix = explain_write_error(target.parent, failure.error)

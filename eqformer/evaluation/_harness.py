@@ -10,14 +10,8 @@ from typing import Any
 import jax
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
-from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-)
-from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
-    get_rolling_token_windows,
-    make_disjoint_window,
-)
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text  # pyright: ignore[reportMissingImports]
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
 
 from ..generation import generate, sampling, score_tokens
 from ..text import LLM

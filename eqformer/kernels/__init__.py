@@ -79,10 +79,7 @@ from .attention._reference import (
 )
 from .attention._splash import SplashAttention as SplashAttention
 from .grouped_matmul._call import GroupedMatmul as GroupedMatmul, GroupedMatmulCall as GroupedMatmulCall
-from .grouped_matmul._grouped_matmul import (
-    GROUPED_MATMUL as GROUPED_MATMUL,
-    XlaGroupedMatmul as XlaGroupedMatmul,
-)
+from .grouped_matmul._grouped_matmul import GROUPED_MATMUL as GROUPED_MATMUL, XlaGroupedMatmul as XlaGroupedMatmul
 from .grouped_matmul._hopper import HopperGroupedMatmul as HopperGroupedMatmul
 from .grouped_matmul._hopper_fp8 import (
     has_fp8_grouped_matmul as has_fp8_grouped_matmul,

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
@@ -17,11 +16,11 @@ E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
 """The 8-bit float with 5 exponent bits, for gradients."""
 # The exponent of the largest magnitude after division by the scale, which is below 2^8 in E4M3 and 2^15 in E5M2.
-_EXPONENTS: dict[DTypeLike, int] = {E4M3: 7, E5M2: 14}
+_EXPONENTS: dict[jax.typing.DTypeLike, int] = {E4M3: 7, E5M2: 14}
 
 
 def round_to_fp8(
-    x: Float[Array, "..."], dtype: DTypeLike, dim: int | tuple[int, ...] | None
+    x: Float[Array, "..."], dtype: jax.typing.DTypeLike, dim: int | tuple[int, ...] | None
 ) -> tuple[Array, Float[Array, "..."]]:
     """Return `x / scale` rounded to an 8-bit dtype, and the scale, which keeps `x`'s number of dims.
 
@@ -33,7 +32,9 @@ def round_to_fp8(
     return (x.astype(wide) * inverse.astype(wide)).astype(dtype), scale.astype(wide)
 
 
-def fp8_scale(largest: Float[Array, "*dims"], dtype: DTypeLike) -> tuple[Float[Array, "*dims"], Float[Array, "*dims"]]:
+def fp8_scale(
+    largest: Float[Array, "*dims"], dtype: jax.typing.DTypeLike
+) -> tuple[Float[Array, "*dims"], Float[Array, "*dims"]]:
     """Return the scale of arrays with this largest magnitude in an 8-bit dtype, and the inverse of the scale.
 
     Both are powers of two in float32.

@@ -22,12 +22,7 @@ from ._family import (
 )
 from ._folder import read_eos_token_ids as read_eos_token_ids
 from ._gguf_tokenizer import companion_folder as companion_folder, gguf_companion_files as gguf_companion_files
-from ._hub import (
-    COMPANION_FILES as COMPANION_FILES,
-    local_path as local_path,
-    ModelCard as ModelCard,
-    push as push,
-)
+from ._hub import COMPANION_FILES as COMPANION_FILES, local_path as local_path, ModelCard as ModelCard, push as push
 from ._load import load as load, load_shapes as load_shapes, read_config as read_config
 from ._registry import (
     build as build,

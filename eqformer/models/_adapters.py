@@ -15,7 +15,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import PyTree, Shaped
 
 from .._files import JsonObject, read_json
@@ -39,7 +38,7 @@ def load_adapter(
     *,
     like: str | Path | None = None,
     config: ModelConfig | None = None,
-    dtype: DTypeLike | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> Transformer:
     """Return the model with the `LoRA`s of a folder that peft wrote.
 

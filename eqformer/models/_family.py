@@ -7,18 +7,8 @@ from typing import NoReturn
 
 from .._files import JsonObject
 from ..nn import RotaryScaling, Transformer
+from . import _config_types as config_types
 from ._attributes import Attributes, Entry, field_types, read_entries
-from ._config_types import (
-    describe_type,
-    fits,
-    format_value,
-    LayerCount,
-    Length,
-    NotNegative,
-    Positive,
-    PublishedConfig,
-    Size,
-)
 from ._predictors import PREDICTOR, PredictorTable
 from ._rotary_scaling import check_scaling
 from ._weight_rules import NOTHING_STORED, resolve_rules, ResolvedRule, Rule, StoredShapes
@@ -31,9 +21,9 @@ HEAD = "lm_head.weight"  # the published name of most families' heads
 class ModelConfig:
     """Base class of families' configs: the sizes and options of a model."""
 
-    vocab: Size
+    vocab: config_types.Size
     """Token ids."""
-    embed: Size
+    embed: config_types.Size
     """Channels of the residual stream."""
 
 
@@ -41,28 +31,28 @@ class ModelConfig:
 class DecoderConfig(ModelConfig):
     """Base class of configs with the fields that most families share."""
 
-    layers: LayerCount
+    layers: config_types.LayerCount
     """Layers."""
-    heads: Size
+    heads: config_types.Size
     """Query heads."""
-    kv_heads: Size
+    kv_heads: config_types.Size
     """Key and value heads."""
-    mlp: Size
+    mlp: config_types.Size
     """Hidden features of a feed-forward layer or of an expert."""
     _: dataclasses.KW_ONLY
-    head_dim: Size | None = None
+    head_dim: config_types.Size | None = None
     """Channels of a head; None: embed / heads."""
-    theta: Positive = 10_000.0
+    theta: config_types.Positive = 10_000.0
     """The base of rotary positions."""
     scaling: RotaryScaling | None = None
     """The scaling of rotary positions; None: none."""
     activation: str = "silu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
-    eps: NotNegative = 1e-6
+    eps: config_types.NotNegative = 1e-6
     """The number that norms add to the mean square before the root."""
     tied: bool = False
     """Whether the embedding's table is the head too."""
-    max_seq: Length = 32_768
+    max_seq: config_types.Length = 32_768
     """The length of the longest rows that the model was trained on, in tokens; it does not change the model."""
 
     @property
@@ -80,8 +70,9 @@ def check_config(call: str, config: ModelConfig) -> None:
     types = field_types(type(config))
     for name in (field.name for field in dataclasses.fields(config)):
         value = getattr(config, name)
-        if not fits(value, types[name]):
-            refuse(f"{name}={format_value(value)}: it must be {describe_type(types[name], value)}.")
+        if not config_types.fits(value, types[name]):
+            rule = config_types.describe_type(types[name], value)
+            refuse(f"{name}={config_types.format_value(value)}: it must be {rule}.")
         if isinstance(value, ModelConfig):
             check_config(f"{call}: {name}", value)
     check_scaling(config, refuse)
@@ -122,7 +113,7 @@ class MultimodalModel:
     """Pairs of prefixes: that of the text model's arrays in a folder, and that of the same arrays in the family's
     table."""
 
-    def text_attributes(self, published: PublishedConfig) -> JsonObject:
+    def text_attributes(self, published: config_types.PublishedConfig) -> JsonObject:
         """Return the text model's attributes; raises a `ValueError` for an attribute that is not known."""
         attributes = {**self.defaults, **self.fixed, **published.nested(TEXT)}
         for name, value in self.fixed.items():
@@ -191,7 +182,7 @@ class Family:
     as_stored: Callable[[ModelConfig, Collection[str]], ModelConfig] | None = None
     """A function that corrects a config by the names of a folder's arrays; None: `config.json` states everything."""
 
-    def read(self, published: PublishedConfig) -> ModelConfig:
+    def read(self, published: config_types.PublishedConfig) -> ModelConfig:
         """Return the config of a model with this configuration; raises a `ValueError` for attributes that are not
         supported."""
         fields = read_entries(self.attributes, published, field_types(self.config))

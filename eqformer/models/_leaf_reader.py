@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
 from jaxtyping import Array, Shaped
 
 from .. import nn
@@ -105,7 +104,9 @@ class _Shard(NamedTuple):
             pass
 
 
-def read_leaves(arrays: PublishedArrays, group: LeafGroup, shardings: Mapping[str, Sharding]) -> dict[str, Array]:
+def read_leaves(
+    arrays: PublishedArrays, group: LeafGroup, shardings: Mapping[str, jax.sharding.Sharding]
+) -> dict[str, Array]:
     """Return the leaves of a group by path, placed by their shardings.
 
     Each published array is read once, and copied to every shard that holds a part of it. Arrays that are decoded are

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from .. import nn
@@ -46,7 +45,7 @@ def load(
     mesh: Mesh | None = None,
     plan: Plan | None = None,
     *,
-    dtype: DTypeLike | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
     weights: str = "decoded",
     predictor: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -93,7 +92,9 @@ def load(
     return dataclasses.replace(model, compute_dtype=source.compute_dtype)
 
 
-def load_shapes(path: str | Path, *, dtype: DTypeLike | None = None, weights: str = "decoded") -> nn.Transformer:
+def load_shapes(
+    path: str | Path, *, dtype: jax.typing.DTypeLike | None = None, weights: str = "decoded"
+) -> nn.Transformer:
     """Return the shapes and dtypes of the model that `load` returns, without reading an array of the folder.
 
     Raises the errors of `load`.
@@ -122,7 +123,7 @@ class _ModelSource(NamedTuple):
     compute_dtype: str
 
 
-def _open_model(path: str | Path, dtype: DTypeLike | None, weights: str, predictor: bool) -> _ModelSource:
+def _open_model(path: str | Path, dtype: jax.typing.DTypeLike | None, weights: str, predictor: bool) -> _ModelSource:
     """Compare a folder with its configuration and with the family's rules, and find the leaves that each rule fills."""
     path = local_path(path)
     source = GGUF(path) if path.is_file() else Folder(path)

@@ -5,25 +5,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from .._files import JsonObject
 from ..nn import ProportionalScaling, RotaryScaling
+from . import _rotary_scaling as rotary_scaling
 from ._attributes import Attributes, Entry, Fields
 from ._config_types import Fraction, Positive, PublishedConfig, Size
-from ._rotary_scaling import (
-    either_rotary_parameters,
-    FULL,
-    make_scaling,
-    ORIGINAL,
-    ROPE_TYPES,
-    rotary_parameters,
-    scaling_attributes,
-    SLIDING,
-    TYPES,
-    unknown_parameters,
-    WithRotary,
-)
 
 
 @runtime_checkable
-class WithLocalRotary(WithRotary, Protocol):
+class WithLocalRotary(rotary_scaling.WithRotary, Protocol):
     """Fields of a config whose layers with a window have rotary positions of their own."""
 
     @property
@@ -33,7 +21,7 @@ class WithLocalRotary(WithRotary, Protocol):
 
 
 @runtime_checkable
-class WithRotaryFraction(WithRotary, Protocol):
+class WithRotaryFraction(rotary_scaling.WithRotary, Protocol):
     """Fields of a config that rotates a part of a head's channels."""
 
     @property
@@ -41,7 +29,7 @@ class WithRotaryFraction(WithRotary, Protocol):
 
 
 @runtime_checkable
-class WithTemperature(WithRotary, Protocol):
+class WithTemperature(rotary_scaling.WithRotary, Protocol):
     """Fields of a config whose scaling multiplies attention scores."""
 
     @property
@@ -49,7 +37,7 @@ class WithTemperature(WithRotary, Protocol):
 
 
 @runtime_checkable
-class WithGrowth(WithRotary, Protocol):
+class WithGrowth(rotary_scaling.WithRotary, Protocol):
     """Fields of a config whose attention scores grow with the query's position."""
 
     @property
@@ -73,14 +61,14 @@ class RotaryPositions(Entry):
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta` and `scaling`."""
-        if self.required and not either_rotary_parameters(published):
+        if self.required and not rotary_scaling.either_rotary_parameters(published):
             published.take("rope_parameters")
         theta, scaling = read_rotary(published, self.theta, self.layer_type, skipped=self.skipped)
         return {"theta": theta, "scaling": scaling}
 
-    def write(self, config: WithRotary) -> Attributes:
+    def write(self, config: rotary_scaling.WithRotary) -> Attributes:
         """Return the older attributes for both, which every version of transformers reads."""
-        attributes = {"rope_theta": config.theta} | scaling_attributes(config)
+        attributes = {"rope_theta": config.theta} | rotary_scaling.scaling_attributes(config)
         return {"rope_scaling": {"rope_type": "default"}} | attributes if self.required else attributes
 
 
@@ -104,14 +92,17 @@ class RotaryByType(Entry):
         """
         self._check(published, _parameters_by_type(published))
         older_scaling = "rope_scaling" if self.scaled else None
-        theta, scaling = read_rotary(published, self.theta, FULL, (self.older[0], older_scaling))
+        theta, scaling = read_rotary(published, self.theta, rotary_scaling.FULL, (self.older[0], older_scaling))
         return {"theta": theta, "scaling": scaling} | read_local_rotary(published, self.local_theta, self.older[1])
 
     def _check(self, published: PublishedConfig, by_type: JsonObject) -> None:
-        older = rotary_parameters(published, "rope_scaling") if self.scaled else {}
+        older = rotary_scaling.rotary_parameters(published, "rope_scaling") if self.scaled else {}
         if older and not by_type and "rope_type" not in older:
             published.refuse(f"rope_scaling={older}: newer transformers does not read `type` here; state rope_type.")
-        has_theta = [_parameters_of_type(by_type, layer_type).get("rope_theta") is not None for layer_type in TYPES]
+        has_theta = [
+            _parameters_of_type(by_type, layer_type).get("rope_theta") is not None
+            for layer_type in rotary_scaling.TYPES
+        ]
         shares_name, name = self.older[0] == self.older[1], self.older[0]
         if not shares_name or all(has_theta):
             return
@@ -124,7 +115,7 @@ class RotaryByType(Entry):
     def write(self, config: WithLocalRotary) -> Attributes:
         """Return the older attributes and, by type of layer, the newer one; only the newer one has a local scaling."""
         attributes = {self.older[1]: config.local_theta} | {self.older[0]: config.theta}  # both may have one name
-        attributes |= scaling_attributes(config) if self.scaled else {}
+        attributes |= rotary_scaling.scaling_attributes(config) if self.scaled else {}
         return attributes | _write_by_type(config, _write_parameters(config))
 
 
@@ -137,7 +128,7 @@ class RotaryWithTemperature(Entry):
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta`, `scaling` and `temperature`, the `mscale_all_dim`; 0 without a scaling."""
-        parameters, fields = either_rotary_parameters(published), self.positions.read(published)
+        parameters, fields = rotary_scaling.either_rotary_parameters(published), self.positions.read(published)
         stated = parameters.get("mscale_all_dim")
         temperature = 0.0 if fields["scaling"] is None or stated is None else stated
         return fields | {"temperature": temperature}
@@ -171,8 +162,8 @@ class RotaryWithGrowth(Entry):
 
     def read(self, published: PublishedConfig) -> Fields:
         """Return the fields of `positions`, `growth` and `growth_every`; refuse a growth without an original length."""
-        parameters = either_rotary_parameters(published)
-        growth, every = parameters.get("llama_4_scaling_beta"), parameters.get(ORIGINAL)
+        parameters = rotary_scaling.either_rotary_parameters(published)
+        growth, every = parameters.get("llama_4_scaling_beta"), parameters.get(rotary_scaling.ORIGINAL)
         if growth and every is None:
             published.refuse(f"llama_4_scaling_beta={growth}: it needs original_max_position_embeddings.")
         growth, every = 0.0 if growth is None else growth, 1 if every is None else every
@@ -183,13 +174,13 @@ class RotaryWithGrowth(Entry):
         one."""
         attributes = self.positions.write(config)
         parameters, every = dict(attributes.pop("rope_scaling", {})), config.growth_every
-        if parameters.get(ORIGINAL, every) != every:
+        if parameters.get(rotary_scaling.ORIGINAL, every) != every:
             raise ValueError(
                 f"save(config={type(config).__name__}(growth_every={every})): published configurations have one length "
                 f"for this and {config.scaling}; give the length of the scaling."
             )
         parameters |= {"rope_theta": config.theta, "llama_4_scaling_beta": config.growth}
-        return {"rope_parameters": {"rope_type": "default"} | parameters | {ORIGINAL: every}}
+        return {"rope_parameters": {"rope_type": "default"} | parameters | {rotary_scaling.ORIGINAL: every}}
 
 
 _PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}
@@ -201,18 +192,18 @@ class ProportionalRotaryByType(Entry):
     def read(self, published: PublishedConfig) -> Fields:
         """Return `theta`, `scaling`, `local_theta` and `local_scaling`."""
         by_type = _parameters_by_type(published)
-        missing = [layer_type for layer_type in TYPES if not _parameters_of_type(by_type, layer_type)]
+        missing = [layer_type for layer_type in rotary_scaling.TYPES if not _parameters_of_type(by_type, layer_type)]
         if by_type and missing:
             published.refuse(f"rope_parameters do not state {missing[0]}; state both types of layer.")
         local = read_local_rotary(published, 10_000.0, "rope_local_base_freq")
-        parameters = dict(_parameters_of_type(by_type, FULL) if by_type else _PROPORTIONAL)
+        parameters = dict(_parameters_of_type(by_type, rotary_scaling.FULL) if by_type else _PROPORTIONAL)
         if parameters.pop("rope_type", "default") != "proportional":
-            theta, scaling = read_rotary(published, 1_000_000.0, FULL)
+            theta, scaling = read_rotary(published, 1_000_000.0, rotary_scaling.FULL)
             return {"theta": theta, "scaling": scaling} | local
         defaults = {"rope_theta": 1_000_000.0, "partial_rotary_factor": 1.0, "factor": 1.0}
         theta, part, factor = (_first(parameters.pop(name, None), default) for name, default in defaults.items())
         scaling = ProportionalScaling(part, factor)
-        if unknown := unknown_parameters(parameters):
+        if unknown := rotary_scaling.unknown_parameters(parameters):
             published.refuse(f"rope_type='proportional' has attributes that are not known: {unknown}.")
         return {"theta": theta, "scaling": scaling} | local
 
@@ -237,7 +228,11 @@ class RotaryFraction(Entry):
     def read(self, published: PublishedConfig) -> Fields:
         """Return `rotary_fraction`, which is an attribute of its own or within `rope_parameters`."""
         outside = published.read("partial_rotary_factor", Fraction, self.default)
-        return {"rotary_fraction": _first(either_rotary_parameters(published).get("partial_rotary_factor"), outside)}
+        return {
+            "rotary_fraction": _first(
+                rotary_scaling.either_rotary_parameters(published).get("partial_rotary_factor"), outside
+            )
+        }
 
     def write(self, config: WithRotaryFraction) -> Attributes:
         """Return the attribute."""
@@ -249,9 +244,9 @@ class RotaryFraction(Entry):
 
 def _parameters_by_type(published: PublishedConfig) -> JsonObject:
     """Return `rope_parameters` by type of layer; refuse parameters without types, which transformers does not read."""
-    parameters = rotary_parameters(published, "rope_parameters")
+    parameters = rotary_scaling.rotary_parameters(published, "rope_parameters")
     if parameters and not _types_in(parameters):
-        types = " and of ".join(TYPES)
+        types = " and of ".join(rotary_scaling.TYPES)
         published.refuse(f"rope_parameters={parameters}: in this family they are by type of layer, of {types}.")
     return parameters
 
@@ -288,13 +283,13 @@ def read_rotary(
             stated by type of layer.
         skipped: Names in `rope_parameters` that are ignored.
     """
-    parameters = rotary_parameters(published, "rope_parameters")
+    parameters = rotary_scaling.rotary_parameters(published, "rope_parameters")
     types = _types_in(parameters)
     by_type = bool(types and layer_type)
     if types and layer_type:
         parameters = _select_type(published, parameters, types, layer_type)
     theta = published.read(older[0], Positive, None)
-    older_scaling = rotary_parameters(published, older[1]) if older[1] else {}
+    older_scaling = rotary_scaling.rotary_parameters(published, older[1]) if older[1] else {}
     if parameters and older_scaling and _differs(older_scaling, parameters, bool(types)):
         published.refuse(f"{older[1]}={older_scaling}, but rope_parameters have {parameters}; give one of them.")
     parameters = {name: value for name, value in (parameters or older_scaling).items() if name not in skipped}
@@ -303,15 +298,16 @@ def read_rotary(
     theta = _first(parameters.pop("rope_theta", None), theta, default_theta)
     rope_type = parameters.pop("rope_type", parameters.pop("type", None))
     longest = 0 if rope_type in (None, "default") else published.count("max_position_embeddings")
-    outer, inner = published.read(ORIGINAL, Size, None), parameters.pop(ORIGINAL, None)
+    outer, inner = published.read(rotary_scaling.ORIGINAL, Size, None), parameters.pop(rotary_scaling.ORIGINAL, None)
     # Transformers reads only the inner length of parameters by type of layer; of others, it prefers the outer length.
     original = _first(inner, longest) if by_type else _first(outer, inner, longest)
     has_original = rope_type in ("yarn", "llama3", "longrope", "su")
     if has_original and {_first(outer, original), _first(inner, original)} != {original}:
         published.refuse(
-            f"{ORIGINAL}={outer}, and {_first(inner, longest)} beside rope_type={rope_type!r}; give one value."
+            f"{rotary_scaling.ORIGINAL}={outer}, and {_first(inner, longest)} beside rope_type={rope_type!r}; give one "
+            "value."
         )
-    scaling = make_scaling(published.refuse, rope_type, parameters, original, longest)
+    scaling = rotary_scaling.make_scaling(published.refuse, rope_type, parameters, original, longest)
     if scaling is not None and older[1] is None and not types:
         published.refuse(f"rope_parameters: {layer_type} has {rope_type!r}, but this family has no scaling.")
     return theta, scaling
@@ -319,10 +315,10 @@ def read_rotary(
 
 def _select_type(published: PublishedConfig, parameters: JsonObject, types: set[str], layer_type: str) -> JsonObject:
     """Return the parameters of one type of layer; refuse unknown types."""
-    if unknown := types - {*TYPES}:
+    if unknown := types - {*rotary_scaling.TYPES}:
         published.refuse(f"rope_parameters are by type of layer, but {sorted(unknown)} are not types of layer.")
     # Transformers keeps a scaling beside the types without using it, so only its name is checked here.
-    if (rope_type := parameters.get("rope_type", "default")) not in ROPE_TYPES:
+    if (rope_type := parameters.get("rope_type", "default")) not in rotary_scaling.ROPE_TYPES:
         published.refuse(f"rope_type={rope_type!r} is not known.")
     of_type = dict(_parameters_of_type(parameters, layer_type))
     if of_type.get("rope_type") == "yarn":
@@ -339,13 +335,16 @@ def _differs(older: JsonObject, newer: JsonObject, is_added: bool) -> bool:
 
 def read_local_rotary(published: PublishedConfig, theta: float, older: str) -> JsonObject:
     """Return `local_theta` and `local_scaling` of layers with a window, whose base has an `older` attribute."""
-    local_theta, scaling = read_rotary(published, theta, SLIDING, (older, None))
+    local_theta, scaling = read_rotary(published, theta, rotary_scaling.SLIDING, (older, None))
     return {"local_theta": local_theta, "local_scaling": scaling}
 
 
 def _write_by_type(config: WithLocalRotary, full: JsonObject) -> JsonObject:
     """Return `rope_parameters` by type of layer, with `truncate` for all types; layers without a window have `full`."""
-    by_type = {SLIDING: _write_parameters(config, "local_theta", "local_scaling"), FULL: full}
+    by_type = {
+        rotary_scaling.SLIDING: _write_parameters(config, "local_theta", "local_scaling"),
+        rotary_scaling.FULL: full,
+    }
     truncates = {parameters["truncate"] for parameters in by_type.values() if "truncate" in parameters}
     if len(truncates) == 2:
         raise ValueError(
@@ -355,6 +354,6 @@ def _write_by_type(config: WithLocalRotary, full: JsonObject) -> JsonObject:
     return {"rope_parameters": by_type if False not in truncates else by_type | {"truncate": False}}
 
 
-def _write_parameters(config: WithRotary, theta: str = "theta", scaling: str = "scaling") -> JsonObject:
-    parameters = scaling_attributes(config, scaling).get("rope_scaling", {})
+def _write_parameters(config: rotary_scaling.WithRotary, theta: str = "theta", scaling: str = "scaling") -> JsonObject:
+    parameters = rotary_scaling.scaling_attributes(config, scaling).get("rope_scaling", {})
     return {"rope_type": "default"} | parameters | {"rope_theta": getattr(config, theta)}

@@ -3,16 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
+from .. import nn
 from .._files import JsonObject
-from ..nn import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    RotaryScaling,
-    yarn_magnitude,
-    YarnScaling,
-)
 from ._config_types import FieldType, Fraction, Number, Positive, PublishedConfig, Size
 
 
@@ -35,12 +27,12 @@ _FACTOR, _ORIGINAL_LENGTH = {"factor": "factor"}, {"original_length": ORIGINAL}
 _FREQUENCIES = {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"}
 _YARN = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "magnitude": "attention_factor", "truncate": "truncate"}
 _DIVISORS = {"short_divisors": "short_factor", "long_divisors": "long_factor", "magnitude": "attention_factor"}
-_SCALINGS: dict[str, tuple[type[RotaryScaling], dict[str, str]]] = {
-    "linear": (LinearScaling, _FACTOR),
-    "dynamic": (DynamicScaling, _FACTOR | _ORIGINAL_LENGTH),
-    "llama3": (Llama3Scaling, _FACTOR | _FREQUENCIES | _ORIGINAL_LENGTH),
-    "yarn": (YarnScaling, _FACTOR | _YARN | _ORIGINAL_LENGTH),
-    "longrope": (LongRopeScaling, _DIVISORS | _FACTOR | _ORIGINAL_LENGTH),
+_SCALINGS: dict[str, tuple[type[nn.RotaryScaling], dict[str, str]]] = {
+    "linear": (nn.LinearScaling, _FACTOR),
+    "dynamic": (nn.DynamicScaling, _FACTOR | _ORIGINAL_LENGTH),
+    "llama3": (nn.Llama3Scaling, _FACTOR | _FREQUENCIES | _ORIGINAL_LENGTH),
+    "yarn": (nn.YarnScaling, _FACTOR | _YARN | _ORIGINAL_LENGTH),
+    "longrope": (nn.LongRopeScaling, _DIVISORS | _FACTOR | _ORIGINAL_LENGTH),
 }
 _OPTIONAL_FIELDS = {"magnitude", "truncate"}
 ROPE_TYPES = {"default", "su", *_SCALINGS}
@@ -55,7 +47,7 @@ class WithRotary(Protocol):
     @property
     def theta(self) -> float: ...
     @property
-    def scaling(self) -> RotaryScaling | None: ...
+    def scaling(self) -> nn.RotaryScaling | None: ...
     @property
     def max_seq(self) -> int: ...
 
@@ -93,12 +85,12 @@ def check_scaling(config: object, refuse: Callable[[str], NoReturn]) -> None:
             check(scaling, config, theta, refuse)
 
 
-def _check_yarn(scaling: YarnScaling, config: object, theta: str, refuse: Callable[[str], NoReturn]) -> None:
+def _check_yarn(scaling: nn.YarnScaling, config: object, theta: str, refuse: Callable[[str], NoReturn]) -> None:
     if getattr(config, theta) == 1:
         refuse("rope_theta=1 with rope_type='yarn': YaRN divides by the logarithm of rope_theta; give another base.")
 
 
-def _check_llama3(scaling: Llama3Scaling, config: object, theta: str, refuse: Callable[[str], NoReturn]) -> None:
+def _check_llama3(scaling: nn.Llama3Scaling, config: object, theta: str, refuse: Callable[[str], NoReturn]) -> None:
     if scaling.low_frequency_factor > scaling.high_frequency_factor:
         refuse(
             f"low_freq_factor={scaling.low_frequency_factor}, high_freq_factor={scaling.high_frequency_factor}: "
@@ -106,14 +98,14 @@ def _check_llama3(scaling: Llama3Scaling, config: object, theta: str, refuse: Ca
         )
 
 
-def _check_longrope(scaling: LongRopeScaling, config: object, theta: str, refuse: Callable[[str], NoReturn]) -> None:
+def _check_longrope(scaling: nn.LongRopeScaling, config: object, theta: str, refuse: Callable[[str], NoReturn]) -> None:
     pairs = _rotated_channels(config) // 2
     for attribute, divisors in (("short_factor", scaling.short_divisors), ("long_factor", scaling.long_divisors)):
         if len(divisors) != pairs:
             refuse(f"{attribute} has {len(divisors)} numbers for {pairs} pairs of channels; give one a pair.")
 
 
-_CHECKS = {YarnScaling: _check_yarn, Llama3Scaling: _check_llama3, LongRopeScaling: _check_longrope}
+_CHECKS = {nn.YarnScaling: _check_yarn, nn.Llama3Scaling: _check_llama3, nn.LongRopeScaling: _check_longrope}
 """Functions that refuse a scaling that does not fit the config's other fields, by the class of the scaling.
 
 Their argument `theta` is the name of the config's field that holds the base.
@@ -129,7 +121,7 @@ def _rotated_channels(config: Any) -> int:
 
 def make_scaling(
     refuse: Callable[[str], NoReturn], rope_type: str | None, parameters: JsonObject, original: int, longest: int
-) -> RotaryScaling | None:
+) -> nn.RotaryScaling | None:
     """Return the scaling of a `rope_type`, and remove its parameters from `parameters`.
 
     Parameters of other scalings are ignored, as in transformers. If `rope_type` is None, any parameter is refused.
@@ -175,7 +167,9 @@ def _add_implied_parameters(name: str, parameters: JsonObject, original: int, lo
         mscale, mscale_all_dim = parameters.pop("mscale", None), parameters.pop("mscale_all_dim", None)
         factor = parameters.get("factor")
         if parameters.get("attention_factor") is None and factor and mscale and mscale_all_dim:
-            parameters["attention_factor"] = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+            parameters["attention_factor"] = nn.yarn_magnitude(factor, mscale) / nn.yarn_magnitude(
+                factor, mscale_all_dim
+            )
         for parameter, default in (("beta_fast", 32.0), ("beta_slow", 1.0), ("truncate", True)):
             parameters[parameter] = default if parameters.get(parameter) is None else parameters[parameter]
 

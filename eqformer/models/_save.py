@@ -13,19 +13,11 @@ from jaxtyping import Array, Shaped
 
 from .._files import JsonObject, read_bytes
 from ..nn import LoRA, modules, named_modules, QuantizedLinear, Transformer
+from . import _published_model as published_model
 from ._family import Family, ModelConfig, TEXT
 from ._folder import CONFIG, Folder, new_folder, write_folder
 from ._hub import COMPANION_FILES
 from ._published_arrays import PublishedArrays
-from ._published_model import (
-    check_shapes,
-    describe_model,
-    DTYPE_KEYS,
-    format_of,
-    has_weights,
-    PublishedModel,
-    QUANTIZATION_KEYS,
-)
 from ._quantized_weights import names_as_stored, plain_shapes
 from ._weight_rules import flatten_model, NOTHING_STORED, ResolvedRule, StoredShapes
 
@@ -74,8 +66,8 @@ def save(
         raise ValueError(f"{call}: the model has LoRAs; nn.merge_lora it, or save_adapter.")
     if like is not None and Path(like).is_file():
         raise ValueError(f"{call}: like={str(like)!r} is one file, not a folder; give config=read_config of it.")
-    family, config = format_of(call, like, config, model)
-    published: PublishedModel | None = None
+    family, config = published_model.format_of(call, like, config, model)
+    published: published_model.PublishedModel | None = None
     if like is None:
         if whole:
             raise ValueError(f"{call}: whole=True writes the folder that the model came from again; give it as like=.")
@@ -84,11 +76,11 @@ def save(
             configuration |= family.predictor.attributes
     else:
         has_predictor = model.predictor is not None
-        published = dataclasses.replace(describe_model(Path(like)), predictor=has_predictor)
+        published = dataclasses.replace(published_model.describe_model(Path(like)), predictor=has_predictor)
         configuration = published.attributes if whole else _text_configuration(published)
         files = _copied_files(Path(like), whole) | dict(files)
     plain = plain_shapes(model)
-    check_shapes(call, plain, config)
+    published_model.check_shapes(call, plain, config)
     if whole and published is not None:
         arrays = _arrays_of_whole_folder(Folder(str(like), caller="save"), published, plain, model, call)
     elif quantized := [name for name, _ in named_modules(model, QuantizedLinear)]:
@@ -113,11 +105,15 @@ def _configuration(family: Family, config: ModelConfig) -> JsonObject:
     return {"architectures": [family.architecture], "model_type": family.model_type} | family.write(config)
 
 
-def _text_configuration(published: PublishedModel) -> JsonObject:
+def _text_configuration(published: published_model.PublishedModel) -> JsonObject:
     """Return the configuration of a folder's text model as a model of its own."""
     attributes = published.attributes
     if published.multimodal is None:
-        return {name: value for name, value in attributes.items() if name not in (*DTYPE_KEYS, *QUANTIZATION_KEYS)}
+        return {
+            name: value
+            for name, value in attributes.items()
+            if name not in (*published_model.DTYPE_KEYS, *published_model.QUANTIZATION_KEYS)
+        }
     merged = attributes | {name: value for name, value in attributes.get(TEXT, {}).items() if value is not None}
     tokens = {name: merged[name] for name in _TOKENS if name in merged}
     return _configuration(published.family, published.config) | tokens
@@ -130,15 +126,15 @@ def _copied_files(path: Path, whole: bool) -> dict[str, bytes]:
     return {name: read_bytes(path / name) for name in sorted(copied)}
 
 
-def _stored_shapes(published: PublishedModel, path: Path) -> StoredShapes:
+def _stored_shapes(published: published_model.PublishedModel, path: Path) -> StoredShapes:
     """Return the shapes of a folder's arrays; none for a folder without weights, such as a run's copy of a folder."""
-    if not has_weights(path):
+    if not published_model.has_weights(path):
         return NOTHING_STORED
     return PublishedArrays(Folder(str(path), caller="save"), published).shapes
 
 
 def _arrays_of_whole_folder(
-    folder: Folder, published: PublishedModel, plain: Transformer, model: Transformer, call: str
+    folder: Folder, published: published_model.PublishedModel, plain: Transformer, model: Transformer, call: str
 ) -> Iterator[tuple[str, Shaped[np.ndarray, "..."]]]:
     """Yield each array of a folder by name: arrays of the model from the model, all other arrays from the folder.
 

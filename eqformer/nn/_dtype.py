@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num, PyTree
 
 from ..kernels import at_least_float32
@@ -32,7 +31,7 @@ def _is_float(x: object) -> bool:
     return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def lossless_dtype(*dtypes: DTypeLike) -> np.dtype:
+def lossless_dtype(*dtypes: jax.typing.DTypeLike) -> np.dtype:
     """Return the narrowest floating-point dtype that represents all numbers of these dtypes.
 
     It is float32 for bfloat16 and float16, neither of which contains the other and for which NumPy has no answer.

@@ -7,7 +7,6 @@ from typing import Any, TypeGuard
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
 from ._contracts import ComposedMap, DenseMap, LinearMap
@@ -46,7 +45,7 @@ class LinearWrapper(LinearMap):
         """Forwarded from `inner`."""
         return self.inner.shape
 
-    def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def matrix(self, dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Forwarded from `inner`."""
         return self.inner.matrix(dtype)
 
@@ -69,7 +68,7 @@ class PrecomputedLinear(LinearWrapper):
     def bias(self) -> None:
         """None: `answer` adds the bias."""
 
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `answer(x)`."""
         y = self.answer(x)
         return y if dtype is None else y.astype(dtype)
@@ -115,7 +114,7 @@ class Linear(DenseMap):
         self.weight = deviation * jax.random.normal(key, [sizes[dim] for dim in self.weight_dims], jnp.float32)
         self.bias = jnp.zeros([sizes[dim] for dim in self.outputs], jnp.float32) if bias else None
 
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `W x` over the trailing dims of `x`; a given `dtype` is that of sums and result, in gradients too."""
         return apply_weight(self, self.weight, x, dtype)
 
@@ -127,7 +126,7 @@ _FEW = 512
 
 
 def apply_weight(
-    linear: LinearMap, weight: Float[Array, "..."], x: Float[Array, "..."], dtype: DTypeLike | None
+    linear: LinearMap, weight: Float[Array, "..."], x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None
 ) -> Float[Array, "..."]:
     """Return the product of `weight`, as the matrix of `linear`, and `x`, in the precision of `linear.products`.
 

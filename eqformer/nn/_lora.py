@@ -6,7 +6,6 @@ from typing import Any
 import einops
 import equinox as eqx
 import jax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
 from ._dtype import at_least_float32
@@ -56,11 +55,11 @@ class LoRA(ComposedMap):
         """Shape of the fixed map's matrix."""
         return self.linear.shape
 
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `W x + scale * B A x`."""
         return self.linear.product(x, dtype) + self.scale * self.up.product(self.down.product(x), dtype)
 
-    def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def matrix(self, dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `W + scale * B A`, added in float32 at least."""
         weight = self.linear.matrix()
         wide = at_least_float32(weight.dtype)

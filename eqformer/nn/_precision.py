@@ -5,7 +5,6 @@ import dataclasses
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from ._dtype import at_least_float32, float_dtype
@@ -78,7 +77,7 @@ class Fp8Linear(DenseMap):
         """Return the precision of 8 bits."""
         return Fp8Matmul()
 
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `W x` over the trailing dims of `x`."""
         return apply_weight(self, self.weight, x, dtype)
 

@@ -5,7 +5,6 @@ import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, PyTree, UInt8
 
 from ._dtype import float_dtype
@@ -143,17 +142,19 @@ class QuantizedLinear(LinearMap):
         """Shape of the decoded weight."""
         return (*self.codes.shape[:-1], self.codes.shape[-1] * codes_in_a_byte(self.form))
 
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `W x`; the backward pass decodes the codes again instead of keeping `W`."""
         return jax.checkpoint(functools.partial(_product, dtype), prevent_cse=False)(self, x)
 
-    def matrix(self, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def matrix(self, dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return the decoded weight, in float32 unless a dtype is given."""
         weight = apply_scales(decode_codes(self.codes, self.form, self.zeros), self.scales)
         return weight if dtype is None else weight.astype(dtype)
 
 
-def _product(dtype: DTypeLike | None, linear: QuantizedLinear, x: Float[Array, "..."]) -> Float[Array, "..."]:
+def _product(
+    dtype: jax.typing.DTypeLike | None, linear: QuantizedLinear, x: Float[Array, "..."]
+) -> Float[Array, "..."]:
     return apply_weight(linear, linear.matrix(x.dtype), x, dtype)
 
 
@@ -185,7 +186,7 @@ def quantize(model: PyTree, form: str, *, group: int | None = None, where: Where
     return replace_maps(model, chosen, quantize_map)
 
 
-def dequantize(model: PyTree, dtype: DTypeLike = "float32") -> PyTree:
+def dequantize(model: PyTree, dtype: jax.typing.DTypeLike = "float32") -> PyTree:
     """Replace every `QuantizedLinear` by a plain `Linear` with the decoded weight in `dtype`."""
     weight_dtype = float_dtype(dtype, f"dequantize(dtype={dtype!r})")
 

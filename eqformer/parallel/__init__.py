@@ -56,9 +56,7 @@ from ._shard_map import (
 )
 from ._sharded_model import ShardedModel as ShardedModel
 from ._vocab_chunks import chunked_tables as chunked_tables
-from .pipeline._pipeline import (
-    pipeline_gradients as pipeline_gradients,
-)
+from .pipeline._pipeline import pipeline_gradients as pipeline_gradients
 from .pipeline._pipelined_stack import PipelinedStack as PipelinedStack
 from .pipeline._residuals import select_differentiable as select_differentiable
 from .pipeline._schedule import (

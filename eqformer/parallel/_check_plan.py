@@ -6,7 +6,6 @@ from types import NoneType
 
 import equinox as eqx
 import jax
-from jax.sharding import AxisType
 from jaxtyping import PyTree
 
 from .. import nn
@@ -22,7 +21,7 @@ from .tensor._vocabulary import logits_parts
 def check_parallel_config(plan: Placement) -> None:
     """Raise a `ValueError` for an unknown choice, or for two that do not fit together."""
     axes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_types))
-    if axes != dict.fromkeys(AXES, AxisType.Auto):
+    if axes != dict.fromkeys(AXES, jax.sharding.AxisType.Auto):
         raise ValueError(
             f"Plan(mesh): a mesh has the axes {', '.join(AXES)}, all of type Auto; this one has "
             f"{', '.join(f'{axis} ({kind.name})' for axis, kind in axes.items())}; make it by make_mesh."

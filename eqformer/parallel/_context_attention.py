@@ -14,16 +14,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ..kernels import (
-    AttentionCall,
-    blockwise,
-    blockwise_of,
-    BlockwiseAttention,
-    Mask,
-    Operation,
-    TokenPositions,
-    unsupported_options,
-)
+from .. import kernels
 from ..nn import broadcast_float32, Mixer
 from . import _collectives as send
 from ._mesh import CONTEXT
@@ -36,7 +27,7 @@ ContextMethod = Literal["ring", "gather", "heads"]
 CONTEXT_METHODS: tuple[str, ...] = get_args(ContextMethod)
 
 
-class ContextAttention(Operation):
+class ContextAttention(kernels.Operation):
     """Attention of rows split over the mesh axis `context`; inside `shard_map` it takes the place of `inner`.
 
     Each device passes the queries, keys, values and tokens of its piece and gets its queries' outputs; pieces are in
@@ -56,7 +47,7 @@ class ContextAttention(Operation):
     Raises `ValueError` while tracing for heads that do not split, and for a cache.
     """
 
-    inner: Operation
+    inner: kernels.Operation
     method: str = eqx.field(static=True)
 
     def __check_init__(self):
@@ -65,11 +56,11 @@ class ContextAttention(Operation):
         if self.method == "ring":
             require_blockwise(self.inner)
 
-    def supports(self, call: AttentionCall) -> str | None:
+    def supports(self, call: kernels.AttentionCall) -> str | None:
         """Return why the loop over blocks, for a ring, or else `inner` does not support the call; None if it does."""
         return require_blockwise(self.inner).supports(call) if self.method == "ring" else self.inner.supports(call)
 
-    def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+    def __call__(self, call: kernels.AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
         """Attend to the keys of all devices."""
         if call.kv_tokens is not None:
             raise ValueError(
@@ -88,16 +79,16 @@ class ContextAttention(Operation):
         call = dataclasses.replace(call, query=query, key=key, value=value, tokens=tokens)
         return {"ring": self._ring, "gather": self._gather, "heads": self._heads}[self.method](call)
 
-    def _ring(self, call: AttentionCall) -> Array:
+    def _ring(self, call: kernels.AttentionCall) -> Array:
         ring = Ring("ring keys and values", CONTEXT)
         if (ring_kernels := choose_ring_kernels(self.inner, ring.devices, call)) is not None:
             return flash_ring_attend(ring_kernels, ring, call)
         settings = require_blockwise(self.inner).settings(call)
         output, logsum = ring_attend(settings, ring, call.query, call.key, call.value, call.tokens)
-        return output if call.sinks is None else blockwise.with_sinks(output, logsum, call.sinks)
+        return output if call.sinks is None else kernels.blockwise.with_sinks(output, logsum, call.sinks)
 
-    def _gather(self, call: AttentionCall) -> Array:
-        def attend(call: AttentionCall, kv_tokens: TokenPositions) -> Array:
+    def _gather(self, call: kernels.AttentionCall) -> Array:
+        def attend(call: kernels.AttentionCall, kv_tokens: kernels.TokenPositions) -> Array:
             key, value = (_gather_in_reading_order(x, 3) for x in (call.key, call.value))
             return self.inner(dataclasses.replace(call, key=key, value=value, kv_tokens=kv_tokens))
 
@@ -106,7 +97,7 @@ class ContextAttention(Operation):
         attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names("attended"))
         return attend(call, kv_tokens)
 
-    def _heads(self, call: AttentionCall) -> Array:
+    def _heads(self, call: kernels.AttentionCall) -> Array:
         size, heads = jax.lax.axis_size(CONTEXT), call.query.shape[-2]
         copies = _count_copies(size, heads, call.key.shape[-2], "ContextAttention(method='heads')")
         seq, head = call.query.ndim - 3, call.query.ndim - 2
@@ -164,7 +155,7 @@ def context_order(method: str, seq: int, pieces: int) -> Int[np.ndarray, "seq"]:
 
 
 def check_context(
-    method: str, size: int, core: Operation, *, seq: int, heads: int, kv_heads: int, needs: Sequence[str] = ()
+    method: str, size: int, core: kernels.Operation, *, seq: int, heads: int, kv_heads: int, needs: Sequence[str] = ()
 ) -> None:
     """Raise a `ValueError`, before anything is compiled, for an attention that cannot run on pieces of a row.
 
@@ -181,7 +172,7 @@ def check_context(
     context_order(method, seq, size)
     if method == "heads":
         _count_copies(size, heads, kv_heads, f"check_context('heads', size={size})")
-    if method != "ring" and (lacking := unsupported_options(core, needs)):
+    if method != "ring" and (lacking := kernels.unsupported_options(core, needs)):
         raise ValueError(
             f"check_context({method!r}, core={core}): the core has no place for {' and '.join(lacking)}; take "
             "core=kernels.BlockwiseAttention(), or method='ring', which computes by blocks itself."
@@ -197,9 +188,9 @@ def refuse_pieces(size: int, path: str, mixer: Mixer) -> NoReturn:
     )
 
 
-def require_blockwise(core: Operation) -> BlockwiseAttention:
+def require_blockwise(core: kernels.Operation) -> kernels.BlockwiseAttention:
     """Return the loop over blocks that computes the attention of `core` on a ring; raise a `ValueError` without one."""
-    if (loop := blockwise_of(core)) is not None:
+    if (loop := kernels.blockwise_of(core)) is not None:
         return loop
     raise ValueError(
         f"ContextAttention({core}, method='ring'): the ring combines partial results by the logarithms of their sums, "
@@ -260,29 +251,35 @@ def sum_rows(x: Float[Array, "batch seq"]) -> tuple[Float[Array, "batch"], int]:
 # Decoding.
 
 
-class SplitCacheAttention(Operation):
+class SplitCacheAttention(kernels.Operation):
     """Attention to KV caches whose slots are split over the axis `context`.
 
     Queries are replicated and attend to the keys that the device holds. The devices' results are combined by their
     logsumexps, as in flash decoding with split keys: `2 + v_dim` numbers are reduced for each query and head.
     """
 
-    inner: Operation
+    inner: kernels.Operation
 
-    def supports(self, call: AttentionCall) -> str | None:
+    def supports(self, call: kernels.AttentionCall) -> str | None:
         """Return why the loop over blocks, which computes each device's part, does not support a call, or None."""
         return require_blockwise(self.inner).supports(call)
 
-    def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+    def __call__(self, call: kernels.AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
         """Attend to the slots of all devices."""
-        mask = cast(Mask, call.mask)
-        settings = blockwise.BlockwiseSettings(mask, call.scale, call.softcap, require_blockwise(self.inner).block)
-        tokens = TokenPositions(call.tokens.positions)
+        mask = cast(kernels.Mask, call.mask)
+        settings = kernels.blockwise.BlockwiseSettings(
+            mask, call.scale, call.softcap, require_blockwise(self.inner).block
+        )
+        tokens = kernels.TokenPositions(call.tokens.positions)
         arrays = vary((call.query, call.key, call.value, tokens, call.kv_tokens), (CONTEXT,))
-        output, logsum = blockwise.attend(settings, *arrays)
+        output, logsum = kernels.blockwise.attend(settings, *arrays)
         peak = send.pmax("split cache maxima", logsum, CONTEXT)
         share = jnp.exp(logsum - peak)
         total = send.psum("split cache sums", share, CONTEXT)
         combined = send.psum("split cache sums", output.astype(share.dtype) * share[..., None], CONTEXT)
         combined = (combined / total[..., None]).astype(output.dtype)
-        return combined if call.sinks is None else blockwise.with_sinks(combined, jnp.log(total) + peak, call.sinks)
+        return (
+            combined
+            if call.sinks is None
+            else kernels.blockwise.with_sinks(combined, jnp.log(total) + peak, call.sinks)
+        )

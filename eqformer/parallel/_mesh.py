@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
 # Names of the axes, spelled here and nowhere else.
@@ -46,7 +45,7 @@ def make_mesh(
     context: int = 1,
     tensor: int = 1,
     devices: Sequence[Device] | None = None,
-) -> Mesh:
+) -> jax.sharding.Mesh:
     """Make a mesh with all six axes, most of size 1.
 
     No size is guessed: if the sizes do not multiply to the number of devices, a `ValueError` says how many devices are
@@ -84,10 +83,12 @@ def make_mesh(
             f"devices=jax.devices()[:{wanted}] to leave them idle (commands: --simulate on a CPU, "
             "CUDA_VISIBLE_DEVICES on GPUs)."
         )
-    return Mesh(arrange_devices(devices, tuple(sizes.values())), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return jax.sharding.Mesh(
+        arrange_devices(devices, tuple(sizes.values())), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES)
+    )
 
 
-def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+def axis_sizes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> dict[str, int]:
     """Return the size of each axis by its name."""
     return dict(mesh.shape)
 

@@ -26,17 +26,9 @@ from ._context_attention import context_order, ContextMethod
 from ._expert_exchange import choose_expert_method, Exchange, exchange_on, ExpertMethod
 from ._layout import axes_of, dim_over, Layout, partition_specs, shardings
 from ._mesh import axis_sizes, BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR, torus_steps, TorusSteps
+from .pipeline import _stage_layers as stage_layers
 from .pipeline._schedule import Schedule
 from .pipeline._schedules import make_schedule, Maker, ScheduleName
-from .pipeline._stage_layers import (
-    LayerRows,
-    order_for_pipeline,
-    order_for_reading,
-    place_layers,
-    rows_to_layers,
-    take_layer_rows,
-    TakeRows,
-)
 from .tensor._collective_matmul import Overlap
 from .tensor._residual_stream import ResidualStream, StreamKind
 from .tensor._stream_kinds import make_residual_stream
@@ -218,7 +210,7 @@ class Placement(ParallelConfig):
         """Return the table of the pipeline's schedule: the work of each stage in each tick."""
         return make_schedule(self.schedule, stages=self.size(PIPE), microbatches=self.microbatches, chunks=self.chunks)
 
-    def shard(self, tree: PyTree, take: TakeRows | None = None) -> PyTree:
+    def shard(self, tree: PyTree, take: stage_layers.TakeRows | None = None) -> PyTree:
         """Return a model, or a tree like it, as programs of this plan take it; `unshard` undoes it.
 
         Its arrays are placed by `parameter_specs` and, in a pipeline, the layers are where the stages hold them (see
@@ -226,17 +218,19 @@ class Placement(ParallelConfig):
         arrays itself passes `take(x, order)`, which returns an array's rows in an order, and nothing is placed.
         """
         moved = (
-            order_for_pipeline(tree, self.timetable().part_of, take or take_layer_rows) if self.is_pipelined else tree
+            stage_layers.order_for_pipeline(tree, self.timetable().part_of, take or stage_layers.take_layer_rows)
+            if self.is_pipelined
+            else tree
         )
         return moved if take is not None else self._place(moved)
 
-    def unshard(self, tree: PyTree, take: TakeRows = take_layer_rows) -> PyTree:
+    def unshard(self, tree: PyTree, take: stage_layers.TakeRows = stage_layers.take_layer_rows) -> PyTree:
         """Return a model, or a tree like it such as its gradients, with the layers in the order of the model."""
-        return order_for_reading(tree, self.timetable().part_of, take) if self.is_pipelined else tree
+        return stage_layers.order_for_reading(tree, self.timetable().part_of, take) if self.is_pipelined else tree
 
     def unshard_aux(self, aux: PyTree, model: nn.LanguageModel) -> PyTree:
         """Return the aux of a sharded model's layers in the order of the model."""
-        return rows_to_layers(aux, self._rows(model)) if self.is_pipelined else aux
+        return stage_layers.rows_to_layers(aux, self._rows(model)) if self.is_pipelined else aux
 
     def _place(self, tree: PyTree) -> PyTree:
         """Put arrays on the mesh; return a tree with traced arrays, or any tree on an abstract mesh, unchanged."""
@@ -251,8 +245,8 @@ class Placement(ParallelConfig):
         is_plain = all(len(stack) == stack.depth for stack in model.stacks)
         return eqx.filter_eval_shape(self.shard if is_plain else lambda model: model, model)
 
-    def _rows(self, model: nn.LanguageModel) -> list[LayerRows]:
-        return place_layers([stack.depth for stack in model.stacks], self.timetable().part_of)
+    def _rows(self, model: nn.LanguageModel) -> list[stage_layers.LayerRows]:
+        return stage_layers.place_layers([stack.depth for stack in model.stacks], self.timetable().part_of)
 
     def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
         """Put each row's tokens in the order in which they are split over `context`.

@@ -13,22 +13,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
-from ..kernels import (
-    at_least_float32,
-    AttentionCall,
-    blockwise,
-    ChosenKeys,
-    flash,
-    flash_choice,
-    FlashAttention,
-    lowest,
-    Mask,
-    Op,
-    Operation,
-    RequiredKernel,
-    TokenPositions,
-    with_one_batch_dim,
-)
+from .. import kernels
+from ..kernels import AttentionCall, blockwise, flash, TokenPositions
 from ._ring import Ring, shift
 from ._shard_map import vary, vary_like
 
@@ -80,9 +66,9 @@ def _block_ring_primal(
         return (attend_piece(result, piece), next_piece), None
 
     piece = key, value, positions
-    zero = jnp.zeros_like(query, at_least_float32(query.dtype), shape=())
+    zero = jnp.zeros_like(query, kernels.at_least_float32(query.dtype), shape=())
     rows = query.shape[:-1]
-    empty = jnp.full((*rows, value.shape[-1]), zero), jnp.full(rows, zero + lowest(zero.dtype))
+    empty = jnp.full((*rows, value.shape[-1]), zero), jnp.full(rows, zero + kernels.lowest(zero.dtype))
     (result, piece), _ = jax.lax.scan(step, (empty, piece), length=ring.devices - 1)
     output, logsum = attend_piece(result, piece)
     return output.astype(query.dtype), logsum
@@ -103,7 +89,7 @@ def _block_ring_backward(
     settings: blockwise.BlockwiseSettings, ring: Ring, residuals: tuple, gradients: tuple[Array, Array]
 ):
     query, key, value, positions, output, logsum = residuals
-    sum_dtype = at_least_float32(query.dtype)
+    sum_dtype = kernels.at_least_float32(query.dtype)
 
     def piece_gradients(piece: tuple) -> tuple[Array, tuple[Array, ...]]:
         query_grad, *piece_grads = blockwise.attend_backward(
@@ -156,7 +142,7 @@ class RingKernels(NamedTuple):
     past: flash.FlashChoice
 
 
-def choose_ring_kernels(core: Operation, devices: int, call: AttentionCall) -> RingKernels | None:
+def choose_ring_kernels(core: kernels.Operation, devices: int, call: AttentionCall) -> RingKernels | None:
     """Return the kernels of `core` for both kinds of pieces, or None if there are none.
 
     Raises a `ValueError` if `core` requires a kernel that does not support the pieces.
@@ -166,13 +152,13 @@ def choose_ring_kernels(core: Operation, devices: int, call: AttentionCall) -> R
         local = _piece_call(call, "own")
         half = call.query.shape[-3] // 2
         past = _past_call(local, call.query, call.key[..., :half, :, :], call.value[..., :half, :, :])
-        if isinstance(core, RequiredKernel):
+        if isinstance(core, kernels.RequiredKernel):
             reason = core.kernel.supports(local) or core.kernel.supports(past)
             if reason is None:
                 return RingKernels(core.flash_choice(), core.flash_choice())
-        elif isinstance(core, Op):
+        elif isinstance(core, kernels.Op):
             return _common_kernels(core, local, past)
-    if not isinstance(core, RequiredKernel):
+    if not isinstance(core, kernels.RequiredKernel):
         return None
     raise ValueError(
         f"{core} over {devices} devices of a ring cannot compute query {call.query.dtype}{list(call.query.shape)} "
@@ -186,16 +172,16 @@ def _are_known_pieces(call: AttentionCall, devices: int) -> bool:
     tokens, mask = call.tokens, call.mask
     is_known = tokens.pieces == devices and tokens.whole_rows == devices * call.query.shape[-3]
     is_known = is_known and (tokens.segments is None or tokens.documents is not None)
-    return is_known and isinstance(mask, Mask) and mask.is_causal and mask.chunk is None
+    return is_known and isinstance(mask, kernels.Mask) and mask.is_causal and mask.chunk is None
 
 
-def _common_kernels(core: Op, local: AttentionCall, past: AttentionCall) -> RingKernels | None:
+def _common_kernels(core: kernels.Op, local: AttentionCall, past: AttentionCall) -> RingKernels | None:
     """Return the kernels that an op chooses for both pieces."""
-    local_choice, past_choice = (flash_choice(core.choose(call)) for call in (local, past))
+    local_choice, past_choice = (kernels.flash_choice(core.choose(call)) for call in (local, past))
     if local_choice is None or past_choice is None:
         return None
     pairs = tuple(pair for pair in local_choice.by_platform if pair in past_choice.by_platform)
-    if not pairs and not isinstance(local_choice.fallback, FlashAttention):
+    if not pairs and not isinstance(local_choice.fallback, kernels.FlashAttention):
         return None
     return RingKernels(local_choice._replace(by_platform=pairs), past_choice._replace(by_platform=pairs))
 
@@ -204,9 +190,9 @@ def _piece_call(call: AttentionCall, piece: str) -> AttentionCall:
     return dataclasses.replace(call, mask=_piece_mask(call, is_causal=True), piece=piece)
 
 
-def _piece_mask(call: AttentionCall, *, is_causal: bool) -> Mask | ChosenKeys:
+def _piece_mask(call: AttentionCall, *, is_causal: bool) -> kernels.Mask | kernels.ChosenKeys:
     """Return the mask of a call within one piece of keys: of a `Mask` the window alone is kept."""
-    return Mask(is_causal, call.mask.window) if isinstance(call.mask, Mask) else call.mask
+    return kernels.Mask(is_causal, call.mask.window) if isinstance(call.mask, kernels.Mask) else call.mask
 
 
 def _past_call(
@@ -225,21 +211,21 @@ def _past_call(
     )
 
 
-def flash_ring_attend(kernels: RingKernels, ring: Ring, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+def flash_ring_attend(choices: RingKernels, ring: Ring, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
     """Return the attention of this device's queries to the keys of all devices, as `ring_attend` computes it."""
-    merged = with_one_batch_dim(_piece_call(call, "own"))
-    output = _flash_ring(kernels, ring, vary(vary_like(merged, merged), (ring.axis,)))
+    merged = kernels.with_one_batch_dim(_piece_call(call, "own"))
+    output = _flash_ring(choices, ring, vary(vary_like(merged, merged), (ring.axis,)))
     return output.reshape(*call.query.shape[:-1], call.value.shape[-1])
 
 
-def _flash_forward(kernels: RingKernels, ring: Ring, call: AttentionCall) -> tuple[Array, Array]:
+def _flash_forward(choices: RingKernels, ring: Ring, call: AttentionCall) -> tuple[Array, Array]:
     """Return the output and the logsumexp of all keys."""
 
     def combine_piece(
         result: tuple[Array, Array], piece: KeyValuePiece, step_number: int | Array
     ) -> tuple[Array, Array]:
         output, logsum = result
-        piece_output, piece_logsum = _attend_past(kernels.past, ring, step_number, call, piece)
+        piece_output, piece_logsum = _attend_past(choices.past, ring, step_number, call, piece)
         share = jax.nn.sigmoid(piece_logsum - logsum).swapaxes(1, 2)[..., None]
         return output + share * (piece_output.astype(output.dtype) - output), jnp.logaddexp(logsum, piece_logsum)
 
@@ -250,8 +236,8 @@ def _flash_forward(kernels: RingKernels, ring: Ring, call: AttentionCall) -> tup
 
     piece = call.key, call.value, call.tokens
     next_piece = _send_on(ring, piece) if ring.devices > 1 else piece
-    output, logsum = flash.forward(kernels.local, flash.without_sinks(call))
-    result = output.astype(at_least_float32(output.dtype)), logsum
+    output, logsum = flash.forward(choices.local, flash.without_sinks(call))
+    result = output.astype(kernels.at_least_float32(output.dtype)), logsum
     if ring.devices > 1:
         step_numbers = jnp.arange(1, ring.devices - 1, dtype=jnp.int32)
         (result, piece), _ = jax.lax.scan(step, (result, next_piece), step_numbers)
@@ -259,25 +245,25 @@ def _flash_forward(kernels: RingKernels, ring: Ring, call: AttentionCall) -> tup
     return flash.add_sinks(result[0].astype(call.query.dtype), result[1], call.sinks)
 
 
-def _flash_ring_primal(kernels: RingKernels, ring: Ring, call: AttentionCall) -> Array:
-    return _flash_forward(kernels, ring, call)[0]
+def _flash_ring_primal(choices: RingKernels, ring: Ring, call: AttentionCall) -> Array:
+    return _flash_forward(choices, ring, call)[0]
 
 
 _flash_ring = jax.custom_vjp(_flash_ring_primal, nondiff_argnums=(0, 1))
 
 
-def _flash_ring_forward(kernels: RingKernels, ring: Ring, call: AttentionCall):
-    output, logsum = (checkpoint_name(x, "attended") for x in _flash_forward(kernels, ring, call))  # for remat policies
+def _flash_ring_forward(choices: RingKernels, ring: Ring, call: AttentionCall):
+    output, logsum = (checkpoint_name(x, "attended") for x in _flash_forward(choices, ring, call))  # for remat policies
     return output, (call, output, logsum)
 
 
-def _flash_ring_backward(kernels: RingKernels, ring: Ring, residuals: tuple, output_grad: Array):
+def _flash_ring_backward(choices: RingKernels, ring: Ring, residuals: tuple, output_grad: Array):
     call, output, logsum = residuals
     results = output, logsum, output_grad
-    sum_dtype = at_least_float32(call.query.dtype)
+    sum_dtype = kernels.at_least_float32(call.query.dtype)
 
     def piece_gradients(piece: KeyValuePiece, step_number: int | Array) -> tuple[Array, tuple[Array, ...]]:
-        query_grad, *piece_grads = _attend_past_grads(kernels.past, ring, step_number, call, piece, results)
+        query_grad, *piece_grads = _attend_past_grads(choices.past, ring, step_number, call, piece, results)
         return query_grad.astype(sum_dtype), tuple(piece_grads)
 
     def step(carry: tuple, step_number: Array) -> tuple[tuple, None]:
@@ -288,7 +274,7 @@ def _flash_ring_backward(kernels: RingKernels, ring: Ring, residuals: tuple, out
 
     piece, size = (call.key, call.value, call.tokens), ring.devices
     next_piece = _send_on(ring, piece) if size > 1 else piece
-    query_grad, *local_grads = flash.backward(kernels.local, flash.without_sinks(call), *results)
+    query_grad, *local_grads = flash.backward(choices.local, flash.without_sinks(call), *results)
     query_grad = query_grad.astype(sum_dtype)
     if size > 1:
         # The gradients of a piece are sent one step behind the piece, and reach their owner with the last step.
@@ -313,26 +299,26 @@ _flash_ring.defvjp(_flash_ring_forward, _flash_ring_backward)
 
 
 def _attend_past(
-    kernels: flash.FlashChoice, ring: Ring, step_number: int | Array, call: AttentionCall, piece: KeyValuePiece
+    choice: flash.FlashChoice, ring: Ring, step_number: int | Array, call: AttentionCall, piece: KeyValuePiece
 ) -> tuple[Array, Array]:
     """Return the output and sums of a device's queries over the piece that arrives in a step of the ring."""
 
     def see_early_keys() -> tuple[Array, Array]:
         key, value, kv_tokens = _halves(piece)[0]
-        return flash.forward(kernels, _past_call(call, call.query, key, value, call.tokens, kv_tokens))
+        return flash.forward(choice, _past_call(call, call.query, key, value, call.tokens, kv_tokens))
 
     def see_by_late_queries() -> tuple[Array, Array]:
         _, (late, late_tokens) = _halves((call.query, call.tokens))
         key, value, kv_tokens = piece
-        output, logsum = flash.forward(kernels, _past_call(call, late, key, value, late_tokens, kv_tokens))
-        unseen = jnp.full_like(logsum, lowest(logsum.dtype))
+        output, logsum = flash.forward(choice, _past_call(call, late, key, value, late_tokens, kv_tokens))
+        unseen = jnp.full_like(logsum, kernels.lowest(logsum.dtype))
         return _concatenate(jnp.zeros_like(output), output, 1), _concatenate(unseen, logsum, 2)
 
     return _branch_on_step(ring, step_number, see_early_keys, see_by_late_queries)
 
 
 def _attend_past_grads(
-    kernels: flash.FlashChoice,
+    choice: flash.FlashChoice,
     ring: Ring,
     step_number: int | Array,
     call: AttentionCall,
@@ -344,7 +330,7 @@ def _attend_past_grads(
     def see_early_keys() -> tuple[Array, Array, Array]:
         key, value, kv_tokens = _halves(piece)[0]
         past = _past_call(call, call.query, key, value, call.tokens, kv_tokens)
-        query_grad, *early_grads = flash.backward(kernels, past, *results)
+        query_grad, *early_grads = flash.backward(choice, past, *results)
         key_grad, value_grad = (_concatenate(x, jnp.zeros_like(x), 1) for x in early_grads)
         return query_grad, key_grad, value_grad
 
@@ -354,7 +340,7 @@ def _attend_past_grads(
         logsum = jnp.split(logsum, 2, axis=2)[1]
         key, value, kv_tokens = piece
         past = _past_call(call, late, key, value, late_tokens, kv_tokens)
-        query_grad, key_grad, value_grad = flash.backward(kernels, past, output, logsum, output_grad)
+        query_grad, key_grad, value_grad = flash.backward(choice, past, output, logsum, output_grad)
         return _concatenate(jnp.zeros_like(query_grad), query_grad, 1), key_grad, value_grad
 
     return _branch_on_step(ring, step_number, see_early_keys, see_by_late_queries)

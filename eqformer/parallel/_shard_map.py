@@ -8,8 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
 from .. import nn
@@ -19,7 +17,7 @@ from ._mesh import axis_sizes
 
 
 def filter_shard_map(
-    fn: Callable[..., PyTree], mesh: Mesh | AbstractMesh, in_specs: PyTree, out_specs: PyTree
+    fn: Callable[..., PyTree], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., PyTree]:
     """Run `fn` on each device, on its shards of the arguments' arrays; leaves that are not arrays are passed on.
 
@@ -35,7 +33,9 @@ def filter_shard_map(
             "one argument write `(spec,)`."
         )
     sizes = axis_sizes(mesh)
-    out_specs = jax.tree.map(lambda spec: PartitionSpec() if spec is None else spec, out_specs, is_leaf=_is_spec)
+    out_specs = jax.tree.map(
+        lambda spec: jax.sharding.PartitionSpec() if spec is None else spec, out_specs, is_leaf=_is_spec
+    )
 
     def mapped(*args: PyTree) -> PyTree:
         if len(args) != len(in_specs):
@@ -66,7 +66,7 @@ def filter_shard_map(
     return mapped
 
 
-def varying_axes(x: ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
+def varying_axes(x: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> frozenset[str]:
     """Return the manual mesh axes over which an array inside `shard_map` may differ; none outside of it."""
     return jax.typeof(x).manual_axis_type.varying
 
@@ -124,7 +124,9 @@ def _specs_by_leaf(specs: PyTree, tree: PyTree, name: str) -> list[tuple[str, Py
 
     def add_subtree(path: tuple, spec: object, subtree: PyTree) -> None:
         for leaf_path, leaf in jax.tree_util.tree_leaves_with_path(subtree):
-            entries.append((nn.path_name((*path, *leaf_path)), leaf, PartitionSpec() if spec is None else spec))
+            entries.append(
+                (nn.path_name((*path, *leaf_path)), leaf, jax.sharding.PartitionSpec() if spec is None else spec)
+            )
 
     if name == "in_specs":
         specs = tuple(specs)

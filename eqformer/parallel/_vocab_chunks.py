@@ -8,7 +8,6 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
@@ -124,7 +123,7 @@ class ChunkedHead(nn.ChunkedUnembedding, nn.LinearWrapper):
     inner: nn.DenseMap
     table: ShardedTable
 
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return logits by the whole table."""
         return self.inner.product(x, dtype)
 

@@ -7,7 +7,6 @@ from typing import Literal
 
 import equinox as eqx
 import jax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .. import nn
@@ -17,16 +16,8 @@ from ._expert_parallel import SplitMixture
 from ._fully_sharded import gather_parameter
 from ._layout import dim_over
 from ._mesh import CONTEXT, TENSOR
+from .tensor import _tensor as tensor
 from .tensor._residual_stream import ResidualStream
-from .tensor._tensor import (
-    is_plain,
-    is_split,
-    LAYER_FIELDS,
-    ReplicatedLayer,
-    ReplicatedMixer,
-    Sliced,
-    TensorParallelMixer,
-)
 from .tensor._vocabulary import features_to_rows, HeadInput, logits_parts, SourceOutput, take_local_rows
 
 
@@ -49,7 +40,7 @@ def split_over_tensor(
     head. In `"serve"` the stream is replicated, and so is the final norm's output. `sharers` is the number of devices
     that hold the same key head, see `TensorParallelLayer`.
     """
-    kinds = (nn.Mixer, nn.FeedForward, nn.Norm, nn.ExpertMixture, ReplicatedLayer)
+    kinds = (nn.Mixer, nn.FeedForward, nn.Norm, nn.ExpertMixture, tensor.ReplicatedLayer)
     names = nn.dims(shapes)
 
     def wrap(module: PyTree, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
@@ -57,12 +48,12 @@ def split_over_tensor(
             return stream.split_norm(module)
         if isinstance(module, nn.ExpertMixture):
             return wrap_mixture(module, shape, spec, name)
-        if isinstance(module, ReplicatedLayer):
+        if isinstance(module, tensor.ReplicatedLayer):
             return module
-        if is_split(module):
+        if tensor.is_split(module):
             return stream.split_layer(module, shape, spec, name, sharers)
         if isinstance(module, nn.Mixer):
-            return ReplicatedMixer(gather_when_called(module, spec), stream)
+            return tensor.ReplicatedMixer(gather_when_called(module, spec), stream)
         return _replicate_layer(module, spec, stream)
 
     def wrap_mixture(mixture: nn.ExpertMixture, shape: PyTree, spec: PyTree, name: PyTree) -> PyTree:
@@ -80,7 +71,7 @@ def split_over_tensor(
         return jax.tree.map(wrap_part, mixture, shape, spec, name, is_leaf=is_part)
 
     plain_model = model
-    for kind, field in LAYER_FIELDS:
+    for kind, field in tensor.LAYER_FIELDS:
         replicate = functools.partial(_replicate_plain_layer, field=field, stream=stream)
         model = nn.map_modules(replicate, model, kind, specs)
     model = nn.map_modules(wrap, model, kinds, shapes, specs, names)
@@ -120,7 +111,7 @@ def split_over_context(model: PyTree, method: str, mode: Mode = "train") -> PyTr
 
 
 def _is_unwrapped_mixer(node: object) -> bool:
-    return isinstance(node, nn.Mixer) and not isinstance(node, TensorParallelMixer | ReplicatedMixer)
+    return isinstance(node, nn.Mixer) and not isinstance(node, tensor.TensorParallelMixer | tensor.ReplicatedMixer)
 
 
 def split_mixtures(model: PyTree, method: str, exchange: Exchange, stream: ResidualStream | None) -> PyTree:
@@ -132,7 +123,7 @@ def split_mixtures(model: PyTree, method: str, exchange: Exchange, stream: Resid
 def _replicate_plain_layer(module: PyTree, spec: PyTree, field: str, stream: ResidualStream) -> PyTree:
     """Wrap the layer in a module's field to run whole on every device if it implements no `nn` interface of layers."""
     layer = getattr(module, field)
-    if not is_plain(layer):
+    if not tensor.is_plain(layer):
         return module
     replicated = _replicate_layer(layer, getattr(spec, field), stream)
     return eqx.tree_at(operator.attrgetter(field), module, replicated, is_leaf=lambda node: node is layer)
@@ -141,10 +132,10 @@ def _replicate_plain_layer(module: PyTree, spec: PyTree, field: str, stream: Res
 def _replicate_layer(layer: Callable[..., PyTree], spec: PyTree, stream: ResidualStream) -> Callable[..., PyTree]:
     """Wrap a layer that needs gathered features or arrays; return it unchanged if the device holds all of them."""
     sliced = gather_when_called(layer, spec)
-    return ReplicatedLayer(sliced, stream) if stream.splits_features or sliced.is_split else layer
+    return tensor.ReplicatedLayer(sliced, stream) if stream.splits_features or sliced.is_split else layer
 
 
-def gather_when_called(module: PyTree, specs: PyTree) -> Sliced:
+def gather_when_called(module: PyTree, specs: PyTree) -> tensor.Sliced:
     """Wrap a module so that its arrays that the axis `tensor` splits are gathered when the module is called."""
     structure = jax.tree.structure(module)
     rows = zip(structure.flatten_up_to(module), structure.flatten_up_to(specs), strict=True)
@@ -154,7 +145,7 @@ def gather_when_called(module: PyTree, specs: PyTree) -> Sliced:
             dim = dim_over(spec, TENSOR)
             # Counted from the end: in a stack the module runs on a layer's arrays, without the dim `layers` in front.
             dims.append(None if dim is None else dim - x.ndim)
-    return Sliced(module, tuple(dims))
+    return tensor.Sliced(module, tuple(dims))
 
 
 def _split_encoder(
@@ -190,7 +181,7 @@ def _split_embedding(
     return stream.split_embedding(embedding, rows, vocab, is_tied=is_tied)
 
 
-def _vocab_rows(table: Array, spec: PartitionSpec, names: str) -> Array:
+def _vocab_rows(table: Array, spec: jax.sharding.PartitionSpec, names: str) -> Array:
     """Return this device's rows of a table with a dim `vocab`; gather an array without the dim."""
     dims, split_dim = names.split(), dim_over(spec, TENSOR)
     if "vocab" not in dims:  # A factor of the head, which is applied to all features.

@@ -7,17 +7,7 @@ from collections.abc import Callable, Iterable
 import jax
 from jaxtyping import PyTree
 
-from ..nn import (
-    ExpertMixture,
-    is_trainable,
-    LanguageModel,
-    linear_maps,
-    LinearMap,
-    Mask,
-    matrices,
-    Mixer,
-    modules,
-)
+from ..nn import ExpertMixture, is_trainable, LanguageModel, linear_maps, LinearMap, Mask, matrices, Mixer, modules
 
 
 _Map = LinearMap | jax.Array | jax.ShapeDtypeStruct

@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PRNGKeyArray, PyTree
 
 from .. import kernels, nn, parallel, training
@@ -170,10 +169,10 @@ def batch_shapes(rows: int, seq: int, *, packed: bool = False) -> Batch:
 
 def _place_shapes(tree: PyTree, specs: PyTree, plan: parallel.Plan) -> PyTree:
     return jax.tree.map(
-        lambda spec, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(plan.mesh, spec)),
+        lambda spec, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(plan.mesh, spec)),
         specs,
         tree,
-        is_leaf=lambda node: isinstance(node, PartitionSpec),
+        is_leaf=lambda node: isinstance(node, jax.sharding.PartitionSpec),
     )
 
 

@@ -14,18 +14,9 @@ from .. import nn, parallel, training
 from .._files import JsonObject
 from .._shapes import Batch
 from ..parallel import AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
+from . import _forecast
 from ._accelerators import for_platform, Topology
 from ._compile import decode_shapes
-from ._forecast import (
-    add_padding,
-    certain_bytes,
-    decode_forecast,
-    decode_held,
-    Forecast,
-    roofline_dict,
-    Target,
-    training_time,
-)
 from ._held_bytes import activation_bytes, judge_formula, ON_HOST, state_bytes, step_bytes, StepBytes, Verdict
 from ._roofline import Roofline
 from ._sent_bytes import Sent, sent_bytes
@@ -84,7 +75,7 @@ class Proposal(NamedTuple):
 
     def as_dict(self) -> JsonObject:
         """Return what it holds, sends and takes as plain data."""
-        return {"held": self.held, "sent": self.candidate.sent, **roofline_dict(self.time)}
+        return {"held": self.held, "sent": self.candidate.sent, **_forecast.roofline_dict(self.time)}
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -123,7 +114,7 @@ def search_plans(
     states: training.PlannedState,
     model: nn.LanguageModel,
     batch: Batch,
-    target: Target,
+    target: _forecast.Target,
     *,
     limit: int = 3,
     max_traced: int | None = None,
@@ -162,7 +153,7 @@ def search_plans(
             candidate,
             traced_bytes.total,
             step.step_time(candidate, traced_bytes.on_host),
-            judge_formula(traced_bytes.total, certain_bytes(traced_bytes.held), step.memory),
+            judge_formula(traced_bytes.total, _forecast.certain_bytes(traced_bytes.held), step.memory),
         )
         for candidate, traced_bytes in fitting
     ]
@@ -183,7 +174,7 @@ class _PlannedStep:
     states: training.PlannedState
     model: nn.LanguageModel
     batch: Batch
-    target: Target
+    target: _forecast.Target
     memory: int
 
     def step_time(self, candidate: Candidate, kept_on_host: int = 0) -> Roofline | None:
@@ -191,8 +182,8 @@ class _PlannedStep:
         if not isinstance(self.target, Topology):
             return None
         states = self.states.with_plan(candidate.plan)
-        sent = add_padding(candidate.sent_by, states, candidate.model, self.target)
-        return training_time(states, candidate.model, self.batch, self.target, sent, kept_on_host)
+        sent = _forecast.add_padding(candidate.sent_by, states, candidate.model, self.target)
+        return _forecast.training_time(states, candidate.model, self.batch, self.target, sent, kept_on_host)
 
     def trace(self, candidate: Candidate) -> StepBytes:
         """Return the bytes that a step holds under a plan, from its trace."""
@@ -256,7 +247,9 @@ def _rank_by_shapes(
     return sorted(ranked, key=attrgetter("rank")), state_sizes
 
 
-def _meshes_over(target: Target, plan: parallel.Plan, model: nn.LanguageModel) -> Iterator[tuple[AbstractMesh, int]]:
+def _meshes_over(
+    target: _forecast.Target, plan: parallel.Plan, model: nn.LanguageModel
+) -> Iterator[tuple[AbstractMesh, int]]:
     """Return the meshes to compare, each with a stage of zero."""
     if not isinstance(target, Topology):
         return enumerate_meshes(plan.mesh.size, plan, model)
@@ -363,7 +356,7 @@ class DecodePlan(NamedTuple):
     plan: parallel.Plan
     rows: int
     cache_dtype: str | None
-    forecast: Forecast
+    forecast: _forecast.Forecast
 
 
 def search_decode_plans(
@@ -408,10 +401,10 @@ def search_decode_plans(
         for number, mesh_plan in enumerate(plans):
             progress("ways to decode tried, at most", variant * len(plans) + number, len(variants) * len(plans))
             try:
-                sizes = decode_held(*decode_shapes(mesh_plan, model, row_count, capacity, dtype))
+                sizes = _forecast.decode_held(*decode_shapes(mesh_plan, model, row_count, capacity, dtype))
                 if sum(sizes.values()) > topology.accelerator.memory:
                     continue  # A step that does not fit need not be traced.
-                forecast = decode_forecast(
+                forecast = _forecast.decode_forecast(
                     mesh_plan, model, topology, rows=row_count, capacity=capacity, cache_dtype=dtype
                 )
             except ValueError:  # the mesh suits neither the model nor so few rows

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from .. import nn, parallel, training
@@ -138,7 +137,7 @@ def place_arrays(
     trees = map(structure.flatten_up_to, (model, leaves, specs, trained_model))
     for x, leaf, spec, trained in zip(*trees, strict=True):
         if spec is not None and jnp.issubdtype(x.dtype, jnp.floating):
-            shard, is_trained = NamedSharding(plan.mesh, spec).shard_shape(x.shape), trained is not None
+            shard, is_trained = jax.sharding.NamedSharding(plan.mesh, spec).shard_shape(x.shape), trained is not None
             yield _PlacedArray(x, shard, leaf.fsdp_dim, leaf.sent, leaf.reduced, layers.get(id(leaf), 0), is_trained)
 
 

@@ -4,17 +4,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ._hlo_text import (
-    called_computations,
-    Computations,
-    fusion_body,
-    fusion_outputs,
-    Instruction,
-    main_memory_size,
-    parse_hlo,
-    scopes_of,
-    source_of,
-)
+from . import _hlo_text as hlo_text
 
 
 Value = int | list  # the number of a buffer, or a list of values for a tuple
@@ -47,7 +37,7 @@ def largest_buffers(text: str) -> tuple[int, list[Buffer]]:
     body returns its next carry; a fused loop is the last reader of an operand of the result's size. The compiler may
     reuse more buffers, or leave gaps between buffers: its own figure is the true one.
     """
-    computations, entry = parse_hlo(text)
+    computations, entry = hlo_text.parse_hlo(text)
     first, (result, _) = _walk(computations, entry, set())
     # Both walks give a buffer the same number. The second leaves out the program's result, which is in the place of a
     # donated argument, and all buffers in the place of that result.
@@ -59,7 +49,7 @@ def largest_buffers(text: str) -> tuple[int, list[Buffer]]:
     return peak.size, sorted((walk.buffers[number] for number in peak.buffers), key=lambda buffer: -buffer.size)
 
 
-def _walk(computations: Computations, entry: str, uncounted: set[int]) -> tuple["_Walk", tuple[Value, _Peak]]:
+def _walk(computations: hlo_text.Computations, entry: str, uncounted: set[int]) -> tuple["_Walk", tuple[Value, _Peak]]:
     """Walk through a program; return the walk, the program's result and its peak."""
     walk = _Walk(computations, uncounted)
     arguments = [walk.new_value(line.result, line, is_uncounted=True) for line in walk.parameters(entry)]
@@ -72,7 +62,7 @@ class _Walk:
     A buffer lives from the instruction that makes it to the last instruction that reads it.
     """
 
-    def __init__(self, computations: Computations, uncounted: set[int]):
+    def __init__(self, computations: hlo_text.Computations, uncounted: set[int]):
         """`uncounted` are the numbers of buffers that do not count because they are written over other buffers."""
         self.computations, self.uncounted = computations, uncounted
         self.buffers: list[Buffer] = []
@@ -80,21 +70,21 @@ class _Walk:
         # copy, with that copy.
         self.shared: list[tuple[int, ...]] = []
 
-    def parameters(self, name: str) -> list[Instruction]:
+    def parameters(self, name: str) -> list[hlo_text.Instruction]:
         """Return the parameters of the computation with this name, in order."""
         lines = [line for line in self.computations[name] if line.opcode == "parameter"]
         return sorted(lines, key=lambda line: int(line.literal))
 
-    def new_value(self, result: str, line: Instruction, is_uncounted: bool = False) -> Value:
+    def new_value(self, result: str, line: hlo_text.Instruction, is_uncounted: bool = False) -> Value:
         """Return new buffers for a type, nested as its tuples are; buffers that are `is_uncounted` count 0 bytes."""
         return self._new_buffers(_nest_types(result), line, is_uncounted)
 
-    def _new_buffers(self, types: str | list, line: Instruction, is_uncounted: bool) -> Value:
+    def _new_buffers(self, types: str | list, line: hlo_text.Instruction, is_uncounted: bool) -> Value:
         if isinstance(types, list):
             return [self._new_buffers(part, line, is_uncounted) for part in types]
         is_uncounted |= len(self.buffers) in self.uncounted
-        size = 0 if is_uncounted else main_memory_size(types)
-        self.buffers.append(Buffer(types.partition("{")[0], size, scopes_of(line.attributes)))
+        size = 0 if is_uncounted else hlo_text.main_memory_size(types)
+        self.buffers.append(Buffer(types.partition("{")[0], size, hlo_text.scopes_of(line.attributes)))
         return len(self.buffers) - 1
 
     def run(self, name: str, arguments: list[Value], is_loop: bool = False) -> tuple[Value, _Peak]:
@@ -129,7 +119,7 @@ class _Walk:
         return result, self._find_peak(counted, births, last_reads, inner)
 
     def _lifetimes(
-        self, lines: Sequence[Instruction], values: dict[str, Value]
+        self, lines: Sequence[hlo_text.Instruction], values: dict[str, Value]
     ) -> tuple[dict[int, int], dict[int, int]]:
         """Return the indices of the instructions that make each buffer and that read it last."""
         births: dict[int, int] = {}
@@ -166,16 +156,16 @@ class _Walk:
         at_peak = [buffer for buffer in new if births[buffer] <= peak_index <= last_reads[buffer]]
         return _Peak(max(most, 0), at_peak + inner[peak_index].buffers)
 
-    def _run_line(self, line: Instruction, values: dict[str, Value]) -> tuple[Value, _Peak]:
+    def _run_line(self, line: hlo_text.Instruction, values: dict[str, Value]) -> tuple[Value, _Peak]:
         """Return the value of an instruction, and the peak of the computations that it calls."""
         operands = [values.get(name, []) for name in line.operands]
         if line.opcode in ("while", "call", "conditional", "async-start"):
             return self._run_called(line, operands)
         return self._value_of(line, operands), _Peak(0, [])
 
-    def _run_called(self, line: Instruction, operands: list[Value]) -> tuple[Value, _Peak]:
+    def _run_called(self, line: hlo_text.Instruction, operands: list[Value]) -> tuple[Value, _Peak]:
         """Return the value of an instruction that runs other computations, and the peak of these computations."""
-        names = [name for name in called_computations(line) if name in self.computations]
+        names = [name for name in hlo_text.called_computations(line) if name in self.computations]
         if line.opcode == "while":
             body = re.search(r"body=%?([\w.-]+)", line.attributes)
             assert body is not None
@@ -188,7 +178,7 @@ class _Walk:
         result, peak = self.run(names[0], operands) if names else (self.new_value(line.result, line), no_peak)
         return ([operands, result] if line.opcode == "async-start" else result), peak
 
-    def _value_of(self, line: Instruction, operands: list[Value]) -> Value:
+    def _value_of(self, line: hlo_text.Instruction, operands: list[Value]) -> Value:
         """Return the value of an instruction that runs no other computation."""
         opcode = line.opcode
         if opcode == "tuple":
@@ -211,7 +201,7 @@ class _Walk:
             return started[0] if isinstance(started, list) and opcode != "all-reduce-done" else started
         return self._written_value(line, operands)
 
-    def _start_value(self, line: Instruction, operands: list[Value]) -> Value:
+    def _start_value(self, line: hlo_text.Instruction, operands: list[Value]) -> Value:
         """Return the value of the start of an asynchronous operation: its result, then its operands and other buffers.
 
         The value of the start of an all-reduce is the result alone.
@@ -225,7 +215,7 @@ class _Walk:
         new[source] = operands[0] if len(operands) == 1 else operands
         return [new[result], *new[:result], *new[result + 1 :]]
 
-    def _written_value(self, line: Instruction, operands: list[Value]) -> Value:
+    def _written_value(self, line: hlo_text.Instruction, operands: list[Value]) -> Value:
         """Return the value that an instruction writes: new buffers, or an operand that it writes over."""
         new = self.new_value(line.result, line)
         # `output_to_operand_aliasing={{1}: (0, {})}` writes output 1 over operand 0, `{{}: (0, {})}` the only output.
@@ -242,16 +232,16 @@ class _Walk:
             return self._fusion_value(line, operands, new)
         return new
 
-    def _fusion_value(self, line: Instruction, operands: list[Value], new: Value) -> Value:
+    def _fusion_value(self, line: hlo_text.Instruction, operands: list[Value], new: Value) -> Value:
         """Return the value of a fusion; an output that updates a slice of an operand is that operand's buffer."""
-        body = fusion_body(line, self.computations)
-        outputs = fusion_outputs(body)
+        body = hlo_text.fusion_body(line, self.computations)
+        outputs = hlo_text.fusion_outputs(body)
         values: list[Value] = list(new) if isinstance(new, list) else [new]
         if len(outputs) != len(values):
             return new
         for index, output in enumerate(outputs):
             if output.opcode == "dynamic-update-slice":
-                target = source_of(body[output.operands[0]], {"bitcast"}, body)
+                target = hlo_text.source_of(body[output.operands[0]], {"bitcast"}, body)
                 if target.opcode == "parameter":
                     values[index] = operands[int(target.literal)]
         return values if isinstance(new, list) else values[0]

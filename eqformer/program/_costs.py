@@ -11,7 +11,6 @@ from operator import attrgetter
 from typing import Literal
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
 from .._files import JsonObject
 from ._buffers import Buffer, largest_buffers
@@ -184,7 +183,9 @@ class CompiledCosts:
         return cls(**data | {"buffers": buffers, "moved": data["moved"], "transfers": tuple(transfers)})
 
 
-def read_compiled(compiled: jax.stages.Compiled, mesh: Mesh | AbstractMesh | None = None) -> CompiledCosts:
+def read_compiled(
+    compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
+) -> CompiledCosts:
     """Return the costs of a compiled program.
 
     With the `mesh` that the program was compiled for, each transfer has the mesh axes that it runs over.

@@ -9,33 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Int
 
-from ._hlo_text import (
-    async_role,
-    AsyncRole,
-    called_computations,
-    Computations,
-    count_trips,
-    find_hidden_starts,
-    fusion_body,
-    fusion_outputs,
-    groups_of,
-    Instruction,
-    is_backward_pass,
-    main_memory_size,
-    parse_hlo,
-    scopes_of,
-    size_of,
-    source_of,
-    split_arrays,
-)
+from . import _hlo_text as hlo_text
 from ._ir import COLLECTIVES, count_ragged_bytes, Operation, Program, sent_share, Transfer
 
 
-AnyMesh = Mesh | AbstractMesh
-Neighbors = Mapping[str, Instruction]  # the instructions of a computation by name
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+Neighbors = Mapping[str, hlo_text.Instruction]  # the instructions of a computation by name
 
 
 def read_hlo(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None = None) -> Program:
@@ -45,7 +26,7 @@ def read_hlo(compiled: jax.stages.Compiled | str, *, mesh: AnyMesh | None = None
     `ValueError` if the compiler cannot write the program's text, as for some programs for TPUs.
     """
     text = compiled if isinstance(compiled, str) else text_of(compiled)
-    computations, entry = parse_hlo(text)
+    computations, entry = hlo_text.parse_hlo(text)
     counts = re.search(r"num_partitions=(\d+)", text), re.search(r"replica_count=(\d+)", text)
     devices = math.prod(int(match.group(1)) for match in counts if match)
     if mesh is not None and mesh.size != devices:
@@ -70,7 +51,7 @@ def text_of(compiled: jax.stages.Compiled) -> str:
 class _HloReader:
     """Reader of the computations of a program, each of which is read once."""
 
-    def __init__(self, computations: Computations, devices: int, mesh: AnyMesh | None):
+    def __init__(self, computations: hlo_text.Computations, devices: int, mesh: AnyMesh | None):
         self._computations, self._devices, self._mesh = computations, devices, mesh
         self._traffic = _Traffic(computations)
         self.read = functools.cache(self._read)
@@ -80,42 +61,52 @@ class _HloReader:
         lines = self._computations.get(name, [])
         neighbors = {line.name: line for line in lines}
         numbers = {line.name: number for number, line in enumerate(lines)}
-        hidden = find_hidden_starts(lines, self._computations)
+        hidden = hlo_text.find_hidden_starts(lines, self._computations)
         operations = [
             self._operation(line, tuple(numbers.get(name) for name in line.operands), number, neighbors, hidden)
             for number, line in enumerate(lines)
         ]
-        sizes = tuple(main_memory_size(line.result) for line in lines)
+        sizes = tuple(hlo_text.main_memory_size(line.result) for line in lines)
         inputs = [numbers[line.name] for line in lines if line.opcode == "parameter"]
         roots = [numbers[line.name] for line in lines if line.is_root]
         return Program(tuple(operations), sizes, (0,) * len(lines), tuple(inputs), tuple(roots))
 
     def _operation(
-        self, line: Instruction, reads: tuple[int | None, ...], write: int, neighbors: Neighbors, hidden: set[str]
+        self,
+        line: hlo_text.Instruction,
+        reads: tuple[int | None, ...],
+        write: int,
+        neighbors: Neighbors,
+        hidden: set[str],
     ) -> Operation:
         kind = line.opcode.removesuffix("-start")
         transfer, bodies = None, ()
         if kind in COLLECTIVES:  # The computation that a collective calls only combines two numbers: it is left out.
             transfer = self._transfer(kind, line, neighbors, is_hidden=line.name in hidden)
         else:
-            bodies = tuple(self._body(name, line, is_hidden=line.name in hidden) for name in called_computations(line))
+            bodies = tuple(
+                self._body(name, line, is_hidden=line.name in hidden) for name in hlo_text.called_computations(line)
+            )
         return Operation(
             line.opcode,
             reads,
             (write,),
-            scopes_of(line.attributes),
-            is_backward_pass(line.attributes),
+            hlo_text.scopes_of(line.attributes),
+            hlo_text.is_backward_pass(line.attributes),
             bodies,
-            count_trips(line, self._computations, neighbors) if line.opcode == "while" else 1,
+            hlo_text.count_trips(line, self._computations, neighbors) if line.opcode == "while" else 1,
             flops=_count_flops(line, neighbors),
             cycles=_read_cycles(line),
             moved=self._traffic.count(line, neighbors),
             transfer=transfer,
         )
 
-    def _body(self, name: str, line: Instruction, is_hidden: bool) -> Program:
+    def _body(self, name: str, line: hlo_text.Instruction, is_hidden: bool) -> Program:
         """Read a computation that an instruction runs, with its transfers as they are when this instruction runs it."""
-        if async_role(name, self._computations.get(name, [])) in (AsyncRole.OVERLAPS, AsyncRole.ENDS):
+        if hlo_text.async_role(name, self._computations.get(name, [])) in (
+            hlo_text.AsyncRole.OVERLAPS,
+            hlo_text.AsyncRole.ENDS,
+        ):
             return _map_transfers(self.read(name), lambda _: None)  # the collective was started elsewhere
         program = self.read(name)
         # Compilers for TPUs fuse an all-reduce with the slice that each device keeps, which is a reduce-scatter.
@@ -123,9 +114,11 @@ class _HloReader:
             program = _map_transfers(program, _as_reduce_scatter)
         return _map_transfers(program, _hide) if is_hidden else program
 
-    def _transfer(self, kind: str, line: Instruction, neighbors: Neighbors, is_hidden: bool) -> Transfer | None:
+    def _transfer(
+        self, kind: str, line: hlo_text.Instruction, neighbors: Neighbors, is_hidden: bool
+    ) -> Transfer | None:
         """Return the transfer of a collective; None if the collective sends nothing."""
-        sizes = [size_of(neighbors[name].result) for name in line.operands]
+        sizes = [hlo_text.size_of(neighbors[name].result) for name in line.operands]
         size = count_ragged_bytes(*sizes) if kind == "ragged-all-to-all" else sum(sizes)
         scopes = _collective_scopes(line, neighbors)
         if kind == "collective-permute":
@@ -134,7 +127,7 @@ class _HloReader:
             pairs = np.array([(int(a), int(b)) for a, b in matches if a != b]).reshape(-1, 2)
             axes, sent = _axes_of(pairs, self._mesh, is_permute=True), size * len(pairs) / self._devices
             return Transfer(kind, axes, len(pairs), sent, 1, scopes, is_hidden) if sent else None
-        groups = groups_of(line.attributes, self._devices)
+        groups = hlo_text.groups_of(line.attributes, self._devices)
         members = groups.shape[1]
         sent = float(size * sent_share(kind, members))
         return Transfer(kind, _axes_of(groups, self._mesh), members, sent, 1, scopes, is_hidden) if sent else None
@@ -163,16 +156,16 @@ def _as_reduce_scatter(transfer: Transfer) -> Transfer:
     return dataclasses.replace(transfer, kind="reduce-scatter", sent=transfer.sent / 2) if is_sum else transfer
 
 
-def _collective_scopes(line: Instruction, neighbors: Neighbors) -> tuple[str, ...]:
+def _collective_scopes(line: hlo_text.Instruction, neighbors: Neighbors) -> tuple[str, ...]:
     """Return the scopes of a collective.
 
     XLA for GPUs drops the scopes of a ragged all-to-all; the array that it writes over has the same scopes.
     """
-    scopes = scopes_of(line.attributes)
+    scopes = hlo_text.scopes_of(line.attributes)
     if scopes or not line.opcode.startswith("ragged-all-to-all"):
         return scopes
-    output = source_of(neighbors[line.operands[1]], {"get-tuple-element", "copy", "bitcast"}, neighbors)
-    return scopes_of(output.attributes)
+    output = hlo_text.source_of(neighbors[line.operands[1]], {"get-tuple-element", "copy", "bitcast"}, neighbors)
+    return hlo_text.scopes_of(output.attributes)
 
 
 def _axes_of(
@@ -191,7 +184,7 @@ def _axes_of(
 # Floating-point operations of matrix products, and a compiler's estimate of cycles.
 
 
-def _read_cycles(line: Instruction) -> float:
+def _read_cycles(line: hlo_text.Instruction) -> float:
     """Return the cycles that a TPU's compiler estimates; 0 if the instruction states none."""
     match = re.search(r'"estimated_cycles":"(\d+)"', line.attributes)
     cycles = float(match.group(1)) if match else 0.0
@@ -201,7 +194,7 @@ def _read_cycles(line: Instruction) -> float:
 _UNKNOWN_CYCLES = 2.0**50  # A TPU's compiler states a larger number for kernels that it cannot estimate.
 
 
-def _count_flops(line: Instruction, neighbors: Neighbors) -> float:
+def _count_flops(line: hlo_text.Instruction, neighbors: Neighbors) -> float:
     """Return the floating-point operations of a matrix product; 0 for any other instruction."""
     if not all(name in neighbors for name in line.operands[:2]):
         return 0.0
@@ -212,14 +205,14 @@ def _count_flops(line: Instruction, neighbors: Neighbors) -> float:
     return 0.0
 
 
-def _count_dot_flops(line: Instruction, neighbors: Neighbors) -> float:
+def _count_dot_flops(line: hlo_text.Instruction, neighbors: Neighbors) -> float:
     dims = _dims_of(neighbors[line.operands[0]].result)
     match = re.search(r'lhs_contracting_dims"?[=:][\[{]([^\]}]*)', line.attributes)
     contracted = math.prod(dims[int(dim)] for dim in re.findall(r"\d+", match.group(1))) if match else 1
     return 2.0 * math.prod(_dims_of(line.result)) * contracted
 
 
-def _count_convolution_flops(line: Instruction, inputs: list[int], kernel: list[int]) -> float:
+def _count_convolution_flops(line: hlo_text.Instruction, inputs: list[int], kernel: list[int]) -> float:
     """Return the floating-point operations of a convolution; programs for TPUs write every matrix product as one.
 
     The batch dims of the matrices are spatial dims of the convolution, and most taps of the kernel fall into the
@@ -268,10 +261,10 @@ class _Traffic:
     (`pl.CostEstimate`), they count instead. A TPU's vector memory does not count.
     """
 
-    def __init__(self, computations: Computations):
+    def __init__(self, computations: hlo_text.Computations):
         self._computations = computations
 
-    def count(self, line: Instruction, neighbors: Neighbors) -> float:
+    def count(self, line: hlo_text.Instruction, neighbors: Neighbors) -> float:
         """Return the bytes that an instruction reads and writes; `neighbors` contains its operands."""
         opcode = line.opcode
         if opcode in _FREE or opcode in _RUNS or opcode.endswith(("-done", "-update")):
@@ -282,29 +275,33 @@ class _Traffic:
             return self._count_fusion(line, neighbors)
         if opcode == "custom-call" and (estimate := re.search(r'"bytes_accessed":"(\d+)"', line.attributes)):
             types = (*(neighbors[name].result for name in line.operands if name in neighbors), line.result)
-            in_vector_memory = sum(size_of(result) - main_memory_size(result) for result in types)
+            in_vector_memory = sum(hlo_text.size_of(result) - hlo_text.main_memory_size(result) for result in types)
             return max(0.0, float(estimate.group(1)) - in_vector_memory)
-        sizes = [main_memory_size(neighbors[name].result) if name in neighbors else 0 for name in line.operands]
+        sizes = [
+            hlo_text.main_memory_size(neighbors[name].result) if name in neighbors else 0 for name in line.operands
+        ]
         if opcode in _SLICES:  # reads as many bytes as it writes
-            return 2.0 * main_memory_size(line.result)
+            return 2.0 * hlo_text.main_memory_size(line.result)
         if opcode in _UPDATES:
             return 2.0 * sizes[_UPDATES[opcode]]
         if opcode == "slice-start":
-            source, piece = split_arrays(line.result)[:2]
-            return float(main_memory_size(piece) + (size_of(piece) if main_memory_size(source) else 0))
+            source, piece = hlo_text.split_arrays(line.result)[:2]
+            return float(
+                hlo_text.main_memory_size(piece) + (hlo_text.size_of(piece) if hlo_text.main_memory_size(source) else 0)
+            )
         if opcode in _COPIES:  # the result is a tuple with the operand
-            return float(sum(sizes) + main_memory_size(split_arrays(line.result)[_COPIES[opcode]]))
+            return float(sum(sizes) + hlo_text.main_memory_size(hlo_text.split_arrays(line.result)[_COPIES[opcode]]))
         is_cublas = opcode == "custom-call" and "__cublas$" in line.attributes
-        output = split_arrays(line.result)[0] if is_cublas else line.result  # without cuBLAS's workspace
-        return float(sum(sizes) + main_memory_size(output))
+        output = hlo_text.split_arrays(line.result)[0] if is_cublas else line.result  # without cuBLAS's workspace
+        return float(sum(sizes) + hlo_text.main_memory_size(output))
 
-    def _count_fusion(self, line: Instruction, neighbors: Neighbors) -> float:
+    def _count_fusion(self, line: hlo_text.Instruction, neighbors: Neighbors) -> float:
         """Return the bytes that a fusion reads of its operands, and those that it writes."""
-        body = fusion_body(line, self._computations)
+        body = hlo_text.fusion_body(line, self._computations)
         parameters = _parameters(body)
         bytes_read = 0.0
         for number, name in enumerate(line.operands):
-            size = main_memory_size(neighbors[name].result) if name in neighbors else 0
+            size = hlo_text.main_memory_size(neighbors[name].result) if name in neighbors else 0
             if size and number in parameters:
                 bytes_read += min(size, sum(self._reads(parameters[number], body)))
             else:
@@ -321,7 +318,9 @@ class _Traffic:
                 if operand == name:
                     yield from self._operand_reads(line, index, body, is_computed)
 
-    def _operand_reads(self, line: Instruction, index: int, body: Neighbors, is_computed: bool) -> Iterator[float]:
+    def _operand_reads(
+        self, line: hlo_text.Instruction, index: int, body: Neighbors, is_computed: bool
+    ) -> Iterator[float]:
         """Yield the bytes that an instruction of a fusion, and the readers of its result, read of operand `index`.
 
         An in-place update reads nothing of the old value, unless the fusion computes that value.
@@ -330,10 +329,10 @@ class _Traffic:
             yield from self._reads(line.name, body, is_computed=is_computed)
         elif line.opcode in _ELEMENTWISE and index == 0 and not line.is_root and line.result[0] != "(":
             # If the readers use only a slice of the result, the fusion reads only the operand's part for this slice.
-            ratio = size_of(body[line.operands[0]].result) / size_of(line.result)
+            ratio = hlo_text.size_of(body[line.operands[0]].result) / hlo_text.size_of(line.result)
             yield from (ratio * size for size in self._reads(line.name, body, is_computed=True))
         elif line.opcode in _SLICES and index == 0:
-            yield size_of(line.result)
+            yield hlo_text.size_of(line.result)
         elif line.opcode in _UPDATES and index == 0:
             yield float("inf") if is_computed else 0.0
         elif line.opcode == "fusion":
@@ -341,9 +340,11 @@ class _Traffic:
         elif line.opcode not in ("tuple", "get-tuple-element"):
             yield float("inf")
 
-    def _inner_fusion_reads(self, line: Instruction, index: int, body: Neighbors, is_computed: bool) -> Iterator[float]:
+    def _inner_fusion_reads(
+        self, line: hlo_text.Instruction, index: int, body: Neighbors, is_computed: bool
+    ) -> Iterator[float]:
         """Yield the bytes that a fusion inside a fusion, and the readers of a view it returns, read of an operand."""
-        inner = fusion_body(line, self._computations)
+        inner = hlo_text.fusion_body(line, self._computations)
         parameter = _parameters(inner)[index]
         # Compilers for TPUs write the view of an array in another tiling as a fusion whose output aliases its operand.
         is_view = "output_to_operand_aliasing" in line.attributes and not line.is_root
@@ -366,18 +367,18 @@ def _returns_view(body: Neighbors, name: str) -> bool:
     return False
 
 
-def _count_written(line: Instruction, body: Neighbors) -> float:
+def _count_written(line: hlo_text.Instruction, body: Neighbors) -> float:
     """Return the bytes that a fusion writes; an in-place update writes only the update."""
-    results, outputs = split_arrays(line.result), fusion_outputs(body)
+    results, outputs = hlo_text.split_arrays(line.result), hlo_text.fusion_outputs(body)
     if line.opcode == "fusion-start":  # The type lists operands, results, and a number that the end waits for.
         results = results[len(line.operands) : -1]
     if len(outputs) != len(results):
-        return float(main_memory_size(line.result))
+        return float(hlo_text.main_memory_size(line.result))
     total = 0.0
     for output, result in zip(outputs, results):
-        size = main_memory_size(result)
+        size = hlo_text.main_memory_size(result)
         if output.opcode in _UPDATES:
-            size = min(size, size_of(body[output.operands[_UPDATES[output.opcode]]].result))
+            size = min(size, hlo_text.size_of(body[output.operands[_UPDATES[output.opcode]]].result))
         total += size
     return total
 

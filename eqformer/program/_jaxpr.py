@@ -12,23 +12,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyrigh
 from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import partial_eval
 
-from ._ir import (
-    count_ragged_bytes,
-    FURTHER_ROUNDS,
-    in_backward_pass,
-    Operation,
-    Program,
-    sent_share,
-    split_scopes,
-    Transfer,
-)
+from . import _ir as ir
 
 
 Aval = Any
 """An abstract value: an array's shape and dtype. `Any`, because JAX's annotated type lacks these fields."""
 
 
-def read_traced(jaxpr: Jaxpr, platform: str | None = None) -> tuple[Program, ...]:
+def read_traced(jaxpr: Jaxpr, platform: str | None = None) -> tuple[ir.Program, ...]:
     """Read the programs that each device runs: the bodies of a jaxpr's `shard_map`s.
 
     With a `platform` (`cpu`, `tpu` or `cuda`), each `platform_dependent` is replaced by the branch of this platform.
@@ -36,7 +27,7 @@ def read_traced(jaxpr: Jaxpr, platform: str | None = None) -> tuple[Program, ...
     return tuple(read_jaxpr(body, platform, sizes) for body, sizes in _device_jaxprs(jaxpr))
 
 
-def read_jaxpr(jaxpr: Jaxpr, platform: str | None = None, axis_sizes: Mapping[str, int] | None = None) -> Program:
+def read_jaxpr(jaxpr: Jaxpr, platform: str | None = None, axis_sizes: Mapping[str, int] | None = None) -> ir.Program:
     """Read a jaxpr; `axis_sizes` are the sizes of the mesh axes that collectives run over, 1 for an axis left out."""
     chosen = jaxpr if platform is None else _choose_platform(jaxpr, platform)
     return _JaxprReader(axis_sizes or {}).read(_without_dead_code(chosen))
@@ -47,12 +38,12 @@ class _JaxprReader:
 
     def __init__(self, axis_sizes: Mapping[str, int]):
         self._axis_sizes = axis_sizes
-        self._operations: list[Operation] = []
+        self._operations: list[ir.Operation] = []
         self._avals: list[Aval] = []
         self._casts: dict[tuple[int | None, str], int] = {}
         self._narrower: dict[int, int] = {}  # value that is an exact, wider cast -> the value that was cast
 
-    def read(self, jaxpr: Jaxpr) -> Program:
+    def read(self, jaxpr: Jaxpr) -> ir.Program:
         """Return the jaxpr as a program."""
         inputs = self._new_values(jaxpr.invars)
         results = self._inline(jaxpr, self._new_values(jaxpr.constvars), inputs, "")
@@ -60,7 +51,7 @@ class _JaxprReader:
         sizes = [_byte_size(aval) for aval in self._avals]
         on_device = tuple(0 if host else size for host, size in zip(is_on_host, sizes, strict=True))
         on_host = tuple(size if host else 0 for host, size in zip(is_on_host, sizes, strict=True))
-        return Program(tuple(self._operations), on_device, on_host, tuple(inputs), tuple(results))
+        return ir.Program(tuple(self._operations), on_device, on_host, tuple(inputs), tuple(results))
 
     def _new_values(self, variables: Sequence[Var]) -> list[int]:
         """Return numbers of new values, one for each variable."""
@@ -109,11 +100,11 @@ class _JaxprReader:
 
     def _operation(
         self, eqn: JaxprEqn, reads: tuple[int | None, ...], writes: tuple[int, ...], scopes: str
-    ) -> Operation:
-        name, params, scope_names = eqn.primitive.name, eqn.params, split_scopes(scopes)
+    ) -> ir.Operation:
+        name, params, scope_names = eqn.primitive.name, eqn.params, ir.split_scopes(scopes)
         transfer = self._transfer(eqn, scope_names) if name in _COLLECTIVES else None
-        is_backward, flops = in_backward_pass(scopes), _count_product_flops(eqn)
-        operation = Operation(name, reads, writes, scope_names, is_backward, flops=flops, transfer=transfer)
+        is_backward, flops = ir.in_backward_pass(scopes), _count_product_flops(eqn)
+        operation = ir.Operation(name, reads, writes, scope_names, is_backward, flops=flops, transfer=transfer)
         if name == "scan":
             body, (consts, carry) = self._read_body(params["jaxpr"].jaxpr), count_consts_and_carry(params)
             return replace(operation, bodies=(body,), trips=params["length"], consts=consts, carry=carry)
@@ -122,20 +113,20 @@ class _JaxprReader:
             bodies = (self._read_body(_without_dead_code(params["body_jaxpr"].jaxpr)),)
             reads = (*reads[cond_consts:], *reads[:cond_consts])
             # Costs leave out the loops that only an uneven load enters; other loops have an unknown length.
-            trips = 0 if FURTHER_ROUNDS in scope_names else None
+            trips = 0 if ir.FURTHER_ROUNDS in scope_names else None
             return replace(operation, reads=reads, bodies=bodies, trips=trips, consts=consts, carry=len(writes))
         if name == "cond":
             return replace(operation, bodies=tuple(self._read_body(branch.jaxpr) for branch in params["branches"]))
         return operation
 
-    def _read_body(self, jaxpr: Jaxpr) -> Program:
+    def _read_body(self, jaxpr: Jaxpr) -> ir.Program:
         return _JaxprReader(self._axis_sizes).read(jaxpr)
 
-    def _transfer(self, eqn: JaxprEqn, scopes: tuple[str, ...]) -> Transfer | None:
+    def _transfer(self, eqn: JaxprEqn, scopes: tuple[str, ...]) -> ir.Transfer | None:
         """Return the transfer of a collective; None if the collective sends nothing."""
         kind, params = _COLLECTIVES[eqn.primitive.name], eqn.params
         operands = [_byte_size(atom.aval) for atom in eqn.invars if not isinstance(atom, Literal)]
-        size = count_ragged_bytes(*operands) if kind == "ragged-all-to-all" else sum(operands)
+        size = ir.count_ragged_bytes(*operands) if kind == "ragged-all-to-all" else sum(operands)
         names = params.get("axes", params.get("axis_name", ()))
         axes = (names,) if isinstance(names, str) else tuple(names)
         devices, groups = math.prod(self._axis_sizes.get(axis, 1) for axis in axes), params.get("axis_index_groups")
@@ -144,8 +135,8 @@ class _JaxprReader:
             sent = size * members / devices
         else:
             members = len(groups[0]) if groups else devices
-            sent = float(sent_share(kind, members) * size)
-        return Transfer(kind, axes, members, sent, times=1, scopes=scopes) if sent else None
+            sent = float(ir.sent_share(kind, members) * size)
+        return ir.Transfer(kind, axes, members, sent, times=1, scopes=scopes) if sent else None
 
 
 def _device_jaxprs(jaxpr: Jaxpr) -> list[tuple[Jaxpr, Mapping[str, int]]]:

@@ -4,15 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ._hlo_text import (
-    called_computations,
-    Computations,
-    Instruction,
-    is_backward_pass,
-    module_of,
-    parse_hlo,
-    scopes_of,
-)
+from ._hlo_text import called_computations, Computations, Instruction, is_backward_pass, module_of, parse_hlo, scopes_of
 
 
 KINDS = ("products", "elementwise", "reductions", "copies", "fills", "messages", "loops", "nothing")

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-from jax.typing import DTypeLike
 
 from .. import data, generation, models, nn, parallel
 from ._companions import load_tokenizer, read_begin_id, read_chat_template
@@ -16,7 +15,7 @@ def load(
     source: str | Path,
     *,
     plan: parallel.Plan | None = None,
-    dtype: DTypeLike | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
     weights: str = "decoded",
     predictor: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,

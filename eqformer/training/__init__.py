@@ -1,11 +1,7 @@
 """Training: losses, gradients, steps, optimizers, checkpoints and metrics; on a mesh, all by way of a `Plan`."""
 
 from ._debug_nans import DebugNans as DebugNans, first_non_finite as first_non_finite, NonFinite as NonFinite
-from ._evaluation import (
-    make_evaluation as make_evaluation,
-    make_row_nats as make_row_nats,
-    Validation as Validation,
-)
+from ._evaluation import make_evaluation as make_evaluation, make_row_nats as make_row_nats, Validation as Validation
 from ._gradients import make_gradient_function as make_gradient_function
 from ._loop import (
     Callback as Callback,
@@ -28,11 +24,7 @@ from ._metrics import (
     WeightsAndBiases as WeightsAndBiases,
 )
 from ._optimization import Lora as Lora, Optimization as Optimization
-from ._pictures import (
-    plot_expert_loads as plot_expert_loads,
-    plot_experts as plot_experts,
-    plot_losses as plot_losses,
-)
+from ._pictures import plot_expert_loads as plot_expert_loads, plot_experts as plot_experts, plot_losses as plot_losses
 from ._planned_state import PlannedState as PlannedState, ProcessRows as ProcessRows, restore_model as restore_model
 from ._step import (
     make_step as make_step,

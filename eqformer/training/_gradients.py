@@ -13,38 +13,12 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from .. import nn
+from .. import nn, parallel
 from .._shapes import Batch
-from ..parallel import (
-    filter_shard_map,
-    grad_proxy,
-    has_wider_grad,
-    OnDevice,
-    pipeline_gradients,
-    Plan,
-    route_gradient,
-    select_differentiable,
-    TENSOR,
-    vary,
-    varying_axes,
-)
 from ._train_state import fetch_from_host, return_to_host, state_shardings, TrainState
-from .losses._loss_aux import (
-    check_not_split,
-    check_takes_tokens,
-    CountOrAux,
-    loss_cotangent,
-    loss_count,
-    LossAux,
-    LossFn,
-    routing_aux,
-    Scale,
-    sum_and_count,
-    unscale_gradients,
-)
+from .losses import _loss_aux
 from .losses._token_losses import batch_tokens
 from .optimizer._optimizer import Optimizer, partition_trained, trainable, Trained
 
@@ -54,7 +28,7 @@ GradientFunction = Callable[..., LossGradients]  # (model, batch, key, scale=Non
 
 
 def make_gradient_function(
-    loss_fn: LossFn, plan: Plan | None = None, *, microbatches: int = 1, trained: Trained = trainable
+    loss_fn: _loss_aux.LossFn, plan: parallel.Plan | None = None, *, microbatches: int = 1, trained: Trained = trainable
 ) -> GradientFunction:
     """Return `(model, batch, key, scale=None) -> (sum, count, gradients of the sum)`, which `make_step` runs.
 
@@ -79,10 +53,10 @@ def make_gradient_function(
 class SingleDevice:
     """A loss that runs on one device, with a method for each part of a step that a plan changes."""
 
-    def __init__(self, loss_fn: LossFn, trained: Trained, microbatches: int):
+    def __init__(self, loss_fn: _loss_aux.LossFn, trained: Trained, microbatches: int):
         self.loss_fn, self.trained, self.microbatches = loss_fn, trained, microbatches
 
-    def gradients(self, model: PyTree, batch: PyTree, key: PyTree, scale: Scale = None) -> LossGradients:
+    def gradients(self, model: PyTree, batch: PyTree, key: PyTree, scale: _loss_aux.Scale = None) -> LossGradients:
         """Return the loss's sum, its count and the gradients of the sum, over the whole batch."""
         return accumulate_gradients(self.loss_fn, self.microbatches, self.trained, model, batch, key, scale)
 
@@ -104,21 +78,23 @@ class SingleDevice:
 class ShardedExecution(SingleDevice):
     """A loss over a plan's mesh: `shard_map` runs the loss on each device's shards of the model and the batch."""
 
-    def __init__(self, loss_fn: LossFn, trained: Trained, plan: Plan):
-        check_takes_tokens(loss_fn)
+    def __init__(self, loss_fn: _loss_aux.LossFn, trained: Trained, plan: parallel.Plan):
+        _loss_aux.check_takes_tokens(loss_fn)
         super().__init__(loss_fn, trained, plan.microbatches)
         self.plan = plan
 
-    def gradients(self, model: PyTree, batch: PyTree, key: PyTree, scale: Scale = None) -> LossGradients:
+    def gradients(self, model: PyTree, batch: PyTree, key: PyTree, scale: _loss_aux.Scale = None) -> LossGradients:
         plan = self.plan
         plan.check(model, rows=batch.ids.shape[0], seq=batch.ids.shape[1], group=batch.group)
         per_device = functools.partial(self._gradients_per_device, plan.on_device(model))
         rows = plan.arrange(batch, batch_tokens(batch, key))
-        replicated = PartitionSpec()
+        replicated = jax.sharding.PartitionSpec()
         specs = plan.parameter_specs(model), plan.batch_specs(rows), replicated
         out_specs = replicated, (replicated, plan.aux_spec), plan.state_specs(model)
-        total, (count, aux), gradients = filter_shard_map(per_device, plan.mesh, specs, out_specs)(model, rows, scale)
-        return total, LossAux(count, aux) if nn.aux_of(aux) else count, gradients
+        total, (count, aux), gradients = parallel.filter_shard_map(per_device, plan.mesh, specs, out_specs)(
+            model, rows, scale
+        )
+        return total, _loss_aux.LossAux(count, aux) if nn.aux_of(aux) else count, gradients
 
     def fetch_optimizer_state(
         self, optimizer: Optimizer, optimizer_state: PyTree, gradients: PyTree
@@ -135,32 +111,34 @@ class ShardedExecution(SingleDevice):
     def order_aux(self, aux: PyTree, model: PyTree) -> PyTree:
         return self.plan.unshard_aux(aux, model)
 
-    def _gradients_per_device(self, device: OnDevice, model: PyTree, rows: PyTree, scale: Scale) -> tuple:
+    def _gradients_per_device(
+        self, device: parallel.OnDevice, model: PyTree, rows: PyTree, scale: _loss_aux.Scale
+    ) -> tuple:
         """Return the loss's sum, its count with the aux, and the gradients, reduced over all devices."""
         parameters = device.parameters(model)
         total, loss_aux, gradients = self._run_microbatches(device, model, parameters, rows, scale)
-        aux = jax.tree.map(device.total, routing_aux(loss_aux))
-        return device.total(total), (device.total(loss_count(loss_aux)), aux), device.reduce(gradients)
+        aux = jax.tree.map(device.total, _loss_aux.routing_aux(loss_aux))
+        return device.total(total), (device.total(_loss_aux.loss_count(loss_aux)), aux), device.reduce(gradients)
 
     def _run_microbatches(
-        self, device: OnDevice, model: PyTree, parameters: PyTree, rows: PyTree, scale: Scale
+        self, device: parallel.OnDevice, model: PyTree, parameters: PyTree, rows: PyTree, scale: _loss_aux.Scale
     ) -> LossGradients:
         """Run one microbatch after another and sum their gradients.
 
         In a pipeline that runs no schedule of backward passes, the wrapped model splits the rows into microbatches.
         """
 
-        def loss(parameters: PyTree, rows: PyTree, key: None) -> tuple[Array, CountOrAux]:
+        def loss(parameters: PyTree, rows: PyTree, key: None) -> tuple[Array, _loss_aux.CountOrAux]:
             return self._loss(device, device.wrap(parameters, model), rows)
 
         microbatches = 1 if self.plan.is_pipelined else self.microbatches
         return accumulate_gradients(loss, microbatches, self.trained, parameters, rows, None, scale)
 
-    def _loss(self, device: OnDevice, model: PyTree, rows: PyTree) -> tuple[Array, CountOrAux]:
+    def _loss(self, device: parallel.OnDevice, model: PyTree, rows: PyTree) -> tuple[Array, _loss_aux.CountOrAux]:
         batch, tokens = rows
         result = self.loss_fn(model, batch, None, tokens=tokens, vocabulary=device.vocabulary)
-        total, loss_aux = sum_and_count(result, self.loss_fn)
-        check_not_split(total, self.loss_fn, self.plan.size(TENSOR))
+        total, loss_aux = _loss_aux.sum_and_count(result, self.loss_fn)
+        _loss_aux.check_not_split(total, self.loss_fn, self.plan.size(parallel.TENSOR))
         return total, loss_aux
 
 
@@ -168,7 +146,7 @@ class PipelinedExecution(ShardedExecution):
     """A loss over a mesh whose stages run forward and backward passes of microbatches by a schedule."""
 
     def _run_microbatches(
-        self, device: OnDevice, model: PyTree, parameters: PyTree, rows: PyTree, scale: Scale
+        self, device: parallel.OnDevice, model: PyTree, parameters: PyTree, rows: PyTree, scale: _loss_aux.Scale
     ) -> LossGradients:
         """Run the pipeline's schedule.
 
@@ -191,12 +169,12 @@ class PipelinedExecution(ShardedExecution):
                 stage_aux.append(aux)
             return hidden, tuple(stage_aux)
 
-        def compute_loss(edges: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, CountOrAux]:
+        def compute_loss(edges: PyTree, hidden: Array, microbatch: PyTree) -> tuple[Array, _loss_aux.CountOrAux]:
             return self._loss(device, _with_stacks(edges, (_ReturnHidden(hidden, microbatch[1]),)), microbatch)
 
         microbatches = split_microbatches(rows, self.microbatches)
-        cotangent = loss_cotangent(scale, jax.tree.map(operator.itemgetter(0), microbatches))
-        total, count, aux, (edge_gradients, stack_gradients) = pipeline_gradients(
+        cotangent = _loss_aux.loss_cotangent(scale, jax.tree.map(operator.itemgetter(0), microbatches))
+        total, count, aux, (edge_gradients, stack_gradients) = parallel.pipeline_gradients(
             self.plan.timetable(),
             embed_ids,
             run_stage,
@@ -207,12 +185,14 @@ class PipelinedExecution(ShardedExecution):
             remat=self.plan.stage_remat,
             seed=cotangent,
         )
-        gradients = unscale_gradients(_with_stacks(edge_gradients, stack_gradients), cotangent)
+        gradients = _loss_aux.unscale_gradients(_with_stacks(edge_gradients, stack_gradients), cotangent)
         parameter_gradients = _unwrap_gradients(device, parameters, model, gradients)
-        return total, LossAux(count, aux), self.trained(parameter_gradients)
+        return total, _loss_aux.LossAux(count, aux), self.trained(parameter_gradients)
 
 
-def make_execution(loss_fn: LossFn, trained: Trained, plan: Plan | None, microbatches: int) -> SingleDevice:
+def make_execution(
+    loss_fn: _loss_aux.LossFn, trained: Trained, plan: parallel.Plan | None, microbatches: int
+) -> SingleDevice:
     """Choose how a step runs its loss: on one device, over a plan's mesh, or by a plan's pipeline schedule."""
     if microbatches < 1:
         raise ValueError(f"make_step(microbatches={microbatches}): a step has at least one microbatch.")
@@ -227,13 +207,13 @@ def make_execution(loss_fn: LossFn, trained: Trained, plan: Plan | None, microba
 
 
 def accumulate_gradients(
-    loss_fn: LossFn,
+    loss_fn: _loss_aux.LossFn,
     microbatches: int,
     trained: Trained,
     model: PyTree,
     batch: PyTree,
     key: PyTree,
-    scale: Scale,
+    scale: _loss_aux.Scale,
 ) -> LossGradients:
     """Sum the loss, the count and the gradients over microbatches, by a scan; see `make_gradient_function`."""
     parameters, static = partition_trained(model, trained)
@@ -242,12 +222,12 @@ def accumulate_gradients(
 
     def loss(proxies: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
         values = jax.tree.map(_read_through_proxy, parameters, proxies)
-        total, loss_aux = sum_and_count(loss_fn(eqx.combine(values, static), batch, key), loss_fn)
-        return total * loss_cotangent(scale, batch), (total, loss_aux)
+        total, loss_aux = _loss_aux.sum_and_count(loss_fn(eqx.combine(values, static), batch, key), loss_fn)
+        return total * _loss_aux.loss_cotangent(scale, batch), (total, loss_aux)
 
     def with_gradients(proxies: PyTree, batch: PyTree) -> LossGradients:
         gradients, (total, loss_aux) = eqx.filter_grad(loss, has_aux=True)(proxies, batch)
-        return total, loss_aux, unscale_gradients(gradients, loss_cotangent(scale, batch))
+        return total, loss_aux, _loss_aux.unscale_gradients(gradients, _loss_aux.loss_cotangent(scale, batch))
 
     if microbatches == 1:
         return with_gradients(proxies, batch)
@@ -257,21 +237,21 @@ def accumulate_gradients(
     def add(sums: tuple, piece: PyTree) -> tuple[tuple, None]:
         return jax.tree.map(jnp.add, sums, with_gradients(proxies, piece)), None
 
-    def sum_piece(piece: PyTree) -> tuple[Array, CountOrAux]:
-        return sum_and_count(loss_fn(model, piece, key), loss_fn)
+    def sum_piece(piece: PyTree) -> tuple[Array, _loss_aux.CountOrAux]:
+        return _loss_aux.sum_and_count(loss_fn(model, piece, key), loss_fn)
 
     shapes = eqx.filter_eval_shape(sum_piece, jax.tree.map(operator.itemgetter(0), pieces))
-    zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), varying_axes(x)), shapes)
+    zeros = jax.tree.map(lambda x: parallel.vary(jnp.zeros(x.shape, x.dtype), parallel.varying_axes(x)), shapes)
     return jax.lax.scan(add, (zeros[0], zeros[1], zero_gradients), pieces)[0]
 
 
 def _make_proxy(x: PyTree) -> PyTree:
-    return grad_proxy(x) if has_wider_grad(x) else x
+    return parallel.grad_proxy(x) if parallel.has_wider_grad(x) else x
 
 
 def _read_through_proxy(x: PyTree, proxy: PyTree) -> PyTree:
     """Return the value of `x`, whose gradient goes to the result of `_make_proxy`."""
-    return route_gradient(x, proxy) if has_wider_grad(x) else proxy
+    return parallel.route_gradient(x, proxy) if parallel.has_wider_grad(x) else proxy
 
 
 def split_microbatches(batch: PyTree, number: int) -> PyTree:
@@ -303,7 +283,7 @@ class _ReturnHidden(eqx.Module):
     def __call__(
         self, x: PyTree, tokens: nn.Tokens, cache: PyTree = None
     ) -> tuple[Float[Array, "*batch seq embed"], None, None]:
-        is_default = not varying_axes(tokens.positions)  # Default positions do not vary.
+        is_default = not parallel.varying_axes(tokens.positions)  # Default positions do not vary.
         if is_default and (self.tokens.segments is not None or self.tokens.keys is not None):
             raise ValueError(
                 "a loss under Plan over pipe calls its model without tokens, but the stages have run with the "
@@ -312,7 +292,7 @@ class _ReturnHidden(eqx.Module):
         return self.hidden, None, None
 
 
-def _unwrap_gradients(device: OnDevice, parameters: PyTree, model: PyTree, gradients: PyTree) -> PyTree:
+def _unwrap_gradients(device: parallel.OnDevice, parameters: PyTree, model: PyTree, gradients: PyTree) -> PyTree:
     """Return the gradients of `parameters` from the gradients of the model that `device.wrap` made of them.
 
     The derivative of `wrap` sums gradients over devices. Parameters are taken and gathered as float32, so that the
@@ -323,7 +303,7 @@ def _unwrap_gradients(device: OnDevice, parameters: PyTree, model: PyTree, gradi
     float32_device = dataclasses.replace(device, leaves=_gather_in_float32(device.leaves))
 
     def wrap(parameters: PyTree) -> PyTree:
-        return select_differentiable(float32_device.wrap(parameters, float32_model))
+        return parallel.select_differentiable(float32_device.wrap(parameters, float32_model))
 
     _, pull_back = eqx.filter_vjp(wrap, _in_float32(parameters))
     return pull_back(gradients)[0]

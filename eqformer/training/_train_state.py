@@ -3,7 +3,6 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from .._shapes import ArrayOrShape
@@ -53,7 +52,7 @@ def state_shardings(plan: Plan, optimizer: Optimizer, state: PyTree) -> PyTree:
 
     Raises a `ValueError` for an optimizer that holds an array of another shape than its parameter.
     """
-    replicated, parameters = PartitionSpec(), optimizer.trained(state.model)
+    replicated, parameters = jax.sharding.PartitionSpec(), optimizer.trained(state.model)
     optimizer_specs = optimizer.map_state(
         _optimizer_spec, state.optimizer_state, plan.state_specs(parameters), parameters, other=replicated
     )
@@ -74,15 +73,15 @@ def _model_and_optimizer_state(state: PyTree) -> tuple[PyTree, PyTree]:
     return state.model, state.optimizer_state
 
 
-def _with_memory(sharding: NamedSharding, on_host: bool) -> NamedSharding:
+def _with_memory(sharding: jax.sharding.NamedSharding, on_host: bool) -> jax.sharding.NamedSharding:
     return sharding.with_memory_kind("pinned_host") if on_host else sharding
 
 
-def _optimizer_spec(moment: PyTree, spec: PartitionSpec, parameter: ArrayOrShape) -> PyTree:
+def _optimizer_spec(moment: PyTree, spec: jax.sharding.PartitionSpec, parameter: ArrayOrShape) -> PyTree:
     """Return the spec of an optimizer's array for a parameter; scales of rows are sharded like the rows."""
     if isinstance(moment, MomentCodes):
         levels_spec, dims = _optimizer_spec(moment.levels, spec, parameter), len(parameter.shape)
-        scale_spec = PartitionSpec(*(*spec, *(None,) * (dims - len(spec)))[: dims - 1])
+        scale_spec = jax.sharding.PartitionSpec(*(*spec, *(None,) * (dims - len(spec)))[: dims - 1])
         return eqx.tree_at(lambda codes: (codes.levels, codes.scale), moment, (levels_spec, scale_spec))
     if moment.shape != parameter.shape:
         raise ValueError(

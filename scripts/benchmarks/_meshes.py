@@ -16,17 +16,7 @@ import jax
 from benchmarks import _ours
 from benchmarks._measure import Row, seconds_in_turn
 from eqformer import models, nn, planning
-from eqformer.parallel import (
-    CONTEXT,
-    FSDP,
-    make_mesh,
-    make_schedule,
-    PIPE,
-    Plan,
-    REPLICA,
-    simulate,
-    TENSOR,
-)
+from eqformer.parallel import CONTEXT, FSDP, make_mesh, make_schedule, PIPE, Plan, REPLICA, simulate, TENSOR
 from eqformer.program import list_transfers, read_hlo
 
 

@@ -9,16 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from eqformer.parallel import (
-    _collectives,
-    _placement,
-    BATCH_AXES,
-    COLLECTIVES,
-    CONTEXT,
-    OnDevice,
-    Plan,
-    vary,
-)
+from eqformer.parallel import _collectives, _placement, BATCH_AXES, COLLECTIVES, CONTEXT, OnDevice, Plan, vary
 from eqformer.parallel.tensor import _residual_stream as _stream_parts, _tensor as _maps
 
 

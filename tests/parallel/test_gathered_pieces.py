@@ -11,14 +11,7 @@ from plan_parity import Case, differences, of_one_device, of_plan
 from test_narrow_sums import MEANT, not_meant, program_of
 
 from eqformer import nn
-from eqformer.parallel import (
-    _expert_exchange,
-    _expert_parallel,
-    AXES,
-    Exchange,
-    filter_shard_map,
-    make_mesh,
-)
+from eqformer.parallel import _expert_exchange, _expert_parallel, AXES, Exchange, filter_shard_map, make_mesh
 
 
 CASE = Case("shared mixture", {"fsdp": 2, "expert": 2}, {"zero": 3, "expert_method": "gather"})

@@ -13,14 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from eqformer import nn
-from eqformer.parallel import (
-    BATCH_AXES,
-    filter_shard_map,
-    make_mesh,
-    PIPE,
-    PipelinedStack,
-    vary,
-)
+from eqformer.parallel import BATCH_AXES, filter_shard_map, make_mesh, PIPE, PipelinedStack, vary
 from eqformer.parallel.pipeline import _pipelined_stack as module
 
 

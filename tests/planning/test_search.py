@@ -100,7 +100,7 @@ def test_the_first_ranking_comes_before_any_plan_is_traced(tiny: Tiny, monkeypat
 def test_a_tie_goes_to_the_plan_that_holds_least(tiny: Tiny, monkeypatch):
     """On one machine what is sent hides behind products, so that plans take as long; the control: bytes decide."""
     monkeypatch.setattr(_search, "step_bytes", lambda states, *_: StepBytes({"all": size(states.plan)}, 0))
-    monkeypatch.setattr(_search, "training_time", lambda *_: Roofline(1.0, 0.0, {}, (), 0.0, 1.0))
+    monkeypatch.setattr("eqformer.planning._forecast.training_time", lambda *_: Roofline(1.0, 0.0, {}, (), 0.0, 1.0))
     size = lambda plan: plan.size("fsdp")
     propose = lambda: search_plans(*tiny, topology("h100:2"), limit=5).proposals
     fewest = propose()

@@ -10,14 +10,7 @@ import pytest
 
 from eqformer.models import build, LlamaConfig, MixtralConfig, T5Config
 from eqformer.parallel import COLLECTIVES, make_mesh, Plan, STATE
-from eqformer.planning import (
-    abstract_mesh,
-    Compilation,
-    compilation_table,
-    decode_forecast,
-    lowered_decode,
-    topology,
-)
+from eqformer.planning import abstract_mesh, Compilation, compilation_table, decode_forecast, lowered_decode, topology
 from eqformer.program import (
     Buffer,
     CompiledCosts,

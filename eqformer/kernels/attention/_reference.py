@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Num
 
 from ..._array_checks import checked
@@ -64,7 +63,7 @@ def attention_weights(call: AttentionCall) -> Float[Array, "*batch heads seq kv_
 def weigh_values(
     weights: Float[Array, "*batch heads seq kv_seq"],
     value: Num[Array, "*batch kv_seq kv_heads v_dim"],
-    dtype: DTypeLike,
+    dtype: jax.typing.DTypeLike,
 ) -> Float[Array, "*batch seq heads v_dim"]:
     """Return the output of attention for weights such as `attention_weights` returns, in a dtype."""
     *batch, heads, seq, kv_seq = weights.shape

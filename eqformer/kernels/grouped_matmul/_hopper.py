@@ -24,7 +24,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from .._platform import gpu_capability, gpu_cores, Ref, varying_as
@@ -74,7 +73,7 @@ class HopperGroupedMatmul(GroupedMatmul):
         output_grad: Float[Array, "rows outputs"],
         x: Float[Array, "rows inputs"],
         sizes: Int[Array, "groups"],
-        dtype: DTypeLike,
+        dtype: jax.typing.DTypeLike,
     ) -> Float[Array, "groups outputs inputs"]:
         """Return the sums of outer products over the rows of each group."""
         output_grad, x = (pad_rows_to(rows, -(-len(rows) // BLOCK) * BLOCK) for rows in (output_grad, x))
@@ -375,7 +374,7 @@ def order_in_panels(index: Array, rows: Array, columns: int) -> tuple[Array, Arr
     return row, panel * width + jax.lax.rem(index_in_panel, jnp.int32(width))
 
 
-def swizzled_layout(dtype: DTypeLike) -> tuple[object, ...]:
+def swizzled_layout(dtype: jax.typing.DTypeLike) -> tuple[object, ...]:
     """Return the layout of a tile in shared memory for tensor cores: rows of 128 bytes, swizzled by eights."""
     plgpu = mosaic_gpu()[1]
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)

@@ -11,26 +11,12 @@ from collections.abc import Callable, Sequence
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from .._dtypes import E4M3, E5M2, fp8_scale, round_to_fp8
 from .._platform import capability_of, Ref, varying_as
+from . import _hopper as hopper
 from ._call import GroupedMatmul, GroupedMatmulCall
-from ._hopper import (
-    ALIGNMENT,
-    choose_tile,
-    hopper_reason,
-    LoopStep,
-    make_kernel,
-    make_row_tiles,
-    mosaic_gpu,
-    order_in_panels,
-    pad_rows_to,
-    store_rows,
-    store_tile,
-    Tile,
-)
 
 
 DEPTH = 128
@@ -51,7 +37,7 @@ class HopperFp8GroupedMatmul(GroupedMatmul):
             return "the call does not ask for 8 bits"
         if not has_mixed_formats():
             return "JAX before 0.12 cannot multiply two different 8-bit formats on tensor cores"
-        return hopper_reason(call)
+        return hopper.hopper_reason(call)
 
     def multiply_rows(
         self,
@@ -69,13 +55,13 @@ class HopperFp8GroupedMatmul(GroupedMatmul):
         is_exact = not transpose  # Gradients are summed in float32.
         count, columns = len(codes), matrices.shape[1]
         # An exact sum needs registers for two tiles, so its tiles are narrower.
-        tile = choose_tile(count, len(sizes), 64 if is_exact else columns)
-        padded_count = max(tile.rows, -(-count // ALIGNMENT) * ALIGNMENT)
-        codes, row_scale = pad_rows_to(codes, padded_count), pad_rows_to(row_scale, padded_count)[:, 0]
+        tile = hopper.choose_tile(count, len(sizes), 64 if is_exact else columns)
+        padded_count = max(tile.rows, -(-count // hopper.ALIGNMENT) * hopper.ALIGNMENT)
+        codes, row_scale = hopper.pad_rows_to(codes, padded_count), hopper.pad_rows_to(row_scale, padded_count)[:, 0]
         matrices = _pad_depth(matrices)
         body = functools.partial(multiply_fp8_kernel, tile, is_exact)
-        y = make_kernel(body, jax.ShapeDtypeStruct((padded_count, columns), rows.dtype), self.interpret)
-        row_tiles, scales = make_row_tiles(sizes, padded_count, tile.rows), (row_scale, group_scale)
+        y = hopper.make_kernel(body, jax.ShapeDtypeStruct((padded_count, columns), rows.dtype), self.interpret)
+        row_tiles, scales = hopper.make_row_tiles(sizes, padded_count, tile.rows), (row_scale, group_scale)
         return varying_as(y(*row_tiles, _pad_depth(codes), matrices, *scales), codes)[:count]
 
     def sum_outer_products(
@@ -83,7 +69,7 @@ class HopperFp8GroupedMatmul(GroupedMatmul):
         output_grad: Float[Array, "rows outputs"],
         x: Float[Array, "rows inputs"],
         sizes: Int[Array, "groups"],
-        dtype: DTypeLike,
+        dtype: jax.typing.DTypeLike,
     ) -> Float[Array, "groups outputs inputs"]:
         """Return the sums of outer products over the rows of each group; rows after the last group are not read."""
         codes, row_scale = round_to_fp8(x, E4M3, -1)
@@ -94,10 +80,10 @@ class HopperFp8GroupedMatmul(GroupedMatmul):
         blocks = -(-sizes // DEPTH)
         first_columns = (jnp.cumsum(blocks, dtype=jnp.int32) - blocks) * DEPTH
         grad_columns, columns = (_transpose_groups(rows, sizes, first_columns) for rows in (grad_codes, codes))
-        tile = Tile(128 if outputs % 128 == 0 else 64, 64)
+        tile = hopper.Tile(128 if outputs % 128 == 0 else 64, 64)
         number = groups, outputs // tile.rows, inputs // tile.columns
         body = functools.partial(outer_product_fp8_kernel, tile, number)
-        y = make_kernel(body, jax.ShapeDtypeStruct((groups, outputs, inputs), dtype), self.interpret)
+        y = hopper.make_kernel(body, jax.ShapeDtypeStruct((groups, outputs, inputs), dtype), self.interpret)
         return varying_as(y(first_columns, blocks, grad_columns, columns, group_scale), codes)
 
 
@@ -152,7 +138,7 @@ def _transpose_groups(x: Array, sizes: Array, first_columns: Array) -> Array:
 
 
 def multiply_fp8_kernel(
-    tile: Tile,
+    tile: hopper.Tile,
     is_exact: bool,
     group_of: Ref,
     begins: Ref,
@@ -169,13 +155,13 @@ def multiply_fp8_kernel(
 
     The references before `codes` are the arrays of `RowTiles`.
     """
-    pl, plgpu = mosaic_gpu()
+    pl, plgpu = hopper.mosaic_gpu()
     columns, groups = y.shape[1] // tile.columns, matrices.shape[0]
 
     @plgpu.nd_loop((number[0] * columns,), collective_axes="program")
-    def _(info: LoopStep) -> None:
-        row_tile, column = order_in_panels(info.index[0], number[0], columns)
-        group, begin, size = group_of[row_tile], pl.multiple_of(begins[row_tile], ALIGNMENT), counts[row_tile]
+    def _(info: hopper.LoopStep) -> None:
+        row_tile, column = hopper.order_in_panels(info.index[0], number[0], columns)
+        group, begin, size = group_of[row_tile], pl.multiple_of(begins[row_tile], hopper.ALIGNMENT), counts[row_tile]
         matrix = jnp.minimum(group, groups - 1)
         specs = [((tile.rows, DEPTH), lambda step: (0, step)), ((tile.columns, DEPTH), lambda step: (column, step))]
         factors = codes.at[pl.ds(begin, tile.rows), :], matrices.at[matrix]
@@ -184,11 +170,11 @@ def multiply_fp8_kernel(
         scales = plgpu.load(tile_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         product = product * jax.lax.broadcast_in_dim(scales, tile, (0,)) * group_scale[matrix]
 
-        store_rows(product, y, starts[row_tile] - begin, begin, size, column * tile.columns)
+        hopper.store_rows(product, y, starts[row_tile] - begin, begin, size, column * tile.columns)
 
 
 def outer_product_fp8_kernel(
-    tile: Tile,
+    tile: hopper.Tile,
     number: tuple[int, int, int],
     first_columns: Ref,
     blocks: Ref,
@@ -201,23 +187,23 @@ def outer_product_fp8_kernel(
 
     The columns of a group are in `blocks` blocks of `DEPTH`, of which the first begins at `first_columns`.
     """
-    pl, plgpu = mosaic_gpu()
+    pl, plgpu = hopper.mosaic_gpu()
     groups, *tiles = number
 
     @plgpu.nd_loop((groups, tiles[0] * tiles[1]), collective_axes="program")
-    def _(info: LoopStep) -> None:
-        group, (row, column) = info.index[0], order_in_panels(info.index[1], jnp.int32(tiles[0]), tiles[1])
+    def _(info: hopper.LoopStep) -> None:
+        group, (row, column) = info.index[0], hopper.order_in_panels(info.index[1], jnp.int32(tiles[0]), tiles[1])
         # The slice is too long, but no block after the last column is read.
         part = pl.ds(pl.multiple_of(first_columns[group], DEPTH), columns.shape[1])
         specs = [((tile.rows, DEPTH), lambda step: (row, step)), ((tile.columns, DEPTH), lambda step: (column, step))]
         factors = grad_columns.at[:, part], columns.at[:, part]
         product = _multiply_tiles(tile, blocks[group] > 0, blocks[group], specs, factors, True) * group_scale[group]
 
-        store_tile(product, y, group, row, column)
+        hopper.store_tile(product, y, group, row, column)
 
 
 def _multiply_tiles(
-    tile: Tile,
+    tile: hopper.Tile,
     is_any: Array,
     steps: int | Array,
     specs: Sequence[tuple[tuple[int, int], Callable[[Array], tuple[Array | int, Array]]]],
@@ -229,7 +215,7 @@ def _multiply_tiles(
     The tile is zero unless `is_any`. Tensor cores sum products of 8-bit numbers with fewer digits than float32 has. If
     `is_exact`, the result of each step is therefore added to the sum in float32 instead.
     """
-    pl, plgpu = mosaic_gpu()
+    pl, plgpu = hopper.mosaic_gpu()
     block_specs = [plgpu.BlockSpec(*spec, delay_release=0 if is_exact else 1) for spec in specs]
     concurrent = min(4, 98304 // (sum(tile) * DEPTH))
     pipeline = functools.partial(

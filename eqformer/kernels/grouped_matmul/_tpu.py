@@ -20,7 +20,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from .._platform import Ref, varying_of
@@ -95,7 +94,7 @@ class TpuGroupedMatmul(GroupedMatmul):
         output_grad: Float[Array, "rows outputs"],
         x: Float[Array, "rows inputs"],
         sizes: Int[Array, "groups"],
-        dtype: DTypeLike,
+        dtype: jax.typing.DTypeLike,
     ) -> Float[Array, "groups outputs inputs"]:
         """Return the sums of outer products over the rows of each group."""
         tile, dtype = _tile_height(len(x)), jnp.dtype(dtype)

@@ -8,18 +8,8 @@ import jax
 from jaxtyping import Array, Key
 
 from ... import nn
+from .. import _config_types as config_types
 from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Unpublished
-from .._config_types import (
-    Index,
-    LayerCount,
-    Length,
-    NotNegative,
-    Number,
-    OptionalSize,
-    Positive,
-    PublishedConfig,
-    Size,
-)
 from .._family import ModelConfig
 from .._layer_attributes import layers_of
 from .._rotary_attributes import RotaryWithTemperature
@@ -33,57 +23,57 @@ from ._mixtures import MIXTURE, SHARED, SHARED_ATTRIBUTES
 class LatentConfig(ModelConfig):
     """Base class of the configs of DeepSeek-V2, DeepSeek-V3 and their successors."""
 
-    layers: LayerCount
+    layers: config_types.LayerCount
     """Layers."""
-    heads: Size
+    heads: config_types.Size
     """Heads."""
-    mlp: Size
+    mlp: config_types.Size
     """Hidden features of a dense layer."""
-    expert_mlp: Size
+    expert_mlp: config_types.Size
     """Hidden features of an expert."""
-    q_latent: Size | None
+    q_latent: config_types.Size | None
     """Channels of the queries' latent; None: there is none."""
-    latent: Size = 512
+    latent: config_types.Size = 512
     """Channels of the latent of keys and values."""
-    head_dim: Size = 128
+    head_dim: config_types.Size = 128
     """Channels of a head's key that are not rotated."""
-    rope_dim: Size = 64
+    rope_dim: config_types.Size = 64
     """Channels of the rotated key."""
-    v_dim: Size = 128
+    v_dim: config_types.Size = 128
     """Channels of a head's value."""
-    experts: Size
+    experts: config_types.Size
     """The number of experts of a layer."""
-    top_k: Size
+    top_k: config_types.Size
     """The number of experts that each token chooses."""
-    shared: OptionalSize
+    shared: config_types.OptionalSize
     """The number of shared experts."""
-    first_dense: Index
+    first_dense: config_types.Index
     """The number of layers at the beginning without experts."""
-    dense_layers: tuple[Index, ...] = ()
+    dense_layers: tuple[config_types.Index, ...] = ()
     """The numbers of later layers without experts."""
-    groups: Size
+    groups: config_types.Size
     """The number of groups of experts."""
-    kept_groups: Size
+    kept_groups: config_types.Size
     """The number of groups from which a token's experts are chosen."""
-    scale: Number
+    scale: config_types.Number
     """A factor of the experts' weights."""
-    balance: NotNegative
+    balance: config_types.NotNegative
     """The weight of the loss `LoadBalance`, which is computed for each row."""
-    theta: Positive = 10_000.0
+    theta: config_types.Positive = 10_000.0
     """The base of rotary positions."""
     scaling: nn.RotaryScaling | None = None
     """The scaling of rotary positions; None: none."""
-    temperature: Number = 0.0
+    temperature: config_types.Number = 0.0
     """`mscale_all_dim` of a scaling (usually YaRN): scores grow with the scaling's factor; 0: they do not."""
     activation: str = "silu"
     """The activation of a feed-forward layer's gate: a name of `nn.ACTIVATIONS`."""
     bias: bool = False
     """Whether the maps to latents, and the attention's output, have biases."""
-    eps: NotNegative = 1e-6
+    eps: config_types.NotNegative = 1e-6
     """The number that norms add to the mean square before the root."""
     tied: bool = False
     """Whether the embedding's table is the head too."""
-    max_seq: Length = 163_840
+    max_seq: config_types.Length = 163_840
     """The length of the longest rows that the model was trained on, in tokens; it does not change the model."""
 
     @property
@@ -96,16 +86,16 @@ class LatentConfig(ModelConfig):
 class SigmoidLatentConfig(LatentConfig):
     """Base class of configs whose experts are chosen by biased sigmoids (DeepSeek-V3 and V3.2)."""
 
-    experts: Size = 256
-    top_k: Size = 8
-    shared: OptionalSize = 1
-    first_dense: Index = 3
-    groups: Size = 8
-    kept_groups: Size = 4
-    scale: Number = 2.5
+    experts: config_types.Size = 256
+    top_k: config_types.Size = 8
+    shared: config_types.OptionalSize = 1
+    first_dense: config_types.Index = 3
+    groups: config_types.Size = 8
+    kept_groups: config_types.Size = 4
+    scale: config_types.Number = 2.5
     normalise: bool = True
     """Whether the weights of a token's experts are normalized to add up to 1."""
-    balance: NotNegative = 0.0001
+    balance: config_types.NotNegative = 0.0001
 
 
 class LatentKind(NamedTuple):
@@ -225,7 +215,7 @@ def latent_attributes(
 class EqualKeyHeads(Entry):
     """The attribute for key heads; latent attention has as many as query heads, and configs have no field for them."""
 
-    def read(self, published: PublishedConfig) -> Fields:
+    def read(self, published: config_types.PublishedConfig) -> Fields:
         """Return no field; refuse another number."""
         heads, kv_heads = published.count("num_attention_heads"), KeyHeads().read(published)["kv_heads"]
         if kv_heads != heads:
@@ -242,7 +232,7 @@ class EqualKeyHeads(Entry):
 class LayerMixtures(Entry):
     """`mlp_layer_types`, a list of dense and sparse layers; without a list, another attribute counts dense layers."""
 
-    def read(self, published: PublishedConfig) -> Fields:
+    def read(self, published: config_types.PublishedConfig) -> Fields:
         """Return `first_dense` and `dense_layers`; refuse other types of layers, and lists of another length."""
         layers = layers_of(published)
         if (types := published.listed("mlp_layer_types", str)) is None:

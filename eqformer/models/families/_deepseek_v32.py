@@ -15,14 +15,7 @@ from .._predictors import NUMBERED_PREDICTOR
 from .._weight_rules import Rule
 from ._common import LAYER
 from ._decoder import rotary_of, Together
-from ._deepseek import (
-    build_latent,
-    latent_attributes,
-    LATENT_WEIGHTS,
-    LatentKind,
-    LayerMixtures,
-    SigmoidLatentConfig,
-)
+from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentKind, LayerMixtures, SigmoidLatentConfig
 from ._mixtures import SELECTION_BIAS, sigmoid_mixture_beside_shared
 
 

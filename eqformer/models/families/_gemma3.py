@@ -12,18 +12,8 @@ from .._config_types import Index, Length, Positive, Size
 from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import all_but_every, Period, Windows
 from .._rotary_attributes import RotaryByType
+from . import _decoder as decoders
 from ._common import ATTENTION, decoder_attributes, EDGES, FOUR_NORMS, GATED, head_norm_weights
-from ._decoder import (
-    attention,
-    causal_mask,
-    decoder,
-    four_norm_block,
-    gated_mlp,
-    head_norms,
-    layer_windows,
-    norm,
-    rotary_of,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +45,7 @@ def build_gemma3(config: Gemma3Config, *, key: Key[Array, ""]) -> Transformer:
     """Return a Gemma 3 with random weights."""
 
     def block(window: int | None, key: Key[Array, ""]) -> Block:
-        return gemma3_block(config, window, causal_mask(window), key=key)
+        return gemma3_block(config, window, decoders.causal_mask(window), key=key)
 
     return gemma3_model(config, block, key=key)
 
@@ -64,11 +54,11 @@ def gemma3_model(
     config: Gemma3Config, block: Callable[[int | None, Key[Array, ""]], Block], *, key: Key[Array, ""]
 ) -> Transformer:
     """Return a Gemma 3 with the layers that `block(window, key)` builds."""
-    return decoder(
+    return decoders.decoder(
         config,
         block,
-        layer_windows(config),
-        final_norm=norm(config, offset=1.0),
+        decoders.layer_windows(config),
+        final_norm=decoders.norm(config, offset=1.0),
         embedding_scale=config.embed**0.5,
         logit_softcap=config.logit_softcap,
         key=key,
@@ -90,22 +80,22 @@ def gemma3_block(
     """
     mixer_key, feed_forward = jax.random.split(key)
     if window is None:
-        rotary = rotary_of(config, config.head_size, scaling=config.scaling)
+        rotary = decoders.rotary_of(config, config.head_size, scaling=config.scaling)
     else:
-        rotary = rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
-    attended = attention(
+        rotary = decoders.rotary_of(config, config.head_size, theta=config.local_theta, scaling=config.local_scaling)
+    attended = decoders.attention(
         config,
         mask=mask,
         rotary=rotary,
-        **head_norms(config, offset=1.0),
+        **decoders.head_norms(config, offset=1.0),
         scores=Scores(config.query_scalar**-0.5),
         bias=config.bias,
         output_std=None,
         key=mixer_key,
     )
     mixer = attended if as_mixer is None else as_mixer(attended)
-    gated = gated_mlp(config, output_std=None, key=feed_forward)
-    return four_norm_block(config, mixer, gated, reads=reads, offset=1.0)
+    gated = decoders.gated_mlp(config, output_std=None, key=feed_forward)
+    return decoders.four_norm_block(config, mixer, gated, reads=reads, offset=1.0)
 
 
 def _gemma3(

@@ -10,20 +10,13 @@ from .._attributes import Activation, Attribute
 from .._config_types import Index, Length, PublishedConfig, Size
 from .._family import Family
 from .._layer_attributes import SwitchedWindows
+from . import _mixtures as mixtures
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, layer_windows, pre_norm_block
-from ._mixtures import (
-    GATED_SHARED,
-    MIXTURE,
-    mixture_attributes,
-    mixture_beside_gated_shared,
-    mixture_flags,
-    QwenMoEConfig,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen2MoEConfig(QwenMoEConfig):
+class Qwen2MoEConfig(mixtures.QwenMoEConfig):
     """The config of a Qwen2-MoE; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` the experts'."""
 
     shared_mlp: Size
@@ -46,10 +39,12 @@ def build_qwen2_moe(config: Qwen2MoEConfig, *, key: Key[Array, ""]) -> Transform
         (is_mixture, window), (mixer, feed_forward) = kind, jax.random.split(key)
         attended = attention(config, window=window, bias=config.bias, output_bias=False, key=mixer)
         if is_mixture:
-            return pre_norm_block(config, attended, mixture_beside_gated_shared(config, feed_forward))
+            return pre_norm_block(config, attended, mixtures.mixture_beside_gated_shared(config, feed_forward))
         return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
 
-    return decoder(config, block, list(zip(mixture_flags(config), layer_windows(config), strict=True)), key=key)
+    return decoder(
+        config, block, list(zip(mixtures.mixture_flags(config), layer_windows(config), strict=True)), key=key
+    )
 
 
 def _every_other(published: PublishedConfig, layers: int) -> range:
@@ -76,11 +71,11 @@ QWEN2_MOE = Family(
     "qwen2_moe",
     (
         *decoder_attributes(kv_heads=16, max_seq=32_768),
-        *mixture_attributes(60, 4),
+        *mixtures.mixture_attributes(60, 4),
         SwitchedWindows(4096, _every_other),
         Attribute("bias", "qkv_bias", True),
         Attribute("shared_mlp", "shared_expert_intermediate_size"),
         Activation(),
     ),
-    (*LLAMA_WEIGHTS, *MIXTURE, *GATED_SHARED),
+    (*LLAMA_WEIGHTS, *mixtures.MIXTURE, *mixtures.GATED_SHARED),
 )

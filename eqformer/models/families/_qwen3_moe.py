@@ -11,22 +11,13 @@ from .._attributes import Activation, Attribute
 from .._config_types import Length, Size
 from .._family import Family, MultimodalModel
 from .._layer_attributes import SwitchedWindow
+from . import _mixtures as mixtures
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, head_norms, pre_norm_block
-from ._mixtures import (
-    FUSED,
-    MIXTURE,
-    mixture,
-    mixture_attributes,
-    mixture_flags,
-    QwenMoEConfig,
-    small_expert,
-    TRANSPOSED,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3MoEConfig(QwenMoEConfig):
+class Qwen3MoEConfig(mixtures.QwenMoEConfig):
     """The config of a Qwen3-MoE; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
 
     experts: Size = 128
@@ -48,11 +39,11 @@ def build_qwen3_moe(config: Qwen3MoEConfig, *, key: Key[Array, ""]) -> Transform
         if not is_mixture:
             return pre_norm_block(config, attended, gated_mlp(config, key=feed_forward))
         router, experts = jax.random.split(feed_forward)
-        expert = functools.partial(small_expert, config)
-        mixed = mixture(config, expert, normalise=config.normalise, router=router, experts=experts)
+        expert = functools.partial(mixtures.small_expert, config)
+        mixed = mixtures.mixture(config, expert, normalise=config.normalise, router=router, experts=experts)
         return pre_norm_block(config, attended, mixed)
 
-    return decoder(config, block, mixture_flags(config), key=key)
+    return decoder(config, block, mixtures.mixture_flags(config), key=key)
 
 
 _PRESETS = {
@@ -77,13 +68,19 @@ QWEN3_MOE = Family(
     "qwen3_moe",
     (
         *decoder_attributes(kv_heads=4, max_seq=32_768),
-        *mixture_attributes(128, 8),
+        *mixtures.mixture_attributes(128, 8),
         SwitchedWindow(4096),
         Attribute("bias", "attention_bias", False),
         Activation(),
     ),
-    (*LLAMA_WEIGHTS, *MIXTURE),
+    (*LLAMA_WEIGHTS, *mixtures.MIXTURE),
     multimodal=(
-        MultimodalModel("qwen3_vl_moe", "qwen3_vl_moe_text", _MISSING, {"norm_topk_prob": True}, (*FUSED, *TRANSPOSED)),
+        MultimodalModel(
+            "qwen3_vl_moe",
+            "qwen3_vl_moe_text",
+            _MISSING,
+            {"norm_topk_prob": True},
+            (*mixtures.FUSED, *mixtures.TRANSPOSED),
+        ),
     ),
 )

@@ -11,21 +11,14 @@ from .._config_types import Length, Positive, Size
 from .._family import Family
 from .._layer_attributes import every
 from .._predictors import NAMED_PREDICTOR
+from . import _mixtures as mixtures
 from ._common import decoder_attributes, EDGES, GATED, head_norm_weights, PRE_NORMS
 from ._decoder import decoder, gated_mlp, norm, pre_norm_block
 from ._delta_nets import delta_net, GATED_ATTENTION, gated_attention, NET_ATTRIBUTES, NET_WEIGHTS, NetConfig
-from ._mixtures import (
-    GATED_SHARED,
-    MIXTURE,
-    mixture_attributes,
-    mixture_beside_gated_shared,
-    mixture_flags,
-    QwenMoEConfig,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3NextConfig(NetConfig, QwenMoEConfig):
+class Qwen3NextConfig(NetConfig, mixtures.QwenMoEConfig):
     """The config of a Qwen3-Next; `mlp` is a dense layer's width, `expert_mlp` and `shared_mlp` the experts'."""
 
     shared_mlp: Size
@@ -39,7 +32,9 @@ class Qwen3NextConfig(NetConfig, QwenMoEConfig):
     @property
     def kinds(self) -> tuple[tuple[bool, bool], ...]:
         """For each layer, whether it has an attention, and whether it has experts."""
-        return tuple((layer in self.attention_layers, mixture) for layer, mixture in enumerate(mixture_flags(self)))
+        return tuple(
+            (layer in self.attention_layers, mixture) for layer, mixture in enumerate(mixtures.mixture_flags(self))
+        )
 
 
 def build_qwen3_next(config: Qwen3NextConfig, *, key: Key[Array, ""]) -> Transformer:
@@ -50,7 +45,7 @@ def build_qwen3_next(config: Qwen3NextConfig, *, key: Key[Array, ""]) -> Transfo
         mixer, feed_forward = jax.random.split(key)
         mixed = (gated_attention if is_attention else delta_net)(config, mixer)
         if is_mixture:
-            return pre_norm_block(config, mixed, mixture_beside_gated_shared(config, feed_forward), offset=1.0)
+            return pre_norm_block(config, mixed, mixtures.mixture_beside_gated_shared(config, feed_forward), offset=1.0)
         return pre_norm_block(config, mixed, gated_mlp(config, key=feed_forward), offset=1.0)
 
     return decoder(config, block, config.kinds, final_norm=norm(config, offset=1.0), key=key)
@@ -86,10 +81,19 @@ QWEN3_NEXT = Family(
     "qwen3_next",
     (
         *decoder_attributes(head_dim=256, kv_heads=2, max_seq=32_768),
-        *mixture_attributes(512, 10, normalise=True),
+        *mixtures.mixture_attributes(512, 10, normalise=True),
         *NET_ATTRIBUTES,
         Attribute("shared_mlp", "shared_expert_intermediate_size", 512),
     ),
-    (*EDGES, *GATED_ATTENTION, *head_norm_weights(), *NET_WEIGHTS, *PRE_NORMS, *GATED, *MIXTURE, *GATED_SHARED),
+    (
+        *EDGES,
+        *GATED_ATTENTION,
+        *head_norm_weights(),
+        *NET_WEIGHTS,
+        *PRE_NORMS,
+        *GATED,
+        *mixtures.MIXTURE,
+        *mixtures.GATED_SHARED,
+    ),
     predictor=NAMED_PREDICTOR,
 )

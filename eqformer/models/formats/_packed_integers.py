@@ -8,19 +8,7 @@ import numpy as np
 from jaxtyping import Int32, Shaped, UInt8
 
 from .._config_types import PublishedConfig
-from ._format import (
-    check_codes,
-    check_finite_scales,
-    check_part,
-    Format,
-    group_of_units,
-    Grouped,
-    GroupLayout,
-    number_of_groups,
-    Parts,
-    QuantizedArray,
-    SCALES,
-)
+from . import _format
 
 
 # The suffixes of the arrays of GPTQ and AWQ: codes, scales, zero points, and the group of each input.
@@ -28,7 +16,7 @@ _CODES, _SCALES, _ZEROS, _GROUP_INDICES = ".qweight", ".scales", ".qzeros", ".g_
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedIntegers(Grouped):
+class PackedIntegers(_format.Grouped):
     """`(code - zero) * scale` for each output and group of inputs; `zero` is half of the range if none is stored."""
 
     bits: int = 4
@@ -46,7 +34,7 @@ class PackedIntegers(Grouped):
         """The number of integers in a word."""
         return 32 // self.bits
 
-    def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "outputs inputs"]) -> None:
+    def decode(self, parts: _format.Parts, rows: slice, out: Shaped[np.ndarray, "outputs inputs"]) -> None:
         """Decode some outputs."""
         columns = out.shape[1]
         unit = math.gcd(self.group or columns, columns) if self.group_indices not in parts else 1
@@ -58,33 +46,35 @@ class PackedIntegers(Grouped):
         values *= scales[..., None].astype(np.float32)
         out[...] = values.reshape(out.shape)
 
-    def read_codes(self, parts: Parts, unit: tuple[int, int]) -> QuantizedArray:
+    def read_codes(self, parts: _format.Parts, unit: tuple[int, int]) -> _format.QuantizedArray:
         """Return all codes, scales and zero points."""
         columns, rows = self.shape(parts)[1], slice(0, None)
         scales, zeros = self._scales_of_units(parts, rows, columns, unit[1])
-        return QuantizedArray(self.read_octets(parts, rows)[:, : columns * self.bits // 8], scales, zeros)
+        return _format.QuantizedArray(self.read_octets(parts, rows)[:, : columns * self.bits // 8], scales, zeros)
 
     @property
-    def groups(self) -> GroupLayout:
+    def groups(self) -> _format.GroupLayout:
         """Return the layout that the configuration states."""
-        return GroupLayout(f"int{self.bits}", (1, self.group), self.scales, has_zeros=self.zeros in self.required)
+        return _format.GroupLayout(
+            f"int{self.bits}", (1, self.group), self.scales, has_zeros=self.zeros in self.required
+        )
 
     @abc.abstractmethod
-    def read_octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
+    def read_octets(self, parts: _format.Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
         """Return the codes of some outputs along their inputs; of two in a byte the low bits come first."""
 
     @abc.abstractmethod
-    def read_scales(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+    def read_scales(self, parts: _format.Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the scale of each of some outputs and groups, and the zero point if zero points are stored."""
 
     def _scales_of_units(
-        self, parts: Parts, rows: slice, columns: int, unit: int
+        self, parts: _format.Parts, rows: slice, columns: int, unit: int
     ) -> tuple[Shaped[np.ndarray, "outputs units"], Shaped[np.ndarray, "outputs units"] | None]:
         scales, zeros = self.read_scales(parts, rows)
-        group = group_of_units(columns, self.group, unit)
+        group = _format.group_of_units(columns, self.group, unit)
         if (group_indices := parts.get(self.group_indices)) is not None:
             group = _group_of_units(group_indices, scales.shape[1], unit)
-        return check_finite_scales(scales)[:, group], None if zeros is None else zeros[:, group]
+        return _format.check_finite_scales(scales)[:, group], None if zeros is None else zeros[:, group]
 
 
 def unpack(words: Int32[np.ndarray, "rows words"], bits: int) -> UInt8[np.ndarray, "rows numbers"]:
@@ -135,31 +125,31 @@ class GPTQ(PackedIntegers):
     shift: int = 1
     """The number that is added to a stored zero point."""
 
-    def shape(self, parts: Parts) -> tuple[int, ...]:
+    def shape(self, parts: _format.Parts) -> tuple[int, ...]:
         """Return the decoded array's shape: (outputs, inputs)."""
-        words, outputs = check_codes(parts, _CODES, "I32", 2)
+        words, outputs = _format.check_codes(parts, _CODES, "I32", 2)
         inputs = words * self.per_word
-        groups = number_of_groups(inputs, self.group)
+        groups = _format.number_of_groups(inputs, self.group)
         if outputs % self.per_word:
             raise ValueError(f"its {outputs} outputs are no multiple of the {self.per_word} numbers of a word")
-        check_part(parts, _ZEROS, ("I32",), ((groups, outputs // self.per_word),))
-        check_part(parts, _SCALES, SCALES, ((groups, outputs),))
+        _format.check_part(parts, _ZEROS, ("I32",), ((groups, outputs // self.per_word),))
+        _format.check_part(parts, _SCALES, _format.SCALES, ((groups, outputs),))
         if _GROUP_INDICES in parts:
-            check_part(parts, _GROUP_INDICES, ("I32",), ((inputs,),))
+            _format.check_part(parts, _GROUP_INDICES, ("I32",), ((inputs,),))
         return outputs, inputs
 
-    def read_octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
+    def read_octets(self, parts: _format.Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
         """Return the codes of some outputs; each word has neighboring inputs of an output."""
         return bytes_of_words(parts[_CODES][:, rows].T)
 
-    def read_scales(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+    def read_scales(self, parts: _format.Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the scales and zero points of some outputs; a word of zero points holds outputs."""
         words = slice((rows.start or 0) // self.per_word, None if rows.stop is None else rows.stop // self.per_word)
         zeros = unpack(parts[_ZEROS][:, words], self.bits).T.astype(np.int32)
         return parts[_SCALES][:, rows].T, ((zeros + self.shift) % 2**self.bits).astype(np.uint8)
 
 
-def gptq(published: PublishedConfig) -> Format:
+def gptq(published: PublishedConfig) -> _format.Format:
     """Return the format of a `quantization_config`."""
     published.expect("bits", 4, 8)
     published.expect("checkpoint_format", "gptq", "gptq_v2")
@@ -186,24 +176,24 @@ _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # from the lowest bits up, a word holds the o
 class AWQ(PackedIntegers):
     """AWQ (Lin et al. 2023, arXiv:2306.00978), as AutoAWQ stores it for `gemm`: 4-bit integers, words along outputs."""
 
-    def shape(self, parts: Parts) -> tuple[int, ...]:
+    def shape(self, parts: _format.Parts) -> tuple[int, ...]:
         """Return the decoded array's shape: (outputs, inputs)."""
-        inputs, words = check_codes(parts, _CODES, "I32", 2)
-        groups = number_of_groups(inputs, self.group)
-        check_part(parts, _ZEROS, ("I32",), ((groups, words),))
-        check_part(parts, _SCALES, SCALES, ((groups, words * _PER_WORD),))
+        inputs, words = _format.check_codes(parts, _CODES, "I32", 2)
+        groups = _format.number_of_groups(inputs, self.group)
+        _format.check_part(parts, _ZEROS, ("I32",), ((groups, words),))
+        _format.check_part(parts, _SCALES, _format.SCALES, ((groups, words * _PER_WORD),))
         if inputs % 2:
             raise ValueError(f"its {inputs} inputs are no multiple of 2")
         return words * _PER_WORD, inputs
 
-    def read_octets(self, parts: Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
+    def read_octets(self, parts: _format.Parts, rows: slice) -> UInt8[np.ndarray, "outputs octets"]:
         """Return the codes of some outputs; each word has neighboring outputs of an input."""
         octets = bytes_of_words(parts[_CODES][:, _words(rows)])
         even, odd = octets[::2], octets[1::2]
         pairs = np.stack([even & 15 | odd << 4, even >> 4 | odd & 240], axis=-1)
         return np.ascontiguousarray(_reorder(pairs).T)
 
-    def read_scales(self, parts: Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
+    def read_scales(self, parts: _format.Parts, rows: slice) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the scales and zero points of some outputs; zero points are stored as codes are."""
         return parts[_SCALES][:, rows].T, _reorder(unpack(parts[_ZEROS][:, _words(rows)], 4)).T
 
@@ -217,7 +207,7 @@ def _reorder(numbers: UInt8[np.ndarray, "rows ..."]) -> UInt8[np.ndarray, "rows 
     return numbers.reshape(len(numbers), -1, _PER_WORD)[..., _ORDER].reshape(len(numbers), -1)
 
 
-def awq(published: PublishedConfig) -> Format:
+def awq(published: PublishedConfig) -> _format.Format:
     """Return the format of a `quantization_config`."""
     published.expect("bits", 4)
     published.expect("version", "gemm", "GEMM")

@@ -11,19 +11,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from .._config_types import PublishedConfig
-from ._format import (
-    check_codes,
-    check_nonnegative_scales,
-    check_part,
-    Format,
-    group_of_units,
-    Grouped,
-    GroupLayout,
-    number_of_groups,
-    Parts,
-    QuantizedArray,
-    SCALES,
-)
+from . import _format
 
 
 _CODES = ".weight"
@@ -34,67 +22,67 @@ _VALUES = {  # of all codes, by their number format
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled(Grouped):
+class Scaled(_format.Grouped):
     """`code * scale`; the scale is a factor, even if its array is called `weight_scale_inv`.
 
     There is a scale for each `block` of rows and columns; None stands for all of them.
     """
 
     block: tuple[int | None, int | None] = (None, None)
-    scale_dtypes: tuple[str, ...] = SCALES
+    scale_dtypes: tuple[str, ...] = _format.SCALES
     """The dtypes of scales, as files call them."""
 
-    def shape(self, parts: Parts) -> tuple[int, ...]:
+    def shape(self, parts: _format.Parts) -> tuple[int, ...]:
         """Return the shape of the codes, which is that of the decoded array."""
         (dtype,), (scale,) = self.dtypes, self.required
         dims = 3 if parts[self.codes].ndim == 3 == parts[scale].ndim else 2  # experts, as one array
-        *experts, rows, columns = check_codes(parts, self.codes, dtype, dims)
+        *experts, rows, columns = _format.check_codes(parts, self.codes, dtype, dims)
         grid = self._grid(rows, columns)
         shapes = [(*experts, *grid)]
         if self.block[1] is None:
             shapes += [(*experts, *grid[:1])]
         if self.block == (None, None):
             shapes += [(*experts,)]
-        check_part(parts, scale, self.scale_dtypes, shapes)
+        _format.check_part(parts, scale, self.scale_dtypes, shapes)
         return *experts, rows, columns
 
-    def decode(self, parts: Parts, rows: slice, out: Shaped[np.ndarray, "rows columns"]) -> None:
+    def decode(self, parts: _format.Parts, rows: slice, out: Shaped[np.ndarray, "rows columns"]) -> None:
         """Decode some rows."""
         columns, (height, width) = out.shape[1], self.block
         unit = math.gcd(width or columns, columns)
-        group = group_of_units(len(parts[self.codes]), height, 1)[rows]
-        scales = self._scales(parts)[np.ix_(group, group_of_units(columns, width, unit))]
+        group = _format.group_of_units(len(parts[self.codes]), height, 1)[rows]
+        scales = self._scales(parts)[np.ix_(group, _format.group_of_units(columns, width, unit))]
         values = np.take(_VALUES[self.groups.form], parts[self.codes][rows].view(np.uint8))
         values.reshape(len(out), -1, unit)[...] *= scales[..., None].astype(np.float32)
         out[...] = values
 
-    def read_codes(self, parts: Parts, unit: tuple[int, int]) -> QuantizedArray:
+    def read_codes(self, parts: _format.Parts, unit: tuple[int, int]) -> _format.QuantizedArray:
         """Return the codes and scales of all rows; scales of 8 bits are exponents."""
         codes = parts[self.codes]
         self._scales(parts)  # refuses bad scales
         stored = parts[self.required[0]].reshape(self._grid(*codes.shape))
         dims = zip(codes.shape, self.block, unit, strict=True)
         scales = (stored.view(np.uint8) if stored.itemsize == 1 else stored)[
-            np.ix_(*(group_of_units(size, block, step) for size, block, step in dims))
+            np.ix_(*(_format.group_of_units(size, block, step) for size, block, step in dims))
         ]
         codes = codes.view(np.uint8)
-        return QuantizedArray(codes if self.groups.form == "fp8" else codes ^ 128, scales, None)
+        return _format.QuantizedArray(codes if self.groups.form == "fp8" else codes ^ 128, scales, None)
 
     @property
-    def groups(self) -> GroupLayout:
+    def groups(self) -> _format.GroupLayout:
         """Return the layout, whose number format is that of the codes' dtype."""
-        return GroupLayout("fp8" if self.dtypes == ("F8_E4M3",) else "int8", self.block, self.required[0])
+        return _format.GroupLayout("fp8" if self.dtypes == ("F8_E4M3",) else "int8", self.block, self.required[0])
 
-    def _scales(self, parts: Parts) -> Shaped[np.ndarray, "grid_rows grid_columns"]:
+    def _scales(self, parts: _format.Parts) -> Shaped[np.ndarray, "grid_rows grid_columns"]:
         scales = parts[self.required[0]]
         if scales.itemsize == 1:  # a power of two, which is NaN for 255
             scales = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
         # Scales are largest magnitudes, so none is negative; only for integers of 4 bits do some programs use the sign.
-        return check_nonnegative_scales(scales).reshape(self._grid(*parts[self.codes].shape))
+        return _format.check_nonnegative_scales(scales).reshape(self._grid(*parts[self.codes].shape))
 
     def _grid(self, rows: int, columns: int) -> tuple[int, int]:
         height, width = self.block
-        return number_of_groups(rows, height), number_of_groups(columns, width)
+        return _format.number_of_groups(rows, height), _format.number_of_groups(columns, width)
 
 
 def block_of(published: PublishedConfig, name: str) -> tuple[int, int] | None:
@@ -106,7 +94,7 @@ def block_of(published: PublishedConfig, name: str) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def fp8(published: PublishedConfig) -> Format:
+def fp8(published: PublishedConfig) -> _format.Format:
     """Return the format of a `quantization_config`, with a scale for each block or, without them, for each array.
 
     `scale_fmt` states how scales were rounded when the folder was made: DeepSeek-V3.1 has powers of two as floats. The
@@ -124,7 +112,7 @@ def fp8(published: PublishedConfig) -> Format:
         ignored=(".activation_scale", ".input_scale", ".k_scale", ".v_scale"),
         dtypes=("F8_E4M3",),
         block=block,
-        scale_dtypes=(*SCALES, "F8_E8M0", *(("U8",) if has_exponents else ())),
+        scale_dtypes=(*_format.SCALES, "F8_E8M0", *(("U8",) if has_exponents else ())),
     )
     experts = dataclasses.replace(parts, codes="", required=("_scale_inv",), decoded="", ignored=("_activation_scale",))
     return dataclasses.replace(parts, also=experts)

@@ -8,17 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-from ...kernels import (
-    ATTENTION,
-    AttentionCall,
-    blockwise_of,
-    causal,
-    DecodeCall,
-    Mask,
-    Operation,
-    RotatedChannels,
-    StoredArrays,
-)
+from ... import kernels
 from .._cache import empty_slots, LatentCache, mask_overflow, slots_for
 from .._contracts import Attends, Mixer, MixerFacts
 from .._dtype import add_float32, broadcast_float32, float_dtype
@@ -73,8 +63,8 @@ class LatentAttention(Mixer):
     rotary: Rotary | None
     indexer: Indexer | None
     scores: Scores
-    mask: Mask
-    core: Operation
+    mask: kernels.Mask
+    core: kernels.Operation
 
     def __init__(
         self,
@@ -92,8 +82,8 @@ class LatentAttention(Mixer):
         bias: bool | Literal["latents"] = False,
         output_std: float | None = None,
         scores: Scores | None = None,
-        mask: Mask | None = None,
-        core: Operation | None = None,
+        mask: kernels.Mask | None = None,
+        core: kernels.Operation | None = None,
         key: Key[Array, ""],
     ):
         """Draw the projections; parts that are modules are passed built.
@@ -151,8 +141,8 @@ class LatentAttention(Mixer):
         )
         self.query_latent_norm, self.latent_norm = query_latent_norm, latent_norm
         self.rotary, self.indexer, self.scores = rotary, indexer, scores
-        self.mask = causal() if mask is None else mask
-        self.core = ATTENTION if core is None else core
+        self.mask = kernels.causal() if mask is None else mask
+        self.core = kernels.ATTENTION if core is None else core
 
     def __call__(
         self,
@@ -177,7 +167,7 @@ class LatentAttention(Mixer):
         )
         selection = self._select_keys(x, source, keys, tokens, kv_tokens, shared)
         # The loop over blocks and the kernels for decoding read the latents where the cache stores them.
-        loop = blockwise_of(self.core) if is_absorbed and selection is None else None
+        loop = kernels.blockwise_of(self.core) if is_absorbed and selection is None else None
         if loop is not None and cache is not None and kv_tokens is not None:
             attended = loop.decode(self._decode_call(query, rotated, keys.latents, cache, tokens, kv_tokens, scale))
         else:
@@ -205,25 +195,25 @@ class LatentAttention(Mixer):
         key: Float[Array, "*batch kv_seq rope_dim"],
         tokens: Tokens,
         lengths: Int[Array, "*batch #seq"] | None,
-    ) -> RotatedChannels | None:
+    ) -> kernels.RotatedChannels | None:
         """Return the rotated channels of queries and keys, or None without rotary positions; the keys are rotated
         already.
         """
         if self.rotary is None or query is None:
             return None
         query = self.scores.apply_temperature(self.rotary(query, tokens.positions, lengths), tokens)
-        return RotatedChannels(query, key[..., None, :])
+        return kernels.RotatedChannels(query, key[..., None, :])
 
     def _attention_call(
         self,
         query: Float[Array, "*batch seq heads _"],
-        rotated: RotatedChannels | None,
+        rotated: kernels.RotatedChannels | None,
         latents: Float[Array, "*batch kv_seq latent"],
         tokens: Tokens,
         kv_tokens: Tokens | None,
         scale: float,
         is_absorbed: bool,
-    ) -> AttentionCall:
+    ) -> kernels.AttentionCall:
         """Return the call with the keys and values of all heads or, for absorbed queries, with the latents as both."""
         if is_absorbed:
             key = value = latents[..., None, :]
@@ -232,7 +222,7 @@ class LatentAttention(Mixer):
         if rotated is not None:
             rope = broadcast_float32(rotated.key, (*key.shape[:-1], rotated.key.shape[-1]))
             query, key = jnp.concatenate([query, rotated.query], -1), jnp.concatenate([key, rope], -1)
-        return AttentionCall(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens, scale=scale)
+        return kernels.AttentionCall(query, key, value, mask=self.mask, tokens=tokens, kv_tokens=kv_tokens, scale=scale)
 
     def _query_source(self, x: Float[Array, "*batch _ embed"]) -> Float[Array, "*batch _ source"]:
         """Return the input of the queries' maps: `x`, or the queries' latent."""
@@ -311,13 +301,13 @@ class LatentAttention(Mixer):
     def _decode_call(
         self,
         query: Float[Array, "*batch 1 heads latent"],
-        rotated: RotatedChannels | None,
+        rotated: kernels.RotatedChannels | None,
         latents: Float[Array, "*batch kv_seq latent"],
         cache: LatentCache,
         tokens: Tokens,
         kv_tokens: Tokens,
         scale: float,
-    ) -> DecodeCall:
+    ) -> kernels.DecodeCall:
         """Return the call that reads latents and rotary keys where the cache stores them.
 
         As one array of keys they would be written and read once more.
@@ -325,14 +315,16 @@ class LatentAttention(Mixer):
         key, key_scales = latents[..., None, :], None
         is_stored = rotated is not None and not self._rotates_on_read
         is_whole = rotated is not None and rotated.key.shape[-1] == cache.rotary_keys.shape[-1]
-        stored = StoredArrays(cache.layer, cache.latents, rotated=cache.rotary_keys if is_stored and is_whole else None)
+        stored = kernels.StoredArrays(
+            cache.layer, cache.latents, rotated=cache.rotary_keys if is_stored and is_whole else None
+        )
         if cache.latent_scales is not None:
             (key, key_scales), (rope, rope_scales) = (
                 (x[..., None, :], y[..., None]) for x, y in cache.read_quantized()
             )
             if rotated is not None and is_stored:
-                rotated = RotatedChannels(rotated.query, rope[..., : rotated.key.shape[-1]], rope_scales)
-        return DecodeCall(
+                rotated = kernels.RotatedChannels(rotated.query, rope[..., : rotated.key.shape[-1]], rope_scales)
+        return kernels.DecodeCall(
             query,
             key,
             None,

@@ -4,19 +4,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from ...kernels import (
-    AttentionCall,
-    blockwise_of,
-    BlockwiseAttention,
-    DecodeCall,
-    decodes_by_kernels,
-    Mask,
-    Operation,
-    StoredArrays,
-)
+from ... import kernels
 from .._cache import KVCache
 from .._contracts import ScoreBias
 from .._dtype import at_least_float32, multiply_float32
@@ -41,7 +31,7 @@ class LogTemperature(Module):
             raise ValueError(f"LogTemperature(every={self.every}): every counts tokens and must be at least 1.")
 
     def __call__(
-        self, positions: Int[Array, "*batch seq"], dtype: DTypeLike = jnp.float32
+        self, positions: Int[Array, "*batch seq"], dtype: jax.typing.DTypeLike = jnp.float32
     ) -> Float[Array, "*batch seq"]:
         """Return the factor of each token's query, in `dtype` but in float32 at least."""
         steps = (positions + self.offset) // self.every
@@ -86,10 +76,10 @@ class Scores(Module):
         key: Float[Array, "*batch kv_seq kv_heads head_dim"],
         value: Float[Array, "*batch kv_seq kv_heads v_dim"],
         *,
-        mask: Mask,
+        mask: kernels.Mask,
         tokens: Tokens,
         kv_tokens: Tokens | None = None,
-    ) -> AttentionCall:
+    ) -> kernels.AttentionCall:
         """Return the `AttentionCall` of these queries, keys and values with the options of the scores.
 
         Args:
@@ -100,7 +90,7 @@ class Scores(Module):
             tokens: The tokens of the queries.
             kv_tokens: The tokens of the keys; None: those of the queries.
         """
-        return AttentionCall(
+        return kernels.AttentionCall(
             self.apply_temperature(query, tokens),
             key,
             value,
@@ -124,7 +114,7 @@ def _bias_of(tokens: Tokens, kv_tokens: Tokens | None) -> Float[Array, "*batch h
 
 
 def compute_attention(
-    core: Operation, call: AttentionCall, cache: KVCache | None
+    core: kernels.Operation, call: kernels.AttentionCall, cache: KVCache | None
 ) -> Float[Array, "*batch seq heads v_dim"]:
     """Compute the call by `core`, or by a kernel for decoding if one query a row reads all keys of a cache.
 
@@ -134,14 +124,14 @@ def compute_attention(
     """
     if cache is None or call.query.shape[-3] > 1:
         return core(call)
-    if not (decodes_by_kernels(core) if cache.key_scales is None else blockwise_of(core)):
+    if not (kernels.decodes_by_kernels(core) if cache.key_scales is None else kernels.blockwise_of(core)):
         return core(call)
-    decode = (blockwise_of(core) or BlockwiseAttention()).decode
+    decode = (kernels.blockwise_of(core) or kernels.BlockwiseAttention()).decode
     key, value, key_scales, value_scales = call.key, call.value, None, None
     if cache.key_scales is not None:
         key, value, key_scales, value_scales = cache.read_quantized()
     return decode(
-        DecodeCall(
+        kernels.DecodeCall(
             call.query,
             key,
             value,
@@ -152,7 +142,7 @@ def compute_attention(
             softcap=call.softcap,
             sinks=call.sinks,
             bias=call.bias,
-            stored=StoredArrays(
+            stored=kernels.StoredArrays(
                 cache.layer, cache.keys, cache.values, key_scales=cache.key_scales, value_scales=cache.value_scales
             ),
         )

@@ -20,18 +20,7 @@ from .._dtype import add_float32, at_least_float32
 from .._linear import dense, DenseMap, LinearMap, map_linears
 from .._matmul_precision import Fp8Matmul, MatmulPrecision
 from .._module import ensemble, map_modules, Module, path_name, take_members
-from ._grouped_blocks import (
-    blocks_backward,
-    blocks_forward,
-    LinearPasses,
-    Parameters,
-    PLAIN_PASSES,
-    record_linears,
-    replay_linears,
-    run_in_blocks,
-    run_in_blocks_without_residuals,
-    varying_zero,
-)
+from . import _grouped_blocks as grouped_blocks
 
 
 class Experts(Module):
@@ -150,7 +139,7 @@ def run_grouped(
     leaves, structure = jax.tree.flatten(static)
     # Inside `shard_map`, the transpose of these additions sums gradients over the mesh axes over which an array does
     # not vary.
-    zero = varying_zero(arrays, x, sizes)
+    zero = grouped_blocks.varying_zero(arrays, x, sizes)
     arrays, x = jax.tree.map(functools.partial(_vary_as, zero), (arrays, x))
     return _grouped_function(structure, tuple(leaves), even, most, compilers())(arrays, x, sizes.astype(jnp.int32))
 
@@ -177,14 +166,14 @@ def _grouped_function(
     static = jax.tree.unflatten(structure, leaves)
     partial = functools.partial
     default = _Passes(
-        partial(run_in_blocks_without_residuals, even=even),
-        partial(blocks_forward, even=even),
-        partial(blocks_backward, even=even),
+        partial(grouped_blocks.run_in_blocks_without_residuals, even=even),
+        partial(grouped_blocks.blocks_forward, even=even),
+        partial(grouped_blocks.blocks_backward, even=even),
     )
     in_slots = _Passes(
-        partial(run_in_blocks, even=even, most=most),
-        partial(blocks_forward, even=even, most=most),
-        partial(blocks_backward, even=even, most=most),
+        partial(grouped_blocks.run_in_blocks, even=even, most=most),
+        partial(grouped_blocks.blocks_forward, even=even, most=most),
+        partial(grouped_blocks.blocks_backward, even=even, most=most),
     )
     without_kernels = {"default": default} | dict.fromkeys(platforms, in_slots)
 
@@ -229,8 +218,8 @@ def _kernel_platforms(static: PyTree, arrays: PyTree, x: Array, sizes: Array, mo
         choices.append(GROUPED_MATMUL.choose(call))
         return linear(x)
 
-    count, passes = len(x), PLAIN_PASSES._replace(forward=note_choice)
-    run = lambda arrays, x: record_linears(eqx.combine(arrays, static), x, passes)
+    count, passes = len(x), grouped_blocks.PLAIN_PASSES._replace(forward=note_choice)
+    run = lambda arrays, x: grouped_blocks.record_linears(eqx.combine(arrays, static), x, passes)
     jax.eval_shape(run, jax.tree.map(lambda a: a[0], arrays), x[:1])
     supported = [{name for name, _ in choice.by_platform} for choice in choices]
     common = set.intersection(*supported) if supported else set()
@@ -312,7 +301,7 @@ def kernels_forward(
         map_outputs.append(passes.forward(linear, x))
         return map_outputs[-1]
 
-    y, outputs = record_linears(eqx.combine(arrays, static), x, passes._replace(forward=forward))
+    y, outputs = grouped_blocks.record_linears(eqx.combine(arrays, static), x, passes._replace(forward=forward))
     # The output of a map is zero after the last group, but that of an activation may not be.
     is_map_output = any(y is output for output in map_outputs)
     return (y if is_map_output else jnp.where(_is_in_group(x, sizes), y, 0)), outputs
@@ -331,12 +320,14 @@ def kernels_backward(
 ) -> tuple[PyTree, Array]:
     """Return the gradients of the parameters and of the rows; the last of `outputs` is the modules' output."""
     passes = _kernel_linear_passes(sizes, len(x), kernel_for, most)
-    replay = lambda arrays, x: replay_linears(eqx.combine(arrays, static), x, passes, outputs)
+    replay = lambda arrays, x: grouped_blocks.replay_linears(eqx.combine(arrays, static), x, passes, outputs)
     array_grads, x_grad = jax.vjp(replay, arrays, x)[1](gradient)
     return array_grads, jnp.where(_is_in_group(x, sizes), x_grad, 0)
 
 
-def _kernel_linear_passes(sizes: Array, rows: int, kernel_for: KernelFor, most: int | None) -> LinearPasses:
+def _kernel_linear_passes(
+    sizes: Array, rows: int, kernel_for: KernelFor, most: int | None
+) -> grouped_blocks.LinearPasses:
     """Return the passes of a linear map by its kernel, for all groups at once."""
     group_of_row = jnp.repeat(jnp.arange(len(sizes), dtype=jnp.int32), sizes, total_repeat_length=rows)
 
@@ -350,8 +341,8 @@ def _kernel_linear_passes(sizes: Array, rows: int, kernel_for: KernelFor, most: 
         return add_float32(y, bias)
 
     def backward(
-        products: MatmulPrecision, parameters: Parameters, x: Array, output_grad: Array
-    ) -> tuple[Parameters, Array]:
+        products: MatmulPrecision, parameters: grouped_blocks.Parameters, x: Array, output_grad: Array
+    ) -> tuple[grouped_blocks.Parameters, Array]:
         (weight, bias), wide = parameters, at_least_float32(x.dtype)
         kernel, bias_grad = select_kernel(products, x, weight), None
         weight_grad = kernel.weight_grad(output_grad, x, sizes, weight.dtype)
@@ -360,7 +351,7 @@ def _kernel_linear_passes(sizes: Array, rows: int, kernel_for: KernelFor, most: 
             bias_grad = jax.ops.segment_sum(row_grads.astype(wide), group_of_row, len(sizes)).astype(bias.dtype)
         return (weight_grad, bias_grad), kernel.input_grad(output_grad, weight, sizes)
 
-    return LinearPasses(forward, backward)
+    return grouped_blocks.LinearPasses(forward, backward)
 
 
 def _is_in_group(x: Array, sizes: Array) -> Bool[Array, "rows 1"]:

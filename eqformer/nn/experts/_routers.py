@@ -15,21 +15,8 @@ from .._linear import Linear, LinearMap
 from .._module import float32_at_least
 from .._norm import Norm
 from .._tokens import Tokens
+from . import _routing as routing
 from ._balance import update_selection_bias
-from ._routing import (
-    check_top_k,
-    draw_per_token,
-    even_share,
-    is_real,
-    mask_padding,
-    normalise_scores,
-    Router,
-    router_logits,
-    RouterFacts,
-    Routing,
-    Slots,
-    top_indices,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +60,7 @@ class ExpertGroups:
             )
 
 
-class TopKRouter(Router):
+class TopKRouter(routing.Router):
     """A router that chooses for each token the `top_k` experts with the highest scores; of equals, the lowest number.
 
     Scores are `s = score(W x + b)` with softmax, sigmoid or sqrt_softplus. The weights are the scores of the chosen
@@ -145,7 +132,7 @@ class TopKRouter(Router):
             std: Standard deviation of the map's weights; None: that of any linear map.
             key: For the weights.
         """
-        check_top_k("TopKRouter", top_k, experts)
+        routing.check_top_k("TopKRouter", top_k, experts)
         if groups is not None:
             groups.check(experts, top_k)
         if score not in SCORES:
@@ -162,15 +149,15 @@ class TopKRouter(Router):
         self.normalise_eps, self.jitter = normalise_eps, jitter
         self.groups = None if groups is None or groups.count == 1 else groups
 
-    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Routing:
+    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> routing.Routing:
         """Choose the `top_k` best experts for each token."""
         if self.jitter and tokens.keys is not None:
             bounds = {"minval": 1 - self.jitter, "maxval": 1 + self.jitter}
             draw = functools.partial(jax.random.uniform, shape=x.shape[-1:], dtype=jnp.float32, **bounds)
             wide = at_least_float32(x.dtype)
-            x = x.astype(wide) * draw_per_token(draw, tokens.keys).astype(wide)
+            x = x.astype(wide) * routing.draw_per_token(draw, tokens.keys).astype(wide)
         x = x if self.norm is None else self.norm(x)
-        logits = self.logit_scale * router_logits(self.linear, x)
+        logits = self.logit_scale * routing.router_logits(self.linear, x)
         scores = SCORES[self.score](logits)
         # Logits are compared instead of scores if possible, because rounding makes sigmoids of 17 and more equal.
         experts = self._choose_experts(logits if self.selection_bias is None and self.groups is None else scores)
@@ -178,14 +165,14 @@ class TopKRouter(Router):
             weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1))
         else:
             weights = jnp.take_along_axis(scores, experts, axis=-1)
-            weights = normalise_scores(weights, self.normalise_eps) if self.normalise else weights
+            weights = routing.normalise_scores(weights, self.normalise_eps) if self.normalise else weights
         if self.expert_scale is not None:
             weights = weights * self.expert_scale.astype(weights.dtype)[experts]
-        return mask_padding(tokens, experts, self.scale * weights, scores, logits)
+        return routing.mask_padding(tokens, experts, self.scale * weights, scores, logits)
 
-    def facts(self) -> RouterFacts:
+    def facts(self) -> routing.RouterFacts:
         """State that each token chooses `top_k` experts by itself."""
-        return RouterFacts(self.linear.sizes["candidates"], self.top_k, "token")
+        return routing.RouterFacts(self.linear.sizes["candidates"], self.top_k, "token")
 
     def rebalance(self, load: Num[Array, "*layers experts"], rate: float | Float[Array, ""]) -> "TopKRouter":
         """Return the router with its selection bias, if it has one, moved towards an even load."""
@@ -200,11 +187,11 @@ class TopKRouter(Router):
         if self.groups is not None:
             by_group = scores.reshape(*scores.shape[:-1], self.groups.count, -1)
             best_experts = jax.lax.top_k(by_group, _SUMMED_EXPERTS[self.groups.score])[0]
-            chosen_groups = top_indices(jnp.sum(best_experts, axis=-1), self.groups.top_k)
+            chosen_groups = routing.top_indices(jnp.sum(best_experts, axis=-1), self.groups.top_k)
             is_chosen = chosen_groups[..., None] == jnp.arange(self.groups.count, dtype=jnp.int32)
             is_chosen = jnp.any(is_chosen, axis=-2)
             scores = jnp.where(is_chosen[..., None], by_group, -jnp.inf).reshape(scores.shape)
-        return top_indices(scores, self.top_k)
+        return routing.top_indices(scores, self.top_k)
 
 
 def _sqrt_softplus(logits: Float[Array, "*batch seq experts"]) -> Float[Array, "*batch seq experts"]:
@@ -220,7 +207,7 @@ SCORES: dict[str, Callable[[Array], Array]] = {
 _SUMMED_EXPERTS = {"max": 1, "top2": 2}  # how many of a group's best experts its score sums
 
 
-class NoisyTopKRouter(Router):
+class NoisyTopKRouter(routing.Router):
     """Softmax over the `top_k` highest of `H(x) = W x + N(0, 1) softplus(W_noise x)` (Shazeer et al. 2017, eq. 3-5).
 
     Its routing has the `load` that `NoisyLoad` balances: the probability that an expert is chosen if its noise alone
@@ -234,29 +221,29 @@ class NoisyTopKRouter(Router):
 
     def __init__(self, *, embed: int, experts: int, top_k: int, std: float | None = 0.0, key: Key[Array, ""]):
         """Draw both maps; by default they are zero, as in the paper: all experts are equal, and noise decides."""
-        check_top_k("NoisyTopKRouter", top_k, experts)
+        routing.check_top_k("NoisyTopKRouter", top_k, experts)
         linear_key, noise_key = jax.random.split(key)
         self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=linear_key)
         self.noise = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=noise_key)
         self.top_k = top_k
 
-    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Routing:
+    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> routing.Routing:
         """Choose the `top_k` experts that are best under this token's noise."""
-        logits = router_logits(self.linear, x)
+        logits = routing.router_logits(self.linear, x)
         # The floor keeps the slope of the quotient finite if softplus underflows.
-        deviation = jnp.maximum(jax.nn.softplus(router_logits(self.noise, x)), 1e-6)
+        deviation = jnp.maximum(jax.nn.softplus(routing.router_logits(self.noise, x)), 1e-6)
         noisy = logits
         if tokens.keys is not None:
             draw = functools.partial(jax.random.normal, shape=logits.shape[-1:], dtype=logits.dtype)
-            noisy = logits + draw_per_token(draw, tokens.keys) * deviation
-        experts = top_indices(noisy, self.top_k)
+            noisy = logits + routing.draw_per_token(draw, tokens.keys) * deviation
+        experts = routing.top_indices(noisy, self.top_k)
         weights = jax.nn.softmax(jnp.take_along_axis(noisy, experts, axis=-1))
         load = self._load(logits, noisy, deviation)
-        return mask_padding(tokens, experts, weights, jax.nn.softmax(noisy), logits, load)
+        return routing.mask_padding(tokens, experts, weights, jax.nn.softmax(noisy), logits, load)
 
-    def facts(self) -> RouterFacts:
+    def facts(self) -> routing.RouterFacts:
         """State that each token chooses `top_k` experts by itself."""
-        return RouterFacts(self.linear.sizes["candidates"], self.top_k, "token")
+        return routing.RouterFacts(self.linear.sizes["candidates"], self.top_k, "token")
 
     def _load(
         self,
@@ -273,7 +260,7 @@ class NoisyTopKRouter(Router):
         return jax.scipy.special.ndtr((logits - jnp.where(noisy >= last, following, last)) / deviation)
 
 
-class RandomSecondRouter(Router):
+class RandomSecondRouter(routing.Router):
     """The two likeliest experts, of which the second is taken at random (GShard, Lepikhin et al. 2020, algorithm 1).
 
     Weights are `g1 / (g1 + g2)` and `g2 / (g1 + g2)` of the softmax. In training, the second expert is taken with
@@ -285,27 +272,27 @@ class RandomSecondRouter(Router):
 
     def __init__(self, *, embed: int, experts: int, std: float | None = None, key: Key[Array, ""]):
         """Draw the map."""
-        check_top_k("RandomSecondRouter", 2, experts)
+        routing.check_top_k("RandomSecondRouter", 2, experts)
         self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=key)
 
-    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Routing:
+    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> routing.Routing:
         """Choose one or two experts for each token."""
-        logits = router_logits(self.linear, x)
-        experts = top_indices(logits, 2)
+        logits = routing.router_logits(self.linear, x)
+        experts = routing.top_indices(logits, 2)
         weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=-1))
         if tokens.keys is not None:
             draw = functools.partial(jax.random.uniform, shape=(1,), dtype=logits.dtype)
-            draws = draw_per_token(draw, tokens.keys)
+            draws = routing.draw_per_token(draw, tokens.keys)
             is_taken = jnp.concatenate([jnp.ones_like(draws, bool), 2 * weights[..., 1:] > draws], axis=-1)
             experts, weights = jnp.where(is_taken, experts, -1), jnp.where(is_taken, weights, 0)
-        return mask_padding(tokens, experts, weights, jax.nn.softmax(logits), logits)
+        return routing.mask_padding(tokens, experts, weights, jax.nn.softmax(logits), logits)
 
-    def facts(self) -> RouterFacts:
+    def facts(self) -> routing.RouterFacts:
         """State that each token chooses at most two experts by itself."""
-        return RouterFacts(self.linear.sizes["candidates"], 2, "token")
+        return routing.RouterFacts(self.linear.sizes["candidates"], 2, "token")
 
 
-class ExpertChoiceRouter(Router):
+class ExpertChoiceRouter(routing.Router):
     """Expert-choice routing: each expert takes the `ceil(factor * n / experts)` tokens with its highest scores.
 
     The method is that of Zhou et al. (2022, eq. 1-2). Scores are the softmax over experts, and they are the weights. If
@@ -350,20 +337,20 @@ class ExpertChoiceRouter(Router):
         self.linear = Linear("embed -> candidates", embed=embed, candidates=experts, std=std, key=key)
         self.factor, self.per = factor, per
 
-    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> Slots:
+    def __call__(self, x: Float[Array, "*batch seq embed"], tokens: Tokens) -> routing.Slots:
         """Choose tokens for each expert, its best first."""
-        scores = jax.nn.softmax(router_logits(self.linear, x))
+        scores = jax.nn.softmax(routing.router_logits(self.linear, x))
         *batch, seq, experts = scores.shape
         groups = math.prod(batch) if self.per == "sequence" else 1
         by_expert = jnp.swapaxes(scores.reshape(groups, -1, experts), 1, 2)
-        real = is_real(tokens, (*batch, seq)).reshape(groups, 1, -1)
-        capacity = even_share(self.factor, real.shape[-1], experts)
-        token = top_indices(jnp.where(real, by_expert, -jnp.inf), capacity)
+        real = routing.is_real(tokens, (*batch, seq)).reshape(groups, 1, -1)
+        capacity = routing.even_share(self.factor, real.shape[-1], experts)
+        token = routing.top_indices(jnp.where(real, by_expert, -jnp.inf), capacity)
         weight = jnp.take_along_axis(by_expert, token, axis=-1)
         number = jnp.sum(real, axis=-1, keepdims=True, dtype=jnp.int32)
-        is_filled = jnp.arange(capacity, dtype=jnp.int32) < even_share(self.factor, number, experts)
-        return Slots(jnp.where(is_filled, token, -1), jnp.where(is_filled, weight, 0))
+        is_filled = jnp.arange(capacity, dtype=jnp.int32) < routing.even_share(self.factor, number, experts)
+        return routing.Slots(jnp.where(is_filled, token, -1), jnp.where(is_filled, weight, 0))
 
-    def facts(self) -> RouterFacts:
+    def facts(self) -> routing.RouterFacts:
         """State that experts choose their tokens, so that a token takes `factor` experts on average."""
-        return RouterFacts(self.linear.sizes["candidates"], self.factor, self.per, gives_slots=True)
+        return routing.RouterFacts(self.linear.sizes["candidates"], self.factor, self.per, gives_slots=True)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ...kernels import initial_state, RECURRENT_STEP, RecurrentStepCall, Step
@@ -31,7 +30,7 @@ class States(eqx.Module):
         stored_or_nan = 0 if self.follows_cache is None else jnp.where(self.follows_cache, 0, 2)
         return jnp.where(self.begins, 1, stored_or_nan).astype(jnp.int32)
 
-    def initial(self, dtype: DTypeLike) -> Float[Array, "*batch heads head_dim v_dim"]:
+    def initial(self, dtype: jax.typing.DTypeLike) -> Float[Array, "*batch heads head_dim v_dim"]:
         """Return the initial states, for rules that mask the state at the start of a document themselves.
 
         With `follows_cache`, rows that begin a document have zeros, and rows that do not follow their cache have NaN.

@@ -15,22 +15,7 @@ from .. import _collectives as send
 from .._fully_sharded import grad_proxy
 from .._mesh import PIPE
 from .._shard_map import vary, vary_like, varying_axes, zeros
-from ._residuals import (
-    accumulate,
-    accumulate_group,
-    CallRecord,
-    defer_maps,
-    find_deferrable,
-    flag_differentiated,
-    ProbeShapes,
-    read_slot,
-    record_calls,
-    ResidualPacker,
-    select_differentiable,
-    split_gradients,
-    weight_gradients,
-    write_slot,
-)
+from . import _residuals
 from ._schedule import IDLE, Link, route_messages, Schedule, TickActions
 
 
@@ -137,23 +122,25 @@ class _Executor:
         self.axes, self.x, self.loss, self.aux, self.deferrable = self._trace_shapes()
         x, entry = zeros(self.x), vary(jnp.int32(0), [PIPE])
         run_part = functools.partial(self._run_part_with_inputs, self._chunk(entry), x, self._piece(entry))
-        self.packer = None if remat else ResidualPacker(run_part)
+        self.packer = None if remat else _residuals.ResidualPacker(run_part)
 
     def own_actions(self) -> TickActions:
         """Return this device's column of the tables of actions."""
         columns = [jnp.asarray(table)[:, self.rank] for table in jax.tree.leaves(self.routes.actions)]
         return jax.tree.unflatten(jax.tree.structure(self.routes.actions), columns)
 
-    def _trace_shapes(self) -> tuple[frozenset[str], PyTree, tuple[PyTree, ...], PyTree, dict[int, ProbeShapes]]:
+    def _trace_shapes(
+        self,
+    ) -> tuple[frozenset[str], PyTree, tuple[PyTree, ...], PyTree, dict[int, _residuals.ProbeShapes]]:
         """Trace for shapes: the varying axes of the stream between parts, the shapes of stream, sum and count, and aux,
         and the maps whose weight gradients are deferred."""
         axes = frozenset({PIPE})
         chunk, piece = self._chunk(jnp.int32(0)), self._piece(jnp.int32(0))
-        records: dict[int, CallRecord] = {}
+        records: dict[int, _residuals.CallRecord] = {}
 
         def program(axes: frozenset[str]) -> tuple:
             nonlocal records
-            blocks, records = record_calls(chunk) if self.schedule.is_split else (chunk, {})
+            blocks, records = _residuals.record_calls(chunk) if self.schedule.is_split else (chunk, {})
             x = vary(self.first(self.edges, piece), axes)
             y, aux = self.stage(blocks, x, piece)
             total, count = self.last(self.edges, vary(y, axes), piece)
@@ -169,7 +156,7 @@ class _Executor:
             axes = grown
         _check_stream(x, y)
         tokens = min(leaf.size // leaf.shape[-1] for leaf in jax.tree.leaves(x) if leaf.ndim)
-        deferrable = find_deferrable(chunk, records, tokens) if self.schedule.is_split else {}
+        deferrable = _residuals.find_deferrable(chunk, records, tokens) if self.schedule.is_split else {}
         return axes, x, loss, aux, deferrable
 
     def initial_state(self) -> _State:
@@ -179,7 +166,7 @@ class _Executor:
         )
         operands = {number: shapes.zeros(self.routes.operand_slots) for number, shapes in self.deferrable.items()}
         aux = jax.tree.map(self._zeros_of_all_chunks, self.aux)
-        edge_grads, block_grads = jax.tree.map(grad_proxy, select_differentiable((self.edges, self.blocks)))
+        edge_grads, block_grads = jax.tree.map(grad_proxy, _residuals.select_differentiable((self.edges, self.blocks)))
         sums = _Sums(zeros(self.loss), aux, edge_grads, block_grads, operands)
         return _State(inputs, cotangents, self._zero_residuals(self.routes.residual_slots), sums)
 
@@ -194,18 +181,18 @@ class _Executor:
     def tick(self, state: _State, action: TickActions) -> tuple[_State, None]:
         """Run one tick: a forward, a backward and a weight entry, and the messages between devices."""
         # Slots are read outside of `cond`, since slots that enter a branch would be allocated twice.
-        x, zero = read_slot(state.inputs, action.forward_input), zeros(self.x)
+        x, zero = _residuals.read_slot(state.inputs, action.forward_input), zeros(self.x)
         run, idle = lambda: self._forward(x, action), lambda: (zero, zero, self._zero_residuals())
         x, y, residuals = jax.lax.cond(action.forward != IDLE, run, idle)
         # The model's first input is no message from another device, so it is stored where it is computed.
         is_first_part = (action.forward != IDLE) & self._is_part(action.forward, 0)
-        inputs = write_slot(state.inputs, jnp.where(is_first_part, action.forward_input, IDLE), x)
-        residual_slots = write_slot(state.residuals, action.forward_residuals, residuals)
+        inputs = _residuals.write_slot(state.inputs, jnp.where(is_first_part, action.forward_input, IDLE), x)
+        residual_slots = _residuals.write_slot(state.residuals, action.forward_residuals, residuals)
         state = dataclasses.replace(state, inputs=inputs, residuals=residual_slots)
         operands = (
-            read_slot(inputs, action.backward_input),
-            read_slot(state.cotangents, action.backward_cotangent),
-            read_slot(state.residuals, action.backward_residuals),
+            _residuals.read_slot(inputs, action.backward_input),
+            _residuals.read_slot(state.cotangents, action.backward_cotangent),
+            _residuals.read_slot(state.residuals, action.backward_residuals),
         )
         sums, dx = jax.lax.cond(
             action.backward != IDLE,
@@ -221,7 +208,9 @@ class _Executor:
             state = dataclasses.replace(state, sums=sums)
         for link, arrival in zip(self.routes.links, action.arrivals, strict=True):
             name, message = ("inputs", y) if link.is_input else ("cotangents", dx)
-            slots = write_slot(getattr(state, name), arrival.slot, self._send(message, link, arrival.is_used))
+            slots = _residuals.write_slot(
+                getattr(state, name), arrival.slot, self._send(message, link, arrival.is_used)
+            )
             state = dataclasses.replace(state, **{name: slots})
         return state, None
 
@@ -241,12 +230,12 @@ class _Executor:
 
     def _run_part_with_inputs(self, chunk: PyTree, x: PyTree, piece: PyTree) -> tuple[tuple, PyTree]:
         """Return the results of `_run_part` and all arrays that they are computed from."""
-        inputs = defer_maps(chunk, self.deferrable), x, piece
+        inputs = _residuals.defer_maps(chunk, self.deferrable), x, piece
         return self._run_part(*inputs), inputs
 
     def _run_part(self, blocks: PyTree, x: PyTree, piece: PyTree) -> tuple:
         """Return `((output, loss of its aux), pullback, aux)` of a part."""
-        trained, static = eqx.partition(blocks, flag_differentiated(blocks))
+        trained, static = eqx.partition(blocks, _residuals.flag_differentiated(blocks))
 
         def stage(trained: PyTree, x: PyTree) -> tuple[tuple, PyTree]:
             y, aux = self.stage(eqx.combine(trained, static), x, piece)
@@ -259,7 +248,7 @@ class _Executor:
     ) -> tuple[_Sums, PyTree]:
         """Return the sums with this part's gradients added, and the gradient of its input."""
         piece, chunk = self._piece(action.backward), self._chunk(action.backward)
-        inputs = defer_maps(chunk, self.deferrable), x, piece
+        inputs = _residuals.defer_maps(chunk, self.deferrable), x, piece
         results = self.packer.unpack(residuals, inputs) if self.packer else self._run_part(*inputs)
         (y, aux_loss), pull, aux = results
         loss, edge_grads, cotangent = jax.lax.cond(
@@ -270,7 +259,7 @@ class _Executor:
             sums.edges,
         )
         chunk_grads, dx = pull((cotangent, jnp.ones_like(aux_loss) * self.seed))
-        chunk_grads, operands = split_gradients(chunk_grads, chunk)
+        chunk_grads, operands = _residuals.split_gradients(chunk_grads, chunk)
         edge_grads = jax.lax.cond(
             self._is_part(action.backward, 0),
             lambda grads: self._backward_of_first(grads, dx, piece),
@@ -280,7 +269,7 @@ class _Executor:
         block_grads = self._add_chunk(sums.blocks, chunk_grads, action.backward)
         loss = loss[0] + aux_loss.astype(loss[0].dtype), *loss[1:]
         aux = self._add_chunk(sums.aux, jax.tree.map(vary_like, aux, sums.aux), action.backward)
-        operand_slots = write_slot(sums.operands, action.backward_operands, operands)
+        operand_slots = _residuals.write_slot(sums.operands, action.backward_operands, operands)
         return _Sums(loss, aux, edge_grads, block_grads, operand_slots), dx
 
     def _backward_of_last(
@@ -291,16 +280,16 @@ class _Executor:
         last = lambda trained, y: self.last(eqx.combine(trained, static), y, piece)
         total, pull, count = jax.vjp(last, trained, y, has_aux=True)
         last_grads, cotangent = pull(jnp.ones_like(total) * self.seed)
-        return accumulate(loss, (total, count)), accumulate(edge_grads, last_grads), cotangent
+        return _residuals.accumulate(loss, (total, count)), _residuals.accumulate(edge_grads, last_grads), cotangent
 
     def _backward_of_first(self, edge_grads: PyTree, dx: PyTree, piece: PyTree) -> PyTree:
         trained, static = eqx.partition(self.edges, eqx.is_inexact_array)
         first = lambda trained: vary(self.first(eqx.combine(trained, static), piece), self.axes)
-        return accumulate(edge_grads, jax.vjp(first, trained)[1](dx)[0])
+        return _residuals.accumulate(edge_grads, jax.vjp(first, trained)[1](dx)[0])
 
     def _weight(self, sums: _Sums, action: TickActions) -> _Sums:
-        operands = read_slot(sums.operands, action.weight_operands)
-        chunk_grads = weight_gradients(self._chunk(action.weight), operands)
+        operands = _residuals.read_slot(sums.operands, action.weight_operands)
+        chunk_grads = _residuals.weight_gradients(self._chunk(action.weight), operands)
         return dataclasses.replace(sums, blocks=self._add_chunk(sums.blocks, chunk_grads, action.weight))
 
     def _send(self, message: PyTree, link: Link, is_used: Bool[Array, ""]) -> PyTree:
@@ -325,7 +314,7 @@ class _Executor:
         return (self.rank == stage) & (entry // self.schedule.microbatches == chunk)
 
     def _piece(self, entry: Int[Array, ""]) -> PyTree:
-        return read_slot(self.data, entry % self.schedule.microbatches)
+        return _residuals.read_slot(self.data, entry % self.schedule.microbatches)
 
     def _chunk(self, entry: Int[Array, ""]) -> PyTree:
         chunks = self.schedule.chunks
@@ -333,13 +322,13 @@ class _Executor:
             return self.blocks
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
         groups = jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), arrays)
-        return eqx.combine(read_slot(groups, entry // self.schedule.microbatches), static)
+        return eqx.combine(_residuals.read_slot(groups, entry // self.schedule.microbatches), static)
 
     def _add_chunk(self, sums: PyTree, chunk_terms: PyTree, entry: Int[Array, ""]) -> PyTree:
         """Add the terms of the entry's group of layers to the group's rows of the sums."""
         if self.schedule.chunks == 1:
-            return accumulate(sums, chunk_terms)
-        return accumulate_group(sums, entry // self.schedule.microbatches, chunk_terms)
+            return _residuals.accumulate(sums, chunk_terms)
+        return _residuals.accumulate_group(sums, entry // self.schedule.microbatches, chunk_terms)
 
 
 def _sum_over_stages(sums: PyTree) -> PyTree:

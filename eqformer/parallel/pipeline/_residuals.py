@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from ... import nn
@@ -209,7 +208,7 @@ class RecordingMap(MapWrapper):
 
     record: CallRecord = eqx.field(static=True)
 
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return the inner map's product."""
         y = self.inner.product(x, dtype)
         inputs, outputs = jax.eval_shape(lambda: (vary_like(x, self.inner.weight), y))
@@ -223,7 +222,7 @@ class DeferredMap(MapWrapper):
     input_probe: Float[Array, "..."]
     output_probe: Float[Array, "..."]
 
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return the inner map's product."""
         # `pcast` before the product: its transpose sums the input's gradient over axes that the input is the same on.
         weight, inputs = self.inner.weight, len(self.inputs)

@@ -12,8 +12,6 @@ from typing import ClassVar
 import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from ... import nn
@@ -45,7 +43,7 @@ class FeatureLinear(nn.LinearWrapper):
     overlap: Overlap = eqx.field(static=True, default="none")
     split_outputs: tuple[int | None, ...] | None = eqx.field(static=True, default=None)
 
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Contract the slices, add them up over the devices, and return this device's outputs."""
         linear = self.inner if self.split_outputs is None else gather_module(self.inner, self.split_outputs)
         outputs = linear.output_shape
@@ -78,7 +76,7 @@ class FeatureKeyHead(nn.LinearWrapper):
     def bias(self) -> None:
         """None: the inner map adds its bias."""
 
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return this device's head of the inner map's result for all heads."""
         y = self.inner(x)
         first = jax.lax.axis_index(TENSOR) * y.shape[-2] // jax.lax.axis_size(TENSOR)
@@ -121,7 +119,7 @@ def _split_outputs(linear: nn.LinearMap, specs: PyTree, names: PyTree) -> tuple[
     Returns None for a map without such an array; a pipeline may put a wrapper with other arrays in its place.
     """
 
-    def split_output_dim(x: Array, spec: PartitionSpec, names: str) -> int | None:
+    def split_output_dim(x: Array, spec: jax.sharding.PartitionSpec, names: str) -> int | None:
         dim, dim_names = dim_over(spec, TENSOR), names.split()
         if x is linear.bias or dim is None or dim_names[dim] not in linear.outputs:
             return None

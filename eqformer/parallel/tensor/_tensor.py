@@ -13,7 +13,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from ... import nn
@@ -135,7 +134,7 @@ class PrecomputedMap(nn.LinearWrapper):
     layer_input: Float[Array, "..."]
     context: LayerContext = eqx.field(static=True)
 
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return the computed product if `x` is the layer's input, and otherwise `LayerContext.multiply_derived`."""
         y = self.value if x is self.layer_input else self.context.multiply_derived(self.inner, x)
         return y if dtype is None else y.astype(dtype)
@@ -150,7 +149,7 @@ class RowParallelMap(nn.LinearWrapper):
 
     stream: ResidualStream = eqx.field(static=True)
 
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return this device's part of the sum of all devices' products."""
         if self.stream.overlap == "none":
             y = self.stream.reduce("row-parallel output", self.inner.product(x, dtype))
@@ -174,7 +173,7 @@ class RowsToHeadsMap(nn.LinearWrapper):
 
     sharers: int = eqx.field(static=True)
 
-    def product(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "..."], dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
         """Return the inner map's product for all rows."""
         x = send.all_to_all("rows to heads", x, TENSOR, -2, 0, groups=_sharing_groups(self.sharers))
         return self.inner.product(x, dtype)

@@ -13,16 +13,7 @@ from ..._array_checks import checked
 from ..._shapes import Batch
 from ...nn import in_float32, packed_in_order, positions_like, Source, token_keys, Tokens, with_source
 from ...parallel import sum_rows, vary_like
-from ._cross_entropy import (
-    apply_weights,
-    cast_tables_once,
-    chunked_token_nats,
-    cross_entropy,
-    split_tokens,
-    sum_over_chunks,
-    token_nats,
-    Vocabulary,
-)
+from . import _cross_entropy
 from ._loss_aux import add_aux_losses, CountOrAux, LossFn
 
 
@@ -35,7 +26,7 @@ def next_token_loss(
     chunk: int | None = None,
     z_loss: float = 0.0,
     tokens: Tokens | None = None,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: _cross_entropy.Vocabulary | None = None,
 ) -> tuple[Float[Array, ""], CountOrAux]:
     """Return the sum over a batch of the nats of each target, and the weight of those tokens.
 
@@ -56,8 +47,10 @@ def next_token_loss(
     tokens = batch_tokens(batch, key) if tokens is None else tokens
     hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
-    nats = token_nats if vocabulary is None else vocabulary.nats
-    total, count = cross_entropy(model.unembed, hidden, targets, weights, chunk=chunk, z_loss=z_loss, nats=nats)
+    nats = _cross_entropy.token_nats if vocabulary is None else vocabulary.nats
+    total, count = _cross_entropy.cross_entropy(
+        model.unembed, hidden, targets, weights, chunk=chunk, z_loss=z_loss, nats=nats
+    )
     return add_aux_losses(total, count, aux)
 
 
@@ -68,25 +61,25 @@ def evaluation_sums(
     *,
     chunk: int | None = None,
     tokens: Tokens | None = None,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: _cross_entropy.Vocabulary | None = None,
 ) -> dict[str, Float[Array, ""]]:
     """Return `nats`, `correct` (targets with the largest logit) and `count`, summed over a batch, without dropout."""
     tokens = batch_tokens(batch) if tokens is None else tokens
     hidden, _, _ = model.encode(jnp.asarray(batch.ids), tokens)
     flat = (hidden.reshape(-1, hidden.shape[-1]), *(jnp.asarray(x).reshape(-1) for x in (batch.targets, batch.weights)))
-    sizes = split_tokens(model.unembed, flat[0], chunk)
-    unembed = cast_tables_once(model.unembed, flat[0][: sizes[1]])
+    sizes = _cross_entropy.split_tokens(model.unembed, flat[0], chunk)
+    unembed = _cross_entropy.cast_tables_once(model.unembed, flat[0][: sizes[1]])
 
     def chunk_sums(arrays: tuple) -> tuple[dict[str, Array], None]:
         logits = in_float32(unembed(arrays[0]))
         weights = arrays[2].astype(logits.dtype)
-        nats, _ = (token_nats if vocabulary is None else vocabulary.nats)(logits, arrays[1])
+        nats, _ = (_cross_entropy.token_nats if vocabulary is None else vocabulary.nats)(logits, arrays[1])
         is_first = (_is_first if vocabulary is None else vocabulary.is_first)(logits, arrays[1])
         per_token = {"nats": nats, "correct": is_first.astype(logits.dtype)}
-        sums = {name: jnp.sum(apply_weights(values, weights)) for name, values in per_token.items()}
+        sums = {name: jnp.sum(_cross_entropy.apply_weights(values, weights)) for name, values in per_token.items()}
         return sums | {"count": jnp.sum(weights)}, None
 
-    return sum_over_chunks(chunk_sums, flat, sizes)[0]
+    return _cross_entropy.sum_over_chunks(chunk_sums, flat, sizes)[0]
 
 
 def _is_first(logits: Float[Array, "tokens vocab"], targets: Int[Array, "tokens"]) -> Bool[Array, "tokens"]:
@@ -236,7 +229,7 @@ def row_nats(
     *,
     chunk: int | None = None,
     tokens: Tokens | None = None,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: _cross_entropy.Vocabulary | None = None,
 ) -> Float[Array, "batch"]:
     """Return `-sum_i w_i log p_i[target_i]` of each row, without dropout; no gradients go through the result.
 
@@ -267,7 +260,7 @@ def row_loss(function: RowFunction) -> LossFn:
         *,
         chunk: int | None = None,
         tokens: Tokens | None = None,
-        vocabulary: Vocabulary | None = None,
+        vocabulary: _cross_entropy.Vocabulary | None = None,
     ) -> tuple[Float[Array, ""], CountOrAux]:
         tokens = batch_tokens(batch, key) if tokens is None else tokens
         hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
@@ -280,8 +273,10 @@ def row_loss(function: RowFunction) -> LossFn:
         (value, count), slopes = jax.value_and_grad(apply_function, has_aux=True)(nats)
         weights = jnp.asarray(batch.weights)
         weights = weights.astype(slopes.dtype) * slopes[:, None]
-        nats_fn = token_nats if vocabulary is None else vocabulary.nats
-        total, _ = cross_entropy(model.unembed, hidden, jnp.asarray(batch.targets), weights, chunk=chunk, nats=nats_fn)
+        nats_fn = _cross_entropy.token_nats if vocabulary is None else vocabulary.nats
+        total, _ = _cross_entropy.cross_entropy(
+            model.unembed, hidden, jnp.asarray(batch.targets), weights, chunk=chunk, nats=nats_fn
+        )
         # The gradient is that of this device's tokens; the value is divided among the devices that share a row.
         total = total + jax.lax.stop_gradient(value.astype(total.dtype) / devices - total)
         return add_aux_losses(total, count / devices, aux)
@@ -290,10 +285,12 @@ def row_loss(function: RowFunction) -> LossFn:
 
 
 def _sum_row_nats(
-    model: PyTree, hidden: Array, batch: Batch, chunk: int | None, vocabulary: Vocabulary | None
+    model: PyTree, hidden: Array, batch: Batch, chunk: int | None, vocabulary: _cross_entropy.Vocabulary | None
 ) -> tuple[Float[Array, "batch"], int]:
     """Return each row's nats, and the number of devices over which a row is split."""
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
-    nats_fn = token_nats if vocabulary is None else vocabulary.nats
-    nats = chunked_token_nats(model.unembed, jax.lax.stop_gradient(hidden), targets, chunk=chunk, nats=nats_fn)
-    return sum_rows(jax.lax.stop_gradient(apply_weights(nats, weights)))
+    nats_fn = _cross_entropy.token_nats if vocabulary is None else vocabulary.nats
+    nats = _cross_entropy.chunked_token_nats(
+        model.unembed, jax.lax.stop_gradient(hidden), targets, chunk=chunk, nats=nats_fn
+    )
+    return sum_rows(jax.lax.stop_gradient(_cross_entropy.apply_weights(nats, weights)))
