@@ -44,7 +44,9 @@ class ChatTemplate:
 
         self._description = f"{call}: the template in {file.name}"
         environment = BoundedEnvironment(now)
-        with foreign_call(lambda reason: f"{self._description} cannot be read ({reason}); fetch it again."):
+        with foreign_call(
+            lambda reason: f"{self._description} cannot be read ({reason}); fetch it again, or correct it."
+        ):
             self._compiled = environment.compile_template(source)
         self._tokens = special_tokens(settings)
         self.fingerprint = digest([source, repr(sorted(self._tokens.items()))])
@@ -88,7 +90,8 @@ class ChatTemplate:
         without_nulls = [{name: value for name, value in message.items() if value is not None} for message in messages]
         variables = {**self._tokens, "tools": None, "documents": None}
         roles = ", ".join(str(message.get("role")) for message in messages[:20])
-        with foreign_call(lambda reason: f"{self._description} refuses messages of {roles} ({reason})."):
+        fix = "change the messages, correct the template, or give a plain text instead of messages"
+        with foreign_call(lambda reason: f"{self._description} refuses messages of {roles} ({reason}); {fix}."):
             conversation = {"messages": without_nulls, "add_generation_prompt": add_generation_prompt}
             return self._compiled(variables | conversation | options)
 

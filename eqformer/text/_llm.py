@@ -172,7 +172,7 @@ class LLM:
         """Return a conversation as the text that the model reads."""
         if self.chat_template is None:
             raise ValueError(
-                "chat(messages): the model was published without a chat template; continue a text by generate()."
+                "chat(messages): the model has no chat template that could be read; continue a text by generate()."
             )
         if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
             raise ValueError(
