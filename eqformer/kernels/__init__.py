@@ -1,5 +1,21 @@
-"""Operations that run differently on different chips: their definitions, their kernels, and the choice between them."""
+"""Operations that run differently on different chips: their definitions, their kernels, and the choice between them.
 
+The tables at the end name the implementations of attention and of grouped products. Components import an op from here,
+and no file of a kernel.
+"""
+
+import types
+
+from .._mask import (
+    causal as causal,
+    ChosenKeys as ChosenKeys,
+    chunked as chunked,
+    full as full,
+    Mask as Mask,
+    OF_SOURCE as OF_SOURCE,
+    sliding_window as sliding_window,
+    window_both_ways as window_both_ways,
+)
 from ._cache_write import (
     CACHE_WRITE as CACHE_WRITE,
     CacheWriteCall as CacheWriteCall,
@@ -8,8 +24,7 @@ from ._cache_write import (
     ScatterWrite as ScatterWrite,
     TileWrite as TileWrite,
 )
-from ._decode_attention import DECODE_ATTENTION as DECODE_ATTENTION
-from ._decode_attention_cpu import FilledSlotsDecoding as FilledSlotsDecoding
+from ._decode_attention import DECODE_ATTENTION as DECODE_ATTENTION, FilledSlotsDecoding as FilledSlotsDecoding
 from ._decode_attention_gpu import FlashDecodingGpu as FlashDecodingGpu
 from ._decode_attention_tpu import FlashDecodingTpu as FlashDecodingTpu
 from ._dtypes import at_least_float32 as at_least_float32, E4M3 as E4M3, E5M2 as E5M2, round_to_fp8 as round_to_fp8
@@ -41,45 +56,38 @@ from ._recurrent_step import (
 )
 from .attention import _blockwise, _flash
 from .attention._attention import (
-    ATTENTION as ATTENTION,
-    ATTENTIONS as ATTENTIONS,
     blockwise_of as blockwise_of,
-    decodes_by_kernels as decodes_by_kernels,
+    DotProductAttention as DotProductAttention,
     flash_choice as flash_choice,
+    ReferenceAttention as ReferenceAttention,
     RequiredKernel as RequiredKernel,
+    run_attention as run_attention,
     unsupported_options as unsupported_options,
 )
 from .attention._blockwise import BlockwiseAttention as BlockwiseAttention, FEW as FEW
 from .attention._call import (
+    apply_softcap as apply_softcap,
     AttentionCall as AttentionCall,
-    causal as causal,
-    ChosenKeys as ChosenKeys,
-    chunked as chunked,
     DecodeCall as DecodeCall,
-    full as full,
-    Mask as Mask,
-    OF_SOURCE as OF_SOURCE,
-    sliding_window as sliding_window,
+    lowest as lowest,
     StoredArrays as StoredArrays,
     TokenPositions as TokenPositions,
-    window_both_ways as window_both_ways,
     with_one_batch_dim as with_one_batch_dim,
 )
 from .attention._cudnn import CudnnAttention as CudnnAttention
 from .attention._flash import FlashAttention as FlashAttention
 from .attention._reference import (
-    apply_softcap as apply_softcap,
     attend_to_sources as attend_to_sources,
     attention_weights as attention_weights,
-    DotProductAttention as DotProductAttention,
-    lowest as lowest,
-    ReferenceAttention as ReferenceAttention,
     RotatedChannels as RotatedChannels,
     weigh_values as weigh_values,
 )
 from .attention._splash import SplashAttention as SplashAttention
-from .grouped_matmul._call import GroupedMatmul as GroupedMatmul, GroupedMatmulCall as GroupedMatmulCall
-from .grouped_matmul._grouped_matmul import GROUPED_MATMUL as GROUPED_MATMUL, XlaGroupedMatmul as XlaGroupedMatmul
+from .grouped_matmul._call import (
+    GroupedMatmul as GroupedMatmul,
+    GroupedMatmulCall as GroupedMatmulCall,
+    XlaGroupedMatmul as XlaGroupedMatmul,
+)
 from .grouped_matmul._hopper import HopperGroupedMatmul as HopperGroupedMatmul
 from .grouped_matmul._hopper_fp8 import (
     has_fp8_grouped_matmul as has_fp8_grouped_matmul,
@@ -90,3 +98,29 @@ from .grouped_matmul._tpu import TpuGroupedMatmul as TpuGroupedMatmul
 
 blockwise = _blockwise
 flash = _flash
+
+ATTENTION = Op(
+    ReferenceAttention(),
+    (("cuda", CudnnAttention()), ("tpu", SplashAttention()), ("any", BlockwiseAttention())),
+    run_attention,
+)
+"""Attention by cuDNN on NVIDIA GPUs, by splash attention on TPUs, and by a loop over blocks on other platforms.
+
+Calls that these do not support are computed by the loop over blocks, or else by the definition.
+"""
+ATTENTIONS = types.MappingProxyType(
+    {
+        "auto": ATTENTION,
+        "xla": DotProductAttention(),
+        "reference": ReferenceAttention(),
+        "blockwise": BlockwiseAttention(),
+        "cudnn": RequiredKernel("cuda", CudnnAttention()),
+        "splash": RequiredKernel("tpu", SplashAttention()),
+    }
+)
+"""The attention operations by their names in flags and recipes."""
+GROUPED_MATMUL = Op(
+    XlaGroupedMatmul(),
+    (("cuda", HopperFp8GroupedMatmul()), ("cuda", HopperGroupedMatmul()), ("tpu", TpuGroupedMatmul())),
+)
+"""Products of rows, sorted by group, with the matrices of their groups."""

@@ -20,8 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from ._op import Implementation
 from ._platform import Ref, varying_of
-from .attention._call import DecodeCall, if_given, ScoreSettings
-from .attention._reference import apply_softcap, lowest
+from .attention._call import apply_softcap, DecodeCall, if_given, lowest, ScoreSettings
 
 
 _TRITON = "jax.experimental.pallas.triton"  # JAX plans to remove it; GPUs then run the reference implementation

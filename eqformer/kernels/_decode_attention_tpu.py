@@ -21,8 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from ._cache_write import LANES, stores_channels_first
 from ._op import Implementation
 from ._platform import Ref, varying_of
-from .attention._call import DecodeCall, if_given, ScoreSettings, StoredArrays
-from .attention._reference import apply_softcap, lowest
+from .attention._call import apply_softcap, DecodeCall, if_given, lowest, ScoreSettings, StoredArrays
 
 
 _BLOCK_NUMBERS = 2**20  # most numbers of keys in a block: 2 MB in bfloat16, and as much is in flight

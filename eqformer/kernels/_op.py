@@ -51,6 +51,14 @@ class Operation(eqx.Module, Generic[CallT, ResultT]):
     def __call__(self, call: CallT) -> ResultT:
         """Compute the call, or raise a `ValueError` with the reason why not."""
 
+    def decode_op(self, *, has_codes: bool) -> "Operation | None":
+        """Return the attention to a cache that replaces this operation in a decode step; None: nothing does.
+
+        Args:
+            has_codes: Whether the replacement must read keys and values as 8-bit codes and their scales.
+        """
+        return None
+
 
 class Implementation(Operation[CallT, ResultT]):
     """One way to compute a call: plain JAX, or a kernel for one platform.
@@ -174,6 +182,11 @@ class Op(Operation[CallT, ResultT]):
     def supports(self, call: CallT) -> str | None:
         """Return None: the reference computes every call."""
         return None
+
+    def decode_op(self, *, has_codes: bool) -> Operation | None:
+        """Return the first replacement that an implementation has for caches of every dtype."""
+        replacements = (implementation.decode_op(has_codes=False) for implementation in self.implementations)
+        return next((op for op in replacements if op is not None), None)
 
     def __call__(self, call: CallT) -> ResultT:
         """Compute the call by the implementation of the platform that the program is compiled for."""

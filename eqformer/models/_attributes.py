@@ -9,14 +9,11 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from .._files import JsonObject
-from ._config_types import convert, describe_type, FieldType, fits, format_value, PublishedConfig, REQUIRED
+from ._config_types import Attributes, convert, describe_type, FieldType, fits, format_value, PublishedConfig, REQUIRED
 
 
 Fields = dict[str, Any]
 """Values of a config's fields, by field."""
-Attributes = JsonObject
-"""Attributes of a `config.json`, by name."""
 
 
 class Entry(abc.ABC):

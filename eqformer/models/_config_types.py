@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn, TypeAlias
 
-from .._files import JsonObject
 
-
+Attributes: TypeAlias = dict[str, Any]
+"""Attributes of a `config.json`, or of an object in it, by name."""
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 3.4028234663852886e38  # of int32 and of float32
 
 
@@ -274,7 +274,7 @@ class PublishedConfig:
         """Return the attribute's value, a text."""
         return self.read(name, str, default)
 
-    def nested(self, name: str) -> JsonObject:
+    def nested(self, name: str) -> Attributes:
         """Return an attribute that is an object; an empty object if it is missing or null."""
         return self.read(name, dict, None) or {}
 

@@ -5,13 +5,11 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn
 
-from .._files import JsonObject
 from ..nn import RotaryScaling, Transformer
 from . import _config_types as config_types
-from ._attributes import Attributes, Entry, field_types, read_entries
-from ._predictors import PREDICTOR, PredictorTable
+from ._attributes import Entry, field_types, read_entries
 from ._rotary_scaling import check_scaling
-from ._weight_rules import NOTHING_STORED, resolve_rules, ResolvedRule, Rule, StoredShapes
+from ._weight_rules import NOTHING_STORED, PREDICTOR, PredictorTable, resolve_rules, ResolvedRule, Rule, StoredShapes
 
 
 HEAD = "lm_head.weight"  # the published name of most families' heads
@@ -85,7 +83,7 @@ _PARTS = (
     "multi_modal_projector patch_merger audio_tower audio_model embed_audio audio_projector mtp"
 )
 _UNREAD = re.compile(rf"(?:model\.)?(?:{'|'.join(_PARTS.split())})\.")
-# Attributes of a multimodal model that concern only these parts.
+# config_types.Attributes of a multimodal model that concern only these parts.
 _OTHER_PARTS = re.compile(
     r"image|video|vision|audio|multi_?modal|projector|^mm_|^spatial_|^out_hidden|^(boi|eoi|boa|eoa)_"
 )
@@ -113,7 +111,7 @@ class MultimodalModel:
     """Pairs of prefixes: that of the text model's arrays in a folder, and that of the same arrays in the family's
     table."""
 
-    def text_attributes(self, published: config_types.PublishedConfig) -> JsonObject:
+    def text_attributes(self, published: config_types.PublishedConfig) -> config_types.Attributes:
         """Return the text model's attributes; raises a `ValueError` for an attribute that is not known."""
         attributes = {**self.defaults, **self.fixed, **published.nested(TEXT)}
         for name, value in self.fixed.items():
@@ -139,7 +137,7 @@ class MultimodalModel:
         return name
 
 
-def _drop_mrope(rotary: Mapping[str, object]) -> JsonObject:
+def _drop_mrope(rotary: Mapping[str, object]) -> config_types.Attributes:
     """Return rotary parameters without the sections for time, height and width, which have equal positions for text."""
     parameters = {name: value for name, value in rotary.items() if name not in ("mrope_section", "mrope_interleaved")}
     return parameters | {name: "default" for name in ("type", "rope_type") if parameters.get(name) == "mrope"}
@@ -193,9 +191,9 @@ class Family:
         check_scaling(config, published.refuse)
         return config
 
-    def write(self, config: ModelConfig) -> Attributes:
+    def write(self, config: ModelConfig) -> config_types.Attributes:
         """Return the configuration to publish; raises a `ValueError` for a config that it cannot express."""
-        attributes = Attributes()
+        attributes = config_types.Attributes()
         for entry in self.attributes:
             attributes |= entry.write(config)
         return attributes

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Annotated, Protocol, runtime_checkable
 
-from ._attributes import Attributes, Entry, Fields
-from ._config_types import Index, LayerCount, Length, PublishedConfig, Range
+from ._attributes import Entry, Fields
+from ._config_types import Attributes, Index, LayerCount, Length, PublishedConfig, Range
 from ._rotary_scaling import FULL, SLIDING
 
 

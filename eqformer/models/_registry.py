@@ -11,7 +11,7 @@ from jaxtyping import Array, Key
 
 from ..nn import Transformer
 from ._family import check_config, Family, ModelConfig
-from ._predictors import PredictorTable
+from ._weight_rules import PredictorTable
 from .families._bamba import BAMBA
 from .families._cohere import COHERE
 from .families._deepseek_v2 import DEEPSEEK_V2

@@ -3,11 +3,10 @@
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
-from .._files import JsonObject
 from ..nn import ProportionalScaling, RotaryScaling
 from . import _rotary_scaling as rotary_scaling
-from ._attributes import Attributes, Entry, Fields
-from ._config_types import Fraction, Positive, PublishedConfig, Size
+from ._attributes import Entry, Fields
+from ._config_types import Attributes, Fraction, Positive, PublishedConfig, Size
 
 
 @runtime_checkable
@@ -95,7 +94,7 @@ class RotaryByType(Entry):
         theta, scaling = read_rotary(published, self.theta, rotary_scaling.FULL, (self.older[0], older_scaling))
         return {"theta": theta, "scaling": scaling} | read_local_rotary(published, self.local_theta, self.older[1])
 
-    def _check(self, published: PublishedConfig, by_type: JsonObject) -> None:
+    def _check(self, published: PublishedConfig, by_type: Attributes) -> None:
         older = rotary_scaling.rotary_parameters(published, "rope_scaling") if self.scaled else {}
         if older and not by_type and "rope_type" not in older:
             published.refuse(f"rope_scaling={older}: newer transformers does not read `type` here; state rope_type.")
@@ -242,7 +241,7 @@ class RotaryFraction(Entry):
         return attribute | (newer if self.inside else {})
 
 
-def _parameters_by_type(published: PublishedConfig) -> JsonObject:
+def _parameters_by_type(published: PublishedConfig) -> Attributes:
     """Return `rope_parameters` by type of layer; refuse parameters without types, which transformers does not read."""
     parameters = rotary_scaling.rotary_parameters(published, "rope_parameters")
     if parameters and not _types_in(parameters):
@@ -251,12 +250,12 @@ def _parameters_by_type(published: PublishedConfig) -> JsonObject:
     return parameters
 
 
-def _parameters_of_type(parameters: JsonObject, layer_type: str) -> JsonObject:
+def _parameters_of_type(parameters: Attributes, layer_type: str) -> Attributes:
     """Return the parameters of a type of layer; an empty object if the type has none of its own."""
     return parameters[layer_type] if layer_type in _types_in(parameters) else {}
 
 
-def _types_in(parameters: JsonObject) -> set[str]:
+def _types_in(parameters: Attributes) -> set[str]:
     """Return the types of layer that have parameters of their own."""
     return {name for name, value in parameters.items() if isinstance(value, dict)}
 
@@ -313,7 +312,7 @@ def read_rotary(
     return theta, scaling
 
 
-def _select_type(published: PublishedConfig, parameters: JsonObject, types: set[str], layer_type: str) -> JsonObject:
+def _select_type(published: PublishedConfig, parameters: Attributes, types: set[str], layer_type: str) -> Attributes:
     """Return the parameters of one type of layer; refuse unknown types."""
     if unknown := types - {*rotary_scaling.TYPES}:
         published.refuse(f"rope_parameters are by type of layer, but {sorted(unknown)} are not types of layer.")
@@ -327,19 +326,19 @@ def _select_type(published: PublishedConfig, parameters: JsonObject, types: set[
     return of_type
 
 
-def _differs(older: JsonObject, newer: JsonObject, is_added: bool) -> bool:
+def _differs(older: Attributes, newer: Attributes, is_added: bool) -> bool:
     """Return whether two attributes contradict each other; with `is_added`, the newer attribute may state more."""
     older, newer = ({"rope_type": x.get("type")} | dict(x) | {"type": None} for x in (older, newer))
     return any(newer.get(name) != value for name, value in older.items()) if is_added else older != newer
 
 
-def read_local_rotary(published: PublishedConfig, theta: float, older: str) -> JsonObject:
+def read_local_rotary(published: PublishedConfig, theta: float, older: str) -> Attributes:
     """Return `local_theta` and `local_scaling` of layers with a window, whose base has an `older` attribute."""
     local_theta, scaling = read_rotary(published, theta, rotary_scaling.SLIDING, (older, None))
     return {"local_theta": local_theta, "local_scaling": scaling}
 
 
-def _write_by_type(config: WithLocalRotary, full: JsonObject) -> JsonObject:
+def _write_by_type(config: WithLocalRotary, full: Attributes) -> Attributes:
     """Return `rope_parameters` by type of layer, with `truncate` for all types; layers without a window have `full`."""
     by_type = {
         rotary_scaling.SLIDING: _write_parameters(config, "local_theta", "local_scaling"),
@@ -354,6 +353,6 @@ def _write_by_type(config: WithLocalRotary, full: JsonObject) -> JsonObject:
     return {"rope_parameters": by_type if False not in truncates else by_type | {"truncate": False}}
 
 
-def _write_parameters(config: rotary_scaling.WithRotary, theta: str = "theta", scaling: str = "scaling") -> JsonObject:
+def _write_parameters(config: rotary_scaling.WithRotary, theta: str = "theta", scaling: str = "scaling") -> Attributes:
     parameters = rotary_scaling.scaling_attributes(config, scaling).get("rope_scaling", {})
     return {"rope_type": "default"} | parameters | {"rope_theta": getattr(config, theta)}

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from .. import nn
-from .._files import JsonObject
-from ._config_types import FieldType, Fraction, Number, Positive, PublishedConfig, Size
+from ._config_types import Attributes, FieldType, Fraction, Number, Positive, PublishedConfig, Size
 
 
 ORIGINAL = "original_max_position_embeddings"
@@ -52,7 +51,7 @@ class WithRotary(Protocol):
     def max_seq(self) -> int: ...
 
 
-def rotary_parameters(published: PublishedConfig, name: str) -> JsonObject:
+def rotary_parameters(published: PublishedConfig, name: str) -> Attributes:
     """Return the attribute `name`, `rope_parameters` or `rope_scaling`, with values of the right types or null.
 
     Raises a `ValueError` that names a value of another type, in the object itself or in that of a type of layer.
@@ -60,7 +59,7 @@ def rotary_parameters(published: PublishedConfig, name: str) -> JsonObject:
     return _check_parameters(published.nested(name), f"{published.source}: {name}")
 
 
-def _check_parameters(parameters: JsonObject, source: str) -> JsonObject:
+def _check_parameters(parameters: Attributes, source: str) -> Attributes:
     published, values = PublishedConfig(parameters, source), dict(parameters)
     for name, value in parameters.items():
         if value is not None and name in _PARAMETER_TYPES:
@@ -70,7 +69,7 @@ def _check_parameters(parameters: JsonObject, source: str) -> JsonObject:
     return values
 
 
-def either_rotary_parameters(published: PublishedConfig) -> JsonObject:
+def either_rotary_parameters(published: PublishedConfig) -> Attributes:
     """Return `rope_parameters` or, if it is missing or empty, `rope_scaling`, its older name; check the types of
     both."""
     older = rotary_parameters(published, "rope_scaling")
@@ -120,7 +119,7 @@ def _rotated_channels(config: Any) -> int:
 
 
 def make_scaling(
-    refuse: Callable[[str], NoReturn], rope_type: str | None, parameters: JsonObject, original: int, longest: int
+    refuse: Callable[[str], NoReturn], rope_type: str | None, parameters: Attributes, original: int, longest: int
 ) -> nn.RotaryScaling | None:
     """Return the scaling of a `rope_type`, and remove its parameters from `parameters`.
 
@@ -140,7 +139,7 @@ def make_scaling(
         _add_implied_parameters(name, parameters, original, longest)
     else:
         refuse(f"rope_type={rope_type!r} is not known.")
-    arguments: JsonObject = {}
+    arguments: Attributes = {}
     for field, published in fields.items():
         value = parameters.pop(published, None)
         if value is None and field not in _OPTIONAL_FIELDS:
@@ -151,12 +150,12 @@ def make_scaling(
     return None if make is None else make(**arguments)
 
 
-def unknown_parameters(parameters: JsonObject) -> JsonObject:
+def unknown_parameters(parameters: Attributes) -> Attributes:
     """Return the parameters that belong to no known scaling."""
     return {name: value for name, value in parameters.items() if name not in _KNOWN_PARAMETERS}
 
 
-def _add_implied_parameters(name: str, parameters: JsonObject, original: int, longest: int) -> None:
+def _add_implied_parameters(name: str, parameters: Attributes, original: int, longest: int) -> None:
     """Add a scaling's parameters that the configuration leaves out, or that other parameters imply."""
     if "original_length" in _SCALINGS[name][1]:
         # For a `dynamic` scaling, transformers takes the longest length as the original one and reads no other.
@@ -174,7 +173,7 @@ def _add_implied_parameters(name: str, parameters: JsonObject, original: int, lo
             parameters[parameter] = default if parameters.get(parameter) is None else parameters[parameter]
 
 
-def scaling_attributes(config: WithRotary, name: str = "scaling") -> JsonObject:
+def scaling_attributes(config: WithRotary, name: str = "scaling") -> Attributes:
     """Return the attribute `rope_scaling` for the config's field `name`, or no attribute without a scaling.
 
     Raises a `ValueError` for a scaling that `rope_scaling` cannot express.

@@ -1,6 +1,6 @@
 """Components: arrays and their named dims. Nothing here knows a family, a device or a training run."""
 
-from ..kernels import (
+from .._mask import (
     causal as causal,
     chunked as chunked,
     full as full,

@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from eqformer import kernels
-from eqformer.kernels._decode_attention import ReferenceDecoding
-from eqformer.kernels._decode_attention_cpu import FilledSlotsDecoding
+from eqformer.kernels._decode_attention import FilledSlotsDecoding, ReferenceDecoding
 
 
 SLOTS, LAYERS = 1024, 3

@@ -1,20 +1,118 @@
-"""The attention op: its implementations, how a chosen implementation runs, and kernels that are required by name."""
+"""Attention in plain JAX as implementations, how an op runs a chosen implementation, and kernels required by name."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+import functools
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..._mask import Mask
+from .._decode_attention import DECODE_ATTENTION
 from .._op import Choice, dispatch_with_derivative, Implementation, Op, Operation, record_choice
 from ._blockwise import BlockwiseAttention
-from ._call import AttentionCall, Mask, TokenPositions
-from ._cudnn import CudnnAttention
+from ._call import AttentionCall, TokenPositions
 from ._flash import FlashAttention, FlashChoice, run_flash
-from ._reference import DotProductAttention, ReferenceAttention
-from ._splash import SplashAttention
+from ._reference import attend_by_definition
+
+
+class ReferenceAttention(Implementation[AttentionCall, Array]):
+    """The definition of attention, with every option and every derivative.
+
+    It builds the whole matrix of probabilities. Softmax and sums are float32, or float64 for float64 inputs.
+    """
+
+    def supports(self, call: AttentionCall) -> str | None:
+        """Return None: it computes every call."""
+        return None
+
+    def decode_op(self, *, has_codes: bool) -> Op | None:
+        """Return `DECODE_ATTENTION` for codes; keys and values without scales are read by this operation."""
+        return DECODE_ATTENTION if has_codes else None
+
+    def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+        """Compute the call."""
+        return attend_by_definition(call)
+
+
+class DotProductAttention(Implementation[AttentionCall, Array]):
+    """Attention by `jax.nn.dot_product_attention` in plain XLA, with all derivatives and memory quadratic in `seq`.
+
+    For whole rows (`nn.Tokens.are_whole_rows`), JAX's function gets its causal flag and the window, or the rows'
+    lengths if the mask is that of an encoder. Otherwise it gets a mask of `batch 1 seq kv_seq`. If `head_dim` and
+    `v_dim` differ, the smaller is padded with zeros. JAX's own code for 16-bit arrays mixes dtypes, so it can be traced
+    and lowered only under standard dtype promotion.
+    """
+
+    def supports(self, call: AttentionCall) -> str | None:
+        """Return the option of the call that `jax.nn.dot_product_attention` lacks, or None."""
+        options = {"softcap": call.softcap, "sinks": call.sinks, "bias of scores": call.bias}
+        if missing := [name for name, value in options.items() if value is not None]:
+            return f"jax.nn.dot_product_attention has no {' and no '.join(missing)}"
+        return None
+
+    def decode_op(self, *, has_codes: bool) -> Op | None:
+        """Return `DECODE_ATTENTION` for codes; keys and values without scales are read by this operation."""
+        return DECODE_ATTENTION if has_codes else None
+
+    def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
+        """Compute the call."""
+        query, mask, tokens = call.query, call.mask, call.tokens
+        batch, v_dim = query.shape[:-3], call.value.shape[-1]
+        width = max(query.shape[-1], v_dim)
+        arrays = [_pad_channels(x, width) for x in (query, call.key, call.value)]
+        arrays = [x.reshape(-1, *x.shape[-3:-1], width) for x in arrays]
+        attend = functools.partial(jax.nn.dot_product_attention, implementation="xla", scale=call.scale)
+        sees_any_key = None
+        if isinstance(mask, Mask) and _is_by_index(call):
+            attend = functools.partial(attend, is_causal=True)
+            if mask.window is not None:
+                attend = functools.partial(attend, local_window_size=(mask.window - 1, 0))
+        elif call.kv_tokens is None and tokens.are_whole_rows and mask == Mask(is_causal=False):
+            lengths = jnp.sum(jnp.broadcast_to(tokens.positions, (*batch, query.shape[-3])) >= 0, axis=-1)
+            lengths = jnp.maximum(lengths, 1).reshape(-1).astype(jnp.int32)
+            attend = functools.partial(attend, key_value_seq_lengths=lengths)
+        else:
+            visible = mask(tokens, call.key_tokens)
+            visible = jnp.broadcast_to(visible, (*batch, *visible.shape[-2:])).reshape(-1, 1, *visible.shape[-2:])
+            attend = functools.partial(attend, mask=visible)
+            sees_any_key = jnp.any(visible[:, 0], axis=-1)[..., None, None]
+        output = _widen_float16(attend, *arrays)
+        if sees_any_key is not None:  # JAX's function returns the mean of all values for a query that sees no key.
+            output = jnp.where(sees_any_key, output, jnp.zeros_like(output))
+        return output[..., :v_dim].reshape(*query.shape[:-1], v_dim)
+
+
+def _is_by_index(call: AttentionCall) -> bool:
+    """Return whether the mask is a function of indices alone: causal, on whole rows, without chunks."""
+    by_index = isinstance(call.mask, Mask) and call.mask.is_causal and call.mask.chunk is None
+    return by_index and call.kv_tokens is None and call.tokens.are_whole_rows
+
+
+def _widen_float16(
+    attend: Callable[..., Array],
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch kv_seq kv_heads head_dim"],
+    value: Float[Array, "batch kv_seq kv_heads head_dim"],
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Return `attend(query, key, value)`; on CPUs and TPUs, float16 arrays are computed in float32."""
+
+    def in_float32(*arrays: Array) -> Array:
+        return attend(*(x.astype(jnp.float32) for x in arrays)).astype(query.dtype)
+
+    if query.dtype != jnp.float16:
+        return attend(query, key, value)
+    # JAX requests float16 products with float32 sums by an algorithm that only GPUs have. The platform is known only
+    # when the program is lowered.
+    return jax.lax.platform_dependent(query, key, value, cpu=in_float32, tpu=in_float32, default=attend)
+
+
+def _pad_channels(array: Float[Array, "*shape channels"], width: int) -> Float[Array, "*shape width"]:
+    if array.shape[-1] == width:
+        return array
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])])
 
 
 def run_attention(choice: Choice, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
@@ -44,17 +142,6 @@ def flash_choice(choice: Choice) -> FlashChoice | None:
     return None
 
 
-ATTENTION = Op(
-    ReferenceAttention(),
-    (("cuda", CudnnAttention()), ("tpu", SplashAttention()), ("any", BlockwiseAttention())),
-    run_attention,
-)
-"""Attention by cuDNN on NVIDIA GPUs, by splash attention on TPUs, and by a loop over blocks on other platforms.
-
-Calls that these do not support are computed by the loop over blocks, or else by the definition.
-"""
-
-
 class RequiredKernel(Operation[AttentionCall, Array]):
     """Attention by one kernel on one platform. Calls with a cache are computed by `BlockwiseAttention` instead.
 
@@ -68,6 +155,10 @@ class RequiredKernel(Operation[AttentionCall, Array]):
     def supports(self, call: AttentionCall) -> str | None:
         """Return the reason why the kernel cannot compute the call, or None; calls with a cache are supported."""
         return None if call.kv_tokens is not None else self.kernel.supports(call)
+
+    def decode_op(self, *, has_codes: bool) -> Op:
+        """Return `DECODE_ATTENTION`: calls with a cache are those of `BlockwiseAttention`."""
+        return DECODE_ATTENTION
 
     def __call__(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
         """Compute the call."""
@@ -91,8 +182,7 @@ class RequiredKernel(Operation[AttentionCall, Array]):
 def blockwise_of(core: Operation) -> BlockwiseAttention | None:
     """Return the loop over blocks that computes the same as `core`; None if `core` is an operation of another class.
 
-    Ring attention combines partial results of this loop. Attention to a cache is computed by this loop, or by a kernel
-    for decoding in its place.
+    Ring attention combines partial results of this loop.
     """
     if isinstance(core, BlockwiseAttention):
         return core
@@ -100,11 +190,6 @@ def blockwise_of(core: Operation) -> BlockwiseAttention | None:
         loops = (loop for loop in core.implementations if isinstance(loop, BlockwiseAttention))
         return next(loops, BlockwiseAttention())
     return BlockwiseAttention() if isinstance(core, Implementation | RequiredKernel) else None
-
-
-def decodes_by_kernels(core: Operation) -> bool:
-    """Return whether the kernels for decoding may read a cache in the place of `core`."""
-    return isinstance(core, Op | BlockwiseAttention | RequiredKernel)
 
 
 def unsupported_options(core: Operation, options: Sequence[str]) -> tuple[str, ...]:
@@ -121,16 +206,3 @@ def unsupported_options(core: Operation, options: Sequence[str]) -> tuple[str, .
     if core.supports(call) is not None:
         return ()
     return tuple(name for name in known if core.supports(dataclasses.replace(call, **{name: values[name]})) is not None)
-
-
-ATTENTIONS: Mapping[str, Operation] = MappingProxyType(
-    {
-        "auto": ATTENTION,
-        "xla": DotProductAttention(),
-        "reference": ReferenceAttention(),
-        "blockwise": BlockwiseAttention(),
-        "cudnn": RequiredKernel("cuda", CudnnAttention()),
-        "splash": RequiredKernel("tpu", SplashAttention()),
-    }
-)
-"""The attention operations by their names in flags and recipes."""

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from ..._mask import ChosenKeys, Mask
 from .._decode_attention import DECODE_ATTENTION
 from .._dtypes import at_least_float32
 from .._op import Implementation, Op
 from .._platform import compilers, Result
-from ._call import AttentionCall, ChosenKeys, DecodeCall, Mask, possible_pairs, spans, TokenPositions
+from ._call import apply_softcap, AttentionCall, DecodeCall, lowest, possible_pairs, spans, TokenPositions
 from ._flash import Gradients, LogSum, Output, scale_output
-from ._reference import apply_softcap, lowest
 
 
 Block = int | Literal["platform"]
@@ -56,6 +56,10 @@ class BlockwiseAttention(Implementation[AttentionCall, Array]):
         if isinstance(call.mask, ChosenKeys):
             return "it has no matrix of chosen keys"
         return None
+
+    def decode_op(self, *, has_codes: bool) -> Op:
+        """Return `decode`."""
+        return self.decode
 
     def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
         """Compute the call."""

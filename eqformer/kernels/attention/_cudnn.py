@@ -13,8 +13,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..._mask import Mask
 from .._platform import gpu_capability
-from ._call import AttentionCall, Mask, TokenPositions
+from ._call import AttentionCall, TokenPositions
 from ._flash import FlashAttention, Gradients, LogSum, Output
 
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
+from .._decode_attention import DECODE_ATTENTION
 from .._dtypes import at_least_float32
-from .._op import Implementation
+from .._op import Implementation, Op
 from .._platform import fail_lowering
 from ._call import AttentionCall, with_one_batch_dim
 
@@ -65,6 +66,10 @@ class FlashAttention(Implementation[AttentionCall, Array]):
             logsum: The logarithm of each row's sum over all keys and sinks.
             output_grad: The gradient of the output.
         """
+
+    def decode_op(self, *, has_codes: bool) -> Op | None:
+        """Return `DECODE_ATTENTION` for codes; keys and values without scales are read by this operation."""
+        return DECODE_ATTENTION if has_codes else None
 
     def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
         """Compute the call by this kernel on every platform."""

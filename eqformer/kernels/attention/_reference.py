@@ -1,7 +1,6 @@
 """Attention in plain JAX: the definition, with every option, which all other implementations must equal."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +9,7 @@ from jaxtyping import Array, Bool, Float, Num
 
 from ..._array_checks import checked
 from .._dtypes import at_least_float32
-from .._op import Implementation
-from ._call import AttentionCall, Mask, RotatedChannels
-
-
-class ReferenceAttention(Implementation[AttentionCall, Array]):
-    """The definition of attention, with every option and every derivative.
-
-    It builds the whole matrix of probabilities. Softmax and sums are float32, or float64 for float64 inputs.
-    """
-
-    def supports(self, call: AttentionCall) -> str | None:
-        """Return None: it computes every call."""
-        return None
-
-    def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
-        """Compute the call."""
-        return attend_by_definition(call)
+from ._call import apply_softcap, AttentionCall, lowest, RotatedChannels
 
 
 def attend_by_definition(
@@ -132,16 +115,6 @@ def softmax_of(
     return weights / jnp.where(total > 0, total, 1)
 
 
-def lowest(dtype: jnp.dtype) -> float:
-    """Return the score of a masked key, which is finite so that the difference of two such scores is not NaN."""
-    return float(jnp.finfo(dtype).min) / 4
-
-
-def apply_softcap(scores: Array, softcap: float | None) -> Array:
-    """Return `softcap * tanh(scores / softcap)`, or the scores themselves."""
-    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-
-
 KeysAndValues = tuple[Float[Array, "*batch _ kv_heads head_dim"], Float[Array, "*batch _ kv_heads v_dim"]]
 
 
@@ -172,77 +145,3 @@ def attend_to_sources(
         output += jnp.einsum("...kgqs,...skd->...kgqd", visible_weights, value, preferred_element_type=wide)
         start += value.shape[-3]
     return jnp.moveaxis(output, -2, -4).reshape(*query.shape[:-1], -1).astype(query.dtype)
-
-
-class DotProductAttention(Implementation[AttentionCall, Array]):
-    """Attention by `jax.nn.dot_product_attention` in plain XLA, with all derivatives and memory quadratic in `seq`.
-
-    For whole rows (`nn.Tokens.are_whole_rows`), JAX's function gets its causal flag and the window, or the rows'
-    lengths if the mask is that of an encoder. Otherwise it gets a mask of `batch 1 seq kv_seq`. If `head_dim` and
-    `v_dim` differ, the smaller is padded with zeros. JAX's own code for 16-bit arrays mixes dtypes, so it can be traced
-    and lowered only under standard dtype promotion.
-    """
-
-    def supports(self, call: AttentionCall) -> str | None:
-        """Return the option of the call that `jax.nn.dot_product_attention` lacks, or None."""
-        options = {"softcap": call.softcap, "sinks": call.sinks, "bias of scores": call.bias}
-        if missing := [name for name, value in options.items() if value is not None]:
-            return f"jax.nn.dot_product_attention has no {' and no '.join(missing)}"
-        return None
-
-    def run(self, call: AttentionCall) -> Float[Array, "*batch seq heads v_dim"]:
-        """Compute the call."""
-        query, mask, tokens = call.query, call.mask, call.tokens
-        batch, v_dim = query.shape[:-3], call.value.shape[-1]
-        width = max(query.shape[-1], v_dim)
-        arrays = [_pad_channels(x, width) for x in (query, call.key, call.value)]
-        arrays = [x.reshape(-1, *x.shape[-3:-1], width) for x in arrays]
-        attend = functools.partial(jax.nn.dot_product_attention, implementation="xla", scale=call.scale)
-        sees_any_key = None
-        if isinstance(mask, Mask) and _is_by_index(call):
-            attend = functools.partial(attend, is_causal=True)
-            if mask.window is not None:
-                attend = functools.partial(attend, local_window_size=(mask.window - 1, 0))
-        elif call.kv_tokens is None and tokens.are_whole_rows and mask == Mask(is_causal=False):
-            lengths = jnp.sum(jnp.broadcast_to(tokens.positions, (*batch, query.shape[-3])) >= 0, axis=-1)
-            lengths = jnp.maximum(lengths, 1).reshape(-1).astype(jnp.int32)
-            attend = functools.partial(attend, key_value_seq_lengths=lengths)
-        else:
-            visible = mask(tokens, call.key_tokens)
-            visible = jnp.broadcast_to(visible, (*batch, *visible.shape[-2:])).reshape(-1, 1, *visible.shape[-2:])
-            attend = functools.partial(attend, mask=visible)
-            sees_any_key = jnp.any(visible[:, 0], axis=-1)[..., None, None]
-        output = _widen_float16(attend, *arrays)
-        if sees_any_key is not None:  # JAX's function returns the mean of all values for a query that sees no key.
-            output = jnp.where(sees_any_key, output, jnp.zeros_like(output))
-        return output[..., :v_dim].reshape(*query.shape[:-1], v_dim)
-
-
-def _is_by_index(call: AttentionCall) -> bool:
-    """Return whether the mask is a function of indices alone: causal, on whole rows, without chunks."""
-    by_index = isinstance(call.mask, Mask) and call.mask.is_causal and call.mask.chunk is None
-    return by_index and call.kv_tokens is None and call.tokens.are_whole_rows
-
-
-def _widen_float16(
-    attend: Callable[..., Array],
-    query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch kv_seq kv_heads head_dim"],
-    value: Float[Array, "batch kv_seq kv_heads head_dim"],
-) -> Float[Array, "batch seq heads head_dim"]:
-    """Return `attend(query, key, value)`; on CPUs and TPUs, float16 arrays are computed in float32."""
-
-    def in_float32(*arrays: Array) -> Array:
-        return attend(*(x.astype(jnp.float32) for x in arrays)).astype(query.dtype)
-
-    if query.dtype != jnp.float16:
-        return attend(query, key, value)
-    # JAX requests float16 products with float32 sums by an algorithm that only GPUs have. The platform is known only
-    # when the program is lowered.
-    return jax.lax.platform_dependent(query, key, value, cpu=in_float32, tpu=in_float32, default=attend)
-
-
-def _pad_channels(array: Float[Array, "*shape channels"], width: int) -> Float[Array, "*shape width"]:
-    if array.shape[-1] == width:
-        return array
-    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])])

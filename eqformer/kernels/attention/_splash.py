@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
+from ..._mask import Mask
 from .._dtypes import at_least_float32
 from .._platform import type_kernel_results
-from ._call import AttentionCall, Mask
+from ._call import AttentionCall
 from ._flash import FlashAttention, Gradients, LogSum, Output
 
 

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from .._attributes import Attribute, Attributes, Count, Entry, Fields
-from .._config_types import PublishedConfig, Size
+from .._attributes import Attribute, Count, Entry, Fields
+from .._config_types import Attributes, PublishedConfig, Size
 from .._family import DecoderConfig
 from .._rotary_attributes import RotaryPositions
 from .._weight_rules import Rule

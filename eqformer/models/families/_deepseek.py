@@ -9,7 +9,7 @@ from jaxtyping import Array, Key
 
 from ... import nn
 from .. import _config_types as config_types
-from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Unpublished
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore, Unpublished
 from .._family import ModelConfig
 from .._layer_attributes import layers_of
 from .._rotary_attributes import RotaryWithTemperature
@@ -224,7 +224,7 @@ class EqualKeyHeads(Entry):
             )
         return {}
 
-    def write(self, config: LatentConfig) -> Attributes:
+    def write(self, config: LatentConfig) -> config_types.Attributes:
         """Return the attribute."""
         return {"num_key_value_heads": config.heads}
 
@@ -243,7 +243,7 @@ class LayerMixtures(Entry):
         later = tuple(layer for layer, kind in enumerate(types) if kind == "dense" and layer > first)
         return {"first_dense": first, "dense_layers": later}
 
-    def write(self, config: LatentConfig) -> Attributes:
+    def write(self, config: LatentConfig) -> config_types.Attributes:
         """Return the list."""
         return {"mlp_layer_types": ["sparse" if is_mixture else "dense" for is_mixture in config.mixtures]}
 

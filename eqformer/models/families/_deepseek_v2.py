@@ -6,8 +6,8 @@ import functools
 from jaxtyping import Array, Key
 
 from ...nn import Transformer, YarnScaling
-from .._attributes import Attribute, Attributes, Entry, Expect, Fields
-from .._config_types import Index, NotNegative, Number, OptionalSize, PublishedConfig, Size
+from .._attributes import Attribute, Entry, Expect, Fields
+from .._config_types import Attributes, Index, NotNegative, Number, OptionalSize, PublishedConfig, Size
 from .._family import Family
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig
 from ._mixtures import mixture_beside_shared

@@ -8,7 +8,7 @@ from jaxtyping import Array, Key
 from ...nn import Transformer, YarnScaling
 from .._attributes import Attribute, Expect, Ignore
 from .._family import Family
-from .._predictors import NUMBERED_PREDICTOR
+from .._weight_rules import NUMBERED_PREDICTOR
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, SigmoidLatentConfig
 from ._mixtures import SELECTION_BIAS, sigmoid_mixture_beside_shared
 

@@ -11,8 +11,7 @@ from .._attributes import Attribute, Count, Entry, Expect, Ignore
 from .._config_types import Length, Size
 from .._family import Family
 from .._layer_attributes import AllLayers
-from .._predictors import NUMBERED_PREDICTOR
-from .._weight_rules import Rule
+from .._weight_rules import NUMBERED_PREDICTOR, Rule
 from ._common import LAYER
 from ._decoder import rotary_of, Together
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentKind, LayerMixtures, SigmoidLatentConfig

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from ...nn import Block, Linear, MoE, Transformer
-from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore
-from .._config_types import Index, Length, NotNegative, OptionalSize, Positive, PublishedConfig, Size
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore
+from .._config_types import Attributes, Index, Length, NotNegative, OptionalSize, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import layers_of
 from .._rotary_attributes import RotaryPositions

@@ -6,8 +6,8 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, GateNorm, ParallelResidual, Residual, ScaledActivation, Scores, Transformer
-from .._attributes import Activation, Attribute, Attributes, Entry, Expect, Fields, Ignore
-from .._config_types import Length, NotNegative, Number, PublishedConfig
+from .._attributes import Activation, Attribute, Entry, Expect, Fields, Ignore
+from .._config_types import Attributes, Length, NotNegative, Number, PublishedConfig
 from .._family import DecoderConfig, Family
 from .._weight_rules import Rule
 from ._common import attention_weights, decoder_attributes, gated_weights, LAYER

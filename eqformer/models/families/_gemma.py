@@ -6,8 +6,8 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Activation, Attribute, Attributes, Expect, Fields, published_activations
-from .._config_types import Length, PublishedConfig, Size
+from .._attributes import Activation, Attribute, Expect, Fields, published_activations
+from .._config_types import Attributes, Length, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, norm, pre_norm_block

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from ... import nn
-from .._attributes import Activation, Attribute, Attributes, Entry, Expect, Fields
-from .._config_types import Index, Length, NotNegative, OptionalSize, Positive, PublishedConfig, Size
+from .._attributes import Activation, Attribute, Entry, Expect, Fields
+from .._config_types import Attributes, Index, Length, NotNegative, OptionalSize, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import all_but_every, layers_of, Windows
 from .._rotary_attributes import ProportionalRotaryByType

@@ -9,8 +9,8 @@ from ...nn import Block, Transformer
 from .._attributes import Activation, Attribute, Ignore
 from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, Positive, Size
 from .._family import DecoderConfig, Family
-from .._predictors import NUMBERED_PREDICTOR
 from .._rotary_attributes import RotaryFraction
+from .._weight_rules import NUMBERED_PREDICTOR
 from ._common import decoder_attributes, LLAMA_WEIGHTS
 from ._decoder import attention, decoder, gated_mlp, norm, part_rotary, pre_norm_block
 from ._mixtures import MIXTURE, SELECTION_BIAS, SHARED, SHARED_ATTRIBUTES, sigmoid_mixture_beside_shared

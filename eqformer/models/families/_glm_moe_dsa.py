@@ -5,11 +5,11 @@ import dataclasses
 from jaxtyping import Array, Key
 
 from ...nn import Transformer
-from .._attributes import Attributes, Entry, Expect, Fields
-from .._config_types import Index, Length, NotNegative, Positive, PublishedConfig, Size
+from .._attributes import Entry, Expect, Fields
+from .._config_types import Attributes, Index, Length, NotNegative, Positive, PublishedConfig, Size
 from .._family import Family
 from .._layer_attributes import layers_of
-from .._predictors import NUMBERED_PREDICTOR
+from .._weight_rules import NUMBERED_PREDICTOR
 from ._decoder import Together
 from ._deepseek import latent_attributes, LatentKind, LayerMixtures
 from ._deepseek_v32 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_WEIGHTS

@@ -6,8 +6,8 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, NTKScaling, RotaryThenNorm, Transformer
-from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore
-from .._config_types import NotNegative, Positive, PublishedConfig, Size
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore
+from .._config_types import Attributes, NotNegative, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import layers_of
 from .._rotary_attributes import RotaryPositions

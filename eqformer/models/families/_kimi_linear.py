@@ -6,8 +6,8 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, ChannelDeltaNet, LatentAttention, ProportionalScaling, Transformer
-from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Nullable, Unpublished
-from .._config_types import Index, Length, NotNegative, Number, PublishedConfig, Size
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore, Nullable, Unpublished
+from .._config_types import Attributes, Index, Length, NotNegative, Number, PublishedConfig, Size
 from .._family import Family
 from .._layer_attributes import every, LayerTypes
 from .._weight_rules import Rule

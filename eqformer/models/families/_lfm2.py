@@ -8,8 +8,8 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Attention, Block, GatedShortConv, MoE, Transformer
-from .._attributes import Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Unpublished
-from .._config_types import Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
+from .._attributes import Attribute, Count, Entry, Expect, Fields, Ignore, Unpublished
+from .._config_types import Attributes, Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._layer_attributes import LayerTypes
 from .._rotary_attributes import RotaryPositions

@@ -6,8 +6,18 @@ import functools
 from jaxtyping import Array, Key
 
 from ...nn import LogTemperature, RotaryScaling, Transformer, YarnScaling
-from .._attributes import Attribute, Attributes, Entry, Fields
-from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, PublishedConfig, Size
+from .._attributes import Attribute, Entry, Fields
+from .._config_types import (
+    Attributes,
+    Fraction,
+    Index,
+    Length,
+    NotNegative,
+    Number,
+    OptionalSize,
+    PublishedConfig,
+    Size,
+)
 from .._family import Family, MultimodalModel
 from .._rotary_attributes import RotaryPositions, RotaryWithGrowth, RotaryWithTemperature
 from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentConfig

@@ -9,8 +9,8 @@ import jax
 from jaxtyping import Array, Key
 
 from ... import nn
-from .._attributes import Attribute, Attributes, Count, Entry, Fields
-from .._config_types import Index, NotNegative, Positive, PublishedConfig, Size
+from .._attributes import Attribute, Count, Entry, Fields
+from .._config_types import Attributes, Index, NotNegative, Positive, PublishedConfig, Size
 from .._family import DecoderConfig
 from .._weight_rules import Rule
 from ._common import gated_weights, LAYER

@@ -6,8 +6,8 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Attention, Block, GatedMLP, Residual, Scores, Transformer
-from .._attributes import Activation, Attribute, Attributes, Entry, Expect, Fields
-from .._config_types import Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
+from .._attributes import Activation, Attribute, Entry, Expect, Fields
+from .._config_types import Attributes, Index, Length, NotNegative, Number, Positive, PublishedConfig, Size
 from .._family import DecoderConfig, Family, MultimodalModel
 from .._layer_attributes import all_but_every, every, layers_of, NullableWindows
 from .._rotary_attributes import RotaryPositions

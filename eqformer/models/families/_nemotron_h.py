@@ -7,8 +7,8 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, ExpertGroups, GateNorm, Layer, Linear, Mamba2Mixer, MLP, MoE, Residual, Transformer
-from .._attributes import Activation, Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, Nullable
-from .._config_types import LayerCount, NotNegative, Number, PublishedConfig, Size
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore, Nullable
+from .._config_types import Attributes, LayerCount, NotNegative, Number, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._weight_rules import Rule
 from ._common import attention_weights, KeyHeads

@@ -6,8 +6,8 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Llama3Scaling, LongRopeScaling, Transformer, YarnScaling
-from .._attributes import Activation, Attribute, Attributes, Expect, Fields
-from .._config_types import Fraction, Length, NotNegative, PublishedConfig, Size
+from .._attributes import Activation, Attribute, Expect, Fields
+from .._config_types import Attributes, Fraction, Length, NotNegative, PublishedConfig, Size
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction, RotaryPositions
 from .._rotary_scaling import WithRotary

@@ -10,8 +10,8 @@ from .._attributes import Attribute, Count, Entry, Expect, Ignore
 from .._config_types import NotNegative, Size
 from .._family import Family, MultimodalModel
 from .._layer_attributes import every
-from .._predictors import NAMED_PREDICTOR
 from .._rotary_attributes import RotaryPositions
+from .._weight_rules import NAMED_PREDICTOR
 from ._common import decoder_attributes, EDGES, GATED, head_norm_weights, PRE_NORMS
 from ._decoder import decoder, gated_mlp, norm, pre_norm_block
 from ._delta_nets import delta_net, GATED_ATTENTION, gated_attention, NET_ATTRIBUTES, NetConfig, SPLIT_NET_WEIGHTS

@@ -10,7 +10,7 @@ from .._attributes import Attribute
 from .._config_types import Length, Positive, Size
 from .._family import Family
 from .._layer_attributes import every
-from .._predictors import NAMED_PREDICTOR
+from .._weight_rules import NAMED_PREDICTOR
 from . import _mixtures as mixtures
 from ._common import decoder_attributes, EDGES, GATED, head_norm_weights, PRE_NORMS
 from ._decoder import decoder, gated_mlp, norm, pre_norm_block

@@ -8,8 +8,8 @@ import jax
 from jaxtyping import Array, Key
 
 from ... import nn
-from .._attributes import Attribute, Attributes, Count, Entry, Expect, Fields, Ignore, published_activations
-from .._config_types import Index, LayerCount, Length, NotNegative, PublishedConfig, Size
+from .._attributes import Attribute, Count, Entry, Expect, Fields, Ignore, published_activations
+from .._config_types import Attributes, Index, LayerCount, Length, NotNegative, PublishedConfig, Size
 from .._family import Family, ModelConfig
 from .._weight_rules import Rule
 from ._common import INTO_HEADS, OUT_OF_HEADS

@@ -6,8 +6,8 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Encoder, full, MergedAttention, Transformer, window_both_ways
-from .._attributes import Attribute, Attributes, Entry, Expect, field_types, Fields, Ignore, read_entries
-from .._config_types import Index, PublishedConfig
+from .._attributes import Attribute, Entry, Expect, field_types, Fields, Ignore, read_entries
+from .._config_types import Attributes, Index, PublishedConfig
 from .._family import Family, MultimodalModel
 from .._weight_rules import Rule
 from ._common import ATTENTION, gated_weights, head_norm_weights, norm_weights

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from ...kernels import attend_to_sources, ATTENTION, blockwise_of, FEW, full, Mask, OF_SOURCE, Operation
+from ...kernels import attend_to_sources, ATTENTION, FEW, full, Mask, OF_SOURCE, Operation
 from .._cache import KVCache, mask_overflow, store_keys
 from .._contracts import Attends, Mixer, MixerFacts
 from .._linear import Linear, LinearMap
@@ -164,7 +164,7 @@ class MergedAttention(Mixer):
             "MergedAttention", self._project_source, tokens, source_cache, x.dtype
         )
         kv_tokens = _join_tokens(source_tokens, tokens if row_tokens is None else row_tokens, x.shape[:-2])
-        if row_cache is not None and x.shape[-2] <= FEW and blockwise_of(self.core):
+        if row_cache is not None and x.shape[-2] <= FEW and self.core.decode_op(has_codes=True):
             # With few queries, concatenate scores instead of keys: both caches are then read in place.
             sources = (source_key, source_value), (key, value)
             visible, scale = self.mask(tokens, kv_tokens), self.scores.scale_of(query.shape[-1])

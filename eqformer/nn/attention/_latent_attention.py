@@ -167,9 +167,9 @@ class LatentAttention(Mixer):
         )
         selection = self._select_keys(x, source, keys, tokens, kv_tokens, shared)
         # The loop over blocks and the kernels for decoding read the latents where the cache stores them.
-        loop = kernels.blockwise_of(self.core) if is_absorbed and selection is None else None
-        if loop is not None and cache is not None and kv_tokens is not None:
-            attended = loop.decode(self._decode_call(query, rotated, keys.latents, cache, tokens, kv_tokens, scale))
+        decode = self.core.decode_op(has_codes=True) if is_absorbed and selection is None else None
+        if decode is not None and cache is not None and kv_tokens is not None:
+            attended = decode(self._decode_call(query, rotated, keys.latents, cache, tokens, kv_tokens, scale))
         else:
             call = self._attention_call(query, rotated, keys.latents, tokens, kv_tokens, scale, is_absorbed)
             attended = self.core(call) if selection is None else selection(call)

@@ -124,9 +124,8 @@ def compute_attention(
     """
     if cache is None or call.query.shape[-3] > 1:
         return core(call)
-    if not (kernels.decodes_by_kernels(core) if cache.key_scales is None else kernels.blockwise_of(core)):
+    if (decode := core.decode_op(has_codes=cache.key_scales is not None)) is None:
         return core(call)
-    decode = (kernels.blockwise_of(core) or kernels.BlockwiseAttention()).decode
     key, value, key_scales, value_scales = call.key, call.value, None, None
     if cache.key_scales is not None:
         key, value, key_scales, value_scales = cache.read_quantized()

@@ -1,0 +1,119 @@
+"""Attention masks: rules for which keys a query sees, by positions and segments of tokens."""
+
+from typing import Protocol, runtime_checkable
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+@runtime_checkable
+class HasPositions(Protocol):
+    """Tokens with positions, and with segments where rows hold several documents."""
+
+    @property
+    def positions(self) -> Int[Array, "*batch seq"]:
+        """The position of each token in its document; -1 marks padding."""
+        ...
+
+    @property
+    def segments(self) -> Int[Array, "*batch seq"] | None:
+        """The number of each token's document; None: each row is one document."""
+        ...
+
+
+OF_SOURCE = -2
+"""The position that marks keys of another sequence, which a query sees beside the keys of its own sequence."""
+
+
+class Mask(eqx.Module):
+    """An attention mask: a rule for the positions and segments of a query and a key.
+
+    A key at position `j` is visible to a query at position `i` when both are of one segment, `j` is not padding (-1),
+    and each rule that is set holds: `is_causal` (`j <= i`), `window` (`i - j < window`, and `j - i < ahead`; `ahead`
+    is the window by default), `chunk` (`i // chunk == j // chunk`). With `source`, every query also sees its segment's
+    keys at position `OF_SOURCE`. Kernels compute the mask of single tiles, and skip tiles that the rules make empty.
+    """
+
+    is_causal: bool = eqx.field(static=True, default=True)
+    window: int | None = eqx.field(static=True, default=None)
+    chunk: int | None = eqx.field(static=True, default=None)
+    ahead: int | None = eqx.field(static=True, default=None)
+    source: bool = eqx.field(static=True, default=False)
+
+    def __check_init__(self):
+        for name, value in (("window", self.window), ("chunk", self.chunk), ("ahead", self.ahead)):
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"Mask({name}={value}): {name} counts tokens and must be at least 1; pass None for no {name}."
+                )
+        if self.ahead is not None and (self.is_causal or self.window is None):
+            raise ValueError(
+                f"Mask(is_causal={self.is_causal}, window={self.window}, ahead={self.ahead}): ahead limits the later "
+                "tokens of a window over both sides; pass it with a window and is_causal=False."
+            )
+
+    def reach(self, seq: int) -> int:
+        """Return how many of the last `seq` tokens a query can see at most; a cache must keep so many."""
+        return min(n for n in (seq, self.window, self.chunk) if n is not None)
+
+    def check_cached(self, mixer: str) -> None:
+        """Raise a `ValueError` if tokens see later tokens: then keys and values change, and cannot be cached."""
+        if not self.is_causal:
+            raise ValueError(
+                f"{mixer}.init_cache: with {self} a token sees later tokens, so keys and values change with each new "
+                "token; call the model on whole rows, without a cache, or take a causal mask."
+            )
+
+    def __call__(self, queries: HasPositions, keys: HasPositions) -> Bool[Array, "*batch seq kv_seq"]:
+        """Return a matrix that is true where the query of a row may attend to the key of a column."""
+        query, key = queries.positions[..., :, None], keys.positions[..., None, :]
+        visible = jnp.broadcast_to(key >= 0, jnp.broadcast_shapes(query.shape, key.shape))
+        if self.is_causal:
+            visible &= key <= query
+        if self.window is not None:
+            visible &= (query - key < self.window) & (key - query < (self.ahead or self.window))
+        if self.chunk is not None:
+            visible &= query // self.chunk == key // self.chunk
+        if self.source:
+            visible |= key == OF_SOURCE
+        if queries.segments is not None and keys.segments is not None:
+            visible &= queries.segments[..., :, None] == keys.segments[..., None, :]
+        return visible
+
+
+class ChosenKeys(eqx.Module):
+    """An attention mask as a matrix: the keys that each query of a call sees."""
+
+    visible: Bool[Array, "*batch seq kv_seq"]
+
+    def __call__(self, queries: HasPositions, keys: HasPositions) -> Bool[Array, "*batch seq kv_seq"]:
+        """Return the matrix; the tokens are not read."""
+        return self.visible
+
+
+def causal() -> Mask:
+    """Return the mask by which each token sees itself and every earlier token."""
+    return Mask()
+
+
+def full() -> Mask:
+    """Return the mask by which each token sees every token, as in an encoder."""
+    return Mask(is_causal=False)
+
+
+def sliding_window(window: int) -> Mask:
+    """Return the mask by which each token sees itself and the `window - 1` tokens before it (Mistral, Gemma)."""
+    return Mask(window=window)
+
+
+def window_both_ways(window: int) -> Mask:
+    """Return the mask by which a token sees `(window - 1) // 2` tokens before it and `window // 2` after it (T5Gemma
+    2)."""
+    back, ahead = (window + 1) // 2, window // 2 + 1
+    return Mask(is_causal=False, window=back, ahead=None if back == ahead else ahead)
+
+
+def chunked(chunk: int) -> Mask:
+    """Return the mask by which each token sees itself and the earlier tokens of its chunk of positions (Llama 4)."""
+    return Mask(chunk=chunk)
