@@ -12,8 +12,7 @@ import pytest
 from haste import put
 from jax.sharding import AxisType, PartitionSpec as P
 
-from eqformer.kernels import AttentionCall, BlockwiseAttention, ReferenceAttention, TokenPositions
-from eqformer.kernels.attention._blockwise import attend, BlockwiseSettings, split_into_blocks
+from eqformer.kernels import AttentionCall, blockwise, BlockwiseAttention, ReferenceAttention, TokenPositions
 from eqformer.nn import causal, Mask, positions_like, sliding_window
 
 
@@ -54,13 +53,13 @@ def test_no_scores_are_transposed():
 
 
 def test_memory_is_linear_and_the_program_of_one_size():
-    blockwise = [compiled(BlockwiseAttention(block=32), seq, sliding_window(100)) for seq in (512, 1024)]
+    programs = [compiled(BlockwiseAttention(block=32), seq, sliding_window(100)) for seq in (512, 1024)]
     whole = [compiled(ReferenceAttention(), seq, sliding_window(100)) for seq in (512, 1024)]
     temporary = lambda x: x.memory_analysis().temp_size_in_bytes
-    assert temporary(blockwise[1]) < 2.1 * temporary(blockwise[0])
+    assert temporary(programs[1]) < 2.1 * temporary(programs[0])
     assert temporary(whole[1]) > 3.5 * temporary(whole[0])
-    assert temporary(blockwise[1]) < 1024**2 / 2  # an eighth of one matrix of float32 scores, of which there are two
-    lines = [str(x.as_text()).count("\n") for x in blockwise]
+    assert temporary(programs[1]) < 1024**2 / 2  # an eighth of one matrix of float32 scores, of which there are two
+    lines = [str(x.as_text()).count("\n") for x in programs]
     assert lines[1] < 1.01 * lines[0]
 
 
@@ -112,7 +111,7 @@ def test_calls_over_parts_of_the_keys_combine():
 
     def part(query, keys: slice):
         seen = key[:, keys], value[:, keys], tokens, TokenPositions(places[:, keys])
-        return attend(BlockwiseSettings(causal(), 0.5, None, 4), query, *seen)
+        return blockwise.attend(blockwise.BlockwiseSettings(causal(), 0.5, None, 4), query, *seen)
 
     def halves(query):
         (left, left_sum), (right, right_sum) = part(query, slice(0, 5)), part(query, slice(5, 12))
@@ -174,6 +173,8 @@ def test_few_queries_take_many_keys_at_a_time(queries, block, kv_block):
     """As many scores as a pair of full blocks has, so that decoding is not a loop over short blocks of its cache."""
     places, kv_places = (TokenPositions(positions_like((1, seq)).positions) for seq in (queries, 100))
     arrays = (jax.ShapeDtypeStruct((1, 1, *shape, 2), jnp.float32) for shape in ((1, queries), (100,)))
-    cut_rows, cut_columns, here, there, _ = eqx.filter_eval_shape(split_into_blocks, 4, *arrays, places, kv_places)
+    cut_rows, cut_columns, here, there, _ = eqx.filter_eval_shape(
+        blockwise.split_into_blocks, 4, *arrays, places, kv_places
+    )
     assert (cut_rows.shape[4], cut_columns.shape[3]) == (block, kv_block)
     assert (here.positions.shape[2], there.positions.shape[2]) == (block, kv_block)

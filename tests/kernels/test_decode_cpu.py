@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from eqformer import kernels
-from eqformer.kernels._decode_attention import FilledSlotsDecoding, ReferenceDecoding
+from eqformer.kernels import FilledSlotsDecoding
+from eqformer.kernels._decode_attention import ReferenceDecoding
 
 
 SLOTS, LAYERS = 1024, 3

@@ -13,9 +13,7 @@ from safetensors.numpy import save_file
 from test_published import FIXTURES, RECORDED, write
 
 from eqformer import models
-from eqformer.models import Attribute, PublishedConfig, Unpublished
-from eqformer.models._config_types import private_names
-from eqformer.models._rotary_attributes import RotaryFraction, RotaryPositions
+from eqformer.models import Attribute, config_types, PublishedConfig, rotary_attributes, Unpublished
 
 
 PUBLISHED = {family.model_type: family for family in models.FAMILIES.values() if family.model_type}
@@ -156,7 +154,9 @@ def test_private_attributes_are_passed_over_in_one_line(tmp_path):
     with pytest.warns(UserWarning, match=told) as lines:
         assert eqx.tree_equal(models.load(tmp_path), want)
     assert len(lines) == 1
-    assert private_names({"text_config": {"_beta": 1}, "task_specific_params": {"_gamma": 1}}) == ["text_config._beta"]
+    assert config_types.private_names({"text_config": {"_beta": 1}, "task_specific_params": {"_gamma": 1}}) == [
+        "text_config._beta"
+    ]
     (tmp_path / "config.json").write_text(json.dumps(config | {"zeal_": 3}))
     with pytest.raises(ValueError, match="does not know: zeal_=3"):
         models.load(tmp_path)
@@ -289,7 +289,7 @@ def test_what_is_said_of_nets_is_checked_too(said):
 
 
 def test_a_rotary_fraction_is_read_whenever_it_is_asked_for():
-    part, positions = RotaryFraction(), RotaryPositions()
+    part, positions = rotary_attributes.RotaryFraction(), rotary_attributes.RotaryPositions()
     want = {"rotary_fraction": 0.5, "theta": 10_000.0, "scaling": None}
     for inside in (True, False):
         said = {"partial_rotary_factor": 0.5}

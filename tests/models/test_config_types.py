@@ -8,7 +8,7 @@ from test_attributes import case, HARMLESS, numbers_of, PUBLISHED, SUPERSEDED, U
 from test_published import RECORDED
 
 from eqformer import nn
-from eqformer.models._config_types import fits
+from eqformer.models import config_types
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
@@ -145,7 +145,13 @@ def test_logits_are_divided_by_no_0(family):
 
 def test_kinds():
     kind = tuple[int, ...] | None
-    assert all(fits(value, kind) for value in (None, (), (1, 2)))
-    assert not any(fits(value, kind) for value in (1, [1], (1.0,), (True,), "1"))
-    assert fits((1, 2.0), tuple[float, float]) and not fits((1,), tuple[float, float]) and not fits(True, float)
-    assert fits(nn.LinearScaling(2.0), nn.RotaryScaling | None) and not fits("linear", nn.RotaryScaling | None)
+    assert all(config_types.fits(value, kind) for value in (None, (), (1, 2)))
+    assert not any(config_types.fits(value, kind) for value in (1, [1], (1.0,), (True,), "1"))
+    assert (
+        config_types.fits((1, 2.0), tuple[float, float])
+        and not config_types.fits((1,), tuple[float, float])
+        and not config_types.fits(True, float)
+    )
+    assert config_types.fits(nn.LinearScaling(2.0), nn.RotaryScaling | None) and not config_types.fits(
+        "linear", nn.RotaryScaling | None
+    )

@@ -7,9 +7,8 @@ import equinox as eqx
 import jax
 
 from eqformer import models, nn
-from eqformer.models._layer_attributes import all_but_every, every
+from eqformer.models import decoders, layer_attributes
 from eqformer.models._weight_rules import layer_groups
-from eqformer.models.families._decoder import Run, runs, Together
 
 
 def pattern(period, layers):
@@ -18,16 +17,19 @@ def pattern(period, layers):
 
 def test_layers_are_cut_into_periods_and_what_is_left_over():
     six = pattern(6, 6)
-    assert runs(pattern(6, 26)) == (Run(six, 4, 0), Run(("local",), 2, 24))
-    assert runs(pattern(6, 18)) == (Run(six, 3, 0),)
-    assert runs(("full",) * 28 + ("local",) * 4) == (Run(("full",), 28, 0), Run(("local",), 4, 28))
-    assert runs(("a", "b", "b")) == (Run(("a",), 1, 0), Run(("b",), 2, 1))
+    assert decoders.runs(pattern(6, 26)) == (decoders.Run(six, 4, 0), decoders.Run(("local",), 2, 24))
+    assert decoders.runs(pattern(6, 18)) == (decoders.Run(six, 3, 0),)
+    assert decoders.runs(("full",) * 28 + ("local",) * 4) == (
+        decoders.Run(("full",), 28, 0),
+        decoders.Run(("local",), 4, 28),
+    )
+    assert decoders.runs(("a", "b", "b")) == (decoders.Run(("a",), 1, 0), decoders.Run(("b",), 2, 1))
 
 
 def test_layers_get_kinds_of_their_own_type():
     """Since 1 == True, divisions of layers of kind 1 and of kind True must not be cached as one."""
     for kinds in ((1, 1, 0, 0), (True, True, False, False)):
-        divided = runs(kinds)
+        divided = decoders.runs(kinds)
         assert [(run.periods, run.first) for run in divided] == [(2, 0), (2, 2)]
         assert [type(kind) for run in divided for kind in run.kinds] == [type(kinds[0])] * 2
     mixture: Any = models.preset("hunyuan-moe-byte-500k")
@@ -49,9 +51,9 @@ def test_every_layer_has_one_place_of_its_kind():
 def test_layers_that_stand_together_are_not_parted():
     """Though fewer blocks would be traced: a later turn would read what the first one has left."""
     plain = ("first", "reads", "reads", "leaves", "reads", "reads", "leaves", "reads")
-    assert any(run.periods > 1 and run.kinds[0] == "reads" for run in runs(plain))
-    both = Together(("leaves", "reads", "reads"))
-    found = runs(("first", both, both, Together(("leaves", "reads"))))
+    assert any(run.periods > 1 and run.kinds[0] == "reads" for run in decoders.runs(plain))
+    both = decoders.Together(("leaves", "reads", "reads"))
+    found = decoders.runs(("first", both, both, decoders.Together(("leaves", "reads"))))
     assert [(run.kinds, run.periods) for run in found][1] == ((both,), 2)
     numbers: Any = models.preset("glm-5-byte-500k")
     numbers = dataclasses.replace(numbers, layers=8, reading_layers=(2, 3, 5, 6))
@@ -67,4 +69,4 @@ def test_layers_that_stand_together_are_not_parted():
 
 
 def test_layers_are_numbered_from_zero_and_counted_from_one():
-    assert every(4, 9) == (3, 7) and all_but_every(4, 9) == (0, 1, 2, 4, 5, 6, 8)
+    assert layer_attributes.every(4, 9) == (3, 7) and layer_attributes.all_but_every(4, 9) == (0, 1, 2, 4, 5, 6, 8)

@@ -15,8 +15,8 @@ from test_attributes import HARMLESS, numbers_of, PUBLISHED, SUPERSEDED, UNUSED
 from test_published import RECORDED
 
 from eqformer import models, nn
+from eqformer.models import config_types
 from eqformer.models._attributes import field_types
-from eqformer.models._config_types import fits, Fraction, Number, Positive, Range, Size
 
 
 WRONG = {"text": "500", "NaN": math.nan}
@@ -53,7 +53,7 @@ def faults_of(config: Any) -> list[str]:
     """Return the fields of a config that are not of their kinds or not finite."""
     kinds = field_types(type(config))
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    faults = [name for name, value in values.items() if not fits(value, kinds[name])]
+    faults = [name for name, value in values.items() if not config_types.fits(value, kinds[name])]
     for name, value in values.items():
         if isinstance(value, nn.RotaryScaling):
             numbers = [part for part in jax.tree.leaves(vars(value)) if not isinstance(part, bool)]
@@ -145,7 +145,7 @@ def test_every_number_of_every_config_has_a_range():
             for kind in numbers_in(kinds[field.name]):
                 seen += 1
                 assert kind not in (int, float), f"{family.config.__name__}.{field.name}: annotate it by a kind"
-                assert isinstance(typing.get_args(kind)[1], Range)
+                assert isinstance(typing.get_args(kind)[1], config_types.Range)
     assert seen > 800 and [*numbers_in(tuple[int, ...] | None)] == [int]
 
 
@@ -206,12 +206,19 @@ def test_build_refuses_a_field_out_of_range():
 
 
 def test_ranges():
-    assert all(fits(value, Size) for value in (1, 2**31 - 1)) and not any(
-        fits(value, Size) for value in (0, 2**31, True)
+    assert all(config_types.fits(value, config_types.Size) for value in (1, 2**31 - 1)) and not any(
+        config_types.fits(value, config_types.Size) for value in (0, 2**31, True)
     )
-    assert all(fits(value, Number) for value in (-1, 0.5, 3e38))
-    assert not any(fits(value, Number) for value in (math.nan, math.inf, 1e39, 10**400, "1", False))
-    assert fits(1e-40, Positive) and not fits(0, Positive) and fits(1, Fraction) and not fits(0.0, Fraction)
+    assert all(config_types.fits(value, config_types.Number) for value in (-1, 0.5, 3e38))
+    assert not any(
+        config_types.fits(value, config_types.Number) for value in (math.nan, math.inf, 1e39, 10**400, "1", False)
+    )
+    assert (
+        config_types.fits(1e-40, config_types.Positive)
+        and not config_types.fits(0, config_types.Positive)
+        and config_types.fits(1, config_types.Fraction)
+        and not config_types.fits(0.0, config_types.Fraction)
+    )
 
 
 def test_ids_that_end_a_text_are_ids(tmp_path):

@@ -12,7 +12,6 @@ from nn_reference import close, drawn, normal, wide
 
 from eqformer import nn
 from eqformer.kernels import _platform
-from eqformer.nn import _matmul_precision
 
 
 KEY = jax.random.key(0)
@@ -50,7 +49,7 @@ def test_two_or_three_vectors_meet_a_matrix_one_by_one_on_cpus_and_together_else
     ).count("stablehlo.dot_general")
     assert [products(rows, "cpu") for rows in (1, 2, 3, 4)] == [1, 2, 3, 1]
     assert [products(rows, "cuda") for rows in (1, 2, 3, 4)] == [1, 1, 1, 1]
-    nothing = _matmul_precision.ComputeDtypeMatmul().forward(jnp.zeros((2, 0)), jnp.zeros((4, 0)), jnp.float32)
+    nothing = nn.ComputeDtypeMatmul().forward(jnp.zeros((2, 0)), jnp.zeros((4, 0)), jnp.float32)
     assert nothing.shape == (2, 4) and not np.any(nothing)  # a map of no inputs, which odd sizes leave
 
 

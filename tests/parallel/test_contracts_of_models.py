@@ -16,7 +16,7 @@ from plan_parity import alone, differences, place, total_under, under
 from plan_parts import attention, EMBED, MLP, norm
 
 from eqformer import generation, nn, parallel, planning, training
-from eqformer.parallel.tensor import _residual_stream, _vocabulary
+from eqformer.parallel.tensor import _residual_stream
 
 
 VOCAB = 50
@@ -272,7 +272,7 @@ def test_a_plan_gives_the_loss_and_gradients_of_one_device(name, mesh, choices):
 def without_transform(monkeypatch: Any) -> None:
     """Devices look vectors up, and leave them as they are."""
     monkeypatch.setattr(
-        _vocabulary.SplitEmbedding,
+        parallel.SplitEmbedding,
         "__call__",
         lambda self, ids: self.stream.reduce("token embeddings", jnp.take(self.inner.weight, ids, axis=0)),
     )

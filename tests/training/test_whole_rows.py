@@ -10,7 +10,6 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from eqformer import Batch, kernels, nn, parallel, training
-from eqformer.kernels import _op
 from eqformer.training import batch_tokens
 
 
@@ -103,13 +102,13 @@ def test_rows_in_another_order_are_no_longer_whole():
 
 @pytest.mark.parametrize(("mesh", "method"), [({"fsdp": 2, "tensor": 2}, "ring"), ({"context": 2, "pipe": 2}, "heads")])
 def test_packed_documents_stay_known_over_devices(monkeypatch, mesh, method):
-    seen, choose = [], _op.Op.choose
+    seen, choose = [], kernels.Op.choose
 
     def noting(op: kernels.Op, call: kernels.AttentionCall) -> kernels.Choice:
         seen.append(None if call.unknown_rows else call)
         return choose(op, call)
 
-    monkeypatch.setattr(_op.Op, "choose", noting)
+    monkeypatch.setattr(kernels.Op, "choose", noting)
     plan = parallel.Plan(parallel.make_mesh(**mesh, devices=jax.devices()[:4]), context_method=method)
     run = training.make_gradient_function(training.next_token_loss, plan)
     auto = eqx.filter_eval_shape(lambda: nn.with_execution(model(), core=kernels.ATTENTION))
