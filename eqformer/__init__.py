@@ -24,7 +24,7 @@ from ._failures import (
 )
 from ._files import read_json as read_json, read_utf8 as read_utf8, write_atomic as write_atomic
 from ._prepare import prepare as prepare
-from ._shapes import Batch as Batch, LEGEND as LEGEND
+from ._shapes import Batch as Batch, LEGEND as LEGEND, PreferenceBatch as PreferenceBatch
 
 
 if typing.TYPE_CHECKING:

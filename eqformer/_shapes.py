@@ -104,3 +104,19 @@ class Batch(eqx.Module):
                 f"Batch(documents={self.documents}): it is the most packed documents of a row, at least 1, and packed "
                 "rows have segments; give segments, or leave it out."
             )
+
+
+@checked_fields
+class PreferenceBatch(Batch):
+    """Rows whose completions a `training.preference_loss` compares; made by `eqformer.data`.
+
+    The weights are those of the targets of the completions, and 0 for the prompts. In a batch of pairs (`group` 2) each
+    chosen row stands before its rejected row. In a batch for KTO each row has a label.
+    """
+
+    reference_nats: Float[Array, "batch"] | None = None
+    """The nats of each row by the reference model, as `training.make_row_nats` computes them; None before that."""
+    labels: Float[Array, "batch"] | None = None
+    """1 for a desirable completion and 0 for an undesirable one; None for pairs."""
+    baseline: Float[Array, "batch"] | None = None
+    """KTO's reference point, the same number for each row of the batch, see `training.kto_baseline`."""

@@ -2,6 +2,7 @@
 
 from ._chat_template import (
     ChatTemplate as ChatTemplate,
+    find_replies as find_replies,
     has_chat_template as has_chat_template,
     read_special_tokens as read_special_tokens,
 )
@@ -11,11 +12,13 @@ from ._conversations import (
     conversations as conversations,
     detect_form as detect_form,
     EncodedExample as EncodedExample,
-    find_replies as find_replies,
     LossOn as LossOn,
     MarkedSpan as MarkedSpan,
+    preferences as preferences,
     PromptCompletion as PromptCompletion,
     read_example as read_example,
+    read_label as read_label,
+    split_preference as split_preference,
 )
 from ._corpus import Corpus as Corpus, open_corpus as open_corpus, ValidationMeans as ValidationMeans
 from ._documents import (
@@ -33,7 +36,14 @@ from ._loader import (
     prefetch as prefetch,
     shuffle_indices as shuffle_indices,
 )
-from ._packing import batch_pairs as batch_pairs, DocumentPacking as DocumentPacking, WindowPacking as WindowPacking
+from ._packing import (
+    batch_labelled as batch_labelled,
+    batch_pairs as batch_pairs,
+    batch_preferences as batch_preferences,
+    DocumentPacking as DocumentPacking,
+    PairPacking as PairPacking,
+    WindowPacking as WindowPacking,
+)
 from ._token_store import check_vocab as check_vocab, open_store as open_store, TokenStore as TokenStore
 from ._tokenizer import (
     ByteTokenizer as ByteTokenizer,

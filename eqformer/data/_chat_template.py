@@ -1,10 +1,11 @@
-"""Chat templates of published models, which render conversations as text, and the tokenizer settings they use."""
+"""Chat templates of published models: conversations as text, the replies in it, and settings of tokenizers."""
 
 import datetime
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from .._failures import foreign_call, load_extra
 from .._files import is_there, JsonObject, JsonValue, read_json, read_utf8
@@ -13,6 +14,10 @@ from ._documents import digest
 
 if TYPE_CHECKING:
     from ._template_sandbox import Piece
+
+
+Message = Mapping[str, object]
+Span = tuple[int, int]
 
 
 class ChatTemplate:
@@ -94,6 +99,140 @@ class ChatTemplate:
         with foreign_call(lambda reason: f"{self._description} refuses messages of {roles} ({reason}); {fix}."):
             conversation = {"messages": without_nulls, "add_generation_prompt": add_generation_prompt}
             return self._compiled(variables | conversation | options)
+
+
+# The places of replies in a rendered conversation.
+
+# A text is compared with a generation prompt token by token, where a token is a name such as <think>, a word, or one
+# other character: so a reply that begins with "<" does not share the first character of "<think>".
+_UNIT = re.compile(r"<[^<>\s]*>|\w+|.", re.DOTALL)
+
+
+def find_replies(
+    template: ChatTemplate, messages: Sequence[Message], **options: Any
+) -> tuple[str, list[tuple[Span, Span] | None]]:
+    """Return a rendered conversation, and for each message of the assistant its span in the text and that of its reply.
+
+    The first span is that of the whole message, with its header. The second begins after the generation prompt, at the
+    character that the model writes first when it replies. A span is a start and a stop. Other messages have None, and
+    so has a message of the assistant that the template leaves out.
+
+    The conversation is rendered once, so the spans are right for templates that drop earlier reasoning, rewrite
+    contents or join messages. Raises a `ValueError` if the template refuses the conversation, or if it has no loop over
+    the messages and its text of a conversation does not begin with its text of the first messages.
+    """
+    text, spans = template.render_by_message(messages, **options)
+    is_traced = any(span is not None for span in spans)
+    replies: list[tuple[Span, Span] | None] = [None] * len(messages)
+    header = ""
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if not is_traced:
+            spans[number] = _find_by_prefix(template, text, messages, number, options)
+        elif _includes_results(messages, spans, number):
+            spans[number] = _cut_results(template, text, messages, spans, number, options)
+        if (span := spans[number]) is None:
+            continue
+        if not header or not text.startswith(header, span[0]):
+            header = _find_header(template, text, messages[:number], span, options)
+        starts_whole = text.startswith(header, span[0])
+        shared = len(header) if starts_whole else _shared_length(header, text[slice(*span)])
+        replies[number] = span, (span[0] + shared, span[1])
+    return text, replies
+
+
+def _includes_results(messages: Sequence[Message], spans: Sequence[Span | None], number: int) -> bool:
+    """Return whether the span of a call may contain the tools' results, because these have no span of their own."""
+    following = number + 1
+    return following < len(messages) and messages[following]["role"] == "tool" and spans[following] is None
+
+
+def _cut_results(
+    template: ChatTemplate,
+    text: str,
+    messages: Sequence[Message],
+    spans: Sequence[Span | None],
+    number: int,
+    options: Mapping[str, Any],
+) -> Span | None:
+    """Return the span of a call without the tools' results: what it shares with a rendering without the results.
+
+    The rendering without the results alone keeps the later messages, because templates drop reasoning before the
+    user's last message. The rendering that ends at the call is for templates that refuse two replies in a row.
+    """
+    span = spans[number]
+    if span is None:
+        return None
+    last_result = number
+    while last_result + 1 < len(messages) and messages[last_result + 1]["role"] == "tool":
+        last_result += 1
+    start, stop = span
+    shared, refusals = [], []
+    for later in (messages[last_result + 1 :], ()):
+        try:
+            shorter, shorter_spans = template.render_by_message([*messages[: number + 1], *later], **options)
+        except ValueError as error:
+            refusals.append(error)
+            continue
+        if (shorter_span := shorter_spans[number]) is not None:
+            shared.append(_shared_length(text[start:stop], shorter[slice(*shorter_span)]))
+    if len(refusals) == 2:
+        raise refusals[0]
+    return (start, start + max(shared)) if shared else span
+
+
+def _find_header(
+    template: ChatTemplate, text: str, previous: Sequence[Message], span: Span, options: Mapping[str, Any]
+) -> str:
+    """Return the text after the previous messages that asks the model for its reply.
+
+    The message begins with this text, unless the template drops earlier reasoning: then the conversation does not begin
+    with the model's prompt, and the message may begin with a part of the text, without a name such as <think>. The
+    text is that after a question for templates that refuse messages without one.
+    """
+    start, stop = span
+    question = {"role": "user", "content": "?"}
+    try:
+        previous = previous or [question]
+        prompt = template.render(previous, **options)
+    except ValueError:
+        if any(message["role"] == "user" for message in previous):
+            raise
+        previous = [*previous, question]
+        prompt = template.render(previous, **options)
+    if text.startswith(prompt) and start <= len(prompt) <= stop:
+        return text[start : len(prompt)]
+    without_header = template.render(previous, add_generation_prompt=False, **options)
+    return prompt[_shared_length(prompt, without_header) :]
+
+
+def _find_by_prefix(
+    template: ChatTemplate, text: str, messages: Sequence[Message], number: int, options: Mapping[str, Any]
+) -> Span:
+    """Return the span of a message as the difference of two renderings, without and with the message."""
+    before = template.render(messages[:number], add_generation_prompt=False, **options) if number else ""
+    through = template.render(messages[: number + 1], add_generation_prompt=False, **options)
+    if not (text.startswith(through) and through.startswith(before)):
+        raise ValueError(
+            f"the chat template has no loop over the messages, and its text of {len(messages)} messages does not begin "
+            f"with its text of the first {number + 1}, so the replies' places are unknown; train on all tokens "
+            "(loss_on='all'), or write the template as a loop over `messages`."
+        )
+    return len(before), len(through)
+
+
+def _shared_length(first: str, second: str) -> int:
+    """Return the number of characters of the longest common beginning, in whole names and words."""
+    length = 0
+    for first_unit, second_unit in zip(_UNIT.finditer(first), _UNIT.finditer(second)):
+        if first_unit[0] != second_unit[0]:
+            break
+        length = first_unit.end()
+    return length
+
+
+# Files of published tokenizers.
 
 
 def read_special_tokens(folder: str | os.PathLike[str]) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """Conversations as training data: token ids, and a loss weight for each token, by a model's chat template."""
 
+import json
 import os
-import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -11,16 +11,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int, UInt
 
-from .._files import parse_json
-from ._chat_template import ChatTemplate
+from .._files import JsonObject, parse_json
+from ._chat_template import ChatTemplate, find_replies, Message
 from ._documents import digest, Document, TextSource
 from ._files import files
 from ._tokenizer import ByteTokenizer, FileTokenizer
 
 
 LossOn = Literal["assistant", "completion", "all"]
-Message = Mapping[str, object]
-Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -112,135 +110,6 @@ def _make_conversation(
         raise ValueError(f"{location}: `chat_template_kwargs` must be an object, but is {type(options).__name__}.")
     tools = {"tools": fields["tools"]} if fields.get("tools") else {}
     return Conversation(checked, completion_start, {**tools, **options}, has_prompt)
-
-
-# A text is compared with a generation prompt token by token, where a token is a name such as <think>, a word, or one
-# other character: so a reply that begins with "<" does not share the first character of "<think>".
-_UNIT = re.compile(r"<[^<>\s]*>|\w+|.", re.DOTALL)
-
-
-def find_replies(
-    template: ChatTemplate, messages: Sequence[Message], **options: Any
-) -> tuple[str, list[tuple[Span, Span] | None]]:
-    """Return a rendered conversation, and for each message of the assistant its span in the text and that of its reply.
-
-    The first span is that of the whole message, with its header. The second begins after the generation prompt, at the
-    character that the model writes first when it replies. A span is a start and a stop. Other messages have None, and
-    so has a message of the assistant that the template leaves out.
-
-    The conversation is rendered once, so the spans are right for templates that drop earlier reasoning, rewrite
-    contents or join messages. Raises a `ValueError` if the template refuses the conversation, or if it has no loop over
-    the messages and its text of a conversation does not begin with its text of the first messages.
-    """
-    text, spans = template.render_by_message(messages, **options)
-    is_traced = any(span is not None for span in spans)
-    replies: list[tuple[Span, Span] | None] = [None] * len(messages)
-    header = ""
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if not is_traced:
-            spans[number] = _find_by_prefix(template, text, messages, number, options)
-        elif _includes_results(messages, spans, number):
-            spans[number] = _cut_results(template, text, messages, spans, number, options)
-        if (span := spans[number]) is None:
-            continue
-        if not header or not text.startswith(header, span[0]):
-            header = _find_header(template, text, messages[:number], span, options)
-        starts_whole = text.startswith(header, span[0])
-        shared = len(header) if starts_whole else _shared_length(header, text[slice(*span)])
-        replies[number] = span, (span[0] + shared, span[1])
-    return text, replies
-
-
-def _includes_results(messages: Sequence[Message], spans: Sequence[Span | None], number: int) -> bool:
-    """Return whether the span of a call may contain the tools' results, because these have no span of their own."""
-    following = number + 1
-    return following < len(messages) and messages[following]["role"] == "tool" and spans[following] is None
-
-
-def _cut_results(
-    template: ChatTemplate,
-    text: str,
-    messages: Sequence[Message],
-    spans: Sequence[Span | None],
-    number: int,
-    options: Mapping[str, Any],
-) -> Span | None:
-    """Return the span of a call without the tools' results: what it shares with a rendering without the results.
-
-    The rendering without the results alone keeps the later messages, because templates drop reasoning before the
-    user's last message. The rendering that ends at the call is for templates that refuse two replies in a row.
-    """
-    span = spans[number]
-    if span is None:
-        return None
-    last_result = number
-    while last_result + 1 < len(messages) and messages[last_result + 1]["role"] == "tool":
-        last_result += 1
-    start, stop = span
-    shared, refusals = [], []
-    for later in (messages[last_result + 1 :], ()):
-        try:
-            shorter, shorter_spans = template.render_by_message([*messages[: number + 1], *later], **options)
-        except ValueError as error:
-            refusals.append(error)
-            continue
-        if (shorter_span := shorter_spans[number]) is not None:
-            shared.append(_shared_length(text[start:stop], shorter[slice(*shorter_span)]))
-    if len(refusals) == 2:
-        raise refusals[0]
-    return (start, start + max(shared)) if shared else span
-
-
-def _find_header(
-    template: ChatTemplate, text: str, previous: Sequence[Message], span: Span, options: Mapping[str, Any]
-) -> str:
-    """Return the text after the previous messages that asks the model for its reply.
-
-    The message begins with this text, unless the template drops earlier reasoning: then the conversation does not begin
-    with the model's prompt, and the message may begin with a part of the text, without a name such as <think>. The
-    text is that after a question for templates that refuse messages without one.
-    """
-    start, stop = span
-    question = {"role": "user", "content": "?"}
-    try:
-        previous = previous or [question]
-        prompt = template.render(previous, **options)
-    except ValueError:
-        if any(message["role"] == "user" for message in previous):
-            raise
-        previous = [*previous, question]
-        prompt = template.render(previous, **options)
-    if text.startswith(prompt) and start <= len(prompt) <= stop:
-        return text[start : len(prompt)]
-    without_header = template.render(previous, add_generation_prompt=False, **options)
-    return prompt[_shared_length(prompt, without_header) :]
-
-
-def _find_by_prefix(
-    template: ChatTemplate, text: str, messages: Sequence[Message], number: int, options: Mapping[str, Any]
-) -> Span:
-    """Return the span of a message as the difference of two renderings, without and with the message."""
-    before = template.render(messages[:number], add_generation_prompt=False, **options) if number else ""
-    through = template.render(messages[: number + 1], add_generation_prompt=False, **options)
-    if not (text.startswith(through) and through.startswith(before)):
-        raise ValueError(
-            f"the chat template has no loop over the messages, and its text of {len(messages)} messages does not begin "
-            f"with its text of the first {number + 1}, so the replies' places are unknown; train on all tokens "
-            "(loss_on='all'), or write the template as a loop over `messages`."
-        )
-    return len(before), len(through)
-
-
-def _shared_length(first: str, second: str) -> int:
-    """Return the number of characters of the longest common beginning, in whole names and words."""
-    length = 0
-    for first_unit, second_unit in zip(_UNIT.finditer(first), _UNIT.finditer(second)):
-        if first_unit[0] != second_unit[0]:
-            break
-        length = first_unit.end()
-    return length
 
 
 class EncodedExample(NamedTuple):
@@ -444,3 +313,78 @@ def detect_form(path: str | os.PathLike[str]) -> Form:
             return read_example(row, location=name)[0]
         case _:
             return "text"
+
+
+# Preferences: a row has a prompt, and two completions of which one is chosen.
+
+
+def split_preference(row: object, *, location: str) -> tuple[JsonObject, JsonObject]:
+    """Return a row of preferences as two rows with `prompt` and `completion`, of which the first is the chosen one.
+
+    The row has `prompt`, `chosen` and `rejected`: three texts, or three lists of messages. If `prompt` is missing or a
+    text, `chosen` and `rejected` may be whole conversations; the prompt is then the messages with which both begin.
+    `tools` and `chat_template_kwargs` may stand beside them. Raises a `ValueError` that names the location for any
+    other row, and for a rejected completion that equals the chosen one.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"{location} must be an object with fields, but is {type(row).__name__}.")
+    match row:
+        case {"prompt": str(prompt), "chosen": str(chosen), "rejected": str(rejected)}:
+            parts = prompt, chosen, rejected
+        case {"prompt": list(prompt), "chosen": list(chosen), "rejected": list(rejected)}:
+            parts = prompt, chosen, rejected
+        case {"chosen": list(chosen), "rejected": list(rejected)}:
+            longest = max(min(len(chosen), len(rejected)) - 1, 0)
+            shared = next((number for number in range(longest) if chosen[number] != rejected[number]), longest)
+            if not shared:
+                raise ValueError(
+                    f"{location}: `chosen` and `rejected` must begin with the messages of one prompt, but their first "
+                    "messages differ, or one has a single message; give the prompt as `prompt`."
+                )
+            parts = chosen[:shared], chosen[shared:], rejected[shared:]
+        case _:
+            raise ValueError(
+                f"{location} must have `prompt`, `chosen` and `rejected` (three texts or three lists of messages), or "
+                "`chosen` and `rejected` as whole conversations, but its fields are "
+                f"{', '.join(map(_describe_field, row.items()))}; rename them."
+            )
+    prompt, chosen, rejected = parts
+    if chosen == rejected:
+        raise ValueError(f"{location}: `rejected` equals `chosen`, so there is nothing to prefer; leave the row out.")
+    options = {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
+    chosen_row, rejected_row = ({"prompt": prompt, "completion": end, **options} for end in (chosen, rejected))
+    return chosen_row, rejected_row
+
+
+def read_label(row: object, *, location: str) -> bool:
+    """Return the `label` of a row with `prompt` and `completion`: whether the completion is desirable, for KTO.
+
+    Raises a `ValueError` that names the location for a row without a label of true or false.
+    """
+    label = row.get("label") if isinstance(row, Mapping) else None
+    if not isinstance(label, bool):
+        raise ValueError(f"{location} must have a `label` of true or false, but it is {label!r}; add it.")
+    return label
+
+
+def preferences(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> TextSource:
+    """Return the rows of files or folders of preferences as a source for a `ConversationEncoder` and `PairPacking`.
+
+    Each row is two documents of the same name, and so in the same split: the chosen completion, and then the rejected
+    one. Raises a `ValueError` as `files` does; the source's `check` raises one for a row that `split_preference`
+    refuses.
+    """
+    source = files(path, field=None)
+
+    def documents() -> Iterator[Document]:
+        for name, text, size in source:
+            chosen, rejected = split_preference(parse_json(text), location=name)
+            yield Document(name, json.dumps(chosen), size)
+            yield Document(name, json.dumps(rejected), 0)
+
+    def check() -> None:
+        for name, text, _ in documents():
+            read_example(parse_json(text), location=name)
+
+    fingerprint = source.fingerprint
+    return replace(source, documents=documents, check=check, fingerprint=lambda: f"preferences {fingerprint()}")

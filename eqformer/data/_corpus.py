@@ -107,7 +107,7 @@ def open_corpus(
     seq: int,
     batch: int,
     seed: int,
-    packing: Literal["windows", "documents"] = "windows",
+    packing: Literal["windows", "documents", "pairs"] = "windows",
     weights: Mapping[str, float] | None = None,
     validation: float = 0.05,
     vocab: int | None = None,
@@ -117,7 +117,8 @@ def open_corpus(
 
     Args:
         sources: The sources, by a name for messages and metrics.
-        tokenizer: The tokenizer of all sources, or the encoder of chat data, which needs `packing="documents"`.
+        tokenizer: The tokenizer of all sources, or the encoder of chat data, which needs `packing="documents"`, or
+            `"pairs"` for `preferences`.
         cache_dir: One or several cache folders, as in `open_store`; after a failed write to a folder, only those that
             follow it are tried.
         seq: The tokens of a row.

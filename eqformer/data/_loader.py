@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt
 
 from .._shapes import Batch
-from ._packing import as_examples, DocumentPacking, WindowPacking
+from ._packing import as_examples, DocumentPacking, PairPacking, WindowPacking
 from ._token_store import TokenStore
 
 
@@ -80,10 +80,11 @@ class Loader:
 
     A run is an endless sequence of examples: row `row` of the batch at `step` is example `step * batch + row`. An epoch
     is `rows_per_epoch` examples, which contain every row of the data once; each epoch has another order. A batch may
-    span two epochs, so no row is dropped. `packing` is `"windows"` (`WindowPacking`) or `"documents"`
-    (`DocumentPacking`).
+    span two epochs, so no row is dropped. `packing` is `"windows"` (`WindowPacking`), `"documents"`
+    (`DocumentPacking`), or `"pairs"` (`PairPacking`), of which two rows are shuffled as one.
 
-    **Raises:** `ValueError` if `batch` is not positive, the packing is unknown, or the packing refuses `seq`.
+    **Raises:** `ValueError` if `batch` is not positive, or odd for pairs, the packing is unknown, or the packing
+    refuses `seq`.
     """
 
     def __init__(
@@ -93,15 +94,17 @@ class Loader:
         seq: int,
         batch: int,
         seed: int,
-        packing: Literal["windows", "documents"] = "windows",
+        packing: Literal["windows", "documents", "pairs"] = "windows",
     ):
         call = f"Loader(store, seq={seq}, batch={batch}, packing={packing!r})"
         if batch < 1:
             raise ValueError(f"{call}: a batch must have at least 1 row, but batch is {batch}; pass a positive number.")
-        packings = {"windows": WindowPacking, "documents": DocumentPacking}
+        packings = {"windows": WindowPacking, "documents": DocumentPacking, "pairs": PairPacking}
         if packing not in packings:
             raise ValueError(f"{call}: packing must be one of {list(packings)}, but is {packing!r}; pass one of them.")
         self.packing = packings[packing](store, seq=seq)
+        if batch % self.packing.group:
+            raise ValueError(f"{call}: a pair is two rows, so a batch must have an even number; pass another batch.")
         self.store = store
         self.seq = seq
         self.batch_size = batch
@@ -110,7 +113,7 @@ class Loader:
     @property
     def rows_per_epoch(self) -> int:
         """The number of rows of the data, which is the number of examples in an epoch."""
-        return self.packing.rows
+        return self.packing.rows * self.packing.group
 
     @property
     def steps_per_epoch(self) -> int:
@@ -126,9 +129,20 @@ class Loader:
         return self.at(example_numbers("Loader", self.batch_size, step, start, stop))
 
     def at(self, examples: Int[np.ndarray, "batch"]) -> Batch:
-        """Return the rows of these examples, given by their numbers over the whole run."""
-        rows = shuffle_indices(examples, rows=self.rows_per_epoch, seed=self.seed)
+        """Return the rows of these examples, given by their numbers over the whole run; pairs must be complete."""
+        rows = shuffle_indices(self._groups(examples), rows=self.packing.rows, seed=self.seed)
         return replace(self.packing(rows), examples=as_examples(examples))
+
+    def _groups(self, rows: Int[np.ndarray, "batch"]) -> Int[np.ndarray, "_"]:
+        """Return the number of each pair of rows, or of each row if rows are no pairs."""
+        group = self.packing.group
+        groups = rows[::group] // group
+        if not np.array_equal((groups[:, None] * group + np.arange(group)).ravel(), rows):
+            raise ValueError(
+                f"Loader(packing='pairs'): a pair is never split, but rows {rows[0]} to {rows[-1]} hold half a pair; "
+                "ask for an even first row and an even number of rows."
+            )
+        return groups
 
     def epoch(self, batches: int | None = None, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Iterate over the data once in its stored order, the same each time: for evaluation.
@@ -150,7 +164,9 @@ class Loader:
     def _iterate_epoch(self, total: int, count: int, start: int, stop: int) -> Iterator[Batch]:
         for number in range(count):
             numbers = number * self.batch_size + np.arange(start, stop, dtype=np.int64)
-            batch = self.packing(_space_evenly(np.minimum(numbers, total - 1), total, self.rows_per_epoch))
+            groups, total_groups = self._groups(numbers), total // self.packing.group
+            rows = _space_evenly(np.minimum(groups, total_groups - 1), total_groups, self.packing.rows)
+            batch = self.packing(rows)
             weights = batch.weights * (numbers < total).astype(np.float32)[:, None]
             yield replace(batch, weights=weights)
 
@@ -204,6 +220,8 @@ class Mixture:
         kinds = {
             name: (loader.seq, loader.batch_size, type(loader.packing).__name__) for name, loader in loaders.items()
         }
+        if any(loader.packing.group > 1 for loader in loaders.values()):
+            raise ValueError(f"{call}: a mixture takes row after row, which splits pairs; give one file of all pairs.")
         if len(set(kinds.values())) > 1:
             raise ValueError(
                 f"{call}: rows of one batch must have one shape, but (seq, batch, packing) are {kinds}; make all "

@@ -1,12 +1,14 @@
-"""Rows of a fixed length: windows or packed documents of a token store, found by index, and pairs of texts."""
+"""Rows of a fixed length: windows, packed documents or preferences of a token store, and pairs of texts."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from .._shapes import Batch
+from .._shapes import Batch, PreferenceBatch
+from ._conversations import EncodedExample
 from ._token_store import TokenStore
 
 
@@ -18,6 +20,7 @@ class WindowPacking:
     """
 
     documents = None  # Each row counts as one document, so the maximum number of documents of a row is unknown.
+    group = 1
 
     def __init__(self, store: TokenStore, *, seq: int):
         self.seq = seq
@@ -64,6 +67,8 @@ class DocumentPacking:
 
     The index takes 13 bytes for each piece and 8 bytes for each row.
     """
+
+    group = 1
 
     def __init__(self, store: TokenStore, *, seq: int):
         if seq < 2:
@@ -125,6 +130,117 @@ class DocumentPacking:
             examples=as_examples(rows),
             documents=self.documents,
         )
+
+
+class PairPacking:
+    """Pairs of rows: the chosen and the rejected completion of a prompt, from a store of `preferences`.
+
+    A row is one document, which is cut after `seq + 1` tokens; `cut` counts these. Padding is as in `DocumentPacking`.
+    Raises a `ValueError` for a store of other documents, and for a prompt that leaves its completion no token of the
+    row.
+    """
+
+    documents = 1
+    group = 2
+
+    def __init__(self, store: TokenStore, *, seq: int):
+        call = f"PairPacking(store, seq={seq})"
+        if store.weights is None or store.documents % 2:
+            raise ValueError(
+                f"{call}: pairs are rows of preferences, but {store.path.name} has other text; make the store of "
+                "data.preferences(path) by a ConversationEncoder."
+            )
+        self.seq, self.rows, self.table_bytes = seq, store.documents // 2, 0
+        self._tokens, self._weights, self._offsets = store.tokens, store.weights, store.offsets
+        self.cut, self.skipped = int(np.sum(np.diff(store.offsets) > seq + 1)), 0
+        # The first token of a row is no target.
+        bounds = np.stack([store.offsets[:-1] + 1, np.minimum(store.offsets[1:], store.offsets[:-1] + seq + 1)], 1)
+        has_target = [bool(np.any(self._weights[start:stop] > 0)) for start, stop in bounds]
+        if not all(has_target):
+            pair, side = divmod(has_target.index(False), 2)
+            raise ValueError(
+                f"{call}: the prompt must leave room for its completion in a row, but that of pair {pair} of "
+                f"{store.path.name} leaves none for the {('chosen', 'rejected')[side]} one; pass a longer seq, or "
+                "leave the row out."
+            )
+
+    def __call__(self, rows: Int[np.ndarray, "pairs"]) -> PreferenceBatch:
+        """Return the pairs with these numbers, each as its chosen and then its rejected row."""
+        documents = (2 * rows[:, None] + np.arange(2)).ravel()
+        spans = [slice(*self._offsets[document : document + 2]) for document in documents]
+        examples = [(self._tokens[span], self._weights[span]) for span in spans]
+        return _fill_rows(examples, self.seq, as_examples(documents), group=2)
+
+
+def batch_preferences(
+    pairs: Sequence[tuple[EncodedExample, EncodedExample]], *, seq: int, first_example: int = 0
+) -> PreferenceBatch:
+    """Return a batch of pairs, each as its chosen and then its rejected row, for a `training.preference_loss`.
+
+    Raises a `ValueError` for a prompt that leaves its completion no token of the row, and for equal completions.
+
+    Args:
+        pairs: The chosen and the rejected example of each prompt, from a `ConversationEncoder`.
+        seq: The tokens of a row; a longer completion is cut.
+        first_example: The first row's number in the run.
+    """
+    for number, (chosen, rejected) in enumerate(pairs):
+        if np.array_equal(chosen.ids, rejected.ids):
+            raise ValueError(
+                f"batch_preferences(pairs): both completions of pair {number} have the same tokens; leave the pair out."
+            )
+    rows = [example for pair in pairs for example in pair]
+    return _fill_examples("batch_preferences(pairs", "pair", 2, rows, seq, first_example)
+
+
+def batch_labelled(
+    examples: Sequence[EncodedExample], labels: Sequence[bool], *, seq: int, first_example: int = 0
+) -> PreferenceBatch:
+    """Return a batch of completions that are labelled desirable or not, for KTO.
+
+    Raises a `ValueError` for a prompt that leaves its completion no token of the row, and for another number of labels.
+
+    Args:
+        examples: The examples, from a `ConversationEncoder`.
+        labels: Whether each completion is desirable.
+        seq: The tokens of a row; a longer completion is cut.
+        first_example: The first row's number in the run.
+    """
+    if len(examples) != len(labels):
+        raise ValueError(
+            f"batch_labelled(examples, labels): {len(examples)} examples and {len(labels)} labels; each example needs "
+            "one label."
+        )
+    batch = _fill_examples("batch_labelled(examples", "example", 1, examples, seq, first_example)
+    return replace(batch, labels=np.asarray(labels, np.float32))
+
+
+def _fill_examples(
+    call: str, kind: str, group: int, examples: Sequence[EncodedExample], seq: int, first_example: int
+) -> PreferenceBatch:
+    for number, example in enumerate(examples):
+        if not np.any(example.weights[1 : seq + 1] > 0):
+            raise ValueError(
+                f"{call}, seq={seq}): the prompt must leave room for its completion in a row, but that of {kind} "
+                f"{number // group} has {int(np.argmax(example.weights > 0))} tokens; pass a longer seq, or leave the "
+                "row out."
+            )
+    numbers = np.arange(first_example, first_example + len(examples))
+    return _fill_rows([(example.ids, example.weights) for example in examples], seq, as_examples(numbers), group=group)
+
+
+def _fill_rows(
+    examples: Sequence[tuple[np.ndarray, np.ndarray]], seq: int, numbers: Int[np.ndarray, "batch"], *, group: int
+) -> PreferenceBatch:
+    """Return a batch whose rows are one document each, of ids and weights; what follows a document is padding."""
+    ids, targets = np.zeros((2, len(examples), seq), np.int32)
+    weights, positions = np.zeros(ids.shape, np.float32), np.full(ids.shape, -1, np.int32)
+    for row, (tokens, token_weights) in enumerate(examples):
+        length = min(len(tokens) - 1, seq)
+        ids[row, :length], targets[row, :length] = tokens[:length], tokens[1 : length + 1]
+        weights[row, :length], positions[row, :length] = token_weights[1 : length + 1], np.arange(length)
+    segments = np.where(positions < 0, -1, 0).astype(np.int32)
+    return PreferenceBatch(ids, targets, weights, numbers, positions, segments, group, documents=1)
 
 
 def _split_documents(

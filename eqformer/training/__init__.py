@@ -57,8 +57,11 @@ from .losses._token_losses import (
     batch_tokens as batch_tokens,
     check_next_token as check_next_token,
     evaluation_sums as evaluation_sums,
+    kto_baseline as kto_baseline,
     mask_tokens as mask_tokens,
     next_token_loss as next_token_loss,
+    preference_loss as preference_loss,
+    PreferenceLoss as PreferenceLoss,
     row_loss as row_loss,
     row_nats as row_nats,
 )

@@ -16,7 +16,7 @@ from ..kernels import cpu_or
 from ..parallel import Plan
 from ._gradients import make_execution
 from ._train_state import TrainState
-from .losses._loss_aux import loss_count, LossAux, LossFn, routing_aux, routing_metrics
+from .losses._loss_aux import loss_count, loss_metrics, LossAux, LossFn, routing_aux, routing_metrics
 from .optimizer._learning_rates import Rates
 from .optimizer._optimizer import check_optimizer, global_norm, Optimizer, partition_trained
 
@@ -93,8 +93,8 @@ def make_step(
     `state_shardings` says, and the loss is called as `make_gradient_function` says.
 
     Metrics: `loss` (per token, before the update), `count`, `grad_norm` (before clipping), `learning_rate`, `skipped`
-    and `empty_batches` (so far), `skipped_in_a_row`, those of `routing_metrics` and, in float16, the step's
-    `loss_scale`, see `LossScale`. The state is donated.
+    and `empty_batches` (so far), `skipped_in_a_row`, the loss's own, those of `routing_metrics` and, in float16, the
+    step's `loss_scale`, see `LossScale`. The state is donated.
 
     Args:
         loss_fn: `loss_fn(model, batch, key) -> (sum, count)`, whose quotient is minimized.
@@ -142,8 +142,10 @@ def make_step(
         state = execution.place_state(optimizer, state)
 
         if (aux := routing_aux(loss_aux)) is not None:
-            loss_aux = LossAux(count, execution.order_aux(aux, state.model))
+            loss_aux = LossAux(count, execution.order_aux(aux, state.model), loss_metrics(loss_aux))
         metrics = {"loss": loss, "count": count, "grad_norm": norm, "learning_rate": learning_rate}
+        for name, (total, weight) in loss_metrics(loss_aux).items():
+            metrics[name] = total / jnp.where(weight == 0, 1, weight)
         metrics |= routing_metrics(loss_aux) | ({} if loss_scale is None else {"loss_scale": loss_scale.value + 0})
         if gradient_norms:
             norms = module_gradient_norms(gradients)

@@ -86,7 +86,7 @@ class _Sums(eqx.Module):
     """Sums that entries add to: loss sum and count, layers' aux, gradients of edges and of blocks; and, by slot, the
     operands of deferred weight gradients."""
 
-    loss: tuple[Array, ...]
+    loss: tuple[PyTree, ...]
     aux: PyTree
     edges: PyTree
     blocks: PyTree
@@ -273,7 +273,7 @@ class _Executor:
         return _Sums(loss, aux, edge_grads, block_grads, operand_slots), dx
 
     def _backward_of_last(
-        self, loss: tuple[Array, ...], edge_grads: PyTree, y: PyTree, piece: PyTree
+        self, loss: tuple[PyTree, ...], edge_grads: PyTree, y: PyTree, piece: PyTree
     ) -> tuple[tuple, PyTree, PyTree]:
         """Compute the loss: return loss sum and count, and the gradients of both arguments of `last`."""
         trained, static = eqx.partition(self.edges, eqx.is_inexact_array)

@@ -1,7 +1,7 @@
 """Results of a loss (its sum, the weight of its tokens, the aux of routed layers), their checks, and loss scaling."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import equinox as eqx
 import jax
@@ -24,22 +24,22 @@ class LossAux(eqx.Module):
     """The weight of the tokens, by which the sum is divided."""
     aux: PyTree = None
     """The tree of `Aux` that the model's layers returned."""
+    metrics: Mapping[str, tuple[Float[Array, ""], Float[Array, ""]]] = eqx.field(default_factory=dict)
+    """Metrics of the loss itself by name: the sum of each, and the weight by which the step divides it."""
 
 
 CountOrAux = Float[Array, ""] | LossAux
-"""The second result of a loss: the weight of the tokens alone or, for a model with routed layers, a `LossAux`."""
+"""The second result of a loss: the weight of the tokens alone or, with routed layers or metrics, a `LossAux`."""
 
 
-def add_aux_losses(
-    total: Float[Array, ""], count: Float[Array, ""], aux: PyTree
-) -> tuple[Float[Array, ""], CountOrAux]:
+def add_aux_losses(total: Float[Array, ""], count: CountOrAux, aux: PyTree) -> tuple[Float[Array, ""], CountOrAux]:
     """Add the losses of routed layers to a loss's sum, and return the count with their aux, as a `LossAux`.
 
     The sum and the count of a model without routed layers are returned as they are.
     """
     if not aux_of(aux):
         return total, count
-    return total + aux_loss(aux).astype(total.dtype), LossAux(count, aux)
+    return total + aux_loss(aux).astype(total.dtype), LossAux(loss_count(count), aux, loss_metrics(count))
 
 
 def loss_count(loss_aux: CountOrAux) -> Float[Array, ""]:
@@ -50,6 +50,11 @@ def loss_count(loss_aux: CountOrAux) -> Float[Array, ""]:
 def routing_aux(loss_aux: CountOrAux) -> PyTree:
     """Return the aux of routed layers in a `LossAux`; None for a loss that returned the weight of its tokens alone."""
     return loss_aux.aux if isinstance(loss_aux, LossAux) else None
+
+
+def loss_metrics(loss_aux: CountOrAux) -> Mapping[str, tuple[Array, Array]]:
+    """Return the sums and weights of a loss's own metrics; an empty dict for a loss without metrics."""
+    return loss_aux.metrics if isinstance(loss_aux, LossAux) else {}
 
 
 def routing_metrics(loss_aux: CountOrAux) -> dict[str, Array]:

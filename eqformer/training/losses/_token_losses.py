@@ -1,7 +1,10 @@
 """Losses of tokens (next-token prediction, masked-language modeling), losses of whole rows, and evaluation sums."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +13,25 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from ... import nn
 from ..._array_checks import checked
-from ..._shapes import Batch
+from ..._shapes import Batch, PreferenceBatch
 from ...nn import in_float32, packed_in_order, positions_like, Source, token_keys, Tokens, with_source
 from ...parallel import sum_rows, vary_like
+<<<<<<< HEAD
 from . import _cross_entropy
 from ._loss_aux import add_aux_losses, CountOrAux, LossFn
+=======
+from ._cross_entropy import (
+    apply_weights,
+    cast_tables_once,
+    chunked_token_nats,
+    cross_entropy,
+    split_tokens,
+    sum_over_chunks,
+    token_nats,
+    Vocabulary,
+)
+from ._loss_aux import add_aux_losses, CountOrAux, LossAux, LossFn
+>>>>>>> eea6bc51 (Add losses of preferences: DPO, IPO, ORPO and KTO)
 
 
 @checked
@@ -218,8 +235,9 @@ def check_next_token(model: nn.LanguageModel, *, seq: int) -> None:
 
 # Losses of whole rows: the nats of all tokens of a row together determine the weight of each token.
 
-RowFunction = Callable[[Float[Array, "batch"], Batch], tuple[Array | float, Array | float]]
-"""(each row's nats, batch) -> (sum, count)"""
+RowMetrics = Mapping[str, tuple[Array, Array]]
+RowFunction = Callable[[Float[Array, "batch"], Any], tuple[Any, ...]]
+"""(each row's nats, batch) -> (sum, count), or (sum, count, metrics) with each metric's sum and weight by name"""
 
 
 @checked
@@ -245,7 +263,8 @@ def row_loss(function: RowFunction) -> LossFn:
 
     `function(nats, batch)` takes `-sum_i w_i log p_i[target_i]` of each row, over all tokens of the row even if a mesh
     splits it, and the rows' batch; it returns a sum over rows and a count. It is differentiated with respect to the
-    nats. If it compares rows, `batch.group` is the number of rows that are never separated.
+    nats. A third result, `{name: (sum, weight)}`, is reported by the step: each sum over the whole batch divided by its
+    weight. If the function compares rows, `batch.group` is the number of rows that are never separated.
 
     The logits of all tokens never exist at once, as in `cross_entropy`: a first pass over chunks computes the nats, and
     a second pass the gradients, with each token's weight times the slope of the sum at its row's nats. Both together
@@ -266,11 +285,12 @@ def row_loss(function: RowFunction) -> LossFn:
         hidden, _, aux = model.encode(jnp.asarray(batch.ids), tokens)
         nats, devices = _sum_row_nats(model, hidden, batch, chunk, vocabulary)
 
-        def apply_function(nats: Array) -> tuple[Array, Array]:
-            total, count = function(nats, batch)
-            return vary_like(jnp.asarray(total, nats.dtype), nats), jnp.asarray(count, nats.dtype)
+        def apply_function(nats: Array) -> tuple[Array, tuple[Array, RowMetrics]]:
+            total, count, *metrics = function(nats, batch)
+            as_number = lambda x: jnp.asarray(x, nats.dtype)
+            return vary_like(as_number(total), nats), jax.tree.map(as_number, (count, metrics[0] if metrics else {}))
 
-        (value, count), slopes = jax.value_and_grad(apply_function, has_aux=True)(nats)
+        (value, (count, metrics)), slopes = jax.value_and_grad(apply_function, has_aux=True)(nats)
         weights = jnp.asarray(batch.weights)
         weights = weights.astype(slopes.dtype) * slopes[:, None]
         nats_fn = _cross_entropy.token_nats if vocabulary is None else vocabulary.nats
@@ -279,7 +299,8 @@ def row_loss(function: RowFunction) -> LossFn:
         )
         # The gradient is that of this device's tokens; the value is divided among the devices that share a row.
         total = total + jax.lax.stop_gradient(value.astype(total.dtype) / devices - total)
-        return add_aux_losses(total, count / devices, aux)
+        count, metrics = jax.tree.map(lambda x: jax.lax.stop_gradient(x / devices), (count, metrics))
+        return add_aux_losses(total, LossAux(count, None, metrics) if metrics else count, aux)
 
     return loss_fn
 
@@ -289,8 +310,143 @@ def _sum_row_nats(
 ) -> tuple[Float[Array, "batch"], int]:
     """Return each row's nats, and the number of devices over which a row is split."""
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
+<<<<<<< HEAD
     nats_fn = _cross_entropy.token_nats if vocabulary is None else vocabulary.nats
     nats = _cross_entropy.chunked_token_nats(
         model.unembed, jax.lax.stop_gradient(hidden), targets, chunk=chunk, nats=nats_fn
     )
     return sum_rows(jax.lax.stop_gradient(_cross_entropy.apply_weights(nats, weights)))
+=======
+    nats_fn = token_nats if vocabulary is None else vocabulary.nats
+    nats = chunked_token_nats(model.unembed, jax.lax.stop_gradient(hidden), targets, chunk=chunk, nats=nats_fn)
+    return sum_rows(jax.lax.stop_gradient(apply_weights(nats, weights)))
+
+
+# Losses of preferences: the completions of a prompt are compared, or labelled.
+
+PreferenceLoss = Literal["dpo", "ipo", "orpo", "kto"]
+
+
+def preference_loss(
+    name: PreferenceLoss, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
+) -> LossFn:
+    """Return a loss, called like `next_token_loss`, of the rows of a `PreferenceBatch`.
+
+    A row's nats are those of its completion, `-log p`. Its reward is `beta log (p / p_reference)`, by the batch's
+    `reference_nats`.
+
+    - "dpo": `-log sigmoid(chosen reward - rejected reward)` of each pair (Rafailov et al., arXiv:2305.18290, eq. 7).
+    - "ipo": `(chosen - rejected - 1 / (2 beta))^2` of each pair, where both are rewards over beta and per token, as in
+      TRL (Azar et al., arXiv:2310.12036, eq. 17).
+    - "orpo": the nats per token of the chosen completion, minus `beta log sigmoid(log odds ratio)`, where the odds are
+      `p / (1 - p)` for the mean `log p` of a completion's tokens (Hong et al., arXiv:2403.07691, eq. 6 and 7). There is
+      no reference, and the reward is `beta` times that mean.
+    - "kto": `1 - sigmoid(reward - beta baseline)` of each desirable row and `1 - sigmoid(beta baseline - reward)` of
+      each other row, times the weights (Ethayarajh et al., arXiv:2402.01306, eq. 8), with the batch's `baseline`.
+
+    The loss is a mean over pairs, or over rows for KTO. The step's metrics are `rewards_chosen` and `rewards_rejected`
+    (for KTO those of desirable and other rows) and for pairs `reward_margin` and `reward_accuracy`, the share of pairs
+    whose chosen row has the larger reward. Pairs are never split (`group=2`), so the loss is the same on any mesh, in
+    any number of microbatches.
+
+    Args:
+        name: The loss.
+        beta: How strongly the model is held to the reference; for ORPO the weight of the odds ratio.
+        desirable_weight: The weight of KTO's desirable rows.
+        undesirable_weight: The weight of KTO's other rows.
+    """
+    if name not in get_args(PreferenceLoss):
+        raise ValueError(f"preference_loss({name!r}): the losses are {', '.join(get_args(PreferenceLoss))}; pass one.")
+    if not min(beta, desirable_weight, undesirable_weight) > 0:
+        raise ValueError(
+            f"preference_loss(beta={beta}, desirable_weight={desirable_weight}, undesirable_weight="
+            f"{undesirable_weight}): each must be above 0; pass positive numbers."
+        )
+    if name == "kto":
+        return row_loss(functools.partial(_kto_sums, beta, desirable_weight, undesirable_weight))
+    return row_loss(functools.partial(_pair_sums, name, beta))
+
+
+def kto_baseline(
+    nats: Float[Array | np.ndarray, "batch"], reference_nats: Float[Array | np.ndarray, "batch"]
+) -> Float[Array, ""]:
+    """Return KTO's reference point: the mean of `log p / p_reference` of rows with other prompts' completions, or 0.
+
+    Both nats are of the same rows, by the model and by the reference, as `make_row_nats` computes them before a step.
+    """
+    return jnp.maximum(jnp.mean(jnp.asarray(reference_nats) - jnp.asarray(nats)), 0)
+
+
+def _pair_sums(
+    name: str, beta: float, nats: Float[Array, "batch"], batch: PreferenceBatch
+) -> tuple[Array, int, RowMetrics]:
+    """Return the sum over pairs of a loss, the number of pairs, and their metrics."""
+    if batch.group % 2 or len(nats) % 2:
+        raise ValueError(
+            f"preference_loss({name!r}): each chosen row stands before its rejected row, so a batch has group=2 and an "
+            f"even number of rows, but this one has group={batch.group} and {len(nats)} rows; use "
+            "data.batch_preferences."
+        )
+    if name == "orpo":
+        means = -nats / _row_weights(batch)
+        rewards = beta * means
+        # A probability of 1 has no finite odds.
+        means = jnp.minimum(means, -jnp.finfo(nats.dtype).eps)
+        log_odds = means - jnp.where(means > -math.log(2), jnp.log(-jnp.expm1(means)), jnp.log1p(-jnp.exp(means)))
+        losses = -means[::2] - beta * jax.nn.log_sigmoid(log_odds[::2] - log_odds[1::2])
+    else:
+        log_ratios = _log_ratios(name, nats, batch)
+        rewards = beta * log_ratios
+        if name == "dpo":
+            losses = -jax.nn.log_sigmoid(rewards[::2] - rewards[1::2])
+        else:
+            per_token = log_ratios / _row_weights(batch)
+            losses = jnp.square(per_token[::2] - per_token[1::2] - 1 / (2 * beta))
+    pairs = jnp.full((), len(losses), nats.dtype)
+    margins = rewards[::2] - rewards[1::2]
+    values = {
+        "rewards_chosen": rewards[::2],
+        "rewards_rejected": rewards[1::2],
+        "reward_margin": margins,
+        "reward_accuracy": margins > 0,
+    }
+    metrics = {metric: (jnp.sum(x, dtype=nats.dtype), pairs) for metric, x in values.items()}
+    return jnp.sum(losses), len(losses), metrics
+
+
+def _kto_sums(
+    beta: float, desirable_weight: float, undesirable_weight: float, nats: Float[Array, "batch"], batch: PreferenceBatch
+) -> tuple[Array, int, RowMetrics]:
+    """Return the sum of KTO's loss over rows, the number of rows, and their metrics."""
+    if batch.labels is None or batch.baseline is None:
+        missing = "labels" if batch.labels is None else "baseline"
+        raise ValueError(
+            f"preference_loss('kto'): a batch needs labels and a baseline, but has no {missing}; use "
+            "data.batch_labelled, and training.kto_baseline before each step."
+        )
+    rewards, labels = beta * _log_ratios("kto", nats, batch), jnp.asarray(batch.labels).astype(nats.dtype)
+    baseline = beta * jnp.asarray(batch.baseline).astype(nats.dtype)
+    weights = jnp.where(labels > 0, desirable_weight, undesirable_weight).astype(nats.dtype)
+    losses = weights * jax.nn.sigmoid(jnp.where(labels > 0, baseline - rewards, rewards - baseline))
+    metrics = {
+        "rewards_chosen": (jnp.sum(rewards * labels), jnp.sum(labels)),
+        "rewards_rejected": (jnp.sum(rewards * (1 - labels)), jnp.sum(1 - labels)),
+    }
+    return jnp.sum(losses), len(losses), metrics
+
+
+def _log_ratios(name: str, nats: Float[Array, "batch"], batch: PreferenceBatch) -> Float[Array, "batch"]:
+    """Return the logarithm of each row's probability over that by the reference."""
+    if batch.reference_nats is None:
+        raise ValueError(
+            f"preference_loss({name!r}): the batch needs the nats of each row by a reference model; give "
+            "dataclasses.replace(batch, reference_nats=training.make_row_nats(plan)(reference, batch))."
+        )
+    return jnp.asarray(batch.reference_nats).astype(nats.dtype) - nats
+
+
+def _row_weights(batch: Batch) -> Float[Array, "batch"]:
+    """Return the weight of each row's targets, over all devices that share the row."""
+    weights, _ = sum_rows(jnp.asarray(batch.weights))
+    return jnp.where(weights == 0, 1, weights)
+>>>>>>> eea6bc51 (Add losses of preferences: DPO, IPO, ORPO and KTO)

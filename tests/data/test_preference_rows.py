@@ -1,0 +1,167 @@
+"""Rows of preferences as pairs of rows of tokens, kept together in batches, and rows that are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eqformer.data import (
+    batch_labelled,
+    batch_preferences,
+    ByteTokenizer,
+    ChatTemplate,
+    ConversationEncoder,
+    conversations,
+    Loader,
+    Mixture,
+    open_corpus,
+    open_store,
+    PairPacking,
+    preferences,
+    read_example,
+    read_label,
+    split_preference,
+)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+USER = {"role": "user", "content": "Hi"}
+YES, NO = ({"role": "assistant", "content": text} for text in ("yes", "no!"))
+TEXT = {"prompt": "1 + 1", "chosen": " = 2", "rejected": " = 11"}
+
+
+@pytest.fixture
+def encoder(tmp_path) -> ConversationEncoder:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return ConversationEncoder(ByteTokenizer(), ChatTemplate(tmp_path))
+
+
+def encode_pair(encoder: ConversationEncoder, row: Any):
+    chosen, rejected = (
+        encoder.encode(read_example(part, location="row")[1]) for part in split_preference(row, location="row")
+    )
+    return chosen, rejected
+
+
+def trained_text(example) -> bytes:
+    return bytes(example.ids[example.weights > 0].tolist())
+
+
+@pytest.mark.parametrize(
+    "row, texts, prompt",
+    [
+        (TEXT, (b" = 2\0", b" = 11\0"), b"1 + 1"),
+        ({"prompt": [USER], "chosen": [YES], "rejected": [NO]}, (b"yes\0", b"no!\0"), b"<u>Hi<a>"),
+        ({"chosen": [USER, YES], "rejected": [USER, NO]}, (b"yes\0", b"no!\0"), b"<u>Hi<a>"),
+        # A text of the prompt stands beside whole conversations, and earlier replies belong to the prompt.
+        (
+            {"prompt": "Hi", "chosen": [USER, YES, USER, NO], "rejected": [USER, YES, USER, YES]},
+            (b"no!\0", b"yes\0"),
+            b"<u>Hi<a>yes<u>Hi<a>",
+        ),
+    ],
+)
+def test_each_form_has_a_prompt_and_two_completions(row, texts, prompt, encoder):
+    chosen, rejected = encode_pair(encoder, row)
+    assert (trained_text(chosen), trained_text(rejected)) == texts
+    for example, text in zip((chosen, rejected), texts):
+        assert bytes(example.ids.tolist()) == prompt + text
+
+
+def test_what_is_refused(encoder):
+    def refused(row) -> str:
+        with pytest.raises(ValueError) as error:
+            split_preference(row, location="pairs.jsonl#4")
+        assert str(error.value).startswith("pairs.jsonl#4")
+        return str(error.value)
+
+    assert "`rejected` equals `chosen`" in refused(TEXT | {"rejected": " = 2"})
+    assert "but its fields are prompt (str), chosen (str); rename" in refused({"prompt": "a", "chosen": "b"})
+    assert "rejected (list)" in refused(TEXT | {"rejected": [NO]})
+    assert "their first messages differ" in refused({"chosen": [USER, YES], "rejected": [YES]})
+    assert "must be an object" in refused([TEXT])
+    assert read_label({"prompt": "a", "completion": "b", "label": False}, location="row") is False
+    with pytest.raises(ValueError, match="row must have a `label` of true or false, but it is 1"):
+        read_label({"label": 1}, location="row")
+    pair = encode_pair(encoder, TEXT)
+    with pytest.raises(ValueError, match=r"batch_preferences\(pairs, seq=4\).* of pair 1 has 6 tokens; pass a longer"):
+        batch_preferences(
+            [
+                encode_pair(encoder, {"prompt": "1", "chosen": "2", "rejected": "3"}),
+                encode_pair(encoder, TEXT | {"prompt": "1 + 1 "}),
+            ],
+            seq=4,
+        )
+    with pytest.raises(ValueError, match="both completions of pair 0 have the same tokens"):
+        batch_preferences([(pair[0], pair[0])], seq=16)
+    with pytest.raises(ValueError, match="2 examples and 1 labels"):
+        batch_labelled(pair, [True], seq=16)
+
+
+def test_batches_of_pairs_and_of_labels(encoder):
+    pair = encode_pair(encoder, TEXT)
+    batch: Any = batch_preferences([pair, pair], seq=9, first_example=6)
+    assert batch.group == 2 and batch.examples.tolist() == [6, 7, 8, 9] and batch.reference_nats is None
+    for row, example in enumerate((*pair, *pair)):
+        length = min(len(example.ids) - 1, 9)
+        assert batch.ids[row, :length].tolist() == example.ids[:length].tolist()
+        assert batch.targets[row, :length].tolist() == example.ids[1 : length + 1].tolist()
+        assert batch.weights[row, :length].tolist() == example.weights[1 : length + 1].tolist()
+        assert (batch.segments[row] >= 0).sum() == length and not batch.weights[row, length:].any()
+    labelled: Any = batch_labelled(pair, [True, False], seq=9)
+    assert labelled.group == 1 and labelled.labels.tolist() == [1, 0]
+    assert np.array_equal(labelled.ids, batch.ids[:2])
+
+
+def write_rows(path: Path, count: int) -> Path:
+    rows = [{"prompt": f"{number}:", "chosen": f"{number} yes", "rejected": f"{number} no"} for number in range(count)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_a_loader_shuffles_pairs_and_splits_none(encoder, tmp_path):
+    source = preferences(write_rows(tmp_path / "pairs.jsonl", 60))
+    corpus = open_corpus({"pairs": source}, encoder, tmp_path / "c", seq=16, batch=4, seed=0, packing="pairs")
+    train: Any = corpus.train
+    held_out = corpus.held_out["pairs"]
+    assert train.rows_per_epoch + held_out.rows_per_epoch == 120 and held_out.rows_per_epoch
+
+    def texts(batch) -> list[str]:
+        return [bytes(row[row > 0].astype(np.uint8).tolist()).decode() for row in batch.ids]
+
+    seen = []
+    for step in range(train.rows_per_epoch // 4):
+        batch = train.batch(step)
+        assert batch.group == 2
+        for chosen, rejected in zip(texts(batch)[::2], texts(batch)[1::2]):
+            prompt = chosen.split(":")[0]
+            assert (chosen, rejected) == (f"{prompt}:{prompt} yes", f"{prompt}:{prompt} no")
+            seen.append(int(prompt))
+    assert len({*seen}) == len(seen) and seen != sorted(seen)
+    assert np.array_equal(train.rows(3, 2, 4).ids, train.batch(3).ids[2:])
+    with pytest.raises(ValueError, match="a pair is never split, but rows 1 to 3 hold half a pair"):
+        train.rows(0, 1, 4)
+    epoch = [batch.ids for batch in held_out.epoch(1)]
+    assert len(epoch) == 1 and len(epoch[0]) == 4
+    with pytest.raises(ValueError, match="must have an even number"):
+        Loader(train.store, seq=16, batch=3, seed=0, packing="pairs")
+    with pytest.raises(ValueError, match="which splits pairs"):
+        Mixture({"a": train}, {"a": 1.0}, seed=0)
+
+
+def test_stores_that_are_no_pairs(encoder, tmp_path):
+    pairs = open_store(preferences(write_rows(tmp_path / "pairs.jsonl", 3)), encoder, tmp_path / "c", validation=0.0)
+    assert PairPacking(pairs, seq=5).cut == 6
+    with pytest.raises(ValueError, match=r"that of pair 0 of .* leaves none for the chosen one; pass a longer seq"):
+        PairPacking(pairs, seq=1)
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    other = open_store(conversations(tmp_path / "one.jsonl"), encoder, tmp_path / "c", validation=0.0)
+    with pytest.raises(ValueError, match=r"has other text; make the store of data.preferences\(path\)"):
+        PairPacking(other, seq=8)
+    (tmp_path / "bad.jsonl").write_text(json.dumps(TEXT) + "\n" + json.dumps({"prompt": "a", "chosen": "b"}))
+    with pytest.raises(ValueError, match="bad.jsonl#1 must have `prompt`, `chosen` and `rejected`"):
+        preferences(tmp_path / "bad.jsonl").check()

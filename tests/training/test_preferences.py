@@ -1,0 +1,151 @@
+"""Losses of preferences against their formulas in float64, their metrics, and what they refuse."""
+
+import dataclasses
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array, Float
+
+from eqformer import PreferenceBatch, training
+from eqformer.training import loss_count
+
+
+ROWS, SEQ, VOCAB, EMBED, BETA = 6, 7, 11, 5, 0.3
+LOSSES: tuple[Any, ...] = ("dpo", "ipo", "orpo", "kto")
+
+
+class Table(eqx.Module):
+    """A model whose logits after a token are a row of a table, times a matrix."""
+
+    table: Float[Array, "vocab embed"]
+    head: Float[Array, "embed vocab"]
+
+    def encode(self, ids, tokens):
+        return self.table[ids], None, None
+
+    def unembed(self, hidden):
+        return hidden @ self.head
+
+
+def model_of(seed: int = 0) -> Table:
+    table, head = np.random.default_rng(seed).normal(size=(2, VOCAB, EMBED))
+    return Table(jnp.asarray(table), jnp.asarray(head.T))
+
+
+def batch_of(**fields) -> PreferenceBatch:
+    rng = np.random.default_rng(1)
+    ids, targets = rng.integers(0, VOCAB, (2, ROWS, SEQ)).astype(np.int32)
+    lengths = np.array([3, 5, 1, 7, 4, 2])
+    weights = (np.arange(SEQ) < lengths[:, None]).astype(np.float64)[:, ::-1]
+    numbers = {"reference_nats": rng.normal(9, 3, ROWS), "labels": np.array([1.0, 0, 0, 1, 1, 0])}
+    numbers["baseline"] = np.full(ROWS, 0.7)
+    batch = PreferenceBatch(ids, targets, weights, np.arange(ROWS, dtype=np.int32), group=2, **numbers)
+    return jax.tree.map(jnp.asarray, dataclasses.replace(batch, **fields))
+
+
+def formula(name: str, model: Table, batch: Any) -> Array:
+    """The sum over pairs or rows, of all log-probabilities at once."""
+    log_probs = jax.nn.log_softmax(model.table[batch.ids] @ model.head)
+    picked = jnp.take_along_axis(log_probs, jnp.asarray(batch.targets)[..., None], -1)[..., 0]
+    log_p, lengths = jnp.sum(picked * batch.weights, -1), batch.weights.sum(-1)
+    ratios = log_p + batch.reference_nats
+    if name == "dpo":
+        return jnp.sum(jnp.log1p(jnp.exp(-BETA * (ratios[::2] - ratios[1::2]))))
+    if name == "ipo":
+        per_token = ratios / lengths
+        return jnp.sum((per_token[::2] - per_token[1::2] - 1 / (2 * BETA)) ** 2)
+    if name == "orpo":
+        p = jnp.exp(log_p / lengths)
+        odds = p / (1 - p)
+        return jnp.sum(-log_p[::2] / lengths[::2] + BETA * jnp.log1p(odds[1::2] / odds[::2]))
+    desirable = 2.0 * (1 - 1 / (1 + jnp.exp(-BETA * (ratios - 0.7))))
+    undesirable = 0.5 * (1 - 1 / (1 + jnp.exp(-BETA * (0.7 - ratios))))
+    return jnp.sum(jnp.where(batch.labels > 0, desirable, undesirable))
+
+
+def loss_of(name: Any):
+    return training.preference_loss(name, beta=BETA, desirable_weight=2.0, undesirable_weight=0.5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_loss_and_its_gradients_are_the_formula(name):
+    with jax.enable_x64(True):
+        model, batch = model_of(), batch_of()
+        want, want_gradients = eqx.filter_value_and_grad(lambda model: formula(name, model, batch))(model)
+        run = training.make_gradient_function(loss_of(name))
+        total, count, gradients = run(model, batch, None)
+        assert float(total) == pytest.approx(float(want), rel=1e-12)
+        assert float(loss_count(count)) == (ROWS if name == "kto" else ROWS // 2)
+        for ours, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(want_gradients), strict=True):
+            assert np.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+        # The control: rows in other pairs, or with other labels, have another loss.
+        order = np.roll(np.arange(ROWS), 1)
+        arrays = {"ids": batch.ids[order], "targets": batch.targets[order], "weights": batch.weights[order]}
+        arrays |= {"reference_nats": batch.reference_nats[order]}  # type: ignore[index]
+        assert abs(float(run(model, batch_of(**arrays), None)[0]) / float(want) - 1) > 1e-3
+
+
+def test_microbatches_hold_whole_pairs():
+    with jax.enable_x64(True):
+        model, batch = model_of(), batch_of()
+        run = training.make_gradient_function(loss_of("dpo"), microbatches=3)
+        total, _, _ = run(model, batch, None)
+        assert float(total) == pytest.approx(float(formula("dpo", model, batch)), rel=1e-12)
+        apart = dataclasses.replace(batch, group=1)
+        with pytest.raises(ValueError, match="has group=1 and 2 rows; use data.batch_preferences"):
+            run(model, apart, None)
+
+
+def test_metrics_are_means_over_all_microbatches():
+    with jax.enable_x64(True):
+        model, batch = model_of(), batch_of()
+        optimizer = training.optimizer("sgd", model, rate=1e-3)
+        nats = np.asarray(training.row_nats(model, batch))
+        rewards = BETA * (np.asarray(batch.reference_nats) - nats)
+        for name, microbatches in (("dpo", 1), ("ipo", 3), ("kto", 3)):
+            step = training.make_step(loss_of(name), optimizer, microbatches=microbatches)
+            metrics = step(training.init_state(model_of(), optimizer), batch, None)[1]
+            if name == "kto":
+                is_desirable = np.asarray(batch.labels) > 0
+                expected = {"rewards_chosen": rewards[is_desirable], "rewards_rejected": rewards[~is_desirable]}
+            else:
+                margins = rewards[::2] - rewards[1::2]
+                expected = {"rewards_chosen": rewards[::2], "rewards_rejected": rewards[1::2]}
+                expected |= {"reward_margin": margins, "reward_accuracy": margins > 0}
+            for metric, values in expected.items():
+                assert float(metrics[metric]) == pytest.approx(np.mean(values), rel=1e-10), (name, metric)
+
+
+def test_the_baseline_is_a_mean_that_is_not_negative():
+    assert float(training.kto_baseline(np.array([1.0, 2.0]), np.array([2.0, 2.0]))) == 0.5
+    assert float(training.kto_baseline(np.array([3.0, 2.0]), np.array([2.0, 2.0]))) == 0
+
+
+def test_a_sure_model_has_finite_odds():
+    with jax.enable_x64(True):
+        batch = batch_of(weights=np.zeros((ROWS, SEQ)))  # of no token: the probability is 1
+        total, _, gradients = training.make_gradient_function(loss_of("orpo"))(model_of(), batch, None)
+        assert math.isfinite(float(total)) and all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+
+
+def test_what_is_refused():
+    model = model_of()
+
+    def refused(name: Any, batch: PreferenceBatch) -> str:
+        with pytest.raises(ValueError) as error:
+            loss_of(name)(model, batch)
+        return str(error.value)
+
+    half = {"weights": np.ones((ROWS, SEQ), np.float32)}
+    assert "the batch needs the nats of each row by a reference" in refused(
+        "dpo", batch_of(reference_nats=None, **half)
+    )
+    assert "has no labels" in refused("kto", batch_of(labels=None, **half))
+    assert "has no baseline; use data.batch_labelled" in refused("kto", batch_of(baseline=None, **half))
+    with pytest.raises(ValueError, match=r"beta=0\.0, .*each must be above 0"):
+        training.preference_loss("dpo", beta=0.0)
