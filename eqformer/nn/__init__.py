@@ -81,6 +81,7 @@ from ._lora import (
     lora_factors as lora_factors,
     merge_lora as merge_lora,
     with_lora as with_lora,
+    without_lora as without_lora,
 )
 from ._matmul_precision import (
     ComputeDtypeMatmul as ComputeDtypeMatmul,

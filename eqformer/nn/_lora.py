@@ -126,6 +126,11 @@ def merge_lora(model: PyTree) -> PyTree:
     return map_modules(merge, model, LoRA)
 
 
+def without_lora(model: PyTree) -> PyTree:
+    """Replace each `LoRA` by its fixed map: the model without its adapter, which shares the model's arrays."""
+    return map_modules(lambda lora: lora.linear, model, LoRA)
+
+
 def lora_factors(model: PyTree) -> PyTree:
     """Return a tree like the model with the factors of its `LoRA`s, and None for all other arrays.
 

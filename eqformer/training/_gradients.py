@@ -18,24 +18,7 @@ from jaxtyping import Array, Float, PyTree
 from .. import nn, parallel
 from .._shapes import Batch
 from ._train_state import fetch_from_host, return_to_host, state_shardings, TrainState
-<<<<<<< HEAD
 from .losses import _loss_aux
-=======
-from .losses._loss_aux import (
-    check_not_split,
-    check_takes_tokens,
-    CountOrAux,
-    loss_cotangent,
-    loss_count,
-    loss_metrics,
-    LossAux,
-    LossFn,
-    routing_aux,
-    Scale,
-    sum_and_count,
-    unscale_gradients,
-)
->>>>>>> eea6bc51 (Add losses of preferences: DPO, IPO, ORPO and KTO)
 from .losses._token_losses import batch_tokens
 from .optimizer._optimizer import Optimizer, partition_trained, trainable, Trained
 
@@ -107,19 +90,11 @@ class ShardedExecution(SingleDevice):
         rows = plan.arrange(batch, batch_tokens(batch, key))
         replicated = jax.sharding.PartitionSpec()
         specs = plan.parameter_specs(model), plan.batch_specs(rows), replicated
-<<<<<<< HEAD
-        out_specs = replicated, (replicated, plan.aux_spec), plan.state_specs(model)
-        total, (count, aux), gradients = parallel.filter_shard_map(per_device, plan.mesh, specs, out_specs)(
-            model, rows, scale
-        )
-        return total, _loss_aux.LossAux(count, aux) if nn.aux_of(aux) else count, gradients
-=======
         out_specs = replicated, (replicated, plan.aux_spec, replicated), plan.state_specs(model)
-        total, (count, aux, metrics), gradients = filter_shard_map(per_device, plan.mesh, specs, out_specs)(
-            model, rows, scale
-        )
-        return total, LossAux(count, aux, metrics) if nn.aux_of(aux) or metrics else count, gradients
->>>>>>> eea6bc51 (Add losses of preferences: DPO, IPO, ORPO and KTO)
+        run = parallel.filter_shard_map(per_device, plan.mesh, specs, out_specs)
+        total, (count, aux, metrics), gradients = run(model, rows, scale)
+        has_aux = nn.aux_of(aux) or metrics
+        return total, _loss_aux.LossAux(count, aux, metrics) if has_aux else count, gradients
 
     def fetch_optimizer_state(
         self, optimizer: Optimizer, optimizer_state: PyTree, gradients: PyTree
@@ -142,13 +117,8 @@ class ShardedExecution(SingleDevice):
         """Return the loss's sum, its count with the aux, and the gradients, reduced over all devices."""
         parameters = device.parameters(model)
         total, loss_aux, gradients = self._run_microbatches(device, model, parameters, rows, scale)
-<<<<<<< HEAD
-        aux = jax.tree.map(device.total, _loss_aux.routing_aux(loss_aux))
-        return device.total(total), (device.total(_loss_aux.loss_count(loss_aux)), aux), device.reduce(gradients)
-=======
-        aux, metrics = jax.tree.map(device.total, (routing_aux(loss_aux), loss_metrics(loss_aux)))
-        return device.total(total), (device.total(loss_count(loss_aux)), aux, metrics), device.reduce(gradients)
->>>>>>> eea6bc51 (Add losses of preferences: DPO, IPO, ORPO and KTO)
+        parts = _loss_aux.loss_count(loss_aux), _loss_aux.routing_aux(loss_aux), _loss_aux.loss_metrics(loss_aux)
+        return device.total(total), jax.tree.map(device.total, parts), device.reduce(gradients)
 
     def _run_microbatches(
         self, device: parallel.OnDevice, model: PyTree, parameters: PyTree, rows: PyTree, scale: _loss_aux.Scale
@@ -203,13 +173,8 @@ class PipelinedExecution(ShardedExecution):
             return self._loss(device, _with_stacks(edges, (_ReturnHidden(hidden, microbatch[1]),)), microbatch)
 
         microbatches = split_microbatches(rows, self.microbatches)
-<<<<<<< HEAD
         cotangent = _loss_aux.loss_cotangent(scale, jax.tree.map(operator.itemgetter(0), microbatches))
-        total, count, aux, (edge_gradients, stack_gradients) = parallel.pipeline_gradients(
-=======
-        cotangent = loss_cotangent(scale, jax.tree.map(operator.itemgetter(0), microbatches))
-        total, loss_aux, aux, (edge_gradients, stack_gradients) = pipeline_gradients(
->>>>>>> eea6bc51 (Add losses of preferences: DPO, IPO, ORPO and KTO)
+        total, loss_aux, aux, (edge_gradients, stack_gradients) = parallel.pipeline_gradients(
             self.plan.timetable(),
             embed_ids,
             run_stage,
@@ -222,12 +187,8 @@ class PipelinedExecution(ShardedExecution):
         )
         gradients = _loss_aux.unscale_gradients(_with_stacks(edge_gradients, stack_gradients), cotangent)
         parameter_gradients = _unwrap_gradients(device, parameters, model, gradients)
-<<<<<<< HEAD
-        return total, _loss_aux.LossAux(count, aux), self.trained(parameter_gradients)
-=======
-        loss_aux = LossAux(loss_count(loss_aux), aux, loss_metrics(loss_aux))
+        loss_aux = _loss_aux.LossAux(_loss_aux.loss_count(loss_aux), aux, _loss_aux.loss_metrics(loss_aux))
         return total, loss_aux, self.trained(parameter_gradients)
->>>>>>> eea6bc51 (Add losses of preferences: DPO, IPO, ORPO and KTO)
 
 
 def make_execution(

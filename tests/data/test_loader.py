@@ -73,7 +73,7 @@ def test_a_host_makes_its_own_rows_only(store, monkeypatch):
     made = []
 
     class Watched:
-        rows = loader.packing.rows
+        rows, group = loader.packing.rows, loader.packing.group
 
         def __call__(self, rows, packing=loader.packing):
             made.append(len(rows))

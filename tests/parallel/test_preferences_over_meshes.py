@@ -28,7 +28,7 @@ CASES = [
 def batch_for(model: str) -> PreferenceBatch:
     """Pairs that also have labels, with a reference that is another model's."""
     batch = batch_of(model_of(model), 8)
-    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)} | {"group": 2}
+    fields: Any = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)} | {"group": 2}
     reference = np.random.default_rng(3).normal(30.0, 10.0, 8).astype(np.float32)
     labels = np.array([1, 0, 0, 1, 1, 1, 0, 0], np.float32)
     return PreferenceBatch(**fields, reference_nats=reference, labels=labels, baseline=np.full(8, 3, np.float32))

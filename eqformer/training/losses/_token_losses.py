@@ -16,22 +16,8 @@ from ..._array_checks import checked
 from ..._shapes import Batch, PreferenceBatch
 from ...nn import in_float32, packed_in_order, positions_like, Source, token_keys, Tokens, with_source
 from ...parallel import sum_rows, vary_like
-<<<<<<< HEAD
 from . import _cross_entropy
-from ._loss_aux import add_aux_losses, CountOrAux, LossFn
-=======
-from ._cross_entropy import (
-    apply_weights,
-    cast_tables_once,
-    chunked_token_nats,
-    cross_entropy,
-    split_tokens,
-    sum_over_chunks,
-    token_nats,
-    Vocabulary,
-)
 from ._loss_aux import add_aux_losses, CountOrAux, LossAux, LossFn
->>>>>>> eea6bc51 (Add losses of preferences: DPO, IPO, ORPO and KTO)
 
 
 @checked
@@ -310,16 +296,11 @@ def _sum_row_nats(
 ) -> tuple[Float[Array, "batch"], int]:
     """Return each row's nats, and the number of devices over which a row is split."""
     targets, weights = jnp.asarray(batch.targets), jnp.asarray(batch.weights)
-<<<<<<< HEAD
     nats_fn = _cross_entropy.token_nats if vocabulary is None else vocabulary.nats
     nats = _cross_entropy.chunked_token_nats(
         model.unembed, jax.lax.stop_gradient(hidden), targets, chunk=chunk, nats=nats_fn
     )
     return sum_rows(jax.lax.stop_gradient(_cross_entropy.apply_weights(nats, weights)))
-=======
-    nats_fn = token_nats if vocabulary is None else vocabulary.nats
-    nats = chunked_token_nats(model.unembed, jax.lax.stop_gradient(hidden), targets, chunk=chunk, nats=nats_fn)
-    return sum_rows(jax.lax.stop_gradient(apply_weights(nats, weights)))
 
 
 # Losses of preferences: the completions of a prompt are compared, or labelled.
@@ -449,4 +430,3 @@ def _row_weights(batch: Batch) -> Float[Array, "batch"]:
     """Return the weight of each row's targets, over all devices that share the row."""
     weights, _ = sum_rows(jnp.asarray(batch.weights))
     return jnp.where(weights == 0, 1, weights)
->>>>>>> eea6bc51 (Add losses of preferences: DPO, IPO, ORPO and KTO)
