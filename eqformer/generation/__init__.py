@@ -1,11 +1,12 @@
 """Generation of ids from a model's distributions over the next token: sampling, drafts, streams, log-probabilities."""
 
-from ._generate import generate as generate, Generation as Generation
+from ._engine import Engine as Engine
+from ._generate import generate as generate, Generation as Generation, stream as stream, TokenStream as TokenStream
 from ._model import Model as Model, unstack_for_platform as unstack_for_platform, unstack_layers as unstack_layers
 from ._prompts import fit_to_positions as fit_to_positions
+from ._requests import Request as Request, Result as Result
 from ._score_tokens import score_tokens as score_tokens, TokenScores as TokenScores
 from ._speculative import DraftStatistics as DraftStatistics
-from ._stream import stream as stream, TokenStream as TokenStream
 from ._transforms import (
     Chain as Chain,
     chain as chain,

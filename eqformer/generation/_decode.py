@@ -1,5 +1,6 @@
 """Prefill and cached decoding as pure functions of arrays, which `generate` and `stream` compile."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,13 +15,26 @@ from ._transforms import Chain, History
 
 
 class SamplingState(eqx.Module):
-    """Inputs of sampling beside the logits: transforms, the random key, row numbers, and the ids that end a row."""
+    """Inputs of sampling beside the logits: transforms, and for each row a random key, a number and the end ids."""
 
     transforms: Chain
-    key: Key[Array, ""]
+    keys: Key[Array, "batch"]
     examples: Int[Array, "batch"]
-    """For each row the number on which its random draws depend."""
-    end_of_text: Int[Array, "ends"]
+    """For each row the number on which its random draws depend, together with its key."""
+    end_of_text: Int[Array, "batch ends"]
+    """Ids that end a row; -1 is never drawn."""
+
+    def fold_in(self, stream: int) -> "SamplingState":
+        """Return a state whose draws are independent of this one's."""
+        return dataclasses.replace(self, keys=jax.vmap(lambda key: jax.random.fold_in(key, stream))(self.keys))
+
+    def token_keys(self, positions: Int[Array, "batch seq"]) -> Key[Array, "batch seq"]:
+        """Return the keys of draws at these positions of each row."""
+
+        def keys_of_row(key: Array, example: Array, positions: Array) -> Array:
+            return token_keys(key, example[None], positions[None])[0]
+
+        return jax.vmap(keys_of_row)(self.keys, self.examples, positions)
 
 
 class ProgramSizes(NamedTuple):
@@ -44,10 +58,10 @@ class Rows(eqx.Module):
     limits: Int[Array, "batch"]
     """The length at which a row ends."""
     done: Bool[Array, "batch"]
-    logits_are_numbers: Bool[Array, ""]
-    """Whether no logits have been NaN so far."""
-    has_candidates: Bool[Array, ""]
-    """Whether the transforms have left every row at least one token to draw so far."""
+    logits_are_numbers: Bool[Array, "batch"]
+    """Whether no logits of a row have been NaN so far."""
+    has_candidates: Bool[Array, "batch"]
+    """Whether the transforms have left a row at least one token to draw so far."""
     log_probabilities: Float[Array, "batch seq"] | None
     cache: PyTree
 
@@ -85,12 +99,12 @@ def prefill(
         lengths=lengths,
         limits=lengths + max_new_tokens,
         done=jnp.zeros(batch, bool),
-        logits_are_numbers=jnp.ones((), bool),
-        has_candidates=jnp.ones((), bool),
+        logits_are_numbers=jnp.ones(batch, bool),
+        has_candidates=jnp.ones(batch, bool),
         log_probabilities=jnp.zeros((batch, sizes.width), jnp.float32) if log_probabilities else None,
         cache=cache,
     )
-    return _draw_and_append(rows, model.unembed(last_hidden), cache, sampling)
+    return draw_and_append(rows, model.unembed(last_hidden), cache, sampling)
 
 
 def decode_until(step: Callable[[Rows], Rows], rows: Rows, length: Int[Array, "batch"]) -> Rows:
@@ -108,7 +122,7 @@ def decode_step(model: Model, rows: Rows, sampling: SamplingState) -> Rows:
     # The token of a finished row counts as padding, which is not written to the cache.
     tokens = Tokens(jnp.where(rows.done[:, None], -1, position))
     logits, cache = model.decode(jnp.take_along_axis(rows.ids, position, axis=1), tokens, rows.cache)
-    return _draw_and_append(rows, logits, cache, sampling)
+    return draw_and_append(rows, logits, cache, sampling)
 
 
 def draw(logits: Float[Array, "batch vocab"], history: History, sampling: SamplingState) -> Int[Array, "batch"]:
@@ -125,14 +139,14 @@ def sample_ids(
     id can be drawn: all logits are minus infinity, or one is NaN.
     """
     if not sampling.transforms.is_greedy:
-        keys = token_keys(sampling.key, sampling.examples, positions[:, None])[:, 0]
+        keys = sampling.token_keys(positions[:, None])[:, 0]
         logits = logits + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
     best = jnp.argmax(logits, axis=-1)
     highest = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
     return jnp.where(highest > -jnp.inf, best, -1).astype(jnp.int32)
 
 
-def _draw_and_append(rows: Rows, logits: Float[Array, "batch vocab"], cache: PyTree, sampling: SamplingState) -> Rows:
+def draw_and_append(rows: Rows, logits: Float[Array, "batch vocab"], cache: PyTree, sampling: SamplingState) -> Rows:
     """Append one drawn token to each row that is not done."""
     new_ids = draw(logits, History(rows.ids, rows.lengths), sampling)
     return append_tokens(rows, new_ids[:, None], logits[:, None], (~rows.done).astype(jnp.int32), cache, sampling)
@@ -148,7 +162,7 @@ def append_tokens(
 ) -> Rows:
     """Append the first `count` new tokens to each row, stopping at an end of text and at the row's limit."""
     order = jnp.arange(new_ids.shape[1], dtype=jnp.int32)
-    is_end = jnp.any(new_ids[..., None] == sampling.end_of_text, axis=-1)
+    is_end = jnp.any(new_ids[..., None] == sampling.end_of_text[:, None], axis=-1)
     ends_before = jnp.cumsum(is_end, axis=1, dtype=jnp.int32) - is_end.astype(jnp.int32)
     appended = (order < jnp.minimum(count, rows.limits - rows.lengths)[:, None]) & (ends_before == 0)
     # Tokens that are not appended get an index beyond the buffer, which `mode="drop"` ignores.
@@ -159,7 +173,7 @@ def append_tokens(
         all_log_probabilities = jax.nn.log_softmax(logits.astype(log_probabilities.dtype), axis=-1)
         drawn = jnp.take_along_axis(all_log_probabilities, new_ids[..., None], axis=-1)[..., 0]
         log_probabilities = log_probabilities.at[index].set(drawn, mode="drop")
-    has_candidates = rows.has_candidates & ~jnp.any((new_ids < 0) & appended)
+    has_candidates = rows.has_candidates & ~jnp.any((new_ids < 0) & appended, axis=1)
     new_ids = jnp.maximum(new_ids, 0)
     lengths = rows.lengths + jnp.sum(appended, axis=1, dtype=jnp.int32)
     return Rows(
@@ -167,7 +181,7 @@ def append_tokens(
         lengths=lengths,
         limits=rows.limits,
         done=rows.done | jnp.any(is_end & appended, axis=1) | (lengths >= rows.limits),
-        logits_are_numbers=rows.logits_are_numbers & ~jnp.any(jnp.isnan(logits) & appended[..., None]),
+        logits_are_numbers=rows.logits_are_numbers & ~jnp.any(jnp.isnan(logits) & appended[..., None], axis=(1, 2)),
         has_candidates=has_candidates,
         log_probabilities=log_probabilities,
         cache=cache,

@@ -1,8 +1,8 @@
-"""`generate`: continue a batch of prompts."""
+"""`generate`: continue a batch of prompts. `stream`: yield the ids of one text while they are drawn."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import equinox as eqx
 import jax
@@ -99,13 +99,14 @@ def generate(
     """
     padded = pad_prompts(model, prompts, lengths, max_new_tokens, prefill_chunk, cache_dtype)
     sampling = make_sampling_state(model, len(padded.ids), transforms, end_of_text, examples, key)
-    model = add_draft(model, draft, draft_tokens, padded, max_new_tokens)
-    limit = as_traced_int(max_new_tokens)
+    model = _add_draft(model, draft, draft_tokens, padded, max_new_tokens)
+    limit = _as_traced_int(max_new_tokens)
     start = functools.partial(_start_rows, model, padded.ids, padded.lengths, limit, sampling, log_probabilities)
     if ends_row is None:
-        rows = start(padded.sizes, None)
+        rows, counts = start(padded.sizes, None)
     else:
-        rows = _draw_until(ends_row, start(padded.sizes, ROUND), padded.initial_lengths, model, sampling)
+        rows, _ = start(padded.sizes, ROUND)
+        rows, counts = _draw_until(ends_row, rows, padded.initial_lengths, model, sampling)
     check_logits(rows.logits_are_numbers, rows.has_candidates)
     row_lengths = np.asarray(rows.lengths)
     longest = int(np.max(row_lengths))
@@ -114,7 +115,7 @@ def generate(
         np.asarray(padded.initial_lengths),
         row_lengths,
         None if rows.log_probabilities is None else np.asarray(rows.log_probabilities)[:, :longest],
-        None if rows.cache is None else to_statistics(rows.cache),  # The field holds the draft's counts here.
+        None if counts is None else _to_statistics(counts),
     )
 
 
@@ -128,22 +129,18 @@ def _start_rows(
     log_probabilities: bool,
     sizes: ProgramSizes,
     new_tokens: int | None,
-) -> Rows:
+) -> tuple[Rows, DraftCounts | None]:
     """Read the prompts and draw tokens until each row has ended, or has `new_tokens` new ones.
 
-    Without `new_tokens`, the field `cache` of the rows holds the draft's counts: None without a draft. The caches
-    themselves are not returned then, because nothing reads them after the last draw.
+    Returns the rows, and the counts of the draft. Without `new_tokens`, the rows have no caches, because nothing reads
+    them after the last draw.
     """
     rows = prefill(model, ids, lengths, max_new_tokens, sampling, log_probabilities=log_probabilities, sizes=sizes)
     step = make_decode_step(model, sampling)
     if new_tokens is None:
-        return _without_caches(decode_until(step, rows, rows.limits))
-    return decode_until(step, rows, rows.limits - max_new_tokens + new_tokens)
-
-
-def _without_caches(rows: Rows) -> Rows:
-    """Return rows that have ended with the draft's counts in place of the caches."""
-    return dataclasses.replace(rows, cache=draft_counts(rows))
+        rows = decode_until(step, rows, rows.limits)
+        return dataclasses.replace(rows, cache=None), draft_counts(rows)
+    return decode_until(step, rows, rows.limits - max_new_tokens + new_tokens), None
 
 
 def _draw_until(
@@ -152,7 +149,7 @@ def _draw_until(
     initial_lengths: Int[jax.Array, "batch"],
     model: Model,
     sampling: SamplingState,
-) -> Rows:
+) -> tuple[Rows, DraftCounts | None]:
     """Draw `ROUND` tokens at a time until each row has ended, by itself or by `ends_row`."""
     starts = np.asarray(initial_lengths)
     while True:
@@ -164,7 +161,7 @@ def _draw_until(
             ]
         )
         if ended.all():
-            return _without_caches(rows)
+            return rows, draft_counts(rows)
         rows = _continue_rows((model, sampling, jnp.asarray(ended)), rows)
 
 
@@ -176,7 +173,7 @@ def _continue_rows(fixed: tuple[Model, SamplingState, Bool[jax.Array, "batch"]],
     return decode_until(make_decode_step(model, sampling), rows, rows.lengths + ROUND)
 
 
-def add_draft(
+def _add_draft(
     model: Model, draft: Model | str | None, draft_tokens: int, padded: PaddedPrompts, max_new_tokens: int
 ) -> Model:
     """Return the model together with its draft, if there is one; raise a `ValueError` for a draft that does not fit."""
@@ -190,7 +187,7 @@ def add_draft(
     return SpeculativeModel(model, make_draft(model, draft, draft_tokens, total))
 
 
-def to_statistics(counts: DraftCounts) -> DraftStatistics:
+def _to_statistics(counts: DraftCounts) -> DraftStatistics:
     """Copy the counts of a draft to the host."""
     return DraftStatistics(*map(np.asarray, (counts.steps, counts.proposed, counts.accepted, counts.added)))
 
@@ -216,27 +213,149 @@ def make_sampling_state(
             f"generate(examples of shape {numbers.shape}): {batch} prompts need {batch} numbers, one each."
         )
     parts = (transforms,) if callable(transforms) else transforms
-    return SamplingState(chain(*parts), key, jnp.asarray(numbers), jnp.asarray(ends))
+    end_ids = jnp.broadcast_to(jnp.asarray(ends), (batch, len(ends)))
+    return SamplingState(chain(*parts), jnp.broadcast_to(key, (batch,)), jnp.asarray(numbers), end_ids)
 
 
 _NO_ID = -1
 """An end of text that is never drawn, so that calls with and without one end of text run the same program."""
 
 
-def as_traced_int(number: int) -> Int[jax.Array, ""]:
+def _as_traced_int(number: int) -> Int[jax.Array, ""]:
     """Return the number as an array, which `jit` traces, so that another number reuses the compiled program."""
     return jnp.asarray(number, jnp.int32)
 
 
-def check_logits(are_numbers: Bool[Array, ""], have_candidates: Bool[Array, ""]) -> None:
-    """Raise a `ValueError` if logits were NaN, or if the transforms left a row no token to draw."""
-    if not are_numbers:
+def check_logits(are_numbers: Bool[Array, "batch"], have_candidates: Bool[Array, "batch"]) -> None:
+    """Raise a `ValueError` if logits of a row were NaN, or if the transforms left a row no token to draw."""
+    if not np.all(are_numbers):
         raise ValueError(
             "generate: the model gave NaN logits, from which nothing can be drawn; its parameters hold NaN or "
             "infinities, or its activations overflow in their dtype (see Precision)."
         )
-    if not have_candidates:
+    if not np.all(have_candidates):
         raise ValueError(
             "generate(transforms=...): the transforms left a row no token to draw: they made all of its logits minus "
             "infinity, or one of them NaN; leave at least one token a finite logit, such as an end of text."
         )
+
+
+@checked
+def stream(
+    model: Model,
+    prompt: Sequence[int] | Int[Array, "seq"],
+    *,
+    max_new_tokens: int,
+    transforms: Sequence[Transform] | Transform = (),
+    end_of_text: int | Sequence[int] | None = None,
+    example: int = 0,
+    prefill_chunk: int | None = None,
+    cache_dtype: str | None = None,
+    draft: Model | str | None = None,
+    draft_tokens: int = 4,
+    stride: int = 8,
+    key: Key[jax.Array, ""],
+) -> "TokenStream":
+    """Yield the ids that `generate` draws for one prompt, while they are drawn.
+
+    Raises the errors of `generate` at this call; only those for NaN logits and for transforms that leave no token come
+    later, while the text is drawn.
+
+    Args:
+        model: The model, which must have a cache.
+        prompt: The ids.
+        max_new_tokens: Most tokens to draw.
+        transforms: Changes of the logits before an id is drawn; `sampling(temperature=0)` is greedy.
+        end_of_text: The id, or ids, that end the text; it is yielded.
+        example: The row's number, as in `generate`'s `examples`.
+        prefill_chunk: Tokens of the prompt that are read at once; None: at most 1,024.
+        cache_dtype: The dtype of keys and values in the cache; None: the compute dtype.
+        draft: A smaller model that proposes tokens for `model` to check; `"mtp"` is the model's own predictor.
+        draft_tokens: Tokens that the draft proposes at a time.
+        stride: Ids that the host reads from the device at a time: a small stride yields evenly, a large one is faster.
+        key: The key of all random draws.
+    """
+    padded = pad_prompts(model, [prompt], None, max_new_tokens, prefill_chunk, cache_dtype)
+    if stride < 1:
+        raise ValueError(f"stream(stride={stride}): at least 1 token must be drawn at a time.")
+    sampling = make_sampling_state(model, 1, transforms, end_of_text, [example], key)
+    model = _add_draft(model, draft, draft_tokens, padded, max_new_tokens)
+    return TokenStream(model, padded, sampling, max_new_tokens, stride)
+
+
+class TokenStream(Iterator[int]):
+    """Iterator over the ids of one text while they are drawn."""
+
+    draft: DraftStatistics | None = None
+    """Counts of the draft's proposals so far; None without a draft."""
+
+    def __init__(self, model: Model, padded: PaddedPrompts, sampling: SamplingState, max_new_tokens: int, stride: int):
+        """Prepare the stream; nothing runs before the first id is requested."""
+        self._ids = self._draw(model, padded, sampling, _as_traced_int(max_new_tokens), stride)
+
+    def __next__(self) -> int:
+        return next(self._ids)
+
+    def _draw(
+        self,
+        model: Model,
+        padded: PaddedPrompts,
+        sampling: SamplingState,
+        max_new_tokens: Int[jax.Array, ""],
+        stride: int,
+    ) -> Iterator[int]:
+        ids, lengths, sizes, initial_lengths = padded
+        yielded = int(initial_lengths[0])
+        target = _as_traced_int(yielded + stride)
+        rows, progress = _start(model, ids, lengths, max_new_tokens, sampling, target, stride, sizes)
+        while True:
+            # The host reads separate arrays, since the next call donates the rows.
+            length, done, are_numbers, have_candidates, new_ids, counts = jax.device_get(progress)
+            check_logits(are_numbers, have_candidates)
+            self.draft = None if counts is None else _to_statistics(counts)
+            yield from new_ids[: length - yielded].tolist()
+            if done:
+                return
+            yielded = int(length)
+            rows, progress = _continue((model, sampling, _as_traced_int(yielded + stride), stride), rows)
+
+
+@eqx.filter_jit
+def _start(
+    model: Model,
+    ids: Int[jax.Array, "batch prompt"],
+    lengths: Int[jax.Array, "batch"],
+    max_new_tokens: Int[jax.Array, ""],
+    sampling: SamplingState,
+    target: Int[jax.Array, ""],
+    stride: int,
+    sizes: ProgramSizes,
+) -> tuple[Rows, tuple]:
+    """Read the prompt and draw ids until row 0 has `target` ids or is done."""
+    rows = prefill(model, ids, lengths, max_new_tokens, sampling, log_probabilities=False, sizes=sizes)
+    rows = decode_until(make_decode_step(model, sampling), rows, target[None])
+    return _with_progress(rows, target - stride, stride, model)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _continue(fixed: tuple[Model, SamplingState, Int[jax.Array, ""], int], rows: Rows) -> tuple[Rows, tuple]:
+    """Draw ids until row 0 has `target` ids or is done; the rows are donated."""
+    model, sampling, target, stride = fixed
+    start = rows.lengths[0]
+    return _with_progress(decode_until(make_decode_step(model, sampling), rows, target[None]), start, stride, model)
+
+
+def _with_progress(rows: Rows, start: Int[jax.Array, ""], stride: int, model: Model) -> tuple[Rows, tuple]:
+    """Return the rows, and for the host row 0's length, flags, new ids from `start` on, and counts of the draft."""
+    most = stride + (model.draft.tokens if isinstance(model, SpeculativeModel) else 0)
+    padded = jnp.pad(rows.ids[0], (0, most))
+    new_ids = jax.lax.dynamic_slice_in_dim(padded, start, most)
+    progress = (
+        rows.lengths[0],
+        rows.done[0],
+        rows.logits_are_numbers,
+        rows.has_candidates,
+        new_ids,
+        draft_counts(rows),
+    )
+    return rows, progress

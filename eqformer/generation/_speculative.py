@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
-from ..nn import can_roll_back, restore_states, token_keys, Tokens
+from ..nn import can_roll_back, dims, restore_states, Tokens
 from ._decode import append_tokens, decode_step, Rows, sample_ids, SamplingState
 from ._model import Model, PredictingModel
 from ._transforms import History
@@ -27,6 +27,7 @@ class Draft(eqx.Module):
     A draft reads the tokens of a row and, with each token, the model's hidden vector of the token before.
     """
 
+    model: eqx.AbstractVar[Model]
     tokens: eqx.AbstractVar[int]
 
     @abc.abstractmethod
@@ -245,6 +246,29 @@ class SpeculativeModel(eqx.Module):
         return self.unembed(hidden[:, -1]), cache
 
 
+def put_row(batch: PyTree, number: Int[Array, ""], single: PyTree) -> PyTree:
+    """Return modules whose row `number` is the row of `single`, of the same modules with one row."""
+
+    def put(names: str, x: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, new, number, names.split().index("batch"))
+
+    return jax.tree.map(put, dims(batch), batch, single)
+
+
+def put_cache_row(model: Model, cache: PyTree, rows: int, number: Int[Array, ""], single: PyTree) -> PyTree:
+    """Return a cache of `rows` rows whose row `number` is the row of `single`, a cache of one row."""
+    if isinstance(model, SpeculativeModel):
+        parts = lambda both: (both.model, both.draft)
+        draft = model.draft.model
+        model_cache = put_cache_row(model.model, cache.model, rows, number, single.model)
+        draft_cache = put_cache_row(draft, cache.draft, rows, number, single.draft)
+        counts = put_row(eqx.tree_at(parts, cache, (None, None)), number, eqx.tree_at(parts, single, (None, None)))
+        return eqx.tree_at(parts, counts, (model_cache, draft_cache), is_leaf=lambda x: x is None)
+    # A sharded model writes the row where its devices have it.
+    put = getattr(model, "put_cache_row", None)
+    return put_row(cache, number, single) if put is None else put(cache, rows, number, single)
+
+
 def make_decode_step(model: Model, sampling: SamplingState) -> Callable[[Rows], Rows]:
     """Return the function of one decoding step: plain, or speculative for a model with a draft."""
     if isinstance(model, SpeculativeModel):
@@ -337,7 +361,7 @@ def _propose(
 
     The returned cache has read the rows' tokens, but not the drawn ones, since the model may reject them.
     """
-    draft_sampling = dataclasses.replace(sampling, key=jax.random.fold_in(sampling.key, _PROPOSAL_STREAM))
+    draft_sampling = sampling.fold_in(_PROPOSAL_STREAM)
     positions = rows.cache.draft_length[:, None] + jnp.arange(draft.tokens + 1, dtype=jnp.int32)
     is_new = ~rows.done[:, None] & (positions < rows.lengths[:, None])
     ids = jnp.take_along_axis(rows.ids, jnp.where(is_new, positions, 0), axis=1)
@@ -385,7 +409,7 @@ def _draw_uniforms(rows: Rows, count: int, sampling: SamplingState) -> Float[Arr
     positions = rows.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)
     if sampling.transforms.is_greedy:
         return jnp.zeros(positions.shape, jnp.float32)
-    keys = token_keys(jax.random.fold_in(sampling.key, _ACCEPTANCE_STREAM), sampling.examples, positions)
+    keys = sampling.fold_in(_ACCEPTANCE_STREAM).token_keys(positions)
     return jax.vmap(jax.vmap(jax.random.uniform))(keys)
 
 

@@ -166,7 +166,7 @@ class Chain(eqx.Module):
     @property
     def is_greedy(self) -> bool:
         """Whether a transform keeps only the likeliest token, so that no random numbers are needed."""
-        return any(isinstance(transform, Temperature) and transform.is_greedy for transform in self.transforms)
+        return any(getattr(transform, "is_greedy", False) for transform in self.transforms)
 
     @checked
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
@@ -211,6 +211,13 @@ def sampling(
     )
 
 
+def keep_top(logits: Float[Array, "batch vocab"], top_k: Int[Array, ""]) -> Float[Array, "batch vocab"]:
+    """Do what `TopK` does with a number of tokens that is not known when the program is compiled."""
+    falling = -jnp.sort(-logits, axis=-1)
+    least = jax.lax.dynamic_slice_in_dim(falling, top_k - 1, 1, axis=1)
+    return _mask_logits(_select_top(logits, least, top_k), logits)
+
+
 def _as_float32(setting: float | int) -> Float[Array, ""]:
     """Clamp a setting to 2^-100 .. 2^100, so that neither the setting nor its reciprocal overflows; 0 stays 0."""
     # Beyond 1e30 and 1e-30 results no longer change. XLA may replace a division by a product with the reciprocal.
@@ -239,7 +246,9 @@ def _mask_logits(keep: Bool[Array, "batch vocab"], logits: Float[Array, "batch v
 
 
 def _select_top(
-    logits: Float[Array, "batch vocab"], least: Float[Array, "batch 1"], count: int | Int[Array, "batch 1"]
+    logits: Float[Array, "batch vocab"],
+    least: Float[Array, "batch 1"],
+    count: int | Int[Array, ""] | Int[Array, "batch 1"],
 ) -> Bool[Array, "batch vocab"]:
     """Select `count` logits: all above `least` and, of those equal to `least`, the ones with the lowest ids."""
     above, equal = logits > least, logits == least

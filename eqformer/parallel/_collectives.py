@@ -50,6 +50,8 @@ COLLECTIVES: dict[str, str] = {
     "token positions": CONTEXT,
     "split cache maxima": CONTEXT,
     "split cache sums": CONTEXT,
+    "cached rows": STATE,
+    "cached rows of shared key heads": TENSOR,
     "expert input over tensor": TENSOR,
     "expert output over tensor": TENSOR,
     "features to tokens": TENSOR,

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .. import nn
 from .._array_checks import checked
 from .._shapes import ArrayOrShape, is_shape
+from . import _collectives as send
 from ._layout import is_spec
 from ._mesh import BATCH_AXES, CONTEXT, PIPE, TENSOR
 from ._plan import Plan
@@ -225,6 +226,44 @@ class ShardedModel(DistributedModel):
             return jax.lax.with_sharding_constraint(array, NamedSharding(self.plan.mesh, spec))
 
         return jax.tree.map(init_array, self._cache_specs(shapes), nn.dims(shapes), shapes, is_leaf=is_spec)
+
+    def put_cache_row(self, cache: PyTree, rows: int, number: Int[Array, ""], single: PyTree) -> PyTree:
+        """Return a cache of `rows` rows whose row `number` is the row of `single`, a cache of one row.
+
+        The devices that have the row get it from those that have the row of `single`.
+        """
+        blocks = math.prod(self.plan.size(axis) for axis in BATCH_AXES)
+        rows_per_device = self._padded_rows(rows) // blocks
+        specs = self._cache_specs(cache)
+
+        def put_on_device(cache: PyTree, number: Array, single: PyTree) -> PyTree:
+            return jax.tree.map(
+                lambda names, x, new: self._put_row(names, x, new, number, rows_per_device), names, cache, single
+            )
+
+        names = nn.dims(cache)
+        run = filter_shard_map(put_on_device, self.plan.mesh, (specs, None, self._cache_specs(single)), specs)
+        return run(cache, number, single)
+
+    def _put_row(self, names: str, x: Array, new: Array, number: Int[Array, ""], rows_per_device: int) -> Array:
+        """Write the row of `new`, which is the first row of the first devices, into this device's part of an array."""
+        axis = _cache_dims(names).index("batch")
+        first = jax.lax.slice_in_dim(new, 0, 1, axis=axis)
+        block = jnp.zeros((), jnp.int32)
+        for mesh_axis in BATCH_AXES:
+            size = self.plan.size(mesh_axis)
+            if size > 1:
+                first = send.all_gather("cached rows", first, mesh_axis, stacks=True)[0]
+                block = block * size + jax.lax.axis_index(mesh_axis)
+        index = number - block * rows_per_device
+        rows = x.shape[axis]
+        if rows < rows_per_device:  # Devices with the same key head split the rows.
+            sharer = jax.lax.axis_index(TENSOR) % self.sharers
+            gathered = send.all_gather("cached rows of shared key heads", first, TENSOR, stacks=True)
+            first = gathered[jax.lax.axis_index(TENSOR) - sharer]
+            index = index - sharer * rows
+        updated = jax.lax.dynamic_update_slice_in_dim(x, first, jnp.clip(index, 0, rows - 1), axis)
+        return jnp.where((index >= 0) & (index < rows), updated, x)
 
     def cache_shapes(self, batch: int, capacity: int, dtype: str | None = None) -> PyTree:
         """Return the shapes of the cache that `init_cache` returns, each with the sharding that the plan gives it."""

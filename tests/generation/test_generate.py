@@ -268,7 +268,12 @@ def test_draws_follow_the_distribution():
 
     logits = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
     count = 20_000
-    draws = SamplingState(generation.chain(), KEY, jnp.arange(count, dtype=jnp.int32), jnp.zeros(0, jnp.int32))
+    draws = SamplingState(
+        generation.chain(),
+        jnp.broadcast_to(KEY, (count,)),
+        jnp.arange(count, dtype=jnp.int32),
+        jnp.zeros((count, 0), jnp.int32),
+    )
     history = generation.History(jnp.zeros((count, 1), jnp.int32), jnp.ones(count, jnp.int32))
     ids = np.asarray(eqx.filter_jit(draw)(jnp.broadcast_to(logits, (count, 4)), history, draws))
     share = np.bincount(ids, minlength=4) / count

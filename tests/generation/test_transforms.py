@@ -254,7 +254,10 @@ def test_no_extremes_together_give_nan():
 def test_the_coldest_temperature_is_greedy():
     """What is drawn, noise included."""
     draws = lambda temperature: decode.SamplingState(
-        generation.sampling(temperature=temperature), jax.random.key(0), jnp.arange(ROWS), jnp.asarray([-1])
+        generation.sampling(temperature=temperature),
+        jnp.broadcast_to(jax.random.key(0), (ROWS,)),
+        jnp.arange(ROWS),
+        jnp.full((ROWS, 1), -1),
     )
     draw = eqx.filter_jit(decode.draw)
     likeliest = np.argmax(LOGITS, axis=-1)

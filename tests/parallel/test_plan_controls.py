@@ -201,7 +201,7 @@ def test_a_plan_needs_it(change, case, caught_by, monkeypatch):
 
 # Of what no training or evaluation under a plan sends: the tests of these have controls of their own.
 ELSEWHERE = {
-    "generation": {"split cache maxima", "split cache sums"},
+    "generation": {"split cache maxima", "split cache sums", "cached rows", "cached rows of shared key heads"},
     "weights that stay": {
         "column-parallel input over tensor",
         "column-parallel output over fsdp",

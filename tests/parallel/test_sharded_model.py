@@ -238,6 +238,70 @@ def test_families(family, mesh):
     assert same(written(whole, 3), written(model, 3))
 
 
+@pytest.mark.parametrize(
+    "name,mesh,temperature,draft",
+    [
+        ("llama-byte-1m", {"fsdp": 2, "context": 2, "tensor": 2}, 0, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.grid)
+            for case in [
+                ("llama-byte-1m", {"replica": 2, "fsdp": 2, "tensor": 2}, 0.8, True),
+                ("llama-byte-1m", {"tensor": 8}, 0.8, False),  # Devices with the same key head split the rows.
+                ("llama-byte-1m", {"fsdp": 2, "tensor": 4}, 0.8, True),
+                ("gemma3-byte-500k", {"fsdp": 2, "pipe": 2, "tensor": 2}, 0.8, False),
+                ("deepseek-v2-byte-500k", {"fsdp": 2, "expert": 2, "tensor": 2}, 0.8, False),
+                ("qwen3-next-byte-500k", {"fsdp": 2, "context": 2, "tensor": 2}, 0.8, True),
+                ("t5-byte-200k", {"fsdp": 2, "tensor": 2}, 0.8, False),
+            ]
+        ),
+    ],
+)
+def test_requests_of_an_engine_have_one_devices_ids(name, mesh, temperature, draft):
+    model, plan = built(name), plan_over(mesh)
+    draw = np.random.default_rng(0)
+    requests = [
+        generation.Request(draw.integers(1, 200, length).tolist(), 10, temperature=temperature, seed=number)
+        for number, length in enumerate((5, 70, 1, 66, 12))
+    ]
+
+    def run(model):
+        engine = generation.Engine(
+            model, slots=3, capacity=128, prefill_chunk=64, stride=4, draft=model if draft else None, draft_tokens=2
+        )
+        return {result.number: result for result in engine.run(requests)}
+
+    alone, sharded = run(model), run(planned(model, plan))
+    for number, result in alone.items():
+        assert sharded[number].ids == result.ids
+        np.testing.assert_allclose(sharded[number].log_probabilities, result.log_probabilities, atol=5e-5)
+    assert len({tuple(result.ids) for result in alone.values()}) == len(requests)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    "mesh,name",
+    [({"fsdp": 2, "tensor": 2}, "cached rows"), ({"tensor": 8}, "cached rows of shared key heads")],
+)
+def test_an_engine_without_the_exchange_of_rows_has_other_ids(mesh, name, monkeypatch):
+    model, plan = built("llama-byte-1m"), plan_over(mesh)
+    requests = [generation.Request([number + 5] * 9, 10) for number in range(3)]
+
+    def run(model):
+        results = generation.Engine(model, slots=3, capacity=64, stride=4).run(requests)
+        return sorted((result.number, result.ids) for result in results)
+
+    alone, gather = run(model), module.send.all_gather
+
+    def keep(called, x, *arguments, **options):
+        gathered = gather(called, x, *arguments, **options)
+        return jnp.broadcast_to(x, gathered.shape) if called == name else gathered
+
+    assert run(planned(model, plan)) == alone
+    monkeypatch.setattr(module.send, "all_gather", keep)
+    jax.clear_caches()
+    assert run(planned(model, plan)) != alone
+
+
 def test_a_token_runs_in_one_program_of_each_device():
     """The logits equal those of reading and unembedding in two programs."""
     model = model_of("tied")

@@ -1,0 +1,437 @@
+"""`Engine`: requests that come and go, continued together in one batch with a fixed number of rows."""
+
+import asyncio
+import collections
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int, PyTree
+
+from ..nn import modules, PositionEncoding
+from ._decode import SamplingState
+from ._engine_programs import (
+    cache_bytes,
+    Chunk,
+    decode_slots,
+    DecodeInputs,
+    empty_slots,
+    init_cache,
+    NewRow,
+    Progress,
+    read_chunk,
+    read_source,
+    Slots,
+    start_row,
+)
+from ._model import Model
+from ._prompts import BUCKET, round_up
+from ._requests import MOST_ENDS, Request, Result, RowSampling
+from ._speculative import make_draft, SpeculativeModel
+from ._transforms import chain
+
+
+@dataclasses.dataclass
+class _Row:
+    """A request whose prompt is being read, or which is being continued, in a slot."""
+
+    request: Request
+    result: Result
+    slot: int
+    cache: PyTree
+    """The cache of the prompt that is being read; None after that."""
+    read: int
+    """Ids of the prompt that have been read."""
+    keep_at: int = 0
+    """Ids after which a copy of the cache is kept, because another prompt began with the same ids; 0: none is kept."""
+
+
+class Engine:
+    """Continues requests that come and go, each with the ids that `generate` alone would draw for it.
+
+    One compiled decoding step continues a fixed number of slots. A request waits until a slot is free, and its prompt
+    is read in chunks between decoding steps. A request's ids do not depend on the others, on its slot or on when it
+    comes. The beginning that a prompt shares with earlier ones is not read again.
+
+    `submit` and `cancel` may be called from any thread, `step` and `run` from one at a time.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        slots: int = 8,
+        capacity: int = 2048,
+        prefill_chunk: int = 256,
+        stride: int = 8,
+        prefixes: int = 4,
+        cache_dtype: str | None = None,
+        draft: Model | str | None = None,
+        draft_tokens: int = 4,
+    ):
+        """Prepare an engine, whose caches take `cache_bytes` and never more.
+
+        Raises a `ValueError` for numbers below 1 and for a draft that does not fit the model.
+
+        Args:
+            model: The model, which must have a cache.
+            slots: Requests that are continued at once.
+            capacity: Ids of the longest row, with its prompt; at most the model's learned positions.
+            prefill_chunk: Ids of a prompt that are read between two decoding steps, rounded up to a multiple of 64.
+            stride: Tokens of each row that are drawn before the host looks at them: with a small stride, requests begin
+                and stream more evenly, with a large one, all are faster.
+            prefixes: Caches of beginnings of prompts that are kept for other prompts that begin alike.
+            cache_dtype: The dtype of keys and values in the caches; None: the compute dtype.
+            draft: A smaller model that proposes tokens for `model` to check; `"mtp"` is the model's own predictor.
+            draft_tokens: Tokens that the draft proposes at a time.
+        """
+        sizes = {"slots": slots, "capacity": capacity, "prefill_chunk": prefill_chunk, "stride": stride}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"Engine({name}={value}): {name} must be at least 1.")
+        rows = round_up(capacity, BUCKET)
+        self.capacity = rows if model.max_seq is None else min(rows, model.max_seq)
+        self.slots, self.stride = slots, stride
+        self.prefill_chunk = round_up(min(prefill_chunk, self.capacity), BUCKET)
+        self.model = model
+        if draft is not None:
+            self.model = SpeculativeModel(model, make_draft(model, draft, draft_tokens, self.capacity))
+        self._most_new = stride * (1 if draft is None else draft_tokens + 1) + 1
+        self._cache_dtype = cache_dtype
+        # The cache of a beginning is not that of a whole row if rotary frequencies depend on the length of the row.
+        shares = model.start is None and not any(
+            encoding.changes_within(self.capacity) for encoding in modules(model, PositionEncoding)
+        )
+        self._prefixes = _PrefixCaches(prefixes if shares else 0, self.prefill_chunk)
+        self._numbers = itertools.count()
+        self._waiting: collections.deque[tuple[Request, Result]] = collections.deque()
+        self._cancelled: set[int] = set()
+        self._reading: _Row | None = None
+        self._rows: dict[int, _Row] = {}
+        self._state: Slots = empty_slots(self.model, slots, self.capacity, cache_dtype)
+        self._stream_queues: dict[int, asyncio.Queue[Result | Exception]] = {}
+        self._stream_task: asyncio.Task[None] | None = None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all caches: those of the slots, the one of the prompt that is being read, and the kept ones."""
+        row = cache_bytes(self.model, 1, self.capacity, self._cache_dtype)
+        return cache_bytes(self.model, self.slots, self.capacity, self._cache_dtype) + row * (1 + self._prefixes.most)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits or is being continued."""
+        return not (self._waiting or self._reading or self._rows)
+
+    def submit(self, request: Request) -> int:
+        """Let a request wait for a slot, and return its number.
+
+        Raises a `ValueError` for a prompt that is empty or has unknown ids, and for a request that is longer than the
+        capacity.
+        """
+        self._check(request)
+        number = next(self._numbers)
+        self._waiting.append((request, Result(number, len(request.prompt))))
+        return number
+
+    def cancel(self, number: int) -> None:
+        """End a request at the next step; a request that has ended stays as it is."""
+        self._cancelled.add(number)
+
+    def step(self) -> list[Result]:
+        """Read parts of prompts, draw up to `stride` tokens for each slot, and return the results that changed.
+
+        A result grows from step to step. It has a `finish` when it has ended.
+        """
+        ended = self._end_cancelled()
+        self._read_prompts()
+        return [*ended, *self._decode()]
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Result]:
+        """Yield the result of each request when it ends; its `number` is the request's position in `requests`.
+
+        Requests are taken from the iterable when they can soon begin. One that `submit` refuses has a result whose
+        `finish` is `"error"`.
+        """
+        remaining = enumerate(requests)
+        positions: dict[int, int] = {}
+        while True:
+            while len(self._waiting) < self.slots and (item := next(remaining, None)) is not None:
+                position, request = item
+                try:
+                    positions[self.submit(request)] = position
+                except ValueError as error:
+                    yield Result(position, len(request.prompt), finish="error", error=str(error))
+            if self.is_idle:
+                return
+            for result in self.step():
+                if result.finish and result.number in positions:
+                    yield dataclasses.replace(result, number=positions.pop(result.number))
+
+    async def stream(self, request: Request) -> AsyncIterator[Result]:
+        """Yield the result of a request whenever it has grown, until it has ended.
+
+        The steps run in a thread, for all streams of the engine together. Closing a stream cancels its request.
+        """
+        number = self.submit(request)
+        queue = self._stream_queues[number] = asyncio.Queue()
+        if self._stream_task is None or self._stream_task.done():
+            self._stream_task = asyncio.create_task(self._feed_streams())
+        result = None
+        try:
+            while result is None or not result.finish:
+                result = await queue.get()
+                if isinstance(result, Exception):
+                    raise result
+                yield result
+        finally:
+            del self._stream_queues[number]
+            self.cancel(number)
+
+    async def _feed_streams(self) -> None:
+        """Run steps until no request is left, and pass the results, or the error of a step, to the streams."""
+        while not self.is_idle:
+            try:
+                results = await asyncio.to_thread(self.step)
+            except Exception as error:
+                for queue in self._stream_queues.values():
+                    queue.put_nowait(error)
+                return
+            for result in results:
+                if result.number in self._stream_queues:
+                    copied = dataclasses.replace(
+                        result, ids=list(result.ids), log_probabilities=list(result.log_probabilities)
+                    )
+                    self._stream_queues[result.number].put_nowait(copied)
+
+    def _check(self, request: Request) -> None:
+        """Raise a `ValueError` for a request that cannot be continued."""
+        call, ids = "Engine.submit(request)", np.asarray(request.prompt)
+        if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(
+                f"{call}: a prompt is a list of at least one id, but this one is {ids.dtype} of shape {ids.shape}; "
+                "encode the text with the model's tokenizer."
+            )
+        for name, numbers in (
+            ("prompt", ids),
+            ("end_of_text", np.asarray(request.end_ids, np.int64)),
+            ("logit_bias", np.asarray(list(request.logit_bias), np.int64)),
+        ):
+            if len(outside := numbers[(numbers < 0) | (numbers >= self.model.vocab)]):
+                raise ValueError(
+                    f"{call}: {name} has the id {outside[0]}, but the model's {self.model.vocab} ids are 0 to "
+                    f"{self.model.vocab - 1}; encode the text with the tokenizer that the model was trained with."
+                )
+        start, new = self.model.start, request.max_new_tokens
+        longest = len(ids) + new if start is None else max(len(ids), 1 + new)
+        if longest > self.capacity:
+            raise ValueError(
+                f"{call}: a prompt of {len(ids)} ids and {new} new tokens need a row of {longest}, but the engine's "
+                f"rows have {self.capacity}; shorten the prompt, ask for fewer tokens, or build the engine with a "
+                "larger capacity."
+            )
+
+    def _end_cancelled(self) -> list[Result]:
+        """End the cancelled requests that have no row to end, and return their results; `_decode` ends the others."""
+        cancelled, self._cancelled = self._cancelled, set()
+        if not cancelled:
+            return []
+        ended = [result for _, result in self._waiting if result.number in cancelled]
+        for item in [item for item in self._waiting if item[1].number in cancelled]:
+            self._waiting.remove(item)
+        if self._reading is not None and self._reading.result.number in cancelled:
+            ended.append(self._reading.result)
+            self._reading = None
+        for result in [*ended, *(row.result for row in self._rows.values() if row.result.number in cancelled)]:
+            result.finish = "cancelled"
+        return ended
+
+    def _read_prompts(self) -> None:
+        """Read a chunk of a prompt, or several chunks if many slots are free."""
+        for _ in range(max(1, (self.slots - len(self._rows)) // 4)):
+            if self._reading is None:
+                if not self._waiting or len(self._rows) == self.slots:
+                    return
+                self._reading = self._begin_row(*self._waiting.popleft())
+            row = self._reading
+            if self.model.start is None:
+                hidden = self._read_chunk(row)
+                if row.read < row.result.prompt_length:
+                    continue
+                initial = np.asarray(row.request.prompt, np.int32)
+            else:
+                source, length = self._pad(np.asarray(row.request.prompt, np.int32), self.capacity)
+                hidden, row.cache = read_source(self.model, source, length, row.cache)
+                initial = np.asarray([self.model.start], np.int32)
+            self._start_row(row, initial, hidden)
+            self._rows[row.slot], self._reading = row, None
+
+    def _begin_row(self, request: Request, result: Result) -> _Row:
+        """Give a request a slot and the cache of the longest kept beginning of its prompt, or an empty cache."""
+        slot = min(set(range(self.slots)) - set(self._rows))
+        cache, result.shared_length, keep_at = self._prefixes.find(tuple(request.prompt))
+        if cache is None:
+            cache = init_cache(self.model, 1, self.capacity, self._cache_dtype)
+        return _Row(request, result, slot, cache, result.shared_length, keep_at)
+
+    def _read_chunk(self, row: _Row) -> Float[jax.Array, "batch embed"]:
+        """Read the next chunk of a prompt; return the hidden vector of its last id."""
+        prompt = np.asarray(row.request.prompt, np.int32)
+        part = prompt[row.read : row.read + self.prefill_chunk]
+        # The sizes of chunks depend on the prompt alone, so that its numbers are always computed alike.
+        width = min(self.prefill_chunk, 1 << (len(part) - 1).bit_length())
+        ids, count = self._pad(part, max(width, BUCKET))
+        start, length = (jnp.asarray([number], jnp.int32) for number in (row.read, len(prompt)))
+        hidden, row.cache = read_chunk(Chunk(self.model, ids, start, count, length), row.cache)
+        row.read += len(part)
+        if row.read == row.keep_at:
+            self._prefixes.keep(tuple(row.request.prompt[: row.read]), row.cache)
+        return hidden
+
+    def _start_row(
+        self, row: _Row, initial: Int[np.ndarray, "tokens"], hidden: Float[jax.Array, "batch embed"]
+    ) -> None:
+        """Draw a request's first token after the initial ids of its row, and write the row into its slot."""
+        request = row.request
+        end_ids = [*request.end_ids, *[-1] * (MOST_ENDS - len(request.end_ids))]
+        sampling = SamplingState(
+            chain(RowSampling.for_request(request, self._bias(row))),
+            jax.random.key(request.seed)[None],
+            jnp.asarray([request.example], jnp.int32),
+            jnp.asarray([end_ids], jnp.int32),
+        )
+        ids, length = self._pad(initial, self.capacity)
+        limit = length + request.max_new_tokens
+        slot = jnp.asarray(row.slot, jnp.int32)
+        new = NewRow(self.model, sampling, ids, length, limit, hidden, row.cache, slot)
+        self._state = start_row(new, self._state)
+        row.cache, row.read = None, len(initial)
+
+    def _decode(self) -> list[Result]:
+        """Draw tokens for the slots, and return the results of all rows; rows that have ended leave their slots."""
+        if not self._rows:
+            return []
+        bias = self._masked_biases()
+        ended = np.ones(self.slots, bool)
+        known = np.zeros(self.slots, np.int32)
+        for slot, row in self._rows.items():
+            ended[slot], known[slot] = bool(row.result.finish), row.read + len(row.result.ids)
+        count = self.stride if bias is None else 1
+        if any(row.request.allowed is not None and not row.result.ids for row in self._rows.values()):
+            count = 0  # The mask of a second token depends on the first, which the host does not have yet.
+        inputs = DecodeInputs(self.model, jnp.asarray(ended), jnp.asarray(known), jnp.asarray(count, jnp.int32), bias)
+        is_greedy = all(row.request.is_greedy for row in self._rows.values())
+        self._state, progress = decode_slots(inputs, self._state, self._most_new, is_greedy)
+        progress = jax.device_get(progress)
+        results = [self._append(row, progress) for row in self._rows.values()]
+        self._rows = {slot: row for slot, row in self._rows.items() if not row.result.finish}
+        return results
+
+    def _append(self, row: _Row, progress: Progress) -> Result:
+        """Append the new ids of a row to its result, up to its end."""
+        result, slot = row.result, row.slot
+        new = int(progress.lengths[slot]) - row.read - len(result.ids)
+        pairs = zip(progress.ids[slot, :new].tolist(), progress.log_probabilities[slot, :new].tolist())
+        for token, log_probability in () if result.finish else pairs:
+            result.ids.append(token)
+            result.log_probabilities.append(log_probability)
+            if row.request.ends is not None and self._call(row, row.request.ends, result.ids):
+                result.finish = "stop"
+            if result.finish:
+                return result
+        if result.finish:
+            return result
+        if not (progress.logits_are_numbers[slot] and progress.has_candidates[slot]):
+            result.finish = "error"
+            fault = "its settings left no token to draw" if progress.logits_are_numbers[slot] else "its logits are NaN"
+            result.error = f"Engine: request {result.number} cannot go on, because {fault}."
+        elif progress.done[slot]:
+            result.finish = "end" if result.ids[-1] in row.request.end_ids else "length"
+        return result
+
+    def _masked_biases(self) -> Float[jax.Array, "batch vocab"] | None:
+        """Return the biases of all rows if the next token of some row depends on the host; otherwise None."""
+        if all(row.request.allowed is None for row in self._rows.values()):
+            return None
+        biases = np.zeros((self.slots, self.model.vocab), np.float32)
+        for slot, row in self._rows.items():
+            biases[slot] = self._bias(row)
+        return jnp.asarray(biases)
+
+    def _bias(self, row: _Row) -> Float[np.ndarray, "vocab"]:
+        """Return what is added to the logits of a row's next token; zeros if the request's function fails."""
+        vocab = self.model.vocab
+        bias = self._call(row, row.request.bias, row.result.ids, vocab)
+        return np.zeros(vocab, np.float32) if bias is None else bias
+
+    @staticmethod
+    def _call(row: _Row, function: Callable[..., Any], *arguments: object) -> Any:
+        """Call a function of a request; an error in it ends the request alone, and returns None."""
+        try:
+            return function(*arguments)
+        except Exception as error:
+            row.result.finish = "error"
+            row.result.error = (
+                f"Engine: a function of request {row.result.number} raised {type(error).__name__}: {error}"
+            )
+            return None
+
+    @staticmethod
+    def _pad(ids: Int[np.ndarray, "tokens"], width: int) -> tuple[Int[jax.Array, "batch seq"], Int[jax.Array, "batch"]]:
+        """Return ids as a padded batch of one row, and its length."""
+        return jnp.asarray(np.pad(ids, (0, width - len(ids))))[None], jnp.asarray([len(ids)], jnp.int32)
+
+
+class _PrefixCaches:
+    """The caches of up to `most` beginnings of prompts, in full chunks; the one that was not used longest is dropped.
+
+    The cache of a beginning is kept when a second prompt has it, and is copied for the third and later ones.
+    """
+
+    def __init__(self, most: int, chunk: int):
+        self.most, self._chunk = most, chunk
+        self._caches: collections.OrderedDict[tuple[int, ...], PyTree] = collections.OrderedDict()
+        self._earlier: collections.deque[tuple[int, ...]] = collections.deque(maxlen=_COMPARED)
+
+    def find(self, prompt: tuple[int, ...]) -> tuple[PyTree, int, int]:
+        """Return a copy of the cache of the longest kept beginning of a prompt, its length, and where to keep one.
+
+        The cache is None if no beginning is kept. The last number is the length of a longer beginning that an earlier
+        prompt has, too, or 0; the caller calls `keep` after reading as many ids.
+        """
+        if not self.most:
+            return None, 0, 0
+        known = [ids for ids in self._caches if prompt[: len(ids)] == ids and len(ids) < len(prompt)]
+        beginning = max(known, key=len, default=())
+        longest = max((self._shared_length(prompt, earlier) for earlier in self._earlier), default=0)
+        self._earlier.append(prompt)
+        keep_at = longest if longest > len(beginning) else 0
+        if not beginning:
+            return None, 0, keep_at
+        self._caches.move_to_end(beginning)
+        return _copy(self._caches[beginning]), len(beginning), keep_at
+
+    def keep(self, beginning: tuple[int, ...], cache: PyTree) -> None:
+        """Keep a copy of the cache that has read these ids."""
+        self._caches.pop(beginning, None)
+        while len(self._caches) >= self.most:
+            self._caches.popitem(last=False)
+        self._caches[beginning] = _copy(cache)
+
+    def _shared_length(self, prompt: tuple[int, ...], earlier: tuple[int, ...]) -> int:
+        """Return how many ids in full chunks two prompts begin with; the last id of a prompt is always read."""
+        most = min(len(prompt) - 1, len(earlier))
+        shared = next((index for index in range(most) if prompt[index] != earlier[index]), most)
+        return shared // self._chunk * self._chunk
+
+
+def _copy(cache: PyTree) -> PyTree:
+    return jax.tree.map(jnp.copy, cache)
+
+
+_COMPARED = 64
+"""Earlier prompts that a new prompt is compared with."""

@@ -1,0 +1,189 @@
+"""The compiled programs of an `Engine`: read a prompt, start a row in a slot, and continue all slots."""
+
+import dataclasses
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from ..nn import has_shape, right_padded, Source, Tokens, with_source
+from ._decode import decode_until, draw_and_append, Rows, SamplingState
+from ._model import Model
+from ._requests import MOST_ENDS, RowSampling
+from ._speculative import make_decode_step, put_cache_row, put_row
+from ._transforms import chain, Temperature
+
+
+class Slots(eqx.Module):
+    """The rows of an engine, each with its sampling; a row of a free slot is done."""
+
+    rows: Rows
+    sampling: SamplingState
+
+
+class Progress(NamedTuple):
+    """Arrays that the host reads after a decoding step: for each row its new ids and its state."""
+
+    ids: Int[Array, "batch new"]
+    """Ids from the first one that the host does not know; those after the row's length are unused."""
+    log_probabilities: Float[Array, "batch new"]
+    lengths: Int[Array, "batch"]
+    done: Bool[Array, "batch"]
+    logits_are_numbers: Bool[Array, "batch"]
+    has_candidates: Bool[Array, "batch"]
+
+
+@eqx.filter_jit
+def init_cache(model: Model, batch: int, capacity: int, dtype: str | None) -> PyTree:
+    """Return empty caches."""
+    return model.init_cache(batch, capacity, dtype)
+
+
+def cache_bytes(model: Model, batch: int, capacity: int, dtype: str | None) -> int:
+    """Return the bytes of the caches of `batch` rows."""
+    shapes = eqx.filter_eval_shape(model.init_cache, batch, capacity, dtype)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(eqx.filter(shapes, has_shape)))
+
+
+@eqx.filter_jit
+def empty_slots(model: Model, batch: int, capacity: int, dtype: str | None) -> Slots:
+    """Return free slots."""
+    rows = Rows(
+        ids=jnp.zeros((batch, capacity), jnp.int32),
+        lengths=jnp.ones(batch, jnp.int32),
+        limits=jnp.ones(batch, jnp.int32),
+        done=jnp.ones(batch, bool),
+        logits_are_numbers=jnp.ones(batch, bool),
+        has_candidates=jnp.ones(batch, bool),
+        log_probabilities=jnp.zeros((batch, capacity), jnp.float32),
+        cache=model.init_cache(batch, capacity, dtype),
+    )
+    settings = RowSampling(
+        bias=jnp.zeros((batch, model.vocab), jnp.float32),
+        repetition_penalty=jnp.ones(batch, jnp.float32),
+        temperature=jnp.zeros(batch, jnp.float32),
+        top_k=jnp.full(batch, model.vocab, jnp.int32),
+        top_p=jnp.ones(batch, jnp.float32),
+        min_p=jnp.zeros(batch, jnp.float32),
+    )
+    keys = jnp.broadcast_to(jax.random.key(0), (batch,))
+    ends = jnp.full((batch, MOST_ENDS), -1, jnp.int32)
+    return Slots(rows, SamplingState(chain(settings), keys, jnp.zeros(batch, jnp.int32), ends))
+
+
+class Chunk(NamedTuple):
+    """The inputs of `read_chunk`: a part of one prompt."""
+
+    model: Model
+    ids: Int[Array, "batch seq"]
+    """Ids of the part, with padding after them."""
+    start: Int[Array, "batch"]
+    """The position of the first id in the prompt."""
+    count: Int[Array, "batch"]
+    """Ids that are no padding."""
+    length: Int[Array, "batch"]
+    """Ids of the whole prompt."""
+
+
+@eqx.filter_jit(donate="all-except-first")
+def read_chunk(chunk: Chunk, cache: PyTree) -> tuple[Float[Array, "batch embed"], PyTree]:
+    """Read a part of a prompt; return the hidden vector of its last id, and the cache, which is donated."""
+    order = jnp.arange(chunk.ids.shape[1], dtype=jnp.int32)
+    positions = jnp.where(order < chunk.count[:, None], chunk.start[:, None] + order, -1)
+    tokens = Tokens(positions, lengths=jnp.broadcast_to(chunk.length[:, None], positions.shape))
+    hidden, cache, _ = chunk.model.encode(chunk.ids, tokens, cache)
+    return jnp.take_along_axis(hidden, chunk.count[:, None, None] - 1, axis=1)[:, 0], cache
+
+
+@eqx.filter_jit
+def read_source(
+    model: Model, ids: Int[Array, "batch kv_seq"], length: Int[Array, "batch"], cache: PyTree
+) -> tuple[Float[Array, "batch embed"], PyTree]:
+    """Read a prompt with the model's encoder, and the start id after it.
+
+    Returns the hidden vector of the start id, and the cache.
+    """
+    assert model.start is not None, "only a model with an encoder reads a source"
+    source = Source(ids, right_padded(length, ids.shape[1]))
+    start = jnp.full((len(ids), 1), model.start, ids.dtype)
+    hidden, cache, _ = model.encode(start, with_source(right_padded(jnp.ones_like(length), 1), source), cache)
+    return hidden[:, 0], cache
+
+
+class NewRow(NamedTuple):
+    """The inputs of `start_row`: a row whose ids have been read, and the slot that it gets."""
+
+    model: Model
+    sampling: SamplingState
+    ids: Int[Array, "batch seq"]
+    """Ids of the row, with padding after them."""
+    length: Int[Array, "batch"]
+    """Ids that are no padding."""
+    limit: Int[Array, "batch"]
+    """The length at which the row ends."""
+    hidden: Float[Array, "batch embed"]
+    """The hidden vector of the last id."""
+    cache: PyTree
+    """The cache that has read the ids."""
+    slot: Int[Array, ""]
+
+
+@eqx.filter_jit(donate="all-except-first")
+def start_row(new: NewRow, slots: Slots) -> Slots:
+    """Draw the first token of a row, and write the row into its slot; the slots are donated."""
+    row = Rows(
+        ids=new.ids,
+        lengths=new.length,
+        limits=new.limit,
+        done=jnp.zeros(1, bool),
+        logits_are_numbers=jnp.ones(1, bool),
+        has_candidates=jnp.ones(1, bool),
+        log_probabilities=jnp.zeros(new.ids.shape, jnp.float32),
+        cache=new.cache,
+    )
+    row = draw_and_append(row, new.model.unembed(new.hidden), new.cache, new.sampling)
+    cache = put_cache_row(new.model, slots.rows.cache, len(slots.rows.ids), new.slot, row.cache)
+    # A cache may be sharded, so that its rows are written by the model.
+    without_caches = [dataclasses.replace(rows, cache=None) for rows in (slots.rows, row)]
+    rows = dataclasses.replace(put_row(without_caches[0], new.slot, without_caches[1]), cache=cache)
+    return Slots(rows, put_row(slots.sampling, new.slot, new.sampling))
+
+
+class DecodeInputs(NamedTuple):
+    """The inputs of `decode_slots`, beside the slots."""
+
+    model: Model
+    ended: Bool[Array, "batch"]
+    """Rows that the host has ended."""
+    known: Int[Array, "batch"]
+    """Ids of each row that the host has."""
+    count: Int[Array, ""]
+    """Tokens to draw for each row."""
+    bias: Float[Array, "batch vocab"] | None
+    """Biases in place of those of the slots, for rows whose next ids depend on the host; None without such rows."""
+
+
+@eqx.filter_jit(donate="all-except-first")
+def decode_slots(inputs: DecodeInputs, slots: Slots, most_new: int, is_greedy: bool) -> tuple[Slots, Progress]:
+    """Draw tokens for all rows that have not ended; the slots are donated.
+
+    `most_new` is the most ids of a row that the host does not have after this step. With `is_greedy`, all rows take the
+    likeliest tokens of unchanged logits.
+    """
+    sampling = slots.sampling
+    if is_greedy:
+        sampling = dataclasses.replace(sampling, transforms=chain(Temperature(0)))
+    elif inputs.bias is not None:
+        sampling = eqx.tree_at(lambda state: state.transforms.transforms[0].bias, sampling, inputs.bias)
+    rows = dataclasses.replace(slots.rows, done=slots.rows.done | inputs.ended)
+    rows = decode_until(make_decode_step(inputs.model, sampling), rows, rows.lengths + inputs.count)
+    columns = inputs.known[:, None] + jnp.arange(most_new, dtype=jnp.int32)
+    columns = jnp.minimum(columns, rows.ids.shape[1] - 1)
+    assert rows.log_probabilities is not None
+    new_ids, log_probabilities = (jnp.take_along_axis(x, columns, axis=1) for x in (rows.ids, rows.log_probabilities))
+    progress = Progress(
+        new_ids, log_probabilities, rows.lengths, rows.done, rows.logits_are_numbers, rows.has_candidates
+    )
+    return Slots(rows, slots.sampling), progress

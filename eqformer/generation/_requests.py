@@ -1,0 +1,185 @@
+"""Requests of an `Engine`, their results, and the sampling of rows that each have settings of their own."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from ..nn import at_least_float32
+from ._transforms import History, keep_top, MinP, RepetitionPenalty, sampling, Temperature, TopP
+
+
+MOST_ENDS = 16
+"""Ids that may end one text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt and the settings with which it is continued."""
+
+    prompt: Sequence[int]
+    """Ids that the new ids follow, or that the model's encoder reads."""
+    max_new_tokens: int = 256
+    """Most tokens to draw."""
+    temperature: float | int = 0.0
+    """0 takes the likeliest token each time; 1 draws from the model's own distribution."""
+    top_k: int | None = None
+    """Draw from the `top_k` likeliest tokens only."""
+    top_p: float | int | None = None
+    """Draw from the likeliest tokens that together have this probability."""
+    min_p: float | int | None = None
+    """Draw from the tokens that are at least this share as likely as the likeliest."""
+    repetition_penalty: float | int | None = None
+    """Above 1: make tokens that are already in the row less likely."""
+    logit_bias: Mapping[int, float | int] = dataclasses.field(default_factory=dict)
+    """Numbers that are added to the logits of ids before anything else; minus infinity forbids an id."""
+    allowed: Callable[[list[int]], Bool[np.ndarray, "vocab"]] | None = None
+    """A function of the new ids so far that says which ids may come next, such as a grammar. With it, the host is asked
+    before each token of all rows."""
+    end_of_text: int | Sequence[int] = ()
+    """The id, or ids, that end the text; the id that is drawn stays in the result."""
+    ends: Callable[[list[int]], bool] | None = None
+    """A function of the new ids so far that says whether the text has ended, for example at a string. The result holds
+    the ids up to the first for which it is true."""
+    seed: int = 0
+    """The draws depend on the seed, on `example` and on positions: they are those of `generate(...,
+    key=jax.random.key(seed), examples=[example])`."""
+    example: int = 0
+    """The row's number, as in `generate`'s `examples`."""
+
+    def __post_init__(self):
+        if self.max_new_tokens < 1:
+            raise ValueError(f"Request(max_new_tokens={self.max_new_tokens}): at least 1 token must be drawn.")
+        if len(self.end_ids) > MOST_ENDS:
+            raise ValueError(
+                f"Request(end_of_text): {len(self.end_ids)} ids end the text, but at most {MOST_ENDS} can; give fewer, "
+                "and find the others by `ends`."
+            )
+        sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end the text."""
+        return (self.end_of_text,) if isinstance(self.end_of_text, int) else tuple(self.end_of_text)
+
+    def bias(self, new_ids: list[int], vocab: int) -> Float[np.ndarray, "vocab"]:
+        """Return what is added to the logits of the token after the new ids: the bias, and the mask of `allowed`."""
+        bias = np.zeros(vocab, np.float32)
+        bias[list(self.logit_bias)] = list(self.logit_bias.values())
+        if self.allowed is not None:
+            bias[~np.asarray(self.allowed(new_ids), bool)] = -np.inf
+        return bias
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest tokens are taken of unchanged logits."""
+        return (
+            self.temperature == 0
+            and self.repetition_penalty in (None, 1)
+            and not self.logit_bias
+            and self.allowed is None
+        )
+
+
+@dataclasses.dataclass
+class Result:
+    """The continuation of a request."""
+
+    number: int
+    """The number of the request."""
+    prompt_length: int
+    """Ids of the prompt."""
+    shared_length: int = 0
+    """Ids of the prompt whose cache was copied from an earlier request's."""
+    ids: list[int] = dataclasses.field(default_factory=list)
+    """The ids that were drawn."""
+    log_probabilities: list[float] = dataclasses.field(default_factory=list)
+    """The log-probability of each id by the model's logits before any change, in nats."""
+    finish: str = ""
+    """Why the text ended: `"end"` of text, `"stop"` by the request's function, `"length"`, `"cancelled"` or `"error"`;
+    empty while it is drawn."""
+    error: str = ""
+    """The error that ended the request."""
+
+
+class RowSampling(eqx.Module):
+    """Transforms by which each row's logits are changed with settings of its own, in the order of `sampling`.
+
+    A setting that a request leaves out has a value that changes nothing.
+    """
+
+    bias: Float[Array, "batch vocab"]
+    repetition_penalty: Float[Array, "batch"]
+    temperature: Float[Array, "batch"]
+    """0 takes the likeliest token."""
+    top_k: Int[Array, "batch"]
+    top_p: Float[Array, "batch"]
+    min_p: Float[Array, "batch"]
+
+    @staticmethod
+    def for_request(request: Request, bias: Float[np.ndarray, "vocab"]) -> "RowSampling":
+        """Return the settings of one row."""
+        vocab = len(bias)
+        top_k = vocab if request.top_k is None else min(request.top_k, vocab)
+        return RowSampling(
+            jnp.asarray(bias)[None],
+            RepetitionPenalty(_or_default(request.repetition_penalty, 1)).penalty[None],
+            Temperature(request.temperature).temperature[None],
+            jnp.asarray([top_k], jnp.int32),
+            TopP(_or_default(request.top_p, 1)).top_p[None],
+            MinP(_or_default(request.min_p, 0)).min_p[None],
+        )
+
+    def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
+        """Return the changed logits; ids that must not be drawn have minus infinity."""
+        logits = logits.astype(at_least_float32(logits.dtype)) + self.bias
+        logits = jax.vmap(_scale_row)(logits, history.ids, history.lengths, self.repetition_penalty, self.temperature)
+        # A truncation sorts the vocabulary, so it runs only if a row asks for it.
+        cut_top_k = lambda logits: jax.vmap(_cut_top_k)(logits, self.top_k)
+        cut_top_p = lambda logits: jax.vmap(_cut_top_p)(logits, self.top_p)
+        logits = jax.lax.cond(jnp.any(self.top_k < logits.shape[1]), cut_top_k, lambda logits: logits, logits)
+        logits = jax.lax.cond(jnp.any(self.top_p < 1), cut_top_p, lambda logits: logits, logits)
+        return jax.vmap(_cut_min_p)(logits, self.min_p)
+
+
+_Row = Float[Array, "vocab"]
+_Setting = Float[Array, ""]
+
+
+def _scale_row(logits: _Row, ids: Int[Array, "seq"], length: Int[Array, ""], penalty: _Setting, heat: _Setting) -> _Row:
+    """Apply a row's repetition penalty and temperature."""
+    history = History(ids[None], length[None])
+    penalized = eqx.tree_at(lambda t: t.penalty, RepetitionPenalty(1), penalty)(logits[None], history)
+    divide = eqx.tree_at(lambda t: t.temperature, Temperature(1), jnp.where(heat > 0, heat, 1))
+    return jnp.where(heat > 0, divide(penalized, history), Temperature(0)(penalized, history))[0]
+
+
+def _cut_top_k(logits: _Row, top_k: Int[Array, ""]) -> _Row:
+    return keep_top(logits[None], top_k)[0]
+
+
+def _cut_top_p(logits: _Row, top_p: _Setting) -> _Row:
+    return eqx.tree_at(lambda t: t.top_p, TopP(1), top_p)(logits[None], _no_history())[0]
+
+
+def _cut_min_p(logits: _Row, min_p: _Setting) -> _Row:
+    return eqx.tree_at(lambda t: t.min_p, MinP(0), min_p)(logits[None], _no_history())[0]
+
+
+def _no_history() -> History:
+    """Return a history for transforms of one row that read none."""
+    return History(jnp.zeros((1, 0), jnp.int32), jnp.zeros(1, jnp.int32))
+
+
+def _or_default(setting: float | int | None, default: int) -> float | int:
+    return default if setting is None else setting

@@ -1,0 +1,289 @@
+"""Requests that come and go: each has the ids of `generate` alone, whatever the others do."""
+
+import asyncio
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from generation_reference import KINDS, make_model, VOCAB
+
+from eqformer import generation, models
+from eqformer.generation import Engine, Request
+
+
+END = 7
+SIZES: dict[str, Any] = dict(slots=3, capacity=192, prefill_chunk=64, stride=4)
+SETTINGS: tuple[dict[str, Any], ...] = (
+    dict(temperature=0.0),
+    dict(temperature=0.9, top_k=9, top_p=0.9, min_p=0.02, repetition_penalty=1.3),
+)
+QUICK = "local and global"
+PRESETS = [name for name in models.presets() if "-byte-" in name and not name.startswith("modernbert")]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("local and global", sharpness=2.0)
+
+
+def make_requests(vocab=VOCAB, count=7, longest=20, end=END):
+    """Requests of unlike lengths and settings, three of which begin with the same 70 ids."""
+    draw = np.random.default_rng(0)
+    shared = draw.integers(1, vocab, 70).tolist()
+    requests = []
+    for number in range(count):
+        prompt = draw.integers(1, vocab, draw.integers(1, 40)).tolist()
+        prompt = shared + prompt if number in (1, 3, 4) else prompt
+        new = int(draw.integers(1, longest))
+        requests.append(Request(prompt, new, **SETTINGS[number % 2], end_of_text=end, seed=5, example=number))
+    return requests
+
+
+def draw_together(model, requests, **options):
+    """The ids and log-probabilities of each request by `generate`, which continues those of like settings together."""
+    drawn = {}
+    for first in range(len(SETTINGS)):
+        numbers = range(len(requests))[first :: len(SETTINGS)]
+        those = [requests[number] for number in numbers]
+        result = generation.generate(
+            model,
+            [request.prompt for request in those],
+            max_new_tokens=max(request.max_new_tokens for request in those),
+            transforms=generation.sampling(**SETTINGS[first]),
+            end_of_text=END,
+            log_probabilities=True,
+            examples=[request.example for request in those],
+            key=jax.random.key(5),
+            **options,
+        )
+        assert result.log_probabilities is not None
+        for row, number in enumerate(numbers):
+            new = result.new_ids()[row][: requests[number].max_new_tokens]
+            start = int(result.prompt_lengths[row])
+            drawn[number] = new, result.log_probabilities[row, start : start + len(new)]
+    return drawn
+
+
+def arrive(engine, requests, gaps):
+    """Submit each request after a number of steps; return the results when all have ended."""
+    results, numbers = {}, {}
+    for position, gap in enumerate(gaps):
+        for _ in range(gap):
+            results |= {result.number: result for result in engine.step()}
+        numbers[engine.submit(requests[position])] = position
+    while not engine.is_idle:
+        results |= {result.number: result for result in engine.step()}
+    return {position: results[number] for number, position in numbers.items()}
+
+
+def check_exact(model, requests, tolerance=1e-4, **options):
+    engine = Engine(model, **SIZES, **options)
+    gaps = np.random.default_rng(1).integers(0, 3, len(requests))
+    results = arrive(engine, requests, gaps)
+    for number, (ids, log_probabilities) in draw_together(model, requests, **options).items():
+        assert results[number].ids == ids
+        np.testing.assert_allclose(results[number].log_probabilities, log_probabilities, atol=tolerance)
+        ended = ids[-1] == END
+        assert results[number].finish == ("end" if ended else "length")
+        assert ended or len(ids) == requests[number].max_new_tokens
+    return results
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == QUICK else pytest.mark.grid) for k in KINDS])
+def test_a_request_is_continued_as_alone(kind):
+    model, requests = make_model(kind, sharpness=2.0), make_requests()
+    results = check_exact(model, requests)
+    # Another seed gives other ids, so the comparison can fail.
+    engine = Engine(model, **SIZES)
+    (other,) = engine.run([dataclasses.replace(requests[1], seed=6, max_new_tokens=12)])
+    assert other.ids[: len(results[1].ids)] != results[1].ids[: len(other.ids)]
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_request_to_any_family_is_continued_as_alone(preset):
+    model = models.build(preset, key=jax.random.key(0))
+    check_exact(model, make_requests(vocab=256, count=5))
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("int8", marks=pytest.mark.grid), pytest.param("fp8", marks=pytest.mark.grid)]
+)
+def test_a_request_with_a_rounded_cache_is_continued_as_alone(model, dtype):
+    check_exact(model, make_requests(), cache_dtype=dtype)
+
+
+def test_numbers_depend_on_no_other_request(model):
+    """Bit for bit: alone in any slot, among others that come before or after, with and without a shared beginning."""
+    requests = make_requests()
+    engine = functools.partial(Engine, model, **SIZES)
+    forth = arrive(engine(), requests, [0] * len(requests))
+    back = arrive(engine(), requests[::-1], [0, 3, 1, 0, 0, 2, 0])
+    unshared = arrive(engine(prefixes=0), requests, [1, 0, 0, 4, 0, 0, 1])
+    (alone,) = engine().run(requests[3:4])
+    for number, result in forth.items():
+        for other in (back[len(requests) - 1 - number], unshared[number], *([alone] if number == 3 else [])):
+            assert other.ids == result.ids and other.log_probabilities == result.log_probabilities
+    # The first prompt with the shared beginning shows it, the second one keeps its cache, and the third one uses it.
+    assert [forth[number].shared_length for number in range(7)] == [0, 0, 0, 0, 64, 0, 0]
+    assert not any(result.shared_length for result in unshared.values())
+
+
+def test_no_program_is_compiled_and_no_memory_is_taken_for_further_requests(model):
+    engine, requests = Engine(model, **SIZES), make_requests()
+    list(engine.run(requests))
+    held = lambda: sum(x.nbytes for x in jax.live_arrays())
+    before, compiled = held(), []
+
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if "backend_compile" in event:
+            compiled.append((event, duration_secs, kwargs))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        draw = np.random.default_rng(2)
+        others = [
+            dataclasses.replace(
+                request, prompt=draw.integers(1, VOCAB, draw.integers(1, 90)).tolist(), temperature=0.9, top_k=4
+            )
+            for request in requests
+        ]
+        list(engine.run(others))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert not compiled and held() <= before + engine.cache_bytes
+    slots = sum(x.nbytes for x in jax.tree.leaves(engine._state.rows.cache))
+    assert engine.cache_bytes == slots + (1 + 4) * slots // 3
+
+
+def test_texts_end_where_the_request_says(model):
+    prompt = [3, 5, 9]
+    engine = Engine(model, **SIZES)
+    (plain,) = engine.run([Request(prompt, 12)])
+    third = plain.ids[2]
+    first = plain.ids.index(third)
+    requests = [
+        Request(prompt, 12, ends=lambda ids: len(ids) == 6),
+        Request(prompt, 12, end_of_text=[VOCAB - 1, third]),
+        Request(prompt, 3),
+    ]
+    stop, end, length = sorted(engine.run(requests), key=lambda result: result.number)
+    assert (stop.ids, stop.finish) == (plain.ids[:6], "stop")
+    assert (end.ids, end.finish) == (plain.ids[: first + 1], "end")
+    assert (length.ids, length.finish) == (plain.ids[:3], "length")
+
+
+def test_logits_are_biased_and_masked_for_each_request(model):
+    prompt = [3, 5, 9]
+    even = np.arange(VOCAB) % 2 == 0
+    alternating = lambda ids: even if len(ids) % 2 == 0 else ~even
+    engine = Engine(model, **SIZES)
+    (plain,) = engine.run([Request(prompt, 8)])
+    requests = [
+        Request(prompt, 8),
+        Request(prompt, 8, logit_bias={plain.ids[0]: -np.inf, 11: 2.0}),
+        Request(prompt, 8, allowed=alternating, temperature=1.0),
+    ]
+    same, biased, masked = sorted(engine.run(requests), key=lambda result: result.number)
+    assert same.ids == plain.ids
+    add = np.zeros(VOCAB, np.float32)
+    add[plain.ids[0]], add[11] = -np.inf, 2.0
+    bias = lambda logits, history: logits + add
+    expected = generation.generate(
+        model, [prompt], max_new_tokens=8, transforms=(bias, generation.Temperature(0)), key=jax.random.key(0)
+    )
+    assert biased.ids == expected.new_ids()[0] != plain.ids
+    assert [token % 2 for token in masked.ids] == [0, 1] * 4
+    assert len(set(masked.ids)) > 2
+
+
+def test_a_request_that_cannot_go_on_ends_alone(model):
+    requests = [
+        Request([1, 2], 6),
+        Request([1, 2], 6, allowed=lambda ids: np.full(VOCAB, len(ids) < 2)),
+        Request([1, 2], 6, logit_bias={3: np.nan}, temperature=1.0),
+        Request([1, 2], 6, ends=lambda ids: ids[7] == 0),
+        Request([1, 2], 6, allowed=lambda ids: np.ones(3)),
+    ]
+    good, masked, nan, index, shape = sorted(Engine(model, **SIZES).run(requests), key=lambda result: result.number)
+    (alone,) = Engine(model, **SIZES).run(requests[:1])
+    assert good.ids == alone.ids and good.finish == "length"
+    assert masked.finish == nan.finish == "error" and "left no token to draw" in masked.error
+    assert index.finish == shape.finish == "error" and len(index.ids) == 1
+    assert "request 3 raised IndexError: list index" in index.error and "request 4 raised IndexError" in shape.error
+    broken = jax.tree.map(lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, model)
+    (result,) = Engine(broken, **SIZES).run(requests[:1])
+    assert result.finish == "error" and "logits are NaN" in result.error
+
+
+def test_requests_are_cancelled_wherever_they_are(model):
+    engine = Engine(model, **SIZES)
+    requests = [Request([1, 2, number], 40) for number in range(4)] + [Request([4] * 100, 8)]
+    numbers = [engine.submit(request) for request in requests]
+    engine.step()
+    for number in numbers[1:]:
+        engine.cancel(number)
+    results = {}
+    while not engine.is_idle:
+        results |= {result.number: result for result in engine.step() if result.finish}
+    assert {results[number].finish for number in numbers[1:]} == {"cancelled"}
+    (alone,) = engine.run(requests[:1])
+    assert results[numbers[0]].ids == alone.ids and len(alone.ids) == 40
+
+
+def test_streams_yield_growing_results_and_a_closed_one_is_cancelled(model):
+    engine, requests = Engine(model, **SIZES), make_requests()
+
+    async def read(request, most=None):
+        lengths = []
+        async for result in engine.stream(request):
+            lengths.append(len(result.ids))
+            if most is not None and len(result.ids) >= most:
+                break
+        return result, lengths
+
+    async def read_all():
+        # A task that leaves its loop early closes its stream.
+        return await asyncio.gather(*map(read, requests), read(Request([1, 2, 3], 100), most=1))
+
+    *results, (left, _) = asyncio.run(read_all())
+    expected = arrive(Engine(model, **SIZES), requests, [0] * len(requests))
+    for number, (result, lengths) in enumerate(results):
+        assert result.ids == expected[number].ids
+        assert lengths == sorted(lengths) and lengths[-1] == len(result.ids)
+    assert not left.finish and engine.is_idle
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Request([1], 0), r"max_new_tokens=0\): at least 1"),
+        (lambda: Request([1], temperature=-1), "temperatures are finite"),
+        (lambda: Request([1], end_of_text=[*range(17)]), "17 ids end the text, but at most 16"),
+        (lambda: Request([]), "a list of at least one id"),
+        (lambda: Request([1, VOCAB]), "prompt has the id 61, but the model's 61 ids are 0 to 60"),
+        (lambda: Request([1], end_of_text=-1), "end_of_text has the id -1"),
+        (lambda: Request([1], logit_bias={99: 1.0}), "logit_bias has the id 99"),
+        (lambda: Request([1] * 190, 3), "a prompt of 190 ids and 3 new tokens need a row of 193, but .* have 192"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused(model, make, message):
+    engine = Engine(model, **SIZES)
+    with pytest.raises(ValueError, match=message):
+        engine.submit(make())
+    assert engine.is_idle
+
+
+def test_a_refused_request_does_not_end_a_run(model):
+    requests = [Request([1, 2], 3), Request([VOCAB], 3), Request([2, 1], 3)]
+    results = {result.number: result for result in Engine(model, **SIZES).run(requests)}
+    assert [results[number].finish for number in range(3)] == ["length", "error", "length"]
+    assert "prompt has the id 61" in results[1].error
+    for name in SIZES:
+        sizes: dict[str, Any] = SIZES | {name: 0}
+        with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+            Engine(model, **sizes)
