@@ -12,6 +12,7 @@ import pkgutil
 import typing
 
 from ._dataclass_json import (
+    dataclass_differences as dataclass_differences,
     dataclass_from_json as dataclass_from_json,
     dataclass_to_json as dataclass_to_json,
     UnknownKindError as UnknownKindError,
@@ -23,7 +24,12 @@ from ._failures import (
     requested_bytes as requested_bytes,
 )
 from ._files import read_json as read_json, read_utf8 as read_utf8, write_atomic as write_atomic
-from ._prepare import prepare as prepare
+from ._prepare import (
+    cache_programs as cache_programs,
+    delete_oldest as delete_oldest,
+    prepare as prepare,
+    user_cache as user_cache,
+)
 from ._shapes import Batch as Batch, LEGEND as LEGEND, PreferenceBatch as PreferenceBatch
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,23 @@ def dataclass_from_json(value: Any, classes: Mapping[str, type], source: str) ->
             fields[name] = Path(fields[name])
     _check_types(kind, fields, source)
     return kind(**fields)
+
+
+def dataclass_differences(old: Any, new: Any, *, ignored: Container[str] = ()) -> list[str]:
+    """Return the values that differ between two dataclasses, as `field.part: old -> new`, except of ignored fields."""
+    pairs = [(field.name, getattr(old, field.name), getattr(new, field.name)) for field in dataclasses.fields(old)]
+    return [
+        line
+        for name, old_value, new_value in pairs
+        if name not in ignored
+        for line in _compare(name, dataclass_to_json(old_value), dataclass_to_json(new_value))
+    ]
+
+
+def _compare(name: str, old: Any, new: Any) -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict) and old.get("kind") == new.get("kind"):
+        return [line for part in old for line in _compare(f"{name}.{part}", old[part], new[part])]
+    return [] if old == new else [f"{name}: {old!r} -> {new!r}"]
 
 
 def _check_types(kind: Any, fields: Mapping[str, Any], source: str) -> None:

@@ -5,13 +5,16 @@ This file does not import JAX, since XLA reads its flags only once, when JAX cre
 
 import ctypes
 import functools
+import hashlib
 import importlib.util
 import logging
 import mmap
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -58,6 +61,58 @@ def prepare(*, devices: int | None = None, compilers: bool = False, gradients: b
             os.environ.setdefault(name, value)
     if platform.libc_ver()[0] == "glibc" and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
         keep_freed_memory(ctypes.CDLL(None))
+
+
+def cache_programs() -> None:
+    """Have JAX store compiled programs for the user's later processes, unless the user has chosen a folder.
+
+    Call this before the first program is compiled. Nothing is stored if the folder cannot be written or its disk has
+    less than a gibibyte free. Each kind of processor has a folder of its own, because compiled CPU programs use the
+    processor's instructions.
+    """
+    if PROGRAMS in os.environ or (shared := user_cache("programs")) is None:
+        return
+    folder = shared / _processor_name()
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > _MAX_PROGRAM_BYTES:
+            delete_oldest(folder, _MAX_PROGRAM_BYTES)
+            os.environ[PROGRAMS] = str(folder)
+            os.environ.setdefault(_LEAST_COMPILE_TIME, "0.2")
+            if (jax := sys.modules.get("jax")) is not None:  # An imported JAX has already read the variables.
+                jax.config.update(PROGRAMS.lower(), str(folder))
+                jax.config.update(_LEAST_COMPILE_TIME.lower(), float(os.environ[_LEAST_COMPILE_TIME]))
+
+
+def user_cache(name: str) -> Path | None:
+    """Return a folder that the user's processes share, such as for tokens, in the user's cache; None without a home.
+
+    The cache is found by the XDG base directory specification. The folder may be deleted at any time.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        cache = cache if cache.is_absolute() else Path.home() / ".cache"  # The specification ignores relative paths.
+    except RuntimeError:
+        return None
+    return cache / "eqformer" / name
+
+
+def delete_oldest(folder: Path, max_bytes: int) -> None:
+    """Delete the files of a folder that were written first, until the others have no more than `max_bytes`."""
+    with suppress(OSError):  # Other processes' files may come and go.
+        for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True):
+            max_bytes -= file.stat().st_size
+            if max_bytes < 0:
+                file.unlink(missing_ok=True)
+
+
+def _processor_name() -> str:
+    """Return a short name of the processor's instruction set, with its extensions."""
+    features = platform.processor()
+    with suppress(OSError):  # Only Linux has the file.
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        features += next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
 
 
 def _flags(devices: int | None, compilers: bool, gradients: bool) -> list[str]:
@@ -163,6 +218,10 @@ def _contains(path: Path, text: bytes) -> bool:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return content.find(text) >= 0
 
+
+PROGRAMS = "JAX_COMPILATION_CACHE_DIR"  # JAX's variable for the folder; a user's value stays, and "" means no cache.
+_LEAST_COMPILE_TIME = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+_MAX_PROGRAM_BYTES = 2**30  # The most bytes of compiled programs that are stored.
 
 # XLA's YNN library computes matrix products and reductions, fused with neighboring operations, and elementwise
 # programs. With jaxlib 0.10 it is not used for elementwise programs, since XLA's kernels are faster

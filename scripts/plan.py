@@ -39,7 +39,6 @@ from jax.sharding import Mesh
 from recipes import LARGE, Mesh as RecipeMesh, Recipe
 from support.check import check
 from support.command import entry
-from support.environment import delete_oldest, user_folder
 from support.kernel_report import decode_lines, training_lines
 from support.processes import check_machine, Machine
 from support.screen import Screen
@@ -59,7 +58,7 @@ from support.setup import (
     with_plan_flags,
 )
 
-from eqformer import generation, models, nn, parallel, planning, training
+from eqformer import delete_oldest, generation, models, nn, parallel, planning, training, user_cache
 from eqformer.parallel import CONTEXT, TENSOR
 from eqformer.planning import Compilation, gigabytes, missing_compiler, Topology
 from eqformer.program import CompiledCosts, read_compiled
@@ -309,7 +308,7 @@ def compile_for(
     lower: Callable[[parallel.Plan], jax.stages.Lowered], recipe: Recipe, topology: Topology, number: str = ""
 ) -> Compilation:
     """Compile a step for a topology's devices; its figures are kept for the user's next look."""
-    plan, folder = make_plan(recipe, planning.devices_of(topology)), user_folder("plans")
+    plan, folder = make_plan(recipe, planning.devices_of(topology)), user_cache("plans")
     assert isinstance(plan.mesh, Mesh)
     with Screen(errors=True).working(f"compiling{number} for {topology}; a compiler takes 5 s to some minutes"):
         compilation = planning.compilation_of(lower(plan), topology, plan.mesh, folder)

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -138,9 +139,9 @@ def test_a_flag_that_is_gone_ends_no_script(monkeypatch, caplog):
 
 # Where names of flags may stand: where they are asked about, in what says how to simulate devices, and here. The last
 # holds an attribute of transformers by such a name.
-ASKED = {"eqformer/_prepare.py", "scripts/support/environment.py", "tests/haste.py", "tests/conftest.py"}
-ASKED |= {"tests/test_prepare.py", "tests/nn/test_compiled_products.py", "tests/kernels/test_grouped_hopper.py"}
-ASKED |= {"tests/fixtures/make_generic.py", "tests/parallel/test_own_tokens.py"}
+ASKED = {"eqformer/_prepare.py", "scripts/support/environment.py", "scripts/benchmarks/_apart.py", "tests/haste.py"}
+ASKED |= {"tests/conftest.py", "tests/test_prepare.py", "tests/nn/test_compiled_products.py"}
+ASKED |= {"tests/kernels/test_grouped_hopper.py", "tests/fixtures/make_generic.py", "tests/parallel/test_own_tokens.py"}
 
 
 @pytest.mark.parametrize("folder", ["eqformer", "scripts", "tests"])
@@ -154,6 +155,33 @@ def test_no_flag_is_given_unasked(folder):
 def test_a_flag_given_unasked_is_found():
     unasked = 'jax.jit(f, compiler_options={"xla_of_today": 1}); flags += " --xla_too=1"'
     assert set(_flags_in(unasked)) == {"xla_of_today", " --xla_too=1"}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("why", ["said by the user", "no room", "no right to write", "no home"])
+def test_no_folder_is_used_where_there_can_be_none(why, tmp_path, monkeypatch):
+    monkeypatch.delenv(_prepare.PROGRAMS, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if why == "said by the user":
+        monkeypatch.setenv(_prepare.PROGRAMS, "")
+    elif why == "no room":
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
+    elif why == "no right to write":
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    eqformer.cache_programs()
+    assert not os.environ.get(_prepare.PROGRAMS)
+
+
+def test_the_oldest_programs_go(tmp_path):
+    for age, name in enumerate(["new", "newer", "newest"]):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (age, age))
+    eqformer.delete_oldest(tmp_path, 250)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["newer", "newest"]
+    eqformer.delete_oldest(tmp_path / "absent", 250)
 
 
 def _flags_in(source: str) -> list[str]:

@@ -393,7 +393,6 @@ READING_OTHERWISE = {
     "eqformer/planning/_compile.py",
     "scripts/benchmark.py",
     "scripts/benchmarks/_folders.py",
-    "scripts/support/environment.py",
 }
 READS = {"memmap", "fromfile", "json.load", "json.loads", "np.load"}
 

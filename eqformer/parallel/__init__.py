@@ -42,6 +42,7 @@ from ._placement import option_values as option_values, ParallelConfig as Parall
 from ._plan import OnDevice as OnDevice, Plan as Plan, summary as summary
 from ._processes import (
     check_alike as check_alike,
+    connect as connect,
     is_first_process as is_first_process,
     on_all_processes as on_all_processes,
     on_first_process as on_first_process,

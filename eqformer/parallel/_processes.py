@@ -1,6 +1,8 @@
-"""One program run by several processes: barriers, work of the first process alone, and agreement between all."""
+"""One program run by several processes: how they connect, barriers, work of the first alone, and agreement."""
 
 import hashlib
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import cast, TypeVar
 
@@ -12,6 +14,58 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
 Result = TypeVar("Result")
+
+
+def connect(coordinator: str | None = None, processes: int | None = None, process_id: int | None = None) -> None:
+    """Connect this process to the other processes of a run; call it before JAX creates an array or looks for devices.
+
+    Without arguments, the processes are those of the launcher that has started this one: Slurm, Open MPI, Kubernetes or
+    a TPU pod. Without such a launcher nothing is done. If it cannot be looked for, a warning says why.
+
+    Raises a `ValueError` if the processes do not meet, or have different numbers of devices.
+
+    Args:
+        coordinator: The address of process 0, `host:port`, where the processes meet.
+        processes: The number of processes.
+        process_id: The number of this process, from 0.
+    """
+    if coordinator is None and not _is_in_cluster():
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        if coordinator is None:
+            jax.distributed.initialize()
+        else:
+            jax.distributed.initialize(coordinator, processes, process_id)
+    except RuntimeError as error:
+        raise ValueError(f"the processes of this run did not meet: {error}") from error
+    if jax.default_backend() == "cpu":  # Programs for several CPU devices may deadlock after XLA loads them.
+        jax.config.update("jax_enable_compilation_cache", False)
+    numbers = Counter(device.process_index for device in jax.devices())
+    if len(set(numbers.values())) > 1:
+        raise ValueError(
+            f"processes {', '.join(map(str, numbers))} have {', '.join(map(str, numbers.values()))} devices; give each "
+            "process of a run as many (--simulate or prepare(devices=) on a CPU, CUDA_VISIBLE_DEVICES on GPUs)."
+        )
+
+
+def _is_in_cluster() -> bool:
+    """Return whether a launcher that JAX knows has started this process as one of several."""
+    try:
+        # `jax.distributed.initialize` fails in a process without a cluster, so only its detection is called.
+        from jax._src.clusters import ClusterEnv
+
+        kinds = (kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method)
+        cluster = next((kind for kind in kinds if kind.is_env_present()), None)
+        return cluster is not None and cluster.get_process_count() > 1
+    except Exception as error:  # Any error of a cluster's own library, or of another version of JAX.
+        warnings.warn(
+            f"no cluster could be looked for ({type(error).__name__}: {error}), so this process runs alone; a "
+            "coordinator, the number of processes and a process id (--coordinator, --processes, --process-id) have it "
+            "meet others.",
+            stacklevel=3,
+        )
+        return False
 
 
 def is_first_process() -> bool:

@@ -1,10 +1,15 @@
-"""Run work in a process of its own, which has a device for itself and gives it back."""
+"""Run work in a process of its own, which has a device for itself and gives it back; the choice of its kernels."""
 
 import multiprocessing
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
+
+from eqformer._prepare import drop_user_options, format_flags, keep_known
 
 
 class SeparateProcess:
@@ -59,3 +64,26 @@ def _serve(connection: Connection, modules: tuple[str, ...]) -> None:
         pass
     except Exception as error:
         connection.send((None, RuntimeError(f"{type(error).__name__}: {error}")))
+
+
+@contextmanager
+def share_kernel_choices() -> Iterator[None]:
+    """Have processes that start inside run the same GPU kernels for the same products, as the first of them chose."""
+    before = os.environ.get("XLA_FLAGS")
+    with tempfile.TemporaryDirectory() as folder:
+        _add_xla_flags({"xla_gpu_per_fusion_autotune_cache_dir": folder})
+        try:
+            yield
+        finally:
+            del os.environ["XLA_FLAGS"]
+            os.environ.update({} if before is None else {"XLA_FLAGS": before})
+
+
+def skip_autotuning() -> None:
+    """Let XLA choose GPU kernels without measuring them, in a process where JAX has not started."""
+    _add_xla_flags({"xla_gpu_autotune_level": 0})
+
+
+def _add_xla_flags(options: Mapping[str, bool | int | str]) -> None:
+    flags = format_flags(keep_known(drop_user_options(options)))
+    os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), *flags])

@@ -15,10 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support import environment
-
 from benchmarks import _gpu_numbers, _gpu_runs, _peers
-from benchmarks._apart import SeparateProcess
+from benchmarks._apart import SeparateProcess, share_kernel_choices
 from benchmarks._gpu_runs import Card, Result, Way, Work
 from benchmarks._measure import Row
 from eqformer import models
@@ -73,7 +71,7 @@ def gpu(
     first: dict[str, Row] = {}
     start_process = lambda task: start(*_imports(task)) if time.monotonic() < end else None
     with (
-        environment.share_kernel_choices(),
+        share_kernel_choices(),
         contextlib.closing(_start_ahead(_tasks(sizes, card, rounds, folder), start_process)) as started,
     ):
         for task, run in started:

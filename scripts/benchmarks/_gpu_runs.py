@@ -11,7 +11,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support import environment
 
 from benchmarks import _ours, _peers
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
@@ -205,7 +204,7 @@ def run_on_cpu(work: Callable[[], Result]) -> Result:
 
 def run_without_autotuning(work: Callable[[], Result]) -> Result:
     """Run the work in a process whose XLA takes kernels without measuring them, where only numbers are asked for."""
-    environment.skip_autotuning()
+    skip_autotuning()
     return work()
 
 

@@ -1,13 +1,12 @@
 """Connect the processes of one run, and choose its devices."""
 
 import dataclasses
-import warnings
-from collections import Counter
 from typing import Any
 
 import jax
 
-from support.screen import warn
+from eqformer import parallel
+from support.screen import print_warnings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,25 +50,8 @@ def check_machine(machine: Machine) -> None:
 def connect(machine: Machine) -> None:
     """Connect to the other processes, if flags or a cluster that JAX knows say that there are any."""
     check_machine(machine)
-    has_flags = machine.coordinator is not None
-    if not has_flags and not _is_in_cluster():
-        return
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    try:
-        if has_flags:
-            jax.distributed.initialize(machine.coordinator, machine.processes, machine.process_id)
-        else:
-            jax.distributed.initialize()
-    except RuntimeError as error:
-        raise ValueError(f"the processes of this run did not meet: {error}") from error
-    if jax.default_backend() == "cpu":  # As in `environment.prepare`.
-        jax.config.update("jax_enable_compilation_cache", False)
-    numbers = Counter(device.process_index for device in jax.devices())
-    if len(set(numbers.values())) > 1:
-        raise ValueError(
-            f"processes {', '.join(map(str, numbers))} have {', '.join(map(str, numbers.values()))} devices; give each "
-            "process of a run as many (--simulate on a CPU, CUDA_VISIBLE_DEVICES on GPUs)."
-        )
+    with print_warnings():
+        parallel.connect(machine.coordinator, machine.processes, machine.process_id)
 
 
 def run_devices(machine: Machine) -> list[Any]:
@@ -87,26 +69,3 @@ def run_devices(machine: Machine) -> list[Any]:
             )
         devices += local
     return devices
-
-
-def _is_in_cluster() -> bool:
-    """Return whether a launcher that JAX knows has started this process as one of several."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            # `jax.distributed.initialize` fails in a process without a cluster, so only its detection is called.
-            from jax._src.clusters import ClusterEnv
-
-            kinds = (kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method)
-            cluster = next((kind for kind in kinds if kind.is_env_present()), None)
-            has_several = cluster is not None and cluster.get_process_count() > 1
-        except Exception as error:  # Any error of a cluster's own library, or of another version of JAX.
-            has_several = False
-            warnings.warn(
-                f"no cluster could be looked for ({type(error).__name__}: {error}), so this process trains alone; "
-                "--coordinator, --processes and --process-id have it meet others.",
-                stacklevel=1,
-            )
-    for text in dict.fromkeys(str(warning.message) for warning in caught):
-        warn(text)
-    return has_several

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn, TextIO
@@ -20,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Column
 
 from eqformer import explain_error, is_lost_peer
+from eqformer.parallel import is_first_process
 from eqformer.training import CheckpointError, DivergedError
 from support.stopping import interruptible
 
@@ -164,6 +166,16 @@ def _lines(total: int) -> Show:
 def warn(text: str) -> None:
     """Show a warning on standard error, where it does not mix with what a script prints."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def print_warnings() -> Iterator[None]:
+    """Show each warning of a library inside on a line of its own, once for all processes of a run."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for text in dict.fromkeys(str(warning.message) for warning in caught) if caught and is_first_process() else ():
+        warn(text)
 
 
 @contextmanager

@@ -2,19 +2,16 @@
 
 import math
 import os
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from recipes import Recipe
 
-from eqformer import data
-from eqformer.parallel import is_first_process
+from eqformer import data, user_cache
 from support.chats import detect_form
-from support.environment import user_folder
 from support.run_directory import RunDirectory
-from support.screen import Screen, warn
+from support.screen import print_warnings, Screen
 
 
 SHARED = "EQFORMER_TOKENS"  # The environment variable that names the shared folder.
@@ -27,7 +24,7 @@ def open_sources(recipe: Recipe) -> dict[str, tuple[data.TextSource, float]]:
     sources = {"--data": recipe.data, "--text.hub": text.hub, "--text.mix": " ".join(text.mix) or None}
     if len(several := [f"{flag} {value}" for flag, value in sources.items() if value is not None]) > 1:
         raise ValueError(f"{' '.join(several)}: a run reads one of them; leave the others out.")
-    with _print_warnings():
+    with print_warnings():
         return _open_sources(recipe)
 
 
@@ -78,7 +75,7 @@ def open_texts(
     """Return the texts as batches of the recipe's shape; tokens that no run has made before are made now."""
     folders, text = [*shared_token_folders(), directory.data], recipe.text
     old_size = _token_bytes(folders[0])
-    with screen.bar() as progress, _print_warnings():
+    with screen.bar() as progress, print_warnings():
         corpus = data.open_corpus(
             {name: source for name, (source, _) in sources.items()},
             tokenizer,
@@ -112,15 +109,5 @@ def shared_token_folders() -> list[Path]:
     """Return the folder of tokens that a user's runs share, or `EQFORMER_TOKENS`; an empty list without a home."""
     if path := os.environ.get(SHARED):
         return [Path(path)]
-    folder = user_folder("tokens")
+    folder = user_cache("tokens")
     return [] if folder is None else [folder]
-
-
-@contextmanager
-def _print_warnings() -> Iterator[None]:
-    """Show the library's warnings inside on a line of their own, once for all processes of a run."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        yield
-    for warning in caught if is_first_process() else ():
-        warn(str(warning.message))

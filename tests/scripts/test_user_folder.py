@@ -2,9 +2,8 @@
 
 import json
 import os
-import shutil
-from pathlib import Path
 
+import jax
 import pytest
 from script_helpers import PLAIN, start_code
 from support import environment
@@ -18,7 +17,10 @@ def at_home(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(_prepare, "_has_started", lambda: False)
-    return tmp_path / "eqformer" / "programs"
+    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    yield tmp_path / "eqformer" / "programs"
+    jax.config.update("jax_compilation_cache_dir", before[0])  # The tests' own process caches nothing.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
 
 
 def test_a_second_process_compiles_nothing_anew(at_home, monkeypatch):
@@ -47,28 +49,3 @@ def test_programs_of_several_devices_of_a_cpu_are_not_kept(flags, at_home, monke
     assert at_home.exists() and not os.environ["JAX_ENABLE_COMPILATION_CACHE"]
     environment.prepare(flags)
     assert os.environ["JAX_ENABLE_COMPILATION_CACHE"] == "0"
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("why", ["said by the user", "no room", "no right to write", "no home"])
-def test_no_folder_is_used_where_there_can_be_none(why, at_home, monkeypatch):
-    if why == "said by the user":
-        monkeypatch.setenv(environment.PROGRAMS, "")
-    elif why == "no room":
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
-    elif why == "no right to write":
-        monkeypatch.setattr(os, "access", lambda path, mode: False)
-    else:
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    environment.share_programs()
-    assert not os.environ.get(environment.PROGRAMS)
-
-
-def test_the_oldest_programs_go(tmp_path):
-    for age, name in enumerate(["new", "newer", "newest"]):
-        (tmp_path / name).write_bytes(bytes(100))
-        os.utime(tmp_path / name, (age, age))
-    environment.delete_oldest(tmp_path, 250)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["newer", "newest"]
-    environment.delete_oldest(tmp_path / "absent", 250)
