@@ -16,13 +16,13 @@ import tyro
 from recipes import Recipe
 from support.check import check
 from support.command import entry
-from support.published import copy_companions, published_recipe, save_options
+from support.published import copy_companions, published_recipe
 from support.run_directory import RunDirectory
 from support.screen import Screen
 from support.setup import load_published_model, make_keys
 
-from eqformer import dataclass_to_json, models, nn, read_utf8, training
-from eqformer.text import load_run_model
+from eqformer import dataclass_to_json, models, read_utf8, training
+from eqformer.text import export_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +68,13 @@ def convert(command: Command) -> None:
 
 
 def _write_published(source: RunDirectory, command: Command, screen: Screen) -> None:
-    _, recipe = source.read()
-    model, target = load_run_model(source.path), command.target
+    (_, recipe), target = source.read(), command.target
+    if command.adapter and command.push is not None:
+        raise ValueError(f"--adapter --push {command.push}: whole models alone are uploaded; leave one out.")
+    export_run(source.path, target, adapter=command.adapter)
     if command.adapter:
-        if command.push is not None:
-            raise ValueError(f"--adapter --push {command.push}: whole models alone are uploaded; leave one out.")
-        base = str(recipe.published) if recipe.published is not None else None
-        models.save_adapter(model, target, config=recipe.model, base=base)
         screen.note(f"{target} holds the low-rank changes, for peft")
         return
-    models.save(nn.merge_lora(model), target, **save_options(recipe, source))
     screen.note(f"{target} holds the model as published\nsample     python scripts/sample.py --model {target}")
     if command.push is not None:
         commit = models.push(target, command.push, _model_card(source, recipe, command.license))

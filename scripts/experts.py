@@ -12,12 +12,10 @@ import dataclasses
 from pathlib import Path
 
 from support.command import entry
-from support.published import recipe_tokenizer
-from support.report import color_by_experts
 from support.run_directory import RunDirectory
 
 from eqformer import data, read_utf8
-from eqformer.text import load_run_model
+from eqformer.text import load_run_model, load_run_tokenizer
 
 
 EXAMPLE = '''def load(path, encoding="utf-8"):
@@ -46,18 +44,18 @@ class Command:
 def write(command: Command) -> None:
     """Write both files."""
     directory = RunDirectory(command.run_dir)
-    _, recipe = directory.read()
+    directory.read()  # Its errors name flags.
     if command.text is not None and command.file is not None:
         raise ValueError(f"--text ... --file {command.file}: one text is colored; leave one out.")
     if command.tokens < 1:
         raise ValueError(f"--tokens {command.tokens}: it counts, so give at least 1.")
     text = read_utf8(command.file) if command.file is not None else command.text
     text = EXAMPLE if text is None else text
-    tokenizer = recipe_tokenizer(recipe, directory)
+    tokenizer = load_run_tokenizer(directory.path)
     ids = tokenizer.encode(text)[: command.tokens].tolist()
     if not ids:
         raise ValueError("the text is empty: there is nothing to color; give some by --text or --file.")
-    color_by_experts(directory, load_run_model(directory.path), ids, data.TextStream(tokenizer).pieces(ids))
+    directory.color_by_experts(load_run_model(directory.path), ids, data.TextStream(tokenizer).pieces(ids))
     sys.stdout.write(f"look at {directory.experts_page}, {directory.experts}\n")
 
 

@@ -21,7 +21,11 @@ from ._family import (
     MultimodalModel as MultimodalModel,
 )
 from ._folder import read_eos_token_ids as read_eos_token_ids
-from ._gguf_tokenizer import companion_folder as companion_folder, gguf_companion_files as gguf_companion_files
+from ._gguf_tokenizer import (
+    companion_folder as companion_folder,
+    copy_companions as copy_companions,
+    gguf_companion_files as gguf_companion_files,
+)
 from ._hub import COMPANION_FILES as COMPANION_FILES, local_path as local_path, ModelCard as ModelCard, push as push
 from ._load import load as load, load_shapes as load_shapes, read_config as read_config
 from ._registry import (

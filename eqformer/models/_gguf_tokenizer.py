@@ -19,8 +19,9 @@ from typing import TypeGuard
 
 from .._files import JsonObject
 from ._config_types import fits, PublishedConfig
+from ._folder import CONFIG
 from ._gguf_file import GGUF
-from ._hub import local_path
+from ._hub import COMPANION_FILES, local_path
 
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -261,6 +262,21 @@ def companion_folder(path: str | Path) -> Path:
     """
     path = local_path(path)
     return _write_gguf_companions(path) if path.is_file() else path
+
+
+def copy_companions(source: str | Path, target: str | Path) -> None:
+    """Copy the files that a model was published with, except weights, into a new folder.
+
+    Afterwards the folder is complete, or does not exist. `save` takes it as `like=`.
+    """
+    companions, target = companion_folder(source), Path(target)
+    part = target.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    for name in (CONFIG, *COMPANION_FILES):
+        if (companions / name).exists():
+            shutil.copyfile(companions / name, part / name)
+    part.rename(target)
 
 
 @functools.cache

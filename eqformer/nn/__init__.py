@@ -216,6 +216,7 @@ from .experts._dispatch import Capacity as Capacity, Dispatch as Dispatch, Dropl
 from .experts._experts import Experts as Experts
 from .experts._moe import (
     aux_of_slots as aux_of_slots,
+    chooses_experts as chooses_experts,
     ExpertMixture as ExpertMixture,
     first_experts as first_experts,
     GatedShared as GatedShared,

@@ -9,4 +9,9 @@ from ._llm import LLM as LLM
 from ._load import load as load, prepare_to_decode as prepare_to_decode
 from ._options import ChatOptions as ChatOptions, GenerateOptions as GenerateOptions
 from ._results import Completion as Completion, StreamedText as StreamedText
-from ._run_folder import is_run as is_run, load_run_model as load_run_model
+from ._run_folder import (
+    export_run as export_run,
+    is_run as is_run,
+    load_run_model as load_run_model,
+    load_run_tokenizer as load_run_tokenizer,
+)

@@ -7,8 +7,7 @@ import jax
 
 from .. import data, generation
 from ._options import Settings
-from ._results import complete, Completion, StreamedText, TextAssembler
-from ._stop_strings import StopStrings
+from ._results import complete, Completion, StopStrings, StreamedText, TextAssembler
 
 
 if TYPE_CHECKING:

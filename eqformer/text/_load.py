@@ -5,10 +5,10 @@ from pathlib import Path
 
 import jax
 
-from .. import data, generation, models, nn, parallel
+from .. import data, generation, models, nn, parallel, training
 from ._companions import load_tokenizer, read_begin_id, read_chat_template
 from ._llm import LLM
-from ._run_folder import is_run, load_run_model, load_run_tokenizer, published_copy, read_run_recipe
+from ._run_folder import is_run, load_run_model, load_run_tokenizer, read_run_recipe
 
 
 def load(
@@ -60,10 +60,10 @@ def _load_run(path: Path, plan: parallel.Plan | None) -> LLM:
 
     Prompts get special tokens only if the run began from a published model.
     """
-    recipe, published = read_run_recipe(path), published_copy(path)
+    recipe, published = read_run_recipe(path), training.RunFolder(path).published
     if plan is not None:
         parallel.ShardedModel(recipe.shapes(), plan)
-    tokenizer, model = load_run_tokenizer(path, recipe), load_run_model(path, plan)
+    tokenizer, model = load_run_tokenizer(path), load_run_model(path, plan)
     is_published = published.is_dir()
     return _join(prepare_to_decode(model, plan), tokenizer, published, recipe.seq, special_tokens=is_published)
 

@@ -10,11 +10,8 @@ import jax
 
 from .. import data, models, nn, parallel, training
 from .._dataclass_json import dataclass_from_json, UnknownKindError
-from .._files import read_json
-from ._companions import load_tokenizer, TOKENIZER
-
-
-_RECIPE = "recipe.json"
+from .._files import read_json, read_utf8
+from ._companions import load_tokenizer
 
 
 class RunRecipe(NamedTuple):
@@ -29,9 +26,7 @@ class RunRecipe(NamedTuple):
     end_of_text: str | None
     published: Path | None
     """The published model that the run began from."""
-    run: str | None
-    """The identifier that the run's checkpoints have too."""
-    seq: int | None
+    seq: int
     """The tokens of a row that the run trained on."""
 
     def shapes(self) -> nn.Transformer:
@@ -45,7 +40,7 @@ class RunRecipe(NamedTuple):
 
 def is_run(path: str | Path) -> bool:
     """Return whether a path is the folder of a run."""
-    return (Path(path) / _RECIPE).is_file()
+    return training.RunFolder(path).recipe.is_file()
 
 
 def load_run_model(path: str | Path, plan: parallel.Plan | None = None) -> nn.Transformer:
@@ -55,41 +50,60 @@ def load_run_model(path: str | Path, plan: parallel.Plan | None = None) -> nn.Tr
     run without a checkpoint, and for a recipe with classes that this process does not know: first import the code that
     registers a family of your own.
     """
-    path, recipe = Path(path), read_run_recipe(path)
-    with training.Checkpointer(path / "checkpoints", run=recipe.run) as checkpointer:
+    recipe = read_run_recipe(path)
+    with training.RunFolder(path).checkpointer() as checkpointer:
         if checkpointer.latest_step is None:
             raise ValueError(f"load({str(path)!r}): the run has no checkpoint yet; let it train on.")
         return training.restore_model(checkpointer, recipe.shapes(), plan)
 
 
-def load_run_tokenizer(path: Path, recipe: RunRecipe) -> data.ByteTokenizer | data.FileTokenizer:
+def load_run_tokenizer(path: str | Path) -> data.ByteTokenizer | data.FileTokenizer:
     """Load the tokenizer of a run: from the run's tokenizer file, from its published model, or bytes without both."""
+    recipe = read_run_recipe(path)
     if recipe.tokenizer is not None:
-        copy = path / TOKENIZER
+        copy = training.RunFolder(path).tokenizer
         return data.FileTokenizer(copy if copy.exists() else recipe.tokenizer, end_of_text=recipe.end_of_text)
     if recipe.published is None:
         return data.ByteTokenizer()
-    copy = published_copy(path)
+    copy = training.RunFolder(path).published
     return load_tokenizer(copy if copy.exists() else recipe.published, end_of_text=recipe.end_of_text)
 
 
-def published_copy(path: Path) -> Path:
-    """Return the folder of the run's copies of its published model's files other than weights; it may not exist."""
-    return path / "published"
+def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -> None:
+    """Write the model of a run's latest checkpoint as a published folder, with its tokenizer.
+
+    With `adapter`, the low-rank changes of a run with LoRA are written alone, as peft does; otherwise they are merged
+    into the weights. Raises a `ValueError` as `load_run_model` and `models.save` do.
+    """
+    recipe, model, published = read_run_recipe(path), load_run_model(path), training.RunFolder(path).published
+    if adapter:
+        base = None if recipe.published is None else str(recipe.published)
+        models.save_adapter(model, target, config=recipe.model, base=base)
+        return
+    options: dict[str, Any] = {"config": recipe.model}
+    if (published / "config.json").exists():
+        options = {"like": published}
+    elif published.exists():  # The files of a GGUF file, which has no config.json.
+        options["attributes"] = {"eos_token_id": models.read_eos_token_ids(published) or None}
+        options["files"] = {file.name: read_utf8(file) for file in published.iterdir()}
+    else:
+        tokenizer = load_run_tokenizer(path)
+        ids = {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None}
+        options |= {"attributes": ids, "files": data.tokenizer_files(tokenizer, max_length=recipe.seq)}
+    models.save(nn.merge_lora(model), target, **options)
 
 
 def read_run_recipe(path: str | Path) -> RunRecipe:
     """Read the recipe of a run."""
-    file = Path(path) / _RECIPE
-    content = read_json(file)
-    recipe: Any = content.get("recipe")
+    file = training.RunFolder(path).recipe
+    recipe: Any = read_json(file).get("recipe")
     try:
-        return _parse_recipe(file, recipe, content.get("run"))
+        return _parse_recipe(file, recipe)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: this is not a recipe that a run wrote ({type(error).__name__}: {error}).") from error
 
 
-def _parse_recipe(file: Path, recipe: Mapping[str, Any], run: str | None) -> RunRecipe:
+def _parse_recipe(file: Path, recipe: Mapping[str, Any]) -> RunRecipe:
     text, read = recipe.get("text") or {}, functools.partial(_read_part, file, recipe)
     config = read("model")
     if not isinstance(config, models.ModelConfig):
@@ -102,8 +116,7 @@ def _parse_recipe(file: Path, recipe: Mapping[str, Any], run: str | None) -> Run
         tokenizer=Path(text["tokenizer"]) if text.get("tokenizer") else None,
         end_of_text=text.get("end_of_text"),
         published=Path(recipe["published"]) if recipe.get("published") else None,
-        run=run,
-        seq=recipe.get("seq"),
+        seq=recipe["seq"],
     )
 
 

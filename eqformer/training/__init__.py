@@ -11,6 +11,7 @@ from ._loop import (
     Every as Every,
     Log as Log,
     Progress as Progress,
+    StopSignals as StopSignals,
     train as train,
 )
 from ._loss_spikes import LossSpikeError as LossSpikeError, LossSpikes as LossSpikes
@@ -26,6 +27,7 @@ from ._metrics import (
 from ._optimization import Lora as Lora, Optimization as Optimization
 from ._pictures import plot_expert_loads as plot_expert_loads, plot_experts as plot_experts, plot_losses as plot_losses
 from ._planned_state import PlannedState as PlannedState, ProcessRows as ProcessRows, restore_model as restore_model
+from ._run_folder import RunFolder as RunFolder
 from ._step import (
     make_step as make_step,
     module_gradient_norms as module_gradient_norms,

@@ -2,12 +2,16 @@
 
 import contextlib
 import dataclasses
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Key, PyTree
 
+from ..parallel import Votes
 from ._planned_state import PlannedState
 from ._step import Step
 from ._train_state import TrainState
@@ -147,6 +151,39 @@ class Every(Callback):
         """Call the function if it is due."""
         if run.is_due(self.every):
             self.function(run)
+
+
+class StopSignals(Callback):
+    """A callback that ends the run after a step once SIGTERM or Ctrl-C asks any of its processes to stop.
+
+    Signals are caught inside its `with` block; a second signal ends the program as usual.
+
+        with training.StopSignals(plan.mesh) as stop:
+            training.train(step, state, batches, steps=100, callbacks=[stop, checkpoints])
+    """
+
+    def __init__(self, mesh: Mesh | AbstractMesh, note: Callable[[], object] = lambda: None):
+        """`mesh` is that of the run; `note` is called at the first signal."""
+        self._votes, self._note, self._is_requested = Votes(mesh), note, False
+        self._old_handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._old_handlers[number] = signal.signal(number, self._request_stop)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+
+    def after_step(self, run: Progress) -> None:
+        """Have the run end if a process was asked to stop."""
+        run.is_stopping = self._votes.any(self._is_requested)
+
+    def _request_stop(self, number: int, frame: object) -> None:
+        signal.signal(number, self._old_handlers[number])
+        self._is_requested = True
+        self._note()
 
 
 class Log(Every):

@@ -2,14 +2,12 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from recipes import Recipe
 
-from eqformer import data, models, read_utf8, write_atomic
+from eqformer import data, dataclass_differences, models, write_atomic
 from eqformer.text import load_tokenizer
 from eqformer.training import Optimization
-from support.recipe_file import differences
 from support.run_directory import EVERYTHING_ELSE, RunDirectory
 
 
@@ -39,7 +37,7 @@ def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
     """Raise a `ValueError` if flags change the published model, or the one that the `run` began from."""
     if recipe.published is None:
         return
-    changed = differences(published_recipe(recipe.published, run), recipe, EVERYTHING_ELSE)
+    changed = dataclass_differences(published_recipe(recipe.published, run), recipe, ignored=EVERYTHING_ELSE)
     if changed:
         raise ValueError(
             f"--model {recipe.published}: the model is as it was published; leave out\n  " + "\n  ".join(changed)
@@ -77,29 +75,5 @@ def copy_companions(recipe: Recipe, directory: RunDirectory) -> None:
     """Copy the tokenizer's file, and the files that the model was published with except weights, into the run."""
     if (file := recipe.text.tokenizer) is not None and not directory.checkpointer().steps:
         write_atomic(directory.tokenizer, lambda part: shutil.copyfile(file, part))
-    if recipe.published is None or directory.published.exists():
-        return
-    part = directory.published.with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    companions = models.companion_folder(recipe.published)
-    for name in ("config.json", *models.COMPANION_FILES):
-        if (companions / name).exists():
-            shutil.copyfile(companions / name, part / name)
-    part.rename(directory.published)
-
-
-def save_options(recipe: Recipe, directory: RunDirectory) -> dict[str, Any]:
-    """Return the arguments that `eqformer.models.save` needs beside a run's model."""
-    if (directory.published / "config.json").exists():
-        return {"like": directory.published}
-    if directory.published.exists():  # files of a GGUF file, which has no config.json
-        ends = models.read_eos_token_ids(directory.published)
-        files = {file.name: read_utf8(file) for file in directory.published.iterdir()}
-        return {"config": recipe.model, "attributes": {"eos_token_id": ends or None}, "files": files}
-    tokenizer = recipe_tokenizer(recipe, directory)
-    return {
-        "config": recipe.model,
-        "attributes": {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None},
-        "files": data.tokenizer_files(tokenizer, max_length=recipe.seq),
-    }
+    if recipe.published is not None and not directory.published.exists():
+        models.copy_companions(recipe.published, directory.published)

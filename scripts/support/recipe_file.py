@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,6 @@ from eqformer import (
     read_json,
     read_utf8,
     UnknownKindError,
-    write_atomic,
 )
 from support.screen import Screen
 
@@ -179,42 +177,3 @@ def _name_file_in_errors(path: Path) -> Iterator[None]:
 def source_beside(path: Path) -> Path:
     """Return the path beside a `recipe.json` where the copy of the user's file is kept."""
     return path.with_suffix(".py")
-
-
-def run_identifier(path: Path) -> str | None:
-    """Return the random identifier of the run in a `recipe.json`; None without a file, or if an older version wrote it.
-
-    Raises a `ValueError` if it is no text.
-    """
-    if not path.exists():
-        return None
-    run = read_json(path).get("run")
-    if not isinstance(run, str | None):
-        raise ValueError(f"{path}: this is not a recipe that a run wrote (run is {run!r:.100}).")
-    return run
-
-
-def write_recipe(path: Path, name: str, recipe: Recipe, run: str) -> None:
-    """Write a `recipe.json` with the run's identifier, and before it a copy of the user's file, if there is one."""
-    if (file := user_file(name)) is not None:
-        write_atomic(source_beside(path), read_utf8(file))
-    content = {"name": name, "run": run, "recipe": dataclass_to_json(recipe)}
-    write_atomic(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
-
-
-def differences(old: Recipe, new: Recipe, changeable: frozenset[str]) -> list[str]:
-    """Return what differs between two recipes outside the changeable fields, as `field: old -> new`."""
-    return [
-        line
-        for field in dataclasses.fields(Recipe)
-        if field.name not in changeable
-        for line in _compare(
-            field.name, dataclass_to_json(getattr(old, field.name)), dataclass_to_json(getattr(new, field.name))
-        )
-    ]
-
-
-def _compare(name: str, old: Any, new: Any) -> list[str]:
-    if isinstance(old, dict) and isinstance(new, dict) and old.get("kind") == new.get("kind"):
-        return [line for part in old for line in _compare(f"{name}.{part}", old[part], new[part])]
-    return [] if old == new else [f"{name}: {old!r} -> {new!r}"]

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -49,19 +49,3 @@ def _end(number: int, frame: Any) -> None:
 def _end_with_a_line(number: int, frame: Any) -> None:
     os.write(sys.stderr.fileno(), f"{_LINE}\n".encode())
     os._exit(INTERRUPTED)
-
-
-@contextmanager
-def signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on SIGTERM and on Ctrl-C; a second signal ends the program as usual."""
-
-    def request_stop(number: int, frame: Any) -> None:
-        signal.signal(number, old[number])
-        stop()
-
-    old: dict[int, Any] = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

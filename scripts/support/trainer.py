@@ -11,22 +11,14 @@ import jax
 from jax.sharding import Mesh
 from recipes import Recipe
 
-from eqformer import data, dataclass_to_json, generation, parallel, planning, training
+from eqformer import data, dataclass_to_json, generation, nn, parallel, planning, training
 from eqformer.parallel import check_alike, on_all_processes, on_first_process
 from support.chats import chat_encoder, sample_prompt
 from support.check import parse_steps
 from support.from_run import init_from_run
 from support.kernel_report import local_platform, training_lines
 from support.published import copy_companions, recipe_tokenizer
-from support.report import (
-    add_sample,
-    chooses_experts,
-    closing_lines,
-    color_by_experts,
-    metrics_line,
-    open_metrics,
-    opening_line,
-)
+from support.report import closing_lines, metrics_line, opening_line
 from support.run_directory import RunDirectory
 from support.schedule import schedule_phases
 from support.screen import Screen, Show
@@ -40,7 +32,6 @@ from support.setup import (
     make_train_step,
     model_shapes,
 )
-from support.stopping import signals
 from support.text import open_sources, open_texts
 
 
@@ -63,9 +54,11 @@ class Trainer:
         check_alike(
             {"the text": [self.texts.identity, [text.store.path.name for text in self.texts.held_out.values()]]}
         )
-        self.rows, self.votes = training.ProcessRows(plan, recipe.batch), parallel.Votes(plan.mesh)
+        self.rows = training.ProcessRows(plan, recipe.batch)
         self.keys: Keys = make_keys(recipe)
-        self.stopping, self.spikes = False, training.LossSpikes(**dataclasses.asdict(recipe.spikes))
+        note_stop = lambda: screen.note("stopping after this step; once more to stop at once")
+        self.stop = training.StopSignals(plan.mesh, note_stop)
+        self.spikes = training.LossSpikes(**dataclasses.asdict(recipe.spikes))
         self.phases, self.rates_note = on_all_processes(lambda: schedule_phases(recipe, directory.checkpointer()))
         self.optimizer = make_optimizer(recipe, shapes, self.phases)
         self.states = make_train_state(recipe, plan, self.optimizer, shapes)
@@ -84,7 +77,7 @@ class Trainer:
         recipe, screen = self.recipe, self.screen
         checkpointer = self.directory.checkpointer(recipe.keep)
         start = checkpointer.latest_step or 0
-        with checkpointer, signals(self._stop), ThreadPoolExecutor(1) as executor:
+        with checkpointer, self.stop, ThreadPoolExecutor(1) as executor:
             # The step is compiled while the state is made or read, since XLA holds no lock of Python's.
             step = executor.submit(lambda: self.step) if start < recipe.steps else None
             state = self._state(checkpointer)
@@ -112,7 +105,7 @@ class Trainer:
             ):
                 compiled = step.result()
                 self._begin()
-                with open_metrics(recipe, self.directory, start) as writers:
+                with self._open_metrics(start) as writers:
                     callbacks, steps = self._callbacks(writers, show, checkpointer), recipe.steps
                     try:
                         run = training.train(
@@ -161,9 +154,9 @@ class Trainer:
                 [
                     *([self._debug_nans()] if recipe.debug_nans else []),
                     self.spikes,
-                    every(1, self._vote),
+                    self.stop,
                     training.Validation(recipe.validate_every, self._validate, write_row),
-                    every(recipe.validate_every, lambda run: on_first_process(self._draw)),
+                    every(recipe.validate_every, lambda run: on_first_process(self.directory.draw_metrics)),
                     every(1, show_last),
                     training.Checkpoints(recipe.checkpoint_every, checkpointer, self._metadata, self.states),
                     *([every(recipe.sample_every, self._sample)] if recipe.sample_every else []),
@@ -189,9 +182,6 @@ class Trainer:
         """Return the function of the metrics that rows have beside the step's."""
         skipped = sum(last - first + 1 for first, last in self.spikes.skipped_batches)
         return lambda run: clock.rate(run) | ({"batches_left_out": skipped} if skipped else {})
-
-    def _vote(self, run: training.Progress) -> None:
-        run.is_stopping = self.votes.any(self.stopping)
 
     def _state(self, checkpointer: training.Checkpointer) -> training.TrainState:
         """Return the state to go on from: the latest checkpoint's or the first."""
@@ -224,9 +214,11 @@ class Trainer:
         rows = self.rows.start, self.rows.stop
         return self.texts.validate(sums, self.recipe.validation_batches, rows=rows)
 
-    def _draw(self) -> None:
-        training.plot_losses(self.directory.metrics, self.directory.loss)
-        training.plot_expert_loads(self.directory.metrics, self.directory.loads)
+    def _open_metrics(self, start: int) -> training.MetricWriters:
+        metrics = self.recipe.metrics
+        return self.directory.open_metrics(
+            start, tensorboard=metrics.tensorboard, wandb=metrics.wandb, recipe=self.recipe
+        )
 
     def _metadata(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint keeps beside the state; raises a `ValueError` if the run's folder is gone."""
@@ -254,14 +246,10 @@ class Trainer:
         ids = prompt + output.new_ids()[0]
         pieces = data.TextStream(self.tokenizer).pieces(ids)
         text = "".join(pieces)
-        add_sample(self.directory.samples, step, text)
-        if chooses_experts(model):
-            color_by_experts(self.directory, model, ids, pieces)
+        self.directory.add_sample(step, text)
+        if nn.chooses_experts(model):
+            self.directory.color_by_experts(model, ids, pieces)
         self.screen.note(f"--- after {step} steps it writes\n{text}\n---")
-
-    def _stop(self) -> None:
-        self.stopping = True
-        self.screen.note("stopping after this step; once more to stop at once")
 
 
 def count_parameters(recipe: Recipe, shapes: Any) -> tuple[int, int]:

@@ -127,6 +127,7 @@ def wait_until(run_dir: pathlib.Path, step: int, process: subprocess.Popen) -> N
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
     """Have a run in this process be sent a signal when it writes the row of a step."""
     from eqformer import training
+    from eqformer.training import _run_folder
 
     class Stops(training.JsonLines):
         def write(self, row):
@@ -134,4 +135,4 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIG
             if row["step"] == step:
                 signal.raise_signal(number)
 
-    monkeypatch.setattr(training, "JsonLines", Stops)
+    monkeypatch.setattr(_run_folder, "JsonLines", Stops)

@@ -7,9 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from recipes import Metrics, Recipe
+from recipes import Recipe
 from support.published import copy_companions
-from support.report import open_metrics
 from support.run_directory import RunDirectory
 
 from eqformer import models
@@ -75,14 +74,14 @@ def test_after_any_write_that_failed_the_next_start_works(tmp_path, monkeypatch)
     published.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (published / name).write_text("{}", encoding="utf-8")
-    recipe = Recipe(models.preset("llama-byte-1m"), published=published, metrics=Metrics())
+    recipe = Recipe(models.preset("llama-byte-1m"), published=published)
 
     def begin(folder: Path) -> None:
         with RunDirectory(folder) as directory:
             directory.claim("name", recipe)
             directory.begin("name", recipe)
             copy_companions(recipe, directory)
-            with open_metrics(recipe, directory, 0) as writers:
+            with directory.open_metrics(0) as writers:
                 writers.write({"step": 1, "loss": 2.0})
 
     failures = 0

@@ -15,7 +15,7 @@ import pytest
 from script_helpers import LLAMA, PLAIN, rows, run, run_here, saved_arrays, start_until, stop_at, TINY, write_corpus
 
 from eqformer import training
-from eqformer.training import Checkpointer
+from eqformer.training import _run_folder, Checkpointer
 
 
 KILLED = [*TINY, "--recipe", "gpt2-byte-1m", "--model.dropout", "0.1", "--steps", "14", "--checkpoint-every", "4"]
@@ -222,7 +222,7 @@ def test_a_run_whose_folder_is_deleted_ends_at_the_next_row_and_writes_nothing(c
             if row["step"] == 2:
                 shutil.rmtree(tmp_path / "run")
 
-    monkeypatch.setattr(training, "JsonLines", Deletes)
+    monkeypatch.setattr(_run_folder, "JsonLines", Deletes)
     ended = run_here("pretrain.py", *endless(corpus, tmp_path), "--simulate", 1)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and "was deleted, moved or" in ended.stderr
     assert not (tmp_path / "run").exists()

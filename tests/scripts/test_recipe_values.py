@@ -17,9 +17,10 @@ import pytest
 from recipes import Recipe
 from script_helpers import LLAMA, TINY, write_corpus
 from support.check import check, check_values
-from support.recipe_file import from_json, read_recipe, write_recipe
+from support.recipe_file import from_json, read_recipe
 
 from eqformer import dataclass_to_json, models, training
+from eqformer.training import RunFolder
 
 
 WORDS = ["", "def ", "\u00e9\u4e2d\U0001f600", "a\nb\t\"'\\", "None", "nan", "\x00\x7f"]
@@ -76,7 +77,7 @@ def test_every_recipe_is_the_same_after_a_save(preset, tmp_path):
     for number in range(4):
         numbers = changed(models.preset(preset), draw)
         recipe = dataclasses.replace(changed(Recipe(model=models.preset(preset)), draw), model=numbers)
-        write_recipe(tmp_path / "recipe.json", f"\u00e9{number}", recipe, "1a2b")
+        RunFolder(tmp_path).write_recipe(f"\u00e9{number}", recipe)
         assert read_recipe(tmp_path / "recipe.json") == (f"\u00e9{number}", recipe)
         text = json.dumps(
             training.run_metadata(recipe=dataclass_to_json(recipe), step=1, data={}, key=_KEY), allow_nan=False
@@ -178,7 +179,7 @@ def test_every_preset_is_a_recipe_whose_values_are_taken_and_kept(tmp_path):
     for name in models.presets():
         recipe = Recipe(model=models.preset(name))
         check_values(recipe)
-        write_recipe(tmp_path / "recipe.json", name, recipe, "1a2b")
+        RunFolder(tmp_path).write_recipe(name, recipe)
         assert read_recipe(tmp_path / "recipe.json") == (name, recipe)
         text = (tmp_path / "recipe.json").read_text()
         json.loads(text, parse_constant=no_number)

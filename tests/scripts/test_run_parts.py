@@ -15,18 +15,18 @@ import numpy as np
 import pretrain
 import pytest
 import sample
-from recipes import Metrics, Recipe, RECIPES, Text
+from recipes import Recipe, RECIPES, Text
 from rich.console import Console
 from support import screen as _screen, trainer as _trainer
 from support.command import find_recipe, parse
-from support.published import check_published, copy_companions, recipe_tokenizer, save_options
-from support.report import metrics_line, open_metrics, opening_line
+from support.published import check_published, copy_companions, recipe_tokenizer
+from support.report import metrics_line, opening_line
 from support.run_directory import RunDirectory
 from support.screen import Screen
 from support.setup import build_model, make_keys, model_shapes
 
 from eqformer import data, dataclass_to_json, models, nn, text, training
-from eqformer.training import Lora, Optimization
+from eqformer.training import _run_folder, Lora, Optimization
 
 
 CONFIG = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-5}
@@ -172,7 +172,10 @@ def test_a_gguf_file_brings_its_tokenizer_to_a_run_and_into_its_exports(tmp_path
     assert {copied.name for copied in run.published.iterdir()} == companions.keys()
     assert recipe_tokenizer(begun, run).end_of_text == models.read_eos_token_ids(run.published)[0]
     model = models.load(file)
-    models.save(model, tmp_path / "out", **save_options(begun, run))
+    run.write_recipe("file", begun)
+    with run.checkpointer() as checkpointer:
+        checkpointer.save({"model": model}, 1, {})
+    text.export_run(run.path, tmp_path / "out")
     assert eqx.tree_equal(models.load(tmp_path / "out"), model)
     assert (
         companions.items() <= {copied.name: copied.read_text() for copied in (tmp_path / "out").glob("*.json")}.items()
@@ -225,9 +228,9 @@ def test_samples_stay_within_learned_positions_and_colours_are_of_their_ids(prom
         return SimpleNamespace(new_ids=lambda: [[255] * max_new_tokens + [256]])  # no UTF-8, and no id
 
     monkeypatch.setattr(_trainer.generation, "generate", generate)
-    monkeypatch.setattr(_trainer, "chooses_experts", lambda model: True)
+    monkeypatch.setattr(nn, "chooses_experts", lambda model: True)
     monkeypatch.setattr(nn, "first_experts", lambda model, ids: ids[None])
-    monkeypatch.setattr(training, "plot_experts", lambda chosen, pieces, *_, **__: coloured.append((chosen, pieces)))
+    monkeypatch.setattr(_run_folder, "plot_experts", lambda chosen, pieces, *_, **__: coloured.append((chosen, pieces)))
     run = recipe(model=numbers, prompt=prompt)
     parts = {"recipe": run, "keys": make_keys(run), "tokenizer": data.ByteTokenizer(), "screen": Screen(silent=True)}
     trainer: Any = SimpleNamespace(**parts, encoder=None, directory=RunDirectory(tmp_path))
@@ -248,7 +251,7 @@ def test_a_run_that_goes_on_is_one_run_where_it_is_looked_at(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "tensorboardX", board)
     monkeypatch.setitem(sys.modules, "wandb", bias)
     for start in (0, 7, 0):
-        with open_metrics(recipe(metrics=Metrics(tensorboard=True, wandb="p")), RunDirectory(tmp_path), start):
+        with RunDirectory(tmp_path).open_metrics(start, tensorboard=True, wandb="p", recipe=recipe()):
             pass
     steps, (first, again, anew) = opened[::2], opened[1::2]
     assert steps == [1, 8, 1] and first == again != anew

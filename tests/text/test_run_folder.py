@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 from recipes import Recipe, Text
-from support.recipe_file import write_recipe
 from text_cases import CONFIG, published_folder, small_model, TEMPLATE, USER
 
 import eqformer
@@ -16,9 +15,10 @@ from eqformer.text import LLM, load_run_model
 def make_run(path, *, checkpoint=True, **fields):
     """The folder of a run that holds the small model."""
     path.mkdir()
-    write_recipe(path / "recipe.json", "name", Recipe(CONFIG, **fields), "1a2b")
+    folder = training.RunFolder(path)
+    folder.write_recipe("name", Recipe(CONFIG, **fields))
     if checkpoint:
-        with training.Checkpointer(path / "checkpoints", run="1a2b") as checkpointer:
+        with folder.checkpointer() as checkpointer:
             checkpointer.save({"model": small_model()}, 3, {})
     return path
 

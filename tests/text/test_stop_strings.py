@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from eqformer.text._stop_strings import StopStrings
+from eqformer.text._results import StopStrings
 
 
 def pushed(pieces, stops):

@@ -12,7 +12,7 @@ from ..._array_checks import checked
 from .._contracts import Aux, FeedForward, Routed
 from .._dtype import multiply_float32
 from .._linear import Linear, LinearMap
-from .._module import map_modules
+from .._module import map_modules, modules
 from .._norm import Norm
 from .._tokens import Tokens, tokens_or_default
 from .._transformer import Transformer
@@ -231,6 +231,11 @@ def aux_of_slots(slots: Slots, tokens: Tokens, x: Float[Array, "*batch seq embed
     load = jnp.sum(slots.token >= 0, axis=(0, 2), dtype=jnp.int32)
     real = jnp.sum(is_real(tokens, x.shape[:-1]), dtype=jnp.int32)
     return Aux(zero, load, jnp.zeros((), jnp.int32), zero, real)
+
+
+def chooses_experts(model: Transformer) -> bool:
+    """Return whether the model has a mixture whose tokens choose their experts, as `first_experts` needs."""
+    return any(not moe.router.facts().gives_slots for moe in modules(model, ExpertMixture))
 
 
 @checked
