@@ -4,6 +4,7 @@ from .._hub import hub_name as hub_name
 from . import _config_types, _layer_attributes, _rotary_attributes, _rotary_scaling
 from ._adapters import load_adapter as load_adapter, save_adapter as save_adapter
 from ._attributes import (
+    Activation as Activation,
     Attribute as Attribute,
     Count as Count,
     Entry as Entry,
@@ -72,6 +73,7 @@ from .families._mistral4 import Mistral4Config as Mistral4Config
 from .families._mixtral import MixtralConfig as MixtralConfig
 from .families._modernbert import ModernBERTConfig as ModernBERTConfig
 from .families._muse_glimmer import MuseGlimmerConfig as MuseGlimmerConfig
+from .families._nanochat import NanoChatConfig as NanoChatConfig
 from .families._nemotron_h import NemotronHConfig as NemotronHConfig
 from .families._olmo2 import Olmo2Config as Olmo2Config, Olmo3Config as Olmo3Config
 from .families._olmoe import OLMoEConfig as OLMoEConfig

@@ -2,6 +2,8 @@
 
 import dataclasses
 import difflib
+import importlib
+import pkgutil
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -9,67 +11,13 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Key
 
+from .._array_checks import checked
 from ..nn import Transformer
+from . import families
 from ._family import check_config, Family, ModelConfig
 from ._weight_rules import PredictorTable
-from .families._bamba import BAMBA
-from .families._cohere import COHERE
-from .families._deepseek_v2 import DEEPSEEK_V2
-from .families._deepseek_v3 import DEEPSEEK_V3
-from .families._deepseek_v32 import DEEPSEEK_V32
-from .families._ernie45 import ERNIE45, ERNIE45_MOE
-from .families._exaone4 import EXAONE4
-from .families._falcon_h1 import FALCON_H1
-from .families._gemma import GEMMA
-from .families._gemma2 import GEMMA2
-from .families._gemma3 import GEMMA3
-from .families._gemma4 import GEMMA4
-from .families._glm4 import GLM4
-from .families._glm4_moe import GLM4_MOE
-from .families._glm_moe_dsa import GLM_MOE_DSA
-from .families._gpt2 import GPT2
-from .families._gpt_oss import GPT_OSS
-from .families._granite import GRANITE
-from .families._granite_hybrid import GRANITE_HYBRID
-from .families._hunyuan import HUNYUAN, HUNYUAN_MOE
-from .families._jaxformer import JAXFORMER
-from .families._kimi_linear import KIMI_LINEAR
-from .families._lfm2 import LFM2, LFM2_MOE
-from .families._llama import LLAMA
-from .families._llama4 import LLAMA4
-from .families._mamba2 import MAMBA2
-from .families._minimax_m2 import MINIMAX_M2
-from .families._ministral3 import MINISTRAL3
-from .families._mistral import MISTRAL
-from .families._mistral4 import MISTRAL4
-from .families._mixtral import MIXTRAL
-from .families._modernbert import MODERNBERT
-from .families._muse_glimmer import MUSE_GLIMMER
-from .families._nemotron_h import NEMOTRON_H
-from .families._olmo2 import OLMO2, OLMO3
-from .families._olmoe import OLMOE
-from .families._phi3 import PHI3
-from .families._qwen2 import QWEN2
-from .families._qwen2_moe import QWEN2_MOE
-from .families._qwen3 import QWEN3
-from .families._qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from .families._qwen3_moe import QWEN3_MOE
-from .families._qwen3_next import QWEN3_NEXT
-from .families._seed_oss import SEED_OSS
-from .families._smollm3 import SMOLLM3
-from .families._switch import GSHARD, SWITCH
-from .families._t5 import T5
-from .families._t5gemma import T5GEMMA
-from .families._t5gemma2 import T5GEMMA2
 
 
-_LISTED = (
-    *(BAMBA, COHERE, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, ERNIE45, ERNIE45_MOE, EXAONE4, FALCON_H1, GEMMA, GEMMA2),
-    *(GEMMA3, GEMMA4, GLM4, GLM4_MOE, GLM_MOE_DSA, GPT2, GPT_OSS, GRANITE, GRANITE_HYBRID, GSHARD, HUNYUAN),
-    *(HUNYUAN_MOE, JAXFORMER, KIMI_LINEAR, LFM2, LFM2_MOE, LLAMA, LLAMA4, MAMBA2, MINIMAX_M2, MINISTRAL3, MISTRAL),
-    *(MISTRAL4, MIXTRAL, MODERNBERT, MUSE_GLIMMER, NEMOTRON_H, OLMO2, OLMO3, OLMOE, PHI3, QWEN2, QWEN2_MOE, QWEN3),
-    *(QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT, SEED_OSS, SMOLLM3, SWITCH, T5, T5GEMMA, T5GEMMA2),
-)
 _REGISTERED: dict[str, Family] = {}
 FAMILIES: Mapping[str, Family] = MappingProxyType(_REGISTERED)
 
@@ -105,7 +53,17 @@ def _identity(family: Family) -> dict[str, set]:
     }
 
 
-for _family in _LISTED:
+def _package_families() -> list[Family]:
+    """Return the families that the files of `families` define, in the order of the files' names."""
+    named: dict[str, Family] = {}
+    for file in sorted(module.name for module in pkgutil.iter_modules(families.__path__)):
+        variables = vars(importlib.import_module(f"{families.__name__}.{file}"))
+        # Some files import the families of other files.
+        named |= {value.name: value for value in variables.values() if isinstance(value, Family)}
+    return list(named.values())
+
+
+for _family in _package_families():
     register(_family)
 
 
@@ -123,6 +81,7 @@ def preset(name: str) -> ModelConfig:
     return known[name]
 
 
+@checked
 def build(model: str | ModelConfig, *, predictor: bool = False, key: Key[Array, ""]) -> Transformer:
     """Build a model with random weights, from the name of a preset or from a family's config.
 

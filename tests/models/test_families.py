@@ -112,6 +112,8 @@ PUBLISHED = {
     "hunyuan-7b": 7_504_568_320,
     "hunyuan-a13b": 80_393_183_232,
     "minimax-m2": 228_689_764_864,
+    "nanochat-d20": 560_988_160,
+    "nanochat-d32": 1_879_048_192,
     "seed-oss-36b": 36_151_104_512,
     "ministral3-3b": 3_429_006_336,
     "ministral3-8b": 8_489_553_920,

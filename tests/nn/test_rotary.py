@@ -33,6 +33,14 @@ def test_complex_reference_in_any_order_of_positions_whole_and_partial(dim, thet
     assert dim == 2 or not (close(y, wrong, 1e-2) or close(y, other, 1e-2))
 
 
+@pytest.mark.parametrize("scaling", [None, nn.YarnScaling(4.0, 16)])
+def test_reverse_negates_the_angles(scaling):
+    x = normal(1, 2, 5, 3, 8)
+    rotary, reverse = nn.Rotary(8, 100.0, scaling=scaling), nn.Rotary(8, 100.0, scaling=scaling, reverse=True)
+    assert close(run(reverse, x, POSITIONS), run(rotary, x, -POSITIONS), 1e-6)
+    assert not close(run(reverse, x, POSITIONS), run(rotary, x, POSITIONS), 1e-2)
+
+
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_transformers_layouts(layout):
     arrays = golden("rotary")

@@ -98,6 +98,7 @@ class _GatedMLPOptions(TypedDict, total=False):
 class _DecoderEnds(TypedDict, total=False):
     """Arguments of `decoder` for the parts before and after the layers."""
 
+    embedding_norm: nn.Norm | None
     final_norm: nn.Norm | Callable[[Array], Array]
     embedding_scale: float | None
     logit_scale: float | None
@@ -265,6 +266,7 @@ def rotary_of(
     theta: float | None = None,
     interleaved: bool = False,
     scaling: nn.RotaryScaling | None = None,
+    reverse: bool = False,
 ) -> nn.Rotary:
     """Return rotary positions; raises a `ValueError` that names the config's field for an odd number of channels.
 
@@ -275,12 +277,13 @@ def rotary_of(
         theta: Another base; None: the config's.
         interleaved: Whether neighboring channels are rotated together.
         scaling: The scaling of the frequencies; None: none.
+        reverse: Whether the angles are negated.
     """
     if channels % 2:
         raise ValueError(
             f"{type(config).__name__}({name}={channels}): channels are rotated in pairs; take an even {name}."
         )
-    return nn.Rotary(channels, config.theta if theta is None else theta, interleaved, scaling)
+    return nn.Rotary(channels, config.theta if theta is None else theta, interleaved, scaling, reverse)
 
 
 def part_rotary(config: WithPartRotary, *, interleaved: bool = False) -> nn.Rotary:
@@ -404,8 +407,9 @@ def decoder(
         block: A function that builds a layer: `block(key)` or, with `kinds`, `block(kind, key)`.
         kinds: The kind of each layer; None: all layers are alike.
         key: The key of the weights.
-        **ends: The parts before and after the layers: `final_norm`, the norm before the head (by default an `RMSNorm`
-            of the config's `eps`); `embedding_scale` and `logit_scale`, factors; `logit_softcap`, a bound of logits.
+        **ends: The parts before and after the layers: `embedding_norm`, a norm of the embeddings (by default none);
+            `final_norm`, the norm before the head (by default an `RMSNorm` of the config's `eps`); `embedding_scale`
+            and `logit_scale`, factors; `logit_softcap`, a bound of logits.
     """
     embedding_key, layer_key, head_key = jax.random.split(key, 3)
     if kinds is None:
@@ -417,6 +421,7 @@ def decoder(
             vocab=config.vocab, embed=config.embed, scale=ends.get("embedding_scale"), key=embedding_key
         ),
         stacks=stacks,
+        embedding_norm=ends.get("embedding_norm"),
         norm=ends["final_norm"] if "final_norm" in ends else norm(config),
         head=None if config.tied else nn.Linear("embed -> vocab", embed=config.embed, vocab=config.vocab, key=head_key),
         logit_scale=ends.get("logit_scale"),

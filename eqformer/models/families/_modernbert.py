@@ -157,12 +157,12 @@ def build_modernbert(config: ModernBERTConfig, *, key: Key[Array, ""]) -> nn.Tra
         activation=activation_of(config, "dense_activation"),
         key=dense_key,
     )
-    model = decoder(config, block, kinds, final_norm=dense, key=decoder_key)
+    model = decoder(config, block, kinds, embedding_norm=norm(), final_norm=dense, key=decoder_key)
     if not config.tied:
         head = nn.Linear("embed -> vocab", bias=config.logit_bias, embed=config.embed, vocab=config.vocab, key=head_key)
-        return dataclasses.replace(model, embedding_norm=norm(), head=head)
+        return dataclasses.replace(model, head=head)
     bias = jnp.zeros(config.vocab, jnp.float32) if config.logit_bias else None
-    return dataclasses.replace(model, embedding_norm=norm(), logit_bias=bias)
+    return dataclasses.replace(model, logit_bias=bias)
 
 
 _BYTE = ModernBERTConfig(256, 64, 4, 4, 96, global_layers=(0, 3), window=32)

@@ -56,14 +56,16 @@ class Rotary(PositionEncoding):
 
     The first `dim` channels are rotated, the others pass unchanged (GPT-NeoX's partial rotary). Pairs are channels
     `(i, i + dim/2)`, the half-split layout of Llama, or `(2i, 2i + 1)` if `interleaved`, the layout of GPT-J and
-    DeepSeek. `scaling` changes the frequencies for longer contexts. Angles are computed in float32 at least, from the
-    positions of each call: there is no table, so positions may have any order and offset.
+    DeepSeek. `scaling` changes the frequencies for longer contexts, and `reverse` negates the angles (nanochat). Angles
+    are computed in float32 at least, from the positions of each call: there is no table, so positions may have any
+    order and offset.
     """
 
     dim: int = eqx.field(static=True)
     theta: float = eqx.field(static=True)
     interleaved: bool = eqx.field(static=True, default=False)
     scaling: "RotaryScaling | None" = eqx.field(static=True, default=None)
+    reverse: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self):
         if self.dim < 2 or self.dim % 2:
@@ -160,6 +162,7 @@ class Rotary(PositionEncoding):
         # Frequencies are rounded to float32 whatever the dtype, as every published model was trained.
         frequencies = jnp.asarray(frequencies, jnp.float32).astype(dtype)
         angles = positions[..., None].astype(dtype) * frequencies
+        angles = -angles if self.reverse else angles
         magnitude = jnp.asarray(magnitude, dtype)
         return (jnp.cos(angles) * magnitude)[..., None, :], (jnp.sin(angles) * magnitude)[..., None, :]
 
