@@ -95,6 +95,12 @@ class ArgumentRule:
     plain: tuple[type, ...] = ()
     """The Python types, as in `_PLAIN_TYPES`, of an argument that is neither an array nor such an instance."""
 
+    @property
+    def field_dims(self) -> set[str]:
+        """The names of the dims of the checked fields of `classes`."""
+        rules = [rule for cls in self.classes for rule in getattr(cls, _RULES).values()]
+        return {dim for rule in rules for array in rule.arrays for dim in array.dims}
+
 
 def argument_rules(annotations: Mapping[str, Annotation]) -> dict[str, ArgumentRule]:
     """Return the rules of the arguments whose annotations name arrays or classes with checked fields."""
@@ -235,9 +241,9 @@ def _check_argument(call: str, name: str, value: object, rule: ArgumentRule, siz
     elif not is_array:
         expected = _describe_kinds(rule.arrays[0])
         maker = "jax.random.key(seed)" if "keys" in expected else "jnp.asarray"
-        raise ValueError(
-            f"{call}({name} {_describe_value(value)}): it must be an array of {expected}; make one by {maker}."
-        )
+        is_swapped = hasattr(type(value), _RULES)
+        fix = "give each argument by its name, if two are swapped" if is_swapped else f"make one by {maker}"
+        raise ValueError(f"{call}({name} {_describe_value(value)}): it must be an array of {expected}; {fix}.")
     else:
         fitting = [array for array in rule.arrays if array.has_kind(dtype)]
         if not fitting:

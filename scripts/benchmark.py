@@ -36,7 +36,7 @@ from support.command import entry
 from eqformer import training, write_atomic
 
 
-NAMES = (*BENCHMARKS, *OF_GPUS)
+NAMES = (*BENCHMARKS, *(name for name in ASKED_FOR if name != "profile"), *OF_GPUS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Command:
     """Print a table of benchmarks and write it as JSON."""
 
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="{" + ",".join(NAMES) + "} ...")] = ()
-    """The benchmarks to run; by default all of one device but `gpu` or, with --simulate 8, all of meshes."""
+    """The benchmarks to run; by default all of one device but checks and gpu or, with --simulate 8, all of meshes."""
     profile: bool = False
     """Print where the time of a train step goes on a CPU, by kind of work and by module, in place of all benchmarks."""
     simulate: int | None = None

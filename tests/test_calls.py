@@ -220,3 +220,70 @@ def test_every_public_call_names_a_wrong_array_without_the_import_hook():
     environment = os.environ | {"PYTHONPATH": f"{folder}:{folder.parent}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "[] True", done.stdout + done.stderr
+
+
+def attention(kv_heads: int = 2) -> nn.Attention:
+    return nn.Attention(embed=8, heads=4, kv_heads=kv_heads, head_dim=2, key=jax.random.key(0))
+
+
+X, TOKENS = jnp.zeros((2, 5, 8)), nn.positions_like((2, 5))
+# Calls that a user gets wrong, and what each message says: module, argument, dims, both sizes.
+WRONG_CALLS: dict[str, tuple[Callable[[], object], str]] = {
+    "wrong rank": (
+        lambda: attention()(X[0, 0]),
+        "Attention(x of shape (8,)): it must have the dims (*batch, seq, embed), at least 2 of them; add the missing "
+        "dims, as x[None].",
+    ),
+    "wrong dim": (
+        lambda: attention()(X[..., :6]),
+        "Attention(x of shape (2, 5, 6)): with the weights of this Attention it has shape (2, 5, 8), its dims being "
+        "(*batch, seq, embed); give it that shape.",
+    ),
+    "wrong dtype": (
+        lambda: attention()(X.astype("int32")),
+        "Attention(x of int32 and shape (2, 5, 8)): it must hold floats, with the dims (*batch, seq, embed); cast it, "
+        "as x.astype('float32'), or give the array that is meant.",
+    ),
+    "swapped arguments": (
+        lambda: attention()(typing.cast(Any, TOKENS), typing.cast(Any, X)),
+        "Attention(x of type Tokens): it must be an array of floats, with the dims (*batch, seq, embed); give each "
+        "argument by its name, if two are swapped.",
+    ),
+    "missing batch axis": (
+        lambda: attention()(X, nn.Tokens(jnp.arange(5))),
+        "Attention(tokens.positions of shape (5,)): with x of shape (2, 5, 8) it has shape (2, 5), its dims being "
+        "(*batch, seq); give it that shape.",
+    ),
+    "wrong head count": (
+        lambda: attention()(X, TOKENS, attention(kv_heads=4).init_cache((2,), capacity=8)),
+        "Attention(cache.keys of shape (2, 4, 8, 2)): with the weights of this Attention it has shape (2, 2, 8, 2), "
+        "its dims being (*batch, kv_heads, kv_seq, head_dim); give it that shape.",
+    ),
+    "cache too short": (
+        lambda: attention()(X, TOKENS, attention().init_cache((2,), capacity=4)),
+        "Attention(tokens, cache): tokens.positions of shape (2, 5) reach position 4, but kv_seq of the cache is 4, "
+        "for the positions 0 to 3; make it by init_cache(..., capacity) with a capacity of at least 5.",
+    ),
+    "ids of floats": (
+        lambda: nn.Embedding(vocab=12, embed=8, key=jax.random.key(0))(jnp.zeros((2, 5))),
+        "Embedding(ids of float32 and shape (2, 5)): it must hold integers, with the dims (*batch, seq); cast it, as "
+        "ids.astype('int32'), or give the array that is meant.",
+    ),
+    "mask of another length": (
+        lambda: attention()(X, nn.Tokens(jnp.zeros((2, 4), jnp.int32))),
+        "Attention(tokens.positions of shape (2, 4)): with x of shape (2, 5, 8) it has shape (2, 5), its dims being "
+        "(*batch, seq); give it that shape.",
+    ),
+    "no PRNG key": (
+        lambda: nn.Attention(embed=8, heads=2, head_dim=4, key=typing.cast(Any, None)),
+        "Attention(key none): it must be an array of keys, with the dims (); make one by jax.random.key(seed).",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_wrong_call_has_a_short_message(name):
+    call, message = WRONG_CALLS[name]
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == message

@@ -17,7 +17,7 @@ from .._array_checks import checked, checked_fields
 from .._shapes import ArrayOrShape
 from ..kernels import CACHE_WRITE, CacheWriteCall, round_up_slots
 from ._dtype import dequantize_rows, float_dtype, quantize_rows
-from ._module import dims, map_modules
+from ._module import dims, map_modules, running_call
 from ._tokens import Tokens
 
 
@@ -157,9 +157,9 @@ def check_cached(tokens: Tokens, cache: PyTree) -> None:
     capacities = [capacity_of(node) for node in caches if _has_slots(node) and not node.rolling]
     if capacities and last >= min(capacities):
         raise ValueError(
-            f"a call on tokens up to position {last} has a cache of capacity {min(capacities)}, which holds the "
-            f"positions 0 to {min(capacities) - 1}; make the cache by init_cache(..., capacity) with a capacity of at "
-            f"least {last + 1}."
+            f"{running_call()}(tokens, cache): tokens.positions of shape {positions.shape} reach position {last}, but "
+            f"kv_seq of the cache is {min(capacities)}, for the positions 0 to {min(capacities) - 1}; make it by "
+            f"init_cache(..., capacity) with a capacity of at least {last + 1}."
         )
 
 

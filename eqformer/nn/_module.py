@@ -35,13 +35,16 @@ class Module(eqx.Module):
     `stacks[0]/blocks/sublayers[0]/layer/query`. A module that a wrapper holds as `inner` has the wrapper's name, and
     the outermost module has no name. A name is a `jax.named_scope`, which does not change what is computed.
 
-    The outermost call checks its arrays by their annotations: kind of dtype, rank, and the sizes of named dims.
+    The outermost call checks its arrays by their annotations: kind of dtype, rank, and the sizes of named dims. The
+    constructor checks its `key`.
     """
 
     def __init_subclass__(cls, **kwargs: object):
         super().__init_subclass__(**kwargs)
         for name in _CALLS & cls.__dict__.keys():
             setattr(cls, name, _with_name_and_checks(cls.__dict__[name]))
+        for name in {"__init__"} & cls.__dict__.keys():
+            setattr(cls, name, _with_checked_key(cls.__name__, cls.__dict__[name]))
 
 
 # Methods by which modules call one another; their calls get names and checks.
@@ -104,10 +107,33 @@ def _with_name_and_checks(method: Callable[..., Result]) -> Callable[..., Result
     return call
 
 
+def _with_checked_key(class_name: str, construct: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that raises a `ValueError` for a `key` that is no key; without such an argument, itself."""
+    rules = {name: rule for name, rule in rules_of(inspect.signature(construct)).items() if name == "key"}
+    if not rules:
+        return construct
+
+    @functools.wraps(construct)
+    def __init__(self: eqx.Module, *args: object, **kwargs: object) -> None:
+        check_arguments(class_name, rules, kwargs)
+        construct(self, *args, **kwargs)
+
+    return __init__
+
+
+def running_call() -> str:
+    """Return the class of the module whose call runs, for messages; `update` outside of calls."""
+    return "update" if (module := _RUNNING.get()) is None else type(module).__name__
+
+
 def _input_sizes(module: eqx.Module, rules: dict[str, ArgumentRule]) -> Sizes:
-    """Return the sizes of the last dims of a module's arguments, for dims on which all linear maps inside agree."""
+    """Return the sizes of the last dims of a module's arguments and of all dims of its cache.
+
+    Only dims on which all linear maps inside agree have a size.
+    """
     last_dims = {array.dims[-1] for rule in rules.values() for array in rule.arrays if len(array.dims) > 1}
-    if not last_dims - {"seq", "kv_seq", "..."}:
+    dims = last_dims | (rules["cache"].field_dims if "cache" in rules else set[str]())
+    if not dims - {"*batch", "seq", "kv_seq", "..."}:
         return {}
     from ._linear import linear_maps
 
@@ -116,9 +142,7 @@ def _input_sizes(module: eqx.Module, rules: dict[str, ArgumentRule]) -> Sizes:
         for dim, size in linear.sizes.items():
             sizes_by_dim.setdefault(dim, set()).add(size)
     source = f"the weights of this {type(module).__name__}"
-    return {
-        dim: ((sizes.pop(),), source) for dim, sizes in sizes_by_dim.items() if dim in last_dims and len(sizes) == 1
-    }
+    return {dim: ((sizes.pop(),), source) for dim, sizes in sizes_by_dim.items() if dim in dims and len(sizes) == 1}
 
 
 def _name_in(caller: eqx.Module, module: eqx.Module) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import _folders, _gpu, _gpu_runs, _layers, _meshes, _ours, _peers, _profile, _quantized
+from benchmarks import _checks, _folders, _gpu, _gpu_runs, _layers, _meshes, _ours, _peers, _profile, _quantized
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import models, nn, planning
 
@@ -120,4 +120,4 @@ BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "quantized": _quantized.quantized,
     **OF_MESHES,
 }
-ASKED_FOR: dict[str, Callable[[int], Iterator[Row]]] = {"profile": _profile.profile}
+ASKED_FOR: dict[str, Callable[[int], Iterator[Row]]] = {"profile": _profile.profile, "checks": _checks.checks}

@@ -114,7 +114,7 @@ def test_tokens_known_to_lie_beyond_the_capacity_are_refused(kind):
     traced = lambda module, tokens: jax.eval_shape(
         lambda cache: module(x, tokens, cache)[0], module.init_cache((1,), 5)
     )
-    words = r"up to position 6 .* capacity 5.* at least 7"
+    words = r"reach position 6, but kv_seq of the cache is 5, .* capacity of at least 7"
     for call in (traced, lambda module, tokens: module(x, tokens, module.init_cache((1,), 5))):
         with pytest.raises(ValueError, match=words):
             call(module, tokens[0])
