@@ -1,16 +1,157 @@
-"""`capture`: a model that returns named values of its pass beside its output."""
+"""`capture`: a model that returns named values of its pass; `patch`: one that passes its values through functions."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
-from ._observer import insert_wrappers, Observer, Patch
-from ._patch import PatchedModel
-from ._points import parse_path, Point
+from ._observer import (
+    DeviceParts,
+    DeviceValues,
+    insert_wrappers,
+    NamedShapes,
+    number_layers,
+    observe_attentions,
+    Observer,
+    Patch,
+    remove_wrappers,
+)
+from ._points import is_of_predictor, parse_path, Point
+
+
+class PatchedModel(nn.LanguageModel):
+    """A language model whose calls apply patches; made by `patch`."""
+
+    inner: nn.LanguageModel
+    points: tuple[Point, ...] = eqx.field(static=True)
+    functions: tuple[Callable[..., Any], ...]
+
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        """The values that are replaced, each with its function."""
+        return tuple(zip(self.points, self.functions, strict=True))
+
+    # These properties return any pytree: `equinox.tree_at` reads them while placeholders stand in place of the modules.
+    @property
+    def embedding(self) -> PyTree:
+        """The model's table of token embeddings."""
+        return self.inner.embedding
+
+    @property
+    def stacks(self) -> PyTree:
+        """The model's layers."""
+        return self.inner.stacks
+
+    @property
+    def norm(self) -> PyTree:
+        """The norm of the last layer's output."""
+        return self.inner.norm
+
+    @property
+    def head(self) -> PyTree:
+        """The map from hidden vectors to logits, or None."""
+        return self.inner.head
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of the residual stream."""
+        return self.inner.compute_dtype
+
+    @property
+    def max_seq(self) -> int | None:
+        """The number of positions that the model knows; None for any number."""
+        return self.inner.max_seq
+
+    @property
+    def start(self) -> int | None:
+        """The id that each text begins with where an encoder reads the prompt; None without an encoder."""
+        return self.inner.start
+
+    @property
+    def parts(self) -> nn.ModelParts:
+        """The optional parts that the model has."""
+        return self.inner.parts
+
+    def embed(self, ids: Int[Array, "*batch seq"], tokens: nn.Tokens) -> Float[Array, "*batch _ embed"]:
+        """Return the input of the first stack."""
+        with nn.observe_calls(Observer((), self.patches)):
+            return self.inner.embed(ids, tokens)
+
+    def encode(
+        self, ids: Int[Array, "*batch seq"], tokens: nn.Tokens | None = None, cache: PyTree = None
+    ) -> tuple[Float[Array, "*batch seq embed"], PyTree, PyTree]:
+        """Return the final norm's output, the new cache, and the aux of the stacks."""
+        observer = Observer((), self.patches)
+        with nn.observe_calls(observer):
+            result = self.inner.encode(ids, tokens, cache)
+        observer.check_applied("encode", [point for point in self.points if not _is_of_head(point)], tokens)
+        return result
+
+    def unembed(self, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """Return the logits of what `encode` returned."""
+        observer = Observer((), self.patches)
+        with nn.observe_calls(observer):
+            logits = self.inner.unembed(hidden)
+        observer.check_applied("unembed", filter(_is_of_head, self.points), None)
+        return logits
+
+    def init_cache(
+        self, batch: int | Sequence[int], capacity: int, dtype: str | None = None, *, rollback: int = 0
+    ) -> PyTree:
+        """Return an empty cache of the model; up to `rollback` last tokens of a row may be replaced later."""
+        return self.inner.init_cache(batch, capacity, dtype, rollback=rollback)
+
+
+def _is_of_head(point: Point) -> bool:
+    """Return whether `unembed` computes a value, and not `encode`."""
+    return f"{point.key}.".startswith("head.")
+
+
+def patch(model: nn.LanguageModel, functions: Mapping[str, Callable[..., Any]]) -> PatchedModel:
+    """Return a model like this one, whose calls replace some of their values by functions of the values.
+
+    ```python
+    patched = eqformer.patch(model, {"stacks[0][3].sublayers[1].layer": jnp.zeros_like})  # without the MLP of layer 3
+    logits, _ = patched(ids)
+    ```
+
+    The patched model is a model: it generates, may be captured, jitted and differentiated, with respect to its weights
+    and to arrays that a function holds as a pytree (`jax.tree_util.Partial`, an `equinox.Module`).
+
+    A call that does not run a patched module raises an error: `unembed` for the head, `encode` for all other modules.
+    One case is not checked, because the call cannot tell whether an earlier call was patched: with a cache and without
+    a source, values of the encoder and of layers that attend to the encoder's output may come from the cache.
+
+    Args:
+        model: A language model, or a patched one, whose patches come first.
+        functions: For each path, as `value_paths(model)` lists them, a function of the value that returns another value
+            of the same shape and dtype. The function of a path through all layers, `stacks[0].blocks`, is called
+            in each layer as `function(value, layer)`, with the layer's number as a traced integer.
+
+    Raises:
+        ValueError: For a path that names no value, with the nearest paths, or a value of the predictor, which a patched
+            model does not run; from a call, for a function that returns another shape or dtype, and for a module that
+            the call does not run.
+    """
+    earlier: tuple[Patch, ...] = ()
+    if isinstance(model, PatchedModel):
+        model, earlier = model.inner, model.patches
+    points = tuple(parse_path(model, path, "patch(model, functions)") for path in functions)
+    if predicted := [point.path for point in points if is_of_predictor(model, point)]:
+        raise ValueError(
+            f"patch(model, functions): {', '.join(map(repr, predicted))} belongs to the predictor, and a patched model "
+            "has no predict; name modules that encode or unembed run."
+        )
+    # A plain function is part of the tree's structure, so that all leaves of a patched model are arrays.
+    is_plain = lambda function: jax.tree.leaves(function) == [function]
+    wrapped = [jax.tree_util.Partial(f) if is_plain(f) else f for f in functions.values()]
+    inner = insert_wrappers(model, [point.key for point in points])
+    assert isinstance(inner, nn.LanguageModel)
+    points = (*(point for point, _ in earlier), *points)
+    return PatchedModel(inner, points, (*(function for _, function in earlier), *wrapped))
 
 
 class Captured(eqx.Module):
@@ -26,34 +167,138 @@ class Captured(eqx.Module):
         return self.values[path]
 
 
+@runtime_checkable
+class DevicePlan(Protocol):
+    """Interface of a `parallel.Plan` that runs a model on each device's rows, tokens, heads and features."""
+
+    def without_stages(self, model: nn.LanguageModel) -> "tuple[DevicePlan, nn.LanguageModel]":
+        """Return a plan without a pipeline, and the sharded model as that plan takes it."""
+        ...
+
+    def run_forward(
+        self,
+        call: Callable[..., PyTree],
+        model: nn.LanguageModel,
+        ids: Int[Array, "batch seq"],
+        tokens: nn.Tokens,
+        inputs: PyTree,
+        shapes: PyTree,
+        dims: PyTree,
+    ) -> PyTree:
+        """Return the results of `call` on all devices as global arrays."""
+        ...
+
+
 class Capture(eqx.Module):
     """A model that is called like the model itself and returns `Captured`; made by `capture`."""
 
     model: Callable[..., PyTree]
     points: tuple[Point, ...] = eqx.field(static=True)
     patches: tuple[Patch, ...] = ()
+    plan: DevicePlan | None = eqx.field(static=True, default=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Captured:
         """Call the model; return its output and the values.
 
         Raises a `ValueError` for a value that the call does not compute, or computes where it cannot be brought out.
         """
+        if self.plan is not None:
+            return self._run_on_devices(self.plan, *args, **kwargs)
         observer = Observer([point.key for point in self.points], self.patches)
         with nn.observe_calls(observer):
             output = self.model(*args, **kwargs)
         tokens = next((x for x in (*args, *kwargs.values()) if isinstance(x, nn.Tokens)), None)
         observer.check_applied("the model", [point for point, _ in self.patches], tokens)
-        values = observer.frame.values
+        return self._select(output, observer.frame.values)
+
+    def _select(self, output: PyTree, values: dict[str, PyTree]) -> Captured:
+        """Return the values by their paths; raise a `ValueError` for a value that the call did not compute."""
+        self._check_computed(values)
+        take_layer = lambda point: lambda x: x if point.layer is None else x[point.layer]
+        return Captured(output, {p.path: jax.tree.map(take_layer(p), values[p.key]) for p in self.points})
+
+    def _check_computed(self, values: Mapping[str, PyTree]) -> None:
+        """Raise a `ValueError` for a value that the call did not compute."""
         if missing := [point.path for point in self.points if point.key not in values]:
             raise ValueError(
                 f"capture: this call does not run {', '.join(map(repr, missing))}; leave these paths out, or name "
                 "modules that the call runs."
             )
-        take_layer = lambda point: lambda x: x if point.layer is None else x[point.layer]
-        return Captured(output, {p.path: jax.tree.map(take_layer(p), values[p.key]) for p in self.points})
+
+    def _run_on_devices(
+        self, plan: DevicePlan, ids: Int[Array, "batch seq"], tokens: nn.Tokens | None = None, cache: PyTree = None
+    ) -> Captured:
+        """Run the model on the plan's devices; return its logits and the values as global arrays."""
+        if cache is not None:
+            raise ValueError(
+                "capture(model, paths, plan=plan): a plan runs the model as in training, whose calls have no cache; "
+                "leave out the cache, or the plan."
+            )
+        assert isinstance(self.model, nn.LanguageModel)
+        plan, model = plan.without_stages(remove_wrappers(self.model))
+        tokens = nn.tokens_or_default(tokens, ids.shape, None)
+        patched = [point for point, _ in self.patches]
+        names = name_values(model, [*self.points, *patched], ids, tokens)
+        self._check_computed(names.values)
+        keys = [*names.values]
+        in_layer = {point.key: _drop_layers(point, names.values[point.key]) for point in patched if point.key in keys}
+
+        def run_local(
+            model: nn.LanguageModel, ids: Array, tokens: nn.Tokens, functions: PyTree, parts: DeviceParts
+        ) -> PyTree:
+            patches = tuple(zip(patched, functions, strict=True))
+            observer = Observer([p.key for p in self.points], patches, DeviceValues(parts, in_layer))
+            with nn.observe_calls(observer):
+                logits, _ = observe_attentions(model, keys)(ids, tokens)
+            observer.check_applied("the model", patched, tokens)
+            return logits, observer.frame.values
+
+        functions = tuple(function for _, function in self.patches)
+        captured = {p.key: names.values[p.key] for p in self.points}
+        named = names.logits, captured
+        shapes, dims = jax.tree.map(lambda x: x.shapes, named), jax.tree.map(lambda x: x.dims, named)
+        logits, values = plan.run_forward(run_local, number_layers(model, keys), ids, tokens, functions, shapes, dims)
+        return self._select((logits, None), values)
 
 
-def capture(model: nn.Module, paths: Sequence[str]) -> Capture:
+class NamedPass(NamedTuple):
+    """The logits and some values of a pass on one device, as shapes with the names of their dims."""
+
+    logits: NamedShapes
+    values: dict[str, NamedShapes]
+
+
+def name_values(
+    model: nn.LanguageModel, points: Sequence[Point], ids: Int[Array, "batch seq"], tokens: nn.Tokens
+) -> NamedPass:
+    """Trace the model on one device; return the shapes and dims of its logits and of the values that it computes."""
+    keys, dims_by_key = [point.key for point in points], dict[str, PyTree]()
+
+    def run(model: nn.LanguageModel, ids: Array, tokens: nn.Tokens) -> tuple[Array, dict[str, PyTree]]:
+        observer = Observer(keys, (), names_dims=True)
+        with nn.observe_calls(observer):
+            logits, _ = insert_wrappers(model, keys)(ids, tokens)
+        dims_by_key.update(observer.dims)
+        return logits, observer.frame.values
+
+    logits, shapes = eqx.filter_eval_shape(run, model, ids, tokens)
+    add_layers = lambda point: lambda dims: f"layers {dims}" if point.is_in_stack else dims
+    dims = {p.key: jax.tree.map(add_layers(p), dims_by_key[p.key]) for p in points if p.key in shapes}
+    values = {key: NamedShapes(shapes[key], dims[key]) for key in dims}
+    return NamedPass(NamedShapes(logits, "batch seq vocab"), values)
+
+
+def _drop_layers(point: Point, named: NamedShapes) -> NamedShapes:
+    """Return the shapes and dims of a value in one layer."""
+    if not point.is_in_stack:
+        return named
+    drop = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    return NamedShapes(
+        jax.tree.map(drop, named.shapes), jax.tree.map(lambda dims: dims.removeprefix("layers "), named.dims)
+    )
+
+
+def capture(model: nn.Module, paths: Sequence[str], *, plan: DevicePlan | None = None) -> Capture:
     """Return a function that is called like the model, and returns values of the pass beside the model's output.
 
     ```python
@@ -69,6 +314,9 @@ def capture(model: nn.Module, paths: Sequence[str]) -> Capture:
     Args:
         model: A language model, one of `patch`, or a module alone, such as a block.
         paths: Paths as `value_paths(model)` lists them.
+        plan: The plan that sharded the model, a language model. The call takes ids and tokens of all rows. Each device
+            computes its part of the values, as in training, and the values are global arrays. None: the call runs where
+            the model's arrays are.
 
     Raises:
         ValueError: For a path that names no value, with the nearest paths; from the call, for a value that the call
@@ -79,7 +327,12 @@ def capture(model: nn.Module, paths: Sequence[str]) -> Capture:
     patches: tuple[Patch, ...] = ()
     if isinstance(model, PatchedModel):
         model, patches = model.inner, model.patches
+    if plan is not None and not isinstance(model, nn.LanguageModel):
+        raise ValueError(
+            f"capture(model, paths, plan=...): a plan runs a whole language model, and the model is a "
+            f"{type(model).__name__}; leave out the plan, or capture the language model around it."
+        )
     points = tuple(parse_path(model, path, "capture(model, paths)") for path in paths)
     wrapped = insert_wrappers(model, [point.key for point in points])
     assert callable(wrapped)
-    return Capture(wrapped, points, patches)
+    return Capture(wrapped, points, patches, plan)

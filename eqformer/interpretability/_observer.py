@@ -5,8 +5,10 @@ A key is the path of a value in all layers of a stack, such as `stacks[0].blocks
 
 import contextlib
 import dataclasses
+import inspect
+import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -15,7 +17,7 @@ from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
-from ..kernels import attention_weights, AttentionCall, Operation, weigh_values
+from ..kernels import attention_weights, AttentionCall, Operation, PiecewiseAttention, weigh_values
 from ._points import CORE_HEADS, find_nodes, get_at, join_path, Node, Point
 
 
@@ -42,11 +44,61 @@ class Frame:
     """The level of tracing at which the frame began; values of other levels cannot be brought out."""
 
 
-class Observer:
-    """Records the values of some keys, and applies patches, while one call of a model is traced."""
+@runtime_checkable
+class DeviceParts(Protocol):
+    """Interface of `parallel` for values of which each device has a part; `dims` names the dims of a value."""
 
-    def __init__(self, keys: Sequence[str], patches: Sequence[Patch]):
-        self.keys = {*keys}
+    def gather(self, part: Array, shape: tuple[int, ...], dims: str) -> Array:
+        """Return the global value of a shape on each device."""
+        ...
+
+    def take_local(self, value: Array, part: Array, dims: str) -> Array:
+        """Return this device's part of a global value; `part` is an array like it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedShapes:
+    """Shapes of a global value's arrays, and the names of their dims, in trees like the value."""
+
+    shapes: PyTree
+    dims: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceValues:
+    """The global values of a pass, by their keys, and the conversions to this device's parts of them."""
+
+    parts: DeviceParts
+    values: dict[str, NamedShapes]
+
+    def gather(self, key: str, value: PyTree) -> PyTree:
+        """Return the global value of which a device has a part."""
+        named = self.values[key]
+        gather = lambda x, shape, dims: self.parts.gather(x, shape.shape, dims)
+        return jax.tree.map(gather, value, named.shapes, named.dims)
+
+    def take_local(self, key: str, value: PyTree, part: PyTree) -> PyTree:
+        """Return the device's part of a global value."""
+        return jax.tree.map(self.parts.take_local, value, part, self.values[key].dims)
+
+
+class Observer:
+    """Records the values of some keys, and applies patches, while one call of a model is traced.
+
+    With `devices`, the call runs on each device's part of the values; patches then edit the global values. With
+    `names_dims`, the names of the dims of recorded values are recorded too.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        patches: Sequence[Patch],
+        devices: DeviceValues | None = None,
+        *,
+        names_dims: bool = False,
+    ):
+        self.keys, self.devices, self.names_dims = {*keys}, devices, names_dims
         self.patches: dict[str, list[Patch]] = {}
         for point, function in patches:
             self.patches.setdefault(point.key, []).append((point, function))
@@ -56,6 +108,8 @@ class Observer:
         self.applied: set[Point] = set()
         self.parts: list[str] = []
         """Names of the parts of the outermost module that the call has run."""
+        self.dims: dict[str, PyTree] = {}
+        """Names of the dims of recorded values, without a dim of layers."""
 
     def __call__(self, name: str, method: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> PyTree:
         """Run a call; record or replace its input and its output."""
@@ -65,18 +119,19 @@ class Observer:
         if outer == "" and name and name not in self.parts:
             self.parts.append(name)
         # A layer is observed by its `NumberedLayer`, inside of the loop over layers.
-        is_observed = is_named and method.__name__ in _OBSERVED_METHODS and not isinstance(module, NumberedLayer)
+        is_observed = is_named and method.__name__ in _OBSERVED_METHODS and not _is_numbered(module)
         try:
             if is_observed and args:
-                args = (self.observe(join_path(path, "input"), args[0]), *args[1:])
+                args = (self._observe_input(join_path(path, "input"), args[0], module, method), *args[1:])
             result = method(module, *args, **kwargs)
             if isinstance(module, nn.LayerStack):
                 result = self._take_layer_values(result)
             if not is_observed or not self.sees(path):
                 return result
+            dims = _output_dims(module, method)
             if type(result) is tuple:  # A layer returns its output before its cache and its aux.
-                return self.observe(path, result[0]), *result[1:]
-            return self.observe(path, result)
+                return self.observe(path, result[0], dims), *result[1:]
+            return self.observe(path, result, dims)
         finally:
             self.path = outer
 
@@ -84,17 +139,22 @@ class Observer:
         """Return whether a value is recorded or replaced."""
         return key in self.keys or key in self.patches
 
-    def observe(self, key: str, value: PyTree) -> PyTree:
-        """Return a value with its patches applied, and record the result."""
+    def observe(self, key: str, value: PyTree, dims: str) -> PyTree:
+        """Return a value with its patches applied, and record the result; `dims` names dims as annotations do."""
         if not self.sees(key):
             return value
         self._check_level(key, value)
         for point, function in self.patches.get(key, ()):
-            value = _apply_patch(point, function, value, self.frame.layer)
+            value = self._apply_patch(point, function, value)
             self.applied.add(point)
         if key in self.keys:
             self.frame.values[key] = value
+            if self.names_dims:
+                self.dims[key] = _name_dims(value, dims)
         return value
+
+    def _observe_input(self, key: str, value: PyTree, module: nn.Module, method: Callable[..., Any]) -> PyTree:
+        return self.observe(key, value, _input_dims(module, method)) if self.sees(key) else value
 
     @contextlib.contextmanager
     def layer_frame(self, path: str, layer: Int[Array, ""]) -> Iterator[dict[str, PyTree]]:
@@ -138,26 +198,68 @@ class Observer:
                 f"the value {key!r} is computed inside a vmap, a loop or a custom derivative of its layer, from which "
                 "no value can be brought out; name the module around it, such as the mixture that holds an expert."
             )
-        if any(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(value) if eqx.is_array(x)):
+        is_varying = lambda x: eqx.is_array(x) and bool(jax.typeof(x).manual_axis_type.varying)
+        if self.devices is None and any(map(is_varying, jax.tree.leaves(value))):
             raise ValueError(
-                f"the value {key!r} is computed inside a shard_map, where each device has only its part; place the "
-                "plain model by plan.shard(model), and call its capture or patch under equinox.filter_jit."
+                f"the value {key!r} is computed inside a shard_map, where each device has only its part; call "
+                "capture(model, paths, plan=plan) on the model of plan.shard(model), whose values are global arrays."
             )
+
+    def _apply_patch(self, point: Point, function: Callable[..., Any], value: PyTree) -> PyTree:
+        """Return the value that a patch's function returns; a patch of one layer leaves the values of other layers."""
+        layer, devices = self.frame.layer, self.devices
+
+        def replace(value: PyTree) -> PyTree:
+            old = value if devices is None else devices.gather(point.key, value)
+            new = _check_like(point, function(old, layer) if point.is_of_all_layers else function(old), old)
+            return new if devices is None else devices.take_local(point.key, new, value)
+
+        if point.layer is None or layer is None:
+            return replace(value)
+        return jax.lax.cond(layer == point.layer, replace, lambda value: value, value)
 
 
 # Callers that sum in another dtype call a linear map's `product` in place of its `__call__`; blocks call `branch`.
 _OBSERVED_METHODS = {"__call__", "branch", "product"}
 
 
-def _apply_patch(point: Point, function: Callable[..., Any], value: PyTree, layer: Int[Array, ""] | None) -> PyTree:
-    """Return the value that a patch's function returns; a patch of one layer leaves the values of other layers."""
+def _output_dims(module: nn.Module, method: Callable[..., Any]) -> str:
+    """Return the names of the dims of a method's result, or of the first array of a tuple."""
+    if isinstance(module, nn.LinearMap):
+        return f"... {' '.join(module.outputs)}"
+    return _annotated_dims(inspect.signature(method).return_annotation)
 
-    def replace(value: PyTree) -> PyTree:
-        return _check_like(point, function(value, layer) if point.is_of_all_layers else function(value), value)
 
-    if point.layer is None or layer is None:
-        return replace(value)
-    return jax.lax.cond(layer == point.layer, replace, lambda value: value, value)
+def _input_dims(module: nn.Module, method: Callable[..., Any]) -> str:
+    """Return the names of the dims of a method's first argument."""
+    if isinstance(module, nn.LinearMap):
+        return f"... {' '.join(module.inputs)}"
+    return _annotated_dims(list(inspect.signature(method).parameters.values())[1].annotation)
+
+
+def _annotated_dims(annotation: object) -> str:
+    """Return the dims of the first array shape in an annotation, `"..."` without one."""
+    texts = [getattr(option, "dim_str", None) for option in (annotation, *typing.get_args(annotation))]
+    return next((text for text in texts if text), "...")
+
+
+def _name_dims(value: PyTree, dims: str) -> PyTree:
+    """Return a tree like a value with a name for each dim of each array, separated by spaces."""
+    if isinstance(value, eqx.Module):  # Its fields name their dims, such as those of a `Routing`.
+        return nn.dims(value)
+    return jax.tree.map(lambda x: _expand_dims(dims.split(), x.ndim), value)
+
+
+def _expand_dims(names: list[str], ndim: int) -> str:
+    """Return one name for each dim; `*batch` and `...` stand for the dims of rows and tokens, and `_` for others."""
+    index = next((index for index, name in enumerate(names) if name == "..." or name.startswith("*")), None)
+    if index is None or len(names) - 1 > ndim:
+        names, index = ([*names, "..."], len(names)) if len(names) <= ndim else (["..."], 0)
+    missing = ndim - (len(names) - 1)
+    rows = ["batch"] if "seq" in names else ["batch", "seq"]
+    expanded = (rows + ["_"] * missing)[:missing]
+    names = [*names[:index], *expanded, *names[index + 1 :]]
+    return " ".join(name if name.isidentifier() else "_" for name in names)
 
 
 def _check_like(point: Point, new: PyTree, old: PyTree) -> PyTree:
@@ -169,6 +271,9 @@ def _check_like(point: Point, new: PyTree, old: PyTree) -> PyTree:
             "a value of the same structure, shapes and dtypes."
         )
     return jax.tree.map(jnp.asarray, new)
+
+
+_STREAM = "*batch seq embed"
 
 
 class NumberedLayer(nn.Layer):
@@ -194,14 +299,24 @@ class NumberedLayer(nn.Layer):
         if not isinstance(observer, Observer):
             return self.inner(x, tokens, cache)
         with observer.layer_frame(self.path, self.number) as values:
-            x = observer.observe(join_path(self.path, "input"), x)
+            x = observer.observe(join_path(self.path, "input"), x, _STREAM)
             x, cache, aux = self.inner(x, tokens, cache)
-            x = observer.observe(self.path, x)
+            x = observer.observe(self.path, x, _STREAM)
         return x, cache, (aux, LayerValues(values))
 
     def init_cache(self, batch: Sequence[int], capacity: int, dtype: str = "float32") -> PyTree:
         """Return the layer's empty cache."""
         return self.inner.init_cache(batch, capacity, dtype)
+
+
+def _is_numbered(module: Any) -> bool:
+    """Return whether a module is a `NumberedLayer`, alone or in wrappers."""
+    while not isinstance(module, NumberedLayer) and hasattr(module, "inner"):
+        module = module.inner
+    return isinstance(module, NumberedLayer)
+
+
+_HEADS = "*batch seq heads v_dim"
 
 
 class ObservedAttention(Operation):
@@ -223,29 +338,54 @@ class ObservedAttention(Operation):
         if not isinstance(observer, Observer):
             return self.inner(call)
         path = join_path(observer.path or "", "core")
-        heads = {name: observer.observe(join_path(path, name), getattr(call, name)) for name in CORE_HEADS}
+        key_dim = "seq" if call.kv_tokens is None else "kv_seq"
+        dims = {
+            "query": "seq heads head_dim",
+            "key": f"{key_dim} kv_heads head_dim",
+            "value": f"{key_dim} kv_heads v_dim",
+        }
+        heads = {
+            name: observer.observe(join_path(path, name), getattr(call, name), f"*batch {dims[name]}")
+            for name in CORE_HEADS
+        }
         call = dataclasses.replace(call, **heads)
-        weights, key = None, join_path(path, "weights")
+        key = join_path(path, "weights")
         if observer.sees(key):
-            weights = observer.observe(key, attention_weights(call))
-        if weights is not None and key in observer.patches:
-            output = weigh_values(weights, call.value, call.query.dtype)
-        else:
-            output = self.inner(call)
-        return observer.observe(path, output)
+            visible = self.inner.with_all_keys(call) if isinstance(self.inner, PiecewiseAttention) else call
+            weights = observer.observe(key, attention_weights(visible), "*batch heads seq kv_seq")
+            if key in observer.patches:
+                output = weigh_values(weights, visible.value, call.query.dtype)
+                return observer.observe(path, output, _HEADS)
+        return observer.observe(path, self.inner(call), _HEADS)
 
 
 def insert_wrappers(model: nn.Module, keys: Sequence[str]) -> nn.Module:
     """Return the model with the wrappers that bring the values of some keys out of stacks and attentions."""
+    return number_layers(observe_attentions(model, keys), keys)
+
+
+def observe_attentions(model: nn.Module, keys: Sequence[str]) -> nn.Module:
+    """Return the model with observed cores of the attentions that compute the values of some keys."""
     cores = [node for node in find_nodes(model) if node.is_core and {*node.value_keys()} & {*keys}]
     observed = [core.module for core in cores]
     wrapped = [core if isinstance(core, ObservedAttention) else ObservedAttention(core) for core in observed]
-    model = _replace_nodes(model, cores, wrapped)
+    return _replace_nodes(model, cores, wrapped)
+
+
+def number_layers(model: nn.Module, keys: Sequence[str]) -> nn.Module:
+    """Return the model with numbered layers in the stacks that compute the values of some keys."""
     stacks = [node for node in find_nodes(model) if any(node.is_stack_of(key) for key in keys)]
     stacks = [node for node in stacks if not isinstance(node.module.blocks, NumberedLayer)]
     return _replace_nodes(
         model, stacks, [_number_layers(stack.module, join_path(stack.path, "blocks")) for stack in stacks]
     )
+
+
+def remove_wrappers(model: nn.LanguageModel) -> nn.LanguageModel:
+    """Return the model without the wrappers of `insert_wrappers`."""
+    for wrapper in (NumberedLayer, ObservedAttention):
+        model = nn.map_modules(lambda node: node.inner, model, wrapper)
+    return model
 
 
 def _replace_nodes(model: nn.Module, nodes: Sequence[Node], modules: Sequence[Any]) -> nn.Module:

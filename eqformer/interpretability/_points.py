@@ -37,6 +37,11 @@ class Point:
     is_of_all_layers: bool = False
     is_of_source: bool = False
 
+    @property
+    def is_in_stack(self) -> bool:
+        """Whether the value is inside a stack."""
+        return self.is_of_all_layers or self.layer is not None
+
 
 @dataclasses.dataclass(frozen=True)
 class Node:

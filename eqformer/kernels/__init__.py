@@ -59,6 +59,7 @@ from .attention._attention import (
     blockwise_of as blockwise_of,
     DotProductAttention as DotProductAttention,
     flash_choice as flash_choice,
+    PiecewiseAttention as PiecewiseAttention,
     ReferenceAttention as ReferenceAttention,
     RequiredKernel as RequiredKernel,
     run_attention as run_attention,

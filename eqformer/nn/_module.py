@@ -149,12 +149,12 @@ def _name_in(caller: eqx.Module, module: eqx.Module) -> str:
     """Return the name of the caller's field that holds the module.
 
     A module that was rebuilt for the call is in no field. Its name is then that of the caller's only field with a
-    module of the same class, or else the name of its class. A wrapper calls parts of its `inner` module by the names
-    that they have there.
+    module of the same class, alone or in a wrapper, or else the name of its class. A wrapper calls parts of its `inner`
+    module by the names that they have there.
     """
     holder: Any = caller
     while isinstance(holder, eqx.Module):
-        fields_of_class = []
+        fields_of_class, wrapped_fields = [], []
         for name, value in vars(holder).items():
             if value is module:
                 return _visible_name(name)
@@ -164,10 +164,20 @@ def _name_in(caller: eqx.Module, module: eqx.Module) -> str:
                         return f"{name}[{number}]"
             if type(value) is type(module):
                 fields_of_class.append(name)
-        if len(fields_of_class) == 1:
-            return _visible_name(fields_of_class[0])
+            elif type(_innermost(value)) is type(module):
+                wrapped_fields.append(name)
+        candidates = fields_of_class or wrapped_fields
+        if len(candidates) == 1:
+            return _visible_name(candidates[0])
         holder = vars(holder).get("inner")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(module).__name__).lower().lstrip("_")
+
+
+def _innermost(module: object) -> object:
+    """Return the module that a wrapper, or a wrapper of wrappers, holds as `inner`."""
+    while isinstance(module, eqx.Module) and "inner" in vars(module):
+        module = vars(module)["inner"]
+    return module
 
 
 def _visible_name(field: str) -> str:

@@ -82,6 +82,7 @@ COLLECTIVES: dict[str, str] = {
     "all_gather_matmul": TENSOR,
     "matmul_reduce_scatter": TENSOR,
     "ring": STATE,
+    "values of all devices": STATE,
 }
 
 
@@ -112,7 +113,13 @@ def pmin(name: str, x: Array, axes: str | tuple[str, ...]) -> Array:
 
 
 def all_gather(
-    name: str, x: Array, axis: str, dim: int = 0, *, stacks: bool = False, steps: Sequence[int] = ()
+    name: str,
+    x: Array,
+    axis: str | tuple[str, ...],
+    dim: int = 0,
+    *,
+    stacks: bool = False,
+    steps: Sequence[int] = (),
 ) -> Array:
     """Concatenate all devices' pieces along `dim` or, with `stacks`, stack them along a new one.
 

@@ -27,7 +27,7 @@ ContextMethod = Literal["ring", "gather", "heads"]
 CONTEXT_METHODS: tuple[str, ...] = get_args(ContextMethod)
 
 
-class ContextAttention(kernels.Operation):
+class ContextAttention(kernels.PiecewiseAttention):
     """Attention of rows split over the mesh axis `context`; inside `shard_map` it takes the place of `inner`.
 
     Each device passes the queries, keys, values and tokens of its piece and gets its queries' outputs; pieces are in
@@ -79,6 +79,15 @@ class ContextAttention(kernels.Operation):
         call = dataclasses.replace(call, query=query, key=key, value=value, tokens=tokens)
         return {"ring": self._ring, "gather": self._gather, "heads": self._heads}[self.method](call)
 
+    def with_all_keys(self, call: kernels.AttentionCall) -> kernels.AttentionCall:
+        """Return the call with the keys, values and tokens of all devices, in reading order."""
+        call = dataclasses.replace(call, tokens=vary(call.tokens, (CONTEXT,)))
+        if self.method != "heads":
+            return _with_gathered_keys(call, jax.tree.map(lambda x: _gather_in_reading_order(x, 1), call.tokens))
+        key, value = (send.all_gather("gathered keys and values", x, CONTEXT, -3) for x in (call.key, call.value))
+        kv_tokens = jax.tree.map(lambda x: send.all_gather("token positions", x, CONTEXT, -1), call.tokens)
+        return dataclasses.replace(call, key=key, value=value, kv_tokens=kv_tokens)
+
     def _ring(self, call: kernels.AttentionCall) -> Array:
         ring = Ring("ring keys and values", CONTEXT)
         if (ring_kernels := choose_ring_kernels(self.inner, ring.devices, call)) is not None:
@@ -89,8 +98,7 @@ class ContextAttention(kernels.Operation):
 
     def _gather(self, call: kernels.AttentionCall) -> Array:
         def attend(call: kernels.AttentionCall, kv_tokens: kernels.TokenPositions) -> Array:
-            key, value = (_gather_in_reading_order(x, 3) for x in (call.key, call.value))
-            return self.inner(dataclasses.replace(call, key=key, value=value, kv_tokens=kv_tokens))
+            return self.inner(_with_gathered_keys(call, kv_tokens))
 
         kv_tokens = jax.tree.map(lambda x: _gather_in_reading_order(x, 1), call.tokens)
         # Gathered keys and values are not saved for the backward pass but gathered again.
@@ -221,6 +229,12 @@ def _repeat_heads(
     """Repeat each key head as often as it is sent."""
     repeated = broadcast_float32(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
     return repeated.reshape(*x.shape[:-2], -1, x.shape[-1])
+
+
+def _with_gathered_keys(call: kernels.AttentionCall, kv_tokens: kernels.TokenPositions) -> kernels.AttentionCall:
+    """Return the call with all pieces' keys and values, whose tokens are `kv_tokens`."""
+    key, value = (_gather_in_reading_order(x, 3) for x in (call.key, call.value))
+    return dataclasses.replace(call, key=key, value=value, kv_tokens=kv_tokens)
 
 
 def _gather_in_reading_order(x: Array, dims_from_end: int) -> Array:

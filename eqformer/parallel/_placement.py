@@ -10,7 +10,7 @@ import math
 import numbers
 import operator
 import typing
-from typing import Literal
+from typing import Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from .. import nn
-from .._shapes import Batch
 from ._context_attention import context_order, ContextMethod
 from ._expert_exchange import choose_expert_method, Exchange, exchange_on, ExpertMethod
 from ._layout import axes_of, dim_over, Layout, partition_specs, shardings
@@ -34,6 +33,10 @@ from .tensor._residual_stream import ResidualStream, StreamKind
 from .tensor._stream_kinds import make_residual_stream
 from .tensor._tensor import is_split, stream_maps, token_maps
 from .tensor._vocabulary import logits_parts
+
+
+Rows = TypeVar("Rows")
+"""A tree of arrays whose first two dims are rows and tokens, or whose only dim is rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,15 +251,16 @@ class Placement(ParallelConfig):
     def _rows(self, model: nn.LanguageModel) -> list[stage_layers.LayerRows]:
         return stage_layers.place_layers([stack.depth for stack in model.stacks], self.timetable().part_of)
 
-    def arrange(self, batch: Batch, tokens: nn.Tokens) -> tuple[Batch, nn.Tokens]:
+    def arrange(self, batch: Rows, tokens: nn.Tokens) -> tuple[Rows, nn.Tokens]:
         """Put each row's tokens in the order in which they are split over `context`.
 
-        The lengths of documents, which cannot be computed from a piece of a row, are added to its tokens.
+        `batch` is a `Batch`, or another tree of arrays of the same rows. The lengths of documents, which cannot be
+        computed from a piece of a row, are added to its tokens.
         """
         if self.size(CONTEXT) == 1:
             return batch, tokens
-        order = context_order(self.context_method, batch.ids.shape[1], self.size(CONTEXT))
-        lengths = jnp.broadcast_to(nn.document_lengths(tokens), batch.ids.shape)
+        order = context_order(self.context_method, tokens.positions.shape[1], self.size(CONTEXT))
+        lengths = jnp.broadcast_to(nn.document_lengths(tokens), tokens.positions.shape)
         pieces = None if np.all(np.diff(order) == 1) else self.size(CONTEXT)
         tokens = nn.with_row_layout_of(dataclasses.replace(tokens, lengths=lengths), tokens, pieces)
         return jax.tree.map(lambda x: x if x.ndim == 1 else x[:, order], (batch, tokens))

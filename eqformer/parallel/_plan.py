@@ -2,20 +2,23 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import Array, Int, PyTree
 
 from .. import nn
 from . import _collectives as send
 from ._check_plan import check_model, check_parallel_config, check_rows
 from ._fully_sharded import gather, Gathered, grad_proxy, has_wider_grad, route_gradient, scatter, Scattered
+from ._global_values import DeviceParts, join_parts, ON_EACH_DEVICE, Split, split_of, stack_devices
 from ._layout import axes_of
-from ._mesh import axis_sizes, BATCH_AXES, CONTEXT, FSDP, TENSOR
+from ._mesh import AXES, axis_sizes, BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._placement import Leaf, Placement
-from ._shard_map import vary, vary_like
+from ._shard_map import filter_shard_map, vary, vary_like
 from ._vocab_chunks import with_chunked_tables
 from ._wrap import Mode, split_mixtures, split_over_context, split_over_tensor
 from .pipeline._pipelined_stack import pipelined_rounds, PipelinedStack
@@ -200,6 +203,64 @@ class Plan(Placement):
         `sharers` devices have the same key head.
         """
         return OnDevice(self, self.leaves(model), eqx.filter_eval_shape(lambda: model), mode, sharers)
+
+    def run_forward(
+        self,
+        call: Callable[..., PyTree],
+        model: nn.LanguageModel,
+        ids: Int[Array, "batch seq"],
+        tokens: nn.Tokens,
+        inputs: PyTree,
+        shapes: PyTree,
+        dims: PyTree,
+    ) -> PyTree:
+        """Return the results of `call(device_model, ids, tokens, inputs, parts)` on all devices, as global arrays.
+
+        Each device gets the model wrapped as for training, its rows and tokens, and its `DeviceParts`. Raises a
+        `ValueError` for a model, rows or tokens that do not fit the mesh, and for a result that is no part of a global
+        array.
+
+        Args:
+            call: Returns a tree of arrays, such as values inside the model.
+            model: The sharded model, which is not split into the stages of a pipeline (`without_stages`).
+            ids: The ids of all rows.
+            tokens: Their positions and documents.
+            inputs: Further arrays, which all devices get whole.
+            shapes: A tree like the results, with the shapes of the global arrays.
+            dims: A tree like the results, with the names of their dims.
+        """
+        self.check(model, rows=ids.shape[0], seq=ids.shape[1])
+        device, structure, splits = self.on_device(model), jax.tree.structure(shapes), list[Split]()
+
+        def per_device(model: nn.LanguageModel, rows: PyTree, inputs: PyTree) -> list[Array]:
+            results = call(device.wrap_forward(model), *rows, inputs, DeviceParts(self))
+            arrays = structure.flatten_up_to(results)
+            named = zip(arrays, jax.tree.leaves(shapes), jax.tree.leaves(dims), strict=True)
+            splits[:] = [split_of(self, x, shape.shape, names) for x, shape, names in named]
+            return [stack_devices(x) for x in arrays]
+
+        rows = self.arrange(ids, tokens)
+        specs = self.parameter_specs(model), self.batch_specs(rows), PartitionSpec()
+        stacked = filter_shard_map(per_device, self.mesh, specs, ON_EACH_DEVICE)(model, rows, inputs)
+        columns = zip(stacked, splits, jax.tree.leaves(shapes), strict=True)
+        return jax.tree.unflatten(structure, [join_parts(self, x, split, shape.shape) for x, split, shape in columns])
+
+    def without_stages(self, model: nn.LanguageModel) -> tuple["Plan", nn.LanguageModel]:
+        """Return a plan without stages and microbatches, and the model in the order in which that plan takes it.
+
+        The devices of the axis `pipe` split rows instead, and each has all layers. They join the axis `fsdp` or, in a
+        plan that splits experts, `expert`, so that the order of the devices in the mesh stays.
+        """
+        if not self.is_pipelined:
+            return dataclasses.replace(self, microbatches=1), model
+        if self.devices is None:
+            raise ValueError("Plan.without_stages: an abstract mesh has no devices to move; give a mesh of devices.")
+        self._check_pipeline_order(model)
+        sizes = dict(zip(AXES, self.devices.shape, strict=True)) | {PIPE: 1}
+        sizes[EXPERT if self.size(EXPERT) > 1 else FSDP] *= self.size(PIPE)
+        mesh = Mesh(self.devices.reshape([*sizes.values()]), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        plan = dataclasses.replace(self, mesh=mesh, edges="ends", schedule="1f1b", chunks=1, microbatches=1)
+        return plan, self.unshard(model)
 
 
 def summary(plan: Plan, model: nn.LanguageModel, *, rows: int, seq: int) -> str:

@@ -212,6 +212,7 @@ ELSEWHERE = {
     "functions of their own": {"all_gather_matmul", "matmul_reduce_scatter", "ring"},
     "losses of rows": {"row sums"},
     "ragged exchanges": {"tokens per expert"},
+    "edits inside a model": {"values of all devices"},
 }
 
 

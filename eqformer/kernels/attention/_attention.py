@@ -1,5 +1,6 @@
 """Attention in plain JAX as implementations, how an op runs a chosen implementation, and kernels required by name."""
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -177,6 +178,14 @@ class RequiredKernel(Operation[AttentionCall, Array]):
         if self.platform == "any":
             return FlashChoice((), self.kernel)
         return FlashChoice(((self.platform, self.kernel),), BlockwiseAttention(), str(self))
+
+
+class PiecewiseAttention(Operation[AttentionCall, Array]):
+    """Attention whose calls have the keys of a piece of each row, while queries attend to all keys of the row."""
+
+    @abc.abstractmethod
+    def with_all_keys(self, call: AttentionCall) -> AttentionCall:
+        """Return the call with the keys, values and tokens of all pieces, in the order of the row."""
 
 
 def blockwise_of(core: Operation) -> BlockwiseAttention | None:

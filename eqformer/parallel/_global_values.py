@@ -1,0 +1,170 @@
+"""Global values of arrays that devices compute in parts, such as activations inside a model.
+
+The names of an array's dims say which mesh axes may split each dim. The sizes of the whole array and of a device's part
+say which of these axes do.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Shaped
+
+from .._shapes import ArrayOrShape
+from . import _collectives as send
+from ._context_attention import context_order
+from ._mesh import AXES, BATCH_AXES, CONTEXT, EXPERT, TENSOR
+from ._placement import Placement
+from ._shard_map import own_part, vary, vary_like, varying_axes
+
+
+# Axes that may split a dim of an activation, in the order in which they split it; other dims are split over `tensor`.
+_AXES_OF_DIM: dict[str, tuple[str, ...]] = {
+    "layers": (),
+    "batch": BATCH_AXES,
+    "seq": (CONTEXT, TENSOR),
+    "kv_seq": (),
+    "experts": (EXPERT, TENSOR),
+}
+_OTHER_DIM = (TENSOR,)
+# A vocabulary that the axis does not divide is padded. Equal groups of devices share each of fewer key heads.
+_PADDED_DIM, _SHARED_DIM = "vocab", "kv_heads"
+
+ON_EACH_DEVICE = PartitionSpec(*AXES)
+"""The spec of arrays that `stack_devices` returns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The mesh axes that split each dim of a global array, and the axes over which devices hold copies.
+
+    `copied` has only axes over which the devices' arrays may differ by their types, such as gathered arrays.
+    """
+
+    axes: tuple[tuple[str, ...], ...]
+    copied: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceParts:
+    """Conversions between global values and this device's parts of them; for use inside `filter_shard_map`.
+
+    A global value has its tokens in reading order. `shape` and `dims` are the shape of the global value and the names
+    of its dims, as `nn.dims` writes them. Raises a `ValueError` for a part whose sizes no split of the dims explains.
+    """
+
+    plan: Placement
+
+    def gather(self, part: Shaped[Array, "..."], shape: tuple[int, ...], dims: str) -> Shaped[Array, "..."]:
+        """Return the global value on each device; the backward pass sums the gradients of the devices' parts."""
+        for dim, axes in enumerate(split_of(self.plan, part, shape, dims).axes):
+            if axes:
+                part = _take_first_copies(send.all_gather("values of all devices", part, axes, dim), dim, shape[dim])
+            part = _reorder(self.plan, part, dim, axes, to_reading=True)
+        return part
+
+    def take_local(self, value: Shaped[Array, "..."], part: Shaped[Array, "..."], dims: str) -> Shaped[Array, "..."]:
+        """Return this device's part of a global value; `part` is an array like it."""
+        for dim, axes in enumerate(split_of(self.plan, part, value.shape, dims).axes):
+            value = _reorder(self.plan, value, dim, axes, to_reading=False)
+            if axes:
+                size = part.shape[dim] * _product(self.plan, axes)
+                value = jnp.repeat(value, max(1, size // value.shape[dim]), dim)
+                value = jnp.pad(value, [(0, size - value.shape[dim] if i == dim else 0) for i in range(value.ndim)])
+                value = own_part(vary(value, axes), axes, dim)
+        return vary_like(value, part)
+
+
+def _reorder(plan: Placement, x: Array, dim: int, axes: tuple[str, ...], *, to_reading: bool) -> Array:
+    """Return a global array with the tokens of a dim moved from the order of `context_order`, or to this order."""
+    if CONTEXT not in axes:
+        return x
+    order = context_order(plan.context_method, x.shape[dim], plan.size(CONTEXT))
+    return jnp.take(x, np.argsort(order) if to_reading else order, axis=dim)
+
+
+def _take_first_copies(x: Array, dim: int, size: int) -> Array:
+    """Return `size` entries of a dim: the first of equally many copies of each, without padding at the end."""
+    copies = max(1, x.shape[dim] // max(1, size))
+    return jax.lax.slice_in_dim(x, 0, size * copies, copies, dim)
+
+
+def _product(plan: Placement, axes: tuple[str, ...]) -> int:
+    return math.prod(plan.size(axis) for axis in axes)
+
+
+def split_of(plan: Placement, part: ArrayOrShape, shape: tuple[int, ...], dims: str) -> Split:
+    """Return how a global array of a shape is split, of which `part` is a device's part."""
+    return find_split(plan, part.shape, varying_axes(part), shape, dims)
+
+
+def find_split(
+    plan: Placement, part_shape: tuple[int, ...], varying: frozenset[str], shape: tuple[int, ...], dims: str
+) -> Split:
+    """Return how a global array of a shape is split into parts of a shape that vary over some axes."""
+    free = [axis for axis in AXES if axis in varying and plan.size(axis) > 1]
+    axes_by_dim: list[tuple[str, ...]] = []
+    for name, size, part_size in zip(dims.split(), shape, part_shape, strict=True):
+        candidates = [axis for axis in _AXES_OF_DIM.get(name, _OTHER_DIM) if axis in free]
+        axes = _axes_that_split(plan, candidates, name, size, part_size)
+        if axes is None:
+            raise ValueError(
+                f"a value with the dims {dims!r} has the sizes {shape} on one device, and {part_shape} on each device "
+                f"of the plan; no split of {name!r} over {' and '.join(candidates) or 'no axis'} explains this, so "
+                "the parts cannot be joined; name the value of another module."
+            )
+        free = [axis for axis in free if axis not in axes]
+        axes_by_dim.append(axes)
+    return Split(tuple(axes_by_dim), tuple(free))
+
+
+def _axes_that_split(
+    plan: Placement, candidates: list[str], name: str, size: int, part_size: int
+) -> tuple[str, ...] | None:
+    """Return the first of the candidates that split a dim into parts of a size; None if no axes do."""
+    for count in range(len(candidates) + 1):
+        for axes in itertools.combinations(candidates, count):
+            pieces = _product(plan, axes)
+            is_padded = name == _PADDED_DIM and part_size == -(-size // pieces)
+            is_shared = name == _SHARED_DIM and part_size == 1 and pieces % size == 0
+            if part_size * pieces == size or is_padded or is_shared:
+                return axes
+    return None
+
+
+def stack_devices(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
+    """Return a device's array with a dim of 1 in front for each mesh axis, whose spec is `ON_EACH_DEVICE`."""
+    return vary(x, AXES)[(None,) * len(AXES)]
+
+
+def join_parts(
+    plan: Placement, parts: Shaped[Array, "..."], split: Split, shape: tuple[int, ...]
+) -> Shaped[Array, "..."]:
+    """Return a global array of the parts that `stack_devices` returned on all devices.
+
+    Numbers of which devices hold copies that differ become NaN, or the smallest integer.
+    """
+    used = [axis for axes in split.axes for axis in axes]
+    copied = [AXES.index(axis) for axis in split.copied]
+    equal = [index for index, axis in enumerate(AXES) if axis not in used and index not in copied]
+    order = [*equal, *copied]
+    for dim, axes in enumerate(split.axes):
+        order += [*map(AXES.index, axes), len(AXES) + dim]
+    sizes = [parts.shape[len(AXES) + dim] * _product(plan, axes) for dim, axes in enumerate(split.axes)]
+    copies = parts.transpose(order)[(0,) * len(equal)].reshape(-1, *sizes)
+    value = copies[0]
+    if copied:
+        differs = jnp.any(jax.lax.stop_gradient(copies) != jax.lax.stop_gradient(value), axis=0)
+        is_float = jnp.issubdtype(value.dtype, jnp.inexact)
+        value = jnp.where(differs, jnp.asarray(jnp.nan if is_float else _smallest(value.dtype), value.dtype), value)
+    for dim, axes in enumerate(split.axes):
+        value = _reorder(plan, _take_first_copies(value, dim, shape[dim]), dim, axes, to_reading=True)
+    return value
+
+
+def _smallest(dtype: jnp.dtype) -> int:
+    return 0 if dtype == jnp.bool_ else int(jnp.iinfo(dtype).min)
