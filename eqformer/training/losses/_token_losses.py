@@ -348,6 +348,7 @@ def preference_loss(
     return row_loss(functools.partial(_pair_sums, name, beta))
 
 
+@checked
 def kto_baseline(
     nats: Float[Array | np.ndarray, "batch"], reference_nats: Float[Array | np.ndarray, "batch"]
 ) -> Float[Array, ""]:
