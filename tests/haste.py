@@ -1,5 +1,6 @@
 """How the tests compile and check shapes: programs, which run a few times each, are compiled with no care for speed."""
 
+import functools
 import importlib.util
 import inspect
 import threading
@@ -114,10 +115,27 @@ def check_quickly() -> None:
             if all(annotation is Any for annotation in annotations):
                 return function
             if "<locals>" not in function.__qualname__ and not may_have_shapes(annotations):
-                return check_types(function)
+                return check_at_first_call(function, check_types)
         return jaxtyped(*functions, **options)
 
     _decorator.jaxtyped = jaxtyping.jaxtyped = choose
+
+
+def check_at_first_call(function: Callable, check: Callable[[Callable], Callable]) -> Callable:
+    """Write the check of a function when the function is first called.
+
+    Each process imports the whole package, and the tests in the process call only part of the functions.
+    """
+    checked_function: Callable | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal checked_function
+        if checked_function is None:
+            checked_function = check(function)
+        return checked_function(*args, **kwargs)
+
+    return call
 
 
 CHECKED: dict[tuple, Callable] = {}
@@ -134,7 +152,9 @@ def checked(function: Callable) -> Callable:
     returned = function.__annotations__.get("return", Any)
     if returned is not Any:
         function.__annotations__ = {"return": returned}
-    if "<locals>" not in function.__qualname__ or function.__defaults__ or function.__kwdefaults__:
+    if "<locals>" not in function.__qualname__:
+        return check_at_first_call(function, beartype)
+    if function.__defaults__ or function.__kwdefaults__:
         return beartype(function)
     names = function.__code__.co_varnames
     key = function.__module__, function.__qualname__, names, tuple(function.__annotations__.items())

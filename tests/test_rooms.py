@@ -1,6 +1,7 @@
 """The architecture, held by reading the source: who imports whom, and what may be said in which room."""
 
 import ast
+import functools
 import inspect
 import pathlib
 import re
@@ -45,10 +46,16 @@ NAMED_AS_FLAGS = "nn/_execution.py"  # whose words for attentions are those of f
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+@functools.lru_cache(maxsize=2)
+def walk(tree: ast.AST) -> list[ast.AST]:
+    """List the nodes of a file's tree once for all rules that read the file."""
+    return list(ast.walk(tree))
+
+
 def names_in(tree: ast.AST) -> set[str]:
     """Every identifier and attribute that a file uses or imports."""
     names = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Name):
             names.add(node.id)
         elif isinstance(node, ast.Attribute):
@@ -61,7 +68,7 @@ def names_in(tree: ast.AST) -> set[str]:
 def imported(tree: ast.AST, folder: tuple[str, ...] = ()) -> list[str]:
     """What a file in `folder` of the package imports from the package: `nn.experts._dispatch`, or `nn` for a room."""
     found = []
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import):
             found += [name.name.split(".")[1:] for name in node.names if name.name.startswith("eqformer.")]
         elif isinstance(node, ast.ImportFrom):
@@ -97,7 +104,7 @@ def files_of_room_imported(tree: ast.AST, folder: tuple[str, ...], inner: str) -
 def unnamed_collectives(tree: ast.AST) -> set[str]:
     """Functions of `jax.lax` that send something, called or imported as such."""
     found = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("jax.lax", "lax"):
             found.add(node.attr)
         elif isinstance(node, ast.ImportFrom) and node.module in ("jax.lax", "jax._src.lax.parallel"):
@@ -108,7 +115,7 @@ def unnamed_collectives(tree: ast.AST) -> set[str]:
 def collectives_named(tree: ast.AST) -> set[str]:
     """The names that a file gives to collectives: first in `send.psum(...)` and others, and in `Ring(...)`."""
     found = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Call):
             function = ast.unparse(node.func)
             first = node.args[:1] if function.startswith("send.") or function == "Ring" else []
@@ -147,9 +154,9 @@ def complaints(path: pathlib.Path, source: str) -> list[str]:
     of_environment = set() if path == PACKAGE / PREPARING else {"environ"}
     if used := names & {"print", "argparse", "tyro", "pickle", *of_environment}:
         found.append(f"uses {sorted(used)}, which belongs to scripts or nowhere")
-    if any(isinstance(node, ast.Global) for node in ast.walk(tree)):
+    if any(isinstance(node, ast.Global) for node in walk(tree)):
         found.append("keeps module-level mutable state")
-    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    calls = {ast.unparse(node.func) for node in walk(tree) if isinstance(node, ast.Call)}
     if room == "models" and "id" in calls:  # an identity is lost as soon as a tree is mapped; a path is not
         found.append("finds leaves by id(): name them by their paths (flatten_model)")
     if room == "nn" and path != PACKAGE / NAMED_AS_FLAGS and (used := {*CHIPS.findall(source)}):
@@ -308,7 +315,7 @@ RIDDLE = re.compile(r"(What|That of|Those of|The same|Itself|Yes|No|Nothing|Of|W
 
 def vague_names(tree: ast.AST) -> list[str]:
     """Return local names without content in functions of more than five lines."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in walk(tree) if isinstance(node, ast.FunctionDef)]
     names = {
         f"{node.id} in {function.name}"
         for function in functions
@@ -322,7 +329,7 @@ def vague_names(tree: ast.AST) -> list[str]:
 def riddles(tree: ast.AST) -> list[str]:
     """Return docstrings that begin with a relative clause or a pronoun instead of a noun or a verb."""
     documented = (ast.FunctionDef, ast.ClassDef, ast.Module)
-    docstrings = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
+    docstrings = [ast.get_docstring(node) for node in walk(tree) if isinstance(node, documented)]
     return [text.splitlines()[0] for text in docstrings if text and RIDDLE.match(text)]
 
 
@@ -346,7 +353,7 @@ MOST_ARGUMENTS = 16
 def wide_signatures(tree: ast.AST) -> list[str]:
     """Return the functions that take more than so many arguments, `self` not counted."""
     wide = []
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.FunctionDef):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             wide += [node.name] * (sum(argument.arg != "self" for argument in arguments) > MOST_ARGUMENTS)
@@ -364,7 +371,7 @@ def test_no_signature_has_too_many_arguments():
 def unencoded(tree: ast.AST) -> list[int]:
     """Lines that read or write text without saying in which encoding: the machine's settings would decide."""
     found = []
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -400,7 +407,7 @@ READS = {"memmap", "fromfile", "json.load", "json.loads", "np.load"}
 def unbounded_reads(tree: ast.AST) -> list[int]:
     """Lines that read a file or parse JSON by other functions than those of `_files.py`, which hold the limits."""
     lines = []
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Call):
             function = ast.unparse(node.func)
             name = function.rpartition(".")[2]
