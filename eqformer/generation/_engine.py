@@ -19,13 +19,13 @@ from ._engine_programs import (
     Chunk,
     decode_slots,
     DecodeInputs,
-    empty_slots,
+    EngineRows,
+    free_rows,
     init_cache,
     NewRow,
-    Progress,
+    NewTokens,
     read_chunk,
-    read_source,
-    Slots,
+    read_encoder_prompt,
     start_row,
 )
 from ._model import Model
@@ -112,7 +112,7 @@ class Engine:
         self._cancelled: set[int] = set()
         self._reading: _Row | None = None
         self._rows: dict[int, _Row] = {}
-        self._state: Slots = empty_slots(self.model, slots, self.capacity, cache_dtype)
+        self._state: EngineRows = free_rows(self.model, slots, self.capacity, cache_dtype)
         self._stream_queues: dict[int, asyncio.Queue[Result | Exception]] = {}
         self._stream_task: asyncio.Task[None] | None = None
 
@@ -265,7 +265,7 @@ class Engine:
                 initial = np.asarray(row.request.prompt, np.int32)
             else:
                 source, length = self._pad(np.asarray(row.request.prompt, np.int32), self.capacity)
-                hidden, row.cache = read_source(self.model, source, length, row.cache)
+                hidden, row.cache = read_encoder_prompt(self.model, source, length, row.cache)
                 initial = np.asarray([self.model.start], np.int32)
             self._start_row(row, initial, hidden)
             self._rows[row.slot], self._reading = row, None
@@ -331,7 +331,7 @@ class Engine:
         self._rows = {slot: row for slot, row in self._rows.items() if not row.result.finish}
         return results
 
-    def _append(self, row: _Row, progress: Progress) -> Result:
+    def _append(self, row: _Row, progress: NewTokens) -> Result:
         """Append the new ids of a row to its result, up to its end."""
         result, slot = row.result, row.slot
         new = int(progress.lengths[slot]) - row.read - len(result.ids)

@@ -16,14 +16,14 @@ from ._speculative import make_decode_step, put_cache_row, put_row
 from ._transforms import chain, Temperature
 
 
-class Slots(eqx.Module):
+class EngineRows(eqx.Module):
     """The rows of an engine, each with its sampling; a row of a free slot is done."""
 
     rows: Rows
     sampling: SamplingState
 
 
-class Progress(NamedTuple):
+class NewTokens(NamedTuple):
     """Arrays that the host reads after a decoding step: for each row its new ids and its state."""
 
     ids: Int[Array, "batch new"]
@@ -48,7 +48,7 @@ def cache_bytes(model: Model, batch: int, capacity: int, dtype: str | None) -> i
 
 
 @eqx.filter_jit
-def empty_slots(model: Model, batch: int, capacity: int, dtype: str | None) -> Slots:
+def free_rows(model: Model, batch: int, capacity: int, dtype: str | None) -> EngineRows:
     """Return free slots."""
     rows = Rows(
         ids=jnp.zeros((batch, capacity), jnp.int32),
@@ -70,7 +70,7 @@ def empty_slots(model: Model, batch: int, capacity: int, dtype: str | None) -> S
     )
     keys = jnp.broadcast_to(jax.random.key(0), (batch,))
     ends = jnp.full((batch, MOST_ENDS), -1, jnp.int32)
-    return Slots(rows, SamplingState(chain(settings), keys, jnp.zeros(batch, jnp.int32), ends))
+    return EngineRows(rows, SamplingState(chain(settings), keys, jnp.zeros(batch, jnp.int32), ends))
 
 
 class Chunk(NamedTuple):
@@ -98,7 +98,7 @@ def read_chunk(chunk: Chunk, cache: PyTree) -> tuple[Float[Array, "batch embed"]
 
 
 @eqx.filter_jit
-def read_source(
+def read_encoder_prompt(
     model: Model, ids: Int[Array, "batch kv_seq"], length: Int[Array, "batch"], cache: PyTree
 ) -> tuple[Float[Array, "batch embed"], PyTree]:
     """Read a prompt with the model's encoder, and the start id after it.
@@ -131,7 +131,7 @@ class NewRow(NamedTuple):
 
 
 @eqx.filter_jit(donate="all-except-first")
-def start_row(new: NewRow, slots: Slots) -> Slots:
+def start_row(new: NewRow, slots: EngineRows) -> EngineRows:
     """Draw the first token of a row, and write the row into its slot; the slots are donated."""
     row = Rows(
         ids=new.ids,
@@ -148,7 +148,7 @@ def start_row(new: NewRow, slots: Slots) -> Slots:
     # A cache may be sharded, so that its rows are written by the model.
     without_caches = [dataclasses.replace(rows, cache=None) for rows in (slots.rows, row)]
     rows = dataclasses.replace(put_row(without_caches[0], new.slot, without_caches[1]), cache=cache)
-    return Slots(rows, put_row(slots.sampling, new.slot, new.sampling))
+    return EngineRows(rows, put_row(slots.sampling, new.slot, new.sampling))
 
 
 class DecodeInputs(NamedTuple):
@@ -166,7 +166,9 @@ class DecodeInputs(NamedTuple):
 
 
 @eqx.filter_jit(donate="all-except-first")
-def decode_slots(inputs: DecodeInputs, slots: Slots, most_new: int, is_greedy: bool) -> tuple[Slots, Progress]:
+def decode_slots(
+    inputs: DecodeInputs, slots: EngineRows, most_new: int, is_greedy: bool
+) -> tuple[EngineRows, NewTokens]:
     """Draw tokens for all rows that have not ended; the slots are donated.
 
     `most_new` is the most ids of a row that the host does not have after this step. With `is_greedy`, all rows take the
@@ -183,7 +185,7 @@ def decode_slots(inputs: DecodeInputs, slots: Slots, most_new: int, is_greedy: b
     columns = jnp.minimum(columns, rows.ids.shape[1] - 1)
     assert rows.log_probabilities is not None
     new_ids, log_probabilities = (jnp.take_along_axis(x, columns, axis=1) for x in (rows.ids, rows.log_probabilities))
-    progress = Progress(
+    progress = NewTokens(
         new_ids, log_probabilities, rows.lengths, rows.done, rows.logits_are_numbers, rows.has_candidates
     )
-    return Slots(rows, slots.sampling), progress
+    return EngineRows(rows, slots.sampling), progress
