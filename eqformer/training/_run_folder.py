@@ -38,6 +38,10 @@ class RunFolder:
 
     If the `with` block ends before `write_recipe`, everything that `acquire` has created is removed again. `text.load`
     loads the model of a run's latest checkpoint.
+
+    The fields are paths in the folder: `recipe`, `source`, `metrics`, `checkpoints`, `samples`, the pictures `loss`,
+    `loads`, `experts` and `experts_page`, `data` (tokens), `published` and `tokenizer` (copies of what the run began
+    from), `profile` and `lock`.
     """
 
     def __init__(self, path: str | Path, *, call: str | None = None):
