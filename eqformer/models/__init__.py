@@ -43,22 +43,18 @@ from .families import _common, _decoder, _mixtures
 from .families._bamba import BambaConfig as BambaConfig
 from .families._cohere import CohereConfig as CohereConfig
 from .families._deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
-from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config
-from .families._deepseek_v32 import DeepSeekV32Config as DeepSeekV32Config
+from .families._deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config, DeepSeekV32Config as DeepSeekV32Config
 from .families._ernie45 import Ernie45Config as Ernie45Config, Ernie45MoEConfig as Ernie45MoEConfig
 from .families._exaone4 import Exaone4Config as Exaone4Config
 from .families._falcon_h1 import FalconH1Config as FalconH1Config
-from .families._gemma import GemmaConfig as GemmaConfig
-from .families._gemma2 import Gemma2Config as Gemma2Config
+from .families._gemma import Gemma2Config as Gemma2Config, GemmaConfig as GemmaConfig
 from .families._gemma3 import Gemma3Config as Gemma3Config
 from .families._gemma4 import Gemma4Config as Gemma4Config
-from .families._glm4 import GLM4Config as GLM4Config
-from .families._glm4_moe import GLM4MoEConfig as GLM4MoEConfig
+from .families._glm4 import GLM4Config as GLM4Config, GLM4MoEConfig as GLM4MoEConfig
 from .families._glm_moe_dsa import GLMMoEDSAConfig as GLMMoEDSAConfig
 from .families._gpt2 import GPT2Config as GPT2Config
 from .families._gpt_oss import GPTOSSConfig as GPTOSSConfig
-from .families._granite import GraniteConfig as GraniteConfig
-from .families._granite_hybrid import GraniteHybridConfig as GraniteHybridConfig
+from .families._granite import GraniteConfig as GraniteConfig, GraniteHybridConfig as GraniteHybridConfig
 from .families._hunyuan import HunyuanConfig as HunyuanConfig, HunyuanMoEConfig as HunyuanMoEConfig
 from .families._jaxformer import JAXformerConfig as JAXformerConfig
 from .families._kimi_linear import KimiLinearConfig as KimiLinearConfig
@@ -67,10 +63,12 @@ from .families._llama import LlamaConfig as LlamaConfig
 from .families._llama4 import Llama4Config as Llama4Config
 from .families._mamba2 import Mamba2Config as Mamba2Config
 from .families._minimax_m2 import MiniMaxM2Config as MiniMaxM2Config
-from .families._ministral3 import Ministral3Config as Ministral3Config
-from .families._mistral import MistralConfig as MistralConfig
-from .families._mistral4 import Mistral4Config as Mistral4Config
-from .families._mixtral import MixtralConfig as MixtralConfig
+from .families._mistral import (
+    Ministral3Config as Ministral3Config,
+    Mistral4Config as Mistral4Config,
+    MistralConfig as MistralConfig,
+    MixtralConfig as MixtralConfig,
+)
 from .families._modernbert import ModernBERTConfig as ModernBERTConfig
 from .families._muse_glimmer import MuseGlimmerConfig as MuseGlimmerConfig
 from .families._nanochat import NanoChatConfig as NanoChatConfig
@@ -78,18 +76,18 @@ from .families._nemotron_h import NemotronHConfig as NemotronHConfig
 from .families._olmo2 import Olmo2Config as Olmo2Config, Olmo3Config as Olmo3Config
 from .families._olmoe import OLMoEConfig as OLMoEConfig
 from .families._phi3 import Phi3Config as Phi3Config
-from .families._qwen2 import Qwen2Config as Qwen2Config
-from .families._qwen2_moe import Qwen2MoEConfig as Qwen2MoEConfig
-from .families._qwen3 import Qwen3Config as Qwen3Config
-from .families._qwen3_5 import Qwen35Config as Qwen35Config, Qwen35MoEConfig as Qwen35MoEConfig
-from .families._qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
-from .families._qwen3_next import Qwen3NextConfig as Qwen3NextConfig
+from .families._qwen2 import Qwen2Config as Qwen2Config, Qwen2MoEConfig as Qwen2MoEConfig
+from .families._qwen3 import Qwen3Config as Qwen3Config, Qwen3MoEConfig as Qwen3MoEConfig
+from .families._qwen3_next import (
+    Qwen3NextConfig as Qwen3NextConfig,
+    Qwen35Config as Qwen35Config,
+    Qwen35MoEConfig as Qwen35MoEConfig,
+)
 from .families._seed_oss import SeedOSSConfig as SeedOSSConfig
 from .families._smollm3 import SmolLM3Config as SmolLM3Config
 from .families._switch import GShardConfig as GShardConfig, SwitchConfig as SwitchConfig
 from .families._t5 import T5Config as T5Config
-from .families._t5gemma import T5GemmaConfig as T5GemmaConfig
-from .families._t5gemma2 import T5Gemma2Config as T5Gemma2Config
+from .families._t5gemma import T5Gemma2Config as T5Gemma2Config, T5GemmaConfig as T5GemmaConfig
 
 
 # Files that are public as a whole, assigned because type checkers treat an import under another name as private.

@@ -1,15 +1,24 @@
-"""DeepSeek-V3 (arXiv:2412.19437), Kimi K2 (arXiv:2507.20534): latent attention, experts chosen by biased sigmoids."""
+"""DeepSeek-V3 (arXiv:2412.19437), Kimi K2 (arXiv:2507.20534) and DeepSeek-V3.2 (arXiv:2512.02556).
+
+All have latent attention, and experts chosen by biased sigmoids. DeepSeek-V3.2 adds an indexer that chooses the keys
+which each query sees.
+"""
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 from jaxtyping import Array, Key
 
-from ...nn import Transformer, YarnScaling
-from .._attributes import Attribute, Expect, Ignore
+from ...nn import Indexer, Transformer, YarnScaling
+from .._attributes import Attribute, Count, Entry, Expect, Ignore
+from .._config_types import Length, Size
 from .._family import Family
-from .._weight_rules import NUMBERED_PREDICTOR
-from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, SigmoidLatentConfig
+from .._layer_attributes import AllLayers
+from .._weight_rules import NUMBERED_PREDICTOR, Rule
+from ._common import LAYER
+from ._decoder import rotary_of, Together
+from ._deepseek import build_latent, latent_attributes, LATENT_WEIGHTS, LatentKind, LayerMixtures, SigmoidLatentConfig
 from ._mixtures import SELECTION_BIAS, sigmoid_mixture_beside_shared
 
 
@@ -38,7 +47,7 @@ _V3 = DeepSeekV3Config(
     scaling=YarnScaling(40.0, 4096, magnitude=1.0),
     temperature=1.0,
 )
-_PRESETS = {
+_DEEPSEEK_V3_PRESETS = {
     "deepseek-v3-byte-500k": DeepSeekV3Config(
         vocab=256,
         embed=64,
@@ -77,7 +86,7 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     DeepSeekV3Config,
     build_deepseek_v3,
-    _PRESETS,
+    _DEEPSEEK_V3_PRESETS,
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     (
@@ -92,4 +101,122 @@ DEEPSEEK_V3 = Family(
     (*LATENT_WEIGHTS, SELECTION_BIAS),
     predictor=NUMBERED_PREDICTOR,
     aliases=("kimi_k2",),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeepSeekV32Config(SigmoidLatentConfig):
+    """The config of a DeepSeek-V3.2."""
+
+    q_latent: Size
+    index_heads: Size = 64
+    """Heads of the indexer."""
+    index_dim: Size = 128
+    """Channels of a head of the indexer, of which `rope_dim` are rotated."""
+    index_top_k: Length = 2048
+    """The number of keys that a query sees."""
+
+
+def build_deepseek_v32(
+    config: DeepSeekV32Config,
+    *,
+    index_interleaved: bool = False,
+    kinds: Sequence[LatentKind | Together[LatentKind]] | None = None,
+    key: Key[Array, ""],
+) -> Transformer:
+    """Return a DeepSeek-V3.2 with random weights; layers of `kinds` that read a choice of keys have no indexer."""
+    mixture = functools.partial(sigmoid_mixture_beside_shared, config, normalise=config.normalise)
+    rotary = rotary_of(config, config.rope_dim, "rope_dim", interleaved=index_interleaved, scaling=config.scaling)
+
+    def indexer(key: Key[Array, ""]) -> Indexer:
+        return Indexer(
+            embed=config.embed,
+            q_latent=config.q_latent,
+            heads=config.index_heads,
+            dim=config.index_dim,
+            top_k=config.index_top_k,
+            rotary=rotary,
+            key=key,
+        )
+
+    return build_latent(config, mixture, interleaved=True, indexer=indexer, kinds=kinds, key=key)
+
+
+DSA_ATTRIBUTES: tuple[Entry, ...] = (
+    AllLayers("layer_types", "indexed_attention"),
+    Count("q_latent", "q_lora_rank"),
+    Count("index_heads", "index_n_heads"),
+    Count("index_dim", "index_head_dim"),
+    Count("index_top_k", "index_topk"),
+    Attribute("normalise", "norm_topk_prob", True),
+    Attribute("balance", "router_aux_loss_coef", 0.0001),
+    Expect("scoring_func", "sigmoid"),
+    Expect("topk_method", "noaux_tc"),
+    Expect("rope_interleave", True, written=False),
+    Expect("mlp_bias", False, written=False),
+    Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # predictors, which transformers skips too
+)
+_EACH_CHOOSES = (
+    AllLayers("indexer_types", "full"),
+    Expect("index_topk_freq", 1, 0, written=False),
+    Expect("index_topk_pattern", None, written=False),
+    Ignore("index_skip_topk_offset"),
+)
+_INDEXER = f"{LAYER}self_attn.indexer."
+DSA_WEIGHTS = (
+    *(*LATENT_WEIGHTS, SELECTION_BIAS),
+    Rule(f"{_INDEXER}wq_b.weight", "mixer.layer.indexer.query.weight", "(heads dim) latent -> heads dim latent"),
+    Rule(f"{_INDEXER}wk.weight", "mixer.layer.indexer.key.weight"),
+    Rule(f"{_INDEXER}k_norm.weight", "mixer.layer.indexer.key_norm.weight"),
+    Rule(f"{_INDEXER}k_norm.bias", "mixer.layer.indexer.key_norm.bias"),
+    Rule(f"{_INDEXER}weights_proj.weight", "mixer.layer.indexer.weight.weight"),
+)
+
+_DEEPSEEK_V32_PRESETS = {
+    "deepseek-v3.2-byte-500k": DeepSeekV32Config(
+        256,
+        64,
+        layers=4,
+        heads=4,
+        mlp=128,
+        expert_mlp=32,
+        q_latent=32,
+        latent=32,
+        head_dim=16,
+        rope_dim=8,
+        v_dim=16,
+        index_heads=4,
+        index_dim=16,
+        index_top_k=64,
+        experts=12,
+        top_k=4,
+        first_dense=1,
+        groups=1,
+        kept_groups=1,
+        bias=True,
+        tied=True,
+    ),
+    "deepseek-v3.2": DeepSeekV32Config(
+        129_280,
+        7168,
+        layers=61,
+        heads=128,
+        mlp=18_432,
+        expert_mlp=2048,
+        q_latent=1536,
+        scaling=YarnScaling(40.0, 4096, magnitude=1.0),
+        temperature=1.0,
+    ),
+}
+
+DEEPSEEK_V32 = Family(
+    "deepseek_v32",
+    DeepSeekV32Config,
+    build_deepseek_v32,
+    _DEEPSEEK_V32_PRESETS,
+    "DeepseekV32ForCausalLM",
+    "deepseek_v32",
+    (*latent_attributes(mixtures=LayerMixtures(), max_seq=163_840), *DSA_ATTRIBUTES, *_EACH_CHOOSES),
+    DSA_WEIGHTS,
+    predictor=NUMBERED_PREDICTOR,
 )

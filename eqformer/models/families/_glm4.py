@@ -1,4 +1,7 @@
-"""GLM-4-0414 (GLM team 2024, arXiv:2406.12793; 2025): norms before and after sublayers, half of each head rotated."""
+"""GLM-4-0414 (GLM team 2024, arXiv:2406.12793; 2025) and GLM-4.5 to 4.7 (GLM-4.5 team 2025, arXiv:2508.06471).
+
+Both rotate half of each head. GLM-4-0414 has norms before and after sublayers, the others have DeepSeek-V3's mixtures.
+"""
 
 import dataclasses
 
@@ -6,12 +9,14 @@ import jax
 from jaxtyping import Array, Key
 
 from ...nn import Block, Transformer
-from .._attributes import Activation, Attribute
-from .._config_types import Fraction, NotNegative
+from .._attributes import Activation, Attribute, Ignore
+from .._config_types import Fraction, Index, Length, NotNegative, Number, OptionalSize, Positive, Size
 from .._family import DecoderConfig, Family
 from .._rotary_attributes import RotaryFraction
-from ._common import ATTENTION, decoder_attributes, EDGES, JOINED_GATED, norm_weights
-from ._decoder import attention, decoder, four_norm_block, gated_mlp, part_rotary
+from .._weight_rules import NUMBERED_PREDICTOR
+from ._common import ATTENTION, decoder_attributes, EDGES, JOINED_GATED, LLAMA_WEIGHTS, norm_weights
+from ._decoder import attention, decoder, four_norm_block, gated_mlp, norm, part_rotary, pre_norm_block
+from ._mixtures import MIXTURE, SELECTION_BIAS, SHARED, SHARED_ATTRIBUTES, sigmoid_mixture_beside_shared
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,7 @@ def build_glm4(config: GLM4Config, *, key: Key[Array, ""]) -> Transformer:
     return decoder(config, block, key=key)
 
 
-_PRESETS = {
+_GLM4_PRESETS = {
     "glm4-byte-500k": GLM4Config(256, 96, 4, 6, 2, 256, head_dim=16, bias=True),
     "glm4-9b": GLM4Config(151_552, 4096, 40, 32, 2, 13_696, head_dim=128, bias=True),
     "glm4-32b": GLM4Config(151_552, 6144, 61, 48, 2, 23_040, head_dim=128),
@@ -53,7 +58,7 @@ GLM4 = Family(
     "glm4",
     GLM4Config,
     build_glm4,
-    _PRESETS,
+    _GLM4_PRESETS,
     "Glm4ForCausalLM",
     "glm4",
     (
@@ -63,4 +68,103 @@ GLM4 = Family(
         Activation(),
     ),
     (*EDGES, *ATTENTION, *JOINED_GATED, *_NORMS),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GLM4MoEConfig(DecoderConfig):
+    """The config of a GLM-4.5; `mlp` is a dense layer's width, `expert_mlp` an expert's."""
+
+    expert_mlp: Size
+    """Hidden features of an expert."""
+    experts: Size = 128
+    """The number of experts of a layer."""
+    top_k: Size = 8
+    """The number of experts that each token chooses."""
+    shared: OptionalSize = 1
+    """The number of shared experts."""
+    first_dense: Index = 1
+    """The number of layers at the beginning without experts."""
+    groups: Size = 1
+    """The number of groups of experts."""
+    kept_groups: Size = 1
+    """The number of groups from which a token's experts are chosen."""
+    scale: Number = 1.0
+    """A factor of the experts' weights."""
+    normalise: bool = True
+    """Whether the weights of a token's experts are normalized to add up to 1."""
+    rotary_fraction: Fraction = 0.5
+    """The part of a head's channels that has rotary positions."""
+    theta: Positive = 1_000_000.0
+    eps: NotNegative = 1e-5
+    qk_norm: bool = False
+    """Whether each head's queries and keys have norms."""
+    bias: bool = False
+    """Whether queries, keys and values have biases."""
+    balance: NotNegative = 0.0001
+    """The weight of `LoadBalance`, row by row."""
+    max_seq: Length = 131_072
+
+
+def build_glm4_moe(config: GLM4MoEConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a GLM-4.5 with random weights."""
+    rotary = part_rotary(config)
+
+    def block(is_mixture: bool, key: Key[Array, ""]) -> Block:
+        mixer, feed_forward = jax.random.split(key)
+        attended = attention(
+            config,
+            bias=config.bias,
+            output_bias=False,
+            query_norm=norm(config, "head_dim") if config.qk_norm else None,
+            key_norm=norm(config, "head_dim") if config.qk_norm else None,
+            rotary=rotary,
+            key=mixer,
+        )
+        if is_mixture:
+            layer = sigmoid_mixture_beside_shared(config, feed_forward, normalise=config.normalise)
+        else:
+            layer = gated_mlp(config, key=feed_forward)
+        return pre_norm_block(config, attended, layer)
+
+    return decoder(config, block, [layer >= config.first_dense for layer in range(config.layers)], key=key)
+
+
+_GLM4_MOE_PRESETS = {
+    "glm4-moe-byte-500k": GLM4MoEConfig(
+        256, 64, 4, 4, 2, 128, expert_mlp=32, experts=12, top_k=4, bias=True, qk_norm=True, theta=1e4, tied=True
+    ),
+    "glm-4.5-air": GLM4MoEConfig(151_552, 4096, 46, 96, 8, 10_944, expert_mlp=1408, head_dim=128, bias=True),
+    "glm-4.5": GLM4MoEConfig(
+        *(151_552, 5120, 92, 96, 8, 12_288),
+        expert_mlp=1536,
+        experts=160,
+        first_dense=3,
+        scale=2.5,
+        head_dim=128,
+        qk_norm=True,
+        bias=True,
+    ),
+}
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    GLM4MoEConfig,
+    build_glm4_moe,
+    _GLM4_MOE_PRESETS,
+    "Glm4MoeForCausalLM",
+    "glm4_moe",
+    (
+        *decoder_attributes(kv_heads=8, max_seq=131_072),
+        *SHARED_ATTRIBUTES,
+        RotaryFraction(0.5),
+        Attribute("normalise", "norm_topk_prob", True),
+        Attribute("qk_norm", "use_qk_norm", False),
+        Attribute("bias", "attention_bias", False),
+        Attribute("balance", "router_aux_loss_coef", 0.0001),
+        Activation(),
+        Ignore("num_mtp_layers", num_nextn_predict_layers=0),  # predictors, which transformers skips too
+    ),
+    (*LLAMA_WEIGHTS, *MIXTURE, *SHARED, SELECTION_BIAS),
+    predictor=NUMBERED_PREDICTOR,
 )

@@ -12,7 +12,7 @@ from .._layer_attributes import layers_of
 from .._weight_rules import NUMBERED_PREDICTOR
 from ._decoder import Together
 from ._deepseek import latent_attributes, LatentKind, LayerMixtures
-from ._deepseek_v32 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_WEIGHTS
+from ._deepseek_v3 import build_deepseek_v32, DeepSeekV32Config, DSA_ATTRIBUTES, DSA_WEIGHTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

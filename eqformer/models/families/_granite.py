@@ -1,16 +1,24 @@
-"""Granite 3 (Granite Team, IBM, 2024): a Llama with multipliers of embeddings, scores, sublayers and logits."""
+"""Granite 3 (Granite Team, IBM, 2024) and Granite 4 (IBM 2025).
+
+Granite 3 is a Llama with multipliers of embeddings, scores, sublayers and logits. Granite 4 has Mamba-2 in most layers,
+attention without positions in a few, and experts beside a dense layer.
+"""
 
 import dataclasses
 
 import jax
 from jaxtyping import Array, Key
 
-from ...nn import Block, Scores, Transformer
-from .._attributes import Activation, Attribute, Fields
-from .._config_types import Length, NotNegative, Number, PublishedConfig
+from ...nn import Attention, Block, GatedMLP, GateNorm, Mamba2Mixer, MoE, Scores, Transformer
+from .._attributes import Activation, Attribute, Count, Entry, Expect, Fields, Ignore, Unpublished
+from .._config_types import Attributes, Index, Length, NotNegative, Number, OptionalSize, PublishedConfig, Size
 from .._family import DecoderConfig, Family
-from ._common import decoder_attributes, LLAMA_WEIGHTS
-from ._decoder import attention, decoder, gated_mlp, pre_norm_block
+from .._layer_attributes import every, LayerTypes
+from .._weight_rules import Rule
+from ._common import ATTENTION, decoder_attributes, EDGES, LAYER, leaf_paths, LLAMA_WEIGHTS, PRE_NORMS
+from ._decoder import activation_of, attention, decoder, gated_mlp, pre_norm_block, rotary_of
+from ._mixtures import mixture
+from ._state_spaces import beside_mamba, mamba2, MAMBA_ATTRIBUTES, mamba_weights, NetSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +73,7 @@ def _granite(embed: int, heads: int, mlp: int, head_dim: int, logit_divisor: flo
 
 _2B = _granite(2048, 32, 8192, 64, 8.0)
 _8B = _granite(4096, 32, 12_800, 128, 16.0)
-_PRESETS = {
+_GRANITE_PRESETS = {
     "granite-byte-500k": GraniteConfig(
         vocab=256,
         embed=96,
@@ -107,7 +115,7 @@ GRANITE = Family(
     "granite",
     GraniteConfig,
     build_granite,
-    _PRESETS,
+    _GRANITE_PRESETS,
     "GraniteForCausalLM",
     "granite",
     (
@@ -118,4 +126,158 @@ GRANITE = Family(
         Attribute("mlp_bias", "mlp_bias", False),
     ),
     LLAMA_WEIGHTS,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraniteHybridConfig(NetSizes, GraniteConfig):
+    """The config of a Granite 4; `mlp` is an expert's width, which has no effect without experts."""
+
+    attention_layers: tuple[Index, ...]
+    """The numbers of the layers with attention."""
+    shared_mlp: Size
+    """Hidden features of the layer that every token has."""
+    rotary: bool = False
+    """Whether the attention has rotary positions."""
+    experts: OptionalSize = 0
+    """Experts of a layer; 0: there are none."""
+    top_k: Size = 2
+    """The number of experts that each token chooses."""
+    balance: NotNegative = 0.001
+    """The weight of `LoadBalance`, over the batch."""
+    max_seq: Length = 131_072
+
+
+def build_granite_hybrid(config: GraniteHybridConfig, *, key: Key[Array, ""]) -> Transformer:
+    """Return a Granite 4 with random weights."""
+    rotary = rotary_of(config, config.head_size, scaling=config.scaling) if config.rotary else None
+
+    def dense_or_mixture(key: Key[Array, ""]) -> MoE | GatedMLP:
+        shared, router, experts = jax.random.split(key, 3)
+        dense = gated_mlp(config, mlp=config.shared_mlp, output_std=None, key=shared)
+        if not config.experts:
+            return dense
+        return mixture(
+            config,
+            lambda key: gated_mlp(config, output_std=None, key=key),
+            shared=dense,
+            normalise=True,
+            router=router,
+            experts=experts,
+        )
+
+    def mixer(is_attention: bool, key: Key[Array, ""]) -> Attention | Mamba2Mixer:
+        if is_attention:
+            scores = Scores(config.attention_scale)
+            return attention(config, bias=config.bias, rotary=rotary, scores=scores, output_std=None, key=key)
+        gate_norm = GateNorm(config.eps)
+        return mamba2(config, activation=activation_of(config), gate_norm=gate_norm, output_std=None, key=key)
+
+    def block(is_attention: bool, key: Key[Array, ""]) -> Block:
+        mixer_key, feed_forward = jax.random.split(key)
+        layer = dense_or_mixture(feed_forward)
+        return pre_norm_block(config, mixer(is_attention, mixer_key), layer, residual_scale=config.residual_scale)
+
+    return decoder(
+        config,
+        block,
+        [layer in config.attention_layers for layer in range(config.layers)],
+        embedding_scale=config.embedding_scale,
+        logit_scale=1 / config.logit_divisor,
+        key=key,
+    )
+
+
+def _granite4(
+    embed: int, heads: int, head_dim: int, kv_heads: int, mlp: int, *, shared_mlp: int, logit_divisor: float
+) -> GraniteHybridConfig:
+    return GraniteHybridConfig(
+        *(100_352, embed, 40, heads, kv_heads, mlp),
+        shared_mlp=shared_mlp,
+        attention_layers=(5, 15, 25, 35),
+        net_heads=embed // 32,
+        embedding_scale=12.0,
+        attention_scale=1 / head_dim,
+        residual_scale=0.22,
+        logit_divisor=logit_divisor,
+    )
+
+
+_BYTE = dataclasses.replace(
+    _granite4(64, 4, 16, 2, 32, shared_mlp=96, logit_divisor=8.0),
+    vocab=256,
+    layers=4,
+    attention_layers=(2,),
+    net_heads=8,
+    net_head_dim=16,
+    net_v_dim=16,
+)
+_GRANITE_HYBRID_PRESETS = {
+    "granite-4.0-h-byte-500k": dataclasses.replace(_BYTE, experts=12, top_k=4),
+    "granite-4.0-byte-500k": _BYTE,
+    "granite-4.0-micro": dataclasses.replace(
+        _granite4(2560, 40, 64, 8, 8192, shared_mlp=8192, logit_divisor=10.0),
+        attention_layers=every(1, 40),
+        rotary=True,
+        theta=10_000_000.0,
+    ),
+    "granite-4.0-h-micro": _granite4(2048, 32, 64, 8, 8192, shared_mlp=8192, logit_divisor=8.0),
+    "granite-4.0-h-tiny": dataclasses.replace(
+        _granite4(1536, 12, 128, 4, 512, shared_mlp=1024, logit_divisor=6.0), experts=64, top_k=6
+    ),
+    "granite-4.0-h-small": dataclasses.replace(
+        _granite4(4096, 32, 128, 8, 768, shared_mlp=1536, logit_divisor=16.0), experts=72, top_k=10
+    ),
+}
+
+
+class _RotaryOrNone(Entry):
+    """The field `rotary`: whether the attention has rotary positions."""
+
+    def read(self, published: PublishedConfig) -> Fields:
+        """Return `rotary`; refuse other kinds of positions."""
+        published.expect("position_embedding_type", "nope", "rope")
+        return {"rotary": published.text("position_embedding_type", "nope") == "rope"}
+
+    def write(self, config: GraniteHybridConfig) -> Attributes:
+        """Return the attribute."""
+        return {"position_embedding_type": "rope" if config.rotary else "nope"}
+
+
+_TYPES = ("full_attention", "linear_attention")
+_MIXED, _MOE, _DENSE = "feed_forward.layer.", f"{LAYER}block_sparse_moe.", f"{LAYER}shared_mlp."
+_GATED = ("gate", "up")
+GRANITE_HYBRID = Family(
+    "granite_hybrid",
+    GraniteHybridConfig,
+    build_granite_hybrid,
+    _GRANITE_HYBRID_PRESETS,
+    "GraniteMoeHybridForCausalLM",
+    "granitemoehybrid",
+    (
+        *decoder_attributes(),
+        *SCALES,
+        *MAMBA_ATTRIBUTES,
+        LayerTypes("attention_layers", _TYPES, lambda *_: (), published=("attention", "mamba")),
+        _RotaryOrNone(),
+        Count("shared_mlp", "shared_intermediate_size", 1024),
+        Count("experts", "num_local_experts", 8, least=0),
+        Count("top_k", "num_experts_per_tok", 2),
+        Attribute("balance", "router_aux_loss_coef", 0.001),
+        Activation(),
+        Attribute("bias", "attention_bias", False),
+        *(Unpublished("mlp_bias", False, "no layer has one"), Expect("mlp_bias", False, written=False)),
+        Expect("normalization_function", "rmsnorm", written=False),
+        Ignore("mamba_chunk_size", "init_method"),
+    ),
+    (
+        *(*EDGES, *beside_mamba(ATTENTION), *mamba_weights(f"{LAYER}mamba."), *PRE_NORMS),
+        Rule(f"{_MOE}router.layer.weight", f"{_MIXED}router.linear.weight"),
+        Rule(f"{_MOE}input_linear.weight", leaf_paths(_GATED, "weight", f"{_MIXED}experts.mlps."), axis=1),
+        Rule(f"{_MOE}output_linear.weight", f"{_MIXED}experts.mlps.down.weight"),
+        Rule(f"{_DENSE}input_linear.weight", leaf_paths(_GATED, "weight", f"{_MIXED}shared.")),
+        Rule(f"{_DENSE}output_linear.weight", f"{_MIXED}shared.down.weight"),
+        Rule(f"{_DENSE}input_linear.weight", leaf_paths(_GATED, "weight", _MIXED)),
+        Rule(f"{_DENSE}output_linear.weight", f"{_MIXED}down.weight"),
+    ),
 )
