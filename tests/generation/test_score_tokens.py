@@ -1,5 +1,6 @@
 """Scores of continuations, against log-softmax in float64 over the uncached pass."""
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,9 +19,16 @@ def model():
     return make_model("learned positions", max_seq=20)
 
 
+@eqx.filter_jit
+def forward(model, ids):
+    return model(ids)[0][0]
+
+
 def reference(model, prompt, new):
     """The log-probability of each new id."""
-    logits = np.asarray(model(jnp.asarray([prompt + new]))[0][0], np.float64)[len(prompt) - 1 : -1]
+    ids = prompt + new
+    padded = ids + [0] * (20 - len(ids))  # Causal attention: padding changes no logits before it.
+    logits = np.asarray(forward(model, jnp.asarray([padded])), np.float64)[len(prompt) - 1 : len(ids) - 1]
     return logits[np.arange(len(new)), new] - np.log(np.exp(logits).sum(-1))
 
 
@@ -31,7 +39,7 @@ def test_each_id_has_the_log_probability_of_the_uncached_pass(model):
         np.testing.assert_allclose(score, reference(model, prompt, new), rtol=1e-4)
         assert not np.allclose(score, reference(model, prompt, new[::-1][: len(new) - 1] + [0]), rtol=1e-2)
     # The last row has 20 tokens to read, as many as the model has positions: the 21st is only predicted.
-    logits = np.asarray(model(jnp.asarray(PROMPTS[2:]))[0][0, -1], np.float64)
+    logits = np.asarray(forward(model, jnp.asarray(PROMPTS[2:]))[-1], np.float64)
     np.testing.assert_allclose(last, logits[60] - np.log(np.exp(logits).sum()), rtol=1e-4)
     assert generation.score_tokens(model, [], []) == []
 

@@ -1,5 +1,6 @@
 """Small models to look inside of, and their passes written out layer by layer."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -23,11 +24,17 @@ def make_block(key, feed_forward=None):
 
 
 def make_model(layers=(3, 1), make=make_block, remat="none"):
+    return nn.with_execution(build_model(layers, make), remat=remat)
+
+
+@eqx.filter_jit
+def build_model(layers, make):
+    """Initialize a model by one program instead of by one for each operation."""
     stacks = tuple(nn.Stack(make, count, key=jax.random.fold_in(KEY, count)) for count in layers)
-    model = nn.Transformer(nn.Embedding(vocab=7, embed=4, key=KEY), stacks, nn.RMSNorm("embed", embed=4))
-    return nn.with_execution(model, remat=remat)
+    return nn.Transformer(nn.Embedding(vocab=7, embed=4, key=KEY), stacks, nn.RMSNorm("embed", embed=4))
 
 
+@eqx.filter_jit
 def make_model_with_encoder():
     """A model of one layer, cross-attention and an MLP, that reads an encoder's output."""
     norm, cross = nn.RMSNorm("embed", embed=4), {"embed": 4, "heads": 2, "kv_heads": 1, "head_dim": 2}

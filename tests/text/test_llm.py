@@ -101,10 +101,16 @@ def test_log_probabilities_are_those_of_the_model(llm):
         assert completion.log_probs == tuple(result.log_probabilities[number, start : start + 12].tolist())
 
 
+@eqx.filter_jit
+def forward(model, ids):
+    return model(ids)[0][0]
+
+
 def reference(llm, context, continuation):
     """The sum of log-softmax in float64, over logits of the uncached pass."""
     ids = [*(context + continuation).encode()]
-    logits = np.asarray(llm.model(jnp.asarray([ids]))[0][0], np.float64)
+    padded = ids + [0] * (128 - len(ids))  # Causal attention: padding changes no logits before it.
+    logits = np.asarray(forward(llm.model, jnp.asarray([padded])), np.float64)
     log_probs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
     log_probs -= logits.max(-1, keepdims=True)
     first = len(context.encode())

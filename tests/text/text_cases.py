@@ -1,6 +1,7 @@
 """Models for tests of text to text: one that writes a script, and a small published folder."""
 
 import dataclasses
+import functools
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +56,7 @@ def scripted(script: str) -> LLM:
     return LLM(Scripted(jnp.asarray(ids)), data.ByteTokenizer(), end_ids=(0,))
 
 
+@functools.cache
 def small_model(seed: int = 0) -> nn.Transformer:
     """A model of a few thousand parameters, whose texts differ from prompt to prompt."""
     model = models.build(CONFIG, key=jax.random.key(seed))
