@@ -1,6 +1,6 @@
 """Attention masks: rules for which keys a query sees, by positions and segments of tokens."""
 
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -83,9 +83,12 @@ class Mask(eqx.Module):
 
 
 class ChosenKeys(eqx.Module):
-    """An attention mask as a matrix: the keys that each query of a call sees."""
+    """An attention mask as a matrix: the keys that each query of a call sees. It has no rules for positions."""
 
     visible: Bool[Array, "*batch seq kv_seq"]
+    is_causal: ClassVar[bool] = False
+    window: ClassVar[None] = None
+    chunk: ClassVar[None] = None
 
     def __call__(self, queries: HasPositions, keys: HasPositions) -> Bool[Array, "*batch seq kv_seq"]:
         """Return the matrix; the tokens are not read."""

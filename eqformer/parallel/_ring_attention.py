@@ -172,7 +172,7 @@ def _are_known_pieces(call: AttentionCall, devices: int) -> bool:
     tokens, mask = call.tokens, call.mask
     is_known = tokens.pieces == devices and tokens.whole_rows == devices * call.query.shape[-3]
     is_known = is_known and (tokens.segments is None or tokens.documents is not None)
-    return is_known and isinstance(mask, kernels.Mask) and mask.is_causal and mask.chunk is None
+    return is_known and mask.is_causal and mask.chunk is None
 
 
 def _common_kernels(core: kernels.Op, local: AttentionCall, past: AttentionCall) -> RingKernels | None:

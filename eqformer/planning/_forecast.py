@@ -35,6 +35,11 @@ class DeviceMemory(NamedTuple):
     platform: str = "cuda"
     """Platform of the compiler that formulas count bytes for: `cuda` or `tpu`."""
 
+    @property
+    def topology(self) -> None:
+        """None: neither links nor speeds are known."""
+        return None
+
 
 Target = Topology | DeviceMemory
 """Devices that a step is planned for."""
@@ -98,7 +103,7 @@ class Forecast:
     def as_dict(self) -> JsonObject:
         """Return all figures as plain data; `fits` is None where only the compiler can tell."""
         return {
-            "topology": str(self.target) if isinstance(self.target, Topology) else None,
+            "topology": None if self.target.topology is None else str(self.target),
             "devices": self.devices,
             "parameters": self.parameters,
             "memory": self.memory,
@@ -133,16 +138,16 @@ def forecast(states: training.PlannedState, model: nn.LanguageModel, batch: Batc
     Raises a `ValueError` where the plan's mesh has another number of devices than a topology.
     """
     rows, seq = batch.ids.shape
-    if isinstance(target, Topology):
-        target.speeds(states.plan.mesh)  # Refuses a mesh of another size before anything is traced.
+    if (topology := target.topology) is not None:
+        topology.speeds(states.plan.mesh)  # Refuses a mesh of another size before anything is traced.
     states = states.with_plan(for_platform(states.plan, target.platform))
     plan, trained = states.plan, states.optimizer.trained
     memory_by_cause, kept_on_host = step_bytes(states, model, batch, target.platform)
     sent = tuple(sent_bytes(plan, model, rows=rows, seq=seq, trained=trained))
     time = None
-    if isinstance(target, Topology):
-        sent = add_padding(sent, states, model, target)
-        time = training_time(states, model, batch, target, sent, kept_on_host)
+    if topology is not None:
+        sent = add_padding(sent, states, model, topology)
+        time = training_time(states, model, batch, topology, sent, kept_on_host)
     return Forecast(
         target,
         memory_by_cause,

@@ -9,7 +9,7 @@ from .._failures import load_extra
 from ..nn import format_table
 from ..parallel import COLLECTIVES, STATE
 from ..program import bytes_sent, CompiledCosts, module_of, Transfer
-from ._accelerators import Accelerator, Topology
+from ._accelerators import Accelerator
 from ._compile import Compilation
 from ._forecast import Forecast, read_by_decoding
 from ._held_bytes import Verdict
@@ -53,7 +53,8 @@ def forecast_table(forecast: Forecast) -> str:
     if forecast.on_host:
         on_host = f"{gigabytes(forecast.on_host)} in the host's memory, there and back each step"
     if forecast.verdict is not None and forecast.memory is not None:
-        accelerator = forecast.target.accelerator if isinstance(forecast.target, Topology) else None
+        topology = forecast.target.topology
+        accelerator = None if topology is None else topology.accelerator
         verdict = _verdict_line(forecast.verdict, forecast.total, forecast.memory, accelerator)
         lines.append("; ".join(filter(None, [verdict, on_host])))
     elif on_host:
@@ -120,12 +121,13 @@ def _verdict_line(verdict: Verdict, held: int, memory: int, accelerator: Acceler
 
 def compilation_table(compilation: Compilation, forecast: Forecast) -> str:
     """Format what a compiler made of a step, beside formulas: what it holds, computes, moves and sends."""
-    assert isinstance(forecast.target, Topology)
+    topology = forecast.target.topology
+    assert topology is not None
     seconds = f"{compilation.seconds:.0f} s" + " (an earlier run's)" * compilation.from_cache
     if (program := compilation.program) is None:
         return f"compiled in {seconds}: does not fit: {compilation.failure}"
     on_host = f" ({gigabytes(program.on_host)} more on the host)" if program.on_host else ""
-    accelerator = forecast.target.accelerator
+    accelerator = topology.accelerator
     verdict: Verdict = "fits" if compilation.fits(accelerator.memory) else "does not fit"
     lines = [
         f"compiled in {seconds}: {_verdict_line(verdict, program.held, accelerator.memory, accelerator)}",

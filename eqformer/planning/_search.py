@@ -179,11 +179,11 @@ class _PlannedStep:
 
     def step_time(self, candidate: Candidate, kept_on_host: int = 0) -> Roofline | None:
         """Return the seconds of a step under a plan; None without a topology."""
-        if not isinstance(self.target, Topology):
+        if (topology := self.target.topology) is None:
             return None
         states = self.states.with_plan(candidate.plan)
-        sent = _forecast.add_padding(candidate.sent_by, states, candidate.model, self.target)
-        return _forecast.training_time(states, candidate.model, self.batch, self.target, sent, kept_on_host)
+        sent = _forecast.add_padding(candidate.sent_by, states, candidate.model, topology)
+        return _forecast.training_time(states, candidate.model, self.batch, topology, sent, kept_on_host)
 
     def trace(self, candidate: Candidate) -> StepBytes:
         """Return the bytes that a step holds under a plan, from its trace."""
@@ -251,14 +251,14 @@ def _meshes_over(
     target: _forecast.Target, plan: parallel.Plan, model: nn.LanguageModel
 ) -> Iterator[tuple[AbstractMesh, int]]:
     """Return the meshes to compare, each with a stage of zero."""
-    if not isinstance(target, Topology):
+    if (topology := target.topology) is None:
         return enumerate_meshes(plan.mesh.size, plan, model)
-    switched = target.accelerator.switched
+    switched = topology.accelerator.switched
     if switched == 1:
-        return enumerate_meshes(target.devices, plan, model, tensor=MAX_TENSOR_OF_TORUS)
+        return enumerate_meshes(topology.devices, plan, model, tensor=MAX_TENSOR_OF_TORUS)
     # Between machines copies of the state may take less time than pieces.
-    machines = math.prod(target.shape[1:])
-    return enumerate_meshes(target.devices, plan, model, tensor=switched, replicas=(1, machines))
+    machines = math.prod(topology.shape[1:])
+    return enumerate_meshes(topology.devices, plan, model, tensor=switched, replicas=(1, machines))
 
 
 def _mesh_complexity(mesh: AbstractMesh) -> tuple[int, int]:

@@ -67,7 +67,7 @@ class DotProductAttention(Implementation[AttentionCall, Array]):
         arrays = [x.reshape(-1, *x.shape[-3:-1], width) for x in arrays]
         attend = functools.partial(jax.nn.dot_product_attention, implementation="xla", scale=call.scale)
         sees_any_key = None
-        if isinstance(mask, Mask) and _is_by_index(call):
+        if _is_by_index(call):
             attend = functools.partial(attend, is_causal=True)
             if mask.window is not None:
                 attend = functools.partial(attend, local_window_size=(mask.window - 1, 0))
@@ -88,8 +88,7 @@ class DotProductAttention(Implementation[AttentionCall, Array]):
 
 def _is_by_index(call: AttentionCall) -> bool:
     """Return whether the mask is a function of indices alone: causal, on whole rows, without chunks."""
-    by_index = isinstance(call.mask, Mask) and call.mask.is_causal and call.mask.chunk is None
-    return by_index and call.kv_tokens is None and call.tokens.are_whole_rows
+    return call.mask.is_causal and call.mask.chunk is None and call.kv_tokens is None and call.tokens.are_whole_rows
 
 
 def _widen_float16(

@@ -146,14 +146,10 @@ def _lengths(call: AttentionCall) -> tuple[Array, ...]:
     They include the lengths of the rows unless the mask is causal, which hides padding at the end from the tokens.
     """
     empty = jnp.zeros_like(call.query, shape=(0,))
-    if _is_causal(call):
+    if call.mask.is_causal:
         return (empty,) * 7
     sizes = jnp.maximum(jnp.sum(call.tokens.positions >= 0, axis=-1, dtype=jnp.int32), 1)
     return empty, sizes, sizes, empty, empty, empty, empty
-
-
-def _is_causal(call: AttentionCall) -> bool:
-    return isinstance(call.mask, Mask) and call.mask.is_causal
 
 
 def _settings(call: AttentionCall, primitive: str) -> dict[str, object]:
@@ -166,13 +162,12 @@ def _settings(call: AttentionCall, primitive: str) -> dict[str, object]:
     if call.piece == "past":
         mask = kinds.NO_MASK
     elif call.documents is not None:
-        mask = kinds.PADDING_CAUSAL if _is_causal(call) else kinds.PADDING
+        mask = kinds.PADDING_CAUSAL if call.mask.is_causal else kinds.PADDING
     else:
-        mask = kinds.CAUSAL if _is_causal(call) else kinds.PADDING
-    window = call.mask.window if isinstance(call.mask, Mask) else None
+        mask = kinds.CAUSAL if call.mask.is_causal else kinds.PADDING
     settings = {"scale": call.scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False)}
     settings |= {"mask_type": mask, "layout": cudnn.AttentionLayout.BTNH.value}
-    settings |= {"sliding_window_length": window}
+    settings |= {"sliding_window_length": call.mask.window}
     if "score_mod_name" in inspect.signature(cudnn._dot_product_attention_fwd_cuda_lowering).parameters:
         settings |= {"score_mod": None} if primitive == "wrapper" else {"score_mod_name": None, "score_mod_jaxpr": None}
     return settings

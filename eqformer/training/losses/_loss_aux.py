@@ -88,7 +88,7 @@ def routing_metrics(loss_aux: CountOrAux) -> dict[str, Array]:
 def sum_and_count(result: PyTree, loss_fn: LossFn) -> tuple[Float[Array, ""], CountOrAux]:
     """Return the sum and the count that a loss returned, as arrays; raise a `ValueError` for any other result."""
     total, loss_aux = result if isinstance(result, tuple | list) and len(result) == 2 else (None, None)
-    count = loss_aux.count if isinstance(loss_aux, LossAux) else loss_aux
+    count = None if loss_aux is None else loss_count(loss_aux)
     if total is None or count is None or np.shape(total) != () or np.shape(count) != ():
         raise ValueError(
             f"{_name(loss_fn)}(model, batch, key): a loss returns two numbers, the sum over tokens and their count: "
@@ -135,7 +135,7 @@ def _describe(result: PyTree) -> str:
         return "one value"
     if len(result) != 2:
         return f"{len(result)} values"
-    first, second = (np.shape(x.count if isinstance(x, LossAux) else x) for x in result)
+    first, second = (np.shape(loss_count(x)) for x in result)
     return f"two values of shapes {first} and {second}"
 
 
