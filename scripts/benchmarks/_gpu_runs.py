@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import _ours, _peers
+from benchmarks._apart import skip_autotuning
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import explain_error, kernels, models, nn, planning, training
 from eqformer.parallel import Plan
