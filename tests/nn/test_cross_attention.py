@@ -110,9 +110,9 @@ def test_packed_pairs_are_as_each_alone_and_vectors_are_read_as_they_are():
     bare = eqx.tree_at(lambda m: m.encoder, model, None)
     assert close(run(bare, ids, tokens)[0], together)
     with pytest.raises(ValueError, match="CrossAttention: the source is of ids, and the model has no encoder"):
-        bare(ids, nn.with_source(tokens, source))
+        run(bare, ids, nn.with_source(tokens, source))
     with pytest.raises(ValueError, match="CrossAttention: neither a source nor a cache that holds a source; pass"):
-        model(ids)
+        run(model, ids)
 
 
 def test_the_source_has_random_keys_of_its_own():

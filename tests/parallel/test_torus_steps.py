@@ -32,7 +32,8 @@ def moved(steps: tuple[int, ...], x: np.ndarray) -> list[tuple[np.ndarray, np.nd
 
     by_columns, by_rows = P(None, "fsdp"), P("fsdp")
     given, out = (P("fsdp"), by_columns, by_rows), [(by_columns, P("fsdp")), (by_rows, P("fsdp"))]
-    return jax.tree.map(np.asarray, filter_shard_map(one, make_mesh(fsdp=8), given, out)(x, x[0], x[0].T))
+    mapped = jax.jit(filter_shard_map(one, make_mesh(fsdp=8), given, out))
+    return jax.tree.map(np.asarray, mapped(x, x[0], x[0].T))
 
 
 @pytest.mark.quick
