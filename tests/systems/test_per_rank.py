@@ -19,13 +19,13 @@ def make(key):
 def test_each_rank_runs_its_own_and_gets_its_own_gradient(key):
     ranks, x = PerRank(make, 4, key=key), jax.random.normal(key, (5, 3))
     mesh = make_mesh(tensor=4, devices=jax.devices()[:4])
-    run = filter_shard_map(lambda module, x: module(x)[None], mesh, (P(TENSOR), P()), P(TENSOR))
+    run = eqx.filter_jit(filter_shard_map(lambda module, x: module(x)[None], mesh, (P(TENSOR), P()), P(TENSOR)))
     alone = [make(each) for each in jax.random.split(key, 4)]
     np.testing.assert_allclose(run(ranks, x), jnp.stack([linear(x) for linear in alone]), rtol=1e-6)
     assert not np.allclose(alone[0].weight, alone[1].weight)
 
     scale = jnp.arange(4.0)[:, None, None]
-    gradient = eqx.filter_grad(lambda module: jnp.sum(scale * run(module, x)))(ranks)
+    gradient = eqx.filter_jit(eqx.filter_grad(lambda module: jnp.sum(scale * run(module, x))))(ranks)
     np.testing.assert_allclose(gradient.modules.bias, np.arange(4.0)[:, None] * 5 * np.ones((4, 2)))
 
 

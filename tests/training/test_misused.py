@@ -22,11 +22,15 @@ VOCAB = 12
 
 @pytest.fixture(scope="module")
 def model():
-    return nn.Transformer(
-        nn.Embedding(vocab=VOCAB, embed=8, key=jax.random.key(0)),
-        (nn.Stack(lambda key: nn.Residual(nn.MLP(embed=8, mlp=8, key=key)), 1, key=jax.random.key(1)),),
-        nn.RMSNorm("embed", embed=8),
-    )
+    @eqx.filter_jit
+    def build():
+        return nn.Transformer(
+            nn.Embedding(vocab=VOCAB, embed=8, key=jax.random.key(0)),
+            (nn.Stack(lambda key: nn.Residual(nn.MLP(embed=8, mlp=8, key=key)), 1, key=jax.random.key(1)),),
+            nn.RMSNorm("embed", embed=8),
+        )
+
+    return build()
 
 
 def batch_with(**changed):
@@ -65,17 +69,19 @@ def test_a_target_that_is_no_id_has_no_loss_unless_it_weighs_nothing(model, loss
 
 
 def test_rows_and_evaluations_leave_out_what_weighs_nothing(model):
+    row_nats = eqx.filter_jit(training.row_nats)
     for targets in (IGNORED, LARGE):
         batch = batch_with(targets=targets, weights=LEFT)
         wanted = batch_with(weights=LEFT)
-        assert np.array_equal(training.row_nats(model, batch), training.row_nats(model, wanted))
+        assert np.array_equal(row_nats(model, batch), row_nats(model, wanted))
         found, expected = (training.evaluation_sums(model, each) for each in (batch, wanted))
         assert found == expected and np.isfinite(found["nats"])
         assert np.isnan(training.evaluation_sums(model, batch_with(targets=targets))["nats"])
 
 
 def test_gradients_do_not_see_what_weighs_nothing(model, monkeypatch):
-    gradient = eqx.filter_grad(lambda model, batch: training.next_token_loss(model, batch)[0])
+    loss = lambda model, batch: training.next_token_loss(model, batch)[0]
+    gradient = eqx.filter_jit(eqx.filter_grad(loss))
     wanted, batch = gradient(model, batch_with(weights=LEFT)), batch_with(targets=IGNORED, weights=LEFT)
     assert eqx.tree_equal(gradient(model, batch), wanted)
     monkeypatch.setattr(_cross_entropy, "apply_weights", lambda each, weights: each * weights)
