@@ -1,5 +1,7 @@
 """Small models to look inside of, and their passes written out layer by layer."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -37,7 +39,8 @@ def build_model(layers, make):
 @eqx.filter_jit
 def make_model_with_encoder():
     """A model of one layer, cross-attention and an MLP, that reads an encoder's output."""
-    norm, cross = nn.RMSNorm("embed", embed=4), {"embed": 4, "heads": 2, "kv_heads": 1, "head_dim": 2}
+    norm = nn.RMSNorm("embed", embed=4)
+    cross: dict[str, Any] = {"embed": 4, "heads": 2, "kv_heads": 1, "head_dim": 2}
     make_layer = lambda key: nn.Block(
         nn.Residual(nn.CrossAttention(**cross, key=key), norm, reads="source"),
         nn.Residual(nn.MLP(embed=4, mlp=6, key=key), norm),
