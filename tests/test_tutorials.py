@@ -33,11 +33,11 @@ def execute(monkeypatch, tmp_path):
     return importlib.import_module("execute")
 
 
-def is_same(expected: str, printed: str) -> bool:
-    """Return whether two texts have the same words and, up to rounding, the same numbers."""
+def is_same(expected: str, printed: str, tolerance: float = 1e-4) -> bool:
+    """Return whether two texts have the same words and, up to rounding or a relative tolerance, the same numbers."""
     numbers, new_numbers = ([float(n.replace(",", "")) for n in NUMBER.findall(text)] for text in (expected, printed))
     same_words = NUMBER.sub("0", expected) == NUMBER.sub("0", printed)
-    return same_words and all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(numbers, new_numbers, strict=True))
+    return same_words and all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(numbers, new_numbers, strict=True))
 
 
 def small_parameters(name: str, folder: Path) -> dict[str, object]:
@@ -69,7 +69,11 @@ def test_a_tutorial_prints_what_its_notebook_stores(name, execute):
     for cell, outputs in execute.run_notebook(notebook, {"MODEL": str(file)}):
         stored, printed = execute.text_of(cell["outputs"]), execute.text_of(outputs)
         if not execute.has_tag(cell, "varies"):
-            assert is_same(stored, printed), f"{''.join(cell['source'])}\n\nstored:\n{stored}\nprinted:\n{printed}"
+            # Rounding differs between machines, and each step of training adds to the difference.
+            tolerance = 0.05 if execute.has_tag(cell, "trained") else 1e-4
+            assert is_same(stored, printed, tolerance), (
+                f"{''.join(cell['source'])}\n\nstored:\n{stored}\nprinted:\n{printed}"
+            )
             compared += bool(stored)
     assert compared > 0
 
@@ -79,6 +83,7 @@ def test_the_comparison_of_outputs_can_fail():
     assert not is_same("loss 4.123456", "loss 4.133456")
     assert not is_same("loss 4.123456", "rate 4.123456")
     assert not is_same("3, 4", "3, 4, 5")
+    assert is_same("loss 1.90", "loss 1.85", 0.05) and not is_same("loss 1.90", "loss 1.60", 0.05)
 
 
 def test_notebooks_are_stored_with_outputs_in_order(execute):

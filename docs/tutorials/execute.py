@@ -24,7 +24,11 @@ def read_notebook(path: Path) -> dict[str, Any]:
 
 
 def has_tag(cell: Cell, tag: str) -> bool:
-    """Return whether a cell has a tag: `parameters`, or `varies` if its output differs between machines."""
+    """Return whether a cell has a tag.
+
+    The tags are `parameters`, `varies` if the output differs between machines, and `trained` if its numbers differ by
+    the rounding of many training steps.
+    """
     return tag in cell["metadata"].get("tags", ())
 
 
