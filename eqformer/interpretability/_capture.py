@@ -9,13 +9,13 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from .. import nn
 from ._observer import (
-    DeviceParts,
     DeviceValues,
     insert_wrappers,
     NamedShapes,
     number_layers,
     observe_attentions,
     Observer,
+    PartConverter,
     Patch,
     remove_wrappers,
 )
@@ -149,7 +149,6 @@ def patch(model: nn.LanguageModel, functions: Mapping[str, Callable[..., Any]]) 
     is_plain = lambda function: jax.tree.leaves(function) == [function]
     wrapped = [jax.tree_util.Partial(f) if is_plain(f) else f for f in functions.values()]
     inner = insert_wrappers(model, [point.key for point in points])
-    assert isinstance(inner, nn.LanguageModel)
     points = (*(point for point, _ in earlier), *points)
     return PatchedModel(inner, points, (*(function for _, function in earlier), *wrapped))
 
@@ -244,7 +243,7 @@ class Capture(eqx.Module):
         in_layer = {point.key: _drop_layers(point, names.values[point.key]) for point in patched if point.key in keys}
 
         def run_local(
-            model: nn.LanguageModel, ids: Array, tokens: nn.Tokens, functions: PyTree, parts: DeviceParts
+            model: nn.LanguageModel, ids: Array, tokens: nn.Tokens, functions: PyTree, parts: PartConverter
         ) -> PyTree:
             patches = tuple(zip(patched, functions, strict=True))
             observer = Observer([p.key for p in self.points], patches, DeviceValues(parts, in_layer))

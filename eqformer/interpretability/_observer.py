@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable, TypeVar
 
 import equinox as eqx
 import jax
@@ -21,6 +21,7 @@ from ..kernels import attention_weights, AttentionCall, Operation, PiecewiseAtte
 from ._points import CORE_HEADS, find_nodes, get_at, join_path, Node, Point
 
 
+Model = TypeVar("Model", bound=nn.Module)
 Patch = tuple[Point, Callable[..., Any]]
 """A value, and the function that returns what replaces it."""
 
@@ -45,8 +46,11 @@ class Frame:
 
 
 @runtime_checkable
-class DeviceParts(Protocol):
-    """Interface of `parallel` for values of which each device has a part; `dims` names the dims of a value."""
+class PartConverter(Protocol):
+    """Interface of `parallel.DeviceParts`, which converts between a global value and this device's part of the value.
+
+    `dims` names the dims of the global value.
+    """
 
     def gather(self, part: Array, shape: tuple[int, ...], dims: str) -> Array:
         """Return the global value of a shape on each device."""
@@ -69,7 +73,7 @@ class NamedShapes:
 class DeviceValues:
     """The global values of a pass, by their keys, and the conversions to this device's parts of them."""
 
-    parts: DeviceParts
+    parts: PartConverter
     values: dict[str, NamedShapes]
 
     def gather(self, key: str, value: PyTree) -> PyTree:
@@ -359,12 +363,12 @@ class ObservedAttention(Operation):
         return observer.observe(path, self.inner(call), _HEADS)
 
 
-def insert_wrappers(model: nn.Module, keys: Sequence[str]) -> nn.Module:
+def insert_wrappers(model: Model, keys: Sequence[str]) -> Model:
     """Return the model with the wrappers that bring the values of some keys out of stacks and attentions."""
     return number_layers(observe_attentions(model, keys), keys)
 
 
-def observe_attentions(model: nn.Module, keys: Sequence[str]) -> nn.Module:
+def observe_attentions(model: Model, keys: Sequence[str]) -> Model:
     """Return the model with observed cores of the attentions that compute the values of some keys."""
     cores = [node for node in find_nodes(model) if node.is_core and {*node.value_keys()} & {*keys}]
     observed = [core.module for core in cores]
@@ -372,7 +376,7 @@ def observe_attentions(model: nn.Module, keys: Sequence[str]) -> nn.Module:
     return _replace_nodes(model, cores, wrapped)
 
 
-def number_layers(model: nn.Module, keys: Sequence[str]) -> nn.Module:
+def number_layers(model: Model, keys: Sequence[str]) -> Model:
     """Return the model with numbered layers in the stacks that compute the values of some keys."""
     stacks = [node for node in find_nodes(model) if any(node.is_stack_of(key) for key in keys)]
     stacks = [node for node in stacks if not isinstance(node.module.blocks, NumberedLayer)]
@@ -388,7 +392,7 @@ def remove_wrappers(model: nn.LanguageModel) -> nn.LanguageModel:
     return model
 
 
-def _replace_nodes(model: nn.Module, nodes: Sequence[Node], modules: Sequence[Any]) -> nn.Module:
+def _replace_nodes(model: Model, nodes: Sequence[Node], modules: Sequence[Any]) -> Model:
     if not nodes:
         return model
     return eqx.tree_at(
