@@ -141,7 +141,13 @@ class RowSampling(eqx.Module):
         )
 
     def __call__(self, logits: Float[Array, "batch vocab"], history: History) -> Float[Array, "batch vocab"]:
-        """Return the changed logits; ids that must not be drawn have minus infinity."""
+        """Return the changed logits; ids that must not be drawn have minus infinity.
+
+        A step with a draft passes several positions of each row, one after another.
+        """
+        positions = len(logits) // len(self.temperature)
+        if positions > 1:
+            self = jax.tree.map(lambda setting: jnp.repeat(setting, positions, axis=0), self)
         logits = logits.astype(at_least_float32(logits.dtype)) + self.bias
         logits = jax.vmap(_scale_row)(logits, history.ids, history.lengths, self.repetition_penalty, self.temperature)
         # A truncation sorts the vocabulary, so it runs only if a row asks for it.

@@ -95,7 +95,7 @@ def check_exact(model, requests, tolerance=1e-4, **options):
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == QUICK else pytest.mark.grid) for k in KINDS])
 def test_a_request_is_continued_as_alone(kind):
-    model, requests = make_model(kind, sharpness=2.0), make_requests()
+    model, requests = make_model(kind, sharpness=2.0, max_seq=SIZES["capacity"]), make_requests()
     results = check_exact(model, requests)
     # Another seed gives other ids, so the comparison can fail.
     engine = Engine(model, **SIZES)
