@@ -42,8 +42,8 @@ run = eqx.filter_jit(lambda captured, ids: captured(ids))
 
 
 def make_wide_block(key, feed_forward=None):
-    block, sizes = make_block(key), {"embed": 4, "heads": 4, "kv_heads": 2, "head_dim": 2}
-    attention = nn.Attention(**sizes, rotary=nn.Rotary(2, 100.0), key=key)
+    block = make_block(key)
+    attention = nn.Attention(embed=4, heads=4, kv_heads=2, head_dim=2, rotary=nn.Rotary(2, 100.0), key=key)
     mlp = nn.MLP(embed=4, mlp=8, key=key) if feed_forward is None else feed_forward(key)
     return eqx.tree_at(lambda b: [b.sublayers[0].layer, b.sublayers[1].layer], block, [attention, mlp])
 
@@ -188,7 +188,7 @@ def loss_and_values(change, model, plan):
 
 def differentiate(change, model, plan):
     """Return the values, and the loss's gradients for an array that patches hold and for the model."""
-    loss = lambda trees: loss_and_values(*trees, plan)
+    loss = lambda trees: loss_and_values(trees[0], trees[1], plan)
     return eqx.filter_jit(lambda trees: eqx.filter_grad(loss, has_aux=True)(trees))((change, model))
 
 

@@ -250,7 +250,7 @@ def test_families(family, mesh):
                 ("llama-byte-1m", {"fsdp": 2, "tensor": 4}, 0.8, True),
                 ("gemma3-byte-500k", {"fsdp": 2, "pipe": 2, "tensor": 2}, 0.8, False),
                 ("deepseek-v2-byte-500k", {"fsdp": 2, "expert": 2, "tensor": 2}, 0.8, False),
-                ("qwen3-next-byte-500k", {"fsdp": 2, "context": 2, "tensor": 2}, 0.8, True),
+                ("qwen3-next-byte-500k", {"fsdp": 2, "tensor": 2}, 0.8, True),
                 ("t5-byte-200k", {"fsdp": 2, "tensor": 2}, 0.8, False),
             ]
         ),

@@ -1,6 +1,7 @@
 """Setups that hold less: each fits and is what its settings hold, and an error of a full memory names some of them."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import pytest
@@ -12,7 +13,7 @@ ASKED = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.50GiB.\nBu
 CONFIG = dataclasses.replace(models.preset("llama-byte-1m"), layers=2)
 
 
-def make_setup(remat="products", fsdp=1, pipe=1, **choices):
+def make_setup(remat: Any = "products", fsdp=1, pipe=1, **choices):
     execution = nn.Execution(remat=remat)
     model = execution.apply(models.shapes(CONFIG))
     plan = parallel.Plan(planning.abstract_mesh({"fsdp": fsdp, "pipe": pipe}), **choices)

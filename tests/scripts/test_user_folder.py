@@ -17,10 +17,11 @@ def at_home(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(_prepare, "_has_started", lambda: False)
-    before = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: getattr(jax.config, name) for name in names}
     yield tmp_path / "eqformer" / "programs"
-    jax.config.update("jax_compilation_cache_dir", before[0])  # The tests' own process caches nothing.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+    for name, value in before.items():  # The tests' own process caches nothing.
+        jax.config.update(name, value)
 
 
 def test_a_second_process_compiles_nothing_anew(at_home, monkeypatch):
