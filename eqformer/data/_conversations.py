@@ -48,7 +48,14 @@ class PromptCompletion:
 
 
 Example = Conversation | PromptCompletion | str
-Form = Literal["messages", "prompt and completion of messages", "prompt and completion", "text"]
+Form = Literal[
+    "messages",
+    "prompt and completion of messages",
+    "prompt and completion",
+    "preferences of messages",
+    "preferences",
+    "text",
+]
 
 
 def read_example(row: object, *, location: str) -> tuple[Form, Example]:
@@ -297,7 +304,7 @@ def conversations(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
 
 
 def detect_form(path: str | os.PathLike[str]) -> Form:
-    """Return the form of the first row of a path of `conversations`; "text" for plain files and rows of other fields.
+    """Return the form of the first row of a path of `conversations` or `preferences`; "text" for all other text.
 
     Raises a `ValueError` as `read_example` does if the row has the fields of a chat, but not as a chat has them.
     """
@@ -311,6 +318,10 @@ def detect_form(path: str | os.PathLike[str]) -> Form:
     match row:
         case {"messages": _} | {"prompt": _, "completion": _} | {"text": str()}:
             return read_example(row, location=name)[0]
+        case {"prompt": str(), "chosen": str(), "rejected": str()}:
+            return "preferences"
+        case {"chosen": list(), "rejected": list()}:
+            return "preferences of messages"
         case _:
             return "text"
 

@@ -1,7 +1,12 @@
 """Training: losses, gradients, steps, optimizers, checkpoints and metrics; on a mesh, all by way of a `Plan`."""
 
 from ._debug_nans import DebugNans as DebugNans, first_non_finite as first_non_finite, NonFinite as NonFinite
-from ._evaluation import make_evaluation as make_evaluation, make_row_nats as make_row_nats, Validation as Validation
+from ._evaluation import (
+    add_reference_nats as add_reference_nats,
+    make_evaluation as make_evaluation,
+    make_row_nats as make_row_nats,
+    Validation as Validation,
+)
 from ._gradients import make_gradient_function as make_gradient_function
 from ._loop import (
     Callback as Callback,

@@ -1,14 +1,14 @@
 """Evaluation: sums over a batch under a plan, nats of its rows, and validation during a run."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import equinox as eqx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from .._shapes import Batch
+from .._shapes import Batch, PreferenceBatch
 from ..parallel import filter_shard_map, OnDevice, Plan
 from ._loop import Every, Progress
 from ._metrics import bits_per_byte
@@ -31,6 +31,13 @@ def make_row_nats(plan: Plan) -> Callable[[PyTree, Batch], Float[Array, "batch"]
         return row_nats(*args, **views)
 
     return _make_forward(plan, device_row_nats, PartitionSpec(plan.batch_axes))
+
+
+def add_reference_nats(batches: Iterable[PreferenceBatch], reference: PyTree, plan: Plan) -> Iterator[PreferenceBatch]:
+    """Yield each batch with its rows' nats by a frozen model, which are computed under a plan when the batch is due."""
+    row_nats = make_row_nats(plan)
+    for batch in batches:
+        yield dataclasses.replace(batch, reference_nats=row_nats(reference, batch))
 
 
 def _make_forward(

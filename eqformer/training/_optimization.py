@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Key, PyTree
 from .. import nn
 from ..parallel import Plan
 from ._step import make_step, Step
+from .losses._loss_aux import LossFn
 from .losses._token_losses import next_token_loss
 from .optimizer._learning_rates import default_warmup, phase_rates, Rates, SchedulePhase
 from .optimizer._optimizer import Optimizer, optimizer, trainable, Trained
@@ -60,14 +61,23 @@ class Optimization:
         """Return the loss that a step minimizes: `next_token_loss` with the `z_loss`."""
         return next_token_loss(model, batch, key, z_loss=self.z_loss, **views)
 
-    def step(self, optimizer: Optimizer, plan: Plan | None = None, *, gradient_norms: bool = False) -> Step:
+    def step(
+        self,
+        optimizer: Optimizer,
+        plan: Plan | None = None,
+        *,
+        loss: LossFn | None = None,
+        gradient_norms: bool = False,
+    ) -> Step:
         """Return the step of an optimizer, under a plan or on one device; `gradient_norms` adds each module's norm.
+
+        `loss` takes the place of the next-token loss, such as a `preference_loss`.
 
         Raises a `ValueError` for a `clip` that is not positive, and a `z_loss` or `balance_rate` below zero.
         """
         self._check_positive("z_loss", "balance_rate")
         options = {"clip": self.clip, "balance_rate": self.balance_rate, "gradient_norms": gradient_norms}
-        return make_step(self.loss, optimizer, plan, **options)
+        return make_step(self.loss if loss is None else loss, optimizer, plan, **options)
 
     def _check_positive(self, *names: str) -> None:
         for name in names:

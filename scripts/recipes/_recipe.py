@@ -28,8 +28,8 @@ class Text:
     """The tokenizer's token that ends a document, if the file does not say which it is."""
     field: str = "text"
     """The field of .jsonl and .parquet rows that holds the text."""
-    packing: Literal["windows", "documents"] = "windows"
-    """Rows are contiguous windows of the text, or packed documents that do not attend to each other."""
+    packing: Literal["windows", "documents", "pairs"] = "windows"
+    """Rows are contiguous windows of the text, packed documents that do not attend to each other, or preferences."""
     validation: float = 0.05
     """The share of documents that is kept for validation, chosen by a hash of their names."""
 
@@ -100,10 +100,14 @@ class Recipe:
     """Text or chats (docs/data.md): a file, a folder or a dataset of the hub. Python's standard library by default."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
     """The learned tokens of chats: the assistant's replies, those after the user's last message, or all."""
+    loss: Literal["next-token", "dpo", "ipo", "orpo"] = "next-token"
+    """Learn the next token, or to prefer the chosen to the rejected completion of each pair of --data."""
+    beta: float = 0.1
+    """How strongly DPO and IPO hold the model to its beginning; for ORPO the weight of the odds ratio."""
     seq: int = 256
     """Tokens a row."""
     batch: int = 16
-    """Rows a step."""
+    """Rows a step; a pair is two rows."""
     text: Text = Text()
     optimizer: Optimization = Optimization()
     lora: Lora = Lora()

@@ -15,6 +15,7 @@ from support.screen import Screen
 
 
 _PROMPT = "Why is the sky blue?"
+_TEXT_FORMS = ("text", "preferences", "preferences of messages")  # --text.field may name a field of preferences.
 
 
 @functools.cache
@@ -23,14 +24,23 @@ def detect_form(path: Path) -> str:
     return data.detect_form(path)
 
 
+def open_chats(recipe: Recipe, path: Path) -> data.TextSource:
+    """Return the conversations of a path, or its pairs of completions for a loss of preferences."""
+    return data.conversations(path) if recipe.loss == "next-token" else data.preferences(path)
+
+
 def chat_paths(recipe: Recipe) -> list[Path]:
     """Return the recipe's files and folders of conversations, or of prompts and completions.
 
     Raises a `ValueError` if only some of its texts are such.
     """
+    if recipe.loss != "next-token":
+        if recipe.data is None:
+            raise ValueError(f"--loss {recipe.loss}: pairs are read from a file or folder; give --data PAIRS.jsonl.")
+        return [recipe.data]
     paths = [Path(part.rpartition("=")[0]) for part in recipe.text.mix if not part.startswith("hub:")]
     paths += [] if recipe.data is None else [recipe.data]
-    chats = [path for path in paths if detect_form(path) != "text"]
+    chats = [path for path in paths if detect_form(path) not in _TEXT_FORMS]
     if chats and len(chats) < max(len(paths), len(recipe.text.mix)):
         raise ValueError(
             f"--text.mix {' '.join(recipe.text.mix)}: {chats[0]} has conversations, and others have text; give texts "
@@ -45,9 +55,10 @@ def reads_chats(recipe: Recipe) -> bool:
 
 
 def for_chats(recipe: Recipe) -> Recipe:
-    """Return the recipe with rows of whole conversations, and a question as the prompt of its samples."""
+    """Return the recipe with rows of whole conversations or pairs, and a question as the prompt of its samples."""
     prompt = _PROMPT if recipe.prompt == Recipe.prompt else recipe.prompt
-    return dataclasses.replace(recipe, prompt=prompt, text=dataclasses.replace(recipe.text, packing="documents"))
+    packing = "documents" if recipe.loss == "next-token" else "pairs"
+    return dataclasses.replace(recipe, prompt=prompt, text=dataclasses.replace(recipe.text, packing=packing))
 
 
 def chat_encoder(
@@ -90,7 +101,7 @@ def show_example(recipe: Recipe, directory: RunDirectory, screen: Screen) -> Non
     encoder = chat_encoder(recipe, tokenizer, directory)
     if encoder is None:
         raise ValueError("--show-example: the text is no conversations, so all of it is learned; leave the flag out.")
-    document, shown = next(iter(data.conversations(chat_paths(recipe)[0]))), StyledText()
+    document, shown = next(iter(open_chats(recipe, chat_paths(recipe)[0]))), StyledText()
     spans = encoder.mark_learned(document)
     for span in spans:
         piece = f"[[{span.text}]]" if span.is_learned and not screen.has_colors else span.text

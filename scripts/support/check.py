@@ -11,7 +11,7 @@ from recipes import Recipe
 from eqformer import nn, training
 from support.flags import fields_of, flags_of, name_flags_in_errors
 from support.published import recipe_tokenizer
-from support.setup import make_optimizer, model_shapes
+from support.setup import make_loss, make_optimizer, model_shapes
 
 
 _COUNTS = "--steps --seq --batch --log-every --checkpoint-every --keep --validate-every --validation-batches".split()
@@ -32,13 +32,18 @@ def check(recipe: Recipe, *, trains: bool = True) -> nn.Transformer:
         raise ValueError(f"--sample-every {recipe.sample_every}: give the steps between samples, or 0 for none at all.")
     if recipe.profile is not None:
         parse_steps(recipe.profile)
+    if recipe.loss != "next-token" and (recipe.text.mix or recipe.text.hub or recipe.loss_on == "all"):
+        raise ValueError(
+            f"--loss {recipe.loss}: the completions of pairs in --data are compared; leave --text.mix, --text.hub and "
+            "--loss-on all out."
+        )
     _check_vocab(recipe)
     with name_flags_in_errors(recipe):  # The library makes its own checks.
         training.LossSpikes(**dataclasses.asdict(recipe.spikes))
         shapes = model_shapes(recipe)
         if trains:
             training.check_next_token(shapes, seq=recipe.seq)
-        recipe.optimizer.step(make_optimizer(recipe, shapes))
+        recipe.optimizer.step(make_optimizer(recipe, shapes), loss=make_loss(recipe))
     if recipe.metrics.tensorboard:
         training.TensorBoard.package()
     if recipe.metrics.wandb is not None:

@@ -30,6 +30,7 @@ def metrics_line(last: Mapping[str, Any]) -> str:
     if "loss" not in last:
         return ""
     validation = f"  validation {last['validation_loss']:.3f}" if "validation_loss" in last else ""
+    validation += f"  margin {last['reward_margin']:.3f}" if "reward_margin" in last else ""
     return f"loss {last['loss']:.3f}{validation}  rate {last['learning_rate']:.2e}  {format_speed(last)}"
 
 

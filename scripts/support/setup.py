@@ -64,7 +64,7 @@ def add_lora(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
 
 def batch_shapes(recipe: Recipe) -> Batch:
     """Return the shapes of a batch."""
-    return planning.batch_shapes(recipe.batch, recipe.seq, packed=recipe.text.packing == "documents")
+    return planning.batch_shapes(recipe.batch, recipe.seq, packed=recipe.text.packing != "windows")
 
 
 def make_optimizer(
@@ -93,7 +93,8 @@ def _plan_over(recipe: Recipe, mesh: DeviceMesh | AbstractMesh) -> parallel.Plan
 def check_plan(recipe: Recipe, plan: parallel.Plan, model: nn.LanguageModel) -> None:
     """Raise a `ValueError`, with the flags in front, if the model (or its shapes) or the rows do not fit the plan."""
     sizes = f"--batch {recipe.batch} --seq {recipe.seq} --execution.core {recipe.execution.core}"
-    with_plan_flags(recipe, lambda: plan.check(model, rows=recipe.batch, seq=recipe.seq), sizes)
+    group = 1 if recipe.loss == "next-token" else 2
+    with_plan_flags(recipe, lambda: plan.check(model, rows=recipe.batch, seq=recipe.seq, group=group), sizes)
 
 
 def with_plan_flags(recipe: Recipe, call: Callable[[], Result], *more_flags: str) -> Result:
@@ -145,7 +146,14 @@ def setting_flags(settings: Mapping[str, object]) -> str:
 
 def make_train_step(recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer) -> training.Step:
     """Build the recipe's step under a plan."""
-    return recipe.optimizer.step(optimizer, plan, gradient_norms=recipe.metrics.gradient_norms)
+    return recipe.optimizer.step(optimizer, plan, loss=make_loss(recipe), gradient_norms=recipe.metrics.gradient_norms)
+
+
+def make_loss(recipe: Recipe) -> Callable[..., Any]:
+    """Return the recipe's loss."""
+    if recipe.loss == "next-token":
+        return recipe.optimizer.loss
+    return training.preference_loss(recipe.loss, beta=recipe.beta)
 
 
 def make_train_state(

@@ -9,7 +9,7 @@ from pathlib import Path
 from recipes import Recipe
 
 from eqformer import data, user_cache
-from support.chats import detect_form
+from support.chats import chat_paths, open_chats
 from support.run_directory import RunDirectory
 from support.screen import print_warnings, Screen
 
@@ -31,12 +31,12 @@ def open_sources(recipe: Recipe) -> dict[str, tuple[data.TextSource, float]]:
 def _open_sources(recipe: Recipe) -> dict[str, tuple[data.TextSource, float]]:
     text = recipe.text
     if not text.mix:
-        source = _open_source(recipe.data if text.hub is None else f"{_HUB}{text.hub}", text.field)
+        source = _open_source(recipe.data if text.hub is None else f"{_HUB}{text.hub}", recipe)
         return {source.name: (source, 1.0)}
     weights = dict(map(_parse_weight, text.mix))
     if len(weights) < len(text.mix):
         raise ValueError(f"--text.mix {' '.join(text.mix)}: a text is named twice; give each once, with one weight.")
-    sources = {path: _open_source(path, text.field) for path in weights}
+    sources = {path: _open_source(path, recipe) for path in weights}
     # Messages and metrics have short names, if these are unique.
     is_unique = len({source.name for source in sources.values()}) == len(sources)
     return {source.name if is_unique else path: (source, weights[path]) for path, source in sources.items()}
@@ -54,15 +54,15 @@ def _parse_weight(part: str) -> tuple[str, float]:
     return path, weight
 
 
-def _open_source(path: str | Path | None, field: str) -> data.TextSource:
+def _open_source(path: str | Path | None, recipe: Recipe) -> data.TextSource:
     """Return the documents at a path, or of a dataset (`hub:NAME`); by default those of the standard library."""
     if path is None:
         return data.standard_library()
     if str(path).startswith(_HUB):
-        return data.hub(str(path).removeprefix(_HUB), field=field)
-    if detect_form(Path(path)) != "text":
-        return data.conversations(path)
-    return data.files(path, field=field)
+        return data.hub(str(path).removeprefix(_HUB), field=recipe.text.field)
+    if Path(path) in chat_paths(recipe):
+        return open_chats(recipe, Path(path))
+    return data.files(path, field=recipe.text.field)
 
 
 def open_texts(

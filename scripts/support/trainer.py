@@ -3,15 +3,18 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from recipes import Recipe
 
-from eqformer import data, dataclass_to_json, generation, nn, parallel, planning, training
+from eqformer import data, dataclass_to_json, generation, nn, parallel, planning, PreferenceBatch, training
 from eqformer.parallel import check_alike, on_all_processes, on_first_process
 from support.chats import chat_encoder, sample_prompt
 from support.check import parse_steps
@@ -27,6 +30,7 @@ from support.setup import (
     Keys,
     load_published_model,
     make_keys,
+    make_loss,
     make_optimizer,
     make_train_state,
     make_train_step,
@@ -104,12 +108,13 @@ class Trainer:
                 screen.steps(recipe.steps, start) as show,
             ):
                 compiled = step.result()
+                compared = self._add_reference(batches, state, is_first=not start)
                 self._begin()
                 with self._open_metrics(start) as writers:
                     callbacks, steps = self._callbacks(writers, show, checkpointer), recipe.steps
                     try:
                         run = training.train(
-                            compiled, state, batches, key, start=start, steps=steps, callbacks=callbacks
+                            compiled, state, compared, key, start=start, steps=steps, callbacks=callbacks
                         )
                     except training.LossSpikeError:
                         checkpointer.wait()  # So that all processes go back to the same checkpoint.
@@ -127,6 +132,8 @@ class Trainer:
     def step(self) -> training.Step:
         """The step, compiled from shapes."""
         first = self.texts.train.rows(0, self.rows.start, self.rows.stop)
+        if self.has_reference:
+            first = dataclasses.replace(first, reference_nats=np.zeros(len(first.ids), np.float32))
         shapes = self.states.step_shapes(self.rows.shapes(first))
         return make_train_step(self.recipe, self.plan, self.optimizer).compile(*shapes)
 
@@ -175,7 +182,7 @@ class Trainer:
 
     def _debug_nans(self) -> training.DebugNans:
         pieces, trained = self.plan.microbatches, self.optimizer.trained
-        key, loss = self.keys.steps, self.recipe.optimizer.loss
+        key, loss = self.keys.steps, make_loss(self.recipe)
         return training.DebugNans(loss, key, microbatches=pieces, trained=trained, states=self.states)
 
     def _extra_metrics(self, clock: training.Clock) -> Callable[[training.Progress], dict[str, int | float]]:
@@ -183,14 +190,34 @@ class Trainer:
         skipped = sum(last - first + 1 for first, last in self.spikes.skipped_batches)
         return lambda run: clock.rate(run) | ({"batches_left_out": skipped} if skipped else {})
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with a reference."""
+        return self.recipe.loss in ("dpo", "ipo")
+
+    def _add_reference(
+        self, batches: Iterable[PreferenceBatch], state: training.TrainState, *, is_first: bool
+    ) -> Iterable[PreferenceBatch]:
+        """Return batches with the nats of their rows by the model before its first step, or before its adapter."""
+        if not self.has_reference:
+            return batches
+        model = state.model if is_first or self.recipe.lora.rank else self._first_state().model
+        copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))  # Steps donate the state's arrays.
+        arrays, static = eqx.partition(nn.without_lora(model), eqx.is_array)
+        return training.add_reference_nats(batches, eqx.combine(copy(arrays), static), self.plan)
+
+    def _first_state(self) -> training.TrainState:
+        """Return the state before the first step of a new run."""
+        if self.recipe.from_run is not None:
+            return init_from_run(self.recipe, self.states)
+        if self.recipe.published is None:
+            return self.states.init()
+        return self.states.init_from(load_published_model(self.recipe, self.plan, self.screen))
+
     def _state(self, checkpointer: training.Checkpointer) -> training.TrainState:
         """Return the state to go on from: the latest checkpoint's or the first."""
         if checkpointer.latest_step is None:
-            if self.recipe.from_run is not None:
-                return init_from_run(self.recipe, self.states)
-            if self.recipe.published is None:
-                return self.states.init()
-            return self.states.init_from(load_published_model(self.recipe, self.plan, self.screen))
+            return self._first_state()
         if checkpointer.latest_step == 0:  # A converted model's checkpoint has step 0 and contains only the model.
             shapes = model_shapes(dataclasses.replace(self.recipe, lora=training.Lora()))
             model = training.restore_model(checkpointer, shapes, self.plan)

@@ -14,6 +14,7 @@ from eqformer.data import (
     ChatTemplate,
     ConversationEncoder,
     conversations,
+    detect_form,
     Loader,
     Mixture,
     open_corpus,
@@ -162,6 +163,9 @@ def test_stores_that_are_no_pairs(encoder, tmp_path):
     other = open_store(conversations(tmp_path / "one.jsonl"), encoder, tmp_path / "c", validation=0.0)
     with pytest.raises(ValueError, match=r"has other text; make the store of data.preferences\(path\)"):
         PairPacking(other, seq=8)
+    assert detect_form(tmp_path / "pairs.jsonl") == "preferences"
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"chosen": [USER, YES], "rejected": [USER, NO]}))
+    assert detect_form(tmp_path / "bad.jsonl") == "preferences of messages"
     (tmp_path / "bad.jsonl").write_text(json.dumps(TEXT) + "\n" + json.dumps({"prompt": "a", "chosen": "b"}))
     with pytest.raises(ValueError, match="bad.jsonl#1 must have `prompt`, `chosen` and `rejected`"):
         preferences(tmp_path / "bad.jsonl").check()

@@ -31,6 +31,7 @@ def folder(tmp_path_factory):
         "chats": [{"messages": TALK}] * 40,
         "pairs": [pair] * 40,
         "mixed": [pair, {"messages": TALK}],
+        "preferences": [{"prompt": "1 + 1", "chosen": " = 2", "rejected": " = 3"}] * 40,
     }.items():
         (place / f"{name}.jsonl").write_text("\n".join(map(json.dumps, chats)))
     (place / "plain.txt").write_text("a text\n" * 200)
@@ -97,6 +98,32 @@ def test_prompts_and_completions_and_all_tokens(folder, tmp_path):
     assert not (tmp_path / "mixed").exists()
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize("flags", [[], ["--lora.rank", 2, "--simulate", 2, "--mesh.fsdp", 2], ["--loss", "orpo"]])
+def test_a_run_learns_preferences(folder, tmp_path, flags):
+    command = ["--model", folder / "model", "--data", folder / "preferences.jsonl", *FLAGS, "--loss", "dpo"]
+    command[command.index("--batch") + 1] = "4"
+    command += ["--beta", 0.5, "--optimizer.learning-rate", 1e-2, *flags, "--run-dir", tmp_path / "run"]
+    done = run_here("pretrain.py", *command, "--steps", 6)
+    assert done.returncode == 0, done.stderr
+    margins = values_of(tmp_path / "run", "reward_margin")
+    if "orpo" in flags:
+        assert margins[-1] > margins[0]
+        return
+    assert losses(tmp_path / "run")[0] == pytest.approx(np.log(2), rel=1e-5) and abs(margins[0]) < 1e-5
+    assert margins[-1] > 0.1 and values_of(tmp_path / "run", "reward_accuracy")[-1] == 1
+    # A run that goes on has the same reference: the margin does not begin anew.
+    again = run_here("pretrain.py", *command, "--steps", 7, "--prolong", "hold")
+    assert again.returncode == 0 and values_of(tmp_path / "run", "reward_margin")[-1] > margins[-1], again.stderr
+    refused = run_here("pretrain.py", *command, "--steps", 8, "--prolong", "hold", "--beta", 0.1)
+    assert refused.returncode == 2 and "beta: 0.5 -> 0.1" in refused.stderr
+
+
+def values_of(run_dir, name: str) -> list[float]:
+    """The values of a metric in the order of steps."""
+    return [row[name] for row in rows(run_dir, name)]
+
+
 def test_an_example_shows_what_is_learned(folder, tmp_path):
     shown = run_here(
         "pretrain.py", "--model", folder / "model", "--data", folder / "chats.jsonl", "--show-example", "--simulate", 1
@@ -116,4 +143,10 @@ def test_what_is_refused(folder, tmp_path):
     assert "the text is no conversations" in refused("--data", folder / "plain.txt", "--show-example")
     mix = ["--text.mix", f"{folder / 'chats.jsonl'}=1", f"{folder / 'plain.txt'}=1"]
     assert "has conversations, and others have text" in refused("--model", folder / "model", *mix)
+    assert "pairs are read from a file or folder; give --data" in refused("--loss", "dpo")
+    pairs = ["--model", folder / "model", "--data", folder / "preferences.jsonl", "--loss", "dpo"]
+    assert "leave --text.mix, --text.hub and --loss-on all out" in refused(*pairs, "--loss-on", "all")
+    assert "--beta 0.0" in refused(*pairs, "--beta", 0)
+    assert "whole groups of 2 rows" in refused(*pairs, "--batch", 3)
+    assert "must have `prompt`, `chosen` and `rejected`" in refused(*pairs, "--data", folder / "pairs.jsonl")
     assert CONFIG.vocab == data.ByteTokenizer.vocab
