@@ -89,6 +89,7 @@ BY_DEFAULT = {
     "mamba2 one group, steps within limits",
     "mistral wide heads",
     "mixtral window",
+    "nanochat tied",
     "nemotron_h experts of a latent",
     "olmo2 grouped",
     "olmo3 yarn, layers left over",

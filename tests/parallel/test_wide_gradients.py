@@ -60,7 +60,7 @@ def test_no_gradient_of_a_parameter_adds_up_in_16_bits(case):
 
 @pytest.mark.quick
 def test_gradients_of_the_parameters_dtype_would_be_seen(monkeypatch):
-    monkeypatch.setattr("eqformer.training._gradients.has_wider_grad", lambda x: False)
+    monkeypatch.setattr("eqformer.parallel.has_wider_grad", lambda x: False)
     monkeypatch.setattr("eqformer.parallel._plan.has_wider_grad", lambda x: False)
     with pytest.raises(AssertionError, match="bfloat16"):
         sums_not_meant(CASES[1])

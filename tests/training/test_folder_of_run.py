@@ -64,12 +64,12 @@ def test_checkpoints_metrics_and_samples_of_a_run_that_goes_on(tmp_path):
 
 
 def test_a_signal_ends_the_run_after_the_step():
-    handler, notes = signal.getsignal(signal.SIGTERM), []
+    handlers, notes = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)], []
     with training.StopSignals(parallel.make_mesh(devices=jax.devices()[:1]), lambda: notes.append("stop")) as stop:
         run = training.Progress(object.__new__(training.TrainState), 1, 9, {})
         stop.after_step(run)
         assert not run.is_stopping and not notes
         signal.raise_signal(signal.SIGTERM)
         stop.after_step(run)
-        assert run.is_stopping and notes == ["stop"] and signal.getsignal(signal.SIGTERM) is handler
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert run.is_stopping and notes == ["stop"] and signal.getsignal(signal.SIGTERM) is handlers[0]
+    assert signal.getsignal(signal.SIGINT) is handlers[1]

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -42,8 +43,11 @@ def add_aux_losses(total: Float[Array, ""], count: CountOrAux, aux: PyTree) -> t
     return total + aux_loss(aux).astype(total.dtype), LossAux(loss_count(count), aux, loss_metrics(count))
 
 
-def loss_count(loss_aux: CountOrAux) -> Float[Array, ""]:
-    """Return the weight of the tokens, which a loss returns alone or in a `LossAux`."""
+def loss_count(loss_aux: Any) -> Any:
+    """Return the weight of the tokens, which a loss returns alone or in a `LossAux`.
+
+    The weight of a loss of one's own may be any number until `sum_and_count` has checked it.
+    """
     return loss_aux.count if isinstance(loss_aux, LossAux) else loss_aux
 
 
