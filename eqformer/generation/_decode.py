@@ -66,6 +66,39 @@ class Rows(eqx.Module):
     cache: PyTree
 
 
+def new_rows(
+    ids: Int[Array, "batch seq"],
+    lengths: Int[Array, "batch"],
+    limits: Int[Array, "batch"],
+    cache: PyTree,
+    *,
+    is_done: bool = False,
+    log_probabilities: bool = True,
+) -> Rows:
+    """Return rows for which no token has been drawn yet."""
+    batch = len(ids)
+    return Rows(
+        ids=ids,
+        lengths=lengths,
+        limits=limits,
+        done=jnp.full(batch, is_done),
+        logits_are_numbers=jnp.ones(batch, bool),
+        has_candidates=jnp.ones(batch, bool),
+        log_probabilities=jnp.zeros(ids.shape, jnp.float32) if log_probabilities else None,
+        cache=cache,
+    )
+
+
+def after_source(
+    model: Model, ids: Int[Array, "batch kv_seq"], lengths: Int[Array, "batch"]
+) -> tuple[Int[Array, "batch seq"], Tokens]:
+    """Return the start ids of rows whose right-padded prompts an encoder reads, and their tokens with the prompts."""
+    assert model.start is not None, "only a model with an encoder reads a source"
+    source = Source(ids, right_padded(lengths, ids.shape[1]))
+    tokens = with_source(right_padded(jnp.ones_like(lengths), 1), source)
+    return jnp.full((len(ids), 1), model.start, ids.dtype), tokens
+
+
 def prefill(
     model: Model,
     ids: Int[Array, "batch prompt"],
@@ -82,11 +115,11 @@ def prefill(
     and each row starts with the model's `start` id.
     """
     batch, prompt = ids.shape
-    tokens = right_padded(lengths, prompt)
-    if model.start is not None:
-        source = Source(ids, tokens)
-        ids, lengths = jnp.full((batch, 1), model.start, ids.dtype), jnp.ones_like(lengths)
-        tokens = with_source(right_padded(lengths, 1), source)
+    if model.start is None:
+        tokens = right_padded(lengths, prompt)
+    else:
+        ids, tokens = after_source(model, ids, lengths)
+        lengths = jnp.ones_like(lengths)
     cache = model.init_cache(batch, sizes.capacity, sizes.cache_dtype)
     if sizes.chunk is None:
         hidden, cache, _ = model.encode(ids, tokens, cache)
@@ -94,16 +127,8 @@ def prefill(
     else:
         last_hidden, cache = _prefill_in_chunks(model, ids, tokens, lengths, cache, sizes.chunk)
     buffer = jnp.zeros((batch, sizes.width), jnp.int32)
-    rows = Rows(
-        ids=jax.lax.dynamic_update_slice(buffer, ids[:, : sizes.width].astype(jnp.int32), (0, 0)),
-        lengths=lengths,
-        limits=lengths + max_new_tokens,
-        done=jnp.zeros(batch, bool),
-        logits_are_numbers=jnp.ones(batch, bool),
-        has_candidates=jnp.ones(batch, bool),
-        log_probabilities=jnp.zeros((batch, sizes.width), jnp.float32) if log_probabilities else None,
-        cache=cache,
-    )
+    row_ids = jax.lax.dynamic_update_slice(buffer, ids[:, : sizes.width].astype(jnp.int32), (0, 0))
+    rows = new_rows(row_ids, lengths, lengths + max_new_tokens, cache, log_probabilities=log_probabilities)
     return draw_and_append(rows, model.unembed(last_hidden), cache, sampling)
 
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, PyTree
 
-from ..nn import modules, PositionEncoding
 from ._decode import SamplingState
 from ._engine_programs import (
     cache_bytes,
@@ -28,10 +27,10 @@ from ._engine_programs import (
     read_encoder_prompt,
     start_row,
 )
-from ._model import Model
-from ._prompts import BUCKET, round_up
+from ._model import depends_on_length, Model
+from ._prompts import BUCKET, check_ids, round_up
 from ._requests import MOST_ENDS, Request, Result, RowSampling
-from ._speculative import make_draft, SpeculativeModel
+from ._speculative import add_draft
 from ._transforms import chain
 
 
@@ -45,7 +44,7 @@ class _Row:
     cache: PyTree
     """The cache of the prompt that is being read; None after that."""
     read: int
-    """Ids of the prompt that have been read."""
+    """Ids of the prompt that have been read, in chunks."""
     keep_at: int = 0
     """Ids after which a copy of the cache is kept, because another prompt began with the same ids; 0: none is kept."""
 
@@ -97,15 +96,11 @@ class Engine:
         self.capacity = rows if model.max_seq is None else min(rows, model.max_seq)
         self.slots, self.stride = slots, stride
         self.prefill_chunk = round_up(min(prefill_chunk, self.capacity), BUCKET)
-        self.model = model
-        if draft is not None:
-            self.model = SpeculativeModel(model, make_draft(model, draft, draft_tokens, self.capacity))
+        self.model = add_draft(model, draft, draft_tokens, self.capacity)
         self._most_new = stride * (1 if draft is None else draft_tokens + 1) + 1
         self._cache_dtype = cache_dtype
         # The cache of a beginning is not that of a whole row if rotary frequencies depend on the length of the row.
-        shares = model.start is None and not any(
-            encoding.changes_within(self.capacity) for encoding in modules(model, PositionEncoding)
-        )
+        shares = model.start is None and not depends_on_length(model, self.capacity)
         self._prefixes = _PrefixCaches(prefixes if shares else 0, self.prefill_chunk)
         self._numbers = itertools.count()
         self._waiting: collections.deque[tuple[Request, Result]] = collections.deque()
@@ -221,11 +216,7 @@ class Engine:
             ("end_of_text", np.asarray(request.end_ids, np.int64)),
             ("logit_bias", np.asarray(list(request.logit_bias), np.int64)),
         ):
-            if len(outside := numbers[(numbers < 0) | (numbers >= self.model.vocab)]):
-                raise ValueError(
-                    f"{call}: {name} has the id {outside[0]}, but the model's {self.model.vocab} ids are 0 to "
-                    f"{self.model.vocab - 1}; encode the text with the tokenizer that the model was trained with."
-                )
+            check_ids(f"{call}: {name}", numbers, self.model.vocab)
         start, new = self.model.start, request.max_new_tokens
         longest = len(ids) + new if start is None else max(len(ids), 1 + new)
         if longest > self.capacity:
@@ -309,7 +300,7 @@ class Engine:
         slot = jnp.asarray(row.slot, jnp.int32)
         new = NewRow(self.model, sampling, ids, length, limit, hidden, row.cache, slot)
         self._state = start_row(new, self._state)
-        row.cache, row.read = None, len(initial)
+        row.cache = None
 
     def _decode(self) -> list[Result]:
         """Draw tokens for the slots, and return the results of all rows; rows that have ended leave their slots."""
@@ -319,7 +310,7 @@ class Engine:
         ended = np.ones(self.slots, bool)
         known = np.zeros(self.slots, np.int32)
         for slot, row in self._rows.items():
-            ended[slot], known[slot] = bool(row.result.finish), row.read + len(row.result.ids)
+            ended[slot], known[slot] = bool(row.result.finish), self._known_length(row)
         count = self.stride if bias is None else 1
         if any(row.request.allowed is not None and not row.result.ids for row in self._rows.values()):
             count = 0  # The mask of a second token depends on the first, which the host does not have yet.
@@ -331,10 +322,14 @@ class Engine:
         self._rows = {slot: row for slot, row in self._rows.items() if not row.result.finish}
         return results
 
+    def _known_length(self, row: _Row) -> int:
+        """Return the ids of a row that the host has: those before the first draw, and the result's."""
+        return (row.result.prompt_length if self.model.start is None else 1) + len(row.result.ids)
+
     def _append(self, row: _Row, progress: NewTokens) -> Result:
         """Append the new ids of a row to its result, up to its end."""
         result, slot = row.result, row.slot
-        new = int(progress.lengths[slot]) - row.read - len(result.ids)
+        new = int(progress.lengths[slot]) - self._known_length(row)
         pairs = zip(progress.ids[slot, :new].tolist(), progress.log_probabilities[slot, :new].tolist())
         for token, log_probability in () if result.finish else pairs:
             result.ids.append(token)
@@ -424,9 +419,10 @@ class _PrefixCaches:
 
     def _shared_length(self, prompt: tuple[int, ...], earlier: tuple[int, ...]) -> int:
         """Return how many ids in full chunks two prompts begin with; the last id of a prompt is always read."""
-        most = min(len(prompt) - 1, len(earlier))
-        shared = next((index for index in range(most) if prompt[index] != earlier[index]), most)
-        return shared // self._chunk * self._chunk
+        length, most = self._chunk, min(len(prompt) - 1, len(earlier))
+        while length <= most and prompt[length - self._chunk : length] == earlier[length - self._chunk : length]:
+            length += self._chunk
+        return length - self._chunk
 
 
 def _copy(cache: PyTree) -> PyTree:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ..nn import has_shape, right_padded, Source, Tokens, with_source
-from ._decode import decode_until, draw_and_append, Rows, SamplingState
+from ..nn import has_shape, Tokens
+from ._decode import after_source, decode_until, draw_and_append, new_rows, Rows, SamplingState
 from ._model import Model
 from ._requests import MOST_ENDS, RowSampling
 from ._speculative import make_decode_step, put_cache_row, put_row
@@ -50,16 +50,8 @@ def cache_bytes(model: Model, batch: int, capacity: int, dtype: str | None) -> i
 @eqx.filter_jit
 def free_rows(model: Model, batch: int, capacity: int, dtype: str | None) -> EngineRows:
     """Return free slots."""
-    rows = Rows(
-        ids=jnp.zeros((batch, capacity), jnp.int32),
-        lengths=jnp.ones(batch, jnp.int32),
-        limits=jnp.ones(batch, jnp.int32),
-        done=jnp.ones(batch, bool),
-        logits_are_numbers=jnp.ones(batch, bool),
-        has_candidates=jnp.ones(batch, bool),
-        log_probabilities=jnp.zeros((batch, capacity), jnp.float32),
-        cache=model.init_cache(batch, capacity, dtype),
-    )
+    lengths, cache = jnp.ones(batch, jnp.int32), model.init_cache(batch, capacity, dtype)
+    rows = new_rows(jnp.zeros((batch, capacity), jnp.int32), lengths, lengths, cache, is_done=True)
     settings = RowSampling(
         bias=jnp.zeros((batch, model.vocab), jnp.float32),
         repetition_penalty=jnp.ones(batch, jnp.float32),
@@ -105,10 +97,8 @@ def read_encoder_prompt(
 
     Returns the hidden vector of the start id, and the cache.
     """
-    assert model.start is not None, "only a model with an encoder reads a source"
-    source = Source(ids, right_padded(length, ids.shape[1]))
-    start = jnp.full((len(ids), 1), model.start, ids.dtype)
-    hidden, cache, _ = model.encode(start, with_source(right_padded(jnp.ones_like(length), 1), source), cache)
+    start, tokens = after_source(model, ids, length)
+    hidden, cache, _ = model.encode(start, tokens, cache)
     return hidden[:, 0], cache
 
 
@@ -133,16 +123,7 @@ class NewRow(NamedTuple):
 @eqx.filter_jit(donate="all-except-first")
 def start_row(new: NewRow, slots: EngineRows) -> EngineRows:
     """Draw the first token of a row, and write the row into its slot; the slots are donated."""
-    row = Rows(
-        ids=new.ids,
-        lengths=new.length,
-        limits=new.limit,
-        done=jnp.zeros(1, bool),
-        logits_are_numbers=jnp.ones(1, bool),
-        has_candidates=jnp.ones(1, bool),
-        log_probabilities=jnp.zeros(new.ids.shape, jnp.float32),
-        cache=new.cache,
-    )
+    row = new_rows(new.ids, new.length, new.limit, new.cache)
     row = draw_and_append(row, new.model.unembed(new.hidden), new.cache, new.sampling)
     cache = put_cache_row(new.model, slots.rows.cache, len(slots.rows.ids), new.slot, row.cache)
     # A cache may be sharded, so that its rows are written by the model.

@@ -15,7 +15,7 @@ from .._shapes import Array
 from ._decode import decode_until, prefill, ProgramSizes, Rows, SamplingState
 from ._model import Model
 from ._prompts import pad_prompts, PaddedPrompts
-from ._speculative import draft_counts, DraftCounts, DraftStatistics, make_decode_step, make_draft, SpeculativeModel
+from ._speculative import add_draft, draft_counts, DraftCounts, DraftStatistics, make_decode_step, SpeculativeModel
 from ._transforms import chain, Transform
 
 
@@ -99,7 +99,7 @@ def generate(
     """
     padded = pad_prompts(model, prompts, lengths, max_new_tokens, prefill_chunk, cache_dtype)
     sampling = make_sampling_state(model, len(padded.ids), transforms, end_of_text, examples, key)
-    model = _add_draft(model, draft, draft_tokens, padded, max_new_tokens)
+    model = add_draft(model, draft, draft_tokens, int(np.max(padded.lengths)) + max_new_tokens)
     limit = _as_traced_int(max_new_tokens)
     start = functools.partial(_start_rows, model, padded.ids, padded.lengths, limit, sampling, log_probabilities)
     if ends_row is None:
@@ -171,20 +171,6 @@ def _continue_rows(fixed: tuple[Model, SamplingState, Bool[jax.Array, "batch"]],
     model, sampling, ended = fixed
     rows = dataclasses.replace(rows, done=rows.done | ended)
     return decode_until(make_decode_step(model, sampling), rows, rows.lengths + ROUND)
-
-
-def _add_draft(
-    model: Model, draft: Model | str | None, draft_tokens: int, padded: PaddedPrompts, max_new_tokens: int
-) -> Model:
-    """Return the model together with its draft, if there is one; raise a `ValueError` for a draft that does not fit."""
-    if draft is None:
-        return model
-    if model.start is not None:
-        raise ValueError(
-            "generate(draft=...): the model has an encoder, and no draft supports one; leave the draft out."
-        )
-    total = int(np.max(padded.lengths)) + max_new_tokens
-    return SpeculativeModel(model, make_draft(model, draft, draft_tokens, total))
 
 
 def _to_statistics(counts: DraftCounts) -> DraftStatistics:
@@ -279,7 +265,7 @@ def stream(
     if stride < 1:
         raise ValueError(f"stream(stride={stride}): at least 1 token must be drawn at a time.")
     sampling = make_sampling_state(model, 1, transforms, end_of_text, [example], key)
-    model = _add_draft(model, draft, draft_tokens, padded, max_new_tokens)
+    model = add_draft(model, draft, draft_tokens, int(np.max(padded.lengths)) + max_new_tokens)
     return TokenStream(model, padded, sampling, max_new_tokens, stride)
 
 

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..nn import LanguageModel, modules, Predictor, Routed, Tokens
+from ..nn import LanguageModel, modules, PositionEncoding, Predictor, Routed, Tokens
 
 
 @runtime_checkable
@@ -49,6 +49,14 @@ class PredictingModel(Model, Protocol):
     def init_predictor_cache(
         self, batch: int, capacity: int, dtype: str | None = None, *, rollback: int = 0
     ) -> PyTree: ...
+
+
+def depends_on_length(model: Model, longest: int) -> bool:
+    """Return whether rotary frequencies depend on a row's whole length, for rows of up to `longest` tokens.
+
+    The cache of the beginning that two rows share is then not the same in both.
+    """
+    return any(encoding.changes_within(longest) for encoding in modules(model, PositionEncoding))
 
 
 # Models without a scan over layers, which decode faster on platforms where a scan copies the weights it reads.

@@ -43,12 +43,7 @@ def pad_prompts(
             raise ValueError(f"generate({name}={value}): {name} must be at least 1.")
     rows = _split_rows(prompts, lengths)
     for number, row in enumerate(rows):
-        outside = row[(row < 0) | (row >= model.vocab)]
-        if len(outside):
-            raise ValueError(
-                f"generate(prompts): prompt {number} holds the id {outside[0]}, but the model's {model.vocab} ids are "
-                f"0 to {model.vocab - 1}; encode the prompt with the tokenizer that the model was trained with."
-            )
+        check_ids(f"generate(prompts): prompt {number}", row, model.vocab)
     # Only a model with an encoder has a start id; the encoder reads the prompt, and each row begins with the start id.
     longest, has_encoder = max(map(len, rows)), model.start is not None
     initial = 1 if has_encoder else longest
@@ -77,6 +72,15 @@ def pad_prompts(
     sizes = ProgramSizes(width, capacity, chunk, cache_dtype)
     counts = jnp.asarray([len(row) for row in rows], jnp.int32)
     return PaddedPrompts(jnp.asarray(ids), counts, sizes, jnp.ones_like(counts) if has_encoder else counts)
+
+
+def check_ids(name: str, ids: Int[np.ndarray, "tokens"], vocab: int) -> None:
+    """Raise a `ValueError` that begins with the `name` for ids outside of the vocabulary."""
+    if len(outside := ids[(ids < 0) | (ids >= vocab)]):
+        raise ValueError(
+            f"{name} holds the id {outside[0]}, but the model's {vocab} ids are 0 to {vocab - 1}; encode the text with "
+            "the tokenizer that the model was trained with."
+        )
 
 
 def fit_to_positions(model: Model, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], int]:

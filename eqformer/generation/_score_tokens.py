@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ..nn import dims, modules, PositionEncoding, right_padded, Source, Tokens, with_source
-from ._model import Model
-from ._prompts import BUCKET, round_up
+from ..nn import dims, right_padded, Source, Tokens, with_source
+from ._model import depends_on_length, Model
+from ._prompts import BUCKET, check_ids, round_up
 
 
 CHUNK = 64
@@ -85,7 +85,7 @@ def _group_by_prompt(model: Model, prompts: Sequence[Ids], continuations: Sequen
     if model.start is not None or total < SHARING * shared_total:
         return apart
     longest = max((_row_length(rows, prompts, continuations) for rows in groups.values()), default=0)
-    if any(encoding.changes_within(longest) for encoding in modules(model, PositionEncoding)):
+    if depends_on_length(model, longest):
         return apart
     return list(groups.values())
 
@@ -263,11 +263,7 @@ def _check_rows(model: Model, prompts: Sequence[Ids], continuations: Sequence[Id
         for name, row in (("prompt", prompt), ("continuation", continuation)):
             if not len(row):
                 raise ValueError(f"{call}: {name} {number} has 0 ids; give at least 1.")
-            if outside := [token for token in row if not 0 <= token < model.vocab]:
-                raise ValueError(
-                    f"{call}: {name} {number} holds the id {outside[0]}, but the model's {model.vocab} ids are 0 to "
-                    f"{model.vocab - 1}; encode the text with the tokenizer that the model was trained with."
-                )
+            check_ids(f"{call}: {name} {number}", np.asarray(row), model.vocab)
         total = len(continuation) + (len(prompt) if model.start is None else 1)
         if model.max_seq is not None and total - 1 > model.max_seq:
             raise ValueError(

@@ -246,6 +246,20 @@ class SpeculativeModel(eqx.Module):
         return self.unembed(hidden[:, -1]), cache
 
 
+def add_draft(model: Model, draft: Model | str | None, draft_tokens: int, total: int) -> Model:
+    """Return the model together with its draft, if there is one.
+
+    Raises a `ValueError` for a draft that does not fit the model or rows of `total` tokens.
+    """
+    if draft is None:
+        return model
+    if model.start is not None:
+        raise ValueError(
+            "generate(draft=...): the model has an encoder, and no draft supports one; leave the draft out."
+        )
+    return SpeculativeModel(model, make_draft(model, draft, draft_tokens, total))
+
+
 def put_row(batch: PyTree, number: Int[Array, ""], single: PyTree) -> PyTree:
     """Return modules whose row `number` is the row of `single`, of the same modules with one row."""
 
@@ -258,12 +272,10 @@ def put_row(batch: PyTree, number: Int[Array, ""], single: PyTree) -> PyTree:
 def put_cache_row(model: Model, cache: PyTree, rows: int, number: Int[Array, ""], single: PyTree) -> PyTree:
     """Return a cache of `rows` rows whose row `number` is the row of `single`, a cache of one row."""
     if isinstance(model, SpeculativeModel):
-        parts = lambda both: (both.model, both.draft)
-        draft = model.draft.model
         model_cache = put_cache_row(model.model, cache.model, rows, number, single.model)
-        draft_cache = put_cache_row(draft, cache.draft, rows, number, single.draft)
-        counts = put_row(eqx.tree_at(parts, cache, (None, None)), number, eqx.tree_at(parts, single, (None, None)))
-        return eqx.tree_at(parts, counts, (model_cache, draft_cache), is_leaf=lambda x: x is None)
+        draft_cache = put_cache_row(model.draft.model, cache.draft, rows, number, single.draft)
+        shallow, single = (dataclasses.replace(part, model=None, draft=None) for part in (cache, single))
+        return dataclasses.replace(put_row(shallow, number, single), model=model_cache, draft=draft_cache)
     # A sharded model writes the row where its devices have it.
     put = getattr(model, "put_cache_row", None)
     return put_row(cache, number, single) if put is None else put(cache, rows, number, single)

@@ -25,7 +25,7 @@ class Range:
     most: int | float
     exclusive: bool = False
     counts: str = ""
-    """What a folder's arrays have as many of as this number says: `"entries"` of a dim, or `"layers"`."""
+    """Unit of the number, if it is compared with a folder's arrays: `"entries"` of a dim, or `"layers"`."""
 
     def __contains__(self, value: int | float) -> bool:
         return (self.least < value if self.exclusive else self.least <= value) and value <= self.most

@@ -136,8 +136,8 @@ def test_numbers_depend_on_no_other_request(model):
 def test_no_program_is_compiled_and_no_memory_is_taken_for_further_requests(model):
     engine, requests = Engine(model, **SIZES), make_requests()
     list(engine.run(requests))
-    held = lambda: sum(x.nbytes for x in jax.live_arrays())
-    before, compiled = held(), []
+    live_bytes = lambda: sum(x.nbytes for x in jax.live_arrays())
+    before, compiled = live_bytes(), []
 
     def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if "backend_compile" in event:
@@ -155,7 +155,7 @@ def test_no_program_is_compiled_and_no_memory_is_taken_for_further_requests(mode
         list(engine.run(others))
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
-    assert not compiled and held() <= before + engine.cache_bytes
+    assert not compiled and live_bytes() <= before + engine.cache_bytes
     slots = sum(x.nbytes for x in jax.tree.leaves(engine._state.rows.cache))
     assert engine.cache_bytes == slots + (1 + 4) * slots // 3
 
@@ -265,9 +265,9 @@ def test_streams_yield_growing_results_and_a_closed_one_is_cancelled(model):
         (lambda: Request([1], temperature=-1), "temperatures are finite"),
         (lambda: Request([1], end_of_text=[*range(17)]), "17 ids end the text, but at most 16"),
         (lambda: Request([]), "a list of at least one id"),
-        (lambda: Request([1, VOCAB]), "prompt has the id 61, but the model's 61 ids are 0 to 60"),
-        (lambda: Request([1], end_of_text=-1), "end_of_text has the id -1"),
-        (lambda: Request([1], logit_bias={99: 1.0}), "logit_bias has the id 99"),
+        (lambda: Request([1, VOCAB]), "prompt holds the id 61, but the model's 61 ids are 0 to 60"),
+        (lambda: Request([1], end_of_text=-1), "end_of_text holds the id -1"),
+        (lambda: Request([1], logit_bias={99: 1.0}), "logit_bias holds the id 99"),
         (lambda: Request([1] * 190, 3), "a prompt of 190 ids and 3 new tokens need a row of 193, but .* have 192"),
     ],
 )
@@ -282,7 +282,7 @@ def test_a_refused_request_does_not_end_a_run(model):
     requests = [Request([1, 2], 3), Request([VOCAB], 3), Request([2, 1], 3)]
     results = {result.number: result for result in Engine(model, **SIZES).run(requests)}
     assert [results[number].finish for number in range(3)] == ["length", "error", "length"]
-    assert "prompt has the id 61" in results[1].error
+    assert "prompt holds the id 61" in results[1].error
     for name in SIZES:
         sizes: dict[str, Any] = SIZES | {name: 0}
         with pytest.raises(ValueError, match=f"{name} must be at least 1"):
