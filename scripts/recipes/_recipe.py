@@ -136,6 +136,11 @@ class Recipe:
     mesh: Mesh = Mesh()
     plan: Annotated[ParallelConfig, tyro.conf.arg(name="")] = ParallelConfig(zero=1)
 
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether the rows are pairs of completions, of which the loss learns to prefer one."""
+        return self.loss != "next-token"
+
 
 # Fields that may change when a run is continued, since they do not change the steps already taken.
 CHANGEABLE = frozenset(

@@ -26,7 +26,7 @@ def detect_form(path: Path) -> str:
 
 def open_chats(recipe: Recipe, path: Path) -> data.TextSource:
     """Return the conversations of a path, or its pairs of completions for a loss of preferences."""
-    return data.conversations(path) if recipe.loss == "next-token" else data.preferences(path)
+    return data.preferences(path) if recipe.compares_pairs else data.conversations(path)
 
 
 def chat_paths(recipe: Recipe) -> list[Path]:
@@ -34,7 +34,7 @@ def chat_paths(recipe: Recipe) -> list[Path]:
 
     Raises a `ValueError` if only some of its texts are such.
     """
-    if recipe.loss != "next-token":
+    if recipe.compares_pairs:
         if recipe.data is None:
             raise ValueError(f"--loss {recipe.loss}: pairs are read from a file or folder; give --data PAIRS.jsonl.")
         return [recipe.data]
@@ -57,7 +57,7 @@ def reads_chats(recipe: Recipe) -> bool:
 def for_chats(recipe: Recipe) -> Recipe:
     """Return the recipe with rows of whole conversations or pairs, and a question as the prompt of its samples."""
     prompt = _PROMPT if recipe.prompt == Recipe.prompt else recipe.prompt
-    packing = "documents" if recipe.loss == "next-token" else "pairs"
+    packing = "pairs" if recipe.compares_pairs else "documents"
     return dataclasses.replace(recipe, prompt=prompt, text=dataclasses.replace(recipe.text, packing=packing))
 
 

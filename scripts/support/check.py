@@ -32,7 +32,7 @@ def check(recipe: Recipe, *, trains: bool = True) -> nn.Transformer:
         raise ValueError(f"--sample-every {recipe.sample_every}: give the steps between samples, or 0 for none at all.")
     if recipe.profile is not None:
         parse_steps(recipe.profile)
-    if recipe.loss != "next-token" and (recipe.text.mix or recipe.text.hub or recipe.loss_on == "all"):
+    if recipe.compares_pairs and (recipe.text.mix or recipe.text.hub or recipe.loss_on == "all"):
         raise ValueError(
             f"--loss {recipe.loss}: the completions of pairs in --data are compared; leave --text.mix, --text.hub and "
             "--loss-on all out."

@@ -93,7 +93,7 @@ def _plan_over(recipe: Recipe, mesh: DeviceMesh | AbstractMesh) -> parallel.Plan
 def check_plan(recipe: Recipe, plan: parallel.Plan, model: nn.LanguageModel) -> None:
     """Raise a `ValueError`, with the flags in front, if the model (or its shapes) or the rows do not fit the plan."""
     sizes = f"--batch {recipe.batch} --seq {recipe.seq} --execution.core {recipe.execution.core}"
-    group = 1 if recipe.loss == "next-token" else 2
+    group = 2 if recipe.compares_pairs else 1
     with_plan_flags(recipe, lambda: plan.check(model, rows=recipe.batch, seq=recipe.seq, group=group), sizes)
 
 

@@ -257,8 +257,8 @@ def test_files_of_one_form(tmp_path):
     conversations(chats).check()
     assert detect_form(write_rows(tmp_path / "text.jsonl", [{"text": "a"}])) == "text"
     assert detect_form(write_rows(tmp_path / "other.jsonl", [{"body": "a"}])) == "text"
-    told = write_rows(tmp_path / "told.jsonl", [{"prompt": TALK[:1], "completion": TALK[1:]}])
-    assert detect_form(told) == "prompt and completion of messages"
+    separate = write_rows(tmp_path / "separate.jsonl", [{"prompt": TALK[:1], "completion": TALK[1:]}])
+    assert detect_form(separate) == "prompt and completion of messages"
     for row, words in (
         ({"messages": [{"content": "x"}]}, "message 0 must be an object with a `role`"),
         ({"messages": "Hi"}, r"its fields are messages \(str\); rename them"),

@@ -53,8 +53,8 @@ def test_layers_that_stand_together_are_not_parted():
     plain = ("first", "reads", "reads", "leaves", "reads", "reads", "leaves", "reads")
     assert any(run.periods > 1 and run.kinds[0] == "reads" for run in decoders.runs(plain))
     both = decoders.Together(("leaves", "reads", "reads"))
-    found = decoders.runs(("first", both, both, decoders.Together(("leaves", "reads"))))
-    assert [(run.kinds, run.periods) for run in found][1] == ((both,), 2)
+    runs = decoders.runs(("first", both, both, decoders.Together(("leaves", "reads"))))
+    assert [(run.kinds, run.periods) for run in runs][1] == ((both,), 2)
     numbers: Any = models.preset("glm-5-byte-500k")
     numbers = dataclasses.replace(numbers, layers=8, reading_layers=(2, 3, 5, 6))
     stacks = models.shapes(numbers).stacks

@@ -47,8 +47,8 @@ def of_one_device(model: str, name: str) -> Any:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_loss_and_gradients_equal_one_devices(case, name):
-    found = under(case.plan, model_of(case.model, case.remat), batch_for(case.model), loss_of(name))
-    assert differences(found, of_one_device(case.model, name), ROUNDING) == {}
+    planned = under(case.plan, model_of(case.model, case.remat), batch_for(case.model), loss_of(name))
+    assert differences(planned, of_one_device(case.model, name), ROUNDING) == {}
 
 
 @pytest.mark.grid
@@ -57,8 +57,8 @@ def test_rows_in_other_pairs_have_another_loss():
     case, batch = CASES[0], batch_for("llama")
     order = np.array([0, 3, 2, 5, 4, 7, 6, 1])
     moved = jax.tree.map(lambda x: x[order], batch)
-    found = under(case.plan, model_of("llama"), moved, loss_of("dpo"))
-    assert float(found.total) != pytest.approx(float(of_one_device("llama", "dpo").total), rel=1e-3)
+    planned = under(case.plan, model_of("llama"), moved, loss_of("dpo"))
+    assert float(planned.total) != pytest.approx(float(of_one_device("llama", "dpo").total), rel=1e-3)
 
 
 @pytest.mark.grid
