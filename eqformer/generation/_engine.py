@@ -104,7 +104,7 @@ class Engine:
         self._prefixes = _PrefixCaches(prefixes if shares else 0, self.prefill_chunk)
         self._numbers = itertools.count()
         self._waiting: collections.deque[tuple[Request, Result]] = collections.deque()
-        self._cancelled: set[int] = set()
+        self._cancelled: collections.deque[int] = collections.deque()
         self._reading: _Row | None = None
         self._rows: dict[int, _Row] = {}
         self._state: EngineRows = free_rows(self.model, slots, self.capacity, cache_dtype)
@@ -135,7 +135,7 @@ class Engine:
 
     def cancel(self, number: int) -> None:
         """End a request at the next step; a request that has ended stays as it is."""
-        self._cancelled.add(number)
+        self._cancelled.append(number)
 
     def step(self) -> list[Result]:
         """Read parts of prompts, draw up to `stride` tokens for each slot, and return the results that changed.
@@ -228,12 +228,14 @@ class Engine:
 
     def _end_cancelled(self) -> list[Result]:
         """End the cancelled requests that have no row to end, and return their results; `_decode` ends the others."""
-        cancelled, self._cancelled = self._cancelled, set()
+        cancelled = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
         if not cancelled:
             return []
-        ended = [result for _, result in self._waiting if result.number in cancelled]
-        for item in [item for item in self._waiting if item[1].number in cancelled]:
-            self._waiting.remove(item)
+        ended: list[Result] = []
+        for item in list(self._waiting):  # A copy, since other threads may submit.
+            if item[1].number in cancelled:
+                self._waiting.remove(item)
+                ended.append(item[1])
         if self._reading is not None and self._reading.result.number in cancelled:
             ended.append(self._reading.result)
             self._reading = None

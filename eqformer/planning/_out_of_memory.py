@@ -80,8 +80,8 @@ FormatSettings = Callable[[Mapping[str, object]], str]
 def find_smaller_setups(setup: TrainingSetup, memory: int, platform: str, *, limit: int = 3) -> list[SmallerSetup]:
     """Return up to `limit` ways to train on the same mesh in so much memory, of each kind the one that changes least.
 
-    More is computed again, and stored on hosts; the batch is divided into smaller pieces; the state takes fewer bits,
-    which changes the numbers.
+    The kinds are: sharding all weights, computing activations again or storing them on hosts, dividing the batch into
+    more microbatches, and a state in fewer bits, which alone changes the numbers.
 
     Args:
         setup: The setup that does not fit.

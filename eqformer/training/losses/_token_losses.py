@@ -385,10 +385,11 @@ def _pair_sums(
             per_token = log_ratios / _row_weights(batch)
             losses = jnp.square(per_token[::2] - per_token[1::2] - 1 / (2 * beta))
     pairs = jnp.full((), len(losses), nats.dtype)
-    margins = rewards[::2] - rewards[1::2]
+    chosen, rejected = rewards[::2], rewards[1::2]
+    margins = chosen - rejected
     values = {
-        "rewards_chosen": rewards[::2],
-        "rewards_rejected": rewards[1::2],
+        "rewards_chosen": chosen,
+        "rewards_rejected": rejected,
         "reward_margin": margins,
         "reward_accuracy": margins > 0,
     }
