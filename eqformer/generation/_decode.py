@@ -187,7 +187,8 @@ def append_tokens(
 ) -> Rows:
     """Append the first `count` new tokens to each row, stopping at an end of text and at the row's limit."""
     order = jnp.arange(new_ids.shape[1], dtype=jnp.int32)
-    is_end = jnp.any(new_ids[..., None] == sampling.end_of_text[:, None], axis=-1)
+    # A row of which no token could be drawn (-1) has ended, too.
+    is_end = jnp.any(new_ids[..., None] == sampling.end_of_text[:, None], axis=-1) | (new_ids < 0)
     ends_before = jnp.cumsum(is_end, axis=1, dtype=jnp.int32) - is_end.astype(jnp.int32)
     appended = (order < jnp.minimum(count, rows.limits - rows.lengths)[:, None]) & (ends_before == 0)
     # Tokens that are not appended get an index beyond the buffer, which `mode="drop"` ignores.

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int, PyTree
 
 from ._decode import SamplingState
 from ._engine_programs import (
-    cache_bytes,
     Chunk,
+    count_cache_bytes,
     decode_slots,
     DecodeInputs,
     EngineRows,
@@ -89,13 +89,18 @@ class Engine:
             draft_tokens: Tokens that the draft proposes at a time.
         """
         sizes = {"slots": slots, "capacity": capacity, "prefill_chunk": prefill_chunk, "stride": stride}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"Engine({name}={value}): {name} must be at least 1.")
-        rows = round_up(capacity, BUCKET)
-        self.capacity = rows if model.max_seq is None else min(rows, model.max_seq)
+        for name, value in (sizes | {"prefixes": prefixes}).items():
+            least = 0 if name == "prefixes" else 1
+            if value < least:
+                raise ValueError(f"Engine({name}={value}): {name} must be at least {least}.")
+        self._slots_per_row = self.capacity = round_up(capacity, BUCKET)
+        if model.max_seq is not None:
+            # The model never reads the last token that is drawn, so that token needs no position.
+            self._slots_per_row = min(self.capacity, model.max_seq)
+            self.capacity = min(self.capacity, model.max_seq + 1)
         self.slots, self.stride = slots, stride
         self.prefill_chunk = round_up(min(prefill_chunk, self.capacity), BUCKET)
+        self._has_draft = draft is not None
         self.model = add_draft(model, draft, draft_tokens, self.capacity)
         self._most_new = stride * (1 if draft is None else draft_tokens + 1) + 1
         self._cache_dtype = cache_dtype
@@ -107,15 +112,16 @@ class Engine:
         self._cancelled: collections.deque[int] = collections.deque()
         self._reading: _Row | None = None
         self._rows: dict[int, _Row] = {}
-        self._state: EngineRows = free_rows(self.model, slots, self.capacity, cache_dtype)
+        self._state: EngineRows = free_rows(self.model, slots, self.capacity, self._slots_per_row, cache_dtype)
         self._stream_queues: dict[int, asyncio.Queue[Result | Exception]] = {}
         self._stream_task: asyncio.Task[None] | None = None
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of all caches: those of the slots, the one of the prompt that is being read, and the kept ones."""
-        row = cache_bytes(self.model, 1, self.capacity, self._cache_dtype)
-        return cache_bytes(self.model, self.slots, self.capacity, self._cache_dtype) + row * (1 + self._prefixes.most)
+        row = count_cache_bytes(self.model, 1, self._slots_per_row, self._cache_dtype)
+        slots = count_cache_bytes(self.model, self.slots, self._slots_per_row, self._cache_dtype)
+        return slots + row * (1 + self._prefixes.most)
 
     @property
     def is_idle(self) -> bool:
@@ -138,9 +144,11 @@ class Engine:
         self._cancelled.append(number)
 
     def step(self) -> list[Result]:
-        """Read parts of prompts, draw up to `stride` tokens for each slot, and return the results that changed.
+        """Read parts of prompts, draw up to `stride` tokens for each slot, and return the results of all slots.
 
-        A result grows from step to step. It has a `finish` when it has ended.
+        With them are the results of requests that were cancelled before they had a slot. A result grows from step to
+        step, and has a `finish` when it has ended. After an error of a step, such as a full memory, the engine cannot
+        go on.
         """
         ended = self._end_cancelled()
         self._read_prompts()
@@ -217,6 +225,11 @@ class Engine:
             ("logit_bias", np.asarray(list(request.logit_bias), np.int64)),
         ):
             check_ids(f"{call}: {name}", numbers, self.model.vocab)
+        if self._has_draft and request.allowed is not None:
+            raise ValueError(
+                f"{call}: `allowed` masks one token after another, but the engine's draft proposes several at a time; "
+                "leave `allowed` out, or build the engine without a draft."
+            )
         start, new = self.model.start, request.max_new_tokens
         longest = len(ids) + new if start is None else max(len(ids), 1 + new)
         if longest > self.capacity:
@@ -227,15 +240,13 @@ class Engine:
             )
 
     def _end_cancelled(self) -> list[Result]:
-        """End the cancelled requests that have no row to end, and return their results; `_decode` ends the others."""
+        """End the cancelled requests, and return the results of those without a slot; `_decode` returns the others."""
         cancelled = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
         if not cancelled:
             return []
-        ended: list[Result] = []
-        for item in list(self._waiting):  # A copy, since other threads may submit.
-            if item[1].number in cancelled:
-                self._waiting.remove(item)
-                ended.append(item[1])
+        # A copy, because other threads may submit; `_read_prompts` leaves out requests that have ended.
+        waiting = [result for _, result in list(self._waiting) if not result.finish]
+        ended = [result for result in waiting if result.number in cancelled]
         if self._reading is not None and self._reading.result.number in cancelled:
             ended.append(self._reading.result)
             self._reading = None
@@ -244,12 +255,13 @@ class Engine:
         return ended
 
     def _read_prompts(self) -> None:
-        """Read a chunk of a prompt, or several chunks if many slots are free."""
+        """Read a chunk of a prompt or, so that few rows do not decode alone, one for every four free slots."""
         for _ in range(max(1, (self.slots - len(self._rows)) // 4)):
-            if self._reading is None:
+            while self._reading is None:
                 if not self._waiting or len(self._rows) == self.slots:
                     return
-                self._reading = self._begin_row(*self._waiting.popleft())
+                request, result = self._waiting.popleft()
+                self._reading = None if result.finish else self._begin_row(request, result)
             row = self._reading
             if self.model.start is None:
                 hidden = self._read_chunk(row)
@@ -257,8 +269,9 @@ class Engine:
                     continue
                 initial = np.asarray(row.request.prompt, np.int32)
             else:
-                source, length = self._pad(np.asarray(row.request.prompt, np.int32), self.capacity)
-                hidden, row.cache = read_encoder_prompt(self.model, source, length, row.cache)
+                source, length = self._pad(np.asarray(row.request.prompt, np.int32), self._slots_per_row)
+                chunk = Chunk(self.model, source, jnp.zeros_like(length), length, length)
+                hidden, row.cache = read_encoder_prompt(chunk, row.cache)
                 initial = np.asarray([self.model.start], np.int32)
             self._start_row(row, initial, hidden)
             self._rows[row.slot], self._reading = row, None
@@ -268,7 +281,7 @@ class Engine:
         slot = min(set(range(self.slots)) - set(self._rows))
         cache, result.shared_length, keep_at = self._prefixes.find(tuple(request.prompt))
         if cache is None:
-            cache = init_cache(self.model, 1, self.capacity, self._cache_dtype)
+            cache = init_cache(self.model, 1, self._slots_per_row, self._cache_dtype)
         return _Row(request, result, slot, cache, result.shared_length, keep_at)
 
     def _read_chunk(self, row: _Row) -> Float[jax.Array, "batch embed"]:
@@ -308,14 +321,16 @@ class Engine:
         """Draw tokens for the slots, and return the results of all rows; rows that have ended leave their slots."""
         if not self._rows:
             return []
-        bias = self._masked_biases()
+        masked = [row for row in self._rows.values() if row.request.allowed is not None and not row.result.finish]
+        count, bias = self.stride, None
+        if masked:
+            # The mask of a second token depends on the first, which the host does not have at first.
+            has_ids = all(row.result.ids for row in masked)
+            count, bias = (1, self._biases()) if has_ids else (0, None)
         ended = np.ones(self.slots, bool)
         known = np.zeros(self.slots, np.int32)
         for slot, row in self._rows.items():
             ended[slot], known[slot] = bool(row.result.finish), self._known_length(row)
-        count = self.stride if bias is None else 1
-        if any(row.request.allowed is not None and not row.result.ids for row in self._rows.values()):
-            count = 0  # The mask of a second token depends on the first, which the host does not have yet.
         inputs = DecodeInputs(self.model, jnp.asarray(ended), jnp.asarray(known), jnp.asarray(count, jnp.int32), bias)
         is_greedy = all(row.request.is_greedy for row in self._rows.values())
         self._state, progress = decode_slots(inputs, self._state, self._most_new, is_greedy)
@@ -331,7 +346,9 @@ class Engine:
     def _append(self, row: _Row, progress: NewTokens) -> Result:
         """Append the new ids of a row to its result, up to its end."""
         result, slot = row.result, row.slot
-        new = int(progress.lengths[slot]) - self._known_length(row)
+        can_go_on = bool(progress.logits_are_numbers[slot] and progress.has_candidates[slot])
+        # The last id of a row that cannot go on was not drawn.
+        new = int(progress.lengths[slot]) - self._known_length(row) - (not can_go_on)
         pairs = zip(progress.ids[slot, :new].tolist(), progress.log_probabilities[slot, :new].tolist())
         for token, log_probability in () if result.finish else pairs:
             result.ids.append(token)
@@ -342,7 +359,7 @@ class Engine:
                 return result
         if result.finish:
             return result
-        if not (progress.logits_are_numbers[slot] and progress.has_candidates[slot]):
+        if not can_go_on:
             result.finish = "error"
             fault = "its settings left no token to draw" if progress.logits_are_numbers[slot] else "its logits are NaN"
             result.error = f"Engine: request {result.number} cannot go on, because {fault}."
@@ -350,13 +367,12 @@ class Engine:
             result.finish = "end" if result.ids[-1] in row.request.end_ids else "length"
         return result
 
-    def _masked_biases(self) -> Float[jax.Array, "batch vocab"] | None:
-        """Return the biases of all rows if the next token of some row depends on the host; otherwise None."""
-        if all(row.request.allowed is None for row in self._rows.values()):
-            return None
+    def _biases(self) -> Float[jax.Array, "batch vocab"]:
+        """Return what is added to the logits of the next token of each row."""
         biases = np.zeros((self.slots, self.model.vocab), np.float32)
         for slot, row in self._rows.items():
-            biases[slot] = self._bias(row)
+            if not row.result.finish:
+                biases[slot] = self._bias(row)
         return jnp.asarray(biases)
 
     def _bias(self, row: _Row) -> Float[np.ndarray, "vocab"]:
@@ -384,7 +400,7 @@ class Engine:
 
 
 class _PrefixCaches:
-    """The caches of up to `most` beginnings of prompts, in full chunks; the one that was not used longest is dropped.
+    """The caches of up to `most` beginnings of prompts, in full chunks; the least recently used one is dropped.
 
     The cache of a beginning is kept when a second prompt has it, and is copied for the third and later ones.
     """

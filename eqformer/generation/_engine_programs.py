@@ -41,17 +41,17 @@ def init_cache(model: Model, batch: int, capacity: int, dtype: str | None) -> Py
     return model.init_cache(batch, capacity, dtype)
 
 
-def cache_bytes(model: Model, batch: int, capacity: int, dtype: str | None) -> int:
+def count_cache_bytes(model: Model, batch: int, capacity: int, dtype: str | None) -> int:
     """Return the bytes of the caches of `batch` rows."""
     shapes = eqx.filter_eval_shape(model.init_cache, batch, capacity, dtype)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(eqx.filter(shapes, has_shape)))
 
 
 @eqx.filter_jit
-def free_rows(model: Model, batch: int, capacity: int, dtype: str | None) -> EngineRows:
-    """Return free slots."""
+def free_rows(model: Model, batch: int, width: int, capacity: int, dtype: str | None) -> EngineRows:
+    """Return free slots for rows of up to `width` ids, with caches of `capacity` slots each."""
     lengths, cache = jnp.ones(batch, jnp.int32), model.init_cache(batch, capacity, dtype)
-    rows = new_rows(jnp.zeros((batch, capacity), jnp.int32), lengths, lengths, cache, is_done=True)
+    rows = new_rows(jnp.zeros((batch, width), jnp.int32), lengths, lengths, cache, is_done=True)
     settings = RowSampling(
         bias=jnp.zeros((batch, model.vocab), jnp.float32),
         repetition_penalty=jnp.ones(batch, jnp.float32),
@@ -89,16 +89,14 @@ def read_chunk(chunk: Chunk, cache: PyTree) -> tuple[Float[Array, "batch embed"]
     return jnp.take_along_axis(hidden, chunk.count[:, None, None] - 1, axis=1)[:, 0], cache
 
 
-@eqx.filter_jit
-def read_encoder_prompt(
-    model: Model, ids: Int[Array, "batch kv_seq"], length: Int[Array, "batch"], cache: PyTree
-) -> tuple[Float[Array, "batch embed"], PyTree]:
-    """Read a prompt with the model's encoder, and the start id after it.
+@eqx.filter_jit(donate="all-except-first")
+def read_encoder_prompt(prompt: Chunk, cache: PyTree) -> tuple[Float[Array, "batch embed"], PyTree]:
+    """Read a whole prompt with the model's encoder, and the start id after it.
 
-    Returns the hidden vector of the start id, and the cache.
+    Returns the hidden vector of the start id, and the cache, which is donated.
     """
-    start, tokens = after_source(model, ids, length)
-    hidden, cache, _ = model.encode(start, tokens, cache)
+    start, tokens = after_source(prompt.model, prompt.ids, prompt.length)
+    hidden, cache, _ = prompt.model.encode(start, tokens, cache)
     return hidden[:, 0], cache
 
 
@@ -125,8 +123,8 @@ def start_row(new: NewRow, slots: EngineRows) -> EngineRows:
     """Draw the first token of a row, and write the row into its slot; the slots are donated."""
     row = new_rows(new.ids, new.length, new.limit, new.cache)
     row = draw_and_append(row, new.model.unembed(new.hidden), new.cache, new.sampling)
-    cache = put_cache_row(new.model, slots.rows.cache, len(slots.rows.ids), new.slot, row.cache)
     # A cache may be sharded, so that its rows are written by the model.
+    cache = put_cache_row(new.model, slots.rows.cache, len(slots.rows.ids), new.slot, row.cache)
     without_caches = [dataclasses.replace(rows, cache=None) for rows in (slots.rows, row)]
     rows = dataclasses.replace(put_row(without_caches[0], new.slot, without_caches[1]), cache=cache)
     return EngineRows(rows, put_row(slots.sampling, new.slot, new.sampling))

@@ -59,6 +59,7 @@ class Request:
                 f"Request(end_of_text): {len(self.end_ids)} ids end the text, but at most {MOST_ENDS} can; give fewer, "
                 "and find the others by `ends`."
             )
+        # The errors of its settings are raised here, and not when the request begins.
         sampling(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -82,7 +83,7 @@ class Request:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest tokens are taken of unchanged logits."""
+        """Whether each token is the likeliest one, by logits that nothing changes."""
         return (
             self.temperature == 0
             and self.repetition_penalty in (None, 1)
@@ -158,27 +159,29 @@ class RowSampling(eqx.Module):
         return jax.vmap(_cut_min_p)(logits, self.min_p)
 
 
-_Row = Float[Array, "vocab"]
+_Logits = Float[Array, "vocab"]
 _Setting = Float[Array, ""]
 
 
-def _scale_row(logits: _Row, ids: Int[Array, "seq"], length: Int[Array, ""], penalty: _Setting, heat: _Setting) -> _Row:
+def _scale_row(
+    logits: _Logits, ids: Int[Array, "seq"], length: Int[Array, ""], penalty: _Setting, temperature: _Setting
+) -> _Logits:
     """Apply a row's repetition penalty and temperature."""
     history = History(ids[None], length[None])
     penalized = eqx.tree_at(lambda t: t.penalty, RepetitionPenalty(1), penalty)(logits[None], history)
-    divide = eqx.tree_at(lambda t: t.temperature, Temperature(1), jnp.where(heat > 0, heat, 1))
-    return jnp.where(heat > 0, divide(penalized, history), Temperature(0)(penalized, history))[0]
+    divide = eqx.tree_at(lambda t: t.temperature, Temperature(1), jnp.where(temperature > 0, temperature, 1))
+    return jnp.where(temperature > 0, divide(penalized, history), Temperature(0)(penalized, history))[0]
 
 
-def _cut_top_k(logits: _Row, top_k: Int[Array, ""]) -> _Row:
+def _cut_top_k(logits: _Logits, top_k: Int[Array, ""]) -> _Logits:
     return keep_top(logits[None], top_k)[0]
 
 
-def _cut_top_p(logits: _Row, top_p: _Setting) -> _Row:
+def _cut_top_p(logits: _Logits, top_p: _Setting) -> _Logits:
     return eqx.tree_at(lambda t: t.top_p, TopP(1), top_p)(logits[None], _no_history())[0]
 
 
-def _cut_min_p(logits: _Row, min_p: _Setting) -> _Row:
+def _cut_min_p(logits: _Logits, min_p: _Setting) -> _Logits:
     return eqx.tree_at(lambda t: t.min_p, MinP(0), min_p)(logits[None], _no_history())[0]
 
 

@@ -146,7 +146,7 @@ def patch(model: nn.LanguageModel, functions: Mapping[str, Callable[..., Any]]) 
             "has no predict; name modules that encode or unembed run."
         )
     # A plain function is part of the tree's structure, so that all leaves of a patched model are arrays.
-    is_plain = lambda function: jax.tree.leaves(function) == [function]
+    is_plain = lambda function: jax.tree_util.all_leaves([function])
     wrapped = [jax.tree_util.Partial(f) if is_plain(f) else f for f in functions.values()]
     inner = insert_wrappers(model, [point.key for point in points])
     points = (*(point for point, _ in earlier), *points)

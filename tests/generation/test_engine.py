@@ -212,12 +212,13 @@ def test_a_request_that_cannot_go_on_ends_alone(model):
     good, masked, nan, index, shape = sorted(Engine(model, **SIZES).run(requests), key=lambda result: result.number)
     (alone,) = Engine(model, **SIZES).run(requests[:1])
     assert good.ids == alone.ids and good.finish == "length"
+    assert len(masked.ids) == 2 and not nan.ids
     assert masked.finish == nan.finish == "error" and "left no token to draw" in masked.error
     assert index.finish == shape.finish == "error" and len(index.ids) == 1
     assert "request 3 raised IndexError: list index" in index.error and "request 4 raised IndexError" in shape.error
     broken = jax.tree.map(lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, model)
     (result,) = Engine(broken, **SIZES).run(requests[:1])
-    assert result.finish == "error" and "logits are NaN" in result.error
+    assert result.finish == "error" and "logits are NaN" in result.error and not result.ids
 
 
 def test_requests_are_cancelled_wherever_they_are(model):
@@ -276,6 +277,26 @@ def test_a_request_that_does_not_fit_is_refused(model, make, message):
     with pytest.raises(ValueError, match=message):
         engine.submit(make())
     assert engine.is_idle
+
+
+def test_rows_are_as_long_as_learned_positions_allow():
+    """The last token that is drawn needs no position."""
+    model, prompt = make_model("learned positions", max_seq=40), [3, 5, 9] * 4
+    engine = Engine(model, slots=2, capacity=64, stride=4)
+    (result,) = engine.run([Request(prompt, 29)])
+    greedy = generation.sampling(temperature=0)
+    alone = generation.generate(model, [prompt], max_new_tokens=29, transforms=greedy, key=jax.random.key(0))
+    assert result.ids == alone.new_ids()[0] and len(result.ids) == 29
+    with pytest.raises(ValueError, match="need a row of 42, but the engine's rows have 41"):
+        engine.submit(Request(prompt, 30))
+
+
+def test_what_an_engine_cannot_do_is_refused(model):
+    engine = Engine(model, **SIZES, draft=model)
+    with pytest.raises(ValueError, match="the engine's draft proposes several at a time"):
+        engine.submit(Request([1], 3, allowed=lambda ids: np.ones(VOCAB, bool)))
+    with pytest.raises(ValueError, match=r"Engine\(prefixes=-1\): prefixes must be at least 0"):
+        Engine(model, **SIZES, prefixes=-1)
 
 
 def test_a_refused_request_does_not_end_a_run(model):
