@@ -255,7 +255,7 @@ def _tensor_layers(
     return _evaluations(plan, stack) * gather_bytes(size, plan.size(TENSOR))
 
 
-def _is_gathered(layer: nn.Module, stream: parallel.ResidualStream, slices: Mapping[int, int]) -> bool:
+def _is_gathered(layer: PyTree, stream: parallel.ResidualStream, slices: Mapping[int, int]) -> bool:
     """Return whether a replicated layer gathers its input.
 
     A mixer gathers all tokens. Any other layer gathers all features if its arrays, of which `slices` are the bytes by
@@ -266,7 +266,7 @@ def _is_gathered(layer: nn.Module, stream: parallel.ResidualStream, slices: Mapp
     return stream.is_whole and slices[id(layer)] > 0
 
 
-def _count_outputs(layer: nn.Module) -> int:
+def _count_outputs(layer: PyTree) -> int:
     """Return the number of output projections of a layer, which are summed one by one; a LoRA is two of these."""
     return len(parallel.stream_maps(layer, "outputs")) if isinstance(layer, nn.Mixer | nn.FeedForward) else 1
 
