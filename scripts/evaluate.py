@@ -11,7 +11,7 @@ if __name__ == "__main__":
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from support.command import entry
@@ -59,12 +59,13 @@ def evaluate(command: Command) -> None:
     if command.batch < 1:
         raise ValueError(f"--batch {command.batch}: it counts rows, so give at least 1.")
     source = data.files(list(command.text), field=command.field, piece=sys.maxsize) if command.text else None
+    tasks = load_tasks(command)
     llm = load_llm(command)
     figures: dict[str, dict[str, float]] = {}
     if source is not None:
         figures["text"] = score_texts(command, llm, source)
-    if command.tasks:
-        figures |= score_tasks(command, llm)
+    if tasks:
+        figures |= score_tasks(command, llm, tasks)
     for name, values in figures.items():
         shown = "  ".join(f"{metric} {value:.6g}" for metric, value in values.items())
         print(f"{name:<20} {shown}")
@@ -92,21 +93,34 @@ def score_texts(command: Command, llm: LLM, source: data.TextSource) -> dict[str
     }
 
 
-def score_tasks(command: Command, llm: LLM) -> dict[str, dict[str, float]]:
-    """Return the metrics of each task."""
+def load_tasks(command: Command) -> list[Any]:
+    """Load the command's tasks, before the model is read; a `ValueError` names the flag."""
+    include_path = None if command.include_path is None else str(command.include_path)
+    try:
+        return evaluation.load_tasks(command.tasks, include_path=include_path)
+    except ValueError as error:
+        raise ValueError(f"--tasks {' '.join(command.tasks)}: {error}") from error
+
+
+def score_tasks(command: Command, llm: LLM, tasks: list[Any]) -> dict[str, dict[str, float]]:
+    """Return the metrics of each task and, for several tasks with an accuracy, those of their average."""
     with Screen(errors=True).bar() as progress:
         results = evaluation.evaluate_tasks(
             llm,
-            command.tasks,
+            tasks,
             num_fewshot=command.num_fewshot,
             limit=command.limit,
             apply_chat_template=command.chat,
             batch_size=command.batch,
             max_length=command.max_length,
-            include_path=None if command.include_path is None else str(command.include_path),
             progress=progress,
         )
-    return {name: dict(values) for name, values in results.metrics.items()}
+    figures = {name: dict(values) for name, values in results.metrics.items()}
+    average = results.average
+    if average is not None and len(average.chances) > 1:
+        accuracies = {"accuracy": average.accuracy, "centered_accuracy": average.centered_accuracy}
+        figures["average"] = accuracies | {"tasks": len(average.chances)}
+    return figures
 
 
 main = entry(Command, evaluate)

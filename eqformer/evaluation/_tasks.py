@@ -9,6 +9,20 @@ from ..text import LLM
 
 
 DEFAULT_LENGTH = 2048
+ACCURACIES = "acc", "exact_match"
+"""Metrics that average, in order of preference: shares of right answers."""
+
+
+class TaskAverage(NamedTuple):
+    """Means over tasks, each of which counts once."""
+
+    accuracy: float
+    """The mean accuracy."""
+    centered_accuracy: float
+    """The mean of `(accuracy - chance) / (1 - chance)`: 0 for a model that guesses, 1 for one that is always right."""
+    chances: Mapping[str, float]
+    """The accuracy of guessing for each averaged task: for multiple choice the mean of `1 / choices` over the
+    documents, and 0 for all other tasks. Tasks without an accuracy, such as perplexities, are left out."""
 
 
 class TaskResults(NamedTuple):
@@ -21,6 +35,59 @@ class TaskResults(NamedTuple):
     """Per task, the harness' record of each document: requests, answers and scores."""
     report: Mapping[str, Any]
     """All that the harness returned, with the tasks' configurations and versions."""
+
+    @property
+    def average(self) -> TaskAverage | None:
+        """The means over the named tasks and groups that have an accuracy; None if no task has one.
+
+        The centered mean is that of the CORE metric of DataComp-LM (arXiv:2406.11794), over the tasks that were named.
+        """
+        inner_names = {name for names in self._subtasks.values() for name in names}
+        outer_names = [name for name in self.metrics if name not in inner_names]
+        accuracies: dict[str, float] = {}
+        for name in outer_names:
+            accuracies |= self._accuracies(name)
+        if not accuracies:
+            return None
+        chances = {name: self._chance(name) for name in accuracies}
+        centered = [(value - chances[name]) / (1 - chances[name]) for name, value in accuracies.items()]
+        return TaskAverage(sum(accuracies.values()) / len(accuracies), sum(centered) / len(centered), chances)
+
+    @property
+    def _subtasks(self) -> Mapping[str, Sequence[str]]:
+        """The tasks and groups in each group."""
+        return self.report.get("group_subtasks", {})
+
+    def _accuracies(self, name: str) -> dict[str, float]:
+        """Return the accuracy of a task or a group by its name, or those in a group that has none of its own."""
+        metrics = self.metrics.get(name, {})
+        for accuracy in ACCURACIES:
+            for metric, value in metrics.items():
+                if metric.split(" (")[0] == accuracy:
+                    return {name: value}
+        accuracies: dict[str, float] = {}
+        for subtask in self._subtasks.get(name, ()):
+            accuracies |= self._accuracies(subtask)
+        return accuracies
+
+    def _chance(self, name: str) -> float:
+        """Return the accuracy of guessing the answers of a task or a group, in which documents count alike."""
+        chances = [chance for task in self._list_tasks(name) for chance in self._document_chances(task)]
+        return sum(chances) / len(chances) if chances else 0.0
+
+    def _list_tasks(self, name: str) -> list[str]:
+        """Return the tasks of a group; of a task, itself."""
+        if name not in self._subtasks:
+            return [name]
+        return [task for subtask in self._subtasks[name] for task in self._list_tasks(subtask)]
+
+    def _document_chances(self, task: str) -> list[float]:
+        config, samples = self.report["configs"][task], self.samples.get(task, ())
+        if config["output_type"] != "multiple_choice":
+            return [0.0] * len(samples)
+        # For mutual information the harness asks for each answer a second time, without the question.
+        asks_twice = any(metric.get("metric") == "acc_mutual_info" for metric in config.get("metric_list") or ())
+        return [(2 if asks_twice else 1) / len(sample["resps"]) for sample in samples]
 
 
 def harness_model(
@@ -51,9 +118,55 @@ def harness_model(
     return HarnessModel(llm, batch_size=batch_size, max_length=length, progress=progress)
 
 
+def load_tasks(tasks: str | Sequence[Any], *, include_path: str | None = None) -> list[Any]:
+    """Load tasks of lm-evaluation-harness with their data, which `evaluate_tasks` takes any number of times.
+
+    Args:
+        tasks: Names of tasks or groups, configurations of tasks as mappings, or loaded tasks, which are returned.
+        include_path: A folder with configurations of further tasks.
+
+    **Raises:** `ImportError` if `lm_eval` is not installed; `ValueError` for a task that the harness does not know, and
+    for a task that it cannot load, for example because its data cannot be downloaded.
+    """
+    names = [tasks] if isinstance(tasks, str) else list(tasks)
+    if not any(isinstance(name, str | Mapping) for name in names):
+        return names
+    # The index of all tasks takes seconds; a task that is described in full needs none.
+    needs_index = any(isinstance(name, str) or (isinstance(name, Mapping) and "group" in name) for name in names)
+    manager = _make_task_manager(include_path=include_path, include_defaults=needs_index)
+    known = set(manager.all_tasks)
+    if unknown := [name for name in names if isinstance(name, str) and name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, n=5)
+        raise ValueError(
+            f"load_tasks({names}): lm-evaluation-harness has no task {unknown[0]!r}; "
+            f"{'near names are ' + ', '.join(near) if near else 'see `lm-eval ls tasks`'}."
+        )
+    return [task for name in names for task in _load_task(manager, name)]
+
+
+def _make_task_manager(**options: Any) -> Any:
+    load_extra("lm_eval", extra="eval", call="load_tasks(tasks)")
+    return load_extra("lm_eval.tasks", extra="eval", call="load_tasks(tasks)").TaskManager(**options)
+
+
+def _load_task(manager: Any, task: Any) -> list[Any]:
+    """Return a loaded task or group; for a tag of several tasks, each of these."""
+    try:
+        loaded = manager.load([dict(task) if isinstance(task, Mapping) else task])
+    except Exception as error:  # The harness lets every error of a configuration and of a download through.
+        name = task.get("task") if isinstance(task, Mapping) else task
+        raise ValueError(
+            f"load_tasks(...): lm-evaluation-harness cannot load the task {name!r} ({type(error).__name__}: {error}); "
+            "correct its configuration, or see that its data can be downloaded."
+        ) from error
+    inner_names = {name for names in loaded["group_map"].values() for name in names}
+    items = {**loaded["groups"], **loaded["tasks"]}
+    return [item for name, item in items.items() if name not in inner_names]
+
+
 def evaluate_tasks(
     llm: LLM,
-    tasks: str | Sequence[str | Mapping[str, Any]],
+    tasks: str | Sequence[Any],
     *,
     num_fewshot: int | None = None,
     limit: int | None = None,
@@ -67,7 +180,7 @@ def evaluate_tasks(
 
     Args:
         llm: The model with its tokenizer; on any mesh.
-        tasks: Names of tasks or groups, or configurations of tasks as mappings.
+        tasks: Names of tasks or groups, configurations of tasks as mappings, or tasks that `load_tasks` returned.
         num_fewshot: Examples that are shown before each question; None: the task's own number.
         limit: Documents of each task; None: all.
         apply_chat_template: Whether questions are asked by the model's chat template.
@@ -76,27 +189,17 @@ def evaluate_tasks(
         include_path: A folder with configurations of further tasks.
         progress: As in `harness_model`.
 
-    **Raises:** `ImportError` if `lm_eval` is not installed; `ValueError` for a task that the harness does not know.
+    **Raises:** As `load_tasks`.
     """
     model = harness_model(llm, batch_size=batch_size, max_length=max_length, progress=progress)
-    lm_eval = load_extra("lm_eval", extra="eval", call="evaluate_tasks(llm, tasks)")
-    tasks_module = load_extra("lm_eval.tasks", extra="eval", call="evaluate_tasks(llm, tasks)")
-    manager = tasks_module.TaskManager(include_path=include_path)
-    names = [tasks] if isinstance(tasks, str) else list(tasks)
-    known = set(manager.all_tasks)
-    if unknown := [name for name in names if isinstance(name, str) and name not in known]:
-        near = difflib.get_close_matches(unknown[0], known, n=5)
-        raise ValueError(
-            f"evaluate_tasks(tasks={names}): lm-evaluation-harness has no task {unknown[0]!r}; "
-            f"{'near names are ' + ', '.join(near) if near else 'see `lm-eval ls tasks`'}."
-        )
-    report = lm_eval.simple_evaluate(
+    loaded_tasks = load_tasks(tasks, include_path=include_path)
+    report = load_extra("lm_eval", extra="eval", call="evaluate_tasks(llm, tasks)").simple_evaluate(
         model=model,
-        tasks=[name if isinstance(name, str) else dict(name) for name in names],
+        tasks=loaded_tasks,
         num_fewshot=num_fewshot,
         limit=limit,
         apply_chat_template=apply_chat_template,
-        task_manager=manager,
+        task_manager=_make_task_manager(include_defaults=False),
         bootstrap_iters=1000,
     )
     metrics = {name: _name_metrics(values) for name, values in report["results"].items()}

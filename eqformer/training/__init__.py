@@ -3,6 +3,7 @@
 from ._debug_nans import DebugNans as DebugNans, first_non_finite as first_non_finite, NonFinite as NonFinite
 from ._evaluation import (
     add_reference_nats as add_reference_nats,
+    Evaluations as Evaluations,
     make_evaluation as make_evaluation,
     make_row_nats as make_row_nats,
     Validation as Validation,
@@ -30,7 +31,12 @@ from ._metrics import (
     WeightsAndBiases as WeightsAndBiases,
 )
 from ._optimization import Lora as Lora, Optimization as Optimization
-from ._pictures import plot_expert_loads as plot_expert_loads, plot_experts as plot_experts, plot_losses as plot_losses
+from ._pictures import (
+    plot_evaluations as plot_evaluations,
+    plot_expert_loads as plot_expert_loads,
+    plot_experts as plot_experts,
+    plot_losses as plot_losses,
+)
 from ._planned_state import PlannedState as PlannedState, ProcessRows as ProcessRows, restore_model as restore_model
 from ._run_folder import RunFolder as RunFolder
 from ._step import (

@@ -1,4 +1,4 @@
-"""Evaluation: sums over a batch under a plan, nats of its rows, and validation during a run."""
+"""Evaluation: sums over a batch under a plan, nats of its rows, and callbacks that validate and evaluate a run."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -114,3 +114,28 @@ class Validation(Every):
         }
         sources = by_source if len(by_source) > 1 else {}
         self._write(row | {f"validation_loss/{name}": source.loss for name, source in sources.items()})
+
+
+class Evaluations(Every):
+    """A callback that writes a model's scores before a run's first step, after each `every` steps, and after the last.
+
+    A run that goes on from a checkpoint has the scores of its beginning already, and writes none before its next step.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        evaluate: Callable[[PyTree], Mapping[str, int | float]],
+        write: Callable[[dict[str, int | float]], object],
+    ):
+        """`evaluate(model)` returns scores by name, and `write` is called with the row of a step."""
+        super().__init__(every, self._evaluate)
+        self._scores, self._write = evaluate, write
+
+    def begin(self, run: Progress) -> None:
+        """Write the scores of the model before its first step."""
+        if run.step == 0:
+            self._evaluate(run)
+
+    def _evaluate(self, run: Progress) -> None:
+        self._write({"step": run.step, **self._scores(run.state.model)})

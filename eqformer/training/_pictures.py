@@ -1,4 +1,4 @@
-"""Pictures of a run: its losses and the loads of its experts, from rows of `JsonLines`; a text colored by expert."""
+"""Pictures of a run: losses, evaluations and the loads of experts, from rows of `JsonLines`; a text in colors."""
 
 import colorsys
 import html
@@ -45,6 +45,46 @@ def plot_losses(metrics: str | Path, path: str | Path) -> None:
         right = axes.secondary_yaxis("right", functions=(to_bits, to_nats))
         right.set_ylabel("bits per byte of the validation text")
     write_atomic(path, figure.savefig)
+
+
+def plot_evaluations(metrics: str | Path, path: str | Path) -> None:
+    """Plot the scores that `Evaluations` wrote to the file `metrics`, as a PNG.
+
+    One panel has the bits per byte of each text, and one the accuracy of each task and the tasks' averages. If no row
+    has such a score, no file is written. The file is written atomically. Needs matplotlib.
+    """
+    rows = _read_rows(metrics)
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(_EVALUATION))
+    labels = {name: _label_score(name.removeprefix(_EVALUATION)) for name in names}
+    panels = [
+        (title, curves)
+        for title in ("bits per byte", "accuracy")
+        if (curves := {name: label for name, (panel, label) in labels.items() if panel == title})
+    ]
+    if not panels:
+        return
+    figure = make_figure("plot_evaluations(metrics, path)", (6 * len(panels) + 2, 4.5))
+    for axes, (title, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+        for name, label in curves.items():
+            axes.plot(*zip(*_list_points(rows, name)), marker="o", markersize=4, label=label)
+        axes.set(xlabel="step", ylabel=title)
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=8)
+    write_atomic(path, figure.savefig)
+
+
+_EVALUATION = "evaluation/"
+_SCORES = {"bits_per_byte": "bits per byte", "acc": "accuracy", "exact_match": "accuracy"}
+"""The panels of the scores of texts and tasks that are drawn."""
+
+
+def _label_score(name: str) -> tuple[str | None, str]:
+    """Return the panel of a score such as `arc_easy/acc`, None if the score is not drawn, and its label."""
+    subject, _, metric = name.rpartition("/")
+    if subject == "average":
+        return "accuracy", f"average, {metric.replace('_', ' ')}"
+    score, _, filter_name = metric.partition(" (")
+    return _SCORES.get(score), f"{subject} ({filter_name}" if filter_name else subject
 
 
 def plot_expert_loads(metrics: str | Path, path: str | Path) -> None:

@@ -20,7 +20,7 @@ from .._dataclass_json import dataclass_to_json
 from .._failures import explain_write_error
 from .._files import read_json, read_utf8, write_atomic
 from ._metrics import JsonLines, MetricWriter, MetricWriters, TensorBoard, WeightsAndBiases
-from ._pictures import plot_expert_loads, plot_experts, plot_losses
+from ._pictures import plot_evaluations, plot_expert_loads, plot_experts, plot_losses
 from .checkpoint._checkpointer import Checkpointer
 
 
@@ -40,8 +40,8 @@ class RunFolder:
     loads the model of a run's latest checkpoint.
 
     The fields are paths in the folder: `recipe`, `source`, `metrics`, `checkpoints`, `samples`, the pictures `loss`,
-    `loads`, `experts` and `experts_page`, `data` (tokens), `published` and `tokenizer` (copies of what the run began
-    from), `profile` and `lock`.
+    `evaluations`, `loads`, `experts` and `experts_page`, `data` (tokens), `published` and `tokenizer` (copies of what
+    the run began from), `profile` and `lock`.
     """
 
     def __init__(self, path: str | Path, *, call: str | None = None):
@@ -53,6 +53,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.loss = path / "loss.png"
+        self.evaluations = path / "evaluations.png"
         self.loads = path / "load.png"
         self.experts = path / "experts.png"
         self.experts_page = path / "experts.html"
@@ -138,7 +139,7 @@ class RunFolder:
     def open_metrics(
         self, start: int, *, tensorboard: bool = False, wandb: str | None = None, recipe: Any = None
     ) -> MetricWriters:
-        """Open writers of metrics; rows of steps after `start`, which will be run again, are dropped.
+        """Open writers of metrics; rows of steps after `start`, which will be run again, are dropped, at 0 all rows.
 
         Args:
             start: The number of steps that the run has taken.
@@ -146,18 +147,19 @@ class RunFolder:
             wandb: A project of Weights & Biases to write to, too; a run from step 0 is a new one there.
             recipe: The run's recipe, a dataclass, for Weights & Biases.
         """
-        path = self.path
-        makers: list[Callable[[], MetricWriter]] = [lambda: JsonLines(self.metrics, from_step=start + 1)]
+        path, first_step = self.path, start + 1 if start else 0  # A new run evaluates its model at step 0.
+        makers: list[Callable[[], MetricWriter]] = [lambda: JsonLines(self.metrics, from_step=first_step)]
         if tensorboard:
-            makers.append(lambda: TensorBoard(path / "tensorboard", from_step=start + 1))
+            makers.append(lambda: TensorBoard(path / "tensorboard", from_step=first_step))
         if wandb is not None:
             names = lambda: {"folder": path, "name": path.name, "identifier": self._wandb_identifier(start)}
             makers.append(lambda: WeightsAndBiases(wandb, **names(), recipe=dataclass_to_json(recipe)))
         return MetricWriters(*makers)
 
     def draw_metrics(self) -> None:
-        """Draw the losses of the metrics, and the loads of experts if there are any."""
+        """Draw the losses of the metrics, and evaluations and the loads of experts if there are any."""
         plot_losses(self.metrics, self.loss)
+        plot_evaluations(self.metrics, self.evaluations)
         plot_expert_loads(self.metrics, self.loads)
 
     def add_sample(self, step: int, text: str) -> None:
@@ -181,7 +183,7 @@ class RunFolder:
 
     def files_to_look_at(self) -> list[Path]:
         """Return the existing files of the folder that people look at."""
-        files = self.loss, self.loads, self.experts, self.experts_page, self.samples, self.metrics
+        files = self.loss, self.evaluations, self.loads, self.experts, self.experts_page, self.samples, self.metrics
         return [path for path in files if path.exists()]
 
     def __enter__(self: Folder) -> Folder:

@@ -4,12 +4,11 @@ import dataclasses
 import importlib.util
 import json
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from text_cases import published_folder, Scripted, scripted
+from text_cases import published_folder, Scripted, scripted, small_model
 
 import eqformer
 from eqformer import data, evaluation
@@ -57,6 +56,13 @@ def make_tasks(folder) -> list[dict[str, Any]]:
         | {"task": "write", "output_type": "generate_until", "metric_list": [{"metric": "exact_match"}]}
         | {"generation_kwargs": {"until": ["e", "\n"], "max_gen_toks": 12}},
     ]
+
+
+def request(*arguments: Any) -> Any:
+    """A request of the harness, which the adapter reads the arguments of alone."""
+    from lm_eval.api.instance import Instance  # type: ignore[import-not-found]
+
+    return Instance(request_type="generate_until", doc={}, arguments=arguments, idx=0)
 
 
 def answers(samples) -> dict[tuple[str, int], Any]:
@@ -109,6 +115,63 @@ def test_each_kind_of_task_as_its_own_backend_of_transformers(tmp_path):
         evaluation.evaluate_tasks(llm, "hellaswagg")
 
 
+def test_averages_are_centred_by_chance():
+    def report(**accuracies: float) -> evaluation.TaskResults:
+        quiz = {"output_type": "multiple_choice", "metric_list": [{"metric": "acc"}]}
+        twice = {"output_type": "multiple_choice", "metric_list": [{"metric": "acc"}, {"metric": "acc_mutual_info"}]}
+        configs = {"quiz": quiz, "easy": quiz, "hard": twice, "sums": {"output_type": "generate_until"}}
+        samples = {
+            "quiz": [{"resps": [0] * 4}, {"resps": [0] * 2}],  # chances of 1/4 and 1/2
+            "easy": [{"resps": [0] * 2}] * 3,
+            "hard": [{"resps": [0] * 10}],  # five answers, asked for twice
+            "sums": [{"resps": [0]}],
+        }
+        groups = {"all": ["easy", "hard"], "loose": ["sums"]}
+        metrics: dict[str, dict[str, float]] = {name: {"acc": value} for name, value in accuracies.items()}
+        metrics |= {"sums": {"exact_match_stderr (strict)": 9.0, "exact_match (strict)": 0.5}, "loose": {}}
+        metrics |= {"book": {"word_perplexity": 9.0}}
+        return evaluation.TaskResults(metrics, samples, {"configs": configs, "group_subtasks": groups})
+
+    average = report(quiz=0.5, easy=0.9, hard=0.1, all=0.7).average
+    assert average is not None
+    # The group counts once, with the chance of its documents; `loose` has no accuracy, so its task counts.
+    assert average.chances == pytest.approx({"quiz": 0.375, "all": (3 * 0.5 + 0.2) / 4, "sums": 0.0})
+    assert average.accuracy == pytest.approx((0.5 + 0.7 + 0.5) / 3)
+    assert average.centered_accuracy == pytest.approx((0.125 / 0.625 + (0.7 - 0.425) / 0.575 + 0.5) / 3)
+    # The control: guessing is worth nothing where it is by choice, and a task without an accuracy has no average.
+    guessed = report(quiz=0.375, all=0.425).average
+    assert guessed is not None and guessed.centered_accuracy == pytest.approx(0.5 / 3)
+    assert evaluation.TaskResults({"book": {"word_perplexity": 9.0}}, {}, {}).average is None
+
+
+@pytest.mark.skipif(not HARNESS, reason="the extra `eval` is not installed")
+@pytest.mark.filterwarnings("default")
+def test_an_evaluator_scores_texts_and_tasks_again_and_again(tmp_path):
+    tasks = make_tasks(tmp_path)[::3]
+    llm = eqformer.load(published_folder(tmp_path / "model"))
+    evaluator = evaluation.Evaluator(texts={"book": ["a text", "another"]}, tasks=tasks, limit=4)
+    row = evaluator(llm)
+    assert row == evaluator(llm)  # the tasks are loaded once
+    results = evaluation.evaluate_tasks(llm, tasks, limit=4)
+    average = results.average
+    assert average is not None and average.chances == pytest.approx({"choose": 1 / 3, "write": 0.0})
+    assert row["evaluation/choose/acc"] == results.metrics["choose"]["acc"]
+    assert row["evaluation/average/centered_accuracy"] == average.centered_accuracy
+    assert row["evaluation/book/bits_per_byte"] == evaluation.evaluate_texts(llm, ["a text", "another"]).bits_per_byte
+    # The control: another model has other scores.
+    other = dataclasses.replace(llm, model=small_model(1))
+    assert evaluator(other)["evaluation/book/bits_per_byte"] != row["evaluation/book/bits_per_byte"]
+    with pytest.raises(ValueError, match=r"cannot load the task 'gone' \(.*correct its configuration, or see that"):
+        evaluation.load_tasks([tasks[0] | {"task": "gone", "dataset_path": str(tmp_path / "gone.py")}])
+
+
+def test_an_evaluator_without_work_is_refused():
+    with pytest.raises(ValueError, match=r"Evaluator\(\): there is nothing to score; give texts or tasks"):
+        evaluation.Evaluator()
+    with pytest.raises(ValueError, match="'book' has no text; leave it out"):
+        evaluation.Evaluator(texts={"book": [""]})
+
+
 @pytest.mark.skipif(not HARNESS, reason="the extra `eval` is not installed")
 def test_a_stop_string_may_name_a_special_token(tmp_path):
     content = json.loads(data.ByteTokenizer().to_json())
@@ -122,7 +185,7 @@ def test_a_stop_string_may_name_a_special_token(tmp_path):
     model = evaluation.harness_model(llm)
 
     def written_until(*stops: str) -> str:
-        (text,) = model.generate_until([SimpleNamespace(args=("Q", {"until": [*stops], "max_gen_toks": 20}))])
+        (text,) = model.generate_until([request("Q", {"until": [*stops], "max_gen_toks": 20})])
         return text
 
     assert written_until("<|im_end|>") == ": né" == written_until("<|im_end|>\nQ")
@@ -135,7 +198,7 @@ def test_a_stop_string_may_name_a_special_token(tmp_path):
 @pytest.mark.skipif(not HARNESS, reason="the extra `eval` is not installed")
 def test_what_the_model_cannot_answer(tmp_path):
     model = evaluation.harness_model(scripted("abc"), max_length=4)
-    ask = lambda answer: [SimpleNamespace(args=("Q", answer))]
+    ask = lambda answer: [request("Q", answer)]
     assert len(model.loglikelihood(ask("abcd"))) == 1
     with pytest.raises(ValueError, match="an answer 'abcde' of 5 tokens, but the model has 4 tokens.*max_length"):
         model.loglikelihood(ask("abcde"))

@@ -35,6 +35,21 @@ def test_the_picture_has_the_bits_that_are_printed(tmp_path, monkeypatch):
     assert "validation" in right.get_ylabel()
 
 
+def test_evaluations_are_drawn_by_text_and_task(tmp_path, monkeypatch):
+    drawn: list[Any] = []
+    monkeypatch.setattr(_pictures, "write_atomic", lambda path, write: drawn.append(write.__self__))
+    scores = {"book.txt/bits_per_byte": 1.5, "book.txt/perplexity": 9.0, "quiz/acc": 0.5, "quiz/acc_stderr": 0.1}
+    scores |= {"sums/exact_match (strict)": 0.25, "average/centered_accuracy": 0.1}
+    rows = [{"step": step} | {f"evaluation/{name}": value for name, value in scores.items()} for step in (0, 4)]
+    training.plot_evaluations(written(tmp_path / "metrics.jsonl", rows), tmp_path / "evaluations.png")
+    texts, tasks = drawn[0].axes
+    assert texts.get_ylabel() == "bits per byte" and [line.get_label() for line in texts.lines] == ["book.txt"]
+    assert [line.get_label() for line in tasks.lines] == ["quiz", "sums (strict)", "average, centered accuracy"]
+    assert tasks.lines[0].get_xydata().tolist() == [[0, 0.5], [4, 0.5]]
+    training.plot_evaluations(written(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.0}]), tmp_path / "no.png")
+    assert len(drawn) == 1  # the control: nothing is drawn of a run without evaluations
+
+
 def test_pictures_are_written_whole_and_only_of_what_there_is(tmp_path):
     loads = [[0.25, 0.75], [0.5, 0.5]]  # of two layers
     rows = [{"step": step, "loss": 5.0 / step, "expert_load": loads} for step in (1, 2, 3)]

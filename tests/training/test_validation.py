@@ -1,4 +1,4 @@
-"""Validation writes means as rows, and calls for them when it is due."""
+"""Validation and evaluation write means and scores as rows, and call for them when they are due."""
 
 import math
 from types import SimpleNamespace
@@ -32,3 +32,20 @@ def test_rows_have_the_means_of_all_and_of_each_of_several_sources():
     assert rows[0]["validation_bits_per_byte"] == pytest.approx(1.5 / math.log(2))
     assert (rows[0]["validation_loss/a"], rows[0]["validation_loss/b"]) == (2.0, 4.0)
     assert [name for name in rows[2] if "/" in name] == []
+
+
+def test_scores_are_written_before_the_first_step_and_when_they_are_due():
+    zero = jnp.zeros((), jnp.int32)
+
+    def steps_with_scores(start: int) -> list[tuple[int | float, int | float]]:
+        rows: list[dict[str, int | float]] = []
+        callback = training.Evaluations(2, lambda model: {"evaluation/a/acc": model}, rows.append)
+        run = training.Progress(training.TrainState(start, None, zero, zero, zero), start, 5, {})
+        callback.begin(run)
+        for run.step in range(start + 1, 6):
+            run.state = training.TrainState(run.step, None, zero, zero, zero)
+            callback.after_step(run)
+        return [(row["step"], row["evaluation/a/acc"]) for row in rows]
+
+    assert steps_with_scores(0) == [(0, 0), (2, 2), (4, 4), (5, 5)]
+    assert steps_with_scores(2) == [(4, 4), (5, 5)]  # a run that goes on has the scores of step 2
