@@ -2,8 +2,8 @@
 
 Its rooms are `eqformer.nn`, `eqformer.kernels`, `eqformer.models`, `eqformer.data`, `eqformer.parallel`,
 `eqformer.training`, `eqformer.generation`, `eqformer.text`, `eqformer.evaluation`, `eqformer.interpretability`,
-`eqformer.program`, `eqformer.planning` and `eqformer.systems`; each is imported at its first use. `eqformer.load` and
-`eqformer.LLM` are those of `eqformer.text`, `eqformer.capture` and `eqformer.patch` those of
+`eqformer.program`, `eqformer.planning`, `eqformer.recipes` and `eqformer.systems`; each is imported at its first use.
+`eqformer.load` and `eqformer.LLM` are those of `eqformer.text`, `eqformer.capture` and `eqformer.patch` those of
 `eqformer.interpretability`.
 """
 
@@ -28,6 +28,7 @@ from ._prepare import (
     cache_programs as cache_programs,
     delete_oldest as delete_oldest,
     prepare as prepare,
+    token_cache as token_cache,
     user_cache as user_cache,
 )
 from ._shapes import Batch as Batch, LEGEND as LEGEND, PreferenceBatch as PreferenceBatch
@@ -44,6 +45,7 @@ if typing.TYPE_CHECKING:
         parallel as parallel,
         planning as planning,
         program as program,
+        recipes as recipes,
         text as text,
         training as training,
     )

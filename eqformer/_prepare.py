@@ -97,6 +97,11 @@ def user_cache(name: str) -> Path | None:
     return cache / "eqformer" / name
 
 
+def token_cache() -> Path | None:
+    """Return the folder of tokens that a user's runs share: `EQFORMER_TOKENS`, or one in the user's cache."""
+    return Path(path) if (path := os.environ.get("EQFORMER_TOKENS")) else user_cache("tokens")
+
+
 def delete_oldest(folder: Path, max_bytes: int) -> None:
     """Delete the files of a folder that were written first, until the others have no more than `max_bytes`."""
     with suppress(OSError):  # Other processes' files may come and go.

@@ -13,15 +13,10 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from recipes import Recipe
-from support.check import check
 from support.command import entry
-from support.published import copy_companions, published_recipe
-from support.run_directory import RunDirectory
-from support.screen import Screen
-from support.setup import load_published_model, make_keys
 
 from eqformer import dataclass_to_json, models, read_utf8, training
+from eqformer.recipes import check, Recipe, RunDirectory, Screen, setup, texts
 from eqformer.text import export_run
 
 
@@ -59,7 +54,7 @@ def convert(command: Command) -> None:
             raise ValueError("--adapter: only a run has low-rank changes to write; leave it out.")
         if command.push is not None:
             raise ValueError(f"--push {command.push}: only a model that a run has trained is uploaded; leave it out.")
-        _write_run(command.source.absolute().name, published_recipe(path), RunDirectory(command.target), screen)
+        _write_run(command.source.absolute().name, texts.published_recipe(path), RunDirectory(command.target), screen)
     else:
         raise ValueError(
             f"SOURCE {command.source}: it is neither a run (recipe.json) nor a published model (config.json, or a file "
@@ -94,13 +89,16 @@ def _model_card(source: RunDirectory, recipe: Recipe, license: str) -> models.Mo
 
 def _write_run(name: str, recipe: Recipe, target: RunDirectory, screen: Screen) -> None:
     check(recipe)
-    model = load_published_model(recipe, None, screen)
+    model = setup.load_published_model(recipe, None, screen)
     with target:
         target.claim(name, recipe)
         target.begin(name, recipe)
-        copy_companions(recipe, target)
+        texts.copy_companions(recipe, target)
         metadata = training.run_metadata(
-            recipe={"name": name, "recipe": dataclass_to_json(recipe)}, step=0, data={}, key=make_keys(recipe).steps
+            recipe={"name": name, "recipe": dataclass_to_json(recipe)},
+            step=0,
+            data={},
+            key=setup.make_keys(recipe).steps,
         )
         with target.checkpointer() as checkpointer:
             checkpointer.save({"model": model}, 0, metadata)

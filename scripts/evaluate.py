@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import tyro
 from support.command import entry
 from support.load import load_llm, ModelFlags
-from support.screen import Screen
 
 from eqformer import data, evaluation, write_atomic
+from eqformer.recipes import Screen
 from eqformer.text import LLM
 
 

@@ -12,9 +12,9 @@ import dataclasses
 from pathlib import Path
 
 from support.command import entry
-from support.run_directory import RunDirectory
 
 from eqformer import data, read_utf8
+from eqformer.recipes import RunDirectory
 from eqformer.text import load_run_model, load_run_tokenizer
 
 

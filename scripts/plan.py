@@ -36,32 +36,14 @@ import equinox as eqx
 import jax
 import tyro
 from jax.sharding import Mesh
-from recipes import LARGE, Mesh as RecipeMesh, Recipe
-from support.check import check
 from support.command import entry
-from support.kernel_report import decode_lines, training_lines
 from support.processes import check_machine, Machine
-from support.screen import Screen
-from support.setup import (
-    batch_shapes,
-    candidate_flags,
-    check_plan,
-    make_abstract_plan,
-    make_optimizer,
-    make_plan,
-    make_train_state,
-    make_train_step,
-    make_training_setup,
-    plan_flags,
-    setting_flags,
-    with_candidate,
-    with_plan_flags,
-)
 
 from eqformer import delete_oldest, generation, models, nn, parallel, planning, training, user_cache
 from eqformer.parallel import CONTEXT, TENSOR
 from eqformer.planning import Compilation, gigabytes, missing_compiler, Topology
 from eqformer.program import CompiledCosts, read_compiled
+from eqformer.recipes import check, LARGE, Mesh as RecipeMesh, Recipe, report, Screen, setup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +91,7 @@ COMPILED_AT_ONCE = 2  # Meshes that a search compiles, and further ones only whi
 KEPT_BYTES = 2**26  # The most bytes of figures of compiled programs that are kept.
 
 
-def report(command: Command) -> None:
+def print_report(command: Command) -> None:
     """Print the report, or the ranking of a search."""
     check_machine(command.machine)
     _check_flags(command)
@@ -127,10 +109,10 @@ def report(command: Command) -> None:
         if not command.formulas and not missing_compiler(target):
             compilation = compile_for(step.lower, recipe, target)
     elif command.compile:  # The devices are simulated, so the program is a CPU's.
-        plan = make_plan(recipe, jax.devices())
+        plan = setup.make_plan(recipe, jax.devices())
         program = read_compiled(step.lower(plan).compile(), plan.mesh)
     if command.json:
-        row = {"recipe": command.recipe, "flags": plan_flags(recipe)} | step.forecast.as_dict()
+        row = {"recipe": command.recipe, "flags": setup.plan_flags(recipe)} | step.forecast.as_dict()
         compiled = compilation or program
         print(json.dumps(row | {"compiled": compiled and compiled.as_dict()}, indent=1))
     else:
@@ -196,22 +178,26 @@ class PlannedStep:
 
 def training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Target) -> PlannedStep:
     """Return the recipe's training step."""
-    plan, optimizer, batch = make_abstract_plan(recipe), make_optimizer(recipe, model), batch_shapes(recipe)
+    plan, optimizer, batch = (
+        setup.make_abstract_plan(recipe),
+        setup.make_optimizer(recipe, model),
+        recipe.batch_shapes(),
+    )
     if isinstance(target, Topology):
-        with_plan_flags(recipe, lambda: target.speeds(plan.mesh), f"--topology {target}")
-    check_plan(recipe, plan, model)
-    states = make_train_state(recipe, plan, optimizer, model)
+        setup.with_plan_flags(recipe, lambda: target.speeds(plan.mesh), f"--topology {target}")
+    setup.check_plan(recipe, plan, model)
+    states = setup.make_train_state(recipe, plan, optimizer, model)
     forecast = planning.forecast(states, model, batch, target)
 
     def find_alternatives(progress: planning.Progress) -> str:
         search = planning.search_plans(states, model, batch, target, progress=progress)
         assert forecast.memory is not None
         limit = 3 - len(search.proposals)
-        setup = make_training_setup(recipe, model)
-        smaller_setups = planning.find_smaller_setups(setup, forecast.memory, forecast.platform, limit=limit)
-        lines = [planning.format_search(search, functools.partial(candidate_flags, recipe))]
+        training_setup = setup.make_training_setup(recipe, model)
+        smaller_setups = planning.find_smaller_setups(training_setup, forecast.memory, forecast.platform, limit=limit)
+        lines = [planning.format_search(search, functools.partial(setup.candidate_flags, recipe))]
         lines += ["on the same mesh by"] * bool(smaller_setups)
-        lines += [f"  {setting_flags(smaller.settings)}: {gigabytes(smaller.held)}" for smaller in smaller_setups]
+        lines += [f"  {setup.setting_flags(smaller.settings)}: {gigabytes(smaller.held)}" for smaller in smaller_setups]
         return "\n".join(lines)
 
     return PlannedStep(forecast, functools.partial(lower_step, recipe, states), find_alternatives)
@@ -219,16 +205,16 @@ def training_step(recipe: Recipe, model: nn.LanguageModel, target: planning.Targ
 
 def lower_step(recipe: Recipe, states: training.PlannedState, plan: parallel.Plan) -> jax.stages.Lowered:
     """Lower the recipe's training step under a plan from shapes; `states` may be under any plan."""
-    step = make_train_step(recipe, plan, states.optimizer)
-    return planning.lowered_step(states.with_plan(plan), step, batch_shapes(recipe))
+    step = setup.make_train_step(recipe, plan, states.optimizer)
+    return planning.lowered_step(states.with_plan(plan), step, recipe.batch_shapes())
 
 
 def decode_step(command: Command, model: nn.LanguageModel, topology: planning.Target) -> PlannedStep:
     """Return a step that writes a token of each row, with parameters in the dtype that they are computed in."""
     assert isinstance(topology, Topology)
     recipe, compute = command.run, command.run.precision.compute
-    plan = make_abstract_plan(recipe)
-    with_plan_flags(recipe, lambda: topology.speeds(plan.mesh), f"--topology {topology}")
+    plan = setup.make_abstract_plan(recipe)
+    setup.with_plan_flags(recipe, lambda: topology.speeds(plan.mesh), f"--topology {topology}")
     if command.weights == "quantized":
         assert recipe.published is not None
         stacked = models.load_shapes(recipe.published, dtype=compute, weights=command.weights)
@@ -245,7 +231,7 @@ def decode_step(command: Command, model: nn.LanguageModel, topology: planning.Ta
 
     def format_plan(decode_plan: planning.DecodePlan) -> str:
         variant = dataclasses.replace(recipe, mesh=RecipeMesh(**parallel.axis_sizes(decode_plan.plan.mesh)))
-        words = [plan_flags(variant), f"--batch {decode_plan.rows}" * (decode_plan.rows != recipe.batch)]
+        words = [setup.plan_flags(variant), f"--batch {decode_plan.rows}" * (decode_plan.rows != recipe.batch)]
         words.append(f"--cache-dtype {decode_plan.cache_dtype}" if decode_plan.cache_dtype else "")
         return " ".join(filter(None, words)) or "one device"
 
@@ -263,16 +249,16 @@ def decode_step(command: Command, model: nn.LanguageModel, topology: planning.Ta
 def _formula_report(command: Command, model: nn.LanguageModel, forecast: planning.Forecast) -> str:
     """Return the report on what runs where and what formulas say of a step."""
     recipe, target = command.run, forecast.target
-    plan = planning.for_platform(make_abstract_plan(recipe), forecast.platform)
+    plan = planning.for_platform(setup.make_abstract_plan(recipe), forecast.platform)
     summary = parallel.summary(plan, model, rows=recipe.batch, seq=1 if command.decode else recipe.seq)
     heading = [str(target)] if isinstance(target, Topology) else []
     parts = ["; ".join([*heading, summary, f"{forecast.parameters:,} parameters"])]
     if isinstance(target, Topology):
         platform, name = target.accelerator.platform, target.accelerator.name
         if command.decode:
-            parts += decode_lines(recipe, model, platform, command.cache_dtype)
+            parts += report.decode_lines(recipe, model, platform, command.cache_dtype)
         else:
-            parts += training_lines(recipe, model, platform, name)
+            parts += report.training_lines(recipe, model, platform, name)
     parts = [part for part in parts if part]
     if not command.decode:
         shapes = plan.shapes(model)
@@ -308,7 +294,7 @@ def compile_for(
     lower: Callable[[parallel.Plan], jax.stages.Lowered], recipe: Recipe, topology: Topology, number: str = ""
 ) -> Compilation:
     """Compile a step for a topology's devices; its figures are kept for the user's next look."""
-    plan, folder = make_plan(recipe, planning.devices_of(topology)), user_cache("plans")
+    plan, folder = setup.make_plan(recipe, planning.devices_of(topology)), user_cache("plans")
     assert isinstance(plan.mesh, Mesh)
     with Screen(errors=True).working(f"compiling{number} for {topology}; a compiler takes 5 s to some minutes"):
         compilation = planning.compilation_of(lower(plan), topology, plan.mesh, folder)
@@ -343,7 +329,7 @@ def _draw(path: Path, recipe: Recipe, model: nn.LanguageModel, forecast: plannin
     if forecast.roofline is not None and forecast.memory is not None:
         planning.plot_costs(forecast.held, forecast.memory, forecast.time.by_cause, path)
         return
-    plan = make_plan(recipe, jax.devices())
+    plan = setup.make_plan(recipe, jax.devices())
     assert isinstance(plan.mesh, Mesh)
     model = plan.shapes(model)
     parallel.plot_layout(model, plan.parameter_specs(model), plan.mesh, path)
@@ -365,9 +351,11 @@ def show_search() -> Iterator[planning.Progress]:
 
 def search(command: Command, model: nn.LanguageModel, topology: Topology) -> None:
     """Print the meshes that fit and take the least time: by shapes at once, by formulas, and as compilers answer."""
-    recipe, format_plan = command.run, functools.partial(candidate_flags, command.run)
-    memory, batch = topology.accelerator.memory, batch_shapes(recipe)
-    states = make_train_state(recipe, make_abstract_plan(recipe), make_optimizer(recipe, model), model)
+    recipe, format_plan = command.run, functools.partial(setup.candidate_flags, command.run)
+    memory, batch = topology.accelerator.memory, recipe.batch_shapes()
+    states = setup.make_train_state(
+        recipe, setup.make_abstract_plan(recipe), setup.make_optimizer(recipe, model), model
+    )
     note = (lambda text: None) if command.json else functools.partial(print, flush=True)
 
     def show_ranking(ranking: planning.ShapeRanking) -> None:
@@ -392,8 +380,10 @@ def search(command: Command, model: nn.LanguageModel, topology: Topology) -> Non
         for number, proposal in enumerate(proposals):
             if number >= COMPILED_AT_ONCE and any(done is not None and done.fits(memory) for done in compilations):
                 break
-            variant, model = with_candidate(recipe, proposal.candidate), proposal.candidate.model
-            states = make_train_state(variant, proposal.candidate.plan, make_optimizer(variant, model), model)
+            variant, model = setup.with_candidate(recipe, proposal.candidate), proposal.candidate.model
+            states = setup.make_train_state(
+                variant, proposal.candidate.plan, setup.make_optimizer(variant, model), model
+            )
             lower = functools.partial(lower_step, variant, states)
             compilations[number] = compile_for(lower, variant, topology, f" plan {number + 1}")
             table = planning.ranking_table(proposals, compilations, format_plan, memory)
@@ -406,7 +396,7 @@ def search(command: Command, model: nn.LanguageModel, topology: Topology) -> Non
         print(_why_not_compiled(topology))
 
 
-main = entry(Command, report, hidden_groups=("the run",))  # whose flags change nothing in the report
+main = entry(Command, print_report, hidden_groups=("the run",))  # whose flags change nothing in the report
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -15,21 +15,14 @@ from typing import Annotated
 
 import tyro
 from jax.errors import JaxRuntimeError
-from recipes import Recipe
-from support.chats import show_example
-from support.check import check
+from rich.console import Console
+from rich.text import Text
 from support.command import entry
-from support.from_run import check_from_run
 from support.processes import connect, Machine, run_devices
-from support.published import check_published
-from support.recipe_file import short_name
-from support.run_directory import RunDirectory
-from support.screen import Screen
-from support.setup import candidate_flags, check_plan, make_plan, make_training_setup, setting_flags
-from support.trainer import Trainer
 
 from eqformer import dataclass_to_json, planning
 from eqformer.parallel import check_alike, is_first_process
+from eqformer.recipes import check, Recipe, RunDirectory, Screen, setup, short_name, texts, Trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,25 +50,47 @@ def train(command: Command) -> None:
     )
     shapes = check(recipe)
     folder = command.run_dir or Path("runs") / short_name(command.recipe)
-    check_published(recipe, RunDirectory(folder))
-    check_from_run(recipe, shapes, RunDirectory(folder))
+    texts.check_published(recipe, RunDirectory(folder))
+    setup.check_from_run(recipe, shapes, RunDirectory(folder))
     if command.show_example:
-        show_example(recipe, RunDirectory(folder), Screen(silent=not is_first_process()))
+        show_example(recipe, RunDirectory(folder))
         return
-    plan = make_plan(recipe, run_devices(machine))
-    check_plan(recipe, plan, shapes)
+    plan = setup.make_plan(recipe, run_devices(machine))
+    setup.check_plan(recipe, plan, shapes)
     with RunDirectory(folder) as directory:
         trainer = Trainer(command.recipe, recipe, shapes, plan, directory, Screen(silent=not is_first_process()))
         try:
             trainer.run()
         except JaxRuntimeError as error:
-            setup, format_plan = make_training_setup(recipe, shapes), functools.partial(candidate_flags, recipe)
             message = planning.out_of_memory_report(
-                error, setup, format_plan=format_plan, format_settings=setting_flags
+                error,
+                setup.make_training_setup(recipe, shapes),
+                format_plan=functools.partial(setup.candidate_flags, recipe),
+                format_settings=setup.setting_flags,
             )
             if message is None:
                 raise
             raise ValueError(message) from error
+
+
+def show_example(recipe: Recipe, directory: RunDirectory) -> None:
+    """Print the first conversation of the recipe's data with the tokens that are learned in colour, or in brackets."""
+    tokenizer = texts.recipe_tokenizer(recipe, directory)
+    encoder = texts.chat_encoder(recipe, tokenizer, directory)
+    if encoder is None:
+        raise ValueError("--show-example: the text is no conversations, so all of it is learned; leave the flag out.")
+    document, shown = next(iter(texts.open_chats(recipe, texts.chat_paths(recipe)[0]))), Text()
+    console = Console(highlight=False, soft_wrap=True, quiet=not is_first_process())
+    has_colors = console.color_system is not None and console.is_terminal
+    spans = encoder.mark_learned(document)
+    for span in spans:
+        piece = f"[[{span.text}]]" if span.is_learned and not has_colors else span.text
+        shown.append(piece, style="bold green" if span.is_learned else "dim")
+    total = sum(span.tokens for span in spans)
+    learned = sum(span.tokens for span in spans if span.is_learned)
+    mark = "in colour" if has_colors else "in [[brackets]]"
+    console.print(f"{document.name}: {total} tokens, of which {learned} are learned ({mark})", markup=False)
+    console.print(shown)
 
 
 main = entry(Command, train)

@@ -16,11 +16,10 @@ from typing import Annotated, Literal
 
 import tyro
 from support.command import entry
-from support.kernel_report import DECODING, has_kernels, local_platform
 from support.load import load_llm, ModelFlags
-from support.screen import Screen
 
 from eqformer import text
+from eqformer.recipes import report, Screen
 
 
 PREDICTOR = Path("mtp")  # The draft of this name is the model's own predictor.
@@ -114,8 +113,8 @@ def write(command: Command) -> None:
     if prompt is None:
         prompt = default_prompt(command, llm)
         screen.note(f"prompt: {prompt} (--prompt gives another)")
-    if has_kernels(local_platform()):
-        screen.note(DECODING)
+    if report.has_kernels(report.local_platform()):
+        screen.note(report.DECODING)
     pieces = start_text(command, llm, prompt)
     if not is_chat(command, llm) and llm.model.start is None:  # An encoder's text is not written on.
         sys.stdout.write(prompt)

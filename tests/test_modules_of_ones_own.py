@@ -9,9 +9,9 @@ import numpy as np
 import plan
 import pytest
 from extending import beside
-from support import setup as _setup
 
 from eqformer import generation, models, nn, parallel, planning, training
+from eqformer.recipes import _setup
 
 
 KEY = jax.random.key(0)

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.recipe_file import read_recipe
 
 from eqformer import data, models, read_json, read_utf8
 from eqformer._failures import foreign_call
 from eqformer._files import check_regular, map_bytes, MAX_JSON_DEPTH, open_regular, parse_json, read_bytes
+from eqformer.recipes._named_recipes import read_recipe
 from eqformer.training import JsonLines, plot_losses
 
 

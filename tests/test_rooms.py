@@ -28,6 +28,7 @@ ROOMS = {
     "interpretability": {"nn", "kernels"},
     "training": {"nn", "kernels", "program", "parallel"},
     "planning": {"nn", "kernels", "program", "parallel", "training"},
+    "recipes": {"nn", "kernels", "data", "models", "parallel", "training", "planning", "generation", "text"},
     "systems": {"nn", "kernels", "program", "parallel", "planning"},
 }
 # Folders of a room that know nothing of the room's other files, which import from them.
@@ -199,6 +200,8 @@ def test_a_file_keeps_to_its_room(path):
         ("kernels", "from ..nn import Linear", "imports from ['nn']"),
         ("training/losses", "from .._step import make_step", "imports ['training._step'] of its own room"),
         ("training/optimizer", "from ..losses._loss_aux import LossFn", "training/optimizer stands by itself"),
+        ("training", "from ..recipes import Recipe", "imports from ['recipes']"),
+        ("recipes", "from ..evaluation import evaluate_texts", "imports from ['evaluation']"),
         ("program", "from ..parallel import STATE", "imports from ['parallel']"),
     ],
 )
@@ -301,6 +304,7 @@ PLAIN = (
     "parallel",
     "planning",
     "program",
+    "recipes",
     "systems",
     "text",
     "training",

@@ -10,15 +10,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.published import recipe_tokenizer
-from support.run_directory import RunDirectory
-from support.screen import Screen
-from support.text import open_sources, open_texts
 
 from benchmarks import _ours, _peers
 from benchmarks._folders import write_quantized_folder
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import generation, models, nn, training
+from eqformer.recipes import RunDirectory, Screen, texts
 from eqformer.text import load_run_model
 
 
@@ -87,12 +84,14 @@ def _ids(vocab: int, batch: int, prompt: int) -> np.ndarray:
 def _run_rows(directory: RunDirectory) -> Iterator[Row]:
     _, recipe = directory.read()
     model = load_run_model(directory.path)
-    texts = open_texts(recipe, open_sources(recipe), recipe_tokenizer(recipe, directory), directory, Screen())
+    corpus = texts.open_texts(
+        recipe, texts.open_sources(recipe), texts.recipe_tokenizer(recipe, directory), directory, Screen()
+    )
     sums = eqx.filter_jit(training.evaluation_sums)
     first = None
     for name, form in FORMS.items():
         rounded = eqx.filter_jit(form)(model)
-        mean, _ = texts.validate(partial(sums, rounded), recipe.validation_batches, rows=(0, recipe.batch))
+        mean, _ = corpus.validate(partial(sums, rounded), recipe.validation_batches, rows=(0, recipe.batch))
         bits = training.bits_per_byte(mean.loss, mean.bytes_per_token)
         first = first or bits
         note = f"{bits:.4f}; {_bytes(rounded):,} bytes of arrays"

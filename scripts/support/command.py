@@ -15,14 +15,26 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tyro
-from recipes import LARGE, Recipe, RECIPES
 
 from eqformer import models, nn
-from support.chats import for_chats, reads_chats
-from support.flags import check_names, fields_of, flags_of, name_flags_in_errors, parse_words
-from support.published import published_recipe, recipe_tokenizer
-from support.recipe_file import load_user_recipe, short_name, source_beside, trust_recipe, user_file
-from support.run_directory import RunDirectory
+from eqformer.recipes import (
+    fields_of,
+    flags_of,
+    LARGE,
+    load_user_recipe,
+    name_flags_in_errors,
+    Recipe,
+    RECIPES,
+    RunDirectory,
+    Screen,
+    short_name,
+    source_beside,
+    Text,
+    texts,
+    trust_recipe,
+    user_file,
+)
+from support.flags import check_names, parse_words
 from support.screen import one_message
 
 
@@ -49,6 +61,35 @@ def _parse_literals(info: Any) -> Any:
     )
 
 
+# Flags of a recipe whose name or metavar differs from what the parser makes of the field.
+_FLAGS = {
+    Recipe: {
+        "published": tyro.conf.arg(name="model", metavar="FOLDER"),
+        "from_run": tyro.conf.arg(metavar="FOLDER"),
+        "profile": tyro.conf.arg(metavar="FIRST:LAST"),
+        "plan": tyro.conf.arg(name=""),
+    },
+    Text: {"mix": tyro.conf.arg(metavar="PATH=WEIGHT ...")},
+}
+
+
+@_REGISTRY.struct_rule
+def _split_recipe(info: Any) -> Any:
+    """Parse a recipe, and its text, as flags of the names in `_FLAGS`."""
+    if info.type not in _FLAGS:
+        return None
+    fields, help_texts = [], documentation(info.type)
+    for name, kind in typing.get_type_hints(info.type).items():
+        flag: Any = _FLAGS[info.type].get(name)
+        field_type: Any = kind if flag is None else typing.Annotated[kind, flag]
+        default = getattr(info.default, name)
+        # A part of a recipe is a group of flags with the docstring of the part's class; a model's class says less.
+        is_part = dataclasses.is_dataclass(getattr(info.type, name, None))
+        text = None if is_part else help_texts.get(name)
+        fields.append(tyro.constructors.StructFieldSpec(name, field_type, default, text))
+    return tyro.constructors.StructConstructorSpec(info.type, tuple(fields))
+
+
 def entry(
     kind: type[Command], run: Callable[[Command], None], hidden_groups: Sequence[str] = ()
 ) -> Callable[[Sequence[str]], None]:
@@ -58,7 +99,7 @@ def entry(
         with one_message():
             if "--trust-recipe" in parse_words(arguments):
                 for word in (*arguments, *(argument.partition("=")[2] for argument in arguments), "runs/default"):
-                    trust_recipe(RunDirectory(Path(word)).recipe)
+                    trust_recipe(RunDirectory(Path(word)).recipe, Screen(errors=True).note)
             has_recipe = "recipe" in typing.get_type_hints(kind)
             command = parse(kind, arguments, hidden_groups) if has_recipe else read(kind, arguments)
             with name_flags_in_errors(command):
@@ -100,8 +141,8 @@ def parse(kind: type[Command], arguments: Sequence[str], hidden_groups: Sequence
         recipe = dataclasses.replace(recipe, published=models.local_path(recipe.published).absolute())
     elif recipe.text.tokenizer is not None:
         recipe = _with_vocabulary(recipe, "--model.vocab" in parse_words(arguments))
-    if reads_chats(recipe):
-        recipe = for_chats(recipe)
+    if texts.reads_chats(recipe):
+        recipe = texts.for_chats(recipe)
     return dataclasses.replace(command, run=recipe)
 
 
@@ -144,7 +185,7 @@ def _with_vocabulary(recipe: Recipe, has_vocab_flag: bool) -> Recipe:
     if has_vocab_flag:
         return recipe
     with name_flags_in_errors(recipe):
-        vocab = math.ceil(recipe_tokenizer(recipe).vocab / text.round_vocab) * text.round_vocab
+        vocab = math.ceil(texts.recipe_tokenizer(recipe).vocab / text.round_vocab) * text.round_vocab
     return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vocab=vocab))
 
 
@@ -157,7 +198,7 @@ def find_recipe(name: str, folder: Path | None = None, run: RunDirectory | None 
     would be too high for trained weights.
     """
     if folder is not None:
-        published = published_recipe(folder, run)
+        published = texts.published_recipe(folder, run)
         named = published if name == "default" else find_recipe(name)
         optimizer = published.optimizer if named.published is None else named.optimizer
         return dataclasses.replace(named, model=published.model, published=published.published, optimizer=optimizer)

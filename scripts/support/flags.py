@@ -1,33 +1,7 @@
-"""Flags of a command: names that other programs have for them, and flags in front of the library's errors."""
+"""Flags of a command line, and the names that other programs have for them."""
 
-import dataclasses
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-
-def flags_of(command: Any) -> dict[str, Any]:
-    """Return every flag of a command with its value; `command` is a dataclass, or its class for the defaults."""
-    return {flag: value for flag, value, _, _ in fields_of(command)}
-
-
-def fields_of(command: Any, prefix: str = "--") -> Iterator[tuple[str, Any, type, str]]:
-    """Yield every flag of a command with its value, and the dataclass and the name of its field."""
-    for field in dataclasses.fields(command):
-        value = getattr(command, field.name, None)
-        name = _FLAG_NAMES.get(field.name, field.name.replace("_", "-"))
-        if dataclasses.is_dataclass(value):
-            yield from fields_of(value, f"{prefix}{name}." if name else prefix)
-        else:
-            yield prefix + name, value, type(command), field.name
-
-
-def format_flag(flag: str, value: Any) -> str:
-    """Return a flag with its value as a user types them; for a boolean the flag alone, or `--no-` before its name."""
-    if isinstance(value, bool):
-        return flag if value else f"--no-{flag.removeprefix('--')}"
-    return f"{flag} {value}"
 
 
 def parse_words(arguments: Sequence[str]) -> dict[str, list[str]]:
@@ -68,71 +42,6 @@ def _find_flag(name: str, flags: Mapping[str, Any]) -> str | None:
             return (usual or ending)[0]
     return None
 
-
-@contextmanager
-def name_flags_in_errors(command: Any) -> Iterator[None]:
-    """Put flags in front of a `ValueError` that the library raises inside, see `add_flags`."""
-    try:
-        yield
-    except ValueError as error:
-        message = add_flags(str(error), flags_of(command))
-        if message == str(error):
-            raise
-        raise ValueError(message) from error
-
-
-def add_flags(message: str, flags: Mapping[str, Any]) -> str:
-    """Return the library's message, `call(name=value): rule`, with the flags in front that set the call's arguments.
-
-    Messages of any other form, also those that begin with a flag, stay as they are.
-    """
-    call = re.match(r"(\w+)\(.*?\): ", message, re.DOTALL)
-    if call is None:
-        return message
-    names = [f"{call[1]}(", *re.findall(r"\b\w+(?==)", call[0])]
-    chosen = dict.fromkeys(flag for name in names if (flag := _flag_of(name, flags)) is not None)
-    front = " ".join(f"{flag} {_format_value(flags[flag])}" for flag in chosen)
-    return f"{front}: {message}" if front else message
-
-
-def _format_value(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _flag_of(name: str, flags: Mapping[str, Any]) -> str | None:
-    """Return the flag that sets the argument or call `name` of the library, if the command has it and it is set."""
-    hyphens = name.replace("_", "-")
-    candidates = WORDS.get(name, (f"--{hyphens}", *(flag for flag in flags if flag.endswith(f".{hyphens}"))))
-    return next((flag for flag in candidates if flags.get(flag) not in (None, ())), None)
-
-
-# Fields whose flags have another name.
-_FLAG_NAMES = {"run": "", "machine": "", "plan": "", "published": "model"}
-
-# Flags that set a call (with a bracket) or an argument of the library whose name differs from theirs.
-WORDS = {
-    "FileTokenizer(": ("--text.tokenizer", "--model"),
-    "files(": ("--data", "--text.mix"),
-    "hub(": ("--text.hub", "--text.mix"),
-    "parse_bytes(": ("--memory",),
-    "check_next_token(": ("--model", "--recipe"),
-    "load(": ("--model",),
-    "optimizer(": ("--optimizer.name",),
-    "rates(": ("--optimizer.rates",),
-    "preset(": ("--recipe",),
-    "Temperature(": ("--temperature",),
-    "TopK(": ("--top-k",),
-    "TopP(": ("--top-p",),
-    "MinP(": ("--min-p",),
-    "RepetitionPenalty(": ("--repetition-penalty",),
-    "max_new_tokens": ("--tokens",),
-    "rows": ("--batch",),
-    "peak": ("--optimizer.learning-rate",),
-    "rate": ("--model.dropout",),
-    "where": ("--lora.maps",),
-    "name": (),
-    "split": (),
-}
 
 # Names that other programs have for our flags.
 USUAL_NAMES = {

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from recipes import Mesh, Recipe, RECIPES
 
 from eqformer import nn, parallel, text
+from eqformer.recipes import Mesh, Recipe, RECIPES, RunDirectory, Screen, setup
 from support.processes import Machine, run_devices
-from support.run_directory import RunDirectory
-from support.screen import Screen
-from support.setup import make_plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,4 +72,4 @@ def _make_mesh_plan(flags: ModelFlags) -> parallel.Plan | None:
     if flags.mesh == Mesh() and flags.simulate is None:
         return None
     with_mesh = Recipe(RECIPES["default"]().model, mesh=flags.mesh, plan=parallel.ParallelConfig(zero=flags.zero))
-    return make_plan(with_mesh, run_devices(Machine(simulate=flags.simulate)))
+    return setup.make_plan(with_mesh, run_devices(Machine(simulate=flags.simulate)))

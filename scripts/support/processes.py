@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from eqformer import parallel
-from support.screen import print_warnings
+from eqformer.recipes import report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def check_machine(machine: Machine) -> None:
 def connect(machine: Machine) -> None:
     """Connect to the other processes, if flags or a cluster that JAX knows say that there are any."""
     check_machine(machine)
-    with print_warnings():
+    with report.print_warnings():
         parallel.connect(machine.coordinator, machine.processes, machine.process_id)
 
 

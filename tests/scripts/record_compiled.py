@@ -21,9 +21,9 @@ if __name__ == "__main__":
 
 import plan
 from support.command import parse
-from support.setup import batch_shapes, make_abstract_plan, make_optimizer, make_train_state, model_shapes
 
 from eqformer import planning
+from eqformer.recipes._setup import make_abstract_plan, make_optimizer, make_train_state, model_shapes
 
 
 def compiled(row: dict) -> dict:
@@ -44,7 +44,7 @@ def formulas(row: dict) -> planning.Forecast:
     recipe = parse(plan.Command, row["flags"].split()).run
     model = model_shapes(recipe)
     states = make_train_state(recipe, make_abstract_plan(recipe), make_optimizer(recipe, model), model)
-    return planning.forecast(states, model, batch_shapes(recipe), planning.topology(row["topology"]))
+    return planning.forecast(states, model, recipe.batch_shapes(), planning.topology(row["topology"]))
 
 
 def told(row: dict) -> str:

@@ -15,10 +15,9 @@ if __name__ == "__main__":
 
     environment.prepare(["--simulate", "1"])
 
-from recipes import LARGE
-from support.setup import batch_shapes, make_abstract_plan, make_optimizer, make_train_state, model_shapes
-
 from eqformer import planning
+from eqformer.recipes import LARGE
+from eqformer.recipes._setup import make_abstract_plan, make_optimizer, make_train_state, model_shapes
 
 
 PAGE = ROOT / "docs" / "accelerators-planning.md"
@@ -29,7 +28,7 @@ def formulas(name: str) -> str:
     topology, recipe = LARGE[name]
     plan, model = make_abstract_plan(recipe), model_shapes(recipe)
     states = make_train_state(recipe, plan, make_optimizer(recipe, model), model)
-    found = planning.forecast(states, model, batch_shapes(recipe), planning.topology(topology))
+    found = planning.forecast(states, model, recipe.batch_shapes(), planning.topology(topology))
     sent = sum(size for *_, size in found.sent)
     held, seconds = found.total / 1e9, found.time.seconds
     return f"{name} | {topology} | {held:.1f} | {sent / 1e9:.1f} | {seconds:.2f}, {found.time.utilization:.0%}"

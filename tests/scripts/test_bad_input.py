@@ -15,10 +15,10 @@ import pytest
 import sample
 from script_helpers import command, LLAMA, PLAIN, TINY, write_corpus
 from support.command import parse
-from support.run_directory import RunDirectory
 
 from eqformer import data
 from eqformer.data._token_store import _map_store
+from eqformer.recipes import RunDirectory
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recipes import RECIPES
 from script_helpers import losses, rows, run_here
 from text_cases import CONFIG, published_folder, small_model, TEMPLATE
 
 from eqformer import data
+from eqformer.recipes import RECIPES
 
 
 TALK = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "Né, so."}]
@@ -72,7 +72,7 @@ def test_a_run_is_continued_and_writes_samples(folder, tmp_path):
 
 
 def test_a_sample_has_the_form_of_the_data(folder):
-    from support.chats import sample_prompt
+    from eqformer.recipes._texts import sample_prompt
 
     tokenizer = data.ByteTokenizer()
     encoder = data.ConversationEncoder(tokenizer, data.ChatTemplate(folder / "model"), end_ids=(10, 0))

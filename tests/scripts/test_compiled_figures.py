@@ -11,9 +11,9 @@ import pathlib
 import plan as plan_script
 import pytest
 from support.command import parse
-from support.setup import batch_shapes, make_abstract_plan, make_optimizer, make_train_state, model_shapes
 
 from eqformer import planning
+from eqformer.recipes._setup import make_abstract_plan, make_optimizer, make_train_state, model_shapes
 
 
 ROWS = {row["name"]: row for row in json.loads((pathlib.Path(__file__).parent / "compiled.json").read_text())}
@@ -35,7 +35,7 @@ def test_formulas_give_what_compilers_do(name):
     recipe = parse(plan_script.Command, row["flags"].split()).run
     plan, model = make_abstract_plan(recipe), model_shapes(recipe)
     states = make_train_state(recipe, plan, make_optimizer(recipe, model), model)
-    found = planning.forecast(states, model, batch_shapes(recipe), planning.topology(row["topology"]))
+    found = planning.forecast(states, model, recipe.batch_shapes(), planning.topology(row["topology"]))
     estimate = found.total - found.held[planning.MARGIN]
     assert relative(estimate, row["held"]) < HELD
     assert row["held"] <= found.total < (1 + ABOVE) * row["held"]

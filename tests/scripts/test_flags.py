@@ -11,13 +11,13 @@ import plan
 import pretrain
 import pytest
 import sample
-from recipes import LARGE, RECIPES
 from script_helpers import SCRIPTS
-from support.check import check
 from support.command import find_recipe, GROUPS, parse, read
-from support.flags import add_flags, check_names, flags_of, USUAL_NAMES, WORDS
+from support.flags import check_names, USUAL_NAMES
 
 from eqformer import data, models, nn, parallel, training
+from eqformer.recipes import check, flags_of, LARGE, RECIPES
+from eqformer.recipes._recipe import add_flags, WORDS
 
 
 def page(kind, capsys, *arguments):

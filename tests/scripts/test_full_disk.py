@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from recipes import Recipe
-from support.published import copy_companions
-from support.run_directory import RunDirectory
 
 from eqformer import models
+from eqformer.recipes import Recipe, RunDirectory
+from eqformer.recipes._texts import copy_companions
 
 
 class Full:

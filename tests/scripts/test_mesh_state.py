@@ -6,11 +6,11 @@ import gc
 import jax
 import numpy as np
 import pytest
-from recipes import Mesh, Recipe
-from support.setup import make_optimizer, make_plan, make_train_state, model_shapes
 
 from eqformer import models
 from eqformer.parallel import ParallelConfig
+from eqformer.recipes import Mesh, Recipe
+from eqformer.recipes._setup import make_optimizer, make_plan, make_train_state, model_shapes
 
 
 def live():

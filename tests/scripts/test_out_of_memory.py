@@ -7,9 +7,10 @@ import pretrain
 import pytest
 from script_helpers import run_here, TINY, write_corpus
 from support.command import parse
-from support.flags import format_flag
-from support.setup import (
-    batch_shapes,
+
+from eqformer import planning
+from eqformer.recipes._recipe import format_flag
+from eqformer.recipes._setup import (
     make_abstract_plan,
     make_optimizer,
     make_train_state,
@@ -18,8 +19,6 @@ from support.setup import (
     plan_flags,
     setting_flags,
 )
-
-from eqformer import planning
 
 
 ASKED = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.50GiB.\nBufferAssignment stats: ..."
@@ -35,7 +34,7 @@ def held(words: str) -> int:
     recipe = recipe_of(words)
     model = model_shapes(recipe)
     states = make_train_state(recipe, make_abstract_plan(recipe), make_optimizer(recipe, model), model)
-    return planning.step_bytes(states, model, batch_shapes(recipe)).total
+    return planning.step_bytes(states, model, recipe.batch_shapes()).total
 
 
 @pytest.mark.grid

@@ -8,13 +8,13 @@ import sys
 import plan
 import pytest
 from script_helpers import run_here
-from support import setup as _setup
 from support.command import parse
-from support.setup import make_abstract_plan, make_train_state
 
 from eqformer import planning
 from eqformer.planning import _compile, missing_compiler, topology
 from eqformer.program import CompiledCosts
+from eqformer.recipes import _setup
+from eqformer.recipes._setup import make_abstract_plan, make_train_state
 
 
 TINY = "--model.embed 32 --model.layers 2 --model.heads 4 --model.mlp 64 --model.kv-heads 2 --seq 32 --batch 16"

@@ -12,8 +12,8 @@ from jax._src.clusters import ClusterEnv
 from script_helpers import LLAMA, losses, start, start_code, TINY, wait_until, write_corpus
 from support.command import parse
 from support.processes import connect, Machine
-from support.run_directory import RunDirectory
 
+from eqformer.recipes import RunDirectory
 from eqformer.training import Checkpointer
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import pretrain
 import pytest
-from recipes import Recipe
 from script_helpers import LLAMA, TINY, write_corpus
-from support.check import check, check_values
-from support.recipe_file import from_json, read_recipe
 
 from eqformer import dataclass_to_json, models, training
+from eqformer.recipes import check, Recipe
+from eqformer.recipes._named_recipes import from_json, read_recipe
+from eqformer.recipes._setup import check_values
 from eqformer.training import RunFolder
 
 

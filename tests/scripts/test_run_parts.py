@@ -15,17 +15,14 @@ import numpy as np
 import pretrain
 import pytest
 import sample
-from recipes import Recipe, RECIPES, Text
 from rich.console import Console
-from support import screen as _screen, trainer as _trainer
 from support.command import find_recipe, parse
-from support.published import check_published, copy_companions, recipe_tokenizer
-from support.report import metrics_line, opening_line
-from support.run_directory import RunDirectory
-from support.screen import Screen
-from support.setup import build_model, make_keys, model_shapes
 
 from eqformer import data, dataclass_to_json, models, nn, text, training
+from eqformer.recipes import _report, _trainer, Recipe, RECIPES, RunDirectory, Screen, Text
+from eqformer.recipes._report import metrics_line, opening_line
+from eqformer.recipes._setup import build_model, make_keys, model_shapes
+from eqformer.recipes._texts import check_published, copy_companions, recipe_tokenizer
 from eqformer.training import _run_folder, Lora, Optimization
 
 
@@ -259,7 +256,7 @@ def test_a_run_that_goes_on_is_one_run_where_it_is_looked_at(tmp_path, monkeypat
 
 def test_lines_without_a_terminal_are_of_new_figures(monkeypatch, capsys):
     clock = [0.0]
-    monkeypatch.setattr(_screen.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(_report.time, "monotonic", lambda: clock[0])
     with Screen().steps(100, 40) as show:
         for done in range(41, 101):
             show(done, f"loss of {done // 10 * 10}", done % 10 == 0)

@@ -1,8 +1,9 @@
 """What the docs say of recipes at the scale of many machines is what the formulas give today."""
 
 import pytest
-from recipes import LARGE
 from scale_table import formulas, in_docs
+
+from eqformer.recipes import LARGE
 
 
 DEFAULT = ("llama-3-8b-v5e-256", "llama-3-8b-h100-8")

@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pretrain import Command
-from recipes import Recipe
 from script_helpers import LLAMA, rows, run_here, TINY, write_corpus
-from support.check import check
 from support.command import parse
-from support.run_directory import RunDirectory
-from support.schedule import schedule_phases
 
 from eqformer import models, training
+from eqformer.recipes import check, Recipe, RunDirectory
+from eqformer.recipes._run_directory import schedule_phases
 
 
 def recipe(steps, rates_name: Any = "warmup-cosine", *, prolong: Any = "refuse", warmup=None, **more):

@@ -7,20 +7,22 @@ import time
 import jax
 import pytest
 from script_helpers import command, PLAIN, SCRIPTS
-from support import screen
 from support.screen import one_message
+
+from eqformer.recipes import _report
 
 
 # How each script writes: by print, by rich, into a buffer that is written out at the end, while it ends for help.
 WRITES = {
     "print": "print('text', flush=True)",
-    "rich": "screen.Screen().note('text')",
+    "rich": "recipes.Screen().note('text')",
     "buffer": "print('text')",
     "help": "print('text'); raise SystemExit(0)",
     "many": "[print('text' * 99) for _ in range(999)]",
 }
 GRID = pytest.mark.grid  # a process each
-CODE = "import sys; sys.path.insert(0, {!r}); from support import screen\nwith screen.one_message():\n    {}"
+CODE = "import sys; sys.path.insert(0, {!r})\nfrom eqformer import recipes\nfrom support import screen\n"
+CODE += "with screen.one_message():\n    {}"
 
 
 def unread(arguments):
@@ -87,18 +89,18 @@ def test_an_interrupt_at_any_time_is_one_line_and_no_traceback():
 
 def test_progress_is_told_in_lines_where_there_is_no_terminal(monkeypatch, capsys):
     """With the time that is left and, of one call that takes long, the time that it has taken."""
-    monkeypatch.setattr(screen, "SECONDS_A_LINE", 0.0)
-    with screen.Screen(errors=True).counting() as show:
+    monkeypatch.setattr(_report, "SECONDS_A_LINE", 0.0)
+    with _report.Screen(errors=True).counting() as show:
         show("plans", 0, 4)
         show("plans", 2, 4)
-    monkeypatch.setattr(screen, "SECONDS_A_LINE", 0.01)
-    with screen.Screen(errors=True).working("compiling"):
+    monkeypatch.setattr(_report, "SECONDS_A_LINE", 0.01)
+    with _report.Screen(errors=True).working("compiling"):
         time.sleep(0.05)
     lines = capsys.readouterr().err.splitlines()
     assert lines[:3] == ["plans: 0 of 4", "plans: 2 of 4, ETA 0:00:00", "compiling"]
     assert lines[3] == "compiling: 0:00:00 so far"
-    monkeypatch.setattr(screen, "SECONDS_A_LINE", 60.0)  # the control
-    with screen.Screen(errors=True).counting() as show:
+    monkeypatch.setattr(_report, "SECONDS_A_LINE", 60.0)  # the control
+    with _report.Screen(errors=True).counting() as show:
         show("plans", 1, 4)
     assert not capsys.readouterr().err
 

@@ -9,12 +9,12 @@ import pytest
 from extending import beside
 from haste import HASTE
 from support.command import parse
-from support.setup import make_abstract_plan, make_optimizer, make_plan, make_train_state, model_shapes
 
 from eqformer import nn, planning
 from eqformer.parallel import COLLECTIVES, CONTEXT, EXPERT, PIPE, STATE, TENSOR
 from eqformer.planning import counted_bytes, sent_bytes, sum_by_cause
 from eqformer.program import bytes_sent, list_transfers, read_hlo
+from eqformer.recipes._setup import make_abstract_plan, make_optimizer, make_plan, make_train_state, model_shapes
 
 
 TINY = "--model.embed 64 --model.heads 8 --model.mlp 160 --seq 32 --batch 16 --optimizer.name adamw"

@@ -8,14 +8,12 @@ import numpy as np
 import pretrain
 import pytest
 from hub_server import serve_hub
-from recipes import Recipe, Text
 from script_helpers import PLAIN, write_corpus
 from support.command import parse
-from support.run_directory import RunDirectory
-from support.screen import Screen
-from support.text import open_sources, open_texts, shared_token_folders
 
 from eqformer import data, models
+from eqformer.recipes import Recipe, RunDirectory, Screen, Text
+from eqformer.recipes._texts import open_sources, open_texts, shared_token_folders
 
 
 @pytest.fixture

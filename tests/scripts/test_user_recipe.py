@@ -7,15 +7,13 @@ import signal
 import numpy as np
 import pytest
 from extending import BLOCK, PAGE
-from recipes import Recipe, Text
 from script_helpers import losses, run, run_here, start_until, write_corpus
-from support import recipe_file
 from support.load import load_llm, ModelFlags
-from support.published import copy_companions
-from support.run_directory import RunDirectory
-from support.setup import build_model
 
 from eqformer import data, models, training
+from eqformer.recipes import _named_recipes, Recipe, RunDirectory, Text
+from eqformer.recipes._setup import build_model
+from eqformer.recipes._texts import copy_companions
 
 
 TINY = "--model.embed 32 --model.periods 1 --model.window 8 --seq 32 --batch 4 --steps 6 --log-every 1 "
@@ -24,7 +22,9 @@ TINY += "--checkpoint-every 3 --validate-every 100 --sample-every 0 --optimizer.
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe_file, "_MODULES", {})  # after a test its family is let go, so that it registers it anew
+    monkeypatch.setattr(
+        _named_recipes, "_MODULES", {}
+    )  # after a test its family is let go, so that it registers it anew
     (text,) = (block for block in BLOCK.findall(PAGE.read_text(encoding="utf-8")) if block.startswith("# windowed.py"))
     path = tmp_path / "elsewhere" / "windowed.py"
     path.parent.mkdir()
@@ -136,7 +136,7 @@ class Mine(Optimization):
 
 
 def test_code_in_a_run_folder_runs_only_where_a_class_needs_it_and_the_user_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe_file, "_MODULES", {})
+    monkeypatch.setattr(_named_recipes, "_MODULES", {})
     marker, its = tmp_path / "marker", RunDirectory(tmp_path / "run")
     (tmp_path / "mine.py").write_text(CODE.format(marker=str(marker)))
     config = dataclasses.replace(models.preset("llama-byte-1m"), embed=32, layers=1, mlp=64)

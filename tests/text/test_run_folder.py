@@ -4,11 +4,11 @@ import json
 import shutil
 
 import pytest
-from recipes import Recipe, Text
 from text_cases import CONFIG, published_folder, small_model, TEMPLATE, USER
 
 import eqformer
 from eqformer import data, parallel, training
+from eqformer.recipes import Recipe, Text
 from eqformer.text import LLM, load_run_model
 
 

@@ -12,21 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from recipes import Recipe
 
-from eqformer import data, dataclass_to_json, generation, nn, parallel, planning, PreferenceBatch, training
-from eqformer.parallel import check_alike, on_all_processes, on_first_process
-from support.chats import chat_encoder, sample_prompt
-from support.check import parse_steps
-from support.from_run import init_from_run
-from support.kernel_report import local_platform, training_lines
-from support.published import copy_companions, recipe_tokenizer
-from support.report import closing_lines, metrics_line, opening_line
-from support.run_directory import RunDirectory
-from support.schedule import schedule_phases
-from support.screen import Screen, Show
-from support.setup import (
+from .. import data, generation, nn, parallel, planning, training
+from .._dataclass_json import dataclass_to_json
+from .._shapes import PreferenceBatch
+from ..parallel import check_alike, on_all_processes, on_first_process
+from ._recipe import Recipe
+from ._report import closing_lines, local_platform, metrics_line, opening_line, Screen, Show, training_lines
+from ._run_directory import RunDirectory, schedule_phases
+from ._setup import (
     add_lora,
+    init_from_run,
     Keys,
     load_published_model,
     make_keys,
@@ -35,8 +31,9 @@ from support.setup import (
     make_train_state,
     make_train_step,
     model_shapes,
+    parse_steps,
 )
-from support.text import open_sources, open_texts
+from ._texts import chat_encoder, copy_companions, open_sources, open_texts, recipe_tokenizer, sample_prompt
 
 
 class Trainer:
@@ -45,7 +42,16 @@ class Trainer:
     def __init__(
         self, name: str, recipe: Recipe, shapes: Any, plan: parallel.Plan, directory: RunDirectory, screen: Screen
     ):
-        """Open the text and claim the directory; `shapes` are those of the recipe's model."""
+        """Open the text and claim the directory.
+
+        Args:
+            name: The recipe's name.
+            recipe: The recipe.
+            shapes: The shapes of the recipe's model.
+            plan: The recipe's plan over devices.
+            directory: The run's folder.
+            screen: Where notes and progress are shown.
+        """
         self.recipe, self.plan, self.directory, self.screen = recipe, plan, directory, screen
         self.name, self.shapes = name, shapes
         sources, self.tokenizer = on_all_processes(lambda: (open_sources(recipe), recipe_tokenizer(recipe, directory)))

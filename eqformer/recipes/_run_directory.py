@@ -1,13 +1,17 @@
-"""Folder of a run that belongs to one recipe."""
+"""The folder of a run that belongs to one recipe, and the learning rates with which the run goes on."""
 
 import dataclasses
 from pathlib import Path
 
-from recipes import CHANGEABLE, Recipe
+import jax
+import numpy as np
 
-from eqformer import dataclass_differences, read_utf8, training
-from support.recipe_file import from_json, read_recipe, user_classes, user_file
-from support.schedule import schedule_phases
+from .. import training
+from .._dataclass_json import dataclass_differences
+from .._files import read_utf8
+from ..training import SchedulePhase
+from ._named_recipes import from_json, read_recipe, user_classes, user_file
+from ._recipe import CHANGEABLE, Recipe
 
 
 EVERYTHING = frozenset(field.name for field in dataclasses.fields(Recipe))
@@ -98,3 +102,45 @@ class RunDirectory(training.RunFolder):
             hint = f"; runs beside it: {', '.join(near)}" if near else "; train one with scripts/pretrain.py"
             raise ValueError(f"--run-dir {self.path}: there is no run (no recipe.json){hint}.")
         return read_recipe(self.recipe)
+
+
+def schedule_phases(recipe: Recipe, checkpointer: training.Checkpointer) -> tuple[list[SchedulePhase], str]:
+    """Return the phases of a continued run, and a line on how its learning rates changed ("" if they did not).
+
+    Raises a `ValueError` where the rate would jump and the recipe does not say how to go on.
+    """
+    start, steps, config = checkpointer.latest_step, recipe.steps, recipe.optimizer
+    if not start:
+        return config.phases(steps), ""
+    old_phases = [SchedulePhase(**phase) for phase in checkpointer.metadata()["rates"]]
+    if steps in (old_phases[-1].steps, start) or steps < start:
+        return old_phases, ""
+
+    def describe(phases: list[SchedulePhase]) -> str:
+        return _describe_rates(config.make_rates(phases), start, steps)
+
+    options = {"peak": config.learning_rate, "start": start, "steps": steps, "warmup": config.warmup}
+    continuation = training.continue_phases(config.rates, old_phases, **options)
+    call = f"--steps {steps}: the run was trained as one of {old_phases[-1].steps} steps, and the learning rate was "
+    call += f"{_format_rate(config.make_rates(old_phases), start - 1)} at step {start}"
+    if continuation.is_smooth(start):
+        return continuation.extended, f"{call}; it will be {describe(continuation.extended)}"
+    if recipe.prolong in continuation.options:
+        phases = continuation.options[recipe.prolong]
+        return phases, f"{call}; by --prolong {recipe.prolong} it will be {describe(phases)}"
+    reason = "it would jump" if recipe.prolong == "refuse" else f"--prolong {recipe.prolong} is not possible here"
+    listed = "".join(f"\n  --prolong {way}: {describe(phases)}" for way, phases in continuation.options.items())
+    smooth = [step for step in checkpointer.steps if step >= old_phases[-1].start and continuation.is_smooth(step)]
+    hint = f"\nThe checkpoint of step {smooth[-1]} goes on without a jump: move later ones away." if smooth else ""
+    raise ValueError(f"{call}; {reason}. Choose how to go on, and it will be{listed}{hint}")
+
+
+def _describe_rates(rates: training.Rates, start: int, steps: int) -> str:
+    """Return the rates to come as text: the next, the highest if it is neither the next nor the last, and the last."""
+    highest = start + int(np.argmax(jax.jit(jax.vmap(rates))(np.arange(start, steps))))
+    shown = sorted({start, highest, steps - 1})
+    return ", ".join(f"{_format_rate(rates, step)} at step {step + 1}" for step in shown)
+
+
+def _format_rate(rates: training.Rates, step: int) -> str:
+    return f"{float(rates(step)):.3g}"

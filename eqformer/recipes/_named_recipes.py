@@ -1,28 +1,102 @@
-"""Recipes in files: Python files of a user's own (`--recipe FILE.py:NAME`), and the JSON in every run's folder."""
+"""Recipes by name, in Python files of a user's own (`FILE.py:NAME`), and in the JSON of every run's folder."""
 
 import dataclasses
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from recipes import Recipe
+from .._dataclass_json import dataclass_from_json, dataclass_to_json, UnknownKindError
+from .._files import read_json, read_utf8
+from ..models import FAMILIES, preset
+from ..nn import Execution, Precision, RotaryScaling
+from ..parallel import ParallelConfig
+from ..training import Optimization
+from ._recipe import Mesh, Recipe
 
-from eqformer import (
-    dataclass_from_json,
-    dataclass_to_json,
-    models,
-    nn,
-    parallel,
-    read_json,
-    read_utf8,
-    UnknownKindError,
-)
-from support.screen import Screen
+
+def default() -> Recipe:
+    """A byte-level Llama of 0.8 million parameters, on the sources of Python's standard library.
+
+    By Muon: AdamW needs twice as many bytes to write as well.
+    """
+    return Recipe(model=preset("llama-byte-1m"), steps=320, optimizer=_MUON)
+
+
+def moe() -> Recipe:
+    """A mixture of experts, two of eight a token: 0.8 million parameters at work, as in the default model, of 2.6."""
+    return dataclasses.replace(default(), model=preset("mixtral-byte-3m"))
+
+
+def adamw() -> Recipe:
+    """The default recipe's model by AdamW, which needs more than twice the steps: 800."""
+    return Recipe(model=preset("llama-byte-1m"))
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "default": default,
+    "moe": moe,
+    "adamw": adamw,
+}
+
+
+_MUON = Optimization(name="muon", learning_rate=1e-2)
+_ALL_AGAIN = Execution(remat="full")
+_ADAMW = Optimization(name="adamw", learning_rate=3e-4)
+_NARROW = Optimization(name="adamw", learning_rate=3e-4, moments="8bit")
+
+
+def _adamw_recipe(
+    model: str,
+    mesh: Mesh,
+    batch: int,
+    seq: int,
+    execution: Execution = _ALL_AGAIN,
+    optimizer: Optimization = _ADAMW,
+    **choices: Any,
+) -> Recipe:
+    return Recipe(
+        model=preset(model),
+        batch=batch,
+        seq=seq,
+        optimizer=optimizer,
+        precision=Precision("float32", "bfloat16"),
+        execution=execution,
+        mesh=mesh,
+        plan=ParallelConfig(zero=3, **choices),
+    )
+
+
+_TOKENS: dict[str, Any] = {"residual": "sequence"}
+
+# Published models at the scale at which they are trained, by the names of model and accelerators: the topology to plan
+# for, and the recipe. None has been run: each is planned and compiled (docs/accelerators-planning.md). All train by
+# AdamW, in float32 with products in bfloat16; moments have 8 bits and lie on the host where wide ones do not fit.
+LARGE: dict[str, tuple[str, Recipe]] = {
+    "llama-3-8b-v5e-256": ("v5e:16x16", _adamw_recipe("llama-3-8b", Mesh(fsdp=256), 256, 4096)),
+    "llama-3-8b-h100-8": ("h100:8", _adamw_recipe("llama-3-8b", Mesh(fsdp=8), 16, 4096)),
+    "llama-3-8b-h100-64": ("h100:8x8", _adamw_recipe("llama-3-8b", Mesh(fsdp=64), 128, 4096, Execution())),
+    "llama-3-70b-v5p-512": ("v5p:8x8x8", _adamw_recipe("llama-3-70b", Mesh(fsdp=512), 512, 8192)),
+    "llama-3-70b-h100-128": ("h100:8x16", _adamw_recipe("llama-3-70b", Mesh(fsdp=16, tensor=8), 32, 8192, **_TOKENS)),
+    "llama-3.1-405b-v5p-2048": (
+        "v5p:8x16x16",
+        _adamw_recipe("llama-3.1-405b", Mesh(fsdp=256, tensor=8), 512, 8192, **_TOKENS),
+    ),
+    "mixtral-8x7b-v5p-128": ("v5p:4x4x8", _adamw_recipe("mixtral-8x7b", Mesh(fsdp=16, expert=8), 128, 4096)),
+    "deepseek-v3-v5p-2048": ("v5p:8x16x16", _adamw_recipe("deepseek-v3", Mesh(fsdp=32, expert=64), 2048, 4096)),
+    "deepseek-v3-tpu7x-512": ("tpu7x:8x8x8", _adamw_recipe("deepseek-v3", Mesh(fsdp=32, expert=32), 1024, 4096)),
+    "deepseek-v3-h100-256": (
+        "h100:8x32",
+        _adamw_recipe(
+            "deepseek-v3", Mesh(fsdp=8, expert=32), 256, 4096, optimizer=_NARROW, optimizer_memory="pinned_host"
+        ),
+    ),
+    "qwen3-30b-a3b-h100-64": ("h100:8x8", _adamw_recipe("qwen3-30b-a3b", Mesh(fsdp=8, expert=8), 256, 4096)),
+}
 
 
 _MODULES: dict[str, ModuleType] = {}
@@ -33,11 +107,11 @@ _KINDS = {
     for kind in (
         Recipe,
         *(type(field.default) for field in dataclasses.fields(Recipe) if dataclasses.is_dataclass(field.default)),
-        *(family.config for family in models.FAMILIES.values()),
-        *nn.RotaryScaling.__subclasses__(),
+        *(family.config for family in FAMILIES.values()),
+        *RotaryScaling.__subclasses__(),
     )
 }
-_KINDS["Choices"] = parallel.ParallelConfig  # Its name in older run folders.
+_KINDS["Choices"] = ParallelConfig  # Its name in older run folders.
 
 
 def user_file(name: str) -> Path | None:
@@ -144,15 +218,15 @@ def _read_recipe(path: Path) -> tuple[str, Recipe]:
         return content["name"], recipe
 
 
-def trust_recipe(path: Path) -> None:
-    """Run the code beside a `recipe.json`, after a line that says so, if the recipe's classes are defined by it."""
+def trust_recipe(path: Path, note: Callable[[str], None]) -> None:
+    """Run the code beside a `recipe.json` if the recipe's classes are defined by it, after a `note` that says so."""
     source = source_beside(path)
     if not path.is_file() or not source.is_file():
         return
     try:
         _read_recipe(path)
     except UnknownKindError:
-        Screen(errors=True).note(f"running the code in {source}, as --trust-recipe says")
+        note(f"running the code in {source}, as --trust-recipe says")
         load_module(source)
 
 

@@ -1,15 +1,18 @@
-"""Recipe of a run: everything that decides its numbers, and how often it reports."""
+"""Recipe of a run: everything that decides its numbers, and how often it reports; errors name its fields as flags."""
 
 import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-import tyro
-
-from eqformer.models import ModelConfig
-from eqformer.nn import Execution, Precision
-from eqformer.parallel import ParallelConfig
-from eqformer.training import Lora, Optimization
+from .._shapes import Batch
+from ..models import ModelConfig
+from ..nn import Execution, Precision
+from ..parallel import ParallelConfig
+from ..planning import batch_shapes
+from ..training import Lora, Optimization
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Text:
 
     hub: str | None = None
     """A Hugging Face dataset by name, in place of --data (extra `data`; needs the network)."""
-    mix: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH=WEIGHT ...")] = ()
+    mix: tuple[str, ...] = ()
     """Several texts by weight, in place of --data; the weight is a share of rows, and hub:NAME=WEIGHT a dataset."""
     tokenizer: Path | None = None
     """A tokenizer.json; the model gets its vocabulary. Bytes by default: 256 ids, of which 0 ends a text."""
@@ -82,9 +85,9 @@ class Recipe:
 
     model: ModelConfig
     """The model's family and its hyperparameters."""
-    published: Annotated[Path | None, tyro.conf.arg(name="model", metavar="FOLDER")] = None
+    published: Path | None = None
     """A published model to train on: a folder with its tokenizer, a file of GGUF, or a name of the hub."""
-    from_run: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    from_run: Path | None = None
     """A run whose weights this run starts from; its recipe is this one's too, where --recipe does not name another."""
     from_step: int | None = None
     """Which of that run's checkpoints; the latest by default."""
@@ -109,13 +112,20 @@ class Recipe:
     batch: int = 16
     """Rows a step; a pair is two rows."""
     text: Text = Text()
+    """Tokenizer, packing and validation share of the text."""
     optimizer: Optimization = Optimization()
+    """Optimizer and learning rates."""
     lora: Lora = Lora()
+    """Low-rank changes, which are trained in place of all weights."""
     precision: Precision = Precision()
+    """Dtypes of parameters and of computation."""
     execution: Execution = Execution()
+    """Rematerialisation, and the implementation of attention."""
     metrics: Metrics = Metrics()
+    """Further metrics, and further places where they are written."""
     spikes: Spikes = Spikes()
-    profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
+    """Watch for spikes of the loss."""
+    profile: str | None = None
     """Write a trace of these steps into the run directory's profile/, for TensorBoard, XProf or Perfetto."""
     debug_nans: bool = False
     """End at the first loss or gradient that is not finite, and name the module and layer that it comes from."""
@@ -134,12 +144,18 @@ class Recipe:
     prompt: str = "def "
     """The prompt of those samples."""
     mesh: Mesh = Mesh()
-    plan: Annotated[ParallelConfig, tyro.conf.arg(name="")] = ParallelConfig(zero=1)
+    """The sizes of the mesh's axes."""
+    plan: ParallelConfig = ParallelConfig(zero=1)
+    """How the run is split over the mesh."""
 
     @property
     def compares_pairs(self) -> bool:
         """Whether the rows are pairs of completions, of which the loss learns to prefer one."""
         return self.loss != "next-token"
+
+    def batch_shapes(self) -> Batch:
+        """Return the shapes of a batch."""
+        return batch_shapes(self.batch, self.seq, packed=self.text.packing != "windows")
 
 
 # Fields that may change when a run is continued, since they do not change the steps already taken.
@@ -150,3 +166,92 @@ CHANGEABLE = frozenset(
     # a little, whose balance losses are over a microbatch.
     + ("mesh", "plan")
 )
+
+
+def flags_of(command: Any) -> dict[str, Any]:
+    """Return every flag of a command with its value; `command` is a dataclass, or its class for the defaults."""
+    return {flag: value for flag, value, _, _ in fields_of(command)}
+
+
+def fields_of(command: Any, prefix: str = "--") -> Iterator[tuple[str, Any, type, str]]:
+    """Yield every flag of a command with its value, and the dataclass and the name of its field."""
+    for field in dataclasses.fields(command):
+        value = getattr(command, field.name, None)
+        name = _FLAG_NAMES.get(field.name, field.name.replace("_", "-"))
+        if dataclasses.is_dataclass(value):
+            yield from fields_of(value, f"{prefix}{name}." if name else prefix)
+        else:
+            yield prefix + name, value, type(command), field.name
+
+
+def format_flag(flag: str, value: Any) -> str:
+    """Return a flag with its value as a user types them; for a boolean the flag alone, or `--no-` before its name."""
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag.removeprefix('--')}"
+    return f"{flag} {value}"
+
+
+@contextmanager
+def name_flags_in_errors(command: Any) -> Iterator[None]:
+    """Put flags in front of a `ValueError` that the library raises inside, see `add_flags`."""
+    try:
+        yield
+    except ValueError as error:
+        message = add_flags(str(error), flags_of(command))
+        if message == str(error):
+            raise
+        raise ValueError(message) from error
+
+
+def add_flags(message: str, flags: Mapping[str, Any]) -> str:
+    """Return the library's message, `call(name=value): rule`, with the flags in front that set the call's arguments.
+
+    Messages of any other form, also those that begin with a flag, stay as they are.
+    """
+    call = re.match(r"(\w+)\(.*?\): ", message, re.DOTALL)
+    if call is None:
+        return message
+    names = [f"{call[1]}(", *re.findall(r"\b\w+(?==)", call[0])]
+    chosen = dict.fromkeys(flag for name in names if (flag := _flag_of(name, flags)) is not None)
+    front = " ".join(f"{flag} {_format_value(flags[flag])}" for flag in chosen)
+    return f"{front}: {message}" if front else message
+
+
+def _format_value(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _flag_of(name: str, flags: Mapping[str, Any]) -> str | None:
+    """Return the flag that sets the argument or call `name` of the library, if the command has it and it is set."""
+    hyphens = name.replace("_", "-")
+    candidates = WORDS.get(name, (f"--{hyphens}", *(flag for flag in flags if flag.endswith(f".{hyphens}"))))
+    return next((flag for flag in candidates if flags.get(flag) not in (None, ())), None)
+
+
+# Fields whose flags have another name.
+_FLAG_NAMES = {"run": "", "machine": "", "plan": "", "published": "model"}
+
+# Flags that set a call (with a bracket) or an argument of the library whose name differs from theirs.
+WORDS = {
+    "FileTokenizer(": ("--text.tokenizer", "--model"),
+    "files(": ("--data", "--text.mix"),
+    "hub(": ("--text.hub", "--text.mix"),
+    "parse_bytes(": ("--memory",),
+    "check_next_token(": ("--model", "--recipe"),
+    "load(": ("--model",),
+    "optimizer(": ("--optimizer.name",),
+    "rates(": ("--optimizer.rates",),
+    "preset(": ("--recipe",),
+    "Temperature(": ("--temperature",),
+    "TopK(": ("--top-k",),
+    "TopP(": ("--top-p",),
+    "MinP(": ("--min-p",),
+    "RepetitionPenalty(": ("--repetition-penalty",),
+    "max_new_tokens": ("--tokens",),
+    "rows": ("--batch",),
+    "peak": ("--optimizer.learning-rate",),
+    "rate": ("--model.dropout",),
+    "where": ("--lora.maps",),
+    "name": (),
+    "split": (),
+}

@@ -1,0 +1,335 @@
+"""Output of a run for people: progress and notes, lines on its steps and its losses, and the kernels that it uses."""
+
+import datetime
+import functools
+import json
+import math
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from .. import kernels, nn, training
+from ..parallel import is_first_process
+from ._named_recipes import needs_code
+from ._recipe import Recipe
+from ._run_directory import RunDirectory
+
+
+SECONDS_A_LINE = 5.0  # Between lines of progress without a terminal.
+# Called with the steps done, the metrics as text, and whether they are of this step.
+Show = Callable[[int, str, bool], None]
+
+
+class Screen:
+    """Notes and progress on standard output; errors on standard error."""
+
+    def __init__(self, *, silent: bool = False, errors: bool = False):
+        """`silent` shows errors only, for processes other than the first; `errors` writes to standard error, so that
+        it does not mix with what a script prints.
+        """
+        self.silent, self._errors = silent, errors
+        self.console = None if silent else _open_terminal(errors)
+
+    def note(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if self.console is not None:
+            self.console.out(text)
+        elif not self.silent:
+            _write_line(text, errors=self._errors)
+
+    @contextmanager
+    def steps(self, total: int, done: int) -> Iterator[Show]:
+        """Show a progress bar over steps, or lines without a terminal; call the function it yields after each step."""
+        if self.silent:
+            yield lambda done, figures, is_new: None
+            return
+        if self.console is None:
+            yield _lines(total)
+            return
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
+
+        columns = (
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=12),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}", table_column=Column()),  # on a narrow terminal in two lines
+        )
+        with Progress(*columns, console=self.console, refresh_per_second=4) as progress:
+            task = progress.add_task("train", total=total, completed=done, figures="compiling the step ...")
+            yield lambda done, figures, is_new: progress.update(task, completed=done, figures=figures)
+
+    @contextmanager
+    def bar(self) -> Iterator[Callable[[str, int, int], None]]:
+        """Show a progress bar in a terminal, from the first call of the function that it yields.
+
+        Call that with a title, the amount that is done (bytes, or plans), and the whole amount (0: unknown).
+        """
+        if self.console is None:
+            yield lambda title, done, total: None
+            return
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.percentage:>3.0f}%"))
+        with Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True) as progress:
+            task = progress.add_task("", total=None, visible=False)
+            shown = functools.partial(progress.update, task, visible=True)
+            yield lambda title, done, total: shown(description=title, completed=done, total=total or None)
+
+    @contextmanager
+    def counting(self) -> Iterator[Callable[[str, int, int], None]]:
+        """Show a progress bar as `bar` does or, without a terminal, a line at most every five seconds."""
+        if self.console is not None:
+            with self.bar() as show:
+                yield show
+            return
+        start_times: dict[str, float] = {}
+        last = time.monotonic()
+
+        def line(title: str, done: int, total: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            started = start_times.setdefault(title, now)
+            if now - last >= SECONDS_A_LINE:
+                last = now
+                eta = f", ETA {_format_time((now - started) / done * (total - done))}" if done and total else ""
+                self.note(f"{title}: {done} of {total}{eta}")
+
+        yield line
+
+    @contextmanager
+    def working(self, title: str) -> Iterator[None]:
+        """Say what is being done, and for how long: in a terminal each second, else every five seconds."""
+        if self.console is not None:
+            from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+            with Progress(*columns, console=self.console, transient=True) as progress:
+                progress.add_task(title, total=None)
+                yield
+            return
+        self.note(title)
+        ended, started = threading.Event(), time.monotonic()
+
+        def report() -> None:
+            while not ended.wait(SECONDS_A_LINE):
+                self.note(f"{title}: {_format_time(time.monotonic() - started)} so far")
+
+        reporter = threading.Thread(target=report, daemon=True)
+        reporter.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            reporter.join()
+
+
+def _format_time(seconds: float) -> str:
+    """Return a time as `0:01:05`."""
+    return str(datetime.timedelta(seconds=int(seconds)))
+
+
+def _lines(total: int) -> Show:
+    """Return a function that prints new metrics at most every five seconds, and those of the last step."""
+    first_step: list[tuple[float, int]] = []  # Time and step after the first step, which included compilation.
+    last = [-math.inf]
+
+    def line(done: int, figures: str, is_new: bool) -> None:
+        now = time.monotonic()
+        if not first_step:
+            first_step.append((now, done))
+        since, first = first_step[0]
+        if is_new and (now - last[0] >= 5 or done == total):
+            last[0] = now
+            seconds = int((now - since) / (done - first) * (total - done)) if done > first else None
+            time_left = "-:--:--" if seconds is None else datetime.timedelta(seconds=seconds)
+            _write_line(f"step {done}/{total}  {figures}  ETA {time_left}")
+
+    return line
+
+
+def _open_terminal(errors: bool) -> Any:
+    """Return a console of the package `rich`; None without a terminal, and where the package is not installed."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    console = Console(highlight=False, soft_wrap=True, stderr=errors)
+    return console if console.is_terminal else None
+
+
+def _write_line(text: str, *, errors: bool = False) -> None:
+    file = sys.stderr if errors else sys.stdout
+    file.write(f"{text}\n")
+    file.flush()
+
+
+@contextmanager
+def print_warnings() -> Iterator[None]:
+    """Show each warning of a library inside on a line of its own, once for all processes of a run."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for text in dict.fromkeys(str(warning.message) for warning in caught) if caught and is_first_process() else ():
+        _write_line(f"warning: {text}", errors=True)
+
+
+def opening_line(
+    name: str, recipe: Recipe, directory: RunDirectory, start: int, parameters: tuple[int, int], tokens: tuple[int, int]
+) -> str:
+    """Return a line on a run that begins.
+
+    Args:
+        name: The recipe's name.
+        recipe: The recipe.
+        directory: The run's folder.
+        start: The step at which the run goes on.
+        parameters: The number of trained parameters, and of all.
+        tokens: The number of training tokens, and of validation tokens.
+    """
+    begin = f"goes on at step {start}" if start else "starts"
+    if not start and recipe.from_run is not None:
+        begin += f" from {recipe.from_run}" + (f" at step {recipe.from_step}," if recipe.from_step else "")
+    trained, total = parameters
+    share = "all trained" if trained == total else f"{trained:,} of them trained ({trained / total:.2%})"
+    return (
+        f"{name}: a {type(recipe.model).__name__} of {total:,} parameters, {share}, {begin} in {directory.path}; "
+        f"{tokens[0]:,} training tokens, {tokens[1]:,} for validation"
+    )
+
+
+def metrics_line(last: Mapping[str, Any]) -> str:
+    """Return the latest metrics in one line: losses, learning rate and speed; empty before the first row."""
+    if "loss" not in last:
+        return ""
+    validation = f"  validation {last['validation_loss']:.3f}" if "validation_loss" in last else ""
+    validation += f"  margin {last['reward_margin']:.3f}" if "reward_margin" in last else ""
+    return f"loss {last['loss']:.3f}{validation}  rate {last['learning_rate']:.2e}  {format_speed(last)}"
+
+
+def closing_lines(
+    recipe: Recipe, directory: RunDirectory, done: int, skipped: int, empty: int, last: Mapping[str, Any]
+) -> str:
+    """Return five lines: the work done, losses, files, and how to sample; or one line for a run that was stopped.
+
+    Args:
+        recipe: The recipe.
+        directory: The run's folder.
+        done: The last step.
+        skipped: The number of steps that changed nothing, since a gradient was not finite.
+        empty: The number of batches in which no token had a weight.
+        last: The latest metrics.
+    """
+    if done < recipe.steps:
+        return f"stopped at step {done} of {recipe.steps}; the checkpoint is saved, the same command goes on"
+    tokens = done * recipe.batch * recipe.seq
+    without = f", {empty} batches without any weight" if empty else ""
+    sample = f"--run-dir {directory.path} --prompt {json.dumps(recipe.prompt)} --tokens 300 --temperature 0.8 --seed 0"
+    sample += " --trust-recipe" if needs_code(recipe) else ""
+    return "\n".join(
+        (
+            f"trained    {done} steps, {tokens:,} tokens, {skipped} steps skipped{without}; {format_speed(last)}",
+            f"loss       {last['loss']:.3f} nats a token in training; validation {last['validation_loss']:.3f} nats, "
+            f"{last['validation_bits_per_byte']:.3f} bits a byte, {last['validation_accuracy']:.0%} of tokens right",
+            f"checkpoint {directory.checkpoints / str(done)}",
+            f"look at    {', '.join(map(str, directory.files_to_look_at()))}",
+            f"sample     python scripts/sample.py {sample}",
+        )
+    )
+
+
+def format_speed(rate: Mapping[str, float]) -> str:
+    """Return tokens a second and the share of the measured peak."""
+    return f"{rate['tokens_per_second']:,.0f} tokens/s  MFU {rate['mfu']:.0%}"
+
+
+# Words in the reason why a kernel is refused -> the flag that removes this reason.
+_FLAGS = {
+    "computes in": "--precision.compute bfloat16",
+    "tokens, not": "another --seq",
+    "documents a row": "--text.packing windows",
+}
+DECODING = (
+    "attention: in blocks, as wherever a cache is read (of one token a row in 16 bits, on GPUs and TPUs, by a kernel "
+    "that reads the cache once); no flag changes that"
+)
+
+
+def local_platform() -> str:
+    """Return the platform of JAX's devices by its compiler's name: `cpu`, `cuda` or `tpu`."""
+    backend = jax.default_backend()
+    return "cuda" if backend == "gpu" else backend
+
+
+def has_kernels(platform: str) -> bool:
+    """Return whether any operation has a kernel for the platform."""
+    return platform in kernels.ATTENTION.platforms
+
+
+def training_lines(recipe: Recipe, model: nn.LanguageModel, platform: str, chip: str) -> list[str]:
+    """Return a line per operation of training on `cuda` or `tpu`, and one on products in 8 bits if there are any.
+
+    `chip` is the accelerator's name, here or as JAX has it.
+    """
+    lines = _fp8_lines(recipe, model, chip)
+    if not has_kernels(platform):
+        return lines
+    batch = recipe.batch_shapes()
+    tokens = eqx.filter_eval_shape(training.batch_tokens, batch)
+    explanations = kernels.explain(model.encode, batch.ids, tokens, platform=platform)
+    kernel_lines = [_kernel_line(explanation, recipe) for explanation in explanations]
+    return [*(kernel_lines or ["attention: the model has none"]), *lines]
+
+
+def decode_lines(recipe: Recipe, model: nn.LanguageModel, platform: str, cache_dtype: str | None) -> list[str]:
+    """Return a line per operation of decoding one token of each row on `cuda` or `tpu`, without writes into caches."""
+    if not has_kernels(platform):
+        return []
+    compute, rows = recipe.precision.compute, recipe.batch
+    computed = eqx.filter_eval_shape(nn.Precision(compute, compute).apply, model)
+    integers = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+
+    def decode(model: nn.LanguageModel, ids: jax.Array, positions: jax.Array) -> jax.Array:
+        return model.encode(ids, nn.Tokens(positions), model.init_cache(rows, recipe.seq, cache_dtype))[0]
+
+    explanations = kernels.explain(decode, computed, integers, integers, platform=platform)
+    return [str(explanation) for explanation in explanations if explanation.operation != "cache write"]
+
+
+def _kernel_line(explanation: kernels.Explanation, recipe: Recipe) -> str:
+    if explanation.operation == "attention" and recipe.mesh.context > 1 and recipe.plan.context_method == "gather":
+        reason = "keys are gathered over --mesh.context (--context-method ring or heads changes that)"
+        return f"attention: BlockwiseAttention; not a kernel: {reason}"
+    if explanation.operation == "attention" and recipe.execution.core != "auto":
+        return f"{explanation} (--execution.core {recipe.execution.core} asks for it)"
+    refusals = tuple((name, _with_flag(reason)) for name, reason in explanation.refusals)
+    return str(explanation._replace(refusals=refusals))
+
+
+def _with_flag(reason: str) -> str:
+    flag = next((flag for words, flag in _FLAGS.items() if words in reason), "")
+    return f"{reason} ({flag} changes that)" if flag else reason
+
+
+def _fp8_lines(recipe: Recipe, model: nn.LanguageModel, chip: str) -> list[str]:
+    """Return a line that says which matrix products the chip computes in 8 bits, if the recipe asks for 8 bits."""
+    compute = recipe.precision.compute
+    if recipe.precision.products != "fp8":
+        return []
+    if chip == "cpu":
+        return [f"products: of numbers of 8 bits, multiplied in a wider dtype here: slower than {compute}'s"]
+    experts = nn.modules(model, nn.Experts)
+    has_fp8_experts = any(isinstance(linear, nn.Fp8Linear) for linear in nn.linear_maps(experts))
+    if not has_fp8_experts or kernels.has_fp8_grouped_matmul(chip):
+        return [f"products: in 8 bits{', those of experts too' * has_fp8_experts}"]
+    return [f"products: in 8 bits, but those of experts in {compute} where they have kernels on {chip}"]

@@ -1,0 +1,305 @@
+"""Check a recipe, and build the parts of its run: keys, model, optimizer, plan, training state and step."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+from jax.sharding import AbstractMesh, Mesh as DeviceMesh
+from jaxtyping import Array, Key
+
+from .. import models, nn, parallel, planning, training
+from ._recipe import fields_of, flags_of, format_flag, Mesh, name_flags_in_errors, Recipe
+from ._report import Screen
+from ._run_directory import RunDirectory
+from ._texts import recipe_tokenizer
+
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """Random keys of a run, each for one purpose."""
+
+    init: Key[Array, ""]
+    steps: Key[Array, ""]
+    samples: Key[Array, ""]
+
+
+def make_keys(recipe: Recipe) -> Keys:
+    """Return the keys that a recipe's seed gives."""
+    return Keys(*jax.random.split(jax.random.key(recipe.seed), 3))
+
+
+def load_published_model(recipe: Recipe, plan: parallel.Plan | None, screen: Screen) -> nn.Transformer:
+    """Load the published model that the recipe starts from, sharded by the plan."""
+    assert recipe.published is not None
+    with screen.bar() as progress:
+        show = functools.partial(progress, f"reading {recipe.published}")
+        model = models.load(recipe.published, plan=plan, dtype=recipe.precision.parameters, progress=show)
+    return configure_model(recipe, model)
+
+
+def build_model(recipe: Recipe) -> nn.Transformer:
+    """Build the recipe's model with its initial weights."""
+    return configure_model(recipe, models.build(recipe.model, key=make_keys(recipe).init))
+
+
+def model_shapes(recipe: Recipe) -> nn.Transformer:
+    """Return the shapes of the recipe's model."""
+    return eqx.filter_eval_shape(build_model, recipe)
+
+
+def configure_model(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
+    """Return the model with the recipe's execution settings, precision and LoRA."""
+    return add_lora(recipe, recipe.precision.apply(recipe.execution.apply(model)))
+
+
+def add_lora(recipe: Recipe, model: nn.Transformer) -> nn.Transformer:
+    """Return the model with the recipe's LoRA, which changes nothing before the first step."""
+    return recipe.lora.apply(model, key=jax.random.fold_in(make_keys(recipe).init, 1))
+
+
+def make_optimizer(
+    recipe: Recipe, model: nn.LanguageModel, phases: Sequence[training.SchedulePhase] | None = None
+) -> training.Optimizer:
+    """Build the recipe's optimizer, with the learning rates of a new run or, if given, those of these phases."""
+    config = recipe.optimizer
+    return config.optimizer(model, phases or config.phases(recipe.steps), trained=recipe.lora.trained)
+
+
+def make_plan(recipe: Recipe, devices: Sequence[Any]) -> parallel.Plan:
+    """Return the recipe's plan over all the devices; a `ValueError` that it raises names the flags."""
+    mesh = with_plan_flags(recipe, lambda: parallel.make_mesh(**vars(recipe.mesh), devices=devices))
+    return _plan_over(recipe, mesh)
+
+
+def make_abstract_plan(recipe: Recipe) -> parallel.Plan:
+    """Return the recipe's plan over an abstract mesh, which may be of any size, since it has no devices."""
+    return _plan_over(recipe, with_plan_flags(recipe, lambda: planning.abstract_mesh(vars(recipe.mesh))))
+
+
+def _plan_over(recipe: Recipe, mesh: DeviceMesh | AbstractMesh) -> parallel.Plan:
+    return with_plan_flags(recipe, lambda: parallel.Plan(mesh, **vars(recipe.plan)))
+
+
+def check_plan(recipe: Recipe, plan: parallel.Plan, model: nn.LanguageModel) -> None:
+    """Raise a `ValueError`, with the flags in front, if the model (or its shapes) or the rows do not fit the plan."""
+    sizes = f"--batch {recipe.batch} --seq {recipe.seq} --execution.core {recipe.execution.core}"
+    group = 2 if recipe.compares_pairs else 1
+    with_plan_flags(recipe, lambda: plan.check(model, rows=recipe.batch, seq=recipe.seq, group=group), sizes)
+
+
+def with_plan_flags(recipe: Recipe, call: Callable[[], Result], *more_flags: str) -> Result:
+    """Return the result of `call`, with the recipe's plan flags and `more_flags` in front of a `ValueError`."""
+    try:
+        return call()
+    except ValueError as error:
+        raise ValueError(f"{' '.join([plan_flags(recipe) or '--mesh', *more_flags])}: {error}") from error
+
+
+def plan_flags(recipe: Recipe) -> str:
+    """Return the mesh, and the plan's choices that differ from the defaults, as flags."""
+    defaults = vars(Recipe.plan)
+    axes = [f"--mesh.{axis} {size}" for axis, size in dataclasses.asdict(recipe.mesh).items() if size != 1]
+    choices = [(name, value) for name, value in vars(recipe.plan).items() if value != defaults[name]]
+    return " ".join(axes + [format_flag(f"--{name.replace('_', '-')}", value) for name, value in choices])
+
+
+def with_candidate(recipe: Recipe, candidate: planning.Candidate) -> Recipe:
+    """Return the recipe with the mesh and the choices of a plan that a search found."""
+    execution = dataclasses.replace(recipe.execution, remat=candidate.remat)
+    mesh = Mesh(**parallel.axis_sizes(candidate.plan.mesh))
+    plan = dataclasses.replace(recipe.plan, zero=candidate.plan.zero)
+    return dataclasses.replace(recipe, mesh=mesh, plan=plan, execution=execution)
+
+
+def candidate_flags(recipe: Recipe, candidate: planning.Candidate) -> str:
+    """Return the flags that give the recipe a plan that a search found."""
+    remat = [f"--execution.remat {candidate.remat}"] * (candidate.remat != recipe.execution.remat)
+    return " ".join(filter(None, [plan_flags(with_candidate(recipe, candidate)), *remat])) or "one device"
+
+
+def make_training_setup(recipe: Recipe, model: nn.LanguageModel) -> planning.TrainingSetup:
+    """Return what decides the bytes of the recipe's step, with the model or its shapes."""
+    plan, trained = make_abstract_plan(recipe), recipe.lora.trained
+    parts = recipe.optimizer, recipe.precision, recipe.execution
+    return planning.TrainingSetup(model, plan, recipe.batch_shapes(), *parts, trained)
+
+
+def setting_flags(settings: Mapping[str, object]) -> str:
+    """Return settings of a `planning.TrainingSetup` as flags."""
+    prefixes = {"optimization.": "--optimizer.", "plan.": "--"}
+    flags = []
+    for path, value in settings.items():
+        prefix = next((prefix for prefix in prefixes if path.startswith(prefix)), "")
+        flags.append(format_flag(prefixes.get(prefix, "--") + path.removeprefix(prefix).replace("_", "-"), value))
+    return " ".join(flags)
+
+
+def make_train_step(recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer) -> training.Step:
+    """Build the recipe's step under a plan."""
+    return recipe.optimizer.step(optimizer, plan, loss=make_loss(recipe), gradient_norms=recipe.metrics.gradient_norms)
+
+
+def make_loss(recipe: Recipe) -> Callable[..., Any]:
+    """Return the recipe's loss."""
+    if recipe.loss == "next-token":
+        return recipe.optimizer.loss
+    return training.preference_loss(recipe.loss, beta=recipe.beta)
+
+
+def make_train_state(
+    recipe: Recipe, plan: parallel.Plan, optimizer: training.Optimizer, shapes: nn.LanguageModel | None = None
+) -> training.PlannedState:
+    """Describe the recipe's training state under a plan; `shapes` are its model's, where they are known."""
+    return training.PlannedState(lambda: build_model(recipe), optimizer, plan, model_shapes=shapes)
+
+
+_COUNTS = "--steps --seq --batch --log-every --checkpoint-every --keep --validate-every --validation-batches".split()
+
+
+def check(recipe: Recipe, *, trains: bool = True) -> nn.Transformer:
+    """Check a recipe and return the shapes of its model.
+
+    With `trains=False` its model need not be one that learns the next token. Raises a `ValueError`, which names the
+    flags, for a recipe that cannot work.
+    """
+    check_values(recipe)
+    if not 0 < (share := recipe.text.validation) < 1:
+        raise ValueError(f"--text.validation {share}: a share of the documents lies between 0 and 1; 0.05 is usual.")
+    if not 0 <= recipe.seed < 2**32:
+        raise ValueError(f"--seed {recipe.seed}: give a number from 0 to 2**32 - 1.")
+    if recipe.sample_every < 0:
+        raise ValueError(f"--sample-every {recipe.sample_every}: give the steps between samples, or 0 for none at all.")
+    if recipe.profile is not None:
+        parse_steps(recipe.profile)
+    if recipe.compares_pairs and (recipe.text.mix or recipe.text.hub or recipe.loss_on == "all"):
+        raise ValueError(
+            f"--loss {recipe.loss}: the completions of pairs in --data are compared; leave --text.mix, --text.hub and "
+            "--loss-on all out."
+        )
+    _check_vocab(recipe)
+    with name_flags_in_errors(recipe):  # The library makes its own checks.
+        training.LossSpikes(**dataclasses.asdict(recipe.spikes))
+        shapes = model_shapes(recipe)
+        if trains:
+            training.check_next_token(shapes, seq=recipe.seq)
+        recipe.optimizer.step(make_optimizer(recipe, shapes), loss=make_loss(recipe))
+    if recipe.metrics.tensorboard:
+        training.TensorBoard.package()
+    if recipe.metrics.wandb is not None:
+        training.WeightsAndBiases.package()
+    return shapes
+
+
+def check_values(recipe: Recipe) -> None:
+    """Raise a `ValueError`, which names the flag, for a value that recipe.json cannot hold or a run cannot use."""
+    unbounded = _flags_without_bounds(recipe.model)
+    for flag, value in flags_of(recipe).items():
+        _check_value(flag, value, flag in unbounded)
+
+
+def parse_steps(profile: str) -> tuple[int, int]:
+    """Return the first and the last step of `20:25`; raises a `ValueError` for anything else."""
+    match = re.fullmatch(r"(\d+):(\d+)", profile)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError(f"--profile {profile}: give the first and last step to trace, such as 20:25.")
+    return int(match[1]), int(match[2])
+
+
+def _check_vocab(recipe: Recipe) -> None:
+    """Raise a `ValueError` if the model's vocabulary is smaller than the tokenizer's, unless it was published so."""
+    if recipe.published is not None:
+        return
+    file, vocab, known = recipe.text.tokenizer, recipe.model.vocab, recipe_tokenizer(recipe).vocab
+    if vocab < known:
+        flag, subject = ("", "bytes have") if file is None else (f" --text.tokenizer {file}", "the tokenizer has")
+        raise ValueError(
+            f"--model.vocab {vocab}{flag}: {subject} {known} ids; leave --model.vocab out, or give at least {known}."
+        )
+
+
+def _flags_without_bounds(config: Any) -> set[str]:
+    """Return the flags of a config whose default has an infinite number, as bounds that bound nothing."""
+    is_infinite = lambda part: isinstance(part, float) and math.isinf(part)
+    defaults = fields_of(type(config), "--model.")
+    return {flag for flag, value, *_ in defaults if any(map(is_infinite, jax.tree.leaves(value)))}
+
+
+def _check_value(flag: str, value: Any, may_be_infinite: bool) -> None:
+    for part in jax.tree.leaves(value):
+        if flag in _COUNTS and part < 1:
+            fix = "it counts, so give at least 1"
+        elif isinstance(part, float) and not (math.isfinite(part) or (may_be_infinite and math.isinf(part))):
+            fix = "give a finite number"
+        elif isinstance(part, int) and not -(2**63) <= part < 2**63:
+            fix = "give a number of at most 64 bits"
+        elif isinstance(part, str) and part.encode(errors="ignore").decode() != part:
+            part, fix = ascii(part), "this is no text in UTF-8; type it anew"
+        else:
+            continue
+        raise ValueError(f"{flag} {part}: {fix}.")
+
+
+def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirectory) -> None:
+    """Raise a `ValueError` if the recipe cannot start from the run that it names; `shapes` are its model's."""
+    if recipe.from_run is None:
+        if recipe.from_step is not None or recipe.from_optimizer:
+            raise ValueError(
+                "--from-step, --from-optimizer: they choose what is taken of --from-run DIR; give that too."
+            )
+        return
+    flag = f"--from-run {recipe.from_run}"
+    if directory.checkpointer().latest_step is not None:
+        return  # The run has begun, and continues by itself.
+    if recipe.from_run.absolute() == directory.path.absolute():
+        raise ValueError(f"{flag} --run-dir {directory.path}: a run begins from another; give it a folder of its own.")
+    source = RunDirectory(recipe.from_run)
+    _, old = source.read()
+    checkpointer = training.Checkpointer(source.checkpoints)  # Of any run, since only weights are taken.
+    if not checkpointer.steps or (recipe.from_step or checkpointer.steps[0]) not in checkpointer.steps:
+        steps = ", ".join(map(str, checkpointer.steps)) or "none"
+        raise ValueError(f"{flag} --from-step {recipe.from_step}: the run has checkpoints of these steps: {steps}.")
+    if recipe.from_optimizer:
+        fields = {
+            "--optimizer.name": (old.optimizer.name, recipe.optimizer.name),
+            "--lora.rank": (old.lora.rank, recipe.lora.rank),
+            "--precision.parameters": (old.precision.parameters, recipe.precision.parameters),
+        }
+        if changed := [f"{name} {new} (there {saved})" for name, (saved, new) in fields.items() if saved != new]:
+            raise ValueError(
+                f"{flag} --from-optimizer: the run's optimizer state has a different structure; leave out "
+                f"{', '.join(changed)}."
+            )
+    try:
+        checkpointer.check({"model": model_shapes(_with_saved_dtypes(recipe, old))}, recipe.from_step, partial=True)
+    except training.CheckpointError as error:
+        raise ValueError(f"{flag}: the recipe's model has other arrays than the run's: {error}") from error
+
+
+def init_from_run(recipe: Recipe, states: training.PlannedState) -> training.TrainState:
+    """Return the state before the first step, with the weights of the run that the recipe names.
+
+    With `--from-optimizer` the optimizer's state is that run's too.
+    """
+    assert recipe.from_run is not None
+    source = RunDirectory(recipe.from_run)
+    _, old = source.read()
+    checkpointer = training.Checkpointer(source.checkpoints)
+    if recipe.from_optimizer:
+        return states.restore(checkpointer, recipe.from_step, reset_counters=True)[0]
+    shapes = model_shapes(_with_saved_dtypes(recipe, old))
+    model = training.restore_model(checkpointer, shapes, states.plan, step=recipe.from_step)
+    model = model if old.lora == recipe.lora else add_lora(recipe, nn.merge_lora(model))
+    return states.init_from(recipe.precision.apply(model))
+
+
+def _with_saved_dtypes(recipe: Recipe, old: Recipe) -> Recipe:
+    """Return the recipe with the LoRA and the dtypes of the old one's arrays."""
+    return dataclasses.replace(recipe, lora=old.lora, precision=old.precision)

@@ -1,0 +1,264 @@
+"""From a recipe to its text: tokenizer, published files, conversations, sources, and tokens that runs share."""
+
+import dataclasses
+import functools
+import math
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from .. import data, models
+from .._dataclass_json import dataclass_differences
+from .._files import write_atomic
+from .._prepare import token_cache
+from ..text import load_conversation_encoder, load_tokenizer
+from ..training import Optimization
+from ._recipe import Recipe
+from ._report import print_warnings, Screen
+from ._run_directory import EVERYTHING_ELSE, RunDirectory
+
+
+Tokenizer = data.ByteTokenizer | data.FileTokenizer
+
+
+def published_recipe(folder: Path, run: RunDirectory | None = None) -> Recipe:
+    """Return the recipe that continues to train a published model, with a low learning rate.
+
+    If the folder is gone, the copy of its configuration in the `run` that began from it is read.
+    """
+    if run is None or not run.began_from(folder.absolute()):
+        folder = models.local_path(folder)
+    folder = folder.absolute()
+    if RunDirectory(folder).recipe.exists():
+        raise ValueError(
+            f"--model {folder}: this is a run, and a model is taken from a folder as published; write one of it with "
+            f"scripts/convert.py {folder} FOLDER and give that, or let the run itself go on with --run-dir {folder}."
+        )
+    source = folder
+    if run is not None and not folder.exists() and run.began_from(folder):
+        source = run.published
+    return Recipe(model=models.read_config(source), published=folder, optimizer=Optimization(learning_rate=1e-4))
+
+
+def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
+    """Raise a `ValueError` if flags change the published model, or the one that the `run` began from."""
+    if recipe.published is None:
+        return
+    changed = dataclass_differences(published_recipe(recipe.published, run), recipe, ignored=EVERYTHING_ELSE)
+    if changed:
+        raise ValueError(
+            f"--model {recipe.published}: the model is as it was published; leave out\n  " + "\n  ".join(changed)
+        )
+
+
+def recipe_tokenizer(recipe: Recipe, directory: RunDirectory | None = None) -> Tokenizer:
+    """Return the recipe's tokenizer: --text.tokenizer, or the published model's, or bytes.
+
+    A run has copies of both files, which are read once it has a checkpoint.
+    """
+    end_of_text = recipe.text.end_of_text
+    if recipe.text.tokenizer is not None:
+        file = recipe.text.tokenizer
+        if directory is not None and directory.tokenizer.exists() and directory.checkpointer().steps:
+            file = directory.tokenizer
+        return data.FileTokenizer(file, end_of_text=end_of_text)
+    folder = published_files(recipe, directory)
+    has_file = folder is not None and (models.companion_folder(folder) / "tokenizer.json").exists()
+    if end_of_text is not None and not has_file:
+        raise ValueError(
+            f"--text.end-of-text {end_of_text}: bytes end a text with 0; leave it out, or give --text.tokenizer."
+        )
+    return data.ByteTokenizer() if folder is None else load_tokenizer(folder, end_of_text=end_of_text)
+
+
+def published_files(recipe: Recipe, directory: RunDirectory | None = None) -> Path | None:
+    """Return the published model that the recipe trains, or the run's copy of its files; None without one."""
+    if recipe.published is not None and directory is not None and directory.published.exists():
+        return directory.published
+    return recipe.published
+
+
+def copy_companions(recipe: Recipe, directory: RunDirectory) -> None:
+    """Copy the tokenizer's file, and the files that the model was published with except weights, into the run."""
+    if (file := recipe.text.tokenizer) is not None and not directory.checkpointer().steps:
+        write_atomic(directory.tokenizer, lambda part: shutil.copyfile(file, part))
+    if recipe.published is not None and not directory.published.exists():
+        models.copy_companions(recipe.published, directory.published)
+
+
+_PROMPT = "Why is the sky blue?"
+_TEXT_FORMS = ("text", "preferences", "preferences of messages")  # --text.field may name a field of preferences.
+
+
+@functools.cache
+def detect_form(path: Path) -> str:
+    """Return `data.detect_form` of a path, whose files are listed once in a command."""
+    return data.detect_form(path)
+
+
+def open_chats(recipe: Recipe, path: Path) -> data.TextSource:
+    """Return the conversations of a path, or its pairs of completions for a loss of preferences."""
+    return data.preferences(path) if recipe.compares_pairs else data.conversations(path)
+
+
+def chat_paths(recipe: Recipe) -> list[Path]:
+    """Return the recipe's files and folders of conversations, or of prompts and completions.
+
+    Raises a `ValueError` if only some of its texts are such.
+    """
+    if recipe.compares_pairs:
+        if recipe.data is None:
+            raise ValueError(f"--loss {recipe.loss}: pairs are read from a file or folder; give --data PAIRS.jsonl.")
+        return [recipe.data]
+    paths = [Path(part.rpartition("=")[0]) for part in recipe.text.mix if not part.startswith("hub:")]
+    paths += [] if recipe.data is None else [recipe.data]
+    chats = [path for path in paths if detect_form(path) not in _TEXT_FORMS]
+    if chats and len(chats) < max(len(paths), len(recipe.text.mix)):
+        raise ValueError(
+            f"--text.mix {' '.join(recipe.text.mix)}: {chats[0]} has conversations, and others have text; give texts "
+            "of one kind."
+        )
+    return chats
+
+
+def reads_chats(recipe: Recipe) -> bool:
+    """Return whether the recipe's text is conversations, or prompts and completions."""
+    return bool(chat_paths(recipe))
+
+
+def for_chats(recipe: Recipe) -> Recipe:
+    """Return the recipe with rows of whole conversations or pairs, and a question as the prompt of its samples."""
+    prompt = _PROMPT if recipe.prompt == Recipe.prompt else recipe.prompt
+    packing = "pairs" if recipe.compares_pairs else "documents"
+    return dataclasses.replace(recipe, prompt=prompt, text=dataclasses.replace(recipe.text, packing=packing))
+
+
+def chat_encoder(
+    recipe: Recipe, tokenizer: Tokenizer, directory: RunDirectory | None = None
+) -> data.ConversationEncoder | None:
+    """Return the encoder of the recipe's conversations by the published model's template; None for plain text."""
+    paths = chat_paths(recipe)
+    if not paths:
+        return None
+    folder = published_files(recipe, directory)
+    if folder is None:
+        reason = "there is no published model"
+        encoder = data.ConversationEncoder(tokenizer, None, loss_on=recipe.loss_on)
+    else:
+        reason = "the model was published without one"
+        encoder = load_conversation_encoder(folder, tokenizer, loss_on=recipe.loss_on)
+    if encoder.template is None and "messages" in detect_form(paths[0]):
+        raise ValueError(
+            f"--data {paths[0]}: conversations are written by a model's chat template, but {reason}; give --model of a "
+            "chat model, or texts as prompt and completion."
+        )
+    return encoder
+
+
+def sample_prompt(
+    recipe: Recipe, tokenizer: Tokenizer, encoder: data.ConversationEncoder | None
+) -> tuple[list[int], tuple[int, ...]]:
+    """Return the ids that a sample continues, and those that end it: the recipe's prompt as its data has prompts."""
+    if encoder is None:
+        return tokenizer.encode(recipe.prompt).tolist() or [tokenizer.end_of_text], (tokenizer.end_of_text,)
+    if encoder.template is None or "messages" not in detect_form(chat_paths(recipe)[0]):
+        return tokenizer.encode_prompt(recipe.prompt).tolist() or [tokenizer.end_of_text], encoder.end_ids
+    text = encoder.template.render([{"role": "user", "content": recipe.prompt}])
+    return tokenizer.encode_prompt(text, add_special_tokens=False).tolist(), encoder.end_ids
+
+
+_HUB = "hub:"
+
+
+def open_sources(recipe: Recipe) -> dict[str, tuple[data.TextSource, float]]:
+    """Return the recipe's sources of documents by name, each with its weight."""
+    text = recipe.text
+    sources = {"--data": recipe.data, "--text.hub": text.hub, "--text.mix": " ".join(text.mix) or None}
+    if len(several := [f"{flag} {value}" for flag, value in sources.items() if value is not None]) > 1:
+        raise ValueError(f"{' '.join(several)}: a run reads one of them; leave the others out.")
+    with print_warnings():
+        return _open_sources(recipe)
+
+
+def _open_sources(recipe: Recipe) -> dict[str, tuple[data.TextSource, float]]:
+    text = recipe.text
+    if not text.mix:
+        source = _open_source(recipe.data if text.hub is None else f"{_HUB}{text.hub}", recipe)
+        return {source.name: (source, 1.0)}
+    weights = dict(map(_parse_weight, text.mix))
+    if len(weights) < len(text.mix):
+        raise ValueError(f"--text.mix {' '.join(text.mix)}: a text is named twice; give each once, with one weight.")
+    sources = {path: _open_source(path, recipe) for path in weights}
+    # Messages and metrics have short names, if these are unique.
+    is_unique = len({source.name for source in sources.values()}) == len(sources)
+    return {source.name if is_unique else path: (source, weights[path]) for path, source in sources.items()}
+
+
+def _parse_weight(part: str) -> tuple[str, float]:
+    """Return the path and the weight of `PATH=WEIGHT`."""
+    path, _, number = part.rpartition("=")
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not path.removeprefix(_HUB) or not (math.isfinite(weight) and weight > 0):
+        raise ValueError(f"--text.mix {part}: give PATH=WEIGHT or hub:NAME=WEIGHT, where the weight is above 0.")
+    return path, weight
+
+
+def _open_source(path: str | Path | None, recipe: Recipe) -> data.TextSource:
+    """Return the documents at a path, or of a dataset (`hub:NAME`); by default those of the standard library."""
+    if path is None:
+        return data.standard_library()
+    if str(path).startswith(_HUB):
+        return data.hub(str(path).removeprefix(_HUB), field=recipe.text.field)
+    if Path(path) in chat_paths(recipe):
+        return open_chats(recipe, Path(path))
+    return data.files(path, field=recipe.text.field)
+
+
+def open_texts(
+    recipe: Recipe,
+    sources: Mapping[str, tuple[data.TextSource, float]],
+    tokenizer: data.Tokenizer | data.ConversationEncoder,
+    directory: RunDirectory,
+    screen: Screen,
+) -> data.Corpus:
+    """Return the texts as batches of the recipe's shape; tokens that no run has made before are made now."""
+    folders, text = [*shared_token_folders(), directory.data], recipe.text
+    old_size = _token_bytes(folders[0])
+    with screen.bar() as progress, print_warnings():
+        corpus = data.open_corpus(
+            {name: source for name, (source, _) in sources.items()},
+            tokenizer,
+            folders,
+            seq=recipe.seq,
+            batch=recipe.batch,
+            seed=recipe.seed,
+            packing=text.packing,
+            weights={name: weight for name, (_, weight) in sources.items()} if text.mix else None,
+            validation=text.validation,
+            vocab=recipe.model.vocab,
+            progress=lambda what, done, total: progress(f"reading {what}", done, total),
+        )
+    for line in corpus.describe_cuts():
+        screen.note(f"--seq {recipe.seq}: {line}")
+    if (size := _token_bytes(folders[0])) > old_size and folders[0] != directory.data:
+        screen.note(f"the tokens are in {folders[0]}, which all runs share ({size / 1e6:,.1f} MB; it may be deleted)")
+    return corpus
+
+
+def _token_bytes(folder: Path) -> int:
+    """Return the bytes of the folder's tokens."""
+    size = 0
+    with suppress(OSError):  # another run's files may come and go
+        for file in folder.rglob("*.bin"):
+            size += file.stat().st_size
+    return size
+
+
+def shared_token_folders() -> list[Path]:
+    """Return the folder of tokens that a user's runs share; an empty list without a home."""
+    folder = token_cache()
+    return [] if folder is None else [folder]
