@@ -43,6 +43,20 @@ TESTS = itertools.count(1)
 KEPT = [0]  # bytes of memory when programs were last let go
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem():
+    """Leave the cases of a test to the grid whose names its mark `by_default` does not list."""
+    items = yield
+    if isinstance(items, list) and items and (mark := items[0].get_closest_marker("by_default")):
+        names = [item.callspec.id for item in items]
+        if unknown := set(mark.args) - set(names):
+            raise ValueError(f"by_default of {items[0].originalname}: no case {sorted(unknown)} among {names}")
+        for item, name in zip(items, names):
+            if name not in mark.args:
+                item.add_marker("grid")
+    return items
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Scripts, the slowest, come first; one case of each other file is `quick`: its first, unless it marks another."""

@@ -1,12 +1,14 @@
 """The grid's parts: each marked test is in one, and what has run is said."""
 
+import re
+
 import grid
 
 
 MARKED = [
     str(path.relative_to(grid.ROOT))
     for path in sorted((grid.ROOT / "tests").rglob("test_*.py"))
-    if "mark.grid" in path.read_text(encoding="utf-8") and path.name != "test_grid.py"
+    if re.search(r"mark\.(grid|by_default)\b", path.read_text(encoding="utf-8")) and path.name != "test_grid.py"
 ]
 
 

@@ -186,6 +186,7 @@ def test_padding_is_never_attended_to():
     assert np.array_equal(y[:, :3], other[:, :3]) and bool(jnp.isfinite(y).all())
 
 
+@pytest.mark.by_default("2")
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_shards_of_the_heads_give_partial_sums(kv_heads):
     norms = head_norms()

@@ -138,6 +138,7 @@ def test_gradients_are_the_slopes():
         assert np.any(slope[slope.size // 2 :]) == (name in ("importance", "load")), name
 
 
+@pytest.mark.by_default("parts of rows")
 @pytest.mark.parametrize("split", ["rows", "parts of rows"])
 def test_halves_that_add_their_sums_are_the_whole(split):
     """As on two devices: each sums its own tokens' costs, and `total` adds what the other counted."""

@@ -106,18 +106,13 @@ def agree(module, spoil=lambda cache: cache, capacity=10):
     return equal
 
 
-# Of those of the grid each rule is here or, in whole models, in `tests/generation`.
+# The rules of the grid's cases are rules of these cases, of the layer's own tests or of models in `tests/generation`.
 BY_DEFAULT = {
     "an encoding of one's own, by lengths",
-    "grouped",
-    "temperature",
     "longrope in a window",
     "delta net",
-    "channel delta net",
     "mamba2",
-    "short convolution",
     "latent in a window",
-    "latent with dynamic rotary",
 }
 
 

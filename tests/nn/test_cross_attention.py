@@ -69,6 +69,7 @@ def test_an_encoder_may_have_a_table_of_its_own():
     assert close(run(own, ids, tokens)[0], want) and not close(run(model, ids, tokens)[0], want, 1e-2)
 
 
+@pytest.mark.by_default("float32")
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_a_cache_keeps_the_source_for_calls_without_it(dtype):
     model, ids, read = _model(), _ids(2, 6), _ids(2, 9, seed=1)

@@ -88,6 +88,7 @@ def test_chunks_are_the_recurrence(seq, chunk, by_channel):
     assert not close(found[0], others[0], 1e-2)
 
 
+@pytest.mark.by_default("7-3-False")
 @pytest.mark.parametrize(
     ("seq", "chunk", "by_channel"), [(1, 4, False), (7, 3, False), pytest.param(11, 16, True, marks=pytest.mark.grid)]
 )
@@ -131,6 +132,7 @@ def test_eight_devices_compute_at_once():
         assert close(found[-BATCH:], np.asarray(expected), 1e-5)
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("by_channel", [False, True])
 def test_decays_without_bound_have_finite_gradients(by_channel):
     """A token that forgets all: what lies behind it is multiplied by 0, and never divided by it."""
@@ -167,6 +169,7 @@ def total(rule, *arrays):
     return jnp.sum(jnp.sin(answers)) + jnp.sum(jnp.cos(last))
 
 
+@pytest.mark.by_default("16")
 @pytest.mark.parametrize("channels", [1, 16])
 def test_gradients_of_chunks_are_those_of_a_scan(channels):
     arrays = of_chunks(channels, 4)

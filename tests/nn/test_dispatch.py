@@ -110,6 +110,7 @@ def test_slots_are_counted_in_whole_numbers():
     assert jax.jit(lambda chosen: nn.Capacity(1.1).keep_choices(chosen, 10))(chosen)[1] == 89
 
 
+@pytest.mark.by_default("gated")
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropless_is_the_sum_over_all_experts(kind):
     experts, x = experts_of(kind), normal(1, 2, SEQ, EMBED)
@@ -219,6 +220,7 @@ def test_padding_takes_no_slots_and_changes_nobodys():
     assert dropped == of_padded > 0 and close(y, padded)
 
 
+@pytest.mark.by_default("shape0")
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
 def test_no_tokens(shape):
     for dispatch in DISPATCHES:

@@ -36,6 +36,7 @@ def sorted_rows(experts, x, sizes):
     return y
 
 
+@pytest.mark.by_default("gated")
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_and_slots_are_each_expert_s_own(kind):
     experts, x, slots = experts_of(kind), normal(1, ROWS, EMBED), normal(2, EXPERTS, 3, EMBED)

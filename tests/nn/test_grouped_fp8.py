@@ -67,6 +67,7 @@ def test_slots_and_blocks_are_the_formulas(name):
             assert not any(close(one, other, 3e-3) for one, other in zip(plain, found))
 
 
+@pytest.mark.by_default("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_narrower_dtypes(dtype):
     """What is rounded to 8 bits are the numbers of the compute dtype, and results are rounded to it once."""
@@ -126,6 +127,7 @@ def experts_of(inputs: int, mlp: int) -> nn.Experts:
     return drawn(nn.Experts, lambda key: nn.GatedMLP(embed=inputs, mlp=mlp, key=key), GROUPS, key=jax.random.key(0))
 
 
+@pytest.mark.by_default("slots and blocks")
 @pytest.mark.parametrize("name", ["slots and blocks", "one takes all"])
 def test_the_loss_and_the_gradients_of_a_layer(name):
     """In float64, and without any rounding they are others."""
@@ -207,6 +209,7 @@ def factors(platform: str, kind: str, experts: nn.Experts, **load: int) -> list[
 IN_8_BITS = sorted([["f8E4M3FN", "f8E4M3FN"]] * 3 + [["f8E5M2", "f8E4M3FN"]] * 6)
 
 
+@pytest.mark.grid
 def test_hopper_gpus_have_them(with_compilers):
     """Three products forward and six of gradients."""
     narrow = in_8_bits(experts_of(64, 64))

@@ -82,6 +82,7 @@ def test_default_scale_counts_the_rotated_channels():
     assert scale_in(make(rotary=None)) == pytest.approx(4**-0.5)
 
 
+@pytest.mark.by_default("latent queries")
 @pytest.mark.parametrize("kind", ["latent queries", "no rotary", pytest.param("biases", marks=pytest.mark.grid)])
 def test_absorbed_decoding_equals_the_expanded_form(kind):
     """The same last token: decoded from the cache, and as one of two, which does not absorb."""

@@ -53,6 +53,12 @@ def test_two_or_three_vectors_meet_a_matrix_one_by_one_on_cpus_and_together_else
     assert nothing.shape == (2, 4) and not np.any(nothing)  # a map of no inputs, which odd sizes leave
 
 
+@pytest.mark.by_default(
+    "embed -> mlp-True",
+    "embed -> heads head_dim-False",
+    "heads head_dim -> embed-True",
+    "heads head_dim -> latent mlp-False",
+)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_form_of_spec(spec, bias):

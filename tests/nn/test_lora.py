@@ -23,6 +23,7 @@ SPECS = {  # spec -> numpy's letters of W, of A and of B
 factors_of = lambda lora: (lora.down.weight, lora.up.weight)
 
 
+@pytest.mark.by_default("embed -> heads head_dim")
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_form_of_spec(spec):
     sizes = {name: SIZES[name] for name in spec.replace("->", " ").split()}

@@ -87,6 +87,7 @@ SCALED: Any = {
 }
 
 
+@pytest.mark.by_default("norm1")
 @pytest.mark.parametrize("norm", [{}, {"gate_norm": None}])
 def test_each_map_has_its_multiplier_and_the_norm_may_come_before_the_gate(norm):
     net = drawn(nn.Mamba2Mixer, **SIZES, chunk=3, bias=True, **SCALED | norm, key=KEY)

@@ -54,6 +54,7 @@ def all_close(one, other):
     return all(close(*pair, 1e-6) for pair in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
 
 
+@pytest.mark.by_default("softmax", "random second")
 @pytest.mark.parametrize("name", ROUTERS)
 def test_the_mixture_is_its_sum_and_tells_what_it_did(name):
     (router, dispatches), experts = ROUTERS[name], experts_of("gated")
@@ -110,6 +111,7 @@ def test_bfloat16_routes_and_counts_in_float32():
     assert close(y, found[2][0], 0.05) and all_close(aux, found[2][1])
 
 
+@pytest.mark.by_default("sigmoid")
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_the_order_of_experts_does_not_matter(name):
     """Not to the choice, the weights, the dropping or the losses; a router's rows and biases are its experts'."""

@@ -83,6 +83,7 @@ MODULES = {
 }
 
 
+@pytest.mark.by_default("latent")
 @pytest.mark.parametrize("kind", MODULES)
 def test_tokens_beyond_the_capacity_are_nan_and_spoil_nothing(kind):
     """Whole calls beyond it and calls that begin within it; what has room is as without a cache, in each row."""
@@ -106,6 +107,7 @@ def test_tokens_beyond_the_capacity_are_nan_and_spoil_nothing(kind):
     assert np.isnan(y[0, 6:]).all() and np.isfinite(y[1]).all()
 
 
+@pytest.mark.by_default("grouped")
 @pytest.mark.parametrize("kind", MODULES)
 def test_tokens_known_to_lie_beyond_the_capacity_are_refused(kind):
     module, x = MODULES[kind](), normal(1, 1, 4, 6)
@@ -122,6 +124,7 @@ def test_tokens_known_to_lie_beyond_the_capacity_are_refused(kind):
     traced(MODULES[kind](mask=nn.sliding_window(3)), tokens[0])
 
 
+@pytest.mark.by_default("grouped-mask0")
 @pytest.mark.parametrize(("kind", "mask"), [("grouped", nn.sliding_window(3)), ("latent", nn.chunked(3))])
 def test_calls_longer_than_a_rolling_cache_are_the_uncached_pass(kind, mask):
     """Early tokens of a call see what its later ones overwrite, and rows end at their own places."""
@@ -246,6 +249,7 @@ def test_layers_of_a_stack_write_their_tokens_alone():
     assert operations(net)[1] > 0  # the control
 
 
+@pytest.mark.by_default("grouped")
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_long_window_has_slots_of_whole_vectors(kind):
     """TPUs read them in place. What is kept beyond the window is not seen."""

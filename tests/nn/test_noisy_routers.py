@@ -126,6 +126,7 @@ def test_padding_goes_nowhere_and_changes_nothing(name):
     assert np.all(slope[~real] == 0) and np.any(slope[real] != 0)
 
 
+@pytest.mark.by_default("noisy")
 @pytest.mark.parametrize("name", NOISY)
 def test_a_tokens_noise_is_the_same_in_any_batch(name):
     router, x, tokens = NOISY[name], X, tokens_of(keys=True)

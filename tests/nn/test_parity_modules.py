@@ -88,6 +88,7 @@ def run(module, x):
     return eqx.filter_jit(module)(x, nn.Tokens(jnp.asarray(POSITIONS)))[0]
 
 
+@pytest.mark.by_default("llama_gqa", "mistral_window", "qwen3", "olmo2", "gemma2_softcap", "gpt_oss_sinks")
 @pytest.mark.parametrize("name", CASES)
 def test_attention_is_that_of_transformers(name):
     module, mapping = CASES[name]()
@@ -131,6 +132,7 @@ def latent_weights(weights, q_latent):
     return split
 
 
+@pytest.mark.by_default("mla_q_latent", "mla_yarn")
 @pytest.mark.parametrize("name", ["mla", "mla_q_latent", "mla_yarn"])
 def test_latent_attention_is_deepseeks(name):
     q_latent = None if name == "mla" else 12

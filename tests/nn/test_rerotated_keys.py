@@ -91,6 +91,7 @@ def blocks(layers: int | None = 2, rows: int = 4) -> tuple[Any, ...]:
     return cached, positions, lengths, None if layers is None else jnp.asarray(1)
 
 
+@pytest.mark.by_default("None")
 @pytest.mark.parametrize("layers", [None, 2])
 def test_blocks_of_rows_that_change_are_rerotated_in_place(layers, monkeypatch):
     monkeypatch.setattr(_rotary_cache, "_BLOCK", 3)  # two slots

@@ -85,6 +85,7 @@ def test_the_scan_equals_a_loop_over_layers(stack):
     assert not close(y, loop(stack[::-1], x, tokens, range(4)), 1e-3)
 
 
+@pytest.mark.by_default("place0", "place3")
 @pytest.mark.parametrize("place", [slice(1, 3), slice(None, None, 2), slice(-1, None), slice(3, 0, -1)])
 def test_slices_are_stacks_that_keep_their_layers_numbers(stack, place):
     part, numbers = stack[place], list(range(4))[place]

@@ -65,6 +65,7 @@ def outcome(rule):
     return jax.jit(both)
 
 
+@pytest.mark.by_default("13-4")
 @pytest.mark.parametrize(
     ("seq", "chunk"),
     [(1, 4), pytest.param(3, 64, marks=pytest.mark.grid), (13, 4), pytest.param(8, 4, marks=pytest.mark.grid)],

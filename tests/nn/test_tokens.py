@@ -57,6 +57,7 @@ def made(kind, given):
     return drawn(nn.Attention, **given) if kind == "grouped" else drawn(nn.LatentAttention, latent=5, **given)
 
 
+@pytest.mark.by_default("grouped")
 @pytest.mark.parametrize("kind", ["grouped", "latent"])
 def test_a_part_of_a_row_is_rotated_by_the_rows_length(kind):
     rotary = nn.Rotary(4, 100.0, scaling=nn.DynamicScaling(2.0, 3))
@@ -73,6 +74,7 @@ def test_a_part_of_a_row_is_rotated_by_the_rows_length(kind):
         assert np.abs(run(part[0], nn.Tokens(part[1]), cache) - whole).max() > 1e-3
 
 
+@pytest.mark.by_default("latent-scaling1")
 @pytest.mark.parametrize(
     ("kind", "scaling"),
     [
