@@ -27,7 +27,7 @@ EVERY_RUN = [
         {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2}
         | {"residual": "sequence", "overlap": "bidirectional"},
     ),
-    Case("jaxformer", {"fsdp": 2, "tensor": 4}, {"zero": 1, "residual": "feature"}, "products"),
+    Case("jaxformer", {"tensor": 2}, {"residual": "feature"}, "products"),
     Case(
         "llama",
         {"fsdp": 2, "pipe": 2, "context": 2},
@@ -49,6 +49,7 @@ EVERY_RUN = [
     Case("llama", {"pipe": 2}, {"schedule": "1f1b", "microbatches": 2, "stage_remat": True}),
 ]
 FURTHER = [
+    EVERY_RUN[1]._replace(mesh={"fsdp": 2, "tensor": 4}, choices={"zero": 1, "residual": "feature"}),
     EVERY_RUN[0]._replace(mesh={"fsdp": 2, "pipe": 2, "tensor": 2}),
     EVERY_RUN[-2]._replace(mesh={"replica": 2, "pipe": 2}),
     Case("mixture", {"expert": 2}, {"expert_method": "exchange", "expert_factor": 0.5}),

@@ -132,6 +132,7 @@ def test_inside_a_scan_under_a_checkpoint_and_a_branch_that_other_devices_do_not
         assert max(errors(compiled(x, up, down), wanted)) < 2e-6, way
 
 
+@pytest.mark.by_default("none", "bidirectional")
 @pytest.mark.parametrize("overlap", ["none", "ring", "bidirectional"])
 def test_sixteen_bits_are_summed_in_float32(overlap):
     mesh = mesh_of(4)

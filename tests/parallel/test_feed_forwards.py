@@ -120,6 +120,7 @@ def train(way, stack, samples):
     return eqx.filter_jit(filter_shard_map(run, make_mesh(**way.mesh), (specs, samples_spec), P()))(stack, samples)
 
 
+@pytest.mark.by_default("hybrid", "accumulated")
 @pytest.mark.parametrize("name", WAYS)
 def test_feed_forwards_train_to_the_losses_of_one_device(name, stack, samples, one_device_losses):
     losses = train(WAYS[name], stack, samples)

@@ -81,6 +81,7 @@ def test_a_loss_that_takes_no_tokens_is_named_before_anything_is_traced():
     training.make_gradient_function(lambda model, batch, key, **given: None, plan_over(fsdp=2))  # takes all
 
 
+@pytest.mark.by_default("axes0-same on all devices of the axis 'context'")
 @pytest.mark.parametrize(
     "axes, fault", [(AXES[0], "same on all devices of the axis 'context'"), (AXES[1], "stages have run with")]
 )
@@ -99,6 +100,7 @@ def test_a_sum_of_slices_is_refused(monkeypatch):
         traced(penalised, plan_over(tensor=2))
 
 
+@pytest.mark.by_default("None-quotient", "None-array", "None-three", "tensor-array")
 @pytest.mark.parametrize(
     "change, given",
     [
@@ -106,8 +108,9 @@ def test_a_sum_of_slices_is_refused(monkeypatch):
         (lambda total, count: (total, count[None]), r"two values of shapes \(\) and \(1,\)"),
         (lambda total, count: (total, count, {}), "3 values"),
     ],
+    ids=["quotient", "array", "three"],
 )
-@pytest.mark.parametrize("axes", (None, *AXES[1:3]), ids=str)
+@pytest.mark.parametrize("axes", (None, *AXES[1:3]), ids=["None", "pipe", "tensor"])
 def test_what_is_no_sum_and_count_is_named(change, given, axes):
     def loss(*args, **named):
         return change(*passing(*args, **named))

@@ -78,6 +78,7 @@ def test_one_devices_gradients_are_float32s_up_to_the_rounding_of_products():
     assert small == {"stacks[0].blocks.sublayers[0].layer.key.bias"}  # all else is compared with its own size
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", with_grid([SPLIT], [REPLICAS, *WIDER]))
 def test_a_meshs_gradients_are_float32s_up_to_the_rounding_of_products(case):
     assert wrong(of_plan(in_dtypes(case, "float32", "bfloat16")), case) == {}

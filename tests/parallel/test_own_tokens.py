@@ -43,6 +43,7 @@ def mixture(devices, method):
     return states, shapes, planning.batch_shapes(8, 128)
 
 
+@pytest.mark.grid
 def test_the_tokens_that_experts_devices_gather_are_kept():
     """Beside the layers' inputs, and as many bytes; the control: tokens that are exchanged are not."""
     kept = {}

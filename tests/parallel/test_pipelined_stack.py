@@ -59,6 +59,7 @@ def plain_layers():
     return model, data, small.one_device(model, data)
 
 
+@pytest.mark.by_default("4-4-False", "2-8-True")
 @pytest.mark.parametrize(
     "pipe,microbatches,splits_rows",
     [
@@ -81,6 +82,7 @@ def test_any_number_of_microbatches_will_do(monkeypatch, pipe, microbatches, spl
         assert not distance(mesh, microbatches, splits_rows, *given) < 100 * CLOSE
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("splits_rows", [False, True])
 def test_each_block_runs_once_a_microbatch_and_once_more_backward(splits_rows):
     (_, stack) = small.make_model(block=small.counted_block)

@@ -186,6 +186,7 @@ def right_guesses(name: str) -> Batch:
     return eqx.tree_at(lambda b: b.targets, batch, hastily(guesses, model, batch)(model, batch))
 
 
+@pytest.mark.by_default("gradients over fsdp", "highest logit, unreduced")
 @pytest.mark.parametrize(("change", "case", "caught_by"), named())
 def test_a_plan_needs_it(change, case, caught_by, monkeypatch):
     expected = of_one_device(case)

@@ -172,6 +172,7 @@ CONTROLS = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.grid] * (name != "whose counts")) for name in CONTROLS]
 )

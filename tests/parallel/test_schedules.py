@@ -63,6 +63,7 @@ def test_gpipe_and_1f1b_have_the_published_bubble_and_peak(stages, microbatches,
                 same(both.peak(), np.minimum(m, 2 * (p - 1 - i) + 1))
 
 
+@pytest.mark.by_default("2-default")
 @pytest.mark.parametrize("stages,microbatches,costs", WIDE)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 def test_chunks_divide_the_bubble(stages, microbatches, costs, chunks):

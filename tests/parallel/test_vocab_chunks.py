@@ -46,6 +46,7 @@ def looked_up(dim, parts, dtypes, table, ids, wanted):
     return jax.jit(mapped)(table.astype(parameters), ids, wanted)
 
 
+@pytest.mark.by_default("dtypes0-1-7", "dtypes1-0-5")
 @pytest.mark.parametrize("dim,parts", [(0, 5), (1, 7)])
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "bfloat16")])
 def test_vectors_and_gradients_are_those_of_the_whole_table(dim, parts, dtypes):

@@ -53,6 +53,7 @@ def sums_not_meant(case: Case) -> list[NarrowSum]:
     return not_meant(narrow_sums(program), MEANT_OF_NARROW)
 
 
+@pytest.mark.by_default("gpt2 replica2.expert2 microbatches2")
 @pytest.mark.parametrize("case", named(CASES, MORE))
 def test_no_gradient_of_a_parameter_adds_up_in_16_bits(case):
     assert sums_not_meant(case) == []

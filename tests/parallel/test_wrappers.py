@@ -160,6 +160,7 @@ def test_a_map_of_features(mesh, overlap):
     assert error(split, alone) < CLOSE
 
 
+@pytest.mark.by_default("17")
 @pytest.mark.parametrize("vocab", [VOCAB, 17])
 def test_a_vocabulary_that_is_split(mesh, vocab):
     """Lookup and loss by the same table: the logits are never whole. The last part of 17 rows is padded."""
