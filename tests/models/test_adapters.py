@@ -61,6 +61,7 @@ def product(name: str, module: str, arrays: dict[str, np.ndarray]) -> np.ndarray
     return scale * (b @ a).T if config["fan_in_fan_out"] else scale * b @ a
 
 
+@pytest.mark.by_default("gpt2 plain", "llama llama3")
 @pytest.mark.parametrize("name", wide("llama llama3"))
 def test_the_merged_model_is_published_with_the_products_added(name, tmp_path):
     model, numbers, before = based(name)
@@ -77,6 +78,7 @@ def test_the_merged_model_is_published_with_the_products_added(name, tmp_path):
         assert np.allclose(change, expected, 0, 1e-5) and not np.allclose(change, np.flip(expected), 0, 1e-2)
 
 
+@pytest.mark.by_default("phi3 window")
 @pytest.mark.parametrize("name", wide())
 def test_an_adapter_gives_pefts_logits(name, logits, tmp_path):
     model, numbers, _ = based(name)
@@ -87,6 +89,7 @@ def test_an_adapter_gives_pefts_logits(name, logits, tmp_path):
     assert not close(run(model, ids), logits[name], 1e-2)
 
 
+@pytest.mark.by_default("phi3 window")
 @pytest.mark.parametrize("name", wide())
 def test_an_adapter_goes_back_out(name, tmp_path):
     model, numbers, _ = based(name)
@@ -120,6 +123,7 @@ def are_close(one: Any, other: Any, rtol: float, atol: float = 0.0) -> bool:
     return all(np.allclose(*pair, rtol, atol) for pair in zip(jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
+@pytest.mark.by_default("phi3 window-where0-self_attn.qkv_proj")
 @pytest.mark.parametrize(
     "name, where, fused",
     [

@@ -43,6 +43,7 @@ def named(model):
     return {nn.path_name(path): np.asarray(leaf) for path, leaf in leaves}
 
 
+@pytest.mark.by_default("llama", "mistral")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_base_models_folder_is_the_model_but_for_its_head(family, tmp_path):
     """Names without the prefix and without the head, as `AutoModel` saves them; wrappers' prefixes before all names."""

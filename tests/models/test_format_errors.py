@@ -64,6 +64,7 @@ def test_codes_and_scales_that_do_not_go_together(name, fault, tmp_path):
         assert stem in message and str(tmp_path) in message
 
 
+@pytest.mark.by_default("fp8 blocks", "gptq")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_array_of_another_size_than_the_models(name, tmp_path):
     stem = EXPERTS + "down_proj" if name in EXPERT_CASES else GATE
@@ -74,6 +75,7 @@ def test_an_array_of_another_size_than_the_models(name, tmp_path):
     refused(tmp_path, name, rf"{re.escape(stem)}.*: it has shape \(.*\), and the model's is \(.*\)")
 
 
+@pytest.mark.by_default("int4 with zeros", "gptq")
 @pytest.mark.parametrize("name", NAMES)
 def test_codes_of_which_the_configuration_says_nothing(name, tmp_path):
     """With their scales too: what is missing is named, not each array."""
@@ -87,6 +89,7 @@ def test_codes_of_which_the_configuration_says_nothing(name, tmp_path):
         assert len(message) < len(str(tmp_path)) + 260
 
 
+@pytest.mark.by_default("fp8 blocks")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_cut_short(name, tmp_path):
     write(tmp_path, name)

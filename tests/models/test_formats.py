@@ -34,6 +34,7 @@ def test_a_folder_is_the_model_that_a_plain_formula_decodes(name, tmp_path):
         models.save(models.load(tmp_path / "plain"), tmp_path / "x", like=tmp_path / "folder", whole=True)
 
 
+@pytest.mark.by_default("fp8 blocks")
 @pytest.mark.parametrize("name", ["mxfp4", "fp8 experts", "fp8 blocks", pytest.param("awq", marks=pytest.mark.grid)])
 def test_each_device_gets_its_part_whatever_the_plan(name, tmp_path):
     write(tmp_path, name)

@@ -32,6 +32,7 @@ def checksum(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).tobytes())
 
 
+@pytest.mark.by_default("qwen3")
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_file_is_the_model_that_transformers_reads(name, tmp_path):
     """Bit for bit, under the published names; without a dtype in float32, which holds all that is decoded."""
@@ -65,6 +66,7 @@ def test_every_type_of_block_is_decoded_as_the_package_does():
     assert seen == {form.name for form in BLOCKS.values()}
 
 
+@pytest.mark.by_default("gemma3", "qwen3moe")
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_converted_model_is_the_one_before(name, tmp_path):
     """Its config, and its arrays bit for bit: as they were, or as the package decodes them."""

@@ -69,6 +69,7 @@ def test_layers_of_bfloat16_and_float16_are_held_by_float32(tmp_path):
         assert published.dtype == dtype and np.array_equal(query[layer].reshape(16, 16), published.astype(np.float32))
 
 
+@pytest.mark.by_default("sizes0")
 @pytest.mark.parametrize(
     "sizes", [{}, pytest.param({"fsdp": 8}, marks=pytest.mark.grid), {"fsdp": 2, "pipe": 2, "tensor": 2}]
 )

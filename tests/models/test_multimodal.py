@@ -65,6 +65,7 @@ def test_every_case_is_of_a_tower():
     assert set(RECORDED) == set(UNREAD) <= {multimodal.model_type for _, multimodal in MULTIMODAL.values()}
 
 
+@pytest.mark.by_default("gemma3 gemma3_text", "mistral3 ministral3")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if number % 3 == 0 else pytest.mark.grid) for number, name in enumerate(MULTIMODAL)],
@@ -105,6 +106,7 @@ def test_the_text_model_of_a_whole_gives_its_logits(name, tmp_path):
     assert close(found, want, tolerance) and not close(found, want[:, ::-1], 1e-2)
 
 
+@pytest.mark.by_default("gemma3", "gemma4", "mistral3", "qwen3_vl")
 @pytest.mark.parametrize("name", RECORDED)
 def test_what_is_left_unread_is_told_and_the_rest_is_a_model_by_itself(name, tmp_path):
     """Saved by itself it is a folder of its family, with the very arrays and the same numbers."""
@@ -174,6 +176,7 @@ def test_what_a_whole_always_is_may_not_be_said_otherwise(tmp_path):
         models.read_config(tmp_path)
 
 
+@pytest.mark.by_default("gemma3", "mistral3", "qwen3_vl")
 @pytest.mark.parametrize("name", RECORDED)
 def test_back_in_the_whole_folder_all_else_is_untouched(name, tmp_path):
     arrays, whole = write(tmp_path / "whole", name), tmp_path / "whole"

@@ -137,6 +137,7 @@ def test_an_odd_number_of_channels_that_turn_is_refused_by_its_name(name, field)
         models.shapes(config)
 
 
+@pytest.mark.by_default("said0-reading0", "said3-reading3")
 @pytest.mark.parametrize(
     "said, reading",
     [

@@ -15,6 +15,7 @@ def arrays():
         return dict(file)
 
 
+@pytest.mark.by_default("default", "dynamic", "yarn_mscale", "llama3", "longrope")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_llama_has_the_logits_of_transformers(name, arrays):
     """With every scaling of the rotary frequencies, within the original length and beyond it."""

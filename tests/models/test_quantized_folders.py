@@ -32,6 +32,7 @@ def spoiled(model: Any) -> Any:
     return nn.map_linears(change, model)
 
 
+@pytest.mark.by_default("fp8 blocks")
 @pytest.mark.parametrize("name", NAMES)
 def test_quantized_weights_are_the_decoded_ones(name, tmp_path):
     """Every weight, bit for bit, from codes in few bytes; also where each device reads its part."""
@@ -141,6 +142,7 @@ def test_folders_that_cannot_stay_quantized_are_refused_by_name(tmp_path):
         models.load(tmp_path / "plain", weights="quantized")
 
 
+@pytest.mark.by_default("fp8 blocks")
 @pytest.mark.parametrize("name", NAMES)
 def test_quantized_weights_are_saved_as_they_came(name, tmp_path):
     """Shapes, dtypes and bits, with another table; a model of other codes is not, and by itself none is."""
