@@ -1,7 +1,8 @@
 """Every block of Python in the README and the docs runs as it stands, and links inside the project lead somewhere.
 
 A block that begins with `# name.py` is a file, which the other blocks of its page may import. One below the line
-`<!-- grid -->`, which no reader sees, runs in the grid alone: it takes seconds, and what it does is tested elsewhere.
+`<!-- grid -->`, which no reader sees, runs in the grid alone: it compiles for a second or longer, and what it does is
+tested elsewhere.
 """
 
 import pathlib
