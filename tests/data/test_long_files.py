@@ -37,6 +37,7 @@ WAYS = {
 }
 
 
+@pytest.mark.by_default("pieces", "a folder")
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_held_out_stays_so_however_the_corpus_grows(way, tmp_path, monkeypatch):
     """Text is added at a file's end, wherever it ended, and files beside it."""

@@ -101,6 +101,7 @@ def test_each_text_comes_in_its_own_order_epoch_by_epoch(stores, packing):
     assert all(passes > 0.5 for passes in mixture.epochs(40).values()) and mixture.epochs(40)["small"] > 3
 
 
+@pytest.mark.by_default("documents")
 @pytest.mark.parametrize("packing", ["windows", "documents"])
 def test_a_run_that_goes_on_and_any_number_of_readers_have_the_same_rows(stores, packing):
     make = lambda weights=WEIGHTS, **changes: _mixture(stores, weights, **{"packing": packing, "batch": 32, **changes})

@@ -29,6 +29,7 @@ def with_nan(logits, history):
     return logits.at[1, 3].set(jnp.nan)
 
 
+@pytest.mark.by_default("transforms1")
 @pytest.mark.parametrize(
     "transforms", [pytest.param((until_six,), marks=pytest.mark.grid), (GREEDY, until_six), (with_nan,)]
 )

@@ -145,6 +145,7 @@ def test_in_a_single_layer_each_prefix_read_afresh_is_met_at_any_length():
     assert np.abs(logits["steps"] - logits["uncached"]).max() > 100 * ROUNDING
 
 
+@pytest.mark.by_default("latent")
 @pytest.mark.parametrize("kind", ["grouped-query", "latent"])
 def test_tokens_beyond_the_capacity_turn_their_row_to_nan(kind):
     ids, positions = padded(SEQ)

@@ -34,6 +34,7 @@ def held(prompt: int, prefill_chunk: int | None = None, core=None) -> int:
     return analysis.temp_size_in_bytes
 
 
+@pytest.mark.by_default("as by default")
 @pytest.mark.parametrize("prefill_chunk", [None, 2 * LONG], ids=["as by default", "at once"])
 def test_memory_grows_with_the_prompt_and_not_with_its_square(prefill_chunk):
     short, long = held(SHORT, prefill_chunk), held(LONG, prefill_chunk)

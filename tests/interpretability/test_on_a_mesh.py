@@ -20,6 +20,7 @@ def model():
     return make_model((4,))
 
 
+@pytest.mark.by_default("axes0")
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"pipe": 2, "replica": 2}])
 def test_values_and_edits_over_a_mesh_are_those_of_one_device(model, axes):
     plan = Plan(make_mesh(**axes, devices=jax.devices()[:4]))

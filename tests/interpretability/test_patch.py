@@ -42,6 +42,7 @@ def test_a_path_through_all_layers_gives_the_layers_number(model):
     assert [bool(np.any(values)) for values in np.asarray(captured[MLP])] == [True, False, True]
 
 
+@pytest.mark.by_default("stacks[0].blocks.input", "stacks[0].blocks.sublayers[0].layer.query")
 @pytest.mark.parametrize(
     "path", [STREAM, f"{STREAM}.input", f"{LAYER}.core.weights", f"{LAYER}.core", f"{LAYER}.query"]
 )

@@ -127,6 +127,7 @@ def test_equals_the_definition(core, name):
     assert differences(core, CASES[name]) < 2e-6
 
 
+@pytest.mark.by_default("blockwise")
 @pytest.mark.parametrize("core", ["reference", "blockwise"])
 def test_equals_the_definition_in_float64(core):
     with jax.enable_x64(True):

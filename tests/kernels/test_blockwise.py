@@ -79,6 +79,7 @@ def test_a_block_holds_a_token():
         BlockwiseAttention(block=0)
 
 
+@pytest.mark.by_default("mask1-poisoned1-clean1")
 @pytest.mark.parametrize(
     ("mask", "poisoned", "clean"),
     [(causal(), slice(8, 16), slice(0, 8)), (sliding_window(4), slice(0, 4), slice(8, 16))],
@@ -143,6 +144,7 @@ def test_under_vmap():
     np.testing.assert_allclose(got, wanted, atol=1e-6)
 
 
+@pytest.mark.by_default("tensor")
 @pytest.mark.parametrize("kv_split", ["tensor", None])
 def test_gradients_in_shard_map_are_those_of_one_device(kv_split):
     """Query heads split over `tensor`; key heads split alike, or (one key head) held whole by every device."""

@@ -35,6 +35,12 @@ def call_of(name: str, dtype: Any) -> CacheWriteCall:
     return CacheWriteCall(memory, put(slots), numbers(ROWS, *heads, seq, width), layer, 1 + len(heads))
 
 
+@pytest.mark.by_default(
+    "latents of a stack-int8",
+    "heads of narrow channels, of a stack-bfloat16",
+    "rotated keys-int8",
+    "three tokens of heads-bfloat16",
+)
 @pytest.mark.parametrize(
     "dtype",
     ["int8", "bfloat16", *(pytest.param(name, marks=pytest.mark.grid) for name in ("float8_e4m3fn", "float32"))],

@@ -172,6 +172,7 @@ OTHERS = sorted({*CASES} - {"everything", "latents"})
 LAID = [(10, 512), (128, 512), (128, 2**20)]
 
 
+@pytest.mark.by_default("everything-10-512", "latents-128-512")
 @pytest.mark.parametrize("lanes, tile", LAID)
 @pytest.mark.parametrize("name", ["everything", "latents", *(pytest.param(n, marks=pytest.mark.grid) for n in OTHERS)])
 def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, tile, monkeypatch):
@@ -186,6 +187,7 @@ def test_the_kernel_of_tpus_is_the_reference_in_blocks(name, lanes, tile, monkey
     assert np.abs(found - wanted(without)).max() > 0.02 * np.abs(right).max()  # the comparison sees slots
 
 
+@pytest.mark.by_default("everything-512", "everything-1048576")
 @pytest.mark.parametrize("name, tile", [("everything", 512), ("latents", 512), ("everything", 2**20)])
 def test_tpus_fetch_what_is_counted_and_no_more_than_is_seen(name, tile, monkeypatch):
     monkeypatch.setattr(tpu, "_BLOCK_NUMBERS", tile)
@@ -283,6 +285,7 @@ SPLIT = dict.fromkeys(("query", "key", "value", "key_scales", "value_scales"), H
 SPLIT |= {"held": StoredArrays(WHOLE, HEADS, HEADS, None, HEADS, HEADS)}
 
 
+@pytest.mark.by_default("latents that devices share")
 @pytest.mark.parametrize(
     "case, specs",
     [(Case(kv_heads=1, rope_dim=16), SHARED), (Case(heads=32, kv_heads=16, is_scaled=True), SPLIT)],

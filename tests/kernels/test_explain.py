@@ -28,6 +28,7 @@ def explained(platform: str, ids=IDS, tokens: nn.Tokens | None = None, **how) ->
     return {str(line) for line in lines if line.operation == "attention"}
 
 
+@pytest.mark.by_default("bfloat16-True")
 @pytest.mark.parametrize("compute, has_kernel", [("bfloat16", True), ("float32", False)])
 def test_what_is_said_is_what_is_lowered(compute, has_kernel):
     """A kernel that runs in the program for GPUs is a call of cuDNN's."""

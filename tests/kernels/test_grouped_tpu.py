@@ -41,6 +41,7 @@ CASES = {
 FAST = ("few rows", "whole tiles, and pieces beside")
 
 
+@pytest.mark.by_default("few rows")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.grid) for n in CASES])
 def test_kernels_for_tpus_give_the_products_of_a_loop(name):
     """As plain JAX."""
@@ -77,6 +78,7 @@ LOADS = {
 }
 
 
+@pytest.mark.by_default("256 rows of each, about-weight_grad")
 @pytest.mark.parametrize("product", ["forward", "weight_grad"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == [*LOADS][-1] else pytest.mark.grid) for n in LOADS])
 def test_kernels_for_tpus_compute_little_beside(monkeypatch, name, product):

@@ -49,6 +49,10 @@ def test_it_is_chosen_on_its_platform_alone_and_computes_the_definition():
     assert "pallas" in str(jax.make_jaxpr(OWN)(call)) and "pallas" not in str(jax.make_jaxpr(kernels.ATTENTION)(call))
 
 
+@pytest.mark.by_default(
+    "options0-it takes rows of up to 64 tokens, not 65",
+    "options2-it takes only a causal mask over rows of one document",
+)
 @pytest.mark.parametrize(
     "options, reason",
     [

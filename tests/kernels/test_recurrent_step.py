@@ -51,6 +51,7 @@ def call_of(name: str) -> RecurrentStepCall:
     return RecurrentStepCall(token, memory, initial, layer, step)
 
 
+@pytest.mark.by_default("a state space whose heads share a key", "one of narrow values that fades by channels")
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_plain_step(name, monkeypatch):
     call = call_of(name)

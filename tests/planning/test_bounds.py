@@ -119,6 +119,7 @@ def test_an_ffn_over_data_sends_its_gradients_and_over_features_its_output():
     assert over_features == 2 * 3 / 4 * ffn_activation_bytes(batch, embed)
 
 
+@pytest.mark.by_default("none-False", "ring-True")
 @pytest.mark.parametrize("overlap,regathered", [("none", False), ("ring", True), ("bidirectional", True)])
 def test_an_mlp_of_collective_matmuls_sends_half_a_layers_bound(overlap, regathered):
     """Attention is the other half; gate and up share one gather."""

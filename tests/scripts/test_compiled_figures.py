@@ -29,6 +29,7 @@ def relative(predicted, recorded):
     return abs(predicted / recorded - 1)
 
 
+@pytest.mark.by_default("llama-h8-products")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.grid) for n in ROWS])
 def test_formulas_give_what_compilers_do(name):
     row = ROWS[name]

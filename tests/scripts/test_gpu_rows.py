@@ -142,6 +142,7 @@ def test_out_of_memory_is_a_row_and_the_next_way_is_tried(monkeypatch):
     assert (full.value or 0) > (half.value or 0) > 0
 
 
+@pytest.mark.grid
 def test_a_model_is_trained_as_its_bytes_allow():
     """By hand: AdamW takes 16 bytes a parameter in float32; 10 with parameters and moments in bfloat16."""
     memory = planning.ACCELERATORS["h100"].memory

@@ -78,6 +78,7 @@ def test_pretrain_says_it_and_ends(tmp_path, monkeypatch, message, words):
     assert ("by formulas this run holds" in found.stderr) == (message == ASKED)
 
 
+@pytest.mark.grid
 def test_a_decode_that_does_not_fit_is_told_what_does():
     """Caches by hand: 16,384 rows of 65,536 tokens, two key heads of 8 channels, two layers, in float32, on two."""
     large = "--model.embed 32 --model.layers 2 --model.heads 4 --model.mlp 64 --model.kv-heads 2 --topology h100:2"

@@ -116,6 +116,10 @@ def test_bad_input_is_one_clear_error(flags, message):
     assert found.returncode == 2 and message in found.stderr and found.stderr.count("error:") == 1
 
 
+@pytest.mark.by_default(
+    "h100:1 --precision.compute bfloat16-CudnnAttention\\n",
+    "v5e:1x1-BlockwiseAttention; not SplashAttention: it takes rows of a multiple of 128 tokens, not 32 and 32",
+)
 @pytest.mark.parametrize(
     "flags, line",
     [
@@ -176,6 +180,7 @@ def test_the_products_that_run_are_said(flags, line):
     assert line in ask("fp8") and "products: " not in ask("compute").split("by formulas")[0]
 
 
+@pytest.mark.by_default("h100:8-eqformer[cuda]")
 @pytest.mark.parametrize("name, extra", [("v5e:2x4", "eqformer[tpu]"), ("h100:8", "eqformer[cuda]")])
 def test_without_a_compiler_formulas_are_told_and_the_extra_is_named(name, extra, monkeypatch):
     monkeypatch.setattr(_compile, "compilers", lambda: ())
@@ -254,6 +259,7 @@ def test_the_compiled_step_holds_and_sends_what_was_reported(report):
     assert figure(text, "all", 1) == pytest.approx(sent, rel=0.01)
 
 
+@pytest.mark.by_default("--mesh.fsdp 4 --mesh.pipe 2 --microbatches 2")
 @pytest.mark.parametrize("mesh", ["--mesh.fsdp 8", "--mesh.fsdp 4 --mesh.pipe 2 --microbatches 2"])
 def test_gradients_are_split_as_soon_as_they_are_made_or_after_a_pipeline(mesh):
     def gradients(zero):

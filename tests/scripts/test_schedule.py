@@ -112,6 +112,7 @@ def test_a_warmup_that_does_not_fit_is_refused_and_the_default_is_a_share():
     assert [whole_run(recipe(steps))[0].warmup for steps in (1, 20, 400, 800, 10_000)] == [0, 2, 40, 50, 50]
 
 
+@pytest.mark.by_default("warmup-cosine")
 @pytest.mark.parametrize("rates_name", ["warmup-cosine", "warmup-stable-decay", "constant"])
 def test_a_run_that_is_shortened_into_its_warmup_goes_on_by_the_ways_that_are_possible(rates_name, tmp_path):
     saved = save(tmp_path, 40, whole_run(recipe(800, rates_name)))

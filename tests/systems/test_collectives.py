@@ -131,6 +131,7 @@ def test_per_device_code_inside_a_partitioned_program_and_alone_with_prints(capf
     assert "device 0 holds 3 of 12" in capfd.readouterr().out  # eagerly, jax prints for its first device
 
 
+@pytest.mark.by_default("1", "3", "8")
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_every_device_gets_what_the_one_before_it_has_even_where_others_do_not_ask(size):
     mesh = jax.make_mesh(

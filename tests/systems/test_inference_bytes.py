@@ -20,6 +20,7 @@ def model():
     return eqx.filter_jit(palm)()
 
 
+@pytest.mark.by_default("2-4-rows-bidirectional-16_0")
 @pytest.mark.parametrize(
     "x,y,attention,overlap,seq",
     [
@@ -73,6 +74,7 @@ GATHERED = [
 ]
 
 
+@pytest.mark.by_default("2-16")
 @pytest.mark.parametrize("gathered_over,seq", GATHERED)
 def test_weights_that_are_gathered(model, gathered_over, seq):
     split, tokens = gathered(model, gathered_over, 8 // gathered_over), ROWS * seq

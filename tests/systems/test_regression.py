@@ -34,6 +34,7 @@ def in_numpy(steps):
 EVERY_RUN = ("hybrid", "all")
 
 
+@pytest.mark.by_default("hybrid")
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(name, marks=[] if name in EVERY_RUN else pytest.mark.grid) for name in regression.LAYOUTS],

@@ -60,6 +60,7 @@ def test_prompts_of_a_published_model_begin_with_its_special_tokens(folder, tmp_
     assert score == pytest.approx(llm.log_likelihood("", "a") + llm.log_likelihood("a", "b"), rel=1e-5)
 
 
+@pytest.mark.grid
 def test_the_text_is_the_same_over_a_mesh(folder):
     plan = parallel.Plan(parallel.make_mesh(fsdp=4, tensor=2), zero=3)
     llm, sharded = eqformer.load(folder), eqformer.load(folder, plan=plan)

@@ -23,6 +23,7 @@ def make_run(path, *, checkpoint=True, **fields):
     return path
 
 
+@pytest.mark.grid
 def test_a_run_writes_what_its_model_writes_on_any_mesh(tmp_path):
     folder = make_run(tmp_path / "run")
     llm = eqformer.load(folder)

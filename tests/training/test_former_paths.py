@@ -112,6 +112,7 @@ def write_fixture(name: str, folder: Path) -> None:
     (FIXTURES / f"{name}.json").write_text(json.dumps({"losses": losses[2:]}) + "\n")
 
 
+@pytest.mark.by_default("llama", "gemma4", "t5")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_array_has_one_former_name(name, tmp_path):
     zipfile.ZipFile(FIXTURES / f"{name}.zip").extractall(tmp_path)

@@ -51,6 +51,7 @@ def chunked(table, bias, hidden, targets, weights, chunk, z_loss, cap=4.0):
     return training.cross_entropy(unembed, hidden, targets, weights, chunk=chunk, z_loss=z_loss)
 
 
+@pytest.mark.by_default("0.1-None", "0.1-8", "0.0-8")
 @pytest.mark.parametrize(
     "z_loss,chunk",
     [

@@ -83,6 +83,7 @@ def test_packed_rows_are_masked(calls):
     assert calls and all(rules == {"mask": (ROWS, 1, SEQ, SEQ)} for rules in calls)
 
 
+@pytest.mark.by_default("mesh1-heads")
 @pytest.mark.parametrize(("mesh", "method"), [({"replica": 2, "tensor": 2}, "ring"), ({"context": 2}, "heads")])
 def test_whole_rows_stay_known_over_devices(calls, mesh, method):
     count = int(np.prod(list(mesh.values())))
@@ -100,6 +101,7 @@ def test_rows_in_another_order_are_no_longer_whole():
     assert not tokens.are_whole_rows and np.all(tokens.lengths == SEQ)
 
 
+@pytest.mark.by_default("mesh0-ring")
 @pytest.mark.parametrize(("mesh", "method"), [({"fsdp": 2, "tensor": 2}, "ring"), ({"context": 2, "pipe": 2}, "heads")])
 def test_packed_documents_stay_known_over_devices(monkeypatch, mesh, method):
     seen, choose = [], kernels.Op.choose
