@@ -248,7 +248,7 @@ def closing_lines(
     )
 
 
-def format_speed(rate: Mapping[str, float]) -> str:
+def format_speed(rate: Mapping[str, Any]) -> str:
     """Return tokens a second and the share of the measured peak."""
     return f"{rate['tokens_per_second']:,.0f} tokens/s  MFU {rate['mfu']:.0%}"
 
