@@ -130,19 +130,9 @@ class Loader:
 
     def at(self, examples: Int[np.ndarray, "batch"]) -> Batch:
         """Return the rows of these examples, given by their numbers over the whole run; pairs must be complete."""
-        rows = shuffle_indices(self._groups(examples), rows=self.packing.rows, seed=self.seed)
+        groups = _number_groups(examples, self.packing.group)
+        rows = shuffle_indices(groups, rows=self.packing.rows, seed=self.seed)
         return replace(self.packing(rows), examples=as_examples(examples))
-
-    def _groups(self, rows: Int[np.ndarray, "batch"]) -> Int[np.ndarray, "_"]:
-        """Return the number of each pair of rows, or of each row if rows are no pairs."""
-        group = self.packing.group
-        groups = rows[::group] // group
-        if not np.array_equal((groups[:, None] * group + np.arange(group)).ravel(), rows):
-            raise ValueError(
-                f"Loader(packing='pairs'): a pair is never split, but rows {rows[0]} to {rows[-1]} hold half a pair; "
-                "ask for an even first row and an even number of rows."
-            )
-        return groups
 
     def epoch(self, batches: int | None = None, *, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Iterate over the data once in its stored order, the same each time: for evaluation.
@@ -164,11 +154,27 @@ class Loader:
     def _iterate_epoch(self, total: int, count: int, start: int, stop: int) -> Iterator[Batch]:
         for number in range(count):
             numbers = number * self.batch_size + np.arange(start, stop, dtype=np.int64)
-            groups, total_groups = self._groups(numbers), total // self.packing.group
+            groups, total_groups = _number_groups(numbers, self.packing.group), total // self.packing.group
             rows = _space_evenly(np.minimum(groups, total_groups - 1), total_groups, self.packing.rows)
             batch = self.packing(rows)
             weights = batch.weights * (numbers < total).astype(np.float32)[:, None]
             yield replace(batch, weights=weights)
+
+
+def _number_groups(rows: Int[np.ndarray, "batch"], group: int) -> Int[np.ndarray, "_"]:
+    """Return the number of each pair of rows, or of each row if `group` is 1."""
+    groups = rows[::group] // group
+    if not np.array_equal(_list_rows(groups, group), rows):
+        raise ValueError(
+            f"Loader(packing='pairs'): a pair is never split, but rows {rows[0]} to {rows[-1]} hold half a pair; "
+            "ask for an even first row and an even number of rows."
+        )
+    return groups
+
+
+def _list_rows(groups: Int[np.ndarray, "groups"], group: int) -> Int[np.ndarray, "batch"]:
+    """Return the numbers of the rows of these groups of `group` rows."""
+    return (groups[:, None] * group + np.arange(group)).ravel()
 
 
 def example_numbers(kind: str, batch: int, step: int, start: int, stop: int) -> Int[np.ndarray, "batch"]:
@@ -199,7 +205,7 @@ class Mixture:
     seed, so the batch of any step can be computed directly, and each host can compute its own rows, as with a `Loader`.
     Each block of 1,024 examples contains examples of all loaders in proportion to the weights, in a random order.
     Counts are rounded so that, over any number of blocks, a loader's count differs from its exact share by at most half
-    the number of loaders.
+    the number of loaders. Pairs are never split: for loaders of pairs, "example" here means a pair.
 
     Args:
         loaders: The texts by name, as loaders with the same `seq`, `batch` and packing.
@@ -220,8 +226,6 @@ class Mixture:
         kinds = {
             name: (loader.seq, loader.batch_size, type(loader.packing).__name__) for name, loader in loaders.items()
         }
-        if any(loader.packing.group > 1 for loader in loaders.values()):
-            raise ValueError(f"{call}: a mixture takes row after row, which splits pairs; give one file of all pairs.")
         if len(set(kinds.values())) > 1:
             raise ValueError(
                 f"{call}: rows of one batch must have one shape, but (seq, batch, packing) are {kinds}; make all "
@@ -229,6 +233,7 @@ class Mixture:
             )
         self.loaders = dict(loaders)
         self.seq, self.batch_size, _ = next(iter(kinds.values()))
+        self.group = next(iter(loaders.values())).packing.group
         self.seed = seed
         # `str` makes the weight 0.7 the fraction 7/10.
         exact = [Fraction(str(float(weights[name]))) for name in loaders]
@@ -250,13 +255,14 @@ class Mixture:
 
     def at(self, examples: Int[np.ndarray, "batch"]) -> Batch:
         """Return the rows of these examples, given by their numbers over the whole run."""
-        owner, number = self.origin(examples)
+        owner, number = self.origin(_number_groups(examples, self.group))
+        owner, number = np.repeat(owner, self.group), _list_rows(number, self.group)
         masks = [(owner == index, loader) for index, loader in enumerate(self.loaders.values())]
         parts = [(mask, loader.at(number[mask])) for mask, loader in masks if mask.any()]
         return _join_batches(parts, examples, self._documents)
 
     def origin(self, examples: Int[np.ndarray, "batch"]) -> tuple[Int[np.ndarray, "batch"], Int[np.ndarray, "batch"]]:
-        """Return the index of each example's loader, and the example's number in that loader's run."""
+        """Return the index of each example's loader, and the example's number in that loader's run; or of pairs."""
         owner, number = np.empty((2, len(examples)), np.int64)
         blocks, offsets = np.divmod(examples, _BLOCK)
         for block in np.unique(blocks):
@@ -267,8 +273,8 @@ class Mixture:
 
     def epochs(self, steps: int) -> dict[str, float]:
         """Return the approximate number of epochs of each text in a run of this many steps."""
-        counts = self._count_examples(steps * self.batch_size)
-        return {name: count / loader.rows_per_epoch for count, (name, loader) in zip(counts, self.loaders.items())}
+        counts = self._count_examples(steps * self.batch_size // self.group)
+        return {name: count / loader.packing.rows for count, (name, loader) in zip(counts, self.loaders.items())}
 
     def _count_examples(self, examples: int) -> list[int]:
         """Count the examples of each loader among the first `examples`, which are whole blocks; integers of any size.
@@ -302,7 +308,7 @@ def _join_batches(
     `documents` is the maximum number of documents in a row of the mixture.
     """
     like = parts[0][1]
-    names = [field.name for field in fields(Batch) if isinstance(getattr(like, field.name), np.ndarray)]
+    names = [field.name for field in fields(like) if isinstance(getattr(like, field.name), np.ndarray)]
     joined = {}
     for name in names:
         joined[name] = np.empty((len(examples), *getattr(like, name).shape[1:]), getattr(like, name).dtype)

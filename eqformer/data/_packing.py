@@ -157,11 +157,11 @@ class PairPacking:
         bounds = np.stack([store.offsets[:-1] + 1, np.minimum(store.offsets[1:], store.offsets[:-1] + seq + 1)], 1)
         has_target = [bool(np.any(self._weights[start:stop] > 0)) for start, stop in bounds]
         if not all(has_target):
-            pair, side = divmod(has_target.index(False), 2)
+            document = has_target.index(False)
             raise ValueError(
-                f"{call}: the prompt must leave room for its completion in a row, but that of pair {pair} of "
-                f"{store.path.name} leaves none for the {('chosen', 'rejected')[side]} one; pass a longer seq, or "
-                "leave the row out."
+                f"{call}: the prompt must leave room for its completion in a row, but that of "
+                f"{store.name_document(document)} leaves none for the {('chosen', 'rejected')[document % 2]} one; pass "
+                "a longer seq, or leave the row out."
             )
 
     def __call__(self, rows: Int[np.ndarray, "pairs"]) -> PreferenceBatch:

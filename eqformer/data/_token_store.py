@@ -26,6 +26,7 @@ Split = Literal["train", "validation"]
 SplitBy = Literal["document", "position"]
 Progress = Callable[[int, int], object]
 
+_NAMES = "names.bin"  # The names of the documents of chat data, each with a line feed after it.
 _FORMAT = 1  # Version of the files; caches of another version are not used.
 _GROUP_CHARACTERS = 1 << 20  # Documents are tokenized in groups of about so many characters.
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -68,6 +69,14 @@ class TokenStore:
         Bits per byte are nats per token / ln 2 / `bytes_per_token`.
         """
         return self.text_bytes / len(self.tokens)
+
+    def name_document(self, document: int) -> str:
+        """Return the name of a document of chat data, `FILE#ROW`, or its number in a store of an older version."""
+        try:
+            names = (self.path / _NAMES).read_bytes().decode().split("\n")
+        except OSError:
+            return f"document {document}"
+        return names[document]
 
 
 class EmptySplitError(ValueError):
@@ -234,7 +243,7 @@ def _write_tokens(
         selected = [part for part in parts if part is not None]
         excluded += len(group) - len(selected)
         selected = [_replace_surrogates(document, documents_with_surrogates) for document in selected if document.text]
-        for example in _encode_documents(tokenizer, selected, call):
+        for document, example in _encode_documents(tokenizer, selected, call):
             text_bytes += example.text_bytes
             largest_id = max(largest_id, int(example.ids.max()))
             assert largest_id < vocab, "a tokenizer's ids must be below its vocab"
@@ -242,6 +251,7 @@ def _write_tokens(
             if is_weighted:
                 writer.append("weights.bin", example.weights.astype("<f4"))
                 writer.append("cuts.bin", (tokens + example.reply_ends).astype("<i8"))
+                writer.append(_NAMES, np.frombuffer(to_bytes(f"{document.name}\n"), np.uint8))
                 cuts += len(example.reply_ends)
             lengths.append(len(example.ids))
             tokens += len(example.ids)
@@ -321,15 +331,15 @@ def _group_documents(source: TextSource) -> Iterator[list[Document]]:
 
 def _encode_documents(
     tokenizer: Tokenizer | ConversationEncoder, documents: list[Document], call: str
-) -> list[EncodedExample]:
-    """Encode documents with their ends of text; documents without ids are left out."""
+) -> list[tuple[Document, EncodedExample]]:
+    """Return each document, encoded with its end of text; documents without ids are left out."""
     if isinstance(tokenizer, ConversationEncoder):
         try:
-            return tokenizer.encode_documents(documents)
+            return [*zip(documents, tokenizer.encode_documents(documents), strict=True)]
         except ValueError as error:
             raise ValueError(f"{call}: {error}") from error
     encoded = zip(documents, _encode_texts(tokenizer, documents, call), strict=True)
-    return [_end_text(ids, tokenizer.end_of_text, document.text) for document, ids in encoded if len(ids)]
+    return [(document, _end_text(ids, tokenizer.end_of_text, document.text)) for document, ids in encoded if len(ids)]
 
 
 def _end_text(ids: UInt[np.ndarray, "seq"], end_of_text: int, text: str) -> EncodedExample:

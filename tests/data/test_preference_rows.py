@@ -150,15 +150,45 @@ def test_a_loader_shuffles_pairs_and_splits_none(encoder, tmp_path):
     assert len(epoch) == 1 and len(epoch[0]) == 4
     with pytest.raises(ValueError, match="must have an even number"):
         Loader(train.store, seq=16, batch=3, seed=0, packing="pairs")
-    with pytest.raises(ValueError, match="which splits pairs"):
-        Mixture({"a": train}, {"a": 1.0}, seed=0)
+
+
+def test_a_mixture_splits_no_pair_and_takes_each_text_by_its_weight(encoder, tmp_path):
+    loaders = {}
+    for name, count in (("few", 5), ("many", 40)):
+        store = open_store(
+            preferences(write_rows(tmp_path / f"{name}.jsonl", count)), encoder, tmp_path / "c", validation=0.0
+        )
+        loaders[name] = Loader(store, seq=16, batch=8, seed=1, packing="pairs")
+    mixture = Mixture(loaders, {"few": 1, "many": 3}, seed=0)
+    rows: dict[str, list[np.ndarray]] = {"few": [], "many": []}
+    for step in range(256):  # 1,024 pairs, one block
+        batch = mixture.batch(step)
+        assert batch.group == 2 and batch.examples.tolist() == [*range(8 * step, 8 * step + 8)]
+        owner, _ = mixture.origin(np.arange(4 * step, 4 * step + 4))
+        for pair, index in enumerate(owner):
+            rows[("few", "many")[index]].append(np.asarray(batch.ids)[2 * pair : 2 * pair + 2])
+    assert {name: len(pairs) for name, pairs in rows.items()} == {"few": 256, "many": 768}
+    for name, pairs in rows.items():
+        expected = loaders[name].at(np.arange(2 * len(pairs))).ids
+        assert np.array_equal(np.concatenate(pairs), expected)
+    assert mixture.epochs(256) == {"few": 256 / 5, "many": 768 / 40}
+    assert np.array_equal(mixture.rows(3, 2, 4).ids, mixture.batch(3).ids[2:4])
+    with pytest.raises(ValueError, match="a pair is never split, but rows 1 to 3 hold half a pair"):
+        mixture.rows(0, 1, 4)
 
 
 def test_stores_that_are_no_pairs(encoder, tmp_path):
     pairs = open_store(preferences(write_rows(tmp_path / "pairs.jsonl", 3)), encoder, tmp_path / "c", validation=0.0)
     assert PairPacking(pairs, seq=5).cut == 6
-    with pytest.raises(ValueError, match=r"that of pair 0 of .* leaves none for the chosen one; pass a longer seq"):
+    with pytest.raises(ValueError, match=r"that of pairs.jsonl#0 leaves none for the chosen one; pass a longer seq"):
         PairPacking(pairs, seq=1)
+    (tmp_path / "long.jsonl").write_text("\n".join(json.dumps(TEXT | {"prompt": prompt}) for prompt in ("1", "1" * 9)))
+    long = open_store(preferences(tmp_path / "long.jsonl"), encoder, tmp_path / "c", validation=0.0)
+    with pytest.raises(ValueError, match=r"that of long.jsonl#1 leaves none for the chosen one"):
+        PairPacking(long, seq=8)
+    (long.path / "names.bin").unlink()  # A store of an older version has no names.
+    with pytest.raises(ValueError, match=r"that of document 2 leaves none for the chosen one"):
+        PairPacking(long, seq=8)
     (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
     other = open_store(conversations(tmp_path / "one.jsonl"), encoder, tmp_path / "c", validation=0.0)
     with pytest.raises(ValueError, match=r"has other text; make the store of data.preferences\(path\)"):
