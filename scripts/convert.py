@@ -16,7 +16,7 @@ import tyro
 from support.command import entry
 
 from eqformer import dataclass_to_json, models, read_utf8, training
-from eqformer.recipes import check, Recipe, RunDirectory, Screen, setup, texts
+from eqformer.recipes import check, published_recipe, Recipe, RunDirectory, Screen, setup, texts
 from eqformer.text import export_run
 
 
@@ -54,7 +54,7 @@ def convert(command: Command) -> None:
             raise ValueError("--adapter: only a run has low-rank changes to write; leave it out.")
         if command.push is not None:
             raise ValueError(f"--push {command.push}: only a model that a run has trained is uploaded; leave it out.")
-        _write_run(command.source.absolute().name, texts.published_recipe(path), RunDirectory(command.target), screen)
+        _write_run(command.source.absolute().name, published_recipe(path), RunDirectory(command.target), screen)
     else:
         raise ValueError(
             f"SOURCE {command.source}: it is neither a run (recipe.json) nor a published model (config.json, or a file "
@@ -80,7 +80,7 @@ def _model_card(source: RunDirectory, recipe: Recipe, license: str) -> models.Mo
     """Return the model card of a run's model."""
     base = None
     if recipe.published is not None:
-        base = models.hub_name(recipe.published) or recipe.published.name
+        base = models.hub_name(recipe.published) or Path(recipe.published).name
     texts = [part.rpartition("=")[0].removeprefix("hub:") for part in recipe.text.mix]
     texts += [str(text) for text in (recipe.text.hub, recipe.data) if text is not None]
     datasets = tuple(texts) or ("the standard library of Python",)

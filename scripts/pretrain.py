@@ -9,20 +9,18 @@ if __name__ == "__main__":
     environment.prepare(sys.argv)
 
 import dataclasses
-import functools
+import json
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from jax.errors import JaxRuntimeError
 from rich.console import Console
 from rich.text import Text
 from support.command import entry
 from support.processes import connect, Machine, run_devices
 
-from eqformer import dataclass_to_json, planning
-from eqformer.parallel import check_alike, is_first_process
-from eqformer.recipes import check, Recipe, RunDirectory, Screen, setup, short_name, texts, Trainer
+from eqformer.parallel import is_first_process
+from eqformer.recipes import needs_code, Recipe, RunDirectory, Screen, setup, short_name, texts, train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,36 +39,20 @@ class Command:
     """Run the code of a recipe of one's own that lies in a run's folder, where a class of the recipe needs it."""
 
 
-def train(command: Command) -> None:
+def run_command(command: Command) -> None:
     """Train as the command says; everything is checked before anything is written."""
-    recipe, machine = command.run, command.machine
-    connect(machine)
-    check_alike(
-        {"--recipe": command.recipe} | {f"--{flag}": value for flag, value in dataclass_to_json(recipe).items()}
-    )
-    shapes = check(recipe)
-    folder = command.run_dir or Path("runs") / short_name(command.recipe)
-    texts.check_published(recipe, RunDirectory(folder))
-    setup.check_from_run(recipe, shapes, RunDirectory(folder))
+    recipe, folder = command.run, command.run_dir or Path("runs") / short_name(command.recipe)
+    connect(command.machine)
     if command.show_example:
+        setup.check_run(recipe, RunDirectory(folder))
         show_example(recipe, RunDirectory(folder))
         return
-    plan = setup.make_plan(recipe, run_devices(machine))
-    setup.check_plan(recipe, plan, shapes)
-    with RunDirectory(folder) as directory:
-        trainer = Trainer(command.recipe, recipe, shapes, plan, directory, Screen(silent=not is_first_process()))
-        try:
-            trainer.run()
-        except JaxRuntimeError as error:
-            message = planning.out_of_memory_report(
-                error,
-                setup.make_training_setup(recipe, shapes),
-                format_plan=functools.partial(setup.candidate_flags, recipe),
-                format_settings=setup.setting_flags,
-            )
-            if message is None:
-                raise
-            raise ValueError(message) from error
+    screen = Screen(silent=not is_first_process())
+    run = train(recipe, folder, name=command.recipe, devices=run_devices(command.machine), screen=screen)
+    if run.start < run.step == recipe.steps:
+        sample = f"--run-dir {folder} --prompt {json.dumps(recipe.prompt)} --tokens 300 --temperature 0.8 --seed 0"
+        sample += " --trust-recipe" if needs_code(recipe) else ""
+        screen.note(f"sample     python scripts/sample.py {sample}")
 
 
 def show_example(recipe: Recipe, directory: RunDirectory) -> None:
@@ -93,7 +75,7 @@ def show_example(recipe: Recipe, directory: RunDirectory) -> None:
     console.print(shown)
 
 
-main = entry(Command, train)
+main = entry(Command, run_command)
 
 if __name__ == "__main__":
     main(sys.argv[1:])

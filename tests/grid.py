@@ -25,6 +25,7 @@ PARTS = {
             "tests/generation",
             "tests/training",
             "tests/planning",
+            "tests/recipes",
             "tests/program",
             "tests/systems",
             "tests/interpretability",

@@ -5,8 +5,9 @@ A recipe decides everything about a run. Recipes have names; another one is a Py
 
 from . import _report, _setup, _texts
 from ._named_recipes import (
+    find_recipe as find_recipe,
     LARGE as LARGE,
-    load_user_recipe as load_user_recipe,
+    needs_code as needs_code,
     RECIPES as RECIPES,
     short_name as short_name,
     source_beside as source_beside,
@@ -26,7 +27,8 @@ from ._recipe import (
 from ._report import Screen as Screen
 from ._run_directory import RunDirectory as RunDirectory
 from ._setup import check as check
-from ._trainer import Trainer as Trainer
+from ._texts import published_recipe as published_recipe
+from ._trainer import train as train, TrainedRun as TrainedRun
 
 
 report = _report

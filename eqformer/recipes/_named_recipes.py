@@ -12,7 +12,7 @@ from typing import Any
 
 from .._dataclass_json import dataclass_from_json, dataclass_to_json, UnknownKindError
 from .._files import read_json, read_utf8
-from ..models import FAMILIES, preset
+from ..models import FAMILIES, preset, presets
 from ..nn import Execution, Precision, RotaryScaling
 from ..parallel import ParallelConfig
 from ..training import Optimization
@@ -97,6 +97,26 @@ LARGE: dict[str, tuple[str, Recipe]] = {
     ),
     "qwen3-30b-a3b-h100-64": ("h100:8x8", _adamw_recipe("qwen3-30b-a3b", Mesh(fsdp=8, expert=8), 256, 4096)),
 }
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return the recipe of a name: of `RECIPES`, of `LARGE`, of a user's file by `FILE.py:NAME`, or of a preset.
+
+    The recipe of a preset trains that model by AdamW in 800 steps. Raises a `ValueError` for another name.
+    """
+    if name in RECIPES:
+        return RECIPES[name]()
+    if name in LARGE:
+        return LARGE[name][1]
+    if user_file(name) is not None:
+        return load_user_recipe(name)
+    if name in presets():
+        return Recipe(model=preset(name))
+    raise ValueError(
+        f"--recipe {name}: there is no such recipe; the recipes are {', '.join(RECIPES)}, a preset of "
+        "eqformer.models by its name is one: AdamW and 800 steps with that model; of one's own, give FILE.py:NAME. At "
+        f"the scale of many machines: {', '.join(LARGE)}."
+    )
 
 
 _MODULES: dict[str, ModuleType] = {}
@@ -189,14 +209,14 @@ def from_json(value: Any, classes: Mapping[str, type] = MappingProxyType({})) ->
     return dataclass_from_json(value, {**_KINDS, **classes}, "recipe.json")
 
 
-def read_recipe(path: Path) -> tuple[str, Recipe]:
+def read_recipe(path: Path, classes: Mapping[str, type] = MappingProxyType({})) -> tuple[str, Recipe]:
     """Return the name and the recipe in a `recipe.json`, which is data: no code of the folder is run.
 
     Raises a `ValueError` for a recipe whose classes are defined by the code beside it, unless this process has run that
-    code: by `--recipe FILE.py:NAME` with the same text, or by `trust_recipe`.
+    code: by `--recipe FILE.py:NAME` with the same text, or by `trust_recipe`. `classes` are known too, by name.
     """
     try:
-        return _read_recipe(path)
+        return _read_recipe(path, classes)
     except UnknownKindError as error:
         if not (source := source_beside(path)).exists():
             raise
@@ -207,10 +227,10 @@ def read_recipe(path: Path) -> tuple[str, Recipe]:
         ) from error
 
 
-def _read_recipe(path: Path) -> tuple[str, Recipe]:
+def _read_recipe(path: Path, classes: Mapping[str, type]) -> tuple[str, Recipe]:
     content = read_json(path)
     with _name_file_in_errors(path):
-        recipe = from_json(content["recipe"], user_classes(source_beside(path)))
+        recipe = from_json(content["recipe"], {**user_classes(source_beside(path)), **classes})
         if not isinstance(content["name"], str):
             raise TypeError(f"name is {content['name']!r:.100}")
         if not isinstance(recipe, Recipe):
@@ -224,7 +244,7 @@ def trust_recipe(path: Path, note: Callable[[str], None]) -> None:
     if not path.is_file() or not source.is_file():
         return
     try:
-        _read_recipe(path)
+        _read_recipe(path, {})
     except UnknownKindError:
         note(f"running the code in {source}, as --trust-recipe says")
         load_module(source)

@@ -15,6 +15,13 @@ from ..planning import batch_shapes
 from ..training import Lora, Optimization
 
 
+def _set_paths(part: Any, *names: str) -> None:
+    """Turn strings in fields of paths into paths, in which a recipe is compared with the one that its run has saved."""
+    for name in names:
+        if (value := getattr(part, name)) is not None:
+            object.__setattr__(part, name, Path(value))
+
+
 @dataclasses.dataclass(frozen=True)
 class Text:
     """Documents, their tokens, and the rows that tokens are packed into."""
@@ -23,7 +30,7 @@ class Text:
     """A Hugging Face dataset by name, in place of --data (extra `data`; needs the network)."""
     mix: tuple[str, ...] = ()
     """Several texts by weight, in place of --data; the weight is a share of rows, and hub:NAME=WEIGHT a dataset."""
-    tokenizer: Path | None = None
+    tokenizer: Path | str | None = None
     """A tokenizer.json; the model gets its vocabulary. Bytes by default: 256 ids, of which 0 ends a text."""
     round_vocab: int = 1
     """The model's vocabulary is the tokenizer's, rounded up to a multiple of this: 128 suits tensor parallelism."""
@@ -35,6 +42,9 @@ class Text:
     """Rows are contiguous windows of the text, packed documents that do not attend to each other, or preferences."""
     validation: float = 0.05
     """The share of documents that is kept for validation, chosen by a hash of their names."""
+
+    def __post_init__(self):
+        _set_paths(self, "tokenizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +91,17 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A model, its text, and how it is trained."""
+    """A model, its text, and how it is trained; `train` runs it.
+
+    Errors name a field as the flag of the commands that sets it: `--steps` is the field `steps`, `--optimizer.name` the
+    field `name` of `optimizer`, `--model` is `published`, and fields of `plan` have no prefix, as `--zero`.
+    """
 
     model: ModelConfig
     """The model's family and its hyperparameters."""
-    published: Path | None = None
+    published: Path | str | None = None
     """A published model to train on: a folder with its tokenizer, a file of GGUF, or a name of the hub."""
-    from_run: Path | None = None
+    from_run: Path | str | None = None
     """A run whose weights this run starts from; its recipe is this one's too, where --recipe does not name another."""
     from_step: int | None = None
     """Which of that run's checkpoints; the latest by default."""
@@ -99,7 +113,7 @@ class Recipe:
     """If another --steps would make the rate jump: refuse, hold the last rate, warm up anew, or jump (reshape)."""
     seed: int = 0
     """Decides weights, order, dropout and samples."""
-    data: Path | None = None
+    data: Path | str | None = None
     """Text or chats (docs/data.md): a file, a folder or a dataset of the hub. Python's standard library by default."""
     loss_on: Literal["assistant", "completion", "all"] = "assistant"
     """The learned tokens of chats: the assistant's replies, those after the user's last message, or all."""
@@ -147,6 +161,9 @@ class Recipe:
     """The sizes of the mesh's axes."""
     plan: ParallelConfig = ParallelConfig(zero=1)
     """How the run is split over the mesh."""
+
+    def __post_init__(self):
+        _set_paths(self, "published", "from_run", "data")
 
     @property
     def compares_pairs(self) -> bool:

@@ -2,7 +2,6 @@
 
 import datetime
 import functools
-import json
 import math
 import sys
 import threading
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 
 from .. import kernels, nn, training
 from ..parallel import is_first_process
-from ._named_recipes import needs_code
 from ._recipe import Recipe
 from ._run_directory import RunDirectory
 
@@ -220,7 +218,7 @@ def metrics_line(last: Mapping[str, Any]) -> str:
 def closing_lines(
     recipe: Recipe, directory: RunDirectory, done: int, skipped: int, empty: int, last: Mapping[str, Any]
 ) -> str:
-    """Return five lines: the work done, losses, files, and how to sample; or one line for a run that was stopped.
+    """Return four lines: the work done, losses, the checkpoint and files; or one line for a run that was stopped.
 
     Args:
         recipe: The recipe.
@@ -234,8 +232,6 @@ def closing_lines(
         return f"stopped at step {done} of {recipe.steps}; the checkpoint is saved, the same command goes on"
     tokens = done * recipe.batch * recipe.seq
     without = f", {empty} batches without any weight" if empty else ""
-    sample = f"--run-dir {directory.path} --prompt {json.dumps(recipe.prompt)} --tokens 300 --temperature 0.8 --seed 0"
-    sample += " --trust-recipe" if needs_code(recipe) else ""
     return "\n".join(
         (
             f"trained    {done} steps, {tokens:,} tokens, {skipped} steps skipped{without}; {format_speed(last)}",
@@ -243,7 +239,6 @@ def closing_lines(
             f"{last['validation_bits_per_byte']:.3f} bits a byte, {last['validation_accuracy']:.0%} of tokens right",
             f"checkpoint {directory.checkpoints / str(done)}",
             f"look at    {', '.join(map(str, directory.files_to_look_at()))}",
-            f"sample     python scripts/sample.py {sample}",
         )
     )
 

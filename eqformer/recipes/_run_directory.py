@@ -22,7 +22,7 @@ EVERYTHING_ELSE = EVERYTHING - {"model", "published"}
 class RunDirectory(training.RunFolder):
     """A `training.RunFolder` whose recipe is a `Recipe`; its errors begin with `--run-dir`."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: str | Path):
         training.RunFolder.__init__(self, path, call=f"--run-dir {path}")
 
     def claim(self, name: str, recipe: Recipe) -> None:
@@ -45,7 +45,7 @@ class RunDirectory(training.RunFolder):
 
     def _check_same(self, name: str, recipe: Recipe) -> None:
         self._check_source(name)
-        old_name, old = read_recipe(self.recipe)
+        old_name, old = read_recipe(self.recipe, _class_of_model(recipe))
         changed = dataclass_differences(old, recipe, ignored=self._changeable_fields())
         if changed:
             raise ValueError(
@@ -62,7 +62,7 @@ class RunDirectory(training.RunFolder):
         saved = checkpointer.metadata().get("recipe", {}).get("recipe")
         if saved is None:
             return
-        old = from_json(saved, user_classes(self.source))
+        old = from_json(saved, {**user_classes(self.source), **_class_of_model(recipe)})
         if changed := dataclass_differences(old, recipe, ignored=CHANGEABLE):
             raise ValueError(
                 f"{self.checkpoints / str(step)}: this checkpoint was trained by another recipe than the run in "
@@ -102,6 +102,11 @@ class RunDirectory(training.RunFolder):
             hint = f"; runs beside it: {', '.join(near)}" if near else "; train one with scripts/pretrain.py"
             raise ValueError(f"--run-dir {self.path}: there is no run (no recipe.json){hint}.")
         return read_recipe(self.recipe)
+
+
+def _class_of_model(recipe: Recipe) -> dict[str, type]:
+    """Return the class of a recipe's model by its name: a class of one's own, where a program trains its recipe."""
+    return {type(recipe.model).__name__: type(recipe.model)}
 
 
 def schedule_phases(recipe: Recipe, checkpointer: training.Checkpointer) -> tuple[list[SchedulePhase], str]:

@@ -5,6 +5,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -16,7 +17,7 @@ from .. import models, nn, parallel, planning, training
 from ._recipe import fields_of, flags_of, format_flag, Mesh, name_flags_in_errors, Recipe
 from ._report import Screen
 from ._run_directory import RunDirectory
-from ._texts import recipe_tokenizer
+from ._texts import check_published, recipe_tokenizer
 
 
 Result = TypeVar("Result")
@@ -198,6 +199,14 @@ def check(recipe: Recipe, *, trains: bool = True) -> nn.Transformer:
     return shapes
 
 
+def check_run(recipe: Recipe, directory: RunDirectory) -> nn.Transformer:
+    """Check a recipe for a run in a folder, as `check` does, and return the shapes of its model."""
+    shapes = check(recipe)
+    check_published(recipe, directory)
+    check_from_run(recipe, shapes, directory)
+    return shapes
+
+
 def check_values(recipe: Recipe) -> None:
     """Raise a `ValueError`, which names the flag, for a value that recipe.json cannot hold or a run cannot use."""
     unbounded = _flags_without_bounds(recipe.model)
@@ -258,7 +267,7 @@ def check_from_run(recipe: Recipe, shapes: nn.Transformer, directory: RunDirecto
     flag = f"--from-run {recipe.from_run}"
     if directory.checkpointer().latest_step is not None:
         return  # The run has begun, and continues by itself.
-    if recipe.from_run.absolute() == directory.path.absolute():
+    if Path(recipe.from_run).absolute() == directory.path.absolute():
         raise ValueError(f"{flag} --run-dir {directory.path}: a run begins from another; give it a folder of its own.")
     source = RunDirectory(recipe.from_run)
     _, old = source.read()

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from .. import data, models
 from .._dataclass_json import dataclass_differences
@@ -22,11 +23,17 @@ from ._run_directory import EVERYTHING_ELSE, RunDirectory
 Tokenizer = data.ByteTokenizer | data.FileTokenizer
 
 
-def published_recipe(folder: Path, run: RunDirectory | None = None) -> Recipe:
+def published_recipe(source: str | Path, run: RunDirectory | None = None, **fields: Any) -> Recipe:
     """Return the recipe that continues to train a published model, with a low learning rate.
 
-    If the folder is gone, the copy of its configuration in the `run` that began from it is read.
+        recipe = published_recipe("HuggingFaceTB/SmolLM2-135M-Instruct", data="chats.jsonl", lora=Lora(rank=8))
+
+    Args:
+        source: A folder as published, a GGUF file, or a name of the hub.
+        run: A run that began from the folder; where the folder is gone, the run's copy of its configuration is read.
+        fields: Further fields of the `Recipe`.
     """
+    folder = Path(source)
     if run is None or not run.began_from(folder.absolute()):
         folder = models.local_path(folder)
     folder = folder.absolute()
@@ -35,10 +42,11 @@ def published_recipe(folder: Path, run: RunDirectory | None = None) -> Recipe:
             f"--model {folder}: this is a run, and a model is taken from a folder as published; write one of it with "
             f"scripts/convert.py {folder} FOLDER and give that, or let the run itself go on with --run-dir {folder}."
         )
-    source = folder
     if run is not None and not folder.exists() and run.began_from(folder):
-        source = run.published
-    return Recipe(model=models.read_config(source), published=folder, optimizer=Optimization(learning_rate=1e-4))
+        config = models.read_config(run.published)
+    else:
+        config = models.read_config(folder)
+    return Recipe(**{"model": config, "published": folder, "optimizer": Optimization(learning_rate=1e-4), **fields})
 
 
 def check_published(recipe: Recipe, run: RunDirectory | None = None) -> None:
@@ -76,7 +84,16 @@ def published_files(recipe: Recipe, directory: RunDirectory | None = None) -> Pa
     """Return the published model that the recipe trains, or the run's copy of its files; None without one."""
     if recipe.published is not None and directory is not None and directory.published.exists():
         return directory.published
-    return recipe.published
+    return None if recipe.published is None else Path(recipe.published)
+
+
+def complete_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe as its run keeps it: absolute paths of models and runs, and rows that suit chats or pairs."""
+    if recipe.from_run is not None:
+        recipe = dataclasses.replace(recipe, from_run=Path(recipe.from_run).absolute())
+    if recipe.published is not None:  # Absolute, as in `published_recipe`, so that the run resumes from any directory.
+        recipe = dataclasses.replace(recipe, published=models.local_path(recipe.published).absolute())
+    return for_chats(recipe) if reads_chats(recipe) else recipe
 
 
 def copy_companions(recipe: Recipe, directory: RunDirectory) -> None:
@@ -110,9 +127,9 @@ def chat_paths(recipe: Recipe) -> list[Path]:
     if recipe.compares_pairs:
         if recipe.data is None:
             raise ValueError(f"--loss {recipe.loss}: pairs are read from a file or folder; give --data PAIRS.jsonl.")
-        return [recipe.data]
+        return [Path(recipe.data)]
     paths = [Path(part.rpartition("=")[0]) for part in recipe.text.mix if not part.startswith("hub:")]
-    paths += [] if recipe.data is None else [recipe.data]
+    paths += [] if recipe.data is None else [Path(recipe.data)]
     chats = [path for path in paths if detect_form(path) not in _TEXT_FORMS]
     if chats and len(chats) < max(len(paths), len(recipe.text.mix)):
         raise ValueError(

@@ -3,37 +3,121 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 from .. import data, generation, nn, parallel, planning, training
 from .._dataclass_json import dataclass_to_json
 from .._shapes import PreferenceBatch
-from ..parallel import check_alike, on_all_processes, on_first_process
-from ._recipe import Recipe
+from ..parallel import check_alike, is_first_process, on_all_processes, on_first_process
+from ._recipe import name_flags_in_errors, Recipe
 from ._report import closing_lines, local_platform, metrics_line, opening_line, Screen, Show, training_lines
 from ._run_directory import RunDirectory, schedule_phases
 from ._setup import (
     add_lora,
+    candidate_flags,
+    check_plan,
+    check_run,
     init_from_run,
     Keys,
     load_published_model,
     make_keys,
     make_loss,
     make_optimizer,
+    make_plan,
     make_train_state,
     make_train_step,
+    make_training_setup,
     model_shapes,
     parse_steps,
+    setting_flags,
 )
-from ._texts import chat_encoder, copy_companions, open_sources, open_texts, recipe_tokenizer, sample_prompt
+from ._texts import (
+    chat_encoder,
+    complete_recipe,
+    copy_companions,
+    open_sources,
+    open_texts,
+    recipe_tokenizer,
+    sample_prompt,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedRun:
+    """The end of a call of `train`: `eqformer.load(run.folder)` loads the model."""
+
+    folder: Path
+    """The folder of the run."""
+    start: int
+    """The step at which the call began; 0 for a new run."""
+    step: int
+    """The last step that was taken."""
+    metrics: dict[str, Any]
+    """The latest value of each metric of metrics.jsonl, such as `loss` and `validation_loss`."""
+
+
+def train(
+    recipe: Recipe,
+    folder: str | Path,
+    *,
+    name: str | None = None,
+    devices: Sequence[Any] | None = None,
+    screen: Screen | None = None,
+) -> TrainedRun:
+    """Train a model as a recipe says; the same call again goes on with a run that was stopped.
+
+        recipe = Recipe(models.preset("llama-byte-1m"), data="my_text/", steps=300)
+        run = train(recipe, "runs/mine")
+        print(run.metrics["validation_loss"], eqformer.load(run.folder).generate("def "))
+
+    Everything is checked before anything is written. Raises a `ValueError` that names fields of the recipe by their
+    flags, see `Recipe`, and the folder as `--run-dir`. Call `eqformer.prepare()` before the first array of the program.
+
+    Args:
+        recipe: What is trained; more `steps`, for example, may be given to a run that has ended.
+        folder: The folder of the run, which must be new, empty, or the folder of the same recipe's run.
+        name: The recipe's name in the folder and in notes; `FILE.py:NAME` for a recipe of a file whose classes it uses.
+            By default the name of the folder.
+        devices: The devices of the mesh, as many as the sizes of `recipe.mesh` multiply to; all by default.
+        screen: Where notes and progress are shown: `Screen(silent=True)` shows nothing. By default standard output, by
+            the first process: a progress bar in a terminal where `rich` is installed, or lines with the time left.
+    """
+    recipe, directory = complete_recipe(recipe), RunDirectory(folder)
+    name = name or directory.path.name
+    check_alike({"--recipe": name} | {f"--{flag}": value for flag, value in dataclass_to_json(recipe).items()})
+    with name_flags_in_errors(recipe):
+        shapes = check_run(recipe, directory)
+        plan = make_plan(recipe, jax.devices() if devices is None else devices)
+        check_plan(recipe, plan, shapes)
+        with directory, explain_out_of_memory(recipe, shapes):
+            screen = screen or Screen(silent=not is_first_process())
+            return Trainer(name, recipe, shapes, plan, directory, screen).run()
+
+
+@contextmanager
+def explain_out_of_memory(recipe: Recipe, shapes: nn.Transformer) -> Iterator[None]:
+    """Raise a `ValueError` for a device without memory: what the recipe's step holds, and flags that need less."""
+    try:
+        yield
+    except JaxRuntimeError as error:
+        training_setup, format_plan = make_training_setup(recipe, shapes), functools.partial(candidate_flags, recipe)
+        message = planning.out_of_memory_report(
+            error, training_setup, format_plan=format_plan, format_settings=setting_flags
+        )
+        if message is None:
+            raise
+        raise ValueError(message) from error
 
 
 class Trainer:
@@ -78,11 +162,11 @@ class Trainer:
         self.evaluate = training.make_evaluation(plan)
         self.last: dict[str, Any] = {}
 
-    def run(self) -> None:
+    def run(self) -> "TrainedRun":
         """Train to the last step, or until a signal asks to stop."""
-        self.spikes.retry(self._run, self.screen.note)
+        return self.spikes.retry(self._run, self.screen.note)
 
-    def _run(self) -> None:
+    def _run(self) -> "TrainedRun":
         """Train from the last checkpoint to the last step, or to a spike of the loss."""
         recipe, screen = self.recipe, self.screen
         checkpointer = self.directory.checkpointer(recipe.keep)
@@ -101,7 +185,7 @@ class Trainer:
             if step is None:
                 self._begin()
                 screen.note(f"the run has its {start} steps already; a larger --steps goes on from there")
-                return
+                return TrainedRun(self.directory.path, start, start, self.directory.latest_metrics())
             if self.rates_note:
                 screen.note(self.rates_note)
             self.spikes.start(start, checkpointer.metadata().get("spikes") if start else None)
@@ -128,6 +212,7 @@ class Trainer:
                     checkpointer.wait()
             counts = int(run.state.skipped), int(run.state.empty_batches or 0)
             screen.note(closing_lines(recipe, self.directory, run.step, *counts, self.last))
+        return TrainedRun(self.directory.path, start, run.step, dict(self.last))
 
     def _begin(self) -> None:
         """Write the recipe and its tokenizer: the first files of the run, once nothing can be refused any more."""

@@ -20,7 +20,7 @@ def plot_losses(metrics: str | Path, path: str | Path) -> None:
     If rows have `validation_bits_per_byte`, an axis on the right shows bits per byte of the validation text. If no row
     has a loss, no file is written. The file is written atomically. Needs matplotlib.
     """
-    rows = _read_rows(metrics)
+    rows = read_rows(metrics)
     trained, validated = _list_points(rows, "loss"), _list_points(rows, "validation_loss")
     if not trained:
         return
@@ -53,7 +53,7 @@ def plot_evaluations(metrics: str | Path, path: str | Path) -> None:
     One panel has the bits per byte of each text, and one the accuracy of each task and the tasks' averages. If no row
     has such a score, no file is written. The file is written atomically. Needs matplotlib.
     """
-    rows = _read_rows(metrics)
+    rows = read_rows(metrics)
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(_EVALUATION))
     labels = {name: _label_score(name.removeprefix(_EVALUATION)) for name in names}
     panels = [
@@ -92,7 +92,7 @@ def plot_expert_loads(metrics: str | Path, path: str | Path) -> None:
 
     If no row has loads, no file is written. The file is written atomically. Needs matplotlib.
     """
-    rows = [row for row in _read_rows(metrics) if "expert_load" in row]
+    rows = [row for row in read_rows(metrics) if "expert_load" in row]
     if not rows:
         return
     steps, loads = [row["step"] for row in rows], _stack_loads(rows, metrics)
@@ -113,7 +113,8 @@ def _list_points(rows: list[JsonObject], name: str) -> list[tuple[int | float, f
     return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), float)]
 
 
-def _read_rows(metrics: str | Path) -> list[JsonObject]:
+def read_rows(metrics: str | Path) -> list[JsonObject]:
+    """Read the rows of a metrics.jsonl."""
     with open_regular(metrics) as file:
         return [parse_row(line, f"{metrics}: line {number}") for number, line in enumerate(file, 1)]
 

@@ -20,7 +20,7 @@ from .._dataclass_json import dataclass_to_json
 from .._failures import explain_write_error
 from .._files import read_json, read_utf8, write_atomic
 from ._metrics import JsonLines, MetricWriter, MetricWriters, TensorBoard, WeightsAndBiases
-from ._pictures import plot_evaluations, plot_expert_loads, plot_experts, plot_losses
+from ._pictures import plot_evaluations, plot_expert_loads, plot_experts, plot_losses, read_rows
 from .checkpoint._checkpointer import Checkpointer
 
 
@@ -155,6 +155,11 @@ class RunFolder:
             names = lambda: {"folder": path, "name": path.name, "identifier": self._wandb_identifier(start)}
             makers.append(lambda: WeightsAndBiases(wandb, **names(), recipe=dataclass_to_json(recipe)))
         return MetricWriters(*makers)
+
+    def latest_metrics(self) -> dict[str, Any]:
+        """Return the latest value of each metric; nothing before the first row."""
+        rows = read_rows(self.metrics) if self.metrics.exists() else []
+        return {name: value for row in rows for name, value in row.items()}
 
     def draw_metrics(self) -> None:
         """Draw the losses of the metrics, and evaluations and the loads of experts if there are any."""

@@ -16,13 +16,14 @@ from typing import Any, Literal, TypeVar
 
 import tyro
 
-from eqformer import models, nn
+from eqformer import nn
 from eqformer.recipes import (
     fields_of,
+    find_recipe,
     flags_of,
     LARGE,
-    load_user_recipe,
     name_flags_in_errors,
+    published_recipe,
     Recipe,
     RECIPES,
     RunDirectory,
@@ -81,6 +82,7 @@ def _split_recipe(info: Any) -> Any:
     fields, help_texts = [], documentation(info.type)
     for name, kind in typing.get_type_hints(info.type).items():
         flag: Any = _FLAGS[info.type].get(name)
+        kind = Path | None if kind == Path | str | None else kind  # Each word is a path.
         field_type: Any = kind if flag is None else typing.Annotated[kind, flag]
         default = getattr(info.default, name)
         # A part of a recipe is a group of flags with the docstring of the part's class; a model's class says less.
@@ -135,15 +137,9 @@ def parse(kind: type[Command], arguments: Sequence[str], hidden_groups: Sequence
         f"Recipes of published models on many accelerators: {', '.join(LARGE)}.",
     )
     recipe = command.run
-    if recipe.from_run is not None:
-        recipe = dataclasses.replace(recipe, from_run=recipe.from_run.absolute())
-    if recipe.published is not None:  # Absolute, as in `published_recipe`, so that the run resumes from any directory.
-        recipe = dataclasses.replace(recipe, published=models.local_path(recipe.published).absolute())
-    elif recipe.text.tokenizer is not None:
+    if recipe.published is None and recipe.text.tokenizer is not None:
         recipe = _with_vocabulary(recipe, "--model.vocab" in parse_words(arguments))
-    if texts.reads_chats(recipe):
-        recipe = texts.for_chats(recipe)
-    return dataclasses.replace(command, run=recipe)
+    return dataclasses.replace(command, run=texts.complete_recipe(recipe))
 
 
 def _help_for_help_all(arguments: Sequence[str]) -> list[str]:
@@ -164,9 +160,11 @@ def _default_command(kind: Any, arguments: Sequence[str]) -> Any:
     name, folder = word("--recipe"), word("--model")
     if (source := word("--from-run")) is not None and name is None and folder is None:
         return kind(*_recipe_of_run(RunDirectory(Path(source))))
-    shown_name = name or ("default" if folder is None else Path(folder).absolute().name)
+    if folder is None:
+        return kind(name or "default", find_recipe(name or "default"))
+    shown_name = name or Path(folder).absolute().name
     run = RunDirectory(Path(word("--run-dir") or Path("runs") / short_name(shown_name)))
-    return kind(shown_name, find_recipe(name or "default", None if folder is None else Path(folder), run))
+    return kind(shown_name, _recipe_of_model(name or "default", Path(folder), run))
 
 
 def _recipe_of_run(run: RunDirectory) -> tuple[str, Recipe]:
@@ -189,32 +187,18 @@ def _with_vocabulary(recipe: Recipe, has_vocab_flag: bool) -> Recipe:
     return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vocab=vocab))
 
 
-def find_recipe(name: str, folder: Path | None = None, run: RunDirectory | None = None) -> Recipe:
-    """Return the recipe of a name; for a preset's name, a recipe of AdamW and 800 steps with that model.
+def _recipe_of_model(name: str, folder: Path, run: RunDirectory) -> Recipe:
+    """Return the recipe of a name that trains the published model in a folder.
 
-    `FILE.py:NAME` is a function in a user's file. With the `folder` of a published model (or, where it is gone, the
-    copy in the `run` that began from it), the recipe trains that model. A recipe other than `default` then keeps its
-    fields, except for the model and, unless it was written for a published model, the optimizer, whose learning rate
-    would be too high for trained weights.
+    A recipe other than `default` keeps its fields, except for the model and, unless it was written for a published
+    model, the optimizer, whose learning rate would be too high for trained weights.
     """
-    if folder is not None:
-        published = texts.published_recipe(folder, run)
-        named = published if name == "default" else find_recipe(name)
-        optimizer = published.optimizer if named.published is None else named.optimizer
-        return dataclasses.replace(named, model=published.model, published=published.published, optimizer=optimizer)
-    if name in RECIPES:
-        return RECIPES[name]()
-    if name in LARGE:
-        return LARGE[name][1]
-    if user_file(name) is not None:
-        return load_user_recipe(name)
-    if name in models.presets():
-        return Recipe(model=models.preset(name))
-    raise ValueError(
-        f"--recipe {name}: there is no such recipe; the recipes are {', '.join(RECIPES)}, a preset of "
-        "eqformer.models by its name is one: AdamW and 800 steps with that model; of one's own, give FILE.py:NAME. At "
-        f"the scale of many machines: {', '.join(LARGE)}."
-    )
+    recipe = published_recipe(folder, run)
+    if name == "default":
+        return recipe
+    named = find_recipe(name)
+    optimizer = recipe.optimizer if named.published is None else named.optimizer
+    return dataclasses.replace(named, model=recipe.model, published=recipe.published, optimizer=optimizer)
 
 
 # Flags of the short help by heading, with what they take; a command shows those that it has.

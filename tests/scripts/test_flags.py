@@ -12,11 +12,11 @@ import pretrain
 import pytest
 import sample
 from script_helpers import SCRIPTS
-from support.command import find_recipe, GROUPS, parse, read
+from support.command import GROUPS, parse, read
 from support.flags import check_names, USUAL_NAMES
 
 from eqformer import data, models, nn, parallel, training
-from eqformer.recipes import check, flags_of, LARGE, RECIPES
+from eqformer.recipes import check, find_recipe, flags_of, LARGE, RECIPES
 from eqformer.recipes._recipe import add_flags, WORDS
 
 

@@ -9,6 +9,7 @@ from script_helpers import run_here, TINY, write_corpus
 from support.command import parse
 
 from eqformer import planning
+from eqformer.recipes import _trainer
 from eqformer.recipes._recipe import format_flag
 from eqformer.recipes._setup import (
     make_abstract_plan,
@@ -70,7 +71,7 @@ def test_pretrain_says_it_and_ends(tmp_path, monkeypatch, message, words):
     def fail(trainer):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(pretrain.Trainer, "run", fail)
+    monkeypatch.setattr(_trainer.Trainer, "run", fail)
     corpus = write_corpus(tmp_path / "corpus")
     given = [*TINY, "--data", corpus, "--run-dir", tmp_path / "run", "--simulate", 1]
     found = run_here("pretrain.py", *given)

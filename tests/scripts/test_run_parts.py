@@ -16,10 +16,10 @@ import pretrain
 import pytest
 import sample
 from rich.console import Console
-from support.command import find_recipe, parse
+from support.command import parse
 
 from eqformer import data, dataclass_to_json, models, nn, text, training
-from eqformer.recipes import _report, _trainer, Recipe, RECIPES, RunDirectory, Screen, Text
+from eqformer.recipes import _report, _trainer, find_recipe, Recipe, RECIPES, RunDirectory, Screen, Text
 from eqformer.recipes._report import metrics_line, opening_line
 from eqformer.recipes._setup import build_model, make_keys, model_shapes
 from eqformer.recipes._texts import check_published, copy_companions, recipe_tokenizer
@@ -251,7 +251,7 @@ def test_a_run_that_goes_on_is_one_run_where_it_is_looked_at(tmp_path, monkeypat
         with RunDirectory(tmp_path).open_metrics(start, tensorboard=True, wandb="p", recipe=recipe()):
             pass
     steps, (first, again, anew) = opened[::2], opened[1::2]
-    assert steps == [1, 8, 1] and first == again != anew
+    assert steps == [0, 8, 0] and first == again != anew
 
 
 def test_lines_without_a_terminal_are_of_new_figures(monkeypatch, capsys):

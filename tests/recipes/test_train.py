@@ -1,0 +1,127 @@
+"""`recipes.train`: a run from Python, which goes on by the same call, and is refused before anything is written."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from text_cases import CONFIG, published_folder, TEMPLATE
+
+import eqformer
+from eqformer import models, nn, training
+from eqformer.recipes import find_recipe, Mesh, published_recipe, Recipe, Screen, Text, train
+
+
+OPTIMIZER = training.Optimization("sgd", learning_rate=3e-3, warmup=2)
+QUIET = Screen(silent=True)
+
+
+def recipe(corpus, **fields):
+    """A recipe of three steps of a tiny model."""
+    sizes = {"seq": 32, "batch": 4, "steps": 3, "log_every": 1, "validate_every": 3, "validation_batches": 1}
+    return Recipe(**{"model": CONFIG, "data": corpus, "optimizer": OPTIMIZER, "sample_every": 0, **sizes, **fields})
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(40):
+        (folder / f"{number}.txt").write_text("".join(f"line {line} of text {number}\n" for line in range(20)))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    return train(recipe(corpus), tmp_path_factory.mktemp("runs") / "mine", devices=jax.devices()[:1], screen=QUIET)
+
+
+def test_a_run_from_python_goes_on_and_its_model_is_loaded(run, corpus, capsys):
+    assert (run.start, run.step, run.folder.name) == (0, 3, "mine")
+    assert run.metrics["step"] == 3 and run.metrics["loss"] < 6 and run.metrics["validation_loss"] < 6
+    longer = dataclasses.replace(recipe(corpus), steps=5, prolong="hold")
+    again = train(longer, run.folder, devices=jax.devices()[:1], screen=QUIET)
+    assert (again.start, again.step, again.metrics["step"]) == (3, 5, 5)
+    assert capsys.readouterr().out == ""
+    ended = train(longer, str(run.folder), devices=jax.devices()[:1])
+    assert (ended.start, ended.step) == (5, 5) and ended.metrics == again.metrics
+    assert "mine: a LlamaConfig of" in (lines := capsys.readouterr().out) and "has its 5 steps already" in lines
+    assert eqformer.load(run.folder).model.vocab == 256
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        ({"steps": 0}, "^--steps 0: it counts"),
+        ({"mesh": Mesh(fsdp=3)}, "^--mesh.fsdp 3: "),
+        ({"data": "nowhere"}, "^--data nowhere .*files"),
+        ({"published": "nowhere"}, "nowhere/config.json: the file is missing"),
+        ({"text": Text(tokenizer="none.json")}, "^--text.tokenizer none.json: FileTokenizer"),
+        ({"optimizer": dataclasses.replace(OPTIMIZER, learning_rate=-1.0)}, "^--optimizer.learning-rate -1.0: "),
+        ({"loss": "dpo", "data": None}, "^--loss dpo: pairs are read"),
+    ],
+)
+def test_a_recipe_that_cannot_work_is_refused_before_anything_is_written(fields, message, corpus, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train(recipe(corpus, **fields), tmp_path / "run", devices=jax.devices()[:1], screen=QUIET)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_recipe_is_refused_in_the_folder_of_a_run(run, corpus):
+    with pytest.raises(ValueError, match="it holds a run of recipe 'mine', .* differs in\n  seq: 32 -> 64"):
+        train(recipe(corpus, seq=64), run.folder, devices=jax.devices()[:1], screen=QUIET)
+
+
+TALK = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}]
+PAIR = {"prompt": "1 + 1", "chosen": " = 2", "rejected": " = 3"}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    "row,fields,metric",
+    [
+        ({"messages": TALK}, {"lora": training.Lora(rank=2)}, "validation_loss"),
+        (PAIR, {"loss": "dpo", "beta": 0.2}, "reward_margin"),
+    ],
+)
+def test_a_published_model_is_tuned_on_chats_and_on_preferences(row, fields, metric, tmp_path):
+    folder = published_folder(tmp_path / "model", chat_template__jinja=TEMPLATE)
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 40))
+    sizes = {"seq": 48, "batch": 2, "steps": 2, "log_every": 1, "validate_every": 2, "validation_batches": 1}
+    tuned = published_recipe(str(folder), data=tmp_path / "rows.jsonl", sample_every=0, **sizes, **fields)
+    run = train(tuned, tmp_path / "run", devices=jax.devices()[:1], screen=QUIET)
+    assert run.step == 2 and metric in run.metrics
+    saved = json.loads((run.folder / "recipe.json").read_text())["recipe"]
+    assert saved["published"] == str(folder.absolute())
+    assert saved["text"]["packing"] == ("pairs" if "loss" in fields else "documents")
+    assert eqformer.load(run.folder).chat_template is not None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnConfig(models.ModelConfig):
+    """A config of one's own."""
+
+    periods: int = 1
+
+
+def build_own(config: OwnConfig, *, key) -> nn.Transformer:
+    """Return a Llama with as many layers as there are periods."""
+    return models.build(dataclasses.replace(CONFIG, layers=config.periods), key=key)
+
+
+@pytest.mark.grid
+def test_a_run_of_a_family_that_the_program_registers_goes_on(corpus, tmp_path):
+    models.register(models.Family("own", OwnConfig, build_own))
+    own = recipe(corpus, model=OwnConfig(vocab=256, embed=32, layers=1))
+    devices = jax.devices()[:1]
+    train(own, tmp_path / "run", devices=devices, screen=QUIET)
+    assert train(own, tmp_path / "run", devices=devices, screen=QUIET).start == 3
+
+
+@pytest.mark.quick
+def test_recipes_have_names_and_paths_may_be_strings():
+    assert find_recipe("default").steps == 320 and find_recipe("adamw").optimizer.name == "adamw"
+    assert find_recipe("llama-byte-1m").model == models.preset("llama-byte-1m")
+    with pytest.raises(ValueError, match="^--recipe defualt: there is no such recipe"):
+        find_recipe("defualt")
+    assert recipe("a/b") == recipe(Path("a/b")) != recipe("a/c")
