@@ -104,8 +104,9 @@ def test_what_no_file_can_hold_is_refused_in_every_field(value):
                 below = "" if field.name == "plan" else f"{name}."
                 yield from ((n, dataclasses.replace(part, **{field.name: new})) for n, new in fields(old, below))
                 continue
-            kinds = {hints[field.name], *typing.get_args(hints[field.name])}
-            if type(value) in kinds and Path not in kinds and typing.get_origin(hints[field.name]) is not typing.Literal:
+            kind = hints[field.name]
+            kinds = {kind, *typing.get_args(kind)}
+            if type(value) in kinds and Path not in kinds and typing.get_origin(kind) is not typing.Literal:
                 try:
                     yield name, dataclasses.replace(part, **{field.name: value})
                 except (ValueError, TypeError):
