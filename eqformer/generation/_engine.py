@@ -4,7 +4,7 @@ import asyncio
 import collections
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -128,13 +128,40 @@ class Engine:
         """Whether no request waits or is being continued."""
         return not (self._waiting or self._reading or self._rows)
 
-    def submit(self, request: Request) -> int:
-        """Let a request wait for a slot, and return its number.
+    def check(self, request: Request) -> None:
+        """Raise a `ValueError` for a request that `submit` refuses.
 
-        Raises a `ValueError` for a prompt that is empty or has unknown ids, and for a request that is longer than the
-        capacity.
+        Refused are a prompt that is empty or has unknown ids, and a request that is longer than the capacity.
         """
-        self._check(request)
+        call, ids = "Engine.submit(request)", np.asarray(request.prompt)
+        if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(
+                f"{call}: a prompt is a list of at least one id, but this one is {ids.dtype} of shape {ids.shape}; "
+                "encode the text with the model's tokenizer."
+            )
+        for name, numbers in (
+            ("prompt", ids),
+            ("end_of_text", np.asarray(request.end_ids, np.int64)),
+            ("logit_bias", np.asarray(list(request.logit_bias), np.int64)),
+        ):
+            check_ids(f"{call}: {name}", numbers, self.model.vocab)
+        if self._has_draft and request.allowed is not None:
+            raise ValueError(
+                f"{call}: `allowed` masks one token after another, but the engine's draft proposes several at a time; "
+                "leave `allowed` out, or build the engine without a draft."
+            )
+        start, new = self.model.start, request.max_new_tokens
+        longest = len(ids) + new if start is None else max(len(ids), 1 + new)
+        if longest > self.capacity:
+            raise ValueError(
+                f"{call}: a prompt of {len(ids)} ids and {new} new tokens need a row of {longest}, but the engine's "
+                f"rows have {self.capacity}; shorten the prompt, ask for fewer tokens, or build the engine with a "
+                "larger capacity."
+            )
+
+    def submit(self, request: Request) -> int:
+        """Let a request wait for a slot, and return its number; raise the `ValueError` of `check`."""
+        self.check(request)
         number = next(self._numbers)
         self._waiting.append((request, Result(number, len(request.prompt))))
         return number
@@ -175,7 +202,7 @@ class Engine:
                 if result.finish and result.number in positions:
                     yield dataclasses.replace(result, number=positions.pop(result.number))
 
-    async def stream(self, request: Request) -> AsyncIterator[Result]:
+    async def stream(self, request: Request) -> AsyncGenerator[Result, None]:
         """Yield the result of a request whenever it has grown, until it has ended.
 
         The steps run in a thread, for all streams of the engine together. Closing a stream cancels its request.
@@ -210,34 +237,6 @@ class Engine:
                         result, ids=list(result.ids), log_probabilities=list(result.log_probabilities)
                     )
                     self._stream_queues[result.number].put_nowait(copied)
-
-    def _check(self, request: Request) -> None:
-        """Raise a `ValueError` for a request that cannot be continued."""
-        call, ids = "Engine.submit(request)", np.asarray(request.prompt)
-        if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(
-                f"{call}: a prompt is a list of at least one id, but this one is {ids.dtype} of shape {ids.shape}; "
-                "encode the text with the model's tokenizer."
-            )
-        for name, numbers in (
-            ("prompt", ids),
-            ("end_of_text", np.asarray(request.end_ids, np.int64)),
-            ("logit_bias", np.asarray(list(request.logit_bias), np.int64)),
-        ):
-            check_ids(f"{call}: {name}", numbers, self.model.vocab)
-        if self._has_draft and request.allowed is not None:
-            raise ValueError(
-                f"{call}: `allowed` masks one token after another, but the engine's draft proposes several at a time; "
-                "leave `allowed` out, or build the engine without a draft."
-            )
-        start, new = self.model.start, request.max_new_tokens
-        longest = len(ids) + new if start is None else max(len(ids), 1 + new)
-        if longest > self.capacity:
-            raise ValueError(
-                f"{call}: a prompt of {len(ids)} ids and {new} new tokens need a row of {longest}, but the engine's "
-                f"rows have {self.capacity}; shorten the prompt, ask for fewer tokens, or build the engine with a "
-                "larger capacity."
-            )
 
     def _end_cancelled(self) -> list[Result]:
         """End the cancelled requests, and return the results of those without a slot; `_decode` returns the others."""

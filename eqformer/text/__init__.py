@@ -5,6 +5,7 @@ from ._companions import (
     load_tokenizer as load_tokenizer,
     read_chat_template as read_chat_template,
 )
+from ._grammars import Grammar as Grammar
 from ._llm import LLM as LLM
 from ._load import load as load, prepare_to_decode as prepare_to_decode
 from ._options import ChatOptions as ChatOptions, GenerateOptions as GenerateOptions
@@ -14,4 +15,10 @@ from ._run_folder import (
     is_run as is_run,
     load_run_model as load_run_model,
     load_run_tokenizer as load_run_tokenizer,
+)
+from ._text_engine import (
+    TextEngine as TextEngine,
+    TextPiece as TextPiece,
+    TextRequest as TextRequest,
+    TextResult as TextResult,
 )

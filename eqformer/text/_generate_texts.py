@@ -109,7 +109,13 @@ def _draft_model(llm: "LLM", prompts: Prompts, settings: Settings) -> generation
     draft = settings.draft
     if draft is None or isinstance(draft, str | generation.Model):
         return draft
-    for text in prompts.texts:
+    check_draft_ids(llm, draft, prompts.texts)
+    return draft.model
+
+
+def check_draft_ids(llm: "LLM", draft: "LLM", texts: Sequence[str]) -> None:
+    """Raise a `ValueError` if a draft's tokenizer gives a text other ids than the model's."""
+    for text in texts:
         ids, draft_ids = (tokenizer.encode(text).tolist() for tokenizer in (llm.tokenizer, draft.tokenizer))
         if ids != draft_ids:
             raise ValueError(
@@ -117,4 +123,3 @@ def _draft_model(llm: "LLM", prompts: Prompts, settings: Settings) -> generation
                 f"{len(ids)} ids and the draft's gives it {len(draft_ids)}, and not all are equal; give a model of the "
                 "same tokenizer."
             )
-    return draft.model

@@ -11,6 +11,7 @@ from .. import data, generation
 from ._generate_texts import generate_texts, Prompts
 from ._options import ChatOptions, GenerateOptions, Settings
 from ._results import Completion, StreamedText
+from ._text_engine import TextEngine
 
 
 Texts = list[str] | tuple[str, ...]
@@ -130,10 +131,60 @@ class LLM:
         is_single = any(isinstance(message, Mapping) for message in messages)
         conversations = [messages] if is_single else messages
         texts = [self._render(conversation, template_options) for conversation in conversations]
-        rows = [self.tokenizer.encode_prompt(text, add_special_tokens=False).tolist() for text in texts]
+        rows = [self._encode_rendered(text) for text in texts]
         encoded, settings = Prompts(texts, rows, None), Settings(**options)
         results = generate_texts(self, encoded, "chat", settings, stream=stream, log_probs=log_probs)
         return results[0] if is_single else results
+
+    def chat_tokens(self, messages: Messages, template_options: Mapping[str, Any] = _NOTHING) -> list[int]:
+        """Return the ids of a conversation as the model reads it, up to the header of the answer.
+
+        Raises a `ValueError` if there is no chat template or the template refuses the messages.
+        """
+        return self._encode_rendered(self._render(messages, template_options))
+
+    def engine(
+        self,
+        *,
+        slots: int = 8,
+        capacity: int = 2048,
+        prefill_chunk: int = 256,
+        stride: int = 8,
+        prefixes: int = 4,
+        cache_dtype: str | None = None,
+        draft: "LLM | generation.Model | str | None" = None,
+        draft_tokens: int = 4,
+    ) -> TextEngine:
+        """Return an engine that continues many texts and chats at once, each with settings of its own.
+
+        Texts may come and go at any time, and each is the text that `generate` or `chat` alone would draw. The engine
+        decodes by `model`, so it runs under the plan of `load`. Raises a `ValueError` for numbers below 1 and for a
+        draft that does not fit the model.
+
+        Args:
+            slots: Texts that are drawn at once.
+            capacity: Tokens of the longest text, with its prompt.
+            prefill_chunk: Tokens of a prompt that are read between two decoding steps.
+            stride: Tokens of each text that are drawn before the host looks at them: with a small stride, texts begin
+                and stream more evenly, with a large one, all are faster.
+            prefixes: Beginnings of prompts whose caches are kept for other prompts that begin alike.
+            cache_dtype: Dtype of keys and values in the caches; None: that in which they are computed.
+            draft: A smaller model that proposes tokens; `"mtp"` is the model's own predictor.
+            draft_tokens: Tokens that the draft proposes at a time.
+        """
+        draft_llm = draft if isinstance(draft, LLM) else None
+        engine = generation.Engine(
+            self.model,
+            slots=slots,
+            capacity=capacity,
+            prefill_chunk=prefill_chunk,
+            stride=stride,
+            prefixes=prefixes,
+            cache_dtype=cache_dtype,
+            draft=draft.model if isinstance(draft, LLM) else draft,
+            draft_tokens=draft_tokens,
+        )
+        return TextEngine(self, engine, draft_llm)
 
     @overload
     def log_likelihood(self, context: str, continuation: str, *, batch_size: int | None = None) -> float: ...
@@ -167,6 +218,9 @@ class LLM:
     def _encode(self, text: str) -> list[int]:
         encode = self.tokenizer.encode_prompt if self.special_tokens else self.tokenizer.encode
         return encode(text).tolist()
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        return self.tokenizer.encode_prompt(text, add_special_tokens=False).tolist()
 
     def _render(self, messages: Any, template_options: Mapping[str, Any]) -> str:
         """Return a conversation as the text that the model reads."""

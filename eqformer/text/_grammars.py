@@ -1,0 +1,87 @@
+"""Grammars that a text must follow: a JSON schema, a regular expression or a context-free grammar."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool
+
+from .. import data
+from .._failures import foreign_call, load_extra
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+    """A grammar that a whole text must follow, by the package `llguidance` (the extra `grammar`).
+
+    A text that `max_new_tokens` cuts off is the beginning of a text of the grammar.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    """The language in which the grammar is written."""
+    source: str | Mapping[str, Any]
+    """A JSON schema as a dict or as its text, a regular expression, or a grammar of the parser Lark. The schema `{}`
+    allows any JSON."""
+
+
+class GrammarCompiler:
+    """Compiler of grammars into masks of the tokens that may come next."""
+
+    def __init__(self, tokenizer: data.PromptTokenizer, vocab: int, end_ids: tuple[int, ...]):
+        """Prepare the tokenizer's vocabulary, for a model of `vocab` ids.
+
+        Raises an `ImportError` if `llguidance` is not installed, and a `ValueError` if no id ends a text.
+        """
+        call = "Grammar(...)"
+        self._package = load_extra("llguidance", extra="grammar", call=call)
+        self._vocab = vocab
+        if not end_ids:
+            raise ValueError(f"{call}: no id ends the model's texts, so none could end with its grammar; set end_ids.")
+        if not isinstance(tokenizer, data.ByteTokenizer | data.FileTokenizer):
+            raise ValueError(
+                f"{call}: llguidance reads the vocabulary of a tokenizer.json, which a {type(tokenizer).__name__} does "
+                "not have; pass a function of your own as `allowed`."
+            )
+        with foreign_call(lambda reason: f"{call}: llguidance cannot read the model's tokenizer ({reason})."):
+            self._tokenizer = self._package.LLTokenizer(tokenizer.to_json(), n_vocab=vocab, eos_token=list(end_ids))
+
+    def compile(self, grammar: Grammar) -> Callable[[list[int]], Bool[np.ndarray, "vocab"]]:
+        """Return the `allowed` function of one text, which must be called with ids that grow.
+
+        Raises a `ValueError` for a grammar that cannot be read.
+        """
+        source = grammar.source if isinstance(grammar.source, str) else json.dumps(grammar.source)
+        call = f"Grammar({grammar.kind!r}, {source!r:.60})"
+        matchers = self._package.LLMatcher
+        readers = {
+            "json_schema": matchers.grammar_from_json_schema,
+            "regex": matchers.grammar_from_regex,
+            "lark": matchers.grammar_from_lark,
+        }
+        if grammar.kind not in readers:
+            raise ValueError(f"{call}: a grammar's kind is one of {', '.join(readers)}; correct it.")
+        with foreign_call(lambda reason: f"{call}: the grammar cannot be read ({reason}); correct it."):
+            matcher = matchers(self._tokenizer, readers[grammar.kind](source), log_level=0)
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split("<state>")[0].split())
+            raise ValueError(f"{call}: the grammar cannot be read ({reason}); correct it.")
+        return _Mask(matcher, self._vocab)
+
+
+class _Mask:
+    """The tokens that a grammar allows after the ids of one text."""
+
+    def __init__(self, matcher: Any, vocab: int):
+        self._matcher, self._vocab = matcher, vocab
+        self._count = 0
+        """Ids that the matcher has read."""
+
+    def __call__(self, ids: list[int]) -> Bool[np.ndarray, "vocab"]:
+        """Return which ids may follow these; raise a `RuntimeError` if the matcher gives up, at one of its limits."""
+        new, self._count = ids[self._count :], len(ids)
+        if not self._matcher.consume_tokens(new):
+            raise RuntimeError(self._matcher.get_error())
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return np.unpackbits(bits, count=self._vocab, bitorder="little").astype(bool)

@@ -1,0 +1,352 @@
+"""`TextEngine`: requests for texts that come and go, continued together by a `generation.Engine`."""
+
+import dataclasses
+import functools
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Bool
+
+from .. import data, generation
+from ._generate_texts import check_draft_ids
+from ._grammars import Grammar, GrammarCompiler
+from ._results import StopStrings, TextAssembler
+
+
+if TYPE_CHECKING:
+    from ._llm import LLM
+
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextRequest:
+    """A prompt, and the settings with which it is continued or answered."""
+
+    prompt: str | Sequence[Mapping[str, object]] | Sequence[int]
+    """A text to continue, a list of messages to answer in the model's chat template, or ids to continue."""
+    _: dataclasses.KW_ONLY
+    max_new_tokens: int | None = 256
+    """Most tokens to draw; None: as many as fit into the engine's rows after the prompt."""
+    stop: str | Sequence[str] = ()
+    """Strings that end the text, which does not contain them."""
+    temperature: float | int = 0.0
+    """0 takes the likeliest token each time; 1 draws from the model's own distribution."""
+    top_k: int | None = None
+    """Draw from the `top_k` likeliest tokens only."""
+    top_p: float | int | None = None
+    """Draw from the likeliest tokens that together have this probability."""
+    min_p: float | int | None = None
+    """Draw from the tokens that are at least this share as likely as the likeliest."""
+    repetition_penalty: float | int | None = None
+    """Above 1: make tokens that are already in the row less likely."""
+    logit_bias: Mapping[int, float | int] = dataclasses.field(default_factory=dict)
+    """Numbers that are added to the logits of ids before anything else; minus infinity forbids an id."""
+    allowed: Callable[[list[int]], Bool[np.ndarray, "vocab"]] | Grammar | None = None
+    """The grammar of the text, or a function of the new ids so far that says which ids may come next."""
+    seed: int = 0
+    """Seed of the draws: the same seed and example give the same text."""
+    example: int | None = None
+    """The number of the text, on which its draws depend, too; None: its position in the list of `run`, or 0. Samples of
+    one prompt get the numbers 0, 1, ..."""
+    template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further variables of the chat template, such as `{"enable_thinking": False}`."""
+
+    def with_fields(self, fields: Mapping[str, object]) -> "TextRequest":
+        """Return the request with the fields of a JSON object in place of its own.
+
+        An object may have every field of a request, except `allowed`; `messages` in place of `prompt`; and
+        `json_schema`, `regex` or `lark`, the source of a `Grammar`. Raises a `ValueError` for unknown fields and for
+        values of another type.
+        """
+        changes: dict[str, Any] = {}
+        for name, value in fields.items():
+            kinds = _KINDS.get(name)
+            if kinds is None:
+                raise ValueError(f"TextRequest: there is no field {name!r}; the fields are {', '.join(_KINDS)}.")
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                names = " or ".join(_KIND_NAMES[kind] for kind in kinds if kind is not int or float not in kinds)
+                raise ValueError(f"TextRequest: {name} must be {names}, but it is {value!r:.60}; correct it.")
+            if name in _GRAMMAR_KINDS:
+                changes["allowed"] = Grammar(name, value)
+            elif name == "logit_bias":
+                changes[name] = _read_bias(value)
+            else:
+                changes["prompt" if name == "messages" else name] = value
+        stops = changes.get("stop", ())
+        if wrong := [stop for stop in stops if not isinstance(stop, str)]:
+            raise ValueError(f"TextRequest: stop must be strings, but one is {wrong[0]!r:.60}; correct it.")
+        return dataclasses.replace(self, **changes)
+
+
+_GRAMMAR_KINDS: tuple[Any, ...] = ("json_schema", "regex", "lark")
+_KIND_NAMES: Mapping[type, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+_NUMBER, _NULL = (float, int), type(None)
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "prompt": (str, list),
+    "messages": (list,),
+    "max_new_tokens": (int, _NULL),
+    "stop": (str, list),
+    "temperature": _NUMBER,
+    "top_k": (int, _NULL),
+    "top_p": (*_NUMBER, _NULL),
+    "min_p": (*_NUMBER, _NULL),
+    "repetition_penalty": (*_NUMBER, _NULL),
+    "logit_bias": (dict,),
+    "seed": (int,),
+    "example": (int, _NULL),
+    "template_options": (dict,),
+    "json_schema": (dict, str),
+    "regex": (str,),
+    "lark": (str,),
+}
+"""The types of each field of a JSON object; a bool is no integer."""
+
+
+def _read_bias(fields: Mapping[str, object]) -> dict[int, float | int]:
+    """Return a bias whose ids are texts, as the names of a JSON object are."""
+    bias: dict[int, float | int] = {}
+    for name, value in fields.items():
+        if not str(name).isdecimal() or not isinstance(value, int | float):
+            raise ValueError(
+                f"TextRequest: logit_bias has a number for each id, but {name!r:.20} has {value!r:.60}; correct it."
+            )
+        bias[int(name)] = value
+    return bias
+
+
+@dataclasses.dataclass(frozen=True)
+class TextResult:
+    """The text of a request that has ended."""
+
+    number: int
+    """The position of the request in the list of `run`; in a stream, the request's number in the engine."""
+    text: str
+    """The new text, without the end of text and without a stop string."""
+    ids: tuple[int, ...]
+    """Ids that were drawn, including the id or the ids of the stop string that ended the text."""
+    log_probs: tuple[float, ...]
+    """Log-probability of each id by the model's logits, before anything changes them, in nats."""
+    finish_reason: FinishReason
+    """Reason for the end of the text: `"stop"` for an id or a string that ends it, `"length"` for `max_new_tokens`,
+    `"cancelled"`, or `"error"` for a request that was refused or could not go on."""
+    error: str = ""
+    """The error that ended or refused the request."""
+    prompt_length: int = 0
+    """Ids of the prompt."""
+    shared_length: int = 0
+    """Ids of the prompt that were not read, because an earlier prompt began with them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextPiece:
+    """A further piece of a text while it is drawn."""
+
+    text: str
+    """The text that the new ids complete; empty, for example, while a character or a stop string may go on."""
+    ids: tuple[int, ...]
+    """The new ids."""
+    log_probs: tuple[float, ...]
+    """Log-probability of each new id."""
+    result: TextResult | None = None
+    """The whole text and the reason for its end, with the last piece; None before."""
+
+
+class TextEngine:
+    """Continues texts and answers chats that come and go, each as `LLM.generate` or `LLM.chat` would alone.
+
+    `LLM.engine` makes one. `run` takes a list or an iterator of requests; `stream` takes one request at any time, in
+    asynchronous code. A text does not depend on the requests beside it. See `generation.Engine` for slots, caches and
+    the sharing of prompts.
+    """
+
+    def __init__(self, llm: "LLM", engine: generation.Engine, draft: "LLM | None" = None):
+        """Join a model's tokenizer and chat template with an engine over the model.
+
+        Args:
+            llm: The model with its tokenizer.
+            engine: The engine over `llm.model`.
+            draft: The draft of the engine with its tokenizer, which must read prompts as the model's does; None: there
+                is no draft, or it has no tokenizer.
+        """
+        self.llm, self.engine, self._draft = llm, engine, draft
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all caches, which do not grow."""
+        return self.engine.cache_bytes
+
+    def encode(self, request: TextRequest, position: int = 0) -> generation.Request:
+        """Return the request as the engine takes it: with the ids of its prompt, and without its stop strings.
+
+        Raises a `ValueError` for everything that `run` and `stream` refuse: a prompt that is empty, too long or of
+        another type, a chat without a template, a grammar that cannot be read, and settings out of range. Raises an
+        `ImportError` for a grammar without the package `llguidance`.
+
+        Args:
+            request: The request.
+            position: The number of the text if the request names no `example`.
+        """
+        prompt, allowed = self._encode_prompt(request), request.allowed
+        StopStrings(request.stop)
+        encoded = generation.Request(
+            prompt,
+            self._count_new_tokens(request, len(prompt)),
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            min_p=request.min_p,
+            repetition_penalty=request.repetition_penalty,
+            logit_bias=request.logit_bias,
+            allowed=self._grammars.compile(allowed) if isinstance(allowed, Grammar) else allowed,
+            end_of_text=self.llm.end_ids,
+            seed=request.seed,
+            example=position if request.example is None else request.example,
+        )
+        self.engine.check(encoded)
+        return encoded
+
+    def run(self, requests: Iterable[TextRequest | str]) -> Iterator[TextResult]:
+        """Yield the text of each request when it ends; its `number` is the request's position in `requests`.
+
+        Requests are taken from the iterable when they can soon begin. A string is continued with the default request.
+        A request that is refused has a result whose `finish_reason` is `"error"`.
+        """
+        remaining = enumerate(requests)
+        rows: dict[int, tuple[int, _Row]] = {}
+        while True:
+            while len(rows) < 2 * self.engine.slots and (item := next(remaining, None)) is not None:
+                position, request = item
+                try:
+                    row = self._make_row(TextRequest(request) if isinstance(request, str) else request, position)
+                except ValueError as error:
+                    yield TextResult(position, "", (), (), "error", str(error))
+                else:
+                    rows[self.engine.submit(row.request)] = position, row
+            if not rows:
+                return
+            for result in self.engine.step():
+                if result.finish and result.number in rows:
+                    position, row = rows.pop(result.number)
+                    yield row.finish(result, position)
+
+    def stream(self, request: TextRequest) -> AsyncGenerator[TextPiece, None]:
+        """Return an asynchronous iterator over the pieces of a text while it is drawn; the last one has the `result`.
+
+        Raises the errors of `encode` at this call, before anything is drawn. No piece splits a character or holds the
+        beginning of a stop string. Closing the iterator (`aclose`) cancels the request.
+        """
+        return self._stream(self._make_row(request, 0))
+
+    async def _stream(self, row: "_Row") -> AsyncGenerator[TextPiece, None]:
+        results = self.engine.stream(row.request)
+        count = 0
+        try:
+            async for result in results:
+                new = slice(count, len(result.ids))
+                count = len(result.ids)
+                text = "".join(row.pieces[new])
+                whole = row.finish(result, result.number) if result.finish else None
+                if whole is not None:
+                    text += row.ending
+                yield TextPiece(text, tuple(result.ids[new]), tuple(result.log_probabilities[new]), whole)
+        finally:
+            await results.aclose()
+
+    def _make_row(self, request: TextRequest, position: int) -> "_Row":
+        """Check and encode a request, and join it with the text that it will have."""
+        encoded = self.encode(request, position)
+        is_text = isinstance(request.prompt, str) or not isinstance(request.prompt[0], Mapping)
+        # The text of an answer stands alone, and so does that of a model whose encoder reads the prompt.
+        continued = encoded.prompt if is_text and self.llm.model.start is None else ()
+        stream = data.TextStream(self.llm.tokenizer, continued)
+        return _Row(encoded, TextAssembler(stream, self.llm.end_ids, StopStrings(request.stop)))
+
+    def _encode_prompt(self, request: TextRequest) -> list[int]:
+        """Return the ids of a request's prompt."""
+        prompt, ids = request.prompt, []
+        if isinstance(prompt, str):
+            ids = self.llm.tokens(prompt)
+        elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise ValueError(
+                f"TextRequest(prompt): a prompt is a text, a list of messages or a list of ids, but this one is a "
+                f"{type(prompt).__name__}; give one of them."
+            )
+        elif any(isinstance(message, Mapping) for message in prompt):
+            ids = self.llm.chat_tokens(prompt, request.template_options)
+        else:
+            ids = list(prompt)
+        if not len(ids):
+            raise ValueError(
+                "TextRequest(prompt): the prompt is empty, and the tokenizer adds no beginning of text, so there is no "
+                "token after which to draw; give at least one character."
+            )
+        if isinstance(prompt, str) and self._draft is not None:
+            check_draft_ids(self.llm, self._draft, [prompt])
+        return ids
+
+    def _count_new_tokens(self, request: TextRequest, prompt_length: int) -> int:
+        """Return the most tokens to draw."""
+        if request.max_new_tokens is not None:
+            return request.max_new_tokens
+        used = prompt_length if self.llm.model.start is None else 1
+        return max(self.engine.capacity - used, 1)
+
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        """The compiler of grammars, which takes a moment to read the vocabulary."""
+        return GrammarCompiler(self.llm.tokenizer, self.llm.model.vocab, self.llm.end_ids)
+
+
+class _Row:
+    """A request with the pieces of its text."""
+
+    def __init__(self, request: generation.Request, assembler: TextAssembler):
+        self.request = dataclasses.replace(request, ends=self._push)
+        self.pieces: list[str] = []
+        """The text that each id completes."""
+        self.ending = ""
+        """The text that was held back at the end, which began no stop string."""
+        self._assembler = assembler
+
+    def _push(self, ids: list[int]) -> bool:
+        """Read the new ids; return whether the text has ended."""
+        for token in ids[len(self.pieces) :]:
+            self.pieces.append(self._assembler.push(token))
+        return self._assembler.is_complete
+
+    def finish(self, result: generation.Result, number: int) -> TextResult:
+        """Return the whole text of a request that has ended."""
+        self.ending = self._assembler.finish()
+        reason = _REASONS[result.finish]
+        if reason == "length" and self._assembler.is_complete:
+            reason = "stop"
+        return TextResult(
+            number,
+            "".join(self.pieces) + self.ending,
+            tuple(result.ids),
+            tuple(result.log_probabilities),
+            reason,
+            result.error,
+            result.prompt_length,
+            result.shared_length,
+        )
+
+
+_REASONS: Mapping[str, FinishReason] = {
+    "end": "stop",
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "cancelled",
+    "error": "error",
+}
+"""Reasons for the end of a text, by those of `generation.Result`."""
