@@ -47,10 +47,24 @@ NAMED_AS_FLAGS = "nn/_execution.py"  # whose words for attentions are those of f
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-@functools.lru_cache(maxsize=2)
+@functools.cache
+def parse(source: str) -> ast.Module:
+    """Parse a file once for all rules that read the file."""
+    return ast.parse(source)
+
+
+@functools.cache
 def walk(tree: ast.AST) -> list[ast.AST]:
     """List the nodes of a file's tree once for all rules that read the file."""
     return list(ast.walk(tree))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_trees():
+    """Let the trees of all files go after the last rule."""
+    yield
+    walk.cache_clear()
+    parse.cache_clear()
 
 
 def names_in(tree: ast.AST) -> set[str]:
@@ -128,7 +142,7 @@ def complaints(path: pathlib.Path, source: str) -> list[str]:
     """What a file of the package does that its room does not allow."""
     folder = path.relative_to(PACKAGE).parts[:-1]
     room = folder[0] if folder else path.stem
-    tree, found = ast.parse(source), []
+    tree, found = parse(source), []
     if source.count("\n") > 500:
         found.append("longer than 500 lines")
     if path.name != "__init__.py" and not path.name.startswith("_"):
@@ -211,8 +225,8 @@ def test_the_architecture_test_can_fail(room, source, word):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda path: path.name)
 def test_a_script_imports_what_rooms_list(path):
-    assert private_files_imported(ast.parse(path.read_text())) == []
-    assert private_files_imported(ast.parse("from eqformer.nn.experts._dispatch import slots_per_expert")) == [
+    assert private_files_imported(parse(path.read_text())) == []
+    assert private_files_imported(parse("from eqformer.nn.experts._dispatch import slots_per_expert")) == [
         "nn.experts._dispatch"
     ]
 
@@ -233,7 +247,7 @@ def misnamed(folder: str, source: str) -> set[str]:
     """Names that a file defines with a word that is taken."""
     taken = {word for place, words in TAKEN.items() if folder.startswith(place) for word in words}
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in walk(parse(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.arg):
@@ -277,7 +291,7 @@ CONCRETE = {
 
 def switches(source: str) -> list[str]:
     """Return the questions `isinstance(..., kind)` for a class of `nn` that is no contract."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in walk(parse(source)) if isinstance(node, ast.Call)]
     asked = [call.args[1] for call in calls if ast.unparse(call.func) == "isinstance" and len(call.args) == 2]
     words = lambda kinds: re.findall(r"\w+", ast.unparse(kinds))
     return [ast.unparse(kinds) for kinds in asked if CONCRETE & {*words(kinds)}]
@@ -340,15 +354,15 @@ def riddles(tree: ast.AST) -> list[str]:
 @pytest.mark.parametrize("folder", [*PLAIN, "../scripts"])
 def test_names_and_docstrings_are_plain(folder):
     for path in sorted(PACKAGE.glob("*.py" if folder == "." else f"{folder}/**/*.py")):
-        tree = ast.parse(path.read_text())
+        tree = parse(path.read_text())
         assert (vague_names(tree), riddles(tree)) == ([], []), path
 
 
 def test_the_check_of_plain_words_can_fail():
     body = "\n".join(f"    x{i} = {i}" for i in range(6))
-    tree = ast.parse(f'def f():\n    """What is left of it."""\n    found = 1\n{body}\n    return found')
+    tree = parse(f'def f():\n    """What is left of it."""\n    found = 1\n{body}\n    return found')
     assert vague_names(tree) == ["found in f"] and riddles(tree) == ["What is left of it."]
-    assert riddles(ast.parse('"""Notes on x."""')) == [] == vague_names(ast.parse("def f():\n    found = 1"))
+    assert riddles(parse('"""Notes on x."""')) == [] == vague_names(parse("def f():\n    found = 1"))
 
 
 MOST_ARGUMENTS = 16
@@ -365,11 +379,11 @@ def wide_signatures(tree: ast.AST) -> list[str]:
 
 
 def test_no_signature_has_too_many_arguments():
-    wide = {path.relative_to(PACKAGE).as_posix() for path in FILES if wide_signatures(ast.parse(path.read_text()))}
+    wide = {path.relative_to(PACKAGE).as_posix() for path in FILES if wide_signatures(parse(path.read_text()))}
     assert wide == set()
     names = ", ".join(f"x{number}" for number in range(MOST_ARGUMENTS))
     sources = [f"def f(self, {names}): pass", f"def g(self, {names}, *, y): pass"]
-    assert wide_signatures(ast.parse("\n".join(sources))) == ["g"]
+    assert wide_signatures(parse("\n".join(sources))) == ["g"]
 
 
 def unencoded(tree: ast.AST) -> list[int]:
@@ -389,10 +403,10 @@ def unencoded(tree: ast.AST) -> list[int]:
 
 @pytest.mark.parametrize("folder", ["eqformer", "scripts"])
 def test_text_is_in_one_encoding(folder):
-    found = {str(path): unencoded(ast.parse(path.read_text())) for path in sorted((ROOT / folder).rglob("*.py"))}
+    found = {str(path): unencoded(parse(path.read_text())) for path in sorted((ROOT / folder).rglob("*.py"))}
     assert len(found) > 20 and {path: lines for path, lines in found.items() if lines} == {}
     calls = "p.read_text()", "open(p)", "p.open('a')", "p.write_text(x)", "p.open('rb')", "open(p, encoding='utf-8')"
-    assert unencoded(ast.parse("\n".join([*calls, "os.open(p, 0)"]))) == [1, 2, 3, 4]
+    assert unencoded(parse("\n".join([*calls, "os.open(p, 0)"]))) == [1, 2, 3, 4]
 
 
 # Files that read what belongs to Python, to installed packages or to this process, by ways that wait for a pipe.
@@ -428,10 +442,10 @@ def unbounded_reads(tree: ast.AST) -> list[int]:
 @pytest.mark.parametrize("folder", ["eqformer", "scripts"])
 def test_files_are_read_with_limits(folder):
     paths = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / folder).rglob("*.py"))}
-    lines = {name: unbounded_reads(ast.parse(path.read_text())) for name, path in paths.items()}
+    lines = {name: unbounded_reads(parse(path.read_text())) for name, path in paths.items()}
     assert {name for name, its in lines.items() if its} == READING_OTHERWISE & paths.keys()
     calls = "p.read_text()", "open(p)", "p.open('rb')", "json.loads(x)", "np.memmap(p)", "p.open('a')", "parse_json(x)"
-    assert unbounded_reads(ast.parse("\n".join(calls))) == [1, 2, 3, 4, 5]
+    assert unbounded_reads(parse("\n".join(calls))) == [1, 2, 3, 4, 5]
 
 
 def test_the_top_level_holds_what_it_should_and_nothing_else():
@@ -447,7 +461,7 @@ def listed_names(source: str) -> list[str]:
     Type checkers of those who install the package take any other import for private (`_x as x` is one).
     """
     found, files = [], set()
-    for node in ast.parse(source).body:
+    for node in parse(source).body:
         if isinstance(node, ast.ImportFrom):
             aliases = [alias for alias in node.names if alias.asname is not None]
             assert all(alias.asname == alias.name for alias in aliases), ast.unparse(node)
@@ -469,7 +483,7 @@ def test_public_names_are_listed_once_and_documented():
     undocumented = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
         for path in FILES
-        for node in ast.parse(path.read_text()).body
+        for node in parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         and not node.name.startswith("_")
         and not ast.get_docstring(node)
