@@ -23,11 +23,10 @@ PIPE += [
 EVERY_RUN = [
     Case(
         "gpt2",
-        {"replica": 2, "pipe": 2, "tensor": 2},
-        {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2}
-        | {"residual": "sequence", "overlap": "bidirectional"},
+        {"replica": 2, "pipe": 2},
+        {"zero": 1, "schedule": "dualpipe-v", "microbatches": 4, "chunks": 2},
     ),
-    Case("jaxformer", {"tensor": 2}, {"residual": "feature"}, "products"),
+    Case("jaxformer", {"tensor": 2}, {"residual": "feature", "overlap": "bidirectional"}, "products"),
     Case(
         "llama",
         {"fsdp": 2, "pipe": 2, "context": 2},
@@ -50,15 +49,20 @@ EVERY_RUN = [
 ]
 FURTHER = [
     EVERY_RUN[1]._replace(mesh={"fsdp": 2, "tensor": 4}, choices={"zero": 1, "residual": "feature"}),
-    EVERY_RUN[0]._replace(mesh={"fsdp": 2, "pipe": 2, "tensor": 2}),
+    *(
+        EVERY_RUN[0]._replace(
+            mesh=mesh, choices=EVERY_RUN[0].choices | {"residual": "sequence", "overlap": "bidirectional"}
+        )
+        for mesh in ({"fsdp": 2, "pipe": 2, "tensor": 2}, {"replica": 2, "pipe": 2, "tensor": 2})
+    ),
     EVERY_RUN[-2]._replace(mesh={"replica": 2, "pipe": 2}),
     Case("mixture", {"expert": 2}, {"expert_method": "exchange", "expert_factor": 0.5}),
 ]
 EVERY_STEP = [
     Case(
         "five layers",
-        {"fsdp": 2, "pipe": 2, "tensor": 2},
-        {"zero": 1, "residual": "replicated", "schedule": "interleaved", "microbatches": 2, "chunks": 2},
+        {"pipe": 2, "tensor": 2},
+        {"residual": "replicated", "schedule": "interleaved", "microbatches": 2, "chunks": 2},
     ),
 ]
 
@@ -98,7 +102,10 @@ def step_grid() -> list[Case]:
             {"schedule": "interleaved", "microbatches": 2, "chunks": 2},
         ),
     ]
-    cases.append(Case("five layers", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "zb-h1", "microbatches": 2}))
+    split = EVERY_STEP[0]._replace(
+        mesh={"fsdp": 2, "pipe": 2, "tensor": 2}, choices=EVERY_STEP[0].choices | {"zero": 1}
+    )
+    cases += [split, Case("five layers", {"fsdp": 2, "pipe": 2}, {"zero": 3, "schedule": "zb-h1", "microbatches": 2})]
     cases.append(Case("dense, then mixtures", {"pipe": 2}, {"schedule": "zb-v", "microbatches": 2, "chunks": 2}))
     muon = [case._replace(optimizer="muon") for case in (cases[1], cases[5], *cases[-2:])]
     return cases + muon
