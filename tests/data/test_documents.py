@@ -24,6 +24,7 @@ def test_standard_library_is_megabytes_of_this_pythons_own_text():
     assert not [name for name in names if "_sysconfigdata" in name]
 
 
+@pytest.mark.grid
 def test_about_a_twentieth_of_the_standard_library_is_held_out(tmp_path):
     stores = [open_store(standard_library(), ByteTokenizer(), tmp_path, split) for split in ("train", "validation")]
     train, validation = (store.text_bytes for store in stores)

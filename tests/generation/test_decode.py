@@ -68,7 +68,7 @@ FOR_THE_GRID = {
     *("latent with biases", "latent, sliding window", "latent without rotary", "sinks, sliding window"),
     *("latent, dynamic scaling", "longrope scaling", "dynamic scaling", "local and global", "sliding window"),
     *("multi-head", "multi-query", "query and key norm, gate", "sliding window, few slots"),
-    *("local and global, few slots", "grouped-query"),
+    *("local and global, few slots", "grouped-query", "learned positions"),
 }
 
 

@@ -80,6 +80,7 @@ def test_gradients_flow_to_a_functions_arrays(model):
     assert np.all(np.abs(gradient) > 0)
 
 
+@pytest.mark.grid
 def test_the_gradient_of_other_layers_is_that_of_the_plain_model(model):
     """A function without a derivative in one layer leaves those of the others finite."""
     sqrt_of_zero = lambda y: jnp.sqrt(0 * y)
@@ -145,6 +146,7 @@ def test_a_predictor_is_not_patched(model):
         patch(predicting, {"predictor.merge": lambda x: 2 * x})
 
 
+@pytest.mark.grid
 def test_a_patched_encoder_is_read_from_the_cache():
     model = make_model_with_encoder()
     double = lambda x, layer: 2 * x

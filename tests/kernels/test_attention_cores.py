@@ -122,6 +122,23 @@ def differences(core: str, case: Case, reference: Case | None = None, dtype: str
     return distance(got, literal(case if reference is None else reference, arrays, tokens, kv_tokens), tokens)
 
 
+@pytest.mark.by_default(
+    "reference-multi-query, narrow values, two batch dims",
+    "dot_product-multi-head, wide values, no batch dim",
+    "blockwise-multi-query, narrow values, two batch dims",
+    "reference-full with padding",
+    "reference-window, packed",
+    "dot_product-window, one document",
+    "blockwise-window, packed",
+    "dot_product-chunk, packed",
+    "blockwise-window both ways",
+    "reference-everything",
+    "blockwise-everything",
+    "dot_product-cache",
+    "reference-cache, window, sinks, a row of nothing",
+    "blockwise-cross, a row of nothing",
+    "dot_product-cross, a row of nothing",
+)
 @pytest.mark.parametrize(("core", "name"), TABLE)
 def test_equals_the_definition(core, name):
     assert differences(core, CASES[name]) < 2e-6

@@ -121,6 +121,7 @@ def test_an_array_is_decoded_alike_in_one_piece_and_in_many():
         assert same_bits(in_pieces(form, parts, (272, 48), 96), whole) and not (whole[:96] == whole[96:192]).all(), name
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.grid), {"fsdp": 2, "tensor": 2, "pipe": 2}])
 def test_beside_the_model_one_array_is_decoded_at_a_time(sizes, tmp_path):
     """The most memory of the host is the model's share and one array; all of it decoded at once would be its double."""

@@ -149,6 +149,7 @@ def test_a_period_runs_its_blocks_in_turn_with_caches_and_keys_of_their_own():
     assert not np.array_equal(filled[0].keys, filled[1].keys) and filled[1].positions[:, :3].tolist() == [[0, 1, 2]] * 2
 
 
+@pytest.mark.by_default("side_by_side")
 @pytest.mark.parametrize("kind", [pytest.param(nn.Block, marks=pytest.mark.quick), side_by_side])
 def test_a_blocks_cache_is_its_mixers(kind):
     module = block(kind=kind)

@@ -143,6 +143,7 @@ class Odd(eqx.Module):
 KINDS = {"odd": Odd, "gated": lambda key: nn.GatedMLP(embed=INPUTS, mlp=7, bias=True, limit=0.5, key=key)}
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [pytest.param("odd", marks=pytest.mark.grid), "gated"])
 def test_modules_in_blocks_and_in_ragged_products_are_those_of_a_loop(name):
     """Both ways, whatever the platform, with the gradients of what they keep; biases too."""

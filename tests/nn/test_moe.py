@@ -230,6 +230,7 @@ def _weighing_inputs(router, experts, x, tokens):
     return router(x, tokens), found, total(experts, x, DISPATCHES[0], False)[1][0]
 
 
+@pytest.mark.grid
 def test_weights_can_multiply_what_experts_are_given():
     router, experts = router_of(score="sigmoid"), experts_of("gated")
     routing, found, outside = as_numpy(_weighing_inputs(router, experts, X, tokens_of()))

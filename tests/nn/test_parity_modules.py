@@ -112,6 +112,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.by_default("no rotary", "no query norm", "a window of one more", "no sinks")
 @pytest.mark.parametrize("name", BREAKS)
 def test_the_fixtures_can_tell(name):
     case, spoil = BREAKS[name]

@@ -124,6 +124,7 @@ def most_apart(found: Any) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, found), strict=True))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "load", [pytest.param(name, marks=[pytest.mark.grid] * (name != "one device's")) for name in LOADS]
 )

@@ -156,6 +156,7 @@ def test_a_model_is_trained_as_its_bytes_allow():
     assert next(ways_that_fit(large, None)) == Way() and next(ways_that_fit(large, 10**9), None) is None
 
 
+@pytest.mark.grid
 def test_a_process_of_its_own_gives_raises_ends_or_is_ended():
     assert run_apart(functools.partial(int, "7"), 60) == 7
     with pytest.raises(RuntimeError, match="ValueError: invalid literal"):

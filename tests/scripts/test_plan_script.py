@@ -153,6 +153,7 @@ def test_the_attention_that_runs_is_said(flags, line):
     assert f"\nattention: {line}" in told(f"--formulas --topology {flags}")
 
 
+@pytest.mark.grid
 def test_the_attention_that_decodes_is_said():
     """A kernel in 16 bits, for caches that are worth one."""
     line = "\ndecode attention: ReferenceDecoding; not FlashDecodingTpu: a row's slots of a head must have"
