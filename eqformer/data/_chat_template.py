@@ -53,8 +53,12 @@ class ChatTemplate:
             lambda reason: f"{self._description} cannot be read ({reason}); fetch it again, or correct it."
         ):
             self._compiled = environment.compile_template(source)
-        self._tokens = special_tokens(settings)
+        self._source, self._tokens = source, special_tokens(settings)
         self.fingerprint = digest([source, repr(sorted(self._tokens.items()))])
+
+    def names_role(self, role: str) -> bool:
+        """Return whether the template contains the name of a role in quotes, as where it treats the role apart."""
+        return f"'{role}'" in self._source or f'"{role}"' in self._source
 
     def render(
         self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **options: object

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .._failures import explain_error, foreign_call, load_extra
 from .._files import check_regular, few_names, is_there, list_paths, open_regular, parse_json
@@ -357,11 +357,25 @@ def _read_parquet(entry: _FileEntry, field: str | None, call: str) -> Iterator[D
             for row in batch.to_pylist():
                 location = f"row {number} of {entry.location}"
                 if field is None:
-                    content = json.dumps(row, ensure_ascii=False, default=str)
+                    content = json.dumps(_drop_nulls(row), ensure_ascii=False, default=str)
                 else:
                     content = read_field(row, field, call=call, location=location)
                 yield Document(f"{entry.name}#{number}", content, share)
                 number += 1
+
+
+def _drop_nulls(value: Any) -> Any:
+    """Return a row without the fields that are null, except for `content`.
+
+    In a table, the objects of a column have the fields of all of them, such as the parameters of every tool.
+    """
+    match value:
+        case dict():
+            return {name: _drop_nulls(field) for name, field in value.items() if field is not None or name == "content"}
+        case list():
+            return [_drop_nulls(item) for item in value]
+        case _:
+            return value
 
 
 def _call_parquet(read: Callable[[], Result], entry: _FileEntry, call: str) -> Result:

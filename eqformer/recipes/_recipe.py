@@ -153,6 +153,18 @@ class Recipe:
     """Steps between validations."""
     validation_batches: int = 16
     """Batches of a validation, spread evenly over the validation text."""
+    evaluate_every: int = 0
+    """Steps between evaluations on --evaluate-text and --evaluate-tasks, also before the first step; 0 for none."""
+    evaluate_text: tuple[str, ...] = ()
+    """Files, folders or datasets of the hub, of which each token is scored once, as evaluate.py does."""
+    evaluate_tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness (extra `eval`)."""
+    evaluate_limit: int | None = None
+    """How many documents of each of these tasks are asked; all by default."""
+    evaluate_chat: bool = False
+    """Whether these tasks ask by the model's chat template."""
+    evaluate_include_path: Path | None = None
+    """A folder with configurations of further tasks."""
     sample_every: int = 200
     """Steps between text samples of the model; 0 writes none, also at the end."""
     prompt: str = "def "
@@ -178,6 +190,7 @@ class Recipe:
 # Fields that may change when a run is continued, since they do not change the steps already taken.
 CHANGEABLE = frozenset(
     ("steps", "prolong", "log_every", "checkpoint_every", "keep", "validate_every", "validation_batches")
+    + ("evaluate_every", "evaluate_text", "evaluate_tasks", "evaluate_limit", "evaluate_chat", "evaluate_include_path")
     + ("sample_every", "prompt", "metrics", "execution", "profile", "debug_nans", "spikes")
     # The mesh and the microbatches decide where and when numbers are computed, not their values. Only mixtures differ
     # a little, whose balance losses are over a microbatch.

@@ -20,6 +20,7 @@ from .. import data, generation, nn, parallel, planning, training
 from .._dataclass_json import dataclass_to_json
 from .._shapes import PreferenceBatch
 from ..parallel import check_alike, is_first_process, on_all_processes, on_first_process
+from ._evaluation import evaluation_line, make_scores, open_evaluator
 from ._recipe import name_flags_in_errors, Recipe
 from ._report import closing_lines, local_platform, metrics_line, opening_line, Screen, Show, training_lines
 from ._run_directory import RunDirectory, schedule_phases
@@ -138,6 +139,7 @@ class Trainer:
         """
         self.recipe, self.plan, self.directory, self.screen = recipe, plan, directory, screen
         self.name, self.shapes = name, shapes
+        self.evaluator = on_all_processes(lambda: open_evaluator(recipe))
         sources, self.tokenizer = on_all_processes(lambda: (open_sources(recipe), recipe_tokenizer(recipe, directory)))
         on_first_process(lambda: directory.claim(name, recipe))
         check_alike({f"--run-dir {directory.path}": directory.token()})
@@ -160,6 +162,9 @@ class Trainer:
         self.parameters = count_parameters(recipe, shapes)
         self.summary = parallel.summary(plan, shapes, rows=recipe.batch, seq=recipe.seq)
         self.evaluate = training.make_evaluation(plan)
+        self.scores = None
+        if self.evaluator is not None:
+            self.scores = make_scores(recipe, self.evaluator, self.tokenizer, directory, self.states, shapes)
         self.last: dict[str, Any] = {}
 
     def run(self) -> "TrainedRun":
@@ -244,6 +249,7 @@ class Trainer:
             writers.write(row)
             self.last.update(row)
 
+        draw = lambda run: on_first_process(self.directory.draw_metrics)
         show_last = lambda run: show(run.step, metrics_line(self.last), run.is_due(recipe.log_every))
         return [
             *([self._profile()] if recipe.profile else []),
@@ -253,14 +259,29 @@ class Trainer:
                     *([self._debug_nans()] if recipe.debug_nans else []),
                     self.spikes,
                     self.stop,
+                    *self._evaluations(write_row, draw),
                     training.Validation(recipe.validate_every, self._validate, write_row),
-                    every(recipe.validate_every, lambda run: on_first_process(self.directory.draw_metrics)),
+                    every(recipe.validate_every, draw),
                     every(1, show_last),
                     training.Checkpoints(recipe.checkpoint_every, checkpointer, self._metadata, self.states),
                     *([every(recipe.sample_every, self._sample)] if recipe.sample_every else []),
                 ]
             ),
         ]
+
+    def _evaluations(
+        self, write_row: Callable[[dict[str, Any]], None], draw: Callable[[training.Progress], object]
+    ) -> list[training.Callback]:
+        """Return the callbacks that score the model on texts and tasks, and draw the scores."""
+        if self.scores is None:
+            return []
+
+        def write(row: dict[str, int | float]) -> None:
+            write_row(row)
+            self.screen.note(evaluation_line(row))
+
+        every = self.recipe.evaluate_every
+        return [training.Evaluations(every, self.scores, write), training.Every(every, draw)]
 
     @functools.cached_property
     def _peak(self) -> float:

@@ -52,7 +52,7 @@ def load(
     tokenizer, folder = load_tokenizer(path), models.companion_folder(path)
     model = models.load(path, plan=plan, dtype=dtype, weights=weights, predictor=predictor, progress=progress)
     max_length = getattr(models.read_config(path), "max_seq", None)
-    return _join(prepare_to_decode(model, plan), tokenizer, folder, max_length, special_tokens=True)
+    return make_llm(prepare_to_decode(model, plan), tokenizer, folder, max_length, special_tokens=True)
 
 
 def _load_run(path: Path, plan: parallel.Plan | None) -> LLM:
@@ -65,10 +65,10 @@ def _load_run(path: Path, plan: parallel.Plan | None) -> LLM:
         parallel.ShardedModel(recipe.shapes(), plan)
     tokenizer, model = load_run_tokenizer(path), load_run_model(path, plan)
     is_published = published.is_dir()
-    return _join(prepare_to_decode(model, plan), tokenizer, published, recipe.seq, special_tokens=is_published)
+    return make_llm(prepare_to_decode(model, plan), tokenizer, published, recipe.seq, special_tokens=is_published)
 
 
-def _join(
+def make_llm(
     model: generation.Model,
     tokenizer: data.ByteTokenizer | data.FileTokenizer,
     folder: Path,
@@ -78,7 +78,8 @@ def _join(
 ) -> LLM:
     """Join a model and its tokenizer with the chat template and the special ids of a published folder.
 
-    The tokenizer's end of text, by default the first end id that the model's configs name, is the first end id.
+    A folder that does not exist has neither. The tokenizer's end of text, by default the first end id that the model's
+    configs name, is the first end id.
     """
     ends = dict.fromkeys([tokenizer.end_of_text, *models.read_eos_token_ids(folder)])
     begin_id = read_begin_id(folder, tokenizer)

@@ -35,7 +35,7 @@ class Clock:
 
     def excluding(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Return these callbacks between two that stop the clock and start it again."""
-        return [_StopClock(self), *callbacks, Every(1, lambda run: self._start())]
+        return [Every(1, lambda run: self._stop()), *callbacks, _StartClock(self)]
 
     def rate(self, run: Progress) -> dict[str, int | float]:
         """Return the columns that `Log` writes beside the metrics, for the steps since the last call; stop the clock.
@@ -64,8 +64,8 @@ class Clock:
             self._start_time = None
 
 
-class _StopClock(Callback):
-    """A callback that starts the clock before the first step, and stops it after each step."""
+class _StartClock(Callback):
+    """A callback that starts the clock before the first step, and again after each step."""
 
     def __init__(self, clock: Clock):
         self._clock = clock
@@ -74,7 +74,7 @@ class _StopClock(Callback):
         self._clock._start()
 
     def after_step(self, run: Progress) -> None:
-        self._clock._stop()
+        self._clock._start()
 
 
 def _peak_bytes() -> int:

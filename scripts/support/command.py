@@ -68,6 +68,8 @@ _FLAGS = {
         "published": tyro.conf.arg(name="model", metavar="FOLDER"),
         "from_run": tyro.conf.arg(metavar="FOLDER"),
         "profile": tyro.conf.arg(metavar="FIRST:LAST"),
+        "evaluate_text": tyro.conf.arg(metavar="FILE ..."),
+        "evaluate_tasks": tyro.conf.arg(metavar="NAME ..."),
         "plan": tyro.conf.arg(name=""),
     },
     Text: {"mix": tyro.conf.arg(metavar="PATH=WEIGHT ...")},
@@ -207,7 +209,7 @@ GROUPS = {
     "text": "--data PATH, --loss-on, --show-example, --text.mix PATH=WEIGHT, --text.tokenizer FILE, --seq",
     "training": "--steps, --batch, --microbatches, --optimizer.name, --optimizer.learning-rate, --precision.compute, "
     "--seed",
-    "the run": "--run-dir FOLDER, --checkpoint-every, --validate-every, --sample-every, --prompt",
+    "the run": "--run-dir FOLDER, --checkpoint-every, --validate-every, --evaluate-every, --sample-every, --prompt",
     "devices": "--mesh.fsdp, --mesh.tensor, --mesh.pipe, --zero, --simulate N",
 }
 RARE = frozenset(("--trust-recipe",))  # Only --help-all lists it; the error that needs it names it.

@@ -1,3 +1,4 @@
+import importlib
 import importlib.util
 import json
 import tempfile
@@ -241,9 +242,31 @@ def test_rows_that_cannot_be_trained_on(tokenizer, tmp_path):
     strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
     assert "no tools" in refused(row_of(TOOLS), ConversationEncoder(tokenizer, template_of(tmp_path, strict)))
     assert "need a chat template" in refused(row_of(TALK), ConversationEncoder(tokenizer, None))
+    human = [USER | {"role": "human"}, REPLY]
+    assert "message 0 has the role 'human', which the chat template does not name" in refused(row_of(human))
+    assert "write user." in refused(row_of(human))
+    assert "write one of them." in refused(row_of([USER, REPLY | {"role": "asst"}]))
+    names = template_of(tmp_path, CHATML + "{% if messages[0].role == 'human' %}{% endif %}")
+    encoded = ConversationEncoder(tokenizer, names).encode(read_example(row_of(human), location="")[1])
+    assert encoded.weights.any()  # the control: the template names the role
+    assert "`tools` is a text, which must be JSON" in refused(row_of(TALK, tools="[{"))
+    assert "`tools` must be a list, but is dict" in refused(row_of(TALK, tools='{"name": "add"}'))
     # The text of a longer conversation is another one: there is no place that is the reply's.
     count = template_of(tmp_path, "{{ messages | length }}{{ messages | map(attribute='content') | join }}")
     assert "no loop over the messages" in refused(row_of(TALK), ConversationEncoder(tokenizer, count))
+
+
+def test_tools_may_be_a_text_of_json_and_tables_fill_rows_with_nulls(tmp_path):
+    tools = [{"name": name, "parameters": {parameter: "int"}} for name, parameter in (("add", "x"), ("draw", "size"))]
+    read = lambda row: read_example(row, location="row")[1]
+    assert read(row_of(TALK, tools=json.dumps(tools))) == read(row_of(TALK, tools=tools)) != read(row_of(TALK))
+    assert read(row_of(TALK, tools="")) == read(row_of(TALK))
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = importlib.import_module("pyarrow").Table.from_pylist
+    rows = [{"messages": TALK, "tools": tools}, {"messages": [USER, REPLY | {"content": None, "name": "x"}]}]
+    parquet.write_table(table(rows), tmp_path / "rows.parquet")
+    # Each object of a table has the fields of all: here `size` of the first tool and `name` of the first messages.
+    assert [json.loads(document.text) for document in conversations(tmp_path / "rows.parquet")] == rows
 
 
 def write_rows(path: Path, rows) -> Path:

@@ -42,7 +42,8 @@ def test_the_speed_leaves_out_what_callbacks_take(monkeypatch):
     rows.clear()
     bare = training.Clock(tokens_per_step=100)
     callbacks = [slow, training.Log(1, rows.append, bare.rate), *bare.excluding([])]
-    callbacks[-2].begin(run)
+    for one in callbacks:
+        one.begin(run)
     time.take(2)
     for one in callbacks:
         one.after_step(run)
