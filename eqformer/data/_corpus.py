@@ -14,7 +14,6 @@ from .._shapes import Batch
 from ._conversations import ConversationEncoder
 from ._documents import TextSource
 from ._loader import Loader, Mixture
-from ._packing import DocumentPacking
 from ._token_store import check_vocab, EmptySplitError, is_stored, open_store, Split, SplitBy, TokenStore
 from ._tokenizer import Tokenizer
 
@@ -77,14 +76,9 @@ class Corpus:
         return "the text is " + "; ".join(clauses)
 
     def describe_cuts(self) -> list[str]:
-        """Describe, for each source of packed conversations, how many are cut or left out since a row is too short."""
-        packings = {name: loader.packing for name, loader in self.loaders.items()}
-        return [
-            f"of {name}, {packing.cut} conversations are cut at the end of a reply, and {packing.skipped} are left "
-            "out, since none of their replies ends within a row"
-            for name, packing in packings.items()
-            if isinstance(packing, DocumentPacking) and packing.cut + packing.skipped
-        ]
+        """Describe, for each source of conversations or pairs, how many are cut or left out because a row is short."""
+        notes = {name: loader.packing.cut_note for name, loader in self.loaders.items()}
+        return [f"of {name}, {note}" for name, note in notes.items() if note]
 
     def validate(
         self, sums: Callable[[Batch], Mapping[str, SupportsFloat]], batches: int, *, rows: tuple[int, int] | None = None

@@ -21,6 +21,7 @@ class WindowPacking:
 
     documents = None  # Each row counts as one document, so the maximum number of documents of a row is unknown.
     group = 1
+    cut_note = ""
 
     def __init__(self, store: TokenStore, *, seq: int):
         self.seq = seq
@@ -101,6 +102,16 @@ class DocumentPacking:
         self.documents = int(np.diff(self._first).max())  # the maximum number of any row
         self.table_bytes = sum(array.nbytes for array in (self._starts, self._sizes, self._ends, self._first))
 
+    @property
+    def cut_note(self) -> str:
+        """Text that says how many conversations do not fit into a row; empty if all do."""
+        if not self.cut + self.skipped:
+            return ""
+        return (
+            f"{self.cut} conversations are cut at the end of a reply, and {self.skipped} are left out, since none of "
+            "their replies ends within a row"
+        )
+
     def __call__(self, rows: Int[np.ndarray, "batch"]) -> Batch:
         """Return the rows with these numbers."""
         counts = self._first[rows + 1] - self._first[rows]
@@ -152,17 +163,21 @@ class PairPacking:
             )
         self.seq, self.rows, self.table_bytes = seq, store.documents // 2, 0
         self._tokens, self._weights, self._offsets = store.tokens, store.weights, store.offsets
-        self.cut, self.skipped = int(np.sum(np.diff(store.offsets) > seq + 1)), 0
-        # The first token of a row is no target.
-        bounds = np.stack([store.offsets[:-1] + 1, np.minimum(store.offsets[1:], store.offsets[:-1] + seq + 1)], 1)
-        has_target = [bool(np.any(self._weights[start:stop] > 0)) for start, stop in bounds]
-        if not all(has_target):
-            document = has_target.index(False)
+        starts, stops = store.offsets[:-1], store.offsets[1:]
+        self.cut = int(np.sum(stops - starts > seq + 1))
+        has_target = _have_targets(store.weights, starts, np.minimum(stops, starts + seq + 1))
+        if not has_target.all():
+            document = int(np.argmin(has_target))
             raise ValueError(
                 f"{call}: the prompt must leave room for its completion in a row, but that of "
                 f"{store.name_document(document)} leaves none for the {('chosen', 'rejected')[document % 2]} one; pass "
                 "a longer seq, or leave the row out."
             )
+
+    @property
+    def cut_note(self) -> str:
+        """Text that says how many completions do not fit into a row; empty if all do."""
+        return f"{self.cut} completions are cut at the end of a row" if self.cut else ""
 
     def __call__(self, rows: Int[np.ndarray, "pairs"]) -> PreferenceBatch:
         """Return the pairs with these numbers, each as its chosen and then its rejected row."""
@@ -190,7 +205,7 @@ def batch_preferences(
                 f"batch_preferences(pairs): both completions of pair {number} have the same tokens; leave the pair out."
             )
     rows = [example for pair in pairs for example in pair]
-    return _fill_examples("batch_preferences(pairs", "pair", 2, rows, seq, first_example)
+    return _fill_examples(f"batch_preferences(pairs, seq={seq})", "pair", 2, rows, seq, first_example)
 
 
 def batch_labelled(
@@ -211,7 +226,8 @@ def batch_labelled(
             f"batch_labelled(examples, labels): {len(examples)} examples and {len(labels)} labels; each example needs "
             "one label."
         )
-    batch = _fill_examples("batch_labelled(examples", "example", 1, examples, seq, first_example)
+    call = f"batch_labelled(examples, labels, seq={seq})"
+    batch = _fill_examples(call, "example", 1, examples, seq, first_example)
     return replace(batch, labels=np.asarray(labels, np.float32))
 
 
@@ -221,7 +237,7 @@ def _fill_examples(
     for number, example in enumerate(examples):
         if not np.any(example.weights[1 : seq + 1] > 0):
             raise ValueError(
-                f"{call}, seq={seq}): the prompt must leave room for its completion in a row, but that of {kind} "
+                f"{call}: the prompt must leave room for its completion in a row, but that of {kind} "
                 f"{number // group} has {int(np.argmax(example.weights > 0))} tokens; pass a longer seq, or leave the "
                 "row out."
             )
@@ -270,11 +286,18 @@ def _cut_conversations(
     last_cut = np.searchsorted(cuts, np.minimum(stops, starts + seq), "right") - 1
     cut_stops = np.where(last_cut >= 0, cuts[last_cut], 0)
     stops = np.where(stops - starts <= seq, stops, cut_stops)
-    # The first token of a row is no target. A token is appended, since a conversation may stop after the last one.
-    bounds = np.stack([starts + 1, stops], axis=1).ravel()
-    has_weight = np.logical_or.reduceat(np.append(weights > 0, False), bounds)[::2]
-    is_trained = (stops > starts + 1) & has_weight
+    is_trained = _have_targets(weights, starts, stops)
     return starts[is_trained], (stops - starts)[is_trained]
+
+
+def _have_targets(
+    weights: Float[np.ndarray, "tokens"], starts: Int[np.ndarray, "pieces"], stops: Int[np.ndarray, "pieces"]
+) -> Bool[np.ndarray, "pieces"]:
+    """Return whether each piece, tokens `start` to `stop - 1`, has a trained target; its first token is no target."""
+    # A token is appended, since a piece may stop after the last one.
+    bounds = np.stack([np.minimum(starts + 1, len(weights)), stops], axis=1).ravel()
+    has_weight = np.logical_or.reduceat(np.append(weights > 0, False), bounds)[::2]
+    return (stops > starts + 1) & has_weight
 
 
 def as_examples(numbers: Int[np.ndarray, "batch"]) -> Int[np.ndarray, "batch"]:

@@ -179,7 +179,9 @@ def test_a_mixture_splits_no_pair_and_takes_each_text_by_its_weight(encoder, tmp
 
 def test_stores_that_are_no_pairs(encoder, tmp_path):
     pairs = open_store(preferences(write_rows(tmp_path / "pairs.jsonl", 3)), encoder, tmp_path / "c", validation=0.0)
-    assert PairPacking(pairs, seq=5).cut == 6
+    short = PairPacking(pairs, seq=5)
+    assert short.cut == 6 and short.cut_note == "6 completions are cut at the end of a row"
+    assert not PairPacking(pairs, seq=64).cut_note
     with pytest.raises(ValueError, match=r"that of pairs.jsonl#0 leaves none for the chosen one; pass a longer seq"):
         PairPacking(pairs, seq=1)
     (tmp_path / "long.jsonl").write_text("\n".join(json.dumps(TEXT | {"prompt": prompt}) for prompt in ("1", "1" * 9)))
