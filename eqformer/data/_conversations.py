@@ -431,8 +431,9 @@ def preferences(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
             yield Document(name, json.dumps(rejected), 0)
 
     def check() -> None:
-        for name, text, _ in documents():
-            read_example(parse_json(text), location=name)
+        for name, text, _ in source:
+            for row in split_preference(parse_json(text), location=name):
+                read_example(row, location=name)
 
     fingerprint = source.fingerprint
     return replace(source, documents=documents, check=check, fingerprint=lambda: f"preferences {fingerprint()}")
