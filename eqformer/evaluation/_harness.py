@@ -150,8 +150,9 @@ class HarnessModel(TemplateLM):
         greedy: dict[str, Any] = {} if options["do_sample"] else {"temperature": 0.0}
         transforms = sampling(**{name: value for name, value in options.items() if name in _SAMPLING} | greedy)
         rows = [self.tok_encode(context)[-room:] for context in contexts]
-        named = [stop for stop in options["until"] if self._names_special_token(stop)]
-        stops = [stop for stop in options["until"] if stop and stop not in named], named
+        named_stops = [stop for stop in options["until"] if self._names_special_token(stop)]
+        stops = [stop for stop in options["until"] if stop and stop not in named_stops]
+        find_stop = lambda ids: self._text_before_stop(ids, stops, named_stops)
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
         texts = [""] * len(rows)
         for start in range(0, len(order), self.batch_size):
@@ -163,12 +164,12 @@ class HarnessModel(TemplateLM):
                 transforms=transforms,
                 end_of_text=self.llm.end_ids,
                 examples=batch,
-                ends_row=lambda row, ids: self._text_before_stop(ids, *stops)[1],
+                ends_row=lambda row, ids: find_stop(ids)[1],
                 key=jax.random.key(0),
             )
             for number, ids in zip(batch, drawn.new_ids(), strict=True):
                 ended = bool(ids) and ids[-1] in self.llm.end_ids
-                texts[number], _ = self._text_before_stop(ids[:-1] if ended else ids, *stops)
+                texts[number], _ = find_stop(ids[:-1] if ended else ids)
             self.progress("generating", done + min(start + self.batch_size, len(rows)), total)
         return texts
 
@@ -178,7 +179,8 @@ class HarnessModel(TemplateLM):
         `named_stops` contain names of special tokens, and the other `stops` are plain text.
         """
         tokenizer = self.llm.tokenizer
-        text, named_text = tokenizer.decode(ids), tokenizer.decode_prompt(ids)
+        text = tokenizer.decode(ids)
+        named_text = tokenizer.decode_prompt(ids) if named_stops else ""
         starts = [named_text.index(stop) for stop in named_stops if stop in named_text]
         if starts:
             ends = range(1, len(ids) + 1)
