@@ -29,6 +29,7 @@ from ._layout import (
 from ._mesh import (
     AXES as AXES,
     axis_sizes as axis_sizes,
+    AXIS_TYPES as AXIS_TYPES,
     BATCH_AXES as BATCH_AXES,
     CONTEXT as CONTEXT,
     EXPERT as EXPERT,

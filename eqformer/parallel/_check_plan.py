@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from .. import nn
 from ._context_attention import check_context, refuse_pieces
 from ._layout import axes_of, is_spec
-from ._mesh import AXES, BATCH_AXES, CONTEXT, Device, EXPERT, PIPE, TENSOR
+from ._mesh import AXES, AXIS_TYPES, BATCH_AXES, CONTEXT, Device, EXPERT, PIPE, TENSOR
 from ._placement import check_values, Placement
 from .pipeline._stage_layers import check_depth
 from .tensor._tensor import dim_size, is_plain, is_split, plain_layers
@@ -21,7 +21,7 @@ from .tensor._vocabulary import logits_parts
 def check_parallel_config(plan: Placement) -> None:
     """Raise a `ValueError` for an unknown choice, or for two that do not fit together."""
     axes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_types))
-    if axes != dict.fromkeys(AXES, jax.sharding.AxisType.Auto):
+    if axes != dict(zip(AXES, AXIS_TYPES)):
         raise ValueError(
             f"Plan(mesh): a mesh has the axes {', '.join(AXES)}, all of type Auto; this one has "
             f"{', '.join(f'{axis} ({kind.name})' for axis, kind in axes.items())}; make it by make_mesh."

@@ -26,6 +26,7 @@ CONTEXT = "context"  # The sequence is split.
 TENSOR = "tensor"  # Heads, hidden features and the vocabulary are split.
 
 AXES = (REPLICA, FSDP, EXPERT, PIPE, CONTEXT, TENSOR)
+AXIS_TYPES = (jax.sharding.AxisType.Auto,) * len(AXES)
 BATCH_AXES = (REPLICA, FSDP, EXPERT)
 
 Device = Any
@@ -83,9 +84,7 @@ def make_mesh(
             f"devices=jax.devices()[:{wanted}] to leave them idle (commands: --simulate on a CPU, "
             "CUDA_VISIBLE_DEVICES on GPUs)."
         )
-    return jax.sharding.Mesh(
-        arrange_devices(devices, tuple(sizes.values())), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES)
-    )
+    return jax.sharding.Mesh(arrange_devices(devices, tuple(sizes.values())), AXES, axis_types=AXIS_TYPES)
 
 
 def axis_sizes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> dict[str, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from .. import nn
@@ -16,7 +16,7 @@ from ._check_plan import check_model, check_parallel_config, check_rows
 from ._fully_sharded import gather, Gathered, grad_proxy, has_wider_grad, route_gradient, scatter, Scattered
 from ._global_values import DeviceParts, join_parts, ON_EACH_DEVICE, Split, split_of, stack_devices
 from ._layout import axes_of
-from ._mesh import AXES, axis_sizes, BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
+from ._mesh import AXES, axis_sizes, AXIS_TYPES, BATCH_AXES, CONTEXT, EXPERT, FSDP, PIPE, TENSOR
 from ._placement import Leaf, Placement
 from ._shard_map import filter_shard_map, vary, vary_like
 from ._vocab_chunks import with_chunked_tables
@@ -258,7 +258,7 @@ class Plan(Placement):
         self._check_pipeline_order(model)
         sizes = dict(zip(AXES, self.devices.shape, strict=True)) | {PIPE: 1}
         sizes[EXPERT if self.size(EXPERT) > 1 else FSDP] *= self.size(PIPE)
-        mesh = Mesh(self.devices.reshape([*sizes.values()]), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        mesh = Mesh(self.devices.reshape([*sizes.values()]), AXES, axis_types=AXIS_TYPES)
         plan = dataclasses.replace(self, mesh=mesh, edges="ends", schedule="1f1b", chunks=1, microbatches=1)
         return plan, self.unshard(model)
 

@@ -249,14 +249,10 @@ class ShardedModel(DistributedModel):
         """Write the row of `new`, which is the first row of the first devices, into this device's part of an array."""
         axis = _cache_dims(names).index("batch")
         first = jax.lax.slice_in_dim(new, 0, 1, axis=axis)
-        block = jnp.zeros((), jnp.int32)
-        for mesh_axis in BATCH_AXES:
-            size = self.plan.size(mesh_axis)
-            if size > 1:
-                first = send.all_gather("cached rows", first, mesh_axis, stacks=True)[0]
-                block = block * size + jax.lax.axis_index(mesh_axis)
-        index = number - block * rows_per_device
-        rows = x.shape[axis]
+        index, rows = number, x.shape[axis]
+        if split_axes := tuple(mesh_axis for mesh_axis in BATCH_AXES if self.plan.size(mesh_axis) > 1):
+            first = send.all_gather("cached rows", first, split_axes, stacks=True)[0]
+            index = number - jax.lax.axis_index(split_axes) * rows_per_device
         if rows < rows_per_device:  # Devices with the same key head split the rows.
             sharer = jax.lax.axis_index(TENSOR) % self.sharers
             gathered = send.all_gather("cached rows of shared key heads", first, TENSOR, stacks=True)
