@@ -189,11 +189,6 @@ class Topology:
         return f"{self.accelerator.name}:{'x'.join(map(str, self.shape))}"
 
     @property
-    def topology(self) -> "Topology":
-        """The topology itself; `DeviceMemory`, the other target of a plan, has none."""
-        return self
-
-    @property
     def devices(self) -> int:
         """Number of devices that JAX sees."""
         return math.prod(self.shape) * self.accelerator.per_chip

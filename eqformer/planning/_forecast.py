@@ -35,14 +35,14 @@ class DeviceMemory(NamedTuple):
     platform: str = "cuda"
     """Platform of the compiler that formulas count bytes for: `cuda` or `tpu`."""
 
-    @property
-    def topology(self) -> None:
-        """None: neither links nor speeds are known."""
-        return None
-
 
 Target = Topology | DeviceMemory
 """Devices that a step is planned for."""
+
+
+def topology_of(target: Target) -> Topology | None:
+    """Return the topology of a target; None for a target of which only the memory is known."""
+    return target if isinstance(target, Topology) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Forecast:
     def as_dict(self) -> JsonObject:
         """Return all figures as plain data; `fits` is None where only the compiler can tell."""
         return {
-            "topology": None if self.target.topology is None else str(self.target),
+            "topology": None if topology_of(self.target) is None else str(self.target),
             "devices": self.devices,
             "parameters": self.parameters,
             "memory": self.memory,
@@ -138,7 +138,7 @@ def forecast(states: training.PlannedState, model: nn.LanguageModel, batch: Batc
     Raises a `ValueError` where the plan's mesh has another number of devices than a topology.
     """
     rows, seq = batch.ids.shape
-    if (topology := target.topology) is not None:
+    if (topology := topology_of(target)) is not None:
         topology.speeds(states.plan.mesh)  # Refuses a mesh of another size before anything is traced.
     states = states.with_plan(for_platform(states.plan, target.platform))
     plan, trained = states.plan, states.optimizer.trained

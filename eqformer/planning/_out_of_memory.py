@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -130,26 +131,15 @@ def _fit(setup: TrainingSetup, settings: dict[str, object], memory: int, platfor
     try:
         variant = setup.with_settings(settings)
         rows, seq = variant.batch.ids.shape
-        variant.plan.check(variant.model, rows=rows, seq=seq)
+        variant.plan.check(variant.model, rows=rows, seq=seq, group=variant.batch.group)
     except ValueError:
         return None
     states = variant.states()
     if sum(local for local, _ in state_bytes(states).values()) > memory:
         return None  # Nothing needs to be traced.
     size = step_bytes(states, variant.model, variant.batch, platform).total
-    return SmallerSetup(_changed_settings(setup, variant), variant, size) if size <= memory else None
-
-
-def _changed_settings(old: TrainingSetup, new: TrainingSetup) -> dict[str, object]:
-    """Return the settings that differ, by their paths."""
-    changed: dict[str, object] = {}
-    fields = {part: dataclasses.fields(getattr(old, part)) for part in ("optimization", "precision", "execution")}
-    fields["plan"] = dataclasses.fields(parallel.ParallelConfig)
-    for part, part_fields in fields.items():
-        for name in (field.name for field in part_fields):
-            if (value := getattr(getattr(new, part), name)) != getattr(getattr(old, part), name):
-                changed[f"{part}.{name}"] = value
-    return changed
+    changed = {path: value for path, value in settings.items() if attrgetter(path)(setup) != value}
+    return SmallerSetup(changed, variant, size) if size <= memory else None
 
 
 def _format_settings(settings: Mapping[str, object]) -> str:

@@ -11,7 +11,7 @@ from ..parallel import COLLECTIVES, STATE
 from ..program import bytes_sent, CompiledCosts, module_of, Transfer
 from ._accelerators import Accelerator
 from ._compile import Compilation
-from ._forecast import Forecast, read_by_decoding
+from ._forecast import Forecast, read_by_decoding, topology_of
 from ._held_bytes import Verdict
 from ._roofline import Roofline
 from ._search import Candidate, DecodePlan, PlanSearch, Proposal
@@ -53,7 +53,7 @@ def forecast_table(forecast: Forecast) -> str:
     if forecast.on_host:
         on_host = f"{gigabytes(forecast.on_host)} in the host's memory, there and back each step"
     if forecast.verdict is not None and forecast.memory is not None:
-        topology = forecast.target.topology
+        topology = topology_of(forecast.target)
         accelerator = None if topology is None else topology.accelerator
         verdict = _verdict_line(forecast.verdict, forecast.total, forecast.memory, accelerator)
         lines.append("; ".join(filter(None, [verdict, on_host])))
@@ -121,7 +121,7 @@ def _verdict_line(verdict: Verdict, held: int, memory: int, accelerator: Acceler
 
 def compilation_table(compilation: Compilation, forecast: Forecast) -> str:
     """Format what a compiler made of a step, beside formulas: what it holds, computes, moves and sends."""
-    topology = forecast.target.topology
+    topology = topology_of(forecast.target)
     assert topology is not None
     seconds = f"{compilation.seconds:.0f} s" + " (an earlier run's)" * compilation.from_cache
     if (program := compilation.program) is None:

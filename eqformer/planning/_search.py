@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
 from .. import nn, parallel, training
 from .._files import JsonObject
 from .._shapes import Batch
-from ..parallel import AXES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
+from ..parallel import AXES, AXIS_TYPES, CONTEXT, EXPERT, FSDP, PIPE, REPLICA, TENSOR
 from . import _forecast
 from ._accelerators import for_platform, Topology
 from ._compile import decode_shapes
@@ -179,7 +179,7 @@ class _PlannedStep:
 
     def step_time(self, candidate: Candidate, kept_on_host: int = 0) -> Roofline | None:
         """Return the seconds of a step under a plan; None without a topology."""
-        if (topology := self.target.topology) is None:
+        if (topology := _forecast.topology_of(self.target)) is None:
             return None
         states = self.states.with_plan(candidate.plan)
         sent = _forecast.add_padding(candidate.sent_by, states, candidate.model, topology)
@@ -200,7 +200,7 @@ class _PlannedStep:
         state_size, size_between_steps, candidates = None, 0, []
         for variant in (model, *([nn.with_execution(model, remat="full")] if model.stacks[0].remat != "full" else [])):
             try:
-                plan.check(variant, rows=rows, seq=seq)
+                plan.check(variant, rows=rows, seq=seq, group=self.batch.group)
             except ValueError:  # the plan does not suit the model
                 break
             if state_size is None:
@@ -251,7 +251,7 @@ def _meshes_over(
     target: _forecast.Target, plan: parallel.Plan, model: nn.LanguageModel
 ) -> Iterator[tuple[AbstractMesh, int]]:
     """Return the meshes to compare, each with a stage of zero."""
-    if (topology := target.topology) is None:
+    if (topology := _forecast.topology_of(target)) is None:
         return enumerate_meshes(plan.mesh.size, plan, model)
     switched = topology.accelerator.switched
     if switched == 1:
@@ -320,7 +320,7 @@ def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:
     """
     if wrong := {axis: size for axis, size in sizes.items() if size < 1}:
         raise ValueError(f"abstract_mesh({sizes}): an axis has at least one device; change {wrong}.")
-    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, (AxisType.Auto,) * len(AXES))
+    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, AXIS_TYPES)
 
 
 def _trace_until_fits(
