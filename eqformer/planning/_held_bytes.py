@@ -6,10 +6,10 @@ from typing import Literal, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .. import kernels, nn, parallel, training
-from .._shapes import Batch, is_shape
+from .._shapes import Batch, is_shape, PreferenceBatch
 from ..program import count_host_bytes, estimate_peak, Program, read_traced
 from ._accelerators import for_platform
 
@@ -159,12 +159,28 @@ def batch_shapes(rows: int, seq: int, *, packed: bool = False) -> Batch:
     """Return the shapes of a batch; one of `packed` documents, of 128 tokens each, has positions."""
 
     def make() -> Batch:
-        ids, weights, examples = jnp.zeros((rows, seq), jnp.int32), jnp.zeros((rows, seq)), jnp.zeros(rows, jnp.int32)
+        ids, weights, examples = _make_tokens(rows, seq)
         positions = ids if packed else None
         documents = max(seq // 128, 1) if packed else None
         return Batch(ids, ids, weights, examples, positions, positions, documents=documents)
 
     return eqx.filter_eval_shape(make)
+
+
+def pair_shapes(rows: int, seq: int, *, has_reference: bool) -> PreferenceBatch:
+    """Return the shapes of a batch of pairs, with the nats of a reference if the loss compares the model with one."""
+
+    def make() -> PreferenceBatch:
+        ids, weights, examples = _make_tokens(rows, seq)
+        nats = weights[:, 0] if has_reference else None
+        return PreferenceBatch(ids, ids, weights, examples, ids, ids, group=2, documents=1, reference_nats=nats)
+
+    return eqx.filter_eval_shape(make)
+
+
+def _make_tokens(rows: int, seq: int) -> tuple[Array, Array, Array]:
+    """Return the ids, the weights and the row numbers of a batch, all zero."""
+    return jnp.zeros((rows, seq), jnp.int32), jnp.zeros((rows, seq)), jnp.zeros(rows, jnp.int32)
 
 
 def _place_shapes(tree: PyTree, specs: PyTree, plan: parallel.Plan) -> PyTree:

@@ -11,7 +11,7 @@ from .._shapes import Batch
 from ..models import ModelConfig
 from ..nn import Execution, Precision
 from ..parallel import ParallelConfig
-from ..planning import batch_shapes
+from ..planning import batch_shapes, pair_shapes
 from ..training import Lora, Optimization
 
 
@@ -182,8 +182,15 @@ class Recipe:
         """Whether the rows are pairs of completions, of which the loss learns to prefer one."""
         return self.loss != "next-token"
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with a reference."""
+        return self.loss in ("dpo", "ipo")
+
     def batch_shapes(self) -> Batch:
         """Return the shapes of a batch."""
+        if self.compares_pairs:
+            return pair_shapes(self.batch, self.seq, has_reference=self.has_reference)
         return batch_shapes(self.batch, self.seq, packed=self.text.packing != "windows")
 
 

@@ -92,7 +92,7 @@ def _plan_over(recipe: Recipe, mesh: DeviceMesh | AbstractMesh) -> parallel.Plan
 def check_plan(recipe: Recipe, plan: parallel.Plan, model: nn.LanguageModel) -> None:
     """Raise a `ValueError`, with the flags in front, if the model (or its shapes) or the rows do not fit the plan."""
     sizes = f"--batch {recipe.batch} --seq {recipe.seq} --execution.core {recipe.execution.core}"
-    group = 2 if recipe.compares_pairs else 1
+    group = recipe.batch_shapes().group
     with_plan_flags(recipe, lambda: plan.check(model, rows=recipe.batch, seq=recipe.seq, group=group), sizes)
 
 
@@ -135,11 +135,11 @@ def make_training_setup(recipe: Recipe, model: nn.LanguageModel) -> planning.Tra
 
 def setting_flags(settings: Mapping[str, object]) -> str:
     """Return settings of a `planning.TrainingSetup` as flags."""
-    prefixes = {"optimization.": "--optimizer.", "plan.": "--"}
+    prefixes = {"optimization": "--optimizer.", "plan": "--"}
     flags = []
     for path, value in settings.items():
-        prefix = next((prefix for prefix in prefixes if path.startswith(prefix)), "")
-        flags.append(format_flag(prefixes.get(prefix, "--") + path.removeprefix(prefix).replace("_", "-"), value))
+        part, _, field = path.partition(".")
+        flags.append(format_flag(prefixes.get(part, f"--{part}.") + field.replace("_", "-"), value))
     return " ".join(flags)
 
 
@@ -150,7 +150,7 @@ def make_train_step(recipe: Recipe, plan: parallel.Plan, optimizer: training.Opt
 
 def make_loss(recipe: Recipe) -> Callable[..., Any]:
     """Return the recipe's loss."""
-    if recipe.loss == "next-token":
+    if not recipe.compares_pairs:
         return recipe.optimizer.loss
     return training.preference_loss(recipe.loss, beta=recipe.beta)
 

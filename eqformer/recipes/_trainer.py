@@ -228,7 +228,7 @@ class Trainer:
     def step(self) -> training.Step:
         """The step, compiled from shapes."""
         first = self.texts.train.rows(0, self.rows.start, self.rows.stop)
-        if self.has_reference:
+        if self.recipe.has_reference:
             first = dataclasses.replace(first, reference_nats=np.zeros(len(first.ids), np.float32))
         shapes = self.states.step_shapes(self.rows.shapes(first))
         return make_train_step(self.recipe, self.plan, self.optimizer).compile(*shapes)
@@ -302,21 +302,19 @@ class Trainer:
         skipped = sum(last - first + 1 for first, last in self.spikes.skipped_batches)
         return lambda run: clock.rate(run) | ({"batches_left_out": skipped} if skipped else {})
 
-    @property
-    def has_reference(self) -> bool:
-        """Whether the loss compares the model with a reference."""
-        return self.recipe.loss in ("dpo", "ipo")
-
     def _add_reference(
         self, batches: Iterable[PreferenceBatch], state: training.TrainState, *, is_first: bool
     ) -> Iterable[PreferenceBatch]:
         """Return batches with the nats of their rows by the model before its first step, or before its adapter."""
-        if not self.has_reference:
+        if not self.recipe.has_reference:
             return batches
-        model = state.model if is_first or self.recipe.lora.rank else self._first_state().model
-        copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))  # Steps donate the state's arrays.
-        arrays, static = eqx.partition(nn.without_lora(model), eqx.is_array)
-        return training.add_reference_nats(batches, eqx.combine(copy(arrays), static), self.plan)
+        if is_first or self.recipe.lora.rank:
+            copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))  # Steps donate the state's arrays.
+            arrays, static = eqx.partition(nn.without_lora(state.model), eqx.is_array)
+            reference = eqx.combine(copy(arrays), static)
+        else:
+            reference = self._first_state().model
+        return training.add_reference_nats(batches, reference, self.plan)
 
     def _first_state(self) -> training.TrainState:
         """Return the state before the first step of a new run."""

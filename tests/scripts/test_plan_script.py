@@ -10,10 +10,10 @@ import pytest
 from script_helpers import run_here
 from support.command import parse
 
-from eqformer import planning
+from eqformer import models, planning
 from eqformer.planning import _compile, missing_compiler, topology
 from eqformer.program import CompiledCosts
-from eqformer.recipes import _setup
+from eqformer.recipes import _setup, Recipe
 from eqformer.recipes._setup import make_abstract_plan, make_train_state
 
 
@@ -258,6 +258,24 @@ def test_the_compiled_step_holds_and_sends_what_was_reported(report):
     assert int(compiled_state.replace(",", "")) == pytest.approx(state, rel=0.05)
     sent = figure(text, "state  gradients, zero 1")
     assert figure(text, "all", 1) == pytest.approx(sent, rel=0.01)
+
+
+@pytest.mark.parametrize("loss,has_reference", [("dpo", True), ("ipo", True), ("orpo", False), ("next-token", None)])
+def test_a_batch_of_pairs_has_groups_and_nats_of_a_reference(loss, has_reference):
+    batch = Recipe(models.preset("llama-byte-1m"), loss=loss, seq=32, batch=4).batch_shapes()
+    assert batch.group == (1 if has_reference is None else 2)
+    if has_reference is not None:
+        assert batch.documents == 1 and (batch.reference_nats is not None) == has_reference
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("loss", ["dpo", "orpo"])
+def test_a_step_over_pairs_is_compiled(loss, report, tmp_path, capsys):
+    sizes = "--mesh.fsdp 2 --model.embed 32 --model.mlp 64 --seq 32 --batch 4"
+    assert "compiled: " in report(f"{sizes} --loss {loss} --data {tmp_path}/pairs.jsonl --compile")
+    with pytest.raises(SystemExit):  # The control: a device would have half a pair.
+        report(f"{sizes} --mesh.fsdp 4 --loss {loss} --data {tmp_path}/pairs.jsonl")
+    assert "pieces of whole groups of 2 rows" in capsys.readouterr().err
 
 
 @pytest.mark.by_default("--mesh.fsdp 4 --mesh.pipe 2 --microbatches 2")
