@@ -10,7 +10,6 @@ from ._named_recipes import (
     needs_code as needs_code,
     RECIPES as RECIPES,
     short_name as short_name,
-    source_beside as source_beside,
     trust_recipe as trust_recipe,
     user_file as user_file,
 )

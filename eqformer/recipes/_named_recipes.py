@@ -218,7 +218,7 @@ def read_recipe(path: Path, classes: Mapping[str, type] = MappingProxyType({})) 
     try:
         return _read_recipe(path, classes)
     except UnknownKindError as error:
-        if not (source := source_beside(path)).exists():
+        if not (source := _source_beside(path)).exists():
             raise
         raise ValueError(
             f"{path}: the class {error.kind} of this recipe is defined by the code in {source}, and code from a run's "
@@ -230,7 +230,7 @@ def read_recipe(path: Path, classes: Mapping[str, type] = MappingProxyType({})) 
 def _read_recipe(path: Path, classes: Mapping[str, type]) -> tuple[str, Recipe]:
     content = read_json(path)
     with _name_file_in_errors(path):
-        recipe = from_json(content["recipe"], {**user_classes(source_beside(path)), **classes})
+        recipe = from_json(content["recipe"], {**user_classes(_source_beside(path)), **classes})
         if not isinstance(content["name"], str):
             raise TypeError(f"name is {content['name']!r:.100}")
         if not isinstance(recipe, Recipe):
@@ -240,7 +240,7 @@ def _read_recipe(path: Path, classes: Mapping[str, type]) -> tuple[str, Recipe]:
 
 def trust_recipe(path: Path, note: Callable[[str], None]) -> None:
     """Run the code beside a `recipe.json` if the recipe's classes are defined by it, after a `note` that says so."""
-    source = source_beside(path)
+    source = _source_beside(path)
     if not path.is_file() or not source.is_file():
         return
     try:
@@ -268,6 +268,6 @@ def _name_file_in_errors(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: this is not a recipe that a run wrote ({type(error).__name__}: {error}).") from error
 
 
-def source_beside(path: Path) -> Path:
+def _source_beside(path: Path) -> Path:
     """Return the path beside a `recipe.json` where the copy of the user's file is kept."""
     return path.with_suffix(".py")

@@ -106,6 +106,7 @@ def copy_companions(recipe: Recipe, directory: RunDirectory) -> None:
 
 _PROMPT = "Why is the sky blue?"
 _TEXT_FORMS = ("text", "preferences", "preferences of messages")  # --text.field may name a field of preferences.
+_MESSAGE_FORMS = ("messages", "prompt and completion of messages", "preferences of messages")
 
 
 @functools.cache
@@ -165,7 +166,7 @@ def chat_encoder(
     else:
         reason = "the model was published without one"
         encoder = load_conversation_encoder(folder, tokenizer, loss_on=recipe.loss_on)
-    if encoder.template is None and "messages" in detect_form(paths[0]):
+    if encoder.template is None and detect_form(paths[0]) in _MESSAGE_FORMS:
         raise ValueError(
             f"--data {paths[0]}: conversations are written by a model's chat template, but {reason}; give --model of a "
             "chat model, or texts as prompt and completion."
@@ -179,7 +180,7 @@ def sample_prompt(
     """Return the ids that a sample continues, and those that end it: the recipe's prompt as its data has prompts."""
     if encoder is None:
         return tokenizer.encode(recipe.prompt).tolist() or [tokenizer.end_of_text], (tokenizer.end_of_text,)
-    if encoder.template is None or "messages" not in detect_form(chat_paths(recipe)[0]):
+    if encoder.template is None or detect_form(chat_paths(recipe)[0]) not in _MESSAGE_FORMS:
         return tokenizer.encode_prompt(recipe.prompt).tolist() or [tokenizer.end_of_text], encoder.end_ids
     text = encoder.template.render([{"role": "user", "content": recipe.prompt}])
     return tokenizer.encode_prompt(text, add_special_tokens=False).tolist(), encoder.end_ids

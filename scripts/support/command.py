@@ -29,7 +29,6 @@ from eqformer.recipes import (
     RunDirectory,
     Screen,
     short_name,
-    source_beside,
     Text,
     texts,
     trust_recipe,
@@ -173,7 +172,7 @@ def _recipe_of_run(run: RunDirectory) -> tuple[str, Recipe]:
     """Return the name and the recipe of a run, for another run that starts from it."""
     name, recipe = run.read()
     if user_file(name) is not None:  # The run's copy, since the file may have changed.
-        name = f"{source_beside(run.recipe)}:{name.rpartition(':')[2]}"
+        name = f"{run.source}:{name.rpartition(':')[2]}"
     return name, dataclasses.replace(recipe, from_run=None, from_step=None, from_optimizer=False, prolong="refuse")
 
 
