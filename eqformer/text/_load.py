@@ -8,7 +8,7 @@ import jax
 from .. import data, generation, models, nn, parallel, training
 from ._companions import load_tokenizer, read_begin_id, read_chat_template
 from ._llm import LLM
-from ._run_folder import is_run, load_run_model, load_run_tokenizer, read_run_recipe
+from ._run_folder import is_run, open_run_tokenizer, read_run_recipe, restore_run_model
 
 
 def load(
@@ -63,7 +63,7 @@ def _load_run(path: Path, plan: parallel.Plan | None) -> LLM:
     recipe, published = read_run_recipe(path), training.RunFolder(path).published
     if plan is not None:
         parallel.ShardedModel(recipe.shapes(), plan)
-    tokenizer, model = load_run_tokenizer(path), load_run_model(path, plan)
+    tokenizer, model = open_run_tokenizer(path, recipe), restore_run_model(path, recipe, plan)
     is_published = published.is_dir()
     return make_llm(prepare_to_decode(model, plan), tokenizer, published, recipe.seq, special_tokens=is_published)
 

@@ -50,7 +50,11 @@ def load_run_model(path: str | Path, plan: parallel.Plan | None = None) -> nn.Tr
     run without a checkpoint, and for a recipe with classes that this process does not know: first import the code that
     registers a family of your own.
     """
-    recipe = read_run_recipe(path)
+    return restore_run_model(path, read_run_recipe(path), plan)
+
+
+def restore_run_model(path: str | Path, recipe: RunRecipe, plan: parallel.Plan | None = None) -> nn.Transformer:
+    """Load the model of a run's latest checkpoint, with the run's recipe."""
     with training.RunFolder(path).checkpointer() as checkpointer:
         if checkpointer.latest_step is None:
             raise ValueError(f"load({str(path)!r}): the run has no checkpoint yet; let it train on.")
@@ -59,7 +63,11 @@ def load_run_model(path: str | Path, plan: parallel.Plan | None = None) -> nn.Tr
 
 def load_run_tokenizer(path: str | Path) -> data.ByteTokenizer | data.FileTokenizer:
     """Load the tokenizer of a run: from the run's tokenizer file, from its published model, or bytes without both."""
-    recipe = read_run_recipe(path)
+    return open_run_tokenizer(path, read_run_recipe(path))
+
+
+def open_run_tokenizer(path: str | Path, recipe: RunRecipe) -> data.ByteTokenizer | data.FileTokenizer:
+    """Load the tokenizer of a run, with the run's recipe."""
     if recipe.tokenizer is not None:
         copy = training.RunFolder(path).tokenizer
         return data.FileTokenizer(copy if copy.exists() else recipe.tokenizer, end_of_text=recipe.end_of_text)
@@ -75,7 +83,8 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
     With `adapter`, the low-rank changes of a run with LoRA are written alone, as peft does; otherwise they are merged
     into the weights. Raises a `ValueError` as `load_run_model` and `models.save` do.
     """
-    recipe, model, published = read_run_recipe(path), load_run_model(path), training.RunFolder(path).published
+    recipe, published = read_run_recipe(path), training.RunFolder(path).published
+    model = restore_run_model(path, recipe)
     if adapter:
         base = None if recipe.published is None else str(recipe.published)
         models.save_adapter(model, target, config=recipe.model, base=base)
@@ -87,7 +96,7 @@ def export_run(path: str | Path, target: str | Path, *, adapter: bool = False) -
         options["attributes"] = {"eos_token_id": models.read_eos_token_ids(published) or None}
         options["files"] = {file.name: read_utf8(file) for file in published.iterdir()}
     else:
-        tokenizer = load_run_tokenizer(path)
+        tokenizer = open_run_tokenizer(path, recipe)
         ids = {"eos_token_id": tokenizer.end_of_text, "bos_token_id": None, "pad_token_id": None}
         options |= {"attributes": ids, "files": data.tokenizer_files(tokenizer, max_length=recipe.seq)}
     models.save(nn.merge_lora(model), target, **options)
