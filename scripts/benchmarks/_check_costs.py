@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def main(checks: str, file: str) -> None:
+def main(kind: str, file: str) -> None:
     """Measure with no checks of shapes, with the checks of eqformer's public calls, or with the import hook too."""
-    if checks == "hook":
+    if kind == "hook":
         from jaxtyping import install_import_hook
 
         install_import_hook("eqformer", "beartype.beartype")
     from eqformer import _array_checks
 
-    if checks == "none":
+    if kind == "none":
         _array_checks.check_arguments = lambda *args, **options: None
     Path(file).write_text(json.dumps(_seconds()), encoding="utf-8")
 
@@ -49,7 +49,10 @@ def _seconds() -> dict[str, float]:
 
 
 def _least(call: Callable[[], object], *, calls: int, before: Callable[[], object] = lambda: None) -> float:
-    """Return the least processor time of a call, in seconds, over 7 repetitions after a first one."""
+    """Return the least processor time of a call, in seconds, after a first call.
+
+    Repeated are 7 times `calls` calls or, because a single call takes long, 3 times one.
+    """
     call()
     times = []
     for _ in range(7 if calls > 1 else 3):

@@ -19,21 +19,21 @@ def checks(rounds: int) -> Iterator[Row]:
     """Processor time of calls and training steps without checks of shapes, with eqformer's, and with beartype's."""
     times: dict[str, dict[str, list[float]]] = {}
     for _ in range(max(2, rounds // 3)):
-        for checks in CHECKS:
-            for name, seconds in _measure(checks).items():
-                times.setdefault(name, {label: [] for label in CHECKS})[checks].append(seconds)
+        for kind in CHECKS:
+            for name, seconds in _measure(kind).items():
+                times.setdefault(name, {kind: [] for kind in CHECKS})[kind].append(seconds)
     for name, seconds_of in times.items():
-        for checks, label in CHECKS.items():
-            least, most = (1000 * choose(seconds_of[checks]) for choose in (min, max))
-            ratio = None if checks == "none" else min(seconds_of[checks]) / min(seconds_of["none"])
+        for kind, label in CHECKS.items():
+            least, most = (1000 * choose(seconds_of[kind]) for choose in (min, max))
+            ratio = None if kind == "none" else min(seconds_of[kind]) / min(seconds_of["none"])
             yield Row(f"checks: {name}", label, least, "ms", ratio, f"{least:.3g} to {most:.3g} ms of processor time")
 
 
-def _measure(checks: str) -> dict[str, float]:
-    """Return the seconds of each call in a process with these checks."""
+def _measure(kind: str) -> dict[str, float]:
+    """Return the seconds of each call in a process with a kind of `CHECKS`."""
     path = os.pathsep.join([str(FILE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder) / "times.json"
-        subprocess.run([sys.executable, str(FILE), checks, str(times)], env=environment, check=True)
+        subprocess.run([sys.executable, str(FILE), kind, str(times)], env=environment, check=True)
         return read_json(times)
