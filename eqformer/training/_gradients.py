@@ -187,8 +187,7 @@ class PipelinedExecution(ShardedExecution):
         )
         gradients = _loss_aux.unscale_gradients(_with_stacks(edge_gradients, stack_gradients), cotangent)
         parameter_gradients = _unwrap_gradients(device, parameters, model, gradients)
-        loss_aux = _loss_aux.LossAux(_loss_aux.loss_count(loss_aux), aux, _loss_aux.loss_metrics(loss_aux))
-        return total, loss_aux, self.trained(parameter_gradients)
+        return total, _loss_aux.with_routing_aux(loss_aux, aux), self.trained(parameter_gradients)
 
 
 def make_execution(

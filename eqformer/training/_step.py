@@ -16,7 +16,7 @@ from ..kernels import cpu_or
 from ..parallel import Plan
 from ._gradients import make_execution
 from ._train_state import TrainState
-from .losses._loss_aux import loss_count, loss_metrics, LossAux, LossFn, routing_aux, routing_metrics
+from .losses._loss_aux import loss_count, loss_metrics, LossFn, routing_aux, routing_metrics, with_routing_aux
 from .optimizer._learning_rates import Rates
 from .optimizer._optimizer import check_optimizer, global_norm, Optimizer, partition_trained
 
@@ -142,7 +142,7 @@ def make_step(
         state = execution.place_state(optimizer, state)
 
         if (aux := routing_aux(loss_aux)) is not None:
-            loss_aux = LossAux(count, execution.order_aux(aux, state.model), loss_metrics(loss_aux))
+            loss_aux = with_routing_aux(loss_aux, execution.order_aux(aux, state.model))
         metrics = {"loss": loss, "count": count, "grad_norm": norm, "learning_rate": learning_rate}
         for name, (total, weight) in loss_metrics(loss_aux).items():
             metrics[name] = total / jnp.where(weight == 0, 1, weight)

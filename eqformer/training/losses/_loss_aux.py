@@ -40,7 +40,7 @@ def add_aux_losses(total: Float[Array, ""], count: CountOrAux, aux: PyTree) -> t
     """
     if not aux_of(aux):
         return total, count
-    return total + aux_loss(aux).astype(total.dtype), LossAux(loss_count(count), aux, loss_metrics(count))
+    return total + aux_loss(aux).astype(total.dtype), with_routing_aux(count, aux)
 
 
 def loss_count(loss_aux: Any) -> Any:
@@ -59,6 +59,11 @@ def routing_aux(loss_aux: CountOrAux) -> PyTree:
 def loss_metrics(loss_aux: CountOrAux) -> Mapping[str, tuple[Array, Array]]:
     """Return the sums and weights of a loss's own metrics; an empty dict for a loss without metrics."""
     return loss_aux.metrics if isinstance(loss_aux, LossAux) else {}
+
+
+def with_routing_aux(loss_aux: CountOrAux, aux: PyTree) -> LossAux:
+    """Return the count and the metrics of a loss with this aux of routed layers."""
+    return LossAux(loss_count(loss_aux), aux, loss_metrics(loss_aux))
 
 
 def routing_metrics(loss_aux: CountOrAux) -> dict[str, Array]:
