@@ -83,10 +83,9 @@ class ContextAttention(kernels.PiecewiseAttention):
         """Return the call with the keys, values and tokens of all devices, in reading order."""
         call = dataclasses.replace(call, tokens=vary(call.tokens, (CONTEXT,)))
         if self.method != "heads":
-            return _with_gathered_keys(call, jax.tree.map(lambda x: _gather_in_reading_order(x, 1), call.tokens))
+            return _with_gathered_keys(call, _gather_tokens_in_reading_order(call.tokens))
         key, value = (send.all_gather("gathered keys and values", x, CONTEXT, -3) for x in (call.key, call.value))
-        kv_tokens = jax.tree.map(lambda x: send.all_gather("token positions", x, CONTEXT, -1), call.tokens)
-        return dataclasses.replace(call, key=key, value=value, kv_tokens=kv_tokens)
+        return dataclasses.replace(call, key=key, value=value, kv_tokens=_gather_tokens(call.tokens))
 
     def _ring(self, call: kernels.AttentionCall) -> Array:
         ring = Ring("ring keys and values", CONTEXT)
@@ -100,7 +99,7 @@ class ContextAttention(kernels.PiecewiseAttention):
         def attend(call: kernels.AttentionCall, kv_tokens: kernels.TokenPositions) -> Array:
             return self.inner(_with_gathered_keys(call, kv_tokens))
 
-        kv_tokens = jax.tree.map(lambda x: _gather_in_reading_order(x, 1), call.tokens)
+        kv_tokens = _gather_tokens_in_reading_order(call.tokens)
         # Gathered keys and values are not saved for the backward pass but gathered again.
         attend = jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names("attended"))
         return attend(call, kv_tokens)
@@ -115,7 +114,7 @@ class ContextAttention(kernels.PiecewiseAttention):
             return checkpoint_name(send.all_to_all("tokens to heads", x, CONTEXT, head, seq), "product")
 
         query, key, value = swap(call.query), *(swap(_repeat_heads(x, copies)) for x in (call.key, call.value))
-        tokens = jax.tree.map(lambda x: send.all_gather("token positions", x, CONTEXT, -1), call.tokens)
+        tokens = _gather_tokens(call.tokens)
         sinks = call.sinks
         if sinks is not None:
             first = jax.lax.axis_index(CONTEXT) * (heads // size)
@@ -229,6 +228,16 @@ def _repeat_heads(
     """Repeat each key head as often as it is sent."""
     repeated = broadcast_float32(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
     return repeated.reshape(*x.shape[:-2], -1, x.shape[-1])
+
+
+def _gather_tokens(tokens: kernels.TokenPositions) -> kernels.TokenPositions:
+    """Gather the tokens of all pieces, each of consecutive tokens."""
+    return jax.tree.map(lambda x: send.all_gather("token positions", x, CONTEXT, -1), tokens)
+
+
+def _gather_tokens_in_reading_order(tokens: kernels.TokenPositions) -> kernels.TokenPositions:
+    """Gather the tokens of all pieces, which are in the order of `zigzag`."""
+    return jax.tree.map(lambda x: _gather_in_reading_order(x, 1), tokens)
 
 
 def _with_gathered_keys(call: kernels.AttentionCall, kv_tokens: kernels.TokenPositions) -> kernels.AttentionCall:
