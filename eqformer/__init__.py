@@ -2,8 +2,9 @@
 
 Its rooms are `eqformer.nn`, `eqformer.kernels`, `eqformer.models`, `eqformer.data`, `eqformer.parallel`,
 `eqformer.training`, `eqformer.generation`, `eqformer.text`, `eqformer.evaluation`, `eqformer.interpretability`,
-`eqformer.program`, `eqformer.planning`, `eqformer.recipes` and `eqformer.systems`; each is imported at its first use.
-`eqformer.load` and `eqformer.LLM` are those of `eqformer.text`, `eqformer.capture` and `eqformer.patch` those of
+`eqformer.serving`, `eqformer.program`, `eqformer.planning`, `eqformer.recipes` and `eqformer.systems`; each is imported
+at its first use. `eqformer.load` and `eqformer.LLM` are those of `eqformer.text`, `eqformer.capture` and
+`eqformer.patch` those of
 `eqformer.interpretability`.
 """
 
@@ -46,6 +47,7 @@ if typing.TYPE_CHECKING:
         planning as planning,
         program as program,
         recipes as recipes,
+        serving as serving,
         text as text,
         training as training,
     )

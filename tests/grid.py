@@ -31,6 +31,7 @@ PARTS = {
             "tests/interpretability",
             "tests/text",
             "tests/evaluation",
+            "tests/serving",
         ),
         *(
             "tests/test_docs.py",

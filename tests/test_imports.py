@@ -13,7 +13,8 @@ import eqformer
 PACKAGE = pathlib.Path(eqformer.__file__).parent
 ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 EXTRAS = (
-    "orbax grain tokenizers safetensors tyro rich matplotlib pyarrow datasets tensorboardX wandb torch transformers"
+    "orbax grain tokenizers safetensors tyro rich matplotlib pyarrow datasets tensorboardX wandb torch transformers "
+    "starlette uvicorn llguidance"
 )
 
 

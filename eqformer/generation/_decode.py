@@ -50,6 +50,41 @@ class ProgramSizes(NamedTuple):
     """The dtype of the cache; None: the compute dtype."""
 
 
+MOST_ALTERNATIVES = 20
+"""Likely ids that a request may ask for beside each drawn id."""
+
+
+class Alternatives(eqx.Module):
+    """The likeliest ids in the place of each drawn id, by the model's logits, for rows that ask for them."""
+
+    wanted: Bool[Array, "batch"]
+    """Rows that ask for them; if none does, they are not computed."""
+    ids: Int[Array, "batch seq top"]
+    log_probabilities: Float[Array, "batch seq top"]
+
+    def append(
+        self,
+        log_probabilities: Float[Array, "batch new vocab"],
+        index: tuple[Int[Array, "batch _"], Int[Array, "batch new"]],
+        done: Bool[Array, "batch"],
+    ) -> "Alternatives":
+        """Return the alternatives with those of new tokens, which are at `index` of the rows that are not done."""
+        count = self.ids.shape[2]
+        shape = (*log_probabilities.shape[:2], count)
+
+        def find() -> tuple[Array, Array]:
+            likeliest, ids = jax.lax.top_k(log_probabilities, count)
+            return likeliest, ids.astype(jnp.int32)
+
+        skip = lambda: (jnp.zeros(shape, log_probabilities.dtype), jnp.zeros(shape, jnp.int32))
+        likeliest, ids = jax.lax.cond(jnp.any(self.wanted & ~done), find, skip)
+        return Alternatives(
+            self.wanted,
+            self.ids.at[index].set(ids, mode="drop"),
+            self.log_probabilities.at[index].set(likeliest, mode="drop"),
+        )
+
+
 class Rows(eqx.Module):
     """State of the decoding loop: each row's last token has been drawn, but the model has not read it yet."""
 
@@ -64,6 +99,7 @@ class Rows(eqx.Module):
     """Whether the transforms have left a row at least one token to draw so far."""
     log_probabilities: Float[Array, "batch seq"] | None
     cache: PyTree
+    alternatives: Alternatives | None = None
 
 
 def new_rows(
@@ -74,6 +110,7 @@ def new_rows(
     *,
     is_done: bool = False,
     log_probabilities: bool = True,
+    alternatives: Alternatives | None = None,
 ) -> Rows:
     """Return rows for which no token has been drawn yet."""
     batch = len(ids)
@@ -86,6 +123,7 @@ def new_rows(
         has_candidates=jnp.ones(batch, bool),
         log_probabilities=jnp.zeros(ids.shape, jnp.float32) if log_probabilities else None,
         cache=cache,
+        alternatives=alternatives,
     )
 
 
@@ -194,11 +232,12 @@ def append_tokens(
     # Tokens that are not appended get an index beyond the buffer, which `mode="drop"` ignores.
     columns = jnp.where(appended, rows.lengths[:, None] + order, rows.ids.shape[1])
     index = (jnp.arange(len(new_ids))[:, None], columns)
-    log_probabilities = rows.log_probabilities
+    log_probabilities, alternatives = rows.log_probabilities, rows.alternatives
     if log_probabilities is not None:
         all_log_probabilities = jax.nn.log_softmax(logits.astype(log_probabilities.dtype), axis=-1)
         drawn = jnp.take_along_axis(all_log_probabilities, new_ids[..., None], axis=-1)[..., 0]
         log_probabilities = log_probabilities.at[index].set(drawn, mode="drop")
+        alternatives = None if alternatives is None else alternatives.append(all_log_probabilities, index, rows.done)
     has_candidates = rows.has_candidates & ~jnp.any((new_ids < 0) & appended, axis=1)
     new_ids = jnp.maximum(new_ids, 0)
     lengths = rows.lengths + jnp.sum(appended, axis=1, dtype=jnp.int32)
@@ -211,6 +250,7 @@ def append_tokens(
         has_candidates=has_candidates,
         log_probabilities=log_probabilities,
         cache=cache,
+        alternatives=alternatives,
     )
 
 

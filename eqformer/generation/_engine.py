@@ -233,9 +233,8 @@ class Engine:
                 return
             for result in results:
                 if result.number in self._stream_queues:
-                    copied = dataclasses.replace(
-                        result, ids=list(result.ids), log_probabilities=list(result.log_probabilities)
-                    )
+                    lists = {name: list(getattr(result, name)) for name in _GROWING}
+                    copied = dataclasses.replace(result, **lists)
                     self._stream_queues[result.number].put_nowait(copied)
 
     def _end_cancelled(self) -> list[Result]:
@@ -312,7 +311,8 @@ class Engine:
         ids, length = self._pad(initial, self.capacity)
         limit = length + request.max_new_tokens
         slot = jnp.asarray(row.slot, jnp.int32)
-        new = NewRow(self.model, sampling, ids, length, limit, hidden, row.cache, slot)
+        wants_alternatives = jnp.asarray([request.alternatives > 0])
+        new = NewRow(self.model, sampling, ids, length, limit, hidden, row.cache, slot, wants_alternatives)
         self._state = start_row(new, self._state)
         row.cache = None
 
@@ -348,10 +348,14 @@ class Engine:
         can_go_on = bool(progress.logits_are_numbers[slot] and progress.has_candidates[slot])
         # The last id of a row that cannot go on was not drawn.
         new = int(progress.lengths[slot]) - self._known_length(row) - (not can_go_on)
+        count = row.request.alternatives
+        alternatives = progress.alternative_ids, progress.alternative_log_probabilities
+        likely_ids, likely_log_probabilities = (table[slot, :new, :count].tolist() for table in alternatives)
         pairs = zip(progress.ids[slot, :new].tolist(), progress.log_probabilities[slot, :new].tolist())
-        for token, log_probability in () if result.finish else pairs:
+        for number, (token, log_probability) in enumerate(() if result.finish else pairs):
             result.ids.append(token)
             result.log_probabilities.append(log_probability)
+            result.alternatives.append(tuple(zip(likely_ids[number], likely_log_probabilities[number])))
             if row.request.ends is not None and self._call(row, row.request.ends, result.ids):
                 result.finish = "stop"
             if result.finish:
@@ -446,5 +450,7 @@ def _copy(cache: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, cache)
 
 
+_GROWING = ("ids", "log_probabilities", "alternatives")
+"""Lists of a result that grow from step to step."""
 _COMPARED = 64
 """Earlier prompts that a new prompt is compared with."""

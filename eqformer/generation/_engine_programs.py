@@ -9,7 +9,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..nn import has_shape, Tokens
-from ._decode import after_source, decode_until, draw_and_append, new_rows, Rows, SamplingState
+from ._decode import (
+    after_source,
+    Alternatives,
+    decode_until,
+    draw_and_append,
+    MOST_ALTERNATIVES,
+    new_rows,
+    Rows,
+    SamplingState,
+)
 from ._model import Model
 from ._requests import MOST_ENDS, RowSampling
 from ._speculative import make_decode_step, put_cache_row, put_row
@@ -29,6 +38,8 @@ class NewTokens(NamedTuple):
     ids: Int[Array, "batch new"]
     """Ids from the first one that the host does not know; those after the row's length are unused."""
     log_probabilities: Float[Array, "batch new"]
+    alternative_ids: Int[Array, "batch new top"]
+    alternative_log_probabilities: Float[Array, "batch new top"]
     lengths: Int[Array, "batch"]
     done: Bool[Array, "batch"]
     logits_are_numbers: Bool[Array, "batch"]
@@ -51,7 +62,9 @@ def count_cache_bytes(model: Model, batch: int, capacity: int, dtype: str | None
 def free_rows(model: Model, batch: int, width: int, capacity: int, dtype: str | None) -> EngineRows:
     """Return free slots for rows of up to `width` ids, with caches of `capacity` slots each."""
     lengths, cache = jnp.ones(batch, jnp.int32), model.init_cache(batch, capacity, dtype)
-    rows = new_rows(jnp.zeros((batch, width), jnp.int32), lengths, lengths, cache, is_done=True)
+    alternatives = _no_alternatives(jnp.zeros(batch, bool), width, model.vocab)
+    ids = jnp.zeros((batch, width), jnp.int32)
+    rows = new_rows(ids, lengths, lengths, cache, is_done=True, alternatives=alternatives)
     settings = RowSampling(
         bias=jnp.zeros((batch, model.vocab), jnp.float32),
         repetition_penalty=jnp.ones(batch, jnp.float32),
@@ -63,6 +76,12 @@ def free_rows(model: Model, batch: int, width: int, capacity: int, dtype: str | 
     keys = jnp.broadcast_to(jax.random.key(0), (batch,))
     ends = jnp.full((batch, MOST_ENDS), -1, jnp.int32)
     return EngineRows(rows, SamplingState(chain(settings), keys, jnp.zeros(batch, jnp.int32), ends))
+
+
+def _no_alternatives(wanted: Bool[Array, "batch"], width: int, vocab: int) -> Alternatives:
+    """Return the alternatives of rows without new tokens."""
+    shape = (len(wanted), width, min(MOST_ALTERNATIVES, vocab))
+    return Alternatives(wanted, jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
 
 
 class Chunk(NamedTuple):
@@ -116,12 +135,15 @@ class NewRow(NamedTuple):
     cache: PyTree
     """The cache that has read the ids."""
     slot: Int[Array, ""]
+    wants_alternatives: Bool[Array, "batch"]
+    """Whether the row asks for alternatives."""
 
 
 @eqx.filter_jit(donate="all-except-first")
 def start_row(new: NewRow, slots: EngineRows) -> EngineRows:
     """Draw the first token of a row, and write the row into its slot; the slots are donated."""
-    row = new_rows(new.ids, new.length, new.limit, new.cache)
+    alternatives = _no_alternatives(new.wants_alternatives, new.ids.shape[1], new.model.vocab)
+    row = new_rows(new.ids, new.length, new.limit, new.cache, alternatives=alternatives)
     row = draw_and_append(row, new.model.unembed(new.hidden), new.cache, new.sampling)
     # A cache may be sharded, so that its rows are written by the model.
     cache = put_cache_row(new.model, slots.rows.cache, len(slots.rows.ids), new.slot, row.cache)
@@ -162,9 +184,16 @@ def decode_slots(
     rows = decode_until(make_decode_step(inputs.model, sampling), rows, rows.lengths + inputs.count)
     columns = inputs.known[:, None] + jnp.arange(most_new, dtype=jnp.int32)
     columns = jnp.minimum(columns, rows.ids.shape[1] - 1)
-    assert rows.log_probabilities is not None
-    new_ids, log_probabilities = (jnp.take_along_axis(x, columns, axis=1) for x in (rows.ids, rows.log_probabilities))
+    assert rows.log_probabilities is not None and rows.alternatives is not None
+    take = lambda x: jnp.take_along_axis(x, columns.reshape(columns.shape + (1,) * (x.ndim - 2)), axis=1)
     progress = NewTokens(
-        new_ids, log_probabilities, rows.lengths, rows.done, rows.logits_are_numbers, rows.has_candidates
+        take(rows.ids),
+        take(rows.log_probabilities),
+        take(rows.alternatives.ids),
+        take(rows.alternatives.log_probabilities),
+        rows.lengths,
+        rows.done,
+        rows.logits_are_numbers,
+        rows.has_candidates,
     )
     return EngineRows(rows, slots.sampling), progress

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ..nn import at_least_float32
+from ._decode import MOST_ALTERNATIVES
 from ._transforms import History, keep_top, MinP, RepetitionPenalty, sampling, Temperature, TopP
 
 
@@ -50,10 +51,16 @@ class Request:
     key=jax.random.key(seed), examples=[example])`."""
     example: int = 0
     """The row's number, as in `generate`'s `examples`."""
+    alternatives: int = 0
+    """Likely ids that the result tells beside each drawn id."""
 
     def __post_init__(self):
         if self.max_new_tokens < 1:
             raise ValueError(f"Request(max_new_tokens={self.max_new_tokens}): at least 1 token must be drawn.")
+        if not 0 <= self.alternatives <= MOST_ALTERNATIVES:
+            raise ValueError(
+                f"Request(alternatives={self.alternatives}): from 0 to {MOST_ALTERNATIVES} likely ids can be told."
+            )
         if len(self.end_ids) > MOST_ENDS:
             raise ValueError(
                 f"Request(end_of_text): {len(self.end_ids)} ids end the text, but at most {MOST_ENDS} can; give fewer, "
@@ -106,6 +113,8 @@ class Result:
     """The ids that were drawn."""
     log_probabilities: list[float] = dataclasses.field(default_factory=list)
     """The log-probability of each id by the model's logits before any change, in nats."""
+    alternatives: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
+    """The likeliest ids in the place of each id, with their log-probabilities, as many as the request asks for."""
     finish: str = ""
     """Why the text ended: `"end"` of text, `"stop"` by the request's function, `"length"`, `"cancelled"` or `"error"`;
     empty while it is drawn."""

@@ -20,6 +20,10 @@ SHARING = 1.5
 """Prompts are read once for several continuations if this saves a third of the tokens that a batch reads."""
 Ids = Sequence[int]
 Item = TypeVar("Item")
+ScoreTables = tuple[
+    Float[Array, "batch new"], Bool[Array, "batch new"], Int[Array, "batch new top"], Float[Array, "batch new top"]
+]
+"""The fields of `TokenScores`, for the rows of a batch."""
 
 
 class TokenScores(NamedTuple):
@@ -29,6 +33,9 @@ class TokenScores(NamedTuple):
     """The log-probability of each id, in nats."""
     is_greedy: Bool[np.ndarray, "tokens"]
     """Whether the id has the largest logit, so that greedy decoding would draw it."""
+    alternative_ids: Int[np.ndarray, "tokens top"]
+    """The likeliest ids in the place of each id, as many as are asked for."""
+    alternative_log_probabilities: Float[np.ndarray, "tokens top"]
 
 
 def score_tokens(
@@ -37,6 +44,7 @@ def score_tokens(
     continuations: Sequence[Ids],
     *,
     batch_size: int | None = None,
+    alternatives: int = 0,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> list[TokenScores]:
     """Return the scores of each id of each continuation, after the prompt and the ids before it.
@@ -52,11 +60,13 @@ def score_tokens(
         prompts: The ids before each continuation.
         continuations: The ids to score.
         batch_size: Most rows that are read at once; None: all.
+        alternatives: Likely ids that are told beside each id.
         progress: A function that is called with the number of rows that are scored, and of all rows.
     """
     _check_rows(model, prompts, continuations)
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"score_tokens(batch_size={batch_size}): a batch must have at least 1 row.")
+    alternatives = min(alternatives, model.vocab)
     groups = _group_by_prompt(model, prompts, continuations)
     score_batch = _score_rows if len(groups) == len(prompts) else _score_groups
     scores: dict[int, TokenScores] = {}
@@ -65,7 +75,8 @@ def score_tokens(
     full_size = batch_size if len(batches) > 1 else None
     for batch in batches:
         prompt_ids = [prompts[rows[0]] for rows in batch]
-        scored = score_batch(model, prompt_ids, [[continuations[row] for row in rows] for rows in batch], full_size)
+        new_ids = [[continuations[row] for row in rows] for rows in batch]
+        scored = score_batch(model, prompt_ids, new_ids, full_size, alternatives)
         scores |= dict(zip((row for rows in batch for row in rows), scored, strict=True))
         progress(len(scores), len(prompts))
     return [scores[number] for number in range(len(prompts))]
@@ -110,7 +121,7 @@ def _split_batches(groups: Sequence[Sequence[int]], batch_size: int) -> list[lis
 
 
 def _score_rows(
-    model: Model, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]], full_size: int | None
+    model: Model, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]], full_size: int | None, top: int
 ) -> list[TokenScores]:
     """Score one continuation of each prompt in one pass over both; the batch is padded to `full_size` rows."""
     count = len(prompts)
@@ -122,11 +133,11 @@ def _score_rows(
     source = None if model.start is None else _pad(prompts, None)
     targets, counts = _pad(new, None)
     first = jnp.asarray([len(start) - 1 for start in starts], jnp.int32)
-    return _split_scores(_score_pass(model, ids, lengths, source, first, targets), counts)[:count]
+    return _split_scores(_score_pass(model, ids, lengths, source, first, targets, top), counts)[:count]
 
 
 def _score_groups(
-    model: Model, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]], full_size: int | None
+    model: Model, prompts: Sequence[Ids], continuations: Sequence[Sequence[Ids]], full_size: int | None, top: int
 ) -> list[TokenScores]:
     """Score several continuations of each prompt: the prompts are read first, and then the rows after their caches.
 
@@ -144,7 +155,7 @@ def _score_groups(
     capacity = ids.shape[1] + inputs.shape[1]
     capacity = capacity if model.max_seq is None else min(capacity, model.max_seq)
     scored = _score_after_caches(
-        model, ids, lengths, jnp.asarray(owner, jnp.int32), inputs, input_lengths, targets, capacity
+        model, ids, lengths, jnp.asarray(owner, jnp.int32), inputs, input_lengths, targets, capacity, top
     )
     return _split_scores(scored, counts)[:count]
 
@@ -154,12 +165,9 @@ def _repeat_last(rows: Sequence[Item], size: int | None) -> list[Item]:
     return [*rows, *[rows[-1]] * ((size or 0) - len(rows))]
 
 
-def _split_scores(tables: tuple[Array, Array], counts: Int[Array, "rows"]) -> list[TokenScores]:
-    log_probabilities, is_greedy = map(np.asarray, tables)
-    return [
-        TokenScores(row[:count], greedy[:count])
-        for row, greedy, count in zip(log_probabilities, is_greedy, np.asarray(counts))
-    ]
+def _split_scores(tables: ScoreTables, counts: Int[Array, "rows"]) -> list[TokenScores]:
+    arrays = [np.asarray(table) for table in tables]
+    return [TokenScores(*(array[row, :count] for array in arrays)) for row, count in enumerate(np.asarray(counts))]
 
 
 @eqx.filter_jit
@@ -170,8 +178,9 @@ def _score_pass(
     source: tuple[Int[Array, "batch kv_seq"], Int[Array, "batch"]] | None,
     first: Int[Array, "batch"],
     targets: Int[Array, "batch new"],
-) -> tuple[Float[Array, "batch new"], Bool[Array, "batch new"]]:
-    """Return the log-probabilities of the targets, and which are greedy.
+    top: int,
+) -> ScoreTables:
+    """Return the scores of the targets, with `top` alternatives.
 
     The model predicts a row's first target at its token `first`.
     """
@@ -184,7 +193,7 @@ def _score_pass(
     hidden, _, _ = model.encode(ids, tokens, model.init_cache(batch, capacity))
     # Positions beyond a row's last token give numbers that the caller leaves out.
     positions = jnp.minimum(first[:, None] + jnp.arange(targets.shape[1], dtype=jnp.int32), seq - 1)
-    return _score_hidden(model, jnp.take_along_axis(hidden, positions[..., None], axis=1), targets)
+    return _score_hidden(model, jnp.take_along_axis(hidden, positions[..., None], axis=1), targets, top)
 
 
 @eqx.filter_jit
@@ -197,21 +206,22 @@ def _score_after_caches(
     input_lengths: Int[Array, "batch"],
     targets: Int[Array, "batch new"],
     capacity: int,
-) -> tuple[Float[Array, "batch new"], Bool[Array, "batch new"]]:
-    """Return the log-probabilities of the targets, and which are greedy; row `i` continues the prompt `owner[i]`.
+    top: int,
+) -> ScoreTables:
+    """Return the scores of the targets, with `top` alternatives; row `i` continues the prompt `owner[i]`.
 
     The row reads `input_lengths[i]` ids after the prompt; its first target is predicted by the prompt's last token.
     """
     hidden, cache, _ = model.encode(ids, right_padded(lengths, ids.shape[1]), model.init_cache(len(ids), capacity))
     last_hidden = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)[owner]
     if not inputs.shape[1]:
-        return _score_hidden(model, jnp.pad(last_hidden, ((0, 0), (0, targets.shape[1] - 1), (0, 0))), targets)
+        return _score_hidden(model, jnp.pad(last_hidden, ((0, 0), (0, targets.shape[1] - 1), (0, 0))), targets, top)
     order = jnp.arange(inputs.shape[1], dtype=jnp.int32)
     positions = jnp.where(order < input_lengths[:, None], lengths[owner][:, None] + order, -1)
     hidden, _, _ = model.encode(inputs, Tokens(positions), take_rows_of_cache(cache, owner))
     hidden = jnp.concatenate([last_hidden, hidden], axis=1)[:, : targets.shape[1]]
     missing = targets.shape[1] - hidden.shape[1]
-    return _score_hidden(model, jnp.pad(hidden, ((0, 0), (0, missing), (0, 0))), targets)
+    return _score_hidden(model, jnp.pad(hidden, ((0, 0), (0, missing), (0, 0))), targets, top)
 
 
 def take_rows_of_cache(cache: PyTree, rows: Int[Array, "rows"]) -> PyTree:
@@ -224,21 +234,25 @@ def take_rows_of_cache(cache: PyTree, rows: Int[Array, "rows"]) -> PyTree:
 
 
 def _score_hidden(
-    model: Model, hidden: Float[Array, "batch new embed"], targets: Int[Array, "batch new"]
-) -> tuple[Float[Array, "batch new"], Bool[Array, "batch new"]]:
-    """Return the log-probabilities of the targets, and which are greedy, by the hidden vectors that predict them."""
+    model: Model, hidden: Float[Array, "batch new embed"], targets: Int[Array, "batch new"], top: int
+) -> ScoreTables:
+    """Return the scores of the targets, by the hidden vectors that predict them."""
     batch = len(targets)
 
-    def score_chunk(chunk: tuple[Float[Array, "batch chunk embed"], Int[Array, "batch chunk"]]) -> tuple[Array, Array]:
+    def score_chunk(chunk: tuple[Float[Array, "batch chunk embed"], Int[Array, "batch chunk"]]) -> ScoreTables:
         hidden, targets = chunk
         logits = model.unembed(hidden.reshape(-1, hidden.shape[-1]))
         log_probs = jax.nn.log_softmax(logits, axis=-1)
         scores = jnp.take_along_axis(log_probs, targets.reshape(-1, 1), axis=-1).reshape(targets.shape)
-        return scores, jnp.argmax(logits, axis=-1).reshape(targets.shape) == targets
+        is_greedy = jnp.argmax(logits, axis=-1).reshape(targets.shape) == targets
+        likeliest, ids = jax.lax.top_k(log_probs, top)
+        shape = (*targets.shape, top)
+        return scores, is_greedy, ids.astype(jnp.int32).reshape(shape), likeliest.reshape(shape)
 
     split = lambda x: jnp.moveaxis(x.reshape(batch, -1, CHUNK, *x.shape[2:]), 1, 0)
-    scores, is_greedy = jax.lax.map(score_chunk, (split(hidden), split(targets)))
-    return jnp.moveaxis(scores, 0, 1).reshape(targets.shape), jnp.moveaxis(is_greedy, 0, 1).reshape(targets.shape)
+    tables = jax.lax.map(score_chunk, (split(hidden), split(targets)))
+    scores, is_greedy, ids, likeliest = (jnp.moveaxis(x, 0, 1).reshape(*targets.shape, *x.shape[3:]) for x in tables)
+    return scores, is_greedy, ids, likeliest
 
 
 def _pad(rows: Sequence[Ids], limit: int | None) -> tuple[Int[Array, "batch seq"], Int[Array, "batch"]]:

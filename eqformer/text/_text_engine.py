@@ -51,6 +51,8 @@ class TextRequest:
     example: int | None = None
     """The number of the text, on which its draws depend, too; None: its position in the list of `run`, or 0. Samples of
     one prompt get the numbers 0, 1, ..."""
+    alternatives: int = 0
+    """Likely ids that a stream tells beside each drawn id."""
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further variables of the chat template, such as `{"enable_thinking": False}`."""
 
@@ -157,6 +159,8 @@ class TextPiece:
     """The new ids."""
     log_probs: tuple[float, ...]
     """Log-probability of each new id."""
+    alternatives: tuple[tuple[tuple[int, float], ...], ...]
+    """The likeliest ids in the place of each new id, with their log-probabilities, as many as the request asks for."""
     result: TextResult | None = None
     """The whole text and the reason for its end, with the last piece; None before."""
 
@@ -211,6 +215,7 @@ class TextEngine:
             end_of_text=self.llm.end_ids,
             seed=request.seed,
             example=position if request.example is None else request.example,
+            alternatives=request.alternatives,
         )
         self.engine.check(encoded)
         return encoded
@@ -258,7 +263,8 @@ class TextEngine:
                 whole = row.finish(result, result.number) if result.finish else None
                 if whole is not None:
                     text += row.ending
-                yield TextPiece(text, tuple(result.ids[new]), tuple(result.log_probabilities[new]), whole)
+                lists = result.ids, result.log_probabilities, result.alternatives
+                yield TextPiece(text, *(tuple(values[new]) for values in lists), result=whole)
         finally:
             await results.aclose()
 

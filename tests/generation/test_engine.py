@@ -177,6 +177,26 @@ def test_texts_end_where_the_request_says(model):
     assert (length.ids, length.finish) == (plain.ids[:3], "length")
 
 
+def test_likely_ids_are_told_beside_each_id(model):
+    """They are those of the uncached pass, for the requests that ask for them, whatever the settings of the draw."""
+    asked, silent = make_requests()[1], make_requests()[0]
+    engine = Engine(model, **SIZES)
+    asked = dataclasses.replace(asked, alternatives=4, temperature=3.0)
+    result, other = sorted(engine.run([asked, silent]), key=lambda result: result.number)
+    assert {*other.alternatives} == {()} and len(other.alternatives) == len(other.ids)
+    assert [len(likely) for likely in result.alternatives] == [4] * len(result.ids)
+    (scores,) = generation.score_tokens(model, [asked.prompt], [result.ids], alternatives=4)
+    for likely, ids, values in zip(result.alternatives, scores.alternative_ids, scores.alternative_log_probabilities):
+        assert [token for token, _ in likely] == ids.tolist()
+        np.testing.assert_allclose([value for _, value in likely], values, rtol=1e-4)
+    for likely, token, value in zip(result.alternatives, result.ids, result.log_probabilities):
+        assert dict(likely).get(token, value) == value
+    greedy = [token == likely[0][0] for token, likely in zip(result.ids, result.alternatives)]
+    assert greedy == scores.is_greedy.tolist() and not all(greedy)
+    with pytest.raises(ValueError, match="alternatives=21"):
+        dataclasses.replace(asked, alternatives=21)
+
+
 def test_logits_are_biased_and_masked_for_each_request(model):
     prompt = [3, 5, 9]
     even = np.arange(VOCAB) % 2 == 0

@@ -1,0 +1,427 @@
+"""The routes of the server; this file imports `starlette`, which is optional, so other files import it in functions."""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette  # pyright: ignore[reportMissingImports]
+from starlette.exceptions import HTTPException  # pyright: ignore[reportMissingImports]
+from starlette.requests import ClientDisconnect, Request  # pyright: ignore[reportMissingImports]
+from starlette.responses import HTMLResponse, Response, StreamingResponse  # pyright: ignore[reportMissingImports]
+from starlette.routing import Route  # pyright: ignore[reportMissingImports]
+
+from .._files import JsonObject, JsonValue, read_utf8
+from ..text import TextPiece
+from ._protocol import (
+    ChatRequest,
+    CompletionRequest,
+    parse_body,
+    parse_chat,
+    parse_completion,
+    RequestError,
+    TextOptions,
+)
+from ._responses import (
+    chat_message,
+    Choice,
+    dump,
+    event,
+    ResponseWriter,
+    Token,
+    tokens_of,
+    ToolCall,
+    ToolCallParser,
+    usage,
+)
+from ._service import merge, Prompt, TextService
+
+
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+PAGE = Path(__file__).parent / "_page.html"
+_SEND_SECONDS = 10.0  # Time in which a client must read the last events of a stream.
+_HANGUP = 499  # The status by which servers log a client that did not wait for its response.
+
+
+class Routes:
+    """Handlers of the requests to one model."""
+
+    def __init__(self, service: TextService, *, name: str, api_key: str | None):
+        self._service, self._name, self._api_key = service, name, api_key
+        self._created = int(time.time())
+
+    def app(self) -> Starlette:
+        """Return the ASGI app."""
+        routes = [
+            ("/v1/completions", self._complete, "POST"),
+            ("/v1/chat/completions", self._chat, "POST"),
+            ("/v1/embeddings", self._embed, "POST"),
+            ("/v1/models", self._list_models, "GET"),
+            ("/v1/models/{name:path}", self._show_model, "GET"),
+            ("/health", self._show_health, "GET"),
+            ("/metrics", self._show_metrics, "GET"),
+            ("/", self._show_page, "GET"),
+        ]
+        return Starlette(
+            routes=[Route(path, self._guard(path, handler), methods=[method]) for path, handler, method in routes],
+            exception_handlers={HTTPException: self._refuse_route},
+        )
+
+    def _guard(self, path: str, handler: Handler) -> Handler:
+        """Return a handler that checks the key, counts responses, and turns every error into a response."""
+
+        async def guarded(request: Request) -> Response:
+            start = time.monotonic()
+            try:
+                if path.startswith("/v1/"):
+                    self._check_key(request)
+                response = await handler(request)
+            except RequestError as error:
+                response = _error_response(error)
+            except ClientDisconnect:
+                response = Response(status_code=_HANGUP)
+            except Exception:
+                logging.getLogger("eqformer").exception("a request to %s failed", path)
+                response = _error_response(RequestError(500, "the server failed at this request; see its log."))
+            self._service.metrics.count_response(path, response.status_code)
+            self._service.metrics.observe("request", time.monotonic() - start)
+            return response
+
+        return guarded
+
+    def _check_key(self, request: Request) -> None:
+        """Raise a `RequestError` for a request without the key."""
+        if self._api_key is None:
+            return
+        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if not hmac.compare_digest(key.encode(), self._api_key.encode()):
+            raise RequestError(401, "the request needs the header Authorization: Bearer KEY with the server's key.")
+
+    async def _refuse_route(self, request: Request, error: Exception) -> Response:
+        """Answer a request to an unknown path, or by another method."""
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        self._service.metrics.count_response("other", status)
+        message = f"{request.method} {request.url.path:.80} is not served ({getattr(error, 'detail', 'failed')})."
+        response = _error_response(RequestError(status, message))
+        response.headers.update(getattr(error, "headers", None) or {})
+        return response
+
+    async def _list_models(self, request: Request) -> Response:
+        return _json_response({"object": "list", "data": [self._model_object()]})
+
+    async def _show_model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return _json_response(self._model_object())
+
+    def _model_object(self) -> JsonObject:
+        capacity = self._service.engine.engine.capacity
+        values = {"id": self._name, "object": "model", "created": self._created, "owned_by": "eqformer"}
+        return values | {"max_model_len": capacity}
+
+    async def _show_health(self, request: Request) -> Response:
+        refusal = self._service.refusal
+        values = {"status": refusal or "ok", "active": self._service.active, "waiting": self._service.waiting}
+        return _json_response(values, 503 if refusal else 200)
+
+    async def _show_metrics(self, request: Request) -> Response:
+        service = self._service
+        gauges = {
+            "active_texts": service.active,
+            "waiting_texts": service.waiting,
+            "slots": service.engine.engine.slots,
+            "cache_bytes": service.engine.cache_bytes,
+        }
+        content = service.metrics.render(gauges)
+        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _show_page(self, request: Request) -> Response:
+        return HTMLResponse(read_utf8(PAGE))
+
+    async def _embed(self, request: Request) -> Response:
+        reason = f"{self._name} generates text and has no embeddings; serve a model that has them."
+        raise RequestError(404, reason, code="model_not_found")
+
+    def _check_model(self, name: str) -> None:
+        if name != self._name:
+            message = f"the model {name[:80]!r} is not served here; /v1/models lists {self._name!r}."
+            raise RequestError(404, message, parameter="model", code="model_not_found")
+
+    async def _complete(self, request: Request) -> Response:
+        """Answer a request to `/v1/completions`."""
+        service = self._service
+        body = parse_completion(parse_body(await self._read_body(request)), most_texts=service.limits.texts)
+        self._check_model(body.model)
+        prompts = await service.encode_completion(body)
+        writer = ResponseWriter("text_completion", "cmpl", self._name, service.llm.tokenizer)
+        if body.options.stream:
+            return await self._stream_texts(body.options, prompts, _CompletionEvents(writer, body.options))
+        work = self._write_completion(body, prompts, writer)
+        return _json_response(await self._until_deadline(request, work))
+
+    async def _write_completion(
+        self, body: CompletionRequest, prompts: Sequence[Prompt], writer: ResponseWriter
+    ) -> JsonObject:
+        """Draw the texts of a completion, and return the response."""
+        options = body.options
+        draws = [Choice() for _ in range(len(prompts) * body.best_of)]
+        with self._service.admit(len(draws)):
+            if options.max_new_tokens:
+                await self._draw(prompts, options, draws)
+            echoes = [await self._echo(prompt, options) if body.echo else Choice() for prompt in prompts]
+        choices = []
+        for number, echo in enumerate(echoes):
+            for choice in _best(draws[number * body.best_of : (number + 1) * body.best_of], options.count):
+                tokens = None if options.alternatives is None else [*echo.tokens, *choice.tokens]
+                finish_reason = choice.finish_reason or "length"
+                choices.append(writer.completion_choice(len(choices), echo.text + choice.text, finish_reason, tokens))
+        return writer.response(choices, self._usage(prompts, draws))
+
+    async def _echo(self, prompt: Prompt, options: TextOptions) -> Choice:
+        """Return the text of a prompt, with the scores of its tokens if they are asked for."""
+        ids: Any = prompt.content
+        echo = Choice(self._service.llm.tokenizer.decode(ids), [Token(ids[0], None)])
+        if options.alternatives is not None and len(ids) > 1:
+            scores = await self._service.score(ids, options.alternatives)
+            tables = scores.alternative_ids.tolist(), scores.alternative_log_probabilities.tolist()
+            likely = [tuple(zip(*row)) for row in zip(*tables)]
+            echo.tokens += map(Token, ids[1:], scores.log_probabilities.tolist(), likely)
+        return echo
+
+    async def _chat(self, request: Request) -> Response:
+        """Answer a request to `/v1/chat/completions`."""
+        service = self._service
+        body = parse_chat(parse_body(await self._read_body(request)), most_texts=service.limits.texts)
+        self._check_model(body.model)
+        prompt = await service.encode_chat(body)
+        writer = ResponseWriter("chat.completion", "chatcmpl", self._name, service.llm.tokenizer)
+        if body.options.stream:
+            return await self._stream_texts(body.options, [prompt], _ChatEvents(writer, body))
+        return _json_response(await self._until_deadline(request, self._write_chat(body, prompt, writer)))
+
+    async def _write_chat(self, body: ChatRequest, prompt: Prompt, writer: ResponseWriter) -> JsonObject:
+        """Draw the answers of a chat, and return the response."""
+        draws = [Choice() for _ in range(body.options.count)]
+        with self._service.admit(len(draws)):
+            await self._draw([prompt], body.options, draws)
+        choices = []
+        for number, choice in enumerate(draws):
+            content, calls, finish_reason = choice.text, list[ToolCall](), choice.finish_reason
+            if body.tools:
+                parser = _tool_parser(body)
+                content = parser.push(choice.text)
+                ending, calls = parser.finish()
+                content, finish_reason = content + ending, "tool_calls" if calls else finish_reason
+            tokens = None if body.options.alternatives is None else choice.tokens
+            message = chat_message(content, calls)
+            choices.append(writer.chat_choice(number, message, finish_reason, tokens, delta=False))
+        return writer.response(choices, self._usage([prompt], draws))
+
+    async def _draw(self, prompts: Sequence[Prompt], options: TextOptions, draws: Sequence[Choice]) -> None:
+        """Draw texts, as many for each prompt."""
+        async with contextlib.aclosing(merge(await self._start(prompts, options, len(draws)))) as pieces:
+            async for number, piece in pieces:
+                draws[number].add(piece)
+
+    async def _start(
+        self, prompts: Sequence[Prompt], options: TextOptions, count: int
+    ) -> list[AsyncGenerator[TextPiece, None]]:
+        """Return the pieces of `count` texts, as many for each prompt."""
+        numbers = range(count // len(prompts))
+        return [await self._service.start(prompt, options, number) for prompt in prompts for number in numbers]
+
+    def _usage(self, prompts: Sequence[Prompt], draws: Sequence[Choice]) -> JsonObject:
+        tokens = sum(prompt.length for prompt in prompts)
+        self._service.metrics.add("prompt_tokens", tokens)
+        return usage(tokens, [choice.result for choice in draws])
+
+    async def _stream_texts(self, options: TextOptions, prompts: Sequence[Prompt], events: "_Events") -> Response:
+        """Return a response that streams the texts of all prompts while they are drawn."""
+        service = self._service
+        draws = [Choice() for _ in range(len(prompts) * options.count)]
+        deadline = time.monotonic() + service.limits.seconds
+        admitted = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(service.admit(len(draws)))
+            streams = await self._start(prompts, options, len(draws))
+            admitted = stack.pop_all()
+
+        async def write() -> AsyncGenerator[bytes, None]:
+            try:
+                async with contextlib.aclosing(merge(streams)) as pieces:
+                    async for number, piece in _before(pieces, deadline, service.limits.seconds):
+                        draws[number].add(piece)
+                        for value in events.write(number, draws[number], piece):
+                            yield event(value)
+            except RequestError as error:
+                # The status has been sent already.
+                yield event(error.body)
+                return
+            counts = self._usage(prompts, draws)
+            if options.include_usage:
+                yield event(events.end(counts))
+            yield b"data: [DONE]\n\n"
+
+        return _EventStream(write(), admitted, deadline + _SEND_SECONDS)
+
+    async def _read_body(self, request: Request) -> bytes:
+        """Return the body; raise a `RequestError` if it is too large, arrives too slowly or is not JSON."""
+        limits = self._service.limits
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise RequestError(400, "the request needs the header Content-Type: application/json.")
+        too_large = RequestError(413, f"the body must have at most {limits.body_bytes:,} bytes; send less.")
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > limits.body_bytes:
+            raise too_large
+        content = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                async for part in request.stream():
+                    content += part
+                    if len(content) > limits.body_bytes:
+                        raise too_large
+        except TimeoutError:
+            raise RequestError(
+                408, f"the body did not arrive within {limits.body_seconds:g} s; send it again."
+            ) from None
+        return bytes(content)
+
+    async def _until_deadline(self, request: Request, work: Awaitable[T]) -> T:
+        """Return the result of the work; end the work when the client hangs up or the time is over."""
+        seconds = self._service.limits.seconds
+        task, hangup = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_hangup(request))
+        try:
+            done, _ = await asyncio.wait({task, hangup}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if task in done:
+                return task.result()
+            if hangup in done:
+                raise ClientDisconnect
+            raise _late(seconds)
+        finally:
+            for unfinished in (task, hangup):
+                unfinished.cancel()
+            await asyncio.gather(task, hangup, return_exceptions=True)
+
+
+class _EventStream(StreamingResponse):
+    """Response of events; when it ends, for whatever reason, its texts end too."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], admitted: contextlib.ExitStack, deadline: float):
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._events, self._admitted, self._deadline = events, admitted, deadline
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        with self._admitted, contextlib.suppress(TimeoutError, ClientDisconnect):
+            try:
+                # A client that does not read keeps `send` waiting.
+                async with asyncio.timeout(self._deadline - time.monotonic()):
+                    await super().__call__(scope, receive, send)
+            finally:
+                await self._events.aclose()
+
+
+class _CompletionEvents:
+    """The events of a streamed completion."""
+
+    def __init__(self, writer: ResponseWriter, options: TextOptions):
+        self._writer, self._has_log_probs = writer, options.alternatives is not None
+
+    def write(self, number: int, choice: Choice, piece: TextPiece) -> list[JsonObject]:
+        """Return the events of a piece."""
+        if not (piece.text or piece.result or self._has_log_probs):
+            return []
+        tokens = tokens_of(piece) if self._has_log_probs else None
+        offset = len(choice.text) - len(piece.text)
+        value = self._writer.completion_choice(number, piece.text, choice.finish_reason, tokens, offset)
+        return [self._writer.response([value], None)]
+
+    def end(self, counts: JsonObject) -> JsonObject:
+        """Return the event with the numbers of tokens."""
+        return self._writer.response([], counts)
+
+
+class _ChatEvents:
+    """The events of a streamed chat."""
+
+    def __init__(self, writer: ResponseWriter, body: ChatRequest):
+        self._writer, self._has_log_probs = writer, body.options.alternatives is not None
+        count = body.options.count
+        self._parsers = [_tool_parser(body) for _ in range(count)] if body.tools else None
+        self._has_begun = [False] * count
+
+    def write(self, number: int, choice: Choice, piece: TextPiece) -> list[JsonObject]:
+        """Return the events of a piece; the first one of a message names its role."""
+        content, calls, finish_reason = piece.text, list[ToolCall](), choice.finish_reason
+        if self._parsers is not None:
+            content = self._parsers[number].push(content)
+            if piece.result is not None:
+                ending, calls = self._parsers[number].finish()
+                content, finish_reason = content + ending, "tool_calls" if calls else finish_reason
+        message = chat_message(content, calls, delta=True)
+        if not self._has_begun[number]:
+            self._has_begun[number] = True
+            message = {"role": "assistant", "content": ""} | message
+        tokens = tokens_of(piece) if self._has_log_probs else None
+        if not (message or tokens or finish_reason):
+            return []
+        return [self._event([self._writer.chat_choice(number, message, finish_reason, tokens, delta=True)])]
+
+    def end(self, counts: JsonObject) -> JsonObject:
+        """Return the event with the numbers of tokens."""
+        return self._event([], counts)
+
+    def _event(self, choices: list[JsonObject], counts: JsonObject | None = None) -> JsonObject:
+        return self._writer.response(choices, counts, "chat.completion.chunk")
+
+
+_Events = _CompletionEvents | _ChatEvents
+
+
+def _best(draws: Sequence[Choice], count: int) -> Sequence[Choice]:
+    """Return the likeliest texts by the mean of their tokens; all in their order if all are asked for."""
+    return draws if count == len(draws) else sorted(draws, key=lambda choice: -choice.mean_log_prob)[:count]
+
+
+def _tool_parser(body: ChatRequest) -> ToolCallParser:
+    return ToolCallParser([tool["function"]["name"] for tool in body.tools])
+
+
+async def _before(items: AsyncIterator[T], deadline: float, seconds: float | int) -> AsyncIterator[T]:
+    """Pass items on until the deadline; then raise a `RequestError`."""
+    while True:
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                item = await anext(items)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise _late(seconds) from None
+        yield item
+
+
+async def _wait_for_hangup(request: Request) -> None:
+    """Return when the client has hung up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _late(seconds: float | int) -> RequestError:
+    return RequestError(408, f"the response took more than {seconds:g} s; ask for fewer tokens, or try again later.")
+
+
+def _error_response(error: RequestError) -> Response:
+    response = _json_response(error.body, error.status)
+    if error.status in (429, 503):
+        response.headers["retry-after"] = "1"
+    if error.status in (408, 413):
+        # The rest of the body would be read as the next request.
+        response.headers["connection"] = "close"
+    return response
+
+
+def _json_response(value: JsonValue, status: int = 200) -> Response:
+    return Response(dump(value), status, media_type="application/json")

@@ -1,0 +1,444 @@
+"""Request bodies of the OpenAI protocol: checks of untrusted JSON, and the requests that it describes."""
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from .._files import few_names, JsonObject, JsonValue, parse_json
+
+
+Number: TypeAlias = float | int
+MOST_ALTERNATIVES = 20
+"""Likely tokens that may be asked for beside each token of a text."""
+MOST_STOPS = 16
+"""Strings that may end one text."""
+MOST_BIASES = 1024
+"""Ids that may have a bias of their logits."""
+_MOST_SEED = 2**63 - 1
+_MOST_NUMBER = 1e9  # The comparison is false for NaN.
+
+
+class RequestError(Exception):
+    """An error of a request, with the status and the names that the HTTP response has."""
+
+    def __init__(self, status: int, message: str, *, parameter: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.parameter, self.code = status, message, parameter, code
+
+    @property
+    def body(self) -> JsonObject:
+        """The JSON of the response."""
+        error = {"message": self.message, "type": _error_type(self.status), "param": self.parameter, "code": self.code}
+        return {"error": error}
+
+
+def _error_type(status: int) -> str:
+    match status:
+        case 401:
+            return "authentication_error"
+        case 429:
+            return "rate_limit_error"
+        case status if status >= 500:
+            return "server_error"
+        case _:
+            return "invalid_request_error"
+
+
+@dataclasses.dataclass(frozen=True)
+class TextOptions:
+    """Settings that completions and chats share."""
+
+    max_new_tokens: int | None
+    """Most tokens to draw; None: as many as fit."""
+    temperature: Number
+    top_p: Number | None
+    top_k: int | None
+    min_p: Number | None
+    repetition_penalty: Number | None
+    stop: tuple[str, ...]
+    seed: int
+    """The request's, or a random one for a request that names none."""
+    logit_bias: Mapping[int, Number]
+    count: int
+    """Texts for each prompt (`n`)."""
+    alternatives: int | None
+    """Likely tokens beside each token of the text; None: not even the probabilities of the tokens."""
+    stream: bool
+    include_usage: bool
+    """Whether a stream ends with the numbers of tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionRequest:
+    """The body of a request to `/v1/completions`."""
+
+    model: str
+    prompts: list[str] | list[list[int]]
+    echo: bool
+    """Whether each text begins with its prompt."""
+    best_of: int
+    """Texts that are drawn for each prompt; the likeliest `options.count` are returned."""
+    options: TextOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatRequest:
+    """The body of a request to `/v1/chat/completions`."""
+
+    model: str
+    messages: list[JsonObject]
+    tools: list[JsonObject]
+    schema: JsonObject | None
+    """The JSON schema of the answer; None: any text."""
+    template_options: JsonObject
+    """Further variables of the chat template."""
+    options: TextOptions
+
+
+class Fields:
+    """The fields of a JSON object, each of which is checked and taken once."""
+
+    def __init__(self, values: JsonValue, where: str = "the body"):
+        if not isinstance(values, dict):
+            parameter = None if where == "the body" else where
+            raise RequestError(400, f"{where} must be a JSON object, but is {_kind(values)}.", parameter=parameter)
+        self._values, self._where = dict(values), where
+
+    def error(self, name: str, rule: str, value: JsonValue) -> RequestError:
+        """Return the error of a field that breaks a rule."""
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
+        return RequestError(400, f"{self._where}: {name} must be {rule}, but is {shown}.", parameter=name)
+
+    def take(self, name: str, default: JsonValue = None) -> JsonValue:
+        """Return a field of any kind, or the default if it is absent or null."""
+        value = self._values.pop(name, None)
+        return default if value is None else value
+
+    def require(self, name: str) -> JsonValue:
+        """Return a field of any kind, which must be present."""
+        if self._values.get(name) is None:
+            raise RequestError(400, f"{self._where}: {name} is missing.", parameter=name)
+        return self._values.pop(name)
+
+    def text(self, name: str, default: str | None = None) -> str | None:
+        """Return a text that can be written in UTF-8."""
+        value = self.take(name)
+        if value is None:
+            return default
+        if not isinstance(value, str) or not _is_unicode(value):
+            raise self.error(name, "a text without lone surrogates", value)
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return true or false."""
+        value = self.take(name)
+        if not isinstance(value, bool | None):
+            raise self.error(name, "true or false", value)
+        return default if value is None else value
+
+    def integer(self, name: str, least: int, most: int) -> int | None:
+        """Return an integer in bounds; None if it is absent."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.error(name, f"an integer from {least:,} to {most:,}", value)
+        return value
+
+    def number(self, name: str, least: Number, most: Number) -> Number | None:
+        """Return a finite number in bounds; None if it is absent."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if not _is_number(value) or not least <= value <= most:
+            raise self.error(name, f"a number from {least:g} to {most:g}", value)
+        return value
+
+    def ignore(self, *names: str) -> None:
+        """Leave out fields that change no text."""
+        for name in names:
+            self._values.pop(name, None)
+
+    def refuse(self, name: str, neutral: Sequence[JsonValue], reason: str) -> None:
+        """Raise an error for a field that is not supported, unless it has a value that changes nothing."""
+        value = self.take(name)
+        if value is not None and value not in neutral:
+            raise RequestError(400, f"{self._where}: {name} is not supported: {reason}.", parameter=name)
+
+    def finish(self) -> None:
+        """Raise an error if any field has not been taken."""
+        if self._values:
+            names = few_names({name[:40] for name in self._values})
+            message = f"{self._where}: unknown fields {names}; leave them out."
+            raise RequestError(400, message, parameter=min(self._values)[:40])
+
+
+def parse_body(content: bytes) -> Fields:
+    """Return the fields of a request body."""
+    try:
+        return Fields(parse_json(content.decode("utf-8")))
+    except UnicodeDecodeError as error:
+        raise RequestError(400, f"the body must be UTF-8 ({error}).") from None
+    except ValueError as error:
+        raise RequestError(400, f"the body must be JSON that can be read ({error}).") from None
+
+
+def parse_completion(fields: Fields, *, most_texts: int) -> CompletionRequest:
+    """Return the request of a body of `/v1/completions`; raise a `RequestError` for a body that breaks a rule.
+
+    `most_texts` is the most texts that one request may draw.
+    """
+    model, prompts = _model(fields), _prompts(fields)
+    fields.refuse("suffix", ("",), "the models continue a text and fill no gaps")
+    echo = fields.flag("echo")
+    best_of = fields.integer("best_of", 1, most_texts)
+    alternatives = fields.integer("logprobs", 0, MOST_ALTERNATIVES)
+    least_tokens = 0 if echo else 1
+    max_new_tokens = fields.integer("max_tokens", least_tokens, 2**31 - 1)
+    options = _options(fields, 16 if max_new_tokens is None else max_new_tokens, alternatives, most_texts)
+    fields.finish()
+    best_of = options.count if best_of is None else best_of
+    if best_of < options.count:
+        raise RequestError(
+            400, f"best_of must be at least n, but is {best_of} of n={options.count}.", parameter="best_of"
+        )
+    if options.stream and (best_of > options.count or echo):
+        name = "echo" if echo else "best_of"
+        raise RequestError(400, f"{name} cannot be streamed; leave out {name} or stream.", parameter=name)
+    _check_count(len(prompts) * best_of, most_texts)
+    return CompletionRequest(model, prompts, echo, best_of, options)
+
+
+def parse_chat(fields: Fields, *, most_texts: int) -> ChatRequest:
+    """Return the request of a body of `/v1/chat/completions`; raise a `RequestError` for a body that breaks a rule.
+
+    `most_texts` is the most texts that one request may draw.
+    """
+    model = _model(fields)
+    messages = [_message(value, number) for number, value in enumerate(_list(fields, "messages", required=True))]
+    tools = _tools(fields)
+    schema = _schema(Fields(fields.take("response_format", {"type": "text"}), "response_format"))
+    template_options = fields.take("chat_template_kwargs", {})
+    if not isinstance(template_options, dict) or {"messages", "tools", "add_generation_prompt"} & {*template_options}:
+        raise fields.error("chat_template_kwargs", "an object of further variables of the template", template_options)
+    has_log_probs = fields.flag("logprobs")
+    alternatives = fields.integer("top_logprobs", 0, MOST_ALTERNATIVES)
+    if alternatives and not has_log_probs:
+        raise RequestError(400, "top_logprobs needs logprobs: true.", parameter="top_logprobs")
+    limits = [fields.integer(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
+    max_new_tokens = limits[1] if limits[0] is None else limits[0]
+    options = _options(fields, max_new_tokens, (alternatives or 0) if has_log_probs else None, most_texts)
+    fields.ignore("parallel_tool_calls", "reasoning_effort", "verbosity")
+    fields.refuse("modalities", (["text"],), "the models write text")
+    fields.finish()
+    _check_count(options.count, most_texts)
+    return ChatRequest(model, messages, tools, schema, template_options, options)
+
+
+def _options(fields: Fields, max_new_tokens: int | None, alternatives: int | None, most_texts: int) -> TextOptions:
+    """Return the settings that completions and chats share."""
+    for name in ("frequency_penalty", "presence_penalty"):
+        fields.refuse(name, (0, 0.0), "use repetition_penalty")
+    stream = fields.flag("stream")
+    stream_options = Fields(fields.take("stream_options", {}), "stream_options")
+    include_usage = stream_options.flag("include_usage")
+    stream_options.ignore("include_obfuscation")
+    stream_options.finish()
+    fields.ignore("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+    temperature = fields.number("temperature", 0, 100)
+    count = fields.integer("n", 1, most_texts)
+    return TextOptions(
+        max_new_tokens=max_new_tokens,
+        temperature=1.0 if temperature is None else temperature,
+        top_p=_above_zero(fields, "top_p", 1),
+        top_k=_top_k(fields),
+        min_p=fields.number("min_p", 0, 1),
+        repetition_penalty=_above_zero(fields, "repetition_penalty", 100),
+        stop=_stops(fields),
+        seed=_seed(fields),
+        logit_bias=_logit_bias(fields),
+        count=1 if count is None else count,
+        alternatives=alternatives,
+        stream=stream,
+        include_usage=include_usage,
+    )
+
+
+def _model(fields: Fields) -> str:
+    model = fields.text("model")
+    if not model:
+        raise RequestError(400, "the body: model must be the name of a model; /v1/models lists it.", parameter="model")
+    return model
+
+
+def _prompts(fields: Fields) -> list[str] | list[list[int]]:
+    """Return the prompts: texts, or lists of ids."""
+    value = fields.require("prompt")
+    prompts: Any = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+    if prompts and all(_is_id(item) for item in prompts):
+        return [prompts]
+    if prompts and all(isinstance(item, str) and _is_unicode(item) for item in prompts):
+        return prompts
+    if prompts and all(isinstance(item, list) and item and all(map(_is_id, item)) for item in prompts):
+        return prompts
+    raise fields.error("prompt", "a text, a list of texts, a list of token ids, or a list of such lists", value)
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    value = fields.take("stop")
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    is_list = isinstance(stops, list) and len(stops) <= MOST_STOPS
+    if not is_list or not all(isinstance(stop, str) and stop and _is_unicode(stop) for stop in stops):
+        raise fields.error("stop", f"a text, or a list of at most {MOST_STOPS} texts, none of them empty", value)
+    return tuple(stops)
+
+
+def _logit_bias(fields: Fields) -> dict[int, float]:
+    value = fields.take("logit_bias", {})
+    rule = f"an object of at most {MOST_BIASES} token ids with numbers from -100 to 100"
+    if not isinstance(value, dict) or len(value) > MOST_BIASES:
+        raise fields.error("logit_bias", rule, value)
+    is_entry = lambda name, bias: name.isascii() and name.isdigit() and len(name) < 10 and _is_number(bias)
+    if not all(is_entry(name, bias) and abs(bias) <= 100 for name, bias in value.items()):
+        raise fields.error("logit_bias", rule, value)
+    return {int(name): float(bias) for name, bias in value.items()}
+
+
+def _seed(fields: Fields) -> int:
+    seed = fields.integer("seed", -_MOST_SEED - 1, _MOST_SEED)
+    return secrets.randbits(31) if seed is None else seed % 2**31
+
+
+def _above_zero(fields: Fields, name: str, most: Number) -> Number | None:
+    value = fields.number(name, 0, most)
+    if value == 0:
+        raise fields.error(name, f"a number above 0, and at most {most:g}", value)
+    return value
+
+
+def _top_k(fields: Fields) -> int | None:
+    """Return `top_k`; other servers take -1 and 0 for all tokens."""
+    top_k = fields.integer("top_k", -1, 2**31 - 1)
+    return None if top_k in (-1, 0) else top_k
+
+
+def _check_count(count: int, most_texts: int) -> None:
+    if count > most_texts:
+        message = (
+            f"the request asks for {count} texts, but at most {most_texts} are drawn for a request; ask for fewer."
+        )
+        raise RequestError(400, message, parameter="n")
+
+
+def _list(fields: Fields, name: str, *, required: bool = False) -> list[JsonValue]:
+    value = fields.require(name) if required else fields.take(name)
+    if not isinstance(value, list | None) or (required and not value):
+        raise fields.error(name, "a list" + (" of at least one" if required else ""), value)
+    return value or []
+
+
+def _message(value: JsonValue, number: int) -> JsonObject:
+    """Return a message as chat templates read it: its content is a text, and arguments of calls are objects."""
+    where = f"messages[{number}]"
+    fields = Fields(value, where)
+    role = fields.text("role")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise fields.error("role", "system, developer, user, assistant or tool", role)
+    # Templates of other providers know no developer, whose message is the system's of older protocols.
+    message: JsonObject = {"role": "system" if role == "developer" else role}
+    content = fields.take("content")
+    if isinstance(content, list):
+        content = "".join(_content_part(part, where) for part in content)
+    calls = _list(fields, "tool_calls")
+    if not (isinstance(content, str) and _is_unicode(content)) and not (content is None and calls):
+        raise fields.error("content", "a text, or a list of parts of text", content)
+    message["content"] = content or ""
+    if calls:
+        message["tool_calls"] = [_called(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (text := fields.text(name)) is not None:
+            message[name] = text
+    fields.ignore("refusal", "annotations", "audio", "function_call")
+    fields.finish()
+    return message
+
+
+def _content_part(value: JsonValue, where: str) -> str:
+    fields = Fields(value, f"{where}.content")
+    if (kind := fields.text("type")) != "text":
+        raise fields.error("type", "text, since the models read no images and no sound", kind)
+    text = fields.text("text")
+    if text is None:
+        raise fields.error("text", "a text", None)
+    return text
+
+
+def _called(value: JsonValue, where: str) -> JsonObject:
+    """Return a call of a tool in a message of the assistant, with its arguments as an object."""
+    fields = Fields(value, where)
+    function = Fields(fields.require("function"), f"{where}.function")
+    name, arguments = function.text("name"), function.take("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = parse_json(arguments, unique=False)
+        except ValueError as error:
+            raise RequestError(400, f"{where}: arguments must be JSON ({error}).", parameter="messages") from None
+    if not name or not isinstance(arguments, dict):
+        raise RequestError(400, f"{where}: a call has a name, and arguments as a JSON object.", parameter="messages")
+    return {"id": fields.text("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _tools(fields: Fields) -> list[JsonObject]:
+    """Return the tools that the model may call."""
+    tools = _list(fields, "tools")
+    for number, tool in enumerate(tools):
+        match tool:
+            case {"type": "function", "function": {"name": str() as name}} if name and _is_unicode(name):
+                continue
+            case _:
+                rule = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+                raise fields.error(f"tools[{number}]", rule, tool)
+    match choice := fields.take("tool_choice"):
+        case None | "auto":
+            return tools
+        case "none":
+            return []
+    reason = "a model decides by itself whether it calls a tool; leave tool_choice out, or give auto or none"
+    raise RequestError(400, f"tool_choice {str(choice)[:80]} is not supported: {reason}.", parameter="tool_choice")
+
+
+def _schema(fields: Fields) -> JsonObject | None:
+    """Return the JSON schema of `response_format`; None for any text."""
+    kind, schema = fields.text("type"), fields.take("json_schema")
+    match kind, schema:
+        case "text", _:
+            return None
+        case "json_object", _:
+            return {"type": "object"}
+        case "json_schema", {"schema": dict() as schema}:
+            return schema
+    raise fields.error("type", "text, json_object, or json_schema with a json_schema.schema", kind)
+
+
+def _is_id(value: JsonValue) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _is_number(value: JsonValue) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST_NUMBER
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no lone surrogates, which JSON can name and UTF-8 cannot write."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _kind(value: JsonValue) -> str:
+    names: dict[Any, str] = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

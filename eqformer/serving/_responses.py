@@ -1,0 +1,302 @@
+"""Responses of the OpenAI protocol as JSON objects, and the calls of tools that an answer makes."""
+
+import dataclasses
+import json
+import re
+import secrets
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from .. import data
+from .._files import JsonObject, JsonValue, parse_json
+from ..text import TextPiece, TextResult
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """A token of a text, with its log-probability and the likely tokens in its place."""
+
+    id: int
+    log_prob: float | None
+    """None for the first token of a prompt, which nothing precedes."""
+    alternatives: Sequence[tuple[int, float]] = ()
+    """The likeliest ids, with their log-probabilities."""
+
+
+@dataclasses.dataclass
+class Choice:
+    """A text of a response while it grows."""
+
+    text: str = ""
+    tokens: list[Token] = dataclasses.field(default_factory=list)
+    result: TextResult | None = None
+    """The end of the text; None before."""
+
+    def add(self, piece: TextPiece) -> None:
+        """Append a piece."""
+        self.text += piece.text
+        self.tokens += tokens_of(piece)
+        self.result = piece.result
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The reason for the end; None before it."""
+        return None if self.result is None else self.result.finish_reason
+
+    @property
+    def mean_log_prob(self) -> float:
+        """The mean log-probability of a token, by which the best of several texts are chosen."""
+        log_probs = [token.log_prob or 0.0 for token in self.tokens]
+        return sum(log_probs) / max(1, len(log_probs))
+
+
+def tokens_of(piece: TextPiece) -> list[Token]:
+    """Return the tokens of a piece."""
+    return [Token(*fields) for fields in zip(piece.ids, piece.log_probs, piece.alternatives)]
+
+
+class ResponseWriter:
+    """Writer of the JSON objects of one request's response."""
+
+    def __init__(self, kind: str, prefix: str, model: str, tokenizer: data.PromptTokenizer):
+        """Prepare the fields that all objects of a response share.
+
+        Args:
+            kind: The name of the object, such as `text_completion`.
+            prefix: The beginning of the response's id.
+            model: The name of the model.
+            tokenizer: The tokenizer by which tokens are shown.
+        """
+        self._shared = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._tokenizer = tokenizer
+        # Some tokenizers drop the space at the beginning of a text.
+        self._context = tokenizer.encode_prompt("a", add_special_tokens=False).tolist()
+        self._context_length = len(tokenizer.decode_prompt(self._context))
+
+    def response(self, choices: list[JsonObject], usage: JsonObject | None, kind: str | None = None) -> JsonObject:
+        """Return a response, or a part of a streamed response, with these choices."""
+        values = self._shared | ({} if kind is None else {"object": kind}) | {"choices": choices}
+        return values if usage is None else values | {"usage": usage}
+
+    def completion_choice(
+        self, index: int, text: str, finish_reason: str | None, tokens: Sequence[Token] | None, offset: int = 0
+    ) -> JsonObject:
+        """Return a choice of `/v1/completions`.
+
+        Args:
+            index: The number of the choice.
+            text: The text.
+            finish_reason: The reason for the end of the text; None before it.
+            tokens: The tokens with their log-probabilities; None: they are not told.
+            offset: Characters of the text before these tokens.
+        """
+        log_probs = None if tokens is None else self._completion_log_probs(tokens, offset)
+        return {"index": index, "text": text, "finish_reason": finish_reason, "logprobs": log_probs}
+
+    def chat_choice(
+        self, index: int, message: JsonObject, finish_reason: str | None, tokens: Sequence[Token] | None, *, delta: bool
+    ) -> JsonObject:
+        """Return a choice of `/v1/chat/completions`.
+
+        Args:
+            index: The number of the choice.
+            message: The message, or what a part of a stream adds to it.
+            finish_reason: The reason for the end of the message; None before it.
+            tokens: The tokens with their log-probabilities; None: they are not told.
+            delta: Whether the message is a part of a stream.
+        """
+        log_probs = None if tokens is None else {"content": [self._chat_token(token) for token in tokens]}
+        name = "delta" if delta else "message"
+        return {"index": index, name: message, "finish_reason": finish_reason, "logprobs": log_probs}
+
+    def _completion_log_probs(self, tokens: Sequence[Token], offset: int) -> JsonObject:
+        """Return log-probabilities in the form of `/v1/completions`."""
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(self._text(token.id))
+        alternatives = [
+            # A drawn token that is not among the likeliest is listed, too.
+            {self._show(likely): log_prob for likely, log_prob in token.alternatives}
+            | {self._show(token.id): token.log_prob}
+            for token in tokens
+        ]
+        return {
+            "tokens": [self._show(token.id) for token in tokens],
+            "token_logprobs": [token.log_prob for token in tokens],
+            "top_logprobs": [None if token.log_prob is None else top for token, top in zip(tokens, alternatives)],
+            "text_offset": offsets,
+        }
+
+    def _chat_token(self, token: Token) -> JsonObject:
+        """Return log-probabilities in the form of `/v1/chat/completions`."""
+        top = [self._named(likely, log_prob) for likely, log_prob in token.alternatives]
+        return self._named(token.id, token.log_prob) | {"top_logprobs": top}
+
+    def _named(self, token: int, log_prob: float | None) -> JsonObject:
+        text = self._text(token)
+        return {"token": self._show(token), "logprob": log_prob, "bytes": list(text.encode()) if text else None}
+
+    def _show(self, token: int) -> str:
+        """Return the name of a token: its text, or its number for a part of a character, which has no text."""
+        return self._text(token) or f"token_id:{token}"
+
+    def _text(self, token: int) -> str:
+        if token >= self._tokenizer.vocab:
+            return ""
+        text = self._tokenizer.decode_prompt([*self._context, token])[self._context_length :]
+        return "" if "\ufffd" in text else text
+
+
+def chat_message(content: str, calls: "Sequence[ToolCall]", *, delta: bool = False) -> JsonObject:
+    """Return a message of the assistant, or the last part of a streamed one."""
+    message: JsonObject = {} if delta else {"role": "assistant"}
+    if content or not (calls or delta):
+        message["content"] = content
+    elif not delta:
+        message["content"] = None
+    if calls:
+        message["tool_calls"] = [_call_object(call, number, delta) for number, call in enumerate(calls)]
+    return message
+
+
+def _call_object(call: "ToolCall", number: int, delta: bool) -> JsonObject:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    values = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    return {"index": number} | values if delta else values
+
+
+def usage(prompt_tokens: int, results: Iterable[TextResult | None]) -> JsonObject:
+    """Return the numbers of tokens of a response."""
+    known = [result for result in results if result is not None]
+    generated = sum(len(result.ids) for result in known)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": prompt_tokens + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(result.shared_length for result in known)},
+    }
+
+
+def event(value: JsonValue) -> bytes:
+    """Return a JSON value as an event of a streamed response."""
+    return b"data: " + dump(value) + b"\n\n"
+
+
+def dump(value: JsonValue) -> bytes:
+    """Return a value as JSON; log-probabilities of minus infinity are written as the least number."""
+    return json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _finite(value: JsonValue) -> JsonValue:
+    """Return a JSON value without infinities, which JSON cannot write."""
+    match value:
+        case float() if value == float("-inf"):
+            return -9999.0
+        case dict():
+            return {name: _finite(item) for name, item in value.items()}
+        case list():
+            return [_finite(item) for item in value]
+    return value
+
+
+# Calls of tools, in the formats that published chat templates teach.
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"  # Hermes and Qwen: one JSON object in each pair of tags.
+_LIST = "[TOOL_CALLS]"  # Mistral: a list of JSON objects, or in later versions a name, [ARGS] and an object.
+_PYTHON = "<|python_tag|>"  # Llama 3: before a JSON object, or left out by smaller models.
+_MARKERS = (_OPEN, _LIST, _PYTHON)
+_NAMED_CALL = re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?P<arguments>\{.*)", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that a model has written."""
+
+    name: str
+    arguments: JsonValue
+    """The arguments as a JSON object."""
+
+
+class ToolCallParser:
+    """Parser of an answer in pieces, which divides it into plain text and calls of tools.
+
+    Text that may begin a call is held back. Text that looks like a call and is none, because its JSON is broken or its
+    name is no tool's, is plain text.
+    """
+
+    def __init__(self, names: Collection[str]):
+        self._names = frozenset(names)
+        self._pending = ""
+        self._is_call = False
+        self._has_text = False
+
+    def push(self, piece: str) -> str:
+        """Return the text that is certain to belong to no call."""
+        self._pending += piece
+        if self._is_call:
+            return ""
+        # Smaller models answer with the JSON object alone.
+        starts_object = not self._has_text and self._pending.lstrip()[:1] in ("{", "")
+        starts = [start for marker in _MARKERS if (start := self._pending.find(marker)) >= 0]
+        if starts or starts_object:
+            self._is_call = bool(starts)
+            return self._release(min(starts, default=0))
+        return self._release(len(self._pending) - _marker_length(self._pending))
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """Return the text that was held back and belongs to no call, and the calls."""
+        calls = [call for call in _parse_calls(self._pending) if call.name in self._names]
+        if calls:
+            return "", calls
+        return self._release(len(self._pending)), []
+
+    def _release(self, length: int) -> str:
+        text, self._pending = self._pending[:length], self._pending[length:]
+        self._has_text = self._has_text or bool(text.strip())
+        return text
+
+
+def _marker_length(text: str) -> int:
+    """Return the length of the longest end of a text that is the beginning of a marker."""
+    lengths = range(1, min(len(text) + 1, max(map(len, _MARKERS))))
+    return max((n for n in lengths if any(marker.startswith(text[-n:]) for marker in _MARKERS)), default=0)
+
+
+def _parse_calls(text: str) -> Iterator[ToolCall]:
+    """Yield the calls in the text from its first marker on; nothing for text that cannot be parsed."""
+    if _OPEN in text:
+        parts = [part.partition(_CLOSE)[0] for part in text.split(_OPEN)[1:]]
+    elif _LIST in text:
+        parts = text.split(_LIST)[1:]
+    else:
+        parts = [text.replace(_PYTHON, "")]
+    for part in parts:
+        if named := _NAMED_CALL.fullmatch(part):
+            yield from _calls_of({"name": named["name"], "arguments": _parse(named["arguments"])})
+        else:
+            value = _parse(part)
+            for item in value if isinstance(value, list) else [value]:
+                yield from _calls_of(item)
+
+
+def _parse(text: str) -> JsonValue:
+    """Return the value of a JSON text; None for a text that is none."""
+    try:
+        return parse_json(text.strip(), unique=False)
+    except ValueError:
+        return None
+
+
+def _calls_of(value: JsonValue) -> Iterator[ToolCall]:
+    """Yield the call that a JSON value describes; nothing if it describes none."""
+    match value:
+        case {"name": str() as name, "arguments": dict() as arguments}:
+            yield ToolCall(name, arguments)
+        case {"name": str() as name, "parameters": dict() as arguments}:
+            yield ToolCall(name, arguments)

@@ -1,0 +1,187 @@
+"""The server of one model: the ASGI app, and the process that serves it until it is told to end."""
+
+import asyncio
+import logging
+import socket
+import types
+from collections.abc import Callable
+from typing import Any
+
+from .._failures import load_extra
+from ._service import Limits, TextService
+
+
+_SPARE_FILES = 64
+"""Files that the process may open beside its connections."""
+
+
+def make_app(service: TextService, *, name: str = "eqformer", api_key: str | None = None) -> Any:
+    """Return an ASGI app that serves a model by the OpenAI protocol, and that other apps can mount.
+
+    The app has the routes `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health`, `/metrics` and a page for
+    chats at `/`. Raises an `ImportError` without the package `starlette`, which the extra `serve` installs.
+
+    Args:
+        service: The service that draws the texts.
+        name: The name of the model in requests.
+        api_key: The key that requests to `/v1` must name; None: no key is needed.
+    """
+    load_extra("starlette", extra="serve", call="make_app(service)")
+    from ._app import Routes
+
+    return Routes(service, name=name, api_key=api_key).app()
+
+
+def serve(
+    service: TextService,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    name: str = "eqformer",
+    api_key: str | None = None,
+    progress: Callable[[str], object] = lambda line: None,
+) -> None:
+    """Compile the programs of a service, and serve its model until the process gets SIGTERM or SIGINT.
+
+    At the first signal, or at `service.drain()`, new requests are refused (503) and the texts that are drawn are
+    finished; a second signal ends them. Raises an `ImportError` without the packages of the extra `serve`, and a
+    `ValueError` for an address that cannot be used.
+
+    Args:
+        service: The service that draws the texts.
+        host: The address that the server listens on; the default is reached from the same machine only.
+        port: The port; 0 takes a free one.
+        name: The name of the model in requests.
+        api_key: The key that requests to `/v1` must name; None: no key is needed.
+        progress: A function that is called with lines on what is compiled and where the server listens.
+    """
+    uvicorn = load_extra("uvicorn", extra="serve", call="serve(service)")
+    app = make_app(service, name=name, api_key=api_key)
+    with _listen(host, port) as listener:
+        service.compile(progress)
+        config = uvicorn.Config(
+            app,
+            http=_connection_class(service.limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=10,
+            server_header=False,
+        )
+        listener.listen(config.backlog)  # Clients may connect as soon as they read where.
+        address, used_port = listener.getsockname()[:2]
+        progress(f"serving {name} at http://{f'[{address}]' if ':' in address else address}:{used_port}")
+        asyncio.run(_server_class()(config, service).serve(sockets=[listener]))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address, and refuses connections until the programs are compiled."""
+    listener = None
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        if listener is not None:
+            listener.close()
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"serve(service, host={host!r}, port={port}): the address cannot be used ({reason}); give another one."
+        ) from None
+    return listener
+
+
+def _server_class() -> Any:
+    """Return uvicorn's server with an end that finishes the texts that are drawn."""
+    import uvicorn  # pyright: ignore[reportMissingImports]
+
+    class DrainingServer(uvicorn.Server):
+        """Server that refuses new requests after a signal, and ends when no text is drawn."""
+
+        def __init__(self, config: uvicorn.Config, service: TextService):
+            super().__init__(config)
+            self._service = service
+
+        def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
+            """Begin the end at the first signal, and end at once at the second."""
+            if self._service.is_draining:
+                self.force_exit = True
+                super().handle_exit(sig, frame)
+            self._service.drain()
+
+        async def on_tick(self, counter: int) -> bool:
+            """Return whether the server ends; uvicorn asks ten times a second."""
+            if self._service.is_draining and not self._service.active:
+                self.should_exit = True
+            return await super().on_tick(counter)
+
+    return DrainingServer
+
+
+def _connection_class(limits: Limits) -> Any:
+    """Return uvicorn's HTTP connection with limits on idle connections.
+
+    A connection must send the head of a request in time. When there are too many connections, the one that has been
+    idle longest is closed for a new one.
+    """
+    from uvicorn.protocols.http.h11_impl import H11Protocol  # pyright: ignore[reportMissingImports]
+
+    most, idle = _most_connections(limits.connections), dict[Any, asyncio.TimerHandle]()
+
+    class LimitedConnection(H11Protocol):
+        """Connection that is closed when it is idle for too long."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                longest = next(iter(idle), self)
+                longest.stop_waiting()
+                longest.transport.abort()
+            if not transport.is_closing():
+                self.wait_for_request()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.stop_waiting()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle is None or self.cycle.response_complete:
+                self.wait_for_request()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.stop_waiting()
+            super().connection_lost(exc)
+
+        def wait_for_request(self) -> None:
+            """Close the connection unless the head of a request comes in time."""
+            self.stop_waiting()
+            idle[self] = self.loop.call_later(limits.idle_seconds, self.transport.abort)
+
+        def stop_waiting(self) -> None:
+            """Leave the connection open while it has a request."""
+            if (timer := idle.pop(self, None)) is not None:
+                timer.cancel()
+
+    return LimitedConnection
+
+
+def _most_connections(wanted: int) -> int:
+    """Return the most connections that are open at once; the limit on open files is raised as far as needed."""
+    try:
+        import resource
+    except ImportError:  # Other systems than POSIX have no such limit.
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        except (OSError, ValueError):
+            logging.getLogger("eqformer").warning("the limit on open files stays at %d", soft)
+    most = wanted if soft == resource.RLIM_INFINITY else soft - _SPARE_FILES
+    return max(1, min(wanted, most))

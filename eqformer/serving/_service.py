@@ -1,0 +1,403 @@
+"""Texts for the requests of a server: admission, limits, the engine in use, and its end."""
+
+import asyncio
+import bisect
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .. import data, generation
+from ..text import Grammar, LLM, TextEngine, TextPiece, TextRequest
+from ._protocol import ChatRequest, CompletionRequest, RequestError, TextOptions
+
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Limits on the requests of a server; a request that exceeds one is refused with an HTTP status."""
+
+    prompt_tokens: int | None = None
+    """Most tokens of a prompt (400); None: as many as fit into the engine's rows."""
+    new_tokens: int = 1024
+    """Most tokens of a text (400), and those of a chat that names no number."""
+    texts: int = 16
+    """Most texts that one request may draw, over all of its prompts (400)."""
+    waiting: int = 64
+    """Most texts that wait for a slot (429)."""
+    seconds: float | int = 300.0
+    """Longest time from a request to its response (408)."""
+    body_bytes: int = 1 << 22
+    """Bytes of the largest body (413)."""
+    body_seconds: float | int = 30.0
+    """Longest time in which a body must arrive (408)."""
+    idle_seconds: float | int = 15.0
+    """Longest time in which the head of a request must arrive on a connection, which is closed then."""
+    connections: int = 4096
+    """Most open connections; for a further one, that which is idle longest is closed."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and (value < 0 or (value == 0 and field.name != "waiting")):
+                least = "at least 0" if field.name == "waiting" else "above 0"
+                raise ValueError(f"Limits({field.name}={value}): {field.name} must be {least}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt of a request, as the engine takes it."""
+
+    content: Sequence[int] | Sequence[Mapping[str, object]]
+    """Ids to continue, or messages to answer."""
+    length: int
+    """Ids that the model reads."""
+    template_options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    grammar: Grammar | None = None
+    """The grammar of the text; None: any text."""
+    names_tokens: bool = False
+    """Whether the text names special tokens, by which some models mark calls of tools."""
+
+
+class TextService:
+    """Draws the texts of many requests by one engine."""
+
+    def __init__(self, llm: LLM, *, limits: Limits | None = None, **engine_options: Any):
+        """Prepare an engine.
+
+        Args:
+            llm: The model with its tokenizer, as `eqformer.load` returns it.
+            limits: The limits on requests; None: the default `Limits`.
+            **engine_options: The arguments of `LLM.engine`, such as `slots` and `capacity`.
+        """
+        limits = limits or Limits()
+        self.llm, self.limits, self.metrics = llm, limits, Metrics()
+        self._make_engine = functools.partial(llm.engine, **engine_options)
+        self._has_draft = engine_options.get("draft") is not None
+        self.engine = self._make_engine()
+        self.active = 0
+        """Texts that wait or are drawn."""
+        self.is_draining = False
+        """Whether new requests are refused, because the server ends."""
+        self._failure = ""
+        self._scoring = asyncio.Lock()
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; the texts that are drawn go on. A server then ends when none is left."""
+        self.is_draining = True
+
+    @property
+    def waiting(self) -> int:
+        """Texts that wait for a slot."""
+        return max(0, self.active - self.engine.engine.slots)
+
+    @property
+    def refusal(self) -> str:
+        """The reason why no request is taken; empty if requests are taken."""
+        return "the server is ending" if self.is_draining else self._failure
+
+    @contextlib.contextmanager
+    def admit(self, count: int) -> Iterator[None]:
+        """Count `count` texts as active in the block; raise a `RequestError` if they cannot be taken."""
+        if self.refusal:
+            raise RequestError(503, f"{self.refusal}; try again later, or another server.", code="unavailable")
+        most = self.engine.engine.slots + self.limits.waiting
+        if count > most:
+            raise RequestError(400, f"the request draws {count} texts, but {most} fit at once; ask for fewer.")
+        if self.active + count > most:
+            message = f"{self.active} texts are drawn or wait, of at most {most}; try again later."
+            raise RequestError(429, message, code="queue_full")
+        self.active += count
+        try:
+            yield
+        finally:
+            self.active -= count
+
+    async def encode_completion(self, request: CompletionRequest) -> list[Prompt]:
+        """Return the prompts of a completion; raise a `RequestError` for a prompt that cannot be continued."""
+        with _as_bad_request():
+            rows = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in request.prompts])
+        prompts = [Prompt(ids, len(ids)) for ids in rows]
+        for prompt in prompts:
+            self._check_length(prompt, request.options)
+        return prompts
+
+    async def encode_chat(self, request: ChatRequest) -> Prompt:
+        """Return the prompt of a chat; raise a `RequestError` for a conversation that cannot be answered."""
+        options = request.template_options | ({"tools": request.tools} if request.tools else {})
+
+        def encode() -> list[int]:
+            ids = self.llm.chat_tokens(request.messages, options)
+            if request.tools and ids == self.llm.chat_tokens(request.messages, request.template_options):
+                raise ValueError("the model's chat template does not name tools; leave out tools")
+            return ids
+
+        with _as_bad_request():
+            ids = await asyncio.to_thread(encode)
+        grammar = None if request.schema is None else Grammar("json_schema", request.schema)
+        prompt = Prompt(request.messages, len(ids), options, grammar, names_tokens=bool(request.tools))
+        self._check_length(prompt, request.options)
+        return prompt
+
+    async def start(self, prompt: Prompt, options: TextOptions, example: int) -> AsyncGenerator[TextPiece, None]:
+        """Return the pieces of a text, which is drawn while they are read; closing the iterator ends the request.
+
+        Raises a `RequestError` for settings that the engine refuses.
+
+        Args:
+            prompt: The prompt.
+            options: The settings.
+            example: The number of the text in its request, on which its random draws depend.
+        """
+        engine = reader = self.engine
+        if prompt.names_tokens:
+            llm = dataclasses.replace(self.llm, tokenizer=_NamedTokens(self.llm.tokenizer))
+            reader = TextEngine(llm, engine.engine)
+        used = prompt.length if self.llm.model.start is None else 1
+        most = min(self.limits.new_tokens, engine.engine.capacity - used)
+
+        def make_stream() -> AsyncGenerator[TextPiece, None]:
+            request = TextRequest(
+                prompt.content,
+                max_new_tokens=most if options.max_new_tokens is None else options.max_new_tokens,
+                stop=options.stop,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                top_k=options.top_k,
+                min_p=options.min_p,
+                repetition_penalty=options.repetition_penalty,
+                logit_bias=options.logit_bias,
+                seed=options.seed,
+                example=example,
+                alternatives=options.alternatives or 0,
+                allowed=prompt.grammar,
+                template_options=prompt.template_options,
+            )
+            return reader.stream(request)
+
+        with _as_bad_request():
+            # Encoding a long prompt and reading a grammar would keep the other requests waiting.
+            pieces = await asyncio.to_thread(make_stream)
+        return self._observe(engine, pieces)
+
+    async def score(self, ids: Sequence[int], alternatives: int) -> generation.TokenScores:
+        """Return the scores of all ids of a text but the first, each with so many alternatives."""
+        score = functools.partial(generation.score_tokens, alternatives=alternatives)
+        async with self._scoring:
+            scores = await asyncio.to_thread(score, self.llm.model, [ids[:1]], [ids[1:]])
+        return scores[0]
+
+    def compile(self, progress: Callable[[str], object] = lambda line: None) -> None:
+        """Compile the programs of the engine by drawing short texts."""
+        start = time.monotonic()
+        engine, length = self.engine.engine, 64
+        lengths = [1]
+        while length <= min(engine.prefill_chunk, engine.capacity - 16):
+            lengths.append(length)
+            length *= 2
+        requests = [generation.Request([number] * length, 2) for number, length in enumerate(lengths)]
+        requests.append(generation.Request([1], 2, temperature=1.0))
+        if not self._has_draft:
+            any_token = np.ones(self.llm.model.vocab, bool)
+            requests.append(generation.Request([1], 2, allowed=lambda ids: any_token))
+        for number, request in enumerate(requests, 1):
+            for result in engine.run([request]):
+                if result.error:
+                    raise RuntimeError(result.error)
+            progress(f"compiled for request {number} of {len(requests)}, {time.monotonic() - start:,.1f} s")
+
+    async def _observe(
+        self, engine: TextEngine, pieces: AsyncGenerator[TextPiece, None]
+    ) -> AsyncGenerator[TextPiece, None]:
+        """Pass pieces on, and count tokens and times; an error of the engine becomes a `RequestError`."""
+        last, result = time.monotonic(), None
+        is_first = True
+        try:
+            async for piece in pieces:
+                if piece.ids:
+                    now = time.monotonic()
+                    seconds, last = now - last, now
+                    self.metrics.add("generated_tokens", len(piece.ids))
+                    self.metrics.observe("first_token" if is_first else "between_tokens", seconds)
+                    is_first = False
+                result = piece.result
+                if result is not None and result.finish_reason == "error":
+                    raise RequestError(500, result.error)
+                yield piece
+        except RequestError:
+            raise
+        except Exception as error:
+            self._replace_engine(engine, error)
+            raise RequestError(500, f"the engine failed ({type(error).__name__}); try again.") from error
+        finally:
+            if result is None:
+                self.metrics.add("cancelled_requests")
+            await pieces.aclose()
+
+    def _replace_engine(self, failed: TextEngine, error: Exception) -> None:
+        """Make another engine in place of one that cannot go on."""
+        if self.engine is not failed:
+            return
+        self.metrics.add("engine_failures")
+        logging.getLogger("eqformer").exception("the engine failed, and another one is made", exc_info=error)
+        try:
+            self.engine = self._make_engine()
+        except Exception as second:
+            self._failure = f"the engine failed and could not be made again ({type(second).__name__})"
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        ids = self.llm.tokens(prompt) if isinstance(prompt, str) else prompt
+        if not ids:
+            message = "a prompt is empty, and the tokenizer adds no beginning of text; give at least a character."
+            raise RequestError(400, message, parameter="prompt")
+        return ids
+
+    def _check_length(self, prompt: Prompt, options: TextOptions) -> None:
+        """Raise a `RequestError` if a prompt and its new tokens exceed a limit."""
+        limits, capacity = self.limits, self.engine.engine.capacity
+        longest = capacity - 1 if limits.prompt_tokens is None else min(limits.prompt_tokens, capacity - 1)
+        if prompt.length > longest:
+            message = f"the prompt has {prompt.length:,} tokens, but at most {longest:,} are read; shorten it."
+            raise RequestError(400, message, parameter="prompt", code="context_length_exceeded")
+        new = options.max_new_tokens or 0
+        if new > limits.new_tokens:
+            message = f"max_tokens is {new:,}, but at most {limits.new_tokens:,} are drawn; ask for fewer."
+            raise RequestError(400, message, parameter="max_tokens")
+        if self.llm.model.start is None and prompt.length + new > capacity:
+            message = (
+                f"the prompt has {prompt.length:,} tokens and {new:,} are asked for, but both together must be at most "
+                f"{capacity:,}; shorten the prompt, or ask for fewer."
+            )
+            raise RequestError(400, message, parameter="max_tokens", code="context_length_exceeded")
+
+
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield the items of several iterators as they come, each with the iterator's number; close all at the end."""
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
+
+    async def feed(number: int, stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async for item in stream:
+                queue.put_nowait((number, item))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+        finally:
+            await stream.aclose()
+
+    tasks = [asyncio.create_task(feed(number, stream)) for number, stream in enumerate(streams)]
+    remaining = len(tasks)
+    try:
+        while remaining:
+            match await queue.get():
+                case None:
+                    remaining -= 1
+                case BaseException() as error:
+                    raise error
+                case item:
+                    yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _as_bad_request() -> Iterator[None]:
+    """Turn an error of the package about its input into an error of the request."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        raise RequestError(400, str(error)) from error
+
+
+class _NamedTokens:
+    """Tokenizer whose texts name special tokens."""
+
+    def __init__(self, tokenizer: data.PromptTokenizer):
+        self._tokenizer = tokenizer
+        self.vocab, self.end_of_text, self.fingerprint = tokenizer.vocab, tokenizer.end_of_text, tokenizer.fingerprint
+        self.encode, self.encode_batch = tokenizer.encode, tokenizer.encode_batch
+        self.encode_prompt, self.decode_prompt = tokenizer.encode_prompt, tokenizer.decode_prompt
+        self.decode = tokenizer.decode_prompt
+
+
+# Counts and times, in the text format of Prometheus.
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Histogram:
+    """Times in buckets."""
+
+    def __init__(self):
+        self._counts, self._sum = [0] * (len(_SECONDS) + 1), 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count a time."""
+        self._counts[bisect.bisect_left(_SECONDS, seconds)] += 1
+        self._sum += seconds
+
+    def lines(self, name: str) -> Iterator[str]:
+        """Yield the lines of the text format."""
+        totals = list(itertools.accumulate(self._counts))
+        for bound, total in zip((*map(str, _SECONDS), "+Inf"), totals):
+            yield f'{name}_bucket{{le="{bound}"}} {total}'
+        yield f"{name}_sum {self._sum:.6f}"
+        yield f"{name}_count {totals[-1]}"
+
+
+class Metrics:
+    """Counts and times since the start of a server; every method may be called from any thread."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._responses: Counter[tuple[str, int]] = Counter()
+        self._counters: Counter[str] = Counter(
+            dict.fromkeys(("prompt_tokens", "generated_tokens", "cancelled_requests", "engine_failures"), 0)
+        )
+        self._times = {name: Histogram() for name in ("first_token", "between_tokens", "request")}
+
+    def count_response(self, path: str, status: int) -> None:
+        """Count a response by its path and its status."""
+        with self._lock:
+            self._responses[path, status] += 1
+
+    def add(self, counter: str, amount: int = 1) -> None:
+        """Add to a counter: `prompt_tokens`, `generated_tokens`, `cancelled_requests` or `engine_failures`."""
+        with self._lock:
+            self._counters[counter] += amount
+
+    def observe(self, time: str, seconds: float) -> None:
+        """Count a time: that to the `first_token`, that `between_tokens`, or that of a `request`."""
+        with self._lock:
+            self._times[time].observe(seconds)
+
+    def render(self, gauges: Mapping[str, float | int]) -> str:
+        """Return all metrics, and the gauges, in the text format of Prometheus."""
+        with self._lock:
+            return "".join(f"{line}\n" for line in self._lines(gauges))
+
+    def _lines(self, gauges: Mapping[str, float | int]) -> Iterator[str]:
+        yield "# TYPE eqformer_http_responses_total counter"
+        for (path, status), count in sorted(self._responses.items()):
+            yield f'eqformer_http_responses_total{{path="{path}",status="{status}"}} {count}'
+        for name, count in self._counters.items():
+            yield f"# TYPE eqformer_{name}_total counter"
+            yield f"eqformer_{name}_total {count}"
+        for name, value in gauges.items():
+            yield f"# TYPE eqformer_{name} gauge"
+            yield f"eqformer_{name} {value:g}"
+        for name, histogram in self._times.items():
+            yield f"# TYPE eqformer_{name}_seconds histogram"
+            yield from histogram.lines(f"eqformer_{name}_seconds")

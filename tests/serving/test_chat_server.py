@@ -1,0 +1,179 @@
+"""Chats of the server: the template's prompt, streams, calls of tools in the known formats, and JSON by a schema."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+from test_completions_server import draw, events, make_app, send
+from text_cases import scripted, small_model, TEMPLATE
+
+from eqformer import data
+from eqformer.serving import ToolCallParser
+from eqformer.text import LLM
+
+
+CHAT = "/v1/chat/completions"
+TOOLS_TEMPLATE = "{% if tools %}[{% for tool in tools %}{{ tool.function.name }}{% endfor %}]{% endif %}"
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+ASK = [{"role": "user", "content": "Hi"}]
+FORMATS = {
+    "tags": 'Wait. <tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
+    "two tags": '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>\n'
+    '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>',
+    "a list": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}]',
+    "a name with arguments": '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
+    "an object": '{"name": "weather", "parameters": {"city": "Rome"}}',
+    "an object after a tag": '<|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}',
+}
+PLAIN = {
+    "broken JSON": '<tool_call>{"name": "weather", "arguments": {</tool_call>',
+    "an unknown tool": '{"name": "clock", "arguments": {}}',
+    "other JSON": '{"city": "Rome"}',
+    "a beginning of a tag": "a < b and [TOOL",
+    "text": "It is 3 <tool> degrees.",
+    "nothing": "",
+}
+
+
+def template(tmp_path, source):
+    (tmp_path / "chat_template.jinja").write_text(source)
+    return data.ChatTemplate(tmp_path)
+
+
+def write(source, answer, tools=()):
+    """A model that answers a chat by a script."""
+    options = {"tools": list(tools)} if tools else {}
+    prompt = source.render(ASK, **options)
+    return LLM(scripted((prompt + answer).ljust(190, "\0")).model, data.ByteTokenizer(), source, end_ids=(0,))
+
+
+@pytest.mark.quick
+def test_answers_are_those_of_an_engine(tmp_path):
+    llm = LLM(small_model(), data.ByteTokenizer(), template(tmp_path, TEMPLATE), end_ids=(0,))
+    messages = [{"role": "developer", "content": "Be kind."}, *ASK]
+    body = {"messages": messages, "max_completion_tokens": 15, "temperature": 9, "seed": 3, "n": 2}
+    counted = {"stream": True, "stream_options": {"include_usage": True}}
+    whole, streamed = send(make_app(llm), body, body | counted, path=CHAT)
+    alike = [{"role": "system", "content": "Be kind."}, *ASK]
+    alone = [result.text for result in draw(llm, alike, 2, max_new_tokens=15, temperature=9.0, seed=3)]
+    answers = [choice["message"]["content"] for choice in whole.json()["choices"]]
+    assert answers == alone and len({*answers}) == 2
+    pieces = [choice for event in events(streamed) for choice in event["choices"]]
+    joined = ["".join(p["delta"].get("content", "") for p in pieces if p["index"] == number) for number in (0, 1)]
+    assert joined == answers and pieces[0]["delta"]["role"] == "assistant"
+    assert events(streamed)[-1]["usage"] == whole.json()["usage"]
+    assert [piece["finish_reason"] for piece in pieces if piece["finish_reason"]] == ["length"] * 2
+
+
+def test_log_probabilities_of_an_answer(tmp_path):
+    llm = LLM(small_model(), data.ByteTokenizer(), template(tmp_path, TEMPLATE), end_ids=(0,))
+    body = {"messages": ASK, "max_tokens": 6, "temperature": 0, "logprobs": True}
+    whole, streamed, without = send(make_app(llm), body, body | {"stream": True}, body | {"logprobs": False}, path=CHAT)
+    (alone,) = draw(llm, ASK, max_new_tokens=6)
+    told = whole.json()["choices"][0]["logprobs"]["content"]
+    assert [token["logprob"] for token in told] == pytest.approx(list(alone.log_probs), rel=1e-4)
+    parts = [choice["logprobs"]["content"] for event in events(streamed) for choice in event["choices"]]
+    assert [token for part in parts for token in part] == told and without.json()["choices"][0]["logprobs"] is None
+    assert all(token["bytes"] is None or bytes(token["bytes"]).decode() == token["token"] for token in told)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_calls_of_tools_are_parsed(tmp_path, form):
+    source = template(tmp_path, TOOLS_TEMPLATE + TEMPLATE)
+    llm = write(source, FORMATS[form], [WEATHER])
+    body = {"messages": ASK, "temperature": 0, "tools": [WEATHER]}
+    whole, streamed = send(make_app(llm), body, body | {"stream": True}, path=CHAT)
+    choice = whole.json()["choices"][0]
+    calls = [
+        (call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in choice["message"]["tool_calls"]
+    ]
+    assert calls == [("weather", {"city": "Rome"}), ("weather", {"city": "Oslo"})][: 1 + (form == "two tags")]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == ("Wait. " if form == "tags" else None)
+    pieces = [choice["delta"] for event in events(streamed) for choice in event["choices"]]
+    assert "".join(piece.get("content", "") for piece in pieces) == (choice["message"]["content"] or "")
+    (last,) = [piece["tool_calls"] for piece in pieces if "tool_calls" in piece]
+    assert [call["index"] for call in last] == [*range(len(calls))]
+    assert [call["function"] for call in last] == [call["function"] for call in choice["message"]["tool_calls"]]
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("form", [*PLAIN, *FORMATS])
+def test_calls_do_not_depend_on_pieces(form, size):
+    text = (PLAIN | FORMATS)[form]
+    parser = ToolCallParser(["weather"])
+    content = "".join(parser.push(text[start : start + size]) for start in range(0, len(text), size))
+    ending, calls = parser.finish()
+    assert bool(calls) == (form in FORMATS)
+    assert content + ending == (text if form in PLAIN else text[: text.index("<tool_call>")] if form == "tags" else "")
+    assert form != "text" or size > 1 or len(content) > 10  # text is not held back until the end
+
+
+def test_results_of_tools_are_rendered(tmp_path):
+    source = template(
+        tmp_path,
+        TOOLS_TEMPLATE + "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{{ c.function.arguments.city }}{% endfor %}{% endfor %}<assistant>",
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    result = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "cold"}]}
+    messages = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    prompt = "[weather]<user>Hi<assistant>weatherRome<tool>cold<assistant>"
+    llm = LLM(scripted((prompt + "Wear a coat.").ljust(190, "\0")).model, data.ByteTokenizer(), source, end_ids=(0,))
+    (response,) = send(make_app(llm), {"messages": messages, "temperature": 0, "tools": [WEATHER]}, path=CHAT)
+    assert response.json()["choices"][0]["message"] == {"role": "assistant", "content": "Wear a coat."}
+    assert response.json()["usage"]["prompt_tokens"] == len(prompt)
+
+
+@pytest.mark.skipif(not find_spec("llguidance"), reason="the extra `grammar` is not installed")
+def test_answers_follow_a_schema(tmp_path):
+    llm = LLM(small_model(), data.ByteTokenizer(), template(tmp_path, TEMPLATE), end_ids=(0,))
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    forms = [{"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}, {"type": "text"}]
+    follows, plain, broken = send(
+        make_app(llm),
+        *[{"messages": ASK, "max_tokens": 40, "temperature": 1, "seed": 1, "response_format": form} for form in forms],
+        {"messages": ASK, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
+        path=CHAT,
+    )
+    assert follows.status_code == 200, follows.text
+    assert json.loads(follows.json()["choices"][0]["message"]["content"])["a"] in (1, 2)
+    with pytest.raises(ValueError):
+        json.loads(plain.json()["choices"][0]["message"]["content"])
+    assert broken.status_code == 400 and "grammar" in broken.json()["error"]["message"]
+
+
+BAD_CHATS = {
+    "messages": (None, [], "Hi", {}, [3], [{"role": "king", "content": "x"}], [{"role": "user"}], [ASK]),
+    "content": ([{"role": "user", "content": [{"type": "image_url"}]}], [{"role": "user", "content": 3}]),
+    "tool_calls": ([{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{"}}]}],),
+    "refused by the template": ([{"role": "tool", "content": "x"}],),
+    "tools": ([3], {}, [{"type": "function"}], [{"type": "function", "function": {"name": ""}}]),
+    "tool_choice": ("required", {"type": "function", "function": {"name": "x"}}),
+    "response_format": ("text", {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": 1}),
+    "chat_template_kwargs": ([], {"messages": []}),
+    "top_logprobs": (3, -1, 21),
+    "logprobs": (1, "yes"),
+    "max_tokens": (0, -5, "1"),
+    "modalities": (["audio"],),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHATS)
+def test_bad_settings_of_chats_are_refused(tmp_path, name):
+    llm = LLM(small_model(), data.ByteTokenizer(), template(tmp_path, TEMPLATE), end_ids=(0,))
+    app, values = make_app(llm), BAD_CHATS[name]
+    are_messages = name in ("content", "tool_calls", "refused by the template")
+    field = "messages" if are_messages else name
+    for value, response in zip(values, send(app, *[{"messages": ASK, field: value} for value in values], path=CHAT)):
+        assert response.status_code == 400 and len(response.json()["error"]["message"]) < 500, (value, response.text)
+
+
+def test_models_without_a_template_or_tools_say_so(tmp_path):
+    silent = LLM(small_model(), data.ByteTokenizer(), end_ids=(0,))
+    (response,) = send(make_app(silent), {"messages": ASK}, path=CHAT)
+    assert response.status_code == 400 and "chat template" in response.json()["error"]["message"]
+    llm = LLM(small_model(), data.ByteTokenizer(), template(tmp_path, TEMPLATE), end_ids=(0,))
+    (response,) = send(make_app(llm), {"messages": ASK, "tools": [WEATHER]}, path=CHAT)
+    assert response.status_code == 400 and "tools" in response.json()["error"]["message"]

@@ -1,0 +1,278 @@
+"""The server's protocol, in process: texts, streams, chats, and an HTTP error for each kind of bad input."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from text_cases import small_model
+
+from eqformer import data, generation, serving
+from eqformer.text import LLM, TextRequest
+
+
+SIZES: dict[str, Any] = dict(slots=2, capacity=192, prefill_chunk=64, stride=4)
+PROMPT = "def main("
+
+
+def make_app(llm, api_key=None, **options):
+    return serving.make_app(serving.TextService(llm, **SIZES | options), name="tiny", api_key=api_key)
+
+
+def client_of(app, **options):
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://server", **options)
+
+
+def send(app, *bodies, path="/v1/completions", **options):
+    """Send bodies at once; return the responses."""
+
+    async def send_all():
+        async with client_of(app) as client:
+            return await asyncio.gather(
+                *[client.post(path, json={"model": "tiny"} | body, **options) for body in bodies]
+            )
+
+    return asyncio.run(send_all())
+
+
+def draw(llm, prompt, count=1, **options):
+    """The texts of an engine without a server, which has compiled the same programs."""
+    requests = [TextRequest(prompt, example=number, **options) for number in range(count)]
+    return sorted(llm.engine(**SIZES).run(requests), key=lambda result: result.number)
+
+
+def texts(response):
+    assert response.status_code == 200, response.text
+    return [choice["text"] for choice in response.json()["choices"]]
+
+
+def events(response):
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(small_model(), data.ByteTokenizer(), end_ids=(0,))
+
+
+@pytest.fixture(scope="module")
+def app(llm):
+    return make_app(llm)
+
+
+@pytest.mark.quick
+def test_completions_are_the_texts_of_an_engine(llm, app):
+    bodies = [
+        {"prompt": PROMPT, "max_tokens": 12, "temperature": 0},
+        {
+            "prompt": [list(b"import "), list(b"x")],
+            "max_tokens": 7,
+            "temperature": 9,
+            "top_p": 0.9,
+            "seed": 3,
+            "n": 2,
+        },
+        {"prompt": "é", "max_tokens": 9, "temperature": 0, "echo": True},
+    ]
+    greedy, drawn, echo = send(app, *bodies)
+    assert texts(greedy) == [draw(llm, PROMPT, max_new_tokens=12)[0].text]
+    assert texts(echo) == ["é" + draw(llm, "é", max_new_tokens=9)[0].text]
+    options = dict(max_new_tokens=7, temperature=9.0, top_p=0.9, seed=3)
+    alone = [result.text for prompt in ("import ", "x") for result in draw(llm, prompt, 2, **options)]
+    assert texts(drawn) == alone and len(set(alone)) > 2
+    assert greedy.json()["usage"] == {
+        "prompt_tokens": 9,
+        "completion_tokens": 12,
+        "total_tokens": 21,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert greedy.json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.grid
+def test_completions_are_the_texts_of_generate(llm, app):
+    bodies = [{"prompt": PROMPT, "max_tokens": 12, "temperature": t, "seed": 3, "n": 2} for t in (0, 9)]
+    for body, response in zip(bodies, send(app, *bodies)):
+        options = dict(max_new_tokens=12, temperature=body["temperature"], seed=3)
+        assert texts(response) == llm.generate([PROMPT] * 2, **options)
+
+
+def test_streams_are_the_texts_in_pieces(llm, app):
+    body = {"prompt": [PROMPT, "x"], "max_tokens": 20, "temperature": 0.9, "seed": 1, "n": 2}
+    whole, streamed, counted = send(
+        app, body, body | {"stream": True}, body | {"stream": True, "stream_options": {"include_usage": True}}
+    )
+    pieces = [choice for event in events(streamed) for choice in event["choices"]]
+    joined = ["".join(piece["text"] for piece in pieces if piece["index"] == number) for number in range(4)]
+    assert joined == texts(whole) and len(pieces) > 8
+    assert [piece["finish_reason"] for piece in pieces if piece["finish_reason"]] == ["length"] * 4
+    assert events(counted)[-1]["usage"] == whole.json()["usage"] and events(counted)[-1]["choices"] == []
+    assert all("usage" not in event for event in events(streamed))
+
+
+def test_stop_strings_end_texts(llm, app):
+    text = draw(llm, PROMPT, max_new_tokens=30)[0].text
+    stop = text[10:13]
+    body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "stop": [stop, "never in it"]}
+    whole, streamed = send(app, body, body | {"stream": True})
+    assert texts(whole) == [text[: text.index(stop)]] and whole.json()["choices"][0]["finish_reason"] == "stop"
+    assert "".join(choice["text"] for event in events(streamed) for choice in event["choices"]) == texts(whole)[0]
+
+
+def test_log_probabilities_of_texts_and_prompts(llm, app):
+    body = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "logprobs": 3}
+    without, echo = send(app, body, body | {"echo": True})
+    (alone,) = draw(llm, PROMPT, max_new_tokens=5)
+    told = without.json()["choices"][0]["logprobs"]
+    np.testing.assert_allclose(told["token_logprobs"], alone.log_probs, rtol=1e-4)
+    assert len(told["tokens"]) == 5 and told["text_offset"][0] == 0
+    assert [len(likely) for likely in told["top_logprobs"]] == [3] * 5
+    assert all(max(likely.values()) == told for likely, told in zip(told["top_logprobs"], told["token_logprobs"]))
+    ids = [*PROMPT.encode(), *alone.ids]
+    (scores,) = generation.score_tokens(llm.model, [ids[:1]], [ids[1:]], alternatives=3)
+    told = echo.json()["choices"][0]["logprobs"]
+    assert told["tokens"][:9] == list(PROMPT) and told["token_logprobs"][0] is None
+    np.testing.assert_allclose(told["token_logprobs"][1:], scores.log_probabilities, rtol=1e-4)
+    for likely, expected in zip(told["top_logprobs"][1:], scores.alternative_log_probabilities.tolist(), strict=True):
+        # A drawn token that is not among the likeliest is listed, too.
+        np.testing.assert_allclose(sorted(likely.values(), reverse=True)[:3], expected, rtol=1e-4)
+    nothing, only_prompt = send(app, {"prompt": PROMPT}, {"prompt": PROMPT, "max_tokens": 0, "echo": True})
+    assert texts(only_prompt) == [PROMPT] and nothing.json()["choices"][0]["logprobs"] is None
+
+
+def test_the_best_of_several_texts_is_the_likeliest(llm, app):
+    body = {"prompt": PROMPT, "max_tokens": 8, "seed": 5, "logprobs": 0}
+    all_texts, best = send(app, body | {"n": 4}, body | {"best_of": 4, "n": 1})
+    means = [np.mean(choice["logprobs"]["token_logprobs"]) for choice in all_texts.json()["choices"]]
+    assert texts(best) == [texts(all_texts)[int(np.argmax(means))]] and len(set(means)) == 4
+    assert best.json()["usage"]["completion_tokens"] == 32  # of all that were drawn
+
+
+def test_requests_without_a_seed_differ(app):
+    first, second = send(app, *[{"prompt": PROMPT, "max_tokens": 30, "temperature": 2}] * 2)
+    assert texts(first) != texts(second)
+    first, second = send(app, *[{"prompt": PROMPT, "max_tokens": 30, "temperature": 2, "seed": 2}] * 2)
+    assert texts(first) == texts(second)
+
+
+def post_raw(app, content, path="/v1/completions", headers=()):
+    async def post():
+        async with client_of(app) as client:
+            types = {"content-type": "application/json"} | dict(headers)
+            return await client.post(path, content=content, headers=types)
+
+    return asyncio.run(post())
+
+
+RAW = {
+    "no JSON": (b"{", "JSON"),
+    "no object": (b"[1]", "JSON object"),
+    "nothing": (b"", "JSON"),
+    "bytes that are no UTF-8": (b'{"model": "\xff"}', "UTF-8"),
+    "a name twice": (b'{"model": "tiny", "model": "tiny"}', "twice"),
+    "deep nesting": (b"[" * 100_000, "deeper"),
+    "a huge integer": (b'{"model": "tiny", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", "integer"),
+    "NaN": (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', "temperature"),
+    "a lone surrogate": (b'{"model": "tiny", "prompt": "\\ud800"}', "prompt"),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_bodies_that_cannot_be_read_are_refused(app, name):
+    content, word = RAW[name]
+    response = post_raw(app, content)
+    assert response.status_code == 400 and word in response.json()["error"]["message"]
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+BAD_COMPLETIONS = {
+    "prompt": (None, "", [], [[]], {}, 3, [1, "a"], [-1], [True], [["a"]], [2**40]),
+    "max_tokens": (-1, 0, 1.5, "3", 10**30, True),
+    "temperature": (-0.1, "1", [], 1e300),
+    "top_p": (0, -1, 1.1),
+    "top_k": (-2, 1.5),
+    "min_p": (-1, 2),
+    "repetition_penalty": (0, -3),
+    "n": (0, -1, 17, 10**9, "2"),
+    "best_of": (0, 100),
+    "seed": (1.5, "a", 2**70),
+    "stop": ("", [""], [3], ["a"] * 17, {}),
+    "logprobs": (-1, 21, True, "5"),
+    "logit_bias": ([], {"a": 1}, {"1": "x"}, {"-1": 1}, {"1": 1000}, {"300": 1}),
+    "stream": (1, "true"),
+    "echo": ("no",),
+    "stream_options": ([], {"unknown": 1}),
+    "suffix": ("x",),
+    "presence_penalty": (1.0,),
+    "unknown": (1,),
+    "model": (None, 3, "", [], "a" * 100_000),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COMPLETIONS)
+def test_bad_settings_of_completions_are_refused(app, name):
+    bodies = [{"prompt": "x", "max_tokens": 2} | {name: value} for value in BAD_COMPLETIONS[name]]
+    for body, response in zip(bodies, send(app, *bodies)):
+        expected = (400, 404) if name == "model" else (400,)
+        assert response.status_code in expected, (body, response.text)
+        error = response.json()["error"]
+        assert len(error["message"]) < 300 and ((error["param"] or "") in (name, "unknown") or "300" in str(body)), (
+            error
+        )
+    (after,) = send(app, {"prompt": "x", "max_tokens": 2})
+    assert after.status_code == 200
+
+
+def test_texts_that_do_not_fit_are_refused(app):
+    long, both, most, unknown_model = send(
+        app,
+        {"prompt": "x" * 500},
+        {"prompt": "x" * 100, "max_tokens": 120},
+        {"prompt": "x", "max_tokens": 2000},
+        {"prompt": "x", "model": "another"},
+    )
+    assert long.status_code == both.status_code == most.status_code == 400 and unknown_model.status_code == 404
+    assert "500" in long.json()["error"]["message"] and long.json()["error"]["code"] == "context_length_exceeded"
+    assert "'tiny'" in unknown_model.json()["error"]["message"]
+
+
+def test_paths_keys_and_methods(llm):
+    app = make_app(llm, api_key="secret")
+
+    async def ask():
+        async with client_of(app) as client:
+            keys = [{}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer sécret".encode()}]
+            refused = [await client.get("/v1/models", headers=headers) for headers in keys]
+            key = {"authorization": "Bearer secret"}
+            gets = ["/v1/models", "/v1/models/tiny", "/v1/models/other", "/nowhere", "/v1/completions", "/health", "/"]
+            served = [await client.get(path, headers=key) for path in gets]
+            embedded = await client.post("/v1/embeddings", json={}, headers=key)
+            text = await client.post("/v1/completions", content=b"{}", headers=key | {"content-type": "text/plain"})
+            return refused, served, embedded, text, await client.get("/metrics")
+
+    refused, served, embedded, text, metrics = asyncio.run(ask())
+    assert [response.status_code for response in refused] == [401] * 3
+    assert refused[0].json()["error"]["type"] == "authentication_error"
+    assert [response.status_code for response in served] == [200, 200, 404, 404, 405, 200, 200]
+    assert served[0].json()["data"][0]["id"] == "tiny" and served[5].json() == {
+        "status": "ok",
+        "active": 0,
+        "waiting": 0,
+    }
+    assert embedded.status_code == 404 and "embeddings" in embedded.json()["error"]["message"]
+    assert text.status_code == 400 and "Content-Type" in text.json()["error"]["message"]
+    assert 'eqformer_http_responses_total{path="/v1/models",status="401"} 3' in metrics.text
+    assert "eqformer_slots 2" in metrics.text and "eqformer_first_token_seconds_count 0" in metrics.text
+
+
+def test_other_apps_can_mount_the_server(app):
+    from starlette.applications import Starlette
+    from starlette.routing import Mount
+
+    (response,) = send(Starlette(routes=[Mount("/llm", app)]), {"prompt": "x"}, path="/llm/v1/completions")
+    assert response.status_code == 200
