@@ -1,0 +1,117 @@
+"""Clients of others against a process of `scripts/serve.py`: OpenAI's own, and lm-evaluation-harness."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import pytest
+from test_evaluate_tasks import answers, CHAT, make_tasks, numbers
+from text_cases import published_folder, USER
+
+import eqformer
+from eqformer import evaluation
+
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "serve.py"
+SIZES = ["--slots", "2", "--capacity", "192", "--prefill-chunk", "64", "--most-texts", "8"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return published_folder(tmp_path_factory.mktemp("served") / "tiny", chat_template__jinja=CHAT)
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    """A server process; yields it and its address."""
+    command = [sys.executable, str(SCRIPT), "--model", str(folder), "--port", "0", "--api-key", "secret", *SIZES]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith("serving tiny at "):
+            break
+    else:
+        pytest.fail("".join(lines))
+    yield process, lines[-1].split()[-1]
+    process.kill()
+    process.wait()
+    process.stderr.close()
+
+
+@pytest.mark.grid
+@pytest.mark.skipif(not find_spec("openai"), reason="the package `openai` is not installed")
+@pytest.mark.filterwarnings("default")
+def test_the_client_of_openai(folder, server):
+    import openai  # pyright: ignore[reportMissingImports]
+
+    llm, client = eqformer.load(folder), openai.OpenAI(base_url=f"{server[1]}/v1", api_key="secret", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    chat = client.chat.completions.create(model="tiny", messages=[USER], temperature=0, max_completion_tokens=20)
+    assert chat.choices[0].message.content == llm.chat([USER], max_new_tokens=20)
+    assert chat.usage is not None and chat.usage.completion_tokens == 20
+    options = dict(model="tiny", messages=[USER], seed=4, temperature=1.5, max_tokens=20)
+    stream = client.chat.completions.create(stream=True, logprobs=True, top_logprobs=2, **options)
+    parts = [part.choices[0] for part in stream]
+    text = "".join(part.delta.content or "" for part in parts)
+    assert text == llm.chat([USER], max_new_tokens=20, temperature=1.5, seed=4) and parts[-1].finish_reason == "length"
+    tokens = [token for part in parts if part.logprobs for token in part.logprobs.content]
+    assert len(tokens) == 20 and all(len(token.top_logprobs) == 2 for token in tokens)
+    completion = client.completions.create(model="tiny", prompt=["a", "bc"], max_tokens=5, temperature=0, logprobs=1)
+    assert [choice.text for choice in completion.choices] == llm.generate(["a", "bc"], max_new_tokens=5)
+    for status, call in (
+        (openai.BadRequestError, lambda: client.completions.create(model="tiny", prompt="x" * 500)),
+        (openai.NotFoundError, lambda: client.completions.create(model="other", prompt="x")),
+        (openai.NotFoundError, lambda: client.embeddings.create(model="tiny", input="x")),
+        (openai.AuthenticationError, lambda: client.with_options(api_key="wrong").models.list()),
+    ):
+        with pytest.raises(status) as failure:
+            call()
+        assert failure.value.body["message"]
+
+
+@pytest.mark.grid
+@pytest.mark.skipif(not find_spec("lm_eval") or not find_spec("tenacity"), reason="`lm_eval[api]` is not installed")
+@pytest.mark.filterwarnings("default")
+def test_the_harness_has_the_same_numbers_through_the_server(folder, server, tmp_path, monkeypatch):
+    import lm_eval  # type: ignore[import-not-found]
+
+    tasks = make_tasks(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    arguments = {"model": "tiny", "base_url": f"{server[1]}/v1/completions", "tokenizer": str(folder)}
+    arguments |= {"tokenizer_backend": "huggingface", "max_length": 64, "batch_size": 4}
+    served = lm_eval.simple_evaluate(
+        model="local-completions", model_args=arguments, tasks=[dict(task) for task in tasks], bootstrap_iters=10
+    )
+    llm = eqformer.load(folder)
+    ours = answers(evaluation.evaluate_tasks(llm, tasks, max_length=64).samples)
+    theirs = answers(served["samples"])
+    assert theirs.keys() == ours.keys() and len(theirs) > 20
+    for key, response in ours.items():
+        assert numbers(theirs[key]) == pytest.approx(numbers(response), rel=1e-5, abs=1e-3), key
+        assert key[0] != "write" or theirs[key] == response
+    other = answers(evaluation.evaluate_tasks(llm, tasks[:1], apply_chat_template=True).samples)
+    assert numbers(other["choose", 0]) != pytest.approx(numbers(theirs["choose", 0]), abs=1e-2)  # it can fail
+
+
+@pytest.mark.grid
+def test_a_signal_ends_the_process_when_its_texts_have_ended(folder, server):
+    process, url = server
+    body = {"model": "tiny", "prompt": "ab", "max_tokens": 150, "temperature": 0, "stream": True}
+    headers = {"authorization": "Bearer secret"}
+    pieces = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as response:
+        for line in response.iter_lines():
+            if not pieces:
+                process.send_signal(signal.SIGTERM)
+            if line.startswith("data: {"):
+                pieces += [choice["text"] for choice in json.loads(line[6:])["choices"]]
+    assert "".join(pieces) == eqformer.load(folder).generate("ab", max_new_tokens=150)
+    assert process.wait(30) == 0
