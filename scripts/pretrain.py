@@ -20,7 +20,7 @@ from support.command import entry
 from support.processes import connect, Machine, run_devices
 
 from eqformer.parallel import is_first_process
-from eqformer.recipes import needs_code, Recipe, RunDirectory, Screen, setup, short_name, texts, train
+from eqformer.recipes import needs_code, Recipe, report, RunDirectory, Screen, setup, short_name, texts, train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,9 @@ def show_example(recipe: Recipe, directory: RunDirectory) -> None:
     encoder = texts.chat_encoder(recipe, tokenizer, directory)
     if encoder is None:
         raise ValueError("--show-example: the text is no conversations, so all of it is learned; leave the flag out.")
-    document, shown = next(iter(texts.open_chats(recipe, texts.chat_paths(recipe)[0]))), Text()
+    with report.print_warnings():
+        document = next(iter(texts.open_chats(recipe, texts.chat_paths(recipe)[0])))
+    shown = Text()
     console = Console(highlight=False, soft_wrap=True, quiet=not is_first_process())
     has_colors = console.color_system is not None and console.is_terminal
     spans = encoder.mark_learned(document)

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -218,6 +218,32 @@ def read(folder: Path) -> Any:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def lora_step(
+    folder: Path, ids: np.ndarray, targets: np.ndarray, *, rank: int, maps: Sequence[str]
+) -> Callable[[], float]:
+    """Return a function that runs a step of peft's LoRA: forward, backward, clipping and fused AdamW; returns the loss.
+
+    Only low-rank changes of the `maps` of the published folder's model are trained.
+    """
+    torch, peft = import_module("torch"), import_module("peft")
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=list(maps))
+    model = peft.get_peft_model(read(folder).train(), config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    inputs, labels = (torch.tensor(x).long() for x in (ids, targets))
+
+    def step() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        logits = model(inputs, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        return loss.item()
+
+    return step
 
 
 def forward(model: Any, ids: np.ndarray) -> tuple[Callable[[], np.ndarray], Callable[[], Any]]:

@@ -8,7 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import _checks, _folders, _gpu, _gpu_runs, _layers, _meshes, _ours, _peers, _profile, _quantized
+from benchmarks import (
+    _checks,
+    _folders,
+    _gpu,
+    _gpu_runs,
+    _layers,
+    _meshes,
+    _ours,
+    _peers,
+    _profile,
+    _quantized,
+    _tuning,
+)
 from benchmarks._measure import rate_rows, Row, seconds_in_turn
 from eqformer import models, nn, planning
 
@@ -118,6 +130,7 @@ BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "mixers": _layers.mixers,
     "zoo": _folders.zoo,
     "quantized": _quantized.quantized,
+    "tuning": _tuning.tuning,
     **OF_MESHES,
 }
 ASKED_FOR: dict[str, Callable[[int], Iterator[Row]]] = {"profile": _profile.profile, "checks": _checks.checks}

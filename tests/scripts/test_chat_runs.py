@@ -1,12 +1,14 @@
 """Runs on conversations: the loss is that of the replies alone, and samples ask by the model's template."""
 
 import dataclasses
+import io
 import json
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hub_server import serve_hub
 from script_helpers import losses, rows, run_here
 from text_cases import CONFIG, published_folder, small_model, TEMPLATE
 
@@ -117,6 +119,39 @@ def test_a_run_learns_preferences(folder, tmp_path, flags):
     assert again.returncode == 0 and values_of(tmp_path / "run", "reward_margin")[-1] > margins[-1], again.stderr
     refused = run_here("pretrain.py", *command, "--steps", 8, "--prolong", "hold", "--beta", 0.1)
     assert refused.returncode == 2 and "beta: 0.5 -> 0.1" in refused.stderr
+
+
+@pytest.mark.grid
+def test_chats_and_preferences_of_the_hub(folder, tmp_path, monkeypatch):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def table(rows) -> bytes:
+        written = io.BytesIO()
+        parquet.write_table(arrow.Table.from_pylist(rows), written)
+        return written.getvalue()
+
+    other = [*TALK[:1], TALK[1] | {"content": "No."}]
+    pair = {"prompt": "How?", "chosen": TALK, "rejected": other, "messages": TALK, "score_chosen": 1.0}
+    repositories = {
+        "datasets/owner/chats": {"data/train-0.parquet": table([{"messages": TALK}] * 40), "README.md": b"# Card"},
+        "datasets/owner/pairs": {"data/train_prefs-0.parquet": table([pair] * 40), "data/train_sft-0.csv": b"x"},
+    }
+    flags = ["--model", folder / "model", *FLAGS, "--batch", 4, "--text.validation", 0.2, "--run-dir"]
+    with serve_hub(repositories, set(), tmp_path / "home", monkeypatch):
+        shown = run_here("pretrain.py", *flags, tmp_path / "none", "--data", "owner/chats@v1", "--show-example")
+        assert "[[Né, so.<|endoftext|>]]" in shown.stdout, shown.stderr
+        assert shown.stderr.count("warning: ") == 1 and "skipped files of other kinds: 1 (README.md)" in shown.stderr
+        chats = run_here("pretrain.py", *flags, tmp_path / "chats", "--data", "owner/chats")
+        assert chats.returncode == 0, chats.stderr
+        name = "owner/pairs/data/train_prefs-0.parquet"
+        pairs = run_here("pretrain.py", *flags, tmp_path / "pairs", "--data", name, "--loss", "dpo", "--beta", 0.5)
+        assert pairs.returncode == 0, pairs.stderr
+    local = tmp_path / "local.jsonl"
+    local.write_text("\n".join(map(json.dumps, [{"messages": TALK}] * 40)))
+    done = run_here("pretrain.py", *flags, tmp_path / "local", "--data", local)
+    assert done.returncode == 0 and losses(tmp_path / "chats")[0] == pytest.approx(losses(tmp_path / "local")[0])
+    assert losses(tmp_path / "pairs")[0] == pytest.approx(np.log(2), rel=1e-5)
+    assert values_of(tmp_path / "pairs", "reward_margin")[-1] > 0
 
 
 def values_of(run_dir, name: str) -> list[float]:
