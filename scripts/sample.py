@@ -1,4 +1,7 @@
-"""Write text with a trained or a published model: `python scripts/sample.py --run-dir runs/default --prompt "def "`."""
+"""Write text with a trained or a published model: `python scripts/sample.py --run-dir runs/default --prompt "def "`.
+
+`--prompts FILE.jsonl --out FILE.jsonl` writes a text for each row of a file.
+"""
 
 import sys
 
@@ -12,7 +15,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from support.command import entry
@@ -58,6 +61,18 @@ class Command(ModelFlags):
     """A run or a published folder with a smaller model, which proposes tokens, or mtp, the model's own predictor."""
     draft_tokens: int = 4
     """How many tokens the draft proposes at a time."""
+    prompts: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
+    """Rows {"prompt": "..."} or {"messages": [...]}, each with settings of its own, such as {"temperature": 0}."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
+    """The file of the texts of --prompts; the same command goes on where it stopped."""
+    best_of: int = 1
+    """How many texts to write for each row of --prompts, the likeliest first."""
+    log_probs: bool = False
+    """Whether to write the ids of the texts of --prompts, with the log-probability of each."""
+    slots: int = 8
+    """How many texts of --prompts are drawn at once."""
+    capacity: int = 2048
+    """Tokens of the longest row of --prompts, with its text."""
 
 
 def load_draft(command: Command) -> text.LLM | str | None:
@@ -81,9 +96,9 @@ def default_prompt(command: Command, llm: text.LLM) -> str:
     return "Once upon a time" if llm.special_tokens else "def "
 
 
-def start_text(command: Command, llm: text.LLM, prompt: str) -> text.StreamedText:
-    """Return the text that the command asks for, which is drawn while it is read."""
-    options: text.GenerateOptions = {
+def settings(command: Command) -> dict[str, Any]:
+    """Return the settings of a text that the command asks for."""
+    return {
         "max_new_tokens": command.tokens,
         "stop": command.stop,
         "temperature": command.temperature,
@@ -92,22 +107,78 @@ def start_text(command: Command, llm: text.LLM, prompt: str) -> text.StreamedTex
         "min_p": command.min_p,
         "repetition_penalty": command.repetition_penalty,
         "seed": command.seed,
+    }
+
+
+def to_messages(command: Command, prompt: str) -> list[dict[str, str]]:
+    """Return the messages of a chat that asks a prompt."""
+    system = [] if command.system is None else [{"role": "system", "content": command.system}]
+    return [*system, {"role": "user", "content": prompt}]
+
+
+def check_system(command: Command, llm: text.LLM) -> None:
+    """Raise a `ValueError` for a system message without a chat."""
+    if command.system is not None and not is_chat(command, llm):
+        raise ValueError(
+            f"--system {command.system!r}: only a chat has a system message; leave it out, or give --chat yes."
+        )
+
+
+def start_text(command: Command, llm: text.LLM, prompt: str) -> text.StreamedText:
+    """Return the text that the command asks for, which is drawn while it is read."""
+    options: Any = settings(command) | {
         "cache_dtype": command.cache_dtype,
         "draft": load_draft(command),
         "draft_tokens": command.draft_tokens,
     }
+    check_system(command, llm)
     if is_chat(command, llm):
-        system = [] if command.system is None else [{"role": "system", "content": command.system}]
-        return llm.chat([*system, {"role": "user", "content": prompt}], stream=True, **options)
-    if command.system is not None:
-        raise ValueError(
-            f"--system {command.system!r}: only a chat has a system message; leave it out, or give --chat yes."
-        )
+        return llm.chat(to_messages(command, prompt), stream=True, **options)
     return llm.generate(prompt, stream=True, **options)
 
 
+def write_file(command: Command, prompts: Path, out: Path) -> None:
+    """Write a text for each row of a file."""
+    llm, screen = load_llm(command, predictor=command.draft == PREDICTOR), Screen(errors=True)
+    check_system(command, llm)
+    engine = llm.engine(
+        slots=command.slots,
+        capacity=command.capacity,
+        cache_dtype=command.cache_dtype,
+        draft=load_draft(command),
+        draft_tokens=command.draft_tokens,
+    )
+    screen.note(f"{command.slots} texts at once, with caches of {engine.cache_bytes / 1e6:,.0f} MB; reading {prompts}")
+    start = time.monotonic()
+    with screen.counting() as show:
+        summary = text.complete_file(
+            engine,
+            prompts,
+            out,
+            request=text.TextRequest("", **settings(command)),
+            ask=lambda prompt: to_messages(command, prompt) if is_chat(command, llm) else prompt,
+            best_of=command.best_of,
+            log_probs=command.log_probs,
+            fingerprint=f"{command.model or command.run_dir} {command.dtype} {command.weights} {command.cache_dtype} "
+            f"{command.draft} {command.chat} {command.system}",
+            progress=lambda done, total: show("rows", done, total),
+        )
+    seconds = time.monotonic() - start
+    screen.note(
+        f"{out}: {summary.rows} rows, {summary.kept} of them from before, {summary.errors} new ones with errors; "
+        f"{summary.tokens:,} tokens in {seconds:,.1f} s ({summary.tokens / seconds:,.1f} tokens/s)"
+    )
+
+
 def write(command: Command) -> None:
-    """Stream the text to standard output."""
+    """Stream the text to standard output, or write a file of texts."""
+    if command.prompts is not None and command.out is not None and command.prompt is None:
+        return write_file(command, command.prompts, command.out)
+    if command.prompts is not None or command.out is not None:
+        raise ValueError(
+            f"--prompts {command.prompts} --out {command.out} --prompt {command.prompt}: texts for a file of rows need "
+            "both --prompts and --out, and no --prompt; give both, or neither."
+        )
     llm, screen = load_llm(command, predictor=command.draft == PREDICTOR), Screen(errors=True)
     prompt = command.prompt
     if prompt is None:

@@ -131,7 +131,8 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise a `ValueError` for a request that `submit` refuses.
 
-        Refused are a prompt that is empty or has unknown ids, and a request that is longer than the capacity.
+        Refused are a prompt that is empty or has unknown ids, numbers that are out of range, and a request
+        that is longer than the capacity.
         """
         call, ids = "Engine.submit(request)", np.asarray(request.prompt)
         if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
@@ -145,6 +146,9 @@ class Engine:
             ("logit_bias", np.asarray(list(request.logit_bias), np.int64)),
         ):
             check_ids(f"{call}: {name}", numbers, self.model.vocab)
+        for name, number in (("seed", request.seed), ("example", request.example)):
+            if not 0 <= number < 2**31:
+                raise ValueError(f"{call}: {name} must be from 0 to {2**31 - 1}, but it is {number}; give another.")
         if self._has_draft and request.allowed is not None:
             raise ValueError(
                 f"{call}: `allowed` masks one token after another, but the engine's draft proposes several at a time; "

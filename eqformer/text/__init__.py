@@ -9,6 +9,7 @@ from ._grammars import Grammar as Grammar
 from ._llm import LLM as LLM
 from ._load import load as load, make_llm as make_llm, prepare_to_decode as prepare_to_decode
 from ._options import ChatOptions as ChatOptions, GenerateOptions as GenerateOptions
+from ._prompt_file import complete_file as complete_file, FileSummary as FileSummary
 from ._results import Completion as Completion, StreamedText as StreamedText
 from ._run_folder import (
     export_run as export_run,

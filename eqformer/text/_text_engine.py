@@ -56,7 +56,7 @@ class TextRequest:
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further variables of the chat template, such as `{"enable_thinking": False}`."""
 
-    def with_fields(self, fields: Mapping[str, object]) -> "TextRequest":
+    def with_fields(self, fields: Mapping[str, Any]) -> "TextRequest":
         """Return the request with the fields of a JSON object in place of its own.
 
         An object may have every field of a request, except `allowed`; `messages` in place of `prompt`; and
@@ -71,19 +71,22 @@ class TextRequest:
             if not isinstance(value, kinds) or isinstance(value, bool):
                 names = " or ".join(_KIND_NAMES[kind] for kind in kinds if kind is not int or float not in kinds)
                 raise ValueError(f"TextRequest: {name} must be {names}, but it is {value!r:.60}; correct it.")
-            if name in _GRAMMAR_KINDS:
+            if name in ("json_schema", "regex", "lark"):
                 changes["allowed"] = Grammar(name, value)
             elif name == "logit_bias":
                 changes[name] = _read_bias(value)
             else:
                 changes["prompt" if name == "messages" else name] = value
-        stops = changes.get("stop", ())
-        if wrong := [stop for stop in stops if not isinstance(stop, str)]:
-            raise ValueError(f"TextRequest: stop must be strings, but one is {wrong[0]!r:.60}; correct it.")
+        for name, kind in (("stop", str), ("prompt", int), ("messages", dict)):
+            entries = fields.get(name)
+            if isinstance(entries, list) and (wrong := [entry for entry in entries if not isinstance(entry, kind)]):
+                raise ValueError(
+                    f"TextRequest: a list as {name} must hold {_ENTRY_NAMES[kind]}, but one entry is "
+                    f"{wrong[0]!r:.60}; correct it."
+                )
         return dataclasses.replace(self, **changes)
 
 
-_GRAMMAR_KINDS: tuple[Any, ...] = ("json_schema", "regex", "lark")
 _KIND_NAMES: Mapping[type, str] = {
     int: "an integer",
     float: "a number",
@@ -92,6 +95,7 @@ _KIND_NAMES: Mapping[type, str] = {
     dict: "an object",
     type(None): "null",
 }
+_ENTRY_NAMES: Mapping[type, str] = {str: "texts", int: "ids", dict: "objects"}
 _NUMBER, _NULL = (float, int), type(None)
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "prompt": (str, list),
@@ -279,7 +283,8 @@ class TextEngine:
 
     def _encode_prompt(self, request: TextRequest) -> list[int]:
         """Return the ids of a request's prompt."""
-        prompt, ids = request.prompt, []
+        prompt: Any = request.prompt
+        ids: list[int]
         if isinstance(prompt, str):
             ids = self.llm.tokens(prompt)
         elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes):

@@ -210,6 +210,21 @@ def greedy(model: Any, ids: np.ndarray, new: int) -> Callable[[], Any]:
     return run
 
 
+def padded(model: Any, prompts: list[list[int]], new: list[int]) -> Callable[[], Any]:
+    """Return a run of greedy `generate` of all prompts in one batch, padded on the left, up to the most new tokens."""
+    torch = import_module("torch")
+    longest = max(map(len, prompts))
+    inputs = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
+
+    def run() -> Any:
+        with torch.no_grad():
+            options: dict[str, Any] = {"max_new_tokens": max(new), "min_new_tokens": max(new), "do_sample": False}
+            return model.generate(inputs, attention_mask=mask, **options)
+
+    return run
+
+
 def read(folder: Path) -> Any:
     """Load a published folder by transformers."""
     torch = import_module("torch")

@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks import (
     _checks,
+    _engine,
     _folders,
     _gpu,
     _gpu_runs,
@@ -131,6 +132,7 @@ BENCHMARKS: dict[str, Callable[[int], Iterator[Row]]] = {
     "zoo": _folders.zoo,
     "quantized": _quantized.quantized,
     "tuning": _tuning.tuning,
+    "engine": _engine.engine,
     **OF_MESHES,
 }
 ASKED_FOR: dict[str, Callable[[int], Iterator[Row]]] = {"profile": _profile.profile, "checks": _checks.checks}

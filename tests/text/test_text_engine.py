@@ -177,7 +177,7 @@ def test_fields_of_json_become_a_request():
     for fields, words in [
         ({"temperature": "hot"}, "temperature must be a number, but it is 'hot'"),
         ({"max_new_tokens": True}, "max_new_tokens must be an integer or null, but it is True"),
-        ({"stop": ["a", 5]}, "stop must be strings, but one is 5"),
+        ({"stop": ["a", 5]}, "a list as stop must hold texts, but one entry is 5"),
         ({"prompt": 5}, "prompt must be a text or a list, but it is 5"),
         ({"logit_bias": {"x": 1}}, "'x' has 1"),
         ({"tempreature": 1}, "no field 'tempreature'; the fields are prompt, messages, max_new_tokens"),

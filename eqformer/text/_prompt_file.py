@@ -1,0 +1,255 @@
+"""`complete_file`: a text for each row of a file of prompts, in a file that is continued after an interruption."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .._files import open_regular, parse_json, write_atomic
+from ._text_engine import TextEngine, TextRequest, TextResult
+
+
+class FileSummary(NamedTuple):
+    """Counts of a call of `complete_file`."""
+
+    rows: int
+    """Rows of the file of prompts."""
+    kept: int
+    """Rows that an earlier call had written."""
+    errors: int
+    """Rows written by this call that have an error instead of a text."""
+    tokens: int
+    """Tokens that this call drew."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A file of prompts, the file of its texts, and the settings of the texts."""
+
+    engine: TextEngine
+    source: Path
+    target: Path
+    request: TextRequest
+    ask: Callable[[str], Any]
+    best_of: int
+    log_probs: bool
+    settings: str
+    """A digest of everything on which the texts depend, except for the rows."""
+
+
+def complete_file(
+    engine: TextEngine,
+    source: str | Path,
+    target: str | Path,
+    *,
+    request: TextRequest,
+    ask: Callable[[str], Any] = lambda prompt: prompt,
+    best_of: int = 1,
+    log_probs: bool = False,
+    fingerprint: str = "",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> FileSummary:
+    """Write a text for each row of a file of JSON lines, and go on where an earlier call stopped.
+
+    A row is an object with a `prompt` (a text or ids) or `messages`, and settings of its own by the names of
+    `TextRequest`. A line of the result has the number of the row's line, the row and its text. Lines are written when
+    their texts end. When all are written, they are put into the order of the rows. So a process that is killed loses
+    only texts that had not ended, and the same call then makes the same file as one without an interruption.
+
+    All rows are read before anything is drawn. Raises a `ValueError` that names the line for a row that is no JSON
+    object, has unknown fields, or is refused by `TextEngine.encode`; and for a target that another call has begun: with
+    other rows, other settings or another `fingerprint`. A text that cannot go on has a line with its `error`.
+
+    Args:
+        engine: The engine. The texts do not depend on its sizes.
+        source: The file of rows. Empty lines are left out.
+        target: The file of texts.
+        request: The settings of rows that do not have them; its prompt is not read.
+        ask: A function that makes the prompt of a request of a row's text, such as a list of messages.
+        best_of: Texts that are drawn for each row. All are written, the likeliest first.
+        log_probs: Whether to write the ids of each text and their log-probabilities.
+        fingerprint: A text on which the texts depend, too, such as the name of the model.
+        progress: A function that is called with the number of rows that this call has written, and is to write.
+    """
+    source, target = Path(source), Path(target)
+    if best_of < 1:
+        raise ValueError(f"complete_file(best_of={best_of}): at least 1 text must be drawn for a row.")
+    if target.resolve() == source.resolve():
+        raise ValueError(f"complete_file({str(source)!r}): the texts would replace the rows; write to another file.")
+    values = [getattr(request, field.name) for field in dataclasses.fields(request) if field.name != "prompt"]
+    settings = _digest(f"{values} {best_of} {log_probs} {fingerprint}")
+    job = _Job(engine, source, target, request, ask, best_of, log_probs, settings)
+    lines = _check_rows(job)
+    written = _read_written(job, lines)
+    errors = tokens = 0
+    with target.open("a", encoding="utf-8") as file:
+        remaining = [line for line in lines if line not in written]
+        progress(0, len(remaining))
+        for done, (record, count) in enumerate(_draw(job, remaining, lines), 1):
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.flush()
+            errors, tokens = errors + ("error" in record), tokens + count
+            progress(done, len(remaining))
+    _sort(target)
+    return FileSummary(len(lines), len(written), errors, tokens)
+
+
+def _read_rows(job: _Job) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of the file of prompts with their numbers, from 1 on, without empty lines."""
+    with open_regular(job.source) as file:
+        for line, content in enumerate(file, 1):
+            if content.strip():
+                yield line, content
+
+
+def _parse_row(job: _Job, line: int, content: bytes) -> tuple[dict[str, Any], TextRequest]:
+    """Return a row and its request; raise a `ValueError` that names the line."""
+    try:
+        row = parse_json(content)
+        if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+            raise ValueError('a row is an object with either a "prompt" or "messages"; correct it.')
+        request = job.request.with_fields(row)
+        if isinstance(row.get("prompt"), str):
+            request = dataclasses.replace(request, prompt=job.ask(row["prompt"]))
+    except ValueError as error:
+        raise ValueError(f"{job.source}, line {line}: {error}") from None
+    return row, request
+
+
+def _check_rows(job: _Job) -> dict[int, str]:
+    """Return a digest of each row by the number of its line; raise a `ValueError` for a row that would be refused."""
+    digests: dict[int, str] = {}
+    for line, content in _read_rows(job):
+        row, request = _parse_row(job, line, content)
+        try:
+            job.engine.encode(request)
+        except ValueError as error:
+            raise ValueError(f"{job.source}, line {line}: {error}") from None
+        digests[line] = _digest_row(row)
+    return digests
+
+
+def _read_written(job: _Job, lines: dict[int, str]) -> set[int]:
+    """Return the lines whose texts the target has; cut off a last line that was half written.
+
+    Raises a `ValueError` for a target with other rows or settings, or with lines that this function does not write.
+    """
+    written: set[int] = set()
+    if not job.target.exists():
+        return written
+    length = 0
+    with open_regular(job.target) as file:
+        for number, content in enumerate(file, 1):
+            if not content.endswith(b"\n"):
+                break
+            written.add(_check_record(job, number, content, lines))
+            length += len(content)
+    os.truncate(job.target, length)
+    return written
+
+
+def _check_record(job: _Job, number: int, content: bytes, lines: dict[int, str]) -> int:
+    """Return the line of the row that a line of the target belongs to."""
+    call = f"{job.target}, line {number}"
+    try:
+        record = parse_json(content)
+        line, row, settings = record["line"], record["row"], record["settings"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{call}: this is no line of texts; write to another file, or delete this one.") from None
+    if lines.get(line) != _digest_row(row):
+        raise ValueError(
+            f"{call}: it has a text for line {line} of {job.source}, which has changed since; write to another file, "
+            "or delete this one."
+        )
+    if settings != job.settings:
+        raise ValueError(
+            f"{call}: it was written with other settings ({settings} instead of {job.settings}); repeat the command "
+            "with the same model and settings, or write to another file."
+        )
+    return line
+
+
+def _draw(job: _Job, remaining: Sequence[int], lines: dict[int, str]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield a record for each remaining row when its texts have ended, and the number of tokens that were drawn."""
+    positions = {line: position for position, line in enumerate(lines)}
+    rows: list[tuple[int, dict[str, Any]]] = []
+    samples: dict[int, list[TextResult]] = {}
+
+    def requests() -> Iterator[TextRequest]:
+        unwritten = set(remaining)
+        for line, content in _read_rows(job):
+            if line in unwritten:
+                row, request = _parse_row(job, line, content)
+                rows.append((line, row))
+                first = job.best_of * (positions[line] if request.example is None else request.example)
+                for sample in range(job.best_of):
+                    yield dataclasses.replace(request, example=first + sample)
+
+    for result in job.engine.run(requests()):
+        index = result.number // job.best_of
+        drawn = samples.setdefault(index, [])
+        drawn.append(result)
+        if len(drawn) == job.best_of:
+            line, row = rows[index]
+            rows[index] = line, {}
+            record = {"line": line, "row": row, "settings": job.settings, **_describe(job, samples.pop(index))}
+            yield record, sum(len(result.ids) for result in drawn)
+
+
+def _describe(job: _Job, results: list[TextResult]) -> dict[str, Any]:
+    """Return the texts of one row as JSON: the only one, or a list of samples, the likeliest first."""
+    results.sort(key=lambda result: (bool(result.error), -sum(result.log_probs), result.number))
+    samples: list[dict[str, Any]] = []
+    for result in results:
+        if result.error:
+            samples.append({"error": result.error})
+            continue
+        sample: dict[str, Any] = {
+            "text": result.text,
+            "finish_reason": result.finish_reason,
+            "tokens": len(result.ids),
+            "log_prob": _round(sum(result.log_probs)),
+        }
+        if job.log_probs:
+            sample |= {"ids": list(result.ids), "log_probs": [_round(value) for value in result.log_probs]}
+        samples.append(sample)
+    if job.best_of == 1:
+        return samples[0]
+    errors = {"error": samples[0]["error"]} if "error" in samples[0] else {}
+    return {"samples": samples, **errors}
+
+
+def _round(log_prob: float) -> float:
+    """Round a log-probability, of which float32 and another batch size leave fewer digits alike."""
+    return round(log_prob, 4)
+
+
+def _sort(target: Path) -> None:
+    """Put the lines of a complete file into the order of their rows, if they are not."""
+    starts: list[tuple[int, int, int]] = []
+    with open_regular(target) as file:
+        start = 0
+        for content in file:
+            starts.append((parse_json(content)["line"], start, len(content)))
+            start += len(content)
+        if starts == sorted(starts):
+            return
+
+        def write(path: Path) -> None:
+            with path.open("wb") as sorted_file:
+                for _, start, length in sorted(starts):
+                    file.seek(start)
+                    sorted_file.write(file.read(length))
+
+        write_atomic(target, write)
+
+
+def _digest_row(row: Any) -> str:
+    return _digest(json.dumps(row, sort_keys=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -1,0 +1,46 @@
+"""Requests of unlike lengths that are continued together: `generation.Engine` beside transformers."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from benchmarks import _peers
+from benchmarks._measure import rate_rows, Row, seconds_in_turn
+from eqformer import generation, models
+from eqformer.generation import Engine, Request
+
+
+SMOLLM2 = models.LlamaConfig(vocab=49_152, embed=576, layers=30, heads=9, kv_heads=3, mlp=1536, tied=True)
+COUNTS = (1, 8, 32)
+CAPACITY = 256
+
+
+def engine(rounds: int) -> Iterator[Row]:
+    """New tokens a second of 1, 8 and 32 greedy requests of unlike lengths (8 M, and SmolLM2's shape of 135 M)."""
+    small = models.preset("llama-byte-8m")
+    assert isinstance(small, models.LlamaConfig)
+    for name, config in {"8 M": small, "135 M": SMOLLM2}.items():
+        model = eqx.filter_jit(lambda key, config=config: models.build(config, key=key))(jax.random.key(0))
+        model = generation.unstack_for_platform(model, jax.default_backend(), jax.devices()[0].device_kind)
+        peer = _peers.build_model(config, CAPACITY).eval() if _peers.are_installed() else None
+        for count in COUNTS:
+            requests = make_requests(config.vocab, count)
+            ours = Engine(model, slots=min(count, 16), capacity=CAPACITY, stride=16)
+            contenders: dict[str, Callable[[], Any]] = {"eqformer": lambda ours=ours, r=requests: list(ours.run(r))}
+            if peer is not None:
+                prompts, new = [list(r.prompt) for r in requests], [r.max_new_tokens for r in requests]
+                contenders["transformers, generate"] = _peers.padded(peer, prompts, new)
+            tokens = sum(request.max_new_tokens for request in requests)
+            times = seconds_in_turn(contenders, max(2, rounds // 3))
+            yield from rate_rows(f"engine, {name}, {count} requests", "tokens/s", tokens, times)
+
+
+def make_requests(vocab: int, count: int) -> list[Request]:
+    """Return requests with prompts of 8 to 120 ids and 8 to 96 new tokens; one alone has a prompt of 64 and 64 new."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(8, 121, count) if count > 1 else [64]
+    new = draw.integers(8, 97, count) if count > 1 else [64]
+    return [Request(draw.integers(1, vocab, n).tolist(), int(m)) for n, m in zip(lengths, new)]

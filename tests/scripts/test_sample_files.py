@@ -1,0 +1,65 @@
+"""`sample.py --prompts`: a text for each row of a file, which a killed process leaves to the next."""
+
+import json
+import signal
+import subprocess
+import time
+
+import jax
+import pytest
+from script_helpers import command, PLAIN, run, run_here
+
+from eqformer import data, models
+
+
+ROWS = [{"prompt": "def " * (number % 5 + 1), "max_new_tokens": 40 + 17 * number % 80} for number in range(24)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small published model, and a file of rows."""
+    path, config = tmp_path_factory.mktemp("published"), models.preset("llama-byte-1m")
+    tokenizer = data.tokenizer_files(data.ByteTokenizer(), max_length=256)
+    models.save(models.build(config, key=jax.random.key(0)), path / "model", config=config, files=tokenizer)
+    (path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    return path
+
+
+def flags(folder, out, *more):
+    files = ["--model", folder / "model", "--prompts", folder / "rows.jsonl", "--out", out]
+    return [*files, "--slots", 4, "--capacity", 256, *more]
+
+
+@pytest.mark.grid
+def test_a_killed_command_goes_on_and_makes_the_same_file(folder, tmp_path):
+    whole = run("sample.py", *flags(folder, tmp_path / "whole", "--log-probs"))
+    assert whole.returncode == 0 and "24 rows, 0 of them from before, 0 new ones with errors" in whole.stderr
+    killed = 0
+    for _ in range(8):
+        process = subprocess.Popen(command("sample.py", *flags(folder, tmp_path / "part", "--log-probs")), env=PLAIN)
+        before = lines(tmp_path / "part")
+        while process.poll() is None and lines(tmp_path / "part") < before + 5:
+            time.sleep(0.02)
+        killed += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert killed >= 2 and (tmp_path / "part").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def lines(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize(
+    "more,words",
+    [
+        (["--prompt", "a"], "need both --prompts and --out, and no --prompt"),
+        (["--capacity", 64], "line 2: Engine.submit(request): a prompt of 8 ids and 57 new tokens need a row of 65"),
+        (["--system", "a"], "--system 'a': only a chat has a system message"),
+        (["--best-of", 0], "best_of=0"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(folder, tmp_path, more, words):
+    refused = run_here("sample.py", *flags(folder, tmp_path / "out", *more))
+    assert refused.returncode == 2 and not (tmp_path / "out").exists()
+    assert words in " ".join(refused.stderr.split())
