@@ -120,3 +120,32 @@ class PreferenceBatch(Batch):
     """1 for a desirable completion and 0 for an undesirable one; None for pairs."""
     baseline: Float[Array, "batch"] | None = None
     """KTO's reference point, the same number for each row of the batch, see `training.kto_baseline`."""
+
+
+@checked_fields
+class PolicyBatch(Batch):
+    """Rows of prompts with sampled completions, from which a `training.policy_loss` learns; made by `text.Rollouts`.
+
+    The weights are 1 for the targets of a completion, and 0 for the prompt and for completions that are left out. Log-
+    probabilities are those of each target, after the temperature; those of targets of weight 0 are not read.
+    """
+
+    advantages: Float[Array, "batch"] | None = None
+    """How much better each completion is than the mean of its group, see `training.group_advantages`."""
+    old_log_probs: Float[Array, "batch seq"] | None = None
+    """Log-probabilities by the model that sampled the completions; None: by the model before this step."""
+    reference_log_probs: Float[Array, "batch seq"] | None = None
+    """Log-probabilities by a frozen model, to which a loss with `beta` holds the trained one."""
+    sampler_log_probs: Float[Array, "batch seq"] | None = None
+    """Log-probabilities as sampling computed them, only for the metric `sampler_difference`."""
+    row_metrics: dict[str, Float[Array, "batch"]] = eqx.field(default_factory=dict)
+    """Numbers of each row, such as its reward, whose means the step reports as metrics."""
+    temperature: float = eqx.field(static=True, default=1.0)
+    """The temperature of sampling, by which logits are divided."""
+
+    def __check_init__(self):
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(
+                f"PolicyBatch(temperature={self.temperature}): it is that of sampling, finite and above 0, since a "
+                "greedy completion has no other to be compared with."
+            )

@@ -37,6 +37,7 @@ from ._loader import (
     shuffle_indices as shuffle_indices,
 )
 from ._packing import (
+    batch_completions as batch_completions,
     batch_labelled as batch_labelled,
     batch_pairs as batch_pairs,
     batch_preferences as batch_preferences,

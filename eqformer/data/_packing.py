@@ -3,11 +3,12 @@
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from .._shapes import Batch, PreferenceBatch
+from .._shapes import Batch, PolicyBatch, PreferenceBatch
 from ._conversations import EncodedExample
 from ._token_store import TokenStore
 
@@ -184,7 +185,7 @@ class PairPacking:
         documents = (2 * rows[:, None] + np.arange(2)).ravel()
         spans = [slice(*self._offsets[document : document + 2]) for document in documents]
         examples = [(self._tokens[span], self._weights[span]) for span in spans]
-        return _fill_rows(examples, self.seq, as_examples(documents), group=2)
+        return PreferenceBatch(**_fill_rows(examples, self.seq), examples=as_examples(documents), group=2)
 
 
 def batch_preferences(
@@ -241,14 +242,49 @@ def _fill_examples(
                 f"{number // group} has {int(np.argmax(example.weights > 0))} tokens; pass a longer seq, or leave the "
                 "row out."
             )
-    numbers = np.arange(first_example, first_example + len(examples))
-    return _fill_rows([(example.ids, example.weights) for example in examples], seq, as_examples(numbers), group=group)
+    numbers = as_examples(np.arange(first_example, first_example + len(examples)))
+    rows = _fill_rows([(example.ids, example.weights) for example in examples], seq)
+    return PreferenceBatch(**rows, examples=numbers, group=group)
 
 
-def _fill_rows(
-    examples: Sequence[tuple[np.ndarray, np.ndarray]], seq: int, numbers: Int[np.ndarray, "batch"], *, group: int
-) -> PreferenceBatch:
-    """Return a batch whose rows are one document each, of ids and weights; what follows a document is padding."""
+def batch_completions(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    *,
+    seq: int,
+    first_example: int = 0,
+    temperature: float = 1.0,
+) -> PolicyBatch:
+    """Return a batch of prompts with their sampled completions, for a `training.policy_loss`.
+
+    The targets of the completions have weight 1. Raises a `ValueError` for a row of more than `seq + 1` ids, and for a
+    prompt or a completion without ids.
+
+    Args:
+        prompts: The ids of each prompt.
+        completions: The ids of each completion, with the end of text if it was drawn.
+        seq: The tokens of a row.
+        first_example: The first row's number in the run.
+        temperature: The temperature of sampling.
+    """
+    pairs = list(zip(prompts, completions, strict=True))
+    for number, (prompt, completion) in enumerate(pairs):
+        if not len(prompt) or not len(completion) or len(prompt) + len(completion) > seq + 1:
+            raise ValueError(
+                f"batch_completions(prompts, completions, seq={seq}): row {number} has a prompt of {len(prompt)} ids "
+                f"and a completion of {len(completion)}; both have at least 1, and together at most seq + 1; pass a "
+                "longer seq."
+            )
+    rows = [
+        (np.asarray([*prompt, *completion], np.int32), np.repeat([0.0, 1.0], [len(prompt), len(completion)]))
+        for prompt, completion in pairs
+    ]
+    numbers = as_examples(np.arange(first_example, first_example + len(rows)))
+    return PolicyBatch(**_fill_rows(rows, seq), examples=numbers, temperature=temperature)
+
+
+def _fill_rows(examples: Sequence[tuple[np.ndarray, np.ndarray]], seq: int) -> dict[str, Any]:
+    """Return the arrays of a batch whose rows are one document each, of ids and weights, with padding after it."""
     ids, targets = np.zeros((2, len(examples), seq), np.int32)
     weights, positions = np.zeros(ids.shape, np.float32), np.full(ids.shape, -1, np.int32)
     for row, (tokens, token_weights) in enumerate(examples):
@@ -256,7 +292,8 @@ def _fill_rows(
         ids[row, :length], targets[row, :length] = tokens[:length], tokens[1 : length + 1]
         weights[row, :length], positions[row, :length] = token_weights[1 : length + 1], np.arange(length)
     segments = np.where(positions < 0, -1, 0).astype(np.int32)
-    return PreferenceBatch(ids, targets, weights, numbers, positions, segments, group, documents=1)
+    arrays = {"ids": ids, "targets": targets, "weights": weights, "positions": positions, "segments": segments}
+    return arrays | {"documents": 1}
 
 
 def _split_documents(

@@ -23,6 +23,8 @@ class SamplingState(eqx.Module):
     """For each row the number on which its random draws depend, together with its key."""
     end_of_text: Int[Array, "batch ends"]
     """Ids that end a row; -1 is never drawn."""
+    scores_transformed: bool = eqx.field(static=True, default=False)
+    """Whether the log-probabilities of drawn ids are those after the transforms."""
 
     def fold_in(self, stream: int) -> "SamplingState":
         """Return a state whose draws are independent of this one's."""
@@ -188,11 +190,6 @@ def decode_step(model: Model, rows: Rows, sampling: SamplingState) -> Rows:
     return draw_and_append(rows, logits, cache, sampling)
 
 
-def draw(logits: Float[Array, "batch vocab"], history: History, sampling: SamplingState) -> Int[Array, "batch"]:
-    """Draw one id for each row from the transformed logits; the position of the new token is the row's length."""
-    return sample_ids(sampling.transforms(logits, history), history.lengths, sampling)
-
-
 def sample_ids(
     logits: Float[Array, "batch vocab"], positions: Int[Array, "batch"], sampling: SamplingState
 ) -> Int[Array, "batch"]:
@@ -210,9 +207,11 @@ def sample_ids(
 
 
 def draw_and_append(rows: Rows, logits: Float[Array, "batch vocab"], cache: PyTree, sampling: SamplingState) -> Rows:
-    """Append one drawn token to each row that is not done."""
-    new_ids = draw(logits, History(rows.ids, rows.lengths), sampling)
-    return append_tokens(rows, new_ids[:, None], logits[:, None], (~rows.done).astype(jnp.int32), cache, sampling)
+    """Append one drawn token to each row that is not done; the position of the new token is the row's length."""
+    transformed = sampling.transforms(logits, History(rows.ids, rows.lengths))
+    new_ids = sample_ids(transformed, rows.lengths, sampling)
+    scored = transformed if sampling.scores_transformed else logits
+    return append_tokens(rows, new_ids[:, None], scored[:, None], (~rows.done).astype(jnp.int32), cache, sampling)
 
 
 def append_tokens(
@@ -223,7 +222,10 @@ def append_tokens(
     cache: PyTree,
     sampling: SamplingState,
 ) -> Rows:
-    """Append the first `count` new tokens to each row, stopping at an end of text and at the row's limit."""
+    """Append the first `count` new tokens to each row, stopping at an end of text and at the row's limit.
+
+    `logits` are those by which the new tokens get their log-probabilities.
+    """
     order = jnp.arange(new_ids.shape[1], dtype=jnp.int32)
     # A row of which no token could be drawn (-1) has ended, too.
     is_end = jnp.any(new_ids[..., None] == sampling.end_of_text[:, None], axis=-1) | (new_ids < 0)

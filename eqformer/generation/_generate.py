@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -32,8 +33,8 @@ class Generation(eqx.Module):
     lengths: Int[np.ndarray, "batch"]
     """Ids in each row, with those that were drawn."""
     log_probabilities: Float[np.ndarray, "batch seq"] | None
-    """Log-probabilities of the drawn ids by the model's logits before any transform, in nats; 0 at prompt and padding,
-    so that the sum of a row is the log-probability of its continuation."""
+    """Log-probabilities of the drawn ids in nats, by the model's logits before any transform if the call asked for no
+    others; 0 at prompt and padding, so that the sum of a row is the log-probability of its continuation."""
     draft: DraftStatistics | None = None
     """Counts of the draft's proposals; None without a draft."""
 
@@ -52,7 +53,7 @@ def generate(
     lengths: Sequence[int] | Int[Array, "batch"] | None = None,
     transforms: Sequence[Transform] | Transform = (),
     end_of_text: int | Sequence[int] | None = None,
-    log_probabilities: bool = False,
+    log_probabilities: bool | Literal["transformed"] = False,
     examples: Sequence[int] | Int[Array, "batch"] | None = None,
     prefill_chunk: int | None = None,
     cache_dtype: str | None = None,
@@ -81,7 +82,8 @@ def generate(
         transforms: Changes of the logits before an id is drawn; `sampling(temperature=0)` is greedy. Without any, ids
             are drawn from the model's distribution.
         end_of_text: The id, or ids, that end a row; it stays in the row.
-        log_probabilities: Whether to return the model's log-probabilities of the drawn ids.
+        log_probabilities: Whether to return the model's log-probabilities of the drawn ids; `"transformed"` returns
+            those by the distribution from which the ids were drawn, after the transforms.
         examples: For each row the number that its draws depend on, with `key`; None: 0, 1, ... A row with the same
             number and the same key is drawn alike in any batch.
         prefill_chunk: Tokens of a prompt that are read at once, in equal chunks, so that activations do not grow with
@@ -99,9 +101,16 @@ def generate(
     """
     padded = pad_prompts(model, prompts, lengths, max_new_tokens, prefill_chunk, cache_dtype)
     sampling = make_sampling_state(model, len(padded.ids), transforms, end_of_text, examples, key)
+    if log_probabilities == "transformed":
+        if draft is not None:
+            raise ValueError(
+                "generate(log_probabilities='transformed', draft=...): tokens of a draft have log-probabilities before "
+                "the transforms only; leave out the draft, or pass log_probabilities=True."
+            )
+        sampling = dataclasses.replace(sampling, scores_transformed=True)
     model = add_draft(model, draft, draft_tokens, int(np.max(padded.lengths)) + max_new_tokens)
-    limit = _as_traced_int(max_new_tokens)
-    start = functools.partial(_start_rows, model, padded.ids, padded.lengths, limit, sampling, log_probabilities)
+    limit, scores = _as_traced_int(max_new_tokens), bool(log_probabilities)
+    start = functools.partial(_start_rows, model, padded.ids, padded.lengths, limit, sampling, scores)
     if ends_row is None:
         rows, counts = start(padded.sizes, None)
     else:

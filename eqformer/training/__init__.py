@@ -6,6 +6,7 @@ from ._evaluation import (
     Evaluations as Evaluations,
     make_evaluation as make_evaluation,
     make_row_nats as make_row_nats,
+    make_token_log_probs as make_token_log_probs,
     Validation as Validation,
 )
 from ._gradients import make_gradient_function as make_gradient_function
@@ -65,6 +66,13 @@ from .losses._loss_aux import (
     LossAux as LossAux,
     LossScale as LossScale,
     routing_metrics as routing_metrics,
+)
+from .losses._policy import (
+    group_advantages as group_advantages,
+    GroupAdvantages as GroupAdvantages,
+    policy_loss as policy_loss,
+    PolicyLoss as PolicyLoss,
+    token_log_probs as token_log_probs,
 )
 from .losses._token_losses import (
     batch_tokens as batch_tokens,

@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from .._shapes import Batch, PreferenceBatch
-from ..parallel import filter_shard_map, OnDevice, Plan
+from .._shapes import Batch, PolicyBatch, PreferenceBatch
+from ..parallel import CONTEXT, filter_shard_map, OnDevice, Plan
 from ._loop import Every, Progress
 from ._metrics import bits_per_byte
+from .losses._policy import token_log_probs
 from .losses._token_losses import batch_tokens, evaluation_sums, row_nats
 
 
@@ -31,6 +34,22 @@ def make_row_nats(plan: Plan) -> Callable[[PyTree, Batch], Float[Array, "batch"]
         return row_nats(*args, **views)
 
     return _make_forward(plan, device_row_nats, PartitionSpec(plan.batch_axes))
+
+
+def make_token_log_probs(plan: Plan) -> Callable[[PyTree, PolicyBatch], Float[Array, "batch seq"]]:
+    """Return a jitted function `(model, batch)` that computes `token_log_probs` under a plan."""
+
+    def device_log_probs(device: OnDevice, *args: PyTree, **views: PyTree) -> Float[Array, "batch seq"]:
+        return token_log_probs(*args, **views)
+
+    forward = _make_forward(plan, device_log_probs, PartitionSpec(plan.batch_axes, CONTEXT))
+
+    def log_probs(model: PyTree, batch: PolicyBatch) -> Float[Array, "batch seq"]:
+        # Devices split the tokens of a row in another order than the row's.
+        columns, _ = plan.arrange(np.arange(batch.ids.shape[1])[None], batch_tokens(batch))
+        return jnp.take(forward(model, batch), np.argsort(np.asarray(columns)[0]), axis=1)
+
+    return log_probs
 
 
 def add_reference_nats(batches: Iterable[PreferenceBatch], reference: PyTree, plan: Plan) -> Iterator[PreferenceBatch]:

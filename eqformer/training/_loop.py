@@ -76,7 +76,7 @@ class Callback:
 def train(
     step: Step,
     state: TrainState,
-    batches: Iterable[PyTree],
+    batches: Iterable[PyTree] | Callable[[Progress], PyTree],
     key: Key[Array, ""] | None = None,
     *,
     steps: int,
@@ -93,7 +93,8 @@ def train(
     Args:
         step: The step, from `make_step`.
         state: The state after `start` steps, which is donated.
-        batches: One batch per step, placed where the step reads it, as by `data.prefetch`.
+        batches: One batch per step, placed where the step reads it, as by `data.prefetch`; or a function of the run's
+            progress that makes each step's batch after all callbacks of the step before, such as `text.Rollouts`.
         key: The run's key, into which each step folds its number; None: no dropout, no router noise.
         steps: The number of the last step.
         start: The number of steps that the state has taken.
@@ -105,11 +106,14 @@ def train(
                 f"train(callbacks=...): callbacks[{index}] is a {type(callback).__name__}; pass a Callback, or wrap "
                 "a function in Every(1, function), which calls it with the run's Progress."
             )
-    run, batch_iterator = Progress(state, start, steps, {}), iter(batches)
+    run = Progress(state, start, steps, {})
     del state  # donated
     if start >= steps:
         return run
-    batch = next(batch_iterator, None)
+    # A function may read the state, which is then waited for; an iterator prepares batches while the devices compute.
+    make_batch = batches if callable(batches) else None
+    batch_iterator = iter(()) if callable(batches) else iter(batches)
+    batch = make_batch(run) if make_batch else next(batch_iterator, None)
     if batch is None:
         raise ValueError(f"train(start={start}, steps={steps}): there is no batch; give one for each step.")
     shapes = _list_shapes(batch)
@@ -135,6 +139,8 @@ def train(
             batch = next(batch_iterator, None)
             for callback in callbacks:
                 callback.after_step(run)
+            if make_batch and run.step < steps and not run.is_stopping:
+                batch = make_batch(run)
         check_finite(run.metrics, step=run.step)
     return run
 

@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import equinox as eqx
 import jax
@@ -174,6 +175,9 @@ def _is_sharding(leaf: object) -> bool:
     return isinstance(leaf, jax.sharding.Sharding)
 
 
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
+
+
 class ProcessRows:
     """The rows of a batch that this process loads: `start` to `stop - 1` of the whole batch, split by a plan."""
 
@@ -189,7 +193,7 @@ class ProcessRows:
         """Return the shapes of the whole batch, from this process's rows."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self._rows, *x.shape[1:]), x.dtype), batch)
 
-    def place(self, batch: Batch) -> Batch:
+    def place(self, batch: AnyBatch) -> AnyBatch:
         """Return the whole batch on the mesh; each process passes its own rows, as numpy arrays."""
 
         def put(x: np.ndarray) -> jax.Array:

@@ -48,6 +48,11 @@ def test_greedy_is_the_slow_loop(plain):
     assert write_on(other, PROMPTS[0], NEW, settings=dict(temperature=0))[0] != wanted[0]
 
 
+def test_log_probabilities_after_the_transforms_have_no_draft(plain):
+    with pytest.raises(ValueError, match="tokens of a draft have log-probabilities before the transforms only"):
+        generation.generate(plain, PROMPTS, max_new_tokens=2, log_probabilities="transformed", draft=plain, key=KEY)
+
+
 def test_draws_are_the_slow_loop(model, drawn):
     wanted = [write_on(model, p, NEW, settings=SETTINGS, key=KEY, example=n) for n, p in enumerate(PROMPTS)]
     assert drawn.new_ids() == [ids for ids, _ in wanted]
@@ -264,7 +269,7 @@ def test_bfloat16_writes_finite_text():
 @pytest.mark.quick
 def test_draws_follow_the_distribution():
     """Of many rows of one prompt, each with a number of its own, tokens come as often as they are likely."""
-    from eqformer.generation._decode import draw, SamplingState
+    from eqformer.generation._decode import sample_ids, SamplingState
 
     logits = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
     count = 20_000
@@ -274,8 +279,8 @@ def test_draws_follow_the_distribution():
         jnp.arange(count, dtype=jnp.int32),
         jnp.zeros((count, 0), jnp.int32),
     )
-    history = generation.History(jnp.zeros((count, 1), jnp.int32), jnp.ones(count, jnp.int32))
-    ids = np.asarray(eqx.filter_jit(draw)(jnp.broadcast_to(logits, (count, 4)), history, draws))
+    positions = jnp.ones(count, jnp.int32)
+    ids = np.asarray(eqx.filter_jit(sample_ids)(jnp.broadcast_to(logits, (count, 4)), positions, draws))
     share = np.bincount(ids, minlength=4) / count
     deviation = np.sqrt(np.exp(logits) * (1 - np.exp(logits)) / count)
     assert np.all(np.abs(share - np.exp(logits)) < 4 * deviation)

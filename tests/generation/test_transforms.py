@@ -260,7 +260,11 @@ def test_the_coldest_temperature_is_greedy():
         jnp.arange(ROWS),
         jnp.full((ROWS, 1), -1),
     )
-    draw = eqx.filter_jit(decode.draw)
+
+    @eqx.filter_jit
+    def draw(logits, history, state):
+        return decode.sample_ids(state.transforms(logits, history), history.lengths, state)
+
     likeliest = np.argmax(LOGITS, axis=-1)
     for temperature in (0, 5e-324, 1e-46, 1e-38, 1e-20):
         assert np.array_equal(draw(jnp.asarray(LOGITS), history(), draws(temperature)), likeliest), temperature

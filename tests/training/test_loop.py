@@ -65,6 +65,20 @@ def test_the_loop_gives_the_bits_of_its_steps_and_goes_on_from_any(line):
     assert not eqx.tree_equal(other.state, state)  # the control: other batches give other bits
 
 
+def test_a_function_makes_each_batch_after_the_callbacks(line):
+    step, first, batches = line
+    key, calls = jax.random.key(0), []
+
+    def make_batch(run):
+        calls.append(("batch", run.step, int(run.state.step)))
+        return batches[run.step]
+
+    note = training.Every(1, lambda run: calls.append(("step", run.step)))
+    run = training.train(step, first(), make_batch, key, steps=3, callbacks=[note])
+    assert calls == [("batch", 0, 0), ("step", 1), ("batch", 1, 1), ("step", 2), ("batch", 2, 2), ("step", 3)]
+    assert_same_bits(run.state, training.train(step, first(), batches, key, steps=3).state)
+
+
 def test_a_callback_ends_the_run_with_a_checkpoint(line, tmp_path):
     step, first, batches = line
 

@@ -1,0 +1,334 @@
+"""Completions that a model samples for the prompts of each training step, and the rewards of a user's function."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Key, PyTree
+
+from .. import data, generation, nn, parallel, training
+from .._shapes import PolicyBatch
+from ._llm import LLM
+from ._load import prepare_to_decode
+from ._results import complete, Completion, StopStrings, TextAssembler
+
+
+Reward = Callable[..., Sequence[float]]
+"""`(prompts, completions, **columns) -> rewards`: a number for each completion."""
+
+
+class Sample(NamedTuple):
+    """A completion that was sampled for a prompt, and its reward."""
+
+    prompt: Any
+    """The prompt as the row of data has it."""
+    completion: Completion
+    reward: float
+
+
+class _Samples(NamedTuple):
+    """Completions of one call of the sampler, `group` rows for each prompt in turn."""
+
+    samples: list[Sample]
+    prompts: list[list[int]]
+    log_probs: Float[np.ndarray, "batch seq"]
+    """The sampler's log-probability of each id, at the index of the id in its row."""
+    advantages: training.GroupAdvantages
+
+    def has_signal(self, group: int) -> Bool[np.ndarray, "groups"]:
+        """Return which groups have rewards that are not all equal."""
+        return self.advantages.stds[::group] > 0
+
+    def replace_groups(self, other: "_Samples", pairs: Sequence[tuple[int, int]], group: int) -> "_Samples":
+        """Return these samples with group `i` replaced by group `j` of the other samples, for each pair `(i, j)`."""
+        rows = np.arange(len(self.samples))
+        for target, source in pairs:
+            rows[target * group : (target + 1) * group] = len(rows) + np.arange(source * group, (source + 1) * group)
+        samples, prompts = self.samples + other.samples, self.prompts + other.prompts
+        width = max(self.log_probs.shape[1], other.log_probs.shape[1])
+        tables = [np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in (self.log_probs, other.log_probs)]
+        columns = (np.concatenate(pair)[rows] for pair in zip(self.advantages, other.advantages))
+        return _Samples(
+            [samples[row] for row in rows],
+            [prompts[row] for row in rows],
+            np.concatenate(tables)[rows],
+            training.GroupAdvantages(*columns),
+        )
+
+
+class Rollouts:
+    """The batches of a run that learns from rewards: completions that the model samples before each step.
+
+        rollouts = text.Rollouts(llm, rows, reward, prompts=16, group=8, max_new_tokens=64, key=jax.random.key(0))
+        step = training.make_step(training.policy_loss("grpo"), optimizer)
+        training.train(step, training.init_state(llm.model, optimizer), rollouts, steps=100)
+
+    A step's batch depends on the key, on the number of the step and on the weights alone, so a run that goes on from a
+    checkpoint (`start=`) gives the numbers of one that was not interrupted. Prompts are shuffled anew in each pass over
+    the rows. Completions end with an id of `llm.end_ids`. Call `train` without a key: dropout would make the trainer's
+    log-probabilities differ from the sampler's.
+
+    Metrics of the step, of all completions that were first sampled for it: `reward`, `reward_std` (the mean of the
+    groups' standard deviations), `groups_without_signal` (the share of groups whose rewards are all equal),
+    `completion_tokens`, and `truncated` (the share of completions that `max_new_tokens` ended).
+    """
+
+    samples: Sequence[Sample] = ()
+    """The completions of the last batch, with their rewards."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        rows: Sequence[Mapping[str, Any]],
+        reward: Reward,
+        *,
+        prompts: int,
+        group: int,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        scale_rewards: bool = True,
+        leave_out_equal: bool = False,
+        resample: int = 0,
+        mask_truncated: bool = False,
+        reference: Callable[[PyTree], PyTree] | None = None,
+        updates: int = 1,
+        plan: parallel.Plan | None = None,
+        key: Key[Array, ""],
+    ):
+        """Check the rows, and encode their prompts.
+
+        Raises a `ValueError` for rows without a prompt or with other fields than the first row, and for prompts that
+        have no tokens or are too long. A call raises one if the reward fails, or returns other than one finite number
+        for each completion, before the step is taken.
+
+        Args:
+            llm: The tokenizer, chat template and end ids; its model gives the vocabulary and the longest row only.
+            rows: Rows of data, each with a `prompt`: a text, or a list of messages.
+            reward: `reward(prompts, completions, **columns)` returns a number for each completion. Prompts are as in
+                the rows, completions are texts, and columns are lists of the rows' other fields.
+            prompts: Prompts of a step.
+            group: Completions of each prompt, whose rewards are compared.
+            max_new_tokens: Most tokens of a completion.
+            temperature: The temperature of sampling, which the batches pass on to the loss.
+            scale_rewards: Whether advantages are divided by the standard deviation of the group's rewards; False for
+                Dr. GRPO.
+            leave_out_equal: Whether groups whose rewards are all equal have weight 0, as in DAPO.
+            resample: How many times further prompts are sampled in a step, to replace groups whose rewards are equal.
+            mask_truncated: Whether completions that `max_new_tokens` ended have weight 0.
+            reference: A function of the trained model that returns the reference of the KL divergence, such as
+                `nn.without_lora`, or `lambda model: frozen` for a copy; None: no reference.
+            updates: Steps taken on each batch of completions; a run that goes on between them samples anew.
+            plan: The plan of the training step, under which the sharded model also samples; None: one device.
+            key: The key of the prompts' order and of all draws.
+        """
+        limits = {"prompts": prompts, "group": group, "max_new_tokens": max_new_tokens, "updates": updates}
+        for name, value in limits.items():
+            if value < (least := 2 if name == "group" else 1):
+                reason = ", since rewards are compared within a group" if name == "group" else ""
+                raise ValueError(f"Rollouts({name}={value}): it must be at least {least}{reason}.")
+        if not 0 < temperature < float("inf"):
+            raise ValueError(f"Rollouts(temperature={temperature}): completions are drawn, at a temperature above 0.")
+        if jax.process_count() > 1:
+            raise ValueError(f"Rollouts: one process samples, but there are {jax.process_count()}; start one.")
+        self.llm, self.reward, self.plan, self.key = llm, reward, plan, key
+        self._rows, self._columns = rows, _check_fields(rows)
+        self._ids = [_encode_prompt(llm, row["prompt"], number) for number, row in enumerate(rows)]
+        self._prompts, self._group, self._max_new_tokens, self._updates = prompts, group, max_new_tokens, updates
+        self._temperature, self._scale, self._resample = temperature, scale_rewards, resample
+        self._leave_out_equal, self._mask_truncated, self._reference = leave_out_equal, mask_truncated, reference
+        self._seq = _fit_rows(llm.model, self._ids, max_new_tokens)
+        self._batch: PolicyBatch | None = None
+        self._next_step = 0
+        make_log_probs = training.make_token_log_probs
+        self._log_probs = eqx.filter_jit(training.token_log_probs) if plan is None else make_log_probs(plan)
+
+    def __call__(self, run: training.Progress) -> PolicyBatch:
+        """Return the batch of the step after `run.step`, sampled by the weights of the run's state."""
+        if self._batch is None or run.step != self._next_step or run.step % self._updates == 0:
+            self._batch = self._make_batch(run.state.model, run.step)
+        self._next_step = run.step + 1
+        return self._batch
+
+    def _make_batch(self, model: PyTree, step: int) -> PolicyBatch:
+        """Sample completions, have them scored, and join both to a batch, on the devices of the plan."""
+        first = samples = self._sample(model, step, 0)
+        for attempt in range(1, self._resample + 1):
+            missing = np.flatnonzero(~samples.has_signal(self._group))
+            if not len(missing):
+                break
+            further = self._sample(model, step, attempt)
+            pairs = list(zip(missing.tolist(), np.flatnonzero(further.has_signal(self._group)).tolist()))
+            samples = samples.replace_groups(further, pairs, self._group)
+        self.samples = samples.samples
+        batch = dataclasses.replace(self._join(samples, step), row_metrics=_row_metrics(first))
+        if self.plan is not None:
+            batch = training.ProcessRows(self.plan, len(samples.samples)).place(batch)
+        if self._updates > 1:
+            batch = dataclasses.replace(batch, old_log_probs=self._log_probs(model, batch))
+        if self._reference is not None:
+            batch = dataclasses.replace(batch, reference_log_probs=self._log_probs(self._reference(model), batch))
+        return batch
+
+    def _join(self, samples: _Samples, step: int) -> PolicyBatch:
+        """Join prompts, completions and advantages to a batch; completions that are left out get weight 0."""
+        completions = [sample.completion for sample in samples.samples]
+        batch = data.batch_completions(
+            samples.prompts,
+            [completion.ids for completion in completions],
+            seq=self._seq,
+            first_example=step * len(completions),
+            temperature=self._temperature,
+        )
+        is_counted = np.ones(len(completions), bool)
+        if self._mask_truncated:
+            is_counted &= [completion.finish_reason == "stop" for completion in completions]
+        if self._leave_out_equal:
+            is_counted &= samples.advantages.stds > 0
+        sampler_log_probs = np.zeros(batch.ids.shape, np.float32)
+        width = min(samples.log_probs.shape[1] - 1, self._seq)
+        sampler_log_probs[:, :width] = samples.log_probs[:, 1 : width + 1]  # The target of an index is the next id.
+        return dataclasses.replace(
+            batch,
+            weights=batch.weights * is_counted[:, None].astype(np.float32),
+            advantages=samples.advantages.advantages,
+            sampler_log_probs=sampler_log_probs,
+        )
+
+    def _sample(self, model: PyTree, step: int, attempt: int) -> _Samples:
+        """Sample a group of completions for each prompt of a step, and have them scored."""
+        order_key, draw_key = jax.random.split(jax.random.fold_in(self.key, attempt))
+        numbers = np.repeat(self._choose_rows(order_key, step), self._group).tolist()
+        prompts = [self._ids[number] for number in numbers]
+        result = generation.generate(
+            self._decoding_model(model),
+            prompts,
+            max_new_tokens=self._max_new_tokens,
+            transforms=generation.sampling(temperature=self._temperature),
+            end_of_text=list(self.llm.end_ids) or None,
+            log_probabilities="transformed",
+            key=jax.random.fold_in(draw_key, step),
+        )
+        completions = [
+            complete(ids, (), self._assembler(number)) for number, ids in zip(numbers, result.new_ids(), strict=True)
+        ]
+        rewards = self._score(step, numbers, [completion.text for completion in completions])
+        originals = [self._rows[number]["prompt"] for number in numbers]
+        assert result.log_probabilities is not None
+        return _Samples(
+            list(map(Sample, originals, completions, rewards)),
+            prompts,
+            result.log_probabilities,
+            training.group_advantages(rewards, self._group, scale=self._scale),
+        )
+
+    def _decoding_model(self, model: PyTree) -> generation.Model:
+        """Return the trained model in the form that decodes; under a plan its weights stay on their devices.
+
+        Only layers that a pipeline's schedule has put in another order move between stages.
+        """
+        return prepare_to_decode(model if self.plan is None else self.plan.unshard(model), self.plan)
+
+    def _choose_rows(self, key: Key[Array, ""], step: int) -> list[int]:
+        """Return the numbers of a step's rows; each pass over the rows has another order."""
+        size, numbers = len(self._rows), list[int]()
+        for index in range(step // self._updates * self._prompts, (step // self._updates + 1) * self._prompts):
+            epoch, order_index = divmod(index, size)
+            if not numbers or order_index == 0:
+                order = np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), size))
+            numbers.append(int(order[order_index]))
+        return numbers
+
+    def _assembler(self, number: int) -> TextAssembler:
+        """Return the assembler of a completion's text; that of messages does not continue the prompt's text."""
+        continued = self._ids[number] if isinstance(self._rows[number]["prompt"], str) else ()
+        return TextAssembler(data.TextStream(self.llm.tokenizer, continued), self.llm.end_ids, StopStrings(()))
+
+    def _score(self, step: int, numbers: Sequence[int], completions: list[str]) -> list[float]:
+        """Return the rewards of completions; raise a `ValueError` for a reward that fails."""
+        name = getattr(self.reward, "__name__", type(self.reward).__name__)
+        call = f"Rollouts(reward={name}): for step {step + 1}, of prompts {sorted(set(numbers))}"
+        rows = [self._rows[number] for number in numbers]
+        columns = {field: [row[field] for row in rows] for field in self._columns}
+        try:
+            rewards = self.reward([row["prompt"] for row in rows], completions, **columns)
+        except Exception as error:
+            raise ValueError(f"{call}, it raised {type(error).__name__}: {error}; correct the function.") from error
+        try:
+            values = [float(reward) for reward in rewards]
+        except TypeError as error:
+            raise ValueError(f"{call}, it did not return numbers ({error}); return one for each completion.") from error
+        if len(values) != len(completions):
+            raise ValueError(
+                f"{call}, it returned {len(values)} rewards for {len(completions)} completions; return one for each."
+            )
+        for number, (value, completion) in enumerate(zip(values, completions)):
+            if not np.isfinite(value):
+                raise ValueError(
+                    f"{call}, the reward of completion {number} ({completion!r:.60}) is {value}; return finite numbers."
+                )
+        return values
+
+
+def _check_fields(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the fields of rows beside the prompt; raise a `ValueError` where rows differ."""
+    if not rows:
+        raise ValueError("Rollouts(rows): there is no row; give at least one, with a prompt.")
+    fields = list(rows[0])
+    for number, row in enumerate(rows):
+        if "prompt" not in row or set(row) != set(fields):
+            raise ValueError(
+                f"Rollouts(rows): each row has a prompt and the fields of row 0, {sorted(fields)}, but row {number} "
+                f"has {sorted(row)}; give all rows the same fields."
+            )
+    return [field for field in fields if field != "prompt"]
+
+
+def _encode_prompt(llm: LLM, prompt: Any, number: int) -> list[int]:
+    """Return the ids of a prompt: a text, or messages in the chat template."""
+    if isinstance(prompt, str):
+        ids = llm.tokens(prompt)
+    elif llm.chat_template is None:
+        raise ValueError(f"Rollouts(rows): row {number} has messages, and the LLM no chat template; give texts.")
+    else:
+        ids = llm.tokenizer.encode_prompt(llm.chat_template.render(prompt), add_special_tokens=False).tolist()
+    if not ids:
+        raise ValueError(f"Rollouts(rows): the prompt of row {number} has no tokens; give at least one character.")
+    return ids
+
+
+def _fit_rows(model: generation.Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    """Return the tokens of a training row in which every prompt and completion fits; raise a `ValueError` for none."""
+    longest = max(map(len, prompts)) + max_new_tokens - 1
+    if model.start is not None:
+        raise ValueError(
+            "Rollouts(llm): completions continue their prompts, but this model has an encoder; give one without."
+        )
+    if model.max_seq is not None and longest > model.max_seq:
+        raise ValueError(
+            f"Rollouts(max_new_tokens={max_new_tokens}): the longest prompt has {longest + 1 - max_new_tokens} tokens, "
+            f"and with a completion exceeds the model's {model.max_seq} positions; leave it out, or ask for fewer."
+        )
+    if any(encoding.changes_within(longest) for encoding in nn.modules(model, nn.PositionEncoding)):
+        raise ValueError(
+            f"Rollouts(llm): rotary frequencies of this model depend on the length of a row within {longest} tokens, "
+            "so that a completion has other log-probabilities than while it was drawn; ask for shorter rows."
+        )
+    unit = 16 if longest <= 64 else 64
+    rounded = -(-longest // unit) * unit
+    return rounded if model.max_seq is None else min(rounded, model.max_seq)
+
+
+def _row_metrics(samples: _Samples) -> dict[str, np.ndarray]:
+    """Return the numbers of each row whose means are metrics of the step."""
+    completions = [sample.completion for sample in samples.samples]
+    columns = {
+        "reward": [sample.reward for sample in samples.samples],
+        "reward_std": samples.advantages.stds,
+        "groups_without_signal": samples.advantages.stds == 0,
+        "completion_tokens": [len(completion.ids) for completion in completions],
+        "truncated": [completion.finish_reason == "length" for completion in completions],
+    }
+    return {name: np.asarray(column, np.float32) for name, column in columns.items()}

@@ -1,0 +1,198 @@
+"""Completions for training on rewards: their log-probabilities are the trainer's, and runs with them go on."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from text_cases import Scripted, small_model, TEMPLATE, USER
+
+from eqformer import data, nn, training
+from eqformer.text import LLM, Rollouts
+
+
+END = 10
+ROWS = [{"prompt": text, "letter": letter} for text, letter in zip(("one", "fourteen", "a"), "xyz")]
+SIZES: dict[str, Any] = {"prompts": 2, "group": 4, "max_new_tokens": 6, "temperature": 0.6}
+
+
+def language_model(model: Any = None) -> LLM:
+    return LLM(small_model() if model is None else model, data.ByteTokenizer(), end_ids=(END,))
+
+
+def high_bytes(prompts, completions, **columns):
+    """Reward characters that are no ASCII."""
+    return [float(sum(ord(character) > 127 for character in text)) for text in completions]
+
+
+def rollouts_of(reward: Any = high_bytes, rows: Any = ROWS, llm: Any = None, **options) -> Rollouts:
+    settings: dict[str, Any] = SIZES | {"key": jax.random.key(0)} | options
+    return Rollouts(llm or language_model(), rows, reward, **settings)
+
+
+def batch_of(rollouts: Rollouts, model: Any = None, step: int = 0) -> Any:
+    """The batch of one step by a model."""
+    zero = jnp.zeros((), jnp.int32)
+    state = training.TrainState(small_model() if model is None else model, None, zero, zero, zero)
+    return rollouts(training.Progress(state, step, 10, {}))
+
+
+@functools.cache
+def in_dtype(dtype: str) -> Any:
+    return nn.Precision(dtype, dtype).apply(small_model())
+
+
+@eqx.filter_jit
+def trainers_log_probs(model: Any, batch: Any) -> tuple[Any, Any]:
+    """The trainer's log-probabilities, and those without the temperature."""
+    warm = dataclasses.replace(batch, temperature=1.0)
+    return training.token_log_probs(model, batch), training.token_log_probs(model, warm)
+
+
+def differences_of(batch: Any, model: Any) -> tuple[float, float, float]:
+    """How far the sampler's log-probabilities are from the trainer's, and from two that are wrong."""
+    sampler, is_counted = np.asarray(batch.sampler_log_probs), np.asarray(batch.weights) > 0
+    trainer, warm = map(np.asarray, trainers_log_probs(model, batch))
+    distance = lambda x: float(np.abs(sampler - x)[is_counted].mean())
+    return distance(trainer), distance(warm), distance(np.roll(trainer, 1, axis=1))
+
+
+@pytest.mark.parametrize("dtype, bound", [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_the_samplers_log_probabilities_are_the_trainers(dtype, bound):
+    model = in_dtype(dtype)
+    batch = batch_of(rollouts_of(), model)
+    own, without_temperature, shifted = differences_of(batch, model)
+    assert own < bound < 0.1 < min(without_temperature, shifted)
+
+
+def test_a_batch_has_the_completions_and_their_advantages():
+    rollouts = rollouts_of()
+    batch = batch_of(rollouts)
+    assert batch.ids.shape == (8, 16) and len(rollouts.samples) == 8
+    rewards = [sample.reward for sample in rollouts.samples]
+    assert rewards == high_bytes([], [sample.completion.text for sample in rollouts.samples])
+    assert np.array_equal(batch.advantages, training.group_advantages(rewards, 4).advantages)
+    for row, sample in enumerate(rollouts.samples):
+        (start, *_), count = np.flatnonzero(batch.weights[row]), len(sample.completion.ids)
+        assert start == len(sample.prompt) - 1 and batch.weights[row].sum() == count
+        assert tuple(batch.targets[row, start : start + count]) == sample.completion.ids
+    assert batch.row_metrics["reward"].tolist() == rewards
+    other = batch_of(rollouts, step=1)  # another step has other prompts and draws
+    assert not np.array_equal(batch.ids, other.ids)
+    assert [len({tuple(row) for row in x.ids[:, :1].tolist()}) for x in (batch, other)] == [2, 2]
+
+
+def test_columns_and_messages_reach_the_reward(tmp_path):
+    seen = []
+
+    def remember(prompts, completions, letter):
+        seen.append((prompts, letter))
+        return [0.0] * len(prompts)
+
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    llm = dataclasses.replace(language_model(), chat_template=data.ChatTemplate(tmp_path))
+    rows = [{"prompt": [USER], "letter": "x"}, {"prompt": [USER, USER], "letter": "y"}]
+    rollouts = rollouts_of(remember, rows, llm)
+    batch = batch_of(rollouts)
+    ((prompts, letters),) = seen
+    assert letters in ([*"xxxxyyyy"], [*"yyyyxxxx"]) and prompts[letters.index("y")] == [USER, USER]
+    assert bytes(batch.ids[letters.index("x"), :19].tolist()) == b"<user>Hi<assistant>"
+    assert float(np.mean(batch.row_metrics["groups_without_signal"])) == 1 and not np.any(batch.advantages)
+
+
+def test_completions_that_are_left_out():
+    def first_group(prompts, completions, **columns):
+        return [float(number == 0) for number in range(len(prompts))]
+
+    kept = batch_of(rollouts_of(first_group))
+    left = batch_of(rollouts_of(first_group, leave_out_equal=True))
+    assert np.array_equal(left.ids, kept.ids) and left.weights[:4].any() and not left.weights[4:].any()
+    assert kept.weights[4:].any()
+    # The second group is replaced by the first of further prompts.
+    filled = rollouts_of(first_group, leave_out_equal=True, resample=1)
+    batch = batch_of(filled)
+    assert np.array_equal(batch.ids[:4], kept.ids[:4]) and not np.array_equal(batch.ids[4:], kept.ids[4:])
+    assert batch.weights[4:].any() and [sample.reward for sample in filled.samples] == [1.0, 0, 0, 0] * 2
+    own, _, shifted = differences_of(batch, small_model())
+    assert own < 1e-5 < 0.1 < shifted
+    masked = rollouts_of(mask_truncated=True)
+    batch = batch_of(masked)
+    ends = [sample.completion.finish_reason == "stop" for sample in masked.samples]
+    assert np.array_equal(batch.weights.any(axis=1), ends)
+    assert float(batch.row_metrics["truncated"].mean()) == 1 - np.mean(ends)
+
+
+def train(rollouts: Rollouts, steps: int, state: Any = None, start: int = 0, callbacks: Any = ()) -> Any:
+    copy = lambda: jax.tree.map(lambda x: x + 0 if eqx.is_array(x) else x, small_model())
+    optimizer = training.optimizer("adamw", small_model(), rate=training.constant(1e-2))
+    step = training.make_step(training.policy_loss("dapo", beta=0.01), optimizer)
+    state = training.init_state(copy(), optimizer) if state is None else state
+    return training.train(step, state, rollouts, steps=steps, start=start, callbacks=callbacks)
+
+
+@pytest.mark.grid
+def test_a_run_raises_its_rewards_and_goes_on():
+    options: Any = {"reference": lambda model: small_model(), "updates": 2, "group": 8, "temperature": 1.0}
+    logged: list[Any] = []
+    run = train(rollouts_of(**options), 8, callbacks=[training.Log(1, logged.append)])
+    assert logged[-1]["reward"] > logged[0]["reward"] + 1
+    assert logged[0]["kl"] == pytest.approx(0, abs=1e-6) and logged[-1]["kl"] > 1e-3
+    assert logged[0]["sampler_difference"] < 1e-5 and logged[1]["sampler_difference"] > 1e-3  # of an older model
+    part = train(rollouts_of(**options), 4)
+    halfway = jax.tree.map(lambda x: x + 0 if eqx.is_array(x) else x, part.state)
+    rest = train(rollouts_of(**options), 8, part.state, start=4)
+    assert eqx.tree_equal(rest.state, run.state)
+    assert not eqx.tree_equal(halfway.model, run.state.model)  # the control
+
+
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        (lambda texts: [0.0] * (len(texts) - 1), r"it returned 7 rewards for 8 completions; return one for each"),
+        (lambda texts: [0.0] * 7 + [float("nan")], r"the reward of completion 7 \(.*\) is nan; return finite numbers"),
+        (lambda texts: [None] * 8, r"it did not return numbers"),
+        (lambda texts: {}["answer"], r"it raised KeyError: 'answer'; correct the function"),
+    ],
+)
+def test_rewards_that_fail_are_told_before_a_step(answer, message):
+    def broken(prompts, completions, **columns):
+        return answer(completions)
+
+    call = r"Rollouts\(reward=broken\): for step 4, of prompts \[\d, \d\], "
+    with pytest.raises(ValueError, match=call + message):
+        batch_of(rollouts_of(broken), step=3)
+
+
+@pytest.mark.grid
+def test_a_reward_that_fails_later_leaves_the_steps_before_it():
+    calls, saved = [], []
+
+    def fails_later(prompts, completions, **columns):
+        calls.append(1)
+        return [0.0, 1.0] * (len(prompts) // 2) if len(calls) < 3 else []
+
+    with pytest.raises(ValueError, match=r"for step 3, .*returned 0 rewards"):
+        note = training.Every(1, lambda run: saved.append((run.step, int(run.state.step))))
+        train(rollouts_of(fails_later, reference=lambda model: model), 5, callbacks=[note])
+    assert saved == [(1, 1), (2, 2)]
+
+
+def test_what_is_refused():
+    def refused(**options) -> str:
+        with pytest.raises(ValueError) as error:
+            rollouts_of(**options)
+        return str(error.value)
+
+    assert "Rollouts(group=1): it must be at least 2" in refused(group=1) and "there is no row" in refused(rows=[])
+    assert "Rollouts(temperature=0.0): completions are drawn" in refused(temperature=0.0)
+    assert "but row 1 has ['prompt']; give all rows the same fields" in refused(rows=[ROWS[0], {"prompt": "b"}])
+    assert "row 0 has messages, and the LLM no chat template" in refused(rows=[{"prompt": [USER]}])
+    assert "the prompt of row 0 has no tokens" in refused(rows=[{"prompt": ""}])
+    short = language_model(Scripted(jnp.zeros(8, jnp.int32), max_seq=8))
+    assert "the longest prompt has 8 tokens, and with a completion exceeds the model's 8 positions" in refused(
+        llm=short
+    )
